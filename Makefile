@@ -1,0 +1,54 @@
+# Each target makes the environment it needs; only Python 3 and a C compiler have to be there.
+# The torch to build on is named here and nowhere else: `make test TORCH=torch==2.15.0`.
+TORCH ?= torch==2.13.0
+PYTHON ?= python3
+VENV ?= .venv
+PEERS ?= .venv-peers
+RANKS ?= 2
+PIP = bin/python -m pip install --disable-pip-version-check --quiet
+
+# Stamps carry the requirement they stand for, so another TORCH is installed and not taken as done.
+torch_stamp := torch-$(subst /,_,$(subst :,_,$(TORCH))).stamp
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint bench clean
+.NOTPARALLEL:
+
+demo: $(VENV)/examples.stamp
+	$(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) examples/gpt.py
+
+test: lint
+	$(VENV)/bin/python -m pytest
+
+lint: $(VENV)/test.stamp
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/mypy
+
+bench: $(VENV)/examples.stamp $(PEERS)/peers.stamp
+	$(VENV)/bin/python benchmarks/step.py
+	$(VENV)/bin/python benchmarks/overhead.py
+
+clean:
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+# torch first and alone: whatever is installed after it finds its requirement met.
+%/$(torch_stamp):
+	test -x $*/bin/python || $(PYTHON) -m venv $*
+	$*/$(PIP) "$(TORCH)"
+	rm -f $*/torch-*.stamp
+	touch $@
+
+$(VENV)/examples.stamp: $(VENV)/$(torch_stamp) pyproject.toml
+	$(VENV)/$(PIP) -e ".[examples]"
+	touch $@
+
+$(VENV)/test.stamp: $(VENV)/$(torch_stamp) pyproject.toml
+	$(VENV)/$(PIP) -e ".[test]"
+	touch $@
+
+# The peers' set-up scripts import torch: they are built beside it, not in an isolated environment.
+$(PEERS)/peers.stamp: $(PEERS)/$(torch_stamp) benchmarks/requirements-peers.txt
+	$(PEERS)/$(PIP) setuptools wheel
+	$(PEERS)/$(PIP) --no-build-isolation -r benchmarks/requirements-peers.txt
+	touch $@
