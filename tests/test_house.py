@@ -1,0 +1,233 @@
+"""The habits of this code base that a machine can check."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = ROOT / "zerofn"
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+# A module may import those before it and, where it is a package, its own; never those after it.
+ORDER = [
+    "_torch_compat",
+    "tree",
+    "mesh",
+    "layout",
+    "ops",
+    "transport",
+    "agreement",
+    "collectives",
+    "precision",
+    "sharding",
+    "loss_scale",
+    "reductions",
+    "generators",
+    "random",
+    "replay",
+    "skeleton",
+    "grad",
+    "state",
+    "optim",
+    "graph",
+    "passes",
+    "runtime",
+    "compile",
+    "plan",
+    "checkpoint",
+    "interop",
+    "cli",
+    "__init__",
+]
+
+
+def library_files():
+    """`(module name, path)` of the library's Python files; `ops/` is `zerofn.ops`."""
+    for folder, package in ((LIBRARY, "zerofn"), (ROOT / "ops", "zerofn.ops")):
+        for path in sorted(folder.rglob("*.py")):
+            inner = path.relative_to(folder).with_suffix("").parts
+            if package == "zerofn" and inner[0] == "ops":
+                continue  # the link to ops/, which comes by itself
+            yield ".".join((package, *inner)).removesuffix(".__init__"), path
+
+
+FILES = dict(library_files())
+each_file = pytest.mark.parametrize("module", FILES)
+
+
+def parse(module):
+    return ast.parse(FILES[module].read_text(), str(FILES[module]))
+
+
+def room(module):
+    """The name in `ORDER` that stands for a module: `zerofn.graph.capture` is in `graph`."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def imported_modules(module, tree):
+    """`(line, dotted name)` of everything imported anywhere in a file, relative names resolved."""
+    package = module.split(".")
+    if FILES[module].name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def room_imported(name):
+    """The room that `import name` enters, or None outside the library."""
+    first, *rest = name.split(".")
+    if first != "zerofn":
+        return None
+    # `from zerofn import shard` takes a public name, which lives in __init__
+    is_module = rest and any(room(module) == rest[0] for module in FILES)
+    return rest[0] if is_module else "__init__"
+
+
+def upward_imports(module, tree):
+    own = ORDER.index(room(module))
+    for line, name in imported_modules(module, tree):
+        target = room_imported(name)
+        if target in ORDER[own + 1 :]:
+            yield f"line {line}: {room(module)} imports {name}, which stands above it"
+
+
+@each_file
+def test_modules_have_a_place_in_the_order(module):
+    assert room(module) in ORDER, f"give {room(module)} its place in ORDER"
+
+
+@each_file
+def test_imports_go_downward(module):
+    if room(module) in ORDER:  # else the test above says so
+        assert list(upward_imports(module, parse(module))) == []
+
+
+def test_upward_imports_are_seen(monkeypatch):
+    monkeypatch.setitem(FILES, "zerofn.tree", LIBRARY / "tree.py")
+    monkeypatch.setitem(FILES, "zerofn.optim.adam", LIBRARY / "optim" / "adam.py")
+    monkeypatch.setitem(FILES, "zerofn.graph.x", LIBRARY / "graph" / "x.py")
+    bad = ["import zerofn", "from zerofn import shard", "from ..graph import x"]
+    good = ["from ..tree import flatten", "from . import sgd", "from .. import tree"]
+    for line in bad + good:
+        tree = ast.parse(f"def f():\n    {line}")
+        assert bool(list(upward_imports("zerofn.optim.adam", tree))) == (line in bad), line
+
+
+# --- private torch names ----------------------------------------------------------------------
+
+
+def is_private(name):
+    """Whether a dotted torch name has a private part; operators under torch.ops are public."""
+    if not name.startswith("torch.") or name.startswith("torch.ops."):
+        return False
+    if name.startswith(("torch.fx.experimental", "torch.testing._internal")):
+        return True
+    return any(p.startswith("_") and not p.startswith("__") for p in name.split("."))
+
+
+def dotted(node, names):
+    """`a.b.c` of an attribute chain, its first name resolved through the file's imports."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value, names)
+        return base and f"{base}.{node.attr}"
+    return None
+
+
+def private_names(tree):
+    """`(line, name)` of every private torch name that code, not text, uses."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                bound = alias.asname or alias.name.split(".")[0]
+                names[bound] = alias.name if alias.asname else bound
+                if is_private(alias.name):
+                    yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                names[alias.asname or alias.name] = name
+                if is_private(name):
+                    yield node.lineno, name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(dotted(node, names) or ""):
+            yield node.lineno, dotted(node, names)
+
+
+@each_file
+def test_private_torch_names_are_in_one_file(module):
+    if module != "zerofn._torch_compat":
+        found = sorted(set(private_names(parse(module))))
+        assert found == [], f"import these through _torch_compat: {found}"
+
+
+def test_private_torch_names_are_seen():
+    bad = [
+        "import torch\ntorch._C._log_api_usage_once",
+        "import torch.distributed as dist\ndist._x",
+        "from torch.utils import _pytree",
+        "from torch.fx.experimental.proxy_tensor import make_fx",
+        "import torch.testing._internal.common_utils",
+        "from torch import Tensor\nTensor._make_subclass",
+    ]
+    good = ["import torch\ntorch.__version__", "import torch\ntorch.ops.aten._to_copy", "x._y"]
+    assert all(list(private_names(ast.parse(code))) for code in bad)
+    assert not any(list(private_names(ast.parse(code))) for code in good)
+
+
+def test_what_the_compat_file_offers_is_there():
+    compat = pytest.importorskip("zerofn._torch_compat")
+    offered = set()
+    for node in parse("zerofn._torch_compat").body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            offered |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            offered |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            offered.add(node.name)
+    offered = {name for name in offered if not name.startswith("_")} - {"annotations"}
+    assert offered
+    assert [name for name in sorted(offered) if not hasattr(compat, name)] == []
+
+
+# --- sizes and words --------------------------------------------------------------------------
+
+
+def kernel_files():
+    endings = {".c", ".cpp", ".cu", ".cuh", ".h", ".hpp"}
+    return [path for path in sorted((ROOT / "ops").rglob("*")) if path.suffix in endings]
+
+
+@pytest.mark.parametrize("path", [*FILES.values(), *kernel_files()], ids=lambda p: p.name)
+def test_files_are_short(path):
+    assert len(path.read_text().splitlines()) <= MAX_FILE_LINES
+
+
+@each_file
+def test_functions_are_short(module):
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    functions = [node for node in ast.walk(parse(module)) if isinstance(node, kinds)]
+    lengths = {f.name: f.end_lineno - f.lineno + 1 for f in functions}
+    assert {name: n for name, n in lengths.items() if n > MAX_FUNCTION_LINES} == {}
+
+
+@each_file
+def test_public_names_have_docstrings(module):
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    public = [n for n in parse(module).body if isinstance(n, kinds) and not n.name.startswith("_")]
+    assert [node.name for node in public if not ast.get_docstring(node)] == []
+
+
+def test_test_files_have_names_of_their_own():
+    """Ranks import test modules by name, so two of one name would be one."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "__init__.py"]
+    assert sorted(names) == sorted(set(names))
