@@ -1,0 +1,116 @@
+"""What must hold of a finished run, each as one line: what, measured, limit, kept or missed."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from statistic import interval, ratio
+
+BYTES = 4  # everything is fp32
+SLACK = 1.01  # padding in the state; TCP headers and the loss on the wire
+
+# (row, relative to, at most), milliseconds a step
+TIME = [
+    ("ZeroFn 3", "FSDP2", 0.80),
+    ("ZeroFn 3", "DeepSpeed 3", 0.70),
+    ("ZeroFn 1", "DDP", 1.00),
+    ("ZeroFn 2", "DDP", 1.00),
+    ("ZeroFn 1", "DeepSpeed 2", 0.75),
+    ("ZeroFn 2", "DeepSpeed 2", 0.75),
+]
+# (row, peers of its stage): peak memory beyond the imports must be below theirs
+MEMORY = [
+    ("ZeroFn 1", ("ZeroRedundancyOptimizer", "DeepSpeed 1")),
+    ("ZeroFn 2", ("FairScale", "DeepSpeed 2")),
+    ("ZeroFn 3", ("FSDP2", "DeepSpeed 3")),
+]
+ONE_RANK = {"small": 1.02, "tiny": 0.95}
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """`measured <= limit` (or `<`, where `strict`), of the median; `shown` has its interval too.
+
+    `measured` is None where a row that it needs was left out by `--only`.
+    """
+
+    what: str
+    shown: str
+    measured: float | None
+    limit: float
+    strict: bool = False
+
+    @property
+    def kept(self) -> bool:
+        if self.measured is None:
+            return False
+        return self.measured < self.limit if self.strict else self.measured <= self.limit
+
+
+def state_bytes_per_parameter(stage: int, world: int) -> float:
+    """fp32 AdamW: parameter and two moments, 12 bytes; sharded from stage 1, parameter from 3."""
+    parameter = BYTES / world if stage == 3 else BYTES
+    moments = 2 * BYTES / world if stage else 2 * BYTES
+    return parameter + moments
+
+
+def wire_elements_per_parameter(stage: int, world: int) -> float:
+    """Sent by a rank a step, one microbatch: two passes over the parameters, three at stage 3."""
+    return (3 if stage == 3 else 2) * (world - 1) / world
+
+
+def checks(run: dict[str, Any]) -> list[Check]:
+    return [*_times(run), *_one_rank(run), *_peaks(run), *_exact(run)]
+
+
+def _ratio_check(
+    run: dict, what: str, field: str, row: str, peer: str, limit: float, **kw
+) -> Check:
+    rows = run["rows"]
+    if row not in rows or peer not in rows:
+        return Check(what, "not measured", None, limit, **kw)
+    value = ratio(rows[row][field], rows[peer][field])
+    return Check(what, str(value), value.median, limit, **kw)
+
+
+def _times(run: dict) -> Iterator[Check]:
+    for row, peer, limit in TIME:
+        yield _ratio_check(run, f"{row} / {peer}, ms/step", "ms", row, peer, limit)
+
+
+def _peaks(run: dict) -> Iterator[Check]:
+    for row, peers in MEMORY:
+        for peer in peers:
+            what = f"{row} / {peer}, peak RSS beyond imports"
+            yield _ratio_check(run, what, "beyond", row, peer, 1.0, strict=True)
+
+
+def _one_rank(run: dict) -> Iterator[Check]:
+    for workload, limit in ONE_RANK.items():
+        loops = run["one_rank"].get(workload, {})
+        for stage in range(4):
+            what = f"one rank, {workload} model, ZeroFn {stage} / hand-written, ms/step"
+            if f"ZeroFn {stage}" not in loops:
+                yield Check(what, "not measured", None, limit)
+                continue
+            value = interval(loops[f"ZeroFn {stage}"]["ratios"])
+            yield Check(what, str(value), value.median, limit)
+
+
+def _exact(run: dict) -> Iterator[Check]:
+    world = run["world"]
+    kinds: list[tuple[str, str, Callable[[int, int], float], int]] = [
+        ("state, bytes per parameter and rank", "state", state_bytes_per_parameter, 1),
+        ("sent, elements per parameter and rank", "wire", wire_elements_per_parameter, BYTES),
+    ]
+    for what, field, formula, unit in kinds:
+        for stage in range(4):
+            row, limit = f"ZeroFn {stage}", SLACK * formula(stage, world)
+            if row not in run["rows"]:
+                yield Check(f"{row}, {what}", "not measured", None, limit)
+                continue
+            value = statistics.median(run["rows"][row][field]) / unit / run["parameters"]
+            yield Check(f"{row}, {what}", f"{value:.3f}", value, limit)
