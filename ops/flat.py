@@ -1,0 +1,41 @@
+"""`zerofn::ravel`: leaves -> one flat buffer, cast and copied in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .library import define
+
+
+def ravel(leaves: Sequence[Tensor | None], offsets: Sequence[int], size: int, dtype: torch.dtype,
+          num_batch_dims: int = 0) -> Tensor:
+    """Leaves [*batch, *shape] -> [*batch, size]; None and whatever lies between leaves become zeros."""
+    given = next((x for x in leaves if x is not None), None)
+    if given is None:
+        return torch.zeros(size, dtype=dtype)
+    batch = given.shape[:num_batch_dims]
+    flat = torch.empty((*batch, size), dtype=dtype, device=given.device)
+    end = 0
+    for leaf, offset in zip(leaves, offsets, strict=True):
+        if leaf is None:
+            continue
+        numel = leaf.numel() // max(1, batch.numel())
+        flat[..., end:offset].zero_()
+        flat.narrow(-1, offset, numel).view(leaf.shape).copy_(leaf)
+        end = offset + numel
+    flat[..., end:].zero_()
+    return flat
+
+
+def _fake(leaves, offsets, size, dtype, num_batch_dims=0):
+    given = next((x for x in leaves if x is not None), None)
+    if given is None:
+        return torch.empty(size, dtype=dtype)
+    return given.new_empty((*given.shape[:num_batch_dims], size), dtype=dtype)
+
+
+define("ravel(Tensor?[] leaves, int[] offsets, int size, ScalarType dtype, int num_batch_dims=0) -> Tensor",
+       ravel, _fake)

@@ -1,0 +1,65 @@
+"""Reductions over parts of flat buffers: one node for a whole tree, one number per part.
+
+`parts` is five lists of equal length: tensor index, start, stop (elements), and the row and column of the
+result where the number goes; what no part fills is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .library import define
+
+_SIGNATURE = "int[] piece, int[] start, int[] stop, int[] row, int[] column, int num_rows, int num_columns) -> Tensor"
+
+
+def _grid(numbers: list[Tensor], row: Sequence[int], column: Sequence[int], num_rows: int, num_columns: int
+          ) -> Tensor:
+    grid = [[None] * num_columns for _ in range(num_rows)]
+    for x, r, c in zip(numbers, row, column, strict=True):
+        grid[r][c] = x  # type: ignore[call-overload]
+    zero = torch.zeros((), dtype=numbers[0].dtype, device=numbers[0].device)
+    return torch.stack([zero if x is None else x for line in grid for x in line]).view(num_rows, num_columns)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _over(one: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(tensors, *rest):
+        piece, start, stop, row, column, num_rows, num_columns = rest
+        numbers = [one(tensors[i][a:b]) for i, a, b in zip(piece, start, stop, strict=True)]
+        return _grid(numbers, row, column, num_rows, num_columns)
+
+    return run
+
+
+def _norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dtype=_wide(x.dtype))
+
+
+def _extreme(x: Tensor) -> Tensor:
+    low, high = torch.aminmax(x)
+    return torch.maximum(low.neg(), high).to(_wide(x.dtype))
+
+
+def _dots(a, b, piece, start, stop, row, column, num_rows, num_columns):
+    numbers = [torch.dot(a[i][s:e], b[i][s:e]) for i, s, e in zip(piece, start, stop, strict=True)]
+    return _grid(numbers, row, column, num_rows, num_columns)
+
+
+def _fake(tensors, *rest):
+    return tensors[0].new_empty(rest[-2:], dtype=_wide(tensors[0].dtype))
+
+
+def _fake_dots(a, b, *rest):
+    return a[0].new_empty(rest[-2:])
+
+
+define(f"part_norms(Tensor[] tensors, {_SIGNATURE}", _over(_norm), _fake)
+define(f"part_extremes(Tensor[] tensors, {_SIGNATURE}", _over(_extreme), _fake)
+define(f"part_dots(Tensor[] a, Tensor[] b, {_SIGNATURE}", _dots, _fake_dots)

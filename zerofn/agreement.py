@@ -1,0 +1,99 @@
+"""Ranks agree through the rendezvous store, and a rank that fails tells the others why.
+
+A collective cannot be used for this: the rank that never arrives is exactly the case to report.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ._torch_compat import default_store
+
+PATIENCE = 30.0  # seconds until a missing rank is reported
+_FAILED = "zerofn/failed"
+_rounds = 0
+
+
+def _store() -> dist.Store | None:
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return None
+    return default_store()
+
+
+def publish_failure(message: str) -> None:
+    """Leave `message` for the other ranks; the first one stays."""
+    store = _store()
+    if store is not None:
+        store.compare_set(_FAILED, "", f"rank {dist.get_rank()}: {message}")
+
+
+def published_failure() -> str | None:
+    """What another rank left, if one failed."""
+    store = _store()
+    if store is None or not store.check([_FAILED]):
+        return None
+    return store.get(_FAILED).decode()
+
+
+def agree(what: str, text: str) -> None:
+    """Raise `RuntimeError` on every rank unless all ranks come here with the same `what` and `text`.
+
+    Waits `PATIENCE` seconds for ranks that are elsewhere, then names them; a rank that failed meanwhile ends
+    the wait at once with its message.
+    """
+    store = _store()
+    if store is None:
+        return
+    global _rounds
+    _rounds += 1
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = f"{what}\0{text}"
+    store.set(f"zerofn/agree/{_rounds}/{rank}", mine)
+    store.set(f"zerofn/last/{rank}", mine)
+    theirs = [_await(store, r, what, text) for r in range(size)]
+    for r, other in enumerate(theirs):
+        if other != mine:
+            raise RuntimeError(_difference(what, text, r, other))
+
+
+def _await(store: dist.Store, rank: int, what: str, text: str) -> str:
+    key, deadline = f"zerofn/agree/{_rounds}/{rank}", time.monotonic() + PATIENCE
+    while True:
+        try:
+            store.wait([key], timedelta(seconds=0.5))
+            return store.get(key).decode()
+        except dist.DistStoreError:
+            failed = published_failure()
+            if failed is not None:
+                raise RuntimeError(f"{what}: stopped, because another rank failed. {failed}") from None
+            if time.monotonic() > deadline:
+                last = f"zerofn/last/{rank}"
+                seen = store.get(last).decode().replace("\0", ": ") if store.check([last]) else "nothing yet"
+                message = (f"{what}: rank {rank} did not come within {PATIENCE:.0f} s. Every rank must call with "
+                           f"the same structure, shapes and dtypes.\n  here: {text}\n  rank {rank} last had: {seen}")
+                publish_failure(message)
+                raise RuntimeError(message) from None
+
+
+def _difference(what: str, text: str, rank: int, other: str) -> str:
+    other_what, _, other_text = other.partition("\0")
+    if other_what != what:
+        return f"{what}: rank {rank} is at another point of the program, {other_what!r}. Ranks must do the same."
+    here, there = text.split("\n"), other_text.split("\n")
+    for a, b in zip(here, there, strict=False):
+        if a != b:
+            return f"{what}: ranks differ.\n  rank {dist.get_rank()}: {a}\n  rank {rank}: {b}"
+    return f"{what}: ranks differ in length: {len(here)} lines here, {len(there)} on rank {rank}."
+
+
+def fingerprint(text: str) -> str:
+    """A short hash of a long description.
+
+    >>> fingerprint("a") == fingerprint("a") != fingerprint("b")
+    True
+    """
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,241 @@
+"""Collectives as pure functions over a named axis of ranks.
+
+Each is a linear map with a transpose, and `Linear` makes any such map differentiable under
+`torch.autograd.grad`, `torch.func.grad`/`vjp`/`jvp`/`vmap`, to every order, and under capture: the derivative
+of a linear map is the map itself forwards and its transpose backwards.
+
+Here transposes are those of the plain sum over ranks. `zerofn.gather` and `zerofn.scatter` are each other's
+transposes under another inner product; see `sharding`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from . import transport  # noqa: F401  (defines the operations)
+from ._torch_compat import below_autograd
+from .mesh import DATA, Axis, Mesh
+
+ops = torch.ops.zerofn
+
+
+class LinearMap(Protocol):
+    """Tensors -> tensors, linear; leading batch dims pass through. `transpose` is again such a map."""
+
+    @property
+    def transpose(self) -> LinearMap:
+        """The transposed map."""
+
+    def __call__(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """The map itself, on tensors without autograd."""
+
+
+class Linear(torch.autograd.Function):
+    """`Linear.apply(map, *xs)`: a linear map under every transform of torch."""
+
+    @staticmethod
+    def forward(op: LinearMap, *xs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """Run the map below autograd."""
+        with below_autograd():
+            return op(*xs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Remember the map; nothing of the values is needed."""
+        ctx.op = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        """The transpose."""
+        return None, *Linear.apply(ctx.op.transpose, *gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor) -> tuple[Tensor, ...]:
+        """The map itself."""
+        return Linear.apply(getattr(ctx.op, "tangent", ctx.op), *tangents)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], op: LinearMap, *xs: Tensor) -> tuple[Any, Any]:
+        """One call for the whole batch: its dim goes first, where maps let it pass."""
+        moved = [x.expand(info.batch_size, *x.shape) if d is None else x.movedim(d, 0)
+                 for x, d in zip(xs, in_dims[1:], strict=True)]
+        out = Linear.apply(op, *moved)
+        return out, (0,) * len(out)
+
+
+def _rows_first(x: Tensor, size: int) -> Tensor:
+    """[..., size * s] -> flat, the rank dim first."""
+    return x.reshape(*x.shape[:-1], size, -1).movedim(-2, 0).reshape(-1)
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """[..., s] on each rank -> [..., size * s]."""
+
+    axis: Axis
+    unit: str = ""
+
+    @property
+    def transpose(self) -> ReduceScatter:
+        """A summing reduce-scatter."""
+        return ReduceScatter(self.axis, self.unit)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """Pieces in rank order."""
+        if self.axis.size == 1:
+            return (x.view_as(x),)
+        full = ops.wait(ops.all_gather(x.reshape(-1), self.axis.size, self.axis.group, self.unit))
+        if x.dim() > 1:
+            full = full.view(self.axis.size, *x.shape).movedim(0, -2).reshape(*x.shape[:-1], -1)
+        return (full,)
+
+
+@dataclass(frozen=True)
+class ReduceScatter:
+    """[..., size * s] on each rank -> [..., s]: the sum over ranks, in rank order, of one's own piece."""
+
+    axis: Axis
+    unit: str = ""
+
+    @property
+    def transpose(self) -> AllGather:
+        """An all-gather."""
+        return AllGather(self.axis, self.unit)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """The sum."""
+        if self.axis.size == 1:
+            return (x.view_as(x),)
+        flat = _rows_first(x, self.axis.size) if x.dim() > 1 else x.contiguous()
+        piece = ops.wait(ops.reduce_scatter(flat, self.axis.size, self.axis.group, self.unit))
+        return (piece.view(*x.shape[:-1], -1),)
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """The sum over ranks, in rank order, so that every rank has the same bits. Its own transpose."""
+
+    axis: Axis
+
+    @property
+    def transpose(self) -> AllReduce:
+        """Itself."""
+        return self
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """The sum."""
+        if self.axis.size == 1:
+            return (x.view_as(x),)
+        return (sum_over(x, self.axis),)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """[..., size, s] -> [..., size, s]: row r goes to rank r. Its own transpose."""
+
+    axis: Axis
+
+    @property
+    def transpose(self) -> Exchange:
+        """Itself: what came from rank r goes back to rank r."""
+        return self
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """The exchange."""
+        if self.axis.size == 1:
+            return (x.view_as(x),)
+        rows = x.movedim(-2, 0).contiguous()
+        out = ops.wait(ops.exchange(rows.view(self.axis.size, -1), self.axis.size, self.axis.group))
+        return (out.view(rows.shape).movedim(0, -2),)
+
+
+@dataclass(frozen=True)
+class Permute:
+    """Rank r receives what rank `sources[r]` holds."""
+
+    axis: Axis
+    sources: tuple[int, ...]
+
+    @property
+    def transpose(self) -> Permute:
+        """The inverse permutation."""
+        return Permute(self.axis, tuple(self.sources.index(r) for r in range(self.axis.size)))
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """The permutation."""
+        if self.axis.size == 1:
+            return (x.view_as(x),)
+        return (ops.wait(ops.permute(x.contiguous(), self.sources, self.axis.group)),)
+
+
+def rows_over(x: Tensor, axis: Axis) -> Tensor:
+    """[...] on each rank -> [size, ...], by rank. Not differentiable: for small, finished values."""
+    if axis.size == 1:
+        return x.unsqueeze(0)
+    full = ops.wait(ops.all_gather(x.reshape(-1), axis.size, axis.group, ""))
+    return full.view(axis.size, *x.shape)
+
+
+def sum_over(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over ranks in rank order, whatever the number of dims. Not differentiable."""
+    rows = rows_over(x, axis)
+    total = rows[0]
+    for row in rows[1:]:
+        total = total + row
+    return total
+
+
+def _axis(axis: str | Axis) -> Axis:
+    return axis if isinstance(axis, Axis) else Mesh.of(None).axis(axis)
+
+
+def _last(x: Tensor, dim: int, what: str) -> Tensor:
+    if x.dim() == 0:
+        raise ValueError(f"{what}: expected a tensor with at least one dim, got a scalar; write x.view(1).")
+    return x.movedim(dim, -1)
+
+
+def all_gather(x: Tensor, axis: str | Axis = DATA, *, dim: int = 0) -> Tensor:
+    """Concatenate every rank's `x` along `dim`, in rank order. Transpose: a summing `reduce_scatter`."""
+    return Linear.apply(AllGather(_axis(axis)), _last(x, dim, "all_gather"))[0].movedim(-1, dim)
+
+
+def reduce_scatter(x: Tensor, axis: str | Axis = DATA, *, dim: int = 0) -> Tensor:
+    """Sum `x` over ranks and keep this rank's equal part along `dim`. Transpose: `all_gather`.
+
+    Raises `ValueError` when the size of `dim` is no multiple of the axis' size.
+    """
+    where = _axis(axis)
+    moved = _last(x, dim, "reduce_scatter")
+    if moved.shape[-1] % where.size:
+        raise ValueError(f"reduce_scatter: dim {dim} has {moved.shape[-1]} elements, which {where.size} ranks of "
+                         f"axis {where.name!r} cannot share equally; pad it to a multiple.")
+    return Linear.apply(ReduceScatter(where), moved)[0].movedim(-1, dim)
+
+
+def all_reduce(x: Tensor, axis: str | Axis = DATA) -> Tensor:
+    """The sum over ranks, the same bits on each. Transpose: itself."""
+    return Linear.apply(AllReduce(_axis(axis)), x)[0]
+
+
+def all_to_all(x: Tensor, axis: str | Axis = DATA) -> Tensor:
+    """x [size, ...]: row r goes to rank r, and row r of the result came from rank r. Transpose: itself."""
+    where = _axis(axis)
+    if x.dim() == 0 or x.shape[0] != where.size:
+        raise ValueError(f"all_to_all: expected a first dim of {where.size}, one row per rank of axis "
+                         f"{where.name!r}, got shape {tuple(x.shape)}.")
+    return Linear.apply(Exchange(where), x.reshape(where.size, -1))[0].view(x.shape)
+
+
+def permute(x: Tensor, sources: Sequence[int], axis: str | Axis = DATA) -> Tensor:
+    """Rank r receives rank `sources[r]`'s `x`. Transpose: the inverse permutation."""
+    where = _axis(axis)
+    if sorted(sources) != list(range(where.size)):
+        raise ValueError(f"permute: sources must name each of the {where.size} ranks of axis {where.name!r} once, "
+                         f"got {list(sources)}.")
+    return Linear.apply(Permute(where, tuple(sources)), x)[0]

@@ -1,0 +1,263 @@
+"""`value_and_grad` and `accumulate`: the everyday use of gather and scatter.
+
+Gradients are taken with `torch.autograd.grad` on detached leaves: `torch.func.grad` refuses saved-tensor hooks
+and old-style autograd functions, and holds about twice the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import tree
+from .collectives import sum_over
+from .loop import loop
+from .loss_scale import NoLossScale
+from .mesh import Axis
+from .random import fold_in, randomness
+from .sharding import Sharded, gather_leaves, is_sharded, ravel, reduce_unit
+
+LossFn = Callable[..., Any]
+
+
+class _Loss(NamedTuple):
+    """One microbatch's loss: `mean` is what is differentiated; `weight` only for a (sum, weight) loss."""
+
+    mean: Tensor
+    total: Tensor
+    weight: Tensor | None
+    aux: Any
+
+
+def value_and_grad(loss_fn: LossFn, has_aux: bool = False, scale: Any = None, rng: Tensor | None = None
+                   ) -> ValueAndGrad:
+    """`(params, *args) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`.
+
+    `loss_fn(params, *args)` sees full parameters in the compute dtype and returns a scalar: this rank's mean.
+    It may return `(sum, weight)` instead, for a mean that is exactly weighted over ranks and microbatches.
+    `params` may be `Sharded`, plain, or a tree of both; gradients come back in its structure, unscaled, in the
+    reduce dtype, averaged over ranks; a plain tree never communicates. Unused parameters get zeros. The loss
+    is in float32 (float64 stays), the mean over the global batch; `aux` is this rank's own.
+    `scale` is a loss scale; `rng` the key for random operations, which raise without one.
+    """
+    return ValueAndGrad(loss_fn, has_aux, scale if scale is not None else NoLossScale(), rng)
+
+
+@dataclass(frozen=True)
+class ValueAndGrad:
+    """What `value_and_grad` returns; `num_microbatches` is set by `accumulate`."""
+
+    loss_fn: LossFn
+    has_aux: bool
+    scale: Any
+    rng: Tensor | None
+    num_microbatches: int = 1
+
+    def with_microbatches(self, n: int) -> ValueAndGrad:
+        """The same over `n` microbatches; see `accumulate`."""
+        return replace(self, num_microbatches=n)
+
+    def __call__(self, params: Any, *args: Any) -> tuple[Any, Any]:
+        """-> (loss, grads) or ((loss, aux), grads)."""
+        nodes, treedef = tree.flatten(params, is_leaf=is_sharded)
+        work = _Work(self, nodes, treedef, _axis_of(nodes))
+        if self.num_microbatches == 1:
+            loss, partial = work.microbatch(nodes, args, 0)
+            loss, aux, sums = _detached(loss), loss.aux, work.reduce(partial, 1)
+        else:
+            loss, aux, sums = work.loop(args)
+        value, grads = work.finish(loss, sums)
+        grads = self.scale.unscale(grads)
+        return ((value, aux) if self.has_aux else value), grads
+
+
+def accumulate(vg: Any, n: int) -> Any:
+    """`vg` over `n` microbatches, one after the other: a larger batch in the memory of a smaller one.
+
+    Every tensor leaf of the arguments after `params` is cut along dim 0 into `n` equal contiguous parts; one
+    that cannot be raises `ValueError`. Loss and gradients are averaged, aux is stacked along a new dim 0,
+    buffers that `loss_fn` writes are carried in order. Captured once, looped, never unrolled.
+    """
+    if not hasattr(vg, "with_microbatches"):
+        raise TypeError(f"accumulate: expected what value_and_grad returned, got {type(vg).__name__}.")
+    if not isinstance(n, int) or n < 1:
+        raise ValueError(f"accumulate: n must be a whole number from 1, got {n!r}.")
+    return vg.with_microbatches(n)
+
+
+def _axis_of(nodes: Sequence[Any]) -> Axis | None:
+    return next((x.spec.axis for x in nodes if is_sharded(x)), None)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One call: the parameters' nodes (Sharded or plain tensors) and what is done with them."""
+
+    vg: ValueAndGrad
+    nodes: list[Any]
+    treedef: tree.PyTreeSpec
+    axis: Axis | None
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 if self.axis is None else self.axis.size
+
+    def microbatch(self, nodes: list[Any], args: Sequence[Any], index: Any) -> tuple[_Loss, list[Tensor]]:
+        """The local loss, and gradients: one flat tensor per trainable unit, one per plain leaf."""
+        full = [gather_leaves(x) if is_sharded(x) else [x] for x in nodes]
+        learns = [_trainable(x) for x in nodes]
+        leaves = [[_leaf(t, ok) for t, ok in zip(ts, oks, strict=True)] for ts, oks in zip(full, learns, strict=True)]
+        logical = [tree.unflatten(x.layout.treedef, ts) if is_sharded(x) else ts[0]
+                   for x, ts in zip(nodes, leaves, strict=True)]
+        wanted = [t for ts in leaves for t in ts if t.requires_grad]
+        key = self._key(index)
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False), randomness(key):
+            loss = self._loss(tree.unflatten(self.treedef, logical), args)
+            found = _derivatives(loss.mean, wanted, self._seed(loss))
+        by_leaf = {id(t): g for t, g in zip(wanted, found, strict=True)}
+        return loss, _flat_gradients(nodes, leaves, by_leaf, loss.weight)
+
+    def _key(self, index: Any) -> Tensor | None:
+        if self.vg.rng is None:
+            return None
+        key = fold_in(self.vg.rng, 0 if self.axis is None else self.axis.rank)
+        return fold_in(key, index)
+
+    def _loss(self, params: Any, args: Sequence[Any]) -> _Loss:
+        out = self.vg.loss_fn(params, *args)
+        aux = None
+        if self.vg.has_aux:
+            if not isinstance(out, tuple) or len(out) != 2:
+                raise ValueError(f"value_and_grad(has_aux=True): loss_fn must return (loss, aux), got {_kind(out)}.")
+            out, aux = out
+        total, weight = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+        if not isinstance(total, Tensor) or total.numel() != 1:
+            raise ValueError(f"value_and_grad: loss_fn must return a scalar tensor or (sum, weight), got {_kind(out)}; "
+                             "write loss.mean(), or has_aux=True if the second value is not a weight.")
+        total = total.reshape(()).to(torch.promote_types(total.dtype, torch.float32))
+        if weight is None:
+            return _Loss(total, total, None, aux)
+        weight = torch.as_tensor(weight, device=total.device).detach().reshape(()).to(total.dtype)
+        return _Loss(total / weight, total, weight, aux)
+
+    def _seed(self, loss: _Loss) -> Tensor:
+        # The mean over ranks and microbatches is in the seed, so that no pass over the gradients is spent on it.
+        parts = 1 if loss.weight is not None else self.num_ranks * self.vg.num_microbatches
+        return self.vg.scale.scale(torch.full_like(loss.mean.detach(), 1.0 / parts))
+
+    def reduce(self, flats: list[Tensor], size: int) -> list[Tensor]:
+        """What this rank keeps of the sum over ranks."""
+        out, flat = [], iter(flats)
+        for x in self.nodes:
+            if is_sharded(x):
+                out += [reduce_unit(x.spec, u, next(flat)) for u in x.layout.units if u.trainable]
+            else:
+                out.append(next(flat))
+        return out
+
+    def _late(self) -> bool:
+        """Whether gradients accumulate unsharded and are reduced once (stages 0 and 1)."""
+        return all(x.spec.stage <= 1 for x in self.nodes if is_sharded(x))
+
+    def loop(self, args: Sequence[Any]) -> tuple[tuple[Tensor, Tensor | None], Any, list[Tensor]]:
+        """All microbatches: ((sum of losses, sum of weights), stacked aux, sums of gradients)."""
+        n, late = self.vg.num_microbatches, self._late()
+        leaves, treedef = tree.flatten(args)
+        parts = [_cut(x, n) if isinstance(x, Tensor) else x for x in leaves]
+        kept = [x for x in self.nodes]
+
+        def body(index: Tensor, mine: list[Tensor]) -> tuple[list[Tensor], list[Tensor], Any]:
+            fresh = iter(mine)
+            values = tree.unflatten(treedef, [next(fresh) if isinstance(x, Tensor) else x for x in leaves])
+            loss, flats = self.microbatch(kept, values, index)
+            pair = _detached(loss)
+            sums = [pair[0]] + ([] if pair[1] is None else [pair[1]]) + (flats if late else self.reduce(flats, n))
+            aux_leaves, aux_treedef = tree.flatten(loss.aux)
+            return sums, aux_leaves, (aux_treedef, pair[1] is not None)
+
+        sums, stacked, (aux_treedef, weighted) = loop(body, n, [p for p in parts if isinstance(p, Tensor)])
+        head = 2 if weighted else 1
+        grads = self.reduce(sums[head:], n) if late else sums[head:]
+        total = sums[0] if weighted else sums[0] / n
+        return (total, sums[1] if weighted else None), tree.unflatten(aux_treedef, stacked), grads
+
+    def finish(self, loss: tuple[Tensor, Tensor | None], sums: list[Tensor]) -> tuple[Tensor, Any]:
+        """The global mean of the loss, and gradients in the structure of the parameters."""
+        total, weight = loss
+        if self.num_ranks > 1:
+            assert self.axis is not None
+            total = sum_over(total, self.axis)
+            weight = None if weight is None else sum_over(weight, self.axis)
+            total = total / self.num_ranks if weight is None else total
+        if weight is not None:
+            total = total / weight
+            sums = [g / weight.to(g.dtype) for g in sums]
+        found, out = iter(sums), []
+        for x in self.nodes:
+            if not is_sharded(x):
+                out.append(next(found))
+                continue
+            pieces = [next(found) if u.trainable else _no_gradient(p)
+                      for u, p in zip(x.layout.units, x.pieces, strict=True)]
+            out.append(Sharded(x.spec, pieces))
+        return total, tree.unflatten(self.treedef, out)
+
+
+def _kind(x: Any) -> str:
+    return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _detached(loss: _Loss) -> tuple[Tensor, Tensor | None]:
+    return loss.total.detach(), loss.weight
+
+
+def _no_gradient(piece: Tensor) -> Tensor:
+    """A zero that takes no memory, for what is frozen."""
+    return torch.zeros((), dtype=piece.dtype, device=piece.device).expand(piece.shape)
+
+
+def _trainable(node: Any) -> list[bool]:
+    if not is_sharded(node):
+        return [node.is_floating_point()]
+    marks = {leaf.index: unit.trainable for unit in node.layout.units for leaf in unit.leaves}
+    return [marks[i] for i in range(len(marks))]
+
+
+def _leaf(x: Tensor, learns: bool) -> Tensor:
+    x = x.detach()
+    return x.requires_grad_() if learns else x
+
+
+def _derivatives(loss: Tensor, wanted: list[Tensor], seed: Tensor) -> Sequence[Tensor | None]:
+    if not wanted or not loss.requires_grad:
+        return [None] * len(wanted)
+    return torch.autograd.grad(loss, wanted, grad_outputs=seed, allow_unused=True)
+
+
+def _flat_gradients(nodes: list[Any], leaves: list[list[Tensor]], found: dict[int, Tensor | None],
+                    weight: Tensor | None) -> list[Tensor]:
+    flats: list[Tensor] = []
+    for x, ts in zip(nodes, leaves, strict=True):
+        if is_sharded(x):
+            for unit in x.layout.units:
+                if unit.trainable:
+                    mine = [found[id(ts[leaf.index])] for leaf in unit.leaves]
+                    dtype = x.spec.precision.reduces(unit.dtype)
+                    flats.append(ravel(mine, unit, dtype) if any(g is not None for g in mine) else
+                                 torch.zeros(unit.size, dtype=dtype, device=ts[0].device))
+        else:
+            g = found.get(id(ts[0]))
+            flats.append(torch.zeros_like(x) if g is None else g)
+    return flats if weight is None else [g * weight.to(g.dtype) for g in flats]
+
+
+def _cut(x: Tensor, n: int) -> Tensor:
+    if x.dim() == 0 or x.shape[0] % n:
+        raise ValueError(f"accumulate: a batch leaf of shape {tuple(x.shape)} cannot be cut along dim 0 into {n} "
+                         "equal parts; drop or pad the ragged last batch, or pass what is no batch by closure.")
+    return x.view(n, x.shape[0] // n, *x.shape[1:]) if x.is_contiguous() else x.reshape(
+        n, x.shape[0] // n, *x.shape[1:])

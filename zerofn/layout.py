@@ -1,0 +1,242 @@
+"""Where every leaf lies: leaf <-> (unit, offset, shape). No communication here.
+
+[Note: layout] The leaves of one *unit* (a layer, usually) are raveled into one flat buffer, each leaf at a
+multiple of `ALIGN` elements, the whole padded so that it cuts into N equal pieces of a multiple of `PIECE`
+elements; rank r owns the r-th piece. Padding is never read: it may hold anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import tree
+from .tree import Path, PyTreeSpec
+
+ALIGN = 32  # elements: 64 bytes in bf16, what torch's own allocator gives a tensor
+PIECE = 2048  # elements: a whole number of 256-element quantisation blocks and of vector widths
+SMALL = 1 << 16  # elements: smaller units are not worth a collective of their own
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One logical tensor: its name, shape, place in the tree and in its unit's flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    index: int  # position among the tree's leaves
+    offset: int  # elements from the start of the unit
+    dtype: torch.dtype = field(compare=False)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        """Offset of the first element after the leaf."""
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One flat buffer: some leaves of one dtype, all trainable or all frozen. `size` counts padding."""
+
+    name: str
+    leaves: tuple[Leaf, ...]
+    size: int
+    trainable: bool
+    dtype: torch.dtype = field(compare=False)
+
+    @property
+    def numel(self) -> int:
+        """Elements that belong to leaves."""
+        return sum(leaf.numel for leaf in self.leaves)
+
+    def intervals(self, start: int, stop: int) -> Iterator[tuple[Leaf, int, int]]:
+        """(leaf, a, b): the parts of leaves in [start, stop), as offsets from `start`."""
+        for leaf in self.leaves:
+            a, b = max(leaf.offset, start), min(leaf.stop, stop)
+            if a < b:
+                yield leaf, a - start, b - start
+
+    def runs(self, start: int, stop: int, value: Callable[[Leaf], Hashable]) -> list[tuple[int, int, Any]]:
+        """[start, stop) cut where `value` changes: [(a, b, value)], padding joined to what precedes it."""
+        out: list[tuple[int, int, Any]] = []
+        for leaf, a, b in self.intervals(start, stop):
+            v = value(leaf)
+            if out and out[-1][2] == v:
+                out[-1] = (out[-1][0], b, v)
+            else:
+                out.append((a, b, v))
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How a tree of tensors is cut into units over the `num_shards` ranks of an axis."""
+
+    units: tuple[Unit, ...]
+    treedef: PyTreeSpec
+    axis: str
+    num_shards: int
+
+    @cached_property
+    def _key(self) -> tuple[Any, ...]:
+        return (self.units, self.axis, self.num_shards)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Layout) and self._hash == other._hash and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def where(self) -> dict[str, tuple[int, Leaf]]:
+        """Leaf name -> (index of its unit, leaf)."""
+        return {leaf.name: (i, leaf) for i, unit in enumerate(self.units) for leaf in unit.leaves}
+
+    @cached_property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """All leaves in the tree's order."""
+        return tuple(sorted((leaf for unit in self.units for leaf in unit.leaves), key=lambda x: x.index))
+
+    def cut(self, unit: Unit, shard: int) -> tuple[int, int]:
+        """[start, stop) of a shard's piece of `unit`, in elements."""
+        piece = unit.size // self.num_shards
+        return shard * piece, (shard + 1) * piece
+
+    def subset(self, prefix: str) -> Layout:
+        """The layout of the units under `prefix`; raises KeyError where a unit is only partly under it."""
+        names = {n for n in self.where if n == prefix or n.startswith(prefix + ".")}
+        units = tuple(u for u in self.units if any(leaf.name in names for leaf in u.leaves))
+        if not names:
+            raise KeyError(f"params: no leaf lies under {prefix!r}; the units are {[u.name for u in self.units]}.")
+        for unit in units:
+            outside = [leaf.name for leaf in unit.leaves if leaf.name not in names]
+            if outside:
+                raise KeyError(
+                    f"params[{prefix!r}]: unit {unit.name!r} also holds {outside[0]!r}, so the part cannot be "
+                    f"cut out. Keep them apart with shard(..., unit=lambda path: ...)."
+                )
+        return self._keep(prefix, units)
+
+    def _keep(self, prefix: str, units: tuple[Unit, ...]) -> Layout:
+        order = {leaf.index: k for k, leaf in enumerate(x for x in self.leaves if x.name in
+                 {leaf.name for u in units for leaf in u.leaves})}
+        paths = self.treedef.paths()
+        heads = {paths[i][0] for i in order}
+        inside = len(heads) == 1 and all(len(paths[i]) > 1 for i in order) and str(next(iter(heads))) == prefix
+        full = tree.unflatten(self.treedef, list(range(self.treedef.num_leaves)))
+        sub = full[next(iter(heads))] if inside else {str(paths[i][0]): i for i in order}
+        if len(tree.leaves(sub)) != len(order):
+            raise KeyError(f"params[{prefix!r}]: only a top-level entry of params can be taken out.")
+        strip = len(prefix) + 1 if inside else 0
+        renamed = tuple(
+            Unit(u.name, tuple(Leaf(x.name[strip:], x.shape, order[x.index], x.offset, x.dtype) for x in u.leaves),
+                 u.size, u.trainable, u.dtype)
+            for u in units
+        )
+        return Layout(renamed, tree.structure(sub), self.axis, self.num_shards)
+
+
+def make_layout(
+    params: Any,
+    num_shards: int,
+    *,
+    axis: str = "data",
+    unit: Callable[[str], str] | None = None,
+    trainable: Callable[[str], bool] = lambda name: True,
+    label: Callable[[str, Tensor], Hashable] = lambda name, leaf: (),
+    dtype: torch.dtype | None = None,
+) -> Layout:
+    """Assign every tensor leaf of `params` a unit and an offset.
+
+    A unit is the key path up to its first integer component; leaves with none join by parent module; units
+    under 2^16 elements merge into the one before, within one top-level entry of a nested tree. `unit`
+    (leaf name -> unit name) overrides all of that. There is one buffer per (unit, dtype, trainable), and
+    within it leaves are ordered by (label, path), so that each label of an optimizer is one run of elements.
+    `dtype` replaces the leaves' floating dtype (the master's).
+    """
+    paths, values, treedef = tree.flatten_with_path(params)
+    order = sorted(range(len(paths)), key=lambda i: tree.natural_key(paths[i]))
+    groups = _groups(paths, values, order, unit)
+    buffers: dict[tuple[str, torch.dtype, bool], list[int]] = {}
+    for i in order:
+        kind = dtype if dtype is not None and values[i].is_floating_point() else values[i].dtype
+        learns = values[i].is_floating_point() and trainable(tree.name_of(paths[i]))
+        buffers.setdefault((groups[i], kind, learns), []).append(i)
+    names = _buffer_names(buffers)
+    units = []
+    for key, members in buffers.items():
+        members = sorted(members, key=lambda i: (repr(label(tree.name_of(paths[i]), values[i])), order.index(i)))
+        units.append(_unit(names[key], [(i, tree.name_of(paths[i]), tuple(values[i].shape)) for i in members],
+                           num_shards, key[1], key[2]))
+    return Layout(tuple(units), treedef, axis, num_shards)
+
+
+def _buffer_names(keys: Iterable[tuple[str, torch.dtype, bool]]) -> dict[tuple[str, torch.dtype, bool], str]:
+    """Unit names; where one group has several buffers the later ones say why they are apart."""
+    names: dict[tuple[str, torch.dtype, bool], str] = {}
+    for key in keys:
+        group, dtype, learns = key
+        name = group
+        if name in names.values():
+            name = f"{group} ({str(dtype).removeprefix('torch.')}{'' if learns else ', frozen'})"
+        names[key] = name
+    return names
+
+
+def _unit(name: str, members: Sequence[tuple[int, str, tuple[int, ...]]], num_shards: int, dtype: torch.dtype,
+          trainable: bool) -> Unit:
+    leaves, offset = [], 0
+    for index, leaf_name, shape in members:
+        leaf = Leaf(leaf_name, shape, index, offset, dtype)
+        leaves.append(leaf)
+        offset = -(-leaf.stop // ALIGN) * ALIGN
+    block = PIECE * num_shards
+    return Unit(name, tuple(leaves), max(1, -(-offset // block)) * block, trainable, dtype)
+
+
+def _groups(paths: list[Path], values: list[Tensor], order: list[int], unit: Callable[[str], str] | None
+            ) -> dict[int, str]:
+    """Leaf index -> name of its group of leaves."""
+    if unit is not None:
+        return {i: str(unit(tree.name_of(paths[i]))) for i in order}
+    members: dict[tuple[str, str], list[int]] = {}
+    for i in order:
+        top = str(paths[i][0]) if len(paths[i]) > 1 else ""
+        members.setdefault((top, _group(paths[i])), []).append(i)
+    merged: list[tuple[tuple[str, str], list[int]]] = []
+    for key, indices in members.items():
+        small = sum(values[i].numel() for i in indices) < SMALL
+        if small and merged and merged[-1][0][0] == key[0]:
+            merged[-1][1].extend(indices)
+        else:
+            merged.append((key, list(indices)))
+    return {i: name for (_, name), indices in merged for i in indices}
+
+
+def _group(path: Path) -> str:
+    parts = tree.components(path)
+    for k, part in enumerate(parts):
+        if isinstance(part, int):
+            return ".".join(map(str, parts[: k + 1]))
+    return ".".join(map(str, parts[:-1] or parts))
+
+
+def unravel(flat: Tensor, unit: Unit) -> list[Tensor]:
+    """The leaves of `unit` as views of `flat`, shape [..., unit.size] -> [..., *leaf.shape] each."""
+    lead = flat.shape[:-1]
+    return [flat.narrow(-1, leaf.offset, leaf.numel).view(*lead, *leaf.shape) for leaf in unit.leaves]

@@ -1,0 +1,85 @@
+"""Ranks and named axes, over torch.distributed's `DeviceMesh`. One process needs no group."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+DATA = "data"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One named axis of ranks. Equal axes have one name and size; rank and group are where we stand."""
+
+    name: str
+    size: int
+    rank: int = field(default=0, compare=False)
+    group: str = field(default="", compare=False)  # the process group's name; "" without a group
+
+    def __repr__(self) -> str:
+        return f"{self.name}={self.rank}/{self.size}"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The axes of a machine. `Mesh.of(None)` is all ranks of the job along one axis, "data".
+
+    >>> Mesh.of(None).axis("data").size
+    1
+    """
+
+    axes: tuple[Axis, ...]
+
+    @staticmethod
+    def of(mesh: Mesh | DeviceMesh | None) -> Mesh:
+        """A `Mesh` from what a user gives: a `Mesh`, a `DeviceMesh`, or None for every rank.
+
+        Raises `TypeError` for anything else. Under torchrun the process group is made here if need be.
+        """
+        if isinstance(mesh, Mesh):
+            return mesh
+        if isinstance(mesh, DeviceMesh):
+            return Mesh(tuple(map(_axis_of(mesh), mesh.mesh_dim_names or (DATA,))))
+        if mesh is not None:
+            raise TypeError(f"mesh: expected None, a DeviceMesh or a zerofn.Mesh, got {type(mesh).__name__}.")
+        join()
+        if not dist.is_initialized():
+            return Mesh((Axis(DATA, 1),))
+        world = dist.group.WORLD
+        assert world is not None
+        return Mesh((Axis(DATA, dist.get_world_size(), dist.get_rank(), world.group_name),))
+
+    def axis(self, name: str = DATA) -> Axis:
+        """The axis called `name`; a mesh of one axis answers to "data" whatever it is called."""
+        for axis in self.axes:
+            if axis.name == name:
+                return axis
+        if name == DATA and len(self.axes) == 1:
+            return self.axes[0]
+        raise ValueError(f"mesh has no axis {name!r}; its axes are {[a.name for a in self.axes]}.")
+
+
+def _axis_of(mesh: DeviceMesh):
+    def axis(name: str) -> Axis:
+        group = mesh.get_group(name) if mesh.mesh_dim_names else mesh.get_group()
+        return Axis(name, dist.get_world_size(group), dist.get_rank(group), group.group_name)
+
+    return axis
+
+
+def join() -> None:
+    """Make the default process group if torchrun started this process and nobody has made it yet."""
+    if dist.is_initialized() or not dist.is_available() or "WORLD_SIZE" not in os.environ:
+        return
+    if int(os.environ["WORLD_SIZE"]) == 1 and "MASTER_ADDR" not in os.environ:
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    else:
+        dist.init_process_group("gloo")

@@ -1,0 +1,307 @@
+"""`shard` and `unshard`: a state in, the same state cut over the ranks out, and back."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import tree
+from .agreement import agree
+from .collectives import ops
+from .layout import Layout, make_layout
+from .mesh import Mesh
+from .precision import Precision, resolve
+from .replay import record
+from .sharding import Sharded, Spec, gather_leaves, is_sharded
+from .transport import wait_
+
+STAGES = (0, 1, 2, 3)
+_ON_HOST = ("step", "rng")  # of a TrainState: they seed host-side draws, and would otherwise cost a device sync
+
+
+def shard(state_or_init: Any, stage: int = 3, *, mesh: Mesh | DeviceMesh | None = None,
+          precision: Precision | str | None = None, offload: Any = None, unit: Callable[[str], str] | None = None,
+          device: torch.device | str | None = None) -> Any:
+    """A state with its partitioned parts as `Sharded`: 1/N of everything on each rank.
+
+    `state_or_init`: a pytree, or a zero-argument function that returns one. A function is replayed leaf by
+    leaf, so that no rank ever holds more full parameters than one unit, bit-equal to calling it with the same
+    seed. In a plain pytree the entry named `params` holds the parameters; every other subtree with their
+    structure and shapes is cut the same way; the rest is replicated, ints and floats as 0-d tensors.
+    The result never aliases the input. `stage`: 0 replicates; 1 and 2 cut the optimizer's state; 3 cuts the
+    parameters too. `precision`: None, "fp32", "bf16", "fp16" or a `Precision`. `unit`: leaf name -> unit name.
+    `device`: where pieces live; where the parameters are by default.
+
+    Raises `ValueError`/`TypeError` for a state without `params`, a leaf that is no tensor or number, an unknown
+    option; `RuntimeError` on every rank when ranks disagree about the layout. Nothing is allocated before.
+    """
+    if stage not in STAGES or isinstance(stage, bool):
+        near = difflib.get_close_matches(str(stage), list(map(str, STAGES)), 1, 0.0)
+        raise ValueError(f"stage={stage!r} is not known: stages are 0 (replicated), 1, 2 and 3"
+                         f"{f'; did you mean {near[0]}?' if near else '.'}")
+    if offload is not None:
+        raise NotImplementedError(f"offload={offload!r}: offloading is not there yet; leave it out (offload=None).")
+    chosen = resolve(precision)
+    options = _Options(stage, Mesh.of(mesh), chosen, unit, None if device is None else torch.device(device))
+    if callable(state_or_init) and not isinstance(state_or_init, torch.nn.Module):
+        recorded = record(lambda: _adapt(state_or_init(), chosen), tree.flatten)
+        return options.place(recorded.output, recorded.run())
+    state = _adapt(state_or_init, chosen)
+    return options.place(state, enumerate(tree.leaves(state)))
+
+
+def unshard(state: Any, rank: int | None = None) -> Any:
+    """The full state again, every `Sharded` as the tree it stands for, in the stored dtype.
+
+    On every rank; with `rank` on that rank alone, and None in place of each `Sharded` on the others. All ranks
+    must call it. At most one unit more than the result is held at a time.
+    """
+    def full(x: Any) -> Any:
+        if not is_sharded(x):
+            return x.clone() if isinstance(x, Tensor) else x
+        axis = x.spec.axis
+        spec = Spec(x.layout, axis, x.spec.stage, Precision())
+        leaves: list[Any] = [None] * len(x.layout.where)
+        for i, unit in enumerate(x.layout.units):
+            one = Sharded(Spec(_single(x.layout, i), axis, spec.stage, Precision()), [x.pieces[i]])
+            for leaf, value in zip(unit.leaves, gather_leaves(one), strict=True):
+                leaves[leaf.index] = value.clone() if rank in (None, axis.rank) else None
+        return tree.unflatten(x.layout.treedef, leaves) if rank in (None, axis.rank) else None
+
+    with torch.no_grad():
+        return tree.tree_map(full, state, is_leaf=is_sharded)
+
+
+def _single(layout: Layout, index: int) -> Layout:
+    """The layout of one unit, its leaves numbered in its own order."""
+    unit = layout.units[index]
+    leaves = tuple(type(x)(x.name, x.shape, k, x.offset, x.dtype) for k, x in enumerate(unit.leaves))
+    own = type(unit)(unit.name, leaves, unit.size, unit.trainable, unit.dtype)
+    return Layout((own,), tree.structure(list(range(len(leaves)))), layout.axis, layout.num_shards)
+
+
+def _is_state(x: Any) -> bool:
+    """Whether `x` is a container with an entry named `params`."""
+    if isinstance(x, Mapping):
+        return "params" in x
+    if hasattr(x, "keys") and hasattr(x, "batch_size"):  # a TensorDict
+        return "params" in x.keys()  # noqa: SIM118
+    return not isinstance(x, type | Tensor) and hasattr(x, "params") and not is_sharded(x)
+
+
+def _params(state: Any) -> Any:
+    return state.params if hasattr(state, "params") else state["params"]
+
+
+def _adapt(state: Any, precision: Precision) -> Any:
+    """The state with numbers as tensors, and what the precision needs added. Raises for what cannot be state."""
+    nodes, treedef = tree.flatten(state, is_leaf=_is_state)
+    if not any(_is_state(x) for x in nodes):
+        raise ValueError(f"shard: found no entry named 'params' in the state ({type(state).__name__}); the "
+                         "parameters go there: {'params': dict(model.named_parameters()), ...} or a TrainState.")
+    nodes = [x.with_precision(precision) if hasattr(x, "with_precision") else x for x in nodes]
+    paths, leaves, treedef = tree.flatten_with_path(tree.unflatten(treedef, nodes))
+    return tree.unflatten(treedef, [_tensor(tree.name_of(p), x) for p, x in zip(paths, leaves, strict=True)])
+
+
+def _tensor(name: str, x: Any) -> Tensor:
+    if isinstance(x, Tensor):
+        return x
+    if isinstance(x, bool | int | float):
+        return torch.full((), x, dtype={bool: torch.bool, int: torch.int64, float: torch.float64}[type(x)])
+    raise TypeError(f"shard: leaf {name!r} is a {type(x).__name__}; a state's leaves are tensors, ints, floats, "
+                    "bools and None. Keep other things outside the state.")
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A subtree to become `Sharded`; its leaves are the state's leaves first, first + 1, ..."""
+
+    spec: Spec
+    first: int
+    is_params: bool
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A leaf to be replicated."""
+
+    first: int
+    value: Tensor
+    on_host: bool
+
+
+@dataclass(frozen=True)
+class _Options:
+    stage: int
+    mesh: Mesh
+    precision: Precision
+    unit: Callable[[str], str] | None
+    device: torch.device | None
+
+    def place(self, state: Any, values: Iterable[tuple[int, Tensor]]) -> Any:
+        """Decide where every leaf goes, agree on it with the other ranks, allocate, and take the values."""
+        parts, treedef = self._parts(state)
+        agree("zerofn.shard", _description(self.stage, self.precision, parts))
+        made = [self._allocate(p, state) if isinstance(p, _Cut) else None for p in parts]
+        into: dict[int, Callable[[Tensor], Any]] = {}
+        out: list[Any] = list(made)
+        for k, part in enumerate(parts):
+            if isinstance(part, _Copy):
+                into[part.first] = _keeper(out, k, None if part.on_host else self.device)
+            else:
+                for leaf in part.spec.layout.leaves:
+                    into[part.first + leaf.index] = _filler(made[k], leaf)
+        with torch.no_grad():
+            for index, value in values:
+                into[index](value)
+            for part, sharded in zip(parts, made, strict=True):
+                if isinstance(part, _Cut):
+                    _settle(sharded)
+        return tree.unflatten(treedef, out)
+
+    def _parts(self, state: Any) -> tuple[list[_Cut | _Copy], tree.PyTreeSpec]:
+        """What becomes of every subtree, in the state's order."""
+        layouts: list[tuple[Layout, bool]] = []
+        states = [x for x in tree.leaves(state, is_leaf=_is_state) if _is_state(x)]
+        for x in states:
+            layout = self._layout(x)
+            layouts.append((layout, True))
+        known = {}
+        for layout, _ in layouts:
+            known.update({_signature_of(part): part for part in _sublayouts(layout, self._spec(layout))})
+        owners = {id(_params(x)) for x in states}
+
+        def matches(x: Any) -> bool:
+            return not isinstance(x, Tensor) and _signature(x) in known
+
+        paths, nodes, treedef = tree.flatten_with_path(state, is_leaf=matches)
+        parts: list[_Cut | _Copy] = []
+        first = 0
+        for path, node in zip(paths, nodes, strict=True):
+            if isinstance(node, Tensor):
+                parts.append(_Copy(first, node, path[-1:] in [(n,) for n in _ON_HOST]))
+                first += 1
+            else:
+                spec = self._spec(known[_signature(node)])
+                parts.append(_Cut(spec, first, id(node) in owners))
+                first += len(spec.layout.where)
+        return parts, treedef
+
+    def _layout(self, state: Any) -> Layout:
+        params = _params(state)
+        leaves = tree.leaves(params)
+        if not leaves or isinstance(params, Tensor):
+            raise ValueError("shard: 'params' must be a container with at least one tensor, such as "
+                             f"dict(model.named_parameters()); got {type(params).__name__}.")
+        frozen, label = getattr(state, "frozen", None), getattr(getattr(state, "tx", None), "label", None)
+        return make_layout(
+            params, self.mesh.axis().size, axis=self.mesh.axis().name, unit=self.unit, dtype=self.precision.param,
+            trainable=(lambda name: not frozen(name)) if frozen else lambda name: True,
+            label=(lambda name, leaf: label(_Info(name, tuple(leaf.shape), leaf.dtype))) if label else lambda *_: (),
+        )
+
+    def _spec(self, layout: Layout) -> Spec:
+        return Spec(layout, self.mesh.axis(), self.stage, self.precision)
+
+    def _allocate(self, cut: _Cut, state: Any) -> Sharded:
+        spec, device = cut.spec, self.device or tree.leaves(state)[cut.first].device
+        if device.type == "meta":
+            device = torch.device("cpu")
+        cached = cut.is_params and self.stage in (1, 2) and spec.axis.size > 1
+        pieces, full = [], []
+        for unit in spec.layout.units:
+            a, b = spec.bounds(unit)
+            compute = self.precision.computes(unit.dtype)
+            whole = torch.zeros(unit.size, dtype=compute, device=device) if cached else None
+            if whole is not None and compute == unit.dtype:
+                pieces.append(whole[a:b])
+            else:
+                pieces.append(torch.zeros(b - a, dtype=unit.dtype, device=device))
+            full.append(whole)
+        return Sharded(spec, pieces, full if cached else None)
+
+
+@dataclass(frozen=True)
+class _Info:
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _signature(x: Any) -> Any:
+    leaves, treedef = tree.flatten(x)
+    if not all(isinstance(v, Tensor) for v in leaves):
+        return None
+    return treedef, tuple(tuple(v.shape) for v in leaves)
+
+
+def _signature_of(layout: Layout) -> Any:
+    return layout.treedef, tuple(leaf.shape for leaf in layout.leaves)
+
+
+def _sublayouts(layout: Layout, spec: Spec) -> Iterable[Layout]:
+    """The layouts a subtree of the state may have: parts of params, its trainable part, params itself."""
+    whole = tree.unflatten(layout.treedef, list(range(layout.treedef.num_leaves)))
+    if isinstance(whole, Mapping):
+        for key, value in whole.items():
+            if isinstance(value, Mapping | list | tuple) and len(whole) > 1:
+                try:
+                    yield layout.subset(str(key))
+                except KeyError:
+                    continue  # shares a unit with its neighbour, so nothing can be cut like it
+    yield spec.trainable.layout
+    yield layout
+
+
+def _description(stage: int, precision: Precision, parts: list[_Cut | _Copy]) -> str:
+    """What ranks must agree about, a line each, so that a difference can be shown."""
+    lines = [f"stage {stage}, {precision}"]
+    for part in parts:
+        if isinstance(part, _Copy):
+            lines.append(f"replicated {tuple(part.value.shape)} {part.value.dtype}")
+        else:
+            lines += [f"{leaf.name} {list(leaf.shape)} {leaf.dtype} in unit {u.name!r}"
+                      for u in part.spec.layout.units for leaf in u.leaves]
+    return "\n".join(lines)
+
+
+def _keeper(out: list[Any], k: int, device: torch.device | None) -> Callable[[Tensor], None]:
+    def keep(value: Tensor) -> None:
+        out[k] = value.detach().to(device or value.device, copy=True)
+
+    return keep
+
+
+def _filler(sharded: Sharded, leaf: Any) -> Callable[[Tensor], None]:
+    index, found = sharded.layout.where[leaf.name]
+    unit = sharded.layout.units[index]
+    start, stop = sharded.spec.bounds(unit)
+    a, b = max(found.offset, start), min(found.stop, stop)
+
+    def fill(value: Tensor) -> None:
+        if a < b:
+            sharded.pieces[index][a - start : b - start].copy_(value.detach().reshape(-1)[a - found.offset :
+                                                                                        b - found.offset])
+
+    return fill
+
+
+def _settle(sharded: Sharded) -> None:
+    """Make replicas equal: every rank's own piece counts, whatever the others drew there."""
+    spec = sharded.spec
+    if spec.axis.size == 1 or (spec.stage != 0 and sharded.full is None):
+        return
+    for i, unit in enumerate(spec.layout.units):
+        whole = sharded.pieces[i] if sharded.full is None else sharded.full[i]
+        a, b = spec.layout.cut(unit, spec.axis.rank)
+        if sharded.full is not None and whole.dtype != sharded.pieces[i].dtype:
+            whole[a:b].copy_(sharded.pieces[i])
+        ops.refresh_(whole, spec.axis.rank, spec.axis.size, spec.axis.group, unit.name)
+        wait_(whole)

@@ -1,0 +1,51 @@
+"""Which dtype each of a parameter's three lives has."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of the stored parameter (the master), of what the model computes with, and of the reduction.
+
+    `param=None` keeps each leaf's own dtype; `compute=None` is the stored dtype; `reduce=None` is the compute
+    dtype. Gradients accumulate over microbatches in the reduce dtype.
+    """
+
+    param: torch.dtype | None = None
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+    def computes(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter stored as `stored` is gathered and used."""
+        return self.compute if self.compute is not None and stored.is_floating_point else stored
+
+    def reduces(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype in which the gradient of a parameter stored as `stored` is reduced and accumulated."""
+        return self.reduce if self.reduce is not None and stored.is_floating_point else self.computes(stored)
+
+
+NAMED = {
+    "fp32": Precision(torch.float32, torch.float32, torch.float32),
+    "bf16": Precision(torch.float32, torch.bfloat16, torch.float32),
+    "fp16": Precision(torch.float32, torch.float16, torch.float32),
+}
+
+
+def resolve(precision: Precision | str | None) -> Precision:
+    """A `Precision` from what `shard` accepts. Raises `ValueError`/`TypeError` offering the nearest name."""
+    if precision is None:
+        return Precision()
+    if isinstance(precision, Precision):
+        return precision
+    if isinstance(precision, str):
+        if precision in NAMED:
+            return NAMED[precision]
+        near = difflib.get_close_matches(precision, NAMED, 1, 0.0)
+        raise ValueError(f"precision={precision!r} is not known; did you mean {near[0]!r}? "
+                         f"Known are {sorted(NAMED)} and zerofn.Precision(param, compute, reduce).")
+    raise TypeError(f"precision: expected None, a name or a zerofn.Precision, got {type(precision).__name__}.")

@@ -1,0 +1,176 @@
+"""`TrainState`: everything a step carries from one call to the next, as one pytree."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import tree
+from .grad import LossFn, ValueAndGrad, value_and_grad
+from .loss_scale import DynamicLossScale, NoLossScale
+from .optim.base import GradientTransformation, apply_updates
+from .precision import Precision
+from .random import fold_in
+from .reductions import all_finite
+from .sharding import Sharded, is_sharded, trainable, with_trainable
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Parameters, optimizer state and counters.
+
+    `step`: calls so far, int64 scalar; `skipped`: of those, how many were not applied; `params`: `Sharded` or a
+    plain tree; `opt_state`: `tx`'s; `loss_scale`: None or a loss scale; `rng`: the key of all random draws,
+    int64 scalar; `extra`: whatever else is carried (buffers, a moving average, the loader's position). `tx` and
+    `frozen` are static.
+    """
+
+    step: Tensor
+    skipped: Tensor
+    params: Any
+    opt_state: Any
+    loss_scale: Any
+    rng: Tensor
+    extra: Any
+    tx: GradientTransformation
+    frozen: Callable[[str], bool] | None = None
+
+    @staticmethod
+    def create(*, params: Any, tx: GradientTransformation, loss_scale: Any = None, seed: int = 0, extra: Any = None,
+               frozen: Callable[[str], bool] | None = None) -> TrainState:
+        """A state at step 0. `frozen(leaf name) -> bool` marks parameters that get no gradient and no moments.
+
+        Raises `TypeError` when `tx` is no gradient transformation.
+        """
+        if not isinstance(tx, GradientTransformation):
+            raise TypeError(f"TrainState.create: tx must be a zerofn.optim.GradientTransformation such as "
+                            f"optim.adamw(3e-4), got {type(tx).__name__}.")
+        params = tree.tree_map(lambda p: p.detach() if isinstance(p, Tensor) else p, params)
+        zero = torch.zeros((), dtype=torch.int64)
+        key = torch.full((), seed, dtype=torch.int64)
+        return TrainState(zero, zero.clone(), params, tx.init(_learning(params, frozen)), loss_scale, key, extra, tx,
+                          frozen)
+
+    def value_and_grad(self, loss_fn: LossFn, has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
+        """`f(*args) -> (loss, grads)` at this state's parameters, with its loss scale and random key."""
+        return _AtState(self, value_and_grad(loss_fn, has_aux, scale=self.loss_scale, rng=self.rng_at()))
+
+    def rng_at(self) -> Tensor:
+        """The key of this step: a function of `rng` and `step`."""
+        return fold_in(self.rng, self.step)
+
+    def apply_gradients(self, grads: Any, *, on_nonfinite: str = "skip") -> TrainState:
+        """The next state. With `on_nonfinite="skip"`, when any gradient on any rank is not finite, parameters and
+        optimizer state stay as they were, bit for bit, `skipped` counts it and the loss scale shrinks; "ignore"
+        looks at nothing and updates always. Raises `ValueError` for another word.
+        """
+        if on_nonfinite not in ("skip", "ignore"):
+            raise ValueError(f"apply_gradients: on_nonfinite must be 'skip' or 'ignore', got {on_nonfinite!r}.")
+        params, grads = _learning(self.params, self.frozen), _learning(grads, self.frozen)
+        finite = all_finite(grads) if on_nonfinite == "skip" else None
+        if self.tx.apply is not None:
+            params, opt_state = self.tx.apply(grads, self.opt_state, params, None, finite)
+        else:
+            params, opt_state = _update(self.tx, grads, self.opt_state, params, finite)
+        skipped = self.skipped if finite is None else self.skipped + finite.logical_not()
+        scale = self.loss_scale
+        if finite is not None and scale is not None:
+            scale = scale.adjust(finite)
+        return dataclasses.replace(self, step=self.step + 1, skipped=skipped, params=_whole(self.params, params),
+                                   opt_state=opt_state, loss_scale=scale)
+
+    def replace(self, **changes: Any) -> TrainState:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def learning_rate(self) -> float | Tensor | None:
+        """The learning rate of the next applied update, None where `tx` does not tell."""
+        return None if self.tx.learning_rate is None else self.tx.learning_rate(self.opt_state)
+
+    def with_precision(self, precision: Precision) -> TrainState:
+        """What `shard` makes of the state for a precision: fp16 without a loss scale gets a dynamic one."""
+        if precision.compute is torch.float16 and self.loss_scale is None:
+            return self.replace(loss_scale=DynamicLossScale())
+        return self
+
+    def __repr__(self) -> str:
+        shown = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "frozen"}
+        lines = [f"  {k}: {_short(v)}" for k, v in shown.items()]
+        return "TrainState(\n" + "\n".join(lines) + "\n)"
+
+
+tree.register_dataclass(TrainState, static=("tx", "frozen"))
+
+
+@dataclass(frozen=True)
+class _AtState:
+    """`vg` at a state's parameters; `accumulate` reaches `vg` through it."""
+
+    state: TrainState
+    vg: ValueAndGrad
+
+    def __call__(self, *args: Any) -> tuple[Any, Any]:
+        return self.vg(self.state.params, *args)
+
+    def with_microbatches(self, n: int) -> _AtState:
+        """The same over `n` microbatches."""
+        return _AtState(self.state, self.vg.with_microbatches(n))
+
+
+def _learning(params: Any, frozen: Callable[[str], bool] | None) -> Any:
+    """The part of a tree an optimizer sees: `Sharded` without frozen units, plain with None at frozen leaves."""
+    def pick(name: str, x: Any) -> Any:
+        if is_sharded(x):
+            return trainable(x)
+        return None if frozen is not None and frozen(name) else x
+
+    paths, nodes, treedef = tree.flatten_with_path(params, is_leaf=is_sharded)
+    return tree.unflatten(treedef, [pick(tree.name_of(p), x) for p, x in zip(paths, nodes, strict=True)])
+
+
+def _whole(params: Any, part: Any) -> Any:
+    """`params` with its trainable part replaced."""
+    nodes, treedef = tree.flatten(params, is_leaf=is_sharded)
+    if any(is_sharded(x) for x in nodes):
+        fresh = tree.leaves(part, is_leaf=is_sharded)
+        return tree.unflatten(treedef, [with_trainable(x, y) if is_sharded(x) else y
+                                        for x, y in zip(nodes, fresh, strict=True)])
+    if tree.structure(part) == treedef:
+        return part
+    by_path = dict(zip(*tree.flatten_with_path(part)[:2], strict=True))
+    paths = tree.flatten_with_path(params)[0]
+    return tree.unflatten(treedef, [by_path.get(p, x) for p, x in zip(paths, nodes, strict=True)])
+
+
+def _update(tx: GradientTransformation, grads: Any, state: Any, params: Any, finite: Tensor | None
+            ) -> tuple[Any, Any]:
+    updates, fresh = tx.update(grads, state, params)
+    moved = apply_updates(params, updates)
+    if finite is None:
+        return moved, fresh
+
+    def keep(new: Any, old: Any) -> Any:
+        return torch.where(finite, new, old) if isinstance(new, Tensor) else new
+
+    return tree.tree_map(keep, moved, params), tree.tree_map(keep, fresh, state)
+
+
+def _short(x: Any) -> str:
+    if isinstance(x, Sharded):
+        return repr(x).replace("\n", "\n  ")
+    if isinstance(x, GradientTransformation):
+        return f"{x.name or 'tx'}({', '.join(map(_short, x.args))})"
+    if isinstance(x, Tensor):
+        return f"{x.item()}" if x.numel() == 1 and x.device.type != "meta" else f"tensor{list(x.shape)}"
+    nodes, _ = tree.flatten(x, is_leaf=is_sharded)
+    if any(map(is_sharded, nodes)):
+        held = sum(p.numel() * p.element_size() for n in nodes if is_sharded(n) for p in n.pieces)
+        return f"{type(x).__name__} with {sum(map(is_sharded, nodes))} Sharded trees, {held:,} bytes here"
+    return repr(x) if isinstance(x, NoLossScale | int | float | str | type(None)) or len(nodes) < 4 else (
+        f"{type(x).__name__} of {len(nodes)} leaves")

@@ -1,0 +1,166 @@
+"""How bytes move: each transfer is a *start* and a *wait*, two nodes in a captured graph.
+
+On gloo a start posts `isend`/`irecv` pairs and the wait sums what arrived in rank order (gloo's own
+reduce-scatter is an all-reduce and a slice: twice the wire). Elsewhere it is `_c10d_functional`. The started
+operation returns the tensor that will hold the result; until it was waited for, its contents are undefined.
+
+[Note: order] Tags count the transfers of a group, so transfers match in the order they were started: every
+rank must start the same ones in the same order. `compile` compares fingerprints of that order over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._torch_compat import resolve_process_group
+from .ops.library import define
+
+
+class _Transfer(NamedTuple):
+    works: Sequence[dist.Work]
+    kept: tuple[Tensor, ...]  # alive until the works are done
+    finish: Callable[[], None]
+
+
+# By the address of the result, which the entry keeps alive: an address cannot be reused before its wait.
+_pending: dict[int, _Transfer] = {}
+_tags: dict[str, int] = {}
+
+
+def _start(out: Tensor, works: Sequence[dist.Work], kept: tuple[Tensor, ...], finish: Callable[[], None]) -> Tensor:
+    _pending[out.data_ptr()] = _Transfer(works, (out, *kept), finish)
+    return out
+
+
+def _nothing() -> None:
+    pass
+
+
+def wait_(tensor: Tensor) -> Tensor:
+    """Wait for the transfer into `tensor`; nothing to do where none is under way."""
+    transfer = _pending.pop(tensor.data_ptr(), None)
+    if transfer is not None:
+        for work in transfer.works:
+            work.wait()
+        transfer.finish()
+    return tensor
+
+
+def wait_for_all() -> None:
+    """Wait for every transfer that was started: none may outlive the step that started it."""
+    for transfer in list(_pending.values()):
+        wait_(transfer.kept[0])
+
+
+def _point_to_point(group: str, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> list[dist.Work]:
+    pg = resolve_process_group(group)
+    tag = _tags[group] = (_tags.get(group, 0) + 1) % (1 << 30)
+    works = [pg.recv([t], peer, tag) for peer, t in receives.items()]
+    # Each rank begins with its right neighbour, so that no rank is everyone's first.
+    rank, size = pg.rank(), pg.size()
+    for peer in sorted(sends, key=lambda p: (p - rank) % size):
+        works.append(pg.send([sends[peer]], peer, tag))
+    return works
+
+
+def _is_gloo(group: str, tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and "gloo" in dist.get_backend(resolve_process_group(group))
+
+
+def all_gather_start(piece: Tensor, size: int, group: str, unit: str) -> Tensor:
+    """piece [s] on each rank -> [size * s], pieces in rank order."""
+    if not _is_gloo(group, piece):
+        return torch.ops._c10d_functional.all_gather_into_tensor(piece, size, group)
+    full = piece.new_empty(size * piece.numel())
+    rows, rank = full.view(size, -1), dist.get_rank(resolve_process_group(group))
+    others = [r for r in range(size) if r != rank]
+    works = _point_to_point(group, dict.fromkeys(others, piece), {r: rows[r] for r in others})
+    rows[rank].copy_(piece)
+    return _start(full, works, (piece,), _nothing)
+
+
+def refresh_start(full: Tensor, rank: int, size: int, group: str, unit: str) -> None:
+    """All-gather in place: `full`'s rank-th piece is current, the others are filled from their ranks."""
+    rows = full.view(size, -1)
+    if not _is_gloo(group, full):
+        torch.ops._c10d_functional.all_gather_into_tensor_out(rows[rank], size, group, out=full)
+        return
+    others = [r for r in range(size) if r != rank]
+    works = _point_to_point(group, dict.fromkeys(others, rows[rank]), {r: rows[r] for r in others})
+    _start(full, works, (), _nothing)
+
+
+def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str) -> Tensor:
+    """flat [size * s] -> [s]: the sum over ranks, in rank order, of this rank's piece."""
+    if not _is_gloo(group, flat):
+        return torch.ops._c10d_functional.reduce_scatter_tensor(flat, "sum", size, group)
+    rows, rank = flat.view(size, -1), dist.get_rank(resolve_process_group(group))
+    others = [r for r in range(size) if r != rank]
+    scratch = flat.new_empty(size - 1, rows.shape[1])
+    parts = dict(zip(others, scratch, strict=True))
+    works = _point_to_point(group, {r: rows[r] for r in others}, parts)
+    first = 1 if rank == 0 else 0
+    out = parts[first]  # summed where it arrived
+
+    def finish() -> None:
+        torch.add(rows[0] if rank == 0 else out, parts[1] if rank == 0 else _part(1), out=out)
+        for r in range(2, size):
+            out.add_(_part(r))
+
+    def _part(r: int) -> Tensor:
+        return rows[rank] if r == rank else parts[r]
+
+    return _start(out, works, (flat, scratch), finish)
+
+
+def exchange_start(rows: Tensor, size: int, group: str) -> Tensor:
+    """rows [size, s] -> [size, s]: row r goes to rank r, and what rank r sent arrives in row r."""
+    if not _is_gloo(group, rows):
+        return torch.ops._c10d_functional.all_to_all_single(rows, None, None, group)
+    rank = dist.get_rank(resolve_process_group(group))
+    out = torch.empty_like(rows)
+    others = [r for r in range(size) if r != rank]
+    works = _point_to_point(group, {r: rows[r] for r in others}, {r: out[r] for r in others})
+    out[rank].copy_(rows[rank])
+    return _start(out, works, (rows,), _nothing)
+
+
+def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
+    """Rank r receives what rank `sources[r]` holds."""
+    pg = resolve_process_group(group)
+    rank = pg.rank()
+    out = torch.empty_like(x)
+    if not _is_gloo(group, x):
+        ops = [dist.P2POp(dist.isend, x, r, pg) for r, s in enumerate(sources) if s == rank]
+        ops.append(dist.P2POp(dist.irecv, out, sources[rank], pg))
+        return _start(out, dist.batch_isend_irecv(ops), (x,), _nothing)
+    sends = {r: x for r, s in enumerate(sources) if s == rank and r != rank}
+    receives = {} if sources[rank] == rank else {sources[rank]: out}
+    works = _point_to_point(group, sends, receives)
+    if not receives:
+        out.copy_(x)
+    return _start(out, works, (x,), _nothing)
+
+
+def _wait(tensor: Tensor) -> Tensor:
+    if tensor.data_ptr() in _pending or tensor.device.type == "cpu":
+        return wait_(tensor)
+    return torch.ops._c10d_functional.wait_tensor(tensor)
+
+
+define("all_gather(Tensor piece, int size, str group, str unit) -> Tensor", all_gather_start,
+        lambda piece, size, group, unit: piece.new_empty(piece.numel() * size))
+define("reduce_scatter(Tensor flat, int size, str group, str unit) -> Tensor", reduce_scatter_start,
+        lambda flat, size, group, unit: flat.new_empty(flat.numel() // size))
+define("refresh_(Tensor(a!) full, int rank, int size, str group, str unit) -> ()", refresh_start,
+        lambda full, rank, size, group, unit: None)
+define("exchange(Tensor rows, int size, str group) -> Tensor", exchange_start,
+        lambda rows, size, group: torch.empty_like(rows))
+define("permute(Tensor x, int[] sources, str group) -> Tensor", permute_start,
+        lambda x, sources, group: torch.empty_like(x))
+define("wait(Tensor(a) x) -> Tensor(a)", _wait, lambda x: x)

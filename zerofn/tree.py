@@ -1,0 +1,176 @@
+"""The one owner of tree order and key paths.
+
+Every tree in ZeroFn is flattened here, with optree, so that leaves have the same order on every rank
+(dict keys are sorted; `torch.utils._pytree` keeps insertion order, which may differ between ranks).
+`None` is a leafless node. Dataclasses and TensorDicts become nodes the first time they are seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from ._torch_compat import register_torch_pytree_node
+
+NAMESPACE = "zerofn"
+PyTreeSpec = optree.PyTreeSpec
+Path = tuple[Any, ...]
+
+
+def register_node(
+    cls: type,
+    flatten: Callable[[Any], tuple[Iterable[Any], Any]],
+    unflatten: Callable[[Any, Iterable[Any]], Any],
+) -> None:
+    """Make `cls` a pytree node for optree and for torch.
+
+    `flatten(x) -> (children, aux)`, `unflatten(aux, children) -> x`; `aux` is compared with `==`.
+    """
+    optree.register_pytree_node(
+        cls, lambda x: (*flatten(x), None), unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE
+    )
+    register_torch_pytree_node(
+        cls,
+        lambda x: (lambda children, aux: (list(children), aux))(*flatten(x)),
+        lambda children, aux: unflatten(aux, children),
+    )
+
+
+class _Fields(NamedTuple):
+    """What a dataclass node remembers besides its children."""
+
+    names: tuple[str, ...]
+    static: tuple[tuple[str, Any], ...]
+
+
+def register_dataclass(cls: type, static: tuple[str, ...] = ()) -> None:
+    """Make a dataclass a node of ZeroFn's trees; fields named in `static` are not children."""
+    names = tuple(f.name for f in dataclasses.fields(cls) if f.init and f.name not in static)
+
+    def flatten(x: Any) -> tuple[list[Any], _Fields, tuple[str, ...]]:
+        return [getattr(x, n) for n in names], _Fields(names, tuple((n, getattr(x, n)) for n in static)), names
+
+    def unflatten(fields: _Fields, children: Iterable[Any]) -> Any:
+        return cls(**dict(zip(fields.names, children, strict=True)), **dict(fields.static))
+
+    optree.register_pytree_node(
+        cls, flatten, unflatten, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE
+    )
+
+
+def _register_tensordict(cls: type) -> None:
+    def flatten(x: TensorDictBase) -> tuple[list[Any], Any, tuple[str, ...]]:
+        keys = tuple(sorted(x.keys()))
+        return [x.get(k) for k in keys], (keys, tuple(x.batch_size)), keys
+
+    optree.register_pytree_node(
+        cls, flatten, _tensordict, path_entry_type=optree.GetItemEntry, namespace=NAMESPACE
+    )
+
+
+def _tensordict(aux: tuple[tuple[str, ...], tuple[int, ...]], children: Iterable[Any]) -> Any:
+    """A TensorDict again; a plain dict where a child is neither tensor nor TensorDict (a `Sharded`, say),
+    which no TensorDict can hold. Leaves may have been cut or stacked: the batch size keeps what they share."""
+    keys, batch_size = aux
+    items = dict(zip(keys, children, strict=True))
+    if not all(isinstance(v, torch.Tensor | TensorDictBase) for v in items.values()):
+        return items
+    shapes = [tuple(v.shape) for v in items.values()]
+    dims = len(batch_size)
+    while dims and len({s[:dims] if len(s) >= dims else None for s in shapes}) != 1:
+        dims -= 1
+    return TensorDict(items, batch_size=shapes[0][:dims] if shapes else batch_size)
+
+
+_seen: set[type] = set()
+
+
+def _adopt(leaves: Iterable[Any]) -> bool:
+    """Register the containers among `leaves` that are nodes in disguise; whether there were any."""
+    found = False
+    for leaf in leaves:
+        cls = type(leaf)
+        if cls in _seen or isinstance(leaf, torch.Tensor):
+            continue
+        if isinstance(leaf, TensorDictBase):
+            _register_tensordict(cls)
+        elif dataclasses.is_dataclass(cls):
+            register_dataclass(cls)
+        else:
+            continue
+        _seen.add(cls)
+        found = True
+    return found
+
+
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], PyTreeSpec]:
+    """`tree` -> (leaves, treedef)."""
+    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=NAMESPACE)
+    if _adopt(x for x in leaves if is_leaf is None or not is_leaf(x)):
+        return flatten(tree, is_leaf)
+    return leaves, treedef
+
+
+def unflatten(treedef: PyTreeSpec, leaves: Iterable[Any]) -> Any:
+    """The tree of `treedef` with these leaves, in `flatten`'s order."""
+    return optree.tree_unflatten(treedef, leaves)
+
+
+def flatten_with_path(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Path], list[Any], PyTreeSpec]:
+    """`tree` -> (key paths, leaves, treedef)."""
+    flatten(tree, is_leaf)  # registers what has to be
+    return optree.tree_flatten_with_path(tree, is_leaf=is_leaf, namespace=NAMESPACE)
+
+
+def structure(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> PyTreeSpec:
+    """The treedef of `tree`."""
+    return flatten(tree, is_leaf)[1]
+
+
+def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """The leaves of `tree`."""
+    return flatten(tree, is_leaf)[0]
+
+
+def tree_map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """`f` at every leaf of `tree` (and of `rest`, which must have the same structure).
+
+    On `Sharded` trees the leaves are this rank's pieces, so an elementwise `f` is the partitioned update.
+
+    >>> tree_map(lambda a, b: a + b, {"x": 1, "y": (2, 3)}, {"x": 10, "y": (20, 30)})
+    {'x': 11, 'y': (22, 33)}
+    """
+    for other in (tree, *rest):
+        flatten(other, is_leaf)
+    return optree.tree_map(f, tree, *rest, is_leaf=is_leaf, namespace=NAMESPACE)
+
+
+def name_of(path: Path) -> str:
+    """A key path as people write it: components joined with dots.
+
+    >>> name_of(("params", "h.0.attn.weight")), name_of(("layers", 0, "w"))
+    ('params.h.0.attn.weight', 'layers.0.w')
+    """
+    return ".".join(str(p) for p in path)
+
+
+def components(path: Path) -> tuple[int | str, ...]:
+    """The dotted parts of a path, whole numbers as ints.
+
+    >>> components(("h.0.attn.weight",))
+    ('h', 0, 'attn', 'weight')
+    """
+    parts = (part for entry in path for part in (entry.split(".") if isinstance(entry, str) else (entry,)))
+    return tuple(int(p) if isinstance(p, str) and p.isdecimal() else p for p in parts)
+
+
+def natural_key(path: Path) -> tuple[tuple[int, int | str], ...]:
+    """A sort key under which `h.2` comes before `h.10`."""
+    return tuple((0, p) if isinstance(p, int) else (1, str(p)) for p in components(path))
