@@ -114,11 +114,7 @@ class Watch:
             mark = _read_mark(state)
             if mark == (watched.number, len(watched.events)):
                 continue
-            restores.append(
-                self._restore(watched, mark) if mark else Restore(watched.generator, state)
-            )
-            self.reseeded = True
-            self._mark(watched)
+            restores.append(self._restore(watched, mark or state))
         return restores
 
     def _restore(self, watched: _Watched, found: tuple[int, int] | torch.Tensor) -> Restore:

@@ -70,8 +70,10 @@ def covers(tensor: torch.Tensor) -> bool:
 
 
 def is_random(func: Any) -> bool:
+    """Whether `func` draws from a generator (what is no ATen operation is a sampler, logged whole)."""
     return not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded in func.tags
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors among the arguments or results of an operation."""
     return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]

@@ -253,14 +253,8 @@ class Recorder(TorchDispatchMode):
                 f"({func}), so what comes next cannot be known before it is drawn. Use torch.where "
                 "instead of a branch, or pass `shard` the finished state instead of a function."
             )
-        final = Call(
-            func,
-            *tree_map(self._as_region, (args, kwargs)),
-            [],
-            set(),
-            False,
-            torch.get_default_dtype(),
-        )
+        args, kwargs = tree_map(self._as_region, (args, kwargs))
+        final = Call(func, args, kwargs, [], set(), False, torch.get_default_dtype())
         constants = [v.constant for v in self.versions]
         try:
             with without_dispatch_modes():
