@@ -70,7 +70,7 @@ def covers(tensor: torch.Tensor) -> bool:
 
 
 def is_random(func: Any) -> bool:
-    """Whether `func` draws from a generator (what is no ATen operation is a sampler, logged whole)."""
+    """Whether `func` draws from a generator. What is no ATen operation is a whole sampler."""
     return not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded in func.tags
 
 

@@ -351,14 +351,12 @@ def _as_one_call(recorder: Recorder, function: Callable[..., Any]) -> Callable[.
     return log
 
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+_NOT_THE_USER = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
 
 def user_line() -> str:
-    """'file:line' of the innermost frame that is neither torch's nor this file's."""
+    """'file:line' of the innermost frame that is neither torch's nor ZeroFn's."""
     frame = sys._getframe(1)
-    while frame.f_back and (
-        frame.f_code.co_filename.startswith((_TORCH, "<")) or frame.f_code.co_filename == __file__
-    ):
+    while frame.f_back and frame.f_code.co_filename.startswith((*_NOT_THE_USER, "<frozen")):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
