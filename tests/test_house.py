@@ -29,6 +29,8 @@ ORDER = [
     "operations",
     "program",
     "recording",
+    "draws",
+    "rng_state",
     "random",
     "replay",
     "partition",

@@ -57,3 +57,55 @@ def join_fake_group(world: int, rank: int = 0) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+
+
+# Capture: a function of tensors -> an FX graph of ATen calls.
+import contextlib  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
+
+from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # noqa: E402
+from torch.fx.node import has_side_effect as mark_impure  # noqa: E402,F401
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Libraries that ask `torch.compiler.is_compiling()` are told so (transformers' mask checks do)."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def schema_returns_alias(op: OpOverload) -> bool:
+    """Whether a result is a view of an argument, or the argument itself."""
+    return any(r.alias_info is not None for r in op._schema.returns)
+
+
+def aliased_arguments(op: OpOverload) -> list[int]:
+    """Positions of the arguments whose memory a result shares."""
+    returned = {s for r in op._schema.returns if r.alias_info is not None for s in r.alias_info.before_set}
+    return [
+        i
+        for i, a in enumerate(op._schema.arguments)
+        if a.alias_info is not None and a.alias_info.before_set & returned
+    ]
+
+
+# Randomness: a dispatch mode that replaces random operations, and knows when nothing else listens.
+def num_dispatch_modes() -> int:
+    """How many dispatch modes would see the next ATen call: capture's, fake tensors', a user's."""
+    return torch._C._len_torch_dispatch_stack()
+
+
+def is_composite(op: OpOverload) -> bool:
+    """Whether an operation is written in terms of others and autograd sees only those."""
+    if op.namespace == "prim":  # prim::device and the like are not the dispatcher's
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+def schema_text(op: OpOverload) -> str:
+    """An operation's schema, as `torch.library.Library.define` takes it."""
+    return str(op._schema)

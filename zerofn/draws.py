@@ -1,0 +1,298 @@
+"""Keys, and the operations that draw from them: pure functions of (key, position, arguments).
+
+`zerofn::fold_in` makes keys from keys. `zerofn::uniform`, `normal`, `bernoulli`, ... make a
+contiguous tensor of a given size; `zerofn::multinomial`, `poisson`, `native_dropout`, ... are
+ATen's operations of that name with a key and a position before their arguments. Each seeds a
+generator that lives for that one call, so none of them has an effect, and to run one again is to
+get the same bits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._torch_compat import (
+    OpOverload,
+    num_dispatch_modes,
+    schema_arguments,
+    schema_text,
+    tree_leaves,
+)
+
+_WORD = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_DRAW = 0x7A65726F2E647277  # keeps the seeds of draws apart from keys folded with small numbers
+
+
+def mix(z: int) -> int:
+    """splitmix64's finaliser (Steele, Lea and Flood, OOPSLA 2014): a bijection of 64-bit words."""
+    z &= _WORD
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
+    return z ^ (z >> 31)
+
+
+def _fold(key: int, data: int) -> int:
+    """Output `data` of the splitmix64 stream that starts at the mixed key."""
+    return mix(mix(key + _GOLDEN) + (data + 1) * _GOLDEN)
+
+
+def _signed(word: int) -> int:
+    return ((word & _WORD) ^ (1 << 63)) - (1 << 63)
+
+
+def _scalar(word: int) -> Tensor:
+    return torch.full((), _signed(word), dtype=torch.int64, device="cpu")
+
+
+def key(seed: int) -> Tensor:
+    """The random key of a seed: an int64 scalar on the CPU.
+
+    >>> bool(key(0) == key(0)), bool(key(0) == key(1))
+    (True, False)
+    """
+    if not isinstance(seed, int):
+        raise TypeError(f"key: seed must be an int, got {type(seed).__name__}.")
+    return _scalar(mix(seed))
+
+
+def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
+    """A new key from a key and a number (a step, a rank, a microbatch): int64 scalars on the CPU.
+
+    For one key, different numbers give different keys (a bijection of 64-bit words). It is the one
+    node `zerofn::fold_in` in a captured graph. Raises `TypeError` for tensors of another kind.
+    """
+    check_scalar(key, "fold_in", "the key")
+    if isinstance(data, Tensor):
+        check_scalar(data, "fold_in", "the number")
+        return torch.ops.zerofn.fold_in.default(key, data)
+    return torch.ops.zerofn.fold_in.int(key, _signed(data))
+
+
+def check_scalar(x: Any, where: str, what: str) -> None:
+    """Raise `TypeError` unless `x` is an int64 scalar tensor on the CPU (read without waiting)."""
+    is_tensor = isinstance(x, Tensor)
+    if is_tensor and x.shape == () and x.dtype == torch.int64 and x.device.type == "cpu":
+        return
+    kind = f"{x.dtype} of shape {tuple(x.shape)} on {x.device}" if is_tensor else repr(x)
+    raise TypeError(
+        f"{where}: {what} must be an int64 scalar tensor on the CPU, got {kind}; "
+        "make a key with zerofn.random.key(seed)."
+    )
+
+
+_library = torch.library.Library("zerofn", "FRAGMENT")
+
+
+def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    name = "zerofn::" + schema.split("(", 1)[0]
+    _library.define(schema)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(name, fake, lib=_library)
+
+
+def _run_fold_in(key: Tensor, data: int | Tensor) -> Tensor:
+    return _scalar(_fold(int(key), int(data)))
+
+
+def _fake_fold_in(key: Tensor, data: int | Tensor) -> Tensor:
+    return torch.empty_like(key)
+
+
+_define("fold_in(Tensor key, Tensor data) -> Tensor", _run_fold_in, _fake_fold_in)
+_define("fold_in.int(Tensor key, int data) -> Tensor", _run_fold_in, _fake_fold_in)
+
+
+def _seed(key: Tensor, position: int) -> int:
+    # A CPU generator takes the low 32 bits of a seed, a CUDA one all 64: two of many CPU draws may
+    # share a stream by chance (1 pair in 4e9), which no mask or noise notices.
+    return _fold(_fold(int(key), _DRAW), position)
+
+
+def _generator(device: torch.device, key: Tensor, position: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(_seed(key, position))
+
+
+_ORDINARY = (Tensor, torch.nn.Parameter)
+
+
+def _is_eager(*tensors: Any) -> bool:
+    """Whether these are ordinary tensors and nobody wants to see the operation: no capture."""
+    return num_dispatch_modes() == 0 and all(type(t) in _ORDINARY for t in tensors)
+
+
+# ---- draws of a given size
+
+
+def _fill_integers(out: Tensor, low: int | None, high: int | None, generator: Any) -> Tensor:
+    if low is None:
+        return out.random_(generator=generator)
+    return out.random_(low, high, generator=generator)
+
+
+# name -> (its parameters in the schema, what fills a contiguous tensor)
+_FILLS: dict[str, tuple[str, Callable[..., Tensor]]] = {
+    "uniform": ("float low, float high", Tensor.uniform_),
+    "normal": ("float mean, float std", Tensor.normal_),
+    "bernoulli": ("float p", Tensor.bernoulli_),
+    "exponential": ("float rate", Tensor.exponential_),
+    "geometric": ("float p", Tensor.geometric_),
+    "log_normal": ("float mean, float std", Tensor.log_normal_),
+    "cauchy": ("float median, float sigma", Tensor.cauchy_),
+    "randint": ("int? low, int? high", _fill_integers),
+}
+
+
+def _run_fill(
+    name: str, key: Tensor, position: int, size: Any, *params: Any, dtype: Any, device: Any
+) -> Tensor:
+    out = torch.empty(size, dtype=dtype, device=device)
+    return _FILLS[name][1](out, *params, generator=_generator(out.device, key, position))
+
+
+def _fake_fill(
+    key: Tensor, position: int, size: Any, *params: Any, dtype: Any, device: Any
+) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+for _name, (_params, _) in _FILLS.items():
+    _define(
+        f"{_name}(Tensor key, int position, SymInt[] size, {_params}, *, "
+        "ScalarType dtype, Device device) -> Tensor",
+        partial(_run_fill, _name),
+        _fake_fill,
+    )
+
+
+def fill(
+    name: str,
+    key: Tensor,
+    position: int,
+    size: Any,
+    params: Sequence[Any],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """A contiguous tensor of draws from the distribution `name`, a key of `_FILLS`."""
+    if _is_eager(key):
+        return _run_fill(name, key, position, size, *params, dtype=dtype, device=device)
+    op = getattr(torch.ops.zerofn, name).default
+    return op(key, position, size, *params, dtype=dtype, device=device)
+
+
+def fill_(out: Tensor, name: str, key: Tensor, position: int, params: Sequence[Any]) -> Tensor:
+    """The same draws written into `out`, which is returned."""
+    if _is_eager(out, key) and out.is_contiguous():  # the same bits, without a copy
+        return _FILLS[name][1](out, *params, generator=_generator(out.device, key, position))
+    return out.copy_(fill(name, key, position, out.shape, params, out.dtype, out.device))
+
+
+def _run_randperm(key: Tensor, position: int, n: int, *, dtype: Any, device: Any) -> Tensor:
+    generator = _generator(torch.device(device), key, position)
+    return torch.randperm(n, generator=generator, dtype=dtype, device=device)
+
+
+def _fake_randperm(key: Tensor, position: int, n: int, *, dtype: Any, device: Any) -> Tensor:
+    return torch.empty(n, dtype=dtype, device=device)
+
+
+_define(
+    "randperm(Tensor key, int position, SymInt n, *, ScalarType dtype, Device device) -> Tensor",
+    _run_randperm,
+    _fake_randperm,
+)
+
+
+# ---- ATen's own operations, given a key
+
+
+_KEYED_NAMES = (
+    "bernoulli",
+    "multinomial",
+    "poisson",
+    "binomial",
+    "_standard_gamma",
+    "_sample_dirichlet",
+    "native_dropout",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+)
+
+
+@contextmanager
+def _default_generator_seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """For operations that take no generator: lend them the default one, and put it back."""
+    if device.type == "cpu":
+        generator = torch.default_generator
+    elif device.type == "cuda":
+        generator = torch.cuda.default_generators[device.index]
+    else:
+        raise NotImplementedError(
+            f"zerofn: attention and native dropout cannot draw from a key on {device.type}; "
+            "use the math backend, torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
+        )
+    before = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(before)
+
+
+def _run_keyed(
+    op: OpOverload, takes_generator: bool, key: Tensor, position: int, *args: Any, **kwargs: Any
+) -> Any:
+    device = next(x.device for x in tree_leaves(args) if isinstance(x, Tensor))
+    if takes_generator:
+        return op(*args, generator=_generator(device, key, position), **kwargs)
+    with _default_generator_seeded(device, _seed(key, position)):
+        return op(*args, **kwargs)
+
+
+def _fake_keyed(op: OpOverload, key: Tensor, position: int, *args: Any, **kwargs: Any) -> Any:
+    return op(*args, **kwargs)
+
+
+def _define_keyed(op: OpOverload) -> Callable[..., Any]:
+    takes_generator = any(a.name == "generator" for a in schema_arguments(op))
+    name, rest = schema_text(op).removeprefix("aten::").split("(", 1)
+    rest = re.sub(r"(, \*)?, Generator\? generator=None", "", rest)
+    name = "bernoulli.of" if name == "bernoulli" else name  # beside the draw of a given size
+    run = partial(_run_keyed, op, takes_generator)
+    _define(f"{name}(Tensor key, int position, {rest}", run, partial(_fake_keyed, op))
+    packet, _, overload = name.partition(".")
+    named = getattr(getattr(torch.ops.zerofn, packet), overload or "default")
+
+    def call(key: Tensor, position: int, *args: Any, **kwargs: Any) -> Any:
+        tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        return (run if _is_eager(key, *tensors) else named)(key, position, *args, **kwargs)
+
+    return call
+
+
+# ATen's operation -> the same of (key, position, its arguments without a generator)
+KEYED: dict[OpOverload, Callable[..., Any]] = {
+    packet.default: _define_keyed(packet.default)
+    for packet in (
+        getattr(torch.ops.aten, name) for name in _KEYED_NAMES if hasattr(torch.ops.aten, name)
+    )
+}
+
+
+def permutation(
+    key: Tensor, position: int, n: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A random permutation of `range(n)`."""
+    run = _run_randperm if _is_eager(key) else torch.ops.zerofn.randperm.default
+    return run(key, position, n, dtype=dtype, device=device)
