@@ -9,6 +9,8 @@ import torch
 
 _lib = torch.library.Library("zerofn", "FRAGMENT")
 
+implementations: dict[str, Callable[..., Any]] = {}  # by name, for an executor that needs no dispatcher
+
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Register `zerofn::schema` with one implementation for every device, and one for fake tensors.
@@ -16,6 +18,7 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> No
     No autograd formula: the operations run below autograd or under `no_grad`.
     """
     name = schema.split("(")[0]
+    implementations[name] = run
     _lib.define(schema)
     _lib.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"zerofn::{name}", fake, lib=_lib)

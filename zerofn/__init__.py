@@ -2,6 +2,7 @@
 
 from . import collectives as collectives
 from . import optim as optim
+from .compile import compile as compile
 from .grad import accumulate as accumulate
 from .grad import value_and_grad as value_and_grad
 from .loss_scale import DynamicLossScale as DynamicLossScale

@@ -114,9 +114,14 @@ def _tensor(name: str, x: Any) -> Tensor:
     if isinstance(x, Tensor):
         return x
     if isinstance(x, bool | int | float):
-        return torch.full((), x, dtype={bool: torch.bool, int: torch.int64, float: torch.float64}[type(x)])
+        return as_tensor(x)
     raise TypeError(f"shard: leaf {name!r} is a {type(x).__name__}; a state's leaves are tensors, ints, floats, "
                     "bools and None. Keep other things outside the state.")
+
+
+def as_tensor(x: bool | int | float) -> Tensor:
+    """A number of a state as the 0-d tensor it becomes: bool, int64 or float64."""
+    return torch.full((), x, dtype={bool: torch.bool, int: torch.int64, float: torch.float64}[type(x)])
 
 
 @dataclass(frozen=True)

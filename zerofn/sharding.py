@@ -227,7 +227,7 @@ class GatherUnit:
             return (self.full.view_as(self.full),)
         piece = piece.to(self.spec.precision.computes(self.unit.dtype))
         if self.spec.num_pieces == 1:
-            return (piece.view_as(piece),)
+            return (ops.whole(piece),)
         return AllGather(self.spec.axis, self.unit.name)(piece)
 
 
@@ -254,10 +254,10 @@ class ScatterUnit:
 def reduce_unit(spec: Spec, unit: Unit, flat: Tensor) -> Tensor:
     """flat [..., size] on each rank -> what this rank stores of the sum over ranks, summed in rank order."""
     if spec.axis.size == 1:
-        return flat.view_as(flat)
+        return ops.piece(flat)
     (piece,) = ReduceScatter(spec.axis, unit.name)(flat)
     # Stage 0 in the same two halves, so that its sums have the same bits as every other stage's.
-    return piece if spec.num_pieces > 1 else AllGather(spec.axis, unit.name)(piece)[0]
+    return piece if spec.num_pieces > 1 else ops.piece(AllGather(spec.axis, unit.name)(piece)[0])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,195 @@
+"""`compile`: a pure step -> the same step, captured once per input signature, scheduled, and run in place."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from . import passes, tree
+from .agreement import agree
+from .graph.capture import CaptureError, capture
+from .graph.program import Program
+from .graph.verify import check_purity, fingerprint
+from .partition import as_tensor
+from .runtime.executor import Executor
+from .runtime.failure import abandon, whole_steps
+from .sharding import is_sharded
+
+log = logging.getLogger("zerofn")
+
+
+def compile(train_step: Callable[[Any, Any], Any], *, donate: bool = True, memory: Any = None, remat: Any = None,
+            backend: str = "eager") -> Step:
+    """A callable `(state, batch) -> (state, aux)` that runs `train_step` captured and scheduled.
+
+    The step is captured at its first call and again for every new signature (structure, shapes, dtypes, ints and
+    floats of the batch), each time with one log line that names what changed. With `donate` the new state is
+    written into the old one's memory and using the old one afterwards raises `RuntimeError`. A step whose output
+    is no pair beginning with a state of its argument's structure is an evaluation step: nothing is donated.
+
+    Raises `graph.capture.CaptureError` for a step that is not a pure function, on every rank.
+    """
+    for name, value in (("memory", memory), ("remat", remat)):
+        if value is not None:
+            raise NotImplementedError(f"compile({name}={value!r}) is not there yet; leave it out.")
+    if backend != "eager":
+        raise ValueError(f"compile: backend={backend!r} is not known; there is 'eager'.")
+    return Step(train_step, donate)
+
+
+class _Entry:
+    """One captured signature."""
+
+    def __init__(self, program: Program, donating: bool, constants: list[tuple[Tensor, int]]) -> None:
+        self.program, self.donating, self.constants = program, donating, constants
+        self.run = Executor(program.gm)
+
+
+class Step:
+    """A compiled step. `timings`: seconds its last capture and passes took, and the number of nodes."""
+
+    def __init__(self, train_step: Callable[[Any, Any], Any], donate: bool) -> None:
+        self._step, self._donate = train_step, donate
+        self._entries: dict[Any, _Entry] = {}
+        self._before: dict[str, str] = {}
+        self._given = _Given()
+        self.timings: dict[str, Any] = {}
+        self.__name__ = getattr(train_step, "__name__", "step")
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        """Run one step."""
+        state_leaves, state_def = tree.flatten(state, is_leaf=is_sharded)
+        batch_leaves, batch_def = tree.flatten(batch, is_leaf=is_sharded)
+        tensors = self._tensors(state_leaves)
+        batch_tensors = [x for x in batch_leaves if isinstance(x, Tensor)]
+        key = (state_def, batch_def, tuple(map(_kind, state_leaves)), tuple(map(_kind, batch_leaves)))
+        entry = self._entries.get(key)
+        if entry is None:
+            state = tree.unflatten(state_def, state_leaves)
+            entry = self._entries[key] = self._capture(state, batch)
+        for constant, version in entry.constants:
+            if constant._version != version:
+                raise RuntimeError(f"{self.__name__}: a tensor of shape {tuple(constant.shape)} that the step closes "
+                                   "over was changed since capture; pass it in the state or the batch.")
+        copies = self._copies(entry.program, state_leaves)
+        inputs = [*tensors, *copies, *batch_tensors]
+        outputs = self._run(entry, inputs, state_leaves)
+        return self._result(entry, outputs, tensors, copies, state_leaves)
+
+    def _tensors(self, leaves: list[Any]) -> list[Tensor]:
+        """The state's tensors; numbers become 0-d tensors, missing gathered copies are made."""
+        out: list[Tensor] = []
+        for k, x in enumerate(leaves):
+            if is_sharded(x):
+                out.extend(x.pieces)
+            elif isinstance(x, Tensor):
+                self._given.check(x, self.__name__)
+                out.append(x)
+            elif isinstance(x, int | float):
+                leaves[k] = as_tensor(x)
+                out.append(leaves[k])
+        return out
+
+    def _capture(self, state: Any, batch: Any) -> _Entry:
+        began = time.perf_counter()
+        program = capture(self._step, state, batch)
+        try:
+            constants = check_purity(program)
+        except CaptureError:
+            check_purity(capture(self._step, state, batch, traces=True))  # the same again, knowing the lines
+            raise
+        program.name = self.__name__
+        captured = time.perf_counter()
+        donating = self._donate and program.new_state is not None
+        passes.run(program, donating=donating)
+        values = [operator.attrgetter(str(c.target))(program.gm) for c in constants]
+        entry = _Entry(program, donating, [(v, v._version) for v in values])
+        num_nodes = len(program.gm.graph.nodes)
+        self.timings = {"capture": captured - began, "passes": dict(program.timings), "nodes": num_nodes}
+        self._report(program, values, time.perf_counter() - began, donating)
+        agree(f"zerofn.compile({self.__name__})", "\n".join(
+            [*(f"{k}: {v}" for k, v in self._before.items()), fingerprint(program.gm)]))
+        return entry
+
+    def _report(self, program: Program, constants: list[Tensor], seconds: float, donating: bool) -> None:
+        """The one log line: what changed, what was baked in, what it cost."""
+        now = program.describe()
+        changed = [f"{k} {self._before[k]} -> {v}" for k, v in now.items() if k in self._before and self._before[k] != v]
+        why = "first call" if not self._before else "; ".join(changed[:3]) or "another structure"
+        self._before = now
+        kind = "training step, state donated" if donating else (
+            "training step" if program.new_state is not None else "evaluation step")
+        baked = f"; {len(constants)} closed-over tensors baked in, shapes {[tuple(c.shape) for c in constants[:4]]}" \
+            if constants else ""
+        log.info("%s: captured (%s): %s, %d nodes, %.2f s%s", self.__name__, why, kind, len(program.gm.graph.nodes),
+                 seconds, baked)
+
+    def _copies(self, program: Program, leaves: list[Any]) -> list[Tensor]:
+        return [t for k in program.full for t in leaves[k].full]
+
+    def _run(self, entry: _Entry, inputs: list[Tensor], leaves: list[Any]) -> list[Any]:
+        try:
+            with whole_steps():
+                return entry.run(inputs)
+        except BaseException as error:
+            why = f"{self.__name__} failed: {type(error).__name__}: {error}"
+            abandon(why)
+            if entry.donating:
+                for x in leaves:
+                    if is_sharded(x):
+                        x.donate(f"This state was lost when {why}. Load the last checkpoint.")
+            raise
+
+    def _result(self, entry: _Entry, outputs: list[Any], tensors: list[Tensor], copies: list[Tensor],
+                leaves: list[Any]) -> Any:
+        program = entry.program
+        if program.new_state is None:
+            return program.aux.spread(outputs)
+        if not entry.donating:
+            new, aux = outputs[: program.num_new], outputs[program.num_new :]
+            return program.new_state.spread(new), program.aux.spread(aux)
+        fresh = iter(outputs)
+        kept = set(program.kept)
+        new = [next(fresh) if j in kept else t for j, t in enumerate(tensors)]
+        for x in leaves:
+            if is_sharded(x):
+                x.donate(f"This state was given to {self.__name__} and its memory belongs to the state it returned; "
+                         "use that one, or compile(..., donate=False).")
+        for j, (spec, _) in enumerate(program.owners):
+            if spec is None and j not in kept:
+                self._given.add(tensors[j])
+                new[j] = tensors[j].detach()
+        full = {k: copies[a:b] for k, (a, b) in program.full.items()}
+        return program.new_state.spread(new, full), program.aux.spread(fresh)
+
+
+class _Given:
+    """Plain tensors whose memory was given away: known by identity, held weakly."""
+
+    def __init__(self) -> None:
+        self._refs: dict[int, weakref.ref[Tensor]] = {}
+
+    def add(self, x: Tensor) -> None:
+        key = id(x)
+        self._refs[key] = weakref.ref(x, lambda _: self._refs.pop(key, None))
+
+    def check(self, x: Tensor, name: str) -> None:
+        ref = self._refs.get(id(x))
+        if ref is not None and ref() is x:
+            raise RuntimeError(f"This state was given to {name} and its memory belongs to the state it returned; use "
+                               "that one, or compile(..., donate=False).")
+
+
+def _kind(x: Any) -> Any:
+    """What of a leaf a capture depends on."""
+    if is_sharded(x):
+        return tuple([p.dtype for p in x.pieces]), x.spec.stage
+    if isinstance(x, Tensor):
+        return x.shape, x.dtype, x.device
+    return type(x), x

@@ -1,0 +1,76 @@
+"""Which nodes share memory, and which nodes write it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+from torch.fx import Graph, Node
+
+from .._torch_compat import OpOverload, aliased_arguments, schema_arguments
+
+_views: dict[OpOverload, list[int]] = {}
+
+
+def sources(node: Node) -> list[Node]:
+    """The nodes whose memory `node`'s value shares: empty for fresh memory."""
+    if node.op != "call_function":
+        return []
+    if node.target is operator.getitem:
+        first = node.args[0]
+        return sources(first) if isinstance(first, Node) else []
+    if not isinstance(node.target, OpOverload):
+        return []
+    if node.target not in _views:
+        _views[node.target] = aliased_arguments(node.target)
+    found = [node.args[i] for i in _views[node.target] if i < len(node.args)]
+    return [x for x in found if isinstance(x, Node)]
+
+
+def is_view(node: Node) -> bool:
+    """Whether `node` only looks at memory another node has."""
+    return bool(sources(node)) and not writes(node)
+
+
+def writes(node: Node) -> list[Node]:
+    """The arguments `node` writes to."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return []
+    target = node.target
+    if not target._schema.is_mutable:
+        return []
+    out: list[Node] = []
+    for k, argument in enumerate(schema_arguments(target)):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
+        out.extend(x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Node))
+    return out
+
+
+def roots(graph: Graph) -> dict[Node, Node]:
+    """Every node -> the node that made the memory it stands on."""
+    found: dict[Node, Node] = {}
+    for node in graph.nodes:
+        source = sources(node)
+        found[node] = found[source[0]] if source else node
+    return found
+
+
+def positions(graph: Graph) -> dict[Node, int]:
+    """Node -> its place in the order of execution."""
+    return {node: i for i, node in enumerate(graph.nodes)}
+
+
+def last_uses(graph: Graph, where: dict[Node, int], root: dict[Node, Node]) -> dict[Node, int]:
+    """Memory -> the position of the last node that touches it, through any view."""
+    last: dict[Node, int] = {}
+    for node in graph.nodes:
+        for used in (node, *node.all_input_nodes):
+            last[root[used]] = max(last.get(root[used], -1), where[node])
+    return last
+
+
+def any_written(nodes: Iterable[Node]) -> set[Node]:
+    """All nodes that some node of `nodes` writes to."""
+    return {x for node in nodes for x in writes(node)}

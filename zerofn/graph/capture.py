@@ -1,0 +1,106 @@
+"""A step -> one FX graph of local operations: forward, backward and update."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from .._torch_compat import DataDependentError, DynamicShapeError, compiling, make_fx
+from ..sharding import is_sharded
+from .program import Flat, Program, cached
+
+
+class CaptureError(RuntimeError):
+    """The step cannot be captured; the message says which line of it, why, and what to write."""
+
+
+def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: bool = False) -> Program:
+    """Run `step(state, batch)` on fake tensors and record what it does.
+
+    With `traces` every node knows the user's line it comes from (slower; used to explain a refusal).
+    Raises `CaptureError` for a step that branches on data or returns something other than tensors.
+    """
+    state_flat, state_tensors = Flat.of(state)
+    batch_flat, batch_tensors = Flat.of(batch)
+    copies = cached(state)
+    spans, flat_copies = _spans(copies)
+    seen: dict[str, Any] = {}
+
+    def run(*flat: Tensor) -> list[Tensor]:
+        num_state, num_copies = len(state_tensors), len(flat_copies)
+        full = {k: list(flat[num_state + a : num_state + b]) for k, (a, b) in spans.items()}
+        fake_state = state_flat.spread(flat[:num_state], full)
+        fake_batch = batch_flat.spread(flat[num_state + num_copies :])
+        out = step(fake_state, fake_batch)
+        new_state, aux = _split(out, state)
+        seen["state"], new = (None, []) if new_state is None else Flat.of(new_state)
+        seen["aux"], rest = Flat.of(aux)
+        seen["num_new"] = len(new)
+        return [x.detach() for x in (*new, *rest)]
+
+    inputs = [*state_tensors, *flat_copies, *batch_tensors]
+    tracer = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True, record_stack_traces=traces)
+    try:
+        with compiling(), torch.no_grad():
+            gm = tracer(*[x.detach() for x in inputs])
+    except (DataDependentError, DynamicShapeError) as error:
+        raise CaptureError(_data_dependent(error)) from error
+    return Program(gm, state_flat, batch_flat, seen["state"], seen["aux"], len(state_tensors), seen["num_new"], spans)
+
+
+def _spans(copies: dict[int, list[Tensor]]) -> tuple[dict[int, tuple[int, int]], list[Tensor]]:
+    spans, flat = {}, []
+    for k, tensors in copies.items():
+        spans[k] = (len(flat), len(flat) + len(tensors))
+        flat.extend(tensors)
+    return spans, flat
+
+
+def _split(out: Any, state: Any) -> tuple[Any, Any]:
+    """(new state, aux); the new state is None for an evaluation step.
+
+    A step trains if it returns a pair whose first item has the structure of its first argument; one of that
+    type with another structure is a mistake.
+    """
+    if not (isinstance(out, tuple) and len(out) == 2 and not hasattr(out, "_fields")):
+        return None, out
+    new, aux = out
+    here, there = tree.structure(state), tree.structure(new)
+    if here == there:
+        return new, aux
+    if type(new) is type(state) and not isinstance(new, Tensor) and not is_sharded(new):
+        raise CaptureError(
+            "the step returns a state of another structure than the one it was given: " + _difference(state, new) +
+            ". Return the same structure (state.replace(...)), or return (metrics, outputs) from an evaluation step."
+        )
+    return None, out
+
+
+def _difference(a: Any, b: Any) -> str:
+    ours = {tree.name_of(p) for p in tree.flatten_with_path(a)[0]}
+    theirs = {tree.name_of(p) for p in tree.flatten_with_path(b)[0]}
+    if ours == theirs:
+        return "a container or a layout has changed its type"
+    missing, extra = sorted(ours - theirs), sorted(theirs - ours)
+    return "; ".join(part for part in (f"{missing[0]!r} is missing" if missing else "",
+                                       f"{extra[0]!r} is new" if extra else "") if part)
+
+
+def _data_dependent(error: BaseException) -> str:
+    where = user_line(traceback.extract_tb(error.__traceback__))
+    return (f"the step asks for the value of a tensor while it is captured{where}. A captured step cannot branch on "
+            "data: use torch.where, or compute the branch outside and pass it in the batch as a bool or an int.")
+
+
+def user_line(frames: traceback.StackSummary) -> str:
+    """' at file:line (code)' of the innermost frame that is neither torch's nor ours, or ''."""
+    skipped = ("/torch/", "/zerofn/", "/optree/", "/tensordict/")
+    for frame in reversed(frames):
+        if not any(part in frame.filename.replace("\\", "/") for part in skipped):
+            return f" at {frame.filename}:{frame.lineno} ({(frame.line or '').strip()})"
+    return ""

@@ -1,0 +1,94 @@
+"""Local edits: nodes move, one at a time, only as far as their inputs, users and writers allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .alias import is_view, positions
+
+ops = torch.ops.zerofn
+GATHERS = (ops.all_gather.default,)
+SCATTERS = (ops.reduce_scatter.default,)
+STARTS = (*GATHERS, *SCATTERS, ops.exchange.default, ops.permute.default, ops.refresh_.default)
+CASTS = (torch.ops.aten._to_copy.default,)
+
+
+def is_start(node: Node) -> bool:
+    """Whether `node` starts a transfer."""
+    return node.target in STARTS
+
+
+def is_gather(node: Node) -> bool:
+    """Whether `node` starts the gather of a unit (transfers of small values carry no unit)."""
+    return node.target in GATHERS and bool(node.args[3])
+
+
+def is_scatter(node: Node) -> bool:
+    """Whether `node` starts the reduce-scatter of a unit."""
+    return node.target in SCATTERS and bool(node.args[3])
+
+
+def wait_of(start: Node) -> Node:
+    """The node that waits for `start`."""
+    return next(user for user in start.users if user.target is ops.wait.default)
+
+
+def weight_chain(graph: Graph) -> list[Node]:
+    """Nodes that only fetch parameters, in order: gathers, their waits, casts before them and views after them."""
+    chain: dict[Node, None] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or not node.all_input_nodes:
+            continue
+        inputs_ok = all(x in chain or x.op == "placeholder" for x in node.all_input_nodes)
+        if not inputs_ok:
+            continue
+        fetched = any(x in chain for x in node.all_input_nodes)
+        if is_gather(node) or (fetched and is_view(node)) or (not fetched and _is_fetch(node)):
+            chain[node] = None
+    return list(chain)
+
+
+def _is_fetch(node: Node) -> bool:
+    """A cast, or a view, of a whole placeholder."""
+    return node.target in CASTS or is_view(node)
+
+
+def sink(graph: Graph, nodes: Iterable[Node]) -> None:
+    """Move each of `nodes` to just before the first node outside that needs it, keeping their mutual order."""
+    where, order = positions(graph), list(nodes)
+    inside = set(order)
+    anchor: dict[Node, Node] = {}
+    for node in reversed(order):
+        users = [anchor.get(u, u) if u in inside else u for u in node.users]
+        if users:
+            anchor[node] = min(users, key=where.__getitem__)
+    for node in order:
+        if node in anchor:
+            anchor[node].prepend(node)
+
+
+def raise_up(graph: Graph, nodes: Iterable[Node]) -> None:
+    """Move each of `nodes` to just after the last of its inputs, keeping their mutual order."""
+    where, order = positions(graph), list(nodes)
+    anchor: dict[Node, Node] = {}
+    for node in order:
+        inputs = [anchor.get(x, x) for x in node.all_input_nodes]
+        anchor[node] = max(inputs, key=where.__getitem__)
+    for node in reversed(order):
+        anchor[node].append(node)
+
+
+def clean(gm: GraphModule) -> GraphModule:
+    """Drop nodes nobody uses, check the graph, and make its code anew."""
+    gm.graph.eliminate_dead_code(_is_impure)
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def _is_impure(node: Node) -> bool:
+    """Waits for transfers into memory that was there before have no users, and matter."""
+    return node.is_impure() or (node.target is ops.wait.default and node.args[0].op == "placeholder")  # type: ignore[union-attr]

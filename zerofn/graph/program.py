@@ -1,0 +1,151 @@
+"""The captured step: one FX graph of local operations, and what its inputs and outputs are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from .. import tree
+from ..sharding import Sharded, is_sharded
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A tree of tensors, `Sharded` nodes included, as a flat list; `spread` is the way back.
+
+    `shardeds[k]` is (position of its first piece, number of pieces, its spec); `static` are leaves that are no
+    tensors, by position.
+    """
+
+    treedef: tree.PyTreeSpec
+    nodes: tuple[Any, ...]  # per node: a Spec, or None for a tensor, or (value,) for a static leaf
+    names: tuple[str, ...]  # per tensor: its key path
+
+    @staticmethod
+    def of(value: Any) -> tuple[Flat, list[Tensor]]:
+        """-> (structure, tensors in order)."""
+        paths, leaves, treedef = tree.flatten_with_path(value, is_leaf=is_sharded)
+        tensors: list[Tensor] = []
+        nodes: list[Any] = []
+        names: list[str] = []
+        for path, leaf in zip(paths, leaves, strict=True):
+            name = tree.name_of(path)
+            if is_sharded(leaf):
+                nodes.append(leaf.spec)
+                tensors.extend(leaf.pieces)
+                names.extend(f"{name}[{u.name!r}]" for u in leaf.layout.units)
+            elif isinstance(leaf, Tensor):
+                nodes.append(None)
+                tensors.append(leaf)
+                names.append(name)
+            else:
+                nodes.append((leaf,))
+        return Flat(treedef, tuple(nodes), tuple(names)), tensors
+
+    def spread(self, tensors: Any, full: dict[int, list[Tensor]] | None = None) -> Any:
+        """The tree again; `full[k]` is the gathered copy that hangs on the k-th node."""
+        fresh = iter(tensors)
+        leaves: list[Any] = []
+        for k, node in enumerate(self.nodes):
+            if node is None:
+                leaves.append(next(fresh))
+            elif isinstance(node, tuple):
+                leaves.append(node[0])
+            else:
+                pieces = [next(fresh) for _ in node.layout.units]
+                leaves.append(Sharded(node, pieces, None if full is None else full.get(k)))
+        return tree.unflatten(self.treedef, leaves)
+
+
+def cached(value: Any) -> dict[int, list[Tensor]]:
+    """Node position -> gathered copy, for the nodes of a tree that should have one (stages 1 and 2)."""
+    leaves = tree.leaves(value, is_leaf=is_sharded)
+    return {k: list(x.full) for k, x in enumerate(leaves) if is_sharded(x) and x.full is not None}
+
+
+@dataclass
+class Program:
+    """One captured step.
+
+    Placeholders are, in order: the state's tensors, the gathered copies, the batch's tensors. Outputs: the new
+    state's tensors (none in an evaluation step), then aux's. `donated` maps an output position to the
+    placeholder whose memory it takes over.
+    """
+
+    gm: GraphModule
+    state: Flat
+    batch: Flat
+    new_state: Flat | None
+    aux: Flat
+    num_state: int
+    num_new: int
+    full: dict[int, tuple[int, int]] = field(default_factory=dict)  # node -> [first, stop) among copies
+    kept: list[int] = field(default_factory=list)  # new state tensors the graph returns; the rest is in place
+    timings: dict[str, float] = field(default_factory=dict)
+    name: str = "step"
+
+    @property
+    def placeholders(self) -> list[Node]:
+        """The graph's inputs."""
+        return [n for n in self.gm.graph.nodes if n.op == "placeholder"]
+
+    def describe(self) -> dict[str, str]:
+        """Entry -> shape and dtype, of everything that goes in."""
+        nodes = self.placeholders
+        pairs = [*zip(nodes, self.state.names, strict=False),
+                 *zip(nodes[len(nodes) - len(self.batch.names) :], self.batch.names, strict=True)]
+        out = {f"{'batch' if k >= len(self.state.names) else 'state'}.{name}": _shape(node)
+               for k, (node, name) in enumerate(pairs)}
+        out.update({f"batch (static {i})": repr(x[0]) for i, x in enumerate(self.batch.nodes) if isinstance(x, tuple)})
+        return out
+
+    def copies(self) -> list[tuple[Node, Node, bool]]:
+        """(piece, gathered copy, whether the piece is a view of it) for every unit that has a copy."""
+        out, at = [], 0
+        nodes = self.placeholders
+        for k, spec in enumerate(self.state.nodes):
+            if isinstance(spec, tuple):
+                continue
+            count = 1 if spec is None else len(spec.layout.units)
+            first, _ = self.full.get(k, (None, None))
+            if first is not None:
+                for i, unit in enumerate(spec.layout.units):
+                    aliased = spec.precision.computes(unit.dtype) == unit.dtype
+                    out.append((nodes[at + i], nodes[self.num_state + first + i], aliased))
+            at += count
+        return out
+
+    def spec_of(self, piece: Node) -> tuple[Any, Any]:
+        """(spec, unit) of a state placeholder that is a piece; (None, None) for a replicated tensor."""
+        return self.owners[self.placeholders.index(piece)]
+
+    @property
+    def owners(self) -> list[tuple[Any, Any]]:
+        """Per state placeholder: (spec, unit), or (None, None) for a replicated tensor."""
+        out: list[tuple[Any, Any]] = []
+        for spec in self.state.nodes:
+            if spec is None:
+                out.append((None, None))
+            elif not isinstance(spec, tuple):
+                out.extend((spec, unit) for unit in spec.layout.units)
+        return out
+
+    @property
+    def output(self) -> Node:
+        """The graph's output node."""
+        return next(iter(reversed(self.gm.graph.nodes)))
+
+
+def tensor_of(node: Node) -> torch.Tensor | None:
+    """The fake tensor of a node's value: shape, dtype, device."""
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _shape(node: Node) -> str:
+    value = tensor_of(node)
+    return "?" if value is None else f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"

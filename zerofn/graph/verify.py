@@ -1,0 +1,151 @@
+"""What a captured step may not do, and the fingerprint ranks compare before they run it."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from .._torch_compat import OpOverload
+from .alias import roots, writes
+from .capture import CaptureError
+from .edit import is_start
+from .program import Program, tensor_of
+
+aten = torch.ops.aten
+_SHAPE_ONLY = {
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
+    aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default,
+}
+_ELEMENTWISE = {
+    aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default, aten.copy_.default,
+    aten.lift_fresh_copy.default, aten.where.self, aten.fill.Scalar, operator.getitem,
+}
+_SAME_SIZE = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
+
+
+def check_purity(program: Program) -> list[Node]:
+    """Raise `CaptureError` unless the step is a pure function; -> its baked constants.
+
+    Refused: writing to the state or the batch, closing over a tensor that requires grad or is written, and on a
+    shard's pieces anything that is neither elementwise nor one of zerofn's reductions.
+    """
+    graph = program.gm.graph
+    root = roots(graph)
+    names = _names(program)
+    for node in graph.nodes:
+        for written in writes(node):
+            _check_write(root[written], names, node)
+    _check_pieces(program, names)
+    return _constants(program.gm)
+
+
+def _names(program: Program) -> dict[Node, str]:
+    nodes = program.placeholders
+    first_batch = len(nodes) - len(program.batch.names)
+    out = {n: f"the gathered copy of a parameter unit ({n.name})" for n in nodes}
+    out.update({n: f"state entry {name!r}" for n, name in zip(nodes, program.state.names, strict=False)})
+    out.update({n: f"batch entry {name!r}" for n, name in zip(nodes[first_batch:], program.batch.names, strict=True)})
+    return out
+
+
+def _check_write(root: Node, names: dict[Node, str], node: Node) -> None:
+    if root.op == "placeholder":
+        raise CaptureError(f"the step writes to {names[root]} in place ({_op(node)}{_line(node)}). A step is a pure "
+                           "function: write to a clone of it, and return the clone in the new state.")
+    if root.op == "get_attr":
+        raise CaptureError(f"the step writes to a tensor it closes over ({_op(node)}{_line(node)}). Pass it in the "
+                           "state and return its new value there.")
+
+
+def _check_pieces(program: Program, names: dict[Node, str]) -> None:
+    pieces = {n for n, (spec, _) in zip(program.placeholders, program.owners, strict=False) if spec is not None}
+    for node in program.gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        used = [x for x in node.all_input_nodes if x in pieces]
+        if node.target in _PIECES and node.args[-1] != "":
+            pieces.add(node)
+        if not used or node.target in _SHAPE_ONLY:
+            continue
+        if isinstance(node.target, OpOverload) and node.target.namespace == "zerofn":
+            if node.target.name().split("::")[1].split(".")[0] in _KEEPS:
+                pieces.add(node)
+            continue
+        if not _elementwise(node, used):
+            origin = names.get(_origin(used[0]), "a value computed from it")
+            raise CaptureError(
+                f"{_op(node)}{_line(node)} is applied to this rank's piece of {origin}, where its answer would be a "
+                "local one. On shards use elementwise operations, or zerofn.global_norm, leaf_norms, vdot and "
+                "all_finite, or zerofn.gather(tree) first.")
+        pieces.add(node)
+
+
+_PIECES = {torch.ops.zerofn.reduce_scatter.default, torch.ops.zerofn.piece.default}
+_KEEPS = {"wait", "adamw", "sgd", "lion"}
+
+
+def _elementwise(node: Node, used: list[Node]) -> bool:
+    if node.target in _ELEMENTWISE:
+        return True
+    if node.target in _SAME_SIZE:
+        a, b = tensor_of(node), tensor_of(used[0])
+        return a is not None and b is not None and (a.shape == b.shape or b.numel() == 1)
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def _origin(node: Node) -> Node:
+    while node.op != "placeholder" and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _constants(gm: GraphModule) -> list[Node]:
+    """Closed-over tensors that are baked in. One that requires grad raises."""
+    found = []
+    for node in gm.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        value = operator.attrgetter(str(node.target))(gm)
+        if not isinstance(value, Tensor):
+            continue
+        if value.requires_grad:
+            raise CaptureError(f"the step closes over a tensor of shape {tuple(value.shape)} that requires grad"
+                               f"{_line(next(iter(node.users), node))}: it would be baked in as a constant and never "
+                               "trained. Pass it in state.params (functional_call(model, params, ...)).")
+        if any(u.target is not aten.lift_fresh_copy.default for u in node.users):
+            found.append(node)
+    return found
+
+
+def _op(node: Node) -> str:
+    return node.target.name() if isinstance(node.target, OpOverload) else str(node.target)
+
+
+def _line(node: Node) -> str:
+    """' at file:line (code)' from a stack trace, innermost of the user's frames."""
+    trace = (node.meta.get("stack_trace") or "").strip().split("\n")
+    for at in range(len(trace) - 1, -1, -1):
+        text = trace[at].strip()
+        if text.startswith("File ") and not any(p in text for p in ("/torch/", "/zerofn/", "/optree/")):
+            code = trace[at + 1].strip() if at + 1 < len(trace) else ""
+            place = text.removeprefix("File ").replace('"', "").replace(", line ", ":").split(", in ")[0]
+            return f" at {place} ({code})"
+    return ""
+
+
+def fingerprint(gm: GraphModule) -> str:
+    """The sequence of transfers, a line each: what must be the same on every rank, in this order."""
+    return "\n".join(_transfer(node) for node in gm.graph.nodes if is_start(node))
+
+
+def _transfer(node: Node) -> str:
+    value: Any = tensor_of(node.all_input_nodes[0])
+    static = [a for a in node.args if not isinstance(a, Node)]
+    if node.target is torch.ops.zerofn.refresh_.default:
+        static = static[1:]  # without the rank
+    shape = None if value is None else f"{list(value.shape)} {value.dtype}"
+    return f"{_op(node)} {shape} {[a for a in static if not isinstance(a, list)]}"

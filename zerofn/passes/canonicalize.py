@@ -1,0 +1,73 @@
+"""Drop what does nothing: detaches, views that change nothing, gathers and casts asked for twice, dead nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..graph.alias import writes
+from ..graph.edit import clean, weight_chain
+from ..graph.program import tensor_of
+
+aten = torch.ops.aten
+_NOTHING = (
+    aten.detach.default, aten.alias.default, torch.ops.zerofn.whole.default, torch.ops.zerofn.piece.default
+)
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
+
+
+def canonicalize(gm: GraphModule) -> GraphModule:
+    """The same values with fewer nodes. No recomputation is merged: a model may have asked for it."""
+    for node in list(gm.graph.nodes):
+        same = _same_value(node)
+        if same is not None:
+            node.replace_all_uses_with(same)
+            gm.graph.erase_node(node)
+    _merge_fetches(gm)
+    return clean(gm)
+
+
+def _same_value(node: Node) -> Node | None:
+    """An earlier node with the value of `node`, seen from its shape and target alone."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+        return None
+    source = node.args[0]
+    if node.target in _NOTHING:
+        return source
+    if node.target in _RESHAPES:
+        return source if _alike(node, source) else None
+    if node.target is aten.t.default and source.target is aten.t.default:
+        return source.args[0]  # type: ignore[return-value]
+    if node.target is aten.transpose.int and source.target is aten.transpose.int:
+        dims = tensor_of(node).dim()  # type: ignore[union-attr]
+        ours, theirs = ({d % dims for d in x.args[1:]} for x in (node, source))  # type: ignore[operator]
+        return source.args[0] if ours == theirs else None  # type: ignore[return-value]
+    return None
+
+
+def _alike(a: Node, b: Node) -> bool:
+    x, y = tensor_of(a), tensor_of(b)
+    return x is not None and y is not None and x.shape == y.shape and x.stride() == y.stride() and x.dtype == y.dtype
+
+
+def _merge_fetches(gm: GraphModule) -> None:
+    """One gather for a parameter asked for twice. Only what fetches parameters is merged."""
+    if any(x.op == "placeholder" for node in gm.graph.nodes for x in writes(node)):
+        return
+    seen: dict[Any, Node] = {}
+    for node in weight_chain(gm.graph):
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs))
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            gm.graph.erase_node(node)
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple((k, _frozen(v)) for k, v in sorted(value.items()))
+    return value

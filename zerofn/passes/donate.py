@@ -1,0 +1,123 @@
+"""The new state takes over the old state's memory."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .._torch_compat import OpOverload
+from ..graph.alias import last_uses, positions, roots, writes
+from ..graph.edit import clean
+from ..graph.program import Program, tensor_of
+
+aten = torch.ops.aten
+TINY = 8  # elements: copying so few into place costs more than handing out a new tensor
+
+
+def donate(gm: GraphModule, program: Program) -> GraphModule:
+    """Write every new state tensor into the memory of the old one.
+
+    An update rule of ours becomes its in-place form where nothing reads the old values afterwards; anything else
+    is copied at the end of the step. Aux values that alias donated memory are copied before it is written. The
+    graph then returns only what it did not write in place: `program.kept` says which outputs those are.
+    """
+    graph = gm.graph
+    outputs = list(program.output.args[0])  # type: ignore[arg-type]
+    old, shared = program.placeholders, _shared(program)
+    program.kept = [j for j in range(program.num_new) if not _large(outputs[j])]
+    mine = {j: old[j] for j in range(program.num_new) if j not in program.kept and outputs[j] is not old[j]}
+    _save_aux(graph, program, outputs, shared)
+    program.output.args = (outputs,)
+    _update_in_place(graph, outputs, mine, shared)
+    _copy_back(graph, program, outputs, mine)
+    kept = [outputs[j] for j in program.kept]
+    program.output.args = ([*kept, *outputs[program.num_new :]],)
+    return clean(gm)
+
+
+def _large(node: Node) -> bool:
+    value = tensor_of(node)
+    return value is not None and value.numel() > TINY
+
+
+def _shared(program: Program) -> dict[Node, Node]:
+    """Pieces that are views of a gathered copy -> that copy's placeholder."""
+    return {piece: whole for piece, whole, aliased in program.copies() if aliased}
+
+
+def _save_aux(graph: Graph, program: Program, outputs: list[Node], shared: dict[Node, Node]) -> None:
+    """Copy aux values, and kept state values, that stand on memory which will be written."""
+    root = roots(graph)
+    donated = set(program.placeholders[: program.num_state]) | set(shared.values())
+    for j, value in enumerate(outputs):
+        if (j >= program.num_new or j in program.kept) and root[value] in donated:
+            place = value if value.op != "placeholder" else program.placeholders[-1]
+            with graph.inserting_after(place):
+                outputs[j] = graph.call_function(aten.clone.default, (value,))
+                outputs[j].meta["val"] = value.meta.get("val")
+
+
+def _in_place(target: object) -> OpOverload | None:
+    """`zerofn::rule_` for `zerofn::rule`: it writes, in order, the arguments the pure one returns anew."""
+    if not isinstance(target, OpOverload) or target.namespace != "zerofn":
+        return None
+    packet = getattr(torch.ops.zerofn, target._schema.name.split("::")[1] + "_", None)
+    return getattr(packet, target._overloadname, None) if packet is not None else None
+
+
+def _update_in_place(graph: Graph, outputs: list[Node], mine: dict[int, Node], shared: dict[Node, Node]) -> None:
+    where, root = positions(graph), roots(graph)
+    last = last_uses(graph, where, root)
+    rules: dict[Node, list[tuple[int, int]]] = {}
+    for j in mine:
+        source = outputs[j]
+        if source.target is operator.getitem and _in_place(source.args[0].target):  # type: ignore[union-attr]
+            rules.setdefault(source.args[0], []).append((source.args[1], j))  # type: ignore[arg-type]
+        elif _in_place(source.target):
+            rules.setdefault(source, []).append((0, j))
+    for rule, parts in rules.items():
+        target = _in_place(rule.target)
+        assert target is not None
+        written = [k for k, a in enumerate(target._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+        memory = [mine[j] for _, j in sorted(parts)]
+        if len(parts) != len(written) or [rule.args[k] for k in written] != memory:
+            continue
+        if any(last.get(m, -1) > where[rule] for x in memory for m in (x, shared.get(x, x))):
+            continue
+        with graph.inserting_before(rule):
+            graph.call_function(target, rule.args, rule.kwargs)
+        for i, j in parts:
+            source = outputs[j]
+            outputs[j] = mine[j]
+            source.replace_all_uses_with(rule.args[written[i]])  # later reads see the new values
+        if not rule.users or all(not u.users for u in rule.users):
+            for user in list(rule.users):
+                graph.erase_node(user)
+            graph.erase_node(rule)
+
+
+def _copy_back(graph: Graph, program: Program, outputs: list[Node], mine: dict[int, Node]) -> None:
+    """At the end of the step, copy what was not updated in place."""
+    root = roots(graph)
+    late = {j: place for j, place in mine.items() if outputs[j] is not place}
+    targets = set(late.values())
+    with graph.inserting_before(program.output):
+        for j in late:  # a value that stands on memory written here is read first
+            if root.get(outputs[j], outputs[j]) in targets:
+                outputs[j] = graph.call_function(aten.clone.default, (outputs[j],))
+        for j, place in late.items():
+            graph.call_function(aten.copy_.default, (place, outputs[j]))
+
+
+def written_last(graph: Graph, places: Sequence[Node]) -> dict[Node, Node]:
+    """Placeholder -> the last node that writes it."""
+    found: dict[Node, Node] = {}
+    wanted = set(places)
+    for node in graph.nodes:
+        for place in writes(node):
+            if place in wanted:
+                found[place] = node
+    return found

@@ -1,0 +1,109 @@
+"""A scheduled graph -> one Python function that runs it, top to bottom, and frees every value at its last use.
+
+FX's own code looks each operation up by four attributes and goes through autograd's dispatch keys. Here every
+operation is a local name bound to the dispatcher's handle, ours to their implementation, and the function runs
+below autograd. What it does is the graph, nothing else: `source` is there to be read.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .._torch_compat import OpOverload, below_autograd
+from ..ops.library import implementations
+
+
+class Executor:
+    """Callable on a list of tensors, which it empties: inputs, too, are freed at their last use."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.source, self._names = _generate(gm)
+        exec(compile(self.source, "<zerofn step>", "exec"), self._names)
+        self._run: Callable[[list[Any]], list[Any]] = self._names["run"]
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        """Run the step; the outputs in the graph's order."""
+        with below_autograd():
+            return self._run(inputs)
+
+
+def _generate(gm: GraphModule) -> tuple[str, dict[str, Any]]:
+    names: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
+    bound: dict[Any, str] = {}
+
+    def bind(value: Any, hint: str) -> str:
+        key = (type(value), value) if isinstance(value, torch.dtype | torch.device) else id(value)
+        if key not in bound:
+            name = bound[key] = f"F{len(bound)}_{hint}"  # no node has such a name
+            names[name] = value
+        return bound[key]
+
+    nodes = list(gm.graph.nodes)
+    free = _last_uses(nodes)
+    inputs = [n.name for n in nodes if n.op == "placeholder"]
+    lines = ["def run(inputs):"]
+    if inputs:
+        lines += [f"    {', '.join(inputs)}, = inputs", "    inputs.clear()"]
+    unused = [n.name for n in nodes if n.op == "placeholder" and not n.users]
+    lines += [f"    {' = '.join(unused)} = None"] if unused else []
+    for node in nodes:
+        if node.op == "output":
+            lines.append(f"    return {_text(node.args[0], bind)}")
+        elif node.op != "placeholder":
+            dead = [x.name for x in free.get(node, [])]
+            text = f"    {node.name} = {_expression(node, gm, bind)}"
+            lines.append(text + (f"; {' = '.join(dead)} = None" if dead else ""))
+    return "\n".join(lines) + "\n", names
+
+
+def _last_uses(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
+    """Node -> what it is the last to use."""
+    seen: set[Node] = set()
+    free: dict[Node, list[Node]] = {}
+    for node in reversed(nodes):
+        if node not in seen and not node.users and node.op not in ("output", "placeholder"):
+            free.setdefault(node, []).append(node)
+        for used in node.all_input_nodes:
+            if used not in seen:
+                seen.add(used)
+                if node.op != "output":
+                    free.setdefault(node, []).append(used)
+    return free
+
+
+def _expression(node: Node, gm: GraphModule, bind: Callable[[Any, str], str]) -> str:
+    if node.op == "get_attr":
+        return bind(operator.attrgetter(str(node.target))(gm), "constant")
+    if node.target is operator.getitem:
+        return f"{_text(node.args[0], bind)}[{_text(node.args[1], bind)}]"
+    function = bind(_callable(node.target), getattr(node.target, "__name__", "f").split(".")[0].strip("_") or "f")
+    args = [_text(a, bind) for a in node.args]
+    args += [f"{k}={_text(v, bind)}" for k, v in node.kwargs.items()]
+    return f"{function}({', '.join(args)})"
+
+
+def _callable(target: Any) -> Callable[..., Any]:
+    if isinstance(target, OpOverload):
+        if target.namespace == "zerofn":
+            return implementations[target._schema.name.split("::")[1]]
+        return target._op
+    return target
+
+
+def _text(value: Any, bind: Callable[[Any, str], str]) -> str:
+    if isinstance(value, Node):
+        return value.name
+    if isinstance(value, list):
+        return f"[{', '.join(_text(v, bind) for v in value)}]"
+    if isinstance(value, tuple):
+        return f"({''.join(_text(v, bind) + ', ' for v in value)})"
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    if isinstance(value, slice):
+        return f"slice({_text(value.start, bind)}, {_text(value.stop, bind)}, {_text(value.step, bind)})"
+    return bind(value, "constant")
