@@ -14,12 +14,10 @@ class Handwritten:
     """One process, no ranks. `step(tokens)` trains on `tokens` (batch, seq), returns the loss."""
 
     def __init__(self, work: Workload) -> None:
-        weights = work.build()
-        self.params = {name: p.detach().requires_grad_() for name, p in weights.named_parameters()}
-        with torch.device("meta"):
-            self.model = type(weights)(work.config())
-        # Rotary tables are buffers: real ones, so that the call computes what the module would.
-        self.buffers = dict(weights.named_buffers())
+        self.model = work.build()
+        self.params = {n: p.detach().requires_grad_() for n, p in self.model.named_parameters()}
+        for parameter in self.model.parameters():  # the call replaces them: no second copy
+            parameter.data = torch.empty(0)
         self.leaves = list(self.params.values())
         self.first = [torch.zeros_like(p) for p in self.leaves]
         self.second = [torch.zeros_like(p) for p in self.leaves]
@@ -27,13 +25,13 @@ class Handwritten:
 
     def gradients(self, tokens: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         inputs = {"input_ids": tokens, "labels": tokens}
-        out = torch.func.functional_call(self.model, (self.params, self.buffers), (), inputs)
+        out = torch.func.functional_call(self.model, self.params, (), inputs)
         return out.loss.detach(), torch.autograd.grad(out.loss, self.leaves)
 
     @torch.no_grad()
     def update(self, grads: tuple[torch.Tensor, ...]) -> None:
-        torch.ops.aten._foreach_add_(self.counts, 1)
-        torch.ops.aten._fused_adamw_(
+        torch.ops.aten._foreach_add_.Scalar(self.counts, 1)
+        torch.ops.aten._fused_adamw_.default(
             self.leaves, list(grads), self.first, self.second, [], self.counts,
             lr=LEARNING_RATE, beta1=BETAS[0], beta2=BETAS[1], weight_decay=WEIGHT_DECAY, eps=EPS,
             amsgrad=False, maximize=False,

@@ -30,7 +30,9 @@ def _bars(axes, rows: dict[str, Any], field: str, unit: float, left: list[float]
     ends = [b + m for b, m in zip(base, middle, strict=True)]
     spread = [[m - min(v) for m, v in zip(middle, values, strict=True)],
               [max(v) - m for m, v in zip(middle, values, strict=True)]]  # fmt: skip
-    axes.errorbar(ends, names, xerr=spread, fmt="none", ecolor="#333333", elinewidth=1, capsize=2.5)
+    if len(values[0]) > 1:
+        whisker = {"fmt": "none", "ecolor": "#333333", "elinewidth": 1, "capsize": 2.5}
+        axes.errorbar(ends, names, xerr=spread, **whisker)
     reach = max(e + s for e, s in zip(ends, spread[1], strict=True))
     for position, (end, above, value) in enumerate(zip(ends, spread[1], middle, strict=True)):
         axes.text(end + above + 0.012 * reach, position, f"{value:.0f}", va="center", fontsize=9)
@@ -38,7 +40,7 @@ def _bars(axes, rows: dict[str, Any], field: str, unit: float, left: list[float]
 
 
 def _dress(axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_title(title, loc="left", fontsize=10.5)
     axes.grid(axis="x", color="#dddddd", zorder=0)
     axes.tick_params(length=0)
     for side in ("top", "right", "left"):
@@ -56,13 +58,13 @@ def draw(run: dict[str, Any], path: Path) -> None:
     imports = [statistics.median(row["imports"]) / MB for row in rows.values()]
     memory.barh(list(rows), imports, color="#e3e3e3", height=0.68, zorder=2, label="imports")
     _bars(memory, rows, "beyond", MB, imports)
-    _dress(memory, "peak RSS per rank, MB: grey what imports take, number what training adds")
+    _dress(memory, "peak RSS per rank, MB (grey: imports; number: what training adds)")
     time.invert_yaxis()
     for label, name in zip(time.get_yticklabels(), rows, strict=True):
         label.set_fontweight("bold" if name.startswith("ZeroFn") else "normal")
     figure.suptitle(
         f"Llama of {run['parameters'] / 1e6:.1f} M parameters, fp32, AdamW, {run['world']} gloo "
-        f"ranks of one thread, median of {run['num_rounds']} interleaved rounds (whiskers: range)",
+        f"ranks of one thread. Interleaved rounds: {run['num_rounds']}; median and range",
         fontsize=12,
     )
     figure.savefig(path, dpi=140)

@@ -32,9 +32,12 @@ def _start(command: list[str], log: Path) -> subprocess.Popen:
         environment.pop(name, None)
     with log.open("w") as out:
         return subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-            env=environment, cwd=HERE,
-        )  # fmt: skip
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+        )
 
 
 def _wait(label: str, processes: list[subprocess.Popen], logs: list[Path]) -> None:

@@ -30,8 +30,8 @@ from zerofn_rows import ROWS as ZEROFN
 
 WORLD = 2
 LOSS_TOLERANCE = 1e-3  # relative; systems sum in different orders
-# Pseudo-rows: every loop in one process (onerank.py). Timed steps for each of --steps.
-ONE_RANK = {"one rank, small": 1, "one rank, tiny": 40}
+# Pseudo-rows, every loop in one process (onerank.py): steps of a turn; --steps is the turns.
+ONE_RANK = {"one rank small": 1, "one rank tiny": 20}
 SYSTEMS = [*PEERS, *ZEROFN, *ONE_RANK]
 
 
@@ -71,7 +71,7 @@ class Bench:
         for system in systems:
             console.print(f"trying out {system}", highlight=False)
             if system in ONE_RANK:
-                self.one_rank(system, "tiny", 2)
+                self.one_rank(system, "tiny", 1)
                 continue
             first = self.ranks(system, "smoke", 1)[0]
             self.imports_of(system).write_text(json.dumps(first["late_imports"]))
@@ -109,9 +109,10 @@ class Bench:
                     "row would mean nothing."
                 )
 
-    def one_rank(self, system: str, workload: str, steps: int) -> dict[str, Any]:
+    def one_rank(self, system: str, workload: str, turns: int) -> dict[str, Any]:
         command = [self.options.zerofn_python, str(HERE / "onerank.py")]
-        command += ["--workload", workload, "--steps", str(steps)]
+        command += ["--workload", workload, "--turns", str(turns)]
+        command += ["--block", str(ONE_RANK[system])]
         (loops,) = processes.run(system, [command])
         by_hand = loops[HANDWRITTEN]
         found = {}
@@ -178,7 +179,7 @@ def measure_rounds(bench: Bench, systems: list[str], console: Console) -> dict[s
         for system in systems[shift:] + systems[:shift]:
             if system in ONE_RANK:
                 workload = "tiny" if "tiny" in system else bench.options.workload
-                result = bench.one_rank(system, workload, ONE_RANK[system] * bench.options.steps)
+                result = bench.one_rank(system, workload, bench.options.steps)
                 what = f"{result['ZeroFn 3']['ratios']:.3f} of the hand-written loop at stage 3"
             else:
                 result = bench.row(system)

@@ -68,6 +68,14 @@ TINY = Workload("tiny", hidden=32, intermediate=64, layers=4, heads=2, vocab=256
 SMOKE = Workload(
     "smoke", hidden=128, intermediate=344, layers=2, heads=4, vocab=512, batch=2, seq=64
 )
+# For capture: the arithmetic is nothing, each layer is a unit of its own (over 2^16 elements).
+DEEP = {
+    layers: Workload(
+        f"{layers} layers", hidden=128, intermediate=344, layers=layers, heads=4, vocab=512,
+        batch=1, seq=16,
+    )
+    for layers in (2, 12, 48)
+}  # fmt: skip
 WORKLOADS = {w.name: w for w in (SMALL, TINY, SMOKE)}
 
 
