@@ -23,6 +23,7 @@ ORDER = [
     "collectives",
     "precision",
     "sharding",
+    "storage",
     "loss_scale",
     "reductions",
     "generators",

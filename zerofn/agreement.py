@@ -16,6 +16,7 @@ from ._torch_compat import default_store
 PATIENCE = 30.0  # seconds until a missing rank is reported
 _FAILED = "zerofn/failed"
 _rounds = 0
+_last_sign = 0.0
 
 
 def _store() -> dist.Store | None:
@@ -45,23 +46,46 @@ def agree(what: str, text: str) -> None:
     Waits `PATIENCE` seconds for ranks that are elsewhere, then names them; a rank that failed meanwhile ends
     the wait at once with its message.
     """
+    for r, other in enumerate(_round(what, text)):
+        if other != f"{what}\0{text}":
+            raise RuntimeError(_difference(what, text, r, other))
+
+
+def exchange(what: str, text: str) -> list[str]:
+    """Every rank's `text`, by rank; waits and raises as `agree` does, but texts may differ."""
+    theirs = _round(what, text)
+    for r, other in enumerate(theirs):
+        if not other.startswith(f"{what}\0"):
+            raise RuntimeError(_difference(what, text, r, other))
+    return [other[len(what) + 1 :] for other in theirs]
+
+
+def alive() -> None:
+    """Say that this rank is at work, so that the others' patience begins anew. At most once a second."""
+    global _last_sign
+    store = _store()
+    if store is not None and time.monotonic() - _last_sign > 1.0:
+        _last_sign = time.monotonic()
+        store.set(f"zerofn/alive/{dist.get_rank()}", str(_last_sign))
+
+
+def _round(what: str, text: str) -> list[str]:
+    """What every rank says this time, by rank: `what`, a zero byte, `text`."""
+    mine = f"{what}\0{text}"
     store = _store()
     if store is None:
-        return
+        return [mine]
     global _rounds
     _rounds += 1
     rank, size = dist.get_rank(), dist.get_world_size()
-    mine = f"{what}\0{text}"
     store.set(f"zerofn/agree/{_rounds}/{rank}", mine)
     store.set(f"zerofn/last/{rank}", mine)
-    theirs = [_await(store, r, what, text) for r in range(size)]
-    for r, other in enumerate(theirs):
-        if other != mine:
-            raise RuntimeError(_difference(what, text, r, other))
+    return [_await(store, r, what, text) for r in range(size)]
 
 
 def _await(store: dist.Store, rank: int, what: str, text: str) -> str:
     key, deadline = f"zerofn/agree/{_rounds}/{rank}", time.monotonic() + PATIENCE
+    sign = None
     while True:
         try:
             store.wait([key], timedelta(seconds=0.5))
@@ -70,6 +94,9 @@ def _await(store: dist.Store, rank: int, what: str, text: str) -> str:
             failed = published_failure()
             if failed is not None:
                 raise RuntimeError(f"{what}: stopped, because another rank failed. {failed}") from None
+            before, sign = sign, _sign_of(store, rank)
+            if sign != before:
+                deadline = time.monotonic() + PATIENCE
             if time.monotonic() > deadline:
                 last = f"zerofn/last/{rank}"
                 seen = store.get(last).decode().replace("\0", ": ") if store.check([last]) else "nothing yet"
@@ -77,6 +104,12 @@ def _await(store: dist.Store, rank: int, what: str, text: str) -> str:
                            f"the same structure, shapes and dtypes.\n  here: {text}\n  rank {rank} last had: {seen}")
                 publish_failure(message)
                 raise RuntimeError(message) from None
+
+
+def _sign_of(store: dist.Store, rank: int) -> str:
+    """The last sign of life of a rank."""
+    key = f"zerofn/alive/{rank}"
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 def _difference(what: str, text: str, rank: int, other: str) -> str:

@@ -13,13 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import tree
 from .agreement import agree
-from .collectives import ops
 from .layout import Layout, make_layout
 from .mesh import Mesh
 from .precision import Precision, resolve
 from .replay import record
 from .sharding import Sharded, Spec, gather_leaves, is_sharded
-from .transport import wait_
+from .storage import allocate, settle
 
 STAGES = (0, 1, 2, 3)
 _ON_HOST = ("step", "rng")  # of a TrainState: they seed host-side draws, and would otherwise cost a device sync
@@ -168,7 +167,7 @@ class _Options:
                 into[index](value)
             for part, sharded in zip(parts, made, strict=True):
                 if isinstance(part, _Cut):
-                    _settle(sharded)
+                    settle(sharded)
         return tree.unflatten(treedef, out)
 
     def _parts(self, state: Any) -> tuple[list[_Cut | _Copy], tree.PyTreeSpec]:
@@ -219,18 +218,7 @@ class _Options:
         spec, device = cut.spec, self.device or tree.leaves(state)[cut.first].device
         if device.type == "meta":
             device = torch.device("cpu")
-        cached = cut.is_params and self.stage in (1, 2) and spec.axis.size > 1
-        pieces, full = [], []
-        for unit in spec.layout.units:
-            a, b = spec.bounds(unit)
-            compute = self.precision.computes(unit.dtype)
-            whole = torch.zeros(unit.size, dtype=compute, device=device) if cached else None
-            if whole is not None and compute == unit.dtype:
-                pieces.append(whole[a:b])
-            else:
-                pieces.append(torch.zeros(b - a, dtype=unit.dtype, device=device))
-            full.append(whole)
-        return Sharded(spec, pieces, full if cached else None)
+        return allocate(spec, device, cut.is_params and self.stage in (1, 2) and spec.axis.size > 1)
 
 
 @dataclass(frozen=True)
@@ -296,17 +284,3 @@ def _filler(sharded: Sharded, leaf: Any) -> Callable[[Tensor], None]:
                                                                                         b - found.offset])
 
     return fill
-
-
-def _settle(sharded: Sharded) -> None:
-    """Make replicas equal: every rank's own piece counts, whatever the others drew there."""
-    spec = sharded.spec
-    if spec.axis.size == 1 or (spec.stage != 0 and sharded.full is None):
-        return
-    for i, unit in enumerate(spec.layout.units):
-        whole = sharded.pieces[i] if sharded.full is None else sharded.full[i]
-        a, b = spec.layout.cut(unit, spec.axis.rank)
-        if sharded.full is not None and whole.dtype != sharded.pieces[i].dtype:
-            whole[a:b].copy_(sharded.pieces[i])
-        ops.refresh_(whole, spec.axis.rank, spec.axis.size, spec.axis.group, unit.name)
-        wait_(whole)

@@ -161,6 +161,15 @@ def name_of(path: Path) -> str:
     return ".".join(str(p) for p in path)
 
 
+def field_names(treedef: PyTreeSpec) -> list[str]:
+    """The name of every leaf of a treedef, with the fields of namedtuples by name; "" for a bare leaf.
+
+    >>> field_names(structure({"a": [1, 2], "b": {"c.d": 3}}))
+    ['a.0', 'a.1', 'b.c.d']
+    """
+    return [".".join(str(getattr(e, "field", e.entry)) for e in accessor) for accessor in treedef.accessors()]
+
+
 def components(path: Path) -> tuple[int | str, ...]:
     """The dotted parts of a path, whole numbers as ints.
 

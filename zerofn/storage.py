@@ -1,0 +1,44 @@
+"""The buffers of a `Sharded`: how they are allocated, and how replicas are made equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .collectives import ops
+from .sharding import Sharded, Spec
+from .transport import wait_
+
+
+def allocate(spec: Spec, device: torch.device, cached: bool,
+             dtypes: Sequence[torch.dtype] | None = None) -> Sharded:
+    """A `Sharded` of zeros. `cached`: with the gathered copy, of which pieces are views where dtypes agree.
+
+    `dtypes`: of the pieces, by unit; those of the layout by default.
+    """
+    pieces, full = [], []
+    for unit, dtype in zip(spec.layout.units, dtypes or [u.dtype for u in spec.layout.units], strict=True):
+        a, b = spec.bounds(unit)
+        compute = spec.precision.computes(dtype)
+        whole = torch.zeros(unit.size, dtype=compute, device=device) if cached else None
+        if whole is not None and compute == dtype:
+            pieces.append(whole[a:b])
+        else:
+            pieces.append(torch.zeros(b - a, dtype=dtype, device=device))
+        full.append(whole)
+    return Sharded(spec, pieces, full if cached else None)
+
+
+def settle(sharded: Sharded) -> None:
+    """Make replicas equal: every rank's own piece counts, whatever others have there. All ranks call it."""
+    spec = sharded.spec
+    if spec.axis.size == 1 or (spec.stage != 0 and sharded.full is None):
+        return
+    for i, unit in enumerate(spec.layout.units):
+        whole = sharded.pieces[i] if sharded.full is None else sharded.full[i]
+        a, b = spec.layout.cut(unit, spec.axis.rank)
+        if sharded.full is not None and whole.dtype != sharded.pieces[i].dtype:
+            whole[a:b].copy_(sharded.pieces[i])
+        ops.refresh_(whole, spec.axis.rank, spec.axis.size, spec.axis.group, unit.name)
+        wait_(whole)
