@@ -100,12 +100,22 @@ def num_dispatch_modes() -> int:
 
 
 def is_composite(op: OpOverload) -> bool:
-    """Whether an operation is written in terms of others and autograd sees only those."""
+    """Whether an operation is only written in terms of others, which is what autograd sees.
+
+    Some, `silu_backward` among them, have kernels of their own besides, with other rounding.
+    """
     if op.namespace == "prim":  # prim::device and the like are not the dispatcher's
         return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    own = has_kernel(op.name(), "CPU") or has_kernel(op.name(), "CUDA")
+    return has_kernel(op.name(), "CompositeImplicitAutograd") and not own
 
 
 def schema_text(op: OpOverload) -> str:
     """An operation's schema, as `torch.library.Library.define` takes it."""
     return str(op._schema)
+
+
+# Adam's update in one pass over memory.
+from torch import _fused_adam_ as fused_adam_  # noqa: E402,F401
+from torch import _fused_adamw_ as fused_adamw_  # noqa: E402,F401

@@ -48,6 +48,12 @@ def randomness(key: Tensor | None) -> Iterator[None]:
 class _Randomness(TorchDispatchMode):
     supports_higher_order_operators = True
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        # torch.compile, and flex_attention, which uses it, refuse to run under other modes. What
+        # they compile is traced without this mode and run under it, so it draws from the key.
+        return True
+
     def __init__(self, key: Tensor | None) -> None:
         super().__init__()
         self.key = key
@@ -111,7 +117,8 @@ def _find_rule(func: Any) -> Rule | None:
     if torch.Tag.nondeterministic_seeded not in func.tags or _name(func).endswith("_backward"):
         return None  # attention's backward passes are tagged, but read what the forward pass drew
     arguments = schema_arguments(func)
-    if func.namespace != "aten" or any(a.is_out for a in arguments):
+    writes_out = any(a.is_out for a in arguments)
+    if func.namespace != "aten" or (writes_out and all(a.name != "size" for a in arguments)):
         return _refuse
     if _name(func).startswith("rrelu_with_noise"):
         return _rrelu
@@ -179,7 +186,11 @@ _DISTRIBUTIONS: dict[str, Callable[[Bound], tuple[str, tuple[Any, ...]]]] = {
 def _of_shape(mode: _Randomness, func: OpOverload, args: Any, kwargs: Any) -> Tensor:
     a = _bind(func, args, kwargs)
     name, params = _DISTRIBUTIONS[_distribution(func)](a)
+    if "out" in a and list(a["out"].shape) != list(a["size"]):
+        return _refuse(mode, func, args, kwargs)
     at = mode.next_draw(func, a.get("generator"))
+    if "out" in a:  # the seeds of compiled code
+        return draws.fill_(a["out"], name, *at, params)
     if "size" in a:
         return draws.fill(name, *at, a["size"], params, _dtype(a), _device(a))
     like = a["self"]

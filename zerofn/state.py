@@ -43,13 +43,15 @@ class TrainState:
     @staticmethod
     def create(*, params: Any, tx: GradientTransformation, loss_scale: Any = None, seed: int = 0, extra: Any = None,
                frozen: Callable[[str], bool] | None = None) -> TrainState:
-        """A state at step 0. `frozen(leaf name) -> bool` marks parameters that get no gradient and no moments.
+        """A state at step 0. `frozen(leaf name) -> bool` marks parameters that get no gradient and no moments;
+        an `nn.Parameter` with `requires_grad=False` is frozen too.
 
         Raises `TypeError` when `tx` is no gradient transformation.
         """
         if not isinstance(tx, GradientTransformation):
             raise TypeError(f"TrainState.create: tx must be a zerofn.optim.GradientTransformation such as "
                             f"optim.adamw(3e-4), got {type(tx).__name__}.")
+        frozen = _with_unlearned(params, frozen)
         params = tree.tree_map(lambda p: p.detach() if isinstance(p, Tensor) else p, params)
         zero = torch.zeros((), dtype=torch.int64)
         key = torch.full((), seed, dtype=torch.int64)
@@ -121,6 +123,24 @@ class _AtState:
     def with_microbatches(self, n: int) -> _AtState:
         """The same over `n` microbatches."""
         return _AtState(self.state, self.vg.with_microbatches(n))
+
+
+@dataclass(frozen=True)
+class _Frozen:
+    """The frozen leaves: those named, and those a user's predicate says."""
+
+    names: frozenset[str]
+    also: Callable[[str], bool] | None
+
+    def __call__(self, name: str) -> bool:
+        return name in self.names or (self.also is not None and self.also(name))
+
+
+def _with_unlearned(params: Any, frozen: Callable[[str], bool] | None) -> Callable[[str], bool] | None:
+    paths, leaves, _ = tree.flatten_with_path(params)
+    names = frozenset(tree.name_of(p) for p, x in zip(paths, leaves, strict=True)
+                      if isinstance(x, torch.nn.Parameter) and not x.requires_grad)
+    return _Frozen(names, frozen) if names else frozen
 
 
 def _learning(params: Any, frozen: Callable[[str], bool] | None) -> Any:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from .. import tree
 from .._torch_compat import DataDependentError, DynamicShapeError, compiling, make_fx
 from ..sharding import is_sharded
 from .program import Flat, Program, cached
+
+log = logging.getLogger("zerofn")
 
 
 class CaptureError(RuntimeError):
@@ -45,12 +49,27 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
 
     inputs = [*state_tensors, *flat_copies, *batch_tensors]
     tracer = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True, record_stack_traces=traces)
-    try:
-        with compiling(), torch.no_grad():
-            gm = tracer(*[x.detach() for x in inputs])
-    except (DataDependentError, DynamicShapeError) as error:
-        raise CaptureError(_data_dependent(error)) from error
+    gm = _trace(tracer, [x.detach() for x in inputs])
     return Program(gm, state_flat, batch_flat, seen["state"], seen["aux"], len(state_tensors), seen["num_new"], spans)
+
+
+def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphModule:
+    """The graph. What fails is traced again with `torch.compiler.is_compiling()` true: libraries then leave out
+    their checks of data, and kernels that fake tensors do not know. Not at once, because some choose another
+    algorithm then, with other rounding than in the eager step.
+    """
+    with torch.no_grad():
+        try:
+            return tracer(*inputs)
+        except CaptureError:
+            raise
+        except RuntimeError as error:
+            log.debug("traced again as compiling, after %s", error)
+        try:
+            with compiling():
+                return tracer(*inputs)
+        except (DataDependentError, DynamicShapeError) as error:
+            raise CaptureError(_data_dependent(error)) from error
 
 
 def _spans(copies: dict[int, list[Tensor]]) -> tuple[dict[int, tuple[int, int]], list[Tensor]]:

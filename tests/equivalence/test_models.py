@@ -1,0 +1,59 @@
+"""Five steps of nine kinds of model, at every stage, on 1 to 4 ranks, against plain torch on the global batch."""
+
+import models
+import pytest
+import tiny_models
+import torch
+
+from zerofn import optim
+
+NAMES = list(tiny_models.BUILDERS)
+
+
+def _adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1, fused=True)
+
+
+def _momentum(parameters):
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, foreach=False)
+
+
+def _largest_gap(a, b):
+    scale = max(v.abs().max().item() for v in a.values())
+    return max((a[k] - b[k]).abs().max().item() for k in a) / scale
+
+
+def _at_one_rank(name):
+    losses, params = models.plain(name, torch.float32, _adamw)
+    for stage in range(4):
+        for compiled in (True, False) if stage == 3 else (True,):
+            ours, mine = models.sharded(name, torch.float32, optim.adamw(1e-3, weight_decay=0.1), stage, compiled)
+            assert ours == losses, (stage, compiled)
+            for key, value in params.items():
+                assert torch.equal(mine[key], value), (stage, compiled, key)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_rank_is_plain_torch_bit_for_bit(ranks, name):
+    ranks(1, _at_one_rank, name)
+
+
+def _at_several_ranks(name, size):
+    losses, params = models.plain(name, torch.float64, _momentum, size)
+    first = None
+    for stage in range(4):
+        ours, mine = models.sharded(name, torch.float64, optim.sgd(1e-2, momentum=0.9), stage)
+        assert ours == pytest.approx(losses, rel=1e-9)
+        assert _largest_gap(params, {k: mine[k] for k in params}) < 1e-7, stage
+        first = first or (ours, mine)
+        assert ours == first[0], stage
+        assert all(torch.equal(mine[k], first[1][k]) for k in mine), stage
+    losses, _ = models.plain(name, torch.float32, _adamw, size)
+    ours, _ = models.sharded(name, torch.float32, optim.adamw(1e-3, weight_decay=0.1), 3)
+    assert ours == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_several_ranks_are_the_global_batch(ranks, name, size):
+    ranks(size, _at_several_ranks, name, size)
