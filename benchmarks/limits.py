@@ -10,7 +10,10 @@ from typing import Any
 from statistic import interval, ratio
 
 BYTES = 4  # everything is fp32
-SLACK = 1.01  # padding in the state; TCP headers and the loss on the wire
+STATE_SLACK = 1.01  # padding
+# TCP headers (0.1 %) and segments sent again when a busy receiver reads late (up to 2 % was seen);
+# the counts that the formulas tell apart lie a third and more from each other.
+WIRE_SLACK = 1.03
 
 # (row, relative to, at most), milliseconds a step
 TIME = [
@@ -102,13 +105,14 @@ def _one_rank(run: dict) -> Iterator[Check]:
 
 def _exact(run: dict) -> Iterator[Check]:
     world = run["world"]
-    kinds: list[tuple[str, str, Callable[[int, int], float], int]] = [
-        ("state, bytes per parameter and rank", "state", state_bytes_per_parameter, 1),
-        ("sent, elements per parameter and rank", "wire", wire_elements_per_parameter, BYTES),
+    state, wire = state_bytes_per_parameter, wire_elements_per_parameter
+    kinds: list[tuple[str, str, Callable[[int, int], float], int, float]] = [
+        ("state, bytes per parameter and rank", "state", state, 1, STATE_SLACK),
+        ("sent, elements per parameter and rank", "wire", wire, BYTES, WIRE_SLACK),
     ]
-    for what, field, formula, unit in kinds:
+    for what, field, formula, unit, slack in kinds:
         for stage in range(4):
-            row, limit = f"ZeroFn {stage}", SLACK * formula(stage, world)
+            row, limit = f"ZeroFn {stage}", slack * formula(stage, world)
             if row not in run["rows"]:
                 yield Check(f"{row}, {what}", "not measured", None, limit)
                 continue
