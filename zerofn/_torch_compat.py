@@ -119,3 +119,17 @@ def schema_text(op: OpOverload) -> str:
 # Adam's update in one pass over memory.
 from torch import _fused_adam_ as fused_adam_  # noqa: E402,F401
 from torch import _fused_adamw_ as fused_adamw_  # noqa: E402,F401
+
+
+# A loop as one node: its body is traced by itself, inside a trace.
+from torch._higher_order_ops.utils import reenter_make_fx as trace_inner  # noqa: E402
+from torch.fx.experimental.proxy_tensor import (  # noqa: E402
+    disable_proxy_modes_tracing as outside_trace,  # fake tensors stay, nothing is recorded
+)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode as current_trace  # noqa: E402
+from torch.fx.experimental.proxy_tensor import track_tensor_tree as bind_outputs  # noqa: E402
+
+
+def proxies_of(trace, values):  # noqa: ANN001, ANN201
+    """The nodes a trace knows these tensors by."""
+    return tree_map(trace.tracer.unwrap_proxy, values)

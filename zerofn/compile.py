@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import time
 import weakref
 from collections.abc import Callable
@@ -108,11 +107,10 @@ class Step:
         captured = time.perf_counter()
         donating = self._donate and program.new_state is not None
         passes.run(program, donating=donating)
-        values = [operator.attrgetter(str(c.target))(program.gm) for c in constants]
-        entry = _Entry(program, donating, [(v, v._version) for v in values])
+        entry = _Entry(program, donating, [(v, v._version) for v in constants])
         num_nodes = len(program.gm.graph.nodes)
         self.timings = {"capture": captured - began, "passes": dict(program.timings), "nodes": num_nodes}
-        self._report(program, values, time.perf_counter() - began, donating)
+        self._report(program, constants, time.perf_counter() - began, donating)
         agree(f"zerofn.compile({self.__name__})", "\n".join(
             [*(f"{k}: {v}" for k, v in self._before.items()), fingerprint(program.gm)]))
         return entry

@@ -5,9 +5,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import OpOverload, aliased_arguments, schema_arguments
+from ..loop import run_loop
 
 _views: dict[OpOverload, list[int]] = {}
 
@@ -33,7 +34,9 @@ def is_view(node: Node) -> bool:
 
 
 def writes(node: Node) -> list[Node]:
-    """The arguments `node` writes to."""
+    """The arguments `node` writes to; a loop writes what its body does."""
+    if node.target is run_loop:
+        return _written_by_loop(node)
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return []
     target = node.target
@@ -46,6 +49,23 @@ def writes(node: Node) -> list[Node]:
         value = node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
         out.extend(x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Node))
     return out
+
+
+def body_of(node: Node) -> GraphModule:
+    """The graph a loop node repeats."""
+    module = node.graph.owning_module
+    return module.get_submodule(str(node.args[0].target))  # type: ignore[union-attr,return-value]
+
+
+def _written_by_loop(node: Node) -> list[Node]:
+    if "writes" not in node.meta:
+        body = body_of(node)
+        root = roots(body.graph)
+        inputs = [x for x in body.graph.nodes if x.op == "placeholder"]
+        written = {root[w] for x in body.graph.nodes for w in writes(x)}
+        node.meta["writes"] = [i for i, x in enumerate(reversed(inputs)) if x in written]
+    closed = list(reversed(node.args[3]))  # type: ignore[arg-type]
+    return [closed[i] for i in node.meta["writes"]]
 
 
 def roots(graph: Graph) -> dict[Node, Node]:

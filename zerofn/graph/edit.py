@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .alias import is_view, positions
+from ..loop import run_loop
+from .alias import any_written, body_of, is_view, positions, writes
 
 ops = torch.ops.zerofn
 GATHERS = (ops.all_gather.default,)
@@ -31,6 +32,11 @@ def is_scatter(node: Node) -> bool:
     return node.target in SCATTERS and bool(node.args[3])
 
 
+def loops(gm: GraphModule) -> list[tuple[Node, GraphModule]]:
+    """(node, body) of every loop."""
+    return [(n, body_of(n)) for n in gm.graph.nodes if n.target is run_loop]
+
+
 def wait_of(start: Node) -> Node:
     """The node that waits for `start`."""
     return next(user for user in start.users if user.target is ops.wait.default)
@@ -39,10 +45,11 @@ def wait_of(start: Node) -> Node:
 def weight_chain(graph: Graph) -> list[Node]:
     """Nodes that only fetch parameters, in order: gathers, their waits, casts before them and views after them."""
     chain: dict[Node, None] = {}
+    written = any_written(graph.nodes)
     for node in graph.nodes:
         if node.op != "call_function" or not node.all_input_nodes:
             continue
-        inputs_ok = all(x in chain or x.op == "placeholder" for x in node.all_input_nodes)
+        inputs_ok = all(x in chain or (x.op == "placeholder" and x not in written) for x in node.all_input_nodes)
         if not inputs_ok:
             continue
         fetched = any(x in chain for x in node.all_input_nodes)
@@ -90,5 +97,7 @@ def clean(gm: GraphModule) -> GraphModule:
 
 
 def _is_impure(node: Node) -> bool:
-    """Waits for transfers into memory that was there before have no users, and matter."""
+    """Waits for transfers into memory that was there before have no users, and matter; so do loops that write."""
+    if node.target is run_loop:
+        return bool(writes(node))
     return node.is_impure() or (node.target is ops.wait.default and node.args[0].op == "placeholder")  # type: ignore[union-attr]

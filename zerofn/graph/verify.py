@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from .._torch_compat import OpOverload
-from .alias import roots, writes
+from ..loop import run_loop
+from .alias import body_of, roots, writes
 from .capture import CaptureError
-from .edit import is_start
+from .edit import is_start, loops
 from .program import Program, tensor_of
 
 aten = torch.ops.aten
@@ -27,7 +28,7 @@ _ELEMENTWISE = {
 _SAME_SIZE = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
 
 
-def check_purity(program: Program) -> list[Node]:
+def check_purity(program: Program) -> list[Tensor]:
     """Raise `CaptureError` unless the step is a pure function; -> its baked constants.
 
     Refused: writing to the state or the batch, closing over a tensor that requires grad or is written, and on a
@@ -39,8 +40,12 @@ def check_purity(program: Program) -> list[Node]:
     for node in graph.nodes:
         for written in writes(node):
             _check_write(root[written], names, node)
-    _check_pieces(program, names)
-    return _constants(program.gm)
+    pieces = {n for n, (spec, _) in zip(program.placeholders, program.owners, strict=False) if spec is not None}
+    _check_pieces(program.gm, pieces, names)
+    found = _constants(program.gm)
+    for _, body in loops(program.gm):
+        found += _constants(body)
+    return found
 
 
 def _names(program: Program) -> dict[Node, str]:
@@ -61,27 +66,47 @@ def _check_write(root: Node, names: dict[Node, str], node: Node) -> None:
                            "state and return its new value there.")
 
 
-def _check_pieces(program: Program, names: dict[Node, str]) -> None:
-    pieces = {n for n, (spec, _) in zip(program.placeholders, program.owners, strict=False) if spec is not None}
-    for node in program.gm.graph.nodes:
+def _check_pieces(gm: GraphModule, pieces: set[Node], names: dict[Node, str]) -> set[Node]:
+    """Raise at the first operation that no piece may go through; -> all nodes that are pieces."""
+    for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
         used = [x for x in node.all_input_nodes if x in pieces]
         if node.target in _PIECES and node.args[-1] != "":
             pieces.add(node)
-        if not used or node.target in _SHAPE_ONLY:
-            continue
-        if isinstance(node.target, OpOverload) and node.target.namespace == "zerofn":
-            if node.target.name().split("::")[1].split(".")[0] in _KEEPS:
-                pieces.add(node)
-            continue
-        if not _elementwise(node, used):
-            origin = names.get(_origin(used[0]), "a value computed from it")
-            raise CaptureError(
-                f"{_op(node)}{_line(node)} is applied to this rank's piece of {origin}, where its answer would be a "
-                "local one. On shards use elementwise operations, or zerofn.global_norm, leaf_norms, vdot and "
-                "all_finite, or zerofn.gather(tree) first.")
-        pieces.add(node)
+        if node.target is run_loop:
+            node.meta["pieces"] = _check_body(node, pieces, names)
+        elif node.target is operator.getitem and node.args[0].target is run_loop:
+            pieces.update([node] if node.args[1] in node.args[0].meta["pieces"] else [])
+        elif used and node.target not in _SHAPE_ONLY:
+            _check_use(node, used, pieces, names)
+    return pieces
+
+
+def _check_body(node: Node, pieces: set[Node], names: dict[Node, str]) -> set[int]:
+    """The outputs of a loop that are pieces."""
+    body = body_of(node)
+    inputs = [x for x in body.graph.nodes if x.op == "placeholder"]
+    outer = [None, *node.args[2], *node.args[3]]  # type: ignore[misc]
+    inside = {x for x, o in zip(inputs, outer, strict=True) if o in pieces}
+    known = {x: names[o] for x, o in zip(inputs, outer, strict=True) if o in names}
+    found = _check_pieces(body, inside, known)
+    output = next(iter(reversed(body.graph.nodes)))
+    return {i for i, x in enumerate(output.args[0]) if x in found}  # type: ignore[arg-type]
+
+
+def _check_use(node: Node, used: list[Node], pieces: set[Node], names: dict[Node, str]) -> None:
+    if isinstance(node.target, OpOverload) and node.target.namespace == "zerofn":
+        if node.target.name().split("::")[1].split(".")[0] in _KEEPS:
+            pieces.add(node)
+        return
+    if not _elementwise(node, used):
+        origin = names.get(_origin(used[0]), "a value computed from it")
+        raise CaptureError(
+            f"{_op(node)}{_line(node)} is applied to this rank's piece of {origin}, where its answer would be a "
+            "local one. On shards use elementwise operations, or zerofn.global_norm, leaf_norms, vdot and "
+            "all_finite, or zerofn.gather(tree) first.")
+    pieces.add(node)
 
 
 _PIECES = {torch.ops.zerofn.reduce_scatter.default, torch.ops.zerofn.piece.default}
@@ -103,7 +128,7 @@ def _origin(node: Node) -> Node:
     return node
 
 
-def _constants(gm: GraphModule) -> list[Node]:
+def _constants(gm: GraphModule) -> list[Tensor]:
     """Closed-over tensors that are baked in. One that requires grad raises."""
     found = []
     for node in gm.graph.nodes:
@@ -117,7 +142,7 @@ def _constants(gm: GraphModule) -> list[Node]:
                                f"{_line(next(iter(node.users), node))}: it would be baked in as a constant and never "
                                "trained. Pass it in state.params (functional_call(model, params, ...)).")
         if any(u.target is not aten.lift_fresh_copy.default for u in node.users):
-            found.append(node)
+            found.append(value)
     return found
 
 
@@ -139,7 +164,13 @@ def _line(node: Node) -> str:
 
 def fingerprint(gm: GraphModule) -> str:
     """The sequence of transfers, a line each: what must be the same on every rank, in this order."""
-    return "\n".join(_transfer(node) for node in gm.graph.nodes if is_start(node))
+    lines = []
+    for node in gm.graph.nodes:
+        if is_start(node):
+            lines.append(_transfer(node))
+        elif node.target is run_loop:
+            lines.append(f"{node.args[1]} times: {fingerprint(body_of(node))}")
+    return "\n".join(lines)
 
 
 def _transfer(node: Node) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
+from ..graph.edit import loops
 from ..graph.program import Program
 from .canonicalize import canonicalize
 from .donate import donate
@@ -33,6 +34,9 @@ DONATION: tuple[Pass, ...] = (donate, refresh)
 def run(program: Program, *, donating: bool) -> Program:
     """Apply the passes; `program.timings` gets seconds per pass. ZEROFN_DUMP=dir writes the graph after each."""
     _dump(program, 0, "capture")
+    for _, body in loops(program.gm):
+        for each in SCHEDULE:
+            each(body)
     for k, each in enumerate((*SCHEDULE, *(DONATION if donating else ())), 1):
         start = time.perf_counter()
         program.gm = each(program.gm, program) if each in DONATION else each(program.gm)
@@ -48,4 +52,5 @@ def _dump(program: Program, number: int, name: str) -> None:
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     rank = os.environ.get("RANK", "0")
-    (path / f"{program.name}.{number:02}.{name}.rank{rank}.py").write_text(program.gm.code)
+    bodies = "".join(f"\n\n# {node.args[0]}{body.code}" for node, body in loops(program.gm))
+    (path / f"{program.name}.{number:02}.{name}.rank{rank}.py").write_text(program.gm.code + bodies)

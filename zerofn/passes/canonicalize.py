@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graph.alias import writes
 from ..graph.edit import clean, weight_chain
 from ..graph.program import tensor_of
 
@@ -54,8 +53,6 @@ def _alike(a: Node, b: Node) -> bool:
 
 def _merge_fetches(gm: GraphModule) -> None:
     """One gather for a parameter asked for twice. Only what fetches parameters is merged."""
-    if any(x.op == "placeholder" for node in gm.graph.nodes for x in writes(node)):
-        return
     seen: dict[Any, Node] = {}
     for node in weight_chain(gm.graph):
         key = (node.target, _frozen(node.args), _frozen(node.kwargs))

@@ -35,10 +35,12 @@ class Executor:
 def _generate(gm: GraphModule) -> tuple[str, dict[str, Any]]:
     names: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
     bound: dict[Any, str] = {}
+    kept: list[Any] = []
 
     def bind(value: Any, hint: str) -> str:
         key = (type(value), value) if isinstance(value, torch.dtype | torch.device) else id(value)
         if key not in bound:
+            kept.append(value)  # or another value could get its id
             name = bound[key] = f"F{len(bound)}_{hint}"  # no node has such a name
             names[name] = value
         return bound[key]
@@ -78,7 +80,8 @@ def _last_uses(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
 
 def _expression(node: Node, gm: GraphModule, bind: Callable[[Any, str], str]) -> str:
     if node.op == "get_attr":
-        return bind(operator.attrgetter(str(node.target))(gm), "constant")
+        value = operator.attrgetter(str(node.target))(gm)
+        return bind(_body(value) if isinstance(value, GraphModule) else value, "constant")
     if node.target is operator.getitem:
         return f"{_text(node.args[0], bind)}[{_text(node.args[1], bind)}]"
     function = bind(_callable(node.target), getattr(node.target, "__name__", "f").split(".")[0].strip("_") or "f")
@@ -87,11 +90,15 @@ def _expression(node: Node, gm: GraphModule, bind: Callable[[Any, str], str]) ->
     return f"{function}({', '.join(args)})"
 
 
+def _body(gm: GraphModule) -> Callable[..., list[Any]]:
+    run = Executor(gm)._run
+    return lambda *inputs: run(list(inputs))
+
+
 def _callable(target: Any) -> Callable[..., Any]:
     if isinstance(target, OpOverload):
-        if target.namespace == "zerofn":
-            return implementations[target._schema.name.split("::")[1]]
-        return target._op
+        ours = implementations.get(target._schema.name.split("::")[1]) if target.namespace == "zerofn" else None
+        return ours or target._op
     return target
 
 
