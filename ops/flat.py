@@ -6,6 +6,7 @@ they say in the captured graph where a shard ends being one and begins to be one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -46,3 +47,28 @@ define("ravel(Tensor?[] leaves, int[] offsets, int size, ScalarType dtype, int n
 
 for _mark in ("whole", "piece"):
     define(f"{_mark}(Tensor(a) x) -> Tensor(a)", lambda x: x.view_as(x), lambda x: x.view_as(x))
+
+
+def fill_(flat: Tensor, leaves: Sequence[Tensor | None], offsets: Sequence[int], numels: Sequence[int],
+          there: Sequence[bool]) -> None:
+    """Complete a flat buffer [size] some of whose leaves were written where they lie (`there`): copy the others, None
+    as zeros, and zero what lies between leaves."""
+    end = 0
+    for leaf, offset, numel, done in zip(leaves, offsets, numels, there, strict=True):
+        if leaf is None and not done:
+            continue
+        flat[end:offset].zero_()
+        if leaf is not None:
+            flat.narrow(0, offset, numel).view(leaf.shape).copy_(leaf)
+        end = offset + numel
+    flat[end:].zero_()
+
+
+define("flat(int size, *, ScalarType dtype, Device device) -> Tensor",
+       lambda size, *, dtype, device: torch.empty(size, dtype=dtype, device=device),
+       lambda size, *, dtype, device: torch.empty(size, dtype=dtype, device=device))
+define("part(Tensor(a) flat, int offset, int[] shape) -> Tensor(a)",
+       lambda flat, offset, shape: flat.narrow(0, offset, math.prod(shape)).view(shape),
+       lambda flat, offset, shape: flat.narrow(0, offset, math.prod(shape)).view(shape))
+define("fill_(Tensor(a!) flat, Tensor?[] leaves, int[] offsets, int[] numels, bool[] there) -> ()",
+       fill_, lambda *args: None)

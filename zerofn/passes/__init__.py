@@ -14,6 +14,7 @@ from ..graph.program import Program
 from .canonicalize import canonicalize
 from .donate import donate
 from .place_gathers import place_gathers
+from .place_gradients import place_gradients
 from .place_scatters import place_scatters
 from .prefetch import prefetch
 from .refresh import refresh
@@ -26,6 +27,7 @@ SCHEDULE: tuple[Pass, ...] = (
     place_gathers,
     regather,
     place_scatters,
+    place_gradients,
     prefetch,
 )
 DONATION: tuple[Pass, ...] = (donate, refresh)

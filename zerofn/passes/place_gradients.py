@@ -1,0 +1,83 @@
+"""Gradients are computed where they are sent from."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..graph.alias import is_view, positions
+from ..graph.edit import clean
+from ..graph.program import tensor_of
+
+ops, aten = torch.ops.zerofn, torch.ops.aten
+_OUT = {
+    aten.mm.default: aten.mm.out,
+    aten.addmm.default: aten.addmm.out,
+    aten.bmm.default: aten.bmm.out,
+    aten.sum.dim_IntList: aten.sum.IntList_out,
+    aten.add.Tensor: aten.add.out,
+    aten.mul.Tensor: aten.mul.out,
+}
+
+
+def place_gradients(gm: GraphModule) -> GraphModule:
+    """Where the operation that makes a leaf's gradient can write to given memory, let it write into the unit's flat
+    buffer; the copy into that buffer is left for the rest. The values are the same, bit for bit.
+    """
+    for node in list(gm.graph.nodes):
+        if node.target is ops.ravel.default and len(node.args) == 4:
+            _place(gm.graph, node)
+    return clean(gm)
+
+
+def _place(graph: Graph, ravel: Node) -> None:
+    leaves, offsets, size, dtype = ravel.args
+    makers = [_maker(x, dtype) for x in leaves]  # type: ignore[union-attr]
+    if not any(makers):
+        return
+    where = positions(graph)
+    first = min((m for m in makers if m is not None), key=where.__getitem__)
+    device = tensor_of(ravel).device  # type: ignore[union-attr]
+    with graph.inserting_before(first):
+        flat = graph.call_function(ops.flat.default, (size,), {"dtype": dtype, "device": device})
+    flat.meta["val"] = ravel.meta["val"]
+    numels = []
+    rest: list[Node | None] = []
+    for leaf, maker, offset in zip(leaves, makers, offsets, strict=True):  # type: ignore[arg-type]
+        numels.append(0 if leaf is None else tensor_of(leaf).numel())  # type: ignore[union-attr]
+        rest.append(None if maker is not None else leaf)
+        if maker is not None:
+            _write_to(graph, maker, flat, offset)
+    with graph.inserting_before(ravel):
+        graph.call_function(ops.fill_.default, (flat, rest, offsets, numels, [m is not None for m in makers]))
+    ravel.replace_all_uses_with(flat)
+    graph.erase_node(ravel)
+
+
+def _maker(leaf: Node | None, dtype: torch.dtype) -> Node | None:
+    """The operation that makes this gradient, if nothing else reads it and it can write to given memory."""
+    node = leaf
+    while node is not None and len(node.users) == 1 and is_view(node):
+        value, source = tensor_of(node), tensor_of(node.args[0])  # type: ignore[arg-type]
+        if value is None or source is None or not (value.is_contiguous() and source.is_contiguous()):
+            return None
+        if value.numel() != source.numel():
+            return None
+        node = node.args[0]  # type: ignore[assignment]
+    if node is None or len(node.users) != 1 or node.target not in _OUT:
+        return None
+    value = tensor_of(node)
+    inputs = [tensor_of(x) for x in node.all_input_nodes]
+    same = all(x is not None and x.dtype == dtype for x in inputs)
+    return node if value is not None and value.is_contiguous() and value.dtype == dtype and same else None
+
+
+def _write_to(graph: Graph, maker: Node, flat: Node, offset: int) -> None:
+    value = tensor_of(maker)
+    with graph.inserting_before(maker):
+        part = graph.call_function(ops.part.default, (flat, offset, list(value.shape)))  # type: ignore[union-attr]
+        part.meta["val"] = value
+        out = graph.call_function(_OUT[maker.target], maker.args, {**maker.kwargs, "out": part})  # type: ignore[index]
+    out.meta["val"] = value
+    maker.replace_all_uses_with(part)
+    graph.erase_node(maker)
