@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from .. import tree
+from ..mesh import Axis
 from ..sharding import Sharded, is_sharded
 
 
@@ -122,6 +123,11 @@ class Program:
     def spec_of(self, piece: Node) -> tuple[Any, Any]:
         """(spec, unit) of a state placeholder that is a piece; (None, None) for a replicated tensor."""
         return self.owners[self.placeholders.index(piece)]
+
+    @property
+    def axis(self) -> Axis | None:
+        """The axis the state is cut along, None for a plain state."""
+        return next((s.axis for s in self.state.nodes if s is not None and not isinstance(s, tuple)), None)
 
     @property
     def owners(self) -> list[tuple[Any, Any]]:

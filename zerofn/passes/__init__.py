@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from ..graph.edit import loops
 from ..graph.program import Program
+from .average import average
 from .canonicalize import canonicalize
 from .donate import donate
 from .place_gathers import place_gathers
@@ -30,6 +31,7 @@ SCHEDULE: tuple[Pass, ...] = (
     place_gradients,
     prefetch,
 )
+WHOLE_STEP: tuple[Pass, ...] = (average,)  # of the step alone, not of loop bodies
 DONATION: tuple[Pass, ...] = (donate, refresh)
 
 
@@ -39,9 +41,9 @@ def run(program: Program, *, donating: bool) -> Program:
     for _, body in loops(program.gm):
         for each in SCHEDULE:
             each(body)
-    for k, each in enumerate((*SCHEDULE, *(DONATION if donating else ())), 1):
+    for k, each in enumerate((*SCHEDULE, *WHOLE_STEP, *(DONATION if donating else ())), 1):
         start = time.perf_counter()
-        program.gm = each(program.gm, program) if each in DONATION else each(program.gm)
+        program.gm = each(program.gm) if each in SCHEDULE else each(program.gm, program)
         program.timings[each.__name__] = time.perf_counter() - start
         _dump(program, k, each.__name__)
     return program

@@ -1,0 +1,70 @@
+"""Replicated state stays equal on all ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..graph.capture import CaptureError
+from ..graph.edit import clean
+from ..graph.program import Program, tensor_of
+
+ops, aten = torch.ops.zerofn, torch.ops.aten
+_SAME_ON_ALL = (ops.all_gather.default, ops.reduce_scatter.default)
+
+
+def average(gm: GraphModule, program: Program) -> GraphModule:
+    """Average over ranks every replicated new state tensor that depends on this rank's own batch: batch norm's
+    running values, say. One transfer per dtype. Raises `CaptureError` where there is no mean (whole numbers).
+    """
+    axis = program.axis
+    if axis is None or axis.size == 1 or program.new_state is None:
+        return gm
+    own = _depends_on_batch(program)
+    outputs = list(program.output.args[0])  # type: ignore[arg-type]
+    groups: dict[torch.dtype, list[int]] = {}
+    for j, (spec, _) in enumerate(program.owners):
+        if spec is None and outputs[j] in own:
+            groups.setdefault(tensor_of(outputs[j]).dtype, []).append(j)  # type: ignore[union-attr]
+    for dtype, members in groups.items():
+        if not dtype.is_floating_point:
+            raise CaptureError(
+                f"state entry {program.state.names[members[0]]!r} ({dtype}) is replicated, but its new value depends on "
+                "this rank's batch. Keep it out of the state, or reduce it with zerofn.collectives.all_reduce.")
+        for j, mean in zip(members, _means(gm.graph, program, [outputs[j] for j in members], dtype), strict=True):
+            outputs[j] = mean
+    program.output.args = (outputs,)
+    return clean(gm)
+
+
+def _depends_on_batch(program: Program) -> set[Node]:
+    """Nodes whose values differ between ranks because batches do."""
+    own = set(program.placeholders[len(program.placeholders) - len(program.batch.names) :])
+    for node in program.gm.graph.nodes:
+        if node.target not in _SAME_ON_ALL and any(x in own for x in node.all_input_nodes):
+            own.add(node)
+    return own
+
+
+def _means(graph: Graph, program: Program, values: list[Node], dtype: torch.dtype) -> list[Node]:
+    """The means over ranks of `values`, through one flat buffer."""
+    shapes = [tensor_of(v).shape for v in values]  # type: ignore[union-attr]
+    offsets = [sum(s.numel() for s in shapes[:k]) for k in range(len(shapes))]
+    total, axis = sum(s.numel() for s in shapes), program.axis
+    assert axis is not None
+    like = tensor_of(values[0])
+    assert like is not None
+
+    def call(target: object, *args: object, shape: tuple[int, ...]) -> Node:
+        node = graph.call_function(target, args)  # type: ignore[arg-type]
+        node.meta["val"] = like.new_empty(shape)
+        return node
+
+    with graph.inserting_before(program.output):
+        flat = call(ops.ravel.default, values, offsets, total, dtype, shape=(total,))
+        rows = call(ops.all_gather.default, flat, axis.size, axis.group, "", shape=(axis.size * total,))
+        rows = call(ops.wait.default, rows, shape=(axis.size * total,))
+        rows = call(aten.view.default, rows, [axis.size, total], shape=(axis.size, total))
+        mean = call(aten.mean.dim, rows, [0], shape=(total,))
+        return [call(ops.part.default, mean, offset, list(shape), shape=tuple(shape))
+                for offset, shape in zip(offsets, shapes, strict=True)]
