@@ -15,7 +15,6 @@ from ._torch_compat import default_store
 
 PATIENCE = 30.0  # seconds until a missing rank is reported
 _FAILED = "zerofn/failed"
-_rounds = 0
 _last_sign = 0.0
 
 
@@ -63,9 +62,11 @@ def exchange(what: str, text: str) -> list[str]:
 def alive() -> None:
     """Say that this rank is at work, so that the others' patience begins anew. At most once a second."""
     global _last_sign
+    if time.monotonic() - _last_sign < 1.0:
+        return
+    _last_sign = time.monotonic()
     store = _store()
-    if store is not None and time.monotonic() - _last_sign > 1.0:
-        _last_sign = time.monotonic()
+    if store is not None:
         store.set(f"zerofn/alive/{dist.get_rank()}", str(_last_sign))
 
 
@@ -75,16 +76,15 @@ def _round(what: str, text: str) -> list[str]:
     store = _store()
     if store is None:
         return [mine]
-    global _rounds
-    _rounds += 1
     rank, size = dist.get_rank(), dist.get_world_size()
-    store.set(f"zerofn/agree/{_rounds}/{rank}", mine)
+    number = store.add(f"zerofn/rounds/{rank}", 1)  # in the store: a group that is made anew begins anew
+    store.set(f"zerofn/agree/{number}/{rank}", mine)
     store.set(f"zerofn/last/{rank}", mine)
-    return [_await(store, r, what, text) for r in range(size)]
+    return [_await(store, number, r, what, text) for r in range(size)]
 
 
-def _await(store: dist.Store, rank: int, what: str, text: str) -> str:
-    key, deadline = f"zerofn/agree/{_rounds}/{rank}", time.monotonic() + PATIENCE
+def _await(store: dist.Store, number: int, rank: int, what: str, text: str) -> str:
+    key, deadline = f"zerofn/agree/{number}/{rank}", time.monotonic() + PATIENCE
     sign = None
     while True:
         try:

@@ -68,11 +68,14 @@ class Unit:
                 yield leaf, a - start, b - start
 
     def runs(self, start: int, stop: int, value: Callable[[Leaf], Hashable]) -> list[tuple[int, int, Any]]:
-        """[start, stop) cut where `value` changes: [(a, b, value)], padding joined to what precedes it."""
+        """[start, stop) cut where `value` changes: [(a, b, value)].
+
+        Alignment between two leaves is joined to the first; a gap that another leaf may fill ends a run.
+        """
         out: list[tuple[int, int, Any]] = []
         for leaf, a, b in self.intervals(start, stop):
             v = value(leaf)
-            if out and out[-1][2] == v:
+            if out and out[-1][2] == v and a - out[-1][1] < ALIGN:
                 out[-1] = (out[-1][0], b, v)
             else:
                 out.append((a, b, v))
@@ -149,6 +152,22 @@ class Layout:
             for u in units
         )
         return Layout(renamed, tree.structure(sub), self.axis, self.num_shards)
+
+
+def restrict(layout: Layout, keep: Callable[[Unit, Leaf], bool]) -> Layout:
+    """The layout with None where leaves are not kept: what is left of their units is padding, others are gone."""
+    kept = {leaf.index for unit in layout.units for leaf in unit.leaves if keep(unit, leaf)}
+    if len(kept) == len(layout.where):
+        return layout
+    order = {index: k for k, index in enumerate(sorted(kept))}
+    units = []
+    for u in layout.units:
+        leaves = tuple(Leaf(x.name, x.shape, order[x.index], x.offset, x.dtype) for x in u.leaves if x.index in kept)
+        if leaves:
+            units.append(Unit(u.name, leaves, u.size, u.trainable, u.dtype))
+    marks = [i if i in kept else None for i in range(layout.treedef.num_leaves)]
+    treedef = tree.structure(tree.unflatten(layout.treedef, marks))
+    return Layout(tuple(units), treedef, layout.axis, layout.num_shards)
 
 
 def make_layout(
@@ -239,4 +258,4 @@ def _group(path: Path) -> str:
 def unravel(flat: Tensor, unit: Unit) -> list[Tensor]:
     """The leaves of `unit` as views of `flat`, shape [..., unit.size] -> [..., *leaf.shape] each."""
     lead = flat.shape[:-1]
-    return [flat.narrow(-1, leaf.offset, leaf.numel).view(*lead, *leaf.shape) for leaf in unit.leaves]
+    return [flat.narrow(-1, leaf.offset, leaf.numel).view((*lead, *leaf.shape)) for leaf in unit.leaves]

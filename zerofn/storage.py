@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from .collectives import ops
 from .sharding import Sharded, Spec
@@ -17,16 +18,17 @@ def allocate(spec: Spec, device: torch.device, cached: bool,
 
     `dtypes`: of the pieces, by unit; those of the layout by default.
     """
-    pieces, full = [], []
+    pieces: list[Tensor] = []
+    full: list[Tensor] = []
     for unit, dtype in zip(spec.layout.units, dtypes or [u.dtype for u in spec.layout.units], strict=True):
         a, b = spec.bounds(unit)
         compute = spec.precision.computes(dtype)
-        whole = torch.zeros(unit.size, dtype=compute, device=device) if cached else None
-        if whole is not None and compute == dtype:
-            pieces.append(whole[a:b])
+        if cached:
+            full.append(torch.zeros(unit.size, dtype=compute, device=device))
+        if cached and compute == dtype:
+            pieces.append(full[-1][a:b])
         else:
             pieces.append(torch.zeros(b - a, dtype=dtype, device=device))
-        full.append(whole)
     return Sharded(spec, pieces, full if cached else None)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,8 @@ class _Transfer(NamedTuple):
 
 # By the address of the result, which the entry keeps alive: an address cannot be reused before its wait.
 _pending: dict[int, _Transfer] = {}
-_tags: dict[str, int] = {}
+# By the group itself: one that is made anew, perhaps with other processes, begins anew.
+_tags: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def _start(out: Tensor, works: Sequence[dist.Work], kept: tuple[Tensor, ...], finish: Callable[[], None]) -> Tensor:
@@ -59,7 +61,7 @@ def wait_for_all() -> None:
 
 def _point_to_point(group: str, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> list[dist.Work]:
     pg = resolve_process_group(group)
-    tag = _tags[group] = (_tags.get(group, 0) + 1) % (1 << 30)
+    tag = _tags[pg] = (_tags.get(pg, 0) + 1) % (1 << 30)
     works = [pg.recv([t], peer, tag) for peer, t in receives.items()]
     # Each rank begins with its right neighbour, so that no rank is everyone's first.
     rank, size = pg.rank(), pg.size()
