@@ -121,6 +121,22 @@ class Holder:
 Pair = namedtuple("Pair", "x y")
 
 
+def test_modules_converted_inside() -> None:
+    """`module.to(dtype)` swaps tensors, which fake ones refuse; tied weights are converted once."""
+
+    def tied() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+        model[1].weight = model[0].weight
+        return model
+
+    for convert in (nn.Module.double, nn.Module.bfloat16, lambda m: m.to(torch.float16)):
+        check(lambda convert=convert: dict(convert(tied()).named_parameters()))
+        check(lambda convert=convert: convert(tied()).state_dict())
+    replay, _ = replayed(lambda: tied().to(torch.bfloat16).state_dict(), 0)
+    assert torch.utils.swap_tensors.__module__ == "torch.utils"
+    assert replay.output["0.weight"].dtype == torch.bfloat16
+
+
 def test_containers_and_other_leaves() -> None:
     def init() -> Any:
         w = torch.randn(3, 4)

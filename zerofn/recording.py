@@ -327,6 +327,8 @@ def recording() -> Iterator[Recorder]:
         try:
             for module, name, function in originals:
                 setattr(module, name, _as_one_call(recorder, function))
+            originals.append((torch.utils, "swap_tensors", torch.utils.swap_tensors))
+            torch.utils.swap_tensors = _set_data
             with recorder.fake_mode, recorder, _Conversions(recorder):
                 yield recorder
             for restore in recorder.watch.finish():
@@ -349,6 +351,12 @@ def _as_one_call(recorder: Recorder, function: Callable[..., Any]) -> Callable[.
         return tensor
 
     return log
+
+
+def _set_data(old: torch.Tensor, new: torch.Tensor) -> None:
+    """How `module.to(dtype)` converts parameters here. It swaps fake tensors, but not those that
+    something refers to weakly, as their mode does to them all."""
+    old.data = new.data
 
 
 _NOT_THE_USER = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
