@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -15,7 +17,9 @@ from ._torch_compat import default_store
 
 PATIENCE = 30.0  # seconds until a missing rank is reported
 _FAILED = "zerofn/failed"
+_RAISED = "\1"  # begins the text of a rank that could not come to one
 _last_sign = 0.0
+T = TypeVar("T")
 
 
 def _store() -> dist.Store | None:
@@ -57,6 +61,46 @@ def exchange(what: str, text: str) -> list[str]:
         if not other.startswith(f"{what}\0"):
             raise RuntimeError(_difference(what, text, r, other))
     return [other[len(what) + 1 :] for other in theirs]
+
+
+def agree_on(what: str, make: Callable[[], tuple[T, str]]) -> T:
+    """`make() -> (value, text)`: the value, once every rank has come here with the same text.
+
+    Where `make` raises on some ranks, they raise that, and the others `RuntimeError` with its message: nobody is
+    left waiting, and everyone can go on with what it had.
+    """
+    error: Exception | None = None
+    try:
+        value, text = make()
+    except Exception as caught:
+        error, text = caught, f"{_RAISED}{type(caught).__name__}: {caught}"
+    theirs = _round(what, text)
+    if error is not None:
+        raise error
+    for r, other in enumerate(theirs):
+        if other.startswith(f"{what}\0{_RAISED}"):
+            raise RuntimeError(f"{what}: stopped, because rank {r} failed. {other.partition(_RAISED)[2]}")
+        if other != f"{what}\0{text}":
+            raise RuntimeError(_difference(what, text, r, other))
+    return value
+
+
+def abandon(message: str) -> None:
+    """Leave `message` for the other ranks and take this rank's process group down, which ends their transfers."""
+    publish_failure(message)
+    if _store() is not None:
+        dist.destroy_process_group()
+
+
+def explained(error: BaseException) -> BaseException:
+    """`error` of a transfer, or what another rank left about why it ended."""
+    try:
+        message = published_failure()
+    except (RuntimeError, dist.DistStoreError):  # the store went down with the rank that held it
+        message = None
+    if message is None:
+        return error
+    return RuntimeError(f"stopped, because another rank failed. {message}")
 
 
 def alive() -> None:
@@ -102,7 +146,7 @@ def _await(store: dist.Store, number: int, rank: int, what: str, text: str) -> s
                 seen = store.get(last).decode().replace("\0", ": ") if store.check([last]) else "nothing yet"
                 message = (f"{what}: rank {rank} did not come within {PATIENCE:.0f} s. Every rank must call with "
                            f"the same structure, shapes and dtypes.\n  here: {text}\n  rank {rank} last had: {seen}")
-                publish_failure(message)
+                abandon(message)
                 raise RuntimeError(message) from None
 
 

@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from . import passes, tree
-from .agreement import agree
+from .agreement import abandon, agree_on
 from .graph.capture import CaptureError, capture
 from .graph.program import Program
 from .graph.verify import check_purity, fingerprint
 from .partition import as_tensor
 from .runtime.executor import Executor
-from .runtime.failure import abandon, whole_steps
+from .runtime.failure import whole_steps
 from .sharding import is_sharded
 
 log = logging.getLogger("zerofn")
@@ -96,6 +96,15 @@ class Step:
         return out
 
     def _capture(self, state: Any, batch: Any) -> _Entry:
+        """Capture, on all ranks or on none: one that fails makes the others raise its message."""
+        def make() -> tuple[_Entry, str]:
+            entry = self._captured(state, batch)
+            known = entry.program.describe()
+            return entry, "\n".join([*(f"{k}: {v}" for k, v in known.items()), fingerprint(entry.program.gm)])
+
+        return agree_on(f"zerofn.compile({self.__name__})", make)
+
+    def _captured(self, state: Any, batch: Any) -> _Entry:
         began = time.perf_counter()
         program = capture(self._step, state, batch)
         try:
@@ -111,8 +120,6 @@ class Step:
         num_nodes = len(program.gm.graph.nodes)
         self.timings = {"capture": captured - began, "passes": dict(program.timings), "nodes": num_nodes}
         self._report(program, constants, time.perf_counter() - began, donating)
-        agree(f"zerofn.compile({self.__name__})", "\n".join(
-            [*(f"{k}: {v}" for k, v in self._before.items()), fingerprint(program.gm)]))
         return entry
 
     def _report(self, program: Program, constants: list[Tensor], seconds: float, donating: bool) -> None:
@@ -137,7 +144,8 @@ class Step:
                 return entry.run(inputs)
         except BaseException as error:
             why = f"{self.__name__} failed: {type(error).__name__}: {error}"
-            abandon(why)
+            if isinstance(error, Exception):
+                abandon(why)
             if entry.donating:
                 for x in leaves:
                     if is_sharded(x):

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import tree
-from .agreement import agree
-from .layout import Layout, make_layout
+from .agreement import agree_on
+from .layout import Layout, make_layout, restrict
 from .mesh import Mesh
 from .precision import Precision, resolve
 from .replay import record
@@ -40,19 +40,26 @@ def shard(state_or_init: Any, stage: int = 3, *, mesh: Mesh | DeviceMesh | None 
     Raises `ValueError`/`TypeError` for a state without `params`, a leaf that is no tensor or number, an unknown
     option; `RuntimeError` on every rank when ranks disagree about the layout. Nothing is allocated before.
     """
-    if stage not in STAGES or isinstance(stage, bool):
-        near = difflib.get_close_matches(str(stage), list(map(str, STAGES)), 1, 0.0)
-        raise ValueError(f"stage={stage!r} is not known: stages are 0 (replicated), 1, 2 and 3"
-                         f"{f'; did you mean {near[0]}?' if near else '.'}")
+    where = Mesh.of(mesh)
+    options, state, values, parts, treedef = agree_on("zerofn.shard", lambda: _plan(
+        state_or_init, _Options(stage, where, precision, unit, device), offload))
+    return options.place(state, values, parts, treedef)
+
+
+def _plan(state_or_init: Any, given: _Options, offload: Any) -> tuple[Any, str]:
+    """Everything that can be wrong is found here, before anything is allocated or sent."""
+    options = given.checked()
     if offload is not None:
         raise NotImplementedError(f"offload={offload!r}: offloading is not there yet; leave it out (offload=None).")
-    chosen = resolve(precision)
-    options = _Options(stage, Mesh.of(mesh), chosen, unit, None if device is None else torch.device(device))
+    precision = resolve(options.precision)
     if callable(state_or_init) and not isinstance(state_or_init, torch.nn.Module):
-        recorded = record(lambda: _adapt(state_or_init(), chosen), tree.flatten)
-        return options.place(recorded.output, recorded.run())
-    state = _adapt(state_or_init, chosen)
-    return options.place(state, enumerate(tree.leaves(state)))
+        recorded = record(lambda: _adapt(state_or_init(), precision), tree.flatten)
+        state, values = recorded.output, recorded.run()
+    else:
+        state = _adapt(state_or_init, precision)
+        values = enumerate(tree.leaves(state))
+    parts, treedef = options.parts(state)
+    return (options, state, values, parts, treedef), _description(options.stage, precision, parts)
 
 
 def unshard(state: Any, rank: int | None = None) -> Any:
@@ -145,14 +152,22 @@ class _Copy:
 class _Options:
     stage: int
     mesh: Mesh
-    precision: Precision
+    precision: Any  # a name or None until `checked`
     unit: Callable[[str], str] | None
-    device: torch.device | None
+    device: Any
 
-    def place(self, state: Any, values: Iterable[tuple[int, Tensor]]) -> Any:
-        """Decide where every leaf goes, agree on it with the other ranks, allocate, and take the values."""
-        parts, treedef = self._parts(state)
-        agree("zerofn.shard", _description(self.stage, self.precision, parts))
+    def checked(self) -> _Options:
+        """The same with precision and device resolved; raises for what is unknown."""
+        if self.stage not in STAGES or isinstance(self.stage, bool):
+            near = difflib.get_close_matches(str(self.stage), list(map(str, STAGES)), 1, 0.0)
+            raise ValueError(f"stage={self.stage!r} is not known: stages are 0 (replicated), 1, 2 and 3"
+                             f"{f'; did you mean {near[0]}?' if near else '.'}")
+        device = None if self.device is None else torch.device(self.device)
+        return _Options(self.stage, self.mesh, resolve(self.precision), self.unit, device)
+
+    def place(self, state: Any, values: Iterable[tuple[int, Tensor]], parts: list[_Cut | _Copy],
+              treedef: tree.PyTreeSpec) -> Any:
+        """Allocate every part, and take the values as they come."""
         made = [self._allocate(p, state) if isinstance(p, _Cut) else None for p in parts]
         into: dict[int, Callable[[Tensor], Any]] = {}
         out: list[Any] = list(made)
@@ -170,7 +185,7 @@ class _Options:
                     settle(sharded)
         return tree.unflatten(treedef, out)
 
-    def _parts(self, state: Any) -> tuple[list[_Cut | _Copy], tree.PyTreeSpec]:
+    def parts(self, state: Any) -> tuple[list[_Cut | _Copy], tree.PyTreeSpec]:
         """What becomes of every subtree, in the state's order."""
         layouts: list[tuple[Layout, bool]] = []
         states = [x for x in tree.leaves(state, is_leaf=_is_state) if _is_state(x)]
@@ -182,18 +197,19 @@ class _Options:
             known.update({_signature_of(part): part for part in _sublayouts(layout, self._spec(layout))})
         owners = {id(_params(x)) for x in states}
 
-        def matches(x: Any) -> bool:
-            return not isinstance(x, Tensor) and _signature(x) in known
+        def layout_of(x: Any) -> Layout | None:
+            return None if isinstance(x, Tensor) else _layout_like(x, known)
 
-        paths, nodes, treedef = tree.flatten_with_path(state, is_leaf=matches)
+        paths, nodes, treedef = tree.flatten_with_path(state, is_leaf=lambda x: layout_of(x) is not None)
         parts: list[_Cut | _Copy] = []
         first = 0
         for path, node in zip(paths, nodes, strict=True):
-            if isinstance(node, Tensor):
+            like = layout_of(node)
+            if like is None:
                 parts.append(_Copy(first, node, path[-1:] in [(n,) for n in _ON_HOST]))
                 first += 1
             else:
-                spec = self._spec(known[_signature(node)])
+                spec = self._spec(like)
                 parts.append(_Cut(spec, first, id(node) in owners))
                 first += len(spec.layout.where)
         return parts, treedef
@@ -233,6 +249,21 @@ def _signature(x: Any) -> Any:
     if not all(isinstance(v, Tensor) for v in leaves):
         return None
     return treedef, tuple(tuple(v.shape) for v in leaves)
+
+
+def _layout_like(x: Any, known: dict[Any, Layout]) -> Layout | None:
+    """The layout for a subtree: that of its signature, or of the known one whose leaves it has in part, with
+    None in place of the others (as moments have under a mask)."""
+    signature = _signature(x)
+    if signature is None or signature in known:
+        return known.get(signature)
+    shapes = {tree.name_of(path): tuple(v.shape) for path, v in zip(*tree.flatten_with_path(x)[:2], strict=True)}
+    for layout in known.values():
+        if all(name in layout.where and layout.where[name][1].shape == s for name, s in shapes.items()):
+            part = restrict(layout, lambda _, leaf: leaf.name in shapes)
+            if part.treedef == signature[0]:
+                return part
+    return None
 
 
 def _signature_of(layout: Layout) -> Any:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._torch_compat import resolve_process_group
+from .agreement import explained
 from .ops.library import define
 
 
@@ -47,8 +48,11 @@ def wait_(tensor: Tensor) -> Tensor:
     """Wait for the transfer into `tensor`; nothing to do where none is under way."""
     transfer = _pending.pop(tensor.data_ptr(), None)
     if transfer is not None:
-        for work in transfer.works:
-            work.wait()
+        try:
+            for work in transfer.works:
+                work.wait()
+        except RuntimeError as error:
+            raise explained(error) from error
         transfer.finish()
     return tensor
 

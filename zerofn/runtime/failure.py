@@ -1,4 +1,4 @@
-"""A step is done whole or not at all, and a rank that fails does not leave the others waiting."""
+"""A step is done whole or not at all."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
-
-from ..agreement import publish_failure
 
 
 @contextlib.contextmanager
@@ -25,8 +23,3 @@ def whole_steps() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if caught and callable(before):
             before(*caught[0])
-
-
-def abandon(message: str) -> None:
-    """Tell the other ranks why this one stops."""
-    publish_failure(message)
