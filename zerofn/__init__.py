@@ -2,6 +2,11 @@
 
 from . import collectives as collectives
 from . import optim as optim
+from .checkpoint import CheckpointError as CheckpointError
+from .checkpoint import export as export
+from .checkpoint import load as load
+from .checkpoint import load_safetensors as load_safetensors
+from .checkpoint import save as save
 from .compile import compile as compile
 from .grad import accumulate as accumulate
 from .grad import value_and_grad as value_and_grad

@@ -1,0 +1,199 @@
+"""Checkpoints that cannot be loaded: every rank raises a sentence, and the state it had still works."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_states import differences, mixed_state, train_state
+
+import zerofn
+from zerofn import tree
+from zerofn.checkpoint import CheckpointError
+
+
+def save_one(folder: Path) -> None:
+    zerofn.save(folder / "good", zerofn.shard(train_state(7), stage=3))
+    zerofn.save(folder / "better", zerofn.shard(train_state(8), stage=3))
+
+
+def load_each(folder: Path, cases: dict) -> dict[str, tuple[str, str]]:
+    """{case: (the error's type, its message)}; the state stays as it was, a good checkpoint loads."""
+    out = {}
+    for case, options in cases.items():
+        like = zerofn.shard(train_state(1, **options), stage=1)
+        before = tree.tree_map(torch.clone, like)
+        try:
+            zerofn.load(folder / case, like=like)
+        except Exception as error:
+            out[case] = type(error).__name__, str(error)
+        assert differences(before, like) == []
+    loaded = zerofn.load(folder / "good", like=zerofn.shard(train_state(1), stage=1))
+    assert differences(zerofn.unshard(loaded), train_state(7)) == []
+    return out
+
+
+def edit_manifest(folder: Path, change) -> None:
+    path = folder / "manifest.json"
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def spoil(folder: Path) -> dict[str, str]:
+    """Copies of the good checkpoint, each spoiled in one way; {name: what the message must say}."""
+
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(folder / "good", folder / name))
+
+    second = "rank-00001-of-00002.safetensors"
+    path = copy("truncated") / second
+    path.write_bytes(path.read_bytes()[:-100])
+    (copy("no file") / second).unlink()
+    flip(copy("damaged") / second, -5)
+    shutil.copy(folder / "better" / second, copy("mixed"))
+    (copy("no manifest") / "manifest.json").unlink()
+    (copy("bad manifest") / "manifest.json").write_text('{"format": "zerofn-check')
+    edit_manifest(copy("newer"), lambda data: data.update(version=99))
+    edit_manifest(copy("incomplete manifest"), lambda data: data.pop("files"))
+    copy("other shape")
+    copy("other name")
+    copy("half").rename(folder / "half-written.saving")
+    (folder / "half-written.saving" / "manifest.json").unlink()
+    (folder / "a file").write_text("x")
+    return {
+        "truncated": "is truncated. Load another checkpoint",
+        "no file": "rank-00001-of-00002.safetensors is missing",
+        "damaged": "is damaged",
+        "mixed": "damaged, or from another save",
+        "no manifest": "no complete checkpoint",
+        "bad manifest": "manifest.json is damaged",
+        "newer": "version 99",
+        "incomplete manifest": "manifest.json is damaged: KeyError: 'files'",
+        "other shape": r"'params.h.0.b' has shape \(301,\) there and \(17,\) in `like`",
+        "other name": "has no leaf 'extra.average_of.average",
+        "half-written": "interrupted and left only an unfinished half-written.saving",
+        "a file": "is a file; a checkpoint is a folder",
+        "nowhere": r"is not there.*The checkpoints in .* are \[",
+    }
+
+
+def test_each_raises_on_every_rank(ranks, tmp_path):
+    ranks(2, save_one, tmp_path)
+    expected = spoil(tmp_path)
+    options = {"other shape": {"width": 17}, "other name": {"extra": "average_of"}}
+    for errors in ranks(2, load_each, tmp_path, {case: options.get(case, {}) for case in expected}):
+        assert set(errors) == set(expected)
+        for case, (kind, message) in errors.items():
+            assert kind == "CheckpointError", (case, kind, message)
+            assert re.search(expected[case], message), (case, message)
+            if case != "other name":
+                assert str(tmp_path) in message
+
+
+def test_names_that_differ_offer_the_nearest(tmp_path):
+    zerofn.save(tmp_path / "a", {"params": {"h.0.weight": torch.ones(3)}})
+    words = r"no leaf 'params.h.0.weights'; the nearest is 'params.h.0.weight'"
+    with pytest.raises(CheckpointError, match=words):
+        zerofn.load(tmp_path / "a", like={"params": {"h.0.weights": torch.ones(3)}})
+    words = r"`like` has no leaf 'params.h.0.weight'.*It was saved with one"
+    with pytest.raises(CheckpointError, match=words):
+        zerofn.load(tmp_path / "a", like={"params": {}})
+
+
+def test_kinds_that_cannot_be_cast(tmp_path):
+    zerofn.save(tmp_path / "a", {"x": torch.ones(3)})
+    with pytest.raises(CheckpointError, match="'x' is torch.float32 there, which cannot become"):
+        zerofn.load(tmp_path / "a", like={"x": torch.ones(3, dtype=torch.int64)})
+
+
+@pytest.mark.parametrize(
+    "state, words",
+    [
+        ({"a": {"b": "text"}}, r"leaf 'a.b' is a str"),
+        ({"a": torch.ones(2, dtype=torch.complex128)}, r"leaf 'a' has dtype torch.complex128.*view_as_real"),
+        ({"a": torch.eye(3).to_sparse()}, r"leaf 'a' is a torch.sparse_coo tensor"),
+        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, r"two leaves are called 'a.b'"),
+        ({"a": torch.ones(2, device="meta")}, r"'a' is on the meta device"),
+    ],
+)
+def test_states_that_cannot_be_saved(tmp_path, state, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        zerofn.save(tmp_path / "a", state)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_checkpoint_is_not_overwritten(tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.tex").write_text("x")
+    with pytest.raises(CheckpointError, match="is there and is no checkpoint"):
+        zerofn.save(tmp_path / "thesis", mixed_state())
+    assert (tmp_path / "thesis" / "chapter1.tex").read_text() == "x"
+
+
+# --- ranks that do not do the same ---------------------------------------------------------------
+
+
+def errors_of_save(folder: Path, case: str) -> str:
+    rank = dist.get_rank()
+    state = {"params": {"w": torch.ones(5000)}, "extra": {"mean": torch.ones(3)}}
+    if case == "replicated":
+        state["extra"]["mean"][1] = rank
+    if case == "stage 0":
+        state = zerofn.shard(state, stage=0)
+        state["params"].pieces[0][7] = rank
+    if case == "structure" and rank:
+        state["extra"]["more"] = torch.ones(3)
+    if case == "bad leaf" and rank:
+        state["extra"]["mean"] = "text"
+    path = folder / (f"path{rank}" if case == "path" else "a")
+    try:
+        zerofn.save(path, state)
+    except (ValueError, TypeError, CheckpointError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "case, words",
+    [
+        ("replicated", "replicated leaf 'extra.mean' differs between rank"),
+        ("stage 0", "replicated leaf 'params.w' differs between rank"),
+        ("structure", "ranks must save the same state"),
+        ("path", "ranks must save the same state to the same path"),
+        ("bad leaf", "leaf 'extra.mean' is a str"),
+    ],
+)
+def test_ranks_that_differ(ranks, tmp_path, case, words):
+    for message in ranks(2, errors_of_save, tmp_path, case):
+        assert words in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def errors_of_load(folder: Path) -> list[str]:
+    errors = []
+    like = zerofn.shard(train_state(1), stage=3)
+    for path, state in (
+        (f"{folder}/{dist.get_rank()}", like),
+        (folder / "good", [3, 4][: dist.get_rank() + 1]),
+    ):
+        try:
+            zerofn.load(path, like=state)
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_ranks_that_load_different_things(ranks, tmp_path):
+    for errors in ranks(2, errors_of_load, tmp_path):
+        assert len(errors) == 2
+        assert all("ranks must load the same path into the same layout" in e for e in errors)

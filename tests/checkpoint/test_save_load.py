@@ -1,0 +1,172 @@
+"""What was saved is what is loaded, bit for bit, however either is laid out."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_states import differences, mixed_state, train_state
+
+import zerofn
+from zerofn import tree
+
+STAGES = (0, 1, 3)
+
+
+def save_at(folder: Path, stages) -> None:
+    for stage in stages:
+        zerofn.save(folder / f"{dist.get_world_size()}-{stage}", zerofn.shard(train_state(7), stage=stage))
+
+
+def load_at(folder: Path, names, stage: int, unit=None) -> list[list[str]]:
+    like = zerofn.shard(train_state(1), stage=stage, unit=unit)
+    before = tree.tree_map(torch.clone, like)
+    found = []
+    for name in names:
+        loaded = zerofn.load(folder / name, like=like)
+        found.append(differences(zerofn.unshard(loaded), train_state(7)))
+        found[-1] += differences(zerofn.gather(loaded.params), train_state(7).params)
+        assert (loaded.params.full is None) == (like.params.full is None)
+    assert differences(before, like) == []
+    return found
+
+
+def one_unit(name: str) -> str:
+    return "all"
+
+
+def test_every_world_size_and_stage(ranks, tmp_path):
+    names = [f"{n}-{stage}" for n in (1, 2, 3) for stage in STAGES]
+    for n in (1, 2, 3):
+        ranks(n, save_at, tmp_path, STAGES)
+    for n, stage in ((1, 3), (2, 0), (2, 1), (3, 3), (3, 2)):
+        for found in ranks(n, load_at, tmp_path, names, stage):
+            assert found == [[]] * len(names)
+    assert ranks(2, load_at, tmp_path, names[-1:], 3, one_unit) == [[[]], [[]]]
+    for name in names:  # and without ranks, into a plain state
+        loaded = zerofn.load(tmp_path / name, like=train_state(1))
+        assert differences(loaded, train_state(7)) == []
+
+
+def test_plain_state_into_shards(ranks, tmp_path):
+    zerofn.save(tmp_path / "plain", train_state(7))
+    assert ranks(3, load_at, tmp_path, ["plain"], 3) == [[[]]] * 3
+
+
+def save_stage_0_and_3(folder: Path) -> None:
+    save_at(folder, (0, 3))
+
+
+def test_nothing_is_written_twice(ranks, tmp_path):
+    ranks(3, save_stage_0_and_3, tmp_path)
+    sizes = {
+        name: [p.stat().st_size for p in sorted((tmp_path / name).glob("rank-*"))] for name in ("3-0", "3-3")
+    }
+    state_bytes = sum(x.numel() * x.element_size() for x in tree.leaves(train_state()))
+    for each in sizes.values():
+        assert len(each) == 3
+        assert sum(each) < 1.1 * state_bytes + 3 * 50_000
+    assert sizes["3-0"][1] == pytest.approx(sizes["3-3"][1], rel=0.01)
+
+
+def test_containers_and_leaves_of_every_kind(tmp_path):
+    zerofn.save(tmp_path / "a", mixed_state(7))
+    like = mixed_state(1)
+    like["numbers"] = [0, 0.0, False, None]
+    loaded = zerofn.load(tmp_path / "a", like=like)
+    assert differences(loaded, mixed_state(7)) == []
+    assert type(loaded["pair"]).__name__ == "Moving" and type(loaded["td"]).__name__ == "TensorDict"
+    assert like["numbers"] == [0, 0.0, False, None]
+
+
+def test_a_bare_tree_of_shards(tmp_path):
+    params = zerofn.shard(train_state(7)).params
+    zerofn.save(tmp_path / "a", params)
+    loaded = zerofn.load(tmp_path / "a", like=train_state(1).params)
+    assert differences(loaded, train_state(7).params) == []
+
+
+def test_the_manifest_says_where_everything_is(tmp_path):
+    state = train_state(7)
+    zerofn.save(tmp_path / "a", zerofn.shard(state.replace(step=torch.tensor(12))))
+    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
+    assert manifest["step"] == 12 and manifest["world_size"] == 1 and manifest["version"] == 1
+    paths = [t["path"] for t in manifest["trees"]]
+    assert {"params", "opt_state.mu", "opt_state.nu", "extra.extra.average"} <= set(paths)
+    params = manifest["trees"][paths.index("params")]
+    leaf = next(x for x in params["leaves"] if x["name"] == "params.h.1.w")
+    assert leaf["shape"] == [301, 300]
+
+    # The library reads the files, and the numbers lie where the manifest says.
+    from safetensors import safe_open
+
+    unit = params["units"][leaf["unit"]]
+    with safe_open(tmp_path / "a" / params["files"][0], framework="pt") as file:
+        flat = file.get_slice(unit["tensor"])[leaf["offset"] : leaf["offset"] + 301 * 300]
+    assert torch.equal(flat.view(301, 300), state.params["h.1.w"])
+
+
+# --- precision ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("saved, loaded", [("fp32", "fp16"), ("fp16", "fp32"), ("bf16", "fp16")])
+def test_precisions(tmp_path, saved, loaded):
+    state = zerofn.shard(train_state(7), precision=saved)
+    zerofn.save(tmp_path / "a", state)
+    like = zerofn.shard(train_state(1), precision=loaded)
+    result = zerofn.load(tmp_path / "a", like=like)
+    assert differences(zerofn.unshard(result.params), train_state(7).params) == []
+    assert differences(zerofn.unshard(result.opt_state), train_state(7).opt_state) == []
+    assert (result.loss_scale is None) == (loaded != "fp16")
+
+
+def test_a_loss_scale_that_was_saved_is_loaded(tmp_path):
+    state = zerofn.shard(train_state(7), precision="fp16")
+    zerofn.save(tmp_path / "a", state.replace(loss_scale=zerofn.DynamicLossScale(loss_scale=8.0)))
+    assert zerofn.load(tmp_path / "a", like=state).loss_scale.loss_scale == 8.0
+
+
+def test_another_master_dtype_is_cast_and_said_once(tmp_path, caplog):
+    zerofn.save(tmp_path / "a", zerofn.shard(train_state(7)))
+    half = tree.tree_map(lambda x: x.bfloat16() if x.is_floating_point() else x, train_state(1))
+    with caplog.at_level(logging.INFO, logger="zerofn"):
+        loaded = zerofn.load(tmp_path / "a", like=zerofn.shard(half))
+    expected = tree.tree_map(lambda x: x.bfloat16() if x.is_floating_point() else x, train_state(7))
+    assert differences(zerofn.unshard(loaded), expected) == []
+    (line,) = [r.getMessage() for r in caplog.records if "cast" in r.getMessage()]
+    assert "float32 -> bfloat16" in line
+
+
+# --- what `like` is ----------------------------------------------------------------------------
+
+
+def test_a_state_whose_memory_was_given_away_will_do(tmp_path):
+    state = zerofn.shard(train_state(7))
+    zerofn.save(tmp_path / "a", state)
+    state.params.donate("gone")
+    loaded = zerofn.load(tmp_path / "a", like=state)
+    assert differences(zerofn.unshard(loaded), train_state(7)) == []
+
+
+def test_shapes_alone_will_do(tmp_path):
+    zerofn.save(tmp_path / "a", train_state(7))
+    like = tree.tree_map(lambda x: x.to("meta"), train_state(1))
+    assert differences(zerofn.load(tmp_path / "a", like=like), train_state(7)) == []
+
+
+def save_two_ways(folder: Path) -> bool:
+    """A mesh of two axes: pieces that several ranks hold are written by one."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
+    state = zerofn.shard(train_state(7), mesh=mesh)
+    zerofn.save(folder / "a", state)
+    loaded = zerofn.load(folder / "a", like=zerofn.shard(train_state(1), mesh=mesh))
+    return differences(zerofn.unshard(loaded), train_state(7)) == []
+
+
+def test_replicas_are_written_once(ranks, tmp_path):
+    assert ranks(4, save_two_ways, tmp_path) == [True] * 4
+    assert len(list((tmp_path / "a").glob("rank-*"))) == 2

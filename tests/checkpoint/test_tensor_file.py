@@ -1,0 +1,122 @@
+"""The stream writer and interval reader of safetensors files, against the safetensors library."""
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from zerofn.checkpoint import tensor_file
+from zerofn.checkpoint.tensor_file import DTYPES, CheckpointError, Entry, TensorFile, write_file
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    out = {f"a {code}": torch.randn(3, 5, generator=generator).to(t) for code, t in DTYPES.items()}
+    out |= {
+        "scalar": torch.tensor(3, dtype=torch.int16),
+        "empty": torch.empty(0, 4),
+        "conj": out["a C64"].conj(),
+    }
+    return out | {"long": torch.arange(50_000, dtype=torch.float64), "transposed": torch.randn(4, 3).T}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(tensor_file, "BLOCK", 4096)
+    monkeypatch.setattr(tensor_file, "SYNC_EVERY", 8)
+
+
+def write(path, values, **options):
+    return write_file(path, [Entry.of(name, x) for name, x in values.items()], **options)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_the_library_reads_what_is_written(tmp_path, small_blocks, checks):
+    values = tensors()
+    written = write(tmp_path / "a", values, checks=checks)
+    assert (tmp_path / "a").stat().st_size == written.nbytes
+    loaded = load_file(tmp_path / "a")
+    assert set(loaded) == set(values)
+    for name, x in values.items():
+        assert loaded[name].dtype == x.dtype and loaded[name].shape == x.shape
+        assert torch.equal(
+            loaded[name].view(-1).view(torch.uint8), x.resolve_conj().reshape(-1).view(torch.uint8)
+        )
+    with safe_open(tmp_path / "a", framework="pt") as file:
+        assert file.metadata()["format"] == "pt"
+
+
+@pytest.mark.parametrize(
+    "a, b", [(0, 50_000), (0, 1), (511, 513), (512, 1024), (1000, 40_001), (49_999, 50_000)]
+)
+def test_intervals(tmp_path, small_blocks, a, b):
+    values = tensors()
+    written = write(tmp_path / "ours", values)
+    save_file({"long": values["long"]}, tmp_path / "theirs")
+    for file in (TensorFile(tmp_path / "ours", written), TensorFile(tmp_path / "theirs")):
+        into = torch.zeros(b - a, dtype=torch.float32)
+        file.read("long", a, into)
+        file.close()
+        assert torch.equal(into, values["long"][a:b].float())
+
+
+def test_a_read_touches_only_its_blocks(tmp_path, small_blocks, monkeypatch):
+    write(tmp_path / "a", tensors())
+    file = TensorFile(tmp_path / "a")
+    loaded, load = [], TensorFile._load
+    monkeypatch.setattr(TensorFile, "_load", lambda self, n, k: loaded.append(k) or load(self, n, k))
+    file.read("long", 512 * 3 + 5, torch.zeros(512, dtype=torch.float64))
+    file.close()
+    assert loaded == [3, 4]
+
+
+def damage(path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_damage_is_seen(tmp_path, small_blocks):
+    path = tmp_path / "a"
+    written = write(path, {"x": torch.zeros(3000)})
+    damage(path, written.nbytes - 1)
+    file = TensorFile(path, written)
+    file.read("x", 0, torch.zeros(1024))
+    with pytest.raises(CheckpointError, match=r"a is damaged: the bytes of 'x' from 8,192 on"):
+        file.read("x", 0, torch.zeros(3000))
+    file.close()
+
+
+@pytest.mark.parametrize("size", [0, 5, 30, 500])
+@pytest.mark.parametrize("known", [True, False])
+def test_truncation_is_seen(tmp_path, size, known):
+    path = tmp_path / "a"
+    written = write(path, {"x": torch.zeros(3000)})
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(CheckpointError, match="truncated"):
+        TensorFile(path, written if known else None)
+
+
+def test_a_file_of_another_save_is_seen(tmp_path):
+    written = write(tmp_path / "a", {"x": torch.zeros(3000)})
+    write(tmp_path / "a", {"x": torch.ones(3000)})
+    with pytest.raises(CheckpointError, match="another save"):
+        TensorFile(tmp_path / "a", written)
+
+
+WRONG_SIZE = b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}'
+
+
+@pytest.mark.parametrize("header", [b"not JSON", b'{"x": 3}', WRONG_SIZE])
+def test_what_is_no_safetensors_file(tmp_path, header):
+    path = tmp_path / "a"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"0000")
+    with pytest.raises(CheckpointError, match="no (valid )?safetensors file"):
+        TensorFile(path)
+
+
+def test_a_dtype_that_is_not_known(tmp_path):
+    header = b'{"x": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}'
+    (tmp_path / "a").write_bytes(len(header).to_bytes(8, "little") + header + b"0")
+    with pytest.raises(CheckpointError, match="'x' has dtype F4"):
+        TensorFile(tmp_path / "a")

@@ -1,0 +1,139 @@
+"""A state as what a checkpoint knows of it: named parts, and the named leaves in them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..loss_scale import NoLossScale, StaticLossScale
+from ..partition import as_tensor
+from ..sharding import Sharded, is_sharded
+from ..tree import PyTreeSpec
+from .tensor_file import CODES
+
+
+@dataclass(frozen=True)
+class Part:
+    """A `Sharded` or a replicated leaf of a state. `optional`: of a loss scale, which not every state has."""
+
+    name: str
+    value: Any
+    optional: bool = False
+
+    @property
+    def tensor(self) -> Tensor:
+        """A replicated leaf as a tensor; numbers as 0-d ones."""
+        return self.value.detach() if isinstance(self.value, Tensor) else as_tensor(self.value)
+
+
+@dataclass(frozen=True)
+class LeafInfo:
+    """A logical leaf; `unit` and `offset` say where it lies in a `Sharded`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    unit: int = -1
+    offset: int = 0
+    optional: bool = False
+
+
+def take_apart(state: Any, what: str) -> tuple[list[Part], PyTreeSpec]:
+    """The parts of a state in tree order, and the treedef that puts parts together again.
+
+    Raises `TypeError` for a leaf that no checkpoint can hold, `ValueError` where two leaves have one name.
+    """
+    nodes, treedef = tree.flatten(state, is_leaf=is_sharded)
+    names = tree.field_names(treedef)
+    scales = _loss_scales(state)
+    parts = [Part(n, x, n.startswith(scales)) for n, x in zip(names, nodes, strict=True)]
+    seen: set[str] = set()
+    for part in parts:
+        _check_value(part, what)
+        for leaf in leaves_of(part):
+            if leaf.name in seen:
+                raise ValueError(f"{what}: two leaves are called {leaf.name!r}; rename one, so that names "
+                                 "tell them apart.")
+            seen.add(leaf.name)
+            _check_dtype(leaf, what)
+    return parts, treedef
+
+
+def leaves_of(part: Part) -> list[LeafInfo]:
+    """The logical leaves of a part."""
+    if not is_sharded(part.value):
+        dtype = part.value.dtype if isinstance(part.value, Tensor) else as_tensor(part.value).dtype
+        return [LeafInfo(part.name, tuple(getattr(part.value, "shape", ())), dtype, optional=part.optional)]
+    layout = part.value.layout
+    names, dtypes = tree.field_names(layout.treedef), dtypes_of(part.value)
+    return [LeafInfo(join(part.name, names[leaf.index]), leaf.shape, dtypes[i], i, leaf.offset, part.optional)
+            for i, unit in enumerate(layout.units) for leaf in unit.leaves]
+
+
+def dtypes_of(sharded: Sharded) -> list[torch.dtype]:
+    """The dtype of each piece; the layout's where the pieces were given away."""
+    if sharded._lost is not None:
+        return [u.dtype for u in sharded.layout.units]
+    return [p.dtype for p in sharded.pieces]
+
+
+def join(prefix: str, name: str) -> str:
+    """Two parts of a dotted name.
+
+    >>> join("params", "w"), join("", "w"), join("w", "")
+    ('params.w', 'w', 'w')
+    """
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def describe(parts: Iterable[Part]) -> list[str]:
+    """What ranks must agree about before they save or load, a line each."""
+    lines = []
+    for part in parts:
+        if is_sharded(part.value):
+            spec = part.value.spec
+            lines.append(f"{part.name}: stage {spec.stage}, {spec.axis.size} ranks, "
+                         f"{[(u.name, u.size) for u in spec.layout.units]}")
+        lines += [f"{leaf.name} {list(leaf.shape)} {leaf.dtype}" for leaf in leaves_of(part)]
+    return lines
+
+
+def missing_leaf(name: str, where: str, names: Mapping[str, Any], count: int) -> str:
+    """The sentence about a name that was not found among `names`, nearest name offered."""
+    near = difflib.get_close_matches(name, names, 1, 0.6)
+    more = f" (and {count - 1} more)" if count > 1 else ""
+    return f"{where} has no leaf {name!r}{more}{f'; the nearest is {near[0]!r}' if near else ''}."
+
+
+def _loss_scales(state: Any) -> tuple[str, ...]:
+    """The prefixes of the names of loss scales' leaves."""
+    def stop(x: Any) -> bool:
+        return is_sharded(x) or isinstance(x, StaticLossScale | NoLossScale)
+
+    nodes, treedef = tree.flatten(state, is_leaf=stop)
+    return tuple(f"{n}." if n else "" for n, x in zip(tree.field_names(treedef), nodes, strict=True)
+                 if isinstance(x, StaticLossScale | NoLossScale))
+
+
+def _check_value(part: Part, what: str) -> None:
+    x = part.value
+    if isinstance(x, Sharded) or type(x) in (bool, int, float):
+        return
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{what}: leaf {part.name!r} is a {type(x).__name__}; a checkpoint holds tensors, "
+                        "ints, floats, bools and None. Keep other things outside the state.")
+    if x.layout is not torch.strided:
+        raise TypeError(f"{what}: leaf {part.name!r} is a {x.layout} tensor, which safetensors cannot hold; "
+                        "store the dense tensors it is made of.")
+
+
+def _check_dtype(leaf: LeafInfo, what: str) -> None:
+    if leaf.dtype not in CODES:
+        raise TypeError(f"{what}: leaf {leaf.name!r} has dtype {leaf.dtype}, which safetensors cannot hold; "
+                        "store it as another one (torch.view_as_real for complex128).")

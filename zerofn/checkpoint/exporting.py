@@ -1,0 +1,145 @@
+"""`export`: a checkpoint's parameters as the plain safetensors files that other libraries read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .contents import LeafInfo, missing_leaf
+from .folder import flush
+from .stored import Checkpoint
+from .tensor_file import CheckpointError, Entry, write_file
+
+WHAT = "zerofn.export"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+
+def export(path: str | os.PathLike[str], out: str | os.PathLike[str], *, part: str | None = None,
+           dtype: torch.dtype | None = None, max_shard_size: int | str | None = None,
+           rename: Callable[[str], str | None] | None = None) -> list[Path]:
+    """Write the full parameters of a checkpoint under their logical names; returns the files.
+
+    `out`: a file that ends in .safetensors, or a folder that gets `model.safetensors`; with
+    `max_shard_size` (bytes, or a string such as "5GB") as many files as that takes, with the index that
+    Hugging Face's libraries read. `part`: the key path whose leaves are written, with names from there on;
+    "params" by default where there is one. `dtype`: of floating-point leaves, as stored by default.
+    `rename`: name -> name in the file, None to leave a leaf out. One MiB is in memory at a time. Call it in
+    one process; no other rank is needed.
+
+    Raises `CheckpointError` for a checkpoint that cannot be read, `ValueError` for a part or size that is
+    none.
+    """
+    checkpoint, target = Checkpoint(Path(path).resolve()), Path(out)
+    try:
+        entries = _entries(checkpoint, _part(checkpoint, part), dtype, rename)
+        if target.suffix == ".safetensors":
+            if max_shard_size is not None:
+                raise ValueError(f"{WHAT}: several files need a folder, but out is {target}; give a folder, "
+                                 "or no max_shard_size.")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            return [_write(target, entries)]
+        target.mkdir(parents=True, exist_ok=True)
+        return _write_folder(target, _split(entries, _bytes(max_shard_size)))
+    finally:
+        checkpoint.close()
+
+
+def _part(checkpoint: Checkpoint, part: str | None) -> dict[str, LeafInfo]:
+    """The leaves to be written, by their names there."""
+    chosen = "params." if part is None else part + "." if part else ""
+    found = {n.removeprefix(chosen): leaf for n, leaf in checkpoint.leaves.items() if n.startswith(chosen)}
+    if part is None and not found:
+        return dict(checkpoint.leaves)
+    if not found:
+        raise ValueError(f"{WHAT}: {missing_leaf(part or '', str(checkpoint.folder), checkpoint.leaves, 1)} "
+                         f"Its parts are {sorted({n.split('.')[0] for n in checkpoint.leaves})}.")
+    return found
+
+
+def _entries(checkpoint: Checkpoint, leaves: dict[str, LeafInfo], dtype: torch.dtype | None,
+             rename: Callable[[str], str | None] | None) -> list[Entry]:
+    def read(saved: str, kind: torch.dtype, a: int, b: int) -> Tensor:
+        flat = torch.empty(b - a, dtype=kind)
+        checkpoint.read(saved, a, flat)
+        return flat
+
+    out: dict[str, Entry] = {}
+    for name, leaf in leaves.items():
+        new = name if rename is None else rename(name)
+        if new is None:
+            continue
+        if new in out:
+            raise ValueError(f"{WHAT}: rename gives two leaves the name {new!r}; names must tell leaves "
+                             "apart.")
+        kind = dtype if dtype is not None and leaf.dtype.is_floating_point else leaf.dtype
+        out[new] = Entry(new, kind, leaf.shape, partial(read, leaf.name, kind))
+    return list(out.values())
+
+
+def _split(entries: list[Entry], limit: int | None) -> list[list[Entry]]:
+    """Entries in order, in groups of at most `limit` bytes; a larger one is alone."""
+    groups: list[list[Entry]] = [[]]
+    size = 0
+    for e in entries:
+        if groups[-1] and limit is not None and size + e.nbytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(e)
+        size += e.nbytes
+    return groups
+
+
+def _write_folder(folder: Path, groups: list[list[Entry]]) -> list[Path]:
+    if len(groups) == 1:
+        files = [_write(folder / SINGLE, groups[0])]
+        (folder / INDEX).unlink(missing_ok=True)  # of an earlier export
+        return files
+    names = [f"model-{k + 1:05d}-of-{len(groups):05d}.safetensors" for k in range(len(groups))]
+    files = [_write(folder / n, g) for n, g in zip(names, groups, strict=True)]
+    index = {"metadata": {"total_size": sum(e.nbytes for g in groups for e in g)},
+             "weight_map": {e.name: n for n, g in zip(names, groups, strict=True) for e in g}}
+    fresh = folder / f"{INDEX}.{os.getpid()}"
+    fresh.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    os.replace(fresh, folder / INDEX)
+    (folder / SINGLE).unlink(missing_ok=True)  # readers would prefer it
+    flush(folder)
+    return files
+
+
+def _write(target: Path, entries: list[Entry]) -> Path:
+    """The file appears under its name when it is complete."""
+    fresh = target.with_name(f"{target.name}.{os.getpid()}")
+    try:
+        write_file(fresh, entries, checks=False)
+        os.replace(fresh, target)
+    except OSError as error:
+        raise CheckpointError(f"{WHAT}: {target} could not be written: {error.strerror}.") from error
+    finally:
+        fresh.unlink(missing_ok=True)
+    flush(target.parent)
+    return target
+
+
+def _bytes(size: int | str | None) -> int | None:
+    """
+    >>> _bytes("5GB"), _bytes("1.5 KiB"), _bytes(7)
+    (5000000000, 1536, 7)
+    """
+    if isinstance(size, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+        if found is None or found[2].upper() not in _UNITS:
+            raise ValueError(f"{WHAT}: max_shard_size={size!r} is no size; write bytes, or such as '5GB' or "
+                             "'500MiB'.")
+        size = int(float(found[1]) * _UNITS[found[2].upper()])
+    if size is not None and size <= 0:
+        raise ValueError(f"{WHAT}: max_shard_size={size!r} must be positive.")
+    return size

@@ -1,0 +1,112 @@
+"""Fresh buffers laid out as a state is, filled from a source: every rank reads its own intervals only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..sharding import Sharded, is_sharded
+from ..storage import allocate, settle
+from .contents import LeafInfo, Part, dtypes_of, join, leaves_of
+from .stored import Source
+from .tensor_file import CheckpointError
+from .together import log
+
+
+@dataclass
+class Filling:
+    """The parts of a state, to be filled anew. Leaves a source lacks (`absent`) keep their values."""
+
+    parts: Sequence[Part]
+    absent: frozenset[str] = frozenset()
+
+    def fill(self, source: Source, where: str) -> list[Any]:
+        """New values of all parts, in order; replicas are not equal yet. `where` names the source in errors.
+
+        Raises `CheckpointError` where a shape differs or a dtype cannot be cast; nothing is allocated before.
+        """
+        _check(list(self._wanted()), source.leaves, where)
+        return [self._sharded(p, source) if is_sharded(p.value) else self._leaf(p, source)
+                for p in self.parts]
+
+    def _wanted(self) -> Iterator[LeafInfo]:
+        for part in self.parts:
+            yield from (leaf for leaf in leaves_of(part) if leaf.name not in self.absent)
+
+    def _sharded(self, part: Part, source: Source) -> Sharded:
+        like: Sharded = part.value
+        fresh = _allocate_like(part)
+        spec = like.spec
+        names = [join(part.name, name) for name in tree.field_names(spec.layout.treedef)]
+        for i, unit in enumerate(spec.layout.units):
+            start, stop = spec.layout.cut(unit, spec.axis.rank)  # the rest comes from other ranks
+            shift = start - spec.bounds(unit)[0]
+            for leaf, a, b in unit.intervals(start, stop):
+                name = names[leaf.index]
+                into = fresh.pieces[i][shift + a : shift + b]
+                if name in self.absent:
+                    into.copy_(like.pieces[i][shift + a : shift + b])
+                else:
+                    source.read(name, start + a - leaf.offset, into)
+        return fresh
+
+    def _leaf(self, part: Part, source: Source) -> Any:
+        x = part.value
+        if part.name in self.absent:
+            return x.detach().clone() if isinstance(x, Tensor) else x
+        if isinstance(x, Tensor):
+            device = torch.device("cpu") if x.is_meta else x.device
+            fresh = torch.empty(x.shape, dtype=x.dtype, device=device)
+            source.read(part.name, 0, fresh.view(-1))
+            return fresh
+        fresh = torch.empty(1, dtype=part.tensor.dtype)
+        source.read(part.name, 0, fresh)
+        return fresh.item()
+
+
+def settle_all(values: Sequence[Any]) -> None:
+    """Fill replicas and gathered copies from other ranks. All ranks call it."""
+    for x in values:
+        if is_sharded(x):
+            settle(x)
+
+
+def _allocate_like(part: Part) -> Sharded:
+    like: Sharded = part.value
+    spec = like.spec
+    if like._lost is None:
+        devices = {p.device for p in like.pieces}
+        device = devices.pop() if devices else torch.device("cpu")
+    else:  # it was given away; where it was is not known any more
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    is_params = part.name.rpartition(".")[2] == "params"
+    cached = like.full is not None or (is_params and spec.stage in (1, 2) and spec.axis.size > 1)
+    return allocate(spec, torch.device("cpu") if device.type == "meta" else device, cached, dtypes_of(like))
+
+
+def _check(wanted: list[LeafInfo], leaves: Mapping[str, LeafInfo], where: str) -> None:
+    """Shapes and dtypes; one log line if any leaf is cast."""
+    cast = []
+    for leaf in wanted:
+        saved = leaves[leaf.name]
+        if saved.shape != leaf.shape:
+            raise CheckpointError(f"{where}: {leaf.name!r} has shape {saved.shape} there and {leaf.shape} "
+                                  "in `like`; build `like` with the configuration of the model that was "
+                                  "saved.")
+        if saved.dtype != leaf.dtype:
+            if not torch.can_cast(saved.dtype, leaf.dtype):
+                raise CheckpointError(f"{where}: {leaf.name!r} is {saved.dtype} there, which cannot become "
+                                      f"the {leaf.dtype} it is in `like`; give `like` that dtype.")
+            cast.append(f"{leaf.name} {_short(saved.dtype)} -> {_short(leaf.dtype)}")
+    if cast:
+        shown = ", ".join([*cast[:2], *["..."][: len(cast) - 2]])
+        log.info("%s: %d of %d leaves are cast to like's dtypes (%s).", where, len(cast), len(wanted), shown)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,112 @@
+"""`load_safetensors`: weights in plain safetensors files, straight into shards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import tree
+from .contents import Part, leaves_of, missing_leaf, take_apart
+from .filling import Filling, settle_all
+from .loading import agree_on
+from .stored import Weights
+from .tensor_file import CheckpointError
+from .together import log, together
+
+WHAT = "zerofn.load_safetensors"
+
+
+def load_safetensors(path: str | os.PathLike[str], like: Any, *, strict: bool = True,
+                     rename: Callable[[str], str | None] | None = None) -> Any:
+    """Pretrained weights, laid out as the parameters `like` are (`Sharded`, or a plain tree), in their
+    dtypes.
+
+    `path`: a .safetensors file, or a folder with `model.safetensors` or `model.safetensors.index.json`.
+    Every rank must call it; each reads only the intervals it needs, so no rank ever holds the whole.
+    `rename` gives the leaf's name for a name in the file, None to leave a tensor out (a tied weight stored
+    twice, say). With `strict=False` leaves that the files lack keep `like`'s values, and what only the
+    files have is left out; one log line says which. `like` is not changed.
+
+    >>> params = load_safetensors("bert/", like=state.params,
+    ...                           rename=lambda name: name.removeprefix("bert."))  # doctest: +SKIP
+
+    Raises on every rank: `CheckpointError` for files that are missing, damaged or pickled, a leaf without a
+    tensor or (with `strict`) a tensor without a leaf, and shapes that differ.
+    """
+    parts, treedef = together(WHAT, lambda: take_apart(like, WHAT))
+    agree_on(WHAT, path, parts)
+    values = together(WHAT, lambda: _read(Path(path), parts, strict, rename))
+    with torch.no_grad():
+        settle_all(values)
+    return tree.unflatten(treedef, values)
+
+
+def _read(path: Path, parts: list[Part], strict: bool, rename: Callable[[str], str | None] | None
+          ) -> list[Any]:
+    weights = Weights(path, rename)
+    try:
+        absent = _match(weights, parts, path, strict)
+        with torch.no_grad():
+            return Filling(parts, absent).fill(weights, str(path))
+    finally:
+        weights.close()
+
+
+def _match(weights: Weights, parts: list[Part], path: Path, strict: bool) -> frozenset[str]:
+    """The leaves that keep their values. Raises where names do not agree and `strict` forbids it."""
+    wanted = {leaf.name: None for part in parts for leaf in leaves_of(part)}
+    missing = [n for n in wanted if n not in weights.leaves]
+    unexpected = [n for n in weights.leaves if n not in wanted]
+    if len(missing) == len(wanted) or (strict and (missing or unexpected)):
+        raise CheckpointError(_mismatch(wanted, weights.leaves, missing, unexpected, path))
+    if missing or unexpected:
+        shown = [", ".join(names[:3]) for names in (missing, unexpected)]
+        log.info("%s: %d of %d leaves keep their values (%s), %d tensors are left out (%s).", path,
+                 len(missing), len(wanted), shown[0], len(unexpected), shown[1])
+    return frozenset(missing)
+
+
+def _mismatch(wanted: Mapping[str, Any], found: Mapping[str, Any], missing: list[str], unexpected: list[str],
+              path: Path) -> str:
+    hint = _hint(list(wanted), list(found))
+    if missing:
+        fix = hint or ("Build `like` with the configuration of these weights, give rename=, or pass "
+                       "strict=False to keep its values.")
+        return f"{missing_leaf(missing[0], str(path), found, len(missing))} {fix}"
+    fix = hint or ("Leave it out with rename=lambda name: None if name == ... else name (a tied weight "
+                   "that is stored twice, say), or pass strict=False.")
+    return f"{path}: {missing_leaf(unexpected[0], '`like`', wanted, len(unexpected))} {fix}"
+
+
+def _hint(wanted: list[str], found: list[str]) -> str:
+    """What to write where names differ by a prefix alone."""
+    for prefix in _prefixes(found, wanted):
+        bare = {n.removeprefix(prefix) for n in found}
+        if bare >= set(wanted):
+            return (f"All names match after removing the prefix {prefix!r}; write rename=lambda name: "
+                    f"name.removeprefix({prefix!r}){_rest(bare - set(wanted))}.")
+    for prefix in _prefixes(wanted, found):
+        longer = {prefix + n for n in found}
+        if prefix == "params." and longer <= set(wanted):
+            return "`like` is a whole state; pass like=state.params."
+        if longer <= set(wanted) or longer >= set(wanted):
+            return (f"Names match after adding the prefix {prefix!r}; write rename=lambda name: "
+                    f"{prefix!r} + name{_rest(longer ^ set(wanted))}.")
+    return ""
+
+
+def _rest(left: set[str]) -> str:
+    return f", and strict=False for the rest ({min(left)!r}, ...)" if left else ""
+
+
+def _prefixes(longer: list[str], shorter: list[str]) -> list[str]:
+    """What names of `longer` have before the first name of `shorter` that any of them ends with."""
+    for name in shorter:
+        ends = sorted({n[: -len(name)] for n in longer if n.endswith("." + name)}, key=len)
+        if ends:
+            return ends
+    return []

@@ -1,0 +1,172 @@
+"""Sources of named tensors, read by intervals: a checkpoint, and plain safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from .contents import LeafInfo
+from .folder import MANIFEST, find
+from .manifest import Manifest, SavedLeaf, SavedTree, read_manifest
+from .tensor_file import CheckpointError, TensorFile, Written
+
+MAX_OPEN = 256  # files; systems allow 1,024 and more
+
+
+class Source(Protocol):
+    """Named tensors on the disk. `leaves`: by name."""
+
+    leaves: dict[str, LeafInfo]
+
+    def read(self, name: str, start: int, into: Tensor) -> None:
+        """Fill the 1-d `into` with the raveled leaf's elements from `start` on, cast to its dtype."""
+
+    def close(self) -> None:
+        """Close all files."""
+
+
+class _Files:
+    """Open files of one folder."""
+
+    def __init__(self, folder: Path, expected: dict[str, Written] | None, fix: str) -> None:
+        self.folder, self._expected, self._fix = folder, expected, fix
+        self._files: dict[str, TensorFile] = {}
+
+    def __getitem__(self, name: str) -> TensorFile:
+        file = self._files.get(name)
+        if file is None:
+            if len(self._files) % MAX_OPEN == MAX_OPEN - 1:
+                self.close()
+            expected = None if self._expected is None else self._expected[name]
+            file = self._files[name] = TensorFile(self.folder / name, expected, self._fix)
+        return file
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+class Checkpoint:
+    """A checkpoint that `save` made.
+
+    Raises `CheckpointError` where it is not there, not complete, or one of its files is missing or has
+    another size than it was written with.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.folder = find(path)
+        self.manifest: Manifest = read_manifest(self.folder)
+        fix = "Load another checkpoint, or copy this one again."
+        self._files = _Files(self.folder, self.manifest.files, fix)
+        self._where: dict[str, SavedTree | SavedLeaf] = {r.leaf.name: r for r in self.manifest.replicated}
+        self._where |= {leaf.name: t for t in self.manifest.trees for leaf in t.leaves}
+        self.leaves = {leaf.name: leaf for leaf in self.manifest.leaves()}
+        for name, written in self.manifest.files.items():
+            file = self.folder / name
+            if not file.exists():
+                raise CheckpointError(f"{file} is missing: the checkpoint has {len(self.manifest.files)} "
+                                      f"files, and each holds a part of every parameter. {fix}")
+            if file.stat().st_size != written.nbytes:
+                TensorFile(file, written, fix)  # raises, and says what is wrong
+
+    def read(self, name: str, start: int, into: Tensor) -> None:
+        """Fill the 1-d `into` with the raveled leaf's elements from `start` on, cast to its dtype."""
+        place = self._where[name]
+        if isinstance(place, SavedLeaf):
+            self._files[place.file].read(place.tensor, start, into)
+            return
+        leaf = self.leaves[name]
+        unit = place.units[leaf.unit]
+        piece = unit.size // place.num_pieces
+        at, done = leaf.offset + start, 0
+        while done < into.numel():
+            p, first = divmod(at + done, piece)
+            count = min(piece - first, into.numel() - done)
+            self._files[place.files[p]].read(unit.tensor, first, into[done : done + count])
+            done += count
+
+    def close(self) -> None:
+        """Close all files."""
+        self._files.close()
+
+
+class Weights:
+    """Plain safetensors files: one, or a folder with `model.safetensors` or `model.safetensors.index.json`.
+
+    `rename(name in the file) -> name of the leaf`, or None to leave a tensor out.
+    """
+
+    def __init__(self, path: Path, rename: Callable[[str], str | None] | None = None) -> None:
+        folder, names = _weight_files(path)
+        self._files = _Files(folder, None, "Copy or download it again.")
+        self._where: dict[str, tuple[str, str]] = {}
+        self.leaves: dict[str, LeafInfo] = {}
+        for file in names:
+            for tensor in self._files[file].names:
+                name = tensor if rename is None else rename(tensor)
+                if name is None:
+                    continue
+                if name in self._where:
+                    raise ValueError(f"load_safetensors: {self._where[name][1]!r} and {tensor!r} would both "
+                                     f"be {name!r}; let rename return None for one of them.")
+                self._where[name] = (file, tensor)
+                opened = self._files[file]
+                self.leaves[name] = LeafInfo(name, opened.shape(tensor), opened.dtype(tensor))
+
+    def read(self, name: str, start: int, into: Tensor) -> None:
+        """Fill the 1-d `into` with the raveled leaf's elements from `start` on, cast to its dtype."""
+        file, tensor = self._where[name]
+        self._files[file].read(tensor, start, into)
+
+    def close(self) -> None:
+        """Close all files."""
+        self._files.close()
+
+
+def _weight_files(path: Path) -> tuple[Path, list[str]]:
+    """(folder, file names) of the weights at `path`."""
+    if path.is_file():
+        if path.name.endswith(".index.json"):
+            return path.parent, _indexed(path)
+        return path.parent, [path.name]
+    if not path.is_dir():
+        raise CheckpointError(f"load_safetensors: {path} is not there; give a .safetensors file, or a "
+                              "folder with model.safetensors or model.safetensors.index.json.")
+    if (path / "model.safetensors").is_file():
+        return path, ["model.safetensors"]
+    if (path / "model.safetensors.index.json").is_file():
+        return path, _indexed(path / "model.safetensors.index.json")
+    if (path / MANIFEST).is_file():
+        raise CheckpointError(f"load_safetensors: {path} is a ZeroFn checkpoint; read it with "
+                              "zerofn.load(path, like=state), or make plain weights of it with "
+                              "zerofn.export(path, out).")
+    found = sorted(p.name for p in path.glob("*.safetensors"))
+    if len(found) == 1:
+        return path, found
+    raise CheckpointError(f"load_safetensors: {path} has neither model.safetensors nor its index"
+                          + (f", but {found}; give one of these files." if found else _pickled(path)))
+
+
+def _pickled(path: Path) -> str:
+    found = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+    if not found:
+        return " and no .safetensors file; give a path that has one."
+    return (f", but pickled weights, {found[:4]}, which are not read here; convert them once: "
+            "safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors').")
+
+
+def _indexed(index: Path) -> list[str]:
+    try:
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is damaged: it has no 'weight_map' from names to files. "
+                              "Copy or download it again.") from error
+    missing = [f for f in files if not (index.parent / f).is_file()]
+    if missing:
+        raise CheckpointError(f"{index.parent / missing[0]} is missing, though {index.name} names it. Copy "
+                              "or download it again.")
+    return files
