@@ -14,12 +14,12 @@ MAX_FUNCTION_LINES = 60
 # A module may import those before it and, where it is a package, its own; never those after it.
 ORDER = [
     "_torch_compat",
+    "agreement",
     "tree",
     "mesh",
     "layout",
     "ops",
     "transport",
-    "agreement",
     "collectives",
     "precision",
     "sharding",
@@ -38,8 +38,8 @@ ORDER = [
     "skeleton",
     "loop",
     "grad",
-    "state",
     "optim",
+    "state",
     "graph",
     "passes",
     "runtime",

@@ -2,39 +2,50 @@
 
 A new torch release is supported by making this file (and its test) pass.
 """
+# ruff: noqa: F401, I001  (these imports are the point of the file, and stand in groups)
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import torch
-from torch.distributed.distributed_c10d import (
-    _get_default_store as default_store,  # the rendezvous store of the default group
-)
-from torch.distributed.distributed_c10d import (
-    _resolve_process_group as resolve_process_group,  # group name -> ProcessGroup
-)
-from torch.utils._pytree import (
-    register_pytree_node as register_torch_pytree_node,  # torch.func flattens with this one
-)
+
+# Adam's update in one pass over memory.
+from torch import _fused_adam_ as fused_adam_
+from torch import _fused_adamw_ as fused_adamw_
+
+# Process groups and their rendezvous store.
+from torch.distributed.distributed_c10d import _get_default_store as default_store
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+# Fake tensors: shape, dtype and device, no data. What they raise for `.item()` and `nonzero()`.
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentError
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicShapeError
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+# Modes that see every ATen call; trees of an operation's arguments.
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
+from torch.utils._pytree import register_pytree_node as register_torch_pytree_node
+from torch.utils._pytree import tree_leaves, tree_map
+
+# Capture: a function of tensors -> an FX graph of ATen calls; a loop's body is traced inside a trace.
+from torch._higher_order_ops.utils import reenter_make_fx as trace_inner
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing as outside_trace
+from torch.fx.experimental.proxy_tensor import get_proxy_mode as current_trace
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import track_tensor_tree as bind_outputs
 
 # Calls inside do not enter autograd again: collectives below our own autograd.Function.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
-# Initialisation replay: record operations on tensors without data.
-from torch._subclasses.fake_tensor import (  # noqa: E402
-    DataDependentOutputException as DataDependentError,  # .item() on a fake tensor
-    DynamicOutputShapeException as DynamicShapeError,  # nonzero() on a fake tensor
-    FakeTensor as FakeTensor,  # shape, dtype and device; no data
-    FakeTensorMode as FakeTensorMode,
-)
-from torch._ops import OpOverload as OpOverload  # noqa: E402  # one ATen operation
-from torch.utils._pytree import (  # noqa: E402
-    tree_leaves as tree_leaves,  # the arguments of an ATen operation, flat
-    tree_map as tree_map,
-)
-from torch.utils._python_dispatch import (  # noqa: E402
-    TorchDispatchMode as TorchDispatchMode,  # sees every ATen call
-    _disable_current_modes as without_dispatch_modes,  # real execution inside a mode
-)
+
+def resolve_process_group(name: str) -> torch.distributed.ProcessGroup:
+    """Group name -> ProcessGroup."""
+    return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -59,14 +70,6 @@ def join_fake_group(world: int, rank: int = 0) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
 
 
-# Capture: a function of tensors -> an FX graph of ATen calls.
-import contextlib  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
-
-from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # noqa: E402
-from torch.fx.node import has_side_effect as mark_impure  # noqa: E402,F401
-
-
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """Libraries that ask `torch.compiler.is_compiling()` are told so (transformers' mask checks do)."""
@@ -76,11 +79,6 @@ def compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
-
-
-def schema_returns_alias(op: OpOverload) -> bool:
-    """Whether a result is a view of an argument, or the argument itself."""
-    return any(r.alias_info is not None for r in op._schema.returns)
 
 
 def aliased_arguments(op: OpOverload) -> list[int]:
@@ -116,20 +114,6 @@ def schema_text(op: OpOverload) -> str:
     return str(op._schema)
 
 
-# Adam's update in one pass over memory.
-from torch import _fused_adam_ as fused_adam_  # noqa: E402,F401
-from torch import _fused_adamw_ as fused_adamw_  # noqa: E402,F401
-
-
-# A loop as one node: its body is traced by itself, inside a trace.
-from torch._higher_order_ops.utils import reenter_make_fx as trace_inner  # noqa: E402
-from torch.fx.experimental.proxy_tensor import (  # noqa: E402
-    disable_proxy_modes_tracing as outside_trace,  # fake tensors stay, nothing is recorded
-)
-from torch.fx.experimental.proxy_tensor import get_proxy_mode as current_trace  # noqa: E402
-from torch.fx.experimental.proxy_tensor import track_tensor_tree as bind_outputs  # noqa: E402
-
-
-def proxies_of(trace, values):  # noqa: ANN001, ANN201
+def proxies_of(trace: Any, values: Any) -> Any:
     """The nodes a trace knows these tensors by."""
     return tree_map(trace.tracer.unwrap_proxy, values)

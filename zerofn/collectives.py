@@ -39,7 +39,7 @@ class Linear(torch.autograd.Function):
     """`Linear.apply(map, *xs)`: a linear map under every transform of torch."""
 
     @staticmethod
-    def forward(op: LinearMap, *xs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(op: LinearMap, *xs: Tensor) -> tuple[Tensor, ...]:
         """Run the map below autograd."""
         with below_autograd():
             return op(*xs)

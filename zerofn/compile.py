@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from .partition import as_tensor
 from .runtime.executor import Executor
 from .runtime.failure import whole_steps
 from .sharding import is_sharded
+from .storage import lacks_copy, refill
 
 log = logging.getLogger("zerofn")
 
@@ -65,10 +66,11 @@ class Step:
         """Run one step."""
         state_leaves, state_def = tree.flatten(state, is_leaf=is_sharded)
         batch_leaves, batch_def = tree.flatten(batch, is_leaf=is_sharded)
-        tensors = self._tensors(state_leaves)
+        state_leaves = [as_tensor(x) if isinstance(x, int | float) else x for x in state_leaves]
         batch_tensors = [x for x in batch_leaves if isinstance(x, Tensor)]
         key = (state_def, batch_def, tuple(map(_kind, state_leaves)), tuple(map(_kind, batch_leaves)))
         entry = self._entries.get(key)
+        _refill(state_leaves, _params_among(state_def) if entry is None else entry.program.full)
         if entry is None:
             state = tree.unflatten(state_def, state_leaves)
             entry = self._entries[key] = self._capture(state, batch)
@@ -76,23 +78,20 @@ class Step:
             if constant._version != version:
                 raise RuntimeError(f"{self.__name__}: a tensor of shape {tuple(constant.shape)} that the step closes "
                                    "over was changed since capture; pass it in the state or the batch.")
-        copies = self._copies(entry.program, state_leaves)
+        tensors = self._tensors(state_leaves)
+        copies = [t for k in entry.program.full for t in state_leaves[k].full]
         inputs = [*tensors, *copies, *batch_tensors]
         outputs = self._run(entry, inputs, state_leaves)
         return self._result(entry, outputs, tensors, copies, state_leaves)
 
     def _tensors(self, leaves: list[Any]) -> list[Tensor]:
-        """The state's tensors; numbers become 0-d tensors, missing gathered copies are made."""
         out: list[Tensor] = []
-        for k, x in enumerate(leaves):
+        for x in leaves:
             if is_sharded(x):
                 out.extend(x.pieces)
             elif isinstance(x, Tensor):
                 self._given.check(x, self.__name__)
                 out.append(x)
-            elif isinstance(x, int | float):
-                leaves[k] = as_tensor(x)
-                out.append(leaves[k])
         return out
 
     def _capture(self, state: Any, batch: Any) -> _Entry:
@@ -125,7 +124,7 @@ class Step:
     def _report(self, program: Program, constants: list[Tensor], seconds: float, donating: bool) -> None:
         """The one log line: what changed, what was baked in, what it cost."""
         now = program.describe()
-        changed = [f"{k} {self._before[k]} -> {v}" for k, v in now.items() if k in self._before and self._before[k] != v]
+        changed = [f"{k} {self._before[k]} -> {v}" for k, v in now.items() if self._before.get(k, v) != v]
         why = "first call" if not self._before else "; ".join(changed[:3]) or "another structure"
         self._before = now
         kind = "training step, state donated" if donating else (
@@ -134,9 +133,6 @@ class Step:
             if constants else ""
         log.info("%s: captured (%s): %s, %d nodes, %.2f s%s", self.__name__, why, kind, len(program.gm.graph.nodes),
                  seconds, baked)
-
-    def _copies(self, program: Program, leaves: list[Any]) -> list[Tensor]:
-        return [t for k in program.full for t in leaves[k].full]
 
     def _run(self, entry: _Entry, inputs: list[Tensor], leaves: list[Any]) -> list[Any]:
         try:
@@ -190,6 +186,18 @@ class _Given:
         if ref is not None and ref() is x:
             raise RuntimeError(f"This state was given to {name} and its memory belongs to the state it returned; use "
                                "that one, or compile(..., donate=False).")
+
+
+def _params_among(state_def: tree.PyTreeSpec) -> list[int]:
+    """The nodes of a state that are parameters: named so, or the whole of what was given."""
+    return [k for k, name in enumerate(tree.field_names(state_def)) if name.split(".")[-1] in ("", "params")]
+
+
+def _refill(leaves: list[Any], positions: Iterable[int]) -> None:
+    """Gather the copies that an unflatten has dropped, so that the graph always finds what it was captured with."""
+    for k in positions:
+        if is_sharded(leaves[k]) and lacks_copy(leaves[k]):
+            refill(leaves[k])
 
 
 def _kind(x: Any) -> Any:

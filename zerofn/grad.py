@@ -66,8 +66,8 @@ class ValueAndGrad:
         nodes, treedef = tree.flatten(params, is_leaf=is_sharded)
         work = _Work(self, nodes, treedef, _axis_of(nodes))
         if self.num_microbatches == 1:
-            loss, partial = work.microbatch(nodes, args, 0)
-            loss, aux, sums = _detached(loss), loss.aux, work.reduce(partial, 1)
+            only, partial = work.microbatch(nodes, args, 0)
+            loss, aux, sums = _detached(only), only.aux, work.reduce(partial)
         else:
             loss, aux, sums = work.loop(args)
         value, grads = work.finish(loss, sums)
@@ -149,7 +149,7 @@ class _Work:
         parts = 1 if loss.weight is not None else self.num_ranks * self.vg.num_microbatches
         return self.vg.scale.scale(torch.full_like(loss.mean.detach(), 1.0 / parts))
 
-    def reduce(self, flats: list[Tensor], size: int) -> list[Tensor]:
+    def reduce(self, flats: list[Tensor]) -> list[Tensor]:
         """What this rank keeps of the sum over ranks."""
         out, flat = [], iter(flats)
         for x in self.nodes:
@@ -168,20 +168,20 @@ class _Work:
         n, late = self.vg.num_microbatches, self._late()
         leaves, treedef = tree.flatten(args)
         parts = [_cut(x, n) if isinstance(x, Tensor) else x for x in leaves]
-        kept = [x for x in self.nodes]
+        nodes = self.nodes
 
         def body(index: Tensor, mine: list[Tensor]) -> tuple[list[Tensor], list[Tensor], Any]:
             fresh = iter(mine)
             values = tree.unflatten(treedef, [next(fresh) if isinstance(x, Tensor) else x for x in leaves])
-            loss, flats = self.microbatch(kept, values, index)
+            loss, flats = self.microbatch(nodes, values, index)
             pair = _detached(loss)
-            sums = [pair[0]] + ([] if pair[1] is None else [pair[1]]) + (flats if late else self.reduce(flats, n))
+            sums = [pair[0]] + ([] if pair[1] is None else [pair[1]]) + (flats if late else self.reduce(flats))
             aux_leaves, aux_treedef = tree.flatten(loss.aux)
             return sums, aux_leaves, (aux_treedef, pair[1] is not None)
 
         sums, stacked, (aux_treedef, weighted) = loop(body, n, [p for p in parts if isinstance(p, Tensor)])
         head = 2 if weighted else 1
-        grads = self.reduce(sums[head:], n) if late else sums[head:]
+        grads = self.reduce(sums[head:]) if late else sums[head:]
         total = sums[0] if weighted else sums[0] / n
         return (total, sums[1] if weighted else None), tree.unflatten(aux_treedef, stacked), grads
 
@@ -196,7 +196,8 @@ class _Work:
         if weight is not None:
             total = total / weight
             sums = [g / weight.to(g.dtype) for g in sums]
-        found, out = iter(sums), []
+        found = iter(sums)
+        out: list[Any] = []
         for x in self.nodes:
             if not is_sharded(x):
                 out.append(next(found))

@@ -144,5 +144,5 @@ def _node(trace: Any, gm: GraphModule, n: int, sequences: list[Tensor], closed: 
     out = trace.tracer.create_proxy("call_function", run_loop, args, {}, name="run_loop")
     values = bind_outputs([x for x in shapes if isinstance(x, Tensor)], out, constant=None, tracer=trace.tracer)
     fresh = iter(values)
-    results = [next(fresh) if isinstance(x, Tensor) else [x] * n for x in shapes]
+    results: list[Any] = [next(fresh) if isinstance(x, Tensor) else [x] * n for x in shapes]
     return results[:num_sums], results[num_sums:], static

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -64,7 +65,7 @@ class Mesh:
         raise ValueError(f"mesh has no axis {name!r}; its axes are {[a.name for a in self.axes]}.")
 
 
-def _axis_of(mesh: DeviceMesh):
+def _axis_of(mesh: DeviceMesh) -> Callable[[str], Axis]:
     def axis(name: str) -> Axis:
         group = mesh.get_group(name) if mesh.mesh_dim_names else mesh.get_group()
         return Axis(name, dist.get_world_size(group), dist.get_rank(group), group.group_name)

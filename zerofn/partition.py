@@ -97,7 +97,7 @@ def _is_state(x: Any) -> bool:
     if isinstance(x, Mapping):
         return "params" in x
     if hasattr(x, "keys") and hasattr(x, "batch_size"):  # a TensorDict
-        return "params" in x.keys()  # noqa: SIM118
+        return "params" in x.keys()
     return not isinstance(x, type | Tensor) and hasattr(x, "params") and not is_sharded(x)
 
 
@@ -168,7 +168,7 @@ class _Options:
     def place(self, state: Any, values: Iterable[tuple[int, Tensor]], parts: list[_Cut | _Copy],
               treedef: tree.PyTreeSpec) -> Any:
         """Allocate every part, and take the values as they come."""
-        made = [self._allocate(p, state) if isinstance(p, _Cut) else None for p in parts]
+        made: list[Any] = [self._allocate(p, state) if isinstance(p, _Cut) else None for p in parts]
         into: dict[int, Callable[[Tensor], Any]] = {}
         out: list[Any] = list(made)
         for k, part in enumerate(parts):

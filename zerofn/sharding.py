@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import tree
 from .collectives import AllGather, Linear, ReduceScatter, ops
-from .layout import Layout, Leaf, Unit, unravel
+from .layout import Layout, Leaf, Unit, restrict, unravel
 from .mesh import Axis
 from .ops import flat as _flat  # noqa: F401  (defines zerofn::ravel)
 from .precision import Precision
@@ -48,7 +48,7 @@ class Spec:
     @cached_property
     def trainable(self) -> Spec:
         """The spec without frozen units."""
-        return Spec(_without_frozen(self.layout), self.axis, self.stage, self.precision)
+        return Spec(restrict(self.layout, lambda unit, _: unit.trainable), self.axis, self.stage, self.precision)
 
 
 class Sharded:
@@ -79,6 +79,10 @@ class Sharded:
         """Where every leaf lies."""
         return self.spec.layout
 
+    def move(self, pieces: Iterable[Tensor], full: Sequence[Tensor] | None) -> None:
+        """Hold the same values in other buffers, with a gathered copy beside them."""
+        self._pieces, self.full = tuple(pieces), full
+
     def donate(self, why: str) -> None:
         """Give the buffers away; from here on any use raises `why`."""
         self._lost, self._pieces, self.full = why, (), None
@@ -89,22 +93,25 @@ class Sharded:
         if place is not None:
             return Held.of(self, *place)
         layout = self.layout.subset(name)
-        names = {u.name for u in layout.units}
-        kept = [i for i, u in enumerate(self.layout.units) if u.name in names]
+        kept = self._positions(layout)
         full = None if self.full is None else [self.full[i] for i in kept]
         spec = Spec(layout, self.spec.axis, self.spec.stage, self.spec.precision)
         return Sharded(spec, [self.pieces[i] for i in kept], full)
 
+    def _positions(self, part: Layout) -> list[int]:
+        """Where the units of a subset of the layout are."""
+        index = {u.name: i for i, u in enumerate(self.layout.units)}
+        return [index[u.name] for u in part.units]
+
     def replace(self, parts: dict[str, Sharded]) -> Sharded:
         """The same tree with `self[prefix]` replaced for every prefix of `parts`."""
         pieces = list(self.pieces)
-        index = {u.name: i for i, u in enumerate(self.layout.units)}
         for prefix, part in parts.items():
             mine = self[prefix]
             if not isinstance(mine, Sharded) or mine.layout != part.layout:
-                raise ValueError(f"replace: what is given for {prefix!r} is laid out otherwise than params[{prefix!r}].")
-            for unit, piece in zip(part.layout.units, part.pieces, strict=True):
-                pieces[index[unit.name]] = piece
+                raise ValueError(f"replace: what is given for {prefix!r} is not laid out like params[{prefix!r}].")
+            for i, piece in zip(self._positions(mine.layout), part.pieces, strict=True):
+                pieces[i] = piece
         return Sharded(self.spec, pieces)
 
     def __repr__(self) -> str:
@@ -164,21 +171,6 @@ def describe(sharded: Sharded) -> str:
         lines.append(f"  {unit.name:<{width}}  {len(unit.leaves):>3} leaves  {unit.numel:>12,} x {dtype}  "
                      f"here [{a:,}:{b:,}]{'' if unit.trainable else '  frozen'}")
     return "\n".join(lines)
-
-
-def _without_frozen(layout: Layout) -> Layout:
-    """The layout with None where frozen leaves are."""
-    if all(u.trainable for u in layout.units):
-        return layout
-    learns = {leaf.index for u in layout.units if u.trainable for leaf in u.leaves}
-    order = {index: k for k, index in enumerate(sorted(learns))}
-    marks = [i if i in learns else None for i in range(layout.treedef.num_leaves)]
-    units = tuple(
-        Unit(u.name, tuple(Leaf(x.name, x.shape, order[x.index], x.offset, x.dtype) for x in u.leaves), u.size,
-             True, u.dtype)
-        for u in layout.units if u.trainable
-    )
-    return Layout(units, tree.structure(tree.unflatten(layout.treedef, marks)), layout.axis, layout.num_shards)
 
 
 def trainable(sharded: Sharded) -> Sharded:

@@ -32,13 +32,20 @@ def register_node(
     `flatten(x) -> (children, aux)`, `unflatten(aux, children) -> x`; `aux` is compared with `==`.
     """
     optree.register_pytree_node(
-        cls, lambda x: (*flatten(x), None), unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE
+        cls, lambda x: (*_listed(*flatten(x)), None), unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE
     )
     register_torch_pytree_node(
         cls,
-        lambda x: (lambda children, aux: (list(children), aux))(*flatten(x)),
+        lambda x: _listed(*flatten(x)),
         lambda children, aux: unflatten(aux, children),
     )
+
+
+def _listed(children: Iterable[Any], aux: Any) -> tuple[list[Any], Any]:
+    return list(children), aux
+
+
+_register: Any = optree.register_pytree_node  # its stubs know collections alone
 
 
 class _Fields(NamedTuple):
@@ -48,7 +55,7 @@ class _Fields(NamedTuple):
     static: tuple[tuple[str, Any], ...]
 
 
-def register_dataclass(cls: type, static: tuple[str, ...] = ()) -> None:
+def register_dataclass(cls: Any, static: tuple[str, ...] = ()) -> None:
     """Make a dataclass a node of ZeroFn's trees; fields named in `static` are not children."""
     names = tuple(f.name for f in dataclasses.fields(cls) if f.init and f.name not in static)
 
@@ -58,17 +65,17 @@ def register_dataclass(cls: type, static: tuple[str, ...] = ()) -> None:
     def unflatten(fields: _Fields, children: Iterable[Any]) -> Any:
         return cls(**dict(zip(fields.names, children, strict=True)), **dict(fields.static))
 
-    optree.register_pytree_node(
+    _register(
         cls, flatten, unflatten, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE
     )
 
 
-def _register_tensordict(cls: type) -> None:
+def _register_tensordict(cls: Any) -> None:
     def flatten(x: TensorDictBase) -> tuple[list[Any], Any, tuple[str, ...]]:
         keys = tuple(sorted(x.keys()))
         return [x.get(k) for k in keys], (keys, tuple(x.batch_size)), keys
 
-    optree.register_pytree_node(
+    _register(
         cls, flatten, _tensordict, path_entry_type=optree.GetItemEntry, namespace=NAMESPACE
     )
 

@@ -73,7 +73,8 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
 
 
 def _spans(copies: dict[int, list[Tensor]]) -> tuple[dict[int, tuple[int, int]], list[Tensor]]:
-    spans, flat = {}, []
+    spans: dict[int, tuple[int, int]] = {}
+    flat: list[Tensor] = []
     for k, tensors in copies.items():
         spans[k] = (len(flat), len(flat) + len(tensors))
         flat.extend(tensors)

@@ -20,6 +20,8 @@ aten = torch.ops.aten
 _SHAPE_ONLY = {
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
     aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default,
+    # what forward-mode differentiation asks about a tangent
+    aten.is_same_size.default, aten._has_same_storage_numel.default, aten._new_zeros_with_same_feature_meta.default,
 }
 _ELEMENTWISE = {
     aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default, aten.copy_.default,
@@ -92,7 +94,7 @@ def _check_body(node: Node, pieces: set[Node], names: dict[Node, str]) -> set[in
     known = {x: names[o] for x, o in zip(inputs, outer, strict=True) if o in names}
     found = _check_pieces(body, inside, known)
     output = next(iter(reversed(body.graph.nodes)))
-    return {i for i, x in enumerate(output.args[0]) if x in found}  # type: ignore[arg-type]
+    return {i for i, x in enumerate(output.args[0]) if x in found}
 
 
 def _check_use(node: Node, used: list[Node], pieces: set[Node], names: dict[Node, str]) -> None:
@@ -110,7 +112,7 @@ def _check_use(node: Node, used: list[Node], pieces: set[Node], names: dict[Node
 
 
 _PIECES = {torch.ops.zerofn.reduce_scatter.default, torch.ops.zerofn.piece.default}
-_KEEPS = {"wait", "adamw", "sgd", "lion"}
+_KEEPS = {"wait", "adamw", "sgd", "sgd_momentum", "lion", "scale_runs", "take_runs"}
 
 
 def _elementwise(node: Node, used: list[Node]) -> bool:

@@ -29,8 +29,8 @@ def average(gm: GraphModule, program: Program) -> GraphModule:
     for dtype, members in groups.items():
         if not dtype.is_floating_point:
             raise CaptureError(
-                f"state entry {program.state.names[members[0]]!r} ({dtype}) is replicated, but its new value depends on "
-                "this rank's batch. Keep it out of the state, or reduce it with zerofn.collectives.all_reduce.")
+                f"state entry {program.state.names[members[0]]!r} ({dtype}) is replicated, but its new value depends "
+                "on this rank's batch. Keep it out of the state, or reduce it with zerofn.collectives.all_reduce.")
         for j, mean in zip(members, _means(gm.graph, program, [outputs[j] for j in members], dtype), strict=True):
             outputs[j] = mean
     program.output.args = (outputs,)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .._torch_compat import OpOverload
+from .._torch_compat import OpOverload, schema_arguments
 from ..graph.alias import last_uses, positions, roots, writes
 from ..graph.edit import clean
 from ..graph.program import Program, tensor_of
@@ -32,7 +32,7 @@ def donate(gm: GraphModule, program: Program) -> GraphModule:
     _save_aux(graph, program, outputs, shared)
     program.output.args = (outputs,)
     _update_in_place(graph, outputs, mine, shared)
-    _copy_back(graph, program, outputs, mine)
+    _copy_back(graph, program, outputs, mine, shared)
     kept = [outputs[j] for j in program.kept]
     program.output.args = ([*kept, *outputs[program.num_new :]],)
     return clean(gm)
@@ -44,8 +44,8 @@ def _large(node: Node) -> bool:
 
 
 def _shared(program: Program) -> dict[Node, Node]:
-    """Pieces that are views of a gathered copy -> that copy's placeholder."""
-    return {piece: whole for piece, whole, aliased in program.copies() if aliased}
+    """Pieces -> the gathered copy that is written with them: at once where they are views of it, else right after."""
+    return {piece: whole for piece, whole, _ in program.copies()}
 
 
 def _save_aux(graph: Graph, program: Program, outputs: list[Node], shared: dict[Node, Node]) -> None:
@@ -81,7 +81,8 @@ def _update_in_place(graph: Graph, outputs: list[Node], mine: dict[int, Node], s
     for rule, parts in rules.items():
         target = _in_place(rule.target)
         assert target is not None
-        written = [k for k, a in enumerate(target._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+        arguments = schema_arguments(target)
+        written = [k for k, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
         memory = [mine[j] for _, j in sorted(parts)]
         if len(parts) != len(written) or [rule.args[k] for k in written] != memory:
             continue
@@ -92,18 +93,19 @@ def _update_in_place(graph: Graph, outputs: list[Node], mine: dict[int, Node], s
         for i, j in parts:
             source = outputs[j]
             outputs[j] = mine[j]
-            source.replace_all_uses_with(rule.args[written[i]])  # later reads see the new values
+            source.replace_all_uses_with(memory[i])  # later reads see the new values
         if not rule.users or all(not u.users for u in rule.users):
             for user in list(rule.users):
                 graph.erase_node(user)
             graph.erase_node(rule)
 
 
-def _copy_back(graph: Graph, program: Program, outputs: list[Node], mine: dict[int, Node]) -> None:
+def _copy_back(graph: Graph, program: Program, outputs: list[Node], mine: dict[int, Node], shared: dict[Node, Node]
+               ) -> None:
     """At the end of the step, copy what was not updated in place."""
     root = roots(graph)
     late = {j: place for j, place in mine.items() if outputs[j] is not place}
-    targets = set(late.values())
+    targets = {x for place in late.values() for x in (place, shared.get(place, place))}
     with graph.inserting_before(program.output):
         for j in late:  # a value that stands on memory written here is read first
             if root.get(outputs[j], outputs[j]) in targets:

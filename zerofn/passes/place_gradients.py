@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch.fx import Graph, GraphModule, Node
 
@@ -31,8 +33,8 @@ def place_gradients(gm: GraphModule) -> GraphModule:
 
 
 def _place(graph: Graph, ravel: Node) -> None:
-    leaves, offsets, size, dtype = ravel.args
-    makers = [_maker(x, dtype) for x in leaves]  # type: ignore[union-attr]
+    leaves, offsets, size, dtype = cast(tuple[list[Node | None], list[int], int, torch.dtype], ravel.args)
+    makers = [_maker(x, dtype) for x in leaves]
     if not any(makers):
         return
     where = positions(graph)
@@ -43,7 +45,7 @@ def _place(graph: Graph, ravel: Node) -> None:
     flat.meta["val"] = ravel.meta["val"]
     numels = []
     rest: list[Node | None] = []
-    for leaf, maker, offset in zip(leaves, makers, offsets, strict=True):  # type: ignore[arg-type]
+    for leaf, maker, offset in zip(leaves, makers, offsets, strict=True):
         numels.append(0 if leaf is None else tensor_of(leaf).numel())  # type: ignore[union-attr]
         rest.append(None if maker is not None else leaf)
         if maker is not None:
