@@ -3,38 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._torch_compat import fused_adam_, fused_adamw_
 from .library import define
+from .rule import contiguous, gradient, rate_of
 
-_SCHEMA = ("Tensor count, Tensor? lr, Tensor? factor, Tensor? finite, int[] starts, int[] stops, float[] rates, "
-           "float[] decays, float b1, float b2, float eps, bool decoupled)")
+_SCHEMA = (
+    "Tensor count, Tensor? lr, Tensor? factor, Tensor? finite, int[] starts, int[] stops, float[] rates, "
+    "float[] decays, float b1, float b2, float eps, bool decoupled)"
+)
 
 
-def adamw_(p: Tensor, g: Tensor, m: Tensor, v: Tensor, count: Tensor, lr: Tensor | None, factor: Tensor | None,
-           finite: Tensor | None, starts: Sequence[int], stops: Sequence[int], rates: Sequence[float],
-           decays: Sequence[float], b1: float, b2: float, eps: float, decoupled: bool) -> None:
+def adamw_(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    count: Tensor,
+    lr: Tensor | None,
+    factor: Tensor | None,
+    finite: Tensor | None,
+    starts: Sequence[int],
+    stops: Sequence[int],
+    rates: Sequence[float],
+    decays: Sequence[float],
+    b1: float,
+    b2: float,
+    eps: float,
+    decoupled: bool,
+) -> None:
     """Update p, m, v [size] in place from g [size]; where `finite` is False nothing changes.
 
-    `count`: int64 scalar, updates applied including this one. Elements [starts[i], stops[i]) use learning rate
-    `rates[i]` (times `lr`, a float64 scalar, if given) and weight decay `decays[i]`: decoupled (Loshchilov and
-    Hutter 2019, Algorithm 2) or added to the gradient (Kingma and Ba 2015 with L2).
+    `count`: int64 scalar, updates applied including this one. Elements [starts[i], stops[i]) use learning
+    rate `rates[i]` (times `lr`, a float64 scalar, if given) and weight decay `decays[i]`: decoupled
+    (Loshchilov and Hutter 2019, Algorithm 2) or added to the gradient (Kingma and Ba 2015 with L2).
     """
-    p, g, m, v = p.view(-1), g.reshape(-1), m.view(-1), v.view(-1)
-    if factor is not None:
-        g = g * factor.to(g.dtype)
-    g = g if g.dtype == p.dtype else g.to(p.dtype)
-    step = count.to(torch.float32)
-    found_inf = None if finite is None else finite.logical_not().to(torch.float32)
-    fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    for a, b, rate, decay in zip(starts, stops, rates, decays, strict=True):
-        fused([p[a:b]], [g[a:b]], [m[a:b]], [v[a:b]], [], [step], lr=rate if lr is None else lr * rate, beta1=b1,
-              beta2=b2, weight_decay=decay, eps=eps, amsgrad=False, maximize=False, found_inf=found_inf)
+    g = gradient(g.reshape(-1), factor, p.dtype)
+    step = count.to(p.device, torch.float32)
+    found_inf = None if finite is None else finite.logical_not().to(p.device, torch.float32)
+    fused = fused_adamw_ if decoupled else fused_adam_
+    with contiguous(p, m, v) as (p, m, v):
+        for a, b, rate, decay in zip(starts, stops, rates, decays, strict=True):
+            fused(
+                [p[a:b]],
+                [g[a:b]],
+                [m[a:b]],
+                [v[a:b]],
+                [],
+                [step],
+                lr=rate_of(lr, rate),
+                beta1=b1,
+                beta2=b2,
+                weight_decay=decay,
+                eps=eps,
+                amsgrad=False,
+                maximize=False,
+                found_inf=found_inf,
+            )
 
 
-def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
+def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The same, on copies: -> new (p, m, v)."""
     p, m, v = (x.clone(memory_format=torch.contiguous_format) for x in (p, m, v))
     adamw_(p, g, m, v, *rest)
@@ -42,5 +74,8 @@ def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *rest) -> tuple[Tensor, Te
 
 
 define(f"adamw_(Tensor(a!) p, Tensor g, Tensor(b!) m, Tensor(c!) v, {_SCHEMA} -> ()", adamw_, lambda *a: None)
-define(f"adamw(Tensor p, Tensor g, Tensor m, Tensor v, {_SCHEMA} -> (Tensor, Tensor, Tensor)", adamw,
-       lambda p, g, m, v, *rest: tuple(x.new_empty(x.shape) for x in (p, m, v)))
+define(
+    f"adamw(Tensor p, Tensor g, Tensor m, Tensor v, {_SCHEMA} -> (Tensor, Tensor, Tensor)",
+    adamw,
+    lambda p, g, m, v, *rest: tuple(x.new_empty(x.shape) for x in (p, m, v)),
+)

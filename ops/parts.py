@@ -6,6 +6,7 @@ result where the number goes; what no part fills is zero.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,48 +17,58 @@ from .library import define
 _SIGNATURE = "int[] piece, int[] start, int[] stop, int[] row, int[] column, int num_rows, int num_columns) -> Tensor"
 
 
-def _grid(numbers: list[Tensor], row: Sequence[int], column: Sequence[int], num_rows: int, num_columns: int
-          ) -> Tensor:
+def _grid(numbers: list[Tensor], row: Sequence[int], column: Sequence[int], num_rows: int, num_columns: int,
+          dtype: torch.dtype) -> Tensor:
     grid = [[None] * num_columns for _ in range(num_rows)]
     for x, r, c in zip(numbers, row, column, strict=True):
         grid[r][c] = x  # type: ignore[call-overload]
-    zero = torch.zeros((), dtype=numbers[0].dtype, device=numbers[0].device)
-    return torch.stack([zero if x is None else x for line in grid for x in line]).view(num_rows, num_columns)
+    zero = torch.zeros((), dtype=dtype, device=numbers[0].device)
+    cells = [zero if x is None else x.to(dtype) for line in grid for x in line]
+    return torch.stack(cells).view(num_rows, num_columns)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def dtype_over(tensors: Sequence[Tensor]) -> torch.dtype:
+    """The dtype of numbers over `tensors`, whichever of them a rank has parts of: float32 at least."""
+    return functools.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
+
+
 def _over(one: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(tensors, *rest):
         piece, start, stop, row, column, num_rows, num_columns = rest
         numbers = [one(tensors[i][a:b]) for i, a, b in zip(piece, start, stop, strict=True)]
-        return _grid(numbers, row, column, num_rows, num_columns)
+        return _grid(numbers, row, column, num_rows, num_columns, dtype_over(tensors))
 
     return run
 
 
 def _norm(x: Tensor) -> Tensor:
+    x = x if x.is_floating_point() else x.to(_wide(x.dtype))
     return torch.linalg.vector_norm(x, dtype=_wide(x.dtype))
 
 
 def _extreme(x: Tensor) -> Tensor:
+    if not x.is_floating_point():
+        return torch.zeros((), device=x.device)  # whole numbers are finite
     low, high = torch.aminmax(x)
     return torch.maximum(low.neg(), high).to(_wide(x.dtype))
 
 
 def _dots(a, b, piece, start, stop, row, column, num_rows, num_columns):
-    numbers = [torch.dot(a[i][s:e], b[i][s:e]) for i, s, e in zip(piece, start, stop, strict=True)]
-    return _grid(numbers, row, column, num_rows, num_columns)
+    dtype = dtype_over([*a, *b])
+    numbers = [torch.dot(a[i][s:e].to(dtype), b[i][s:e].to(dtype)) for i, s, e in zip(piece, start, stop, strict=True)]
+    return _grid(numbers, row, column, num_rows, num_columns, dtype)
 
 
 def _fake(tensors, *rest):
-    return tensors[0].new_empty(rest[-2:], dtype=_wide(tensors[0].dtype))
+    return tensors[0].new_empty(rest[-2:], dtype=dtype_over(tensors))
 
 
 def _fake_dots(a, b, *rest):
-    return a[0].new_empty(rest[-2:])
+    return _fake([*a, *b], *rest)
 
 
 define(f"part_norms(Tensor[] tensors, {_SIGNATURE}", _over(_norm), _fake)

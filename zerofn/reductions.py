@@ -18,7 +18,7 @@ from torch import Tensor
 from . import tree
 from .collectives import ops, rows_over
 from .mesh import Axis
-from .ops import parts as _parts_ops  # noqa: F401  (defines zerofn::part_norms and its like)
+from .ops.parts import dtype_over  # with it come zerofn::part_norms and its like
 from .sharding import Sharded, is_sharded
 
 
@@ -60,7 +60,8 @@ class _Parts(NamedTuple):
         first = len(self.tensors[0])
         if is_sharded(group[0]):
             self.parts.extend(_sharded_parts(group[0], first, len(self.names)))
-            self.names.extend(leaf.name for leaf in group[0].layout.leaves)
+            prefix = f"{name}." if name else ""
+            self.names.extend(prefix + leaf.name for leaf in group[0].layout.leaves)
         else:
             if (
                 self.complete or self.axis is None or self.axis.rank == 0
@@ -76,7 +77,9 @@ class _Parts(NamedTuple):
         rows = size if self.complete else 1
         parts = [p for p in self.parts if p.stop > p.start]
         if not parts:
-            grid = torch.zeros(rows, len(self.names))
+            like = self.tensors[0]  # what other ranks have parts of decides the dtype
+            device = like[0].device if like else None
+            grid = torch.zeros(rows, len(self.names), dtype=dtype_over(like), device=device)
         else:
             grid = op(*self.tensors, *map(list, zip(*parts, strict=True)), rows, len(self.names))
         return grid if self.complete or self.axis is None else rows_over(grid[0], self.axis)
@@ -98,8 +101,14 @@ def _sharded_parts(sharded: Sharded, first: int, column: int) -> Iterator[_Part]
 
 def leaf_norms(values: Any) -> dict[str, Tensor]:
     """The 2-norm of every leaf, by name, in float32 at least."""
+    names, numbers = norms(values)
+    return dict(zip(names, numbers.unbind(), strict=True))
+
+
+def norms(values: Any) -> tuple[list[str], Tensor]:
+    """The names of all leaves, and their 2-norms [leaves], the same bits on every rank."""
     parts = _Parts.of(values)
-    return dict(zip(parts.names, _norms(parts).unbind(), strict=True))
+    return parts.names, _norms(parts)
 
 
 def _norms(parts: _Parts) -> Tensor:

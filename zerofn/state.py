@@ -13,7 +13,7 @@ from torch import Tensor
 from . import tree
 from .grad import LossFn, ValueAndGrad, value_and_grad
 from .loss_scale import DynamicLossScale, NoLossScale
-from .optim.base import GradientTransformation, apply_updates
+from .optim.base import GradientTransformation, step
 from .precision import Precision
 from .random import fold_in
 from .reductions import all_finite
@@ -75,10 +75,7 @@ class TrainState:
             raise ValueError(f"apply_gradients: on_nonfinite must be 'skip' or 'ignore', got {on_nonfinite!r}.")
         params, grads = _learning(self.params, self.frozen), _learning(grads, self.frozen)
         finite = all_finite(grads) if on_nonfinite == "skip" else None
-        if self.tx.apply is not None:
-            params, opt_state = self.tx.apply(grads, self.opt_state, params, None, finite)
-        else:
-            params, opt_state = _update(self.tx, grads, self.opt_state, params, finite)
+        params, opt_state = step(self.tx, grads, self.opt_state, params, None, finite)
         skipped = self.skipped if finite is None else self.skipped + finite.logical_not()
         scale = self.loss_scale
         if finite is not None and scale is not None:
@@ -166,19 +163,6 @@ def _whole(params: Any, part: Any) -> Any:
     by_path = dict(zip(*tree.flatten_with_path(part)[:2], strict=True))
     paths = tree.flatten_with_path(params)[0]
     return tree.unflatten(treedef, [by_path.get(p, x) for p, x in zip(paths, nodes, strict=True)])
-
-
-def _update(tx: GradientTransformation, grads: Any, state: Any, params: Any, finite: Tensor | None
-            ) -> tuple[Any, Any]:
-    updates, fresh = tx.update(grads, state, params)
-    moved = apply_updates(params, updates)
-    if finite is None:
-        return moved, fresh
-
-    def keep(new: Any, old: Any) -> Any:
-        return torch.where(finite, new, old) if isinstance(new, Tensor) else new
-
-    return tree.tree_map(keep, moved, params), tree.tree_map(keep, fresh, state)
 
 
 def _short(x: Any) -> str:

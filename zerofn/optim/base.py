@@ -11,8 +11,7 @@ from torch import Tensor
 
 from .. import tree
 
-Schedule = Callable[[Tensor], Tensor]
-ScalarOrSchedule = float | Schedule
+ScalarOrSchedule = float | Callable[[Tensor], Any]
 
 
 class LeafInfo(NamedTuple):
@@ -23,25 +22,31 @@ class LeafInfo(NamedTuple):
     dtype: torch.dtype
 
 
+Mask = Callable[[LeafInfo], bool]
+
+
 class Apply(Protocol):
-    """Clip, unscale, skip and update in one pass: `(grads, state, params, factor, finite)` -> (params, state).
+    """Clip, unscale, skip and update at once: `(grads, state, params, factor, finite) -> (params, state)`.
 
     `factor`: None or a float scalar tensor every gradient is multiplied by; `finite`: None or a bool scalar
     tensor, False leaves parameters and state as they were, bit for bit.
     """
 
-    def __call__(self, grads: Any, state: Any, params: Any, factor: Tensor | None, finite: Tensor | None
-                 ) -> tuple[Any, Any]:
+    def __call__(
+        self, grads: Any, state: Any, params: Any, factor: Tensor | None, finite: Tensor | None
+    ) -> tuple[Any, Any]:
         """One step."""
 
 
 @dataclass(frozen=True)
 class GradientTransformation:
-    """`init(params) -> state`; `update(grads, state, params) -> (updates, state)`; updates are added to params.
+    """`init(params) -> state` and `update(grads, state, params) -> (updates, state)`, optax's pair.
 
-    Two are equal when they have one name and equal arguments. Optional: `apply` (see `Apply`), `factor`
-    (`(grads, factor so far) -> factor`, for transformations that only multiply by one scalar), `label` (a
-    hashable per leaf; leaves with equal labels lie side by side in a unit), `learning_rate(state)`.
+    Updates are added to the parameters (`apply_updates`). Two are equal when they have one name and equal
+    arguments; without a name, when their functions are the same. Optional: `apply` (see `Apply`); `factor`
+    (`(grads, factor so far) -> factor`, for transformations that only multiply by one scalar); `label` (a
+    hashable per leaf; leaves with equal labels lie side by side in a unit); `learning_rate(state)`;
+    `by_runs` (`apply` leaves alone what lies between a piece's leaves).
     """
 
     init: Callable[[Any], Any] = field(compare=False)
@@ -49,13 +54,28 @@ class GradientTransformation:
     name: str = ""
     args: tuple[Any, ...] = ()
     apply: Apply | None = field(default=None, compare=False)
-    factor: Callable[[Any, Tensor | None], Tensor] | None = field(default=None, compare=False)
+    factor: Callable[[Any, Tensor | None], Tensor | None] | None = field(default=None, compare=False)
     label: Callable[[LeafInfo], Hashable] | None = field(default=None, compare=False)
     learning_rate: Callable[[Any], Any] | None = field(default=None, compare=False)
+    by_runs: bool = field(default=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            object.__setattr__(self, "args", (self.init, self.update))
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.name}({', '.join(map(repr, self.args))})" if self.name else "GradientTransformation(...)"
+        )
 
 
 class EmptyState(NamedTuple):
     """The state of a transformation that has none."""
+
+
+def no_state(params: Any) -> EmptyState:
+    """The `init` of a transformation that has no state."""
+    return EmptyState()
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
@@ -63,11 +83,36 @@ def apply_updates(params: Any, updates: Any) -> Any:
     return tree.tree_map(lambda p, u: (p + u).to(p.dtype), params, updates)
 
 
+def step(
+    tx: GradientTransformation,
+    grads: Any,
+    state: Any,
+    params: Any,
+    factor: Tensor | None = None,
+    finite: Tensor | None = None,
+) -> tuple[Any, Any]:
+    """One step with the semantics of `Apply`: tx's own `apply`, or `update`, `apply_updates` and a where."""
+    if tx.apply is not None:
+        return tx.apply(grads, state, params, factor, finite)
+    if factor is not None:
+        grads = tree.tree_map(lambda g: g * factor.to(g.dtype), grads)
+    updates, fresh = tx.update(grads, state, params)
+    moved = apply_updates(params, updates)
+    if finite is None:
+        return moved, fresh
+
+    def keep(new: Any, old: Any) -> Any:
+        return torch.where(finite, new, old) if isinstance(new, Tensor) else new
+
+    return tree.tree_map(keep, moved, params), tree.tree_map(keep, fresh, state)
+
+
 def rate_at(learning_rate: ScalarOrSchedule, count: Tensor) -> float | Tensor:
     """The learning rate after `count` applied updates: a float, or a schedule's float64 scalar tensor."""
     return learning_rate(count) if callable(learning_rate) else learning_rate
 
 
-def count_zero() -> Tensor:
-    """A counter of applied updates: int64 scalar."""
-    return torch.zeros((), dtype=torch.int64)
+def count_zero(params: Any) -> Tensor:
+    """A counter of applied updates: int64 scalar, where the parameters are."""
+    device = next((p.device for p in tree.leaves(params)), None)
+    return torch.zeros((), dtype=torch.int64, device=device)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from .base import GradientTransformation
+from . import checks
+from .base import GradientTransformation, step
+from .identity import identity
 
 
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
     """Apply `transformations` in order; the state is the tuple of theirs (optax.chain).
 
-    When all but the last only multiply the gradient by a scalar (clipping by global norm, say), that scalar is
-    handed to the last one's `apply`, and the step stays one pass over memory.
+    When all but the last only multiply the gradient by a scalar (clipping by global norm, say), that scalar
+    is handed to the last one's `apply`, and the step stays one pass over memory. Raises `TypeError` for what
+    is no transformation.
     """
+    for t in transformations:
+        checks.transformation("chain", t)
+
     def init(params: Any) -> tuple[Any, ...]:
         return tuple(t.init(params) for t in transformations)
 
@@ -25,18 +33,33 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
             fresh.append(s)
         return grads, tuple(fresh)
 
-    def apply(grads: Any, state: Any, params: Any, factor: Tensor | None, finite: Tensor | None) -> tuple[Any, Any]:
-        for t in transformations[:-1]:
-            factor = t.factor(grads, factor)  # type: ignore[misc]
-        params, last = transformations[-1].apply(grads, state[-1], params, factor, finite)  # type: ignore[misc]
-        return params, (*state[:-1], last)
+    def apply(
+        grads: Any, state: Any, params: Any, factor: Tensor | None, finite: Tensor | None
+    ) -> tuple[Any, Any]:
+        params, fresh = step(last, grads, state[-1], params, _fold(lead, grads, factor), finite)
+        return params, (*state[:-1], fresh)
 
-    fused = bool(transformations) and transformations[-1].apply and all(t.factor for t in transformations[:-1])
+    lead, last = transformations[:-1], (transformations or [identity()])[-1]
+    fused = all(t.factor for t in lead) and last.apply is not None
     labels = [t.label for t in transformations if t.label]
     rates = [(i, t.learning_rate) for i, t in enumerate(transformations) if t.learning_rate]
     return GradientTransformation(
-        init, update, "chain", transformations,
+        init,
+        update,
+        "chain",
+        transformations,
         apply=apply if fused else None,
+        factor=partial(_fold, transformations) if all(t.factor for t in transformations) else None,
         label=(lambda leaf: tuple(label(leaf) for label in labels)) if labels else None,
         learning_rate=(lambda state: rates[-1][1](state[rates[-1][0]])) if rates else None,
+        by_runs=fused and last.by_runs,
     )
+
+
+def _fold(
+    transformations: Sequence[GradientTransformation], grads: Any, so_far: Tensor | None
+) -> Tensor | None:
+    """The product of their factors and `so_far`."""
+    for t in transformations:
+        so_far = t.factor(grads, so_far)  # type: ignore[misc]
+    return so_far

@@ -1,4 +1,4 @@
-"""Clipping by the global norm."""
+"""Clipping, of the whole gradient by its norm and of every element by itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .. import tree
 from ..reductions import global_norm
-from .base import EmptyState, GradientTransformation
+from . import checks
+from .base import EmptyState, GradientTransformation, no_state
 
 
 def clip_by_global_norm(max_norm: float) -> GradientTransformation:
@@ -18,8 +19,7 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     The arithmetic of `torch.nn.utils.clip_grad_norm_` (Pascanu et al. 2013). Raises `ValueError` unless
     `max_norm` is positive.
     """
-    if not max_norm > 0:
-        raise ValueError(f"clip_by_global_norm: max_norm must be positive, got {max_norm!r}.")
+    checks.number("clip_by_global_norm", 0.0, above=True, max_norm=max_norm)
 
     def factor(grads: Any, so_far: Tensor | None) -> Tensor:
         norm = global_norm(grads)
@@ -32,5 +32,14 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
         scale = factor(grads, None)
         return tree.tree_map(lambda g: g * scale.to(g.dtype), grads), state
 
-    return GradientTransformation(lambda params: EmptyState(), update, "clip_by_global_norm", (max_norm,),
-                                  factor=factor)
+    return GradientTransformation(no_state, update, "clip_by_global_norm", (max_norm,), factor=factor)
+
+
+def clip(max_delta: float) -> GradientTransformation:
+    """Clip every element to [-max_delta, max_delta], as `torch.nn.utils.clip_grad_value_` does."""
+    checks.number("clip", 0.0, above=True, max_delta=max_delta)
+
+    def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
+        return tree.tree_map(lambda g: g.clamp(-max_delta, max_delta), grads), state
+
+    return GradientTransformation(no_state, update, "clip", (max_delta,))

@@ -6,11 +6,15 @@ Masks and labels are callables on the logical tree; a flat piece is cut where th
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .. import tree
+from ..layout import Leaf
+from ..ops import runs as _runs  # noqa: F401  (defines zerofn::fill_runs and its like)
 from ..sharding import is_sharded
 from .base import LeafInfo
 
@@ -18,8 +22,19 @@ from .base import LeafInfo
 class Slot(NamedTuple):
     """One tensor of a tree (a piece, or a plain leaf), and the runs of equal constants in it."""
 
-    index: int  # among the tree's flat tensors
+    place: int  # among the tree's flat tensors
     runs: list[tuple[int, int, Any]]  # (start, stop, constant)
+
+    @property
+    def columns(self) -> tuple[list[int], list[int], list[Any]]:
+        """Starts, stops and constants."""
+        return [a for a, _, _ in self.runs], [b for _, b, _ in self.runs], [c for _, _, c in self.runs]
+
+
+def leaf_info(path: tree.Path, leaf: Tensor | Leaf) -> LeafInfo:
+    """A plain leaf at `path`, or a leaf of the `Sharded` there, under the name it has in the plain tree."""
+    path = (*path, leaf.name) if isinstance(leaf, Leaf) else path
+    return LeafInfo(tree.name_of(path), tuple(leaf.shape), leaf.dtype)
 
 
 def slots(params: Any, constant: Callable[[LeafInfo], Hashable]) -> Iterator[Slot]:
@@ -28,30 +43,48 @@ def slots(params: Any, constant: Callable[[LeafInfo], Hashable]) -> Iterator[Slo
     index = 0
     for path, node in zip(paths, nodes, strict=True):
         if not is_sharded(node):
-            info = LeafInfo(tree.name_of(path), tuple(node.shape), node.dtype)
-            yield Slot(index, [(0, node.numel(), constant(info))])
+            yield Slot(index, [(0, node.numel(), constant(leaf_info(path, node)))])
             index += 1
             continue
+        ask = partial(_ask, constant, path)
         for unit in node.layout.units:
-            runs = unit.runs(*node.spec.bounds(unit), lambda x: constant(LeafInfo(x.name, x.shape, x.dtype)))
-            yield Slot(index, runs)
+            yield Slot(index, unit.runs(*node.spec.bounds(unit), ask))
             index += 1
+
+
+def _ask(constant: Callable[[LeafInfo], Hashable], path: tree.Path, leaf: Leaf) -> Hashable:
+    return constant(leaf_info(path, leaf))
+
+
+def map_runs(rule: Callable[..., Any], constant: Callable[[LeafInfo], Hashable], *trees: Any) -> list[Any]:
+    """`rule(tensors, starts, stops, constants)` on the tensors of every place of `trees`, parameters first.
+
+    `rule` returns a tuple of tensors; the trees of its first, second, ... results are returned, in the
+    structure of the first tree (or None, where that has no leaves). Raises `ValueError` where the trees are
+    not of one structure.
+    """
+    first, treedef = tree.flatten(trees[0])
+    flat = [first, *(tree.leaves(t) for t in trees[1:])]
+    for k, leaves in enumerate(flat):
+        if [x.shape for x in leaves] != [x.shape for x in first]:
+            what = "the gradients" if k == 1 else "the state's moments"
+            raise ValueError(
+                f"optim: {what} are not laid out as the parameters are: expected "
+                f"{[list(x.shape) for x in first]}, got {[list(x.shape) for x in leaves]}. Gradients come "
+                "from value_and_grad at these parameters, the state from init of this transformation."
+            )
+    fresh = [rule([f[slot.place] for f in flat], *slot.columns) for slot in slots(trees[0], constant)]
+    return [tree.unflatten(treedef, column) for column in zip(*fresh, strict=True)]
 
 
 def spread(params: Any, constant: Callable[[LeafInfo], float]) -> Any:
     """The tree of `params` with, for every tensor, its constants: a float, or a tensor where they differ."""
     leaves, treedef = tree.flatten(params)
-    out: list[Any] = []
-    for slot in slots(params, constant):
-        out.append(_filled(leaves[slot.index], slot.runs))
-    return tree.unflatten(treedef, out)
 
+    def values(slot: Slot) -> Any:
+        starts, stops, constants = slot.columns
+        if len(set(constants)) <= 1:
+            return next(iter(constants), 0.0)
+        return torch.ops.zerofn.fill_runs(leaves[slot.place], starts, stops, constants)
 
-def _filled(like: Tensor, runs: list[tuple[int, int, float]]) -> Any:
-    values = {c for _, _, c in runs}
-    if len(values) <= 1:
-        return next(iter(values), 0.0)
-    out = like.new_zeros(like.shape)
-    for a, b, c in runs:
-        out[a:b] = c
-    return out
+    return tree.unflatten(treedef, [values(slot) for slot in slots(params, constant)])

@@ -1,0 +1,234 @@
+"""The contract every transformation keeps: skipping, scaling, equality, errors; and ones that users write."""
+
+from typing import Any, NamedTuple
+
+import optim_trees as trees
+import pytest
+import torch
+
+import zerofn
+from zerofn import optim
+
+INF = float("inf")
+FUSED = {
+    "sgd": optim.sgd(0.1),
+    "momentum": optim.sgd(0.1, 0.9, weight_decay=0.1, mask=trees.is_matrix),
+    "adamw": optim.adamw(optim.linear_schedule(0.1, 0.0, 10)),
+    "lion": optim.lion(0.1),
+    "lamb": optim.lamb(0.1),
+    "clipped": optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.1, 0.9)),
+    "multi": optim.multi_transform({True: optim.adamw(0.1), False: optim.lamb(0.1)}, trees.is_matrix),
+    "masked": optim.masked(optim.sgd(0.1, 0.9), trees.is_matrix),
+}
+
+
+def bits(tree):
+    return [x.clone().reshape(-1).view(torch.uint8) for x in zerofn.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_gradient_that_is_not_finite_changes_no_bit(name):
+    state = trees.plain(FUSED[name], torch.float32, 2)
+    g = trees.grads(2, torch.float32)
+    g["norm"][3] = INF
+    after = state.apply_gradients(g)
+    for a, b in zip(
+        bits((state.params, state.opt_state)), bits((after.params, after.opt_state)), strict=True
+    ):
+        assert torch.equal(a, b)
+    assert (after.step.item(), after.skipped.item()) == (3, 1)
+    resumed = after.apply_gradients(trees.grads(2, torch.float32))
+    straight = state.apply_gradients(trees.grads(2, torch.float32))
+    trees.assert_equal(resumed.params, straight.params)
+
+
+@pytest.mark.parametrize("finite", [None, torch.tensor(True), torch.tensor(False)])
+@pytest.mark.parametrize("name", FUSED)
+def test_apply_multiplies_by_the_factor_and_heeds_the_verdict(name, finite):
+    tx = FUSED[name]
+    params, g = trees.params(), trees.grads(0)
+    state = tx.init(params)
+    ours, fresh = optim.base.step(tx, g, state, params, torch.tensor(0.5), finite)
+    halved = {k: v * 0.5 for k, v in g.items()}
+    expected, after = optim.base.step(tx, halved, state, params)
+    if finite is not None and not finite:
+        expected, after = params, state
+    trees.assert_close(ours, expected)
+    for a, b in zip(zerofn.tree.leaves(fresh), zerofn.tree.leaves(after), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+class RmsState(NamedTuple):
+    nu: Any
+
+
+def rmsprop(rate, decay=0.9, eps=1e-8):
+    """As a user would write it: optree's or torch's tree_map would do as well."""
+
+    def init(params):
+        return RmsState(zerofn.tree_map(torch.zeros_like, params))
+
+    def update(grads, state, params=None):
+        nu = zerofn.tree_map(lambda v, g: decay * v + (1 - decay) * g * g, state.nu, grads)
+        return zerofn.tree_map(lambda g, v: -rate * g / (v.sqrt() + eps), grads, nu), RmsState(nu)
+
+    return optim.GradientTransformation(init, update)
+
+
+def _rmsprop_at_ranks():
+    leaves = {k: torch.nn.Parameter(v) for k, v in trees.params().items()}
+    optimizer = torch.optim.RMSprop(leaves.values(), lr=0.01, alpha=0.9, foreach=False)
+    for step in range(trees.STEPS):
+        for k, g in trees.grads(step).items():
+            leaves[k].grad = g
+        optimizer.step()
+    for stage in (0, 2, 3):
+        state = trees.sharded(rmsprop(0.01), stage)
+        trees.assert_close(zerofn.unshard(state.params), {k: p.detach() for k, p in leaves.items()}, stage)
+        trees.assert_close(
+            zerofn.unshard(trees.sharded(optim.chain(optim.scale(1.0), rmsprop(0.01)), stage).params),
+            {k: p.detach() for k, p in leaves.items()},
+            stage,
+        )
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_elementwise_rule_of_a_users_own_works_on_shards(ranks, size):
+    ranks(size, _rmsprop_at_ranks)
+
+
+COMPILED = {
+    "momentum": FUSED["momentum"],
+    "lion": optim.lion(optim.linear_schedule(0.1, 0.0, 10)),
+    "lamb": optim.lamb(0.1, weight_decay=0.1, mask=trees.is_matrix),
+    "multi": FUSED["multi"],
+    "adam by hand": optim.chain(
+        optim.scale_by_adam(),
+        optim.add_decayed_weights(0.1, trees.is_matrix),
+        optim.scale_by_learning_rate(optim.linear_schedule(0.1, 0.0, 10)),
+    ),
+    "masked": optim.chain(optim.masked(optim.trace(0.9), trees.is_matrix), optim.scale(-0.1)),
+    "rmsprop": rmsprop(0.01),
+}
+
+
+def _loss(params, batch):
+    return sum((p * batch["x"]).square().sum() for p in zerofn.tree.leaves(params))
+
+
+def _step(state, batch):
+    loss, grads = state.value_and_grad(_loss)(batch)
+    return state.apply_gradients(grads), {"loss": loss}
+
+
+def _compiled_at_ranks(names):
+    for name in names:
+        tx = COMPILED[name]
+        state = zerofn.TrainState.create(params=trees.params(torch.float32), tx=tx)
+        eager, compiled = (zerofn.shard(state, stage=3, unit=trees.unit_of) for _ in range(2))
+        step = zerofn.compile(_step)
+        for k in range(3):
+            batch = {"x": torch.tensor(float("nan") if k == 1 else 0.1 * (k + 1))}
+            eager, _ = _step(eager, batch)
+            compiled, _ = step(compiled, batch)
+        trees.assert_equal(zerofn.unshard(compiled.params), zerofn.unshard(eager.params), name)
+        for a, b in zip(
+            zerofn.tree.leaves(compiled.opt_state), zerofn.tree.leaves(eager.opt_state), strict=True
+        ):
+            assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_captured_steps_are_the_eager_ones(ranks, size):
+    ranks(size, _compiled_at_ranks, list(COMPILED))
+
+
+def test_transformations_are_equal_by_name_and_arguments():
+    for make in (
+        lambda: optim.sgd(0.1, 0.9),
+        lambda: optim.lamb(0.1),
+        lambda: optim.chain(optim.scale(2.0)),
+        lambda: optim.multi_transform({True: optim.lion(0.1)}, trees.is_matrix),
+        lambda: optim.masked(optim.trace(0.9), trees.is_matrix),
+    ):
+        assert make() == make() and hash(make()) == hash(make())
+    assert optim.sgd(0.1) != optim.sgd(0.2)
+    assert optim.masked(optim.trace(0.9), trees.is_matrix) != optim.masked(optim.trace(0.8), trees.is_matrix)
+    assert rmsprop(0.1) != rmsprop(0.2)  # nameless: only the same functions are the same
+    assert repr(optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.1))) == (
+        "chain(clip_by_global_norm(1.0), sgd(0.1, None, False, 0.0, None))"
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: optim.sgd(-0.1), ValueError, "sgd: learning_rate must be zero or more, got -0.1"),
+        (lambda: optim.sgd("0.1"), TypeError, "sgd: learning_rate must be a number, or a schedule"),
+        (lambda: optim.sgd(torch.tensor(0.1)), TypeError, "learning_rate must be a number, or a schedule"),
+        (
+            lambda: optim.sgd(0.1, nesterov=True),
+            ValueError,
+            "nesterov=True needs momentum, such as momentum=0.9",
+        ),
+        (lambda: optim.sgd(0.1, -0.9), ValueError, "sgd: momentum must be zero or more"),
+        (
+            lambda: optim.sgd(0.1, weight_decay=float("nan")),
+            ValueError,
+            "weight_decay must be zero or more, got nan",
+        ),
+        (lambda: optim.adamw(0.1, b1=1.0), ValueError, r"adamw: b1 must lie in \[0, 1\), got 1.0"),
+        (lambda: optim.adamw(0.1, eps=-1e-8), ValueError, "adamw: eps must be zero or more"),
+        (lambda: optim.adamw(0.1, mask=["w"]), TypeError, "adamw: mask must be a function of a logical leaf"),
+        (lambda: optim.lion(0.1, b2=-0.1), ValueError, r"lion: b2 must lie in \[0, 1\)"),
+        (lambda: optim.lamb(0.1, b2=2), ValueError, r"lamb: b2 must lie in \[0, 1\)"),
+        (lambda: optim.clip_by_global_norm(0.0), ValueError, "max_norm must be positive, got 0.0"),
+        (lambda: optim.clip(-1.0), ValueError, "clip: max_delta must be positive"),
+        (lambda: optim.scale("x"), TypeError, "scale: step_size must be a number"),
+        (lambda: optim.scale_by_schedule(0.1), TypeError, r"for a constant use scale\(0.1\)"),
+        (lambda: optim.chain(optim.sgd(0.1), 3), TypeError, "chain: expected a gradient transformation"),
+        (lambda: optim.scale_by_trust_ratio(min_norm=-1.0), ValueError, "min_norm must be zero or more"),
+    ],
+)
+def test_hyperparameters_out_of_range_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_what_update_needs_is_told():
+    g = {"w": torch.ones(2)}
+    for tx in (optim.add_decayed_weights(0.1), optim.scale_by_trust_ratio()):
+        with pytest.raises(
+            ValueError, match=r"update needs the parameters: tx.update\(grads, state, params\)"
+        ):
+            tx.update(g, tx.init(g))
+    tx = optim.adamw(0.1)
+    with pytest.raises(ValueError, match="the gradients are not laid out as the parameters are"):
+        tx.apply({"w": torch.ones(3)}, tx.init(g), g, None, None)
+    with pytest.raises(ValueError, match="the state's moments are not laid out"):
+        tx.apply(g, tx.init({"w": torch.ones(3)}), g, None, None)
+
+
+def _norms_where_a_rank_has_nothing():
+    values = {"w": torch.ones(9, dtype=torch.float64), "h": torch.ones(4, dtype=torch.bfloat16)}
+    params = zerofn.shard({"params": values}, stage=3)["params"]
+    return {k: v.item() for k, v in zerofn.leaf_norms(params).items()}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_rank_that_has_nothing_of_any_leaf_agrees_about_the_dtype(ranks, size):
+    assert ranks(size, _norms_where_a_rank_has_nothing) == [{"h": 2.0, "w": 3.0}] * size
+
+
+def test_norms_of_parts_are_named_apart():
+    """Two `Sharded` parts of one tree: their leaves have the names they have in the plain tree."""
+    values = {"g": {"w": torch.ones(4)}, "d": {"w": torch.full((9,), 2.0)}}
+    params = zerofn.shard({"params": values}, stage=3, unit=lambda name: name[0])["params"]
+    parts = {"g": params["g"], "d": params["d"]}
+    norms = {k: v.item() for k, v in zerofn.leaf_norms(parts).items()}
+    assert norms == {"d.w": 6.0, "g.w": 2.0}
+    tx = optim.lamb(0.1, mask=lambda leaf: leaf.name == "d.w", weight_decay=0.5)
+    updates, _ = tx.update(zerofn.tree_map(torch.ones_like, parts), tx.init(parts), parts)
+    plain = tx.update(zerofn.tree_map(torch.ones_like, values), tx.init(values), values)[0]
+    trees.assert_close(zerofn.gather(updates["d"]), plain["d"], tol=1e-6)
+    trees.assert_close(zerofn.gather(updates["g"]), plain["g"], tol=1e-6)

@@ -1,0 +1,59 @@
+"""Hyperparameters are checked where they are given, before anything is traced or allocated."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+
+def number(
+    where: str, low: float | None = None, *, above: bool = False, below: float | None = None, **values: Any
+) -> None:
+    """Raise `TypeError` unless values are numbers, `ValueError` unless >= `low` (or > it), < `below`."""
+    for name, value in values.items():
+        if not _is_number(value):
+            raise TypeError(f"{where}: {name} must be a number, got {value!r}.")
+        if low is not None and below is not None:
+            if not low <= value < below:
+                raise ValueError(f"{where}: {name} must lie in [{low:g}, {below:g}), got {value!r}.")
+        elif low is not None and not (value > low if above else value >= low):
+            kind = "positive" if above and low == 0 else f"at least {low:g}" if low else "zero or more"
+            raise ValueError(f"{where}: {name} must be {kind}, got {value!r}.")
+        elif value != value:
+            raise ValueError(f"{where}: {name} must be a number, got {value!r}.")
+
+
+def learning_rate(where: str, value: Any) -> None:
+    """Raise unless `value` is a schedule or a number >= 0."""
+    if not callable(value):
+        if not _is_number(value):
+            raise TypeError(
+                f"{where}: learning_rate must be a number, or a schedule: a function of the count of "
+                f"applied updates such as optim.cosine_decay_schedule(3e-4, 1000); got {value!r}."
+            )
+        number(where, 0.0, learning_rate=value)
+
+
+def leaf_function(where: str, name: str, value: Any, gives: str = "bool") -> None:
+    """Raise `TypeError` unless `value` is callable."""
+    if not callable(value):
+        raise TypeError(
+            f"{where}: {name} must be a function of a logical leaf (its name, shape and dtype) that "
+            f"returns a {gives}, such as lambda leaf: len(leaf.shape) > 1; got {value!r}."
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def mask(where: str, value: Any) -> None:
+    """Raise `TypeError` unless `value` is None or callable."""
+    if value is not None:
+        leaf_function(where, "mask", value)
+
+
+def transformation(where: str, value: Any) -> None:
+    """Raise `TypeError` unless `value` is a gradient transformation."""
+    if not (hasattr(value, "init") and hasattr(value, "update")):
+        raise TypeError(f"{where}: expected a gradient transformation such as optim.sgd(0.1), got {value!r}.")

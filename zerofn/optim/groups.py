@@ -1,0 +1,52 @@
+"""Several transformations on one tree, each on its own leaves: what `masked` and `multi_transform` share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .base import GradientTransformation, Mask, step
+from .select import merge, select
+
+
+class Group(NamedTuple):
+    """A transformation, and which leaves it is for."""
+
+    tx: GradientTransformation
+    keep: Mask
+
+
+def init_groups(groups: Sequence[Group], params: Any) -> list[Any]:
+    """A state for each."""
+    return [tx.init(select(params, keep)) for tx, keep in groups]
+
+
+def update_groups(
+    groups: Sequence[Group], grads: Any, states: Sequence[Any], params: Any
+) -> tuple[Any, list[Any]]:
+    """The updates of all, each from its own leaves' gradients, and their next states."""
+    out, fresh = grads, []
+    for (tx, keep), state in zip(groups, states, strict=True):
+        updates, state = tx.update(select(grads, keep), state, select(params, keep))
+        out = merge(out, updates, keep)
+        fresh.append(state)
+    return out, fresh
+
+
+def apply_groups(
+    groups: Sequence[Group],
+    grads: Any,
+    states: Sequence[Any],
+    params: Any,
+    factor: Tensor | None,
+    finite: Tensor | None,
+) -> tuple[Any, list[Any]]:
+    """A step of each on its own leaves, with the semantics of `Apply`."""
+    fresh = []
+    for (tx, keep), state in zip(groups, states, strict=True):
+        part, state = step(tx, select(grads, keep), state, select(params, keep), factor, finite)
+        params = merge(params, part, keep, by_runs=tx.apply is not None and tx.by_runs)
+        fresh.append(state)
+    return params, fresh

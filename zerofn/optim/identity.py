@@ -1,0 +1,35 @@
+"""Transformations that do nothing, and that undo everything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from .base import EmptyState, GradientTransformation, no_state
+
+
+def identity() -> GradientTransformation:
+    """Gradients as they are."""
+    return GradientTransformation(
+        no_state,
+        lambda grads, state, params=None: (grads, state),
+        "identity",
+        factor=lambda grads, so_far: so_far,
+    )
+
+
+def set_to_zero() -> GradientTransformation:
+    """Zeros: parameters stay as they are, bit for bit."""
+
+    def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
+        return tree.tree_map(torch.zeros_like, grads), state
+
+    def apply(
+        grads: Any, state: EmptyState, params: Any, factor: Tensor | None, finite: Tensor | None
+    ) -> tuple[Any, EmptyState]:
+        return params, state
+
+    return GradientTransformation(no_state, update, "set_to_zero", apply=apply, by_runs=True)

@@ -1,0 +1,42 @@
+"""LAMB: Adam with a trust ratio per layer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from . import checks
+from .base import GradientTransformation, Mask, ScalarOrSchedule
+from .chain import chain
+from .decay import add_decayed_weights
+from .scale import scale_by_learning_rate
+from .scale_by_adam import check_moments, scale_by_adam
+from .trust_ratio import scale_by_trust_ratio
+
+
+def lamb(
+    learning_rate: ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    eps_root: float = 0.0,
+    weight_decay: float = 0.0,
+    mask: Mask | None = None,
+) -> GradientTransformation:
+    """LAMB (You et al. 2020, Algorithm 2), with optax's arguments.
+
+    A chain of `scale_by_adam`, `add_decayed_weights`, `scale_by_trust_ratio` and `scale_by_learning_rate`.
+    `mask(leaf) -> bool` says which leaves decay. Raises `ValueError` for hyperparameters out of range.
+    """
+    checks.learning_rate("lamb", learning_rate)
+    checks.number("lamb", 0.0, eps_root=eps_root, weight_decay=weight_decay)
+    checks.mask("lamb", mask)
+    check_moments("lamb", b1, b2, eps)
+    parts = chain(
+        scale_by_adam(b1, b2, eps, eps_root),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_trust_ratio(),
+        scale_by_learning_rate(learning_rate),
+    )
+    return dataclasses.replace(
+        parts, name="lamb", args=(learning_rate, b1, b2, eps, eps_root, weight_decay, mask)
+    )

@@ -1,0 +1,69 @@
+"""Lion: the sign of an interpolated momentum."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..ops import lion as _op  # noqa: F401  (defines zerofn::lion)
+from . import checks
+from .base import GradientTransformation, Mask, ScalarOrSchedule, count_zero, rate_at
+from .fused import decay_by, fused_rule, fused_step
+from .runs import spread
+
+
+class LionState(NamedTuple):
+    """`count`: applied updates, int64 scalar; `mu`: the momentum, in the parameters' structure and dtype."""
+
+    count: Tensor  # type: ignore[assignment]  # tuple.count gives way
+    mu: Any
+
+
+def lion(
+    learning_rate: ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    weight_decay: float = 1e-3,
+    mask: Mask | None = None,
+) -> GradientTransformation:
+    """Lion (Chen et al. 2023, Algorithm 2), with decoupled weight decay.
+
+    p -= learning_rate * (sign(b1 * m + (1 - b1) * g) + weight_decay * p); m = b2 * m + (1 - b2) * g.
+    `mask(leaf) -> bool` says which leaves decay; all do without one. Raises `ValueError` for hyperparameters
+    out of range.
+    """
+    checks.learning_rate("lion", learning_rate)
+    checks.number("lion", 0.0, below=1.0, b1=b1, b2=b2)
+    checks.number("lion", 0.0, weight_decay=weight_decay)
+    checks.mask("lion", mask)
+
+    decay_of = decay_by(weight_decay, mask)
+
+    def init(params: Any) -> LionState:
+        return LionState(count_zero(params), tree.tree_map(torch.zeros_like, params))
+
+    def update(grads: Any, state: LionState, params: Any) -> tuple[Any, LionState]:
+        rate = rate_at(learning_rate, state.count)
+
+        def move(m: Tensor, g: Tensor, p: Tensor, decay: Any) -> Tensor:
+            return (-rate * ((b1 * m + (1 - b1) * g).sign() + decay * p)).to(p.dtype)
+
+        updates = tree.tree_map(move, state.mu, grads, params, spread(params, decay_of))
+        mu = tree.tree_map(lambda m, g: (b2 * m + (1 - b2) * g).to(m.dtype), state.mu, grads)
+        return updates, LionState(state.count + 1, mu)
+
+    def apply(
+        grads: Any, state: LionState, params: Any, factor: Tensor | None, finite: Tensor | None
+    ) -> tuple[Any, LionState]:
+        def call(tensors: list[Tensor], runs: tuple[Any, ...], count: Tensor) -> Any:
+            return torch.ops.zerofn.lion(*tensors, *runs, b1, b2)
+
+        trees = [params, grads, state.mu]
+        count, (p, mu) = fused_step(call, learning_rate, decay_of, state.count, trees, factor, finite)
+        return p, LionState(count, mu)
+
+    args = (learning_rate, b1, b2, weight_decay, mask)
+    return fused_rule("lion", args, init, update, apply, learning_rate, decay_of if mask else None)

@@ -1,0 +1,58 @@
+"""A transformation of some of the leaves."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from . import checks
+from .base import GradientTransformation, Mask
+from .groups import Group, apply_groups, update_groups
+from .identity import identity
+from .select import select
+
+
+class MaskedState(NamedTuple):
+    """`inner_state`: the inner transformation's, of the selected leaves alone."""
+
+    inner_state: Any
+
+
+def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
+    """`inner` on the leaves where `mask(leaf)` is true (optax.masked); for the others there is no state.
+
+    As in optax the gradients of the other leaves pass through unchanged, for what follows in a `chain`: a
+    masked optimizer alone adds them to the parameters. To leave parameters alone use
+    `multi_transform({..., "frozen": set_to_zero()}, labels)`, or `TrainState.create(frozen=...)`, which
+    saves their gradients too. On `Sharded` trees see [Note: selections] in `select`.
+    """
+    checks.transformation("masked", inner)
+    checks.leaf_function("masked", "mask", mask)
+    groups = (Group(inner, mask), Group(identity(), lambda leaf: not mask(leaf)))
+    rest = identity().init(None)
+
+    def init(params: Any) -> MaskedState:
+        return MaskedState(inner.init(select(params, mask)))
+
+    def update(grads: Any, state: MaskedState, params: Any = None) -> tuple[Any, MaskedState]:
+        updates, (fresh, _) = update_groups(groups, grads, (state.inner_state, rest), params)
+        return updates, MaskedState(fresh)
+
+    def apply(
+        grads: Any, state: MaskedState, params: Any, factor: Tensor | None, finite: Tensor | None
+    ) -> tuple[Any, MaskedState]:
+        params, (fresh, _) = apply_groups(groups, grads, (state.inner_state, rest), params, factor, finite)
+        return params, MaskedState(fresh)
+
+    inner_label, rate = inner.label, inner.learning_rate
+    return GradientTransformation(
+        init,
+        update,
+        "masked",
+        (inner, mask),
+        apply=apply,
+        by_runs=True,
+        label=lambda leaf: (bool(mask(leaf)), inner_label(leaf) if inner_label and mask(leaf) else ()),
+        learning_rate=(lambda state: rate(state.inner_state)) if rate else None,
+    )

@@ -1,0 +1,93 @@
+"""A transformation for each label."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from . import checks
+from .base import GradientTransformation, LeafInfo, Mask
+from .groups import Group, apply_groups, init_groups, update_groups
+
+
+class MultiTransformState(NamedTuple):
+    """`inner_states`: label -> the state of its transformation, of its leaves alone."""
+
+    inner_states: dict[Hashable, Any]
+
+
+def multi_transform(
+    transforms: Mapping[Hashable, GradientTransformation], labels: Callable[[LeafInfo], Hashable]
+) -> GradientTransformation:
+    """Each leaf through `transforms[labels(leaf)]` (optax.multi_transform): learning rates per group, say.
+
+        multi_transform({"body": adamw(3e-4), "head": adamw(3e-3), "fixed": set_to_zero()},
+                        lambda leaf: "head" if leaf.name.startswith("head.") else "body")
+
+    Norms inside one are over its own leaves. Fused rules stay fused. On `Sharded` trees see
+    [Note: selections] in `select`. Raises `ValueError` for a label without a transformation.
+    """
+    checks.leaf_function("multi_transform", "labels", labels, "label")
+    if not isinstance(transforms, Mapping) or not transforms:
+        raise TypeError(
+            "multi_transform: transforms must be a dict, label -> transformation, such as "
+            f"{{'body': optim.adamw(3e-4), 'head': optim.adamw(3e-3)}}; got {transforms!r}."
+        )
+    for key, tx in transforms.items():
+        checks.transformation(f"multi_transform: label {key!r}", tx)
+    transforms = dict(transforms)
+    groups = [Group(tx, _keeper(transforms, labels, key)) for key, tx in transforms.items()]
+    rates = {key: tx.learning_rate for key, tx in transforms.items() if tx.learning_rate}
+
+    def state_of(states: list[Any]) -> MultiTransformState:
+        return MultiTransformState(dict(zip(transforms, states, strict=True)))
+
+    def states_of(state: MultiTransformState) -> list[Any]:
+        return [state.inner_states[key] for key in transforms]
+
+    def init(params: Any) -> MultiTransformState:
+        return state_of(init_groups(groups, params))
+
+    def update(grads: Any, state: MultiTransformState, params: Any = None) -> tuple[Any, MultiTransformState]:
+        updates, fresh = update_groups(groups, grads, states_of(state), params)
+        return updates, state_of(fresh)
+
+    def apply(
+        grads: Any, state: MultiTransformState, params: Any, factor: Tensor | None, finite: Tensor | None
+    ) -> tuple[Any, MultiTransformState]:
+        params, fresh = apply_groups(groups, grads, states_of(state), params, factor, finite)
+        return params, state_of(fresh)
+
+    def label(leaf: LeafInfo) -> Hashable:
+        tx = transforms.get(labels(leaf))  # None: a frozen leaf may have any label
+        return labels(leaf), tx.label(leaf) if tx and tx.label else ()
+
+    return GradientTransformation(
+        init,
+        update,
+        "multi_transform",
+        (tuple(transforms.items()), labels),
+        apply=apply,
+        label=label,
+        by_runs=True,
+        learning_rate=(lambda state: {key: rate(state.inner_states[key]) for key, rate in rates.items()})
+        if rates
+        else None,
+    )
+
+
+def _keeper(
+    transforms: Mapping[Hashable, Any], labels: Callable[[LeafInfo], Hashable], key: Hashable
+) -> Mask:
+    def keep(leaf: LeafInfo) -> bool:
+        label = labels(leaf)
+        if label not in transforms:
+            raise ValueError(
+                f"multi_transform: leaf {leaf.name!r} has label {label!r}, for which there is no "
+                f"transformation; there are {list(transforms)}."
+            )
+        return label == key
+
+    return keep

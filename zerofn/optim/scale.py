@@ -1,0 +1,79 @@
+"""Multiply by a number, or by a schedule's."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from . import checks
+from .base import EmptyState, GradientTransformation, ScalarOrSchedule, count_zero, no_state
+
+
+class ScaleByScheduleState(NamedTuple):
+    """`count`: applied updates, int64 scalar."""
+
+    count: Tensor  # type: ignore[assignment]  # tuple.count gives way
+
+
+def scale(step_size: float) -> GradientTransformation:
+    """Multiply by `step_size`."""
+    checks.number("scale", step_size=step_size)
+
+    def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
+        return tree.tree_map(lambda g: g * step_size, grads), state
+
+    def factor(grads: Any, so_far: Tensor | None) -> Tensor:
+        return torch.full((), step_size, dtype=torch.float64) if so_far is None else so_far * step_size
+
+    return GradientTransformation(no_state, update, "scale", (step_size,), factor=factor)
+
+
+def scale_by_schedule(step_size_fn: Any) -> GradientTransformation:
+    """Multiply by `step_size_fn(count)`, with `count` the updates applied so far, an int64 scalar tensor."""
+    if not callable(step_size_fn):
+        raise TypeError(
+            f"scale_by_schedule: expected a function of the count of applied updates, got "
+            f"{step_size_fn!r}; for a constant use scale({step_size_fn!r})."
+        )
+
+    def init(params: Any) -> ScaleByScheduleState:
+        return ScaleByScheduleState(count_zero(params))
+
+    def update(
+        grads: Any, state: ScaleByScheduleState, params: Any = None
+    ) -> tuple[Any, ScaleByScheduleState]:
+        size = step_size_fn(state.count)
+        return tree.tree_map(lambda g: (g * size).to(g.dtype), grads), ScaleByScheduleState(state.count + 1)
+
+    return GradientTransformation(init, update, "scale_by_schedule", (step_size_fn,))
+
+
+def scale_by_learning_rate(
+    learning_rate: ScalarOrSchedule, *, flip_sign: bool = True
+) -> GradientTransformation:
+    """Multiply by minus the learning rate (plus, without `flip_sign`), a number or a schedule."""
+    checks.learning_rate("scale_by_learning_rate", learning_rate)
+    sign = -1 if flip_sign else 1
+    args = (learning_rate, flip_sign)
+    if callable(learning_rate):
+        rate = learning_rate
+        inner = scale_by_schedule(lambda count: sign * rate(count))
+        return GradientTransformation(
+            inner.init,
+            inner.update,
+            "scale_by_learning_rate",
+            args,
+            learning_rate=lambda state: rate(state.count),
+        )
+    inner = scale(sign * learning_rate)
+    return GradientTransformation(
+        inner.init,
+        inner.update,
+        "scale_by_learning_rate",
+        args,
+        factor=inner.factor,
+        learning_rate=lambda state: learning_rate,
+    )

@@ -1,0 +1,161 @@
+"""optax's schedules: functions of the count of applied updates, in torch operations alone.
+
+Nothing here waits for the device, and all of it can be captured. Values are optax's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A number for every count of applied updates. Two are equal when name and arguments are.
+
+    `schedule(count)`: an int64 scalar tensor -> a float64 scalar tensor on its device; an int -> a float.
+    `fn` maps the count, as a float64 scalar tensor, to the value.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    fn: Callable[[Tensor], Tensor] = field(compare=False, repr=False)
+
+    def __call__(self, count: Tensor | int) -> Any:
+        if isinstance(count, Tensor):
+            return self.fn(count.to(torch.float64))
+        return float(self.fn(torch.tensor(count, dtype=torch.float64)))
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(map(repr, self.args))})"
+
+
+def constant_schedule(value: float) -> Schedule:
+    """`value`, always."""
+    checks.number("constant_schedule", value=value)
+    return Schedule("constant_schedule", (value,), lambda count: torch.full_like(count, value))
+
+
+def polynomial_schedule(
+    init_value: float, end_value: float, power: float, transition_steps: int, transition_begin: int = 0
+) -> Schedule:
+    """(init - end) * (1 - t / transition_steps)^power + end, with t = count - transition_begin kept in
+    [0, transition_steps]. With `transition_steps` <= 0 the value stays `init_value`.
+    """
+    checks.number("polynomial_schedule", init_value=init_value, end_value=end_value, power=power)
+    checks.number("polynomial_schedule", transition_steps=transition_steps, transition_begin=transition_begin)
+    args = (init_value, end_value, power, transition_steps, transition_begin)
+
+    def fn(count: Tensor) -> Tensor:
+        if transition_steps <= 0:
+            return torch.full_like(count, init_value)
+        t = (count - max(transition_begin, 0)).clamp(0, transition_steps)
+        return (init_value - end_value) * (1 - t / transition_steps) ** power + end_value
+
+    return Schedule("polynomial_schedule", args, fn)
+
+
+def linear_schedule(
+    init_value: float, end_value: float, transition_steps: int, transition_begin: int = 0
+) -> Schedule:
+    """From `init_value` to `end_value` in a straight line: `polynomial_schedule` with power 1."""
+    return polynomial_schedule(init_value, end_value, 1, transition_steps, transition_begin)
+
+
+def exponential_decay(
+    init_value: float,
+    transition_steps: int,
+    decay_rate: float,
+    transition_begin: int = 0,
+    staircase: bool = False,
+    end_value: float | None = None,
+) -> Schedule:
+    """init_value * decay_rate^((count - transition_begin) / transition_steps), `init_value` before it begins.
+
+    `staircase` rounds the exponent down. `end_value` is a lower bound where `decay_rate` < 1, else an upper
+    one. With `transition_steps` <= 0 or `decay_rate` 0 the value stays `init_value`.
+    """
+    where = "exponential_decay"
+    checks.number(
+        where, init_value=init_value, transition_steps=transition_steps, transition_begin=transition_begin
+    )
+    checks.number(where, 0.0, decay_rate=decay_rate)
+    bound = {} if end_value is None else {"min" if decay_rate < 1 else "max": end_value}
+    checks.number(where, end_value=init_value if end_value is None else end_value)
+
+    def fn(count: Tensor) -> Tensor:
+        if transition_steps <= 0 or decay_rate == 0:
+            return torch.full_like(count, init_value)
+        t = (count - max(transition_begin, 0)).clamp(min=0) / transition_steps
+        value = init_value * torch.pow(decay_rate, t.floor() if staircase else t)
+        return value.clamp(**bound) if bound else value
+
+    args = (init_value, transition_steps, decay_rate, transition_begin, staircase, end_value)
+    return Schedule(where, args, fn)
+
+
+def cosine_decay_schedule(
+    init_value: float, decay_steps: int, alpha: float = 0.0, exponent: float = 1.0
+) -> Schedule:
+    """init_value * ((1 - alpha) * ((1 + cos(pi t / decay_steps)) / 2)^exponent + alpha), with t = count up to
+    `decay_steps` (Loshchilov and Hutter 2017). Raises `ValueError` unless `decay_steps` is positive.
+    """
+    checks.number("cosine_decay_schedule", init_value=init_value, alpha=alpha, exponent=exponent)
+    checks.number("cosine_decay_schedule", 0, above=True, decay_steps=decay_steps)
+
+    def fn(count: Tensor) -> Tensor:
+        cosine = 0.5 * (1 + torch.cos(math.pi * count.clamp(max=decay_steps) / decay_steps))
+        return init_value * ((1 - alpha) * cosine**exponent + alpha)
+
+    return Schedule("cosine_decay_schedule", (init_value, decay_steps, alpha, exponent), fn)
+
+
+def piecewise_constant_schedule(
+    init_value: float, boundaries_and_scales: Mapping[int, float] | None = None
+) -> Schedule:
+    """`init_value` times the scales of all boundaries <= count, from a dict {boundary: scale}."""
+    scales = tuple(sorted((boundaries_and_scales or {}).items()))
+    checks.number("piecewise_constant_schedule", init_value=init_value)
+    for boundary, scale in scales:
+        checks.number(f"piecewise_constant_schedule: at {boundary}", 0.0, scale=scale)
+
+    def fn(count: Tensor) -> Tensor:
+        value = torch.full_like(count, init_value)
+        for boundary, scale in scales:
+            value = torch.where(count < boundary, value, value * scale)
+        return value
+
+    return Schedule("piecewise_constant_schedule", (init_value, scales), fn)
+
+
+def join_schedules(schedules: Sequence[Callable[..., Any]], boundaries: Sequence[int]) -> Schedule:
+    """One schedule after the other: `schedules[i]` from `boundaries[i - 1]` on, counting from there.
+
+    Raises `ValueError` unless there is one boundary fewer than there are schedules.
+    """
+    if len(boundaries) != len(schedules) - 1:
+        raise ValueError(
+            f"join_schedules: {len(schedules)} schedules need {len(schedules) - 1} boundaries between "
+            f"them, got {list(boundaries)!r}."
+        )
+    for k, schedule in enumerate(schedules):
+        if not callable(schedule):
+            raise TypeError(
+                f"join_schedules: schedules[{k}] must be a schedule, got {schedule!r}; for a constant "
+                f"use constant_schedule({schedule!r})."
+            )
+
+    def fn(count: Tensor) -> Tensor:
+        value = torch.as_tensor(schedules[0](count))
+        for boundary, schedule in zip(boundaries, schedules[1:], strict=True):
+            value = torch.where(count < boundary, value, schedule(count - boundary))
+        return value
+
+    return Schedule("join_schedules", (tuple(schedules), tuple(boundaries)), fn)

@@ -1,0 +1,63 @@
+"""Part of a tree by a mask on its logical leaves, and back.
+
+[Note: selections] Of a plain tree, the leaves that are not selected become None. Of a `Sharded`, units
+without a selected leaf are gone, and in the others what is not selected counts as padding: it is never read.
+So an inner transformation sees an ordinary tree, holds moments only for the units it has a part in (whole
+units: where one holds leaves of two labels, both labels' moments have its size), and keeps its fused form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from .. import tree
+from ..layout import restrict
+from ..sharding import Sharded, is_sharded
+from .base import Mask
+from .runs import leaf_info
+
+
+def select(values: Any, keep: Mask) -> Any:
+    """The part of a tree whose leaves `keep` selects. See [Note: selections]."""
+    paths, nodes, treedef = tree.flatten_with_path(values, is_leaf=is_sharded)
+    return tree.unflatten(treedef, [_select(path, x, keep) for path, x in zip(paths, nodes, strict=True)])
+
+
+def _select(path: tree.Path, x: Any, keep: Mask) -> Any:
+    if not is_sharded(x):
+        return x if keep(leaf_info(path, x)) else None
+    layout = restrict(x.layout, lambda _, leaf: bool(keep(leaf_info(path, leaf))))
+    names = {unit.name for unit in layout.units}
+    pieces = [p for unit, p in zip(x.layout.units, x.pieces, strict=True) if unit.name in names]
+    return Sharded(dataclasses.replace(x.spec, layout=layout), pieces)
+
+
+def merge(whole: Any, part: Any, keep: Mask, by_runs: bool = False) -> Any:
+    """`whole` with the leaves that `keep` selects from `part`, which is laid out as `select(whole, keep)`.
+
+    `by_runs`: what is not selected has the same bits in both, so nothing need be copied.
+    """
+    paths, nodes, treedef = tree.flatten_with_path(whole, is_leaf=is_sharded)
+    fresh = iter(tree.leaves(part, is_leaf=is_sharded))
+    out = []
+    for path, x in zip(paths, nodes, strict=True):
+        if is_sharded(x):
+            out.append(_merge(x, next(fresh), by_runs))
+        else:
+            out.append(next(fresh) if keep(leaf_info(path, x)) else x)
+    return tree.unflatten(treedef, out)
+
+
+def _merge(whole: Sharded, part: Sharded, by_runs: bool) -> Sharded:
+    fresh = {unit.name: (unit, piece) for unit, piece in zip(part.layout.units, part.pieces, strict=True)}
+    pieces = []
+    for unit, old in zip(whole.layout.units, whole.pieces, strict=True):
+        mine, new = fresh.get(unit.name, (unit, old))
+        if not by_runs and len(mine.leaves) < len(unit.leaves):
+            runs = mine.runs(*whole.spec.bounds(unit), lambda leaf: True)
+            new = torch.ops.zerofn.take_runs(old, new, [a for a, _, _ in runs], [b for _, b, _ in runs])
+        pieces.append(new)
+    return Sharded(whole.spec, pieces)

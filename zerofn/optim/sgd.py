@@ -1,0 +1,78 @@
+"""Stochastic gradient descent, with momentum."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..ops import sgd as _op  # noqa: F401  (defines zerofn::sgd)
+from . import checks
+from .base import GradientTransformation, Mask, ScalarOrSchedule, count_zero, rate_at
+from .fused import decay_by, fused_rule, fused_step
+from .runs import spread
+
+
+class SgdState(NamedTuple):
+    """`count`: applied updates, int64 scalar; `trace`: the momentum buffer in the structure and dtype of the
+    parameters, None without momentum."""
+
+    count: Tensor  # type: ignore[assignment]  # tuple.count gives way
+    trace: Any
+
+
+def sgd(
+    learning_rate: ScalarOrSchedule,
+    momentum: float | None = None,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    mask: Mask | None = None,
+) -> GradientTransformation:
+    """SGD with momentum (Sutskever et al. 2013), in the arithmetic of `torch.optim.SGD(foreach=False)`.
+
+    d = g + weight_decay * p; m = momentum * m + d; p -= learning_rate * m (d + momentum * m with `nesterov`).
+    `mask(leaf) -> bool` says which leaves decay; all do without one. Raises `ValueError` for hyperparameters
+    out of range, and for `nesterov` without momentum.
+    """
+    checks.learning_rate("sgd", learning_rate)
+    checks.number("sgd", 0.0, weight_decay=weight_decay, momentum=momentum or 0.0)
+    checks.mask("sgd", mask)
+    if nesterov and not momentum:
+        raise ValueError(
+            f"sgd: nesterov=True needs momentum, such as momentum=0.9; got momentum={momentum!r}."
+        )
+
+    decay_of = decay_by(weight_decay, mask)
+
+    def init(params: Any) -> SgdState:
+        # Minus zero: adding the first gradient to it gives that gradient, the sign of its zeros included.
+        trace = tree.tree_map(lambda p: torch.full_like(p, -0.0), params) if momentum else None
+        return SgdState(count_zero(params), trace)
+
+    def update(grads: Any, state: SgdState, params: Any) -> tuple[Any, SgdState]:
+        rate = rate_at(learning_rate, state.count)
+        d = tree.tree_map(
+            lambda g, p, decay: g.to(p.dtype) + decay * p, grads, params, spread(params, decay_of)
+        )
+        trace = state.trace
+        if momentum:
+            trace = tree.tree_map(lambda m, d: momentum * m + d, trace, d)
+            d = tree.tree_map(lambda m, d: d + momentum * m, trace, d) if nesterov else trace
+        return tree.tree_map(lambda d: (-rate * d).to(d.dtype), d), SgdState(state.count + 1, trace)
+
+    def apply(
+        grads: Any, state: SgdState, params: Any, factor: Tensor | None, finite: Tensor | None
+    ) -> tuple[Any, SgdState]:
+        def call(tensors: list[Tensor], runs: tuple[Any, ...], count: Tensor) -> Any:
+            if momentum:
+                return torch.ops.zerofn.sgd_momentum(*tensors, *runs, momentum, nesterov)
+            return (torch.ops.zerofn.sgd(*tensors, *runs),)
+
+        trees = [params, grads, *([state.trace] if momentum else [])]
+        count, (p, *moments) = fused_step(call, learning_rate, decay_of, state.count, trees, factor, finite)
+        return p, SgdState(count, moments[0] if momentum else None)
+
+    args = (learning_rate, momentum, nesterov, weight_decay, mask)
+    return fused_rule("sgd", args, init, update, apply, learning_rate, decay_of if mask else None)

@@ -1,0 +1,33 @@
+"""Momentum."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import tree
+from . import checks
+from .base import GradientTransformation
+
+
+class TraceState(NamedTuple):
+    """`trace`: the decaying sum of past gradients, in the parameters' structure and dtype."""
+
+    trace: Any
+
+
+def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
+    """t = g + decay * t; the update is t, or g + decay * t with `nesterov` (Sutskever et al. 2013)."""
+    checks.number("trace", 0.0, decay=decay)
+
+    def init(params: Any) -> TraceState:
+        return TraceState(tree.tree_map(torch.zeros_like, params))
+
+    def update(grads: Any, state: TraceState, params: Any = None) -> tuple[Any, TraceState]:
+        fresh = tree.tree_map(lambda t, g: g.to(t.dtype) + decay * t, state.trace, grads)
+        return tree.tree_map(lambda t, g: g + decay * t, fresh, grads) if nesterov else fresh, TraceState(
+            fresh
+        )
+
+    return GradientTransformation(init, update, "trace", (decay, nesterov))

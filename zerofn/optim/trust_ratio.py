@@ -1,0 +1,54 @@
+"""The trust ratio of layer-wise adaptive methods: one number per logical leaf, over all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..reductions import norms
+from . import checks
+from .base import EmptyState, GradientTransformation, no_state
+from .runs import map_runs
+
+
+def scale_by_trust_ratio(
+    min_norm: float = 0.0, trust_coefficient: float = 1.0, eps: float = 0.0
+) -> GradientTransformation:
+    """Multiply each leaf's update u by trust_coefficient * |p| / (|u| + eps), by 1 where |p| or |u| is zero.
+
+    You et al. 2020, Algorithm 2, with optax's arguments: norms are no smaller than `min_norm`. They are of
+    whole logical leaves, over all ranks, the same bits at every stage; one small all-gather serves all.
+    """
+    checks.number(
+        "scale_by_trust_ratio", 0.0, min_norm=min_norm, trust_coefficient=trust_coefficient, eps=eps
+    )
+
+    def update(updates: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
+        if params is None:
+            raise ValueError(
+                "scale_by_trust_ratio: update needs the parameters: tx.update(grads, state, params)."
+            )
+        names, both = norms((params, updates))
+        half = len(names) // 2
+        p, u = both[:half].clamp(min=min_norm), both[half:].clamp(min=min_norm)
+        ratios = torch.where((p == 0) | (u == 0), 1.0, trust_coefficient * p / (u + eps))
+        return scale_leaves(updates, {name: k for k, name in enumerate(names[:half])}, ratios), state
+
+    return GradientTransformation(
+        no_state, update, "scale_by_trust_ratio", (min_norm, trust_coefficient, eps)
+    )
+
+
+def scale_leaves(values: Any, columns: dict[str, int], factors: Tensor) -> Any:
+    """Every logical leaf of a tree, `Sharded` or plain, times its own number of `factors` [leaves]."""
+
+    def rule(tensors: list[Tensor], starts: list[int], stops: list[int], found: list[int]) -> tuple[Tensor]:
+        return (torch.ops.zerofn.scale_runs(*tensors, starts, stops, found, factors),)
+
+    def column(leaf: Any) -> int:
+        return columns[f"0.{leaf.name}" if leaf.name else "0"]
+
+    scaled = map_runs(rule, column, values)
+    return scaled[0] if scaled else values

@@ -1,0 +1,124 @@
+"""Schedules that begin small: optax's, and DeepSpeed's by formula."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .schedules import Schedule, cosine_decay_schedule, exponential_decay, join_schedules, linear_schedule
+
+
+def warmup_constant_schedule(init_value: float, peak_value: float, warmup_steps: int) -> Schedule:
+    """From `init_value` to `peak_value` in a straight line over `warmup_steps`, constant after."""
+    return linear_schedule(init_value, peak_value, warmup_steps)
+
+
+def warmup_cosine_decay_schedule(
+    init_value: float,
+    peak_value: float,
+    warmup_steps: int,
+    decay_steps: int,
+    end_value: float = 0.0,
+    exponent: float = 1.0,
+) -> Schedule:
+    """A straight line to `peak_value` over `warmup_steps`, then a cosine to `end_value`.
+
+    `decay_steps` is the length of both together. Raises `ValueError` unless it is more than `warmup_steps`.
+    """
+    where = "warmup_cosine_decay_schedule"
+    checks.number(where, peak_value=peak_value, end_value=end_value, warmup_steps=warmup_steps)
+    if not decay_steps > warmup_steps:
+        raise ValueError(
+            f"{where}: decay_steps counts the warm-up too, so it must be more than warmup_steps="
+            f"{warmup_steps!r}; got {decay_steps!r}."
+        )
+    alpha = 0.0 if peak_value == 0.0 else end_value / peak_value
+    decay = cosine_decay_schedule(peak_value, decay_steps - warmup_steps, alpha, exponent)
+    joined = join_schedules([linear_schedule(init_value, peak_value, warmup_steps), decay], [warmup_steps])
+    return Schedule(
+        where, (init_value, peak_value, warmup_steps, decay_steps, end_value, exponent), joined.fn
+    )
+
+
+def warmup_exponential_decay_schedule(
+    init_value: float,
+    peak_value: float,
+    warmup_steps: int,
+    transition_steps: int,
+    decay_rate: float,
+    transition_begin: int = 0,
+    staircase: bool = False,
+    end_value: float | None = None,
+) -> Schedule:
+    """A straight line to `peak_value` over `warmup_steps`, then `exponential_decay`."""
+    decay = exponential_decay(
+        peak_value, transition_steps, decay_rate, transition_begin, staircase, end_value
+    )
+    joined = join_schedules([linear_schedule(init_value, peak_value, warmup_steps), decay], [warmup_steps])
+    args = (
+        init_value,
+        peak_value,
+        warmup_steps,
+        transition_steps,
+        decay_rate,
+        transition_begin,
+        staircase,
+        end_value,
+    )
+    return Schedule("warmup_exponential_decay_schedule", args, joined.fn)
+
+
+def warmup_lr(
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float = 0.001,
+    warmup_num_steps: int = 1000,
+    warmup_type: str = "log",
+) -> Schedule:
+    """DeepSpeed's WarmupLR: the rate its optimizer uses for the update after `count` others.
+
+    With i = max(count - 1, 0) and N = max(2, warmup_num_steps): min + (max - min) * gamma, where gamma is
+    ln(i + 1) / ln(N) ("log") or i / N ("linear") for i < N, and 1 after. The scheduler there steps after the
+    optimizer, hence the 1: the first two updates both run at `warmup_min_lr`. Raises `ValueError` unless
+    `warmup_num_steps` is positive, and for another `warmup_type`.
+    """
+    args = (warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
+    return _warmup("warmup_lr", args, lambda i: torch.ones_like(i))
+
+
+def warmup_decay_lr(
+    total_num_steps: int,
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float = 0.001,
+    warmup_num_steps: int = 1000,
+    warmup_type: str = "log",
+) -> Schedule:
+    """DeepSpeed's WarmupDecayLR: `warmup_lr`, then with T = total_num_steps down in a straight line.
+
+    For i >= N, gamma is max(0, (T - i) / max(1, T - N)). Raises as `warmup_lr` does.
+    """
+    checks.number("warmup_decay_lr", 0, above=True, total_num_steps=total_num_steps)
+    width = max(1, total_num_steps - max(2, warmup_num_steps))
+    args = (warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
+    return _warmup(
+        "warmup_decay_lr", args, lambda i: ((total_num_steps - i) / width).clamp(min=0), total_num_steps
+    )
+
+
+def _warmup(name: str, args: tuple[Any, ...], after: Any, *more: Any) -> Schedule:
+    low, high, num_steps, kind = args
+    checks.number(name, 0.0, warmup_min_lr=low, warmup_max_lr=high)
+    checks.number(name, 0, above=True, warmup_num_steps=num_steps)
+    if kind not in ("log", "linear"):
+        raise ValueError(f"{name}: warmup_type must be 'log' or 'linear', got {kind!r}.")
+    steps = max(2, num_steps)
+
+    def fn(count: Tensor) -> Tensor:
+        i = (count - 1).clamp(min=0)
+        gamma = torch.log(i + 1) / math.log(steps) if kind == "log" else i / steps
+        return low + (high - low) * torch.where(i < steps, gamma, after(i))
+
+    return Schedule(name, (*more, *args), fn)
