@@ -49,7 +49,7 @@ class Leaf:
 class Unit:
     """One flat buffer: some leaves of one dtype, all trainable or all frozen. `size` counts padding."""
 
-    name: str
+    name: str = field(compare=False)  # two parts of one structure, twin critics say, are laid out alike
     leaves: tuple[Leaf, ...]
     size: int
     trainable: bool
@@ -136,14 +136,13 @@ class Layout:
         return self._keep(prefix, units)
 
     def _keep(self, prefix: str, units: tuple[Unit, ...]) -> Layout:
-        order = {leaf.index: k for k, leaf in enumerate(x for x in self.leaves if x.name in
-                 {leaf.name for u in units for leaf in u.leaves})}
+        order = {index: k for k, index in enumerate(sorted(leaf.index for u in units for leaf in u.leaves))}
         paths = self.treedef.paths()
         heads = {paths[i][0] for i in order}
         inside = len(heads) == 1 and all(len(paths[i]) > 1 for i in order) and str(next(iter(heads))) == prefix
-        full = tree.unflatten(self.treedef, list(range(self.treedef.num_leaves)))
-        sub = full[next(iter(heads))] if inside else {str(paths[i][0]): i for i in order}
-        if len(tree.leaves(sub)) != len(order):
+        sub = (self.treedef.child(self.treedef.entries().index(next(iter(heads)))) if inside
+               else tree.structure({str(paths[i][0]): i for i in order}))
+        if sub.num_leaves != len(order):
             raise KeyError(f"params[{prefix!r}]: only a top-level entry of params can be taken out.")
         strip = len(prefix) + 1 if inside else 0
         renamed = tuple(
@@ -151,7 +150,7 @@ class Layout:
                  u.size, u.trainable, u.dtype)
             for u in units
         )
-        return Layout(renamed, tree.structure(sub), self.axis, self.num_shards)
+        return Layout(renamed, sub, self.axis, self.num_shards)
 
 
 def restrict(layout: Layout, keep: Callable[[Unit, Leaf], bool]) -> Layout:
@@ -191,6 +190,7 @@ def make_layout(
     paths, values, treedef = tree.flatten_with_path(params)
     order = sorted(range(len(paths)), key=lambda i: tree.natural_key(paths[i]))
     groups = _groups(paths, values, order, unit)
+    place = {i: k for k, i in enumerate(order)}
     buffers: dict[tuple[str, torch.dtype, bool], list[int]] = {}
     for i in order:
         kind = dtype if dtype is not None and values[i].is_floating_point() else values[i].dtype
@@ -199,7 +199,7 @@ def make_layout(
     names = _buffer_names(buffers)
     units = []
     for key, members in buffers.items():
-        members = sorted(members, key=lambda i: (repr(label(tree.name_of(paths[i]), values[i])), order.index(i)))
+        members = sorted(members, key=lambda i: (repr(label(tree.name_of(paths[i]), values[i])), place[i]))
         units.append(_unit(names[key], [(i, tree.name_of(paths[i]), tuple(values[i].shape)) for i in members],
                            num_shards, key[1], key[2]))
     return Layout(tuple(units), treedef, axis, num_shards)
