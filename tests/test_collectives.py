@@ -1,4 +1,4 @@
-"""Collectives against numpy on all ranks' values, and their derivatives against the plain matrix of the map."""
+"""Collectives against numpy on all ranks' values; their derivatives against plain torch."""
 
 import numpy as np
 import pytest

@@ -1,0 +1,133 @@
+"""Tree order and key paths, against torch's own pytrees and by hand."""
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from zerofn import tree
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclass
+class Batch:
+    tokens: Any
+    labels: Any = None
+    note: Any = field(default=0)
+
+
+@dataclass(frozen=True)
+class Inner:
+    w: Any
+
+
+def nests():
+    a, b, c = (torch.full((2,), float(i)) for i in range(3))
+    return {
+        "dict": {"z": a, "b": b},
+        "list and tuple": [a, (b, c), ()],
+        "namedtuple": Point(a, [b]),
+        "dataclass": Batch(a, b),
+        "frozen dataclass": Inner({"w": a}),
+        "dataclasses in each other": Batch(Inner(a), [Inner(b)], Batch(c, None)),
+        "TensorDict": TensorDict({"a": a, "b": TensorDict({"c": b}, [2])}, [2]),
+        "None and numbers": {"n": None, "i": 3, "f": 1.5, "b": True},
+        "ordered": OrderedDict(z=a, b=b),
+        "a leaf": a,
+        "nothing": {},
+    }
+
+
+@pytest.mark.parametrize("name", list(nests()))
+def test_flatten_and_back(name):
+    value = nests()[name]
+    leaves, treedef = tree.flatten(value)
+    back = tree.unflatten(treedef, leaves)
+    assert type(back) is type(value)
+    assert tree.structure(back) == treedef
+    assert all(x is y for x, y in zip(tree.leaves(back), leaves, strict=True))
+    paths, again, _ = tree.flatten_with_path(value)
+    assert len(paths) == len(leaves) == treedef.num_leaves
+    assert all(x is y for x, y in zip(again, leaves, strict=True))
+    assert len(set(map(tree.name_of, paths))) == len(paths)
+
+
+def test_dict_order_does_not_matter():
+    a, b = {"x": 1, "w": {"d": 2, "c": 3}}, {"w": {"c": 3, "d": 2}, "x": 1}
+    assert tree.flatten(a) == tree.flatten(b)
+    assert tree.leaves(a) == [3, 2, 1]
+
+
+def test_tensordict_order_does_not_matter():
+    a = TensorDict({"x": torch.ones(2), "w": torch.zeros(2)}, [2])
+    b = TensorDict({"w": torch.zeros(2), "x": torch.ones(2)}, [2])
+    assert tree.structure(a) == tree.structure(b)
+    assert [x.sum().item() for x in tree.leaves(a)] == [x.sum().item() for x in tree.leaves(b)] == [0, 2]
+
+
+def test_names():
+    value = {"a": [1, {"b.c": 2}], "p": Point(3, 4), "d": Batch(5, 6)}
+    paths, leaves, treedef = tree.flatten_with_path(value)
+    assert [tree.name_of(p) for p in paths] == [
+        "a.0",
+        "a.1.b.c",
+        "d.tokens",
+        "d.labels",
+        "d.note",
+        "p.0",
+        "p.1",
+    ]
+    assert tree.field_names(treedef)[-2:] == ["p.x", "p.y"]
+    nested = TensorDict({"a": {"b": torch.ones(1)}}, [])
+    assert tree.name_of(tree.flatten_with_path(nested)[0][0]) == "a.b"
+
+
+def test_tree_map_meets_none_and_several_trees():
+    out = tree.tree_map(lambda x, y: x + y, {"a": 1, "n": None}, {"a": 2, "n": None})
+    assert out == {"a": 3, "n": None}
+    with pytest.raises(ValueError):
+        tree.tree_map(lambda x, y: x, {"a": 1}, {"b": 1})
+    doubled = tree.tree_map(lambda x: x * 2, Batch(torch.ones(1), Point(1, 2)))
+    assert doubled.labels == Point(2, 4) and doubled.tokens.item() == 2
+    assert tree.tree_map(lambda x, y: x + y, Inner(1), Inner(2)) == Inner(3)
+
+
+def test_tensordict_keeps_a_batch_size_that_fits():
+    value = TensorDict({"a": torch.ones(4, 3), "b": torch.ones(4)}, [4])
+    cut = tree.tree_map(lambda x: x[:2], value)
+    assert isinstance(cut, TensorDict) and cut.batch_size == (2,)
+    stacked = tree.tree_map(lambda x: torch.stack([x, x]), value)
+    assert stacked["a"].shape == (2, 4, 3) and stacked.batch_size == (2,)
+    summed = tree.tree_map(lambda x: x.sum(), value)
+    assert summed.batch_size == ()
+    uneven = tree.unflatten(tree.structure(value), [torch.ones(4, 3), torch.ones(5)])
+    assert uneven.batch_size == ()
+
+
+def test_is_leaf_stops():
+    value = {"a": (1, 2), "b": Batch(1, 2)}
+    leaves = tree.leaves(value, is_leaf=lambda x: isinstance(x, tuple | Batch))
+    assert leaves == [(1, 2), value["b"]]
+
+
+def test_natural_order():
+    names = ["h.10.w", "h.2.w", "h.2.b", "ln_f", "h.1.1", "h.1.0", "emb.w"]
+    paths = sorted(((n,) for n in names), key=tree.natural_key)
+    assert [p[0] for p in paths] == ["emb.w", "h.1.0", "h.1.1", "h.2.b", "h.2.w", "h.10.w", "ln_f"]
+    assert tree.natural_key(("h", 10, "w")) == tree.natural_key(("h.10.w",))
+    assert tree.components(("a.01.b", 3)) == ("a", 1, "b", 3)
+
+
+def test_registered_nodes_are_torchs_too():
+    class Pair:
+        def __init__(self, a, b):
+            self.a, self.b = a, b
+
+    tree.register_node(Pair, lambda p: ((p.a, p.b), "aux"), lambda aux, children: Pair(*children))
+    out = torch.vmap(lambda p: p.a + p.b)(Pair(torch.ones(3), torch.ones(3)))
+    assert out.tolist() == [2, 2, 2]
+    assert tree.leaves([Pair(1, 2)]) == [1, 2]
