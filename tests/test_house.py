@@ -36,6 +36,7 @@ ORDER = [
     "replay",
     "partition",
     "skeleton",
+    "remat",
     "loop",
     "grad",
     "optim",

@@ -117,3 +117,13 @@ def schema_text(op: OpOverload) -> str:
 def proxies_of(trace: Any, values: Any) -> Any:
     """The nodes a trace knows these tensors by."""
     return tree_map(trace.tracer.unwrap_proxy, values)
+
+
+def inside_functorch() -> bool:
+    """Whether a `torch.func` transform is being applied right now."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_functorch_tensor(x: torch.Tensor) -> bool:
+    """Whether `x` is tracked by a `torch.func` transform."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)

@@ -1,0 +1,68 @@
+"""Recomputation against the same function without it, under every transform, with the same dropout mask."""
+
+import pytest
+import torch
+from torch.func import grad, jvp, vjp, vmap
+
+import zerofn
+from zerofn.random import key, randomness
+
+
+def _f(x, w):
+    return (torch.tanh(x @ w) @ w.T).sin().sum()
+
+
+def _inputs():
+    torch.manual_seed(0)
+    return torch.randn(3, 4, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: grad(f, argnums=(0, 1)),
+        lambda f: lambda x, w: vjp(f, x, w)[1](torch.tensor(2.0, dtype=torch.float64)),
+        lambda f: lambda x, w: jvp(f, (x, w), (x.cos(), w.sin())),
+        lambda f: lambda x, w: vmap(f, in_dims=(0, None))(x[:, None], w),
+        lambda f: lambda x, w: vmap(grad(f), in_dims=(0, None))(x[:, None], w),
+        lambda f: lambda x, w: jvp(grad(f), (x, w), (x.cos(), w.sin())),
+        lambda f: grad(lambda x, w: grad(f)(x, w).square().sum(), argnums=(0, 1)),
+        lambda f: lambda x, w: torch.autograd.grad(f(x.requires_grad_(), w.requires_grad_()), (x, w)),
+    ],
+    ids=["grad", "vjp", "jvp", "vmap", "vmap-grad", "hvp", "grad-grad", "autograd"],
+)
+def test_every_transform_gives_the_plain_value(transform):
+    plain, ours = transform(_f)(*_inputs()), transform(zerofn.remat(_f))(*_inputs())
+    for a, b in zip(zerofn.tree.leaves(plain), zerofn.tree.leaves(ours), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("functional", [True, False])
+def test_dropout_is_drawn_again(functional):
+    def drop(x):
+        return (torch.dropout(x.sin(), 0.5, True) * x).sum()
+
+    def gradient(f):
+        with randomness(key(3)):
+            x = torch.linspace(0.1, 2, 64)
+            return grad(f)(x) if functional else torch.autograd.grad(f(x.requires_grad_()), x)[0]
+
+    assert torch.equal(gradient(drop), gradient(zerofn.remat(drop)))
+
+
+def test_activations_are_not_kept():
+    kept = []
+
+    def pack(x):
+        kept.append(x.numel())
+        return x
+
+    x = torch.randn(8, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        zerofn.remat(lambda x: x.sin().cos().tanh().exp())(x).sum().backward()
+    assert len(kept) <= 1
+
+
+def test_what_is_closed_over_and_differentiated_raises():
+    with pytest.raises(ValueError, match="'w'.*pass it as an argument"):
+        grad(lambda w: zerofn.remat(lambda x: (x * w).sum())(torch.ones(3)))(torch.ones(3))
