@@ -32,6 +32,24 @@ def allocate(spec: Spec, device: torch.device, cached: bool,
     return Sharded(spec, pieces, full if cached else None)
 
 
+def lacks_copy(sharded: Sharded) -> bool:
+    """Whether parameters so laid out have a gathered copy, and this one has lost it."""
+    return sharded.full is None and sharded.spec.stage in (1, 2) and sharded.spec.axis.size > 1
+
+
+def refill(sharded: Sharded) -> None:
+    """Gather the copy that stages 1 and 2 keep beside parameters, anew, where an unflatten dropped it.
+
+    The pieces become views of it where dtypes agree, so nothing is held twice. All ranks call it.
+    """
+    made = allocate(sharded.spec, sharded.pieces[0].device, True, [p.dtype for p in sharded.pieces])
+    with torch.no_grad():
+        for mine, piece in zip(made.pieces, sharded.pieces, strict=True):
+            mine.copy_(piece)
+    settle(made)
+    sharded.move(made.pieces, made.full)
+
+
 def settle(sharded: Sharded) -> None:
     """Make replicas equal: every rank's own piece counts, whatever others have there. All ranks call it."""
     spec = sharded.spec

@@ -49,9 +49,10 @@ def _shared(program: Program) -> dict[Node, Node]:
 
 
 def _save_aux(graph: Graph, program: Program, outputs: list[Node], shared: dict[Node, Node]) -> None:
-    """Copy aux values, and kept state values, that stand on memory which will be written."""
+    """Copy aux values, and kept state values, that stand on memory which is written now or at the next step."""
     root = roots(graph)
-    donated = set(program.placeholders[: program.num_state]) | set(shared.values())
+    made = [x for x in outputs[: program.num_new] if _rule_of(x) is not None]
+    donated = {*program.placeholders[: program.num_state], *shared.values(), *made}
     for j, value in enumerate(outputs):
         if (j >= program.num_new or j in program.kept) and root[value] in donated:
             place = value if value.op != "placeholder" else program.placeholders[-1]
@@ -68,16 +69,20 @@ def _in_place(target: object) -> OpOverload | None:
     return getattr(packet, target._overloadname, None) if packet is not None else None
 
 
+def _rule_of(value: Node) -> tuple[Node, int] | None:
+    """(the update rule, which of its results) that made `value`, where it has an in-place form."""
+    maker, index = (value.args[0], value.args[1]) if value.target is operator.getitem else (value, 0)
+    return (maker, index) if _in_place(maker.target) else None  # type: ignore[union-attr,return-value]
+
+
 def _update_in_place(graph: Graph, outputs: list[Node], mine: dict[int, Node], shared: dict[Node, Node]) -> None:
     where, root = positions(graph), roots(graph)
     last = last_uses(graph, where, root)
     rules: dict[Node, list[tuple[int, int]]] = {}
     for j in mine:
-        source = outputs[j]
-        if source.target is operator.getitem and _in_place(source.args[0].target):  # type: ignore[union-attr]
-            rules.setdefault(source.args[0], []).append((source.args[1], j))  # type: ignore[arg-type]
-        elif _in_place(source.target):
-            rules.setdefault(source, []).append((0, j))
+        found = _rule_of(outputs[j])
+        if found is not None:
+            rules.setdefault(found[0], []).append((found[1], j))
     for rule, parts in rules.items():
         target = _in_place(rule.target)
         assert target is not None

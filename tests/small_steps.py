@@ -1,0 +1,153 @@
+"""A multilayer perceptron with one unit per layer, its training step, and what its graph holds."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.func import functional_call
+from torch.fx import GraphModule, Node
+
+import zerofn
+from zerofn import optim, passes
+from zerofn._torch_compat import join_fake_group
+from zerofn.graph.alias import positions
+from zerofn.graph.capture import capture
+from zerofn.graph.edit import is_gather, is_scatter, weight_chain
+from zerofn.graph.program import Program
+from zerofn.runtime.executor import Executor
+
+ops, aten = torch.ops.zerofn, torch.ops.aten
+WIDTH, ROWS = 16, 4
+
+
+def unit_of(name: str) -> str:
+    """One unit per layer."""
+    return name.split(".")[0]
+
+
+def build(num_layers: int = 4, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """Linear, tanh, dropout, and so on; seeded."""
+    torch.manual_seed(0)
+    layers: list[torch.nn.Module] = []
+    for _ in range(num_layers):
+        layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Dropout(dropout)]
+    return torch.nn.Sequential(*layers).to(dtype)
+
+
+def state_of(module: torch.nn.Module, stage: int, tx: Any = None, **options: Any) -> Any:
+    """The module's parameters and `tx`'s state, sharded."""
+    create = {k: options.pop(k) for k in ("extra", "frozen", "loss_scale", "seed") if k in options}
+    tx = tx or optim.adamw(1e-2, weight_decay=0.1)
+    plain = zerofn.TrainState.create(params=dict(module.named_parameters()), tx=tx, **create)
+    return zerofn.shard(plain, stage=stage, unit=unit_of, **options)
+
+
+def batch_of(rank: int = 0, rows: int = ROWS, dtype: torch.dtype = torch.float32, seed: int = 1) -> dict[str, Any]:
+    """Inputs and targets that differ between ranks."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    make = lambda: torch.randn(rows, WIDTH, generator=generator, dtype=dtype)  # noqa: E731
+    return {"x": make(), "y": make()}
+
+
+def loss_of(module: torch.nn.Module) -> Callable[..., torch.Tensor]:
+    """Mean squared error, in the parameters' dtype."""
+    def loss_fn(params: Any, batch: Any) -> torch.Tensor:
+        x = batch["x"].to(params["0.weight"].dtype)
+        return (functional_call(module, params, (x,)) - batch["y"]).square().mean()
+
+    return loss_fn
+
+
+def train_step_of(module: torch.nn.Module, num_microbatches: int = 1) -> Callable[[Any, Any], Any]:
+    """The everyday step."""
+    loss_fn = loss_of(module)
+
+    def train_step(state: Any, batch: Any) -> Any:
+        vg = state.value_and_grad(loss_fn)
+        loss, grads = (zerofn.accumulate(vg, num_microbatches) if num_microbatches > 1 else vg)(batch)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    return train_step
+
+
+@contextlib.contextmanager
+def fake_ranks(world: int, rank: int = 0) -> Iterator[None]:
+    """Inside, this process is one of `world` ranks of which the others are not there."""
+    join_fake_group(world, rank)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def captured(step: Callable[..., Any], state: Any, batch: Any, *schedule: Callable[..., GraphModule]) -> Program:
+    """The program of a step after some passes of one argument."""
+    program = capture(step, state, batch)
+    for each in schedule:
+        program.gm = each(program.gm)
+    return program
+
+
+def scheduled(step: Callable[..., Any], state: Any, batch: Any, *, donating: bool = False) -> Program:
+    """The program of a step after all passes."""
+    return passes.run(capture(step, state, batch), donating=donating)
+
+
+def inputs_of(state: Any, batch: Any) -> list[torch.Tensor]:
+    """What the program takes: the state's tensors, the gathered copies, the batch's tensors."""
+    nodes = zerofn.tree.leaves(state, is_leaf=zerofn.sharding.is_sharded)
+    sharded = [x for x in nodes if zerofn.sharding.is_sharded(x)]
+    tensors = [t for x in nodes for t in (x.pieces if x in sharded else [x])]
+    copies = [t for x in sharded for t in (x.full or [])]
+    return [*tensors, *copies, *zerofn.tree.leaves(batch)]
+
+
+def results(program: Program, state: Any, batch: Any) -> list[torch.Tensor]:
+    """What the program returns for copies of these inputs."""
+    return Executor(program.gm)([x.clone() for x in inputs_of(state, batch)])
+
+
+def same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
+    """Bit for bit."""
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+def calls(gm: GraphModule) -> list[Node]:
+    """Everything the graph does, in order."""
+    return [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
+
+
+def gathers(gm: GraphModule) -> list[Node]:
+    """The starts of gathers of units."""
+    return [n for n in gm.graph.nodes if is_gather(n)]
+
+
+def scatters(gm: GraphModule) -> list[Node]:
+    """The starts of reduce-scatters of units."""
+    return [n for n in gm.graph.nodes if is_scatter(n)]
+
+
+def users_of(start: Node) -> list[Node]:
+    """What computes with a gathered unit, through its wait and any view, in order."""
+    graph = start.graph
+    inside, where = {*weight_chain(graph), start}, positions(graph)
+    found: set[Node] = set()
+    todo = [start]
+    while todo:
+        for user in todo.pop().users:
+            if user in inside or user.target is ops.wait.default:
+                todo.append(user)
+            else:
+                found.add(user)
+    return sorted(found, key=where.__getitem__)
+
+
+def num_alive(gm: GraphModule) -> int:
+    """The most gathered units that hold memory at once, from the start of the gather to the last use."""
+    where = positions(gm.graph)
+    spans = [(where[g], where[users_of(g)[-1]]) for g in gathers(gm)]
+    return max(sum(a <= at <= b for a, b in spans) for at, _ in spans)
