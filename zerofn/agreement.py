@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -130,24 +129,32 @@ def _round(what: str, text: str) -> list[str]:
 def _await(store: dist.Store, number: int, rank: int, what: str, text: str) -> str:
     key, deadline = f"zerofn/agree/{number}/{rank}", time.monotonic() + PATIENCE
     sign = None
-    while True:
-        try:
-            store.wait([key], timedelta(seconds=0.5))
-            return store.get(key).decode()
-        except dist.DistStoreError:
-            failed = published_failure()
-            if failed is not None:
-                raise RuntimeError(f"{what}: stopped, because another rank failed. {failed}") from None
-            before, sign = sign, _sign_of(store, rank)
-            if sign != before:
-                deadline = time.monotonic() + PATIENCE
-            if time.monotonic() > deadline:
-                last = f"zerofn/last/{rank}"
-                seen = store.get(last).decode().replace("\0", ": ") if store.check([last]) else "nothing yet"
-                message = (f"{what}: rank {rank} did not come within {PATIENCE:.0f} s. Every rank must call with "
-                           f"the same structure, shapes and dtypes.\n  here: {text}\n  rank {rank} last had: {seen}")
-                abandon(message)
-                raise RuntimeError(message) from None
+    while not _arrives(store, key, 0.5):
+        failed = published_failure()
+        if failed is not None:
+            raise RuntimeError(f"{what}: stopped, because another rank failed. {failed}")
+        before, sign = sign, _sign_of(store, rank)
+        if sign != before:
+            deadline = time.monotonic() + PATIENCE
+        if time.monotonic() > deadline:
+            last = f"zerofn/last/{rank}"
+            seen = store.get(last).decode().replace("\0", ": ") if store.check([last]) else "nothing yet"
+            message = (f"{what}: rank {rank} did not come within {PATIENCE:.0f} s. Every rank must call with "
+                       f"the same structure, shapes and dtypes.\n  here: {text}\n  rank {rank} last had: {seen}")
+            abandon(message)
+            raise RuntimeError(message)
+    return store.get(key).decode()
+
+
+def _arrives(store: dist.Store, key: str, seconds: float) -> bool:
+    """Whether a key is set within `seconds`. Asks now and then: `Store.wait` logs a warning when it times out."""
+    end, pause = time.monotonic() + seconds, 0.001
+    while not store.check([key]):
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    return True
 
 
 def _sign_of(store: dist.Store, rank: int) -> str:

@@ -33,14 +33,14 @@ def load(path: str | os.PathLike[str], like: Any) -> Any:
     of `like`.
     """
     parts, treedef = together(WHAT, lambda: take_apart(like, WHAT))
-    agree_on(WHAT, path, parts)
+    same_everywhere(WHAT, path, parts)
     values = together(WHAT, lambda: _read(Path(path).resolve(), parts))
     with torch.no_grad():
         settle_all(values)
     return tree.unflatten(treedef, values)
 
 
-def agree_on(what: str, path: str | os.PathLike[str], parts: Sequence[Part]) -> None:
+def same_everywhere(what: str, path: str | os.PathLike[str], parts: Sequence[Part]) -> None:
     """Raise `ValueError` on every rank unless all of them load the same path into the same layout."""
     found = first_difference(what, [f"path {os.fspath(path)}", *describe(parts)])
     if found is not None:

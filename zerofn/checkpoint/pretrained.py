@@ -12,7 +12,7 @@ import torch
 from .. import tree
 from .contents import Part, leaves_of, missing_leaf, take_apart
 from .filling import Filling, settle_all
-from .loading import agree_on
+from .loading import same_everywhere
 from .stored import Weights
 from .tensor_file import CheckpointError
 from .together import log, together
@@ -38,7 +38,7 @@ def load_safetensors(path: str | os.PathLike[str], like: Any, *, strict: bool = 
     tensor or (with `strict`) a tensor without a leaf, and shapes that differ.
     """
     parts, treedef = together(WHAT, lambda: take_apart(like, WHAT))
-    agree_on(WHAT, path, parts)
+    same_everywhere(WHAT, path, parts)
     values = together(WHAT, lambda: _read(Path(path), parts, strict, rename))
     with torch.no_grad():
         settle_all(values)
