@@ -98,6 +98,26 @@ def test_learning_rates_per_group_are_torchs_bit_for_bit():
     assert state.learning_rate == {"body": 1e-2, "bias": 3e-2, "norm": 1e-3}
 
 
+def scale_of(leaf):
+    return {"body": 1.0, "bias": 3.0, "norm": 0.1}[label(leaf)]
+
+
+@pytest.mark.parametrize("make", [optim.adamw, optim.adam, optim.lion, lambda r, **k: optim.sgd(r, 0.9, **k)])
+@pytest.mark.parametrize("rate", [0.01, WARM])
+def test_scaled_learning_rates_are_those_of_groups(make, rate):
+    def grouped(scale):
+        return make(
+            optim.Schedule("scaled", (scale,), lambda n: scale * rate(n)) if callable(rate) else scale * rate
+        )
+
+    groups = {"body": grouped(1.0), "bias": grouped(3.0), "norm": grouped(0.1)}
+    tx, expected = make(rate, lr_scale=scale_of), trees.plain(optim.multi_transform(groups, label)).params
+    trees.assert_close(trees.plain(tx).params, expected)
+    trees.assert_close(trees.by_updates(tx), expected)
+    trees.assert_close(zerofn.unshard(trees.sharded(tx, 3).params), expected)
+    trees.assert_close(zerofn.unshard(trees.sharded(tx, 3, updates=True).params), expected)
+
+
 OTHERS = {
     "multi": optax.multi_transform(
         {

@@ -99,7 +99,7 @@ def test_an_elementwise_rule_of_a_users_own_works_on_shards(ranks, size):
 
 COMPILED = {
     "momentum": FUSED["momentum"],
-    "lion": optim.lion(optim.linear_schedule(0.1, 0.0, 10)),
+    "lion": optim.lion(optim.linear_schedule(0.1, 0.0, 10), lr_scale=lambda leaf: 1.0 + len(leaf.shape)),
     "lamb": optim.lamb(0.1, weight_decay=0.1, mask=trees.is_matrix),
     "multi": FUSED["multi"],
     "adam by hand": optim.chain(
@@ -156,7 +156,7 @@ def test_transformations_are_equal_by_name_and_arguments():
     assert optim.masked(optim.trace(0.9), trees.is_matrix) != optim.masked(optim.trace(0.8), trees.is_matrix)
     assert rmsprop(0.1) != rmsprop(0.2)  # nameless: only the same functions are the same
     assert repr(optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.1))) == (
-        "chain(clip_by_global_norm(1.0), sgd(0.1, None, False, 0.0, None))"
+        "chain(clip_by_global_norm(1.0), sgd(0.1, None, False, 0.0, None, None))"
     )
 
 

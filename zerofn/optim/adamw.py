@@ -11,8 +11,7 @@ from .. import tree
 from ..ops import adamw as _op  # noqa: F401  (defines zerofn::adamw)
 from . import checks
 from .base import GradientTransformation, Mask, ScalarOrSchedule, rate_at
-from .fused import decay_by, fused_rule, fused_step
-from .runs import spread
+from .fused import LeafConstants, LeafScale, fused_rule, fused_step
 from .scale_by_adam import AdamState, check_moments, direction, init_moments
 
 
@@ -23,20 +22,26 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 1e-4,
     mask: Mask | None = None,
+    lr_scale: LeafScale | None = None,
 ) -> GradientTransformation:
     """AdamW (Loshchilov and Hutter 2019, Algorithm 2), in the arithmetic of `torch.optim.AdamW(fused=True)`.
 
-    `mask(leaf) -> bool` says which leaves decay; all do without one. Moments are zero at first, in the
-    parameters' dtype. Raises `ValueError` for hyperparameters out of range.
+    `mask(leaf) -> bool` says which leaves decay; all do without one. `lr_scale(leaf) -> float` multiplies a
+    leaf's learning rate. Moments are zero at first, in the parameters' dtype. Raises `ValueError` for
+    hyperparameters out of range.
     """
-    return _adam("adamw", learning_rate, b1, b2, eps, weight_decay, mask, True)
+    return _adam("adamw", learning_rate, b1, b2, eps, weight_decay, mask, lr_scale, True)
 
 
 def adam(
-    learning_rate: ScalarOrSchedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
+    learning_rate: ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    lr_scale: LeafScale | None = None,
 ) -> GradientTransformation:
     """Adam (Kingma and Ba 2015, Algorithm 1), in the arithmetic of `torch.optim.Adam(fused=True)`."""
-    return _adam("adam", learning_rate, b1, b2, eps, 0.0, None, False)
+    return _adam("adam", learning_rate, b1, b2, eps, 0.0, None, lr_scale, False)
 
 
 def _adam(
@@ -47,23 +52,24 @@ def _adam(
     eps: float,
     weight_decay: float,
     mask: Mask | None,
+    lr_scale: LeafScale | None,
     decoupled: bool,
 ) -> GradientTransformation:
     checks.learning_rate(name, learning_rate)
     checks.number(name, 0.0, weight_decay=weight_decay)
-    checks.mask(name, mask)
+    checks.leaf_constants(name, mask, lr_scale)
     check_moments(name, b1, b2, eps)
 
-    decay_of = decay_by(weight_decay, mask)
+    constants = LeafConstants(weight_decay, mask, lr_scale)
 
     def update(grads: Any, state: AdamState, params: Any) -> tuple[Any, AdamState]:
         rate = rate_at(learning_rate, state.count)
         directions, state = direction(grads, state, b1, b2, eps)
 
-        def decayed(d: Tensor, p: Tensor, decay: Any) -> Tensor:
-            return (-rate * (d + decay * p)).to(p.dtype)
+        def decayed(d: Tensor, p: Tensor, decay: Any, scale: Any) -> Tensor:
+            return (-rate * scale * (d + decay * p)).to(p.dtype)
 
-        return tree.tree_map(decayed, directions, params, spread(params, decay_of)), state
+        return tree.tree_map(decayed, directions, params, *constants.over(params)), state
 
     def apply(
         grads: Any, state: AdamState, params: Any, factor: Tensor | None, finite: Tensor | None
@@ -72,8 +78,8 @@ def _adam(
             return torch.ops.zerofn.adamw(*tensors, count, *runs, b1, b2, eps, decoupled)
 
         trees = [params, grads, state.mu, state.nu]
-        count, (p, mu, nu) = fused_step(call, learning_rate, decay_of, state.count, trees, factor, finite)
+        count, (p, mu, nu) = fused_step(call, learning_rate, constants, state.count, trees, factor, finite)
         return p, AdamState(count, mu, nu)
 
-    args = (learning_rate, b1, b2, eps, weight_decay, mask)
-    return fused_rule(name, args, init_moments, update, apply, learning_rate, decay_of if mask else None)
+    args = (learning_rate, b1, b2, eps, weight_decay, mask, lr_scale)
+    return fused_rule(name, args, init_moments, update, apply, learning_rate, constants)

@@ -53,6 +53,13 @@ def mask(where: str, value: Any) -> None:
         leaf_function(where, "mask", value)
 
 
+def leaf_constants(where: str, decays: Any, lr_scale: Any) -> None:
+    """Raise `TypeError` unless a decay mask and a learning rate's scale are None or callable."""
+    mask(where, decays)
+    if lr_scale is not None:
+        leaf_function(where, "lr_scale", lr_scale, "float")
+
+
 def transformation(where: str, value: Any) -> None:
     """Raise `TypeError` unless `value` is a gradient transformation."""
     if not (hasattr(value, "init") and hasattr(value, "update")):

@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from .base import Apply, GradientTransformation, LeafInfo, Mask, ScalarOrSchedule, rate_at
-from .runs import map_runs
+from .runs import map_runs, spread
 
-Decay = Callable[[LeafInfo], float]
+LeafScale = Callable[[LeafInfo], float]
 
 
-def decay_by(weight_decay: float, mask: Mask | None) -> Decay:
-    """A leaf's weight decay: `weight_decay` where `mask(leaf)` is true, everywhere without one."""
-    return lambda leaf: float(weight_decay) if mask is None or mask(leaf) else 0.0
+class LeafConstants(NamedTuple):
+    """What differs among leaves: one operation takes them as runs of its unit."""
+
+    weight_decay: float
+    mask: Mask | None  # which leaves decay; all without one
+    lr_scale: LeafScale | None  # what the learning rate is multiplied by; 1 without one
+
+    def decay(self, leaf: LeafInfo) -> float:
+        """The weight decay of a leaf."""
+        return float(self.weight_decay) if self.mask is None or self.mask(leaf) else 0.0
+
+    def scale(self, leaf: LeafInfo) -> float:
+        """The factor of a leaf's learning rate."""
+        return 1.0 if self.lr_scale is None else float(self.lr_scale(leaf))
+
+    def both(self, leaf: LeafInfo) -> tuple[float, float]:
+        """Decay and scale."""
+        return self.decay(leaf), self.scale(leaf)
+
+    def over(self, params: Any) -> tuple[Any, Any]:
+        """Decays and scales as trees of floats and tensors that go with `params`."""
+        return spread(params, self.decay), spread(params, self.scale)
 
 
 def fused_step(
     call: Callable[[list[Tensor], tuple[Any, ...], Tensor], Sequence[Tensor]],
     learning_rate: ScalarOrSchedule,
-    decay_of: Decay,
+    constants: LeafConstants,
     count: Tensor,
     trees: Sequence[Any],
     factor: Tensor | None,
@@ -35,10 +54,11 @@ def fused_step(
     lr, base = (rate, 1.0) if isinstance(rate, Tensor) else (None, float(rate))
     after = count + (1 if finite is None else finite)
 
-    def rule(tensors: list[Tensor], starts: list[int], stops: list[int], decays: list[float]) -> Any:
-        return call(tensors, (lr, factor, finite, starts, stops, [base] * len(starts), decays), after)
+    def rule(tensors: list[Tensor], starts: list[int], stops: list[int], found: list[Any]) -> Any:
+        rates, decays = [base * scale for _, scale in found], [decay for decay, _ in found]
+        return call(tensors, (lr, factor, finite, starts, stops, rates, decays), after)
 
-    fresh = map_runs(rule, decay_of, *trees)
+    fresh = map_runs(rule, constants.both, *trees)
     return after, fresh or [trees[0], *trees[2:]]
 
 
@@ -49,16 +69,16 @@ def fused_rule(
     update: Callable[..., tuple[Any, Any]],
     apply: Apply,
     learning_rate: ScalarOrSchedule,
-    decay_of: Decay | None,
+    constants: LeafConstants,
 ) -> GradientTransformation:
-    """The transformation; `decay_of` where decay differs among leaves."""
+    """The transformation around `apply`."""
     return GradientTransformation(
         init,
         update,
         name,
         args,
         apply=apply,
-        label=decay_of,
+        label=constants.both if constants.mask or constants.lr_scale else None,
         by_runs=True,
         learning_rate=lambda state: rate_at(learning_rate, state.count),
     )

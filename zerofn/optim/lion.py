@@ -11,8 +11,7 @@ from .. import tree
 from ..ops import lion as _op  # noqa: F401  (defines zerofn::lion)
 from . import checks
 from .base import GradientTransformation, Mask, ScalarOrSchedule, count_zero, rate_at
-from .fused import decay_by, fused_rule, fused_step
-from .runs import spread
+from .fused import LeafConstants, LeafScale, fused_rule, fused_step
 
 
 class LionState(NamedTuple):
@@ -28,19 +27,20 @@ def lion(
     b2: float = 0.99,
     weight_decay: float = 1e-3,
     mask: Mask | None = None,
+    lr_scale: LeafScale | None = None,
 ) -> GradientTransformation:
     """Lion (Chen et al. 2023, Algorithm 2), with decoupled weight decay.
 
     p -= learning_rate * (sign(b1 * m + (1 - b1) * g) + weight_decay * p); m = b2 * m + (1 - b2) * g.
-    `mask(leaf) -> bool` says which leaves decay; all do without one. Raises `ValueError` for hyperparameters
-    out of range.
+    `mask(leaf) -> bool` says which leaves decay; all do without one. `lr_scale(leaf) -> float` multiplies a
+    leaf's learning rate. Raises `ValueError` for hyperparameters out of range.
     """
     checks.learning_rate("lion", learning_rate)
     checks.number("lion", 0.0, below=1.0, b1=b1, b2=b2)
     checks.number("lion", 0.0, weight_decay=weight_decay)
-    checks.mask("lion", mask)
+    checks.leaf_constants("lion", mask, lr_scale)
 
-    decay_of = decay_by(weight_decay, mask)
+    constants = LeafConstants(weight_decay, mask, lr_scale)
 
     def init(params: Any) -> LionState:
         return LionState(count_zero(params), tree.tree_map(torch.zeros_like, params))
@@ -48,10 +48,10 @@ def lion(
     def update(grads: Any, state: LionState, params: Any) -> tuple[Any, LionState]:
         rate = rate_at(learning_rate, state.count)
 
-        def move(m: Tensor, g: Tensor, p: Tensor, decay: Any) -> Tensor:
-            return (-rate * ((b1 * m + (1 - b1) * g).sign() + decay * p)).to(p.dtype)
+        def move(m: Tensor, g: Tensor, p: Tensor, decay: Any, scale: Any) -> Tensor:
+            return (-rate * scale * ((b1 * m + (1 - b1) * g).sign() + decay * p)).to(p.dtype)
 
-        updates = tree.tree_map(move, state.mu, grads, params, spread(params, decay_of))
+        updates = tree.tree_map(move, state.mu, grads, params, *constants.over(params))
         mu = tree.tree_map(lambda m, g: (b2 * m + (1 - b2) * g).to(m.dtype), state.mu, grads)
         return updates, LionState(state.count + 1, mu)
 
@@ -62,8 +62,8 @@ def lion(
             return torch.ops.zerofn.lion(*tensors, *runs, b1, b2)
 
         trees = [params, grads, state.mu]
-        count, (p, mu) = fused_step(call, learning_rate, decay_of, state.count, trees, factor, finite)
+        count, (p, mu) = fused_step(call, learning_rate, constants, state.count, trees, factor, finite)
         return p, LionState(count, mu)
 
-    args = (learning_rate, b1, b2, weight_decay, mask)
-    return fused_rule("lion", args, init, update, apply, learning_rate, decay_of if mask else None)
+    args = (learning_rate, b1, b2, weight_decay, mask, lr_scale)
+    return fused_rule("lion", args, init, update, apply, learning_rate, constants)

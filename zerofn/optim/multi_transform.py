@@ -26,7 +26,8 @@ def multi_transform(
         multi_transform({"body": adamw(3e-4), "head": adamw(3e-3), "fixed": set_to_zero()},
                         lambda leaf: "head" if leaf.name.startswith("head.") else "body")
 
-    Norms inside one are over its own leaves. Fused rules stay fused. On `Sharded` trees see
+    For one rule whose learning rates alone differ its `lr_scale` does the same in one pass, with no moments
+    held twice. Norms inside one are over its own leaves. Fused rules stay fused. On `Sharded` trees see
     [Note: selections] in `select`. Raises `ValueError` for a label without a transformation.
     """
     checks.leaf_function("multi_transform", "labels", labels, "label")

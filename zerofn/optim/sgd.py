@@ -11,8 +11,7 @@ from .. import tree
 from ..ops import sgd as _op  # noqa: F401  (defines zerofn::sgd)
 from . import checks
 from .base import GradientTransformation, Mask, ScalarOrSchedule, count_zero, rate_at
-from .fused import decay_by, fused_rule, fused_step
-from .runs import spread
+from .fused import LeafConstants, LeafScale, fused_rule, fused_step
 
 
 class SgdState(NamedTuple):
@@ -29,22 +28,24 @@ def sgd(
     nesterov: bool = False,
     weight_decay: float = 0.0,
     mask: Mask | None = None,
+    lr_scale: LeafScale | None = None,
 ) -> GradientTransformation:
     """SGD with momentum (Sutskever et al. 2013), in the arithmetic of `torch.optim.SGD(foreach=False)`.
 
     d = g + weight_decay * p; m = momentum * m + d; p -= learning_rate * m (d + momentum * m with `nesterov`).
-    `mask(leaf) -> bool` says which leaves decay; all do without one. Raises `ValueError` for hyperparameters
-    out of range, and for `nesterov` without momentum.
+    `mask(leaf) -> bool` says which leaves decay; all do without one. `lr_scale(leaf) -> float` multiplies a
+    leaf's learning rate. Raises `ValueError` for hyperparameters out of range, and for `nesterov` without
+    momentum.
     """
     checks.learning_rate("sgd", learning_rate)
     checks.number("sgd", 0.0, weight_decay=weight_decay, momentum=momentum or 0.0)
-    checks.mask("sgd", mask)
+    checks.leaf_constants("sgd", mask, lr_scale)
     if nesterov and not momentum:
         raise ValueError(
             f"sgd: nesterov=True needs momentum, such as momentum=0.9; got momentum={momentum!r}."
         )
 
-    decay_of = decay_by(weight_decay, mask)
+    constants = LeafConstants(weight_decay, mask, lr_scale)
 
     def init(params: Any) -> SgdState:
         # Minus zero: adding the first gradient to it gives that gradient, the sign of its zeros included.
@@ -53,14 +54,14 @@ def sgd(
 
     def update(grads: Any, state: SgdState, params: Any) -> tuple[Any, SgdState]:
         rate = rate_at(learning_rate, state.count)
-        d = tree.tree_map(
-            lambda g, p, decay: g.to(p.dtype) + decay * p, grads, params, spread(params, decay_of)
-        )
+        decays, scales = constants.over(params)
+        d = tree.tree_map(lambda g, p, decay: g.to(p.dtype) + decay * p, grads, params, decays)
         trace = state.trace
         if momentum:
             trace = tree.tree_map(lambda m, d: momentum * m + d, trace, d)
             d = tree.tree_map(lambda m, d: d + momentum * m, trace, d) if nesterov else trace
-        return tree.tree_map(lambda d: (-rate * d).to(d.dtype), d), SgdState(state.count + 1, trace)
+        updates = tree.tree_map(lambda d, scale: (-rate * scale * d).to(d.dtype), d, scales)
+        return updates, SgdState(state.count + 1, trace)
 
     def apply(
         grads: Any, state: SgdState, params: Any, factor: Tensor | None, finite: Tensor | None
@@ -71,8 +72,8 @@ def sgd(
             return (torch.ops.zerofn.sgd(*tensors, *runs),)
 
         trees = [params, grads, *([state.trace] if momentum else [])]
-        count, (p, *moments) = fused_step(call, learning_rate, decay_of, state.count, trees, factor, finite)
+        count, (p, *moments) = fused_step(call, learning_rate, constants, state.count, trees, factor, finite)
         return p, SgdState(count, moments[0] if momentum else None)
 
-    args = (learning_rate, momentum, nesterov, weight_decay, mask)
-    return fused_rule("sgd", args, init, update, apply, learning_rate, decay_of if mask else None)
+    args = (learning_rate, momentum, nesterov, weight_decay, mask, lr_scale)
+    return fused_rule("sgd", args, init, update, apply, learning_rate, constants)
