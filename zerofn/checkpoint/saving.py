@@ -37,7 +37,7 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
     one name or a replicated leaf differs between ranks, `CheckpointError` where the disk fails or `path` is
     no checkpoint; `RuntimeError` within 30 s where a rank does not come.
     """
-    target = Path(path).resolve()
+    target, (rank, _) = Path(path).resolve(), rank_and_size()
     job = together(WHAT, lambda: _Job(target, _plan(state)))
     job.compare(str(path))
     owners = job.owners()
@@ -47,10 +47,10 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
         files = _collect(written)
         on_rank_0(WHAT, lambda: job.finish(owners, files))
     except Exception:
-        if rank_and_size()[0] == 0:
+        if rank == 0:
             folder.give_up(target)
         raise
-    if rank_and_size()[0] == 0:
+    if rank == 0:
         folder.clean_up(target)
 
 
