@@ -22,6 +22,7 @@ from .reductions import first_nonfinite as first_nonfinite
 from .reductions import global_norm as global_norm
 from .reductions import leaf_norms as leaf_norms
 from .reductions import vdot as vdot
+from .remat import remat as remat
 from .sharding import Sharded as Sharded
 from .sharding import gather as gather
 from .sharding import scatter as scatter

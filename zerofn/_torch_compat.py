@@ -38,6 +38,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing as ou
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as current_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.proxy_tensor import track_tensor_tree as bind_outputs
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as DataDependentBranch
 
 # Calls inside do not enter autograd again: collectives below our own autograd.Function.
 below_autograd = torch._C._AutoDispatchBelowAutograd

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from .. import tree
-from .._torch_compat import DataDependentError, DynamicShapeError, compiling, make_fx
+from .._torch_compat import DataDependentBranch, DataDependentError, DynamicShapeError, compiling, make_fx
 from ..sharding import is_sharded
 from .program import Flat, Program, cached
 
@@ -68,7 +68,7 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
         try:
             with compiling():
                 return tracer(*inputs)
-        except (DataDependentError, DynamicShapeError) as error:
+        except (DataDependentError, DataDependentBranch, DynamicShapeError) as error:
             raise CaptureError(_data_dependent(error)) from error
 
 
