@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import traceback
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch.fx import GraphModule
 from .. import tree
 from .._torch_compat import DataDependentBranch, DataDependentError, DynamicShapeError, compiling, make_fx
 from ..sharding import is_sharded
+from .lines import Lines, user_line
 from .program import Flat, Program, cached
 
 log = logging.getLogger("zerofn")
@@ -40,7 +42,8 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
         full = {k: list(flat[num_state + a : num_state + b]) for k, (a, b) in spans.items()}
         fake_state = state_flat.spread(flat[:num_state], full)
         fake_batch = batch_flat.spread(flat[num_state + num_copies :])
-        out = step(fake_state, fake_batch)
+        with Lines() if traces else contextlib.nullcontext():
+            out = step(fake_state, fake_batch)
         new_state, aux = _split(out, state)
         seen["state"], new = (None, []) if new_state is None else Flat.of(new_state)
         seen["aux"], rest = Flat.of(aux)
@@ -48,7 +51,7 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
         return [x.detach() for x in (*new, *rest)]
 
     inputs = [*state_tensors, *flat_copies, *batch_tensors]
-    tracer = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True, record_stack_traces=traces)
+    tracer = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)
     gm = _trace(tracer, [x.detach() for x in inputs])
     return Program(gm, state_flat, batch_flat, seen["state"], seen["aux"], len(state_tensors), seen["num_new"], spans)
 
@@ -112,15 +115,7 @@ def _difference(a: Any, b: Any) -> str:
 
 
 def _data_dependent(error: BaseException) -> str:
-    where = user_line(traceback.extract_tb(error.__traceback__))
+    frames = traceback.extract_tb(error.__traceback__)
+    where = user_line((f.filename, f.lineno or 0) for f in reversed(frames))
     return (f"the step asks for the value of a tensor while it is captured{where}. A captured step cannot branch on "
             "data: use torch.where, or compute the branch outside and pass it in the batch as a bool or an int.")
-
-
-def user_line(frames: traceback.StackSummary) -> str:
-    """' at file:line (code)' of the innermost frame that is neither torch's nor ours, or ''."""
-    skipped = ("/torch/", "/zerofn/", "/optree/", "/tensordict/")
-    for frame in reversed(frames):
-        if not any(part in frame.filename.replace("\\", "/") for part in skipped):
-            return f" at {frame.filename}:{frame.lineno} ({(frame.line or '').strip()})"
-    return ""

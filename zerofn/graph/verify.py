@@ -153,15 +153,8 @@ def _op(node: Node) -> str:
 
 
 def _line(node: Node) -> str:
-    """' at file:line (code)' from a stack trace, innermost of the user's frames."""
-    trace = (node.meta.get("stack_trace") or "").strip().split("\n")
-    for at in range(len(trace) - 1, -1, -1):
-        text = trace[at].strip()
-        if text.startswith("File ") and not any(p in text for p in ("/torch/", "/zerofn/", "/optree/")):
-            code = trace[at + 1].strip() if at + 1 < len(trace) else ""
-            place = text.removeprefix("File ").replace('"', "").replace(", line ", ":").split(", in ")[0]
-            return f" at {place} ({code})"
-    return ""
+    """The user's line that a node comes from, where it was captured with lines."""
+    return node.meta.get("line", "")
 
 
 def fingerprint(gm: GraphModule) -> str:

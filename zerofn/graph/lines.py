@@ -1,0 +1,60 @@
+"""Which line of the user's code an operation comes from."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import optree
+import tensordict
+import torch
+
+from .._torch_compat import TorchDispatchMode, current_trace
+
+_INNER = tuple(f"{Path(str(m.__file__)).parent}/" for m in (torch, optree, tensordict)) + (
+    f"{Path(__file__).parent.parent}/",)
+
+
+class Lines(TorchDispatchMode):
+    """While a step is captured: every node gets `meta["line"]`, the innermost line that is the user's."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Libraries that refuse to run under a mode need not know of this one."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run it, and mark what it put into the graph."""
+        trace = current_trace()
+        nodes = None if trace is None else trace.tracer.graph.nodes
+        before = None if nodes is None else next(iter(reversed(nodes)), None)
+        out = func(*args, **(kwargs or {}))
+        if nodes is not None:
+            line = _here()
+            for node in reversed(nodes):
+                if node is before:
+                    break
+                node.meta.setdefault("line", line)
+        return out
+
+
+def _here() -> str:
+    frame = sys._getframe(1)
+    frames = []
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    return user_line(frames)
+
+
+def user_line(frames: Iterable[tuple[str, int]]) -> str:
+    """' at file:line (code)' of the first of (file, line) that is neither a library's nor ours, or ''."""
+    for filename, number in frames:
+        if not filename.startswith((*_INNER, "<")):
+            return f" at {filename}:{number} ({linecache.getline(filename, number).strip()})"
+    return ""
