@@ -67,7 +67,8 @@ class Step:
         state_leaves, state_def = tree.flatten(state, is_leaf=is_sharded)
         batch_leaves, batch_def = tree.flatten(batch, is_leaf=is_sharded)
         state_leaves = [as_tensor(x) if isinstance(x, int | float) else x for x in state_leaves]
-        batch_tensors = [x for x in batch_leaves if isinstance(x, Tensor)]
+        batch_tensors = [t for x in batch_leaves if is_sharded(x) or isinstance(x, Tensor)
+                         for t in (x.pieces if is_sharded(x) else (x,))]
         key = (state_def, batch_def, tuple(map(_kind, state_leaves)), tuple(map(_kind, batch_leaves)))
         entry = self._entries.get(key)
         _refill(state_leaves, _params_among(state_def) if entry is None else entry.program.full)
@@ -142,7 +143,7 @@ class Step:
             why = f"{self.__name__} failed: {type(error).__name__}: {error}"
             if isinstance(error, Exception):
                 abandon(why)
-            if entry.donating:
+            if entry.donating and entry.run.wrote:
                 for x in leaves:
                     if is_sharded(x):
                         x.donate(f"This state was lost when {why}. Load the last checkpoint.")

@@ -71,7 +71,7 @@ class _Remat(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         return call(*tensors)
 
     @staticmethod

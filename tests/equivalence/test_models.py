@@ -43,7 +43,7 @@ def _at_several_ranks(name, size):
     first = None
     for stage in range(4):
         ours, mine = models.sharded(name, torch.float64, optim.sgd(1e-2, momentum=0.9), stage)
-        assert ours == pytest.approx(losses, rel=1e-7)  # mamba scans in float32, whatever it is given
+        assert ours == pytest.approx(losses, rel=1e-6)  # mamba's logits are float32, whatever it is given
         assert _largest_gap(params, {k: mine[k] for k in params}) < 1e-7, stage
         first = first or (ours, mine)
         assert ours == first[0], stage

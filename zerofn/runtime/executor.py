@@ -15,24 +15,33 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .._torch_compat import OpOverload, below_autograd
+from ..graph.alias import writes
 from ..ops.library import implementations
 
 
 class Executor:
-    """Callable on a list of tensors, which it empties: inputs, too, are freed at their last use."""
+    """Callable on a list of tensors, which it empties: inputs, too, are freed at their last use.
+
+    `wrote` says whether the last call came to where it writes to its inputs; until then a failure changed nothing.
+    """
 
     def __init__(self, gm: GraphModule) -> None:
-        self.source, self._names = _generate(gm)
+        self.wrote = False
+        self.source, self._names = _generate(gm, self._begin_writing)
         exec(compile(self.source, "<zerofn step>", "exec"), self._names)
         self._run: Callable[[list[Any]], list[Any]] = self._names["run"]
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         """Run the step; the outputs in the graph's order."""
+        self.wrote = False
         with below_autograd():
             return self._run(inputs)
 
+    def _begin_writing(self) -> None:
+        self.wrote = True
 
-def _generate(gm: GraphModule) -> tuple[str, dict[str, Any]]:
+
+def _generate(gm: GraphModule, begin_writing: Callable[[], None]) -> tuple[str, dict[str, Any]]:
     names: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
     bound: dict[Any, str] = {}
     kept: list[Any] = []
@@ -53,7 +62,10 @@ def _generate(gm: GraphModule) -> tuple[str, dict[str, Any]]:
         lines += [f"    {', '.join(inputs)}, = inputs", "    inputs.clear()"]
     unused = [n.name for n in nodes if n.op == "placeholder" and not n.users]
     lines += [f"    {' = '.join(unused)} = None"] if unused else []
+    first_write = next((n for n in nodes if any(x.op == "placeholder" for x in writes(n))), None)
     for node in nodes:
+        if node is first_write:
+            lines.append(f"    {bind(begin_writing, 'begin_writing')}()")
         if node.op == "output":
             lines.append(f"    return {_text(node.args[0], bind)}")
         elif node.op != "placeholder":
