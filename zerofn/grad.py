@@ -244,10 +244,10 @@ def _flat_gradients(nodes: list[Any], leaves: list[list[Tensor]], found: dict[in
     flats: list[Tensor] = []
     for x, ts in zip(nodes, leaves, strict=True):
         if is_sharded(x):
-            for unit in x.layout.units:
+            for unit, piece in zip(x.layout.units, x.pieces, strict=True):
                 if unit.trainable:
                     mine = [found[id(ts[leaf.index])] for leaf in unit.leaves]
-                    dtype = x.spec.precision.reduces(unit.dtype)
+                    dtype = x.spec.precision.reduces(piece.dtype)
                     flats.append(ravel(mine, unit, dtype) if any(g is not None for g in mine) else
                                  torch.zeros(unit.size, dtype=dtype, device=ts[0].device))
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,9 +42,9 @@ def shard(state_or_init: Any, stage: int = 3, *, mesh: Mesh | DeviceMesh | None 
     option; `RuntimeError` on every rank when ranks disagree about the layout. Nothing is allocated before.
     """
     where = Mesh.of(mesh)
-    options, state, values, parts, treedef = agree_on("zerofn.shard", lambda: _plan(
+    options, values, parts, treedef = agree_on("zerofn.shard", lambda: _plan(
         state_or_init, _Options(stage, where, precision, unit, device), offload))
-    return options.place(state, values, parts, treedef)
+    return options.place(values, parts, treedef)
 
 
 def _plan(state_or_init: Any, given: _Options, offload: Any) -> tuple[Any, str]:
@@ -59,7 +60,7 @@ def _plan(state_or_init: Any, given: _Options, offload: Any) -> tuple[Any, str]:
         state = _adapt(state_or_init, precision)
         values = enumerate(tree.leaves(state))
     parts, treedef = options.parts(state)
-    return (options, state, values, parts, treedef), _description(options.stage, precision, parts)
+    return (options, values, parts, treedef), _description(options.stage, precision, parts)
 
 
 def unshard(state: Any, rank: int | None = None) -> Any:
@@ -111,6 +112,8 @@ def _adapt(state: Any, precision: Precision) -> Any:
     if not any(_is_state(x) for x in nodes):
         raise ValueError(f"shard: found no entry named 'params' in the state ({type(state).__name__}); the "
                          "parameters go there: {'params': dict(model.named_parameters()), ...} or a TrainState.")
+    if any(map(is_sharded, tree.leaves(state, is_leaf=is_sharded))):
+        raise TypeError("shard: the state is already sharded; write shard(unshard(state), ...) to lay it out anew.")
     nodes = [x.with_precision(precision) if hasattr(x, "with_precision") else x for x in nodes]
     paths, leaves, treedef = tree.flatten_with_path(tree.unflatten(treedef, nodes))
     return tree.unflatten(treedef, [_tensor(tree.name_of(p), x) for p, x in zip(paths, leaves, strict=True)])
@@ -136,6 +139,8 @@ class _Cut:
 
     spec: Spec
     first: int
+    device: torch.device | None
+    dtypes: list[torch.dtype]  # of the pieces
     is_params: bool
 
 
@@ -165,10 +170,10 @@ class _Options:
         device = None if self.device is None else torch.device(self.device)
         return _Options(self.stage, self.mesh, resolve(self.precision), self.unit, device)
 
-    def place(self, state: Any, values: Iterable[tuple[int, Tensor]], parts: list[_Cut | _Copy],
+    def place(self, values: Iterable[tuple[int, Tensor]], parts: list[_Cut | _Copy],
               treedef: tree.PyTreeSpec) -> Any:
         """Allocate every part, and take the values as they come."""
-        made: list[Any] = [self._allocate(p, state) if isinstance(p, _Cut) else None for p in parts]
+        made: list[Any] = [self._allocate(p) if isinstance(p, _Cut) else None for p in parts]
         into: dict[int, Callable[[Tensor], Any]] = {}
         out: list[Any] = list(made)
         for k, part in enumerate(parts):
@@ -193,6 +198,7 @@ class _Options:
             layout = self._layout(x)
             layouts.append((layout, True))
         known = {}
+        masters = {x.dtype for s in states for x in tree.leaves(_params(s)) if x.is_floating_point()}
         for layout, _ in layouts:
             known.update({_signature_of(part): part for part in _sublayouts(layout, self._spec(layout))})
         owners = {id(_params(x)) for x in states}
@@ -200,18 +206,20 @@ class _Options:
         def layout_of(x: Any) -> Layout | None:
             return None if isinstance(x, Tensor) else _layout_like(x, known)
 
-        paths, nodes, treedef = tree.flatten_with_path(state, is_leaf=lambda x: layout_of(x) is not None)
+        nodes, treedef = tree.flatten(state, is_leaf=lambda x: layout_of(x) is not None)
         parts: list[_Cut | _Copy] = []
         first = 0
-        for path, node in zip(paths, nodes, strict=True):
-            like = layout_of(node)
+        for name, node in zip(tree.field_names(treedef), nodes, strict=True):
+            like, last = layout_of(node), name.rpartition(".")[2]
             if like is None:
-                parts.append(_Copy(first, node, path[-1:] in [(n,) for n in _ON_HOST]))
+                parts.append(_Copy(first, node, last in _ON_HOST))
                 first += 1
             else:
-                spec = self._spec(like)
-                parts.append(_Cut(spec, first, id(node) in owners))
-                first += len(spec.layout.where)
+                is_params = id(node) in owners and last == "params"
+                leaves = tree.leaves(node)
+                dtypes = [self._dtype([leaves[x.index].dtype for x in u.leaves], masters) for u in like.units]
+                parts.append(_Cut(self._spec(like), first, leaves[0].device if leaves else None, dtypes, is_params))
+                first += len(leaves)
         return parts, treedef
 
     def _layout(self, state: Any) -> Layout:
@@ -230,11 +238,17 @@ class _Options:
     def _spec(self, layout: Layout) -> Spec:
         return Spec(layout, self.mesh.axis(), self.stage, self.precision)
 
-    def _allocate(self, cut: _Cut, state: Any) -> Sharded:
-        spec, device = cut.spec, self.device or tree.leaves(state)[cut.first].device
-        if device.type == "meta":
+    def _dtype(self, dtypes: list[torch.dtype], masters: set[torch.dtype]) -> torch.dtype:
+        """The dtype of a piece: the master's for what has a dtype that parameters had, else its own."""
+        own = functools.reduce(torch.promote_types, dtypes)
+        return self.precision.param if self.precision.param is not None and own in masters else own
+
+    def _allocate(self, cut: _Cut) -> Sharded:
+        device = self.device or cut.device
+        if device is None or device.type == "meta":
             device = torch.device("cpu")
-        return allocate(spec, device, cut.is_params and self.stage in (1, 2) and spec.axis.size > 1)
+        cached = cut.is_params and self.stage in (1, 2) and cut.spec.axis.size > 1
+        return allocate(cut.spec, device, cached, cut.dtypes)
 
 
 @dataclass(frozen=True)

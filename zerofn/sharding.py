@@ -9,6 +9,7 @@ higher order come out as those of the global batch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -201,23 +202,24 @@ class GatherUnit:
 
     spec: Spec
     unit: Unit
+    dtype: torch.dtype  # of the stored piece
     full: Tensor | None = field(default=None, compare=False)
 
     @property
     def transpose(self) -> ScatterUnit:
         """The averaging reduce-scatter."""
-        return ScatterUnit(self.spec, self.unit)
+        return ScatterUnit(self.spec, self.unit, self.dtype)
 
     @property
     def tangent(self) -> GatherUnit:
         """Tangents are never cached."""
-        return GatherUnit(self.spec, self.unit)
+        return GatherUnit(self.spec, self.unit, self.dtype)
 
     def __call__(self, piece: Tensor) -> tuple[Tensor]:
         """Cast on the shard, then gather."""
         if self.full is not None:
             return (self.full.view_as(self.full),)
-        piece = piece.to(self.spec.precision.computes(self.unit.dtype))
+        piece = piece.to(self.spec.precision.computes(self.dtype))
         if self.spec.num_pieces == 1:
             return (ops.whole(piece),)
         return AllGather(self.spec.axis, self.unit.name)(piece)
@@ -229,16 +231,17 @@ class ScatterUnit:
 
     spec: Spec
     unit: Unit
+    dtype: torch.dtype  # of the stored piece
 
     @property
     def transpose(self) -> GatherUnit:
         """The plain gather."""
-        return GatherUnit(self.spec, self.unit)
+        return GatherUnit(self.spec, self.unit, self.dtype)
 
     def __call__(self, flat: Tensor) -> tuple[Tensor]:
         """Reduce, then divide."""
         size = self.spec.axis.size
-        flat = flat.to(self.spec.precision.reduces(self.unit.dtype))
+        flat = flat.to(self.spec.precision.reduces(self.dtype))
         piece = reduce_unit(self.spec, self.unit, flat)
         return (piece.div(size) if size > 1 else piece,)
 
@@ -298,7 +301,7 @@ def gather_leaves(sharded: Sharded) -> list[Tensor]:
     out: list[Any] = [None] * len(sharded.layout.where)
     for i, unit in enumerate(sharded.layout.units):
         full = None if sharded.full is None else sharded.full[i]
-        (flat,) = Linear.apply(GatherUnit(sharded.spec, unit, full), sharded.pieces[i])
+        (flat,) = Linear.apply(GatherUnit(sharded.spec, unit, sharded.pieces[i].dtype, full), sharded.pieces[i])
         for leaf, value in zip(unit.leaves, Linear.apply(Unravel(unit, flat.dtype), flat), strict=True):
             out[leaf.index] = value
     return out
@@ -324,14 +327,18 @@ def scatter(values: Any, like: Sharded) -> Sharded:
     """
     leaves, treedef = tree.flatten(values)
     expected = like.layout.leaves
-    if len(leaves) != len(expected):
-        raise ValueError(f"scatter: expected the {len(expected)} leaves of {like.layout.treedef}, got {treedef}.")
+    names = list(map(tree.name_of, treedef.paths()))
+    if names != [leaf.name for leaf in expected]:
+        odd = sorted({leaf.name for leaf in expected} ^ set(names))[:3]
+        raise ValueError(f"scatter: expected the {len(expected)} leaves of `like`, got {len(names)}, which differ in "
+                         f"{odd}.")
     for value, leaf in zip(leaves, expected, strict=True):
         if tuple(value.shape) != leaf.shape:
             raise ValueError(f"scatter: {leaf.name!r} has shape {tuple(value.shape)}, expected {leaf.shape}.")
     pieces = []
-    for unit in like.layout.units:
+    for unit, piece in zip(like.layout.units, like.pieces, strict=True):
         mine = [leaves[leaf.index] for leaf in unit.leaves]
-        (flat,) = Linear.apply(Ravel(unit, mine[0].dtype), *mine)
-        pieces.append(Linear.apply(ScatterUnit(like.spec, unit), flat)[0])
+        dtype = functools.reduce(torch.promote_types, [x.dtype for x in mine])
+        (flat,) = Linear.apply(Ravel(unit, dtype), *mine)
+        pieces.append(Linear.apply(ScatterUnit(like.spec, unit, piece.dtype), flat)[0])
     return Sharded(like.spec, pieces)
