@@ -44,8 +44,10 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
         fake_batch = batch_flat.spread(flat[num_state + num_copies :])
         with Lines() if traces else contextlib.nullcontext():
             out = step(fake_state, fake_batch)
+        _check_values(out)
         new_state, aux = _split(out, state)
         seen["state"], new = (None, []) if new_state is None else Flat.of(new_state)
+        _check_pieces(state_flat, state_tensors, new)
         seen["aux"], rest = Flat.of(aux)
         seen["num_new"] = len(new)
         return [x.detach() for x in (*new, *rest)]
@@ -71,8 +73,11 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
         try:
             with compiling():
                 return tracer(*inputs)
-        except (DataDependentError, DataDependentBranch, DynamicShapeError) as error:
-            raise CaptureError(_data_dependent(error)) from error
+        except RuntimeError as error:
+            kinds = (DataDependentError, DataDependentBranch, DynamicShapeError)
+            if isinstance(error, kinds) or ".numpy()" in str(error) or "data pointer" in str(error):
+                raise CaptureError(_data_dependent(error)) from error
+            raise
 
 
 def _spans(copies: dict[int, list[Tensor]]) -> tuple[dict[int, tuple[int, int]], list[Tensor]]:
@@ -112,6 +117,24 @@ def _difference(a: Any, b: Any) -> str:
     missing, extra = sorted(ours - theirs), sorted(theirs - ours)
     return "; ".join(part for part in (f"{missing[0]!r} is missing" if missing else "",
                                        f"{extra[0]!r} is new" if extra else "") if part)
+
+
+def _check_values(out: Any) -> None:
+    """Raise for a result that is a number taken from a tensor: it would stay what it is at capture."""
+    for path, leaf in zip(*tree.flatten_with_path(out)[:2], strict=True):
+        if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise CaptureError(f"the step returns {tree.name_of(path)!r} as a number taken from a tensor (.item(), "
+                               "float(...)). Return the tensor, and ask for its value outside.")
+
+
+def _check_pieces(flat: Flat, old: list[Tensor], new: list[Tensor]) -> None:
+    """Raise where a piece comes back in another dtype or size: it could not take its place."""
+    pieces = [unit for spec in flat.nodes if not isinstance(spec, tuple)
+              for unit in ([None] if spec is None else spec.layout.units)]
+    for name, unit, a, b in zip(flat.names, pieces, old, new, strict=False):
+        if unit is not None and (a.dtype, a.shape) != (b.dtype, b.shape):
+            raise CaptureError(f"the step returns state entry {name} as {b.dtype} {list(b.shape)}; it was {a.dtype} "
+                               f"{list(a.shape)}. Write .to(p.dtype) where it is computed.")
 
 
 def _data_dependent(error: BaseException) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from .._torch_compat import OpOverload
+from .._torch_compat import OpOverload, schema_arguments
 from ..loop import run_loop
 from .alias import body_of, roots, writes
 from .capture import CaptureError
@@ -33,8 +33,9 @@ _SAME_SIZE = {aten.view.default, aten.reshape.default, aten._unsafe_view.default
 def check_purity(program: Program) -> list[Tensor]:
     """Raise `CaptureError` unless the step is a pure function; -> its baked constants.
 
-    Refused: writing to the state or the batch, closing over a tensor that requires grad or is written, and on a
-    shard's pieces anything that is neither elementwise nor one of zerofn's reductions.
+    Refused: writing to the state or the batch, closing over a tensor that requires grad or is written, on a
+    shard's pieces anything that is neither elementwise nor one of zerofn's reductions, and in a training step draws
+    from the global generator.
     """
     graph = program.gm.graph
     root = roots(graph)
@@ -44,10 +45,11 @@ def check_purity(program: Program) -> list[Tensor]:
             _check_write(root[written], names, node)
     pieces = {n for n, (spec, _) in zip(program.placeholders, program.owners, strict=False) if spec is not None}
     _check_pieces(program.gm, pieces, names)
-    found = _constants(program.gm)
-    for _, body in loops(program.gm):
-        found += _constants(body)
-    return found
+    graphs = [program.gm, *(body for _, body in loops(program.gm))]
+    if program.new_state is not None:
+        for gm in graphs:
+            _check_draws(gm)
+    return [constant for gm in graphs for constant in _constants(gm)]
 
 
 def _names(program: Program) -> dict[Node, str]:
@@ -109,6 +111,29 @@ def _check_use(node: Node, used: list[Node], pieces: set[Node], names: dict[Node
             "local one. On shards use elementwise operations, or zerofn.global_norm, leaf_norms, vdot and "
             "all_finite, or zerofn.gather(tree) first.")
     pieces.add(node)
+
+
+def _check_draws(gm: GraphModule) -> None:
+    for node in gm.graph.nodes:
+        if _draws(node):
+            raise CaptureError(
+                f"{_op(node)}{_line(node)} draws from the global generator, which is no part of the state: the same "
+                "step would give other results. Draw in the loss function of state.value_and_grad, or under "
+                "zerofn.random.randomness(state.rng_at()).")
+
+
+def _draws(node: Node) -> bool:
+    """Whether an ATen operation takes from a generator; dropout of nothing does not."""
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+        return False
+    if torch.Tag.nondeterministic_seeded not in node.target.tags or "_backward" in node.target.name():
+        return False
+    arguments = schema_arguments(node.target)
+    given: dict[str, Any] = {a.name: a.default_value for a in arguments}
+    given.update(zip(given, node.args, strict=False))
+    given.update(node.kwargs)
+    off = given.get("train", given.get("training", True)) is False
+    return not off and given.get("dropout_p", given.get("dropout", True)) != 0
 
 
 _PIECES = {torch.ops.zerofn.reduce_scatter.default, torch.ops.zerofn.piece.default}

@@ -27,7 +27,7 @@ def donate(gm: GraphModule, program: Program) -> GraphModule:
     graph = gm.graph
     outputs = list(program.output.args[0])  # type: ignore[arg-type]
     old, shared = program.placeholders, _shared(program)
-    program.kept = [j for j in range(program.num_new) if not _large(outputs[j])]
+    program.kept = [j for j in range(program.num_new) if not _fits(outputs[j], old[j])]
     mine = {j: old[j] for j in range(program.num_new) if j not in program.kept and outputs[j] is not old[j]}
     _save_aux(graph, program, outputs, shared)
     program.output.args = (outputs,)
@@ -38,9 +38,11 @@ def donate(gm: GraphModule, program: Program) -> GraphModule:
     return clean(gm)
 
 
-def _large(node: Node) -> bool:
-    value = tensor_of(node)
-    return value is not None and value.numel() > TINY
+def _fits(new: Node, old: Node) -> bool:
+    """Whether a new value is to be put where the old one is: large enough to matter, and of the same kind."""
+    a, b = tensor_of(new), tensor_of(old)
+    return a is not None and b is not None and a.numel() > TINY and (a.shape, a.dtype, a.device) == (
+        b.shape, b.dtype, b.device)
 
 
 def _shared(program: Program) -> dict[Node, Node]:
