@@ -122,7 +122,13 @@ def global_norm(values: Any) -> Tensor:
 
 
 def vdot(a: Any, b: Any) -> Tensor:
-    """The inner product of two trees of one structure, a scalar, the same bits on every rank."""
+    """The inner product of two trees of one structure, a scalar, the same bits on every rank.
+
+    Raises `ValueError` where structures or layouts differ.
+    """
+    if tree.structure(a) != tree.structure(b):
+        raise ValueError("vdot: the two trees are not of one structure and layout; where one is sharded and the other "
+                         "not, write zerofn.scatter(tree, like=sharded) first.")
     grid = _Parts.of(a, b).reduce(ops.part_dots)
     total = grid[0]
     for row in grid[1:]:

@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ._torch_compat import REJECTION_SAMPLERS, TorchDispatchMode, tree_map
-from .operations import is_random, tensors
-from .recording import user_line
 from .replay import record
+from .replay.operations import is_random, tensors
+from .replay.recording import user_line
 
 
 def skeleton(build: Callable[[], nn.Module]) -> nn.Module:

@@ -54,8 +54,16 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
 
     inputs = [*state_tensors, *flat_copies, *batch_tensors]
     tracer = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)
-    gm = _trace(tracer, [x.detach() for x in inputs])
+    gm = _trace(tracer, [_placed_alike(x.detach()) for x in inputs])
     return Program(gm, state_flat, batch_flat, seen["state"], seen["aux"], len(state_tensors), seen["num_new"], spans)
+
+
+def _placed_alike(x: Tensor) -> Tensor:
+    """`x` as it would lie on every rank: a piece that is a view of its gathered copy begins elsewhere on each, and
+    forward-mode differentiation copies tangents that lie otherwise than their primals. Graphs must not differ by
+    that. Only what `x` looks like is used: the elements are others.
+    """
+    return x.as_strided(x.shape, x.stride(), 0) if x.layout is torch.strided and x.storage_offset() else x
 
 
 def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphModule:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ._torch_compat import (
+from .._torch_compat import (
     REJECTION_SAMPLERS,
     DataDependentError,
     DynamicShapeError,
@@ -359,7 +359,7 @@ def _set_data(old: torch.Tensor, new: torch.Tensor) -> None:
     old.data = new.data
 
 
-_NOT_THE_USER = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+_NOT_THE_USER = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 
 
 def user_line() -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._torch_compat import (
+from .._torch_compat import (
     OpOverload,
     num_dispatch_modes,
     schema_arguments,

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from . import tree
-from ._torch_compat import FakeTensor
+from .. import tree
+from .._torch_compat import FakeTensor
 from .program import Call, Region, closure
 from .recording import Recorder, recording
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ._torch_compat import without_dispatch_modes
+from .._torch_compat import without_dispatch_modes
 
 # The first words of the 624 of the Mersenne twister, which follow the seed (8 bytes) and four
 # counters in the state's bytes, 8 bytes each: two words that say "a mark", then which generator and

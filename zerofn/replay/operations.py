@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._torch_compat import OpOverload, schema_arguments, tree_leaves
+from .._torch_compat import OpOverload, schema_arguments, tree_leaves
 
 aten = torch.ops.aten
 

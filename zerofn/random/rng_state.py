@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ._torch_compat import without_dispatch_modes
+from .._torch_compat import without_dispatch_modes
 from .draws import mix
 
 _MAGIC = b"zerofn: position"

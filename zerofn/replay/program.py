@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ._torch_compat import tree_leaves, tree_map
+from .._torch_compat import tree_leaves, tree_map
 from .generators import SavedState
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch_compat import OpOverload, TorchDispatchMode, is_composite, schema_arguments
 from . import draws
-from ._torch_compat import OpOverload, TorchDispatchMode, is_composite, schema_arguments
-from .draws import fold_in as fold_in
+from .draws import fold_in
 from .draws import key as key
 from .rng_state import virtual_rng_state
 
@@ -84,7 +84,7 @@ class _Randomness(TorchDispatchMode):
 
 def _where() -> str:
     """The innermost line outside torch and this package: ` (model.py:12, in forward)`."""
-    inner = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    inner = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(inner):
         frame = frame.f_back  # type: ignore[assignment]
