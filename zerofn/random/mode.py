@@ -20,7 +20,6 @@ from torch import Tensor
 
 from .._torch_compat import OpOverload, TorchDispatchMode, is_composite, schema_arguments
 from . import draws
-from .draws import fold_in
 from .draws import key as key
 from .rng_state import virtual_rng_state
 
