@@ -119,6 +119,7 @@ def _round(what: str, text: str) -> list[str]:
     store = _store()
     if store is None:
         return [mine]
+    _raise_published(what)  # the others may have waited for this rank, and gone
     rank, size = dist.get_rank(), dist.get_world_size()
     number = store.add(f"zerofn/rounds/{rank}", 1)  # in the store: a group that is made anew begins anew
     store.set(f"zerofn/agree/{number}/{rank}", mine)
@@ -130,9 +131,7 @@ def _await(store: dist.Store, number: int, rank: int, what: str, text: str) -> s
     key, deadline = f"zerofn/agree/{number}/{rank}", time.monotonic() + PATIENCE
     sign = None
     while not _arrives(store, key, 0.5):
-        failed = published_failure()
-        if failed is not None:
-            raise RuntimeError(f"{what}: stopped, because another rank failed. {failed}")
+        _raise_published(what)
         before, sign = sign, _sign_of(store, rank)
         if sign != before:
             deadline = time.monotonic() + PATIENCE
@@ -144,6 +143,12 @@ def _await(store: dist.Store, number: int, rank: int, what: str, text: str) -> s
             abandon(message)
             raise RuntimeError(message)
     return store.get(key).decode()
+
+
+def _raise_published(what: str) -> None:
+    failed = published_failure()
+    if failed is not None:
+        raise RuntimeError(f"{what}: stopped, because another rank failed. {failed}")
 
 
 def _arrives(store: dist.Store, key: str, seconds: float) -> bool:

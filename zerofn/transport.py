@@ -64,6 +64,8 @@ def wait_for_all() -> None:
 
 
 def _point_to_point(group: str, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> list[dist.Work]:
+    if not any(t.numel() for t in (*sends.values(), *receives.values())):
+        return []  # nothing to wait for: empty tensors all have one address
     pg = resolve_process_group(group)
     tag = _tags[pg] = (_tags.get(pg, 0) + 1) % (1 << 30)
     works = [pg.recv([t], peer, tag) for peer, t in receives.items()]
@@ -154,7 +156,7 @@ def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
 
 
 def _wait(tensor: Tensor) -> Tensor:
-    if tensor.data_ptr() in _pending or tensor.device.type == "cpu":
+    if tensor.data_ptr() in _pending:
         return wait_(tensor)
     return torch.ops._c10d_functional.wait_tensor(tensor)
 

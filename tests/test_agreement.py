@@ -1,0 +1,137 @@
+"""Ranks agree through the store; a rank that differs, fails or stays away makes all raise, in time."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerofn
+from zerofn import agreement
+
+
+def agreeing():
+    for i in range(3):
+        agreement.agree("a step", f"round {i}\nline")
+    assert agreement.agree_on("value", lambda: (dist.get_rank(), "same")) == dist.get_rank()
+    return agreement.exchange("names", f"rank {dist.get_rank()}")
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_agreement(ranks, size):
+    assert ranks(size, agreeing) == [[f"rank {r}" for r in range(size)]] * size
+
+
+def differing():
+    rank = dist.get_rank()
+    messages = []
+    for what, text in [
+        ("step", f"w [2]\nb [{3 + (rank == 2)}]"),
+        (f"step {rank}", "x"),
+        ("step", "a\n" * (1 + rank)),
+    ]:
+        start = time.monotonic()
+        with pytest.raises(RuntimeError) as caught:
+            agreement.agree(what, text)
+        assert time.monotonic() - start < 5
+        messages.append(str(caught.value))
+    agreement.agree("and it goes on", "")
+    return messages
+
+
+def test_a_difference_is_shown_on_every_rank(ranks):
+    found = ranks(3, differing)
+    for rank, (shapes, places, lengths) in enumerate(found):
+        assert (
+            "ranks differ" in shapes
+            and "b [4]" in shapes
+            and "b [3]" in shapes
+            and f"rank {rank}: b" in shapes
+        )
+        assert "w [2]" not in shapes
+        assert "is at another point of the program, 'step" in places
+        assert "ranks differ" in lengths
+
+
+def failing():
+    def make():
+        if dist.get_rank() == 1:
+            raise KeyError("h.0.attn")
+        return 1, "text"
+
+    start = time.monotonic()
+    with pytest.raises((KeyError, RuntimeError)) as caught:
+        agreement.agree_on("zerofn.shard", make)
+    assert time.monotonic() - start < 5
+    assert agreement.agree_on("zerofn.shard", lambda: (2, "text")) == 2
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_a_rank_that_fails_makes_all_raise_its_message(ranks):
+    said = ("RuntimeError", "zerofn.shard: stopped, because rank 1 failed. KeyError: 'h.0.attn'")
+    assert ranks(3, failing) == [said, ("KeyError", "'h.0.attn'"), said]
+
+
+def absent(late):
+    agreement.PATIENCE = 1.0
+    rank = dist.get_rank()
+    agreement.agree("first", "x")
+    if rank == 2:
+        time.sleep(3 if late else 6)
+        if not late:
+            return "elsewhere"
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        agreement.agree("second", "y")
+    assert time.monotonic() - start < 4
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_rank_that_does_not_come_is_named(ranks, late):
+    found = ranks(3, absent, late, expect_errors=True)
+    ranks.stop()
+    assert sum("rank 2 did not come within 1 s" in message for message in found[:2]) >= 1
+    assert all("rank 2 did not come" in message or "another rank failed" in message for message in found[:2])
+    assert any("rank 2 last had: first: x" in message for message in found[:2])
+    if late:
+        assert "rank 2 did not come" in found[2], "the one that comes late learns it too"
+
+
+def slow_but_alive():
+    agreement.PATIENCE = 2.0
+    if dist.get_rank() == 1:
+        for _ in range(8):
+            time.sleep(0.5)
+            agreement.alive()
+    agreement.agree("after a long save", "z")
+
+
+def test_signs_of_life_renew_patience(ranks):
+    ranks(2, slow_but_alive)
+    ranks.stop()
+
+
+def one_rank_shards():
+    agreement.PATIENCE = 1.0
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="zerofn.shard: rank 1 did not come within 1 s.*w"):
+            zerofn.shard({"params": {"w": torch.zeros(3)}})
+    else:
+        time.sleep(4)
+
+
+def test_shard_on_one_rank_alone_raises(ranks):
+    ranks(2, one_rank_shards)
+    ranks.stop()
+
+
+def test_one_process_agrees_with_itself():
+    agreement.agree("x", "y")
+    assert agreement.exchange("x", "y") == ["y"]
+    agreement.alive()
+    assert agreement.published_failure() is None
+
+
+def test_fingerprint():
+    assert agreement.fingerprint("a") == "ca978112ca1bbdca"  # sha256

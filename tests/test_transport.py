@@ -1,0 +1,141 @@
+"""Transfers: starts and waits, in any number and order of waits, with what is on the wire counted."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zerofn import transport
+from zerofn.mesh import Mesh
+
+ops = torch.ops.zerofn
+
+
+def group():
+    axis = Mesh.of(None).axis()
+    return axis.rank, axis.size, axis.group
+
+
+def many_at_once():
+    rank, size, name = group()
+    pieces = [torch.full((5 + i,), float(10 * rank + i)) for i in range(6)]
+    flats = [torch.arange(float(size * (3 + i))) * (rank + 1) for i in range(6)]
+    gathers = [ops.all_gather(x, size, name, "u") for x in pieces]
+    scatters = [ops.reduce_scatter(x, size, name, "u") for x in flats]
+    order = torch.randperm(
+        12, generator=torch.Generator().manual_seed(rank)
+    ).tolist()  # ranks wait as they like
+    for i in order:
+        ops.wait((gathers + scatters)[i])
+    for i in range(6):
+        rows = gathers[i].view(size, -1)
+        assert all(torch.equal(rows[r], torch.full((5 + i,), float(10 * r + i))) for r in range(size))
+        whole = torch.arange(float(size * (3 + i))) * sum(range(1, size + 1))
+        assert torch.equal(scatters[i], whole.chunk(size)[rank])
+    assert not transport._pending
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_many_transfers_under_way(ranks, size):
+    ranks(size, many_at_once)
+
+
+def in_rank_order():
+    """float32 values whose sum depends on the order."""
+    rank, size, name = group()
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(size, 4 * size, generator=generator) * 10.0 ** torch.arange(size).view(-1, 1)
+    piece = ops.wait(ops.reduce_scatter(rows[rank].clone(), size, name, "u"))
+    expected = rows[0]
+    for row in rows[1:]:
+        expected = expected + row
+    assert torch.equal(piece, expected.chunk(size)[rank])
+    full = torch.full((size * 3,), -1.0)
+    full.view(size, -1)[rank] = float(rank)
+    ops.refresh_(full, rank, size, name, "u")
+    ops.wait(full)
+    assert torch.equal(full, torch.arange(float(size)).repeat_interleave(3))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sums_are_in_rank_order(ranks, size):
+    ranks(size, in_rank_order)
+
+
+def sent_bytes():
+    """What a reduce-scatter and an all-gather post, per rank."""
+    rank, size, name = group()
+    sent = []
+    send = vars(dist.ProcessGroup)["send"]
+    send_it = dist.ProcessGroup.send
+
+    def counted(self, tensors, *args):
+        sent.append(sum(t.nbytes for t in tensors))
+        return send_it(self, tensors, *args)
+
+    dist.ProcessGroup.send = counted
+    try:
+        ops.wait(ops.reduce_scatter(torch.ones(size * 1000), size, name, "u"))
+        scattered = sum(sent)
+        ops.wait(ops.all_gather(torch.ones(1000), size, name, "u"))
+    finally:
+        dist.ProcessGroup.send = send
+    return scattered, sum(sent) - scattered
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_on_the_wire(ranks, size):
+    """(N - 1) / N of the buffer, each way: gloo's own reduce-scatter would send twice that."""
+    assert ranks(size, sent_bytes) == [((size - 1) * 4000, (size - 1) * 4000)] * size
+
+
+def waits():
+    rank, size, name = group()
+    x = torch.ones(3)
+    assert ops.wait(x) is x or torch.equal(ops.wait(x), x)  # nothing under way
+    out = ops.all_gather(x, size, name, "u")
+    transport.wait_for_all()
+    assert torch.equal(out, torch.ones(3 * size)) and not transport._pending
+    ops.wait(out)
+    before = threading.active_count()
+    empty = ops.wait(ops.all_gather(torch.zeros(0), size, name, "u"))
+    assert empty.shape == (0,) and threading.active_count() == before
+    first, second = (ops.all_gather(torch.zeros(0), size, name, "u") for _ in range(2))
+    big = ops.all_gather(torch.full((4,), float(rank)), size, name, "u")
+    for y in (first, second, big):
+        ops.wait(y)
+    assert big.view(size, 4)[:, 0].tolist() == list(range(size)) and not transport._pending
+
+
+def test_waits(ranks):
+    ranks(2, waits)
+
+
+def lost():
+    rank, size, name = group()
+    if rank == 1:
+        dist.destroy_process_group()
+        return time.sleep(1)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        ops.wait(ops.reduce_scatter(torch.ones(size * 10**6), size, name, "u"))
+    assert time.monotonic() - start < 20
+    return "raised"
+
+
+def test_a_rank_that_left_ends_the_transfer(ranks):
+    assert ranks(2, lost)[0] == "raised"
+    ranks.stop()  # its group is gone
+
+
+def test_fake_tensors_know_the_shapes():
+    from zerofn._torch_compat import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.empty(4, 6)
+        assert ops.all_gather(x.view(-1), 3, "", "u").shape == (72,)
+        assert ops.reduce_scatter(x.view(-1), 3, "", "u").shape == (8,)
+        assert ops.exchange(x, 4, "").shape == (4, 6) and ops.permute(x, [0], "").shape == (4, 6)
+        assert ops.wait(x).shape == (4, 6)
