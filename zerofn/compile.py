@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from . import passes, tree
+from ._torch_compat import storage_key
 from .agreement import abandon, agree_on
 from .graph.capture import CaptureError, capture
 from .graph.program import Program
@@ -79,20 +80,24 @@ class Step:
             if constant._version != version:
                 raise RuntimeError(f"{self.__name__}: a tensor of shape {tuple(constant.shape)} that the step closes "
                                    "over was changed since capture; pass it in the state or the batch.")
-        tensors = self._tensors(state_leaves)
+        tensors = self._tensors(state_leaves, entry.donating)
         copies = [t for k in entry.program.full for t in state_leaves[k].full]
         inputs = [*tensors, *copies, *batch_tensors]
         outputs = self._run(entry, inputs, state_leaves)
         return self._result(entry, outputs, tensors, copies, state_leaves)
 
-    def _tensors(self, leaves: list[Any]) -> list[Tensor]:
+    def _tensors(self, leaves: list[Any], donating: bool) -> list[Tensor]:
+        """The state's tensors. Entries that share memory are parted before it is given away."""
         out: list[Tensor] = []
+        seen: set[int] = set()
         for x in leaves:
             if is_sharded(x):
                 out.extend(x.pieces)
             elif isinstance(x, Tensor):
                 self._given.check(x, self.__name__)
-                out.append(x)
+                place = storage_key(x) if donating else 0
+                out.append(x.clone() if place in seen else x)
+                seen.update([place] if donating else [])
         return out
 
     def _capture(self, state: Any, batch: Any) -> _Entry:

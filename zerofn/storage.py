@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .collectives import ops
 from .sharding import Sharded, Spec
-from .transport import wait_
 
 
 def allocate(spec: Spec, device: torch.device, cached: bool,
@@ -61,4 +60,4 @@ def settle(sharded: Sharded) -> None:
         if sharded.full is not None and whole.dtype != sharded.pieces[i].dtype:
             whole[a:b].copy_(sharded.pieces[i])
         ops.refresh_(whole, spec.axis.rank, spec.axis.size, spec.axis.group, unit.name)
-        wait_(whole)
+        ops.wait(whole)

@@ -5,11 +5,19 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import OpOverload, aliased_arguments, schema_arguments
 from ..loop import run_loop
 
+aten = torch.ops.aten
+# Batch norms that write their running values in training, which their schemas do not say.
+_UNDECLARED = {
+    packet.default: ("running_mean", "running_var")
+    for packet in (aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm, aten.batch_norm_update_stats,
+                   aten.batch_norm_gather_stats, aten.batch_norm_gather_stats_with_counts)
+}
 _views: dict[OpOverload, list[int]] = {}
 
 
@@ -40,6 +48,10 @@ def writes(node: Node) -> list[Node]:
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return []
     target = node.target
+    if target in _UNDECLARED:
+        given = {a.name: x for a, x in zip(schema_arguments(target), node.args, strict=False)}
+        found = [given.get(name) for name in _UNDECLARED[target]] if given.get("training", True) else []
+        return [x for x in found if isinstance(x, Node)]
     if not target._schema.is_mutable:
         return []
     out: list[Node] = []

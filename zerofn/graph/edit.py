@@ -97,7 +97,6 @@ def clean(gm: GraphModule) -> GraphModule:
 
 
 def _is_impure(node: Node) -> bool:
-    """Waits for transfers into memory that was there before have no users, and matter; so do loops that write."""
-    if node.target is run_loop:
-        return bool(writes(node))
-    return node.is_impure() or (node.target is ops.wait.default and node.args[0].op == "placeholder")  # type: ignore[union-attr]
+    """What writes matters without users, and so do waits for transfers into memory that was there before."""
+    waits = node.target is ops.wait.default and node.args[0].op == "placeholder"  # type: ignore[union-attr]
+    return waits or node.is_impure() or bool(writes(node))

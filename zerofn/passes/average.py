@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ..graph.alias import roots, writes
 from ..graph.capture import CaptureError
 from ..graph.edit import clean
 from ..graph.program import Program, tensor_of
@@ -20,11 +21,12 @@ def average(gm: GraphModule, program: Program) -> GraphModule:
     axis = program.axis
     if axis is None or axis.size == 1 or program.new_state is None:
         return gm
-    own = _depends_on_batch(program)
+    root = roots(gm.graph)
+    own = _depends_on_batch(program, root)
     outputs = list(program.output.args[0])  # type: ignore[arg-type]
     groups: dict[torch.dtype, list[int]] = {}
     for j, (spec, _) in enumerate(program.owners):
-        if spec is None and outputs[j] in own:
+        if spec is None and root[outputs[j]] in own:
             groups.setdefault(tensor_of(outputs[j]).dtype, []).append(j)  # type: ignore[union-attr]
     for dtype, members in groups.items():
         if not dtype.is_floating_point:
@@ -37,12 +39,12 @@ def average(gm: GraphModule, program: Program) -> GraphModule:
     return clean(gm)
 
 
-def _depends_on_batch(program: Program) -> set[Node]:
-    """Nodes whose values differ between ranks because batches do."""
+def _depends_on_batch(program: Program, root: dict[Node, Node]) -> set[Node]:
+    """Memory whose contents differ between ranks because batches do."""
     own = set(program.placeholders[len(program.placeholders) - len(program.batch.names) :])
     for node in program.gm.graph.nodes:
-        if node.target not in _SAME_ON_ALL and any(x in own for x in node.all_input_nodes):
-            own.add(node)
+        if node.target not in _SAME_ON_ALL and any(root[x] in own for x in node.all_input_nodes):
+            own.update(root[x] for x in (node, *writes(node)))
     return own
 
 

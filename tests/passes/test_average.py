@@ -1,0 +1,106 @@
+import pytest
+import torch
+from torch.func import functional_call
+
+import zerofn
+from small_steps import WIDTH, batch_of, build, captured, fake_ranks, loss_of, state_of
+from zerofn.graph.capture import CaptureError
+from zerofn.passes.average import average
+
+ops = torch.ops.zerofn
+
+
+def step_with(extra_of):
+    """A training step whose `extra` becomes `extra_of(state, batch, loss)`."""
+    module = build()
+    loss_fn = loss_of(module)
+
+    def step(state, batch):
+        loss, grads = state.value_and_grad(loss_fn)(batch)
+        return state.apply_gradients(grads).replace(extra=extra_of(state, batch, loss)), loss
+
+    return module, step
+
+
+def num_transfers(program):
+    return sum(n.target is ops.all_gather.default for n in program.gm.graph.nodes)
+
+
+def num_added(extra, extra_of):
+    module, step = step_with(extra_of)
+    with fake_ranks(2):
+        program = captured(step, state_of(module, 3, extra=extra), batch_of())
+        before = num_transfers(program)
+        program.gm = average(program.gm, program)
+    return num_transfers(program) - before
+
+
+def test_what_does_not_depend_on_the_batch_is_left_alone():
+    extra = {"mean": torch.zeros(WIDTH), "calls": torch.tensor(0), "loss": torch.zeros(())}
+    # The loss is the global one: its average over steps is the same on every rank as it is.
+    assert num_added(extra, lambda s, b, loss: {
+        "mean": s.extra["mean"] * 0.9, "calls": s.extra["calls"] + 1, "loss": s.extra["loss"] * 0.9 + loss}) == 0
+
+
+def test_one_transfer_serves_all_entries_of_a_dtype():
+    extra = {"mean": torch.zeros(WIDTH), "var": torch.zeros(WIDTH), "wide": torch.zeros((), dtype=torch.float64)}
+    assert num_added(extra, lambda s, b, loss: {
+        "mean": b["x"].mean(0), "var": b["x"].var(0), "wide": b["y"].double().sum()}) == 2
+
+
+def test_a_whole_number_has_no_mean():
+    with pytest.raises(CaptureError, match=r"'extra\.seen' \(torch.int64\) is replicated.*all_reduce"):
+        num_added({"seen": torch.tensor(0)}, lambda s, b, loss: {"seen": (b["x"] > 0).sum()})
+
+
+class Normed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def buffers_after_three_steps(stage, compiled):
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    module = Normed()
+    buffers = {k: v.clone() for k, v in module.named_buffers()}
+
+    def loss_fn(params, batch, extra):
+        inside = {k: v.clone() for k, v in extra.items()}
+        out = functional_call(module, (params, inside), (batch["x"],))
+        return out.square().mean(), inside
+
+    def step(state, batch):
+        (loss, extra), grads = state.value_and_grad(loss_fn, has_aux=True)(batch, state.extra)
+        return state.apply_gradients(grads).replace(extra=extra), loss
+
+    tx = zerofn.optim.sgd(0.0)  # the parameters stay, so that running values have a closed form
+    state = state_of(module, stage, tx, extra=buffers)
+    run = zerofn.compile(step) if compiled else step
+    for k in range(3):
+        state, _ = run(state, batch_of(rank, seed=k))
+    expected = []
+    for r in range(size):
+        own = Normed()
+        for k in range(3):
+            own(batch_of(r, seed=k)["x"])
+        expected.append(dict(own.named_buffers()))
+    return state.extra, expected
+
+
+def means(stage):
+    ours, per_rank = buffers_after_three_steps(stage, True)
+    for name, value in ours.items():
+        mean = torch.stack([x[name].double() for x in per_rank]).mean(0)
+        torch.testing.assert_close(value.double(), mean, rtol=1e-6, atol=1e-6)
+    assert ours["body.1.num_batches_tracked"].dtype == torch.int64
+    return ours
+
+
+def test_batch_norms_running_values_are_means_over_ranks(ranks):
+    for stage in (0, 3):
+        first, second = ranks(2, means, stage)
+        assert all(torch.equal(first[k], second[k]) for k in first)

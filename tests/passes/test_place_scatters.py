@@ -1,0 +1,74 @@
+import torch
+
+from small_steps import (
+    batch_of,
+    build,
+    captured,
+    fake_ranks,
+    ops,
+    results,
+    same,
+    scatters,
+    state_of,
+    train_step_of,
+)
+from zerofn.graph.alias import positions
+from zerofn.graph.edit import wait_of
+from zerofn.passes.canonicalize import canonicalize
+from zerofn.passes.place_scatters import IN_FLIGHT, place_scatters
+
+
+def lowered(*schedule, stage=3, **options):
+    module = build(6)
+    with fake_ranks(2):
+        return captured(train_step_of(module), state_of(module, stage, **options), batch_of(), *schedule).gm
+
+
+def num_in_flight(gm):
+    starts = set(scatters(gm))
+    waits = {wait_of(s) for s in starts}
+    most = now = 0
+    for node in gm.graph.nodes:
+        now += (node in starts) - (node in waits)
+        most = max(most, now)
+    return most
+
+
+def test_a_scatter_starts_right_after_its_last_gradient():
+    for precision in (None, "bf16"):
+        gm = lowered(canonicalize, place_scatters, precision=precision)
+        nodes, where = list(gm.graph.nodes), positions(gm.graph)
+        assert [s.args[3] for s in scatters(gm)] == ["15", "12", "9", "6", "3", "0"]
+        for start in scatters(gm):
+            ravel = start.args[0]
+            assert ravel.target is ops.ravel.default
+            last = max(ravel.all_input_nodes, key=where.__getitem__)
+            between = nodes[where[last] + 1 : where[start]]
+            assert set(between) <= {ravel, *(wait_of(s) for s in scatters(gm))}, between
+
+
+def test_at_most_two_are_under_way():
+    assert num_in_flight(lowered(canonicalize, place_scatters)) == IN_FLIGHT == 2
+
+
+def test_the_first_wait_comes_after_the_second_start():
+    gm = lowered(canonicalize, place_scatters)
+    where = positions(gm.graph)
+    starts = scatters(gm)
+    for start, later in zip(starts, starts[2:], strict=False):
+        assert where[starts[starts.index(start) + 1]] < where[wait_of(start)] < where[later]
+
+
+def bit_equal():
+    module = build(6)
+    batch = batch_of(torch.distributed.get_rank())
+    out = []
+    for stage in range(4):
+        state, step = state_of(module, stage), train_step_of(module)
+        before = results(captured(step, state, batch), state, batch)
+        out.append(same(results(captured(step, state, batch, canonicalize, place_scatters), state, batch), before))
+    return out
+
+
+def test_values_stay(ranks):
+    assert ranks(2, bit_equal) == [[True] * 4] * 2

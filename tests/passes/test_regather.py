@@ -1,0 +1,61 @@
+from collections import Counter
+
+import torch
+
+from small_steps import (
+    batch_of,
+    build,
+    captured,
+    fake_ranks,
+    gathers,
+    num_alive,
+    results,
+    same,
+    state_of,
+    train_step_of,
+    users_of,
+)
+from zerofn.passes.canonicalize import canonicalize
+from zerofn.passes.place_gathers import place_gathers
+from zerofn.passes.regather import regather
+
+BEFORE = (canonicalize, place_gathers)
+
+
+def lowered(*schedule, num_layers=6):
+    module = build(num_layers)
+    with fake_ranks(2):
+        return captured(train_step_of(module), state_of(module, 3), batch_of(), *schedule).gm
+
+
+def test_forward_and_backward_have_a_gather_each_and_the_last_layers_one():
+    gm = lowered(*BEFORE, regather)
+    num_gathers = Counter(g.args[3] for g in gathers(gm))
+    # The first layer's weight has no use in the backward pass: its input needs no gradient. The last two units
+    # are used again with fewer than two others in between.
+    assert num_gathers == {"0": 1, "3": 2, "6": 2, "9": 2, "12": 1, "15": 1}
+
+
+def test_no_unit_is_held_from_forward_to_backward():
+    assert num_alive(lowered(*BEFORE)) >= 5
+    assert num_alive(lowered(*BEFORE, regather)) == 2
+    assert num_alive(lowered(*BEFORE, regather, num_layers=12)) == 2
+
+
+def test_users_are_split_among_the_copies():
+    before, after = lowered(*BEFORE), lowered(*BEFORE, regather)
+    for unit in ("0", "3", "6", "9", "12", "15"):
+        uses = [len(users_of(g)) for g in gathers(before) if g.args[3] == unit]
+        assert sum(uses) == sum(len(users_of(g)) for g in gathers(after) if g.args[3] == unit)
+
+
+def bit_equal():
+    module = build(6)
+    state, batch = state_of(module, 3), batch_of(torch.distributed.get_rank())
+    step = train_step_of(module)
+    before = results(captured(step, state, batch), state, batch)
+    return same(results(captured(step, state, batch, *BEFORE, regather), state, batch), before)
+
+
+def test_values_stay(ranks):
+    assert all(ranks(2, bit_equal))
