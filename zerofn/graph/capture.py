@@ -59,11 +59,15 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
 
 
 def _placed_alike(x: Tensor) -> Tensor:
-    """`x` as it would lie on every rank: a piece that is a view of its gathered copy begins elsewhere on each, and
-    forward-mode differentiation copies tangents that lie otherwise than their primals. Graphs must not differ by
-    that. Only what `x` looks like is used: the elements are others.
+    """`x`, or where it is part of a larger buffer, a tensor that looks like it and is not.
+
+    A piece may be a view of its gathered copy and then begins elsewhere on each rank. Forward-mode differentiation
+    copies tangents that are placed otherwise than their primals, so ranks would get different graphs. Tracing reads
+    no elements: what is allocated here is never touched.
     """
-    return x.as_strided(x.shape, x.stride(), 0) if x.layout is torch.strided and x.storage_offset() else x
+    if x.layout is not torch.strided or x.untyped_storage().nbytes() == x.numel() * x.element_size():
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphModule:
