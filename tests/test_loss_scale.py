@@ -142,3 +142,12 @@ def test_asks_nothing_of_the_device():
     captured = make_fx(step, tracing_mode="fake")(torch.tensor(True))
     assert [x.item() for x in captured(torch.tensor(True))] == [16, 0, 1]
     assert [x.item() for x in captured(torch.tensor(False))] == [4, 0, 1]
+
+
+def test_unscaled_float16_becomes_float32():
+    """Most gradients that a scale brought through float16 do not fit it without."""
+    scale = StaticLossScale(2.0**15)
+    small = torch.tensor([2.0**-10], dtype=torch.float16)
+    out = scale.unscale({"g": small, "b": small.bfloat16()})
+    assert out["g"].dtype == torch.float32 and out["g"].item() == 2.0**-25
+    assert out["b"].dtype == torch.bfloat16

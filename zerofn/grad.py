@@ -84,7 +84,7 @@ def accumulate(vg: Any, n: int) -> Any:
     """
     if not hasattr(vg, "with_microbatches"):
         raise TypeError(f"accumulate: expected what value_and_grad returned, got {type(vg).__name__}.")
-    if not isinstance(n, int) or n < 1:
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ValueError(f"accumulate: n must be a whole number from 1, got {n!r}.")
     return vg.with_microbatches(n)
 
@@ -142,7 +142,8 @@ class _Work:
         if weight is None:
             return _Loss(total, total, None, aux)
         weight = torch.as_tensor(weight, device=total.device).detach().reshape(()).to(total.dtype)
-        return _Loss(total / weight, total, weight, aux)
+        # A rank without a single token has weight 0 and sum 0: it adds nothing, rather than 0 / 0.
+        return _Loss(total / torch.where(weight == 0, torch.ones_like(weight), weight), total, weight, aux)
 
     def _seed(self, loss: _Loss) -> Tensor:
         # The mean over ranks and microbatches is in the seed, so that no pass over the gradients is spent on it.
@@ -155,8 +156,8 @@ class _Work:
         for x in self.nodes:
             if is_sharded(x):
                 out += [reduce_unit(x.spec, u, next(flat)) for u in x.layout.units if u.trainable]
-            else:
-                out.append(next(flat))
+            else:  # replicated, beside what is sharded: replicas must move alike
+                out.append(next(flat) if self.axis is None else sum_over(next(flat), self.axis))
         return out
 
     def _late(self) -> bool:

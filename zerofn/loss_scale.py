@@ -51,9 +51,14 @@ class StaticLossScale:
         return tree.tree_map(lambda x: x * self.loss_scale.to(x.dtype), values)
 
     def unscale(self, values: Any) -> Any:
-        """Every leaf times one over the scale."""
+        """Every leaf times one over the scale; float16 ones become float32, since they need not fit unscaled."""
         inverse = 1.0 / self.loss_scale
-        return tree.tree_map(lambda x: x * inverse.to(x.dtype), values)
+
+        def unscaled(x: Tensor) -> Tensor:
+            x = x.float() if x.dtype == torch.float16 else x
+            return x * inverse.to(x.dtype)
+
+        return tree.tree_map(unscaled, values)
 
     def adjust(self, finite: Tensor) -> Any:
         """Itself."""

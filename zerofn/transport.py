@@ -84,6 +84,7 @@ def all_gather_start(piece: Tensor, size: int, group: str, unit: str) -> Tensor:
     """piece [s] on each rank -> [size * s], pieces in rank order."""
     if not _is_gloo(group, piece):
         return torch.ops._c10d_functional.all_gather_into_tensor(piece, size, group)
+    piece = piece.contiguous()  # the gradient of what is frozen is one zero, repeated
     full = piece.new_empty(size * piece.numel())
     rows, rank = full.view(size, -1), dist.get_rank(resolve_process_group(group))
     others = [r for r in range(size) if r != rank]

@@ -1,0 +1,400 @@
+"""value_and_grad and accumulate against plain torch on the global batch, in float64."""
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch.nn.functional import cross_entropy, dropout
+
+import zerofn
+from zerofn import Precision, Sharded, accumulate, optim, shard, tree, unshard, value_and_grad
+
+STAGES = (0, 1, 2, 3)
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass
+class Batch:
+    x: Any
+    y: Any
+    scale: float = 2.0
+
+
+def params(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"0.w": (6, 9), "0.b": (9,), "1.w": (9, 4), "unused": (3, 3), "none": (0,), "big.t": (70_000,)}
+    return {k: torch.randn(s, generator=generator, dtype=dtype) for k, s in shapes.items()}
+
+
+def rows(rank, n=4, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(20 + rank)
+    return torch.randn(n, 6, generator=generator, dtype=dtype), torch.randint(0, 4, (n,), generator=generator)
+
+
+def logits(p, x):
+    return torch.tanh(x @ p["0.w"] + p["0.b"]) @ p["1.w"] + p["big.t"][::7000].sum()
+
+
+def mean_loss(p, x, y):
+    return cross_entropy(logits(p, x), y)
+
+
+def by_torch(loss, p, *args):
+    """(loss, gradients) of plain torch; unused parameters have zeros."""
+    leaves = {k: v.detach().clone().requires_grad_() for k, v in p.items()}
+    value = loss(leaves, *args)
+    grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+    return value.detach(), {
+        k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(leaves.items(), grads, strict=True)
+    }
+
+
+def close(found, expected, rtol=1e-10, atol=1e-12):
+    loss, grads = found
+    torch.testing.assert_close(loss, expected[0], rtol=rtol, atol=atol)
+    for key, want in expected[1].items():
+        torch.testing.assert_close(
+            grads[key], want, rtol=rtol, atol=atol, msg=lambda m, key=key: f"{key}: {m}"
+        )
+
+
+def cut(stage, p=None, **options):
+    return shard({"params": params() if p is None else p}, stage=stage, **options)["params"]
+
+
+def test_plain_trees_are_plain_torch():
+    x, y = rows(0)
+    loss, grads = value_and_grad(mean_loss)(params(), x, y)
+    want, expected = by_torch(mean_loss, params(), x, y)
+    assert torch.equal(loss, want) and list(grads) == list(params())
+    assert all(torch.equal(grads[k], expected[k]) for k in expected)
+    assert not loss.requires_grad and not any(g.requires_grad for g in grads.values())
+
+
+def global_batch(stage, n):
+    x, y = rows(dist.get_rank())
+    vg = value_and_grad(mean_loss)
+    loss, grads = (accumulate(vg, n) if n > 1 else vg)(cut(stage), x, y)
+    assert isinstance(grads, Sharded)
+    return loss, unshard(grads)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_mean_over_the_global_batch(ranks, size, stage):
+    batch = [torch.cat(t) for t in zip(*(rows(r) for r in range(size)), strict=True)]
+    expected = by_torch(mean_loss, params(), *batch)
+    for n in (1, 2, 4):
+        for found in ranks(size, global_batch, stage, n):
+            close(found, expected)
+
+
+# --- weighted
+
+
+def ragged(rank):
+    """A ragged number of rows, none on the last rank of three."""
+    return rows(rank, [5, 2, 0, 7][rank])
+
+
+def sum_and_weight(p, x, y):
+    return cross_entropy(logits(p, x), y, reduction="sum"), len(y)
+
+
+def weighted(stage, scale):
+    x, y = ragged(dist.get_rank())
+    scale = None if scale is None else zerofn.StaticLossScale(scale)
+    loss, grads = value_and_grad(sum_and_weight, scale=scale)(cut(stage), x, y)
+    return loss, unshard(grads)
+
+
+@pytest.mark.parametrize("size, stage", [(1, 3), (2, 0), (3, 1), (3, 2), (4, 3)])
+def test_sum_and_weight_are_exact_over_ragged_ranks(ranks, size, stage):
+    batch = [torch.cat(t) for t in zip(*(ragged(r) for r in range(size)), strict=True)]
+    for found in ranks(size, weighted, stage, 1024.0 if stage == 3 else None):
+        close(found, by_torch(mean_loss, params(), *batch))
+
+
+def masked(p, x, y, mask):
+    each = cross_entropy(logits(p, x), y, reduction="none")
+    return (each * mask).sum(), mask.sum()
+
+
+def masks(rank):
+    return (torch.arange(8) % (rank + 2) == 0).double() * (torch.arange(8) >= 4 * (rank == 1))
+
+
+def weighted_microbatches(stage):
+    x, y = rows(dist.get_rank(), 8)
+    loss, grads = accumulate(value_and_grad(masked), 4)(cut(stage), x, y, masks(dist.get_rank()))
+    return loss, unshard(grads)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_sum_and_weight_are_exact_over_microbatches(ranks, stage):
+    """One microbatch of rank 1 has not a single token."""
+    x, y = (torch.cat(t) for t in zip(*(rows(r, 8) for r in range(2)), strict=True))
+    mask = torch.cat([masks(r) for r in range(2)])
+
+    def loss(p, x, y):
+        total, weight = masked(p, x, y, mask)
+        return total / weight
+
+    for found in ranks(2, weighted_microbatches, stage):
+        close(found, by_torch(loss, params(), x, y))
+
+
+# --- aux, frozen, mixed trees, batches of all kinds
+
+
+def with_aux(p, x, y):
+    out = logits(p, x)
+    return cross_entropy(out, y), {"logits": out.detach(), "rows": len(x), "none": None}
+
+
+def test_aux():
+    x, y = rows(0, 6)
+    (loss, aux), _ = value_and_grad(with_aux, has_aux=True)(cut(3), x, y)
+    assert torch.equal(aux["logits"], logits(params(), x)) and aux["rows"] == 6
+    (again, stacked), _ = accumulate(value_and_grad(with_aux, has_aux=True), 3)(cut(3), x, y)
+    torch.testing.assert_close(loss, again)
+    torch.testing.assert_close(stacked["logits"].reshape(6, 4), aux["logits"])
+    assert stacked["logits"].shape == (3, 2, 4)
+
+
+def frozen_and_unused(stage):
+    p = params() | {"ids": torch.arange(5)}
+    tx = optim.sgd(0.1)
+    state = shard(
+        zerofn.TrainState.create(params=p, tx=tx, frozen=lambda name: name.startswith("1.")), stage=stage
+    )
+    seen = {}
+
+    def loss_fn(q, x, y):
+        seen.update({k: v.requires_grad for k, v in q.items()})
+        return mean_loss(q, x, y)
+
+    loss, grads = state.value_and_grad(loss_fn)(*rows(dist.get_rank()))
+    strides = {
+        u.name: g.stride() for u, g in zip(grads.layout.units, grads.pieces, strict=True) if not u.trainable
+    }
+    return seen, strides, (loss, unshard(grads))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_frozen_and_unused_parameters(ranks, stage):
+    batch = [torch.cat(t) for t in zip(*(rows(r) for r in range(2)), strict=True)]
+    loss, expected = by_torch(mean_loss, params(), *batch)
+    expected["1.w"] = torch.zeros(9, 4, dtype=torch.float64)
+    for seen, strides, found in ranks(2, frozen_and_unused, stage):
+        close(found, (loss, expected))
+        assert found[1]["unused"].abs().sum() == 0 and found[1]["none"].shape == (0,)
+        assert [k for k, learns in seen.items() if not learns] == ["1.w", "ids"]
+        assert len(strides) == 2 and set(strides.values()) == {(0,)}, "no memory for what is frozen"
+
+
+def both_kinds():
+    x, y = rows(dist.get_rank())
+    mixed = {"net": cut(3), "temperature": torch.tensor(1.5, dtype=torch.float64)}
+    loss, grads = value_and_grad(lambda p, x, y: mean_loss(p["net"], x, y) * p["temperature"])(mixed, x, y)
+    return loss, unshard(grads)
+
+
+def test_a_plain_leaf_beside_sharded_ones(ranks):
+    """It is replicated, so its gradient is the mean over ranks as well."""
+    batch = [torch.cat(t) for t in zip(*(rows(r) for r in range(3)), strict=True)]
+    mean, expected = by_torch(mean_loss, params(), *batch)
+    for loss, grads in ranks(3, both_kinds):
+        torch.testing.assert_close(loss, 1.5 * mean)
+        torch.testing.assert_close(grads["temperature"], mean)
+        close((loss, grads["net"]), (1.5 * mean, {k: 1.5 * g for k, g in expected.items()}))
+
+
+def get(batch, name):
+    return batch[name] if isinstance(batch, dict | TensorDict) else getattr(batch, name)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("kind", [dict, Batch, Pair, TensorDict])
+def test_batches_of_every_kind(kind, n):
+    x, y = rows(0, 6)
+    batch = TensorDict({"x": x, "y": y}, [6]) if kind is TensorDict else kind(x=x, y=y)
+    kinds = []
+
+    def loss_fn(p, b):
+        kinds.append((type(b), len(get(b, "x"))))
+        return mean_loss(p, get(b, "x"), get(b, "y"))
+
+    close(accumulate(value_and_grad(loss_fn), n)(params(), batch), by_torch(mean_loss, params(), x, y))
+    assert set(kinds) == {(kind, 6 // n)}
+
+
+def test_accumulate_cuts_in_order_and_raises_where_it_cannot():
+    seen = []
+
+    def loss_fn(p, b):
+        seen.append((b["x"][:, 0].tolist(), b["n"], b["none"]))
+        return p["w"] * b["x"].mean()
+
+    batch = {"x": torch.arange(6.0).view(6, 1), "n": 3, "none": None}
+    accumulate(value_and_grad(loss_fn), 3)({"w": torch.ones(())}, batch)
+    assert seen == [([0, 1], 3, None), ([2, 3], 3, None), ([4, 5], 3, None)]
+    for bad in (torch.zeros(7, 2), torch.zeros(())):
+        with pytest.raises(ValueError, match=r"shape \(.*cannot be cut along dim 0 into 3 equal parts"):
+            accumulate(value_and_grad(loss_fn), 3)({"w": torch.ones(())}, batch | {"x": bad})
+    for n in (0, 1.5, "2", True):
+        with pytest.raises(ValueError, match="n must be a whole number from 1"):
+            accumulate(value_and_grad(loss_fn), n)
+    with pytest.raises(TypeError, match="expected what value_and_grad returned, got function"):
+        accumulate(loss_fn, 2)
+
+
+def carried(stage):
+    """A buffer the loss function writes is there in the next microbatch."""
+    running = torch.zeros((), dtype=torch.float64)
+
+    def loss_fn(p, x):
+        running.mul_(0.5).add_(x.mean())
+        return (p["w"] * running.clone()).sum()
+
+    accumulate(value_and_grad(loss_fn), 4)(
+        cut(stage, {"w": torch.ones(3, dtype=torch.float64)}), torch.arange(4.0)
+    )
+    return running
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_buffers_are_carried_in_order(ranks, stage):
+    expected = 0.0
+    for i in range(4):
+        expected = 0.5 * expected + i
+    assert [x.item() for x in ranks(2, carried, stage)] == [expected] * 2
+
+
+# --- precision
+
+
+def in_precision(precision, scale, n):
+    seen = []
+
+    def loss_fn(p, x, y):
+        seen.append({v.dtype for v in p.values()})
+        return cross_entropy(logits(p, x.to(p["0.w"].dtype)).float(), y)
+
+    p = cut(3, params(torch.float32), precision=precision)
+    vg = value_and_grad(loss_fn, scale=scale)
+    x, y = rows(dist.get_rank())
+    loss, grads = accumulate(vg, n)(p, x, y)
+    return seen[0], {g.dtype for g in grads.pieces}, loss, unshard(grads)
+
+
+@pytest.mark.parametrize(
+    "precision, scale, computes, reduces, rtol",
+    [
+        ("bf16", None, torch.bfloat16, torch.float32, 0.05),
+        ("fp16", 2.0**12, torch.float16, torch.float32, 0.01),
+        (Precision(torch.float32, torch.float16), 2.0**10, torch.float16, torch.float32, 0.01),
+        (Precision(torch.float32, torch.bfloat16), None, torch.bfloat16, torch.bfloat16, 0.05),
+    ],
+)
+def test_precision(ranks, precision, scale, computes, reduces, rtol):
+    """Gradients are unscaled, and close to those of float64."""
+    batch = [torch.cat(t) for t in zip(*(rows(r) for r in range(2)), strict=True)]
+    loss, expected = by_torch(mean_loss, params(torch.float32), batch[0].float(), batch[1])
+    scale = None if scale is None else zerofn.DynamicLossScale(scale)
+    for n in (1, 2):
+        for seen, reduced, found, grads in ranks(2, in_precision, precision, scale, n):
+            assert seen == {computes} and reduced == {reduces}
+            assert found.dtype == torch.float32
+            torch.testing.assert_close(found, loss, rtol=rtol, atol=0.01)
+            for key in ("0.w", "0.b", "1.w"):
+                error = torch.linalg.vector_norm(grads[key] - expected[key])
+                assert error < rtol * torch.linalg.vector_norm(expected[key]), key
+
+
+def test_small_fp16_gradients_survive():
+    """2^-26 is nothing in float16; the scale brings it through the backward pass."""
+    p = {"w": torch.ones(3)}
+    weak = lambda q: (q["w"].float() * 2.0**-26).sum()  # noqa: E731
+    for precision in ("fp16", Precision(torch.float32, torch.float16)):
+        _, lost = value_and_grad(weak)(cut(3, p, precision=precision))
+        _, kept = value_and_grad(weak, scale=zerofn.StaticLossScale(2.0**15))(cut(3, p, precision=precision))
+        assert unshard(lost)["w"].sum() == 0
+        assert torch.equal(unshard(kept)["w"], torch.full((3,), 2.0**-26))
+
+
+# --- randomness
+
+
+def noisy(p, x):
+    return (dropout(x, 0.5) @ p["w"]).sum(), dropout(torch.ones(64), 0.5)
+
+
+def draws():
+    p, x = cut(3, {"w": torch.ones(6)}), torch.ones(8, 6)
+    key = zerofn.TrainState.create(params={"w": torch.ones(1)}, tx=optim.sgd(0.1), seed=3).rng_at()
+    vg = value_and_grad(noisy, has_aux=True, rng=key)
+    torch.manual_seed(dist.get_rank())
+    before = torch.get_rng_state()
+    (loss, mask), grads = vg(p, x)
+    (again, same), equal = vg(p, x)
+    assert torch.equal(loss, again) and torch.equal(mask, same)
+    assert torch.equal(unshard(grads)["w"], unshard(equal)["w"])
+    assert torch.equal(torch.get_rng_state(), before)
+    (_, masks), _ = accumulate(vg, 4)(p, x)
+    with pytest.raises(RuntimeError, match=r"is random, and no key was given.*rng=state.rng_at\(\)"):
+        value_and_grad(noisy, has_aux=True)(p, x)
+    return mask, masks
+
+
+def test_random_operations_need_a_key_and_differ_over_ranks_and_microbatches(ranks):
+    found = ranks(3, draws)
+    masks = [mask for mask, _ in found] + [m for _, several in found for m in several]
+    different = {tuple(m.tolist()) for m in masks}
+    # microbatch 0 of several is the one of a single one
+    assert len(different) == 3 * 4 and all(torch.equal(mask, several[0]) for mask, several in found)
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    "loss_fn, has_aux, words",
+    [
+        (lambda p: p["w"], False, r"scalar tensor or \(sum, weight\), got shape \(3,\); write loss.mean"),
+        (lambda p: 1.0, False, "got float"),
+        (lambda p: None, False, "got NoneType"),
+        (lambda p: (p["w"].sum(), 1, 2), False, "got tuple"),
+        (lambda p: p["w"].sum(), True, r"must return \(loss, aux\), got shape \(\)"),
+    ],
+)
+def test_what_a_loss_function_may_return(loss_fn, has_aux, words):
+    with pytest.raises(ValueError, match=words):
+        value_and_grad(loss_fn, has_aux=has_aux)({"w": torch.ones(3)})
+
+
+def test_a_loss_that_depends_on_no_parameter():
+    loss, grads = value_and_grad(lambda p: torch.tensor(2.0))(cut(3, {"w": torch.ones(3)}))
+    assert loss == 2 and unshard(grads)["w"].sum() == 0
+    one = value_and_grad(lambda p: p["w"].sum().view(1))({"w": torch.ones(3)})[0]
+    assert one.shape == () and one == 3
+
+
+def inside(stage):
+    p, x, y = cut(stage), *rows(dist.get_rank())
+    with torch.no_grad():
+        loss, grads = value_and_grad(mean_loss)(p, x, y)
+    wide = tree.tree_map(torch.Tensor.double, cut(stage, params(torch.float32)))
+    _, fine = value_and_grad(mean_loss)(wide, x, y)
+    return loss, unshard(grads), {g.dtype for g in fine.pieces}
+
+
+def test_under_no_grad_and_with_pieces_of_another_dtype(ranks):
+    x, y = (torch.cat(t) for t in zip(*(rows(r) for r in range(2)), strict=True))
+    for loss, grads, dtypes in ranks(2, inside, 3):
+        close((loss, grads), by_torch(mean_loss, params(), x, y))
+        assert dtypes == {torch.float64}
