@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from .. import tree
-from .._torch_compat import DataDependentBranch, DataDependentError, DynamicShapeError, compiling, make_fx
+from .._torch_compat import DataDependentBranch, DataDependentError, DynamicShapeError, compiling, lazy_code, make_fx
 from ..sharding import is_sharded
 from .lines import Lines, user_line
 from .program import Flat, Program, cached
@@ -75,7 +75,7 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
     their checks of data, and kernels that fake tensors do not know. Not at once, because some choose another
     algorithm then, with other rounding than in the eager step.
     """
-    with torch.no_grad():
+    with torch.no_grad(), lazy_code(True):
         try:
             return tracer(*inputs)
         except CaptureError:
