@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import tree
 from .grad import LossFn, ValueAndGrad, value_and_grad
-from .loss_scale import DynamicLossScale, NoLossScale
+from .loss_scale import DynamicLossScale, StaticLossScale
 from .optim.base import GradientTransformation, step
 from .precision import Precision
 from .random import fold_in
@@ -169,12 +169,17 @@ def _short(x: Any) -> str:
     if isinstance(x, Sharded):
         return repr(x).replace("\n", "\n  ")
     if isinstance(x, GradientTransformation):
-        return f"{x.name or 'tx'}({', '.join(map(_short, x.args))})"
+        return f"{x.name or 'tx'}({', '.join(map(_argument, x.args))})"
+    if isinstance(x, StaticLossScale):
+        return f"{type(x).__name__}({_short(x.loss_scale)})"
     if isinstance(x, Tensor):
         return f"{x.item()}" if x.numel() == 1 and x.device.type != "meta" else f"tensor{list(x.shape)}"
     nodes, _ = tree.flatten(x, is_leaf=is_sharded)
     if any(map(is_sharded, nodes)):
         held = sum(p.numel() * p.element_size() for n in nodes if is_sharded(n) for p in n.pieces)
         return f"{type(x).__name__} with {sum(map(is_sharded, nodes))} Sharded trees, {held:,} bytes here"
-    return repr(x) if isinstance(x, NoLossScale | int | float | str | type(None)) or len(nodes) < 4 else (
-        f"{type(x).__name__} of {len(nodes)} leaves")
+    return f"{type(x).__name__} of {len(nodes)} leaves" if len(nodes) > 3 else repr(x)
+
+
+def _argument(x: Any) -> str:
+    return _short(x) if isinstance(x, GradientTransformation) else getattr(x, "__qualname__", None) or repr(x)
