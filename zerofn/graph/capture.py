@@ -89,6 +89,8 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
             kinds = (DataDependentError, DataDependentBranch, DynamicShapeError)
             if isinstance(error, kinds) or ".numpy()" in str(error) or "data pointer" in str(error):
                 raise CaptureError(_data_dependent(error)) from error
+            if "has_fw_view" in str(error):
+                raise CaptureError(_forward_mode(error)) from error
             raise
 
 
@@ -105,7 +107,7 @@ def _split(out: Any, state: Any) -> tuple[Any, Any]:
     """(new state, aux); the new state is None for an evaluation step.
 
     A step trains if it returns a pair whose first item has the structure of its first argument; one of that
-    type with another structure is a mistake.
+    type with another structure is a mistake, unless it has nothing of the state's (a dict of metrics, say).
     """
     if not (isinstance(out, tuple) and len(out) == 2 and not hasattr(out, "_fields")):
         return None, out
@@ -113,7 +115,7 @@ def _split(out: Any, state: Any) -> tuple[Any, Any]:
     here, there = tree.structure(state), tree.structure(new)
     if here == there:
         return new, aux
-    if type(new) is type(state) and not isinstance(new, Tensor) and not is_sharded(new):
+    if type(new) is type(state) and not isinstance(new, Tensor) and not is_sharded(new) and _shares_names(state, new):
         raise CaptureError(
             "the step returns a state of another structure than the one it was given: " + _difference(state, new) +
             ". Return the same structure (state.replace(...)), or return (metrics, outputs) from an evaluation step."
@@ -121,9 +123,16 @@ def _split(out: Any, state: Any) -> tuple[Any, Any]:
     return None, out
 
 
+def _names(x: Any) -> set[str]:
+    return {tree.name_of(p) for p in tree.flatten_with_path(x)[0]}
+
+
+def _shares_names(a: Any, b: Any) -> bool:
+    return not isinstance(a, dict | list | tuple) or hasattr(a, "_fields") or bool(_names(a) & _names(b))
+
+
 def _difference(a: Any, b: Any) -> str:
-    ours = {tree.name_of(p) for p in tree.flatten_with_path(a)[0]}
-    theirs = {tree.name_of(p) for p in tree.flatten_with_path(b)[0]}
+    ours, theirs = _names(a), _names(b)
     if ours == theirs:
         return "a container or a layout has changed its type"
     missing, extra = sorted(ours - theirs), sorted(theirs - ours)
@@ -149,8 +158,17 @@ def _check_pieces(flat: Flat, old: list[Tensor], new: list[Tensor]) -> None:
                                f"{list(a.shape)}. Write .to(p.dtype) where it is computed.")
 
 
-def _data_dependent(error: BaseException) -> str:
+def _where(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    where = user_line((f.filename, f.lineno or 0) for f in reversed(frames))
-    return (f"the step asks for the value of a tensor while it is captured{where}. A captured step cannot branch on "
-            "data: use torch.where, or compute the branch outside and pass it in the batch as a bool or an int.")
+    return user_line((f.filename, f.lineno or 0) for f in reversed(frames))
+
+
+def _forward_mode(error: BaseException) -> str:
+    return (f"torch cannot trace this forward-mode derivative{_where(error)}: it is taken at tensors that are views, "
+            "as gathered parameters are. Take it at clones of them (tree_map(torch.clone, params)), or at the shards.")
+
+
+def _data_dependent(error: BaseException) -> str:
+    return (f"the step asks for the value of a tensor while it is captured{_where(error)}. A captured step cannot "
+            "branch on data: use torch.where, or compute the branch outside and pass it in the batch as a bool or an "
+            "int.")

@@ -1,0 +1,291 @@
+import pytest
+import torch
+from torch.func import functional_call
+
+import zerofn
+from small_steps import WIDTH, batch_of, build, captured, fake_ranks, loss_of, state_of, train_step_of
+from zerofn import tree
+from zerofn.graph.capture import CaptureError, capture
+from zerofn.graph.verify import check_purity, fingerprint
+
+HERE = __file__
+
+
+def checked(step, state, batch):
+    """Purity of a step captured with lines; -> its baked constants."""
+    return check_purity(capture(step, state, batch, traces=True))
+
+
+def refused(step, state, batch, match):
+    with pytest.raises(CaptureError, match=match) as caught:
+        checked(step, state, batch)
+    return str(caught.value)
+
+
+# --- writing ----------------------------------------------------------------------------------------------------
+
+
+def writers():
+    def counter(state, batch):
+        state.step.add_(1)
+
+    def piece(state, batch):
+        tree.tree_map(lambda p: p.mul_(0.5), state.params)
+
+    def gathered(state, batch):
+        zerofn.gather(state.params)["0.weight"].zero_()
+
+    def input(state, batch):
+        batch["x"].mul_(2)
+
+    def view(state, batch):
+        batch["x"][0, 1:].zero_()
+
+    def out(state, batch):
+        torch.add(batch["y"], 1, out=batch["x"])
+
+    return [counter, piece, gathered, input, view, out]
+
+
+ENTRIES = {"counter": "state entry 'step'", "piece": r"state entry \"params\['0'\]\"",
+           "gathered": r"state entry \"params\['0'\]\"", "input": "batch entry 'x'", "view": "batch entry 'x'",
+           "out": "batch entry 'x'"}
+
+
+@pytest.mark.parametrize("write", writers(), ids=lambda f: f.__name__)
+def test_writing_to_an_input_is_refused(write):
+    module = build()
+
+    def step(state, batch):
+        write(state, batch)
+        return train_step_of(module)(state, batch)
+
+    message = refused(step, state_of(module, 3), batch_of(), f"writes to {ENTRIES[write.__name__]} in place.*clone")
+    assert f" at {HERE}:{write.__code__.co_firstlineno + 1} (" in message
+
+
+def test_writing_to_a_gathered_copy_is_refused():
+    module = build()
+
+    def step(state, batch):
+        zerofn.gather(state.params)["0.weight"].zero_()
+        return train_step_of(module)(state, batch)
+
+    with fake_ranks(2):
+        for stage in (1, 2):
+            refused(step, state_of(module, stage), batch_of(), "writes to the gathered copy of a parameter unit")
+
+
+class Normed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return self.norm(x)
+
+
+def test_buffers_that_a_model_writes_are_seen():
+    """Batch norm writes its running values without its schema saying so."""
+    module = Normed()
+    buffers = {"norm.running_mean": torch.zeros(WIDTH), "norm.running_var": torch.ones(WIDTH)}
+
+    def step(state, batch):
+        def loss_fn(params, batch):
+            inside = {**state.extra, "norm.num_batches_tracked": torch.tensor(0)}
+            return functional_call(module, (params, inside), (batch["x"],)).square().mean()
+
+        loss, grads = state.value_and_grad(loss_fn)(batch)
+        return state.apply_gradients(grads), loss
+
+    refused(step, state_of(module, 3, extra=buffers), batch_of(), r"writes to state entry 'extra\.norm\.running_mean'")
+
+
+# --- closing over -----------------------------------------------------------------------------------------------
+
+
+def test_a_closed_over_tensor_that_requires_grad_is_refused():
+    module, weight = build(), torch.ones(WIDTH, requires_grad=True)
+
+    def step(state, batch):
+        new, aux = train_step_of(module)(state, batch)
+        return new, aux["loss"] + (weight * batch["x"]).sum()
+
+    message = refused(step, state_of(module, 3), batch_of(), r"of shape \(16,\) that requires grad.*never trained")
+    assert f" at {HERE}:" in message and "weight * batch" in message
+
+
+def test_a_module_with_its_own_parameters_is_refused():
+    module = build()
+
+    def step(state, batch):
+        new, aux = train_step_of(module)(state, batch)
+        return new, aux["loss"] + module(batch["x"]).sum()
+
+    refused(step, state_of(module, 3), batch_of(), "requires grad.*functional_call")
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_in_a_loop_as_well(num_microbatches):
+    module, weight = build(), torch.ones(WIDTH, requires_grad=True)
+    loss_fn = loss_of(module)
+
+    def step(state, batch):
+        vg = state.value_and_grad(lambda p, b: loss_fn(p, b) + (weight * b["x"]).sum())
+        loss, grads = zerofn.accumulate(vg, num_microbatches)(batch)
+        return state.apply_gradients(grads), loss
+
+    refused(step, state_of(module, 3), batch_of(), "requires grad")
+
+
+def test_a_closed_over_tensor_that_is_written_is_refused():
+    module, total = build(), torch.zeros(WIDTH)
+
+    def step(state, batch):
+        total.add_(batch["x"].sum(0))
+        return train_step_of(module)(state, batch)
+
+    message = refused(step, state_of(module, 3), batch_of(), "writes to a tensor it closes over.*in the state")
+    assert "total.add_" in message and total.eq(0).all()
+
+
+def test_other_closed_over_tensors_are_constants():
+    module, table = build(), torch.arange(16.0)
+
+    def step(state, batch):
+        new, aux = train_step_of(module)(state, batch)
+        return new, aux["loss"] * table.sum() + torch.tensor(2.0)
+
+    (found,) = checked(step, state_of(module, 3), batch_of())
+    assert torch.equal(found, table)  # a literal is none
+
+
+# --- drawing ----------------------------------------------------------------------------------------------------
+
+
+def test_draws_from_the_global_generator_are_refused_in_training():
+    module = build()
+
+    def step(state, batch):
+        noisy = {"x": batch["x"] + torch.randn(4, WIDTH), "y": batch["y"]}
+        return train_step_of(module)(state, noisy)
+
+    message = refused(step, state_of(module, 3), batch_of(), "aten::randn.*global generator.*randomness")
+    assert "noisy = " in message
+
+    def keyed(state, batch):
+        with zerofn.random.randomness(state.rng_at()):
+            return step(state, batch)
+
+    assert checked(keyed, state_of(module, 3), batch_of()) == []
+
+
+def test_dropout_of_nothing_draws_nothing():
+    def step(state, batch):
+        x = batch["x"].view(1, 2, 2, 16)
+        out = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        out = out + torch.native_dropout(out, 0.5, False)[0] + torch.nn.functional.rrelu(out, training=False)
+        return state, out.sum()
+
+    assert checked(step, {"params": torch.ones(2)}, batch_of()) == []
+
+
+def test_an_evaluation_step_may_sample():
+    assert checked(lambda s, b: torch.multinomial(b["x"].softmax(1), 1), {"params": torch.ones(2)}, batch_of()) == []
+
+
+# --- shards -----------------------------------------------------------------------------------------------------
+
+LOCAL = {
+    "mean": lambda p: p.mean(), "sum": lambda p: p.sum(), "norm": lambda p: p.norm(), "max": lambda p: p.max(),
+    "sort": lambda p: p.sort()[0], "topk": lambda p: p.topk(2)[0], "cumsum": lambda p: p.cumsum(0),
+    "product": lambda p: p @ p, "dot": lambda p: torch.dot(p, p), "slice": lambda p: p[:3], "index": lambda p: p[0],
+    "mask": lambda p: p[p > 0], "flip": lambda p: p.flip(0), "roll": lambda p: p.roll(1),
+    "any": lambda p: p.gt(0).any(),
+    "view": lambda p: p.view(2, -1), "expand": lambda p: p.expand(2, -1), "outer": lambda p: p[:, None] * p,
+    "softmax": lambda p: p.softmax(0), "std": lambda p: p.std(), "cat": lambda p: torch.cat([p, p]),
+    "write": lambda p: p.clone()[1:].zero_(), "later": lambda p: (p.abs() + 1).sqrt().sum(),
+}
+POINTWISE = {
+    "scale": lambda p: p * 2, "sum": lambda p: p + p.sign(), "where": lambda p: torch.where(p > 0, p, -p),
+    "cast": lambda p: p.double().float(), "clamp": lambda p: p.clamp(-1, 1), "lerp": lambda p: torch.lerp(p, -p, 0.5),
+    "addcmul": lambda p: torch.addcmul(p, p, p), "finite": lambda p: p.isfinite(),
+    "zeros": lambda p: p + torch.zeros_like(p),
+    "in place": lambda p: p.clone().mul_(2), "scalar": lambda p: p * torch.tensor(2.0),
+    "max": lambda p: torch.maximum(p, -p),
+}
+
+
+def on_pieces(f):
+    return lambda state, batch: (state, [f(p) for p in state.params.pieces])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", range(4))
+def test_what_is_local_is_refused_on_pieces_at_every_stage(stage, world):
+    module = build(2)
+    with fake_ranks(world):
+        state = state_of(module, stage)
+        for name, f in LOCAL.items():
+            with pytest.raises(CaptureError, match=r"this rank's piece of state entry \"params.*zerofn\.global_norm"):
+                check_purity(captured(on_pieces(f), state, batch_of()))
+                pytest.fail(f"{name} was let through")
+        for f in POINTWISE.values():
+            check_purity(captured(on_pieces(f), state, batch_of()))
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("n", [1, 2])
+def test_gradients_are_pieces_too(stage, n):
+    module = build(2)
+
+    def step(state, batch):
+        loss, grads = zerofn.accumulate(state.value_and_grad(loss_of(module)), n)(batch)
+        clipped = tree.tree_map(lambda g: g / g.norm(), grads)
+        return state.apply_gradients(clipped), loss
+
+    for world in (1, 2):
+        with fake_ranks(world):
+            message = refused(step, state_of(module, stage), batch_of(), "this rank's piece")
+            assert "g / g.norm()" in message
+
+
+def test_reductions_of_ours_are_let_through():
+    module = build(2)
+
+    def step(state, batch):
+        norm = zerofn.global_norm(state.params)
+        params = tree.tree_map(lambda p: p / norm, state.params)
+        return state.replace(params=params), [zerofn.leaf_norms(params), zerofn.vdot(params, params),
+                                              zerofn.all_finite(params), zerofn.gather(params)["0.weight"].mean()]
+
+    for stage in range(4):
+        with fake_ranks(2):
+            check_purity(capture(step, state_of(module, stage), batch_of()))
+
+
+# --- fingerprints -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("n", [1, 2])
+def test_ranks_have_one_fingerprint(stage, n):
+    module = build()
+    found = []
+    for rank in range(2):
+        with fake_ranks(2, rank):
+            found.append(fingerprint(captured(train_step_of(module, n), state_of(module, stage), batch_of(rank)).gm))
+    assert found[0] == found[1] and "reduce_scatter" in found[0]
+
+
+def test_another_order_has_another():
+    module = build()
+
+    def step(order):
+        return lambda state, batch: [zerofn.gather(state.params[unit])[f"{unit}.weight"].sum()
+                                     for unit in order]
+
+    with fake_ranks(2):
+        state = state_of(module, 3)
+        texts = {fingerprint(captured(step(order), state, batch_of()).gm) for order in (["0", "3"], ["3", "0"])}
+    assert len(texts) == 2
