@@ -31,6 +31,7 @@ ORDER = [
     "partition",
     "skeleton",
     "remat",
+    "recompute",
     "loop",
     "grad",
     "optim",

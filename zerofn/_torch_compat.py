@@ -60,6 +60,11 @@ def schema_arguments(op: OpOverload) -> list:
     return op._schema.arguments
 
 
+# (module, name) of what puts parameters into a module for a call, and of what runs one checkpointed segment: given
+# its function, it calls it again in the backward pass.
+LEND_PARAMETERS = (torch.nn.utils.stateless, "_reparametrize_module")
+CHECKPOINT_SEGMENT = (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator")
+
 # (module, name) of samplers that draw until all samples are accepted.
 REJECTION_SAMPLERS = ((torch.nn.init, "_no_grad_trunc_normal_"),)
 

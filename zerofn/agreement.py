@@ -176,7 +176,10 @@ def _difference(what: str, text: str, rank: int, other: str) -> str:
     for a, b in zip(here, there, strict=False):
         if a != b:
             return f"{what}: ranks differ.\n  rank {dist.get_rank()}: {a}\n  rank {rank}: {b}"
-    return f"{what}: ranks differ in length: {len(here)} lines here, {len(there)} on rank {rank}."
+    own, shorter = dist.get_rank(), min(len(here), len(there))
+    longest, last = (own, here) if len(here) > len(there) else (rank, there)
+    return (f"{what}: ranks differ. Rank {own} has {len(here)} lines, rank {rank} {len(there)}; rank {longest} goes on "
+            f"with: {last[shorter]}")
 
 
 def fingerprint(text: str) -> str:

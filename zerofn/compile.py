@@ -21,6 +21,7 @@ from .runtime.executor import Executor
 from .runtime.failure import whole_steps
 from .sharding import is_sharded
 from .storage import lacks_copy, refill
+from .transport import forget_transfers
 
 log = logging.getLogger("zerofn")
 
@@ -147,6 +148,7 @@ class Step:
         except BaseException as error:
             why = f"{self.__name__} failed: {type(error).__name__}: {error}"
             if isinstance(error, Exception):
+                forget_transfers()
                 abandon(why)
             if entry.donating and entry.run.wrote:
                 for x in leaves:

@@ -19,6 +19,7 @@ from .loop import loop
 from .loss_scale import NoLossScale
 from .mesh import Axis
 from .random import fold_in, randomness
+from .recompute import same_parameters
 from .sharding import Sharded, gather_leaves, is_sharded, ravel, reduce_unit
 
 LossFn = Callable[..., Any]
@@ -115,7 +116,7 @@ class _Work:
                    for x, ts in zip(nodes, leaves, strict=True)]
         wanted = [t for ts in leaves for t in ts if t.requires_grad]
         key = self._key(index)
-        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False), randomness(key):
+        with torch.enable_grad(), randomness(key), same_parameters():
             loss = self._loss(tree.unflatten(self.treedef, logical), args)
             found = _derivatives(loss.mean, wanted, self._seed(loss))
         by_leaf = {id(t): g for t, g in zip(wanted, found, strict=True)}

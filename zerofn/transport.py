@@ -63,6 +63,12 @@ def wait_for_all() -> None:
         wait_(transfer.kept[0])
 
 
+def forget_transfers() -> None:
+    """Let go of transfers that will not be waited for: they would keep the connections of their group open, and other
+    ranks waiting, when it is taken down."""
+    _pending.clear()
+
+
 def _point_to_point(group: str, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> list[dist.Work]:
     if not any(t.numel() for t in (*sends.values(), *receives.values())):
         return []  # nothing to wait for: empty tensors all have one address
