@@ -1,0 +1,161 @@
+import pytest
+import torch
+
+import zerofn
+from small_steps import (
+    batch_of,
+    build,
+    captured,
+    fake_ranks,
+    inputs_of,
+    loss_of,
+    results,
+    same,
+    state_of,
+    train_step_of,
+)
+from zerofn import tree
+from zerofn.graph.alias import writes
+from zerofn.graph.edit import loops
+from zerofn.loop import loop
+
+aten = torch.ops.aten
+
+
+def sums_and_rows(index, slices):
+    x, y = slices
+    return [(x * y).sum() + index, x.clone()], [x.mean(), y * 2, "name"], "static"
+
+
+def unrolled(n, xs, ys):
+    rounds = [sums_and_rows(torch.tensor(i), [xs[i], ys[i]]) for i in range(n)]
+    sums = [sum(r[0][k] for r in rounds[1:]) + rounds[0][0][k] if n > 1 else rounds[0][0][k] for k in range(2)]
+    return sums, [torch.stack([r[1][k] for r in rounds]) for k in range(2)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_sums_and_stacks(n):
+    xs, ys = torch.randn(n, 3, dtype=torch.float64), torch.randn(n, 3, dtype=torch.float64)
+    sums, rows, static = loop(sums_and_rows, n, [xs, ys])
+    expected_sums, expected_rows = unrolled(n, xs, ys)
+    for a, b in zip(sums, expected_sums, strict=True):
+        torch.testing.assert_close(a, b)
+    assert same(rows[:2], expected_rows) and rows[2] == ["name"] * n and static == "static"
+
+
+def stepped(n):
+    def step(state, batch):
+        sums, rows, _ = loop(lambda i, s: ([s[0] @ state["params"]], [s[0].amax(), i], None), n, [batch["x"]])
+        return sums, rows
+
+    return step
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_captured_it_is_one_node_whatever_the_number_of_rounds(n):
+    state, batch = {"params": torch.randn(16)}, {"x": torch.randn(n, 3, 16)}
+    program = captured(stepped(n), state, batch)
+    ((node, body),) = loops(program.gm)
+    assert node.args[1] == n and node.args[4] == 1
+    assert sum(x.target is aten.mv.default for x in body.graph.nodes) == 1
+    assert all(x.target is not aten.mv.default for x in program.gm.graph.nodes)
+    assert same(results(program, state, batch), tree.leaves(stepped(n)(state, batch)))
+    with torch.no_grad():
+        assert same(program.gm(*inputs_of(state, batch)), results(program, state, batch))
+
+
+def carrying(state, batch):
+    """Each round reads what the one before wrote."""
+    total = state["total"].clone()
+
+    def body(index, slices):
+        total.mul_(0.5).add_(slices[0])
+        return [total.sum()], [total.clone()], None
+
+    sums, rows, _ = loop(body, 3, [batch["x"]])
+    return {**state, "total": total}, (sums, rows)
+
+
+def test_what_the_body_writes_is_carried_in_order():
+    state, batch = {"params": torch.ones(2), "total": torch.randn(16)}, {"x": torch.randn(3, 16)}
+    program = captured(carrying, state, batch)
+    ((node, _),) = loops(program.gm)
+    assert len(writes(node)) == 1
+    assert same(results(program, state, batch), tree.leaves(carrying(state, batch)))
+    call = zerofn.compile(carrying)
+    eager, state = carrying(state, batch)[0], call(state, batch)[0]
+    assert torch.equal(eager["total"], state["total"])
+
+
+def test_two_loops_have_two_bodies():
+    def step(state, batch):
+        first, _, _ = loop(lambda i, s: ([s[0] * state["params"]], [], None), 2, [batch["x"]])
+        second, _, _ = loop(lambda i, s: ([s[0] + first[0]], [], None), 2, [batch["x"]])
+        return second
+
+    state, batch = {"params": torch.randn(16)}, {"x": torch.randn(2, 16)}
+    program = captured(step, state, batch)
+    assert len(loops(program.gm)) == 2
+    assert same(results(program, state, batch), step(state, batch))
+
+
+def test_gathers_stay_inside_the_body():
+    module = build()
+    with fake_ranks(2):
+        program = captured(train_step_of(module, 4), state_of(module, 3), batch_of())
+    ((_, body),) = loops(program.gm)
+    targets = [str(n.target) for n in body.graph.nodes]
+    assert any("all_gather" in t for t in targets) and any("reduce_scatter" in t for t in targets)
+
+
+def test_the_number_of_nodes_does_not_depend_on_the_number_of_rounds():
+    module = build()
+    sizes = set()
+    for n in (2, 4):
+        program = captured(train_step_of(module, n), state_of(module, 3), batch_of())
+        sizes.add((len(program.gm.graph.nodes), len(loops(program.gm)[0][1].graph.nodes)))
+    assert len(sizes) == 1
+
+
+class Normed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = torch.nn.BatchNorm1d(16)
+
+    def forward(self, x):
+        return self.norm(x)
+
+
+def test_batch_norms_running_values_go_from_microbatch_to_microbatch():
+    module = Normed()
+    buffers = {k: v.clone() for k, v in module.named_buffers()}
+
+    def step(state, batch):
+        inside = {k: v.clone() for k, v in state.extra.items()}
+
+        def loss_fn(params, batch):
+            return torch.func.functional_call(module, (params, inside), (batch["x"],)).square().mean()
+
+        loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), 2)(batch)
+        return state.apply_gradients(grads).replace(extra=inside), loss
+
+    batch = batch_of(rows=8)
+    state, _ = zerofn.compile(step)(state_of(module, 3, extra=buffers), batch)
+    eager, _ = step(state_of(module, 3, extra=buffers), batch)
+    plain = Normed()
+    for x in batch["x"].chunk(2):
+        plain(x)
+    for name, value in plain.named_buffers():
+        assert torch.equal(state.extra[name], value) and torch.equal(eager.extra[name], value)
+
+
+def test_gradients_are_those_of_the_whole_batch():
+    module = build(dtype=torch.float64)
+    batch = batch_of(rows=8, dtype=torch.float64)
+    loss_fn = loss_of(module)
+    params = {k: p.detach() for k, p in module.named_parameters()}
+    whole = zerofn.value_and_grad(loss_fn)(params, batch)
+    for n in (1, 2, 4, 8):
+        parts = zerofn.accumulate(zerofn.value_and_grad(loss_fn), n)(params, batch)
+        torch.testing.assert_close(parts, whole)
