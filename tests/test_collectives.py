@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from zerofn import collectives as c
+from zerofn._torch_compat import make_fx
 from zerofn.mesh import Mesh
 
 SIZES = (1, 2, 3, 4)
