@@ -213,5 +213,5 @@ def _kind(x: Any) -> Any:
     if is_sharded(x):
         return tuple([p.dtype for p in x.pieces]), x.spec.stage
     if isinstance(x, Tensor):
-        return x.shape, x.dtype, x.device
+        return x.shape, x.dtype, x.device, x.stride()
     return type(x), x
