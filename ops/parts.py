@@ -18,11 +18,11 @@ _SIGNATURE = "int[] piece, int[] start, int[] stop, int[] row, int[] column, int
 
 
 def _grid(numbers: list[Tensor], row: Sequence[int], column: Sequence[int], num_rows: int, num_columns: int,
-          dtype: torch.dtype) -> Tensor:
+          dtype: torch.dtype, device: torch.device) -> Tensor:
     grid = [[None] * num_columns for _ in range(num_rows)]
     for x, r, c in zip(numbers, row, column, strict=True):
         grid[r][c] = x  # type: ignore[call-overload]
-    zero = torch.zeros((), dtype=dtype, device=numbers[0].device)
+    zero = torch.zeros((), dtype=dtype, device=device)
     cells = [zero if x is None else x.to(dtype) for line in grid for x in line]
     return torch.stack(cells).view(num_rows, num_columns)
 
@@ -40,7 +40,7 @@ def _over(one: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(tensors, *rest):
         piece, start, stop, row, column, num_rows, num_columns = rest
         numbers = [one(tensors[i][a:b]) for i, a, b in zip(piece, start, stop, strict=True)]
-        return _grid(numbers, row, column, num_rows, num_columns, dtype_over(tensors))
+        return _grid(numbers, row, column, num_rows, num_columns, dtype_over(tensors), tensors[0].device)
 
     return run
 
@@ -60,7 +60,7 @@ def _extreme(x: Tensor) -> Tensor:
 def _dots(a, b, piece, start, stop, row, column, num_rows, num_columns):
     dtype = dtype_over([*a, *b])
     numbers = [torch.dot(a[i][s:e].to(dtype), b[i][s:e].to(dtype)) for i, s, e in zip(piece, start, stop, strict=True)]
-    return _grid(numbers, row, column, num_rows, num_columns, dtype)
+    return _grid(numbers, row, column, num_rows, num_columns, dtype, a[0].device)
 
 
 def _fake(tensors, *rest):

@@ -198,7 +198,8 @@ def hvp_step(module):
         vector = tree.tree_map(torch.ones_like, params)
         forward_over_reverse = torch.func.jvp(torch.func.grad(loss), (params,), (vector,))[1]
         (reverse_over_reverse,) = torch.func.vjp(torch.func.grad(loss), params)[1](vector)
-        return zerofn.gather(forward_over_reverse), zerofn.gather(reverse_over_reverse)
+        of_a_product = torch.func.grad(lambda p: zerofn.vdot(torch.func.grad(loss)(p), vector))(params)
+        return [zerofn.gather(x) for x in (forward_over_reverse, reverse_over_reverse, of_a_product)]
 
     return step
 

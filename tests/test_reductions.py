@@ -170,3 +170,55 @@ def test_capture_agrees_about_dtypes():
             (out,) = (n for n in graph.graph.nodes if n.op == "output")
             assert torch.equal(graph(*x.pieces), f(x))
             assert out.args[0].meta["val"].dtype == f(x).dtype
+
+
+# --- derivatives ------------------------------------------------------------------------------------------------
+
+
+def weights():
+    generator = torch.Generator().manual_seed(5)
+    return {k: torch.randn(4, 5, generator=generator, dtype=torch.float64) for k in ("0.w", "1.w")}
+
+
+def penalty(p, q):
+    return zerofn.vdot(p, q) ** 2 + 3 * zerofn.global_norm(p)
+
+
+def plain_penalty(p, q):
+    flat, other = (torch.cat([x.reshape(-1) for x in tree.leaves(t)]) for t in (p, q))
+    return (flat @ other) ** 2 + 3 * torch.linalg.vector_norm(flat)
+
+
+def test_inside_a_loss_function():
+    p, q = weights(), tree.tree_map(torch.cos, weights())
+    expected = torch.func.grad(plain_penalty)(p, q)
+    torch.testing.assert_close(torch.func.grad(penalty)(p, q), expected)
+    torch.testing.assert_close(zerofn.value_and_grad(penalty)(p, q)[1], expected)
+    zero = tree.tree_map(torch.zeros_like, p)
+    assert all(g.eq(0).all() for g in torch.func.grad(zerofn.global_norm)(zero).values())
+
+
+def derivatives(stage):
+    p = cut(weights(), stage)
+    q = tree.tree_map(torch.cos, p)
+    first = torch.func.grad(penalty)(p, q)
+    hvp = torch.func.jvp(lambda x: torch.func.grad(penalty)(x, q), (p,), (q,))[1]
+    reverse = torch.func.grad(lambda x: zerofn.vdot(torch.func.grad(penalty)(x, q), q))(p)
+    _, along = torch.func.jvp(lambda x: penalty(x, q), (p,), (q,))
+    return [*(zerofn.unshard(x) for x in (first, hvp, reverse)), {"along": along}]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_by_the_pieces_of_shards(ranks, size):
+    p, q = weights(), tree.tree_map(torch.cos, weights())
+    gradient = torch.func.grad(plain_penalty)
+    hvp = torch.func.jvp(lambda x: gradient(x, q), (p,), (q,))[1]
+    along = torch.func.jvp(lambda x: plain_penalty(x, q), (p,), (q,))[1]
+    for stage in STAGES:
+        for found in ranks(size, derivatives, stage):
+            torch.testing.assert_close(found, [gradient(p, q), hvp, hvp, {"along": along}])
+
+
+def test_norms_of_leaves_have_none():
+    with pytest.raises(RuntimeError, match="leaf_norms has no derivative.*zerofn.global_norm"):
+        torch.func.grad(lambda p: zerofn.leaf_norms(p)["0.w"])(weights())

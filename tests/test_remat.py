@@ -66,3 +66,25 @@ def test_activations_are_not_kept():
 def test_what_is_closed_over_and_differentiated_raises():
     with pytest.raises(ValueError, match="'w'.*pass it as an argument"):
         grad(lambda w: zerofn.remat(lambda x: (x * w).sum())(torch.ones(3)))(torch.ones(3))
+
+
+def test_a_module_whose_parameters_are_differentiated():
+    layer = torch.nn.Linear(3, 3, bias=False)
+
+    class Model(torch.nn.Module):
+        def __init__(self, remat):
+            super().__init__()
+            self.layer, self.remat = layer, remat
+
+        def forward(self, x):
+            return (zerofn.remat(self.layer) if self.remat else self.layer)(x).sin().sum()
+
+    def loss(remat):
+        return lambda w: torch.func.functional_call(Model(remat), {"layer.weight": w}, (torch.ones(2, 3),))
+
+    w = torch.randn(3, 3)
+    _, expected = zerofn.value_and_grad(loss(False))(w)
+    _, ours = zerofn.value_and_grad(loss(True))(w)  # recomputed with w, not with the layer's own weight
+    assert torch.equal(ours, expected)
+    with pytest.raises(ValueError, match="parameters of Linear are differentiated but are no arguments"):
+        grad(loss(True))(w)

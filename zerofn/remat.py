@@ -99,6 +99,10 @@ class _Remat(torch.autograd.Function):
 
 
 def _check_closure(fn: Callable[..., Any]) -> None:
+    module = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
+    if isinstance(module, torch.nn.Module) and any(map(is_functorch_tensor, module.parameters())):
+        raise ValueError(f"remat: the parameters of {type(module).__name__} are differentiated but are no arguments of "
+                         "the function; write remat(lambda params, x: functional_call(module, params, x)).")
     names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
     for name, cell in zip(names, getattr(fn, "__closure__", None) or (), strict=True):
         for x in tree.leaves(cell.cell_contents):
