@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,14 @@ from .tree import Path, PyTreeSpec
 ALIGN = 32  # elements: 64 bytes in bf16, what torch's own allocator gives a tensor
 PIECE = 2048  # elements: a whole number of 256-element quantisation blocks and of vector widths
 SMALL = 1 << 16  # elements: smaller units are not worth a collective of their own
+
+
+class LeafInfo(NamedTuple):
+    """What masks and labels are asked about: a logical leaf, never a flat piece."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import tree
 from .agreement import agree_on
-from .layout import Layout, make_layout, restrict
+from .layout import Layout, LeafInfo, make_layout, restrict
 from .mesh import Mesh
 from .precision import Precision, resolve
 from .replay import record
@@ -232,7 +232,7 @@ class _Options:
         return make_layout(
             params, self.mesh.axis().size, axis=self.mesh.axis().name, unit=self.unit, dtype=self.precision.param,
             trainable=(lambda name: not frozen(name)) if frozen else lambda name: True,
-            label=(lambda name, leaf: label(_Info(name, tuple(leaf.shape), leaf.dtype))) if label else lambda *_: (),
+            label=(lambda name, leaf: label(LeafInfo(name, tuple(leaf.shape), leaf.dtype))) if label else lambda *_: (),
         )
 
     def _spec(self, layout: Layout) -> Spec:
@@ -249,13 +249,6 @@ class _Options:
             device = torch.device("cpu")
         cached = cut.is_params and self.stage in (1, 2) and cut.spec.axis.size > 1
         return allocate(cut.spec, device, cached, cut.dtypes)
-
-
-@dataclass(frozen=True)
-class _Info:
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def _signature(x: Any) -> Any:

@@ -10,16 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..layout import LeafInfo as LeafInfo
 
 ScalarOrSchedule = float | Callable[[Tensor], Any]
-
-
-class LeafInfo(NamedTuple):
-    """What masks and labels are asked about: a logical leaf, never a flat piece."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 Mask = Callable[[LeafInfo], bool]
