@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from statistic import interval, ratio
+from zerofn_rows import ACCUMULATING, NUM_MICROBATCHES
 
 BYTES = 4  # everything is fp32
 STATE_SLACK = 1.01  # padding
@@ -60,9 +61,11 @@ def state_bytes_per_parameter(stage: int, world: int) -> float:
     return parameter + moments
 
 
-def wire_elements_per_parameter(stage: int, world: int) -> float:
-    """Sent by a rank a step, one microbatch: two passes over the parameters, three at stage 3."""
-    return (3 if stage == 3 else 2) * (world - 1) / world
+def wire_elements_per_parameter(stage: int, world: int, num_microbatches: int = 1) -> float:
+    """Sent by a rank a step, in passes over the parameters: gathers and reductions, by stage."""
+    n = num_microbatches
+    passes = {0: 2, 1: 2, 2: 1 + n, 3: 3 * n}[stage]
+    return passes * (world - 1) / world
 
 
 def checks(run: dict[str, Any]) -> list[Check]:
@@ -104,17 +107,28 @@ def _one_rank(run: dict) -> Iterator[Check]:
 
 
 def _exact(run: dict) -> Iterator[Check]:
-    world = run["world"]
-    state, wire = state_bytes_per_parameter, wire_elements_per_parameter
-    kinds: list[tuple[str, str, Callable[[int, int], float], int, float]] = [
-        ("state, bytes per parameter and rank", "state", state, 1, STATE_SLACK),
-        ("sent, elements per parameter and rank", "wire", wire, BYTES, WIRE_SLACK),
-    ]
-    for what, field, formula, unit, slack in kinds:
-        for stage in range(4):
-            row, limit = f"ZeroFn {stage}", slack * formula(stage, world)
-            if row not in run["rows"]:
-                yield Check(f"{row}, {what}", "not measured", None, limit)
-                continue
-            value = statistics.median(run["rows"][row][field]) / unit / run["parameters"]
-            yield Check(f"{row}, {what}", f"{value:.3f}", value, limit)
+    world, rows, accumulating = run["world"], run["rows"], run["accumulating"]
+    state, sent = "state, bytes per parameter and rank", "sent, elements per parameter and rank"
+    for stage in range(4):
+        limit = STATE_SLACK * state_bytes_per_parameter(stage, world)
+        row = f"ZeroFn {stage}"
+        yield _exact_check(run, f"{row}, {state}", rows.get(row, {}).get("state"), 1, limit)
+    for stage in range(4):
+        limit = WIRE_SLACK * wire_elements_per_parameter(stage, world)
+        row = f"ZeroFn {stage}"
+        yield _exact_check(run, f"{row}, {sent}", rows.get(row, {}).get("wire"), BYTES, limit)
+    for row in ACCUMULATING:
+        stage = int(row.split()[1])
+        limit = WIRE_SLACK * wire_elements_per_parameter(stage, world, NUM_MICROBATCHES)
+        found = [accumulating[row]] if row in accumulating else None
+        yield _exact_check(run, f"{row}, {sent}", found, BYTES, limit)
+
+
+def _exact_check(
+    run: dict, what: str, measured: list[float] | None, unit: int, limit: float
+) -> Check:
+    """`measured`: bytes a rank, one figure a round; None where the row was left out."""
+    if measured is None:
+        return Check(what, "not measured", None, limit)
+    value = statistics.median(measured) / unit / run["parameters"]
+    return Check(what, f"{value:.3f}", value, limit)

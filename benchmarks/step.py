@@ -26,6 +26,7 @@ from peers import PEERS
 from processes import HERE, BenchmarkError
 from rich.console import Console
 from workload import WORKLOADS
+from zerofn_rows import ACCUMULATING
 from zerofn_rows import ROWS as ZEROFN
 
 WORLD = 2
@@ -76,10 +77,10 @@ class Bench:
             first = self.ranks(system, "smoke", 1)[0]
             self.imports_of(system).write_text(json.dumps(first["late_imports"]))
 
-    def row(self, system: str) -> dict[str, Any]:
+    def row(self, system: str, preload: Path | None = None) -> dict[str, Any]:
         """One round of one row, over its ranks."""
         options = self.options
-        ranks = self.ranks(system, options.workload, options.steps, self.imports_of(system))
+        ranks = self.ranks(system, options.workload, options.steps, preload)
         losses = [
             statistics.fmean(step) for step in zip(*(r["losses"] for r in ranks), strict=True)
         ]
@@ -99,6 +100,11 @@ class Bench:
             "wire": statistics.median(ranks[0]["wire"]) / len(ranks),
             "loss": losses[-1],
         }
+
+    def sent_accumulating(self, systems: list[str]) -> dict[str, float]:
+        """Bytes a rank sends in a step of several microbatches, for the stages among `systems`."""
+        wanted = [name for name in ACCUMULATING if name.partition(" of ")[0] in systems]
+        return {name: self.row(name)["wire"] for name in wanted}
 
     def check_losses(self, system: str, losses: list[float]) -> None:
         for step, (came, expected) in enumerate(zip(losses, self.reference, strict=True)):
@@ -182,7 +188,7 @@ def measure_rounds(bench: Bench, systems: list[str], console: Console) -> dict[s
                 result = bench.one_rank(system, workload, bench.options.steps)
                 what = f"{result['ZeroFn 3']['ratios']:.3f} of the hand-written loop at stage 3"
             else:
-                result = bench.row(system)
+                result = bench.row(system, bench.imports_of(system))
                 what = f"{result['ms']:.0f} ms, {result['beyond'] / 1e6:.0f} MB beyond imports"
             found[system].append(result)
             line = f"round {number + 1}/{bench.options.rounds}  {system:<24} {what}"
@@ -239,6 +245,7 @@ def bench(options: argparse.Namespace, console: Console) -> list[limits.Check]:
         bench.try_out(systems, console)
         bench.reference = bench.ranks("reference", options.workload, options.steps)[0]["losses"]
         run = collect(measure_rounds(bench, systems, console), options, versions)
+        run["accumulating"] = bench.sent_accumulating(systems)
     found = limits.checks(run)
     # Only a whole run of the real model may stand where the real results stand.
     name = "step" if systems == SYSTEMS and options.workload == "small" else "step-partial"

@@ -16,7 +16,10 @@ if importlib.util.find_spec("zerofn") is None:  # not installed: the checkout th
     sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 
-def train_step(work: Workload) -> tuple[Callable, Callable]:
+NUM_MICROBATCHES = 2
+
+
+def train_step(work: Workload, num_microbatches: int = 1) -> tuple[Callable, Callable]:
     """`(init_state, train_step)` as a user writes them for this workload."""
     import zerofn
 
@@ -34,7 +37,10 @@ def train_step(work: Workload) -> tuple[Callable, Callable]:
         return torch.func.functional_call(model, params, (), inputs).loss
 
     def step(state, batch):
-        loss, grads = state.value_and_grad(loss_fn)(batch)
+        vg = state.value_and_grad(loss_fn)
+        if num_microbatches > 1:
+            vg = zerofn.accumulate(vg, num_microbatches)
+        loss, grads = vg(batch)
         return state.apply_gradients(grads), {"loss": loss}
 
     return init_state, step
@@ -43,10 +49,10 @@ def train_step(work: Workload) -> tuple[Callable, Callable]:
 class Compiled:
     """A sharded state and its compiled step: `compiled(tokens)` trains once, returns the loss."""
 
-    def __init__(self, work: Workload, stage: int) -> None:
+    def __init__(self, work: Workload, stage: int, num_microbatches: int = 1) -> None:
         import zerofn
 
-        init_state, step = train_step(work)
+        init_state, step = train_step(work, num_microbatches)
         torch.manual_seed(SEED)
         self.state = zerofn.shard(init_state, stage=stage)
         self.compiled = zerofn.compile(step)
@@ -60,9 +66,9 @@ class Compiled:
         return measure.reachable_tensors(self.state)
 
 
-def zerofn_row(stage: int) -> Callable[[Workload, int, int], Row]:
+def zerofn_row(stage: int, num_microbatches: int = 1) -> Callable[[Workload, int, int], Row]:
     def build(work: Workload, rank: int, world: int) -> Row:
-        compiled = Compiled(work, stage)
+        compiled = Compiled(work, stage, num_microbatches)
         return Row(compiled, compiled.state_tensors)
 
     return build
@@ -70,4 +76,9 @@ def zerofn_row(stage: int) -> Callable[[Workload, int, int], Row]:
 
 ROWS: dict[str, Callable[[Workload, int, int], Row]] = {
     f"ZeroFn {k}": zerofn_row(k) for k in range(4)
+}
+# The batch in microbatches: for what they send, which grows with their number, by stage.
+ACCUMULATING: dict[str, Callable[[Workload, int, int], Row]] = {
+    f"ZeroFn {k} of {NUM_MICROBATCHES} microbatches": zerofn_row(k, NUM_MICROBATCHES)
+    for k in (1, 2, 3)
 }

@@ -92,6 +92,24 @@ def captured(step: Callable[..., Any], state: Any, batch: Any, *schedule: Callab
     return program
 
 
+def lowered(*schedule: Callable[..., GraphModule], num_layers: int = 6, num_microbatches: int = 1, stage: int = 3,
+            **options: Any) -> GraphModule:
+    """The everyday step's graph on one of two ranks, after some passes."""
+    module = build(num_layers)
+    with fake_ranks(2):
+        step = train_step_of(module, num_microbatches)
+        return captured(step, state_of(module, stage, **options), batch_of(), *schedule).gm
+
+
+def results_stay(*schedule: Callable[..., GraphModule]) -> bool:
+    """On a real rank: whether the everyday step at stage 3 has the same bits after some passes."""
+    module = build(6)
+    state, batch = state_of(module, 3), batch_of(dist.get_rank())
+    step = train_step_of(module)
+    before = results(captured(step, state, batch), state, batch)
+    return same(results(captured(step, state, batch, *schedule), state, batch), before)
+
+
 def scheduled(step: Callable[..., Any], state: Any, batch: Any, *, donating: bool = False) -> Program:
     """The program of a step after all passes."""
     return passes.run(capture(step, state, batch), donating=donating)

@@ -14,6 +14,7 @@ MAX_FUNCTION_LINES = 60
 # A module may import those before it and, where it is a package, its own; never those after it.
 ORDER = [
     "_torch_compat",
+    "patches",
     "agreement",
     "tree",
     "mesh",

@@ -249,13 +249,19 @@ def test_shard_of_a_function_is_shard_of_its_value(ranks, size, stage):
 
 def differently_seeded(stage, by_function):
     torch.manual_seed(dist.get_rank())
-    init = make_train_state
+
+    def init():
+        state = make_train_state()
+        drawn = {"noise": torch.randn(5), "flag": torch.rand(()) > 0.5, "half": torch.randn(3).bfloat16()}
+        return state.replace(extra=state.extra | drawn | {"empty": torch.zeros(0)})
+
     state = shard(init if by_function else init(), stage=stage)
     full = unshard(state)
     again = tree.unflatten(*reversed(tree.flatten(state.params)))  # without the gathered copy
     same(zerofn.gather(again), zerofn.gather(state.params))
     same(full.params, full.extra["ema"])
-    return full.params | {f"ema.{k}": v for k, v in full.extra["ema"].items()}
+    replicated = {k: full.extra[k] for k in ("noise", "flag", "half", "empty", "position")}
+    return full.params | {f"ema.{k}": v for k, v in full.extra["ema"].items()} | replicated
 
 
 @pytest.mark.parametrize("by_function", [False, True])

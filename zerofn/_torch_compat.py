@@ -88,11 +88,11 @@ def compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
-def aliased_arguments(op: OpOverload) -> list[int]:
-    """Positions of the arguments whose memory a result shares."""
+def aliased_arguments(op: OpOverload) -> list[tuple[int, str]]:
+    """(position, name) of the arguments whose memory a result shares."""
     returned = {s for r in op._schema.returns if r.alias_info is not None for s in r.alias_info.before_set}
     return [
-        i
+        (i, a.name)
         for i, a in enumerate(op._schema.arguments)
         if a.alias_info is not None and a.alias_info.before_set & returned
     ]

@@ -14,14 +14,15 @@ from . import passes, tree
 from ._torch_compat import storage_key
 from .agreement import abandon, agree_on
 from .graph.capture import CaptureError, capture
-from .graph.program import Program
+from .graph.program import Program, tensor_of
 from .graph.verify import check_purity, fingerprint
 from .partition import as_tensor
 from .runtime.executor import Executor
 from .runtime.failure import whole_steps
+from .runtime.host_memory import keep_freed_memory
 from .sharding import is_sharded
 from .storage import lacks_copy, refill
-from .transport import forget_transfers
+from .transport import forget_transfers, wait_for_all
 
 log = logging.getLogger("zerofn")
 
@@ -82,7 +83,7 @@ class Step:
                 raise RuntimeError(f"{self.__name__}: a tensor of shape {tuple(constant.shape)} that the step closes "
                                    "over was changed since capture; pass it in the state or the batch.")
         tensors = self._tensors(state_leaves, entry.donating)
-        copies = [t for k in entry.program.full for t in state_leaves[k].full]
+        copies = [t for k in entry.program.full for t in state_leaves[k].copies]
         inputs = [*tensors, *copies, *batch_tensors]
         outputs = self._run(entry, inputs, state_leaves)
         return self._result(entry, outputs, tensors, copies, state_leaves)
@@ -106,12 +107,13 @@ class Step:
         def make() -> tuple[_Entry, str]:
             entry = self._captured(state, batch)
             known = entry.program.describe()
-            return entry, "\n".join([*(f"{k}: {v}" for k, v in known.items()), fingerprint(entry.program.gm)])
+            return entry, "\n".join([*(f"{k}: {v}" for k, v in known.items()), fingerprint(entry.program)])
 
         return agree_on(f"zerofn.compile({self.__name__})", make)
 
     def _captured(self, state: Any, batch: Any) -> _Entry:
         began = time.perf_counter()
+        wait_for_all()  # of another state, perhaps, that nobody will use again
         program = capture(self._step, state, batch)
         try:
             constants = check_purity(program)
@@ -120,6 +122,8 @@ class Step:
             raise
         program.name = self.__name__
         captured = time.perf_counter()
+        if any(x.device.type == "cpu" and x.dim() for x in map(tensor_of, program.placeholders) if x is not None):
+            keep_freed_memory()
         donating = self._donate and program.new_state is not None
         passes.run(program, donating=donating)
         entry = _Entry(program, donating, [(v, v._version) for v in constants])
@@ -149,6 +153,9 @@ class Step:
             why = f"{self.__name__} failed: {type(error).__name__}: {error}"
             if isinstance(error, Exception):
                 forget_transfers()
+                for x in leaves:
+                    if is_sharded(x):
+                        x.forget_copies()
                 abandon(why)
             if entry.donating and entry.run.wrote:
                 for x in leaves:
@@ -176,7 +183,7 @@ class Step:
                 self._given.add(tensors[j])
                 new[j] = tensors[j].detach()
         full = {k: copies[a:b] for k, (a, b) in program.full.items()}
-        return program.new_state.spread(new, full), program.aux.spread(fresh)
+        return program.new_state.spread(new, full, arriving=True), program.aux.spread(fresh)
 
 
 class _Given:

@@ -31,6 +31,15 @@ class LeafInfo(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
 
 @dataclass(frozen=True)
 class Leaf:

@@ -19,7 +19,7 @@ from .mesh import Mesh
 from .precision import Precision, resolve
 from .replay import record
 from .sharding import Sharded, Spec, gather_leaves, is_sharded
-from .storage import allocate, settle
+from .storage import allocate, equalize, settle
 
 STAGES = (0, 1, 2, 3)
 _ON_HOST = ("step", "rng")  # of a TrainState: they seed host-side draws, and would otherwise cost a device sync
@@ -33,7 +33,8 @@ def shard(state_or_init: Any, stage: int = 3, *, mesh: Mesh | DeviceMesh | None 
     `state_or_init`: a pytree, or a zero-argument function that returns one. A function is replayed leaf by
     leaf, so that no rank ever holds more full parameters than one unit, bit-equal to calling it with the same
     seed. In a plain pytree the entry named `params` holds the parameters; every other subtree with their
-    structure and shapes is cut the same way; the rest is replicated, ints and floats as 0-d tensors.
+    structure and shapes is cut the same way; the rest is replicated, the first rank's on all, ints and floats as 0-d
+    tensors.
     The result never aliases the input. `stage`: 0 replicates; 1 and 2 cut the optimizer's state; 3 cuts the
     parameters too. `precision`: None, "fp32", "bf16", "fp16" or a `Precision`. `unit`: leaf name -> unit name.
     `device`: where pieces live; where the parameters are by default.
@@ -188,6 +189,7 @@ class _Options:
             for part, sharded in zip(parts, made, strict=True):
                 if isinstance(part, _Cut):
                     settle(sharded)
+            equalize([out[k] for k, part in enumerate(parts) if isinstance(part, _Copy)], self.mesh.axis())
         return tree.unflatten(treedef, out)
 
     def parts(self, state: Any) -> tuple[list[_Cut | _Copy], tree.PyTreeSpec]:

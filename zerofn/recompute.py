@@ -14,6 +14,7 @@ from functools import wraps
 from typing import Any
 
 from ._torch_compat import CHECKPOINT_SEGMENT, LEND_PARAMETERS
+from .patches import Patches
 
 
 class _Lent(threading.local):
@@ -24,40 +25,13 @@ class _Lent(threading.local):
 
 
 _lent = _Lent()
-_lock = threading.Lock()
-_num_entered = 0
-_originals: list[tuple[Any, str, Any]] = []
 
 
-@contextmanager
-def same_parameters() -> Iterator[None]:
-    """Inside, segments under `torch.utils.checkpoint` are recomputed with the parameters that `functional_call` gave
-    them. Take gradients inside as well.
+def same_parameters() -> Patches:
+    """A context: inside, segments under `torch.utils.checkpoint` are recomputed with the parameters that
+    `functional_call` gave them. Take gradients inside as well.
     """
-    _enter()
-    try:
-        yield
-    finally:
-        _leave()
-
-
-def _enter() -> None:
-    global _num_entered
-    with _lock:
-        _num_entered += 1
-        if _num_entered == 1:
-            for (owner, name), wrap in ((LEND_PARAMETERS, _noted), (CHECKPOINT_SEGMENT, _remembering)):
-                _originals.append((owner, name, getattr(owner, name)))
-                setattr(owner, name, wrap(getattr(owner, name)))
-
-
-def _leave() -> None:
-    global _num_entered
-    with _lock:
-        _num_entered -= 1
-        if _num_entered == 0:
-            while _originals:
-                setattr(*_originals.pop())
+    return _patches
 
 
 def _noted(lend: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,3 +64,6 @@ def _remembering(segment: Callable[..., Any]) -> Callable[..., Any]:
         return segment(again, *args, **kwargs)
 
     return remembering
+
+
+_patches = Patches(lambda: ((*LEND_PARAMETERS, _noted), (*CHECKPOINT_SEGMENT, _remembering)))

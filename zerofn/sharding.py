@@ -24,6 +24,7 @@ from .layout import Layout, Leaf, Unit, restrict, unravel
 from .mesh import Axis
 from .ops import flat as _flat  # noqa: F401  (defines zerofn::ravel)
 from .precision import Precision
+from .transport import wait_
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,13 @@ class Sharded:
     Using one after a compiled step consumed it raises `RuntimeError`.
     """
 
-    __slots__ = ("__weakref__", "_lost", "_pieces", "full", "spec")
+    __slots__ = ("__weakref__", "_lost", "_pieces", "arriving", "copies", "spec")
 
     def __init__(self, spec: Spec, pieces: Iterable[Tensor], full: Sequence[Tensor] | None = None) -> None:
         self.spec = spec
         self._pieces = tuple(pieces)
-        self.full = full  # stages 1 and 2: the gathered copy, a cache beside the tree
+        self.copies = full  # stages 1 and 2: the gathered copy, a cache beside the tree
+        self.arriving = False  # whether a compiled step has started to fill it, and nobody has waited yet
         self._lost: str | None = None
 
     @property
@@ -76,17 +78,31 @@ class Sharded:
         return self._pieces
 
     @property
+    def full(self) -> Sequence[Tensor] | None:
+        """The gathered copy of every unit, complete; None where there is none."""
+        if self.arriving and self.copies is not None:
+            for copy in self.copies:
+                wait_(copy)
+            self.arriving = False
+        return self.copies
+
+    @property
     def layout(self) -> Layout:
         """Where every leaf lies."""
         return self.spec.layout
 
     def move(self, pieces: Iterable[Tensor], full: Sequence[Tensor] | None) -> None:
         """Hold the same values in other buffers, with a gathered copy beside them."""
-        self._pieces, self.full = tuple(pieces), full
+        self._pieces, self.copies, self.arriving = tuple(pieces), full, False
+
+    def forget_copies(self) -> None:
+        """Drop the gathered copy, whatever has arrived of it."""
+        self.copies, self.arriving = None, False
 
     def donate(self, why: str) -> None:
         """Give the buffers away; from here on any use raises `why`."""
-        self._lost, self._pieces, self.full = why, (), None
+        self._lost, self._pieces = why, ()
+        self.forget_copies()
 
     def __getitem__(self, name: str) -> Sharded | Held:
         """A leaf's name -> what this rank holds of it; a prefix -> the `Sharded` of the units under it."""
@@ -311,7 +327,8 @@ def gather(values: Any) -> Any:
     """Every `Sharded` in a tree -> the tree of full tensors it stands for, in the compute dtype.
 
     A pure function, differentiable to every order; its transpose is `scatter`. Plain tensors pass unchanged.
-    At stages 1 and 2 the gathered copy that hangs on the parameters is returned without communication.
+    At stages 1 and 2 the gathered copy that hangs on the parameters is returned without communication. There, and at
+    one rank, the result shares the state's memory: clone what is to be kept beyond the next compiled step.
     """
     def full(x: Any) -> Any:
         return tree.unflatten(x.layout.treedef, gather_leaves(x)) if is_sharded(x) else x

@@ -169,7 +169,7 @@ def _short(x: Any) -> str:
     if isinstance(x, Sharded):
         return repr(x).replace("\n", "\n  ")
     if isinstance(x, GradientTransformation):
-        return f"{x.name or 'tx'}({', '.join(map(_argument, x.args))})"
+        return repr(x)
     if isinstance(x, StaticLossScale):
         return f"{type(x).__name__}({_short(x.loss_scale)})"
     if isinstance(x, Tensor):
@@ -179,7 +179,3 @@ def _short(x: Any) -> str:
         held = sum(p.numel() * p.element_size() for n in nodes if is_sharded(n) for p in n.pieces)
         return f"{type(x).__name__} with {sum(map(is_sharded, nodes))} Sharded trees, {held:,} bytes here"
     return f"{type(x).__name__} of {len(nodes)} leaves" if len(nodes) > 3 else repr(x)
-
-
-def _argument(x: Any) -> str:
-    return _short(x) if isinstance(x, GradientTransformation) else getattr(x, "__qualname__", None) or repr(x)

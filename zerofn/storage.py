@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ._torch_compat import resolve_process_group
 from .collectives import ops
+from .mesh import Axis
 from .sharding import Sharded, Spec
+from .transport import wait_for_all
 
 
 def allocate(spec: Spec, device: torch.device, cached: bool,
@@ -31,9 +35,22 @@ def allocate(spec: Spec, device: torch.device, cached: bool,
     return Sharded(spec, pieces, full if cached else None)
 
 
+def equalize(values: Sequence[Tensor], axis: Axis) -> None:
+    """Write the first rank's values into replicated tensors on every rank, in one broadcast. All ranks call it."""
+    values = [x for x in values if x.numel()]
+    if axis.size == 1 or not values:
+        return
+    # A group may know accelerators alone: where there is one, everything goes that way.
+    device = next((x.device for x in values if x.device.type != "cpu"), values[0].device)
+    flat = torch.cat([x.contiguous().view(-1).view(torch.uint8).to(device) for x in values])
+    dist.broadcast(flat, group=resolve_process_group(axis.group), group_src=0)
+    for x, part in zip(values, flat.split([x.numel() * x.element_size() for x in values]), strict=True):
+        x.copy_(part.to(x.device).clone().view(x.dtype).view(x.shape))
+
+
 def lacks_copy(sharded: Sharded) -> bool:
     """Whether parameters so laid out have a gathered copy, and this one has lost it."""
-    return sharded.full is None and sharded.spec.stage in (1, 2) and sharded.spec.axis.size > 1
+    return sharded.copies is None and sharded.spec.stage in (1, 2) and sharded.spec.axis.size > 1
 
 
 def refill(sharded: Sharded) -> None:
@@ -41,6 +58,7 @@ def refill(sharded: Sharded) -> None:
 
     The pieces become views of it where dtypes agree, so nothing is held twice. All ranks call it.
     """
+    wait_for_all()  # for the copy that was dropped, among others: nobody else will
     made = allocate(sharded.spec, sharded.pieces[0].device, True, [p.dtype for p in sharded.pieces])
     with torch.no_grad():
         for mine, piece in zip(made.pieces, sharded.pieces, strict=True):

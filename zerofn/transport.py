@@ -47,18 +47,19 @@ def _nothing() -> None:
 def wait_(tensor: Tensor) -> Tensor:
     """Wait for the transfer into `tensor`; nothing to do where none is under way."""
     transfer = _pending.pop(tensor.data_ptr(), None)
-    if transfer is not None:
-        try:
-            for work in transfer.works:
-                work.wait()
-        except RuntimeError as error:
-            raise explained(error) from error
-        transfer.finish()
+    if transfer is None:
+        return torch.ops._c10d_functional.wait_tensor(tensor)
+    try:
+        for work in transfer.works:
+            work.wait()
+    except RuntimeError as error:
+        raise explained(error) from error
+    transfer.finish()
     return tensor
 
 
 def wait_for_all() -> None:
-    """Wait for every transfer that was started: none may outlive the step that started it."""
+    """Wait for every transfer that is under way: what the last step left of its end-of-step gather."""
     for transfer in list(_pending.values()):
         wait_(transfer.kept[0])
 
@@ -162,12 +163,6 @@ def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
     return _start(out, works, (x,), _nothing)
 
 
-def _wait(tensor: Tensor) -> Tensor:
-    if tensor.data_ptr() in _pending:
-        return wait_(tensor)
-    return torch.ops._c10d_functional.wait_tensor(tensor)
-
-
 define("all_gather(Tensor piece, int size, str group, str unit) -> Tensor", all_gather_start,
         lambda piece, size, group, unit: piece.new_empty(piece.numel() * size))
 define("reduce_scatter(Tensor flat, int size, str group, str unit) -> Tensor", reduce_scatter_start,
@@ -178,4 +173,4 @@ define("exchange(Tensor rows, int size, str group) -> Tensor", exchange_start,
         lambda rows, size, group: torch.empty_like(rows))
 define("permute(Tensor x, int[] sources, str group) -> Tensor", permute_start,
         lambda x, sources, group: torch.empty_like(x))
-define("wait(Tensor(a) x) -> Tensor(a)", _wait, lambda x: x)
+define("wait(Tensor(a) x) -> Tensor(a)", wait_, lambda x: x)

@@ -216,8 +216,29 @@ POINTWISE = {
 }
 
 
+UNEVEN = {
+    "arange": lambda p: p * torch.arange(p.numel()), "noise": lambda p: p + torch.linspace(0, 1, p.numel()),
+    "mask": lambda p: torch.where(torch.arange(p.numel()) > 3, p, 0.0), "view": lambda p: p + torch.ones(1, p.numel())
+    .cumsum(1).view(-1),
+}
+EVEN = {
+    "zeros": lambda p: p + torch.zeros(p.shape), "full": lambda p: p * torch.full(p.shape, 2.0).sqrt(),
+    "expanded": lambda p: p - torch.tensor(2.0).expand(p.shape), "like": lambda p: torch.ones_like(p) * 2 + p,
+}
+
+
 def on_pieces(f):
     return lambda state, batch: (state, [f(p) for p in state.params.pieces])
+
+
+def refused_and_let_through(state, bad, message, good):
+    """On pieces of the state every function of `bad` is refused with `message`, every one of `good` is not."""
+    for name, f in bad.items():
+        with pytest.raises(CaptureError, match=message):
+            check_purity(captured(on_pieces(f), state, batch_of()))
+            pytest.fail(f"{name} was let through")
+    for f in good.values():
+        check_purity(captured(on_pieces(f), state, batch_of()))
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -225,13 +246,31 @@ def on_pieces(f):
 def test_what_is_local_is_refused_on_pieces_at_every_stage(stage, world):
     module = build(2)
     with fake_ranks(world):
-        state = state_of(module, stage)
-        for name, f in LOCAL.items():
-            with pytest.raises(CaptureError, match=r"this rank's piece of state entry \"params.*zerofn\.global_norm"):
-                check_purity(captured(on_pieces(f), state, batch_of()))
-                pytest.fail(f"{name} was let through")
-        for f in POINTWISE.values():
-            check_purity(captured(on_pieces(f), state, batch_of()))
+        message = r"this rank's piece of state entry \"params.*zerofn\.global_norm"
+        refused_and_let_through(state_of(module, stage), LOCAL, message, POINTWISE)
+
+
+def test_a_piece_meets_only_what_is_cut_like_it():
+    module = build(2)
+    for world in (1, 2):
+        with fake_ranks(world):
+            message = "is no piece and differs from place.*how the state is cut"
+            refused_and_let_through(state_of(module, 3), UNEVEN, message, EVEN)
+
+
+def test_a_sharded_batch_entry_is_cut_too():
+    module = build(2)
+    state = state_of(module, 3)
+
+    def step(state, batch):
+        return state, tree.tree_map(lambda p, q: p - q, state.params, batch["before"])
+
+    def local(state, batch):
+        return state, tree.tree_map(lambda p: p.mean(), batch["before"])
+
+    batch = {**batch_of(), "before": state.params}
+    check_purity(captured(step, state, batch))
+    refused(local, state, batch, "this rank's piece of batch entry")
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -274,8 +313,20 @@ def test_ranks_have_one_fingerprint(stage, n):
     found = []
     for rank in range(2):
         with fake_ranks(2, rank):
-            found.append(fingerprint(captured(train_step_of(module, n), state_of(module, stage), batch_of(rank)).gm))
+            found.append(fingerprint(captured(train_step_of(module, n), state_of(module, stage), batch_of(rank))))
     assert found[0] == found[1] and "reduce_scatter" in found[0]
+
+
+def test_another_entry_has_another():
+    module = build()
+
+    def step(entry):
+        return lambda state, batch: zerofn.gather(state.params if entry == "params" else state.extra)["0.weight"].sum()
+
+    with fake_ranks(2):
+        state = state_of(module, 3, extra={k: p.detach() for k, p in module.named_parameters()})
+        texts = {fingerprint(captured(step(entry), state, batch_of())) for entry in ("params", "extra")}
+    assert len(texts) == 2
 
 
 def test_another_order_has_another():
@@ -287,5 +338,5 @@ def test_another_order_has_another():
 
     with fake_ranks(2):
         state = state_of(module, 3)
-        texts = {fingerprint(captured(step(order), state, batch_of()).gm) for order in (["0", "3"], ["3", "0"])}
+        texts = {fingerprint(captured(step(order), state, batch_of())) for order in (["0", "3"], ["3", "0"])}
     assert len(texts) == 2

@@ -230,9 +230,9 @@ def test_mistakes_are_told():
         r"are \['body'\]",
     ):
         optim.multi_transform({"body": optim.sgd(0.1)}, lambda leaf: "head").init({"w": torch.ones(2)})
-    with pytest.raises(TypeError, match="masked: mask must be a function of a logical leaf"):
+    with pytest.raises(TypeError, match="masked: mask must be a function of one logical leaf"):
         optim.masked(optim.sgd(0.1), {"w": True})
-    with pytest.raises(TypeError, match="labels must be a function of a logical leaf"):
+    with pytest.raises(TypeError, match="labels must be a function of one logical leaf"):
         optim.multi_transform({"body": optim.sgd(0.1)}, {"w": "body"})
     with pytest.raises(TypeError, match="label 'body': expected a gradient transformation"):
         optim.multi_transform({"body": 0.1}, label)

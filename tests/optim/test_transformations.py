@@ -179,7 +179,7 @@ def test_transformations_are_equal_by_name_and_arguments():
         ),
         (lambda: optim.adamw(0.1, b1=1.0), ValueError, r"adamw: b1 must lie in \[0, 1\), got 1.0"),
         (lambda: optim.adamw(0.1, eps=-1e-8), ValueError, "adamw: eps must be zero or more"),
-        (lambda: optim.adamw(0.1, mask=["w"]), TypeError, "adamw: mask must be a function of a logical leaf"),
+        (lambda: optim.adamw(0.1, mask=["w"]), TypeError, "adamw: mask must be a function of one logical leaf"),
         (lambda: optim.lion(0.1, b2=-0.1), ValueError, r"lion: b2 must lie in \[0, 1\)"),
         (lambda: optim.lamb(0.1, b2=2), ValueError, r"lamb: b2 must lie in \[0, 1\)"),
         (lambda: optim.clip_by_global_norm(0.0), ValueError, "max_norm must be positive, got 0.0"),

@@ -4,7 +4,7 @@ from small_steps import (
     batch_of,
     build,
     captured,
-    fake_ranks,
+    lowered,
     ops,
     results,
     same,
@@ -16,12 +16,6 @@ from zerofn.graph.alias import positions
 from zerofn.graph.edit import wait_of
 from zerofn.passes.canonicalize import canonicalize
 from zerofn.passes.place_scatters import IN_FLIGHT, place_scatters
-
-
-def lowered(*schedule, stage=3, **options):
-    module = build(6)
-    with fake_ranks(2):
-        return captured(train_step_of(module), state_of(module, stage, **options), batch_of(), *schedule).gm
 
 
 def num_in_flight(gm):

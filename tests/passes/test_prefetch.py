@@ -1,30 +1,9 @@
 import pytest
-import torch
 
-from small_steps import (
-    batch_of,
-    build,
-    captured,
-    fake_ranks,
-    gathers,
-    num_alive,
-    results,
-    same,
-    state_of,
-    train_step_of,
-    users_of,
-)
+from small_steps import gathers, lowered, num_alive, results_stay, users_of
 from zerofn.graph.alias import positions
 from zerofn.graph.edit import loops, wait_of
 from zerofn.passes import SCHEDULE
-from zerofn.passes.prefetch import prefetch
-
-
-def lowered(*schedule, num_layers=6, num_microbatches=1, **options):
-    module = build(num_layers)
-    with fake_ranks(2):
-        step = train_step_of(module, num_microbatches)
-        return captured(step, state_of(module, 3, **options), batch_of(), *schedule).gm
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
@@ -38,7 +17,6 @@ def test_the_next_gather_starts_when_the_one_before_has_come(precision):
 
 
 def test_two_units_at_most_beside_the_one_in_use():
-    assert SCHEDULE[-1] is prefetch
     for num_layers in (6, 12):
         assert num_alive(lowered(*SCHEDULE, num_layers=num_layers)) == 3
 
@@ -53,11 +31,7 @@ def test_inside_a_loop_as_well():
 
 
 def bit_equal():
-    module = build(6)
-    state, batch = state_of(module, 3), batch_of(torch.distributed.get_rank())
-    step = train_step_of(module)
-    before = results(captured(step, state, batch), state, batch)
-    return same(results(captured(step, state, batch, *SCHEDULE), state, batch), before)
+    return results_stay(*SCHEDULE)
 
 
 def test_values_stay_under_the_whole_schedule(ranks):

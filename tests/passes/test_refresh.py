@@ -12,7 +12,7 @@ def graph_of(stage, **options):
         return scheduled(train_step_of(module), state_of(module, stage, **options), batch_of(), donating=True).gm
 
 
-def test_every_unit_is_sent_once_right_after_its_update_and_waited_for_last():
+def test_every_unit_is_sent_once_right_after_its_update():
     for stage in (1, 2):
         gm = graph_of(stage)
         nodes, where = list(gm.graph.nodes), positions(gm.graph)
@@ -20,8 +20,6 @@ def test_every_unit_is_sent_once_right_after_its_update_and_waited_for_last():
         updates = [n for n in nodes if n.target is ops.adamw_.default]
         assert [s.args[4] for s in starts] == ["0", "3", "6", "9"] and not gathers(gm)
         assert [where[s] - where[u] for s, u in zip(starts, updates, strict=True)] == [1] * 4
-        waits = [n for n in nodes if n.target is ops.wait.default and n.args[0] in [s.args[0] for s in starts]]
-        assert len(waits) == 4 and min(map(where.__getitem__, waits)) > max(map(where.__getitem__, starts))
 
 
 def test_other_stages_have_none():

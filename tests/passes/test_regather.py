@@ -1,31 +1,11 @@
 from collections import Counter
 
-import torch
-
-from small_steps import (
-    batch_of,
-    build,
-    captured,
-    fake_ranks,
-    gathers,
-    num_alive,
-    results,
-    same,
-    state_of,
-    train_step_of,
-    users_of,
-)
+from small_steps import gathers, lowered, num_alive, results_stay, users_of
 from zerofn.passes.canonicalize import canonicalize
 from zerofn.passes.place_gathers import place_gathers
 from zerofn.passes.regather import regather
 
 BEFORE = (canonicalize, place_gathers)
-
-
-def lowered(*schedule, num_layers=6):
-    module = build(num_layers)
-    with fake_ranks(2):
-        return captured(train_step_of(module), state_of(module, 3), batch_of(), *schedule).gm
 
 
 def test_forward_and_backward_have_a_gather_each_and_the_last_layers_one():
@@ -50,11 +30,7 @@ def test_users_are_split_among_the_copies():
 
 
 def bit_equal():
-    module = build(6)
-    state, batch = state_of(module, 3), batch_of(torch.distributed.get_rank())
-    step = train_step_of(module)
-    before = results(captured(step, state, batch), state, batch)
-    return same(results(captured(step, state, batch, *BEFORE, regather), state, batch), before)
+    return results_stay(*BEFORE, regather)
 
 
 def test_values_stay(ranks):

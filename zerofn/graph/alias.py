@@ -18,7 +18,7 @@ _UNDECLARED = {
     for packet in (aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm, aten.batch_norm_update_stats,
                    aten.batch_norm_gather_stats, aten.batch_norm_gather_stats_with_counts)
 }
-_views: dict[OpOverload, list[int]] = {}
+_views: dict[OpOverload, list[tuple[int, str]]] = {}
 
 
 def sources(node: Node) -> list[Node]:
@@ -32,7 +32,7 @@ def sources(node: Node) -> list[Node]:
         return []
     if node.target not in _views:
         _views[node.target] = aliased_arguments(node.target)
-    found = [node.args[i] for i in _views[node.target] if i < len(node.args)]
+    found = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in _views[node.target]]
     return [x for x in found if isinstance(x, Node)]
 
 
@@ -67,6 +67,12 @@ def body_of(node: Node) -> GraphModule:
     """The graph a loop node repeats."""
     module = node.graph.owning_module
     return module.get_submodule(str(node.args[0].target))  # type: ignore[union-attr,return-value]
+
+
+def given_to_body(node: Node) -> dict[Node, Node]:
+    """The inputs of a loop's body -> what the loop gives them, whole or row by row; the index is given by none."""
+    inputs = [x for x in body_of(node).graph.nodes if x.op == "placeholder"]
+    return dict(zip(inputs[1:], [*node.args[2], *node.args[3]], strict=True))  # type: ignore[misc]
 
 
 def _written_by_loop(node: Node) -> list[Node]:

@@ -88,6 +88,13 @@ def raise_up(graph: Graph, nodes: Iterable[Node]) -> None:
         anchor[node].append(node)
 
 
+def copy_of(value: Node) -> Node:
+    """A clone of a value, where its graph inserts now."""
+    node = value.graph.call_function(torch.ops.aten.clone.default, (value,))
+    node.meta["val"] = value.meta.get("val")
+    return node
+
+
 def clean(gm: GraphModule) -> GraphModule:
     """Drop nodes nobody uses, check the graph, and make its code anew."""
     gm.graph.eliminate_dead_code(_is_impure)

@@ -47,8 +47,8 @@ class Flat:
                 nodes.append((leaf,))
         return Flat(treedef, tuple(nodes), tuple(names)), tensors
 
-    def spread(self, tensors: Any, full: dict[int, list[Tensor]] | None = None) -> Any:
-        """The tree again; `full[k]` is the gathered copy that hangs on the k-th node."""
+    def spread(self, tensors: Any, full: dict[int, list[Tensor]] | None = None, arriving: bool = False) -> Any:
+        """The tree again; `full[k]` is the gathered copy that hangs on the k-th node, perhaps still `arriving`."""
         fresh = iter(tensors)
         leaves: list[Any] = []
         for k, node in enumerate(self.nodes):
@@ -59,6 +59,7 @@ class Flat:
             else:
                 pieces = [next(fresh) for _ in node.layout.units]
                 leaves.append(Sharded(node, pieces, None if full is None else full.get(k)))
+                leaves[-1].arriving = arriving
         return tree.unflatten(self.treedef, leaves)
 
 
@@ -94,11 +95,16 @@ class Program:
         """The graph's inputs."""
         return [n for n in self.gm.graph.nodes if n.op == "placeholder"]
 
+    @property
+    def batch_placeholders(self) -> list[Node]:
+        """Those that take the batch's tensors: the last."""
+        nodes = self.placeholders
+        return nodes[len(nodes) - len(self.batch.names) :]
+
     def describe(self) -> dict[str, str]:
         """Entry -> shape and dtype, of everything that goes in."""
-        nodes = self.placeholders
-        pairs = [*zip(nodes, self.state.names, strict=False),
-                 *zip(nodes[len(nodes) - len(self.batch.names) :], self.batch.names, strict=True)]
+        pairs = [*zip(self.placeholders, self.state.names, strict=False),
+                 *zip(self.batch_placeholders, self.batch.names, strict=True)]
         out = {f"{'batch' if k >= len(self.state.names) else 'state'}.{name}": _shape(node)
                for k, (node, name) in enumerate(pairs)}
         out.update({f"batch (static {i})": repr(x[0]) for i, x in enumerate(self.batch.nodes) if isinstance(x, tuple)})
@@ -132,18 +138,23 @@ class Program:
     @property
     def owners(self) -> list[tuple[Any, Any]]:
         """Per state placeholder: (spec, unit), or (None, None) for a replicated tensor."""
-        out: list[tuple[Any, Any]] = []
-        for spec in self.state.nodes:
-            if spec is None:
-                out.append((None, None))
-            elif not isinstance(spec, tuple):
-                out.extend((spec, unit) for unit in spec.layout.units)
-        return out
+        return owners(self.state.nodes)
 
     @property
     def output(self) -> Node:
         """The graph's output node."""
         return next(iter(reversed(self.gm.graph.nodes)))
+
+
+def owners(nodes: tuple[Any, ...]) -> list[tuple[Any, Any]]:
+    """`Flat.nodes` -> per tensor: (spec, unit), or (None, None) for one that is no piece."""
+    out: list[tuple[Any, Any]] = []
+    for spec in nodes:
+        if spec is None:
+            out.append((None, None))
+        elif not isinstance(spec, tuple):
+            out.extend((spec, unit) for unit in spec.layout.units)
+    return out
 
 
 def tensor_of(node: Node) -> torch.Tensor | None:

@@ -11,10 +11,10 @@ from torch.fx import GraphModule, Node
 
 from .._torch_compat import OpOverload, schema_arguments
 from ..loop import run_loop
-from .alias import body_of, roots, writes
+from .alias import body_of, given_to_body, roots, writes
 from .capture import CaptureError
-from .edit import is_start, loops
-from .program import Program, tensor_of
+from .edit import is_gather, is_start, loops
+from .program import Program, owners, tensor_of
 
 aten = torch.ops.aten
 _SHAPE_ONLY = {
@@ -27,6 +27,8 @@ _ELEMENTWISE = {
     aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default, aten.copy_.default,
     aten.lift_fresh_copy.default, aten.where.self, aten.fill.Scalar, operator.getitem,
 }
+# The same at every place; and constants by runs, which know how the state is cut.
+_CONSTANT = {*_SHAPE_ONLY, aten.zeros.default, aten.ones.default, aten.full.default, torch.ops.zerofn.fill_runs.default}
 _SAME_SIZE = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
 
 
@@ -43,7 +45,7 @@ def check_purity(program: Program) -> list[Tensor]:
     for node in graph.nodes:
         for written in writes(node):
             _check_write(root[written], names, node)
-    pieces = {n for n, (spec, _) in zip(program.placeholders, program.owners, strict=False) if spec is not None}
+    pieces = _pieces(program)
     _check_pieces(program.gm, pieces, names)
     graphs = [program.gm, *(body for _, body in loops(program.gm))]
     if program.new_state is not None:
@@ -52,13 +54,25 @@ def check_purity(program: Program) -> list[Tensor]:
     return [constant for gm in graphs for constant in _constants(gm)]
 
 
+def _pieces(program: Program) -> set[Node]:
+    """The inputs that are pieces of a `Sharded`, of the state or of the batch."""
+    ends = [(program.placeholders, program.state.nodes), (program.batch_placeholders, program.batch.nodes)]
+    pairs = [pair for inputs, kinds in ends for pair in zip(inputs, owners(kinds), strict=False)]
+    return {node for node, (spec, _) in pairs if spec is not None}
+
+
 def _names(program: Program) -> dict[Node, str]:
     nodes = program.placeholders
-    first_batch = len(nodes) - len(program.batch.names)
     out = {n: f"the gathered copy of a parameter unit ({n.name})" for n in nodes}
     out.update({n: f"state entry {name!r}" for n, name in zip(nodes, program.state.names, strict=False)})
-    out.update({n: f"batch entry {name!r}" for n, name in zip(nodes[first_batch:], program.batch.names, strict=True)})
+    batch = zip(program.batch_placeholders, program.batch.names, strict=True)
+    out.update({n: f"batch entry {name!r}" for n, name in batch})
     return out
+
+
+def _names_inside(loop: Node, names: dict[Node, str]) -> dict[Node, str]:
+    """The names of what a loop gives to its body."""
+    return {x: names[given] for x, given in given_to_body(loop).items() if given in names}
 
 
 def _check_write(root: Node, names: dict[Node, str], node: Node) -> None:
@@ -72,7 +86,10 @@ def _check_write(root: Node, names: dict[Node, str], node: Node) -> None:
 
 def _check_pieces(gm: GraphModule, pieces: set[Node], names: dict[Node, str]) -> set[Node]:
     """Raise at the first operation that no piece may go through; -> all nodes that are pieces."""
+    even: set[Node] = set()  # values that are the same at every place
     for node in gm.graph.nodes:
+        if _is_even(node, even):
+            even.add(node)
         if node.op != "call_function":
             continue
         used = [x for x in node.all_input_nodes if x in pieces]
@@ -83,23 +100,29 @@ def _check_pieces(gm: GraphModule, pieces: set[Node], names: dict[Node, str]) ->
         elif node.target is operator.getitem and node.args[0].target is run_loop:
             pieces.update([node] if node.args[1] in node.args[0].meta["pieces"] else [])
         elif used and node.target not in _SHAPE_ONLY:
-            _check_use(node, used, pieces, names)
+            _check_use(node, used, pieces, even, names)
     return pieces
+
+
+def _is_even(node: Node, even: set[Node]) -> bool:
+    """Whether all elements of a value are one number, or what was made of such values alone."""
+    value = tensor_of(node)
+    if value is not None and isinstance(value.numel(), int) and value.numel() == 1:
+        return True
+    keeps = node.target in _ELEMENTWISE or node.target in _SAME_SIZE or _is_pointwise(node)
+    return node.target in _CONSTANT or (keeps and all(x in even for x in node.all_input_nodes))
 
 
 def _check_body(node: Node, pieces: set[Node], names: dict[Node, str]) -> set[int]:
     """The outputs of a loop that are pieces."""
     body = body_of(node)
-    inputs = [x for x in body.graph.nodes if x.op == "placeholder"]
-    outer = [None, *node.args[2], *node.args[3]]  # type: ignore[misc]
-    inside = {x for x, o in zip(inputs, outer, strict=True) if o in pieces}
-    known = {x: names[o] for x, o in zip(inputs, outer, strict=True) if o in names}
-    found = _check_pieces(body, inside, known)
+    inside = {x for x, given in given_to_body(node).items() if given in pieces}
+    found = _check_pieces(body, inside, _names_inside(node, names))
     output = next(iter(reversed(body.graph.nodes)))
     return {i for i, x in enumerate(output.args[0]) if x in found}
 
 
-def _check_use(node: Node, used: list[Node], pieces: set[Node], names: dict[Node, str]) -> None:
+def _check_use(node: Node, used: list[Node], pieces: set[Node], even: set[Node], names: dict[Node, str]) -> None:
     if isinstance(node.target, OpOverload) and node.target.namespace == "zerofn":
         if node.target.name().split("::")[1].split(".")[0] in _KEEPS:
             pieces.add(node)
@@ -110,6 +133,11 @@ def _check_use(node: Node, used: list[Node], pieces: set[Node], names: dict[Node
             f"{_op(node)}{_line(node)} is applied to this rank's piece of {origin}, where its answer would be a "
             "local one. On shards use elementwise operations, or zerofn.global_norm, leaf_norms, vdot and "
             "all_finite, or zerofn.gather(tree) first.")
+    if any(x not in pieces and x not in even for x in node.all_input_nodes):
+        raise CaptureError(
+            f"{_op(node)}{_line(node)} combines this rank's piece of {names.get(_origin(used[0]), 'the state')} with a "
+            "tensor that is no piece and differs from place to place: which element meets which would depend on how "
+            "the state is cut. Put that tensor into the state, laid out like the parameters, or zerofn.scatter it.")
     pieces.add(node)
 
 
@@ -146,6 +174,10 @@ def _elementwise(node: Node, used: list[Node]) -> bool:
     if node.target in _SAME_SIZE:
         a, b = tensor_of(node), tensor_of(used[0])
         return a is not None and b is not None and (a.shape == b.shape or b.numel() == 1)
+    return _is_pointwise(node)
+
+
+def _is_pointwise(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
@@ -182,21 +214,26 @@ def _line(node: Node) -> str:
     return node.meta.get("line", "")
 
 
-def fingerprint(gm: GraphModule) -> str:
+def fingerprint(program: Program) -> str:
     """The sequence of transfers, a line each: what must be the same on every rank, in this order."""
+    return _transfers(program.gm, _names(program))
+
+
+def _transfers(gm: GraphModule, names: dict[Node, str]) -> str:
     lines = []
     for node in gm.graph.nodes:
         if is_start(node):
-            lines.append(_transfer(node))
+            lines.append(_transfer(node, names))
         elif node.target is run_loop:
-            lines.append(f"{node.args[1]} times: {fingerprint(body_of(node))}")
+            lines.append(f"{node.args[1]} times: {_transfers(body_of(node), _names_inside(node, names))}")
     return "\n".join(lines)
 
 
-def _transfer(node: Node) -> str:
+def _transfer(node: Node, names: dict[Node, str]) -> str:
     value: Any = tensor_of(node.all_input_nodes[0])
+    origin = names.get(_origin(node), "") if is_gather(node) else ""
     static = [a for a in node.args if not isinstance(a, Node)]
     if node.target is torch.ops.zerofn.refresh_.default:
         static = static[1:]  # without the rank
     shape = None if value is None else f"{list(value.shape)} {value.dtype}"
-    return f"{_op(node)} {shape} {[a for a in static if not isinstance(a, list)]}"
+    return f"{_op(node)} {shape} {[a for a in static if not isinstance(a, list)]} {origin}".rstrip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -58,8 +59,13 @@ class GradientTransformation:
 
     def __repr__(self) -> str:
         return (
-            f"{self.name}({', '.join(map(repr, self.args))})" if self.name else "GradientTransformation(...)"
+            f"{self.name}({', '.join(map(shown, self.args))})" if self.name else "GradientTransformation(...)"
         )
+
+
+def shown(x: Any) -> str:
+    """A hyperparameter as a person would write it: functions by their names."""
+    return x.__qualname__.rpartition("<locals>.")[2] if inspect.isroutine(x) else repr(x)
 
 
 class EmptyState(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import numbers
 from typing import Any
 
@@ -35,12 +36,23 @@ def learning_rate(where: str, value: Any) -> None:
 
 
 def leaf_function(where: str, name: str, value: Any, gives: str = "bool") -> None:
-    """Raise `TypeError` unless `value` is callable."""
-    if not callable(value):
+    """Raise `TypeError` unless `value` can be called with one leaf."""
+    if not callable(value) or not _takes_one(value):
+        got = f"{value!r}, which takes {inspect.signature(value)}" if callable(value) else repr(value)
         raise TypeError(
-            f"{where}: {name} must be a function of a logical leaf (its name, shape and dtype) that "
-            f"returns a {gives}, such as lambda leaf: len(leaf.shape) > 1; got {value!r}."
+            f"{where}: {name} must be a function of one logical leaf (with name, shape and dtype) that "
+            f"returns a {gives}, such as lambda leaf: leaf.ndim > 1; got {got}."
         )
+
+
+def _takes_one(function: Any) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin that tells no signature
+        return True
+    return True
 
 
 def _is_number(value: Any) -> bool:

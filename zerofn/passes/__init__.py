@@ -11,15 +11,18 @@ from torch.fx import GraphModule
 
 from ..graph.edit import loops
 from ..graph.program import Program
+from .arrive import arrive
 from .average import average
 from .canonicalize import canonicalize
 from .donate import donate
+from .own import own
 from .place_gathers import place_gathers
 from .place_gradients import place_gradients
 from .place_scatters import place_scatters
 from .prefetch import prefetch
 from .refresh import refresh
 from .regather import regather
+from .reuse import reuse
 
 Pass = Callable[..., GraphModule]
 
@@ -30,9 +33,12 @@ SCHEDULE: tuple[Pass, ...] = (
     place_scatters,
     place_gradients,
     prefetch,
+    reuse,
 )
 WHOLE_STEP: tuple[Pass, ...] = (average,)  # of the step alone, not of loop bodies
 DONATION: tuple[Pass, ...] = (donate, refresh)
+NO_DONATION: tuple[Pass, ...] = (own,)
+LAST: tuple[Pass, ...] = (arrive,)
 
 
 def run(program: Program, *, donating: bool) -> Program:
@@ -41,7 +47,7 @@ def run(program: Program, *, donating: bool) -> Program:
     for _, body in loops(program.gm):
         for each in SCHEDULE:
             each(body)
-    for k, each in enumerate((*SCHEDULE, *WHOLE_STEP, *(DONATION if donating else ())), 1):
+    for k, each in enumerate((*SCHEDULE, *WHOLE_STEP, *(DONATION if donating else NO_DONATION), *LAST), 1):
         start = time.perf_counter()
         program.gm = each(program.gm) if each in SCHEDULE else each(program.gm, program)
         program.timings[each.__name__] = time.perf_counter() - start

@@ -41,7 +41,7 @@ def average(gm: GraphModule, program: Program) -> GraphModule:
 
 def _depends_on_batch(program: Program, root: dict[Node, Node]) -> set[Node]:
     """Memory whose contents differ between ranks because batches do."""
-    own = set(program.placeholders[len(program.placeholders) - len(program.batch.names) :])
+    own = set(program.batch_placeholders)
     for node in program.gm.graph.nodes:
         if node.target not in _SAME_ON_ALL and any(root[x] in own for x in node.all_input_nodes):
             own.update(root[x] for x in (node, *writes(node)))

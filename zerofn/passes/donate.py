@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import OpOverload, schema_arguments
 from ..graph.alias import last_uses, positions, roots, writes
-from ..graph.edit import clean
+from ..graph.edit import clean, copy_of
 from ..graph.program import Program, tensor_of
 
 aten = torch.ops.aten
@@ -59,8 +59,7 @@ def _save_aux(graph: Graph, program: Program, outputs: list[Node], shared: dict[
         if (j >= program.num_new or j in program.kept) and root[value] in donated:
             place = value if value.op != "placeholder" else program.placeholders[-1]
             with graph.inserting_after(place):
-                outputs[j] = graph.call_function(aten.clone.default, (value,))
-                outputs[j].meta["val"] = value.meta.get("val")
+                outputs[j] = copy_of(value)
 
 
 def _in_place(target: object) -> OpOverload | None:
@@ -116,7 +115,7 @@ def _copy_back(graph: Graph, program: Program, outputs: list[Node], mine: dict[i
     with graph.inserting_before(program.output):
         for j in late:  # a value that stands on memory written here is read first
             if root.get(outputs[j], outputs[j]) in targets:
-                outputs[j] = graph.call_function(aten.clone.default, (outputs[j],))
+                outputs[j] = copy_of(outputs[j])
         for j, place in late.items():
             graph.call_function(aten.copy_.default, (place, outputs[j]))
 

@@ -1,9 +1,9 @@
-"""Stages 1 and 2: the gathered copies are brought up to date at the end of the step."""
+"""Stages 1 and 2: the gathered copies are brought up to date, from the end of one step into the next."""
 
 from __future__ import annotations
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from ..graph.edit import clean
 from ..graph.program import Program, tensor_of
@@ -13,14 +13,13 @@ ops, aten = torch.ops.zerofn, torch.ops.aten
 
 
 def refresh(gm: GraphModule, program: Program) -> GraphModule:
-    """After a unit's piece is updated, gather it into the copy that hangs on the parameters.
+    """After a unit's piece is updated, start to gather it into the copy that hangs on the parameters.
 
     Where the dtypes agree the piece is a view of that copy and nothing is copied; else it is cast into its place.
-    Transfers start unit by unit, right after the update, and are waited for at the end.
+    Nobody waits here: `arrive` does, in the next step.
     """
     graph = gm.graph
     writers = written_last(graph, program.placeholders)
-    started: list[Node] = []
     for piece, whole, aliased in program.copies():
         writer = writers.get(piece)
         if writer is None:
@@ -36,9 +35,4 @@ def refresh(gm: GraphModule, program: Program) -> GraphModule:
                 value = tensor_of(whole)
                 part.meta["val"] = None if value is None else value[start:stop]
                 graph.call_function(aten.copy_.default, (part, piece))
-        started.append(whole)
-    with graph.inserting_before(program.output):
-        for whole in started:
-            node = graph.call_function(ops.wait.default, (whole,))
-            node.meta["val"] = whole.meta.get("val")
     return clean(gm)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import without_dispatch_modes
+from ..patches import Patches, Replacement
 from .draws import mix
 
 _MAGIC = b"zerofn: position"
@@ -34,44 +35,17 @@ class _Active(threading.local):
 
 
 _active = _Active()
-_lock = threading.Lock()
-_num_entered = 0
-_originals: list[tuple[Any, str, Any]] = []
 
 
 @contextmanager
 def virtual_rng_state(draws: HasPosition) -> Iterator[None]:
     """Inside, torch's generator state functions read and set `draws.position` in this thread."""
-    _enter()
-    _active.stack.append(draws)
-    try:
-        yield
-    finally:
-        _active.stack.pop()
-        _leave()
-
-
-def _enter() -> None:
-    global _num_entered
-    with _lock:
-        _num_entered += 1
-        if _num_entered > 1:
-            return
-        for module in _modules():
-            for name, replacement in _REPLACEMENTS.items():
-                original = getattr(module, name, None)
-                if original is not None:
-                    _originals.append((module, name, original))
-                    setattr(module, name, replacement(original))
-
-
-def _leave() -> None:
-    global _num_entered
-    with _lock:
-        _num_entered -= 1
-        if _num_entered == 0:
-            while _originals:
-                setattr(*_originals.pop())
+    with _patches:
+        _active.stack.append(draws)
+        try:
+            yield
+        finally:
+            _active.stack.pop()
 
 
 def _modules() -> Iterator[Any]:
@@ -116,6 +90,16 @@ def _manual_seed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _REPLACEMENTS = {"get_rng_state": _get, "set_rng_state": _set, "manual_seed": _manual_seed}
+
+
+def _replacements() -> Iterator[Replacement]:
+    for module in _modules():
+        for name, replacement in _REPLACEMENTS.items():
+            if getattr(module, name, None) is not None:
+                yield module, name, replacement
+
+
+_patches = Patches(_replacements)
 
 
 def _encode(position: int) -> Tensor:

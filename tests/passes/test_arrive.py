@@ -1,0 +1,94 @@
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerofn
+from small_steps import batch_of, build, fake_ranks, loss_of, ops, same, scheduled, state_of, train_step_of
+from zerofn import transport, tree
+from zerofn.graph.alias import positions
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("donating", [True, False])
+def test_each_copy_is_waited_for_just_before_its_first_use(stage, donating):
+    module = build()
+    with fake_ranks(2):
+        program = scheduled(train_step_of(module), state_of(module, stage), batch_of(), donating=donating)
+    where = positions(program.gm.graph)
+    for piece, copy, _ in program.copies():
+        waits = [n for n in copy.users if n.target is ops.wait.default]
+        uses = [n for n in (*copy.users, *piece.users) if n not in waits]
+        assert len(waits) == 1 and where[waits[0]] == min(map(where.__getitem__, uses)) - 1
+    started = [where[n] for n in program.gm.graph.nodes if n.target is ops.refresh_.default]
+    assert all(where[n] > max(map(where.__getitem__, waits)) for n in program.gm.graph.nodes if where[n] in started)
+
+
+def test_other_stages_wait_for_no_copy():
+    module = build()
+    for stage in (0, 3):
+        with fake_ranks(2):
+            program = scheduled(train_step_of(module), state_of(module, stage), batch_of(), donating=True)
+        assert not program.copies()
+
+
+def losses(stage, between):
+    """Three steps with `between(state, module)` after each; what it gave, and the parameters in the end."""
+    rank, module = dist.get_rank(), build()
+    state, step = state_of(module, stage), zerofn.compile(train_step_of(module))
+    seen = []
+    for k in range(3):
+        state, _ = step(state, batch_of(rank, seed=k))
+        state, value = between(state, module)
+        seen.append(value)
+    return [*seen, *tree.leaves(zerofn.unshard(state.params))]
+
+
+def nothing(state, _):
+    return state, torch.zeros(())
+
+
+def read(state, _):
+    return state, torch.stack([x.sum() for x in tree.leaves(zerofn.gather(state.params))]).sum()
+
+
+def evaluated(state, module):
+    def evaluate(state, batch):
+        return loss_of(module)(zerofn.gather(state.params), batch)
+
+    return state, zerofn.compile(evaluate)(state, batch_of())
+
+
+def flattened(state, _):
+    return tree.tree_map(lambda x: x, state), torch.zeros(())
+
+
+def read_part(state, _):
+    return state, zerofn.gather(state.params["3"])["3.weight"].sum()
+
+
+@pytest.mark.parametrize("between", [nothing, read, evaluated, flattened, read_part])
+def test_whoever_comes_first_waits(ranks, between):
+    late = [ranks(2, losses, stage, between) for stage in (1, 2)]
+    assert all(same(run, ranks(2, losses, 3, between)[0]) for per_rank in late for run in per_rank)
+
+
+def left_under_way():
+    """Transfers that are left after each step, a state that was flattened in between, and another step's capture."""
+    rank, module = dist.get_rank(), build()
+    state, step = state_of(module, 2), zerofn.compile(train_step_of(module))
+    counts = []
+    for k in range(3):
+        state, _ = step(state, batch_of(rank, seed=k))
+        counts.append(len(transport._pending))
+        state = tree.tree_map(lambda x: x, state)
+    state, _ = step(state, batch_of(rank))
+    del state
+    gc.collect()
+    other, _ = zerofn.compile(train_step_of(module))(state_of(module, 3), batch_of(rank))
+    return [*counts, len(transport._pending)]
+
+
+def test_nothing_piles_up(ranks):
+    assert ranks(2, left_under_way) == [[4, 4, 4, 0]] * 2

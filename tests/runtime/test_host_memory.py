@@ -1,0 +1,48 @@
+import subprocess
+import sys
+
+import pytest
+
+# malloc is asked itself: not every kernel counts page faults.
+PROGRAM = """
+import ctypes, torch
+from zerofn.runtime.host_memory import keep_freed_memory
+
+class Info(ctypes.Structure):  # struct mallinfo2 of glibc's malloc.h
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+
+mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+if mallinfo2 is None:
+    print("unknown")
+else:
+    mallinfo2.restype = Info
+    told = {told}
+    before = mallinfo2()
+    blocks = [torch.ones(16 << 20) for _ in range(3)]
+    mapped = mallinfo2().hblkhd - before.hblkhd
+    del blocks
+    print(told, mapped >> 20, (mallinfo2().fordblks - before.fordblks) >> 20)
+"""
+
+
+def mapped_and_kept(told):
+    """-> what was said, MiB that were mapped for three blocks of 64 MiB, MiB that malloc still has of them."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM.replace("{told}", told)], capture_output=True, text=True,
+                          check=True).stdout.split()
+    if done == ["unknown"]:
+        pytest.skip("this C library has no mallinfo2")
+    return done[0], int(done[1]), int(done[2])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
+def test_malloc_keeps_what_was_freed():
+    said, mapped, kept = mapped_and_kept("keep_freed_memory()")
+    assert said == "True" and mapped == 0 and kept >= 191
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
+def test_malloc_gives_it_back_if_it_is_not_told():
+    """What the test above would see if nothing had been said."""
+    said, mapped, kept = mapped_and_kept("None")
+    assert said == "None" and mapped >= 192 and kept <= 1

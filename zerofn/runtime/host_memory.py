@@ -1,0 +1,28 @@
+"""The host's malloc keeps what a step frees, as the allocators of accelerators do."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+
+# glibc's malloc.h. Blocks from MMAP_THRESHOLD on are mapped one by one and unmapped when freed; what is free at the
+# end of the heap goes back to the system when it is more than TRIM_THRESHOLD.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT = (1 << 31) - 1  # bytes: as much as the call can say
+
+
+@functools.cache
+def keep_freed_memory() -> bool:
+    """Tell malloc to give nothing under 1 GiB back to the system; -> whether it could be told.
+
+    A step frees as much as it takes, and the next one takes it again. Fresh memory costs a page fault for every 4 KiB,
+    which were 1 to 4 % of a step; the peak is the same. It holds for the process, once a step was compiled for the
+    host. `malloc_trim(0)` gives back what is free. Other allocators (jemalloc, tcmalloc) keep memory by themselves.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # another C library
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, 1 << 30) and mallopt(_M_TRIM_THRESHOLD, _KEPT))
