@@ -87,8 +87,7 @@ class Bench:
         if len(ranks) > 1:
             self.check_losses(system, losses)
         return {
-            # A step takes as long as its slowest rank.
-            "ms": statistics.median(map(max, zip(*(r["ms"] for r in ranks), strict=True))),
+            "ms": max(r["ms"] for r in ranks),
             "peak": max(r["peak"] for r in ranks),
             "imports": max(r["imports"] for r in ranks),
             "beyond": max(r["peak"] - r["imports"] for r in ranks),
@@ -97,7 +96,7 @@ class Bench:
             "allocated": max(r["allocated"] for r in ranks),
             "late_imports": max(len(r["late_imports"]) for r in ranks),
             # The counter is the whole machine's: each rank's share of what all sent.
-            "wire": statistics.median(ranks[0]["wire"]) / len(ranks),
+            "wire": ranks[0]["wire"] / len(ranks),
             "loss": losses[-1],
         }
 

@@ -11,10 +11,10 @@ import contextlib
 import importlib
 import json
 import os
-import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import measure
 import torch
@@ -55,23 +55,25 @@ def join(rank: int, world: int, port: int) -> None:
         sys.modules["deepspeed"].init_distributed("gloo")
 
 
-def timed_steps(row: Row, tokens: list[torch.Tensor], barrier) -> dict[str, list[float]]:
-    """Milliseconds and loopback bytes of each step after the warm-up, and every step's loss.
+def timed_steps(row: Row, tokens: list[torch.Tensor], barrier) -> dict[str, Any]:
+    """Milliseconds and loopback bytes a step, and every step's loss.
 
-    A step ends when all ranks have come to its end: one that returns early gains nothing by it.
+    Steps follow one another as in a training loop. The clock and the counter stop when all ranks
+    have come to the end of the last: what a step leaves under way is paid for, in the next one or
+    at the end.
     """
-    milliseconds, wire, losses = [], [], []
-    for index, part in enumerate(tokens):
-        barrier()
-        sent, start = measure.loopback_bytes(), time.perf_counter()
-        loss = row.step(part)
-        barrier()  # or the other rank's last bytes of this step would not be counted
-        elapsed = time.perf_counter() - start
-        if index >= NUM_WARMUP_STEPS:
-            milliseconds.append(1e3 * elapsed)
-            wire.append(measure.loopback_bytes() - sent)
-        losses.append(float(loss))
-    return {"ms": milliseconds, "wire": wire, "losses": losses}
+    losses = [row.step(part) for part in tokens[:NUM_WARMUP_STEPS]]
+    barrier()
+    sent, start = measure.loopback_bytes(), time.perf_counter()
+    losses += [row.step(part) for part in tokens[NUM_WARMUP_STEPS:]]
+    barrier()
+    elapsed, sent = time.perf_counter() - start, measure.loopback_bytes() - sent
+    num_steps = len(tokens) - NUM_WARMUP_STEPS
+    return {
+        "ms": 1e3 * elapsed / num_steps,
+        "wire": sent / num_steps,
+        "losses": [float(loss) for loss in losses],
+    }
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
@@ -86,7 +88,6 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     peak_of_setup = measure.memory_bytes("VmHWM")
     result = timed_steps(row, tokens, dist.barrier if options.world > 1 else lambda: None)
     return result | {
-        "median_ms": statistics.median(result["ms"]),
         "imports": imports,
         "peak_of_setup": peak_of_setup,
         "peak": measure.memory_bytes("VmHWM"),

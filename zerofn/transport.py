@@ -6,11 +6,17 @@ operation returns the tensor that will hold the result; until it was waited for,
 
 [Note: order] Tags count the transfers of a group, so transfers match in the order they were started: every
 rank must start the same ones in the same order. `compile` compares fingerprints of that order over ranks.
+
+[Note: posting] gloo's `isend` and `irecv` take a lock that its own thread holds while it copies bytes, and a send
+writes what fits into the socket before it returns: 2 to 4 % of a step on two cores, in which the caller computes
+nothing. So one thread does all the posting; the tags are given where the transfer is started.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,9 +28,11 @@ from ._torch_compat import resolve_process_group
 from .agreement import explained
 from .ops.library import define
 
+Works = Callable[[], Sequence[dist.Work]]  # what to wait for, once all of it was posted
+
 
 class _Transfer(NamedTuple):
-    works: Sequence[dist.Work]
+    works: Works
     kept: tuple[Tensor, ...]  # alive until the works are done
     finish: Callable[[], None]
 
@@ -35,7 +43,7 @@ _pending: dict[int, _Transfer] = {}
 _tags: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
-def _start(out: Tensor, works: Sequence[dist.Work], kept: tuple[Tensor, ...], finish: Callable[[], None]) -> Tensor:
+def _start(out: Tensor, works: Works, kept: tuple[Tensor, ...], finish: Callable[[], None]) -> Tensor:
     _pending[out.data_ptr()] = _Transfer(works, (out, *kept), finish)
     return out
 
@@ -50,7 +58,7 @@ def wait_(tensor: Tensor) -> Tensor:
     if transfer is None:
         return torch.ops._c10d_functional.wait_tensor(tensor)
     try:
-        for work in transfer.works:
+        for work in transfer.works():
             work.wait()
     except RuntimeError as error:
         raise explained(error) from error
@@ -70,17 +78,26 @@ def forget_transfers() -> None:
     _pending.clear()
 
 
-def _point_to_point(group: str, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> list[dist.Work]:
+@functools.cache
+def _poster() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="zerofn-transfers")
+
+
+def _point_to_point(group: str, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Works:
+    """Post transfers to and from ranks; see [Note: posting]."""
     if not any(t.numel() for t in (*sends.values(), *receives.values())):
-        return []  # nothing to wait for: empty tensors all have one address
+        return tuple  # nothing to wait for: empty tensors all have one address
     pg = resolve_process_group(group)
     tag = _tags[pg] = (_tags.get(pg, 0) + 1) % (1 << 30)
-    works = [pg.recv([t], peer, tag) for peer, t in receives.items()]
     # Each rank begins with its right neighbour, so that no rank is everyone's first.
     rank, size = pg.rank(), pg.size()
-    for peer in sorted(sends, key=lambda p: (p - rank) % size):
-        works.append(pg.send([sends[peer]], peer, tag))
-    return works
+    peers = sorted(sends, key=lambda p: (p - rank) % size)
+
+    def post() -> list[dist.Work]:
+        works = [pg.recv([t], peer, tag) for peer, t in receives.items()]
+        return works + [pg.send([sends[peer]], peer, tag) for peer in peers]
+
+    return _poster().submit(post).result
 
 
 def _is_gloo(group: str, tensor: Tensor) -> bool:
@@ -154,7 +171,8 @@ def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
     if not _is_gloo(group, x):
         ops = [dist.P2POp(dist.isend, x, r, pg) for r, s in enumerate(sources) if s == rank]
         ops.append(dist.P2POp(dist.irecv, out, sources[rank], pg))
-        return _start(out, dist.batch_isend_irecv(ops), (x,), _nothing)
+        begun = dist.batch_isend_irecv(ops)
+        return _start(out, lambda: begun, (x,), _nothing)
     sends = {r: x for r, s in enumerate(sources) if s == rank and r != rank}
     receives = {} if sources[rank] == rank else {sources[rank]: out}
     works = _point_to_point(group, sends, receives)
