@@ -1,1 +1,1 @@
-"""Update kernels: one header per rule, shared by the CPU library and the CUDA kernels."""
+"""Update rules, reductions and copies on flat buffers, each an operation `zerofn::name`: one node of a graph."""

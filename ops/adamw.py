@@ -48,6 +48,7 @@ def adamw_(
     fused = fused_adamw_ if decoupled else fused_adam_
     with contiguous(p, m, v) as (p, m, v):
         for a, b, rate, decay in zip(starts, stops, rates, decays, strict=True):
+            now = rate_of(lr, rate)
             fused(
                 [p[a:b]],
                 [g[a:b]],
@@ -55,7 +56,8 @@ def adamw_(
                 [v[a:b]],
                 [],
                 [step],
-                lr=rate_of(lr, rate),
+                # A tensor off the CPU alone: torch's kernels there read a float32. The CPU's take a float64 number.
+                lr=now.float() if isinstance(now, Tensor) else now,
                 beta1=b1,
                 beta2=b2,
                 weight_decay=decay,

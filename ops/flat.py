@@ -17,10 +17,11 @@ from .library import define
 
 def ravel(leaves: Sequence[Tensor | None], offsets: Sequence[int], size: int, dtype: torch.dtype,
           num_batch_dims: int = 0) -> Tensor:
-    """Leaves [*batch, *shape] -> [*batch, size]; None and whatever lies between leaves become zeros."""
-    given = next((x for x in leaves if x is not None), None)
-    if given is None:
-        return torch.zeros(size, dtype=dtype)
+    """Leaves [*batch, *shape] -> [*batch, size]; None and whatever lies between leaves become zeros.
+
+    Raises `ValueError` where all leaves are None.
+    """
+    given = _given(leaves)
     batch = given.shape[:num_batch_dims]
     flat = torch.empty((*batch, size), dtype=dtype, device=given.device)
     end = 0
@@ -35,10 +36,16 @@ def ravel(leaves: Sequence[Tensor | None], offsets: Sequence[int], size: int, dt
     return flat
 
 
+def _given(leaves: Sequence[Tensor | None]) -> Tensor:
+    """A leaf that is there: it knows the device and the batch dims."""
+    for leaf in leaves:
+        if leaf is not None:
+            return leaf
+    raise ValueError("zerofn::ravel: all leaves are None, and nothing says on which device; make the zeros there.")
+
+
 def _fake(leaves, offsets, size, dtype, num_batch_dims=0):
-    given = next((x for x in leaves if x is not None), None)
-    if given is None:
-        return torch.empty(size, dtype=dtype)
+    given = _given(leaves)
     return given.new_empty((*given.shape[:num_batch_dims], size), dtype=dtype)
 
 

@@ -193,6 +193,37 @@ def test_bad_arguments_raise_before_anything_is_sent(ranks):
     assert ranks(2, refuse) == [[2.0, 2.0]] * 2
 
 
+def empties():
+    """Tensors of several dims without elements: the shapes they come back in."""
+    size = dist.get_world_size()
+    found = {
+        "gather": c.all_gather(torch.zeros(3, 0)),
+        "gather last": c.all_gather(torch.zeros(0, 3), dim=1),
+        "scatter": c.reduce_scatter(torch.zeros(2 * size, 0)),
+        "scatter last": c.reduce_scatter(torch.zeros(0, 4, size), dim=-1),
+        "reduce": c.all_reduce(torch.zeros(0, 2)),
+        "exchange": c.all_to_all(torch.zeros(size, 0, 2)),
+        "permute": c.permute(torch.zeros(2, 0), rotation(size)),
+    }
+    (gradient,) = torch.autograd.grad(c.all_gather(x := torch.zeros(3, 0, requires_grad=True)).sum(), x)
+    return {k: tuple(v.shape) for k, v in found.items()}, tuple(gradient.shape)
+
+
+@pytest.mark.parametrize("size", (1, 2, 3))
+def test_tensors_without_elements_keep_their_dims(ranks, size):
+    for shapes, gradient in ranks(size, empties):
+        assert shapes == {
+            "gather": (3 * size, 0),
+            "gather last": (0, 3 * size),
+            "scatter": (2, 0),
+            "scatter last": (0, 4, 1),
+            "reduce": (0, 2),
+            "exchange": (size, 0, 2),
+            "permute": (2, 0),
+        }
+        assert gradient == (3, 0)
+
+
 def odd_tensors():
     size, rank = dist.get_world_size(), dist.get_rank()
     empty = c.all_gather(torch.zeros(0))

@@ -604,7 +604,8 @@ def _(x):
     return torch.empty_like(x)
 
 
-def test_an_interrupt_waits_for_the_end_of_the_step():
+def test_an_interrupt_leaves_the_new_state():
+    """It comes before the next step, when the caller has what the interrupted one returned."""
     module = build()
 
     def step(state, batch):
@@ -612,11 +613,15 @@ def test_an_interrupt_waits_for_the_end_of_the_step():
 
     assert threading.current_thread() is threading.main_thread()
     call, state = zerofn.compile(step), state_of(module, 3)
-    pieces = state.params.pieces
     expected, _ = train_step_of(module)(state_of(module, 3), batch_of())
     with pytest.raises(KeyboardInterrupt):
-        call(state, batch_of())
-    assert all(map(torch.equal, pieces, expected.params.pieces))  # the whole update is there
+        for _ in range(2):
+            state, _ = call(state, batch_of())
+    assert same_leaves(zerofn.unshard(state), zerofn.unshard(expected))
+
+
+def same_leaves(a, b):
+    return all(map(torch.equal, tree.leaves(a), tree.leaves(b)))
 
 
 def test_timings_are_kept():
@@ -626,3 +631,96 @@ def test_timings_are_kept():
     assert step.timings["nodes"] > 50 and step.timings["capture"] > 0 and "donate" in step.timings["passes"]
     assert step.__name__ == "train_step"
     assert WIDTH == 16
+
+
+# --- what a signature is ----------------------------------------------------------------------------------------
+
+
+def total_of(shape, stage, **options):
+    """A state whose parameter has this shape, and what a step makes of it that depends on the shape."""
+    params = {"w": torch.arange(24.0).reshape(shape) + 0.001}
+
+    def step(state, batch):
+        loss, grads = state.value_and_grad(lambda p, x: (p["w"].square().sum(0) * x).square().sum())(batch)
+        return state.apply_gradients(grads), loss
+
+    make = lambda: zerofn.shard(zerofn.TrainState.create(params=params, tx=optim.sgd(1e-6)), stage=stage, **options)  # noqa: E731
+    return step, make
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_another_layout_of_as_many_elements_is_another_signature(stage):
+    step, first = total_of((4, 6), stage)
+    _, second = total_of((6, 4), stage)
+    call = zerofn.compile(step)
+    for make in (first, second, first):
+        ours, theirs = call(make(), torch.tensor(1.0)), step(make(), torch.tensor(1.0))
+        assert same_leaves(zerofn.unshard(ours), zerofn.unshard(theirs))
+
+
+def test_another_precision_is_another_signature():
+    step, plain = total_of((4, 6), 3)
+    _, half = total_of((4, 6), 3, precision="bf16")
+    call = zerofn.compile(step)
+    assert all(p.dtype == torch.float32 for make in (plain, half) for p in make().params.pieces)
+    for make in (plain, half):
+        ours, theirs = call(make(), torch.tensor(1.0)), step(make(), torch.tensor(1.0))
+        assert same_leaves(zerofn.unshard(ours), zerofn.unshard(theirs))
+        assert ours[0].params.spec.precision == make().params.spec.precision
+
+
+def test_an_array_is_named():
+    module = build()
+    batch = {**batch_of(), "more": {"ids": batch_of()["x"].numpy()}}
+    with pytest.raises(TypeError, match=r"batch entry 'more.ids' is a ndarray.*torch.as_tensor"):
+        zerofn.compile(train_step_of(module))(state_of(module, 3), batch)
+
+
+# --- who else holds what was given away -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_who_holds_the_same_pieces_hears_of_it(stage):
+    module = build()
+    state = state_of(module, stage)
+    kept, part = tree.tree_map(lambda x: x, state), state.params["0"]
+    state, _ = zerofn.compile(train_step_of(module))(state, batch_of())
+    for use in (lambda: zerofn.unshard(kept), lambda: part.pieces, lambda: zerofn.gather(kept.params)):
+        with pytest.raises(RuntimeError, match="given to train_step"):
+            use()
+    assert state.params.pieces[0].isfinite().all()
+
+
+def test_another_step_is_told_too():
+    module = build()
+    plain = zerofn.TrainState.create(params=dict(module.named_parameters()), tx=optim.sgd(1e-2))
+    state = tree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, plain)
+    zerofn.compile(train_step_of(module))(state, batch_of())
+    with pytest.raises(RuntimeError, match="given to train_step"):
+        zerofn.compile(lambda s, b: loss_of(module)(s.params, b))(state, batch_of())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_average_that_starts_as_the_parameters_themselves(ranks, stage, size):
+    assert all(ranks(size, shared_memory, stage))
+
+
+def shared_memory(stage):
+    module = build()
+    inner = train_step_of(module)
+
+    def step(state, batch):
+        average = tree.tree_map(lambda a, p: 0.9 * a + 0.1 * p, state.extra, state.params)
+        state, aux = inner(state, batch)
+        return state.replace(extra=average), aux
+
+    def make():
+        state = state_of(module, stage)
+        return state.replace(extra=tree.tree_map(lambda x: x, state.params))
+
+    ours, theirs, call = make(), make(), zerofn.compile(step)
+    for k in range(3):
+        ours, _ = call(ours, batch_of(rank(), seed=k))
+        theirs, _ = step(theirs, batch_of(rank(), seed=k))
+    return same_leaves(zerofn.unshard(ours), zerofn.unshard(theirs))

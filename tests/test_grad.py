@@ -197,6 +197,41 @@ def test_frozen_and_unused_parameters(ranks, stage):
         assert len(strides) == 2 and set(strides.values()) == {(0,)}, "no memory for what is frozen"
 
 
+def test_plain_leaves_that_do_not_learn():
+    p = {"w": torch.ones(3), "kept": torch.ones(3), "ids": torch.arange(2), "on": torch.tensor(True)}
+    seen = {}
+
+    def loss_fn(q, x):
+        seen.update({k: v.requires_grad for k, v in q.items()})
+        return (x * q["w"] * q["kept"]).sum()
+
+    for n in (1, 2):
+        x = torch.ones(2, 3)
+        _, grads = accumulate(value_and_grad(loss_fn, frozen=lambda name: name == "kept"), n)(p, x)
+        assert torch.equal(grads["w"], torch.full((3,), 2.0 / n)) and list(grads) == list(p)
+        assert [k for k, learns in seen.items() if learns] == ["w"]
+        for k in ("kept", "ids", "on"):
+            assert not grads[k].any() and (grads[k].dtype, grads[k].shape) == (p[k].dtype, p[k].shape)
+
+
+def test_complex_leaves_are_held_as_real_ones():
+    w = torch.randn(4, dtype=torch.complex128)
+    lone = lambda q, x: (x * q["a"][0]["w"]).abs().square().sum()  # noqa: E731
+    with pytest.raises(TypeError, match=r"parameter 'a.0.w' is complex128.*torch.view_as_real\(w\)"):
+        value_and_grad(lone)({"a": [{"w": w}]}, torch.ones(4))
+    as_real = lambda q, x: lone({"a": [{"w": torch.view_as_complex(q["w"])}]}, x)  # noqa: E731
+    _, grads = value_and_grad(as_real)({"w": torch.view_as_real(w)}, torch.ones(4))
+    torch.testing.assert_close(torch.view_as_complex(grads["w"]), 2 * w)
+    state = zerofn.TrainState.create(
+        params={"w": w, "b": torch.ones(4).double()}, tx=optim.adamw(0.1), frozen=lambda name: name == "w"
+    )
+    for s in (state, shard(state)):
+        loss_fn = lambda q, x: (q["w"].abs() * q["b"] * x).sum()  # noqa: E731
+        _, grads = s.value_and_grad(loss_fn)(torch.ones(4))
+        after = unshard(s.apply_gradients(grads).params)
+        assert torch.equal(after["w"], w) and after["b"].max() < 1
+
+
 def both_kinds():
     x, y = rows(dist.get_rank())
     mixed = {"net": cut(3), "temperature": torch.tensor(1.5, dtype=torch.float64)}
@@ -251,6 +286,65 @@ def test_accumulate_cuts_in_order_and_raises_where_it_cannot():
             accumulate(value_and_grad(loss_fn), n)
     with pytest.raises(TypeError, match="expected what value_and_grad returned, got function"):
         accumulate(loss_fn, 2)
+
+
+def shared(n):
+    """A plain state, a batch, and steps whose loss hands memory of others, or one tensor several times, to the loop."""
+    p = {"a": torch.randn(3, 2, dtype=torch.float64), "b": torch.randn(3, 2, dtype=torch.float64)}
+    batch = {"x": torch.randn(8, 3, dtype=torch.float64), "n": torch.full((n,), 2.0)}
+    losses = {
+        "a weight of the batch": lambda p, b: ((b["x"] @ p["a"]).square().sum(), b["n"]),
+        "one gradient for two leaves": lambda p, b: (b["x"] @ (p["a"] + p["b"])).square().mean(),
+        "an expanded gradient": lambda p, b: p["a"].sum() * 3 + p["b"].sum(),
+    }
+
+    def stepped(loss_fn):
+        def step(state, batch):
+            with_loss = lambda p, b: (out := loss_fn(p, b), {"out": out, "x": b["x"]})  # noqa: E731
+            vg = state.value_and_grad(with_loss, has_aux=True)
+            (loss, aux), grads = accumulate(vg, n)(batch)
+            return state.apply_gradients(grads), (loss, aux, grads)
+
+        return step
+
+    return zerofn.TrainState.create(params=p, tx=optim.sgd(0.1)), batch, losses, stepped
+
+
+@pytest.mark.parametrize("how", [lambda step: step, zerofn.compile], ids=["eager", "compiled"])
+def test_sums_share_no_memory_with_what_the_loss_returns(how):
+    n = 4
+    state, batch, losses, stepped = shared(n)
+    before = tree.tree_map(torch.clone, batch)
+    plain = {k: v.clone() for k, v in state.params.items()}
+    for name, loss_fn in losses.items():
+        given = state.replace(params={k: v.clone() for k, v in plain.items()})
+        _, (loss, aux, grads) = how(stepped(loss_fn))(given, batch)
+        assert all(torch.equal(batch[k], before[k]) for k in batch), name
+        parts = [{"x": x, "n": w} for x, w in zip(batch["x"].chunk(n), batch["n"], strict=True)]
+        outs = [loss_fn(plain, part) for part in parts]
+        weighted = isinstance(outs[0], tuple)
+        each = torch.stack([out[0] if weighted else out for out in outs])
+        found = aux["out"][0] if weighted else aux["out"]
+        torch.testing.assert_close(found, each, msg=name)  # row 0 is not the sum
+        assert torch.equal(aux["x"].reshape(8, 3), batch["x"])
+
+        def whole(q, loss_fn=loss_fn, parts=parts, weighted=weighted):
+            outs = [loss_fn(q, part) for part in parts]
+            return sum(out[0] for out in outs) / sum(out[1] for out in outs) if weighted else sum(outs) / n
+
+        close((loss, grads), by_torch(whole, plain))
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_weight_may_be_a_buffer_that_is_written(n):
+    weight = torch.zeros(())
+
+    def loss_fn(p, x):
+        weight.add_(1)  # microbatch i weighs i + 1
+        return (p["w"] * x).sum(), weight
+
+    loss, _ = accumulate(value_and_grad(loss_fn), n)({"w": torch.ones(())}, torch.ones(4))
+    torch.testing.assert_close(loss.item(), 4 / sum(range(1, n + 1)))
 
 
 def carried(stage):

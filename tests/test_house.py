@@ -15,6 +15,8 @@ MAX_FUNCTION_LINES = 60
 ORDER = [
     "_torch_compat",
     "patches",
+    "poster",
+    "donation",
     "agreement",
     "tree",
     "mesh",

@@ -154,6 +154,14 @@ def test_one_buffer_per_dtype_and_per_trainable():
     ]
 
 
+def test_complex_leaves_are_frozen_or_refused():
+    params = {"h": [{"w": z(3), "phase": z(3, dtype=torch.complex64)}]}
+    with pytest.raises(TypeError, match=r"parameter 'h.0.phase' is complex64.*view_as_real.*or freeze it"):
+        make_layout(params, 2)
+    layout = make_layout(params, 2, trainable=lambda name: name != "h.0.phase")
+    assert {(u.dtype, u.trainable) for u in layout.units} == {(torch.complex64, False), (torch.float32, True)}
+
+
 def test_labels_are_runs():
     params = {f"h.0.{k}.{p}": z(40) for k in "abc" for p in ("bias", "weight")}
     decays = lambda name, leaf: "weight" in name  # noqa: E731

@@ -159,3 +159,55 @@ def test_gradients_are_those_of_the_whole_batch():
     for n in (1, 2, 4, 8):
         parts = zerofn.accumulate(zerofn.value_and_grad(loss_fn), n)(params, batch)
         torch.testing.assert_close(parts, whole)
+
+
+def handing_on(n):
+    """A body whose outputs are the batch's memory, one tensor twice, one number expanded, a buffer it writes."""
+    def step(state, batch):
+        total = state["total"].clone()
+
+        def body(index, slices):
+            x, weight = slices
+            total.add_(x)
+            twice = x * 2
+            return [weight, twice, twice, x[0].expand(3)], [total, x, state["total"]], None
+
+        sums, rows, _ = loop(body, n, [batch["x"], batch["weight"]])
+        return [*sums, *rows]
+
+    return step
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("how", [lambda step: step, zerofn.compile], ids=["eager", "compiled"])
+def test_results_have_memory_of_their_own(how, n):
+    state, batch = {"params": torch.ones(2), "total": torch.ones(2)}, {"x": torch.randn(n, 2), "weight": torch.rand(n)}
+    before = [x.clone() for x in tree.leaves((state, batch))]
+    found = how(handing_on(n))(state, batch)
+    x, weight = batch["x"], batch["weight"]
+    expected = [weight.sum(), 2 * x.sum(0), 2 * x.sum(0), x[:, 0].sum().expand(3), 1 + x.cumsum(0), x,
+                torch.ones(n, 2)]
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    for a in found:
+        a.zero_()  # raises where elements share memory
+    assert same(tree.leaves((state, batch)), before) and not any(map(torch.any, found))
+    assert len({a.data_ptr() for a in found}) == len(found)
+
+
+def test_rows_of_other_shapes_are_refused():
+    with pytest.raises(ValueError, match=r"shape \(1,\) in microbatch 1, in those before \(2,\)"):
+        loop(lambda i, s: ([], [torch.ones(2 - int(i))], None), 2, [torch.ones(2)])
+
+
+def test_strided_rows_and_strided_tensors_the_body_closes_over():
+    """The body is captured for the strides it will be given."""
+    def step(state, batch):
+        other = batch["wide"][:, 4:8]
+        body = lambda i, s: ([s[0].reshape(-1).sum() * other.reshape(-1)], [s[0].reshape(-1) * 2], None)  # noqa: E731
+        sums, rows, _ = loop(body, 2, [batch["rows"].reshape(2, 3, 4)])
+        return sums, rows
+
+    wide = torch.randn(6, 9)
+    state, batch = {"params": torch.ones(2)}, {"rows": wide[:, :4], "wide": wide}
+    assert same(tree.leaves(zerofn.compile(step)(state, batch)), tree.leaves(step(state, batch)))

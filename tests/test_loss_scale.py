@@ -43,6 +43,13 @@ def test_grows_after_a_period_of_finite_steps_and_shrinks_at_once():
     assert after(scale, verdicts) == [8, 8, 16, 16, 8, 8, 8, 16, 8, 4]
 
 
+def test_hysteresis_counts_the_step_that_shrinks():
+    assert after(DynamicLossScale(8.0, hysteresis=1), [False, False]) == [4, 2]
+    assert after(DynamicLossScale(8.0, hysteresis=3), [False, True, False, False, False]) == [8, 8, 8, 4, 2]
+    restored = DynamicLossScale(8.0, hysteresis=2, period=1)
+    assert after(restored, [False, False, True, False, False]) == [8, 4, 8, 8, 4]
+
+
 def test_bounds():
     assert after(DynamicLossScale(4.0, min_loss_scale=3.0), [False] * 3) == [3, 3, 3]
     assert after(DynamicLossScale(2.0**127, period=1), [True, True]) == [2.0**127] * 2

@@ -336,6 +336,19 @@ def refusals():
     same(unshard(shard(good)), good)  # and it goes on
 
 
+def unshards_where_nobody_is():
+    state = shard({"params": draw()})
+    for rank in (-1, dist.get_world_size(), "0"):
+        with pytest.raises(ValueError, match=rf"unshard: rank={rank!r} is not there; the state lies on"):
+            unshard(state, rank=rank)
+    return unshard(state, rank=0)["params"] is not None
+
+
+def test_a_rank_that_is_not_there_is_refused_on_all(ranks):
+    assert ranks(1, unshards_where_nobody_is) == [True]
+    assert ranks(2, unshards_where_nobody_is) == [True, False]
+
+
 def raises():
     raise KeyError("of the user")
 

@@ -248,6 +248,37 @@ def test_frozen_parameters_stay_and_have_no_moments(ranks, by_predicate):
             assert mu["layers.1.weight"] is None and moments < 300 * 300
 
 
+def with_whole_numbers(stage, compiled):
+    """Steps of parameters among which are a table of ids and a mask."""
+    whole = {"ids": torch.arange(7), "layers.9.mask": torch.arange(5) > 2}
+    init = TrainState.create(params=params() | whole, tx=TRANSFORMATIONS["adamw"]())
+    moments = [x.dtype for x in tree.leaves(init.opt_state[1].mu)]
+    state = init if stage is None else shard(init, stage=stage)
+
+    def step(state, xy):
+        learned = lambda p: {k: v for k, v in p.items() if k not in whole}  # noqa: E731
+        _, grads = state.value_and_grad(lambda p, x, y: loss_fn(learned(p), x, y))(*xy)
+        return state.apply_gradients(grads), {}
+
+    step = zerofn.compile(step) if compiled else step
+    for i in range(3):
+        state, _ = step(state, batch(i))
+    found = unshard(state.params)
+    assert all(torch.equal(found.pop(k), v) for k, v in whole.items()) and set(moments) == {torch.float32}
+    return found
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_whole_numbers_among_the_parameters_ride_along(ranks, compiled):
+    state = TrainState.create(params=params(), tx=TRANSFORMATIONS["adamw"]())
+    for i in range(3):
+        state = state.apply_gradients(state.value_and_grad(loss_fn)(*batch(i))[1])
+    for stage in (None, *STAGES):
+        for found in ranks(1 if stage is None else 2, with_whole_numbers, stage, compiled):
+            for key, want in state.params.items():
+                torch.testing.assert_close(found[key], want, rtol=1e-5, atol=1e-6)
+
+
 # --- extra, step, looks
 
 
@@ -299,6 +330,14 @@ def test_create():
         TrainState.create(params=params(), tx=optim.adamw(SCHEDULE))
     )
     assert tree.structure(state) != tree.structure(TrainState.create(params=params(), tx=optim.adamw(0.2)))
+
+
+def test_a_state_that_was_given_away_says_so():
+    old = shard(TrainState.create(params=params(), tx=TRANSFORMATIONS["adamw"](), extra=params()))
+    new, _ = zerofn.compile(lambda s, xy: (s.apply_gradients(s.value_and_grad(loss_fn)(*xy)[1]), {}))(old, batch(0))
+    assert "params: Sharded(donated: This state was given to" in repr(old)
+    assert "opt_state: tuple with 2 Sharded trees, 2 donated, 0 bytes here" in repr(old)
+    assert "donated" not in repr(new)
 
 
 def looks():

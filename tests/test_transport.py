@@ -1,5 +1,7 @@
 """Transfers: starts and waits, in any number and order of waits, with what is on the wire counted."""
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -9,6 +11,7 @@ import torch.distributed as dist
 
 from zerofn import transport
 from zerofn.mesh import Mesh
+from zerofn.poster import post
 
 ops = torch.ops.zerofn
 
@@ -139,3 +142,55 @@ def test_fake_tensors_know_the_shapes():
         assert ops.reduce_scatter(x.view(-1), 3, "", "u").shape == (8,)
         assert ops.exchange(x, 4, "").shape == (4, 6) and ops.permute(x, [0], "").shape == (4, 6)
         assert ops.wait(x).shape == (4, 6)
+
+
+def after_a_permutation():
+    """A rank that keeps its own has no part in the transfer; the ones that follow match all the same."""
+    rank, size, name = group()
+    out = ops.wait(ops.permute(torch.full((3,), float(rank)), [1, 0, 2], name))
+    assert out.tolist() == [[1.0, 0.0, 2.0][rank]] * 3
+    full = ops.wait(ops.all_gather(torch.full((2,), float(rank)), size, name, "u"))
+    assert full.tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+
+
+def test_transfers_after_a_permutation_with_a_fixed_point(ranks):
+    ranks(3, after_a_permutation)
+
+
+def of_one_process(program):
+    """Run `program` in a process of its own: rank 0 of a group of one, which sends itself nothing."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_posting_when_the_main_thread_has_ended():
+    assert of_one_process("""
+import threading, time
+from zerofn.poster import post
+def late():
+    threading.main_thread().join()
+    print(post(lambda: "posted")())
+threading.Thread(target=late).start()
+""") == ["posted"]
+
+
+def test_posting_in_a_forked_process():
+    assert of_one_process("""
+import os
+from zerofn.poster import post
+print(post(lambda: "parent")(), flush=True)
+child = os.fork()
+if child == 0:
+    print(post(lambda: "child")(), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+""") == ["parent", "child"]
+
+
+def test_an_error_reaches_who_asks():
+    def task():
+        raise OSError("no such peer")
+
+    with pytest.raises(OSError, match="no such peer"):
+        post(task)()

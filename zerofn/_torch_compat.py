@@ -90,11 +90,14 @@ def compiling() -> Iterator[None]:
 
 def aliased_arguments(op: OpOverload) -> list[tuple[int, str]]:
     """(position, name) of the arguments whose memory a result shares."""
-    returned = {s for r in op._schema.returns if r.alias_info is not None for s in r.alias_info.before_set}
+    results = op._schema.returns
+    returned = {s for r in results if r.alias_info is not None for s in r.alias_info.before_set}
+    # `split(Tensor(a -> *) self, ...) -> Tensor(a)[]`: of a list we are told that it shares memory, not whose.
+    in_list = any(r.alias_info is not None and isinstance(r.type, torch.ListType) for r in results)
     return [
         (i, a.name)
         for i, a in enumerate(op._schema.arguments)
-        if a.alias_info is not None and a.alias_info.before_set & returned
+        if a.alias_info is not None and (a.alias_info.before_set & returned or in_list and not a.alias_info.is_write)
     ]
 
 

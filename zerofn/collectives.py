@@ -70,7 +70,7 @@ class Linear(torch.autograd.Function):
 
 def _rows_first(x: Tensor, size: int) -> Tensor:
     """[..., size * s] -> flat, the rank dim first."""
-    return x.reshape(*x.shape[:-1], size, -1).movedim(-2, 0).reshape(-1)
+    return x.reshape(*x.shape[:-1], size, x.shape[-1] // size).movedim(-2, 0).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ class AllGather:
             return (x.view_as(x),)
         full = ops.wait(ops.all_gather(x.reshape(-1), self.axis.size, self.axis.group, self.unit))
         if x.dim() > 1:
-            full = full.view(self.axis.size, *x.shape).movedim(0, -2).reshape(*x.shape[:-1], -1)
+            rows = full.view(self.axis.size, *x.shape).movedim(0, -2)
+            full = rows.reshape(*x.shape[:-1], self.axis.size * x.shape[-1])
         return (full,)
 
 
@@ -113,7 +114,7 @@ class ReduceScatter:
             return (x.view_as(x),)
         flat = _rows_first(x, self.axis.size) if x.dim() > 1 else x.contiguous()
         piece = ops.wait(ops.reduce_scatter(flat, self.axis.size, self.axis.group, self.unit))
-        return (piece.view(*x.shape[:-1], -1),)
+        return (piece.view(*x.shape[:-1], x.shape[-1] // self.axis.size),)
 
 
 @dataclass(frozen=True)

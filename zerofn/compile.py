@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from torch import Tensor
 
-from . import passes, tree
+from . import donation, passes, tree
 from ._torch_compat import storage_key
 from .agreement import abandon, agree_on
 from .graph.capture import CaptureError, capture
@@ -18,7 +17,7 @@ from .graph.program import Program, tensor_of
 from .graph.verify import check_purity, fingerprint
 from .partition import as_tensor
 from .runtime.executor import Executor
-from .runtime.failure import whole_steps
+from .runtime.failure import deliver, whole_steps
 from .runtime.host_memory import keep_freed_memory
 from .sharding import is_sharded
 from .storage import lacks_copy, refill
@@ -61,19 +60,22 @@ class Step:
         self._step, self._donate = train_step, donate
         self._entries: dict[Any, _Entry] = {}
         self._before: dict[str, str] = {}
-        self._given = _Given()
         self.timings: dict[str, Any] = {}
         self.__name__ = getattr(train_step, "__name__", "step")
 
     def __call__(self, state: Any, batch: Any) -> Any:
         """Run one step."""
+        deliver()
         state_leaves, state_def = tree.flatten(state, is_leaf=is_sharded)
         batch_leaves, batch_def = tree.flatten(batch, is_leaf=is_sharded)
         state_leaves = [as_tensor(x) if isinstance(x, int | float) else x for x in state_leaves]
         batch_tensors = [t for x in batch_leaves if is_sharded(x) or isinstance(x, Tensor)
                          for t in (x.pieces if is_sharded(x) else (x,))]
         key = (state_def, batch_def, tuple(map(_kind, state_leaves)), tuple(map(_kind, batch_leaves)))
-        entry = self._entries.get(key)
+        try:
+            entry = self._entries.get(key)
+        except TypeError:  # not hashable
+            raise _no_leaf(self.__name__, state, batch) from None
         _refill(state_leaves, _params_among(state_def) if entry is None else entry.program.full)
         if entry is None:
             state = tree.unflatten(state_def, state_leaves)
@@ -91,15 +93,21 @@ class Step:
     def _tensors(self, leaves: list[Any], donating: bool) -> list[Tensor]:
         """The state's tensors. Entries that share memory are parted before it is given away."""
         out: list[Tensor] = []
-        seen: set[int] = set()
+        fixed: list[int] = []  # positions of pieces that lie in a gathered copy, and must stay there
         for x in leaves:
             if is_sharded(x):
-                out.extend(x.pieces)
+                fixed += range(len(out), len(out) + len(x.pieces)) if x.copies is not None else ()
+                out += x.pieces
             elif isinstance(x, Tensor):
-                self._given.check(x, self.__name__)
-                place = storage_key(x) if donating else 0
-                out.append(x.clone() if place in seen else x)
-                seen.update([place] if donating else [])
+                donation.check((x,))
+                out.append(x)
+        places = list(map(storage_key, out)) if donating else []
+        if len(set(places)) < len(places):
+            seen = {places[j] for j in fixed}
+            for j in sorted(set(range(len(out))) - set(fixed)):
+                if places[j] in seen:
+                    out[j] = out[j].clone()
+                seen.add(places[j])
         return out
 
     def _capture(self, state: Any, batch: Any) -> _Entry:
@@ -153,9 +161,6 @@ class Step:
             why = f"{self.__name__} failed: {type(error).__name__}: {error}"
             if isinstance(error, Exception):
                 forget_transfers()
-                for x in leaves:
-                    if is_sharded(x):
-                        x.forget_copies()
                 abandon(why)
             if entry.donating and entry.run.wrote:
                 for x in leaves:
@@ -174,33 +179,17 @@ class Step:
         fresh = iter(outputs)
         kept = set(program.kept)
         new = [next(fresh) if j in kept else t for j, t in enumerate(tensors)]
+        why = (f"This state was given to {self.__name__} and its memory belongs to the state it returned; use that "
+               "one, or compile(..., donate=False).")
         for x in leaves:
             if is_sharded(x):
-                x.donate(f"This state was given to {self.__name__} and its memory belongs to the state it returned; "
-                         "use that one, or compile(..., donate=False).")
-        for j, (spec, _) in enumerate(program.owners):
-            if spec is None and j not in kept:
-                self._given.add(tensors[j])
-                new[j] = tensors[j].detach()
+                x.donate(why)
+        for j, t in enumerate(tensors):
+            if j not in kept:  # known by identity, so that others who hold the old one hear of it
+                donation.give(t, why)
+                new[j] = t.detach()
         full = {k: copies[a:b] for k, (a, b) in program.full.items()}
         return program.new_state.spread(new, full, arriving=True), program.aux.spread(fresh)
-
-
-class _Given:
-    """Plain tensors whose memory was given away: known by identity, held weakly."""
-
-    def __init__(self) -> None:
-        self._refs: dict[int, weakref.ref[Tensor]] = {}
-
-    def add(self, x: Tensor) -> None:
-        key = id(x)
-        self._refs[key] = weakref.ref(x, lambda _: self._refs.pop(key, None))
-
-    def check(self, x: Tensor, name: str) -> None:
-        ref = self._refs.get(id(x))
-        if ref is not None and ref() is x:
-            raise RuntimeError(f"This state was given to {name} and its memory belongs to the state it returned; use "
-                               "that one, or compile(..., donate=False).")
 
 
 def _params_among(state_def: tree.PyTreeSpec) -> list[int]:
@@ -218,7 +207,17 @@ def _refill(leaves: list[Any], positions: Iterable[int]) -> None:
 def _kind(x: Any) -> Any:
     """What of a leaf a capture depends on."""
     if is_sharded(x):
-        return tuple([p.dtype for p in x.pieces]), x.spec.stage
+        return x.spec.signature, tuple([(p.dtype, p.device) for p in x.pieces])
     if isinstance(x, Tensor):
         return x.shape, x.dtype, x.device, x.stride()
     return type(x), x
+
+
+def _no_leaf(name: str, state: Any, batch: Any) -> TypeError:
+    """What to say of a leaf that is neither a tensor nor a value that a signature can hold."""
+    for what, value in (("state", state), ("batch", batch)):
+        for path, x in zip(*tree.flatten_with_path(value, is_leaf=is_sharded)[:2], strict=True):
+            if not isinstance(x, Hashable):
+                return TypeError(f"{name}: {what} entry {tree.name_of(path)!r} is a {type(x).__name__}; leaves are "
+                                 "tensors, numbers, strings, bools and None: write torch.as_tensor(...) for an array.")
+    return TypeError(f"{name}: the state or the batch holds a node whose metadata cannot be hashed.")

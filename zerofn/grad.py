@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import tree
 from .collectives import sum_over
+from .layout import is_learned
 from .loop import loop
 from .loss_scale import NoLossScale
 from .mesh import Axis
@@ -34,8 +35,8 @@ class _Loss(NamedTuple):
     aux: Any
 
 
-def value_and_grad(loss_fn: LossFn, has_aux: bool = False, scale: Any = None, rng: Tensor | None = None
-                   ) -> ValueAndGrad:
+def value_and_grad(loss_fn: LossFn, has_aux: bool = False, scale: Any = None, rng: Tensor | None = None,
+                   frozen: Callable[[str], bool] | None = None) -> ValueAndGrad:
     """`(params, *args) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`.
 
     `loss_fn(params, *args)` sees full parameters in the compute dtype and returns a scalar: this rank's mean.
@@ -43,9 +44,10 @@ def value_and_grad(loss_fn: LossFn, has_aux: bool = False, scale: Any = None, rn
     `params` may be `Sharded`, plain, or a tree of both; gradients come back in its structure, unscaled, in the
     reduce dtype, averaged over ranks; a plain tree never communicates. Unused parameters get zeros. The loss
     is in float32 (float64 stays), the mean over the global batch; `aux` is this rank's own.
-    `scale` is a loss scale; `rng` the key for random operations, which raise without one.
+    `scale` is a loss scale; `rng` the key for random operations, which raise without one. `frozen(leaf name)` says
+    which plain leaves get zeros, as whole numbers do; `Sharded` know theirs. A complex leaf raises `TypeError`.
     """
-    return ValueAndGrad(loss_fn, has_aux, scale if scale is not None else NoLossScale(), rng)
+    return ValueAndGrad(loss_fn, has_aux, scale if scale is not None else NoLossScale(), rng, frozen)
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class ValueAndGrad:
     has_aux: bool
     scale: Any
     rng: Tensor | None
+    frozen: Callable[[str], bool] | None = None
     num_microbatches: int = 1
 
     def with_microbatches(self, n: int) -> ValueAndGrad:
@@ -64,8 +67,9 @@ class ValueAndGrad:
 
     def __call__(self, params: Any, *args: Any) -> tuple[Any, Any]:
         """-> (loss, grads) or ((loss, aux), grads)."""
-        nodes, treedef = tree.flatten(params, is_leaf=is_sharded)
-        work = _Work(self, nodes, treedef, _axis_of(nodes))
+        paths, nodes, treedef = tree.flatten_with_path(params, is_leaf=is_sharded)
+        learns = [_trainable(tree.name_of(p), x, self.frozen) for p, x in zip(paths, nodes, strict=True)]
+        work = _Work(self, nodes, learns, treedef, _axis_of(nodes))
         if self.num_microbatches == 1:
             only, partial = work.microbatch(nodes, args, 0)
             loss, aux, sums = _detached(only), only.aux, work.reduce(partial)
@@ -100,6 +104,7 @@ class _Work:
 
     vg: ValueAndGrad
     nodes: list[Any]
+    learns: list[list[bool]]  # of every node, which of its leaves get gradients
     treedef: tree.PyTreeSpec
     axis: Axis | None
 
@@ -108,10 +113,10 @@ class _Work:
         return 1 if self.axis is None else self.axis.size
 
     def microbatch(self, nodes: list[Any], args: Sequence[Any], index: Any) -> tuple[_Loss, list[Tensor]]:
-        """The local loss, and gradients: one flat tensor per trainable unit, one per plain leaf."""
+        """The local loss, and gradients: one flat tensor per trainable unit, one per plain leaf that learns."""
         full = [gather_leaves(x) if is_sharded(x) else [x] for x in nodes]
-        learns = [_trainable(x) for x in nodes]
-        leaves = [[_leaf(t, ok) for t, ok in zip(ts, oks, strict=True)] for ts, oks in zip(full, learns, strict=True)]
+        leaves = [[_leaf(t, ok) for t, ok in zip(ts, learns, strict=True)]
+                  for ts, learns in zip(full, self.learns, strict=True)]
         logical = [tree.unflatten(x.layout.treedef, ts) if is_sharded(x) else ts[0]
                    for x, ts in zip(nodes, leaves, strict=True)]
         wanted = [t for ts in leaves for t in ts if t.requires_grad]
@@ -154,10 +159,10 @@ class _Work:
     def reduce(self, flats: list[Tensor]) -> list[Tensor]:
         """What this rank keeps of the sum over ranks."""
         out, flat = [], iter(flats)
-        for x in self.nodes:
+        for x, learns in zip(self.nodes, self.learns, strict=True):
             if is_sharded(x):
                 out += [reduce_unit(x.spec, u, next(flat)) for u in x.layout.units if u.trainable]
-            else:  # replicated, beside what is sharded: replicas must move alike
+            elif learns[0]:  # replicated, beside what is sharded: replicas must move alike
                 out.append(next(flat) if self.axis is None else sum_over(next(flat), self.axis))
         return out
 
@@ -176,10 +181,10 @@ class _Work:
             fresh = iter(mine)
             values = tree.unflatten(treedef, [next(fresh) if isinstance(x, Tensor) else x for x in leaves])
             loss, flats = self.microbatch(nodes, values, index)
-            pair = _detached(loss)
-            sums = [pair[0]] + ([] if pair[1] is None else [pair[1]]) + (flats if late else self.reduce(flats))
+            # Copies, since a buffer that the next microbatch writes may be what was returned as loss or weight.
+            pair = [x.clone() for x in _detached(loss) if x is not None]
             aux_leaves, aux_treedef = tree.flatten(loss.aux)
-            return sums, aux_leaves, (aux_treedef, pair[1] is not None)
+            return pair + (flats if late else self.reduce(flats)), aux_leaves, (aux_treedef, len(pair) == 2)
 
         sums, stacked, (aux_treedef, weighted) = loop(body, n, [p for p in parts if isinstance(p, Tensor)])
         head = 2 if weighted else 1
@@ -200,9 +205,9 @@ class _Work:
             sums = [g / weight.to(g.dtype) for g in sums]
         found = iter(sums)
         out: list[Any] = []
-        for x in self.nodes:
+        for x, learns in zip(self.nodes, self.learns, strict=True):
             if not is_sharded(x):
-                out.append(next(found))
+                out.append(next(found) if learns[0] else _no_gradient(x))
                 continue
             pieces = [next(found) if u.trainable else _no_gradient(p)
                       for u, p in zip(x.layout.units, x.pieces, strict=True)]
@@ -219,13 +224,13 @@ def _detached(loss: _Loss) -> tuple[Tensor, Tensor | None]:
 
 
 def _no_gradient(piece: Tensor) -> Tensor:
-    """A zero that takes no memory, for what is frozen."""
+    """A zero that takes no memory, for what is frozen or a whole number."""
     return torch.zeros((), dtype=piece.dtype, device=piece.device).expand(piece.shape)
 
 
-def _trainable(node: Any) -> list[bool]:
+def _trainable(name: str, node: Any, frozen: Callable[[str], bool] | None) -> list[bool]:
     if not is_sharded(node):
-        return [node.is_floating_point()]
+        return [is_learned(name, node, lambda name: frozen is None or not frozen(name))]
     marks = {leaf.index: unit.trainable for unit in node.layout.units for leaf in unit.leaves}
     return [marks[i] for i in range(len(marks))]
 
@@ -252,8 +257,8 @@ def _flat_gradients(nodes: list[Any], leaves: list[list[Tensor]], found: dict[in
                     dtype = x.spec.precision.reduces(piece.dtype)
                     flats.append(ravel(mine, unit, dtype) if any(g is not None for g in mine) else
                                  torch.zeros(unit.size, dtype=dtype, device=ts[0].device))
-        else:
-            g = found.get(id(ts[0]))
+        elif ts[0].requires_grad:
+            g = found[id(ts[0])]
             flats.append(torch.zeros_like(x) if g is None else g)
     return flats if weight is None else [g * weight.to(g.dtype) for g in flats]
 

@@ -186,6 +186,18 @@ def restrict(layout: Layout, keep: Callable[[Unit, Leaf], bool]) -> Layout:
     return Layout(tuple(units), treedef, layout.axis, layout.num_shards)
 
 
+def is_learned(name: str, leaf: Tensor, trainable: Callable[[str], bool]) -> bool:
+    """Whether a parameter gets a gradient: a floating one of which `trainable(name)` says so.
+
+    Raises `TypeError` for a complex one of which it does: a step would leave it as it is.
+    """
+    if leaf.is_complex() and trainable(name):
+        raise TypeError(f"parameter {name!r} is {str(leaf.dtype).removeprefix('torch.')}, and complex parameters are "
+                        "not trained: hold torch.view_as_real(w) in params and write torch.view_as_complex(w) in the "
+                        f"loss, or freeze it: TrainState.create(..., frozen=lambda name: name == {name!r}).")
+    return leaf.is_floating_point() and trainable(name)
+
+
 def make_layout(
     params: Any,
     num_shards: int,
@@ -202,7 +214,8 @@ def make_layout(
     under 2^16 elements merge into the one before, within one top-level entry of a nested tree. `unit`
     (leaf name -> unit name) overrides all of that. There is one buffer per (unit, dtype, trainable), and
     within it leaves are ordered by (label, path), so that each label of an optimizer is one run of elements.
-    `dtype` replaces the leaves' floating dtype (the master's).
+    `dtype` replaces the leaves' floating dtype (the master's). Raises `TypeError` for a complex leaf that is to be
+    trained; whole numbers never are.
     """
     paths, values, treedef = tree.flatten_with_path(params)
     order = sorted(range(len(paths)), key=lambda i: tree.natural_key(paths[i]))
@@ -211,7 +224,7 @@ def make_layout(
     buffers: dict[tuple[str, torch.dtype, bool], list[int]] = {}
     for i in order:
         kind = dtype if dtype is not None and values[i].is_floating_point() else values[i].dtype
-        learns = values[i].is_floating_point() and trainable(tree.name_of(paths[i]))
+        learns = is_learned(tree.name_of(paths[i]), values[i], trainable)
         buffers.setdefault((groups[i], kind, learns), []).append(i)
     names = _buffer_names(buffers)
     units = []

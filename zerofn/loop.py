@@ -34,40 +34,64 @@ def loop(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor], lis
         return _captured(body, n, sequences)
     static: Any = None
 
-    def once(index: Tensor, *slices: Tensor) -> list[Any]:
+    def once(index: Tensor, *slices: Tensor) -> tuple[list[Tensor], list[Any]]:
         nonlocal static
-        terms, row, extra = body(index, list(slices))
-        static = (len(terms), extra)
-        return [*terms, *row]
+        terms, row, static = body(index, list(slices))
+        return list(terms), list(row)
 
-    first = once(torch.tensor(0), *(s[0] for s in sequences))
-    num_sums, extra = static
-    out = _fold(once, first, n, sequences, num_sums)
-    return out[:num_sums], out[num_sums:], extra
+    sums, rows = _fold(once, n, sequences)
+    return sums, rows, static
 
 
 def run_loop(body: Callable[..., Sequence[Any]], n: int, sequences: Sequence[Tensor], closed: Sequence[Tensor],
              num_sums: int) -> list[Any]:
     """What the node does: `body(index, *slices, *closed)`, summed over the first `num_sums` outputs, stacked over
-    the others."""
-    def once(index: Tensor, *slices: Tensor) -> Sequence[Any]:
-        return body(index, *slices, *closed)
+    the others. All results are fresh memory."""
+    def once(index: Tensor, *slices: Tensor) -> tuple[list[Tensor], list[Any]]:
+        out = list(body(index, *slices, *closed))
+        return out[:num_sums], out[num_sums:]
 
-    return _fold(once, once(torch.tensor(0), *(s[0] for s in sequences)), n, sequences, num_sums)
+    sums, rows = _fold(once, n, sequences)
+    return [*sums, *rows]
 
 
-def _fold(once: Callable[..., Sequence[Any]], first: Sequence[Any], n: int, sequences: Sequence[Tensor],
-          num_sums: int) -> list[Any]:
-    # Sums start from the first round's terms, in their memory: a body returns fresh tensors there.
-    sums, rows = list(first[:num_sums]), [[x] for x in first[num_sums:]]
-    for i in range(1, n):
-        out = once(torch.tensor(i), *(s[i] for s in sequences))
-        for total, term in zip(sums, out[:num_sums], strict=True):
-            total.add_(term)
-        for column, x in zip(rows, out[num_sums:], strict=True):
-            column.append(x)
-        del out
-    return [*sums, *(torch.stack(c) if isinstance(c[0], Tensor) else c for c in rows)]
+def _fold(once: Callable[..., tuple[list[Tensor], list[Any]]], n: int, sequences: Sequence[Tensor]
+          ) -> tuple[list[Tensor], list[Any]]:
+    """Sums and stacks of what `n` rounds give, in memory of their own. A round's tensors are only read: they may be
+    the caller's batch, one tensor twice, one number expanded, or (rows) a buffer that the next round writes."""
+    sums: list[Tensor] = []
+    rows: list[Any] = []
+    for i in range(n):
+        terms, row = once(torch.tensor(i), *(s[i] for s in sequences))
+        _add(sums, terms, i, n)
+        _store(rows, row, i, n)
+        del terms, row  # or they would be held while the next round runs
+    return sums, rows
+
+
+def _add(sums: list[Tensor], terms: list[Tensor], i: int, n: int) -> None:
+    """Add round i's terms. The first addition makes the memory of the sums, a term at a time: a copy of the first
+    round's would be another pass over all of them."""
+    if i == 0:
+        sums += [t.clone() for t in terms] if n == 1 else terms
+        return
+    for k, term in enumerate(terms):
+        sums[k] = sums[k] + term if i == 1 else sums[k].add_(term)
+
+
+def _store(rows: list[Any], row: list[Any], i: int, n: int) -> None:
+    """Copy round i's rows into the stacks; what is no tensor is listed."""
+    if i == 0:
+        rows += [_stack_of(x, n) if isinstance(x, Tensor) else [None] * n for x in row]
+    for stack, x in zip(rows, row, strict=True):
+        if isinstance(x, Tensor) and x.shape != stack.shape[1:]:  # a copy would broadcast it
+            raise ValueError(f"accumulate: an aux leaf has shape {tuple(x.shape)} in microbatch {i}, in those before "
+                             f"{tuple(stack.shape[1:])}; what is stacked must have one shape.")
+        stack[i] = x.detach() if isinstance(x, Tensor) else x
+
+
+def _stack_of(x: Tensor, n: int) -> Tensor:
+    return x.new_empty((n, *x.shape))
 
 
 class _Reads(TorchDispatchMode):
@@ -108,41 +132,47 @@ def _captured(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor]
     assert trace is not None
     with outside_trace():
         index = torch.zeros((), dtype=torch.int64)
-        slices = [s[0].clone() for s in sequences]
+        slices = [_like(s[0]) for s in sequences]
         reads = _Reads([index, *slices])
         with reads:
-            terms, row, static = body(index, slices)
+            terms, row, static = _seen(*body(index, slices))
         known = [x for x in reads.found.values() if _is_traced(trace, x)]
-        shapes = [*(torch.empty_like(t) for t in terms), *(_stacked(x, n) for x in row)]
+        results = [t.clone() if n == 1 else t + t for t in terms]  # with the strides that sums have
+        results += [_stack_of(x, n) for x in row if isinstance(x, Tensor)]
         num_slices = len(slices)
 
         def flat(index: Tensor, *rest: Tensor) -> list[Any]:
             pairs = {id(x): y for x, y in zip(known, rest[num_slices:], strict=True)}
             with _Replaced(pairs):
-                sums, rows, _ = body(index, list(rest[:num_slices]))
+                sums, rows, _ = _seen(*body(index, list(rest[:num_slices])))
             return [*sums, *(x for x in rows if isinstance(x, Tensor))]
 
-        gm = trace_inner(flat)(index, *slices, *(torch.empty_like(x) for x in known))
-    return _node(trace, gm, n, sequences, known, len(terms), shapes, row, static)
+        gm = trace_inner(flat)(index, *slices, *map(_like, known))
+    return _node(trace, gm, n, sequences, known, len(terms), results, row, static)
+
+
+def _seen(terms: list[Tensor], row: list[Any], static: Any) -> tuple[list[Tensor], list[Any], Any]:
+    """What a body returns, through an operation: a tensor it closes over and hands on unread is noted as well."""
+    return [t.detach() for t in terms], [x.detach() if isinstance(x, Tensor) else x for x in row], static
 
 
 def _is_traced(trace: Any, x: Tensor) -> bool:
     return not isinstance(proxies_of(trace, x), Tensor)
 
 
-def _stacked(x: Any, n: int) -> Any:
-    return x.new_empty((n, *x.shape)) if isinstance(x, Tensor) else x
+def _like(x: Tensor) -> Tensor:
+    """A stand-in for `x` of the very same strides: what is traced may depend on them, as a view does."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def _node(trace: Any, gm: GraphModule, n: int, sequences: list[Tensor], closed: list[Tensor], num_sums: int,
-          shapes: list[Any], row: list[Any], static: Any) -> tuple[list[Tensor], list[Any], Any]:
-    """Put the body on the traced module, the node into the graph."""
+          results: list[Tensor], row: list[Any], static: Any) -> tuple[list[Tensor], list[Any], Any]:
+    """Put the body on the traced module, the node into the graph; `results` stand for what the node gives."""
     name = f"body_{sum(1 for k in vars(trace.tracer.root)['_modules'] if k.startswith('body_'))}"
     trace.tracer.root.register_module(name, gm)
     where = trace.tracer.create_proxy("get_attr", name, (), {})
     args = (where, n, proxies_of(trace, list(sequences)), proxies_of(trace, closed), num_sums)
     out = trace.tracer.create_proxy("call_function", run_loop, args, {}, name="run_loop")
-    values = bind_outputs([x for x in shapes if isinstance(x, Tensor)], out, constant=None, tracer=trace.tracer)
-    fresh = iter(values)
-    results: list[Any] = [next(fresh) if isinstance(x, Tensor) else [x] * n for x in shapes]
-    return results[:num_sums], results[num_sums:], static
+    values = list(bind_outputs(results, out, constant=None, tracer=trace.tracer))
+    stacks = iter(values[num_sums:])
+    return values[:num_sums], [next(stacks) if isinstance(x, Tensor) else [x] * n for x in row], static

@@ -69,9 +69,9 @@ class StaticLossScale:
 class DynamicLossScale(StaticLossScale):
     """A scale that grows by `factor` after `period` finite steps and shrinks by it on a step that is not.
 
-    `hysteresis` non-finite steps are forgiven before it shrinks (DeepSpeed's `hysteresis`, counted down and
-    restored when the scale grows); it never goes below `min_loss_scale`. `counter` is the number of finite
-    steps since the last change.
+    With `hysteresis` it is the hysteresis-th of these that shrinks it, and each one after that: 1 forgives none
+    (DeepSpeed's, counted down in `left` and restored when the scale grows). It never goes below `min_loss_scale`.
+    `counter` is the number of finite steps since the last change.
     """
 
     loss_scale: Any = 2.0**16
@@ -80,7 +80,7 @@ class DynamicLossScale(StaticLossScale):
     factor: float = 2.0
     min_loss_scale: float = 1.0
     hysteresis: int = 1
-    left: Any = None  # non-finite steps still to be forgiven, this one included
+    left: Any = None  # how many more non-finite steps it takes to shrink
 
     def __post_init__(self) -> None:
         super().__post_init__()

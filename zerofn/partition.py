@@ -68,8 +68,14 @@ def unshard(state: Any, rank: int | None = None) -> Any:
     """The full state again, every `Sharded` as the tree it stands for, in the stored dtype.
 
     On every rank; with `rank` on that rank alone, and None in place of each `Sharded` on the others. All ranks
-    must call it. At most one unit more than the result is held at a time.
+    must call it. At most one unit more than the result is held at a time. Raises `ValueError` for a rank that is not
+    there, on every rank and before anything is sent.
     """
+    for x in tree.leaves(state, is_leaf=is_sharded):
+        if rank is not None and is_sharded(x) and rank not in range(x.spec.axis.size):
+            raise ValueError(f"unshard: rank={rank!r} is not there; the state lies on {x.spec.axis.size} rank(s), "
+                             "numbered from 0. Leave rank out to have it on all of them.")
+
     def full(x: Any) -> Any:
         if not is_sharded(x):
             return x.clone() if isinstance(x, Tensor) else x

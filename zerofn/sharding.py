@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import tree
+from . import donation, tree
 from .collectives import AllGather, Linear, ReduceScatter, ops
 from .layout import Layout, Leaf, Unit, restrict, unravel
 from .mesh import Axis
 from .ops import flat as _flat  # noqa: F401  (defines zerofn::ravel)
 from .precision import Precision
-from .transport import wait_
+from .transport import generation, wait_
+
+_signatures: dict[Any, int] = {}
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,13 @@ class Spec:
         return self.layout.cut(unit, self.axis.rank)
 
     @cached_property
+    def signature(self) -> int:
+        """A number that two specs share if a step captured with one may run with the other on this rank."""
+        axis = self.axis
+        key = (self.layout, self.layout.treedef, self.stage, self.precision, axis.rank, axis.size, axis.group)
+        return _signatures.setdefault(key, len(_signatures))
+
+    @cached_property
     def trainable(self) -> Spec:
         """The spec without frozen units."""
         return Spec(restrict(self.layout, lambda unit, _: unit.trainable), self.axis, self.stage, self.precision)
@@ -58,16 +67,16 @@ class Sharded:
 
     `tree_map` over `Sharded` trees of one layout is the partitioned elementwise operation. Anything that is
     not elementwise goes through functions that know about ranks (`zerofn.global_norm`, `zerofn.gather`, ...).
-    Using one after a compiled step consumed it raises `RuntimeError`.
+    Using one after a compiled step consumed it, or another one that holds the same pieces, raises `RuntimeError`.
     """
 
-    __slots__ = ("__weakref__", "_lost", "_pieces", "arriving", "copies", "spec")
+    __slots__ = ("__weakref__", "_arriving", "_copies", "_lost", "_pieces", "spec")
 
     def __init__(self, spec: Spec, pieces: Iterable[Tensor], full: Sequence[Tensor] | None = None) -> None:
         self.spec = spec
         self._pieces = tuple(pieces)
-        self.copies = full  # stages 1 and 2: the gathered copy, a cache beside the tree
-        self.arriving = False  # whether a compiled step has started to fill it, and nobody has waited yet
+        self._copies = full  # stages 1 and 2: the gathered copy, a cache beside the tree
+        self._arriving = 0  # the generation of the transfers that fill it, while nobody has waited for them
         self._lost: str | None = None
 
     @property
@@ -75,16 +84,25 @@ class Sharded:
         """The local pieces, flat, in unit order."""
         if self._lost is not None:
             raise RuntimeError(self._lost)
+        donation.check(self._pieces)
         return self._pieces
+
+    @property
+    def copies(self) -> Sequence[Tensor] | None:
+        """The gathered copy of every unit, perhaps still arriving; None where there is none."""
+        if self._arriving and self._arriving != generation():
+            self.forget_copies()  # a failed step has cut off all transfers, or this is a forked process
+        return self._copies
 
     @property
     def full(self) -> Sequence[Tensor] | None:
         """The gathered copy of every unit, complete; None where there is none."""
-        if self.arriving and self.copies is not None:
-            for copy in self.copies:
+        copies = self.copies
+        if self._arriving and copies is not None:
+            for copy in copies:
                 wait_(copy)
-            self.arriving = False
-        return self.copies
+            self._arriving = 0
+        return copies
 
     @property
     def layout(self) -> Layout:
@@ -93,11 +111,15 @@ class Sharded:
 
     def move(self, pieces: Iterable[Tensor], full: Sequence[Tensor] | None) -> None:
         """Hold the same values in other buffers, with a gathered copy beside them."""
-        self._pieces, self.copies, self.arriving = tuple(pieces), full, False
+        self._pieces, self._copies, self._arriving = tuple(pieces), full, 0
+
+    def expect_copies(self) -> None:
+        """Say that transfers into the gathered copy are under way, for whoever needs it first to wait for."""
+        self._arriving = generation()
 
     def forget_copies(self) -> None:
         """Drop the gathered copy, whatever has arrived of it."""
-        self.copies, self.arriving = None, False
+        self._copies, self._arriving = None, 0
 
     def donate(self, why: str) -> None:
         """Give the buffers away; from here on any use raises `why`."""
@@ -130,6 +152,10 @@ class Sharded:
             for i, piece in zip(self._positions(mine.layout), part.pieces, strict=True):
                 pieces[i] = piece
         return Sharded(self.spec, pieces)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For copy and pickle: the gathered copy may be half there, and can be made again.
+        return Sharded, (self.spec, self.pieces)
 
     def __repr__(self) -> str:
         return describe(self)

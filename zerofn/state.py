@@ -44,7 +44,7 @@ class TrainState:
     def create(*, params: Any, tx: GradientTransformation, loss_scale: Any = None, seed: int = 0, extra: Any = None,
                frozen: Callable[[str], bool] | None = None) -> TrainState:
         """A state at step 0. `frozen(leaf name) -> bool` marks parameters that get no gradient and no moments;
-        an `nn.Parameter` with `requires_grad=False` is frozen too.
+        an `nn.Parameter` with `requires_grad=False` is frozen too, and so are whole numbers.
 
         Raises `TypeError` when `tx` is no gradient transformation.
         """
@@ -60,7 +60,7 @@ class TrainState:
 
     def value_and_grad(self, loss_fn: LossFn, has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
         """`f(*args) -> (loss, grads)` at this state's parameters, with its loss scale and random key."""
-        return _AtState(self, value_and_grad(loss_fn, has_aux, scale=self.loss_scale, rng=self.rng_at()))
+        return _AtState(self, value_and_grad(loss_fn, has_aux, self.loss_scale, self.rng_at(), self.frozen))
 
     def rng_at(self) -> Tensor:
         """The key of this step: a function of `rng` and `step`."""
@@ -141,11 +141,13 @@ def _with_unlearned(params: Any, frozen: Callable[[str], bool] | None) -> Callab
 
 
 def _learning(params: Any, frozen: Callable[[str], bool] | None) -> Any:
-    """The part of a tree an optimizer sees: `Sharded` without frozen units, plain with None at frozen leaves."""
+    """The part of a tree an optimizer sees: `Sharded` without frozen units, plain with None at frozen leaves and
+    whole numbers."""
     def pick(name: str, x: Any) -> Any:
         if is_sharded(x):
             return trainable(x)
-        return None if frozen is not None and frozen(name) else x
+        whole = isinstance(x, Tensor) and not (x.is_floating_point() or x.is_complex())
+        return None if whole or (frozen is not None and frozen(name)) else x
 
     paths, nodes, treedef = tree.flatten_with_path(params, is_leaf=is_sharded)
     return tree.unflatten(treedef, [pick(tree.name_of(p), x) for p, x in zip(paths, nodes, strict=True)])
@@ -153,16 +155,18 @@ def _learning(params: Any, frozen: Callable[[str], bool] | None) -> Any:
 
 def _whole(params: Any, part: Any) -> Any:
     """`params` with its trainable part replaced."""
-    nodes, treedef = tree.flatten(params, is_leaf=is_sharded)
-    if any(is_sharded(x) for x in nodes):
-        fresh = tree.leaves(part, is_leaf=is_sharded)
-        return tree.unflatten(treedef, [with_trainable(x, y) if is_sharded(x) else y
-                                        for x, y in zip(nodes, fresh, strict=True)])
-    if tree.structure(part) == treedef:
-        return part
-    by_path = dict(zip(*tree.flatten_with_path(part)[:2], strict=True))
-    paths = tree.flatten_with_path(params)[0]
-    return tree.unflatten(treedef, [by_path.get(p, x) for p, x in zip(paths, nodes, strict=True)])
+    paths, nodes, treedef = tree.flatten_with_path(params, is_leaf=is_sharded)
+    fresh = dict(zip(*tree.flatten_with_path(part, is_leaf=is_sharded)[:2], strict=True))
+    return tree.unflatten(treedef, [with_trainable(x, fresh[p]) if is_sharded(x) else fresh.get(p, x)
+                                    for p, x in zip(paths, nodes, strict=True)])
+
+
+def _bytes_here(x: Sharded) -> int | None:
+    """What this rank holds of it; None if it was given away."""
+    try:
+        return sum(p.numel() * p.element_size() for p in x.pieces)
+    except RuntimeError:
+        return None
 
 
 def _short(x: Any) -> str:
@@ -175,7 +179,8 @@ def _short(x: Any) -> str:
     if isinstance(x, Tensor):
         return f"{x.item()}" if x.numel() == 1 and x.device.type != "meta" else f"tensor{list(x.shape)}"
     nodes, _ = tree.flatten(x, is_leaf=is_sharded)
-    if any(map(is_sharded, nodes)):
-        held = sum(p.numel() * p.element_size() for n in nodes if is_sharded(n) for p in n.pieces)
-        return f"{type(x).__name__} with {sum(map(is_sharded, nodes))} Sharded trees, {held:,} bytes here"
+    held = [_bytes_here(n) for n in nodes if is_sharded(n)]
+    if held:
+        donated = f", {held.count(None)} donated" if None in held else ""
+        return f"{type(x).__name__} with {len(held)} Sharded trees{donated}, {sum(filter(None, held)):,} bytes here"
     return f"{type(x).__name__} of {len(nodes)} leaves" if len(nodes) > 3 else repr(x)

@@ -21,6 +21,8 @@ def allocate(spec: Spec, device: torch.device, cached: bool,
 
     `dtypes`: of the pieces, by unit; those of the layout by default.
     """
+    if cached:
+        wait_for_all()  # for the copies of states that were dropped, among others: nobody else will
     pieces: list[Tensor] = []
     full: list[Tensor] = []
     for unit, dtype in zip(spec.layout.units, dtypes or [u.dtype for u in spec.layout.units], strict=True):
@@ -58,7 +60,6 @@ def refill(sharded: Sharded) -> None:
 
     The pieces become views of it where dtypes agree, so nothing is held twice. All ranks call it.
     """
-    wait_for_all()  # for the copy that was dropped, among others: nobody else will
     made = allocate(sharded.spec, sharded.pieces[0].device, True, [p.dtype for p in sharded.pieces])
     with torch.no_grad():
         for mine, piece in zip(made.pieces, sharded.pieces, strict=True):

@@ -14,9 +14,11 @@ nothing. So one thread does all the posting; the tags are given where the transf
 
 from __future__ import annotations
 
-import functools
+import atexit
+import contextlib
+import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -27,6 +29,7 @@ from torch import Tensor
 from ._torch_compat import resolve_process_group
 from .agreement import explained
 from .ops.library import define
+from .poster import post
 
 Works = Callable[[], Sequence[dist.Work]]  # what to wait for, once all of it was posted
 
@@ -41,6 +44,8 @@ class _Transfer(NamedTuple):
 _pending: dict[int, _Transfer] = {}
 # By the group itself: one that is made anew, perhaps with other processes, begins anew.
 _tags: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_generation = 1
+LEAVING = timedelta(seconds=10)  # at most, for other ranks that do not take what was sent to them
 
 
 def _start(out: Tensor, works: Works, kept: tuple[Tensor, ...], finish: Callable[[], None]) -> Tensor:
@@ -74,30 +79,44 @@ def wait_for_all() -> None:
 
 def forget_transfers() -> None:
     """Let go of transfers that will not be waited for: they would keep the connections of their group open, and other
-    ranks waiting, when it is taken down."""
+    ranks waiting, when it is taken down. What they were to fill is of an earlier `generation` from here on."""
+    global _generation
+    _generation += 1
     _pending.clear()
 
 
-@functools.cache
-def _poster() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="zerofn-transfers")
+def generation() -> int:
+    """From 1: what was under way in an earlier one never came."""
+    return _generation
+
+
+def _leave() -> None:
+    """At the end of the process: other ranks may wait for what this one has started to send."""
+    with contextlib.suppress(RuntimeError):  # they may be gone
+        for transfer in list(_pending.values()):
+            for work in transfer.works():
+                work.wait(LEAVING)
+
+
+atexit.register(_leave)
+os.register_at_fork(after_in_child=forget_transfers)  # they go on in the process that started them
 
 
 def _point_to_point(group: str, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Works:
-    """Post transfers to and from ranks; see [Note: posting]."""
-    if not any(t.numel() for t in (*sends.values(), *receives.values())):
-        return tuple  # nothing to wait for: empty tensors all have one address
+    """Post transfers to and from ranks; see [Note: posting]. Every rank counts it, also one that has no part in it."""
     pg = resolve_process_group(group)
     tag = _tags[pg] = (_tags.get(pg, 0) + 1) % (1 << 30)
+    if not any(t.numel() for t in (*sends.values(), *receives.values())):
+        return tuple  # nothing to wait for: empty tensors all have one address
     # Each rank begins with its right neighbour, so that no rank is everyone's first.
     rank, size = pg.rank(), pg.size()
     peers = sorted(sends, key=lambda p: (p - rank) % size)
 
-    def post() -> list[dist.Work]:
+    def transfers() -> list[dist.Work]:
         works = [pg.recv([t], peer, tag) for peer, t in receives.items()]
         return works + [pg.send([sends[peer]], peer, tag) for peer in peers]
 
-    return _poster().submit(post).result
+    return post(transfers)
 
 
 def _is_gloo(group: str, tensor: Tensor) -> bool:
@@ -169,8 +188,8 @@ def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
     rank = pg.rank()
     out = torch.empty_like(x)
     if not _is_gloo(group, x):
-        ops = [dist.P2POp(dist.isend, x, r, pg) for r, s in enumerate(sources) if s == rank]
-        ops.append(dist.P2POp(dist.irecv, out, sources[rank], pg))
+        ops = [dist.P2POp(dist.isend, x, group=pg, group_peer=r) for r, s in enumerate(sources) if s == rank]
+        ops.append(dist.P2POp(dist.irecv, out, group=pg, group_peer=sources[rank]))
         begun = dist.batch_isend_irecv(ops)
         return _start(out, lambda: begun, (x,), _nothing)
     sends = {r: x for r, s in enumerate(sources) if s == rank and r != rank}

@@ -5,7 +5,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from zerofn.checkpoint import tensor_file
+from zerofn.checkpoint import stored, tensor_file
 from zerofn.checkpoint.tensor_file import DTYPES, CheckpointError, Entry, TensorFile, write_file
 
 
@@ -68,6 +68,22 @@ def test_a_read_touches_only_its_blocks(tmp_path, small_blocks, monkeypatch):
     file.read("long", 512 * 3 + 5, torch.zeros(512, dtype=torch.float64))
     file.close()
     assert loaded == [3, 4]
+
+
+def test_few_files_are_open_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(stored, "MAX_OPEN", 4)
+    for i in range(20):
+        write(tmp_path / str(i), {"x": torch.full((3,), float(i)), "y": torch.zeros(3)})
+    files, num_open = stored._Files(tmp_path, None, ""), []
+    for name in ("x", "y", "x"):  # files that were closed are opened again
+        for i in range(20):
+            into = torch.ones(3)
+            files[str(i)].read(name, 0, into)
+            assert torch.equal(into, torch.full((3,), i if name == "x" else 0.0))
+            num_open.append(sum(f._file is not None for f in files._files.values()))
+    assert max(num_open) == 4
+    files.close()
+    assert all(f._file is None for f in files._files.values())
 
 
 def damage(path, at: int) -> None:

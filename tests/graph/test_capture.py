@@ -120,6 +120,24 @@ def test_a_piece_in_another_dtype_is_named():
         capture(widened, state_of(module, 3), batch_of())
 
 
+@pytest.mark.parametrize("number", [5, 0.5, True])
+def test_a_number_in_the_new_state_is_the_tensor_it_was(number):
+    state = {"n": torch.tensor(0), "params": torch.ones(2), "z": torch.zeros(3)}
+    program = capture(lambda s, b: ({**s, "n": number}, b["x"].sum()), state, batch_of())
+    assert program.num_new == program.num_state == 3 and program.new_state.names == program.state.names
+    found, params, z, _ = results(program, state, batch_of())
+    assert found.dtype == {int: torch.int64, float: torch.float64, bool: torch.bool}[type(number)]
+    assert found.item() == number and same([params, z], [state["params"], state["z"]])
+
+
+def test_an_entry_that_ceases_to_be_a_tensor_is_named():
+    state = {"params": torch.ones(2), "tag": torch.tensor(0), "z": torch.ones(3)}
+    with pytest.raises(CaptureError, match=r"'tag' as a str; it was a tensor\. Return a tensor or a number"):
+        capture(lambda s, b: ({**s, "tag": "new"}, None), state, batch_of())
+    with pytest.raises(CaptureError, match=r"'tag' as a tensor; it was a str"):
+        capture(lambda s, b: ({**s, "tag": b["x"].sum()}, None), {**state, "tag": "old"}, batch_of())
+
+
 def test_errors_of_the_step_pass():
     def fails(state, batch):
         raise KeyError("no such thing")

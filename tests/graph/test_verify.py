@@ -41,15 +41,18 @@ def writers():
     def view(state, batch):
         batch["x"][0, 1:].zero_()
 
+    def part(state, batch):
+        batch["x"].chunk(2)[1].mul_(2)
+
     def out(state, batch):
         torch.add(batch["y"], 1, out=batch["x"])
 
-    return [counter, piece, gathered, input, view, out]
+    return [counter, piece, gathered, input, view, part, out]
 
 
 ENTRIES = {"counter": "state entry 'step'", "piece": r"state entry \"params\['0'\]\"",
            "gathered": r"state entry \"params\['0'\]\"", "input": "batch entry 'x'", "view": "batch entry 'x'",
-           "out": "batch entry 'x'"}
+           "part": "batch entry 'x'", "out": "batch entry 'x'"}
 
 
 @pytest.mark.parametrize("write", writers(), ids=lambda f: f.__name__)
@@ -74,6 +77,73 @@ def test_writing_to_a_gathered_copy_is_refused():
     with fake_ranks(2):
         for stage in (1, 2):
             refused(step, state_of(module, stage), batch_of(), "writes to the gathered copy of a parameter unit")
+
+
+def table_step(num_microbatches):
+    """An embedding that brings the rows it reads to a norm of 1, in place, with its table used again."""
+    table = torch.nn.Embedding(24, WIDTH, max_norm=1.0)
+
+    def loss_fn(params, batch):
+        x = functional_call(table, {"weight": params["0.weight"]}, (batch["ids"],))
+        return (x @ params["0.weight"].t()).square().mean()
+
+    def step(state, batch):
+        loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), num_microbatches)(batch)
+        return state.apply_gradients(grads), loss
+
+    return torch.nn.Sequential(table), step
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(("world", "precision"), [(2, None), (2, "bf16"), (1, "bf16")])
+def test_writing_to_what_was_gathered_is_refused(world, precision, n):
+    """The next gather, in the backward pass or for the tied output, would not have what was written."""
+    module, step = table_step(n)
+    match = (r"writes to what it gathered of state entry \"params\['0'\]\" in place \(aten::embedding_renorm_ at .*"
+             "write to a clone of it")
+    with fake_ranks(world):
+        refused(step, state_of(module, 3, precision=precision), {"ids": torch.arange(8)}, match)
+
+
+def test_gradients_may_be_written():
+    """At stage 0 they come out of a gather."""
+    module = build(2)
+
+    def step(state, batch):
+        loss, grads = state.value_and_grad(loss_of(module))(batch)
+        tree.tree_map(lambda g: g.mul_(0.5), grads)
+        return state.apply_gradients(grads), loss
+
+    for world in (1, 2):
+        for stage in range(4):
+            with fake_ranks(world):
+                assert checked(step, state_of(module, stage), batch_of()) == []
+
+
+def written_in_a_loop():
+    table = torch.zeros(WIDTH)
+    return {
+        "batch entry 'x'": lambda state, batch: batch["x"].mul_(2),
+        r"state entry 'extra\.seen'": lambda state, batch: state.extra["seen"].add_(batch["x"].sum(0)),
+        "a tensor it closes over": lambda state, batch: table.add_(batch["x"].sum(0)),
+    }
+
+
+@pytest.mark.parametrize("what", written_in_a_loop())
+def test_writing_in_a_loop_is_refused(what):
+    module, write = build(2), written_in_a_loop()[what]
+
+    def step(state, batch):
+        def loss_fn(params, rows):
+            write(state, rows)
+            return loss_of(module)(params, rows)
+
+        loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), 2)(batch)
+        return state.apply_gradients(grads), loss
+
+    state = state_of(module, 3, extra={"seen": torch.zeros(WIDTH)})
+    message = refused(step, state, batch_of(), f"writes to {what} in place")
+    assert f"(aten::{'mul' if 'batch' in what else 'add'}_.Tensor at {HERE}:" in message
 
 
 class Normed(torch.nn.Module):

@@ -9,6 +9,7 @@ import torch
 
 import zerofn
 from zerofn import optim
+from zerofn.ops import adamw as kernel
 
 WARMUP = (0.01, 0.1, 2, 4)  # warmup_cosine_decay_schedule
 
@@ -199,6 +200,27 @@ def test_non_contiguous_tensors_are_updated_like_any():
     assert not written.is_contiguous()
     torch.ops.zerofn.sgd_(written, g, *runs)
     assert torch.equal(written, torch.ops.zerofn.sgd(p, g, *runs))
+
+
+@pytest.mark.parametrize("device, kind", [("cpu", float), ("meta", torch.float32)])
+def test_adamws_kernel_gets_a_rate_it_can_read(monkeypatch, device, kind):
+    """A schedule's is a float64 tensor: a number on the CPU, which keeps its bits, and float32 elsewhere."""
+    rates = []
+    monkeypatch.setattr(kernel, "fused_adamw_", lambda *args, lr, **rest: rates.append(lr))
+    tensors = [torch.zeros(4, device=device) for _ in range(4)]
+    count, lr = torch.tensor(1, device=device), torch.tensor(0.1, dtype=torch.float64, device=device)
+    kernel.adamw_(*tensors, count, lr, None, None, [0], [4], [2.0], [0.0], 0.9, 0.99, 1e-8, True)
+    assert [x.dtype if isinstance(x, torch.Tensor) else type(x) for x in rates] == [kind]
+    assert device == "meta" or rates == [0.2]
+
+
+def test_a_buffer_of_no_leaves_at_all_is_refused():
+    for device in ("cpu", "meta"):  # and what fake tensors run
+        like = torch.zeros(3, device=device)
+        flat = torch.ops.zerofn.ravel([None, like], [0, 32], 64, torch.float64)
+        assert (flat.device.type, flat.dtype, flat.shape) == (device, torch.float64, (64,))
+    with pytest.raises(ValueError, match="all leaves are None"):
+        torch.ops.zerofn.ravel([None, None], [0, 32], 64, torch.float32)
 
 
 @pytest.mark.parametrize("finite", [None, True, False])

@@ -58,6 +58,17 @@ def test_apply_multiplies_by_the_factor_and_heeds_the_verdict(name, finite):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("size", [-1.0, -1e-4, 0.5])
+def test_clipping_after_a_scale_of_either_sign(size):
+    """On the fused path the norm is that of the gradients times what came before."""
+    tx = optim.chain(optim.scale(size), optim.clip_by_global_norm(1.0), optim.sgd(1.0))
+    params, g = trees.params(), trees.grads(0)
+    state = tx.init(params)
+    expected = optim.apply_updates(params, tx.update(g, state, params)[0])
+    assert tx.apply is not None
+    trees.assert_close(tx.apply(g, state, params, None, None)[0], expected)
+
+
 class RmsState(NamedTuple):
     nu: Any
 

@@ -1,4 +1,7 @@
+import contextlib
 import gc
+import time
+from copy import deepcopy
 
 import pytest
 import torch
@@ -92,3 +95,82 @@ def left_under_way():
 
 def test_nothing_piles_up(ranks):
     assert ranks(2, left_under_way) == [[4, 4, 4, 0]] * 2
+
+
+def dropped():
+    """Transfers that are there after states with copies under way were dropped, and another one is made."""
+    rank, module = dist.get_rank(), build()
+    step = zerofn.compile(train_step_of(module))
+    for k in range(3):
+        step(state_of(module, 2), batch_of(rank, seed=k))
+    return len(transport._pending)
+
+
+def test_what_dropped_states_left_does_not_pile_up(ranks):
+    assert ranks(2, dropped) == [4, 4]  # of the last
+
+
+@contextlib.contextmanager
+def slow_posts():
+    """On the second rank: what a step leaves under way takes its time."""
+    post = transport.post
+
+    def slowly(task):
+        def later():
+            time.sleep(0.05)
+            return task()
+
+        return post(later)
+
+    transport.post = slowly if dist.get_rank() == 1 else post
+    try:
+        yield
+    finally:
+        transport.post = post
+
+
+def copied():
+    rank, module = dist.get_rank(), build()
+    state, step = state_of(module, 2), zerofn.compile(train_step_of(module))
+    state, _ = step(state, batch_of(rank))
+    with slow_posts():
+        state, _ = step(state, batch_of(rank))
+        twin = deepcopy(state.params)
+        mine, theirs = (tree.leaves(zerofn.gather(x)) for x in (twin, state.params))
+    return all(map(torch.equal, mine, theirs))
+
+
+def test_a_copy_of_a_state_that_is_still_arriving(ranks):
+    assert ranks(2, copied) == [True, True]
+
+
+@torch.library.custom_op("small_steps::fails_here", mutates_args=())
+def fails_here(x: torch.Tensor) -> torch.Tensor:
+    raise IndexError("no such row")
+
+
+@fails_here.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def cut_off():
+    """One state is arriving when another one's step fails: its copies never come, and nobody takes them for whole."""
+    rank, module = dist.get_rank(), build()
+    state, step = state_of(module, 2), zerofn.compile(train_step_of(module))
+    other = state_of(module, 3)
+    failing = zerofn.compile(lambda s, b: train_step_of(module)(s, {**b, "x": fails_here(b["x"])}))
+    with slow_posts():
+        state, _ = step(state, batch_of(rank))
+        with pytest.raises((RuntimeError, IndexError)):
+            failing(other, batch_of(rank))
+        assert state.params.full is None
+    assert all(p.isfinite().all() for p in state.params.pieces)  # its own pieces are whole
+    return "told"
+
+
+def test_copies_that_a_failure_cut_off_are_not_used(ranks):
+    try:
+        assert ranks(2, cut_off) == ["told", "told"]
+    finally:
+        ranks.stop()  # their group is gone

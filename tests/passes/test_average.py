@@ -53,6 +53,19 @@ def test_a_whole_number_has_no_mean():
         num_added({"seen": torch.tensor(0)}, lambda s, b, loss: {"seen": (b["x"] > 0).sum()})
 
 
+@pytest.mark.parametrize("name", ["a", "z"])  # before and after the rest
+def test_a_number_in_the_state_shifts_nothing(name):
+    def step(state, batch):
+        return {**state, name: 5, "seen": batch["x"].mean(0)}, batch["x"].sum()
+
+    state = {"params": {"w": torch.ones(WIDTH)}, "seen": torch.zeros(WIDTH), name: 0}
+    with fake_ranks(2):
+        program = captured(step, zerofn.shard(state), batch_of())
+        program.gm = average(program.gm, program)
+    outputs = zip([*program.new_state.names, "aux"], program.output.args[0], strict=True)
+    assert [name for name, x in outputs if x.target is ops.part.default] == ["seen"]
+
+
 class Normed(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -52,6 +52,18 @@ def test_a_unit_gathered_twice_is_gathered_once():
         assert len(gathers(captured(step, state, batch_of(), canonicalize).gm)) == 4
 
 
+def test_of_two_casts_one_that_is_written_stays_its_own():
+    def step(state, batch):
+        a, b, c = (batch["x"].double() for _ in range(3))
+        b.view(-1).mul_(2)
+        return a, b, c
+
+    state, batch = {"params": torch.ones(2)}, batch_of()
+    program = captured(step, state, batch, canonicalize)
+    assert count(program, aten._to_copy.default) == 2
+    assert same(results(program, state, batch), step(state, batch))
+
+
 def test_recomputation_is_not_merged():
     module = build()
     loss_fn = loss_of(module)

@@ -2,8 +2,10 @@ import pytest
 import torch
 
 import zerofn
-from small_steps import aten, batch_of, build, loss_of, ops, scheduled, state_of, train_step_of
-from zerofn import tree
+from small_steps import aten, batch_of, build, fake_ranks, gathers, loss_of, ops, scheduled, state_of, train_step_of
+from zerofn import optim, tree
+from zerofn.graph.alias import positions
+from zerofn.graph.edit import wait_of
 
 
 def pointers(value):
@@ -165,3 +167,29 @@ def test_entries_that_share_memory_are_parted():
         state, _ = run(state, batch_of())
         assert torch.equal(state["params"]["w"], torch.full((16,), 2.0 + k))
         assert torch.equal(state["average"], torch.full((16,), 0.5 / (k + 1)))
+
+
+def test_no_piece_is_updated_while_it_is_sent():
+    """The old parameters are gathered again after the update; that gather starts before it."""
+    module = build(4)
+
+    def step(state, batch):
+        new, aux = train_step_of(module)(state, batch)
+        return new, {**aux, "before": loss_of(module)(zerofn.gather(state.params), batch)}
+
+    with fake_ranks(2):
+        gm = scheduled(step, state_of(module, 3), batch_of(), donating=True).gm
+    where = positions(gm.graph)
+    sent = [(g.args[0], where[g], where[wait_of(g)]) for g in gathers(gm)]
+    updates = [n for n in gm.graph.nodes if n.target in (ops.adamw_.default, aten.copy_.default)]
+    assert len(sent) > 4 and sum(n.args[0] in {piece for piece, *_ in sent} for n in updates) == 4
+    for node in updates:
+        assert not any(piece is node.args[0] and where[node] < stop for piece, _, stop in sent)
+
+
+def test_a_rule_that_reads_what_it_would_write_is_not_run_in_place():
+    module = build(2)
+    program = scheduled(lambda s, b: (s.apply_gradients(s.params), None), state_of(module, 3, tx=optim.lion(0.1)),
+                        batch_of(), donating=True)
+    targets = [n.target for n in program.gm.graph.nodes]
+    assert targets.count(ops.lion.default) == 2 and ops.lion_.default not in targets

@@ -32,3 +32,15 @@ def test_a_state_that_was_kept_is_not_written_with_the_next():
     before = [x.clone() for x in tree.leaves(state)]
     zerofn.compile(touch)(kept, batch_of())
     assert all(map(torch.equal, tree.leaves(state), before))
+
+
+def test_entries_of_the_new_state_share_nothing_with_each_other_or_the_rest():
+    def step(state, batch):
+        new = state["params"] * batch["x"].mean()
+        return {"params": new, "same": new.view(-1)}, {"rest": new[1:], "own": new.sum(), "twice": new.sum()}
+
+    state = {"params": torch.ones(16), "same": torch.ones(16)}
+    new, aux = zerofn.compile(step, donate=False)(state, batch_of())
+    assert torch.equal(new["params"], new["same"]) and torch.equal(new["params"][1:], aux["rest"])
+    memory = [x.untyped_storage().data_ptr() for x in tree.leaves((new, aux))]
+    assert len(set(memory)) == len(memory)

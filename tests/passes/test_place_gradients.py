@@ -49,6 +49,19 @@ def test_a_gradient_that_something_else_reads_is_copied():
     assert same(results(after, state, batch), results(before, state, batch))
 
 
+def test_one_gradient_of_two_leaves_is_made_once_and_copied():
+    def step(state, batch):
+        g = batch["x"].t() @ batch["y"]
+        return ops.ravel([g, batch["x"], g], [0, 256, 320], 1024, torch.float32)
+
+    state, batch = {"params": torch.ones(2)}, batch_of()
+    before = captured(step, state, batch, *BEFORE)
+    after = captured(step, state, batch, *BEFORE, place_gradients)
+    (made,), (fill,) = targets(after, aten.mm.out), targets(after, ops.fill_.default)
+    assert fill.args[1] == [None, fill.args[1][1], made.kwargs["out"]] and fill.args[4] == [True, False, False]
+    assert same(results(after, state, batch), results(before, state, batch))
+
+
 class Words(torch.nn.Module):
     """An embedding, a layer norm, a convolution and a tied output."""
 

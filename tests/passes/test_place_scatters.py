@@ -1,9 +1,11 @@
 import torch
 
+import zerofn
 from small_steps import (
     batch_of,
     build,
     captured,
+    fake_ranks,
     lowered,
     ops,
     results,
@@ -12,7 +14,7 @@ from small_steps import (
     state_of,
     train_step_of,
 )
-from zerofn.graph.alias import positions
+from zerofn.graph.alias import positions, writes
 from zerofn.graph.edit import wait_of
 from zerofn.passes.canonicalize import canonicalize
 from zerofn.passes.place_scatters import IN_FLIGHT, place_scatters
@@ -51,6 +53,22 @@ def test_the_first_wait_comes_after_the_second_start():
     starts = scatters(gm)
     for start, later in zip(starts, starts[2:], strict=False):
         assert where[starts[starts.index(start) + 1]] < where[wait_of(start)] < where[later]
+
+
+def test_a_gradient_is_sent_after_what_writes_it_through_a_view():
+    module = build(2)
+
+    def step(state, batch):
+        g = {k: torch.ones_like(p) * batch["x"].mean() for k, p in zerofn.gather(state.params).items()}
+        for x in g.values():
+            x[0] = 0
+        return state.replace(params=zerofn.scatter(g, like=state.params)), batch["y"].sum()
+
+    with fake_ranks(2):
+        gm = captured(step, state_of(module, 3), batch_of(), canonicalize, place_scatters).gm
+    where = positions(gm.graph)
+    writers = sorted(where[n] for n in gm.graph.nodes if writes(n))
+    assert len(writers) == 4 and [where[s] > writers[2 * k + 1] for k, s in enumerate(scatters(gm))] == [True] * 2
 
 
 def bit_equal():

@@ -46,8 +46,8 @@ def test_communicated_elements(n, options):
     assert per_element(0, n, **options) == dict.fromkeys(units, 2)  # all-reduce: a reduce-scatter and an all-gather
     assert per_element(1, n, **options) == dict.fromkeys(units, 2)
     assert per_element(2, n, **options) == dict.fromkeys(units, 1 + n)
-    # The first layer has no region in the backward pass, the last two have one for both.
-    two_regions, one_region = dict.fromkeys(["3", "6", "9"], 3 * n), dict.fromkeys(["0", "12", "15"], 2 * n)
+    # The first layer has no region in the backward pass, the last three have one for both.
+    two_regions, one_region = dict.fromkeys(["3", "6"], 3 * n), dict.fromkeys(["0", "9", "12", "15"], 2 * n)
     assert per_element(3, n, **options) == two_regions | one_region
 
 

@@ -1,28 +1,43 @@
 import os
 import signal
 import threading
+import time
 
 import pytest
 
-from zerofn.runtime.failure import whole_steps
+from zerofn.runtime.failure import SOON, deliver, whole_steps
 
 
-def test_an_interrupt_waits_for_the_end():
-    done = []
-    with pytest.raises(KeyboardInterrupt), whole_steps():
+def interrupted():
+    """What came of the rest of a step, in the middle of which somebody pressed Ctrl-C."""
+    with whole_steps():
         os.kill(os.getpid(), signal.SIGINT)
-        done.append("the rest of the step")
-    assert done == ["the rest of the step"]
+        return "the rest of the step"
+
+
+def test_an_interrupt_waits_until_the_result_is_there():
+    assert interrupted() == "the rest of the step"
+    with pytest.raises(KeyboardInterrupt):
+        deliver()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    time.sleep(2 * SOON)  # and does not come twice
+    deliver()
+
+
+def test_it_comes_soon_where_no_step_follows():
+    assert interrupted() == "the rest of the step"
+    with pytest.raises(KeyboardInterrupt):
+        time.sleep(20 * SOON)
+    deliver()
 
 
 def test_the_handler_that_was_there_is_called_and_put_back():
     seen = []
     before = signal.signal(signal.SIGINT, lambda *args: seen.append(args[0]))
     try:
-        with whole_steps():
-            os.kill(os.getpid(), signal.SIGINT)
-            assert seen == []
+        interrupted()
+        assert seen == []
+        deliver()
         assert seen == [signal.SIGINT]
         os.kill(os.getpid(), signal.SIGINT)
         assert seen == [signal.SIGINT] * 2
@@ -43,6 +58,7 @@ def test_other_threads_leave_signals_alone():
     def work():
         with whole_steps():
             ran.append(signal.getsignal(signal.SIGINT))
+        deliver()
 
     thread = threading.Thread(target=work)
     thread.start()

@@ -30,24 +30,28 @@ class Source(Protocol):
 
 
 class _Files:
-    """Open files of one folder."""
+    """The files of one folder, at most `MAX_OPEN` of them open. Ask here for a file at every read: one that was not
+    asked for since all were closed is not open."""
 
     def __init__(self, folder: Path, expected: dict[str, Written] | None, fix: str) -> None:
         self.folder, self._expected, self._fix = folder, expected, fix
         self._files: dict[str, TensorFile] = {}
+        self._asked: set[str] = set()  # since all were closed
 
     def __getitem__(self, name: str) -> TensorFile:
-        file = self._files.get(name)
-        if file is None:
-            if len(self._files) % MAX_OPEN == MAX_OPEN - 1:
-                self.close()
+        if name not in self._files:
             expected = None if self._expected is None else self._expected[name]
-            file = self._files[name] = TensorFile(self.folder / name, expected, self._fix)
-        return file
+            self._files[name] = TensorFile(self.folder / name, expected, self._fix)
+        if name not in self._asked:
+            if len(self._asked) == MAX_OPEN:
+                self.close()
+            self._asked.add(name)
+        return self._files[name]
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.close()
+        for name in self._asked:
+            self._files[name].close()
+        self._asked.clear()
 
 
 class Checkpoint:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -18,6 +17,8 @@ _UNDECLARED = {
     for packet in (aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm, aten.batch_norm_update_stats,
                    aten.batch_norm_gather_stats, aten.batch_norm_gather_stats_with_counts)
 }
+# Operations whose results look at their first argument's memory, which their schemas do not say.
+_UNTOLD = (aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
 _views: dict[OpOverload, list[tuple[int, str]]] = {}
 
 
@@ -31,9 +32,14 @@ def sources(node: Node) -> list[Node]:
     if not isinstance(node.target, OpOverload):
         return []
     if node.target not in _views:
-        _views[node.target] = aliased_arguments(node.target)
+        _views[node.target] = [(0, "self")] if node.target in _UNTOLD else aliased_arguments(node.target)
     found = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in _views[node.target]]
     return [x for x in found if isinstance(x, Node)]
+
+
+def is_given(memory: Node) -> bool:
+    """Whether memory is there before the graph runs: an input's, or a constant's."""
+    return memory.op in ("placeholder", "get_attr")
 
 
 def is_view(node: Node) -> bool:
@@ -76,14 +82,11 @@ def given_to_body(node: Node) -> dict[Node, Node]:
 
 
 def _written_by_loop(node: Node) -> list[Node]:
+    given = given_to_body(node)
     if "writes" not in node.meta:
-        body = body_of(node)
-        root = roots(body.graph)
-        inputs = [x for x in body.graph.nodes if x.op == "placeholder"]
-        written = {root[w] for x in body.graph.nodes for w in writes(x)}
-        node.meta["writes"] = [i for i, x in enumerate(reversed(inputs)) if x in written]
-    closed = list(reversed(node.args[3]))  # type: ignore[arg-type]
-    return [closed[i] for i in node.meta["writes"]]
+        written = written_memory(roots(body_of(node).graph))
+        node.meta["writes"] = [x for x in given if x in written]
+    return [given[x] for x in node.meta["writes"]]
 
 
 def roots(graph: Graph) -> dict[Node, Node]:
@@ -104,11 +107,26 @@ def last_uses(graph: Graph, where: dict[Node, int], root: dict[Node, Node]) -> d
     """Memory -> the position of the last node that touches it, through any view."""
     last: dict[Node, int] = {}
     for node in graph.nodes:
-        for used in (node, *node.all_input_nodes):
+        # A transfer reads what it sends until it was waited for.
+        sent = node.args[0].all_input_nodes if node.target is torch.ops.zerofn.wait.default else []
+        for used in (node, *node.all_input_nodes, *sent):
             last[root[used]] = max(last.get(root[used], -1), where[node])
     return last
 
 
-def any_written(nodes: Iterable[Node]) -> set[Node]:
-    """All nodes that some node of `nodes` writes to."""
-    return {x for node in nodes for x in writes(node)}
+def written_before(graph: Graph) -> dict[Node, Node]:
+    """Node -> the last node before it that writes to memory it reads, through any view: it cannot move above that."""
+    where, root = positions(graph), roots(graph)
+    writer: dict[Node, Node] = {}  # memory -> what wrote it last
+    found: dict[Node, Node] = {}
+    for node in graph.nodes:
+        earlier = [writer[root[x]] for x in node.all_input_nodes if root[x] in writer]
+        if earlier:
+            found[node] = max(earlier, key=where.__getitem__)
+        writer.update((root[x], node) for x in writes(node))
+    return found
+
+
+def written_memory(root: dict[Node, Node]) -> set[Node]:
+    """The memory, as `roots` of a graph names it, that some node of that graph writes to."""
+    return {root[x] for node in root for x in writes(node)}

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from .. import tree
 from .._torch_compat import DataDependentBranch, DataDependentError, DynamicShapeError, compiling, lazy_code, make_fx
+from ..partition import as_tensor
 from ..sharding import is_sharded
 from .lines import Lines, user_line
 from .program import Flat, Program, cached
@@ -29,7 +30,8 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
     """Run `step(state, batch)` on fake tensors and record what it does.
 
     With `traces` every node knows the user's line it comes from (slower; used to explain a refusal).
-    Raises `CaptureError` for a step that branches on data or returns something other than tensors.
+    Numbers in the new state become the tensors they are in the old one. Raises `CaptureError` for a step that branches
+    on data, or returns a state of another structure or other kinds of entries.
     """
     state_flat, state_tensors = Flat.of(state)
     batch_flat, batch_tensors = Flat.of(batch)
@@ -46,7 +48,7 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
             out = step(fake_state, fake_batch)
         _check_values(out)
         new_state, aux = _split(out, state)
-        seen["state"], new = (None, []) if new_state is None else Flat.of(new_state)
+        seen["state"], new = (None, []) if new_state is None else Flat.of(_numbers_as_tensors(new_state, state))
         _check_pieces(state_flat, state_tensors, new)
         seen["aux"], rest = Flat.of(aux)
         seen["num_new"] = len(new)
@@ -146,6 +148,21 @@ def _check_values(out: Any) -> None:
         if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise CaptureError(f"the step returns {tree.name_of(path)!r} as a number taken from a tensor (.item(), "
                                "float(...)). Return the tensor, and ask for its value outside.")
+
+
+def _numbers_as_tensors(new: Any, old: Any) -> Any:
+    """A new state with a tensor wherever the old one, of the same structure, has one."""
+    paths, leaves, treedef = tree.flatten_with_path(new, is_leaf=is_sharded)
+    out: list[Any] = []
+    for path, x, before in zip(paths, leaves, tree.leaves(old, is_leaf=is_sharded), strict=True):
+        if isinstance(x, int | float) and isinstance(before, Tensor):
+            x = as_tensor(x).to(before.device)
+        if isinstance(x, Tensor) != isinstance(before, Tensor):
+            kind, was = ("tensor" if isinstance(v, Tensor) else type(v).__name__ for v in (x, before))
+            raise CaptureError(f"the step returns state entry {tree.name_of(path)!r} as a {kind}; it was a {was}. "
+                               "Return a tensor or a number where there was one; keep other things outside the state.")
+        out.append(x)
+    return tree.unflatten(treedef, out)
 
 
 def _check_pieces(flat: Flat, old: list[Tensor], new: list[Tensor]) -> None:

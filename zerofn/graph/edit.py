@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..loop import run_loop
-from .alias import any_written, body_of, is_view, positions, writes
+from .alias import body_of, is_view, positions, roots, writes, written_before, written_memory
 
 ops = torch.ops.zerofn
 GATHERS = (ops.all_gather.default,)
@@ -43,11 +43,15 @@ def wait_of(start: Node) -> Node:
 
 
 def weight_chain(graph: Graph) -> list[Node]:
-    """Nodes that only fetch parameters, in order: gathers, their waits, casts before them and views after them."""
+    """Nodes that only fetch parameters, in order: gathers, their waits, casts before them and views after them.
+
+    None that reads, or stands on, memory that anything writes: when it runs, and whether twice, would then matter.
+    """
     chain: dict[Node, None] = {}
-    written = any_written(graph.nodes)
+    root = roots(graph)
+    written = written_memory(root)
     for node in graph.nodes:
-        if node.op != "call_function" or not node.all_input_nodes:
+        if node.op != "call_function" or not node.all_input_nodes or root[node] in written:
             continue
         inputs_ok = all(x in chain or (x.op == "placeholder" and x not in written) for x in node.all_input_nodes)
         if not inputs_ok:
@@ -78,12 +82,15 @@ def sink(graph: Graph, nodes: Iterable[Node]) -> None:
 
 
 def raise_up(graph: Graph, nodes: Iterable[Node]) -> None:
-    """Move each of `nodes` to just after the last of its inputs, keeping their mutual order."""
-    where, order = positions(graph), list(nodes)
+    """Move each of `nodes`, which write nothing, to just after the last of its inputs and of what writes to their
+    memory before it, keeping their mutual order."""
+    where, order, writer = positions(graph), list(nodes), written_before(graph)
     anchor: dict[Node, Node] = {}
     for node in order:
-        inputs = [anchor.get(x, x) for x in node.all_input_nodes]
-        anchor[node] = max(inputs, key=where.__getitem__)
+        after = [anchor.get(x, x) for x in node.all_input_nodes]
+        if node in writer:
+            after.append(writer[node])
+        anchor[node] = max(after, key=where.__getitem__)
     for node in reversed(order):
         anchor[node].append(node)
 

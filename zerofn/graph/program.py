@@ -16,14 +16,11 @@ from ..sharding import Sharded, is_sharded
 
 @dataclass(frozen=True)
 class Flat:
-    """A tree of tensors, `Sharded` nodes included, as a flat list; `spread` is the way back.
-
-    `shardeds[k]` is (position of its first piece, number of pieces, its spec); `static` are leaves that are no
-    tensors, by position.
-    """
+    """A tree of tensors, `Sharded` nodes included, as a flat list, a `Sharded` as its pieces; `spread` is the way
+    back. Leaves that are no tensors are kept here, as they are."""
 
     treedef: tree.PyTreeSpec
-    nodes: tuple[Any, ...]  # per node: a Spec, or None for a tensor, or (value,) for a static leaf
+    nodes: tuple[Any, ...]  # per node: a Spec, or None for a tensor, or (value,) for another leaf
     names: tuple[str, ...]  # per tensor: its key path
 
     @staticmethod
@@ -59,7 +56,8 @@ class Flat:
             else:
                 pieces = [next(fresh) for _ in node.layout.units]
                 leaves.append(Sharded(node, pieces, None if full is None else full.get(k)))
-                leaves[-1].arriving = arriving
+                if arriving:
+                    leaves[-1].expect_copies()
         return tree.unflatten(self.treedef, leaves)
 
 
@@ -74,8 +72,7 @@ class Program:
     """One captured step.
 
     Placeholders are, in order: the state's tensors, the gathered copies, the batch's tensors. Outputs: the new
-    state's tensors (none in an evaluation step), then aux's. `donated` maps an output position to the
-    placeholder whose memory it takes over.
+    state's tensors (none in an evaluation step; after `donate` those in `kept`), then aux's.
     """
 
     gm: GraphModule
@@ -85,8 +82,9 @@ class Program:
     aux: Flat
     num_state: int
     num_new: int
-    full: dict[int, tuple[int, int]] = field(default_factory=dict)  # node -> [first, stop) among copies
-    kept: list[int] = field(default_factory=list)  # new state tensors the graph returns; the rest is in place
+    # Position of a node of the state -> [first, stop) among the gathered copies.
+    full: dict[int, tuple[int, int]] = field(default_factory=dict)
+    kept: list[int] = field(default_factory=list)  # where donated: new state tensors it returns; the rest is in place
     timings: dict[str, float] = field(default_factory=dict)
     name: str = "step"
 

@@ -11,12 +11,13 @@ from torch.fx import GraphModule, Node
 
 from .._torch_compat import OpOverload, schema_arguments
 from ..loop import run_loop
-from .alias import body_of, given_to_body, roots, writes
+from .alias import body_of, given_to_body, sources, writes
 from .capture import CaptureError
 from .edit import is_gather, is_start, loops
 from .program import Program, owners, tensor_of
 
-aten = torch.ops.aten
+ops, aten = torch.ops.zerofn, torch.ops.aten
+_CLOSED_OVER = "a tensor it closes over"
 _SHAPE_ONLY = {
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
     aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default,
@@ -28,23 +29,19 @@ _ELEMENTWISE = {
     aten.lift_fresh_copy.default, aten.where.self, aten.fill.Scalar, operator.getitem,
 }
 # The same at every place; and constants by runs, which know how the state is cut.
-_CONSTANT = {*_SHAPE_ONLY, aten.zeros.default, aten.ones.default, aten.full.default, torch.ops.zerofn.fill_runs.default}
+_CONSTANT = {*_SHAPE_ONLY, aten.zeros.default, aten.ones.default, aten.full.default, ops.fill_runs.default}
 _SAME_SIZE = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
 
 
 def check_purity(program: Program) -> list[Tensor]:
     """Raise `CaptureError` unless the step is a pure function; -> its baked constants.
 
-    Refused: writing to the state or the batch, closing over a tensor that requires grad or is written, on a
-    shard's pieces anything that is neither elementwise nor one of zerofn's reductions, and in a training step draws
-    from the global generator.
+    Refused: writing to the state, the batch or what was gathered, closing over a tensor that requires grad or is
+    written, on a shard's pieces anything that is neither elementwise nor one of zerofn's reductions, and in a training
+    step draws from the global generator.
     """
-    graph = program.gm.graph
-    root = roots(graph)
     names = _names(program)
-    for node in graph.nodes:
-        for written in writes(node):
-            _check_write(root[written], names, node)
+    _check_writes(program.gm, names)
     pieces = _pieces(program)
     _check_pieces(program.gm, pieces, names)
     graphs = [program.gm, *(body for _, body in loops(program.gm))]
@@ -75,13 +72,30 @@ def _names_inside(loop: Node, names: dict[Node, str]) -> dict[Node, str]:
     return {x: names[given] for x, given in given_to_body(loop).items() if given in names}
 
 
-def _check_write(root: Node, names: dict[Node, str], node: Node) -> None:
-    if root.op == "placeholder":
-        raise CaptureError(f"the step writes to {names[root]} in place ({_op(node)}{_line(node)}). A step is a pure "
-                           "function: write to a clone of it, and return the clone in the new state.")
-    if root.op == "get_attr":
-        raise CaptureError(f"the step writes to a tensor it closes over ({_op(node)}{_line(node)}). Pass it in the "
-                           "state and return its new value there.")
+def _check_writes(gm: GraphModule, names: dict[Node, str]) -> None:
+    """Raise at the first write to what is not the step's own, in the body of a loop as well."""
+    whose = dict(names)  # of values that look at inputs, constants and gathered units
+    for node in gm.graph.nodes:
+        source = sources(node)
+        if node.op == "get_attr":
+            whose[node] = _CLOSED_OVER
+        elif is_gather(node) or (node.target is ops.whole.default and source[0] not in whose):
+            # What is written there another gather, in the backward pass say, does not have.
+            whose[node] = f"what it gathered of {names.get(_origin(node), 'the state')}"
+        elif source and source[0] in whose and node.target is not ops.piece.default:  # stage 0 gathers gradients
+            whose[node] = whose[source[0]]
+        if node.target is run_loop:
+            _check_writes(body_of(node), _names_inside(node, whose))
+        else:
+            for written in writes(node):
+                _check_write(node, whose.get(written))
+
+
+def _check_write(node: Node, name: str | None) -> None:
+    if name is not None:
+        advice = ("Pass it in the state and return its new value there." if name == _CLOSED_OVER else
+                  "A step is a pure function: write to a clone of it, and return the clone in the new state.")
+        raise CaptureError(f"the step writes to {name} in place ({_op(node)}{_line(node)}). {advice}")
 
 
 def _check_pieces(gm: GraphModule, pieces: set[Node], names: dict[Node, str]) -> set[Node]:
@@ -164,7 +178,7 @@ def _draws(node: Node) -> bool:
     return not off and given.get("dropout_p", given.get("dropout", True)) != 0
 
 
-_PIECES = {torch.ops.zerofn.reduce_scatter.default, torch.ops.zerofn.piece.default}
+_PIECES = {ops.reduce_scatter.default, ops.piece.default}
 _KEEPS = {"wait", "adamw", "sgd", "sgd_momentum", "lion", "scale_runs", "take_runs"}
 
 
@@ -233,7 +247,7 @@ def _transfer(node: Node, names: dict[Node, str]) -> str:
     value: Any = tensor_of(node.all_input_nodes[0])
     origin = names.get(_origin(node), "") if is_gather(node) else ""
     static = [a for a in node.args if not isinstance(a, Node)]
-    if node.target is torch.ops.zerofn.refresh_.default:
+    if node.target is ops.refresh_.default:
         static = static[1:]  # without the rank
     shape = None if value is None else f"{list(value.shape)} {value.dtype}"
     return f"{_op(node)} {shape} {[a for a in static if not isinstance(a, list)]} {origin}".rstrip()

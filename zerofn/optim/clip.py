@@ -24,7 +24,7 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     def factor(grads: Any, so_far: Tensor | None) -> Tensor:
         norm = global_norm(grads)
         if so_far is not None:
-            norm = norm * so_far
+            norm = norm * so_far.abs()  # of the gradients times `so_far`, whatever its sign
         clip = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         return clip if so_far is None else clip * so_far
 

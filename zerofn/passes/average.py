@@ -25,9 +25,9 @@ def average(gm: GraphModule, program: Program) -> GraphModule:
     own = _depends_on_batch(program, root)
     outputs = list(program.output.args[0])  # type: ignore[arg-type]
     groups: dict[torch.dtype, list[int]] = {}
-    for j, (spec, _) in enumerate(program.owners):
-        if spec is None and root[outputs[j]] in own:
-            groups.setdefault(tensor_of(outputs[j]).dtype, []).append(j)  # type: ignore[union-attr]
+    for j, ((spec, _), value) in enumerate(zip(program.owners, outputs[: program.num_new], strict=True)):
+        if spec is None and root[value] in own:
+            groups.setdefault(tensor_of(value).dtype, []).append(j)  # type: ignore[union-attr]
     for dtype, members in groups.items():
         if not dtype.is_floating_point:
             raise CaptureError(

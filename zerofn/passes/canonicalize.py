@@ -40,7 +40,7 @@ def _same_value(node: Node) -> Node | None:
     if node.target is aten.t.default and source.target is aten.t.default:
         return source.args[0]  # type: ignore[return-value]
     if node.target is aten.transpose.int and source.target is aten.transpose.int:
-        dims = tensor_of(node).dim()  # type: ignore[union-attr]
+        dims = max(1, tensor_of(node).dim())  # type: ignore[union-attr]  # dims 0 and -1 of a scalar are one
         ours, theirs = ({d % dims for d in x.args[1:]} for x in (node, source))  # type: ignore[operator]
         return source.args[0] if ours == theirs else None  # type: ignore[return-value]
     return None

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import OpOverload, schema_arguments
-from ..graph.alias import last_uses, positions, roots, writes
+from ..graph.alias import is_given, last_uses, positions, roots, writes
 from ..graph.edit import clean, copy_of
 from ..graph.program import Program, tensor_of
 
@@ -51,15 +51,23 @@ def _shared(program: Program) -> dict[Node, Node]:
 
 
 def _save_aux(graph: Graph, program: Program, outputs: list[Node], shared: dict[Node, Node]) -> None:
-    """Copy aux values, and kept state values, that stand on memory which is written now or at the next step."""
+    """Copy aux values, and kept state values, that stand on memory which is written now or at the next step; and kept
+    ones on memory that is not the step's to give: the batch, a constant, another entry's."""
     root = roots(graph)
-    made = [x for x in outputs[: program.num_new] if _rule_of(x) is not None]
-    donated = {*program.placeholders[: program.num_state], *shared.values(), *made}
+    old = {*program.placeholders[: program.num_state], *shared.values()}
+    taken = {x for x in outputs[: program.num_new] if _rule_of(x) is not None}
     for j, value in enumerate(outputs):
-        if (j >= program.num_new or j in program.kept) and root[value] in donated:
-            place = value if value.op != "placeholder" else program.placeholders[-1]
-            with graph.inserting_after(place):
+        is_aux, memory = j >= program.num_new, root[value]
+        if not is_aux and j not in program.kept:
+            continue
+        if memory in old:  # now, before it is written
+            with graph.inserting_after(value if value.op != "placeholder" else program.placeholders[-1]):
                 outputs[j] = copy_of(value)
+        elif memory in taken or (not is_aux and is_given(memory)):  # when all that the step writes there is written
+            with graph.inserting_before(program.output):
+                outputs[j] = copy_of(value)
+        elif not is_aux:
+            taken.add(memory)
 
 
 def _in_place(target: object) -> OpOverload | None:
@@ -92,7 +100,10 @@ def _update_in_place(graph: Graph, outputs: list[Node], mine: dict[int, Node], s
         memory = [mine[j] for _, j in sorted(parts)]
         if len(parts) != len(written) or [rule.args[k] for k in written] != memory:
             continue
-        if any(last.get(m, -1) > where[rule] for x in memory for m in (x, shared.get(x, x))):
+        places = {m for x in memory for m in (x, shared.get(x, x))}
+        read = [x for k, x in enumerate(rule.args) if isinstance(x, Node) and k not in written]
+        # Nothing reads the old values later, nor this very rule, which may write p before it reads g.
+        if any(last.get(m, -1) > where[rule] for m in places) or any(root[x] in places for x in read):
             continue
         with graph.inserting_before(rule):
             graph.call_function(target, rule.args, rule.kwargs)
@@ -121,11 +132,11 @@ def _copy_back(graph: Graph, program: Program, outputs: list[Node], mine: dict[i
 
 
 def written_last(graph: Graph, places: Sequence[Node]) -> dict[Node, Node]:
-    """Placeholder -> the last node that writes it."""
+    """Placeholder -> the last node that writes it, through any view."""
     found: dict[Node, Node] = {}
-    wanted = set(places)
+    root, wanted = roots(graph), set(places)
     for node in graph.nodes:
         for place in writes(node):
-            if place in wanted:
-                found[place] = node
+            if root[place] in wanted:
+                found[root[place]] = node
     return found

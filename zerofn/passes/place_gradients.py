@@ -34,7 +34,10 @@ def place_gradients(gm: GraphModule) -> GraphModule:
 
 def _place(graph: Graph, ravel: Node) -> None:
     leaves, offsets, size, dtype = cast(tuple[list[Node | None], list[int], int, torch.dtype], ravel.args)
-    makers = [_maker(x, dtype) for x in leaves]
+    makers: list[Node | None] = []
+    for leaf in leaves:
+        maker = _maker(leaf, dtype)
+        makers.append(None if maker in makers else maker)  # it writes to one place
     if not any(makers):
         return
     where = positions(graph)
@@ -43,13 +46,13 @@ def _place(graph: Graph, ravel: Node) -> None:
     with graph.inserting_before(first):
         flat = graph.call_function(ops.flat.default, (size,), {"dtype": dtype, "device": device})
     flat.meta["val"] = ravel.meta["val"]
-    numels = []
-    rest: list[Node | None] = []
-    for leaf, maker, offset in zip(leaves, makers, offsets, strict=True):
-        numels.append(0 if leaf is None else tensor_of(leaf).numel())  # type: ignore[union-attr]
-        rest.append(None if maker is not None else leaf)
+    numels = [0 if x is None else tensor_of(x).numel() for x in leaves]  # type: ignore[union-attr]
+    for maker, offset in zip(makers, offsets, strict=True):
         if maker is not None:
             _write_to(graph, maker, flat, offset)
+    # Read anew: a leaf whose maker writes for another leaf is by now a part of the flat buffer, and copied from it.
+    now = cast(list[Node | None], ravel.args[0])
+    rest = [None if m is not None else x for x, m in zip(now, makers, strict=True)]
     with graph.inserting_before(ravel):
         graph.call_function(ops.fill_.default, (flat, rest, offsets, numels, [m is not None for m in makers]))
     ravel.replace_all_uses_with(flat)

@@ -1,25 +1,42 @@
-"""The next gather starts while the present unit is in use."""
+"""Gathers start ahead of their use, as far as memory allows."""
 
 from __future__ import annotations
 
+from heapq import heappush, heappushpop
+
 from torch.fx import GraphModule, Node
 
-from ..graph.alias import positions
+from ..graph.alias import last_uses, positions, roots, written_before
 from ..graph.edit import CASTS, clean, is_gather, wait_of
+
+ALIVE = 3  # gathered units at a time: one in use, and two that are kept, or under way
 
 
 def prefetch(gm: GraphModule) -> GraphModule:
-    """Start every gather, with the cast of its piece, right after the wait for the gather before it: one unit in
-    use, one under way. Moves are local, so the order of transfers is the same on every rank.
+    """Start every gather, with the cast of its piece, as soon as it makes no more than `ALIVE` units that are gathered
+    and not yet used for the last time; not before its piece is there, nor before the gather ahead of it starts. Moves
+    are local, so the order of transfers is the same on every rank.
     """
-    where = positions(gm.graph)
-    gathers = sorted(filter(is_gather, gm.graph.nodes), key=where.__getitem__)
-    for before, start in zip(gathers, gathers[1:], strict=False):
-        target = wait_of(before)
+    nodes = list(gm.graph.nodes)
+    where, root, writer = positions(gm.graph), roots(gm.graph), written_before(gm.graph)
+    last = last_uses(gm.graph, where, root)
+    gathers = [n for n in nodes if is_gather(n)]
+    ends: list[int] = []  # a heap: the latest last uses of the gathers so far; the first of `ALIVE` leaves the others
+    for k, start in enumerate(gathers):
         moved = _with_cast(start)
-        if all(where[x] < where[target] for node in moved for x in node.all_input_nodes if x not in moved):
+        needed = [x for node in moved for x in (*node.all_input_nodes, writer.get(node)) if x and x not in moved]
+        earliest = max(map(where.__getitem__, needed))
+        if len(ends) == ALIVE:
+            earliest = max(earliest, ends[0])
+        if k == 0 or earliest >= where[moved[0]]:
+            at = where[start]  # it stays
+        else:
+            ahead = earliest <= at
+            target, at = (gathers[k - 1], at) if ahead else (nodes[earliest], earliest)
             for node in reversed(moved):
                 target.append(node)
+        end = last[root[wait_of(start)]]
+        heappush(ends, end) if len(ends) < ALIVE else heappushpop(ends, end)
     return clean(gm)
 
 

@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..graph.alias import positions
 from ..graph.edit import clean, is_gather, sink, wait_of, weight_chain
 
-KEPT = 2  # other units that must be used between two uses of a unit before it is worth gathering again
+KEPT = 3  # other units that must be used between two uses of a unit before it is worth gathering again
 
 
 def regather(gm: GraphModule) -> GraphModule:

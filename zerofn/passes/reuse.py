@@ -31,7 +31,6 @@ _OUT = {
     aten.sigmoid_backward.default: (aten.sigmoid_backward.grad_input, "grad_input"),
     aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
 }
-_UNTOLD = (aten._unsafe_view.default,)  # looks at its argument's memory, and its schema does not say so
 
 
 def reuse(gm: GraphModule) -> GraphModule:
@@ -61,8 +60,8 @@ def reuse(gm: GraphModule) -> GraphModule:
 
 
 def _is_fresh(memory: Node) -> bool:
-    """Whether memory is the step's own, made by an operation whose schema tells all that shares it."""
-    return isinstance(memory.target, OpOverload) and memory.target.namespace == "aten" and memory.target not in _UNTOLD
+    """Whether memory is the step's own, made by an operation of which we know all that shares it."""
+    return isinstance(memory.target, OpOverload) and memory.target.namespace == "aten"
 
 
 def _fits(node: Node, operand: Node, memory: Node) -> bool:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+SOON = 0.05  # seconds
+_held: list[Callable[[], Any]] = []  # an interrupt that came during a step
 
 
 @contextlib.contextmanager
 def whole_steps() -> Iterator[None]:
-    """Ctrl-C inside waits for the end: a step that stops halfway has written half of the state."""
+    """Ctrl-C inside waits: a step that stops halfway has written half of the state.
+
+    Raised at once at the end, it would leave the caller without the new state while the old one is given away. So it
+    comes a moment later, or before the next step, whichever is first (`deliver`), when `state, aux = step(...)` holds.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -22,4 +30,22 @@ def whole_steps() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
         if caught and callable(before):
-            before(*caught[0])
+            number, frame = caught[0]
+            _held.append(lambda: before(number, frame))
+            timer = threading.Timer(SOON, _interrupt)
+            timer.daemon = True
+            timer.start()
+
+
+def deliver() -> None:
+    """Do what an interrupt that was held back asks for, in the main thread."""
+    if _held and threading.current_thread() is threading.main_thread():
+        held = _held.pop()
+        _held.clear()
+        held()
+
+
+def _interrupt() -> None:
+    if _held:
+        _held.clear()
+        _thread.interrupt_main()
