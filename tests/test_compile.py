@@ -688,6 +688,7 @@ def test_who_holds_the_same_pieces_hears_of_it(stage):
     for use in (lambda: zerofn.unshard(kept), lambda: part.pieces, lambda: zerofn.gather(kept.params)):
         with pytest.raises(RuntimeError, match="given to train_step"):
             use()
+    assert "donated: This state was given to train_step" in repr(kept.params) and "donated" in repr(kept)
     assert state.params.pieces[0].isfinite().all()
 
 

@@ -99,8 +99,8 @@ class Step:
                 fixed += range(len(out), len(out) + len(x.pieces)) if x.copies is not None else ()
                 out += x.pieces
             elif isinstance(x, Tensor):
-                donation.check((x,))
                 out.append(x)
+        donation.check(out)
         places = list(map(storage_key, out)) if donating else []
         if len(set(places)) < len(places):
             seen = {places[j] for j in fixed}

@@ -16,11 +16,19 @@ def give(x: Tensor, why: str) -> None:
     _given[key] = weakref.ref(x, lambda _: _given.pop(key, None)), why
 
 
+def reason(tensors: Iterable[Tensor]) -> str | None:
+    """Why one of them, which was given away, can no longer be used; None where all can."""
+    if not _given:  # nearly always: who gives a state away drops it
+        return None
+    for x in tensors:
+        ref, why = _given.get(id(x), (None, None))
+        if ref is not None and ref() is x:
+            return why
+    return None
+
+
 def check(tensors: Iterable[Tensor]) -> None:
     """Raise `RuntimeError` for a tensor that was given away."""
-    if not _given:  # nearly always: who gives a state away drops it
-        return
-    for x in tensors:
-        ref, why = _given.get(id(x), (None, ""))
-        if ref is not None and ref() is x:
-            raise RuntimeError(why)
+    why = reason(tensors)
+    if why is not None:
+        raise RuntimeError(why)

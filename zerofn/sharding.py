@@ -82,10 +82,15 @@ class Sharded:
     @property
     def pieces(self) -> tuple[Tensor, ...]:
         """The local pieces, flat, in unit order."""
-        if self._lost is not None:
-            raise RuntimeError(self._lost)
-        donation.check(self._pieces)
+        why = self.lost
+        if why is not None:
+            raise RuntimeError(why)
         return self._pieces
+
+    @property
+    def lost(self) -> str | None:
+        """Why it can no longer be used, given away itself or by another one with the same pieces; None while it can."""
+        return self._lost or donation.reason(self._pieces)
 
     @property
     def copies(self) -> Sequence[Tensor] | None:
@@ -201,8 +206,8 @@ def is_sharded(x: Any) -> bool:
 def describe(sharded: Sharded) -> str:
     """A table: one line per unit with its leaves, global elements, dtype and the bytes held here."""
     spec = sharded.spec
-    if sharded._lost is not None:
-        return f"Sharded(donated: {sharded._lost})"
+    if sharded.lost is not None:
+        return f"Sharded(donated: {sharded.lost})"
     held = sum(p.numel() * p.element_size() for p in sharded.pieces)
     total = sum(u.numel for u in spec.layout.units)
     lines = [f"Sharded: {len(spec.layout.where)} leaves, {total:,} elements in {len(spec.layout.units)} units; "

@@ -163,10 +163,7 @@ def _whole(params: Any, part: Any) -> Any:
 
 def _bytes_here(x: Sharded) -> int | None:
     """What this rank holds of it; None if it was given away."""
-    try:
-        return sum(p.numel() * p.element_size() for p in x.pieces)
-    except RuntimeError:
-        return None
+    return None if x.lost is not None else sum(p.numel() * p.element_size() for p in x.pieces)
 
 
 def _short(x: Any) -> str:

@@ -70,7 +70,7 @@ def test_the_last_writer_before_a_node_is_found_through_views():
         return first, y.exp(), x.exp()
 
     graph = graph_of(fn)
-    writer = written_before(graph)
+    writer = written_before(graph, positions(graph), roots(graph))
     of_y, of_x = (n for n in graph.nodes if n.target is aten.exp.default)
     assert writer[of_y] is only(graph, aten.mul_.Tensor) and of_x not in writer
     assert only(graph, aten.sum.default) not in writer

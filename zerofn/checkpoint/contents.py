@@ -78,7 +78,7 @@ def leaves_of(part: Part) -> list[LeafInfo]:
 
 def dtypes_of(sharded: Sharded) -> list[torch.dtype]:
     """The dtype of each piece; the layout's where the pieces were given away."""
-    if sharded._lost is not None:
+    if sharded.lost is not None:
         return [u.dtype for u in sharded.layout.units]
     return [p.dtype for p in sharded.pieces]
 

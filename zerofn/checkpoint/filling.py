@@ -79,7 +79,7 @@ def settle_all(values: Sequence[Any]) -> None:
 def _allocate_like(part: Part) -> Sharded:
     like: Sharded = part.value
     spec = like.spec
-    if like._lost is None:
+    if like.lost is None:
         devices = {p.device for p in like.pieces}
         device = devices.pop() if devices else torch.device("cpu")
     else:  # it was given away; where it was is not known any more

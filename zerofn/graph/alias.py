@@ -82,11 +82,11 @@ def given_to_body(node: Node) -> dict[Node, Node]:
 
 
 def _written_by_loop(node: Node) -> list[Node]:
-    given = given_to_body(node)
-    if "writes" not in node.meta:
+    if "writes" not in node.meta:  # by position: what is given may change
         written = written_memory(roots(body_of(node).graph))
-        node.meta["writes"] = [x for x in given if x in written]
-    return [given[x] for x in node.meta["writes"]]
+        node.meta["writes"] = [i for i, x in enumerate(given_to_body(node)) if x in written]
+    given = [*node.args[2], *node.args[3]]  # type: ignore[misc]
+    return [given[i] for i in node.meta["writes"]]
 
 
 def roots(graph: Graph) -> dict[Node, Node]:
@@ -114,9 +114,8 @@ def last_uses(graph: Graph, where: dict[Node, int], root: dict[Node, Node]) -> d
     return last
 
 
-def written_before(graph: Graph) -> dict[Node, Node]:
+def written_before(graph: Graph, where: dict[Node, int], root: dict[Node, Node]) -> dict[Node, Node]:
     """Node -> the last node before it that writes to memory it reads, through any view: it cannot move above that."""
-    where, root = positions(graph), roots(graph)
     writer: dict[Node, Node] = {}  # memory -> what wrote it last
     found: dict[Node, Node] = {}
     for node in graph.nodes:

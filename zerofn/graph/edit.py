@@ -84,7 +84,8 @@ def sink(graph: Graph, nodes: Iterable[Node]) -> None:
 def raise_up(graph: Graph, nodes: Iterable[Node]) -> None:
     """Move each of `nodes`, which write nothing, to just after the last of its inputs and of what writes to their
     memory before it, keeping their mutual order."""
-    where, order, writer = positions(graph), list(nodes), written_before(graph)
+    where, order = positions(graph), list(nodes)
+    writer = written_before(graph, where, roots(graph))
     anchor: dict[Node, Node] = {}
     for node in order:
         after = [anchor.get(x, x) for x in node.all_input_nodes]

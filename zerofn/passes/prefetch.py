@@ -8,8 +8,7 @@ from torch.fx import GraphModule, Node
 
 from ..graph.alias import last_uses, positions, roots, written_before
 from ..graph.edit import CASTS, clean, is_gather, wait_of
-
-ALIVE = 3  # gathered units at a time: one in use, and two that are kept, or under way
+from .regather import ALIVE
 
 
 def prefetch(gm: GraphModule) -> GraphModule:
@@ -18,8 +17,8 @@ def prefetch(gm: GraphModule) -> GraphModule:
     are local, so the order of transfers is the same on every rank.
     """
     nodes = list(gm.graph.nodes)
-    where, root, writer = positions(gm.graph), roots(gm.graph), written_before(gm.graph)
-    last = last_uses(gm.graph, where, root)
+    where, root = positions(gm.graph), roots(gm.graph)
+    last, writer = last_uses(gm.graph, where, root), written_before(gm.graph, where, root)
     gathers = [n for n in nodes if is_gather(n)]
     ends: list[int] = []  # a heap: the latest last uses of the gathers so far; the first of `ALIVE` leaves the others
     for k, start in enumerate(gathers):
@@ -31,8 +30,8 @@ def prefetch(gm: GraphModule) -> GraphModule:
         if k == 0 or earliest >= where[moved[0]]:
             at = where[start]  # it stays
         else:
-            ahead = earliest <= at
-            target, at = (gathers[k - 1], at) if ahead else (nodes[earliest], earliest)
+            target = gathers[k - 1] if earliest <= at else nodes[earliest]
+            at = max(at, earliest)
             for node in reversed(moved):
                 target.append(node)
         end = last[root[wait_of(start)]]

@@ -9,12 +9,13 @@ from torch.fx import Graph, GraphModule, Node
 from ..graph.alias import positions
 from ..graph.edit import clean, is_gather, sink, wait_of, weight_chain
 
-KEPT = 3  # other units that must be used between two uses of a unit before it is worth gathering again
+ALIVE = 3  # gathered units at a time: one in use, and two that are kept, or under way
 
 
 def regather(gm: GraphModule) -> GraphModule:
-    """Cut the uses of every gathered unit into regions with few other units used in between, and give each region
-    after the first a gather of its own. Forward and backward of a layer are two regions; the last layer's are one.
+    """Cut the uses of every gathered unit where `ALIVE` or more other units are used in between, so that it and those
+    could not all be alive, and give each region after the first a gather of its own. Forward and backward of a layer
+    are two regions; those of the last layers are one.
     """
     graph = gm.graph
     chain = weight_chain(graph)
@@ -45,18 +46,18 @@ def _uses(wait: Node, inside: set[Node]) -> set[Node]:
 def _regions(uses: list[Node], own: int, timeline: list[tuple[int, int]], where: dict[Node, int]) -> list[list[Node]]:
     regions = [uses[:1]]
     for before, after in zip(uses, uses[1:], strict=False):
-        if _num_others(own, timeline, where[before], where[after]) >= KEPT:
+        if _num_others(own, timeline, where[before], where[after]) >= ALIVE:
             regions.append([])
         regions[-1].append(after)
     return regions
 
 
 def _num_others(own: int, timeline: list[tuple[int, int]], start: int, stop: int) -> int:
-    """How many other units are used in (start, stop), counted up to KEPT."""
+    """How many other units are used in (start, stop), counted up to ALIVE."""
     seen: set[int] = set()
     for at in range(bisect_right(timeline, (start, len(timeline) + own)), len(timeline)):
         position, unit = timeline[at]
-        if position >= stop or len(seen) >= KEPT:
+        if position >= stop or len(seen) >= ALIVE:
             break
         if unit != own and position > start:
             seen.add(unit)
