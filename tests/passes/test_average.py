@@ -76,36 +76,38 @@ class Normed(torch.nn.Module):
         return self.body(x)
 
 
-def buffers_after_three_steps(stage, compiled):
+def buffers_after_three_steps(stage, num_microbatches=1):
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     module = Normed()
     buffers = {k: v.clone() for k, v in module.named_buffers()}
 
-    def loss_fn(params, batch, extra):
-        inside = {k: v.clone() for k, v in extra.items()}
-        out = functional_call(module, (params, inside), (batch["x"],))
-        return out.square().mean(), inside
-
     def step(state, batch):
-        (loss, extra), grads = state.value_and_grad(loss_fn, has_aux=True)(batch, state.extra)
-        return state.apply_gradients(grads).replace(extra=extra), loss
+        inside = {k: v.clone() for k, v in state.extra.items()}
+
+        def loss_fn(params, batch):
+            return functional_call(module, (params, inside), (batch["x"],)).square().mean()
+
+        vg = state.value_and_grad(loss_fn)
+        loss, grads = (zerofn.accumulate(vg, num_microbatches) if num_microbatches > 1 else vg)(batch)
+        return state.apply_gradients(grads).replace(extra=inside), loss
 
     tx = zerofn.optim.sgd(0.0)  # the parameters stay, so that running values have a closed form
     state = state_of(module, stage, tx, extra=buffers)
-    run = zerofn.compile(step) if compiled else step
+    run = zerofn.compile(step)
     for k in range(3):
         state, _ = run(state, batch_of(rank, seed=k))
     expected = []
     for r in range(size):
         own = Normed()
         for k in range(3):
-            own(batch_of(r, seed=k)["x"])
+            for part in batch_of(r, seed=k)["x"].chunk(num_microbatches):
+                own(part)
         expected.append(dict(own.named_buffers()))
     return state.extra, expected
 
 
-def means(stage):
-    ours, per_rank = buffers_after_three_steps(stage, True)
+def means(stage, num_microbatches):
+    ours, per_rank = buffers_after_three_steps(stage, num_microbatches)
     for name, value in ours.items():
         mean = torch.stack([x[name].double() for x in per_rank]).mean(0)
         torch.testing.assert_close(value.double(), mean, rtol=1e-6, atol=1e-6)
@@ -113,7 +115,26 @@ def means(stage):
     return ours
 
 
-def test_batch_norms_running_values_are_means_over_ranks(ranks):
-    for stage in (0, 3):
-        first, second = ranks(2, means, stage)
-        assert all(torch.equal(first[k], second[k]) for k in first)
+@pytest.mark.parametrize(("stage", "num_microbatches"), [(0, 1), (3, 1), (1, 2), (3, 2)])
+def test_batch_norms_running_values_are_means_over_ranks(ranks, stage, num_microbatches):
+    first, second = ranks(2, means, stage, num_microbatches)
+    assert all(torch.equal(first[k], second[k]) for k in first)
+
+
+def test_a_count_over_microbatches_of_what_a_batch_holds_has_no_mean():
+    def step(state, batch):
+        seen = state["seen"].clone()
+
+        def loss_fn(params, batch):
+            seen.add_((batch["x"] > 0).sum())
+            return (params["w"] * batch["x"]).square().mean()
+
+        loss, grads = zerofn.accumulate(zerofn.value_and_grad(loss_fn), 2)(state["params"], batch)
+        params = zerofn.tree.tree_map(lambda p, g: p - g, state["params"], grads)
+        return {"params": params, "seen": seen}, loss
+
+    state = {"params": {"w": torch.ones(WIDTH)}, "seen": torch.tensor(0)}
+    with fake_ranks(2):
+        program = captured(step, zerofn.shard(state), batch_of())
+        with pytest.raises(CaptureError, match="'seen'.*depends on this rank's batch"):
+            average(program.gm, program)

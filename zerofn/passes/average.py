@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..graph.alias import roots, writes
+from ..graph.alias import body_of, given_to_body, roots, writes
 from ..graph.capture import CaptureError
 from ..graph.edit import clean
 from ..graph.program import Program, tensor_of
+from ..loop import run_loop
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
 _SAME_ON_ALL = (ops.all_gather.default, ops.reduce_scatter.default)
@@ -22,7 +25,7 @@ def average(gm: GraphModule, program: Program) -> GraphModule:
     if axis is None or axis.size == 1 or program.new_state is None:
         return gm
     root = roots(gm.graph)
-    own = _depends_on_batch(program, root)
+    own = _depends(gm.graph, set(program.batch_placeholders), root)
     outputs = list(program.output.args[0])  # type: ignore[arg-type]
     groups: dict[torch.dtype, list[int]] = {}
     for j, ((spec, _), value) in enumerate(zip(program.owners, outputs[: program.num_new], strict=True)):
@@ -39,13 +42,34 @@ def average(gm: GraphModule, program: Program) -> GraphModule:
     return clean(gm)
 
 
-def _depends_on_batch(program: Program, root: dict[Node, Node]) -> set[Node]:
-    """Memory whose contents differ between ranks because batches do."""
-    own = set(program.batch_placeholders)
-    for node in program.gm.graph.nodes:
-        if node.target not in _SAME_ON_ALL and any(root[x] in own for x in node.all_input_nodes):
+def _depends(graph: Graph, given: set[Node], root: dict[Node, Node]) -> set[Node]:
+    """Memory whose contents depend on that of `given`, other than through what all ranks have together."""
+    own = set(given)
+    of_loops: dict[Node, set[int]] = {}  # the outputs of a loop that do
+    for node in graph.nodes:
+        if node.target is run_loop:
+            written, of_loops[node] = _through(node, {x for x in node.all_input_nodes if root[x] in own})
+            own.update(root[x] for x in written)
+        elif node.target is operator.getitem and node.args[0] in of_loops:
+            own.update([node] if node.args[1] in of_loops[node.args[0]] else [])
+        elif node.target not in _SAME_ON_ALL and any(root[x] in own for x in node.all_input_nodes):
             own.update(root[x] for x in (node, *writes(node)))
     return own
+
+
+def _through(loop: Node, given: set[Node]) -> tuple[list[Node], set[int]]:
+    """Where the inputs `given` of a loop hold such values: (all inputs that come to hold them, the outputs that do)."""
+    inputs, graph = given_to_body(loop), body_of(loop).graph
+    root = roots(graph)
+    inside = {x for x, outer in inputs.items() if outer in given}
+    while True:  # what a round writes, the next one reads
+        own = _depends(graph, inside, root)
+        written = [x for x in inputs if x in own and x not in inside]
+        if not written:
+            break
+        inside.update(written)
+    results = next(iter(reversed(graph.nodes))).args[0]
+    return [inputs[x] for x in inside], {i for i, x in enumerate(results) if root[x] in own}
 
 
 def _means(graph: Graph, program: Program, values: list[Node], dtype: torch.dtype) -> list[Node]:
