@@ -1,5 +1,7 @@
 import logging
+import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -37,6 +39,19 @@ def test_what_is_no_pair_that_begins_with_a_state_is_an_evaluation(shape):
 def test_a_pair_of_results_is_no_state():
     program = capture(lambda s, b: ({"loss": b["x"].sum()}, b["x"]), {"params": torch.ones(2)}, batch_of())
     assert program.new_state is None
+
+
+@pytest.mark.parametrize(("draw", "name"), [(random.random, "Python's random"), (np.random.rand, "numpy.random"),
+                                            (np.random.standard_normal, "numpy.random")])
+def test_a_draw_of_the_hosts_is_no_constant(draw, name):
+    draw()  # the second normal number of a pair moves nothing but a flag
+    with pytest.raises(CaptureError, match=f"draws from {name}.*in the batch"):
+        capture(lambda s, b: b["x"] * draw(), {"params": torch.ones(2)}, batch_of())
+
+
+def test_generators_of_its_own_are_the_steps_affair():
+    own = random.Random(0)
+    capture(lambda s, b: b["x"] * own.random(), {"params": torch.ones(2)}, batch_of())
 
 
 def data_branches():

@@ -233,7 +233,7 @@ def test_other_closed_over_tensors_are_constants():
 # --- drawing ----------------------------------------------------------------------------------------------------
 
 
-def test_draws_from_the_global_generator_are_refused_in_training():
+def test_draws_from_the_global_generator_are_refused():
     module = build()
 
     def step(state, batch):
@@ -242,10 +242,12 @@ def test_draws_from_the_global_generator_are_refused_in_training():
 
     message = refused(step, state_of(module, 3), batch_of(), "aten::randn.*global generator.*randomness")
     assert "noisy = " in message
+    evaluate = lambda state, batch: torch.nn.functional.dropout(batch["x"], 0.5)  # noqa: E731
+    refused(evaluate, state_of(module, 3), batch_of(), r"aten::bernoulli_.*a module in eval\(\)")
 
     def keyed(state, batch):
         with zerofn.random.randomness(state.rng_at()):
-            return step(state, batch)
+            return step(state, batch), evaluate(state, batch)
 
     assert checked(keyed, state_of(module, 3), batch_of()) == []
 
@@ -260,8 +262,14 @@ def test_dropout_of_nothing_draws_nothing():
     assert checked(step, {"params": torch.ones(2)}, batch_of()) == []
 
 
-def test_an_evaluation_step_may_sample():
-    assert checked(lambda s, b: torch.multinomial(b["x"].softmax(1), 1), {"params": torch.ones(2)}, batch_of()) == []
+def test_an_evaluation_step_samples_under_a_key():
+    def sample(state, batch):
+        with zerofn.random.randomness(batch["key"]):
+            return torch.multinomial(batch["x"].softmax(1), 1)
+
+    batch = {**batch_of(), "key": zerofn.random.key(0)}
+    assert checked(sample, {"params": torch.ones(2)}, batch) == []
+    assert torch.equal(sample(None, batch), zerofn.compile(sample)({"params": torch.ones(2)}, batch))
 
 
 # --- shards -----------------------------------------------------------------------------------------------------

@@ -16,10 +16,13 @@ from .. import tree
 from .._torch_compat import DataDependentBranch, DataDependentError, DynamicShapeError, compiling, lazy_code, make_fx
 from ..partition import as_tensor
 from ..sharding import is_sharded
+from .host import HostDraw, no_draws
 from .lines import Lines, user_line
 from .program import Flat, Program, cached
 
 log = logging.getLogger("zerofn")
+_DRAWN = ("the step draws from {}: what it drew would stay as it was at capture, other on each rank. Draw outside "
+          "and pass it in the batch as a tensor, or draw with torch under zerofn.random.randomness(state.rng_at()).")
 
 
 class CaptureError(RuntimeError):
@@ -44,8 +47,11 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
         full = {k: list(flat[num_state + a : num_state + b]) for k, (a, b) in spans.items()}
         fake_state = state_flat.spread(flat[:num_state], full)
         fake_batch = batch_flat.spread(flat[num_state + num_copies :])
-        with Lines() if traces else contextlib.nullcontext():
-            out = step(fake_state, fake_batch)
+        try:
+            with Lines() if traces else contextlib.nullcontext(), no_draws():
+                out = step(fake_state, fake_batch)
+        except HostDraw as name:
+            raise CaptureError(_DRAWN.format(name)) from None
         _check_values(out)
         new_state, aux = _split(out, state)
         seen["state"], new = (None, []) if new_state is None else Flat.of(_numbers_as_tensors(new_state, state))

@@ -37,17 +37,16 @@ def check_purity(program: Program) -> list[Tensor]:
     """Raise `CaptureError` unless the step is a pure function; -> its baked constants.
 
     Refused: writing to the state, the batch or what was gathered, closing over a tensor that requires grad or is
-    written, on a shard's pieces anything that is neither elementwise nor one of zerofn's reductions, and in a training
-    step draws from the global generator.
+    written, on a shard's pieces anything that is neither elementwise nor one of zerofn's reductions, and draws from
+    the global generator.
     """
     names = _names(program)
     _check_writes(program.gm, names)
     pieces = _pieces(program)
     _check_pieces(program.gm, pieces, names)
     graphs = [program.gm, *(body for _, body in loops(program.gm))]
-    if program.new_state is not None:
-        for gm in graphs:
-            _check_draws(gm)
+    for gm in graphs:
+        _check_draws(gm)
     return [constant for gm in graphs for constant in _constants(gm)]
 
 
@@ -161,7 +160,7 @@ def _check_draws(gm: GraphModule) -> None:
             raise CaptureError(
                 f"{_op(node)}{_line(node)} draws from the global generator, which is no part of the state: the same "
                 "step would give other results. Draw in the loss function of state.value_and_grad, or under "
-                "zerofn.random.randomness(state.rng_at()).")
+                "zerofn.random.randomness(state.rng_at()). An evaluation wants a module in eval(), without dropout.")
 
 
 def _draws(node: Node) -> bool:
