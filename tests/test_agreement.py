@@ -1,5 +1,6 @@
 """Ranks agree through the store; a rank that differs, fails or stays away makes all raise, in time."""
 
+import os
 import time
 
 import pytest
@@ -135,3 +136,11 @@ def test_one_process_agrees_with_itself():
 
 def test_fingerprint():
     assert agreement.fingerprint("a") == "ca978112ca1bbdca"  # sha256
+
+
+def test_patience_is_thirty_seconds_or_what_the_environment_says():
+    assert agreement._patience("30") == agreement.PATIENCE == 30.0 or os.environ.get("ZEROFN_PATIENCE")
+    assert agreement._patience("0.5") == 0.5
+    for wrong in ("", "soon", "0", "-1", "nan"):
+        with pytest.raises(ValueError, match=f"ZEROFN_PATIENCE: expected a number of seconds above 0, got '{wrong}'"):
+            agreement._patience(wrong)

@@ -6,6 +6,7 @@ A collective cannot be used for this: the rank that never arrives is exactly the
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -14,7 +15,18 @@ import torch.distributed as dist
 
 from ._torch_compat import default_store
 
-PATIENCE = 30.0  # seconds until a missing rank is reported
+
+def _patience(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ValueError(f"ZEROFN_PATIENCE: expected a number of seconds above 0, got {text!r}.")
+    return seconds
+
+
+PATIENCE = _patience(os.environ.get("ZEROFN_PATIENCE", "30"))  # seconds until a missing rank is reported
 _FAILED = "zerofn/failed"
 _RAISED = "\1"  # begins the text of a rank that could not come to one
 _last_sign = 0.0
@@ -138,8 +150,10 @@ def _await(store: dist.Store, number: int, rank: int, what: str, text: str) -> s
         if time.monotonic() > deadline:
             last = f"zerofn/last/{rank}"
             seen = store.get(last).decode().replace("\0", ": ") if store.check([last]) else "nothing yet"
-            message = (f"{what}: rank {rank} did not come within {PATIENCE:.0f} s. Every rank must call with "
-                       f"the same structure, shapes and dtypes.\n  here: {text}\n  rank {rank} last had: {seen}")
+            message = (f"{what}: rank {rank} did not come within {PATIENCE:g} s. Every rank must call with the same "
+                       "structure, shapes and dtypes. If it was only late, preparing data, say: have ranks meet in "
+                       "torch.distributed.barrier() before, or set ZEROFN_PATIENCE to more seconds."
+                       f"\n  here: {text}\n  rank {rank} last had: {seen}")
             abandon(message)
             raise RuntimeError(message)
     return store.get(key).decode()
