@@ -123,8 +123,9 @@ def _is_gloo(group: str, tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and "gloo" in dist.get_backend(resolve_process_group(group))
 
 
-def all_gather_start(piece: Tensor, size: int, group: str, unit: str) -> Tensor:
-    """piece [s] on each rank -> [size * s], pieces in rank order."""
+def all_gather_start(piece: Tensor, size: int, group: str, unit: str, own: Sequence[int] | None = None) -> Tensor:
+    """piece [s] on each rank -> [size * s], pieces in rank order. `own`: the interval of this rank's piece that is
+    needed there; by default all of it."""
     if not _is_gloo(group, piece):
         return torch.ops._c10d_functional.all_gather_into_tensor(piece, size, group)
     piece = piece.contiguous()  # the gradient of what is frozen is one zero, repeated
@@ -132,7 +133,8 @@ def all_gather_start(piece: Tensor, size: int, group: str, unit: str) -> Tensor:
     rows, rank = full.view(size, -1), dist.get_rank(resolve_process_group(group))
     others = [r for r in range(size) if r != rank]
     works = _point_to_point(group, dict.fromkeys(others, piece), {r: rows[r] for r in others})
-    rows[rank].copy_(piece)
+    start, stop = own or (0, piece.numel())
+    rows[rank, start:stop].copy_(piece[start:stop])
     return _start(full, works, (piece,), _nothing)
 
 
@@ -200,8 +202,8 @@ def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
     return _start(out, works, (x,), _nothing)
 
 
-define("all_gather(Tensor piece, int size, str group, str unit) -> Tensor", all_gather_start,
-        lambda piece, size, group, unit: piece.new_empty(piece.numel() * size))
+define("all_gather(Tensor piece, int size, str group, str unit, *, int[]? own=None) -> Tensor", all_gather_start,
+        lambda piece, size, group, unit, own=None: piece.new_empty(piece.numel() * size))
 define("reduce_scatter(Tensor flat, int size, str group, str unit) -> Tensor", reduce_scatter_start,
         lambda flat, size, group, unit: flat.new_empty(flat.numel() // size))
 define("refresh_(Tensor(a!) full, int rank, int size, str group, str unit) -> ()", refresh_start,

@@ -57,8 +57,9 @@ def test_what_is_written_before_it_is_gathered_is_gathered_after():
 def test_inside_a_loop_as_well():
     gm = lowered(num_microbatches=2)
     ((_, body),) = loops(gm)
-    for each in SCHEDULE:
-        each(body)
+    with fake_ranks(2):
+        for each in SCHEDULE:
+            each(body)
     assert len(gathers(body)) == 8 and not gathers(gm)
     assert num_alive(body) == 3
 

@@ -20,6 +20,7 @@ from .place_gathers import place_gathers
 from .place_gradients import place_gradients
 from .place_scatters import place_scatters
 from .prefetch import prefetch
+from .read_pieces import read_pieces
 from .refresh import refresh
 from .regather import regather
 from .reuse import reuse
@@ -33,6 +34,7 @@ SCHEDULE: tuple[Pass, ...] = (
     place_scatters,
     place_gradients,
     prefetch,
+    read_pieces,
     reuse,
 )
 WHOLE_STEP: tuple[Pass, ...] = (average,)  # of the step alone, not of loop bodies
