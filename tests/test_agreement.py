@@ -1,6 +1,9 @@
 """Ranks agree through the store; a rank that differs, fails or stays away makes all raise, in time."""
 
+import contextlib
+import io
 import os
+import sys
 import time
 
 import pytest
@@ -144,3 +147,24 @@ def test_patience_is_thirty_seconds_or_what_the_environment_says():
     for wrong in ("", "soon", "0", "-1", "nan"):
         with pytest.raises(ValueError, match=f"ZEROFN_PATIENCE: expected a number of seconds above 0, got '{wrong}'"):
             agreement._patience(wrong)
+
+
+def ended(told):
+    x = torch.ones(4)
+    agreement.agree("both are here", "")
+    if dist.get_rank() == 1:
+        if told:  # as Python does with an error that nobody catches
+            with contextlib.redirect_stderr(io.StringIO()):
+                sys.excepthook(IndexError, IndexError("no more batches"), None)
+        os._exit(1)
+    zerofn.collectives.all_reduce(x)
+
+
+@pytest.mark.parametrize(("told", "message"), [
+    (True, "stopped, because another rank failed. rank 1: IndexError: no more batches"),
+    (False, "stopped, because another rank has ended: it left the program"),
+])
+def test_who_waits_for_a_rank_that_has_ended_hears_why(ranks, told, message):
+    failures = {f.rank: f for f in ranks(2, ended, told, expect_errors=True)}
+    assert failures[0].type == "RuntimeError" and message in failures[0].message
+    assert failures[1].type == "Died"

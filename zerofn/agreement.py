@@ -5,11 +5,14 @@ A collective cannot be used for this: the rank that never arrives is exactly the
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import os
+import sys
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -109,9 +112,25 @@ def explained(error: BaseException) -> BaseException:
         message = published_failure()
     except (RuntimeError, dist.DistStoreError):  # the store went down with the rank that held it
         message = None
-    if message is None:
-        return error
-    return RuntimeError(f"stopped, because another rank failed. {message}")
+    if message is not None:
+        return RuntimeError(f"stopped, because another rank failed. {message}")
+    if "closed by peer" in str(error) or "reset by peer" in str(error):
+        return RuntimeError("stopped, because another rank has ended: it left the program, was killed, or took fewer "
+                            "steps than this one. What it printed last says more.")
+    return error
+
+
+@functools.cache
+def tell_others() -> None:
+    """From here on an error that ends this process is left for the other ranks, whatever it came from."""
+    before = sys.excepthook
+
+    def leave(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        with contextlib.suppress(RuntimeError, dist.DistStoreError):  # the store may be gone
+            publish_failure(f"{kind.__name__}: {error}")
+        before(kind, error, trace)
+
+    sys.excepthook = leave
 
 
 def alive() -> None:
@@ -131,6 +150,7 @@ def _round(what: str, text: str) -> list[str]:
     store = _store()
     if store is None:
         return [mine]
+    tell_others()
     _raise_published(what)  # the others may have waited for this rank, and gone
     rank, size = dist.get_rank(), dist.get_world_size()
     number = store.add(f"zerofn/rounds/{rank}", 1)  # in the store: a group that is made anew begins anew
