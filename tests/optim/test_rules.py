@@ -18,6 +18,17 @@ def _sgd(**options):
     return lambda leaves: torch.optim.SGD(leaves, foreach=False, **options)
 
 
+def _decaying_matrices(make, decay):
+    """Torch's optimizer with `is_matrix` said as parameter groups."""
+
+    def grouped(leaves):
+        leaves = list(leaves)
+        groups = [([p for p in leaves if (p.dim() > 1) == is_in], decay * is_in) for is_in in (True, False)]
+        return make([{"params": group, "weight_decay": d} for group, d in groups])
+
+    return grouped
+
+
 TORCH = {
     "sgd": (optim.sgd(0.1), _sgd(lr=0.1)),
     "sgd, decay": (optim.sgd(0.1, weight_decay=0.01), _sgd(lr=0.1, weight_decay=0.01)),
@@ -31,7 +42,22 @@ TORCH = {
         optim.adamw(1e-2, 0.8, 0.99, 1e-6, 0.1),
         lambda leaves: torch.optim.AdamW(leaves, 1e-2, (0.8, 0.99), 1e-6, 0.1, fused=True),
     ),
+    "sgd, masked decay": (
+        optim.sgd(1e-2, 0.9, weight_decay=0.1, mask=trees.is_matrix),
+        _decaying_matrices(_sgd(lr=1e-2, momentum=0.9), 0.1),
+    ),
+    "adamw, masked decay": (
+        optim.adamw(1e-2, weight_decay=0.1, mask=trees.is_matrix),
+        _decaying_matrices(lambda groups: torch.optim.AdamW(groups, 1e-2, fused=True), 0.1),
+    ),
 }
+
+
+def _matrices(tree):
+    """`is_matrix`, as optax takes masks."""
+    return {k: v.ndim > 1 for k, v in tree.items()}
+
+
 OPTAX = {
     "sgd": (optim.sgd(0.1), optax.sgd(0.1)),
     "sgd, nesterov": (optim.sgd(0.1, 0.9, True), optax.sgd(0.1, 0.9, True)),
@@ -41,10 +67,14 @@ OPTAX = {
     ),
     "adamw": (optim.adamw(1e-2, weight_decay=0.1), optax.adamw(1e-2, weight_decay=0.1)),
     "lion": (optim.lion(1e-2, weight_decay=0.1), optax.lion(1e-2, weight_decay=0.1)),
+    "lion, mask": (
+        optim.lion(1e-2, weight_decay=0.1, mask=trees.is_matrix),
+        optax.lion(1e-2, weight_decay=0.1, mask=_matrices),
+    ),
     "lamb": (optim.lamb(1e-2, weight_decay=0.1), optax.lamb(1e-2, weight_decay=0.1)),
     "lamb, mask": (
         optim.lamb(1e-2, weight_decay=0.1, mask=trees.is_matrix),
-        optax.lamb(1e-2, weight_decay=0.1, mask=lambda tree: {k: v.ndim > 1 for k, v in tree.items()}),
+        optax.lamb(1e-2, weight_decay=0.1, mask=_matrices),
     ),
     "chain": (
         optim.chain(
@@ -76,9 +106,6 @@ OPTAX = {
 RULES = {
     **{name: tx for name, (tx, _) in TORCH.items()},
     **{name: tx for name, (tx, _) in OPTAX.items()},
-    "adamw, masked decay": optim.adamw(1e-2, weight_decay=0.1, mask=trees.is_matrix),
-    "sgd, masked decay": optim.sgd(1e-2, 0.9, weight_decay=0.1, mask=trees.is_matrix),
-    "lion, masked decay": optim.lion(1e-2, weight_decay=0.1, mask=trees.is_matrix),
     "clipped sgd": optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.1, 0.9)),
     "clipped lion": optim.chain(
         optim.scale(0.5), optim.chain(optim.clip_by_global_norm(1.0)), optim.lion(0.1)

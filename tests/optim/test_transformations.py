@@ -69,6 +69,25 @@ def test_clipping_after_a_scale_of_either_sign(size):
     trees.assert_close(tx.apply(g, state, params, None, None)[0], expected)
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-7])  # of which the small one shows the 1e-6 that is added to the norm
+@pytest.mark.parametrize("room", [0.1, 10.0])
+def test_clipping_is_torchs(scale, room):
+    """Above and below the norm."""
+    leaves = {k: torch.nn.Parameter(torch.zeros_like(v)) for k, v in trees.params().items()}
+    g = {k: scale * v for k, v in trees.grads(0).items()}
+    for k, p in leaves.items():
+        p.grad = g[k].clone()
+    norm = zerofn.global_norm(g).item()
+    max_norm = room * norm
+    assert torch.nn.utils.clip_grad_norm_(leaves.values(), max_norm).item() == pytest.approx(norm, rel=1e-12)
+    torch.optim.SGD(leaves.values(), 1.0).step()
+    tx, params = optim.chain(optim.clip_by_global_norm(max_norm), optim.sgd(1.0)), trees.params()
+    params = {k: torch.zeros_like(v) for k, v in params.items()}
+    for ours in (tx.apply(g, tx.init(params), params, None, None)[0],
+                 optim.apply_updates(params, tx.update(g, tx.init(params), params)[0])):
+        trees.assert_close(ours, {k: p.detach() for k, p in leaves.items()}, tol=1e-12 * scale)
+
+
 class RmsState(NamedTuple):
     nu: Any
 
