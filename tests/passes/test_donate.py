@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.distributed as dist
 
 import zerofn
 from small_steps import aten, batch_of, build, fake_ranks, gathers, loss_of, ops, scheduled, state_of, train_step_of
@@ -46,9 +47,10 @@ def test_a_rule_of_ours_is_run_in_place_and_nothing_is_copied():
 
 def three_steps(step, make_state, compiled):
     run = zerofn.compile(step) if compiled else step
+    rank = dist.get_rank() if dist.is_initialized() else 0
     state, out = make_state(), []
     for k in range(3):
-        state, aux = run(state, batch_of(seed=k))
+        state, aux = run(state, batch_of(rank, seed=k))
         out.append(aux)
     return [x.clone() for x in tree.leaves((zerofn.unshard(state), out))]
 
@@ -107,7 +109,16 @@ def aux_reads_late(module):
     def step(state, batch):
         new, aux = train_step_of(module)(state, batch)
         moved = tree.tree_map(lambda a, b: a - b, new.params, state.params)
-        return new, {**aux, "moved": zerofn.global_norm(moved), "before": zerofn.gather(state.params)["3.weight"] * 1}
+        return new, {**aux, "moved": zerofn.global_norm(moved)}
+
+    return step
+
+
+def aux_gathers_late(module):
+    """The old parameters are read after the update in their gathered form alone."""
+    def step(state, batch):
+        new, aux = train_step_of(module)(state, batch)
+        return new, {**aux, "before": zerofn.gather(state.params)["3.weight"] * 1}
 
     return step
 
@@ -120,16 +131,21 @@ def same_value_twice(module):
     return step
 
 
-@pytest.mark.parametrize("make", [aux_is_state, aux_reads_late, same_value_twice])
-@pytest.mark.parametrize("precision", [None, "bf16"])
-def test_results_that_stand_on_donated_memory_keep_their_values(make, precision):
+def results_on_donated_memory(make, precision, stages):
     module = build()
+    for stage in stages:
+        def make_state(stage=stage):
+            extra = {k: torch.zeros_like(p) for k, p in module.named_parameters()}
+            return state_of(module, stage, extra=extra, precision=precision)
 
-    def make_state():
-        extra = {k: torch.zeros_like(p) for k, p in module.named_parameters()}
-        return state_of(module, 3, extra=extra, precision=precision)
+        assert_as_eager(make(module), make_state)
 
-    assert_as_eager(make(module), make_state)
+
+@pytest.mark.parametrize("make", [aux_is_state, aux_reads_late, aux_gathers_late, same_value_twice])
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_results_that_stand_on_donated_memory_keep_their_values(ranks, make, precision):
+    results_on_donated_memory(make, precision, [3])
+    ranks(2, results_on_donated_memory, make, precision, [1, 2])  # where a gathered copy is donated with the pieces
 
 
 @pytest.mark.parametrize("stage", [0, 3])
