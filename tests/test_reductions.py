@@ -23,6 +23,10 @@ def mixed():
     }
 
 
+def double(seed=2):
+    return {k: x.double() for k, x in values(seed).items()}
+
+
 def cut(x, stage):
     return shard({"params": x}, stage=stage)["params"]
 
@@ -36,6 +40,8 @@ def numbers(stage):
         "vdot": zerofn.vdot(a, b),
         "leaves": zerofn.leaf_norms(a),
         "finite": zerofn.all_finite(a),
+        "double": zerofn.global_norm(cut(double(), stage)),
+        "double vdot": zerofn.vdot(cut(double(), stage), cut(double(3), stage)),
         "mixed": zerofn.global_norm(cut(mixed(), stage)),
         "mixed vdot": zerofn.vdot(
             cut(mixed(), stage), tree.tree_map(torch.Tensor.float, cut(mixed(), stage))
@@ -61,13 +67,15 @@ def test_equal_plain_torch_at_every_stage_and_each_other_bit_for_bit(ranks, size
         "norm": wide(a),
         "with a plain leaf": wide({"a": a, "b": b["0.w"]}),
         "vdot": wide(a, b),
+        "double": wide(a),
+        "double vdot": wide(a, b),
         "mixed": wide(mixed()),
         "mixed vdot": wide(mixed(), mixed()),
     }
     for name, want in expected.items():
-        dtype = torch.float64 if "mixed" in name else torch.float32
-        assert first[name].dtype == dtype
-        torch.testing.assert_close(first[name].double(), want, rtol=1e-5, atol=1e-3)
+        assert first[name].dtype == (torch.float32 if name in ("norm", "with a plain leaf", "vdot") else torch.float64)
+        rounding = 1e-13 if "double" in name else 1e-6  # float32 leaves are summed in float32, mixed ones too
+        torch.testing.assert_close(first[name].double(), want, rtol=rounding, atol=0)
     assert list(first["leaves"]) == sorted(a)
     for name, norm in first["leaves"].items():
         torch.testing.assert_close(norm, torch.linalg.vector_norm(a[name]), rtol=1e-6, atol=0)

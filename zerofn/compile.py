@@ -143,7 +143,9 @@ class Step:
     def _report(self, program: Program, constants: list[Tensor], seconds: float, donating: bool) -> None:
         """The one log line: what changed, what was baked in, what it cost."""
         now = program.describe()
-        changed = [f"{k} {self._before[k]} -> {v}" for k, v in now.items() if self._before.get(k, v) != v]
+        names = dict.fromkeys([*now, *self._before])
+        pairs = [(k, self._before.get(k, "nothing"), now.get(k, "nothing")) for k in names]
+        changed = [f"{k} {was} -> {is_now}" for k, was, is_now in pairs if was != is_now]
         why = "first call" if not self._before else "; ".join(changed[:3]) or "another structure"
         self._before = now
         kind = "training step, state donated" if donating else (

@@ -19,8 +19,8 @@ def _momentum(parameters):
 
 
 def _largest_gap(a, b):
-    scale = max(v.abs().max().item() for v in a.values())
-    return max((a[k] - b[k]).abs().max().item() for k in a) / scale
+    scale, gap = (torch.stack([x.abs().max() for x in xs]).max() for xs in (a.values(), [a[k] - b[k] for k in a]))
+    return (gap / scale).item()
 
 
 def _at_one_rank(name):
@@ -40,16 +40,17 @@ def test_one_rank_is_plain_torch_bit_for_bit(ranks, name):
 
 def _at_several_ranks(name, size):
     losses, params = models.plain(name, torch.float64, _momentum, size)
+    rounding = 1e-6 if name == "mamba" else 1e-12  # mamba's logits are float32, whatever it is given
     first = None
     for stage in range(4):
         ours, mine = models.sharded(name, torch.float64, optim.sgd(1e-2, momentum=0.9), stage)
-        assert ours == pytest.approx(losses, rel=1e-6)  # mamba's logits are float32, whatever it is given
-        assert _largest_gap(params, {k: mine[k] for k in params}) < 1e-7, stage
+        assert ours == pytest.approx(losses, rel=rounding)
+        assert _largest_gap(params, {k: mine[k] for k in params}) < 1e-12, stage  # they move by 1e-5 and more
         first = first or (ours, mine)
         assert ours == first[0], stage
         assert all(torch.equal(mine[k], first[1][k]) for k in mine), stage
     losses, _ = models.plain(name, torch.float32, _adamw, size)
-    ours, _ = models.sharded(name, torch.float32, optim.adamw(1e-3, weight_decay=0.1), 3)
+    ours, _ = models.sharded(name, torch.float32, optim.adamw(1e-3, weight_decay=0.1), 5 - size)
     assert ours == pytest.approx(losses, rel=1e-5)
 
 
