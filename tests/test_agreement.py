@@ -87,7 +87,7 @@ def absent(late):
     start = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         agreement.agree("second", "y")
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < 15 * agreement.PATIENCE
     return str(caught.value)
 
 
@@ -103,10 +103,11 @@ def test_a_rank_that_does_not_come_is_named(ranks, late):
 
 
 def slow_but_alive():
-    agreement.PATIENCE = 2.0
+    agreement.PATIENCE = 1.0
     if dist.get_rank() == 1:
-        for _ in range(8):
-            time.sleep(0.5)
+        for _ in range(30):
+            time.sleep(0.1)
+            agreement._last_sign = 0.0  # or there is one a second
             agreement.alive()
     agreement.agree("after a long save", "z")
 
@@ -131,6 +132,7 @@ def test_shard_on_one_rank_alone_raises(ranks):
 
 
 def test_one_process_agrees_with_itself():
+    assert agreement.PATIENCE == 30.0  # what is promised
     agreement.agree("x", "y")
     assert agreement.exchange("x", "y") == ["y"]
     agreement.alive()

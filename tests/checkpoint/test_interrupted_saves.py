@@ -1,6 +1,7 @@
 """A process killed anywhere in a save leaves the old checkpoint or the new one, never neither."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from checkpoint_states import differences, train_state
 
 import zerofn
 from zerofn import agreement
-from zerofn.checkpoint import CheckpointError, folder, tensor_file
+from zerofn.checkpoint import CheckpointError, folder, saving, tensor_file
 
 OLD, NEW = 7, 8
 
@@ -72,6 +73,45 @@ def test_killed(ranks, tmp_path, point, rank, found):
     assert sorted(p.name for p in path.iterdir()) == ["manifest.json", "rank-00000-of-00001.safetensors"]
 
 
+def save_until(path: Path, point: str, seed: int) -> None:
+    die_at(point)
+    zerofn.save(path, train_state(seed))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_killed_just_before_the_end_and_again_in_the_next_save(ranks, tmp_path, first):
+    """The complete one that had no place yet is not taken for what is left of an unfinished one."""
+    path = tmp_path / "checkpoint"
+    if not first:
+        zerofn.save(path, train_state(OLD))
+    for point, seed in (("between renames", NEW), ("write", 9)):
+        (reply,) = ranks(1, save_until, path, point, seed, expect_errors=True)
+        assert reply.type == "Died" and seed_at(path) == NEW
+    zerofn.save(path, train_state(OLD))
+    assert seed_at(path) == OLD and [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def save_what_rank_0_does_not_see(path: Path) -> list[str]:
+    """Once the file of rank 1 is not there, once it is cut off."""
+    zerofn.save(path, zerofn.shard(train_state(OLD), stage=3))
+    mine, collect, errors = folder.saving(path) / folder.file_of(1, 2), saving._collect, []
+    for hide in (mine.unlink, lambda: os.truncate(mine, mine.stat().st_size - 1)):
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(saving, "_collect", lambda written, hide=hide: hide() or collect(written))
+            with pytest.raises(CheckpointError) as caught:
+                zerofn.save(path, zerofn.shard(train_state(NEW), stage=3))
+            errors.append(str(caught.value))
+    return errors
+
+
+def test_a_file_that_rank_0_does_not_see(ranks, tmp_path):
+    for errors in ranks(2, save_what_rank_0_does_not_see, tmp_path / "a"):
+        assert len(errors) == 2
+        assert all("rank 0 does not see the whole of" in e and "rank-00001-of-00002" in e for e in errors)
+    assert seed_at(tmp_path / "a") == OLD and [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
 def save_with_full_disk(path: Path) -> list[str]:
     """The last rank's disk fails; the next save works again."""
     state = zerofn.shard(train_state(OLD), stage=3)
@@ -101,17 +141,25 @@ def test_full_disk(ranks, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_rename_that_fails(tmp_path, monkeypatch):
-    zerofn.save(tmp_path / "a", train_state(OLD))
+@pytest.mark.parametrize("which, found", [(1, OLD), (2, NEW)])
+def test_a_rename_that_fails(tmp_path, monkeypatch, which, found):
+    """The second one: the old checkpoint has made room, and the new one is complete."""
+    path, rename, calls = tmp_path / "a", os.replace, []
+    zerofn.save(path, train_state(OLD))
 
-    def fail(*_):
-        raise PermissionError(1, "Operation not permitted", "a")
+    def fail(*names):
+        calls.append(names)
+        if len(calls) == which:
+            raise PermissionError(1, "Operation not permitted", "a")
+        rename(*names)
 
     with monkeypatch.context() as patch:
         patch.setattr(folder.os, "replace", fail)
         with pytest.raises(CheckpointError, match="Operation not permitted"):
-            zerofn.save(tmp_path / "a", train_state(NEW))
-    assert seed_at(tmp_path / "a") == OLD
+            zerofn.save(path, train_state(NEW))
+    assert seed_at(path) == found
+    zerofn.save(path, train_state(OLD))
+    assert seed_at(path) == OLD and [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
 def test_files_of_others_stay(tmp_path):
@@ -132,23 +180,36 @@ def test_an_empty_folder_and_a_link_are_paths_too(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "real"]
 
 
-def work_long(seconds: float) -> list[str]:
-    """Rank 1 is busy for longer than patience lasts, and says so."""
-    import time
+def slowly(function, seconds):
+    """`function`, slow, and with a sign of life due at every call: `alive` gives one a second."""
 
-    agreement.PATIENCE = 2.0
-    if dist.get_rank() == 1:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            time.sleep(0.1)
-            agreement.alive()
-    out = agreement.exchange("test", str(dist.get_rank()))
-    agreement.PATIENCE = 30.0
-    return out
+    def slow(*args):
+        time.sleep(seconds)
+        agreement._last_sign = 0.0
+        return function(*args)
+
+    return slow
 
 
-def test_a_rank_at_work_is_waited_for(ranks):
-    assert ranks(2, work_long, 5.0) == [["0", "1"]] * 2
+def save_and_load_slowly(path: Path) -> list[str]:
+    """Rank 1 reads, checks and writes for longer than patience lasts."""
+    block, num = 1 << 12, 24
+    state = {"params": {"w": torch.arange(2.0 * num * block // 4)}, "table": torch.arange(1.0 * num * block // 4)}
+    state = zerofn.shard(state, stage=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "PATIENCE", 1.0)
+        for module in (tensor_file, saving):
+            patch.setattr(module, "BLOCK", block)
+        if dist.get_rank() == 1:
+            patch.setattr(saving, "as_bytes", slowly(saving.as_bytes, 0.1))
+            patch.setattr(tensor_file, "as_bytes", slowly(tensor_file.as_bytes, 0.1))
+            patch.setattr(tensor_file.TensorFile, "_load", slowly(tensor_file.TensorFile._load, 0.05))
+        zerofn.save(path, state)
+        return differences(zerofn.load(path, like=state), state)
+
+
+def test_ranks_at_work_are_waited_for(ranks, tmp_path):
+    assert ranks(2, save_and_load_slowly, tmp_path / "a") == [[], []]
 
 
 def test_torch_is_not_asked_to_pickle(tmp_path, monkeypatch):
