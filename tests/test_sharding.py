@@ -223,11 +223,21 @@ def test_the_gathered_copy_is_only_a_cache(ranks, size, stage):
 
 
 def dtypes(name):
-    precision = {"bf16 wire": Precision(torch.float32, torch.bfloat16)}.get(name, name)
+    precision = {
+        "bf16 wire": Precision(torch.float32, torch.bfloat16),
+        "fp32, bf16 wire": Precision(torch.float32, torch.float32, torch.bfloat16),
+    }.get(name, name)
     p = shard({"params": params(torch.float32)}, stage=3, precision=precision)["params"]
     grads = scatter(tree.tree_map(torch.ones_like, gather(p)), p)
     plain = tree.tree_map(lambda x: x.double(), p)
-    return [{x.dtype for x in tree.leaves(t)} for t in (p, gather(p), grads, gather(plain))]
+    mean = unshard(scatter({k: x.copy_(uneven(dist.get_rank(), x)) for k, x in gather(p).items()}, p))
+    return [{x.dtype for x in tree.leaves(t)} for t in (p, gather(p), grads, gather(plain))], mean
+
+
+def uneven(rank, x):
+    """Values of which both the sum of roundings and the rounded sum differ from the sum."""
+    a, b = ((1.0, 1 + 2**-8), (2**-12, 2**-8))[rank]
+    return torch.where(torch.arange(x.numel()).view(x.shape) % 2 == 0, a, b)
 
 
 @pytest.mark.parametrize(
@@ -237,13 +247,17 @@ def dtypes(name):
         ("bf16", "bfloat16", "float32"),
         ("fp16", "float16", "float32"),
         ("bf16 wire", "bfloat16", "bfloat16"),
+        ("fp32, bf16 wire", "float32", "bfloat16"),
     ],
 )
 def test_cast_before_the_gather_and_before_the_reduction(ranks, name, computes, reduces):
-    for stored, gathered, reduced, doubled in ranks(2, dtypes, name):
+    for (stored, gathered, reduced, doubled), mean in ranks(2, dtypes, name):
         assert stored == {torch.float32}
         assert gathered == {getattr(torch, computes)} and reduced == {getattr(torch, reduces)}
         assert doubled == {torch.float64 if name is None else getattr(torch, computes)}
+        for key, x in params().items():
+            a, b = (uneven(r, x).to(getattr(torch, computes)).to(getattr(torch, reduces)) for r in range(2))
+            assert torch.equal(mean[key], (a + b) / 2)
 
 
 # --- parts, updates, what is where

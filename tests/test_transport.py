@@ -97,7 +97,8 @@ def test_bytes_on_the_wire(ranks, size):
 def waits():
     rank, size, name = group()
     x = torch.ones(3)
-    assert ops.wait(x) is x or torch.equal(ops.wait(x), x)  # nothing under way
+    waited = ops.wait(x)  # nothing under way
+    assert waited.data_ptr() == x.data_ptr() and torch.equal(waited, torch.ones(3))
     out = ops.all_gather(x, size, name, "u")
     transport.wait_for_all()
     assert torch.equal(out, torch.ones(3 * size)) and not transport._pending
@@ -186,6 +187,29 @@ if child == 0:
     os._exit(0)
 os.waitpid(child, 0)
 """) == ["parent", "child"]
+
+
+def test_who_leaves_has_sent_what_it_started_to(tmp_path):
+    """Of two processes that swap, the first ends at once and the other comes late. A fork has no part in it."""
+    assert sorted(of_one_process(f"""
+import os, time, torch, torch.distributed as dist
+from zerofn import transport
+from zerofn.mesh import Mesh
+rank = int(os.fork() == 0)
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=rank, world_size=2)
+if rank == 1:
+    time.sleep(1)
+before = transport.generation()
+out = torch.ops.zerofn.permute(torch.full((1 << 20,), rank + 1.0), [1, 0], Mesh.of(None).axis().group)
+if rank == 1:
+    print(torch.ops.zerofn.wait(out).unique().tolist(), flush=True)
+else:
+    child = os.fork()
+    if child == 0:
+        print(f"{{len(transport._pending)}}/{{transport.generation() - before}}", flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+""")) == ["0/1", "[1.0]"]
 
 
 def test_an_error_reaches_who_asks():

@@ -19,13 +19,15 @@ def test_each_copy_is_waited_for_just_before_its_first_use(stage, donating):
     module = build()
     with fake_ranks(2):
         program = scheduled(train_step_of(module), state_of(module, stage), batch_of(), donating=donating)
-    where = positions(program.gm.graph)
+    where, waited = positions(program.gm.graph), []
     for piece, copy, _ in program.copies():
         waits = [n for n in copy.users if n.target is ops.wait.default]
         uses = [n for n in (*copy.users, *piece.users) if n not in waits]
         assert len(waits) == 1 and where[waits[0]] == min(map(where.__getitem__, uses)) - 1
+        waited.append(where[waits[0]])
     started = [where[n] for n in program.gm.graph.nodes if n.target is ops.refresh_.default]
-    assert all(where[n] > max(map(where.__getitem__, waits)) for n in program.gm.graph.nodes if where[n] in started)
+    assert len(waited) == 4 and len(started) == (4 if donating else 0)
+    assert not started or min(started) > max(waited)
 
 
 def test_other_stages_wait_for_no_copy():
@@ -74,7 +76,8 @@ def read_part(state, _):
 @pytest.mark.parametrize("between", [nothing, read, evaluated, flattened, read_part])
 def test_whoever_comes_first_waits(ranks, between):
     late = [ranks(2, losses, stage, between) for stage in (1, 2)]
-    assert all(same(run, ranks(2, losses, 3, between)[0]) for per_rank in late for run in per_rank)
+    expected = ranks(2, losses, 3, between)[0]
+    assert all(same(run, expected) for per_rank in late for run in per_rank)
 
 
 def left_under_way():
