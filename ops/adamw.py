@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -47,15 +48,17 @@ def adamw_(
     found_inf = None if finite is None else finite.logical_not().to(p.device, torch.float32)
     fused = fused_adamw_ if decoupled else fused_adam_
     with contiguous(p, m, v) as (p, m, v):
-        for a, b, rate, decay in zip(starts, stops, rates, decays, strict=True):
+        runs = zip(rates, decays, starts, stops, strict=True)
+        for (rate, decay), equal in groupby(runs, lambda run: run[:2]):  # one call for all of them
             now = rate_of(lr, rate)
+            places = [slice(a, b) for _, _, a, b in equal]
             fused(
-                [p[a:b]],
-                [g[a:b]],
-                [m[a:b]],
-                [v[a:b]],
+                [p[x] for x in places],
+                [g[x] for x in places],
+                [m[x] for x in places],
+                [v[x] for x in places],
                 [],
-                [step],
+                [step] * len(places),
                 # A tensor off the CPU alone: torch's kernels there read a float32. The CPU's take a float64 number.
                 lr=now.float() if isinstance(now, Tensor) else now,
                 beta1=b1,

@@ -169,15 +169,17 @@ def test_labels_are_runs():
     order = [leaf.name for leaf in unit.leaves]
     assert order == [f"h.0.{k}.{p}" for p in ("bias", "weight") for k in "abc"]
     runs = unit.runs(0, unit.size, lambda leaf: decays(leaf.name, None))
-    assert runs == [(0, 3 * 64 - 24, False), (3 * 64, 6 * 64 - 24, True)]
+    assert runs == [(64 * k, 64 * k + 40, k >= 3) for k in range(6)]  # padding is in none
     inside = unit.runs(50, 260, lambda leaf: decays(leaf.name, None))  # offsets from where the piece starts
-    assert inside == [(14, 118, False), (142, 210, True)]
+    assert inside == [(14, 54, False), (78, 118, False), (142, 182, True), (206, 210, True)]
     assert unit.runs(unit.size - 100, unit.size, lambda leaf: 0) == []
 
 
 def test_a_gap_that_another_leaf_filled_ends_a_run():
     params = {f"h.0.{k}": z(64) for k in "abc"}
-    layout = restrict(make_layout(params, 1), lambda unit, leaf: leaf.name != "h.0.b")
+    whole = make_layout(params, 1)
+    assert whole.units[0].runs(0, 192, lambda leaf: 0) == [(0, 192, 0)]
+    layout = restrict(whole, lambda unit, leaf: leaf.name != "h.0.b")
     (unit,) = layout.units
     assert unit.runs(0, unit.size, lambda leaf: 0) == [(0, 64, 0), (128, 192, 0)]
     assert layout.treedef == tree.structure({"h.0.a": 0, "h.0.b": None, "h.0.c": 0})

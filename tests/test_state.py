@@ -185,9 +185,11 @@ def growing():
 
 def test_gradients_are_right_on_steps_where_the_scale_grows(ranks):
     """DeepSpeed's are half as large there."""
+    gradients = torch.autograd.grad(mse_loss(NET(batch(0)[0]), batch(0)[1]), NET.parameters())
+    expected = torch.nn.utils.get_total_norm(gradients).item()
     for norms, scale in ranks(2, growing):
         assert scale == 2.0**10
-        assert norms == pytest.approx([norms[0]] * 4, rel=2e-3)
+        assert norms == pytest.approx([expected] * 4, rel=2e-3)
 
 
 def test_loss_scales_by_default():
@@ -239,11 +241,10 @@ def test_frozen_parameters_stay_and_have_no_moments(ranks, by_predicate):
         optimizer.zero_grad()
         mse_loss(net(batch(i)[0]), batch(i)[1]).backward()
         optimizer.step()
-    plain = frozen_runs(None, by_predicate)
-    for stage in STAGES:
-        for found, moments, mu in [plain, *ranks(2, frozen_runs, stage, by_predicate)]:
+    for stage in (None, *STAGES):
+        for found, moments, mu in ranks(1 if stage is None else 2, frozen_runs, stage, by_predicate):
             for key, want in net.named_parameters():
-                torch.testing.assert_close(found[key], want.detach(), rtol=1e-6, atol=1e-7)
+                assert torch.equal(found[key], want), (stage, key)  # half of what two ranks agree about, twice
             assert torch.equal(found["layers.1.weight"], params()["layers.1.weight"])
             assert mu["layers.1.weight"] is None and moments < 300 * 300
 
@@ -270,13 +271,19 @@ def with_whole_numbers(stage, compiled):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_whole_numbers_among_the_parameters_ride_along(ranks, compiled):
-    state = TrainState.create(params=params(), tx=TRANSFORMATIONS["adamw"]())
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.1, fused=True)
     for i in range(3):
-        state = state.apply_gradients(state.value_and_grad(loss_fn)(*batch(i))[1])
-    for stage in (None, *STAGES):
-        for found in ranks(1 if stage is None else 2, with_whole_numbers, stage, compiled):
-            for key, want in state.params.items():
-                torch.testing.assert_close(found[key], want, rtol=1e-5, atol=1e-6)
+        optimizer.param_groups[0]["lr"] = SCHEDULE(i)
+        optimizer.zero_grad()
+        mse_loss(net(batch(i)[0]), batch(i)[1]).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+    for size, stage in ((1, None), (1, 3), *((2, stage) for stage in STAGES)):
+        for found in ranks(size, with_whole_numbers, stage, compiled):
+            for key, want in net.named_parameters():
+                tol = {"rtol": 0.0, "atol": 0.0} if size == 1 else {"rtol": 1e-5, "atol": 1e-6}
+                torch.testing.assert_close(found[key], want.detach(), **tol)
 
 
 # --- extra, step, looks

@@ -87,12 +87,13 @@ class Unit:
     def runs(self, start: int, stop: int, value: Callable[[Leaf], Hashable]) -> list[tuple[int, int, Any]]:
         """[start, stop) cut where `value` changes: [(a, b, value)].
 
-        Alignment between two leaves is joined to the first; a gap that another leaf may fill ends a run.
+        What lies between two leaves ends a run: a kernel may round the last elements of what it is given otherwise
+        than those before them, and they are then those of the leaf alone, as in plain torch.
         """
         out: list[tuple[int, int, Any]] = []
         for leaf, a, b in self.intervals(start, stop):
             v = value(leaf)
-            if out and out[-1][2] == v and a - out[-1][1] < ALIGN:
+            if out and out[-1][1:] == (a, v):
                 out[-1] = (out[-1][0], b, v)
             else:
                 out.append((a, b, v))

@@ -137,6 +137,27 @@ def test_apply_is_torch_bit_for_bit(name, dtype):
         trees.assert_equal(zerofn.unshard(trees.sharded(tx, stage, dtype).params), expected, stage)
 
 
+def _moments_at_ranks():
+    """A kernel of torch rounds the last elements of a tensor otherwise; moments show it sooner than parameters."""
+    leaves = {k: torch.nn.Parameter(v) for k, v in trees.params(torch.float32).items()}
+    optimizer = torch.optim.AdamW(leaves.values(), 0.1, weight_decay=0.1, fused=True)
+    for step in range(trees.STEPS):
+        for k, g in trees.grads(step, torch.float32).items():
+            leaves[k].grad = g
+        optimizer.step()
+    for stage in range(4):
+        state = trees.sharded(optim.adamw(0.1, weight_decay=0.1), stage, torch.float32)
+        for name, found in (("exp_avg", state.opt_state.mu), ("exp_avg_sq", state.opt_state.nu)):
+            expected = {k: optimizer.state[p][name] for k, p in leaves.items()}
+            trees.assert_equal(zerofn.unshard(found), expected, (name, stage))
+        trees.assert_equal(zerofn.unshard(state.params), {k: p.detach() for k, p in leaves.items()}, stage)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_adamws_moments_are_torchs_bit_for_bit(ranks, size):
+    ranks(size, _moments_at_ranks)
+
+
 def test_a_schedule_gives_the_bits_of_rates_set_by_hand():
     schedule = optim.warmup_cosine_decay_schedule(*WARMUP)
     ours = trees.plain(optim.sgd(schedule, 0.9), torch.float32)
