@@ -15,6 +15,7 @@ MAX_FUNCTION_LINES = 60
 ORDER = [
     "_torch_compat",
     "patches",
+    "errors",
     "poster",
     "donation",
     "agreement",
@@ -26,6 +27,7 @@ ORDER = [
     "collectives",
     "precision",
     "sharding",
+    "mistakes",
     "storage",
     "loss_scale",
     "reductions",

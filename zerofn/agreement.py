@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ._torch_compat import default_store
+from .errors import said
 
 
 def _patience(text: str) -> float:
@@ -87,7 +88,7 @@ def agree_on(what: str, make: Callable[[], tuple[T, str]]) -> T:
     try:
         value, text = make()
     except Exception as caught:
-        error, text = caught, f"{_RAISED}{type(caught).__name__}: {caught}"
+        error, text = caught, f"{_RAISED}{said(caught)}"
     theirs = _round(what, text)
     if error is not None:
         raise error

@@ -10,13 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from . import donation, passes, tree
-from ._torch_compat import storage_key
+from ._torch_compat import OpOverload, storage_key
 from .agreement import abandon, agree_on
+from .errors import note, said
 from .graph.capture import CaptureError, capture
+from .graph.lines import place_of
 from .graph.program import Program, tensor_of
 from .graph.verify import check_purity, fingerprint
+from .mistakes import note_dtypes
 from .partition import as_tensor
-from .runtime.executor import Executor
+from .runtime.executor import Executor, failed_node
 from .runtime.failure import deliver, whole_steps
 from .runtime.host_memory import keep_freed_memory
 from .sharding import is_sharded
@@ -87,7 +90,7 @@ class Step:
         tensors = self._tensors(state_leaves, entry.donating)
         copies = [t for k in entry.program.full for t in state_leaves[k].copies]
         inputs = [*tensors, *copies, *batch_tensors]
-        outputs = self._run(entry, inputs, state_leaves)
+        outputs = self._run(entry, inputs, state_leaves, lambda: (tree.unflatten(state_def, state_leaves), batch))
         return self._result(entry, outputs, tensors, copies, state_leaves)
 
     def _tensors(self, leaves: list[Any], donating: bool) -> list[Tensor]:
@@ -155,12 +158,15 @@ class Step:
         log.info("%s: captured (%s): %s, %d nodes, %.2f s%s", self.__name__, why, kind, len(program.gm.graph.nodes),
                  seconds, baked)
 
-    def _run(self, entry: _Entry, inputs: list[Tensor], leaves: list[Any]) -> list[Any]:
+    def _run(self, entry: _Entry, inputs: list[Tensor], leaves: list[Any], given: Callable[[], tuple[Any, Any]]
+             ) -> list[Any]:
         try:
             with whole_steps():
                 return entry.run(inputs)
         except BaseException as error:
-            why = f"{self.__name__} failed: {type(error).__name__}: {error}"
+            if isinstance(error, Exception):
+                self._explain(error, entry.program, *given())
+            why = f"{self.__name__} failed: {said(error)}"
             if isinstance(error, Exception):
                 forget_transfers()
                 abandon(why)
@@ -169,6 +175,16 @@ class Step:
                     if is_sharded(x):
                         x.donate(f"This state was lost when {why}. Load the last checkpoint.")
             raise
+
+    def _explain(self, error: Exception, program: Program, state: Any, batch: Any) -> None:
+        """Note which operation of the user's failed, on which line. Ours say it themselves."""
+        node = failed_node(error)
+        if node is not None:
+            if isinstance(node.target, OpOverload) and node.target.namespace == "zerofn":
+                return
+            place = place_of(node, program, lambda: capture(self._step, state, batch, traces=True))
+            note(error, f"in {self.__name__}: {place}")
+        note_dtypes(error, state, batch)
 
     def _result(self, entry: _Entry, outputs: list[Any], tensors: list[Tensor], copies: list[Tensor],
                 leaves: list[Any]) -> Any:

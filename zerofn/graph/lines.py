@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import optree
 import tensordict
 import torch
+from torch.fx import Node
 
-from .._torch_compat import TorchDispatchMode, current_trace
+from .._torch_compat import OpOverload, TorchDispatchMode, current_trace
+from .edit import loops
 
 _INNER = tuple(f"{Path(str(m.__file__)).parent}/" for m in (torch, optree, tensordict)) + (
     f"{Path(__file__).parent.parent}/",)
@@ -58,3 +61,16 @@ def user_line(frames: Iterable[tuple[str, int]]) -> str:
         if not filename.startswith((*_INNER, "<")):
             return f" at {filename}:{number} ({linecache.getline(filename, number).strip()})"
     return ""
+
+
+def place_of(node: Node, program: Any, traced: Callable[[], Any]) -> str:
+    """'aten.addmm at file:line (code)' of a node of a scheduled program; `traced()` is the program as captured with
+    lines, from which scheduling has kept the names of nodes. Without the line where that cannot be had."""
+    what = str(node.target).removesuffix(".default") if isinstance(node.target, OpOverload) else node.name
+    with contextlib.suppress(Exception):
+        graphs = [program.gm, *(body for _, body in loops(program.gm))]
+        again = traced().gm
+        k = next(k for k, gm in enumerate(graphs) if gm.graph is node.graph)
+        same = [again, *(body for _, body in loops(again))][k]
+        return what + next((n.meta.get("line", "") for n in same.graph.nodes if n.name == node.name), "")
+    return what

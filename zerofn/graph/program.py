@@ -62,9 +62,9 @@ class Flat:
 
 
 def cached(value: Any) -> dict[int, list[Tensor]]:
-    """Node position -> gathered copy, for the nodes of a tree that should have one (stages 1 and 2)."""
+    """Node position -> gathered copy, perhaps still arriving, for the nodes of a tree that have it (stages 1 and 2)."""
     leaves = tree.leaves(value, is_leaf=is_sharded)
-    return {k: list(x.full) for k, x in enumerate(leaves) if is_sharded(x) and x.full is not None}
+    return {k: list(x.copies) for k, x in enumerate(leaves) if is_sharded(x) and x.copies is not None}
 
 
 @dataclass

@@ -18,6 +18,8 @@ from .._torch_compat import OpOverload, below_autograd
 from ..graph.alias import writes
 from ..ops.library import implementations
 
+_NODES = "<nodes>"  # among the globals of generated code: line -> node. No identifier, so nothing is hidden by it
+
 
 class Executor:
     """Callable on a list of tensors, which it empties: inputs, too, are freed at their last use.
@@ -41,6 +43,15 @@ class Executor:
         self.wrote = True
 
 
+def failed_node(error: BaseException) -> Node | None:
+    """The operation of a graph that raised, the innermost where one ran inside another; None if none did."""
+    found, at = None, error.__traceback__
+    while at is not None:
+        found = at.tb_frame.f_globals.get(_NODES, {}).get(at.tb_lineno, found)
+        at = at.tb_next
+    return found
+
+
 def _generate(gm: GraphModule, begin_writing: Callable[[], None]) -> tuple[str, dict[str, Any]]:
     names: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
     bound: dict[Any, str] = {}
@@ -62,6 +73,7 @@ def _generate(gm: GraphModule, begin_writing: Callable[[], None]) -> tuple[str, 
         lines += [f"    {', '.join(inputs)}, = inputs", "    inputs.clear()"]
     unused = [n.name for n in nodes if n.op == "placeholder" and not n.users]
     lines += [f"    {' = '.join(unused)} = None"] if unused else []
+    rows = names[_NODES] = {}
     first_write = next((n for n in nodes if any(x.op == "placeholder" for x in writes(n))), None)
     for node in nodes:
         if node is first_write:
@@ -72,6 +84,7 @@ def _generate(gm: GraphModule, begin_writing: Callable[[], None]) -> tuple[str, 
             dead = [x.name for x in free.get(node, [])]
             text = f"    {node.name} = {_expression(node, gm, bind)}"
             lines.append(text + (f"; {' = '.join(dead)} = None" if dead else ""))
+            rows[len(lines)] = node
     return "\n".join(lines) + "\n", names
 
 
