@@ -87,3 +87,23 @@ def test_the_other_ranks_read_the_line_too(ranks, stage):
     for text in found:
         assert "IndexError: Target 7" in text or "Target 7 is out" in text
         assert "# the label's line" in text
+
+
+def calls_after_failure(stage):
+    module, train_step = picking()
+    step, state = zerofn.compile(train_step, donate=False), state_of(module, stage)
+    first = failure(lambda: step(state, labels(7 if dist.get_rank() == 1 else 2)))
+    calls = [lambda: step(state, labels()), lambda: zerofn.unshard(state), lambda: state_of(module, stage),
+             lambda: zerofn.compile(train_step)(state, labels())]
+    return [first, *map(failure, calls)]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_after_a_failure_every_call_says_why_the_group_is_gone(ranks, stage):
+    found = ranks(2, calls_after_failure, stage)
+    ranks.stop()
+    for first, *later in found:
+        assert "Target 7" in first
+        for text in later:
+            assert text.startswith("the process group was taken down because rank 1: train_step failed: IndexError")
+            assert text.endswith("Restart the processes and load the last checkpoint.")

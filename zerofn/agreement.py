@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ._torch_compat import default_store
+from ._torch_compat import default_store, resolve_process_group
 from .errors import said
 
 
@@ -34,10 +34,28 @@ PATIENCE = _patience(os.environ.get("ZEROFN_PATIENCE", "30"))  # seconds until a
 _FAILED = "zerofn/failed"
 _RAISED = "\1"  # begins the text of a rank that could not come to one
 _last_sign = 0.0
+_taken_down: str | None = None  # why this process has taken its group down
 T = TypeVar("T")
 
 
+def refuse_after_failure() -> None:
+    """Raise `RuntimeError` once this process has taken its group down: alone, it is no rank of the job."""
+    if _taken_down is not None and not dist.is_initialized():
+        raise RuntimeError(f"the process group was taken down because {_taken_down}\nRestart the processes and load the "
+                           "last checkpoint.")
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group of an axis. Raises `RuntimeError` saying why where it was taken down."""
+    try:
+        return resolve_process_group(name)
+    except (RuntimeError, KeyError):
+        refuse_after_failure()
+        raise
+
+
 def _store() -> dist.Store | None:
+    refuse_after_failure()
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return None
     return default_store()
@@ -102,8 +120,12 @@ def agree_on(what: str, make: Callable[[], tuple[T, str]]) -> T:
 
 def abandon(message: str) -> None:
     """Leave `message` for the other ranks and take this rank's process group down, which ends their transfers."""
+    global _taken_down
+    if not dist.is_initialized():
+        return
     publish_failure(message)
     if _store() is not None:
+        _taken_down = published_failure() or message
         dist.destroy_process_group()
 
 

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .agreement import refuse_after_failure
+
 DATA = "data"
 
 
@@ -75,6 +77,7 @@ def _axis_of(mesh: DeviceMesh) -> Callable[[str], Axis]:
 
 def join() -> None:
     """Make the default process group if torchrun started this process and nobody has made it yet."""
+    refuse_after_failure()
     if dist.is_initialized() or not dist.is_available() or "WORLD_SIZE" not in os.environ:
         return
     if int(os.environ["WORLD_SIZE"]) == 1 and "MASTER_ADDR" not in os.environ:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._torch_compat import resolve_process_group
+from .agreement import group_named
 from .collectives import ops
 from .mesh import Axis
 from .sharding import Sharded, Spec
@@ -45,7 +45,7 @@ def equalize(values: Sequence[Tensor], axis: Axis) -> None:
     # A group may know accelerators alone: where there is one, everything goes that way.
     device = next((x.device for x in values if x.device.type != "cpu"), values[0].device)
     flat = torch.cat([x.contiguous().view(-1).view(torch.uint8).to(device) for x in values])
-    dist.broadcast(flat, group=resolve_process_group(axis.group), group_src=0)
+    dist.broadcast(flat, group=group_named(axis.group), group_src=0)
     for x, part in zip(values, flat.split([x.numel() * x.element_size() for x in values]), strict=True):
         x.copy_(part.to(x.device).clone().view(x.dtype).view(x.shape))
 

@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._torch_compat import resolve_process_group
-from .agreement import explained
+from .agreement import explained, group_named
 from .ops.library import define
 from .poster import post
 
@@ -104,7 +103,7 @@ os.register_at_fork(after_in_child=forget_transfers)  # they go on in the proces
 
 def _point_to_point(group: str, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Works:
     """Post transfers to and from ranks; see [Note: posting]. Every rank counts it, also one that has no part in it."""
-    pg = resolve_process_group(group)
+    pg = group_named(group)
     tag = _tags[pg] = (_tags.get(pg, 0) + 1) % (1 << 30)
     if not any(t.numel() for t in (*sends.values(), *receives.values())):
         return tuple  # nothing to wait for: empty tensors all have one address
@@ -120,7 +119,7 @@ def _point_to_point(group: str, sends: dict[int, Tensor], receives: dict[int, Te
 
 
 def _is_gloo(group: str, tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and "gloo" in dist.get_backend(resolve_process_group(group))
+    return "gloo" in dist.get_backend(group_named(group)) and tensor.device.type == "cpu"
 
 
 def all_gather_start(piece: Tensor, size: int, group: str, unit: str, own: Sequence[int] | None = None) -> Tensor:
@@ -130,7 +129,7 @@ def all_gather_start(piece: Tensor, size: int, group: str, unit: str, own: Seque
         return torch.ops._c10d_functional.all_gather_into_tensor(piece, size, group)
     piece = piece.contiguous()  # the gradient of what is frozen is one zero, repeated
     full = piece.new_empty(size * piece.numel())
-    rows, rank = full.view(size, -1), dist.get_rank(resolve_process_group(group))
+    rows, rank = full.view(size, -1), dist.get_rank(group_named(group))
     others = [r for r in range(size) if r != rank]
     works = _point_to_point(group, dict.fromkeys(others, piece), {r: rows[r] for r in others})
     start, stop = own or (0, piece.numel())
@@ -153,7 +152,7 @@ def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str) -> Tens
     """flat [size * s] -> [s]: the sum over ranks, in rank order, of this rank's piece."""
     if not _is_gloo(group, flat):
         return torch.ops._c10d_functional.reduce_scatter_tensor(flat, "sum", size, group)
-    rows, rank = flat.view(size, -1), dist.get_rank(resolve_process_group(group))
+    rows, rank = flat.view(size, -1), dist.get_rank(group_named(group))
     others = [r for r in range(size) if r != rank]
     scratch = flat.new_empty(size - 1, rows.shape[1])
     parts = dict(zip(others, scratch, strict=True))
@@ -176,7 +175,7 @@ def exchange_start(rows: Tensor, size: int, group: str) -> Tensor:
     """rows [size, s] -> [size, s]: row r goes to rank r, and what rank r sent arrives in row r."""
     if not _is_gloo(group, rows):
         return torch.ops._c10d_functional.all_to_all_single(rows, None, None, group)
-    rank = dist.get_rank(resolve_process_group(group))
+    rank = dist.get_rank(group_named(group))
     out = torch.empty_like(rows)
     others = [r for r in range(size) if r != rank]
     works = _point_to_point(group, {r: rows[r] for r in others}, {r: out[r] for r in others})
@@ -186,7 +185,7 @@ def exchange_start(rows: Tensor, size: int, group: str) -> Tensor:
 
 def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
     """Rank r receives what rank `sources[r]` holds."""
-    pg = resolve_process_group(group)
+    pg = group_named(group)
     rank = pg.rank()
     out = torch.empty_like(x)
     if not _is_gloo(group, x):
