@@ -142,7 +142,7 @@ def make_steps(args):
     lower = tuple(f"bert.encoder.layer.{i}." for i in range(args.frozen))
 
     def is_frozen(name: str) -> bool:
-        return not args.scratch and name.startswith(("bert.embeddings.", *lower))
+        return name.startswith(("bert.embeddings.", *lower))
 
     def logits_of(module, params, batch):
         return functional_call(module, params, (batch["x"], batch["mask"])).float()
@@ -150,7 +150,8 @@ def make_steps(args):
     def init_state():
         torch.manual_seed(args.seed)
         params = dict(Classifier(config, len(MODULES)).named_parameters())
-        return zerofn.TrainState.create(params=params, tx=tx, seed=args.seed, frozen=is_frozen)
+        frozen = None if args.scratch else is_frozen
+        return zerofn.TrainState.create(params=params, tx=tx, seed=args.seed, frozen=frozen)
 
     def train_step(state, batch):
         def loss_fn(params, batch):

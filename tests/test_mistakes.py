@@ -9,6 +9,7 @@ from torch.func import functional_call
 
 import zerofn
 from small_steps import state_of
+from zerofn import optim
 
 
 def said(error):
@@ -107,3 +108,101 @@ def test_after_a_failure_every_call_says_why_the_group_is_gone(ranks, stage):
         for text in later:
             assert text.startswith("the process group was taken down because rank 1: train_step failed: IndexError")
             assert text.endswith("Restart the processes and load the last checkpoint.")
+
+
+# --- functions of a leaf, functions of a name ---------------------------------------------------------------------
+
+
+LEAF = zerofn.optim.LeafInfo("h.0.bias", (3,), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("mask", "kind", "advice"),
+    [
+        (lambda name: "bias" not in name, TypeError, "'bias' in leaf.name"),
+        (lambda name: name == "h.0.bias", TypeError, "leaf.name == 'h.0.bias'"),
+        (lambda name: name in ["h.0.bias"], TypeError, "leaf.name == 'h.0.bias'"),
+        (lambda name: name != "h.0.bias", TypeError, "leaf.name == 'h.0.bias'"),
+        (lambda name: name.endswith("bias"), AttributeError, "leaf.name.endswith"),
+        (lambda p: p.dim() > 1, AttributeError, "ndim"),
+    ],
+)
+def test_a_mask_on_names_is_told_to_ask_for_the_name(mask, kind, advice):
+    with pytest.raises(kind, match=re.escape(advice)):
+        mask(LEAF)
+    with pytest.raises(kind, match=re.escape(advice)):
+        tx = zerofn.optim.adamw(0.1, mask=mask)
+        zerofn.shard(zerofn.TrainState.create(params={"h.0.bias": torch.ones(3)}, tx=tx))
+
+
+def test_a_leaf_is_still_a_tuple():
+    same = zerofn.optim.LeafInfo("h.0.bias", (3,), torch.float32)
+    assert same == LEAF and hash(same) == hash(LEAF) and LEAF == ("h.0.bias", (3,), torch.float32)
+    assert (3,) in LEAF and not hasattr(LEAF, "weights")
+    import copy
+    import pickle
+
+    assert pickle.loads(pickle.dumps(LEAF)) == copy.deepcopy(LEAF) == LEAF
+
+
+@pytest.mark.parametrize("option", ["frozen", "unit"])
+def test_a_function_of_a_name_that_asks_for_a_leaf_is_told_so(option):
+    params = {"a.bias": torch.ones(3), "b": torch.ones(3)}
+    tx, wants = zerofn.optim.sgd(0.1), {option: lambda leaf: leaf.name.startswith("a")}
+
+    def call():
+        frozen = {"frozen": wants["frozen"]} if "frozen" in wants else {}
+        unit = {"unit": wants["unit"]} if "unit" in wants else {}
+        return zerofn.shard(zerofn.TrainState.create(params=params, tx=tx, **frozen), **unit)
+
+    text = failure(call)
+    assert f"{option} is asked about names: its argument is a str such as 'a.bias'" in text
+
+
+NAMES = {"h.0.attn.weight": torch.ones(3, 3), "h.0.attn.bias": torch.ones(3), "out.bias": torch.ones(3)}
+
+
+def created(tx=None, **options):
+    return zerofn.TrainState.create(params=NAMES, tx=tx or optim.sgd(0.1), **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: created(frozen=lambda name: name.startswith("layers.0")), "The leaves are 'h.0.attn.bias'"),
+        (lambda: created(frozen=lambda name: "h.0.atn" in name), "did you mean 'h.0.attn'?"),
+        (lambda: created(frozen=lambda name: name in ("out.bais",)), "did you mean 'out.bias'?"),
+        (lambda: zerofn.value_and_grad(lambda p: p["out.bias"].sum(), frozen=lambda name: "oot" in name)(NAMES),
+         "value_and_grad: frozen selects none"),
+        (lambda: created(optim.adamw(0.1, mask=lambda leaf: leaf.ndim > 2)), "adamw: mask selects none of the 3"),
+        (lambda: created(optim.chain(optim.clip(1.0), optim.masked(optim.sgd(0.1), lambda leaf: "hed" in leaf.name))),
+         "masked: mask selects none"),
+    ],
+)
+def test_a_choice_of_leaves_that_selects_none_is_an_error(make, says):
+    with pytest.raises(ValueError, match="selects none of the 3 leaves, so it has no effect") as caught:
+        make()
+    assert says in str(caught.value)
+
+
+def test_choices_that_select_nothing_in_a_part_are_fine():
+    matrices = lambda leaf: leaf.ndim > 1  # noqa: E731
+    group = lambda rate: optim.adamw(rate, mask=matrices)  # noqa: E731
+    labels = lambda leaf: "out" if leaf.name.startswith("out") else "body"  # noqa: E731
+    created(optim.multi_transform({"out": group(0.1), "body": group(0.2)}, labels))
+    created(optim.adamw(0.1, mask=matrices), frozen=lambda name: name.endswith("weight"))
+
+
+def test_a_unit_is_a_name():
+    with pytest.raises(TypeError, match=r"unit\('h.0.attn.bias'\) gives None; it must give the name of a unit"):
+        zerofn.shard(created(), unit=lambda name: None)
+
+
+def test_a_misspelt_entry_of_the_parameters_gets_the_nearest_names():
+    params = zerofn.shard(created()).params
+    with pytest.raises(KeyError, match=r"no leaf lies under 'h.0.attn.wieght'; did you mean 'h.0.attn.weight'"):
+        params["h.0.attn.wieght"]
+    with pytest.raises(KeyError, match=r"no leaf lies under 'h.0.atn'; did you mean 'h.0.attn'"):
+        params["h.0.atn"]
+    with pytest.raises(KeyError, match=r"no leaf lies under 'xyz'; the units are"):
+        params["xyz"]

@@ -41,8 +41,8 @@ T = TypeVar("T")
 def refuse_after_failure() -> None:
     """Raise `RuntimeError` once this process has taken its group down: alone, it is no rank of the job."""
     if _taken_down is not None and not dist.is_initialized():
-        raise RuntimeError(f"the process group was taken down because {_taken_down}\nRestart the processes and load the "
-                           "last checkpoint.")
+        raise RuntimeError(f"the process group was taken down because {_taken_down}\n"
+                           "Restart the processes and load the last checkpoint.")
 
 
 def group_named(name: str) -> dist.ProcessGroup:

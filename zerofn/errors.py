@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator
+from types import CellType
+from typing import Any
+
+_EMPTY = CellType()  # compares without a look at what a full one holds
+
 
 def note(error: BaseException, text: str) -> None:
     """Add a line to what an error says, keeping its type; before Python 3.11 it goes into the message."""
@@ -20,3 +28,33 @@ def said(error: BaseException) -> str:
     "KeyError: 'w'"
     """
     return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+
+
+def nearest(word: str, known: Iterable[str]) -> list[str]:
+    """What may have been meant by `word`, the likeliest first.
+
+    >>> nearest("a.wieght", ["a.weight", "b.weight", "step"])
+    ['a.weight', 'b.weight']
+    """
+    return difflib.get_close_matches(word, list(known), 2, 0.7)
+
+
+def some(names: Collection[str], most: int = 4) -> str:
+    """A few of many names.
+
+    >>> some(["a", "b", "c"], 2)
+    "'a', 'b', ... (3 in all)"
+    """
+    shown = ", ".join(repr(name) for name, _ in zip(names, range(most), strict=False))
+    return shown if len(names) <= most else f"{shown}, ... ({len(names)} in all)"
+
+
+def words_of(function: Callable[..., Any]) -> Iterator[str]:
+    """The strings that a function is written with, its own and those it closes over."""
+    if not inspect.isfunction(function):
+        return
+    closed = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
+    for value in (*function.__code__.co_consts[1 if function.__doc__ else 0 :], *closed):
+        for word in value if isinstance(value, tuple | list | frozenset | set) else [value]:
+            if isinstance(word, str) and word:
+                yield word

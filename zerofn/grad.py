@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import tree
 from .collectives import sum_over
-from .layout import is_learned
+from .layout import ask_names, check_effect, is_learned
 from .loop import loop
 from .loss_scale import NoLossScale
 from .mesh import Axis
@@ -68,6 +68,9 @@ class ValueAndGrad:
     def __call__(self, params: Any, *args: Any) -> tuple[Any, Any]:
         """-> (loss, grads) or ((loss, aux), grads)."""
         paths, nodes, treedef = tree.flatten_with_path(params, is_leaf=is_sharded)
+        if self.frozen is not None and not any(map(is_sharded, nodes)):
+            names = [tree.name_of(p) for p in paths]
+            check_effect("value_and_grad: frozen", self.frozen, ask_names("frozen", self.frozen, names))
         learns = [_trainable(tree.name_of(p), x, self.frozen) for p, x in zip(paths, nodes, strict=True)]
         work = _Work(self, nodes, learns, treedef, _axis_of(nodes))
         if self.num_microbatches == 1:

@@ -8,7 +8,7 @@ elements; rank r owns the r-th piece. Padding is never read: it may hold anythin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import tree
+from .errors import nearest, note, some, words_of
 from .tree import Path, PyTreeSpec
 
 ALIGN = 32  # elements: 64 bytes in bf16, what torch's own allocator gives a tensor
@@ -39,6 +40,33 @@ class LeafInfo(NamedTuple):
     def numel(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)
+
+    # What a function of names would do with it has an answer for a tuple, and always the same one.
+
+    def __contains__(self, x: object) -> bool:
+        if isinstance(x, str):
+            raise TypeError(f"{x!r} in leaf: masks and labels are asked about a leaf, not its name; write "
+                            f"{x!r} in leaf.name.")
+        return tuple.__contains__(self, x)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str):
+            raise TypeError(f"leaf == {other!r}: masks and labels are asked about a leaf, not its name; write "
+                            f"leaf.name == {other!r}.")
+        return tuple.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return tuple.__hash__(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(str, name):
+            advice = f"masks and labels are asked about a leaf, not its name; write leaf.name.{name}"
+        else:
+            advice = "it has name, shape, dtype, ndim and numel(), and no values"
+        raise AttributeError(f"a leaf has no {name!r}: {advice}.")
 
 
 @dataclass(frozen=True)
@@ -143,7 +171,7 @@ class Layout:
         names = {n for n in self.where if n == prefix or n.startswith(prefix + ".")}
         units = tuple(u for u in self.units if any(leaf.name in names for leaf in u.leaves))
         if not names:
-            raise KeyError(f"params: no leaf lies under {prefix!r}; the units are {[u.name for u in self.units]}.")
+            raise KeyError(_nothing_under(prefix, self))
         for unit in units:
             outside = [leaf.name for leaf in unit.leaves if leaf.name not in names]
             if outside:
@@ -171,6 +199,13 @@ class Layout:
         return Layout(renamed, sub, self.axis, self.num_shards)
 
 
+def _nothing_under(name: str, layout: Layout) -> str:
+    near = nearest(name, _with_prefixes(layout.where))
+    units = [u.name for u in layout.units]
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the units are {units}."
+    return f"params: no leaf lies under {name!r}; {hint}"
+
+
 def restrict(layout: Layout, keep: Callable[[Unit, Leaf], bool]) -> Layout:
     """The layout with None where leaves are not kept: what is left of their units is padding, others are gone."""
     kept = {leaf.index for unit in layout.units for leaf in unit.leaves if keep(unit, leaf)}
@@ -185,6 +220,35 @@ def restrict(layout: Layout, keep: Callable[[Unit, Leaf], bool]) -> Layout:
     marks = [i if i in kept else None for i in range(layout.treedef.num_leaves)]
     treedef = tree.structure(tree.unflatten(layout.treedef, marks))
     return Layout(tuple(units), treedef, layout.axis, layout.num_shards)
+
+
+def ask_names(option: str, function: Callable[[str], Any], names: Iterable[str]) -> dict[str, Any]:
+    """Leaf name -> what a function of names says of it. One that expects a leaf is told what it gets."""
+    out = {}
+    for name in names:
+        try:
+            out[name] = function(name)
+        except AttributeError as error:
+            if isinstance(error.obj, str):
+                note(error, f"{option} is asked about names: its argument is a str such as {name!r}.")
+            raise
+    return out
+
+
+def check_effect(what: str, function: Callable[..., Any], answers: Mapping[str, Any]) -> None:
+    """Raise `ValueError` where a function of leaves, given to select some, selects none: leaf name -> its answer."""
+    if not answers or any(answers.values()):
+        return
+    near = [name for word in words_of(function) for name in nearest(word.strip("."), _with_prefixes(answers))]
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    raise ValueError(f"{what} selects none of the {len(answers)} leaves, so it has no effect{hint} The leaves are "
+                     f"{some(answers)}. Leave it out if it is to select nothing.")
+
+
+def _with_prefixes(names: Iterable[str]) -> list[str]:
+    """Leaf names, and the dotted names of what they lie in."""
+    parts = [name.split(".") for name in names]
+    return list(dict.fromkeys(".".join(p[:k]) for p in parts for k in range(len(p), 0, -1)))
 
 
 def is_learned(name: str, leaf: Tensor, trainable: Callable[[str], bool]) -> bool:
@@ -263,7 +327,12 @@ def _groups(paths: list[Path], values: list[Tensor], order: list[int], unit: Cal
             ) -> dict[int, str]:
     """Leaf index -> name of its group of leaves."""
     if unit is not None:
-        return {i: str(unit(tree.name_of(paths[i]))) for i in order}
+        names = ask_names("unit", unit, [tree.name_of(paths[i]) for i in order])
+        wrong = next((name for name, group in names.items() if not isinstance(group, str)), None)
+        if wrong is not None:
+            raise TypeError(f"unit({wrong!r}) gives {names[wrong]!r}; it must give the name of a unit, a str, for "
+                            "every leaf. Leave unit out for one unit a layer.")
+        return {i: names[tree.name_of(paths[i])] for i in order}
     members: dict[tuple[str, str], list[int]] = {}
     for i in order:
         top = str(paths[i][0]) if len(paths[i]) > 1 else ""

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from . import tree
 from .grad import LossFn, ValueAndGrad, value_and_grad
+from .layout import ask_names, check_effect
 from .loss_scale import DynamicLossScale, StaticLossScale
-from .optim.base import GradientTransformation, step
+from .optim.base import GradientTransformation, masks, step
+from .optim.runs import leaf_info
 from .precision import Precision
 from .random import fold_in
 from .reductions import all_finite
@@ -46,11 +48,13 @@ class TrainState:
         """A state at step 0. `frozen(leaf name) -> bool` marks parameters that get no gradient and no moments;
         an `nn.Parameter` with `requires_grad=False` is frozen too, and so are whole numbers.
 
-        Raises `TypeError` when `tx` is no gradient transformation.
+        Raises `TypeError` when `tx` is no gradient transformation, `ValueError` for a `frozen` or a mask in `tx` that
+        selects no leaf.
         """
         if not isinstance(tx, GradientTransformation):
             raise TypeError(f"TrainState.create: tx must be a zerofn.optim.GradientTransformation such as "
                             f"optim.adamw(3e-4), got {type(tx).__name__}.")
+        _check_choices(params, tx, frozen)
         frozen = _with_unlearned(params, frozen)
         params = tree.tree_map(lambda p: p.detach() if isinstance(p, Tensor) else p, params)
         zero = torch.zeros((), dtype=torch.int64)
@@ -131,6 +135,17 @@ class _Frozen:
 
     def __call__(self, name: str) -> bool:
         return name in self.names or (self.also is not None and self.also(name))
+
+
+def _check_choices(params: Any, tx: GradientTransformation, frozen: Callable[[str], bool] | None) -> None:
+    """Raise where `frozen`, or a mask, is given and selects nothing: a name is misspelt, or it asks the wrong thing."""
+    paths, nodes, _ = tree.flatten_with_path(params, is_leaf=is_sharded)
+    leaves = [leaf_info(p, x) for p, node in zip(paths, nodes, strict=True)
+              for x in (node.layout.leaves if is_sharded(node) else [node]) if hasattr(x, "shape")]
+    if frozen is not None:
+        check_effect("TrainState.create: frozen", frozen, ask_names("frozen", frozen, [x.name for x in leaves]))
+    for name, mask in masks(tx):
+        check_effect(f"{name}: mask", mask, {x.name: mask(x) for x in leaves})
 
 
 def _with_unlearned(params: Any, frozen: Callable[[str], bool] | None) -> Callable[[str], bool] | None:

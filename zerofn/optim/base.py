@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -61,6 +62,18 @@ class GradientTransformation:
         return (
             f"{self.name}({', '.join(map(shown, self.args))})" if self.name else "GradientTransformation(...)"
         )
+
+
+def masks(tx: GradientTransformation) -> Iterator[tuple[str, Mask]]:
+    """(its name, mask) of a transformation that was given one, and of those inside it."""
+    made_by = getattr(importlib.import_module(__package__), tx.name, None)
+    names = inspect.signature(made_by).parameters if inspect.isfunction(made_by) else {}
+    for name, value in zip(names, tx.args, strict=False):
+        if name == "mask" and value is not None:
+            yield tx.name, value
+    for inner in tree.leaves(tx.args, is_leaf=lambda x: isinstance(x, GradientTransformation)):
+        if isinstance(inner, GradientTransformation):
+            yield from masks(inner)
 
 
 def shown(x: Any) -> str:
