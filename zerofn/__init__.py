@@ -1,31 +1,48 @@
 """ZeroFn: a JAX-style functional trainer for PyTorch models that do not fit."""
 
-from . import collectives as collectives
-from . import optim as optim
-from .checkpoint import CheckpointError as CheckpointError
-from .checkpoint import export as export
-from .checkpoint import load as load
-from .checkpoint import load_safetensors as load_safetensors
-from .checkpoint import save as save
-from .compile import compile as compile
-from .grad import accumulate as accumulate
-from .grad import value_and_grad as value_and_grad
-from .loss_scale import DynamicLossScale as DynamicLossScale
-from .loss_scale import NoLossScale as NoLossScale
-from .loss_scale import StaticLossScale as StaticLossScale
-from .mesh import Mesh as Mesh
-from .partition import shard as shard
-from .partition import unshard as unshard
-from .precision import Precision as Precision
-from .reductions import all_finite as all_finite
-from .reductions import first_nonfinite as first_nonfinite
-from .reductions import global_norm as global_norm
-from .reductions import leaf_norms as leaf_norms
-from .reductions import vdot as vdot
-from .remat import remat as remat
-from .sharding import Sharded as Sharded
-from .sharding import gather as gather
-from .sharding import scatter as scatter
-from .skeleton import skeleton as skeleton
-from .state import TrainState as TrainState
-from .tree import tree_map as tree_map
+from . import collectives, optim
+from .checkpoint import CheckpointError, export, load, load_safetensors, save
+from .compile import compile
+from .grad import accumulate, value_and_grad
+from .loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+from .mesh import Mesh
+from .partition import shard, unshard
+from .precision import Precision
+from .reductions import all_finite, first_nonfinite, global_norm, leaf_norms, vdot
+from .remat import remat
+from .sharding import Sharded, gather, scatter
+from .skeleton import skeleton
+from .state import TrainState
+from .tree import tree_map
+
+__all__ = [
+    "accumulate",
+    "all_finite",
+    "collectives",
+    "compile",
+    "export",
+    "first_nonfinite",
+    "gather",
+    "global_norm",
+    "leaf_norms",
+    "load",
+    "load_safetensors",
+    "optim",
+    "remat",
+    "save",
+    "scatter",
+    "shard",
+    "skeleton",
+    "tree_map",
+    "unshard",
+    "value_and_grad",
+    "vdot",
+    "CheckpointError",
+    "DynamicLossScale",
+    "Mesh",
+    "NoLossScale",
+    "Precision",
+    "Sharded",
+    "StaticLossScale",
+    "TrainState",
+]

@@ -127,7 +127,7 @@ def _sharded_parts(sharded: Sharded, first: int, column: int) -> Iterator[_Part]
 
 
 def leaf_norms(values: Any) -> dict[str, Tensor]:
-    """The 2-norm of every leaf, by name, in float32 at least."""
+    """The 2-norm of every leaf, by name, in float32 at least. All ranks must call it."""
     names, numbers = norms(values)
     return dict(zip(names, numbers.unbind(), strict=True))
 
@@ -148,7 +148,10 @@ def _norms(parts: _Parts) -> Tensor:
 
 
 def global_norm(values: Any) -> Tensor:
-    """The 2-norm over all leaves and ranks, a scalar, the same bits on every rank. Differentiable."""
+    """The 2-norm over all leaves and ranks, a scalar, the same bits on every rank. Differentiable.
+
+    All ranks must call it.
+    """
     parts = _Parts.of(values)
     return _GlobalNorm.apply(parts, *parts.tensors[0]) if parts.tracked else _norm_of(parts)
 
@@ -156,7 +159,7 @@ def global_norm(values: Any) -> Tensor:
 def vdot(a: Any, b: Any) -> Tensor:
     """The inner product of two trees of one structure, a scalar, the same bits on every rank. Differentiable.
 
-    Raises `ValueError` where structures or layouts differ.
+    All ranks must call it. Raises `ValueError` where structures or layouts differ.
     """
     if tree.structure(a) != tree.structure(b):
         raise ValueError("vdot: the two trees are not of one structure and layout; where one is sharded and the other "
@@ -249,12 +252,18 @@ def _extremes(values: Any) -> tuple[list[str], Tensor]:
 
 
 def all_finite(values: Any) -> Tensor:
-    """Whether every element on every rank is finite: a bool scalar on the device, the same on every rank."""
+    """Whether every element on every rank is finite: a bool scalar on the device, the same on every rank.
+
+    All ranks must call it.
+    """
     return torch.isfinite(_extremes(values)[1]).all()
 
 
 def first_nonfinite(values: Any) -> str | None:
-    """The name of the first leaf with a non-finite element on any rank, or None. Waits for the device."""
+    """The name of the first leaf with a non-finite element on any rank, or None. Waits for the device.
+
+    All ranks must call it.
+    """
     names, ends = _extremes(values)
     return next(
         (n for n, e in zip(names, ends.tolist(), strict=True) if not math.isfinite(e)), None

@@ -188,6 +188,12 @@ class Held:
                 return Held(leaf.name, leaf.shape, unit.name, first, first + b - a, piece[a:b])
         return Held(leaf.name, leaf.shape, unit.name, 0, 0, piece[:0])
 
+    def __getattr__(self, name: str) -> Any:
+        advice = ("; it says what this rank holds of a leaf and is no tensor: write "
+                  f"zerofn.gather(params)[{self.name!r}].{name}, or .local for this rank's part"
+                  ) if hasattr(Tensor, name) else ""
+        raise AttributeError(f"params[{self.name!r}] has no {name!r}{advice}.")
+
     def __repr__(self) -> str:
         share = f"elements {self.start:,}:{self.stop:,}" if self.stop > self.start else "none of it"
         size = self.local.numel() * self.local.element_size()
@@ -357,9 +363,9 @@ def gather_leaves(sharded: Sharded) -> list[Tensor]:
 def gather(values: Any) -> Any:
     """Every `Sharded` in a tree -> the tree of full tensors it stands for, in the compute dtype.
 
-    A pure function, differentiable to every order; its transpose is `scatter`. Plain tensors pass unchanged.
-    At stages 1 and 2 the gathered copy that hangs on the parameters is returned without communication. There, and at
-    one rank, the result shares the state's memory: clone what is to be kept beyond the next compiled step.
+    All ranks must call it. A pure function, differentiable to every order; its transpose is `scatter`. Plain tensors
+    pass unchanged. At stages 1 and 2 the gathered copy that hangs on the parameters is returned without communication.
+    There, and at one rank, the result shares the state's memory: clone what is to outlive the next compiled step.
     """
     def full(x: Any) -> Any:
         return tree.unflatten(x.layout.treedef, gather_leaves(x)) if is_sharded(x) else x
@@ -370,8 +376,8 @@ def gather(values: Any) -> Any:
 def scatter(values: Any, like: Sharded) -> Sharded:
     """A tree of full tensors on each rank -> this rank's pieces of their mean over ranks, laid out as `like`.
 
-    A pure function, differentiable to every order; its transpose is `gather`. Raises `ValueError` where
-    structure or shapes are not those of `like`.
+    A pure function, differentiable to every order; its transpose is `gather`. All ranks must call it. Raises
+    `ValueError` where structure or shapes are not those of `like`.
     """
     leaves, treedef = tree.flatten(values)
     expected = like.layout.leaves

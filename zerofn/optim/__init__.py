@@ -1,45 +1,80 @@
 """Optimizers as pairs of pure functions, with optax's names and shapes."""
 
-from .adamw import adam as adam
-from .adamw import adamw as adamw
-from .base import EmptyState as EmptyState
-from .base import GradientTransformation as GradientTransformation
-from .base import LeafInfo as LeafInfo
-from .base import apply_updates as apply_updates
-from .chain import chain as chain
-from .clip import clip as clip
-from .clip import clip_by_global_norm as clip_by_global_norm
-from .decay import add_decayed_weights as add_decayed_weights
-from .identity import identity as identity
-from .identity import set_to_zero as set_to_zero
-from .lamb import lamb as lamb
-from .lion import LionState as LionState
-from .lion import lion as lion
-from .masked import MaskedState as MaskedState
-from .masked import masked as masked
-from .multi_transform import MultiTransformState as MultiTransformState
-from .multi_transform import multi_transform as multi_transform
-from .scale import ScaleByScheduleState as ScaleByScheduleState
-from .scale import scale as scale
-from .scale import scale_by_learning_rate as scale_by_learning_rate
-from .scale import scale_by_schedule as scale_by_schedule
-from .scale_by_adam import AdamState as AdamState
-from .scale_by_adam import scale_by_adam as scale_by_adam
-from .schedules import Schedule as Schedule
-from .schedules import constant_schedule as constant_schedule
-from .schedules import cosine_decay_schedule as cosine_decay_schedule
-from .schedules import exponential_decay as exponential_decay
-from .schedules import join_schedules as join_schedules
-from .schedules import linear_schedule as linear_schedule
-from .schedules import piecewise_constant_schedule as piecewise_constant_schedule
-from .schedules import polynomial_schedule as polynomial_schedule
-from .sgd import SgdState as SgdState
-from .sgd import sgd as sgd
-from .trace import TraceState as TraceState
-from .trace import trace as trace
-from .trust_ratio import scale_by_trust_ratio as scale_by_trust_ratio
-from .warmup import warmup_constant_schedule as warmup_constant_schedule
-from .warmup import warmup_cosine_decay_schedule as warmup_cosine_decay_schedule
-from .warmup import warmup_decay_lr as warmup_decay_lr
-from .warmup import warmup_exponential_decay_schedule as warmup_exponential_decay_schedule
-from .warmup import warmup_lr as warmup_lr
+from .adamw import adam, adamw
+from .base import EmptyState, GradientTransformation, LeafInfo, apply_updates
+from .chain import chain
+from .clip import clip, clip_by_global_norm
+from .decay import add_decayed_weights
+from .identity import identity, set_to_zero
+from .lamb import lamb
+from .lion import LionState, lion
+from .masked import MaskedState, masked
+from .multi_transform import MultiTransformState, multi_transform
+from .scale import ScaleByScheduleState, scale, scale_by_learning_rate, scale_by_schedule
+from .scale_by_adam import AdamState, scale_by_adam
+from .schedules import (
+    Schedule,
+    constant_schedule,
+    cosine_decay_schedule,
+    exponential_decay,
+    join_schedules,
+    linear_schedule,
+    piecewise_constant_schedule,
+    polynomial_schedule,
+)
+from .sgd import SgdState, sgd
+from .trace import TraceState, trace
+from .trust_ratio import scale_by_trust_ratio
+from .warmup import (
+    warmup_constant_schedule,
+    warmup_cosine_decay_schedule,
+    warmup_decay_lr,
+    warmup_exponential_decay_schedule,
+    warmup_lr,
+)
+
+__all__ = [
+    "adam",
+    "adamw",
+    "add_decayed_weights",
+    "apply_updates",
+    "chain",
+    "clip",
+    "clip_by_global_norm",
+    "constant_schedule",
+    "cosine_decay_schedule",
+    "exponential_decay",
+    "identity",
+    "join_schedules",
+    "lamb",
+    "linear_schedule",
+    "lion",
+    "masked",
+    "multi_transform",
+    "piecewise_constant_schedule",
+    "polynomial_schedule",
+    "scale",
+    "scale_by_adam",
+    "scale_by_learning_rate",
+    "scale_by_schedule",
+    "scale_by_trust_ratio",
+    "set_to_zero",
+    "sgd",
+    "trace",
+    "warmup_constant_schedule",
+    "warmup_cosine_decay_schedule",
+    "warmup_decay_lr",
+    "warmup_exponential_decay_schedule",
+    "warmup_lr",
+    "AdamState",
+    "EmptyState",
+    "GradientTransformation",
+    "LeafInfo",
+    "LionState",
+    "MaskedState",
+    "MultiTransformState",
+    "ScaleByScheduleState",
+    "Schedule",
+    "SgdState",
+    "TraceState",
+]
