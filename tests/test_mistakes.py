@@ -1,5 +1,6 @@
 """What a person reads after a common mistake: where it is, and what to write instead."""
 
+import logging
 import re
 
 import pytest
@@ -206,3 +207,146 @@ def test_a_misspelt_entry_of_the_parameters_gets_the_nearest_names():
         params["h.0.atn"]
     with pytest.raises(KeyError, match=r"no leaf lies under 'xyz'; the units are"):
         params["xyz"]
+
+
+# --- mistakes in a step --------------------------------------------------------------------------------------------
+
+MODULE = torch.nn.Sequential(torch.nn.Linear(4, 3))
+SKELETON = zerofn.skeleton(lambda: torch.nn.Sequential(torch.nn.Linear(4, 3)))
+BATCH = {"x": torch.ones(2, 4)}
+
+
+def loss_fn(params, batch):
+    return functional_call(SKELETON, params, (batch["x"],)).square().mean()
+
+
+def steps(body):
+    """A step that trains and returns what `body(state, batch, loss)` returns besides."""
+    def train_step(state, batch):
+        loss, grads = state.value_and_grad(loss_fn)(batch)
+        return state.apply_gradients(grads), body(state, batch, loss)
+
+    return train_step
+
+
+def losing(loss_fn):
+    def train_step(state, batch):
+        loss, grads = state.value_and_grad(loss_fn)(batch)
+        return state.apply_gradients(grads), loss
+
+    return train_step
+
+
+def swapped(state, batch):
+    grads, loss = state.value_and_grad(loss_fn)(batch)
+    return state.apply_gradients(grads), loss
+
+
+def make_state():
+    return zerofn.shard(zerofn.TrainState.create(params=dict(MODULE.named_parameters()), tx=optim.sgd(0.1)))
+
+
+MISTAKES = {
+    "a skeleton": (losing(lambda params, batch: SKELETON(batch["x"]).mean()),
+                   "write torch.func.functional_call(model, params, (x,))"),
+    "aux": (losing(lambda params, batch: (loss_fn(params, batch), {"n": 1})),
+            "loss_fn returned (loss, dict).*has_aux=True"),
+    "backward": (steps(lambda state, batch, loss: loss.backward()),
+                 "no .backward(): write loss, grads = state.value_and_grad(loss_fn)(batch)"),
+    "sharded": (steps(lambda state, batch, loss: loss_fn(state.params, batch)),
+                "write functional_call(model, zerofn.gather(state.params), ...)"),
+    "format": (steps(lambda state, batch, loss: f"{loss:.3f}"), "return it among the metrics and print it outside"),
+    "held": (steps(lambda state, batch, loss: state.params["0.weight"].norm()),
+             "write zerofn.gather(params)['0.weight'].norm, or .local"),
+    "held by torch": (steps(lambda state, batch, loss: torch.linalg.norm(state.params["0.weight"])),
+                      'write zerofn.gather(state.params)["name"]'),
+    "swapped": (swapped, "got one tensor of shape ().*write loss, grads = state.value_and_grad(loss_fn)(batch)"),
+    "item": (steps(lambda state, batch, loss: {"loss": loss.item() * 2}),
+             "returns '1.loss' as a number taken from a tensor (.item(), float(...)) at .*test_mistakes.py:"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_a_step_says_what_to_write_and_where(name):
+    step, advice = MISTAKES[name]
+    text = failure(lambda: zerofn.compile(step)(make_state(), BATCH))
+    assert all(part in text for part in advice.split(".*")), text
+    assert re.search(r" at .*test_mistakes.py:\d+ \(", text), text
+    assert text.splitlines()[0].count(advice.split(".*")[-1]) == 1
+
+
+@pytest.mark.parametrize("name", ["a skeleton", "aux", "swapped"])
+def test_a_mistake_in_an_eager_step_says_what_to_write(name):
+    step, advice = MISTAKES[name]
+    text = failure(lambda: step(make_state(), BATCH))
+    assert all(part in text for part in advice.split(".*")), text
+
+
+@pytest.mark.parametrize("args", [lambda: (None, BATCH), lambda: (BATCH, make_state()), lambda: (3, BATCH)])
+def test_a_step_called_on_something_else_says_how_it_is_called(args):
+    call = zerofn.compile(losing(loss_fn))
+    assert "a step is called as step(state, batch), in this order" in failure(lambda: call(*args()))
+
+
+@pytest.mark.parametrize(
+    ("params", "kind"),
+    [
+        (MODULE, "a Sequential;"),
+        (MODULE.named_parameters(), "a generator;"),
+        ({"m": [MODULE]}, "a Sequential at 'm.0';"),
+    ],
+)
+def test_parameters_are_a_tree_of_tensors(params, kind):
+    with pytest.raises(TypeError, match=rf"got {kind} write params=dict\(model.named_parameters\(\)\)"):
+        zerofn.TrainState.create(params=params, tx=optim.sgd(0.1))
+
+
+def test_a_shape_that_does_not_fit_is_one_traceback_that_ends_in_the_users_line(capfd):
+    import traceback
+
+    with pytest.raises(RuntimeError, match=r"\[2, 5\]") as caught:
+        zerofn.compile(losing(loss_fn))(make_state(), {"x": torch.ones(2, 5)})
+    lines = "".join(traceback.format_exception(caught.value)).splitlines()
+    assert sum("Traceback" in line for line in lines) == 1 and not any("/torch/" in line for line in lines)
+    frames = [k for k, line in enumerate(lines) if line.startswith("  File")]
+    assert "in loss_fn" in lines[frames[-1]]
+    assert re.search(r"^in train_step at .*test_mistakes.py:\d+ \(return functional_call", lines[-1])
+    assert "fake_tensor" not in capfd.readouterr().err
+
+
+def test_an_impure_step_is_one_traceback():
+    import traceback
+
+    def impure(state, batch):
+        return state, batch["x"].mul_(2)
+
+    with pytest.raises(RuntimeError, match="writes to batch entry 'x'.*test_mistakes") as caught:
+        zerofn.compile(impure)(make_state(), BATCH)
+    assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1
+
+
+# --- captured again and again ----------------------------------------------------------------------------------------
+
+
+def test_a_number_that_changes_is_named_and_warned_of_once(caplog):
+    def train_step(state, batch):
+        loss, grads = state.value_and_grad(lambda p, b: loss_fn(p, b) * b["deep"][0])(batch)
+        return state.apply_gradients(grads), loss
+
+    call, state = zerofn.compile(train_step), make_state()
+    with caplog.at_level(logging.INFO, "zerofn"):
+        for k in range(10):
+            state, _ = call(state, {**BATCH, "deep": (k / 10, "fixed")})
+    captured = [r.getMessage() for r in caplog.records if r.name == "zerofn" and r.levelno == logging.INFO]
+    assert "captured (batch.deep.0 0.1 -> 0.2)" in captured[2] and len(captured) == 10
+    (warned,) = [r.getMessage() for r in caplog.records if r.name == "zerofn" and r.levelno == logging.WARNING]
+    assert warned.startswith("train_step: captured 8 times so far, 7 of them because batch.deep.0 was another")
+    assert "(batch.deep.0 0.6 -> 0.7); a number" in warned and "pass torch.tensor(...) instead" in warned
+
+
+def test_a_shape_that_changes_is_warned_of_once(caplog):
+    call, state = zerofn.compile(losing(loss_fn)), make_state()
+    for rows in range(1, 11):
+        state, _ = call(state, {"x": torch.ones(rows, 4)})
+    (warned,) = [r.getMessage() for r in caplog.records if r.name == "zerofn" and r.levelno == logging.WARNING]
+    assert "batch.x [7, 4] float32 -> [8, 4] float32" in warned and "pad to a few of them" in warned

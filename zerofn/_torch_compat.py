@@ -7,6 +7,7 @@ A new torch release is supported by making this file (and its test) pass.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,6 +76,17 @@ def join_fake_group(world: int, rank: int = 0) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+
+
+@contextlib.contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Fake tensors log every operation that fails, with a traceback of its own, before they raise."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 @contextlib.contextmanager

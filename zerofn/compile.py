@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -27,6 +28,7 @@ from .storage import lacks_copy, refill
 from .transport import forget_transfers, wait_for_all
 
 log = logging.getLogger("zerofn")
+MANY = 8  # captures of one step, after which it is said what keeps changing
 
 
 def compile(train_step: Callable[[Any, Any], Any], *, donate: bool = True, memory: Any = None, remat: Any = None,
@@ -37,6 +39,8 @@ def compile(train_step: Callable[[Any, Any], Any], *, donate: bool = True, memor
     floats of the batch), each time with one log line that names what changed. With `donate` the new state is
     written into the old one's memory and using the old one afterwards raises `RuntimeError`. A step whose output
     is no pair beginning with a state of its argument's structure is an evaluation step: nothing is donated.
+    Floating replicated state that depends on a rank's own batch (batch norm's running values in `extra`, say) is
+    averaged over ranks at the end of the step. The step run eagerly does not: there each rank keeps its own.
 
     Raises `graph.capture.CaptureError` for a step that is not a pure function, on every rank.
     """
@@ -63,6 +67,8 @@ class Step:
         self._step, self._donate = train_step, donate
         self._entries: dict[Any, _Entry] = {}
         self._before: dict[str, str] = {}
+        self._changes: Counter[str] = Counter()  # in how many captures an entry was another than in the one before
+        self._num_captures = 0
         self.timings: dict[str, Any] = {}
         self.__name__ = getattr(train_step, "__name__", "step")
 
@@ -125,12 +131,7 @@ class Step:
     def _captured(self, state: Any, batch: Any) -> _Entry:
         began = time.perf_counter()
         wait_for_all()  # of another state, perhaps, that nobody will use again
-        program = capture(self._step, state, batch)
-        try:
-            constants = check_purity(program)
-        except CaptureError:
-            check_purity(capture(self._step, state, batch, traces=True))  # the same again, knowing the lines
-            raise
+        program, constants = self._checked(state, batch)
         program.name = self.__name__
         captured = time.perf_counter()
         if any(x.device.type == "cpu" and x.dim() for x in map(tensor_of, program.placeholders) if x is not None):
@@ -143,12 +144,22 @@ class Step:
         self._report(program, constants, time.perf_counter() - began, donating)
         return entry
 
+    def _checked(self, state: Any, batch: Any, traces: bool = False) -> tuple[Program, list[Tensor]]:
+        try:
+            program = capture(self._step, state, batch, traces=traces)
+            return program, check_purity(program)
+        except CaptureError:
+            if traces:
+                raise
+        return self._checked(state, batch, traces=True)  # the same again, knowing the lines
+
     def _report(self, program: Program, constants: list[Tensor], seconds: float, donating: bool) -> None:
         """The one log line: what changed, what was baked in, what it cost."""
         now = program.describe()
-        names = dict.fromkeys([*now, *self._before])
-        pairs = [(k, self._before.get(k, "nothing"), now.get(k, "nothing")) for k in names]
-        changed = [f"{k} {was} -> {is_now}" for k, was, is_now in pairs if was != is_now]
+        pairs = {k: (self._before.get(k, "nothing"), now.get(k, "nothing")) for k in {**now, **self._before}}
+        changes = {k: f"{k} {was} -> {is_now}" for k, (was, is_now) in pairs.items() if was != is_now}
+        changed = list(changes.values())
+        self._warn(changes, {f"batch.{name}" for name in program.batch.baked})
         why = "first call" if not self._before else "; ".join(changed[:3]) or "another structure"
         self._before = now
         kind = "training step, state donated" if donating else (
@@ -157,6 +168,18 @@ class Step:
             if constants else ""
         log.info("%s: captured (%s): %s, %d nodes, %.2f s%s", self.__name__, why, kind, len(program.gm.graph.nodes),
                  seconds, baked)
+
+    def _warn(self, changes: dict[str, str], baked: set[str]) -> None:
+        """Once, after many captures, say which entry keeps changing and what to do about it."""
+        self._num_captures += 1
+        self._changes.update(changes.keys() if self._before else ())
+        if self._num_captures != MANY or not self._changes:
+            return
+        key = self._changes.most_common(1)[0][0]
+        advice = ("a number is part of what a step is captured for: pass torch.tensor(...) instead" if key in baked else
+                  "a step is captured for every new shape: pad to a few of them")
+        log.warning("%s: captured %d times so far, %d of them because %s was another (%s); %s.", self.__name__, MANY,
+                    self._changes[key], key, changes.get(key, "not this time"), advice)
 
     def _run(self, entry: _Entry, inputs: list[Tensor], leaves: list[Any], given: Callable[[], tuple[Any, Any]]
              ) -> list[Any]:

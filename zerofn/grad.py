@@ -19,6 +19,7 @@ from .layout import ask_names, check_effect, is_learned
 from .loop import loop
 from .loss_scale import NoLossScale
 from .mesh import Axis
+from .mistakes import instead
 from .random import fold_in, randomness
 from .recompute import same_parameters
 from .sharding import Sharded, gather_leaves, is_sharded, ravel, reduce_unit
@@ -137,7 +138,13 @@ class _Work:
         return fold_in(key, index)
 
     def _loss(self, params: Any, args: Sequence[Any]) -> _Loss:
-        out = self.vg.loss_fn(params, *args)
+        try:
+            out = self.vg.loss_fn(params, *args)
+        except Exception as error:
+            told = instead(error)
+            if told is None:
+                raise
+            raise told.with_traceback(error.__traceback__) from None
         aux = None
         if self.vg.has_aux:
             if not isinstance(out, tuple) or len(out) != 2:
@@ -147,6 +154,9 @@ class _Work:
         if not isinstance(total, Tensor) or total.numel() != 1:
             raise ValueError(f"value_and_grad: loss_fn must return a scalar tensor or (sum, weight), got {_kind(out)}; "
                              "write loss.mean(), or has_aux=True if the second value is not a weight.")
+        if not isinstance(weight, Tensor | int | float | None) or isinstance(weight, Tensor) and weight.numel() != 1:
+            raise TypeError(f"value_and_grad: loss_fn returned (loss, {_kind(weight)}), and without has_aux the second "
+                            "is a weight, one number; write value_and_grad(loss_fn, has_aux=True).")
         total = total.reshape(()).to(torch.promote_types(total.dtype, torch.float32))
         if weight is None:
             return _Loss(total, total, None, aux)

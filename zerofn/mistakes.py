@@ -8,10 +8,41 @@ from typing import Any
 from torch import Tensor
 
 from . import tree
-from .errors import note
+from .errors import note, said
 from .sharding import is_sharded
 
+_INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
+    (r"device.*\bmeta\b|\bmeta\b.*device", RuntimeError,
+     "a skeleton has shapes and no weights, so it cannot be called by itself: write "
+     "torch.func.functional_call(model, params, (x,)) with all parameters, as the loss function is given them"),
+    (r"parameter_and_buffer_dicts.*Sharded", TypeError,
+     "functional_call takes full parameters, and state.params are this rank's pieces: write "
+     "functional_call(model, zerofn.gather(state.params), ...), or take the params that the loss function of "
+     "state.value_and_grad is given"),
+    (r"does not require grad and does not have a grad_fn|backward through the graph a second time", RuntimeError,
+     "a step has no .backward(): write loss, grads = state.value_and_grad(loss_fn)(batch)"),
+    (r"format string passed to FakeTensor", TypeError,
+     "a step has no numbers while it is captured, so a tensor cannot be formatted: return it among the metrics and "
+     "print it outside the step"),
+    (r"'Held'|not Held|got .*\bHeld\b", TypeError,
+     'state.params["name"] says what this rank holds of a leaf and is no tensor: write '
+     'zerofn.gather(state.params)["name"] for the leaf, or .local for this rank\'s part'),
+    (r"object has no attribute '(value_and_grad|apply_gradients|rng_at|params|opt_state)'", TypeError,
+     "a step is called as step(state, batch), in this order, where state is what zerofn.shard gave, or the first of "
+     "the two things that the step before returned"),
+)
 _DTYPES = re.compile(r"to have the same dtype|must have the same dtype|expected scalar type|should be the same")
+
+
+def instead(error: BaseException) -> Exception | None:
+    """What to raise for an error that does not say what to write instead; None for others."""
+    text = said(error)
+    if any(advice in text for _, _, advice in _INSTEAD):
+        return None
+    for pattern, kind, advice in _INSTEAD:
+        if re.search(pattern, text):
+            return kind(f"{advice}. ({text.splitlines()[0]})")
+    return None
 
 
 def note_dtypes(error: BaseException, state: Any, batch: Any) -> None:

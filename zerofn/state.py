@@ -54,6 +54,7 @@ class TrainState:
         if not isinstance(tx, GradientTransformation):
             raise TypeError(f"TrainState.create: tx must be a zerofn.optim.GradientTransformation such as "
                             f"optim.adamw(3e-4), got {type(tx).__name__}.")
+        _check_params(params)
         _check_choices(params, tx, frozen)
         frozen = _with_unlearned(params, frozen)
         params = tree.tree_map(lambda p: p.detach() if isinstance(p, Tensor) else p, params)
@@ -77,6 +78,10 @@ class TrainState:
         """
         if on_nonfinite not in ("skip", "ignore"):
             raise ValueError(f"apply_gradients: on_nonfinite must be 'skip' or 'ignore', got {on_nonfinite!r}.")
+        if isinstance(grads, Tensor) and not isinstance(self.params, Tensor):
+            raise TypeError("apply_gradients: got one tensor of shape "
+                            f"{tuple(grads.shape)}, which is no tree of gradients; "
+                            "write loss, grads = state.value_and_grad(loss_fn)(batch), in this order.")
         params, grads = _learning(self.params, self.frozen), _learning(grads, self.frozen)
         finite = all_finite(grads) if on_nonfinite == "skip" else None
         params, opt_state = step(self.tx, grads, self.opt_state, params, None, finite)
@@ -135,6 +140,16 @@ class _Frozen:
 
     def __call__(self, name: str) -> bool:
         return name in self.names or (self.also is not None and self.also(name))
+
+
+def _check_params(params: Any) -> None:
+    """Raise `TypeError` unless `params` is a tree of tensors and numbers."""
+    paths, leaves, _ = tree.flatten_with_path(params)
+    for path, x in zip(paths, leaves, strict=True):
+        if not isinstance(x, Tensor | int | float):
+            where = f" at {tree.name_of(path)!r}" if path else ""
+            raise TypeError(f"TrainState.create: params must be a tree of tensors, got a {type(x).__name__}{where}; "
+                            "write params=dict(model.named_parameters()).")
 
 
 def _check_choices(params: Any, tx: GradientTransformation, frozen: Callable[[str], bool] | None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +12,23 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from .. import tree
-from .._torch_compat import DataDependentBranch, DataDependentError, DynamicShapeError, compiling, lazy_code, make_fx
+from .._torch_compat import (
+    DataDependentBranch,
+    DataDependentError,
+    DynamicShapeError,
+    compiling,
+    current_trace,
+    lazy_code,
+    make_fx,
+    proxies_of,
+    quiet_fakes,
+)
+from ..errors import note
+from ..mistakes import instead, note_dtypes
 from ..partition import as_tensor
 from ..sharding import is_sharded
 from .host import HostDraw, no_draws
-from .lines import Lines, user_line
+from .lines import Lines, readable, where
 from .program import Flat, Program, cached
 
 log = logging.getLogger("zerofn")
@@ -62,7 +73,12 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
 
     inputs = [*state_tensors, *flat_copies, *batch_tensors]
     tracer = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)
-    gm = _trace(tracer, [_placed_alike(x.detach()) for x in inputs])
+    try:
+        gm = _trace(tracer, [_placed_alike(x.detach()) for x in inputs])
+    except Exception as error:
+        log.debug("the step could not be captured", exc_info=True)
+        note_dtypes(error, state, batch)
+        raise _readable(error, getattr(step, "__name__", "the step")) from None
     return Program(gm, state_flat, batch_flat, seen["state"], seen["aux"], len(state_tensors), seen["num_new"], spans)
 
 
@@ -83,7 +99,7 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
     their checks of data, and kernels that fake tensors do not know. Not at once, because some choose another
     algorithm then, with other rounding than in the eager step.
     """
-    with torch.no_grad(), lazy_code(True):
+    with torch.no_grad(), lazy_code(True), quiet_fakes():
         try:
             return tracer(*inputs)
         except CaptureError:
@@ -96,9 +112,9 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
         except RuntimeError as error:
             kinds = (DataDependentError, DataDependentBranch, DynamicShapeError)
             if isinstance(error, kinds) or ".numpy()" in str(error) or "data pointer" in str(error):
-                raise CaptureError(_data_dependent(error)) from error
+                raise CaptureError(_data_dependent(error)).with_traceback(error.__traceback__) from None
             if "has_fw_view" in str(error):
-                raise CaptureError(_forward_mode(error)) from error
+                raise CaptureError(_forward_mode(error)).with_traceback(error.__traceback__) from None
             raise
 
 
@@ -153,7 +169,15 @@ def _check_values(out: Any) -> None:
     for path, leaf in zip(*tree.flatten_with_path(out)[:2], strict=True):
         if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise CaptureError(f"the step returns {tree.name_of(path)!r} as a number taken from a tensor (.item(), "
-                               "float(...)). Return the tensor, and ask for its value outside.")
+                               f"float(...)){_taken(leaf)}. Return the tensor, and ask for its value outside.")
+
+
+def _taken(number: Any) -> str:
+    """The user's line where a number was taken from a tensor, while lines are noted."""
+    node = proxies_of(current_trace(), number).node
+    while "line" not in node.meta and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node.meta.get("line", "")
 
 
 def _numbers_as_tensors(new: Any, old: Any) -> Any:
@@ -181,17 +205,21 @@ def _check_pieces(flat: Flat, old: list[Tensor], new: list[Tensor]) -> None:
                                f"{list(a.shape)}. Write .to(p.dtype) where it is computed.")
 
 
-def _where(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return user_line((f.filename, f.lineno or 0) for f in reversed(frames))
+def _readable(error: Exception, name: str) -> Exception:
+    """What to raise for it: in words that help, with the user's line, and a traceback of the user's frames."""
+    place = where(error)
+    told = instead(error) or error
+    if place not in str(told):
+        note(told, f"in {name}{place}")
+    return told.with_traceback(readable(error.__traceback__))
 
 
 def _forward_mode(error: BaseException) -> str:
-    return (f"torch cannot trace this forward-mode derivative{_where(error)}: it is taken at tensors that are views, "
+    return (f"torch cannot trace this forward-mode derivative{where(error)}: it is taken at tensors that are views, "
             "as gathered parameters are. Take it at clones of them (tree_map(torch.clone, params)), or at the shards.")
 
 
 def _data_dependent(error: BaseException) -> str:
-    return (f"the step asks for the value of a tensor while it is captured{_where(error)}. A captured step cannot "
+    return (f"the step asks for the value of a tensor while it is captured{where(error)}. A captured step cannot "
             "branch on data: use torch.where, or compute the branch outside and pass it in the batch as a bool or an "
             "int.")

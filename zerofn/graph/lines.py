@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import linecache
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import optree
@@ -17,8 +19,8 @@ from torch.fx import Node
 from .._torch_compat import OpOverload, TorchDispatchMode, current_trace
 from .edit import loops
 
-_INNER = tuple(f"{Path(str(m.__file__)).parent}/" for m in (torch, optree, tensordict)) + (
-    f"{Path(__file__).parent.parent}/",)
+_OURS = f"{Path(__file__).parent.parent}/"
+_LIBRARIES = (*(f"{Path(str(m.__file__)).parent}/" for m in (torch, optree, tensordict)), "<")
 
 
 class Lines(TorchDispatchMode):
@@ -58,9 +60,34 @@ def _here() -> str:
 def user_line(frames: Iterable[tuple[str, int]]) -> str:
     """' at file:line (code)' of the first of (file, line) that is neither a library's nor ours, or ''."""
     for filename, number in frames:
-        if not filename.startswith((*_INNER, "<")):
+        if not filename.startswith((_OURS, *_LIBRARIES)):
             return f" at {filename}:{number} ({linecache.getline(filename, number).strip()})"
     return ""
+
+
+def where(error: BaseException) -> str:
+    """The user's line that an error comes from, as `user_line` has it."""
+    return user_line((f.filename, f.lineno or 0) for f in reversed(traceback.extract_tb(error.__traceback__)))
+
+
+def readable(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames of libraries; where one of them raised, it ends in the user's line."""
+    rows = []
+    while trace is not None:
+        rows.append(trace)
+        trace = trace.tb_next
+    kept = [row for row in rows if not _file(row).startswith(_LIBRARIES)]
+    if kept and kept[-1] is not rows[-1]:
+        last = max((k for k, row in enumerate(kept) if not _file(row).startswith(_OURS)), default=len(kept))
+        kept = kept[: last + 1]
+    out = None
+    for row in reversed(kept):
+        out = TracebackType(out, row.tb_frame, row.tb_lasti, row.tb_lineno)
+    return out
+
+
+def _file(row: TracebackType) -> str:
+    return row.tb_frame.f_code.co_filename
 
 
 def place_of(node: Node, program: Any, traced: Callable[[], Any]) -> str:

@@ -44,6 +44,12 @@ class Flat:
                 nodes.append((leaf,))
         return Flat(treedef, tuple(nodes), tuple(names)), tensors
 
+    @property
+    def baked(self) -> dict[str, Any]:
+        """Key path -> value of the leaves that are no tensors: a graph is captured for them."""
+        paths = self.treedef.paths()
+        return {tree.name_of(p): x[0] for p, x in zip(paths, self.nodes, strict=True) if isinstance(x, tuple)}
+
     def spread(self, tensors: Any, full: dict[int, list[Tensor]] | None = None, arriving: bool = False) -> Any:
         """The tree again; `full[k]` is the gathered copy that hangs on the k-th node, perhaps still `arriving`."""
         fresh = iter(tensors)
@@ -105,8 +111,7 @@ class Program:
                  *zip(self.batch_placeholders, self.batch.names, strict=True)]
         out = {f"{'batch' if k >= len(self.state.names) else 'state'}.{name}": _shape(node)
                for k, (node, name) in enumerate(pairs)}
-        out.update({f"batch (static {i})": repr(x[0]) for i, x in enumerate(self.batch.nodes) if isinstance(x, tuple)})
-        return out
+        return {**out, **{f"batch.{name}": repr(value) for name, value in self.batch.baked.items()}}
 
     def copies(self) -> list[tuple[Node, Node, bool]]:
         """(piece, gathered copy, whether the piece is a view of it) for every unit that has a copy."""
