@@ -321,9 +321,9 @@ def test_a_new_signature_is_captured_and_says_what_changed(caplog):
     first, rows, *weights = messages(caplog)
     assert "train: captured (first call): training step, state donated" in first
     assert "batch.x [4, 16] float32 -> [3, 16] float32; batch.y [4, 16] float32 -> [3, 16] float32)" in rows
-    assert "batch.x [3, 16] float32 -> [4, 16] float32" in weights[0] and "(static 0) nothing -> 2" in weights[0]
-    assert "captured (batch (static 0) 2 -> 3)" in weights[1]
-    assert "captured (batch.weight nothing -> [] float32; batch (static 0) 3 -> nothing)" in weights[2]
+    assert "batch.x [3, 16] float32 -> [4, 16] float32" in weights[0] and "batch.weight nothing -> 2" in weights[0]
+    assert "captured (batch.weight 2 -> 3)" in weights[1]
+    assert "captured (batch.weight 3 -> [] float32)" in weights[2]
     assert len(weights) == 3
 
 

@@ -33,6 +33,7 @@ def _patience(text: str) -> float:
 PATIENCE = _patience(os.environ.get("ZEROFN_PATIENCE", "30"))  # seconds until a missing rank is reported
 _FAILED = "zerofn/failed"
 _RAISED = "\1"  # begins the text of a rank that could not come to one
+_SHOWN = 3  # lines of a long text
 _last_sign = 0.0
 _taken_down: str | None = None  # why this process has taken its group down
 T = TypeVar("T")
@@ -193,10 +194,11 @@ def _await(store: dist.Store, number: int, rank: int, what: str, text: str) -> s
         if time.monotonic() > deadline:
             last = f"zerofn/last/{rank}"
             seen = store.get(last).decode().replace("\0", ": ") if store.check([last]) else "nothing yet"
+            mine = f"{what}: {text}"
             message = (f"{what}: rank {rank} did not come within {PATIENCE:g} s. Every rank must call with the same "
                        "structure, shapes and dtypes. If it was only late, preparing data, say: have ranks meet in "
-                       "torch.distributed.barrier() before, or set ZEROFN_PATIENCE to more seconds."
-                       f"\n  here: {text}\n  rank {rank} last had: {seen}")
+                       "torch.distributed.barrier() before, or set ZEROFN_PATIENCE to more seconds.\n"
+                       f"  here: {_apart(mine, seen)}\n  rank {rank} last had: {_apart(seen, mine)}")
             abandon(message)
             raise RuntimeError(message)
     return store.get(key).decode()
@@ -223,6 +225,14 @@ def _sign_of(store: dist.Store, rank: int) -> str:
     """The last sign of life of a rank."""
     key = f"zerofn/alive/{rank}"
     return store.get(key).decode() if store.check([key]) else ""
+
+
+def _apart(text: str, other: str) -> str:
+    """The lines of a text that another has not, the first few; those of all where it has them."""
+    known = set(other.split("\n"))
+    lines = [x for x in text.split("\n") if x not in known] or text.split("\n")
+    more = [f"(and {len(lines) - _SHOWN} lines more)"] if len(lines) > _SHOWN else []
+    return "\n    ".join([*lines[:_SHOWN], *more])
 
 
 def _difference(what: str, text: str, rank: int, other: str) -> str:
