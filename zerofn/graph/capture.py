@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Proxy
 
 from .. import tree
 from .._torch_compat import (
@@ -174,10 +174,11 @@ def _check_values(out: Any) -> None:
 
 def _taken(number: Any) -> str:
     """The user's line where a number was taken from a tensor, while lines are noted."""
-    node = proxies_of(current_trace(), number).node
-    while "line" not in node.meta and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node.meta.get("line", "")
+    proxy = proxies_of(current_trace(), number)
+    node = proxy.node if isinstance(proxy, Proxy) else None
+    while node is not None and "line" not in node.meta:
+        node = next(iter(node.all_input_nodes), None)
+    return "" if node is None else node.meta["line"]
 
 
 def _numbers_as_tensors(new: Any, old: Any) -> Any:

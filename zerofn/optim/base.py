@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import sys
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -66,14 +66,16 @@ class GradientTransformation:
 
 def masks(tx: GradientTransformation) -> Iterator[tuple[str, Mask]]:
     """(its name, mask) of a transformation that was given one, and of those inside it."""
-    made_by = getattr(importlib.import_module(__package__), tx.name, None)
-    names = inspect.signature(made_by).parameters if inspect.isfunction(made_by) else {}
-    for name, value in zip(names, tx.args, strict=False):
-        if name == "mask" and value is not None:
-            yield tx.name, value
-    for inner in tree.leaves(tx.args, is_leaf=lambda x: isinstance(x, GradientTransformation)):
-        if isinstance(inner, GradientTransformation):
-            yield from masks(inner)
+    made_by = getattr(sys.modules[__package__], tx.name, None)
+    names = inspect.signature(made_by).parameters if inspect.isfunction(made_by) else ()
+    yield from ((tx.name, x) for name, x in zip(names, tx.args, strict=False) if name == "mask" and callable(x))
+    todo = list(tx.args)
+    while todo:
+        x = todo.pop(0)
+        if isinstance(x, GradientTransformation):
+            yield from masks(x)
+        elif isinstance(x, tuple | list):
+            todo += x
 
 
 def shown(x: Any) -> str:
