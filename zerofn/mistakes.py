@@ -57,9 +57,8 @@ def note_dtypes(error: BaseException, state: Any, batch: Any) -> None:
     paths, leaves, _ = tree.flatten_with_path(batch, is_leaf=is_sharded)
     odd = [f"{tree.name_of(p)!r} ({_name(x.dtype)})" for p, x in zip(paths, leaves, strict=True)
            if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != dtype]
-    if odd:
-        note(error, f"parameters are computed in {_name(dtype)}; cast floating inputs of the batch to it, here "
-                    f"{', '.join(odd[:4])}: batch[...].to({dtype}).")
+    what = f"inputs of the batch to it, here {', '.join(odd[:4])}" if odd else "values that meet them to it"
+    note(error, f"parameters are computed in {_name(dtype)}; cast floating {what}: x.to({dtype}).")
 
 
 def _name(dtype: Any) -> str:
