@@ -486,19 +486,65 @@ def test_without_donation_on_several_ranks(ranks, stage):
 # --- what a user may do wrong -----------------------------------------------------------------------------------
 
 
-def test_a_refused_step_leaves_the_state_as_it_was():
-    module = build()
+def impure(module):
+    """What is no pure function: name -> (step, what is said of it)."""
+    inner, table, learned = train_step_of(module), torch.ones(WIDTH), torch.ones(WIDTH, requires_grad=True)
 
-    def bad(state, batch):
+    def writes_to_the_batch(state, batch):
         batch["x"].mul_(2)
-        return train_step_of(module)(state, batch)
+        return inner(state, batch)
 
-    state, batch = state_of(module, 3), batch_of()
-    before = [x.clone() for x in tree.leaves((state, batch))]
-    with pytest.raises(CaptureError, match="writes to batch entry 'x'"):
-        zerofn.compile(bad)(state, batch)
-    assert all(map(torch.equal, tree.leaves((state, batch)), before))
-    zerofn.compile(train_step_of(module))(state, batch)
+    def writes_to_the_state(state, batch):
+        state.params.pieces[0].mul_(2)
+        return inner(state, batch)
+
+    def writes_to_what_it_closes_over(state, batch):
+        table.add_(batch["x"].detach().sum(0))
+        return inner(state, batch)
+
+    def closes_over_what_learns(state, batch):
+        return inner(state, {**batch, "x": batch["x"] * learned})
+
+    def branches(state, batch):
+        return inner(state, batch) if batch["x"].sum() > 0 else inner(state, {**batch, "x": -batch["x"]})
+
+    def returns_another_structure(state, batch):
+        new, aux = inner(state, batch)
+        return new.replace(extra={"seen": new.step}), aux
+
+    def adds_up_a_piece(state, batch):
+        new, aux = inner(state, batch)
+        return new, {**aux, "sum": sum(p.sum() for p in state.params.pieces)}
+
+    return {
+        writes_to_the_batch: "writes to batch entry 'x'",
+        writes_to_the_state: "writes to state entry \"params",
+        writes_to_what_it_closes_over: "writes to a tensor it closes over",
+        closes_over_what_learns: "requires grad",
+        branches: "cannot branch on data",
+        returns_another_structure: "returns a state of another structure",
+        adds_up_a_piece: "sum",
+    }
+
+
+def refused(stage):
+    """Every impure step, refused on every rank; then the state is what it was, and a pure one takes it."""
+    module = build()
+    state, batch = state_of(module, stage), batch_of(rank())
+    before = [x.clone() for x in tree.leaves((zerofn.unshard(state), batch))]
+    for step, said in impure(module).items():
+        with pytest.raises((CaptureError, RuntimeError)) as caught:
+            zerofn.compile(step)(state, batch)
+        assert type(caught.value) is CaptureError and said in str(caught.value), (step.__name__, str(caught.value))
+        assert same_leaves((zerofn.unshard(state), batch), before)
+    expected, _ = train_step_of(module)(state_of(module, stage), batch)
+    ours, _ = zerofn.compile(train_step_of(module))(state, batch)
+    assert same_leaves(zerofn.unshard(ours), zerofn.unshard(expected))
+
+
+@pytest.mark.parametrize(("size", "stage"), [(1, 3), (2, 1), (2, 3)])
+def test_a_refused_step_leaves_the_state_as_it_was(ranks, size, stage):
+    ranks(size, refused, stage)
 
 
 def test_a_constant_that_changes_after_capture_is_noticed():

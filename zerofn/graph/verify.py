@@ -229,23 +229,28 @@ def _line(node: Node) -> str:
 
 def fingerprint(program: Program) -> str:
     """The sequence of transfers, a line each: what must be the same on every rank, in this order."""
-    return _transfers(program.gm, _names(program))
+    return _transfers(program.gm, _names(program), {})
 
 
-def _transfers(gm: GraphModule, names: dict[Node, str]) -> str:
+def _transfers(gm: GraphModule, names: dict[Node, str], groups: dict[Any, int]) -> str:
+    """`groups` numbers them as they come: a group of a part of the ranks has another name in every part."""
     lines = []
     for node in gm.graph.nodes:
         if is_start(node):
-            lines.append(_transfer(node, names))
+            lines.append(_transfer(node, names, groups))
         elif node.target is run_loop:
-            lines.append(f"{node.args[1]} times: {_transfers(body_of(node), _names_inside(node, names))}")
+            inside = _transfers(body_of(node), _names_inside(node, names), groups)
+            lines.append(f"{node.args[1]} times: {inside}")
     return "\n".join(lines)
 
 
-def _transfer(node: Node, names: dict[Node, str]) -> str:
+def _transfer(node: Node, names: dict[Node, str], groups: dict[Any, int]) -> str:
     value: Any = tensor_of(node.all_input_nodes[0])
     origin = names.get(_origin(node), "") if is_gather(node) else ""
-    static = [a for a in node.args if not isinstance(a, Node)]
+    assert isinstance(node.target, OpOverload)
+    arguments = zip(schema_arguments(node.target), node.args, strict=False)
+    static = [f"group {groups.setdefault(a, len(groups))}" if argument.name == "group" else a
+              for argument, a in arguments if not isinstance(a, Node)]
     if node.target is ops.refresh_.default:
         static = static[1:]  # without the rank
     shape = None if value is None else f"{list(value.shape)} {value.dtype}"
