@@ -136,7 +136,7 @@ def weighted_microbatches(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_sum_and_weight_are_exact_over_microbatches(ranks, stage):
-    """One microbatch of rank 1 has not a single token."""
+    """Three of the four microbatches of rank 1 have not a single token."""
     x, y = (torch.cat(t) for t in zip(*(rows(r, 8) for r in range(2)), strict=True))
     mask = torch.cat([masks(r) for r in range(2)])
 
@@ -396,7 +396,7 @@ def in_precision(precision, scale, n):
     ],
 )
 def test_precision(ranks, precision, scale, computes, reduces, rtol):
-    """Gradients are unscaled, and close to those of float64."""
+    """Gradients are unscaled, and close to those of float32."""
     batch = [torch.cat(t) for t in zip(*(rows(r) for r in range(2)), strict=True)]
     loss, expected = by_torch(mean_loss, params(torch.float32), batch[0].float(), batch[1])
     scale = None if scale is None else zerofn.DynamicLossScale(scale)

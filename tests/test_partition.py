@@ -273,7 +273,8 @@ def test_ranks_with_other_seeds_end_up_with_equal_replicas(ranks, stage, by_func
 
 
 def peak_of(stage):
-    """Bytes of tensors alive at the worst moment of `shard(function)`, and what the state takes."""
+    """Bytes of tensors alive at the worst moment of `shard(function)`, and what the state takes; the same of what
+    `unshard` makes of the parameters."""
     from test_replay import PeakBytes
 
     class Real(PeakBytes):
@@ -283,7 +284,11 @@ def peak_of(stage):
 
     with Real() as peak:
         state = shard(make_deep, stage=stage)
-    return peak.peak, sum(x.nbytes for x in tree.leaves(state))
+    held = sum(x.nbytes for x in tree.leaves(state))
+    with Real() as whole_peak:
+        whole = unshard(state.params)
+    pieces = sum(x.nbytes for x in state.params.pieces)  # were there before, and are met as views
+    return peak.peak, held, whole_peak.peak - pieces, sum(x.nbytes for x in tree.leaves(whole))
 
 
 WIDTH, DEPTH = 256, 12
@@ -297,9 +302,10 @@ def make_deep():
 def test_a_function_is_never_held_whole(ranks):
     unit = 4 * (WIDTH * WIDTH + WIDTH)
     whole = 4 * sum(p.numel() for p in Net(WIDTH, DEPTH).parameters())
-    for peak, state in ranks(4, peak_of, 3):
+    for peak, state, whole_peak, found in ranks(4, peak_of, 3):
         assert state <= 3 * whole / 4 * 1.13  # small units: padding
         assert peak <= state + 2 * unit, (peak, state, unit)
+        assert found == whole < whole_peak <= whole + unit * 1.25, (whole_peak, whole, unit)  # padding again
 
 
 # --- errors
@@ -327,6 +333,7 @@ def refusals():
         ),
         "offloading is not there yet": (NotImplementedError, lambda: shard(good, offload="cpu")),
         "mesh: expected None, a DeviceMesh": (TypeError, lambda: shard(good, mesh=4)),
+        "device": (RuntimeError, lambda: shard(good, device="gpu")),
         "already sharded": (TypeError, lambda: shard(shard(good))),
         "of the user": (KeyError, lambda: shard(raises)),
     }

@@ -64,9 +64,5 @@ def test_inside_a_loop_as_well():
     assert num_alive(body) == 3
 
 
-def bit_equal():
-    return results_stay(*SCHEDULE)
-
-
 def test_values_stay_under_the_whole_schedule(ranks):
-    assert all(ranks(2, bit_equal))
+    assert all(ranks(2, results_stay, *SCHEDULE))

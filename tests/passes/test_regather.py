@@ -29,9 +29,5 @@ def test_users_are_split_among_the_copies():
         assert sum(uses) == sum(len(users_of(g)) for g in gathers(after) if g.args[3] == unit)
 
 
-def bit_equal():
-    return results_stay(*BEFORE, regather)
-
-
 def test_values_stay(ranks):
-    assert all(ranks(2, bit_equal))
+    assert all(ranks(2, results_stay, *BEFORE, regather))
