@@ -24,6 +24,30 @@ ops, aten = torch.ops.zerofn, torch.ops.aten
 WIDTH, ROWS = 16, 4
 
 
+class Normed(torch.nn.Module):
+    """Batch norm and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x)
+
+
+@torch.library.custom_op("small_steps::fail_here", mutates_args=())
+def fail_here(x: torch.Tensor, when: torch.Tensor) -> torch.Tensor:
+    """`x`, or an error of a step that runs where `when` is not zero."""
+    if when.item() > 0:
+        raise ValueError("the disk is full")
+    return x.clone()
+
+
+@fail_here.register_fake
+def _(x: torch.Tensor, when: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 def unit_of(name: str) -> str:
     """One unit per layer."""
     return name.split(".")[0]

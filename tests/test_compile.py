@@ -13,7 +13,7 @@ import transformers as hf
 from torch.func import functional_call
 
 import zerofn
-from small_steps import WIDTH, batch_of, build, loss_of, state_of, train_step_of
+from small_steps import WIDTH, batch_of, build, fail_here, loss_of, state_of, train_step_of
 from zerofn import agreement, optim, tree
 from zerofn.graph.capture import CaptureError
 from zerofn.runtime import failure
@@ -611,18 +611,6 @@ def test_a_step_refused_on_one_rank_raises_on_all(ranks):
     assert first.startswith("zerofn.compile(step): stopped, because rank 1 failed") and "writes to" in second
 
 
-@torch.library.custom_op("small_steps::fail_here", mutates_args=())
-def fail_here(x: torch.Tensor, when: torch.Tensor) -> torch.Tensor:
-    if when.item() > 0:
-        raise ValueError("the disk is full")
-    return x.clone()
-
-
-@fail_here.register_fake
-def _(x, when):
-    return torch.empty_like(x)
-
-
 def fails_at_run_time(stage, late):
     module = build(3)
     loss_fn = loss_of(module)
@@ -750,17 +738,22 @@ def test_an_array_is_named():
 # --- who else holds what was given away -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_who_holds_the_same_pieces_hears_of_it(stage):
+def holders(stage):
     module = build()
     state = state_of(module, stage)
     kept, part = tree.tree_map(lambda x: x, state), state.params["0"]
-    state, _ = zerofn.compile(train_step_of(module))(state, batch_of())
+    state, _ = zerofn.compile(train_step_of(module))(state, batch_of(rank()))
     for use in (lambda: zerofn.unshard(kept), lambda: part.pieces, lambda: zerofn.gather(kept.params)):
         with pytest.raises(RuntimeError, match="given to train_step"):
             use()
     assert "donated: This state was given to train_step" in repr(kept.params) and "donated" in repr(kept)
     assert state.params.pieces[0].isfinite().all()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_who_holds_the_same_pieces_hears_of_it(ranks, size, stage):
+    ranks(size, holders, stage)
 
 
 def test_another_step_is_told_too():

@@ -3,6 +3,7 @@ import torch
 
 import zerofn
 from small_steps import (
+    Normed,
     batch_of,
     build,
     captured,
@@ -115,16 +116,6 @@ def test_the_number_of_nodes_does_not_depend_on_the_number_of_rounds():
         program = captured(train_step_of(module, n), state_of(module, 3), batch_of())
         sizes.add((len(program.gm.graph.nodes), len(loops(program.gm)[0][1].graph.nodes)))
     assert len(sizes) == 1
-
-
-class Normed(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm = torch.nn.BatchNorm1d(16)
-
-    def forward(self, x):
-        return self.norm(x)
 
 
 def test_batch_norms_running_values_go_from_microbatch_to_microbatch():

@@ -3,7 +3,7 @@ import torch
 from torch.func import functional_call
 
 import zerofn
-from small_steps import WIDTH, batch_of, build, captured, fake_ranks, loss_of, state_of, train_step_of
+from small_steps import WIDTH, Normed, batch_of, build, captured, fake_ranks, loss_of, state_of, train_step_of
 from zerofn import tree
 from zerofn.graph.capture import CaptureError, capture
 from zerofn.graph.verify import check_purity, fingerprint
@@ -144,15 +144,6 @@ def test_writing_in_a_loop_is_refused(what):
     state = state_of(module, 3, extra={"seen": torch.zeros(WIDTH)})
     message = refused(step, state, batch_of(), f"writes to {what} in place")
     assert f"(aten::{'mul' if 'batch' in what else 'add'}_.Tensor at {HERE}:" in message
-
-
-class Normed(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = torch.nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x):
-        return self.norm(x)
 
 
 def test_buffers_that_a_model_writes_are_seen():
