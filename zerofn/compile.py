@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -188,7 +189,8 @@ class Step:
                 return entry.run(inputs)
         except BaseException as error:
             if isinstance(error, Exception):
-                self._explain(error, entry.program, *given())
+                with contextlib.suppress(Exception):  # the other ranks wait to hear of it
+                    self._explain(error, entry.program, *given())
             why = f"{self.__name__} failed: {said(error)}"
             if isinstance(error, Exception):
                 forget_transfers()
