@@ -371,3 +371,9 @@ def test_plain_trees_pass():
     out = gather({"plain": values, "cut": sharded(values, 3)})
     assert out["plain"]["0.w"] is values["0.w"] and torch.equal(out["cut"]["0.w"], values["0.w"])
     assert zerofn.gather(3) == 3
+
+
+def test_what_a_rank_holds_of_a_leaf_can_be_copied_and_pickled():
+    held = zerofn.shard({"params": {"w": torch.arange(3.0)}})["params"]["w"]
+    for same in (copy.copy(held), copy.deepcopy(held), pickle.loads(pickle.dumps(held))):
+        assert same == held and torch.equal(same.local, held.local)

@@ -189,6 +189,8 @@ class Held:
         return Held(leaf.name, leaf.shape, unit.name, 0, 0, piece[:0])
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy and pickle ask before there are fields
+            raise AttributeError(name)
         advice = ("; it says what this rank holds of a leaf and is no tensor: write "
                   f"zerofn.gather(params)[{self.name!r}].{name}, or .local for this rank's part"
                   ) if hasattr(Tensor, name) else ""
