@@ -151,7 +151,7 @@ def tell_others() -> None:
 
     def leave(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         with contextlib.suppress(RuntimeError, dist.DistStoreError):  # the store may be gone
-            publish_failure(f"{kind.__name__}: {error}")
+            publish_failure(said(error))
         before(kind, error, trace)
 
     sys.excepthook = leave

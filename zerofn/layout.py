@@ -23,6 +23,7 @@ from .tree import Path, PyTreeSpec
 ALIGN = 32  # elements: 64 bytes in bf16, what torch's own allocator gives a tensor
 PIECE = 2048  # elements: a whole number of 256-element quantisation blocks and of vector widths
 SMALL = 1 << 16  # elements: smaller units are not worth a collective of their own
+_NO_NAME = "masks and labels are asked about a leaf, not its name"
 
 
 class LeafInfo(NamedTuple):
@@ -45,14 +46,12 @@ class LeafInfo(NamedTuple):
 
     def __contains__(self, x: object) -> bool:
         if isinstance(x, str):
-            raise TypeError(f"{x!r} in leaf: masks and labels are asked about a leaf, not its name; write "
-                            f"{x!r} in leaf.name.")
+            raise TypeError(f"{x!r} in leaf: {_NO_NAME}; write {x!r} in leaf.name.")
         return tuple.__contains__(self, x)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, str):
-            raise TypeError(f"leaf == {other!r}: masks and labels are asked about a leaf, not its name; write "
-                            f"leaf.name == {other!r}.")
+            raise TypeError(f"leaf == {other!r}: {_NO_NAME}; write leaf.name == {other!r}.")
         return tuple.__eq__(self, other)
 
     def __ne__(self, other: object) -> bool:
@@ -63,7 +62,7 @@ class LeafInfo(NamedTuple):
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(str, name):
-            advice = f"masks and labels are asked about a leaf, not its name; write leaf.name.{name}"
+            advice = f"{_NO_NAME}; write leaf.name.{name}"
         else:
             advice = "it has name, shape, dtype, ndim and numel(), and no values"
         raise AttributeError(f"a leaf has no {name!r}: {advice}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import tree
 from .agreement import agree_on
+from .errors import nearest
 from .layout import Layout, LeafInfo, make_layout, restrict
 from .mesh import Mesh
 from .precision import Precision, resolve
@@ -171,7 +171,7 @@ class _Options:
     def checked(self) -> _Options:
         """The same with precision and device resolved; raises for what is unknown."""
         if self.stage not in STAGES or isinstance(self.stage, bool):
-            near = difflib.get_close_matches(str(self.stage), list(map(str, STAGES)), 1, 0.0)
+            near = nearest(self.stage, STAGES, 1, 0.0)
             raise ValueError(f"stage={self.stage!r} is not known: stages are 0 (replicated), 1, 2 and 3"
                              f"{f'; did you mean {near[0]}?' if near else '.'}")
         device = None if self.device is None else torch.device(self.device)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
 import torch
+
+from .errors import nearest
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def resolve(precision: Precision | str | None) -> Precision:
     if isinstance(precision, str):
         if precision in NAMED:
             return NAMED[precision]
-        near = difflib.get_close_matches(precision, NAMED, 1, 0.0)
+        near = nearest(precision, NAMED, 1, 0.0)
         raise ValueError(f"precision={precision!r} is not known; did you mean {near[0]!r}? "
                          f"Known are {sorted(NAMED)} and zerofn.Precision(param, compute, reduce).")
     raise TypeError(f"precision: expected None, a name or a zerofn.Precision, got {type(precision).__name__}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..errors import nearest
 from ..loss_scale import NoLossScale, StaticLossScale
 from ..partition import as_tensor
 from ..sharding import Sharded, is_sharded
@@ -106,7 +106,7 @@ def describe(parts: Iterable[Part]) -> list[str]:
 
 def missing_leaf(name: str, where: str, names: Mapping[str, Any], count: int) -> str:
     """The sentence about a name that was not found among `names`, nearest name offered."""
-    near = difflib.get_close_matches(name, names, 1, 0.6)
+    near = nearest(name, names, 1, 0.6)
     more = f" (and {count - 1} more)" if count > 1 else ""
     return f"{where} has no leaf {name!r}{more}{f'; the nearest is {near[0]!r}' if near else ''}."
 

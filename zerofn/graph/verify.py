@@ -250,8 +250,6 @@ def _transfer(node: Node, names: dict[Node, str], groups: dict[Any, int]) -> str
     assert isinstance(node.target, OpOverload)
     arguments = zip(schema_arguments(node.target), node.args, strict=False)
     static = [f"group {groups.setdefault(a, len(groups))}" if argument.name == "group" else a
-              for argument, a in arguments if not isinstance(a, Node)]
-    if node.target is ops.refresh_.default:
-        static = static[1:]  # without the rank
+              for argument, a in arguments if argument.name != "rank" and not isinstance(a, Node)]
     shape = None if value is None else f"{list(value.shape)} {value.dtype}"
     return f"{_op(node)} {shape} {[a for a in static if not isinstance(a, list)]} {origin}".rstrip()

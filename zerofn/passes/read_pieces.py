@@ -36,8 +36,9 @@ def _read(start: Node, piece: Node) -> None:
     edges: list[tuple[int, int]] = []  # what others need of the piece
     users = list(wait_of(start).users)
     for user in users:
-        a, b = (x - low for x in _interval(user) or (low, low + size))
-        if _interval(user) and 0 <= a and b <= size:
+        read = _interval(user)
+        a, b = (x - low for x in read or (low, low + size))
+        if read and 0 <= a and b <= size:
             inside.append((user, a, b))
         elif a < size and b > 0:
             edges.append((max(a, 0), min(b, size)))
