@@ -2,7 +2,7 @@
 
 A rule is one function `step(p, *moments, grad, rate, decay, *hyper)` that writes `p` and the moments of one
 block of elements. `define_rule` makes of it `zerofn::name`, which returns new tensors, and `zerofn::name_`,
-which writes, in the same order, the arguments the other returns.
+which writes, in the same order, the arguments the other returns: each of them as the list of what keeps it (`Parts`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .formats import join, split
 from .library import define
 
 BLOCK = 1 << 16  # elements: on the CPU a block's arrays stay in cache between the passes over it
 RUNS = "Tensor? lr, Tensor? factor, Tensor? finite, int[] starts, int[] stops, float[] rates, float[] decays"
 Step = Callable[..., None]
+Parts = Sequence[Tensor]  # what keeps one tensor: itself, or the two halves of a split master
 
 
 def define_rule(name: str, moments: Sequence[str], hyper: str, step: Step) -> None:
@@ -31,13 +33,13 @@ def define_rule(name: str, moments: Sequence[str], hyper: str, step: Step) -> No
     """
     num = len(moments)
 
-    def in_place(p: Tensor, g: Tensor, *rest: Any) -> None:
-        with contiguous(p, *rest[:num]) as written:
+    def in_place(p: Parts, g: Tensor, *rest: Any) -> None:
+        with opened(p, *rest[:num]) as written:
             _update(step, written, g, *rest[num:])
 
     def pure(p: Tensor, g: Tensor, *rest: Any) -> Any:
         fresh = [x.clone(memory_format=torch.contiguous_format) for x in (p, *rest[:num])]
-        in_place(fresh[0], g, *fresh[1:], *rest[num:])
+        in_place(fresh[:1], g, *([x] for x in fresh[1:]), *rest[num:])
         return tuple(fresh) if num else fresh[0]
 
     def fake(p: Tensor, g: Tensor, *rest: Any) -> Any:
@@ -45,21 +47,22 @@ def define_rule(name: str, moments: Sequence[str], hyper: str, step: Step) -> No
         return tuple(fresh) if num else fresh[0]
 
     tail = ", ".join([RUNS, hyper] if hyper else [RUNS])
-    writes = [f"Tensor({chr(ord('b') + k)}!) {m}, " for k, m in enumerate(moments)]
+    writes = [f"Tensor({chr(ord('b') + k)}!)[] {m}, " for k, m in enumerate(moments)]
     reads = [f"Tensor {m}, " for m in moments]
     results = f"({', '.join(['Tensor'] * (1 + num))})" if num else "Tensor"
-    define(f"{name}_(Tensor(a!) p, Tensor g, {''.join(writes)}{tail}) -> ()", in_place, lambda *a: None)
+    define(f"{name}_(Tensor(a!)[] p, Tensor g, {''.join(writes)}{tail}) -> ()", in_place, lambda *a: None)
     define(f"{name}(Tensor p, Tensor g, {''.join(reads)}{tail}) -> {results}", pure, fake)
 
 
 @contextlib.contextmanager
-def contiguous(*tensors: Tensor) -> Iterator[list[Tensor]]:
-    """Flat views of `tensors` to write to; where there can be none, copies that are copied back."""
-    flat = [x.contiguous().view(-1) for x in tensors]
+def opened(*kept: Parts) -> Iterator[list[Tensor]]:
+    """Flat tensors to write to: what is kept otherwise, or not in order, is a copy that is put back."""
+    flat = [(join(*parts) if len(parts) > 1 else parts[0]).contiguous().view(-1) for parts in kept]
     yield flat
-    for x, y in zip(tensors, flat, strict=True):
-        if not x.is_contiguous():
-            x.copy_(y.view(x.shape))
+    for parts, y in zip(kept, flat, strict=True):
+        if len(parts) > 1 or not parts[0].is_contiguous():
+            for part, fresh in zip(parts, split(y) if len(parts) > 1 else [y], strict=True):
+                part.copy_(fresh.view(part.shape))
 
 
 def _update(
@@ -98,10 +101,9 @@ def _blocks(start: int, stop: int, like: Tensor) -> Iterator[slice]:
 
 
 def gradient(g: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`g * factor` in g's dtype, then in `dtype`."""
-    if factor is not None:
-        g = g * factor.to(g.dtype)
-    return g if g.dtype == dtype else g.to(dtype)
+    """`g * factor` in `dtype`."""
+    g = g if g.dtype == dtype else g.to(dtype)
+    return g if factor is None else g * factor.to(dtype)
 
 
 def rate_of(lr: Tensor | None, rate: float) -> float | Tensor:

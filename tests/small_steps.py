@@ -143,7 +143,7 @@ def inputs_of(state: Any, batch: Any) -> list[torch.Tensor]:
     """What the program takes: the state's tensors, the gathered copies, the batch's tensors."""
     nodes = zerofn.tree.leaves(state, is_leaf=zerofn.sharding.is_sharded)
     sharded = [x for x in nodes if zerofn.sharding.is_sharded(x)]
-    tensors = [t for x in nodes for t in (x.pieces if x in sharded else [x])]
+    tensors = [t for x in nodes for t in (x.parts if x in sharded else [x])]
     copies = [t for x in sharded for t in (x.full or [])]
     return [*tensors, *copies, *zerofn.tree.leaves(batch)]
 

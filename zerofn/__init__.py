@@ -5,12 +5,13 @@ from .checkpoint import CheckpointError, export, load, load_safetensors, save
 from .compile import compile
 from .grad import accumulate, value_and_grad
 from .loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+from .maps import gather, scatter
 from .mesh import Mesh
 from .partition import shard, unshard
 from .precision import Precision
 from .reductions import all_finite, first_nonfinite, global_norm, leaf_norms, vdot
 from .remat import remat
-from .sharding import Sharded, gather, scatter
+from .sharding import Sharded
 from .skeleton import skeleton
 from .state import TrainState
 from .tree import tree_map

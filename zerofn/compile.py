@@ -25,7 +25,7 @@ from .runtime.executor import Executor, failed_node
 from .runtime.failure import deliver, whole_steps
 from .runtime.host_memory import keep_freed_memory
 from .sharding import is_sharded
-from .storage import lacks_copy, refill
+from .storage import keep_halves, lacks_copy, refill
 from .transport import forget_transfers, wait_for_all
 
 log = logging.getLogger("zerofn")
@@ -79,8 +79,11 @@ class Step:
         state_leaves, state_def = tree.flatten(state, is_leaf=is_sharded)
         batch_leaves, batch_def = tree.flatten(batch, is_leaf=is_sharded)
         state_leaves = [as_tensor(x) if isinstance(x, int | float) else x for x in state_leaves]
+        for x in state_leaves:
+            if is_sharded(x):
+                keep_halves(x)
         batch_tensors = [t for x in batch_leaves if is_sharded(x) or isinstance(x, Tensor)
-                         for t in (x.pieces if is_sharded(x) else (x,))]
+                         for t in (x.parts if is_sharded(x) else (x,))]
         key = (state_def, batch_def, tuple(map(_kind, state_leaves)), tuple(map(_kind, batch_leaves)))
         try:
             entry = self._entries.get(key)
@@ -106,8 +109,9 @@ class Step:
         fixed: list[int] = []  # positions of pieces that lie in a gathered copy, and must stay there
         for x in leaves:
             if is_sharded(x):
-                fixed += range(len(out), len(out) + len(x.pieces)) if x.copies is not None else ()
-                out += x.pieces
+                parts = x.parts
+                fixed += range(len(out), len(out) + len(parts)) if x.copies is not None else ()
+                out += parts
             elif isinstance(x, Tensor):
                 out.append(x)
         donation.check(out)
@@ -250,7 +254,7 @@ def _refill(leaves: list[Any], positions: Iterable[int]) -> None:
 def _kind(x: Any) -> Any:
     """What of a leaf a capture depends on."""
     if is_sharded(x):
-        return x.spec.signature, tuple([(p.dtype, p.device) for p in x.pieces])
+        return x.spec.signature, tuple([(p.kind, p.device) for p in x.stored])
     if isinstance(x, Tensor):
         return x.shape, x.dtype, x.device, x.stride()
     return type(x), x

@@ -18,11 +18,13 @@ from .collectives import sum_over
 from .layout import ask_names, check_effect, is_learned
 from .loop import loop
 from .loss_scale import NoLossScale
+from .maps import gather_leaves, ravel, reduce_unit
 from .mesh import Axis
 from .mistakes import instead
 from .random import fold_in, randomness
 from .recompute import same_parameters
-from .sharding import Sharded, gather_leaves, is_sharded, ravel, reduce_unit
+from .sharding import Sharded, is_sharded
+from .stored import Stored
 
 LossFn = Callable[..., Any]
 
@@ -223,7 +225,7 @@ class _Work:
                 out.append(next(found) if learns[0] else _no_gradient(x))
                 continue
             pieces = [next(found) if u.trainable else _no_gradient(p)
-                      for u, p in zip(x.layout.units, x.pieces, strict=True)]
+                      for u, p in zip(x.layout.units, x.stored, strict=True)]
             out.append(Sharded(x.spec, pieces))
         return total, tree.unflatten(self.treedef, out)
 
@@ -236,7 +238,7 @@ def _detached(loss: _Loss) -> tuple[Tensor, Tensor | None]:
     return loss.total.detach(), loss.weight
 
 
-def _no_gradient(piece: Tensor) -> Tensor:
+def _no_gradient(piece: Tensor | Stored) -> Tensor:
     """A zero that takes no memory, for what is frozen or a whole number."""
     return torch.zeros((), dtype=piece.dtype, device=piece.device).expand(piece.shape)
 
@@ -264,7 +266,7 @@ def _flat_gradients(nodes: list[Any], leaves: list[list[Tensor]], found: dict[in
     flats: list[Tensor] = []
     for x, ts in zip(nodes, leaves, strict=True):
         if is_sharded(x):
-            for unit, piece in zip(x.layout.units, x.pieces, strict=True):
+            for unit, piece in zip(x.layout.units, x.stored, strict=True):
                 if unit.trainable:
                     mine = [found[id(ts[leaf.index])] for leaf in unit.leaves]
                     dtype = x.spec.precision.reduces(piece.dtype)

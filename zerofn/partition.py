@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,11 +15,13 @@ from . import tree
 from .agreement import agree_on
 from .errors import nearest
 from .layout import Layout, LeafInfo, make_layout, restrict
+from .maps import gather_leaves
 from .mesh import Mesh
 from .precision import Precision, resolve
 from .replay import record
-from .sharding import Sharded, Spec, gather_leaves, is_sharded
+from .sharding import Sharded, Spec, is_sharded
 from .storage import allocate, equalize, settle
+from .stored import PLAIN, SPLIT, Kind
 
 STAGES = (0, 1, 2, 3)
 _ON_HOST = ("step", "rng")  # of a TrainState: they seed host-side draws, and would otherwise cost a device sync
@@ -83,7 +85,7 @@ def unshard(state: Any, rank: int | None = None) -> Any:
         spec = Spec(x.layout, axis, x.spec.stage, Precision())
         leaves: list[Any] = [None] * len(x.layout.where)
         for i, unit in enumerate(x.layout.units):
-            one = Sharded(Spec(_single(x.layout, i), axis, spec.stage, Precision()), [x.pieces[i]])
+            one = Sharded(Spec(_single(x.layout, i), axis, spec.stage, Precision()), [x.stored[i]])
             for leaf, value in zip(unit.leaves, gather_leaves(one), strict=True):
                 leaves[leaf.index] = value.clone() if rank in (None, axis.rank) else None
         return tree.unflatten(x.layout.treedef, leaves) if rank in (None, axis.rank) else None
@@ -147,7 +149,7 @@ class _Cut:
     spec: Spec
     first: int
     device: torch.device | None
-    dtypes: list[torch.dtype]  # of the pieces
+    kinds: list[Kind]  # of the pieces
     is_params: bool
 
 
@@ -226,7 +228,9 @@ class _Options:
                 is_params = id(node) in owners and last == "params"
                 leaves = tree.leaves(node)
                 dtypes = [self._dtype([leaves[x.index].dtype for x in u.leaves], masters) for u in like.units]
-                parts.append(_Cut(self._spec(like), first, leaves[0].device if leaves else None, dtypes, is_params))
+                kinds = [self._kind(dtype, is_params) for dtype in dtypes]
+                spec = replace(self._spec(like), halves=is_params)
+                parts.append(_Cut(spec, first, leaves[0].device if leaves else None, kinds, is_params))
                 first += len(leaves)
         return parts, treedef
 
@@ -251,12 +255,15 @@ class _Options:
         own = functools.reduce(torch.promote_types, dtypes)
         return self.precision.param if self.precision.param is not None and own in masters else own
 
+    def _kind(self, dtype: torch.dtype, is_params: bool) -> Kind:
+        return Kind(SPLIT if is_params and self.precision.splits(dtype) else PLAIN, dtype)
+
     def _allocate(self, cut: _Cut) -> Sharded:
         device = self.device or cut.device
         if device is None or device.type == "meta":
             device = torch.device("cpu")
         cached = cut.is_params and self.stage in (1, 2) and cut.spec.axis.size > 1
-        return allocate(cut.spec, device, cached, cut.dtypes)
+        return allocate(cut.spec, device, cached, cut.kinds)
 
 
 def _signature(x: Any) -> Any:
@@ -326,7 +333,7 @@ def _filler(sharded: Sharded, leaf: Any) -> Callable[[Tensor], None]:
 
     def fill(value: Tensor) -> None:
         if a < b:
-            sharded.pieces[index][a - start : b - start].copy_(value.detach().reshape(-1)[a - found.offset :
-                                                                                        b - found.offset])
+            values = value.detach().reshape(-1)[a - found.offset : b - found.offset]
+            sharded.stored[index].write(a - start, values)
 
     return fill

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .errors import nearest
+from .ops import formats as _formats  # noqa: F401  (defines zerofn::high)
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,8 @@ class Precision:
     """Dtypes of the stored parameter (the master), of what the model computes with, and of the reduction.
 
     `param=None` keeps each leaf's own dtype; `compute=None` is the stored dtype; `reduce=None` is the compute
-    dtype. Gradients accumulate over microbatches in the reduce dtype.
+    dtype. Gradients accumulate over microbatches in the reduce dtype. A float32 parameter that is computed
+    with in bfloat16 is kept as a split master, whose upper half is what is gathered and used: 4 bytes for both.
     """
 
     param: torch.dtype | None = None
@@ -28,6 +31,14 @@ class Precision:
     def reduces(self, stored: torch.dtype) -> torch.dtype:
         """The dtype in which the gradient of a parameter stored as `stored` is reduced and accumulated."""
         return self.reduce if self.reduce is not None and stored.is_floating_point else self.computes(stored)
+
+    def splits(self, stored: torch.dtype) -> bool:
+        """Whether a parameter stored as `stored` is kept as a split master."""
+        return stored is torch.float32 and self.computes(stored) is torch.bfloat16
+
+    def narrow(self, piece: Tensor) -> Tensor:
+        """A stored piece in the compute dtype; a split master's is rounded to nearest, ties away from zero."""
+        return torch.ops.zerofn.high(piece) if self.splits(piece.dtype) else piece.to(self.computes(piece.dtype))
 
 
 NAMED = {

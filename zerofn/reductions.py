@@ -64,7 +64,7 @@ class _Parts(NamedTuple):
         first = len(self.tensors[0])
         if is_sharded(group[0]):
             self.parts.extend(_sharded_parts(group[0], first, len(self.names)))
-            self.pieces.update(range(first, first + len(group[0].pieces)))
+            self.pieces.update(range(first, first + len(group[0].stored)))
             prefix = f"{name}." if name else ""
             self.names.extend(prefix + leaf.name for leaf in group[0].layout.leaves)
         else:

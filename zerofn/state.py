@@ -193,7 +193,7 @@ def _whole(params: Any, part: Any) -> Any:
 
 def _bytes_here(x: Sharded) -> int | None:
     """What this rank holds of it; None if it was given away."""
-    return None if x.lost is not None else sum(p.numel() * p.element_size() for p in x.pieces)
+    return None if x.lost is not None else sum(p.nbytes for p in x.stored)
 
 
 def _short(x: Any) -> str:

@@ -12,28 +12,30 @@ from .agreement import group_named
 from .collectives import ops
 from .mesh import Axis
 from .sharding import Sharded, Spec
+from .stored import PLAIN, SPLIT, Kind, Stored
 from .transport import wait_for_all
 
 
 def allocate(spec: Spec, device: torch.device, cached: bool,
-             dtypes: Sequence[torch.dtype] | None = None) -> Sharded:
+             kinds: Sequence[Kind] | None = None) -> Sharded:
     """A `Sharded` of zeros. `cached`: with the gathered copy, of which pieces are views where dtypes agree.
 
-    `dtypes`: of the pieces, by unit; those of the layout by default.
+    `kinds`: how pieces are kept, by unit; as they are, in the layout's dtypes, by default.
     """
     if cached:
         wait_for_all()  # for the copies of states that were dropped, among others: nobody else will
-    pieces: list[Tensor] = []
+    pieces: list[Stored] = []
     full: list[Tensor] = []
-    for unit, dtype in zip(spec.layout.units, dtypes or [u.dtype for u in spec.layout.units], strict=True):
+    for unit, kind in zip(spec.layout.units, kinds or [Kind(PLAIN, u.dtype) for u in spec.layout.units], strict=True):
         a, b = spec.bounds(unit)
-        compute = spec.precision.computes(dtype)
+        parts: list[Tensor] = []
         if cached:
-            full.append(torch.zeros(unit.size, dtype=compute, device=device))
-        if cached and compute == dtype:
-            pieces.append(full[-1][a:b])
-        else:
-            pieces.append(torch.zeros(b - a, dtype=dtype, device=device))
+            full.append(torch.zeros(unit.size, dtype=spec.precision.computes(kind.dtype), device=device))
+        if cached and kind.lies_in(full[-1].dtype):
+            parts.append(full[-1][a:b])
+        for dtype, size in kind.codec.parts(kind.dtype, b - a)[len(parts) :]:
+            parts.append(torch.zeros(size, dtype=dtype, device=device))
+        pieces.append(Stored(kind, tuple(parts)))
     return Sharded(spec, pieces, full if cached else None)
 
 
@@ -60,12 +62,22 @@ def refill(sharded: Sharded) -> None:
 
     The pieces become views of it where dtypes agree, so nothing is held twice. All ranks call it.
     """
-    made = allocate(sharded.spec, sharded.pieces[0].device, True, [p.dtype for p in sharded.pieces])
+    made = allocate(sharded.spec, sharded.stored[0].device, True, [x.kind for x in sharded.stored])
     with torch.no_grad():
-        for mine, piece in zip(made.pieces, sharded.pieces, strict=True):
-            mine.copy_(piece)
+        for mine, piece in zip(made.stored, sharded.stored, strict=True):
+            for new, old in zip(mine.parts, piece.parts, strict=True):
+                new.copy_(old)
     settle(made)
-    sharded.move(made.pieces, made.full)
+    sharded.move(made.stored, made.full)
+
+
+def keep_halves(sharded: Sharded) -> None:
+    """Keep parameters as split masters where their precision asks for it and an unflatten has joined them."""
+    def joined(x: Stored) -> bool:
+        return x.kind.codec == PLAIN and sharded.spec.precision.splits(x.dtype)
+
+    if sharded.spec.halves and any(map(joined, sharded.stored)):
+        sharded.move([Kind(SPLIT, x.dtype).keep(x.decode()) if joined(x) else x for x in sharded.stored], None)
 
 
 def settle(sharded: Sharded) -> None:
@@ -74,9 +86,10 @@ def settle(sharded: Sharded) -> None:
     if spec.axis.size == 1 or (spec.stage != 0 and sharded.full is None):
         return
     for i, unit in enumerate(spec.layout.units):
-        whole = sharded.pieces[i] if sharded.full is None else sharded.full[i]
+        piece = sharded.stored[i]
         a, b = spec.layout.cut(unit, spec.axis.rank)
-        if sharded.full is not None and whole.dtype != sharded.pieces[i].dtype:
-            whole[a:b].copy_(sharded.pieces[i])
-        ops.refresh_(whole, spec.axis.rank, spec.axis.size, spec.axis.group, unit.name)
-        ops.wait(whole)
+        if sharded.full is not None and not piece.kind.lies_in(sharded.full[i].dtype):
+            sharded.full[i][a:b].copy_(spec.precision.narrow(piece.decode()))
+        for whole in piece.parts if sharded.full is None else [sharded.full[i]]:
+            ops.refresh_(whole, spec.axis.rank, spec.axis.size, spec.axis.group, unit.name)
+            ops.wait(whole)

@@ -24,7 +24,7 @@ def test_a_gather_stands_right_before_its_first_use(precision):
         before = captured(train_step_of(module), state, batch_of(), canonicalize)
         after = captured(train_step_of(module), state, batch_of(), canonicalize, place_gathers)
     assert len(gathers(after.gm)) == len(gathers(before.gm)) == 4
-    assert max(num_before_use(before.gm)) > 2  # capture leaves them at the top
+    assert max(num_before_use(before.gm)) > 1  # capture leaves them at the top
     assert num_before_use(after.gm) == [0, 0, 0, 0]
 
 

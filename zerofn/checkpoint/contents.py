@@ -14,6 +14,7 @@ from ..errors import nearest
 from ..loss_scale import NoLossScale, StaticLossScale
 from ..partition import as_tensor
 from ..sharding import Sharded, is_sharded
+from ..stored import PLAIN, Kind
 from ..tree import PyTreeSpec
 from .tensor_file import CODES
 
@@ -71,16 +72,16 @@ def leaves_of(part: Part) -> list[LeafInfo]:
         dtype = part.value.dtype if isinstance(part.value, Tensor) else as_tensor(part.value).dtype
         return [LeafInfo(part.name, tuple(getattr(part.value, "shape", ())), dtype, optional=part.optional)]
     layout = part.value.layout
-    names, dtypes = tree.field_names(layout.treedef), dtypes_of(part.value)
-    return [LeafInfo(join(part.name, names[leaf.index]), leaf.shape, dtypes[i], i, leaf.offset, part.optional)
+    names, kinds = tree.field_names(layout.treedef), kinds_of(part.value)
+    return [LeafInfo(join(part.name, names[leaf.index]), leaf.shape, kinds[i].dtype, i, leaf.offset, part.optional)
             for i, unit in enumerate(layout.units) for leaf in unit.leaves]
 
 
-def dtypes_of(sharded: Sharded) -> list[torch.dtype]:
-    """The dtype of each piece; the layout's where the pieces were given away."""
+def kinds_of(sharded: Sharded) -> list[Kind]:
+    """How each piece is kept; as it is, in the layout's dtype, where the pieces were given away."""
     if sharded.lost is not None:
-        return [u.dtype for u in sharded.layout.units]
-    return [p.dtype for p in sharded.pieces]
+        return [Kind(PLAIN, u.dtype) for u in sharded.layout.units]
+    return [x.kind for x in sharded.stored]
 
 
 def join(prefix: str, name: str) -> str:

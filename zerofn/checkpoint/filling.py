@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from .. import tree
 from ..sharding import Sharded, is_sharded
 from ..storage import allocate, settle
-from .contents import LeafInfo, Part, dtypes_of, join, leaves_of
+from .contents import LeafInfo, Part, join, kinds_of, leaves_of
 from .stored import Source
 from .tensor_file import CheckpointError
 from .together import log
@@ -48,11 +49,10 @@ class Filling:
             shift = start - spec.bounds(unit)[0]
             for leaf, a, b in unit.intervals(start, stop):
                 name = names[leaf.index]
-                into = fresh.pieces[i][shift + a : shift + b]
                 if name in self.absent:
-                    into.copy_(like.pieces[i][shift + a : shift + b])
+                    fresh.stored[i].write(shift + a, like.stored[i].read(shift + a, shift + b))
                 else:
-                    source.read(name, start + a - leaf.offset, into)
+                    fresh.stored[i].fill(shift + a, shift + b, partial(source.read, name, start + a - leaf.offset))
         return fresh
 
     def _leaf(self, part: Part, source: Source) -> Any:
@@ -80,13 +80,13 @@ def _allocate_like(part: Part) -> Sharded:
     like: Sharded = part.value
     spec = like.spec
     if like.lost is None:
-        devices = {p.device for p in like.pieces}
+        devices = {p.device for p in like.stored}
         device = devices.pop() if devices else torch.device("cpu")
     else:  # it was given away; where it was is not known any more
         device = torch.accelerator.current_accelerator() or torch.device("cpu")
     is_params = part.name.rpartition(".")[2] == "params"
     cached = like.full is not None or (is_params and spec.stage in (1, 2) and spec.axis.size > 1)
-    return allocate(spec, torch.device("cpu") if device.type == "meta" else device, cached, dtypes_of(like))
+    return allocate(spec, torch.device("cpu") if device.type == "meta" else device, cached, kinds_of(like))
 
 
 def _check(wanted: list[LeafInfo], leaves: Mapping[str, LeafInfo], where: str) -> None:

@@ -57,7 +57,7 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
 def _plan(state: Any) -> list[Part]:
     parts, _ = take_apart(state, WHAT)
     for part in parts:
-        for tensor in part.value.pieces if is_sharded(part.value) else [part.tensor]:
+        for tensor in part.value.parts if is_sharded(part.value) else [part.tensor]:
             if tensor.is_meta:
                 raise ValueError(f"{WHAT}: {part.name!r} is on the meta device, so it has no values to save.")
     return parts
@@ -106,8 +106,8 @@ class _Job:
             sharded: Sharded = part.value
             if sharded.spec.stage == 0 and sharded.spec.axis.size > 1:
                 for leaf in leaves_of(part):
-                    flat = sharded.pieces[leaf.unit]
-                    yield leaf.name, _digest(flat[leaf.offset : leaf.offset + _numel(leaf.shape)])
+                    whole = sharded.stored[leaf.unit]
+                    yield leaf.name, _digest(whole.read(leaf.offset, leaf.offset + _numel(leaf.shape)))
 
     def owners(self) -> list[list[int]]:
         """Of ranks that hold the same piece (a mesh of several axes has them) the first writes it."""
@@ -130,7 +130,7 @@ class _Job:
         for part, owner, saved in zip(self.trees, owners, self._saved_trees(owners), strict=True):
             spec = part.value.spec
             if owner[spec.axis.rank] == rank:
-                entries += [Entry.of(u.tensor, _own(part.value, i)) for i, u in enumerate(saved.units)]
+                entries += [_own(u.tensor, part.value, i) for i, u in enumerate(saved.units)]
         if rank == 0:
             entries += [Entry.of(r.tensor, p.tensor)
                         for r, p in zip(self._saved_leaves(), self.replicated, strict=True)]
@@ -159,7 +159,7 @@ class _Job:
             files = tuple(map(_file, owner))
             units = tuple(
                 SavedUnit(u.name, u.size, p.dtype, u.trainable, _unique(f"{part.name}/{u.name}", used))
-                for u, p in zip(sharded.layout.units, sharded.pieces, strict=True))
+                for u, p in zip(sharded.layout.units, sharded.stored, strict=True))
             yield SavedTree(part.name, sharded.spec.stage, len(files), files, units, tuple(leaves_of(part)))
 
     def _saved_leaves(self) -> Iterator[SavedLeaf]:
@@ -167,13 +167,12 @@ class _Job:
             yield SavedLeaf(leaves_of(part)[0], _file(0), part.name)
 
 
-def _own(sharded: Sharded, index: int) -> Tensor:
+def _own(name: str, sharded: Sharded, index: int) -> Entry:
     """This rank's N-th of a unit; at stage 0 a part of the whole that is here."""
-    spec, piece = sharded.spec, sharded.pieces[index]
-    if spec.num_pieces > 1 or spec.axis.size == 1:
-        return piece
-    a, b = spec.layout.cut(spec.layout.units[index], spec.axis.rank)
-    return piece[a:b]
+    spec, piece, unit = sharded.spec, sharded.stored[index], sharded.layout.units[index]
+    start, stop = spec.layout.cut(unit, spec.axis.rank)
+    shift = start - spec.bounds(unit)[0]
+    return Entry(name, piece.dtype, (stop - start,), lambda a, b: piece.read(shift + a, shift + b))
 
 
 def _collect(written: Written | None) -> dict[str, Written]:

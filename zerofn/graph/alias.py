@@ -103,15 +103,20 @@ def positions(graph: Graph) -> dict[Node, int]:
     return {node: i for i, node in enumerate(graph.nodes)}
 
 
-def last_uses(graph: Graph, where: dict[Node, int], root: dict[Node, Node]) -> dict[Node, int]:
-    """Memory -> the position of the last node that touches it, through any view."""
-    last: dict[Node, int] = {}
+def touches(graph: Graph, root: dict[Node, Node]) -> dict[Node, list[Node]]:
+    """Memory -> the nodes that touch it, through any view, in order: that make it, read it or write it."""
+    found: dict[Node, list[Node]] = {}
     for node in graph.nodes:
         # A transfer reads what it sends until it was waited for.
         sent = node.args[0].all_input_nodes if node.target is torch.ops.zerofn.wait.default else []
-        for used in (node, *node.all_input_nodes, *sent):
-            last[root[used]] = max(last.get(root[used], -1), where[node])
-    return last
+        for memory in {root[used]: None for used in (node, *node.all_input_nodes, *sent)}:
+            found.setdefault(memory, []).append(node)
+    return found
+
+
+def last_uses(graph: Graph, where: dict[Node, int], root: dict[Node, Node]) -> dict[Node, int]:
+    """Memory -> the position of the last node that touches it, through any view."""
+    return {memory: where[nodes[-1]] for memory, nodes in touches(graph, root).items()}
 
 
 def written_before(graph: Graph, where: dict[Node, int], root: dict[Node, Node]) -> dict[Node, Node]:

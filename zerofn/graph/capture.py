@@ -26,7 +26,8 @@ from .._torch_compat import (
 from ..errors import note
 from ..mistakes import instead, note_dtypes
 from ..partition import as_tensor
-from ..sharding import is_sharded
+from ..sharding import Sharded, is_sharded
+from ..stored import Stored
 from .host import HostDraw, no_draws
 from .lines import Lines, readable, where
 from .program import Flat, Program, cached
@@ -56,17 +57,22 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
     def run(*flat: Tensor) -> list[Tensor]:
         num_state, num_copies = len(state_tensors), len(flat_copies)
         full = {k: list(flat[num_state + a : num_state + b]) for k, (a, b) in spans.items()}
-        fake_state = state_flat.spread(flat[:num_state], full)
-        fake_batch = batch_flat.spread(flat[num_state + num_copies :])
+        decoded: dict[int, tuple[Tensor, Stored]] = {}
+        fake_state = _decode(state_flat.spread(flat[:num_state], full), decoded)
+        fake_batch = _decode(batch_flat.spread(flat[num_state + num_copies :]), {})
         try:
             with Lines() if traces else contextlib.nullcontext(), no_draws():
                 out = step(fake_state, fake_batch)
         except HostDraw as name:
             raise CaptureError(_DRAWN.format(name)) from None
         _check_values(out)
-        new_state, aux = _split(out, state)
-        seen["state"], new = (None, []) if new_state is None else Flat.of(_numbers_as_tensors(new_state, state))
-        _check_pieces(state_flat, state_tensors, new)
+        new_state, aux = _split(out, fake_state)
+        new: list[Tensor] = []
+        seen["state"] = None
+        if new_state is not None:
+            new_state = _numbers_as_tensors(new_state, fake_state)
+            _check_pieces(state_flat, new_state)
+            seen["state"], new = Flat.of(state_flat.keep(new_state, decoded))
         seen["aux"], rest = Flat.of(aux)
         seen["num_new"] = len(new)
         return [x.detach() for x in (*new, *rest)]
@@ -196,14 +202,28 @@ def _numbers_as_tensors(new: Any, old: Any) -> Any:
     return tree.unflatten(treedef, out)
 
 
-def _check_pieces(flat: Flat, old: list[Tensor], new: list[Tensor]) -> None:
+def _check_pieces(flat: Flat, new: Any) -> None:
     """Raise where a piece comes back in another dtype or size: it could not take its place."""
-    pieces = [unit for spec in flat.nodes if not isinstance(spec, tuple)
-              for unit in ([None] if spec is None else spec.layout.units)]
-    for name, unit, a, b in zip(flat.names, pieces, old, new, strict=False):
-        if unit is not None and (a.dtype, a.shape) != (b.dtype, b.shape):
-            raise CaptureError(f"the step returns state entry {name} as {b.dtype} {list(b.shape)}; it was {a.dtype} "
-                               f"{list(a.shape)}. Write .to(p.dtype) where it is computed.")
+    nodes, treedef = tree.flatten(new, is_leaf=is_sharded)
+    for name, cut, x in zip(tree.field_names(treedef), flat.nodes, nodes, strict=True):
+        for unit, kind, piece in zip(x.layout.units, cut.kinds, x.pieces, strict=True) if is_sharded(x) else ():
+            a, b = cut.spec.bounds(unit)
+            if (piece.dtype, piece.shape) != (kind.dtype, (b - a,)):
+                raise CaptureError(
+                    f"the step returns state entry {name}[{unit.name!r}] as {piece.dtype} {list(piece.shape)}; it was "
+                    f"{kind.dtype} {[b - a]}. Write .to(p.dtype) where it is computed.")
+
+
+def _decode(value: Any, decoded: dict[int, tuple[Tensor, Stored]]) -> Any:
+    """A tree with all pieces as the step sees them. `decoded` is told what each was decoded from."""
+    def seen(x: Any) -> Any:
+        if not is_sharded(x):
+            return x
+        pieces = x.pieces
+        decoded.update((id(piece), (piece, kept)) for piece, kept in zip(pieces, x.stored, strict=True))
+        return Sharded(x.spec, pieces, x.copies)
+
+    return tree.tree_map(seen, value, is_leaf=is_sharded)
 
 
 def _readable(error: Exception, name: str) -> Exception:

@@ -14,7 +14,8 @@ ops = torch.ops.zerofn
 GATHERS = (ops.all_gather.default,)
 SCATTERS = (ops.reduce_scatter.default,)
 STARTS = (*GATHERS, *SCATTERS, ops.exchange.default, ops.permute.default, ops.refresh_.default)
-CASTS = (torch.ops.aten._to_copy.default,)
+DECODES = {ops.join.default: ops.split.default}  # what decodes a piece -> what encodes it
+CASTS = (torch.ops.aten._to_copy.default, ops.high.default)
 
 
 def is_start(node: Node) -> bool:
@@ -63,8 +64,8 @@ def weight_chain(graph: Graph) -> list[Node]:
 
 
 def _is_fetch(node: Node) -> bool:
-    """A cast, or a view, of a whole placeholder."""
-    return node.target in CASTS or is_view(node)
+    """A cast, a view, or what is decoded, of whole placeholders."""
+    return node.target in CASTS or node.target in DECODES or is_view(node)
 
 
 def sink(graph: Graph, nodes: Iterable[Node]) -> None:

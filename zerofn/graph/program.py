@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,16 +12,29 @@ from torch.fx import GraphModule, Node
 
 from .. import tree
 from ..mesh import Axis
-from ..sharding import Sharded, is_sharded
+from ..sharding import Sharded, Spec, is_sharded
+from ..stored import Kind, Stored
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is static about a `Sharded` and the pieces it has."""
+
+    spec: Spec
+    kinds: tuple[Kind, ...]
+
+    def pieces(self, tensors: Iterator[Tensor]) -> list[Stored]:
+        """Its pieces, of the next tensors."""
+        return [Stored(kind, tuple(next(tensors) for _ in range(kind.num_parts))) for kind in self.kinds]
 
 
 @dataclass(frozen=True)
 class Flat:
-    """A tree of tensors, `Sharded` nodes included, as a flat list, a `Sharded` as its pieces; `spread` is the way
-    back. Leaves that are no tensors are kept here, as they are."""
+    """A tree of tensors, `Sharded` nodes included, as a flat list, a `Sharded` as what keeps its pieces; `spread` is
+    the way back. Leaves that are no tensors are kept here, as they are."""
 
     treedef: tree.PyTreeSpec
-    nodes: tuple[Any, ...]  # per node: a Spec, or None for a tensor, or (value,) for another leaf
+    nodes: tuple[Any, ...]  # per node: a Cut, or None for a tensor, or (value,) for another leaf
     names: tuple[str, ...]  # per tensor: its key path
 
     @staticmethod
@@ -33,9 +47,10 @@ class Flat:
         for path, leaf in zip(paths, leaves, strict=True):
             name = tree.name_of(path)
             if is_sharded(leaf):
-                nodes.append(leaf.spec)
-                tensors.extend(leaf.pieces)
-                names.extend(f"{name}[{u.name!r}]" for u in leaf.layout.units)
+                nodes.append(Cut(leaf.spec, tuple(x.kind for x in leaf.stored)))
+                tensors.extend(leaf.parts)
+                names.extend(f"{name}[{u.name!r}]{suffix}" for u, x in zip(leaf.layout.units, leaf.stored, strict=True)
+                             for suffix in x.kind.codec.suffixes)
             elif isinstance(leaf, Tensor):
                 nodes.append(None)
                 tensors.append(leaf)
@@ -43,6 +58,18 @@ class Flat:
             else:
                 nodes.append((leaf,))
         return Flat(treedef, tuple(nodes), tuple(names)), tensors
+
+    def keep(self, value: Any, decoded: dict[int, tuple[Tensor, Stored]]) -> Any:
+        """A tree of this structure with pieces kept as these are. `decoded`: id of a piece -> the piece, and what it
+        was decoded from: that is what keeps it if it comes back untouched."""
+        def kept(x: Any, cut: Any) -> Any:
+            if not is_sharded(x):
+                return x
+            return Sharded(cut.spec, [decoded[id(piece)][1] if id(piece) in decoded else kind.keep(piece)
+                                    for piece, kind in zip(x.pieces, cut.kinds, strict=True)])
+
+        leaves, treedef = tree.flatten(value, is_leaf=is_sharded)
+        return tree.unflatten(treedef, [kept(x, cut) for x, cut in zip(leaves, self.nodes, strict=True)])
 
     @property
     def baked(self) -> dict[str, Any]:
@@ -60,8 +87,7 @@ class Flat:
             elif isinstance(node, tuple):
                 leaves.append(node[0])
             else:
-                pieces = [next(fresh) for _ in node.layout.units]
-                leaves.append(Sharded(node, pieces, None if full is None else full.get(k)))
+                leaves.append(Sharded(node.spec, node.pieces(fresh), None if full is None else full.get(k)))
                 if arriving:
                     leaves[-1].expect_copies()
         return tree.unflatten(self.treedef, leaves)
@@ -117,16 +143,14 @@ class Program:
         """(piece, gathered copy, whether the piece is a view of it) for every unit that has a copy."""
         out, at = [], 0
         nodes = self.placeholders
-        for k, spec in enumerate(self.state.nodes):
-            if isinstance(spec, tuple):
-                continue
-            count = 1 if spec is None else len(spec.layout.units)
+        for k, cut in enumerate(self.state.nodes):
             first, _ = self.full.get(k, (None, None))
-            if first is not None:
-                for i, unit in enumerate(spec.layout.units):
-                    aliased = spec.precision.computes(unit.dtype) == unit.dtype
-                    out.append((nodes[at + i], nodes[self.num_state + first + i], aliased))
-            at += count
+            for i, kind in enumerate(cut.kinds if isinstance(cut, Cut) else ()):
+                if first is not None:
+                    whole = nodes[self.num_state + first + i]
+                    out.append((nodes[at], whole, kind.lies_in(whole.meta["val"].dtype)))
+                at += kind.num_parts
+            at += cut is None
         return out
 
     def spec_of(self, piece: Node) -> tuple[Any, Any]:
@@ -136,7 +160,7 @@ class Program:
     @property
     def axis(self) -> Axis | None:
         """The axis the state is cut along, None for a plain state."""
-        return next((s.axis for s in self.state.nodes if s is not None and not isinstance(s, tuple)), None)
+        return next((x.spec.axis for x in self.state.nodes if isinstance(x, Cut)), None)
 
     @property
     def owners(self) -> list[tuple[Any, Any]]:
@@ -152,11 +176,12 @@ class Program:
 def owners(nodes: tuple[Any, ...]) -> list[tuple[Any, Any]]:
     """`Flat.nodes` -> per tensor: (spec, unit), or (None, None) for one that is no piece."""
     out: list[tuple[Any, Any]] = []
-    for spec in nodes:
-        if spec is None:
+    for cut in nodes:
+        if cut is None:
             out.append((None, None))
-        elif not isinstance(spec, tuple):
-            out.extend((spec, unit) for unit in spec.layout.units)
+        elif isinstance(cut, Cut):
+            for unit, kind in zip(cut.spec.layout.units, cut.kinds, strict=True):
+                out += [(cut.spec, unit)] * kind.num_parts
     return out
 
 

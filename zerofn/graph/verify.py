@@ -68,7 +68,9 @@ def _names(program: Program) -> dict[Node, str]:
 
 def _names_inside(loop: Node, names: dict[Node, str]) -> dict[Node, str]:
     """The names of what a loop gives to its body."""
-    return {x: names[given] for x, given in given_to_body(loop).items() if given in names}
+    found = {x: _origin(given) if given.target is ops.join.default else given
+             for x, given in given_to_body(loop).items()}
+    return {x: names[given] for x, given in found.items() if given in names}
 
 
 def _check_writes(gm: GraphModule, names: dict[Node, str]) -> None:
@@ -178,7 +180,8 @@ def _draws(node: Node) -> bool:
 
 
 _PIECES = {ops.reduce_scatter.default, ops.piece.default}
-_KEEPS = {"wait", "adamw", "sgd", "sgd_momentum", "lion", "scale_runs", "take_runs"}
+_KEEPS = {"wait", "adamw", "sgd", "sgd_momentum", "lion", "scale_runs", "take_runs", "join", "split",
+          "high"}
 
 
 def _elementwise(node: Node, used: list[Node]) -> bool:

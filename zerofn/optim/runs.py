@@ -60,11 +60,11 @@ def map_runs(rule: Callable[..., Any], constant: Callable[[LeafInfo], Hashable],
     """`rule(tensors, starts, stops, constants)` on the tensors of every place of `trees`, parameters first.
 
     `rule` returns a tuple of tensors; the trees of its first, second, ... results are returned, in the
-    structure of the first tree (or None, where that has no leaves). Raises `ValueError` where the trees are
-    not of one structure.
+    structure of the parameters, of the first moments, ... (or none, where there are no leaves). Raises
+    `ValueError` where the trees are not of one structure.
     """
-    first, treedef = tree.flatten(trees[0])
-    flat = [first, *(tree.leaves(t) for t in trees[1:])]
+    flat, treedefs = zip(*map(tree.flatten, trees), strict=True)
+    first = flat[0]
     for k, leaves in enumerate(flat):
         if [x.shape for x in leaves] != [x.shape for x in first]:
             what = "the gradients" if k == 1 else "the state's moments"
@@ -74,7 +74,8 @@ def map_runs(rule: Callable[..., Any], constant: Callable[[LeafInfo], Hashable],
                 "from value_and_grad at these parameters, the state from init of this transformation."
             )
     fresh = [rule([f[slot.place] for f in flat], *slot.columns) for slot in slots(trees[0], constant)]
-    return [tree.unflatten(treedef, column) for column in zip(*fresh, strict=True)]
+    own = [treedefs[0], *treedefs[2:]]  # not the parameters' for all: what is kept how hangs on it
+    return [tree.unflatten(treedef, column) for treedef, column in zip(own, zip(*fresh, strict=True), strict=True)]
 
 
 def spread(params: Any, constant: Callable[[LeafInfo], float]) -> Any:

@@ -16,6 +16,7 @@ import torch
 from .. import tree
 from ..layout import restrict
 from ..sharding import Sharded, is_sharded
+from ..stored import stored
 from .base import Mask
 from .runs import leaf_info
 
@@ -31,7 +32,7 @@ def _select(path: tree.Path, x: Any, keep: Mask) -> Any:
         return x if keep(leaf_info(path, x)) else None
     layout = restrict(x.layout, lambda _, leaf: bool(keep(leaf_info(path, leaf))))
     names = {unit.name for unit in layout.units}
-    pieces = [p for unit, p in zip(x.layout.units, x.pieces, strict=True) if unit.name in names]
+    pieces = [p for unit, p in zip(x.layout.units, x.stored, strict=True) if unit.name in names]
     return Sharded(dataclasses.replace(x.spec, layout=layout), pieces)
 
 
@@ -52,12 +53,13 @@ def merge(whole: Any, part: Any, keep: Mask, by_runs: bool = False) -> Any:
 
 
 def _merge(whole: Sharded, part: Sharded, by_runs: bool) -> Sharded:
-    fresh = {unit.name: (unit, piece) for unit, piece in zip(part.layout.units, part.pieces, strict=True)}
+    fresh = {unit.name: (unit, piece) for unit, piece in zip(part.layout.units, part.stored, strict=True)}
     pieces = []
-    for unit, old in zip(whole.layout.units, whole.pieces, strict=True):
+    for unit, old in zip(whole.layout.units, whole.stored, strict=True):
         mine, new = fresh.get(unit.name, (unit, old))
         if not by_runs and len(mine.leaves) < len(unit.leaves):
             runs = mine.runs(*whole.spec.bounds(unit), lambda leaf: True)
-            new = torch.ops.zerofn.take_runs(old, new, [a for a, _, _ in runs], [b for _, b, _ in runs])
+            starts, stops = [a for a, _, _ in runs], [b for _, b, _ in runs]
+            new = stored(torch.ops.zerofn.take_runs(old.decode(), new.decode(), starts, stops))
         pieces.append(new)
     return Sharded(whole.spec, pieces)

@@ -19,15 +19,18 @@ from .own import own
 from .place_gathers import place_gathers
 from .place_gradients import place_gradients
 from .place_scatters import place_scatters
+from .place_updates import place_updates
 from .prefetch import prefetch
 from .read_pieces import read_pieces
 from .refresh import refresh
 from .regather import regather
 from .reuse import reuse
+from .use_halves import use_halves
 
 Pass = Callable[..., GraphModule]
 
-SCHEDULE: tuple[Pass, ...] = (
+SCHEDULE: tuple[Pass, ...] = (  # on the step, then on the bodies of its loops
+    use_halves,
     canonicalize,
     place_gathers,
     regather,
@@ -38,7 +41,7 @@ SCHEDULE: tuple[Pass, ...] = (
     reuse,
 )
 WHOLE_STEP: tuple[Pass, ...] = (average,)  # of the step alone, not of loop bodies
-DONATION: tuple[Pass, ...] = (donate, refresh)
+DONATION: tuple[Pass, ...] = (donate, place_updates, refresh)
 NO_DONATION: tuple[Pass, ...] = (own,)
 LAST: tuple[Pass, ...] = (arrive,)
 
@@ -46,12 +49,12 @@ LAST: tuple[Pass, ...] = (arrive,)
 def run(program: Program, *, donating: bool) -> Program:
     """Apply the passes; `program.timings` gets seconds per pass. ZEROFN_DUMP=dir writes the graph after each."""
     _dump(program, 0, "capture")
-    for _, body in loops(program.gm):
-        for each in SCHEDULE:
-            each(body)
     for k, each in enumerate((*SCHEDULE, *WHOLE_STEP, *(DONATION if donating else NO_DONATION), *LAST), 1):
         start = time.perf_counter()
         program.gm = each(program.gm) if each in SCHEDULE else each(program.gm, program)
+        if each in SCHEDULE:
+            for _, body in loops(program.gm):
+                each(body)
         program.timings[each.__name__] = time.perf_counter() - start
         _dump(program, k, each.__name__)
     return program

@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import OpOverload, schema_arguments
 from ..graph.alias import is_given, last_uses, positions, roots, writes
-from ..graph.edit import clean, copy_of
+from ..graph.edit import DECODES, clean, copy_of
 from ..graph.program import Program, tensor_of
 
 aten = torch.ops.aten
@@ -78,6 +78,41 @@ def _in_place(target: object) -> OpOverload | None:
     return getattr(packet, target._overloadname, None) if packet is not None else None
 
 
+def _results(rule: Node, num: int) -> list[Node | None]:
+    """What a rule returns, each as the node that stands for it."""
+    if num == 1:
+        return [rule]
+    found = {x.args[1]: x for x in rule.users if x.target is operator.getitem}
+    return [found.get(k) for k in range(num)]
+
+
+def _kept_as(value: Node) -> list[Node]:
+    """What a value is decoded from; itself if it is kept as it is."""
+    return list(value.args) if value.target in DECODES else [value]  # type: ignore[arg-type]
+
+
+def _ends_as(value: Node) -> list[Node]:
+    """What a value is encoded to; itself if it is kept as it is."""
+    encoder = next((x for x in value.users if x.target in DECODES.values()), None)
+    if encoder is None:
+        return [value]
+    return sorted(encoder.users, key=lambda x: x.args[1])  # type: ignore[arg-type,return-value]
+
+
+def _decode_again(rule: Node, result: Node, parts: list[Node], outputs: list[Node]) -> None:
+    """Let those who read a new value that is now in place, encoded, decode it there."""
+    encode = next(x for x in result.users if x.target in DECODES.values())
+    decode = next(d for d, e in DECODES.items() if e is encode.target)
+    readers = [x for x in result.users if x is not encode]
+    if readers:
+        with rule.graph.inserting_after(rule):
+            value = rule.graph.call_function(decode, tuple(parts))
+        value.meta["val"] = result.meta.get("val")
+        for reader in readers:
+            reader.replace_input_with(result, value)
+        outputs[:] = [value if x is result else x for x in outputs]
+
+
 def _rule_of(value: Node) -> tuple[Node, int] | None:
     """(the update rule, which of its results) that made `value`, where it has an in-place form."""
     maker, index = (value.args[0], value.args[1]) if value.target is operator.getitem else (value, 0)
@@ -87,34 +122,31 @@ def _rule_of(value: Node) -> tuple[Node, int] | None:
 def _update_in_place(graph: Graph, outputs: list[Node], mine: dict[int, Node], shared: dict[Node, Node]) -> None:
     where, root = positions(graph), roots(graph)
     last = last_uses(graph, where, root)
-    rules: dict[Node, list[tuple[int, int]]] = {}
-    for j in mine:
-        found = _rule_of(outputs[j])
-        if found is not None:
-            rules.setdefault(found[0], []).append((found[1], j))
-    for rule, parts in rules.items():
+    place = {outputs[j]: old for j, old in mine.items()}
+    for rule in [node for node in graph.nodes if _in_place(node.target) is not None]:
         target = _in_place(rule.target)
         assert target is not None
         arguments = schema_arguments(target)
         written = [k for k, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
-        memory = [mine[j] for _, j in sorted(parts)]
-        if len(parts) != len(written) or [rule.args[k] for k in written] != memory:
+        kept = [_kept_as(rule.args[k]) for k in written]
+        results = _results(rule, len(written))
+        ends = [_ends_as(x) if x is not None else [] for x in results]
+        if [[place.get(x) for x in end] for end in ends] != kept:
             continue
-        places = {m for x in memory for m in (x, shared.get(x, x))}
+        places = {m for parts in kept for x in parts for m in (x, shared.get(x, x))}
         read = [x for k, x in enumerate(rule.args) if isinstance(x, Node) and k not in written]
         # Nothing reads the old values later, nor this very rule, which may write p before it reads g.
         if any(last.get(m, -1) > where[rule] for m in places) or any(root[x] in places for x in read):
             continue
+        given = dict(zip(written, kept, strict=True))
         with graph.inserting_before(rule):
-            graph.call_function(target, rule.args, rule.kwargs)
-        for i, j in parts:
-            source = outputs[j]
-            outputs[j] = mine[j]
-            source.replace_all_uses_with(memory[i])  # later reads see the new values
-        if not rule.users or all(not u.users for u in rule.users):
-            for user in list(rule.users):
-                graph.erase_node(user)
-            graph.erase_node(rule)
+            graph.call_function(target, tuple(given.get(k, x) for k, x in enumerate(rule.args)), rule.kwargs)
+        for result, end, parts in zip(results, ends, kept, strict=True):
+            for x, memory in zip(end, parts, strict=True):
+                outputs[:] = [memory if y is x else y for y in outputs]
+                x.replace_all_uses_with(memory)  # later reads see the new values
+            if len(parts) > 1:
+                _decode_again(rule, result, parts, outputs)  # type: ignore[arg-type]
 
 
 def _copy_back(graph: Graph, program: Program, outputs: list[Node], mine: dict[int, Node], shared: dict[Node, Node]

@@ -1,0 +1,59 @@
+"""Update rules run as soon as they can."""
+
+from __future__ import annotations
+
+from torch.fx import Graph, GraphModule, Node
+
+from ..graph.alias import positions, roots, touches, writes
+from ..graph.edit import clean, raise_up
+from ..graph.program import Program, tensor_of
+
+
+def place_updates(gm: GraphModule, program: Program) -> GraphModule:
+    """Raise every update in place to where its gradient is reduced, after all that still reads the old values: inside
+    the backward pass, where it need not wait for a verdict on all gradients. Those that do wait run in the order in
+    which the next step uses what they write.
+    """
+    graph = gm.graph
+    copies = {piece: whole for piece, whole, _ in program.copies()}
+    rules = [n for n in graph.nodes if _is_update(n)]
+    raise_up(graph, _scalars(graph, rules))
+    where, root = positions(graph), roots(graph)
+    touched = touches(graph, root)
+
+    def memory(rule: Node) -> set[Node]:
+        places = {root[x] for x in writes(rule)}
+        return places | {copies[x] for x in places if x in copies}  # a piece may lie in its gathered copy
+
+    def first_use(rule: Node) -> int:
+        return min(where[n] for place in memory(rule) for n in touched[place])
+
+    anchors = {}
+    for rule in rules:
+        before = [n for place in memory(rule) for n in touched[place]]
+        before += [n for x in rule.all_input_nodes for n in touched[root[x]] if root[x] in {root[w] for w in writes(n)}]
+        anchors[rule] = max((n for n in [*before, *rule.all_input_nodes] if where[n] < where[rule]),
+                            key=where.__getitem__)
+    for rule in sorted(rules, key=first_use, reverse=True):
+        anchors[rule].append(rule)
+    return clean(gm)
+
+
+def _is_update(node: Node) -> bool:
+    """Whether a node is an update rule of ours, in place in the state."""
+    kept = node.args[0] if node.args else None
+    return isinstance(kept, list | tuple) and bool(writes(node)) and all(x.op == "placeholder" for x in writes(node))
+
+
+def _scalars(graph: Graph, rules: list[Node]) -> list[Node]:
+    """What rules read beside tensors of many elements, in order: counts, rates, the verdict, and what makes them."""
+    found: set[Node] = set()
+    todo = [x for rule in rules for x in rule.all_input_nodes]
+    while todo:
+        node = todo.pop()
+        value = tensor_of(node)
+        if node not in found and node.op == "call_function" and value is not None and value.dim() == 0:
+            if not writes(node):
+                found.add(node)
+                todo += node.all_input_nodes
+    return [n for n in graph.nodes if n in found]
