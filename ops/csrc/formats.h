@@ -1,0 +1,163 @@
+/* How numbers are stored, written once for the CPU and the GPU: C, C++ and NVRTC can include this file.
+ *
+ * All arithmetic is IEEE fp32 with every fma written out, so every machine gives the same bits; compile with
+ * -ffp-contract=off (NVRTC: --fmad=false) and never with fast-math.
+ *
+ * split   fp32 bits = (hi << 16) + lo: hi is the bfloat16 nearest to the number, lo what is left, int16. Exact for
+ *         every pattern but NaN, which is kept as hi = 0x7FC0, lo = 0.
+ * blocks  8 bits an element, one fp32 scale for 256: value = scale * zf_value(code). Codes are the top bits of an
+ *         fp32 in [0, 1]: 3 bits of mantissa, 8 codes an octave, the top code is 1, code 0 is zero.
+ * hash    32 random bits an element, from (key, element): stochastic rounding takes 16 for m and 16 for v.
+ */
+#ifndef ZEROFN_FORMATS_H
+#define ZEROFN_FORMATS_H
+
+#if defined(__CUDACC_RTC__)
+typedef unsigned char zf_u8;
+typedef unsigned short zf_u16;
+typedef short zf_i16;
+typedef int zf_i32;
+typedef unsigned int zf_u32;
+typedef long long zf_i64;
+typedef unsigned long long zf_u64;
+#else
+#include <stdint.h>
+typedef uint8_t zf_u8;
+typedef uint16_t zf_u16;
+typedef int16_t zf_i16;
+typedef int32_t zf_i32;
+typedef uint32_t zf_u32;
+typedef int64_t zf_i64;
+typedef uint64_t zf_u64;
+#endif
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define ZF_FN static __host__ __device__ __forceinline__
+#else
+#define ZF_FN static inline __attribute__((always_inline))
+#endif
+
+#if defined(__CUDA_ARCH__)
+#define ZF_FMA(a, b, c) __fmaf_rn(a, b, c)
+#define ZF_SQRT(a) __fsqrt_rn(a)
+#define ZF_DIV(a, b) __fdiv_rn(a, b)
+#else
+#define ZF_FMA(a, b, c) __builtin_fmaf(a, b, c)
+#define ZF_SQRT(a) __builtin_sqrtf(a)
+#define ZF_DIV(a, b) ((a) / (b))
+#endif
+
+ZF_FN zf_u32 zf_bits(float x) {
+#if defined(__CUDA_ARCH__)
+    return __float_as_uint(x);
+#else
+    zf_u32 bits;
+    __builtin_memcpy(&bits, &x, 4);
+    return bits;
+#endif
+}
+
+ZF_FN float zf_float(zf_u32 bits) {
+#if defined(__CUDA_ARCH__)
+    return __uint_as_float(bits);
+#else
+    float x;
+    __builtin_memcpy(&x, &bits, 4);
+    return x;
+#endif
+}
+
+#define ZF_ABS 0x7FFFFFFFu
+#define ZF_INF 0x7F800000u
+#define ZF_BF16_NAN 0x7FC0u
+
+/* --- bfloat16, float16, split ---------------------------------------------------------------------------------- */
+
+ZF_FN float zf_from_bf16(zf_u16 x) { return zf_float((zf_u32)x << 16); }
+
+/* A float16's exponent is 112 less than an fp32's; the product is exact, for denormals too. */
+ZF_FN float zf_from_fp16(zf_u16 x) {
+    zf_u32 bits = (zf_u32)(x & 0x7FFFu) << 13;
+    zf_u32 wide = zf_bits(zf_float(bits) * 0x1p112f);
+    wide = bits >= 0x0F800000u ? bits | ZF_INF : wide;
+    return zf_float(wide | (zf_u32)(x & 0x8000u) << 16);
+}
+
+ZF_FN zf_u16 zf_split_hi(zf_u32 bits) {
+    return (zf_u16)((bits & ZF_ABS) > ZF_INF ? ZF_BF16_NAN : (bits + 0x8000u) >> 16);
+}
+
+ZF_FN zf_i16 zf_split_lo(zf_u32 bits) { return (zf_i16)((bits & ZF_ABS) > ZF_INF ? 0u : bits & 0xFFFFu); }
+
+ZF_FN zf_u32 zf_join(zf_u16 hi, zf_i16 lo) { return ((zf_u32)hi << 16) + (zf_u32)(zf_i32)lo; }
+
+/* Rounded up with probability (what is cut off) / 2^16 for `random` uniform in [0, 2^16); 0x8000 rounds to nearest.
+ * In the last binade step before inf to nearest, so that chance makes no inf; inf and NaN stay. */
+ZF_FN zf_u16 zf_to_bf16(float x, zf_u32 random) {
+    zf_u32 bits = zf_bits(x), size = bits & ZF_ABS;
+    zf_u32 up = size >= 0x7F7F0000u ? 0x8000u : random;
+    return (zf_u16)(size > ZF_INF ? ZF_BF16_NAN : (bits + up) >> 16);
+}
+
+/* --- random bits ----------------------------------------------------------------------------------------------- */
+
+#define ZF_BLOCK 256 /* elements with one scale and one seed */
+
+/* Block `block` (element / 256) under `key`: the finalizer of splitmix64 (Steele, Lea and Flood 2014). */
+ZF_FN zf_u32 zf_seed(zf_u64 key, zf_u64 block) {
+    zf_u64 x = key * 0x9E3779B97F4A7C15u + block * 0xD1B54A32D192ED03u + 0x2545F4914F6CDD1Du;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return (zf_u32)(x >> 32);
+}
+
+/* Element `i` in [0, 256) of a block: a Weyl step, then multiply and xor-shift. Low 16 bits for m, high for v. */
+ZF_FN zf_u32 zf_hash(zf_u32 seed, zf_u32 i) {
+    zf_u32 x = seed + i * 0x9E3779B9u;
+    x ^= x >> 16;
+    x *= 0x7FEB352Du;
+    return x ^ (x >> 15);
+}
+
+/* --- 8-bit blocks ---------------------------------------------------------------------------------------------- */
+
+#define ZF_ONE 0x3F800000u
+#define ZF_TOP(is_signed) ((is_signed) ? 127u : 255u)
+#define ZF_BASE(is_signed) (ZF_ONE - (ZF_TOP(is_signed) << 20)) /* bits of code 0, were it no zero */
+
+/* No scale but 0 is smaller: so scale times the smallest value is a normal number, and what was decoded has the bits
+ * it is encoded from. It leaves elements below 2^-126 (v) and 2^-110 (m) of full size; gradients' squares are not. */
+#define ZF_SMALLEST_SCALE 0x1p-94f
+
+/* The scale of a block from the largest |x|, as bits: all zero -> 0; a NaN or inf is kept and spoils the block. */
+ZF_FN float zf_scale(zf_u32 largest) {
+    float x = zf_float(largest);
+    if (largest == 0u || largest >= ZF_INF) return x;
+    return x < ZF_SMALLEST_SCALE ? ZF_SMALLEST_SCALE : x;
+}
+
+/* What elements are multiplied by before zf_code; 0 for a block of zeros and for one with a NaN or inf. */
+ZF_FN float zf_inverse(float scale) {
+    return zf_bits(scale) - 1u >= ZF_INF - 1u ? 0.0f : ZF_DIV(1.0f, scale);
+}
+
+/* x -> code, given its block's zf_inverse: 0x8000 rounds to nearest, 16 random bits stochastically (linear between
+ * neighbours, so unbiased above the smallest value). The product is off by 6 units of the last place at most; adding
+ * 8 and cutting 4 bits forgives them: a decoded number always goes back to its code. An unsigned code of x > 0 is at
+ * least 1, for 1 / (sqrt(v) + eps) must not explode. The minimum makes NaN the same code on every machine. */
+ZF_FN zf_u8 zf_code(float x, float inverse, zf_u32 random, int is_signed) {
+    zf_u32 bits = zf_bits(x), size = bits & ZF_ABS, y = zf_bits(zf_float(size) * inverse);
+    y = y < ZF_ONE ? y : ZF_ONE;
+    zf_i32 code = (zf_i32)(((y + 8u) >> 4) - (ZF_BASE(is_signed) >> 4) + random) >> 16;
+    zf_i32 least = !is_signed && size != 0u ? 1 : 0;
+    code = code < least ? least : code;
+    return (zf_u8)((zf_u32)code | (is_signed ? bits >> 24 & 0x80u : 0u));
+}
+
+ZF_FN float zf_value(zf_u8 code, int is_signed) {
+    zf_u32 c = is_signed ? code & 0x7Fu : code;
+    zf_u32 bits = c ? ZF_BASE(is_signed) + (c << 20) : 0u;
+    return zf_float(is_signed ? bits | (zf_u32)(code & 0x80u) << 24 : bits);
+}
+
+#endif

@@ -1,0 +1,54 @@
+/* Update rules, the arithmetic of one element, written once for the CPU and the GPU (see formats.h).
+ *
+ * Each is bit for bit what torch computes in fp32 on x86: adam and adamw its fused kernel, the others its loops of
+ * elementwise operations. Its compiler joined some products with sums; where it did is written out as fma.
+ */
+#ifndef ZEROFN_RULES_H
+#define ZEROFN_RULES_H
+
+#include "formats.h"
+
+/* The constants of a run, computed in double and rounded here, where torch rounds them. */
+typedef struct {
+    float rate;   /* negative; what the direction is multiplied by: Adam's -lr / (1 - b1^count), else -lr */
+    float shrink; /* p is multiplied by it first: 1 - lr * decay of adamw and lion */
+    float l2;     /* l2 * p is added to the gradient: the decay of adam and sgd */
+    float b1, c1; /* c1 = 1 - b1; sgd's momentum is b1 */
+    float b2, c2;
+    float root;   /* sqrt(1 - b2^count) */
+    float eps;
+    zf_i32 nesterov;
+} zf_rates;
+
+ZF_FN float zf_decayed(float g, float p, const zf_rates *r) { return r->l2 != 0.0f ? ZF_FMA(p, r->l2, g) : g; }
+
+/* Kingma and Ba 2015, Algorithm 1, with L2; Loshchilov and Hutter 2019, Algorithm 2, where shrink says so. `tail`:
+ * the last size % 8 elements of a tensor, which torch's vectors do not reach: v is rounded in another order. */
+ZF_FN float zf_adam(float p, float g, float *m, float *v, const zf_rates *r, int tail) {
+    g = zf_decayed(g, p, r);
+    p *= r->shrink;
+    float way = g - *m, square = r->c2 * g;
+    *m = r->c1 < 0.5f ? ZF_FMA(r->c1, way, *m) : ZF_FMA(r->c1 - 1.0f, way, g);
+    *v = tail ? ZF_FMA(*v, r->b2, square * g) : ZF_FMA(square, g, *v * r->b2);
+    float denominator = ZF_DIV(ZF_SQRT(*v), r->root) + r->eps;
+    return p + ZF_DIV(r->rate * *m, denominator);
+}
+
+/* Chen et al. 2023, Algorithm 2. The sign of NaN is 0, as torch has it. */
+ZF_FN float zf_lion(float p, float g, float *m, const zf_rates *r) {
+    float way = ZF_FMA(g, r->c1, *m * r->b1);
+    float sign = way > 0.0f ? 1.0f : way < 0.0f ? -1.0f : 0.0f;
+    p = ZF_FMA(sign, r->rate, p * r->shrink);
+    *m = ZF_FMA(g, r->c2, *m * r->b2);
+    return p;
+}
+
+ZF_FN float zf_sgd(float p, float g, const zf_rates *r) { return ZF_FMA(zf_decayed(g, p, r), r->rate, p); }
+
+ZF_FN float zf_sgd_momentum(float p, float g, float *m, const zf_rates *r) {
+    g = zf_decayed(g, p, r);
+    *m = *m * r->b1 + g;
+    return ZF_FMA(r->nesterov ? ZF_FMA(*m, r->b1, g) : *m, r->rate, p);
+}
+
+#endif
