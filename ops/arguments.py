@@ -38,11 +38,12 @@ def rates_of(rule: str, rate: float, decay: float, hyper: dict[str, Any], count:
     b1 = float(hyper.get("momentum", hyper.get("b1", 0.0)))
     b2 = float(hyper.get("b2", 0.0))
     constants = {"rate": -rate, "shrink": 1.0, "l2": decay, "b1": b1, "c1": 1 - b1, "b2": b2, "c2": 1 - b2}
-    constants |= {"root": 1.0, "eps": hyper.get("eps", 0.0), "nesterov": int(hyper.get("nesterov", False))}
+    constants |= {"root": 1.0, "quick": 1.0, "eps": hyper.get("eps", 0.0), "nesterov": int(hyper.get("nesterov", False))}
     if rule in ("adamw", "lion"):
         constants |= {"shrink": 1 - rate * decay, "l2": 0.0}
     if rule in ("adamw", "adam"):
-        constants |= {"rate": -(rate / (1 - b1**count)), "root": math.sqrt(1 - b2**count)}
+        root = math.sqrt(1 - b2**count)
+        constants |= {"rate": -(rate / (1 - b1**count)), "root": root, "quick": 0.703952253 / root}
     return constants
 
 
@@ -71,6 +72,9 @@ def check_tensors(rule: str, p: Sequence[Tensor], g: Tensor, moments: Sequence[S
             check_tensor("update_: a moment", moment[0], (torch.float32, torch.bfloat16), size)
         else:
             raise ValueError(f"update_: a moment must be [x] or [codes, scales], and {len(moment)} tensors came.")
+    formats = {moment_format(moment) for moment in moments}
+    if len(formats) > 1:
+        raise ValueError("update_: m and v must be in one format, fp32, bf16 or 8-bit; two came.")
 
 
 def check_tensor(what: str, x: Tensor, dtypes: Sequence[torch.dtype], size: int | None = None) -> None:

@@ -36,8 +36,11 @@ _NUMBERS = {dtype: i for i, dtype in enumerate(GRADIENTS)}  # zf_number
 _PART = 1 << 16  # elements; a thread is not woken for fewer
 
 
+_NAMES = ("rate", "shrink", "l2", "b1", "c1", "b2", "c2", "root", "quick", "eps")
+
+
 class _Rates(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_float) for name in ("rate", "shrink", "l2", "b1", "c1", "b2", "c2", "root", "eps")]
+    _fields_ = [(name, ctypes.c_float) for name in _NAMES]
     _fields_ += [("nesterov", ctypes.c_int32)]
 
 
@@ -49,8 +52,7 @@ class _Update(ctypes.Structure):
     _fields_ = [
         ("rule", ctypes.c_int32),
         ("g_number", ctypes.c_int32),
-        ("is_split", ctypes.c_int32),
-        ("moment", ctypes.c_int32 * 2),
+        ("format", ctypes.c_int32),
         ("factors", ctypes.c_float * 2),
         ("p", ctypes.c_void_p),
         ("lo", ctypes.c_void_p),
@@ -188,12 +190,12 @@ def update_(
         if constants not in known:
             known[constants] = _Rates(**rates_of(rule, *constants, hyper, count))
         run.start, run.stop, run.rates = start, stop, known[constants]
-    a = _Update(rule=RULES[rule].number, g_number=_NUMBERS[g.dtype], is_split=len(p) == 2)
+    a = _Update(rule=RULES[rule].number, g_number=_NUMBERS[g.dtype])
     a.factors[:] = [*factors, 1.0, 1.0][:2]
     a.p, a.g = p[0].data_ptr(), g.data_ptr()
     a.lo = p[1].data_ptr() if len(p) == 2 else None
     for i, moment in enumerate(moments):
-        a.moment[i] = moment_format(moment)
+        a.format = moment_format(moment)
         a.moments[i] = moment[0].data_ptr()
         a.scales[i] = moment[1].data_ptr() if len(moment) == 2 else None
     a.key, a.offset, a.size, a.num_runs, a.runs = count, offset, g.numel(), len(runs), runs

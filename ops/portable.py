@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import fused_adam_, fused_adamw_
-from .arguments import BLOCK, moment_format, num_blocks, rates_of
+from .arguments import BLOCK, UNIT, moment_format, num_blocks, rates_of
 
-_ABS, _INF, _ONE = 0x7FFFFFFF, 0x7F800000, 0x3F800000
-_SMALLEST_SCALE = 2.0**-94
+_ABS, _INF, _SMALLEST_SCALE = 0x7FFFFFFF, 0x7F800000, 0x10800000
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -50,45 +49,44 @@ def join(hi: Tensor, lo: Tensor, out: Tensor) -> None:
     out.copy_(_floats((hi.view(torch.int16).long() << 16) + lo.long()))
 
 
-def encode(x: Tensor, signed: bool, out: Sequence[Tensor], random: Tensor | int = 0x8000) -> None:
-    """fp32 -> codes and scales; `random`: 16 bits an element, int64 of x's shape."""
+def encode(x: Tensor, signed: bool, out: Sequence[Tensor], random: Tensor | int = 0x80000) -> None:
+    """fp32 -> codes and scales; `random`: 20 bits an element, int64 of x's size."""
     size = _bits(x).view(-1) & _ABS
     blocks = torch.nn.functional.pad(size, (0, num_blocks(x.numel()) * BLOCK - x.numel())).view(-1, BLOCK)
     largest = blocks.amax(1)
-    scales = _floats(largest)
-    usual = (largest > 0) & (largest < _INF)
-    scales = torch.where(usual, scales.clamp(min=_SMALLEST_SCALE), scales)
-    inverse = torch.where(usual, 1.0 / scales, 0.0)
-    y = _bits(_floats(size) * inverse.repeat_interleave(BLOCK)[: x.numel()]).clamp(max=_ONE)
-    base = _ONE - ((127 if signed else 255) << 20)
-    code = (((y + 8) >> 4) - (base >> 4) + random) >> 16
-    code = torch.maximum(code, torch.zeros_like(code) if signed else (size > 0).long())
+    scales = ((largest + 0x7FFFFF) & _INF).clamp(min=_SMALLEST_SCALE)
+    scales = torch.where(largest > 0x7F000000, torch.where(largest > _INF, 0x7FC00000, _INF), scales)
+    top = 127 if signed else 255
+    base = (scales - (top << 20)).repeat_interleave(BLOCK)[: x.numel()]
+    least = torch.zeros_like(size) if signed else size.clamp(max=1 << 20)
+    code = torch.maximum(size + random - base, least) >> 20
     if signed:
         code |= _bits(x).view(-1) >> 24 & 0x80
-    out[0].view(-1).copy_(code)
-    out[1].copy_(scales)
+    finite = (scales < _INF).repeat_interleave(BLOCK)[: x.numel()]
+    out[0].view(-1).copy_(torch.where(finite, code, top))
+    out[1].copy_(_floats(torch.where(largest > 0, scales, 0)))
 
 
 def decode(codes: Tensor, scales: Tensor, signed: bool, out: Tensor) -> None:
     """Codes and scales -> fp32."""
     code = codes.view(-1).long()
-    c = code & 0x7F if signed else code
-    bits = torch.where(c > 0, _ONE - ((127 if signed else 255) << 20) + (c << 20), 0)
-    if signed:
-        bits |= (code & 0x80) << 24
-    out.view(-1).copy_(_floats(bits) * scales.repeat_interleave(BLOCK)[: code.numel()])
+    top = 127 if signed else 255
+    base = _bits(scales).clamp(min=_SMALLEST_SCALE) - (top << 20)
+    size = (code & top) << 20
+    bits = torch.where(size > 0, size + base.repeat_interleave(BLOCK)[: code.numel()], 0)
+    out.view(-1).copy_(_floats(bits | (code & 0x80) << 24 if signed else bits))
 
 
 def hash_of(key: int, offset: int, size: int) -> Tensor:
-    """int64 [size]: 32 random bits for each of the elements from `offset` (a multiple of 256) on."""
-    seeds = torch.tensor([_seed(key, offset // BLOCK + i) for i in range(num_blocks(size))])
-    x = (seeds[:, None] + torch.arange(BLOCK) * 0x9E3779B9) & 0xFFFFFFFF
+    """int64 [size]: 32 random bits for each of the elements from `offset` (a multiple of 2,048) on."""
+    seeds = torch.tensor([_seed(key, offset // UNIT + i) for i in range(-(-size // UNIT))])
+    x = (seeds[:, None] + torch.arange(UNIT) * 0x9E3779B9) & 0xFFFFFFFF
     x = ((x ^ x >> 16) * 0x7FEB352D) & 0xFFFFFFFF
     return (x ^ x >> 15).view(-1)[:size]
 
 
-def _seed(key: int, block: int) -> int:
-    x = key * 0x9E3779B97F4A7C15 + block * 0xD1B54A32D192ED03 + 0x2545F4914F6CDD1D & (1 << 64) - 1
+def _seed(key: int, unit: int) -> int:
+    x = key * 0x9E3779B97F4A7C15 + unit * 0xD1B54A32D192ED03 + 0x2545F4914F6CDD1D & (1 << 64) - 1
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
     return ((x ^ x >> 27) * 0x94D049BB133111EB & (1 << 64) - 1) >> 32
 
@@ -123,15 +121,18 @@ def update_(
     decoded = [_master(p), *(_decoded(m, i == 0, size) for i, m in enumerate(moments))]
     for start, stop, rate, decay in zip(starts, stops, rates, decays, strict=True):
         run = [x[start:stop] for x in decoded]
-        _step(rule, run, wide[start:stop], rate, decay, hyper, count)
+        r = rates_of(rule, rate, decay, hyper, count)
+        if len(moments) == 2 and moment_format(moments[0]):
+            _adam_lossy(*run, wide[start:stop], r)
+        else:
+            _step(rule, run, wide[start:stop], rate, decay, hyper, count, r)
     random = hash_of(count, offset, size) if any(map(moment_format, moments)) else None
     touched = torch.zeros(num_blocks(size) * BLOCK, dtype=torch.bool)
     for start, stop in zip(starts, stops, strict=True):
         touched[start:stop] = True
     blocks = touched.view(-1, BLOCK).any(1)
     for i, (m, x) in enumerate(zip(moments, decoded[1:], strict=True)):
-        bits = None if random is None else random >> 16 * i & 0xFFFF
-        _keep(m, x, i == 0, bits, touched[:size], blocks)
+        _keep(m, x, i == 0, random, touched[:size], blocks)
     if len(p) == 2:
         new = torch.empty_like(p[0].view(-1)), torch.empty_like(p[1].view(-1))
         split(decoded[0], new)
@@ -161,19 +162,18 @@ def _keep(moment: Sequence[Tensor], x: Tensor, signed: bool, random: Tensor | No
     if random is None or moment_format(moment) == 0:
         return  # it was changed where it lies
     if moment_format(moment) == 1:
-        moment[0].view(-1)[touched] = to_bf16(x, random)[touched]
+        moment[0].view(-1)[touched] = to_bf16(x, random & 0xFFFF if signed else random >> 16)[touched]
         return
     codes, scales = torch.empty(x.numel(), dtype=torch.uint8), torch.empty(num_blocks(x.numel()))
-    encode(x, signed, (codes, scales), random)
+    encode(x, signed, (codes, scales), random & 0xFFFFF if signed else random >> 12)
     inside = blocks.repeat_interleave(BLOCK)[: x.numel()]
     moment[0].view(-1)[inside] = codes[inside]
     moment[1][blocks] = scales[blocks]
 
 
 def _step(rule: str, run: list[Tensor], g: Tensor, rate: float, decay: float, hyper: dict[str, Any],
-          count: int) -> None:
+          count: int, r: dict[str, float]) -> None:
     """One run in fp32, in place."""
-    r = rates_of(rule, rate, decay, hyper, count)
     p, *moments = run
     if rule in ("adamw", "adam"):
         fused = fused_adamw_ if rule == "adamw" else fused_adam_
@@ -191,6 +191,33 @@ def _step(rule: str, run: list[Tensor], g: Tensor, rate: float, decay: float, hy
         m = moments[0].mul_(r["b1"]).add_(direction)
         direction = direction.add(m, alpha=r["b1"]) if r["nesterov"] else m
     p.add_(direction, alpha=r["rate"])
+
+
+def _adam_lossy(p: Tensor, m: Tensor, v: Tensor, g: Tensor, r: dict[str, float]) -> None:
+    """`zf_adam_lossy` of rules.h."""
+    c = {name: torch.tensor(x, dtype=torch.float32) for name, x in r.items()}
+    if c["l2"]:
+        g = _fma(p, c["l2"], g)
+    p.mul_(c["shrink"])
+    square = c["c2"] * g
+    m.copy_(_fma(c["c1"], g - m, m) if c["c1"] < 0.5 else _fma(c["c1"] - 1, g - m, g))
+    v.copy_(_fma(square, g, v * c["b2"]))
+    y = _floats(0x5F1FFFF9 - (_bits(v) >> 1))
+    root = v * y
+    root = root * _fma(-root, y, torch.tensor(2.38924456))
+    p.add_(c["rate"] * m / _fma(root, c["quick"], c["eps"]))
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c in fp32, rounded once: in float64 to odd (Boldo and Melquiond 2008), then to fp32."""
+    product, c = a.double() * b.double(), c.double().expand(a.shape if a.dim() else b.shape)
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)  # Knuth's two-sum: what `total` lost
+    bits = total.contiguous().view(torch.int64)
+    toward = torch.where((error > 0) == (total > 0), 1, -1)
+    odd = torch.where((error != 0) & error.isfinite() & (bits & 1 == 0), bits + toward, bits)
+    return odd.view(torch.float64).float()
 
 
 def norm2_and_extreme(x: Tensor) -> tuple[float, float]:

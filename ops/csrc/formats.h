@@ -5,9 +5,9 @@
  *
  * split   fp32 bits = (hi << 16) + lo: hi is the bfloat16 nearest to the number, lo what is left, int16. Exact for
  *         every pattern but NaN, which is kept as hi = 0x7FC0, lo = 0.
- * blocks  8 bits an element, one fp32 scale for 256: value = scale * zf_value(code). Codes are the top bits of an
- *         fp32 in [0, 1]: 3 bits of mantissa, 8 codes an octave, the top code is 1, code 0 is zero.
- * hash    32 random bits an element, from (key, element): stochastic rounding takes 16 for m and 16 for v.
+ * blocks  8 bits an element, for 256 one scale: the power of two next to the largest. A code is bits 20 to 27 of the
+ *         fp32, less a base: 3 bits of mantissa, 8 codes an octave, the top code is the scale, code 0 is zero.
+ * hash    32 random bits an element, from (key, element): m is rounded with the low ones, v with the high ones.
  */
 #ifndef ZEROFN_FORMATS_H
 #define ZEROFN_FORMATS_H
@@ -101,17 +101,18 @@ ZF_FN zf_u16 zf_to_bf16(float x, zf_u32 random) {
 
 /* --- random bits ----------------------------------------------------------------------------------------------- */
 
-#define ZF_BLOCK 256 /* elements with one scale and one seed */
+#define ZF_BLOCK 256 /* elements with one scale */
+#define ZF_UNIT 2048 /* elements with one seed; pieces of a buffer start at a multiple */
 
-/* Block `block` (element / 256) under `key`: the finalizer of splitmix64 (Steele, Lea and Flood 2014). */
-ZF_FN zf_u32 zf_seed(zf_u64 key, zf_u64 block) {
-    zf_u64 x = key * 0x9E3779B97F4A7C15u + block * 0xD1B54A32D192ED03u + 0x2545F4914F6CDD1Du;
+/* Unit `unit` (element / 2048) under `key`: the finalizer of splitmix64 (Steele, Lea and Flood 2014). */
+ZF_FN zf_u32 zf_seed(zf_u64 key, zf_u64 unit) {
+    zf_u64 x = key * 0x9E3779B97F4A7C15u + unit * 0xD1B54A32D192ED03u + 0x2545F4914F6CDD1Du;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
     return (zf_u32)(x >> 32);
 }
 
-/* Element `i` in [0, 256) of a block: a Weyl step, then multiply and xor-shift. Low 16 bits for m, high for v. */
+/* Element `i` in [0, 2048) of a unit: a Weyl step, then multiply and xor-shift. */
 ZF_FN zf_u32 zf_hash(zf_u32 seed, zf_u32 i) {
     zf_u32 x = seed + i * 0x9E3779B9u;
     x ^= x >> 16;
@@ -121,42 +122,40 @@ ZF_FN zf_u32 zf_hash(zf_u32 seed, zf_u32 i) {
 
 /* --- 8-bit blocks ---------------------------------------------------------------------------------------------- */
 
-#define ZF_ONE 0x3F800000u
+#define ZF_STEP 0x00100000u /* the bits of an fp32 from one code to the next */
 #define ZF_TOP(is_signed) ((is_signed) ? 127u : 255u)
-#define ZF_BASE(is_signed) (ZF_ONE - (ZF_TOP(is_signed) << 20)) /* bits of code 0, were it no zero */
+#define ZF_NEAREST 0x80000u /* what zf_code takes in place of 20 random bits */
 
-/* No scale but 0 is smaller: so scale times the smallest value is a normal number, and what was decoded has the bits
- * it is encoded from. It leaves elements below 2^-126 (v) and 2^-110 (m) of full size; gradients' squares are not. */
-#define ZF_SMALLEST_SCALE 0x1p-94f
-
-/* The scale of a block from the largest |x|, as bits: all zero -> 0; a NaN or inf is kept and spoils the block. */
+/* The scale of a block from the largest |x|, as bits: the next power of two, so that encoding and decoding are sums of
+ * integers and exact both ways. All zero -> 0. No other is below 2^-94, so that no code stands for a denormal number.
+ * Where it is NaN or inf (or the largest is above 2^127) all codes of the block are to be ZF_TOP. */
 ZF_FN float zf_scale(zf_u32 largest) {
-    float x = zf_float(largest);
-    if (largest == 0u || largest >= ZF_INF) return x;
-    return x < ZF_SMALLEST_SCALE ? ZF_SMALLEST_SCALE : x;
+    zf_u32 power = (largest + 0x007FFFFFu) & ZF_INF;
+    if (largest > 0x7F000000u) return zf_float(largest > ZF_INF ? 0x7FC00000u : ZF_INF);
+    if (largest == 0u) return 0.0f;
+    return zf_float(power < 0x10800000u ? 0x10800000u : power);
 }
 
-/* What elements are multiplied by before zf_code; 0 for a block of zeros and for one with a NaN or inf. */
-ZF_FN float zf_inverse(float scale) {
-    return zf_bits(scale) - 1u >= ZF_INF - 1u ? 0.0f : ZF_DIV(1.0f, scale);
+/* The bits of code 0, were it not zero; code c stands for the fp32 of base + c * ZF_STEP. */
+ZF_FN zf_u32 zf_base(float scale, int is_signed) {
+    zf_u32 power = zf_bits(scale);
+    return (power < 0x10800000u ? 0x10800000u : power) - ZF_TOP(is_signed) * ZF_STEP;
 }
 
-/* x -> code, given its block's zf_inverse: 0x8000 rounds to nearest, 16 random bits stochastically (linear between
- * neighbours, so unbiased above the smallest value). The product is off by 6 units of the last place at most; adding
- * 8 and cutting 4 bits forgives them: a decoded number always goes back to its code. An unsigned code of x > 0 is at
- * least 1, for 1 / (sqrt(v) + eps) must not explode. The minimum makes NaN the same code on every machine. */
-ZF_FN zf_u8 zf_code(float x, float inverse, zf_u32 random, int is_signed) {
-    zf_u32 bits = zf_bits(x), size = bits & ZF_ABS, y = zf_bits(zf_float(size) * inverse);
-    y = y < ZF_ONE ? y : ZF_ONE;
-    zf_i32 code = (zf_i32)(((y + 8u) >> 4) - (ZF_BASE(is_signed) >> 4) + random) >> 16;
-    zf_i32 least = !is_signed && size != 0u ? 1 : 0;
-    code = code < least ? least : code;
-    return (zf_u8)((zf_u32)code | (is_signed ? bits >> 24 & 0x80u : 0u));
+/* x -> code in a block of finite scale. `random`: 20 bits, rounding stochastically, linear between neighbours and so
+ * unbiased above the smallest value; ZF_NEAREST rounds to nearest. What was decoded goes back to its code with any.
+ * An unsigned code of x > 2^-129 is at least 1, for 1 / (sqrt(v) + eps) must not explode. */
+ZF_FN zf_u8 zf_code(float x, zf_u32 base, zf_u32 random, int is_signed) {
+    zf_u32 bits = zf_bits(x), size = bits & ZF_ABS;
+    zf_i32 least = is_signed ? 0 : (zf_i32)(size < ZF_STEP ? size : ZF_STEP);
+    zf_i32 found = (zf_i32)(size + random - base);
+    zf_u32 code = (zf_u32)(found < least ? least : found) >> 20;
+    return (zf_u8)(is_signed ? code | (bits >> 24 & 0x80u) : code);
 }
 
-ZF_FN float zf_value(zf_u8 code, int is_signed) {
-    zf_u32 c = is_signed ? code & 0x7Fu : code;
-    zf_u32 bits = c ? ZF_BASE(is_signed) + (c << 20) : 0u;
+ZF_FN float zf_value(zf_u8 code, zf_u32 base, int is_signed) {
+    zf_u32 size = (zf_u32)(is_signed ? code & 0x7Fu : code) << 20;
+    zf_u32 bits = size ? size + base : 0u;
     return zf_float(is_signed ? bits | (zf_u32)(code & 0x80u) << 24 : bits);
 }
 

@@ -16,9 +16,9 @@ typedef struct {
 } zf_run;
 
 typedef struct {
-    zf_i32 rule, g_number, is_split, moment[2]; /* m, v */
-    float factors[2];                           /* the gradient is multiplied by one, then by the other */
-    void *p, *lo;                               /* fp32 and NULL, or the two halves */
+    zf_i32 rule, g_number, format; /* zf_rule, zf_number, zf_moment of m and v */
+    float factors[2];              /* the gradient is multiplied by one, then by the other */
+    void *p, *lo;                  /* fp32 and NULL, or the two halves */
     const void *g;
     void *moments[2];
     float *scales[2];
