@@ -1,9 +1,11 @@
-"""How a float32 number is kept in two halves: `zerofn::split`, `zerofn::join`, `zerofn::high`.
+"""How float32 numbers are kept otherwise: `zerofn::split`, `join` and `high`; `zerofn::encode` and `decode`.
 
 [Note: split master] An fp32 number is kept as its rounding to bfloat16, `hi`, and a signed 16-bit remainder `lo`:
 `hi = (bits + 0x8000) >> 16`, `lo = bits - (hi << 16)`, so that `bits = (hi << 16) + lo` gives back every bit of every
 number. `hi` is nearest, ties away from zero: of 2^17 numbers one is rounded otherwise than by torch's cast, which
 sends ties to even. A NaN is kept as hi = 0x7FC0, lo = 0.
+
+8-bit blocks are described in `csrc/formats.h`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import native
+from .arguments import BLOCK as BLOCK
 from .library import define
 
 _NAN = 0x7FC0  # bfloat16's quiet NaN
@@ -31,6 +35,8 @@ def high(p: Tensor) -> Tensor:
 def split(p: Tensor) -> tuple[Tensor, Tensor]:
     """float32 -> (hi bfloat16, lo int16). See [Note: split master]."""
     p = p.contiguous()
+    if p.device.type == "cpu":
+        return native.split(p)
     hi = _rounded(p)
     lo = (p.view(torch.int32) - torch.bitwise_left_shift(hi.to(torch.int32), 16)).to(LOW)
     return hi.view(HALF), lo.masked_fill_(p.isnan(), 0)
@@ -38,9 +44,26 @@ def split(p: Tensor) -> tuple[Tensor, Tensor]:
 
 def join(hi: Tensor, lo: Tensor) -> Tensor:
     """(hi, lo) -> float32, every bit of what `split` was given."""
+    if hi.device.type == "cpu":
+        return native.join(hi.contiguous(), lo.contiguous())
     return torch.bitwise_left_shift(hi.view(torch.int16).to(torch.int32), 16).add_(lo).view(torch.float32)
 
 
+def encode(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """float32 [size] -> (codes uint8 [size], scales float32 [ceil(size / 256)]), rounded to nearest."""
+    codes, scales = native.encode(x.contiguous().cpu(), signed)
+    return codes.to(x.device), scales.to(x.device)
+
+
+def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
+    """What `encode` made -> float32 [size]."""
+    return native.decode(codes.contiguous().cpu(), scales.contiguous().cpu(), signed).to(codes.device)
+
+
+define("encode(Tensor x, bool signed) -> (Tensor, Tensor)", encode,
+       lambda x, signed: (x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(-(-x.numel() // BLOCK))))
+define("decode(Tensor codes, Tensor scales, bool signed) -> Tensor", decode,
+       lambda codes, scales, signed: codes.new_empty(codes.shape, dtype=torch.float32))
 define("high(Tensor p) -> Tensor", high, lambda p: p.new_empty(p.shape, dtype=HALF))
 define("split(Tensor p) -> (Tensor, Tensor)", split,
        lambda p: (p.new_empty(p.shape, dtype=HALF), p.new_empty(p.shape, dtype=LOW)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .rule import define_rule, descend_
+from .rule import by_blocks, define_rule, descend_
 
 
 def _lion(
@@ -17,4 +17,4 @@ def _lion(
     m.mul_(b2).add_(grad, alpha=1 - b2)
 
 
-define_rule("lion", ["m"], "float b1, float b2", _lion)
+define_rule("lion", ["m"], "float b1, float b2", by_blocks(_lion), lambda b1, b2: ("lion", {"b1": b1, "b2": b2}))

@@ -1,8 +1,8 @@
-"""What elementwise update rules share: runs of constants, the gradient's factor, the verdict, two forms.
+"""What elementwise update rules share: runs of constants, the gradient's factor, the verdict, two forms, two makers.
 
-A rule is one function `step(p, *moments, grad, rate, decay, *hyper)` that writes `p` and the moments of one
-block of elements. `define_rule` makes of it `zerofn::name`, which returns new tensors, and `zerofn::name_`,
-which writes, in the same order, the arguments the other returns: each of them as the list of what keeps it (`Parts`).
+`define_rule` makes `zerofn::name`, which returns new tensors, and `zerofn::name_`, which writes, in the same order, the
+arguments the other returns, each given as the list of what keeps it (`Parts`). On the CPU a float32 master, whole or in
+halves, is updated by the kernels (`native`); anything else by torch's operations, with the same arithmetic.
 """
 
 from __future__ import annotations
@@ -14,28 +14,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import native
 from .formats import join, split
 from .library import define
 
 BLOCK = 1 << 16  # elements: on the CPU a block's arrays stay in cache between the passes over it
-RUNS = "Tensor? lr, Tensor? factor, Tensor? finite, int[] starts, int[] stops, float[] rates, float[] decays"
+RUNS = "Tensor count, Tensor? lr, Tensor? factor, Tensor? finite, int[] starts, int[] stops, float[] rates, " \
+    "float[] decays"
+PLACE = "bool blocks, int offset"  # without defaults: a captured call leaves out what equals one
+Parts = Sequence[Tensor]  # what keeps one tensor: itself, the halves of a split master, or 8-bit codes and scales
 Step = Callable[..., None]
-Parts = Sequence[Tensor]  # what keeps one tensor: itself, or the two halves of a split master
+Update = Callable[..., None]
 
 
-def define_rule(name: str, moments: Sequence[str], hyper: str, step: Step) -> None:
-    """Register both forms. `hyper`: the schema of what follows the runs, such as "float b1, float b2".
+def define_rule(name: str, moments: Sequence[str], hyper: str, update: Update, kernel: Callable[..., tuple[str, dict]]
+                ) -> None:
+    """Register both forms. `hyper`: the schema of what follows the runs, such as "float b1, float b2";
+    `update(written, g, count, lr, factor, finite, starts, stops, rates, decays, *hyper)`: the rule in torch's
+    operations on flat tensors, in place; `kernel(*hyper)`: the name and the hyperparameters of the kernel.
 
-    Arguments of either: `p`, `g` and each moment, of one shape; `lr`: None or a float scalar tensor the rates
-    are multiplied by; `factor`: None or a scalar tensor the gradient is multiplied by; `finite`: None or a
-    bool scalar tensor, where False nothing changes. Elements [starts[i], stops[i]) use learning rate
-    `rates[i]` and weight decay `decays[i]`; elements of no run are left alone.
+    Arguments of either form: `p`, `g` and each moment, of one shape; `count`: int64 scalar, updates applied including
+    this one; `lr`: None or a float scalar tensor the rates are multiplied by; `factor`: None or a scalar tensor the
+    gradient is multiplied by; `finite`: None or a bool scalar tensor, where False nothing changes. Elements
+    [starts[i], stops[i]) use learning rate `rates[i]` and weight decay `decays[i]`; elements of no run are left alone.
+    `blocks`: moments are what 8-bit blocks can hold, rounded to that after the update; `offset`: of the first element
+    in its unit, which with `count` decides how bfloat16 and 8-bit moments are rounded.
     """
     num = len(moments)
 
     def in_place(p: Parts, g: Tensor, *rest: Any) -> None:
-        with opened(p, *rest[:num]) as written:
-            _update(step, written, g, *rest[num:])
+        kept, (count, lr, factor, finite, *runs), tail = rest[:num], rest[num : num + 8], rest[num + 8 :]
+        *constants, blocks, offset = tail
+        if finite is not None and finite.device.type == "cpu":
+            if not finite:
+                return
+            finite = None
+        with _as_blocks(kept, blocks) as held:
+            if finite is None and native.can_update(kernel(*constants)[0], p, g, held):
+                _run_kernel(kernel(*constants), p, g, held, count, lr, factor, runs, offset)
+                return
+        _check_plain(name, p, kept, blocks)
+        with opened(p, *kept) as written:
+            update(written, g.reshape(-1), count, lr, factor, finite, *runs, *constants)
 
     def pure(p: Tensor, g: Tensor, *rest: Any) -> Any:
         fresh = [x.clone(memory_format=torch.contiguous_format) for x in (p, *rest[:num])]
@@ -46,12 +66,42 @@ def define_rule(name: str, moments: Sequence[str], hyper: str, step: Step) -> No
         fresh = [x.new_empty(x.shape) for x in (p, *rest[:num])]
         return tuple(fresh) if num else fresh[0]
 
-    tail = ", ".join([RUNS, hyper] if hyper else [RUNS])
+    tail = ", ".join([RUNS, hyper, PLACE] if hyper else [RUNS, PLACE])
     writes = [f"Tensor({chr(ord('b') + k)}!)[] {m}, " for k, m in enumerate(moments)]
     reads = [f"Tensor {m}, " for m in moments]
     results = f"({', '.join(['Tensor'] * (1 + num))})" if num else "Tensor"
     define(f"{name}_(Tensor(a!)[] p, Tensor g, {''.join(writes)}{tail}) -> ()", in_place, lambda *a: None)
     define(f"{name}(Tensor p, Tensor g, {''.join(reads)}{tail}) -> {results}", pure, fake)
+
+
+def _run_kernel(kernel: tuple[str, dict[str, Any]], p: Parts, g: Tensor, moments: Sequence[Parts], count: Tensor,
+                lr: Tensor | None, factor: Tensor | None, runs: Sequence[Any], offset: int) -> None:
+    starts, stops, rates, decays = runs
+    now = 1.0 if lr is None else float(lr)
+    native.update_(kernel[0], p, g, moments, starts=starts, stops=stops, rates=[now * x for x in rates], decays=decays,
+                   factors=() if factor is None else (float(factor),), hyper=kernel[1], count=int(count), offset=offset)
+
+
+@contextlib.contextmanager
+def _as_blocks(moments: Sequence[Parts], blocks: bool) -> Iterator[Sequence[Parts]]:
+    """Moments as the kernels take them: what is to be rounded to 8-bit blocks goes through them."""
+    if not blocks or any(len(m) > 1 or m[0].dtype != torch.float32 or m[0].device.type != "cpu" for m in moments):
+        yield moments
+        return
+    whole = [m[0].contiguous() for m in moments]
+    coded = [native.encode(x.view(-1), k == 0) for k, x in enumerate(whole)]
+    yield coded
+    for k, (m, x, parts) in enumerate(zip(moments, whole, coded, strict=True)):
+        native.decode(*parts, k == 0, x.view(-1))
+        if x is not m[0]:
+            m[0].copy_(x)
+
+
+def _check_plain(name: str, p: Parts, moments: Sequence[Parts], blocks: bool) -> None:
+    if blocks or any(len(m) > 1 or m[0].dtype == torch.bfloat16 != p[0].dtype for m in moments):
+        raise TypeError(f"{name}: moments in 8-bit blocks or bfloat16 go with a float32 master on the CPU; got a "
+                        f"{str(p[0].dtype).removeprefix('torch.')} one on {p[0].device}. Leave moments out, or write "
+                        "shard(..., precision='fp32') or 'bf16'.")
 
 
 @contextlib.contextmanager
@@ -65,33 +115,23 @@ def opened(*kept: Parts) -> Iterator[list[Tensor]]:
                 part.copy_(fresh.view(part.shape))
 
 
-def _update(
-    step: Step,
-    written: Sequence[Tensor],
-    g: Tensor,
-    lr: Tensor | None,
-    factor: Tensor | None,
-    finite: Tensor | None,
-    starts: Sequence[int],
-    stops: Sequence[int],
-    rates: Sequence[float],
-    decays: Sequence[float],
-    *hyper: Any,
-) -> None:
-    if finite is not None and finite.device.type == "cpu":
-        if not finite:
-            return
-        finite = None
-    g = g.reshape(-1)
-    for start, stop, rate, decay in zip(starts, stops, rates, decays, strict=True):
-        now = rate_of(lr, rate)
-        for block in _blocks(start, stop, g):
-            old = [x[block] for x in written]
-            new = old if finite is None else [x.clone() for x in old]
-            step(*new, gradient(g[block], factor, written[0].dtype), now, decay, *hyper)
-            if finite is not None:
-                for x, y in zip(old, new, strict=True):
-                    torch.where(finite, y, x, out=x)
+def by_blocks(step: Step) -> Update:
+    """An update that runs `step(p, *moments, grad, rate, decay, *hyper)`, which writes `p` and the moments of one block
+    of elements, on all blocks of all runs."""
+    def update(written: Sequence[Tensor], g: Tensor, count: Tensor, lr: Tensor | None, factor: Tensor | None,
+               finite: Tensor | None, starts: Sequence[int], stops: Sequence[int], rates: Sequence[float],
+               decays: Sequence[float], *hyper: Any) -> None:
+        for start, stop, rate, decay in zip(starts, stops, rates, decays, strict=True):
+            now = rate_of(lr, rate)
+            for block in _blocks(start, stop, g):
+                old = [x[block] for x in written]
+                new = old if finite is None else [x.clone() for x in old]
+                step(*new, gradient(g[block], factor, written[0].dtype), now, decay, *hyper)
+                if finite is not None:
+                    for x, y in zip(old, new, strict=True):
+                        torch.where(finite, y, x, out=x)
+
+    return update
 
 
 def _blocks(start: int, stop: int, like: Tensor) -> Iterator[slice]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .rule import define_rule, descend_
+from .rule import by_blocks, define_rule, descend_
 
 
 def _sgd(p: Tensor, grad: Tensor, rate: float | Tensor, decay: float) -> None:
@@ -24,5 +24,6 @@ def _momentum(
     descend_(p, grad.add(m, alpha=momentum) if nesterov else m, rate)
 
 
-define_rule("sgd", [], "", _sgd)
-define_rule("sgd_momentum", ["m"], "float momentum, bool nesterov", _momentum)
+define_rule("sgd", [], "", by_blocks(_sgd), lambda: ("sgd", {}))
+define_rule("sgd_momentum", ["m"], "float momentum, bool nesterov", by_blocks(_momentum),
+            lambda momentum, nesterov: ("sgd_momentum", {"momentum": momentum, "nesterov": nesterov}))

@@ -21,7 +21,7 @@ from .precision import Precision, resolve
 from .replay import record
 from .sharding import Sharded, Spec, is_sharded
 from .storage import allocate, equalize, settle
-from .stored import PLAIN, SPLIT, Kind
+from .stored import PLAIN, SIGNED, SPLIT, UNSIGNED, Kind
 
 STAGES = (0, 1, 2, 3)
 _ON_HOST = ("step", "rng")  # of a TrainState: they seed host-side draws, and would otherwise cost a device sync
@@ -216,6 +216,7 @@ class _Options:
         def layout_of(x: Any) -> Layout | None:
             return None if isinstance(x, Tensor) else _layout_like(x, known)
 
+        formats = _formats(state)
         nodes, treedef = tree.flatten(state, is_leaf=lambda x: layout_of(x) is not None)
         parts: list[_Cut | _Copy] = []
         first = 0
@@ -228,7 +229,7 @@ class _Options:
                 is_params = id(node) in owners and last == "params"
                 leaves = tree.leaves(node)
                 dtypes = [self._dtype([leaves[x.index].dtype for x in u.leaves], masters) for u in like.units]
-                kinds = [self._kind(dtype, is_params) for dtype in dtypes]
+                kinds = [self._kind(name, dtype, is_params, formats.get(id(node))) for dtype in dtypes]
                 spec = replace(self._spec(like), halves=is_params)
                 parts.append(_Cut(spec, first, leaves[0].device if leaves else None, kinds, is_params))
                 first += len(leaves)
@@ -255,7 +256,14 @@ class _Options:
         own = functools.reduce(torch.promote_types, dtypes)
         return self.precision.param if self.precision.param is not None and own in masters else own
 
-    def _kind(self, dtype: torch.dtype, is_params: bool) -> Kind:
+    def _kind(self, name: str, dtype: torch.dtype, is_params: bool, how: str | None) -> Kind:
+        if how == "bf16":
+            return Kind(PLAIN, torch.bfloat16)
+        if how is not None and dtype != torch.float32:
+            raise ValueError(f"shard: {name!r} is to be kept in 8-bit blocks, which hold float32, and the parameters "
+                             f"are {str(dtype).removeprefix('torch.')}; write precision='fp32', or leave moments out.")
+        if how is not None:
+            return Kind(SIGNED if how == "signed" else UNSIGNED, dtype)
         return Kind(SPLIT if is_params and self.precision.splits(dtype) else PLAIN, dtype)
 
     def _allocate(self, cut: _Cut) -> Sharded:
@@ -264,6 +272,12 @@ class _Options:
             device = torch.device("cpu")
         cached = cut.is_params and self.stage in (1, 2) and cut.spec.axis.size > 1
         return allocate(cut.spec, device, cached, cut.kinds)
+
+
+def _formats(state: Any) -> dict[int, str]:
+    """How subtrees of optimizer states whose types say so are kept, by id."""
+    found = tree.leaves(state, is_leaf=lambda x: hasattr(type(x), "kept"))
+    return {id(getattr(x, name)): how for x in found for name, how in getattr(type(x), "kept", {}).items()}
 
 
 def _signature(x: Any) -> Any:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .ops import formats as _formats  # noqa: F401  (defines zerofn::split and its like)
-from .ops.formats import HALF, LOW
+from .ops.formats import BLOCK, HALF, LOW
 
 ops = torch.ops.zerofn
 
@@ -24,8 +24,9 @@ ops = torch.ops.zerofn
 class Plain:
     """One tensor of the public dtype."""
 
-    suffixes: tuple[str, ...] = ("",)
-    note = ""
+    suffixes: ClassVar[tuple[str, ...]] = ("",)
+    note: ClassVar[str] = ""
+    grain: ClassVar[int] = 1  # elements that can be kept by themselves
 
     def parts(self, dtype: torch.dtype, size: int) -> list[tuple[torch.dtype, int]]:
         """(dtype, elements) of what holds `size` elements."""
@@ -44,7 +45,7 @@ class Plain:
 class Split(Plain):
     """float32 as its bfloat16 rounding and an int16 remainder. See [Note: split master] in `ops.formats`."""
 
-    suffixes: tuple[str, ...] = (".hi", ".lo")
+    suffixes: ClassVar[tuple[str, ...]] = (".hi", ".lo")
     note = " in two halves"
 
     def parts(self, dtype: torch.dtype, size: int) -> list[tuple[torch.dtype, int]]:
@@ -60,7 +61,29 @@ class Split(Plain):
         return tuple(ops.split(x))
 
 
-PLAIN, SPLIT = Plain(), Split()
+@dataclass(frozen=True)
+class Blocks(Plain):
+    """float32 in 8-bit blocks, with one scale for 256. See `ops/csrc/formats.h`."""
+
+    signed: bool
+    suffixes: ClassVar[tuple[str, ...]] = (".codes", ".scales")
+    note = " in 8-bit blocks"
+    grain = BLOCK
+
+    def parts(self, dtype: torch.dtype, size: int) -> list[tuple[torch.dtype, int]]:
+        """1 + 4 / 256 bytes an element."""
+        return [(torch.uint8, size), (torch.float32, -(-size // BLOCK))]
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        """The numbers that codes and scales stand for."""
+        return ops.decode(*parts, self.signed)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        """(codes, scales), rounded to nearest."""
+        return tuple(ops.encode(x, self.signed))
+
+
+PLAIN, SPLIT, SIGNED, UNSIGNED = Plain(), Split(), Blocks(True), Blocks(False)
 
 
 @dataclass(frozen=True)
@@ -122,7 +145,16 @@ class Stored:
 
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the public tensor."""
-        return self.kind.codec.decode([x[start:stop] for x in self.parts])
+        first, parts = self._around(start, stop)
+        return self.kind.codec.decode(parts)[start - first : stop - first]
+
+    def _around(self, start: int, stop: int) -> tuple[int, list[Tensor]]:
+        """What keeps elements [start, stop), and a few more where they cannot be kept by themselves: (the first
+        element, its parts)."""
+        grain, sizes = self.kind.codec.grain, [x.numel() for x in self.parts]
+        first, last = start // grain * grain, min(-(-stop // grain) * grain, sizes[0])
+        per = [1 if n == sizes[0] else grain for n in sizes]
+        return first, [x[first // k : -(-last // k)] for x, k in zip(self.parts, per, strict=True)]
 
     def fill(self, start: int, stop: int, read: Callable[[Tensor], Any]) -> None:
         """Let `read` fill elements [start, stop), given a public tensor of their size."""
@@ -135,9 +167,13 @@ class Stored:
 
     def write(self, start: int, values: Tensor) -> None:
         """Keep `values` [n] as elements [start, start + n)."""
-        stop = start + values.numel()
-        for part, fresh in zip(self.parts, self.kind.codec.encode(values.to(self.dtype)), strict=True):
-            part[start:stop].copy_(fresh)
+        first, parts = self._around(start, start + values.numel())
+        if self.kind.codec.grain > 1:  # some of its neighbours are kept with it
+            whole = self.kind.codec.decode(parts)
+            whole[start - first : start - first + values.numel()] = values
+            values = whole
+        for part, fresh in zip(parts, self.kind.codec.encode(values.to(self.dtype)), strict=True):
+            part.copy_(fresh)
 
 
 def stored(x: Tensor | Stored) -> Stored:

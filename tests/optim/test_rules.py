@@ -243,10 +243,10 @@ def test_non_contiguous_tensors_are_updated_like_any():
         expected, _ = tx.apply({"w": g}, tx.init({"w": p.contiguous()}), {"w": p.contiguous()}, None, None)
         found, _ = tx.apply({"w": g}, tx.init({"w": p}), {"w": p}, None, None)
         assert torch.equal(found["w"], expected["w"])
-    runs = (None, None, None, [0], [35], [0.1], [0.0])
+    runs = (torch.tensor(1), None, None, None, [0], [35], [0.1], [0.0], False, 0)
     written = p.clone()
     assert not written.is_contiguous()
-    torch.ops.zerofn.sgd_(written, g, *runs)
+    torch.ops.zerofn.sgd_([written], g, *runs)
     assert torch.equal(written, torch.ops.zerofn.sgd(p, g, *runs))
 
 
@@ -257,7 +257,8 @@ def test_adamws_kernel_gets_a_rate_it_can_read(monkeypatch, device, kind):
     monkeypatch.setattr(kernel, "fused_adamw_", lambda *args, lr, **rest: rates.append(lr))
     tensors = [torch.zeros(4, device=device) for _ in range(4)]
     count, lr = torch.tensor(1, device=device), torch.tensor(0.1, dtype=torch.float64, device=device)
-    kernel.adamw_(*tensors, count, lr, None, None, [0], [4], [2.0], [0.0], 0.9, 0.99, 1e-8, True)
+    p, g, m, v = tensors
+    kernel._update([p, m, v], g, count, lr, None, None, [0], [4], [2.0], [0.0], 0.9, 0.99, 1e-8, True)
     assert [x.dtype if isinstance(x, torch.Tensor) else type(x) for x in rates] == [kind]
     assert device == "meta" or rates == [0.2]
 
@@ -279,6 +280,7 @@ def test_the_two_forms_of_an_operation_agree(name, finite):
     num_moments = {"adamw": 2, "sgd": 0}.get(name, 1)
     p, g, *moments = (torch.randn(size).abs() for _ in range(2 + num_moments))
     runs = (
+        torch.tensor(3),
         torch.tensor(0.3, dtype=torch.float64),
         torch.tensor(0.7),
         None if finite is None else torch.tensor(finite),
@@ -288,15 +290,15 @@ def test_the_two_forms_of_an_operation_agree(name, finite):
         [0.0, 0.1],
     )
     rest = {
-        "adamw": (torch.tensor(3), *runs, 0.9, 0.99, 1e-8, True),
+        "adamw": (*runs, 0.9, 0.99, 1e-8, True),
         "sgd": runs,
         "sgd_momentum": (*runs, 0.9, True),
         "lion": (*runs, 0.9, 0.99),
-    }[name]
+    }[name] + (False, 0)
     fresh = getattr(torch.ops.zerofn, name)(p, g, *moments, *rest)
     fresh = [fresh] if isinstance(fresh, torch.Tensor) else fresh
     written = [x.clone() for x in (p, *moments)]
-    getattr(torch.ops.zerofn, name + "_")(written[0], g, *written[1:], *rest)
+    getattr(torch.ops.zerofn, name + "_")(written[:1], g, *([x] for x in written[1:]), *rest)
     for new, same, old in zip(fresh, written, (p, *moments), strict=True):
         assert torch.equal(new, same)
         assert torch.equal(new[64:70], old[64:70])  # of no run

@@ -186,7 +186,7 @@ def test_transformations_are_equal_by_name_and_arguments():
     assert optim.masked(optim.trace(0.9), trees.is_matrix) != optim.masked(optim.trace(0.8), trees.is_matrix)
     assert rmsprop(0.1) != rmsprop(0.2)  # nameless: only the same functions are the same
     assert repr(optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.1))) == (
-        "chain(clip_by_global_norm(1.0), sgd(0.1, None, False, 0.0, None, None))"
+        "chain(clip_by_global_norm(1.0), sgd(0.1, None, False, 0.0, None, None, None))"
     )
 
 

@@ -14,7 +14,8 @@ ops = torch.ops.zerofn
 GATHERS = (ops.all_gather.default,)
 SCATTERS = (ops.reduce_scatter.default,)
 STARTS = (*GATHERS, *SCATTERS, ops.exchange.default, ops.permute.default, ops.refresh_.default)
-DECODES = {ops.join.default: ops.split.default}  # what decodes a piece -> what encodes it
+# What decodes a piece -> what encodes it.
+DECODES = {ops.join.default: ops.split.default, ops.decode.default: ops.encode.default}
 CASTS = (torch.ops.aten._to_copy.default, ops.high.default)
 
 

@@ -38,7 +38,7 @@ class LeafConstants(NamedTuple):
 
 
 def fused_step(
-    call: Callable[[list[Tensor], tuple[Any, ...], Tensor], Sequence[Tensor]],
+    call: Callable[[list[Tensor], tuple[Any, ...], int], Sequence[Tensor]],
     learning_rate: ScalarOrSchedule,
     constants: LeafConstants,
     count: Tensor,
@@ -46,17 +46,17 @@ def fused_step(
     factor: Tensor | None,
     finite: Tensor | None,
 ) -> tuple[Tensor, list[Any]]:
-    """`call(tensors, runs, count)` on every unit of `trees` (parameters, gradients, moments).
+    """`call(tensors, runs, offset)` on every unit of `trees` (parameters, gradients, moments).
 
-    `runs` are the arguments of `ops.rule`. -> the next count, the new parameters and moments.
+    `runs` and `offset` are the arguments of `ops.rule`. -> the next count, the new parameters and moments.
     """
     rate = rate_at(learning_rate, count)
     lr, base = (rate, 1.0) if isinstance(rate, Tensor) else (None, float(rate))
     after = count + (1 if finite is None else finite)
 
-    def rule(tensors: list[Tensor], starts: list[int], stops: list[int], found: list[Any]) -> Any:
+    def rule(tensors: list[Tensor], offset: int, starts: list[int], stops: list[int], found: list[Any]) -> Any:
         rates, decays = [base * scale for _, scale in found], [decay for decay, _ in found]
-        return call(tensors, (lr, factor, finite, starts, stops, rates, decays), after)
+        return call(tensors, (after, lr, factor, finite, starts, stops, rates, decays), offset)
 
     fresh = map_runs(rule, constants.both, *trees)
     return after, fresh or [trees[0], *trees[2:]]

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import tree
 from ..ops import lion as _op  # noqa: F401  (defines zerofn::lion)
 from . import checks
+from . import moments as formats
 from .base import GradientTransformation, Mask, ScalarOrSchedule, count_zero, rate_at
 from .fused import LeafConstants, LeafScale, fused_rule, fused_step
 
@@ -21,6 +22,21 @@ class LionState(NamedTuple):
     mu: Any
 
 
+class LionBf16(LionState):
+    """`LionState` with the momentum in bfloat16."""
+
+    kept = {"mu": "bf16"}
+
+
+class LionBlocks(LionState):
+    """`LionState` with the momentum in 8-bit blocks; as numbers they are float32."""
+
+    kept = {"mu": "signed"}
+
+
+_STATES = {None: LionState, "bf16": LionBf16, "8bit": LionBlocks}
+
+
 def lion(
     learning_rate: ScalarOrSchedule,
     b1: float = 0.9,
@@ -28,22 +44,25 @@ def lion(
     weight_decay: float = 1e-3,
     mask: Mask | None = None,
     lr_scale: LeafScale | None = None,
+    moments: str | None = None,
 ) -> GradientTransformation:
     """Lion (Chen et al. 2023, Algorithm 2), with decoupled weight decay.
 
     p -= learning_rate * (sign(b1 * m + (1 - b1) * g) + weight_decay * p); m = b2 * m + (1 - b2) * g.
     `mask(leaf) -> bool` says which leaves decay; all do without one. `lr_scale(leaf) -> float` multiplies a
-    leaf's learning rate. Raises `ValueError` for hyperparameters out of range.
+    leaf's learning rate; `moments` is the momentum's format, as in `adamw`. Raises `ValueError` for
+    hyperparameters out of range.
     """
     checks.learning_rate("lion", learning_rate)
     checks.number("lion", 0.0, below=1.0, b1=b1, b2=b2)
     checks.number("lion", 0.0, weight_decay=weight_decay)
     checks.leaf_constants("lion", mask, lr_scale)
+    formats.check("lion", moments)
 
     constants = LeafConstants(weight_decay, mask, lr_scale)
 
     def init(params: Any) -> LionState:
-        return LionState(count_zero(params), tree.tree_map(torch.zeros_like, params))
+        return _STATES[moments](count_zero(params), formats.initial(params, moments))
 
     def update(grads: Any, state: LionState, params: Any) -> tuple[Any, LionState]:
         rate = rate_at(learning_rate, state.count)
@@ -53,17 +72,17 @@ def lion(
 
         updates = tree.tree_map(move, state.mu, grads, params, *constants.over(params))
         mu = tree.tree_map(lambda m, g: (b2 * m + (1 - b2) * g).to(m.dtype), state.mu, grads)
-        return updates, LionState(state.count + 1, mu)
+        return updates, type(state)(state.count + 1, mu)
 
     def apply(
         grads: Any, state: LionState, params: Any, factor: Tensor | None, finite: Tensor | None
     ) -> tuple[Any, LionState]:
-        def call(tensors: list[Tensor], runs: tuple[Any, ...], count: Tensor) -> Any:
-            return torch.ops.zerofn.lion(*tensors, *runs, b1, b2)
+        def call(tensors: list[Tensor], runs: tuple[Any, ...], offset: int) -> Any:
+            return torch.ops.zerofn.lion(*tensors, *runs, b1, b2, moments == "8bit", offset)
 
         trees = [params, grads, state.mu]
         count, (p, mu) = fused_step(call, learning_rate, constants, state.count, trees, factor, finite)
-        return p, LionState(count, mu)
+        return p, type(state)(count, mu)
 
-    args = (learning_rate, b1, b2, weight_decay, mask, lr_scale)
+    args = (learning_rate, b1, b2, weight_decay, mask, lr_scale, moments)
     return fused_rule("lion", args, init, update, apply, learning_rate, constants)

@@ -24,6 +24,7 @@ class Slot(NamedTuple):
 
     place: int  # among the tree's flat tensors
     runs: list[tuple[int, int, Any]]  # (start, stop, constant)
+    offset: int  # of the first element in its unit
 
     @property
     def columns(self) -> tuple[list[int], list[int], list[Any]]:
@@ -43,12 +44,13 @@ def slots(params: Any, constant: Callable[[LeafInfo], Hashable]) -> Iterator[Slo
     index = 0
     for path, node in zip(paths, nodes, strict=True):
         if not is_sharded(node):
-            yield Slot(index, [(0, node.numel(), constant(leaf_info(path, node)))])
+            yield Slot(index, [(0, node.numel(), constant(leaf_info(path, node)))], 0)
             index += 1
             continue
         ask = partial(_ask, constant, path)
         for unit in node.layout.units:
-            yield Slot(index, unit.runs(*node.spec.bounds(unit), ask))
+            start, stop = node.spec.bounds(unit)
+            yield Slot(index, unit.runs(start, stop, ask), start)
             index += 1
 
 
@@ -57,7 +59,7 @@ def _ask(constant: Callable[[LeafInfo], Hashable], path: tree.Path, leaf: Leaf) 
 
 
 def map_runs(rule: Callable[..., Any], constant: Callable[[LeafInfo], Hashable], *trees: Any) -> list[Any]:
-    """`rule(tensors, starts, stops, constants)` on the tensors of every place of `trees`, parameters first.
+    """`rule(tensors, offset, starts, stops, constants)` on the tensors of every place of `trees`, parameters first.
 
     `rule` returns a tuple of tensors; the trees of its first, second, ... results are returned, in the
     structure of the parameters, of the first moments, ... (or none, where there are no leaves). Raises
@@ -73,7 +75,7 @@ def map_runs(rule: Callable[..., Any], constant: Callable[[LeafInfo], Hashable],
                 f"{[list(x.shape) for x in first]}, got {[list(x.shape) for x in leaves]}. Gradients come "
                 "from value_and_grad at these parameters, the state from init of this transformation."
             )
-    fresh = [rule([f[slot.place] for f in flat], *slot.columns) for slot in slots(trees[0], constant)]
+    fresh = [rule([f[slot.place] for f in flat], slot.offset, *slot.columns) for slot in slots(trees[0], constant)]
     own = [treedefs[0], *treedefs[2:]]  # not the parameters' for all: what is kept how hangs on it
     return [tree.unflatten(treedef, column) for treedef, column in zip(own, zip(*fresh, strict=True), strict=True)]
 

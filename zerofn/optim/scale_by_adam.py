@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import tree
 from . import checks
 from .base import GradientTransformation, count_zero
+from .moments import initial
 
 
 class AdamState(NamedTuple):
@@ -18,6 +19,21 @@ class AdamState(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # tuple.count gives way
     mu: Any
     nu: Any
+
+
+class AdamBf16(AdamState):
+    """`AdamState` with moments in bfloat16."""
+
+    kept = {"mu": "bf16", "nu": "bf16"}
+
+
+class AdamBlocks(AdamState):
+    """`AdamState` with moments in 8-bit blocks; as numbers they are float32."""
+
+    kept = {"mu": "signed", "nu": "unsigned"}
+
+
+_STATES = {None: AdamState, "bf16": AdamBf16, "8bit": AdamBlocks}
 
 
 def scale_by_adam(
@@ -35,10 +51,9 @@ def scale_by_adam(
     return GradientTransformation(init_moments, update, "scale_by_adam", (b1, b2, eps, eps_root))
 
 
-def init_moments(params: Any) -> AdamState:
-    """Zero moments."""
-    mu, nu = (tree.tree_map(torch.zeros_like, params) for _ in range(2))
-    return AdamState(count_zero(params), mu, nu)
+def init_moments(params: Any, moments: str | None = None) -> AdamState:
+    """Zero moments, kept in a format of `optim.moments`."""
+    return _STATES[moments](count_zero(params), initial(params, moments), initial(params, moments))
 
 
 def direction(
@@ -46,14 +61,19 @@ def direction(
 ) -> tuple[Any, AdamState]:
     """-> the direction, in the moments' dtype, and the next state."""
     count = state.count + 1
-    mu = tree.tree_map(lambda m, g: m + (1 - b1) * (g.to(m.dtype) - m), state.mu, grads)
-    nu = tree.tree_map(lambda v, g: b2 * v + (1 - b2) * g.to(v.dtype).square(), state.nu, grads)
+    mu = tree.tree_map(lambda m, g: (m + (1 - b1) * (_wide(g, m) - m)).to(m.dtype), state.mu, grads)
+    nu = tree.tree_map(lambda v, g: (b2 * v + (1 - b2) * _wide(g, v).square()).to(v.dtype), state.nu, grads)
     c1, c2 = 1 - b1 ** count.double(), 1 - b2 ** count.double()
 
     def one(m: Tensor, v: Tensor) -> Tensor:
         return (m / c1.to(m.dtype)) / ((v / c2.to(v.dtype) + eps_root).sqrt() + eps)
 
-    return tree.tree_map(one, mu, nu), AdamState(count, mu, nu)
+    return tree.tree_map(one, mu, nu), type(state)(count, mu, nu)
+
+
+def _wide(g: Tensor, moment: Tensor) -> Tensor:
+    """A gradient in its moment's dtype, or float32 where that is bfloat16."""
+    return g.to(torch.promote_types(moment.dtype, torch.float32))
 
 
 def check_moments(where: str, b1: float, b2: float, eps: float) -> None:

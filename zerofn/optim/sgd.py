@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import tree
 from ..ops import sgd as _op  # noqa: F401  (defines zerofn::sgd)
 from . import checks
+from . import moments as formats
 from .base import GradientTransformation, Mask, ScalarOrSchedule, count_zero, rate_at
 from .fused import LeafConstants, LeafScale, fused_rule, fused_step
 
@@ -22,6 +23,21 @@ class SgdState(NamedTuple):
     trace: Any
 
 
+class SgdBf16(SgdState):
+    """`SgdState` with the momentum in bfloat16."""
+
+    kept = {"trace": "bf16"}
+
+
+class SgdBlocks(SgdState):
+    """`SgdState` with the momentum in 8-bit blocks; as numbers they are float32."""
+
+    kept = {"trace": "signed"}
+
+
+_STATES = {None: SgdState, "bf16": SgdBf16, "8bit": SgdBlocks}
+
+
 def sgd(
     learning_rate: ScalarOrSchedule,
     momentum: float | None = None,
@@ -29,13 +45,14 @@ def sgd(
     weight_decay: float = 0.0,
     mask: Mask | None = None,
     lr_scale: LeafScale | None = None,
+    moments: str | None = None,
 ) -> GradientTransformation:
     """SGD with momentum (Sutskever et al. 2013), in the arithmetic of `torch.optim.SGD(foreach=False)`.
 
     d = g + weight_decay * p; m = momentum * m + d; p -= learning_rate * m (d + momentum * m with `nesterov`).
     `mask(leaf) -> bool` says which leaves decay; all do without one. `lr_scale(leaf) -> float` multiplies a
-    leaf's learning rate. Raises `ValueError` for hyperparameters out of range, and for `nesterov` without
-    momentum.
+    leaf's learning rate; `moments` is the momentum's format, as in `adamw`. Raises `ValueError` for
+    hyperparameters out of range, and for `nesterov` or `moments` without momentum.
     """
     checks.learning_rate("sgd", learning_rate)
     checks.number("sgd", 0.0, weight_decay=weight_decay, momentum=momentum or 0.0)
@@ -45,12 +62,16 @@ def sgd(
             f"sgd: nesterov=True needs momentum, such as momentum=0.9; got momentum={momentum!r}."
         )
 
+    formats.check("sgd", moments)
+    if moments and not momentum:
+        raise ValueError(f"sgd: moments={moments!r} has no effect without momentum; leave it out.")
+
     constants = LeafConstants(weight_decay, mask, lr_scale)
 
     def init(params: Any) -> SgdState:
         # Minus zero: adding the first gradient to it gives that gradient, the sign of its zeros included.
-        trace = tree.tree_map(lambda p: torch.full_like(p, -0.0), params) if momentum else None
-        return SgdState(count_zero(params), trace)
+        trace = formats.initial(params, moments, -0.0) if momentum else None
+        return _STATES[moments](count_zero(params), trace)
 
     def update(grads: Any, state: SgdState, params: Any) -> tuple[Any, SgdState]:
         rate = rate_at(learning_rate, state.count)
@@ -58,22 +79,22 @@ def sgd(
         d = tree.tree_map(lambda g, p, decay: g.to(p.dtype) + decay * p, grads, params, decays)
         trace = state.trace
         if momentum:
-            trace = tree.tree_map(lambda m, d: momentum * m + d, trace, d)
+            trace = tree.tree_map(lambda m, d: (momentum * m + d).to(m.dtype), trace, d)
             d = tree.tree_map(lambda m, d: d + momentum * m, trace, d) if nesterov else trace
         updates = tree.tree_map(lambda d, scale: (-rate * scale * d).to(d.dtype), d, scales)
-        return updates, SgdState(state.count + 1, trace)
+        return updates, type(state)(state.count + 1, trace)
 
     def apply(
         grads: Any, state: SgdState, params: Any, factor: Tensor | None, finite: Tensor | None
     ) -> tuple[Any, SgdState]:
-        def call(tensors: list[Tensor], runs: tuple[Any, ...], count: Tensor) -> Any:
+        def call(tensors: list[Tensor], runs: tuple[Any, ...], offset: int) -> Any:
             if momentum:
-                return torch.ops.zerofn.sgd_momentum(*tensors, *runs, momentum, nesterov)
-            return (torch.ops.zerofn.sgd(*tensors, *runs),)
+                return torch.ops.zerofn.sgd_momentum(*tensors, *runs, momentum, nesterov, moments == "8bit", offset)
+            return (torch.ops.zerofn.sgd(*tensors, *runs, False, offset),)
 
         trees = [params, grads, *([state.trace] if momentum else [])]
-        count, (p, *moments) = fused_step(call, learning_rate, constants, state.count, trees, factor, finite)
-        return p, SgdState(count, moments[0] if momentum else None)
+        count, (p, *fresh) = fused_step(call, learning_rate, constants, state.count, trees, factor, finite)
+        return p, type(state)(count, fresh[0] if momentum else None)
 
-    args = (learning_rate, momentum, nesterov, weight_decay, mask, lr_scale)
+    args = (learning_rate, momentum, nesterov, weight_decay, mask, lr_scale, moments)
     return fused_rule("sgd", args, init, update, apply, learning_rate, constants)

@@ -44,7 +44,7 @@ def scale_by_trust_ratio(
 def scale_leaves(values: Any, columns: dict[str, int], factors: Tensor) -> Any:
     """Every logical leaf of a tree, `Sharded` or plain, times its own number of `factors` [leaves]."""
 
-    def rule(tensors: list[Tensor], starts: list[int], stops: list[int], found: list[int]) -> tuple[Tensor]:
+    def rule(tensors: list[Tensor], _: int, starts: list[int], stops: list[int], found: list[int]) -> tuple[Tensor]:
         return (torch.ops.zerofn.scale_runs(*tensors, starts, stops, found, factors),)
 
     def column(leaf: Any) -> int:

@@ -14,7 +14,7 @@ from ..graph.edit import DECODES, clean, copy_of
 from ..graph.program import Program, tensor_of
 
 aten = torch.ops.aten
-TINY = 8  # elements: copying so few into place costs more than handing out a new tensor
+TINY = 4  # elements: copying so few into place costs more than handing out a new tensor
 
 
 def donate(gm: GraphModule, program: Program) -> GraphModule:
@@ -88,7 +88,7 @@ def _results(rule: Node, num: int) -> list[Node | None]:
 
 def _kept_as(value: Node) -> list[Node]:
     """What a value is decoded from; itself if it is kept as it is."""
-    return list(value.args) if value.target in DECODES else [value]  # type: ignore[arg-type]
+    return value.all_input_nodes if value.target in DECODES else [value]
 
 
 def _ends_as(value: Node) -> list[Node]:
@@ -106,7 +106,7 @@ def _decode_again(rule: Node, result: Node, parts: list[Node], outputs: list[Nod
     readers = [x for x in result.users if x is not encode]
     if readers:
         with rule.graph.inserting_after(rule):
-            value = rule.graph.call_function(decode, tuple(parts))
+            value = rule.graph.call_function(decode, (*parts, *encode.args[1:]))
         value.meta["val"] = result.meta.get("val")
         for reader in readers:
             reader.replace_input_with(result, value)
