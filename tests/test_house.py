@@ -23,6 +23,7 @@ ORDER = [
     "mesh",
     "layout",
     "ops",
+    "disk",
     "transport",
     "collectives",
     "precision",

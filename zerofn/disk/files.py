@@ -1,0 +1,167 @@
+"""Scratch files: one in each folder, of full size from the start, gone when the process is."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import secrets
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+PAGE = 4096  # bytes: where direct transfers begin and end, in memory and on the drive
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_buffered: set[Path] = set()  # folders whose missing O_DIRECT was told
+
+
+class DiskError(OSError):
+    """A drive, or a folder on one, that cannot do what it is asked."""
+
+    def __init__(self, message: str, number: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = number
+
+
+def pages(nbytes: int) -> int:
+    """Bytes of the whole pages that hold `nbytes`: what a region of that many takes of a store.
+
+    >>> pages(1), pages(4096), pages(4097)
+    (4096, 4096, 8192)
+    """
+    return -(-nbytes // PAGE) * PAGE
+
+
+class File:
+    """An open scratch file. `direct`: it passes by the page cache (O_DIRECT)."""
+
+    def __init__(self, folder: Path, nbytes: int, name: str) -> None:
+        self.folder, self.nbytes = folder, nbytes
+        self.path = folder / f"zerofn-{name}-rank{_rank()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._pid, self._linked = os.getpid(), True
+        try:
+            self.fd, self.direct = _open(self.path, os.O_CREAT | os.O_EXCL)
+        except OSError as error:
+            raise _unusable(name, folder, error) from error
+        with contextlib.suppress(OSError):  # a name that nobody needs, and that a crash would leave behind
+            self.path.unlink()
+            self._linked = False
+        try:
+            os.posix_fallocate(self.fd, 0, nbytes)
+            self._try_direct()
+        except OSError as error:
+            self.close()
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise _too_little(name, folder, nbytes, _free(folder)) from error
+            raise _unusable(name, folder, error) from error
+
+    def _try_direct(self) -> None:
+        """Some file systems open with O_DIRECT and refuse the first transfer."""
+        page = mmap.mmap(-1, PAGE)
+        try:
+            if self.direct:
+                os.preadv(self.fd, [page], 0)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            import fcntl
+
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~_DIRECT)
+            self.direct = False
+        finally:
+            page.close()
+        if not self.direct and self.folder not in _buffered:
+            _buffered.add(self.folder)
+            warnings.warn(f"{self.folder}: its file system has no direct transfers (O_DIRECT); they go through the "
+                          "page cache, which takes memory and a copy.", RuntimeWarning, stacklevel=2)
+
+    def close(self) -> None:
+        """Give the file's space back; again is fine."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        if self._linked and os.getpid() == self._pid:
+            self.path.unlink(missing_ok=True)
+
+
+def open_files(folders: Sequence[Path], nbytes: int, name: str) -> list[File]:
+    """A scratch file of `nbytes` in each folder; raises `DiskError` with nothing left behind."""
+    check_folders(folders, nbytes, name)
+    with contextlib.ExitStack() as opened:
+        files = []
+        for folder in folders:
+            files.append(File(folder, nbytes, name))
+            opened.callback(files[-1].close)
+        opened.pop_all()
+    return files
+
+
+def check_folders(folders: Sequence[Path], nbytes: int, name: str) -> None:
+    """Raise `DiskError`, one sentence, for the first folder that cannot take a file of `nbytes`."""
+    for folder in folders:
+        if not folder.exists():
+            raise DiskError(f"{name}: {folder} does not exist; write the path of a folder on the drive, or make it "
+                            f"with `mkdir -p {folder}`.", errno.ENOENT)
+        if not folder.is_dir():
+            raise DiskError(f"{name}: {folder} is not a folder; write the path of a folder on the drive, such as "
+                            f"{folder.parent}.", errno.ENOTDIR)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise _unwritable(name, folder, errno.EACCES)
+    devices = [os.stat(folder).st_dev for folder in folders]
+    asked = Counter(devices)
+    for folder, device in zip(folders, devices, strict=True):
+        if asked[device] * nbytes > _free(folder):
+            raise _too_little(name, folder, asked[device] * nbytes, _free(folder))
+
+
+def _open(path: Path, flags: int) -> tuple[int, bool]:
+    """A descriptor, and whether it is direct."""
+    flags |= os.O_RDWR | os.O_CLOEXEC
+    if _DIRECT:
+        try:
+            return os.open(path, flags | _DIRECT, 0o600), True
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            path.unlink(missing_ok=True)  # some create it and refuse afterwards
+    return os.open(path, flags, 0o600), False
+
+
+def _free(folder: Path) -> int:
+    space = os.statvfs(folder)
+    return space.f_bavail * space.f_frsize
+
+
+def _too_little(name: str, folder: Path, asked: int, free: int) -> DiskError:
+    return DiskError(f"{name}: {folder} has {gigabytes(free)} free, but {gigabytes(asked)} are needed there; make "
+                     "room, or name further folders on other drives.", errno.ENOSPC)
+
+
+def _unusable(name: str, folder: Path, error: OSError) -> DiskError:
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return _unwritable(name, folder, error.errno)
+    return DiskError(f"{name}: {folder} takes no scratch file ({error.strerror}); name a folder on another drive.",
+                     error.errno)
+
+
+def _unwritable(name: str, folder: Path, number: int) -> DiskError:
+    return DiskError(f"{name}: {folder} cannot be written to; name a folder that this user may write to.", number)
+
+
+def gigabytes(nbytes: int) -> str:
+    """Bytes for people.
+
+    >>> gigabytes(2_500_000_000)
+    '2.500 GB'
+    """
+    return f"{nbytes / 1e9:.3f} GB"
+
+
+def _rank() -> str:
+    if dist.is_available() and dist.is_initialized():
+        return str(dist.get_rank())
+    return os.environ.get("RANK", "0")

@@ -1,0 +1,26 @@
+"""One block between memory and a file, all of it or an error."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from .files import PAGE, DiskError, File
+
+
+def transfer(file: File, memory: memoryview, offset: int, writes: bool) -> None:
+    """Write `memory` (whole pages) to the file's bytes from `offset` on, or fill it from there.
+
+    Raises `OSError` as the drive does, and `DiskError` where the drive moves less than a page of what is left.
+    """
+    move = os.pwritev if writes else os.preadv
+    done, nbytes = 0, len(memory)
+    while done < nbytes:
+        reached = done + move(file.fd, [memory[done:]], offset + done)
+        if reached < nbytes:
+            whole = reached - reached % PAGE  # a direct transfer goes on at a page
+            if whole == done:
+                went = "written" if writes else "read"
+                raise DiskError(f"{reached:,} of {nbytes:,} bytes were {went}", errno.EIO)
+            reached = whole
+        done = reached
