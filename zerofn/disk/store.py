@@ -12,8 +12,7 @@ from torch import Tensor
 
 from .engine import Engine, Request, Statistics
 from .files import PAGE, check_folders, gigabytes, open_files, pages
-
-BLOCK, DEPTH = 4 << 20, 4
+from .probe import probe
 
 
 @dataclass
@@ -70,11 +69,12 @@ class Store:
         if depth is not None and depth < 1:
             raise ValueError(f"{name}: depth must be 1 or more, not {depth}.")
         self.name, self.nbytes, self.allocated = name, pages(nbytes), 0
-        self.block = block or BLOCK
-        depths = [depth or DEPTH for _ in folders]
+        check_folders(folders, self.nbytes // len(folders), name)
+        self._drives = [probe(folder) for folder in folders] if block is None or depth is None else []
+        self.block = block or max(drive.block for drive in self._drives)
+        depths = [depth or drive.depth for drive in self._drives] or [depth or 1] * len(folders)
         # A block goes to the file with the least in it, so none ends up more than a block above the average.
         share = self.nbytes if len(folders) == 1 else pages(-(-self.nbytes // len(folders))) + self.block
-        check_folders(folders, share, name)
         self._engine = Engine(name, open_files(folders, share, name), depths)
         self._filled = [0] * len(folders)
         self._closing = weakref.finalize(self, self._engine.close)
@@ -132,9 +132,12 @@ class Store:
 
     def describe(self) -> str:
         """The store in words, a line a drive."""
-        lines = [f"{self.name}: {gigabytes(self.nbytes)}, blocks of {self.block >> 10:,} KiB"]
-        for file in self._engine.files:
-            lines.append(f"  {file.folder}: {gigabytes(file.nbytes)}, O_DIRECT: {'yes' if file.direct else 'no'}")
+        lines = [f"{self.name}: {gigabytes(self.nbytes)} in blocks of {self.block >> 10:,} KiB"]
+        for k, file in enumerate(self._engine.files):
+            how = "directly" if file.direct else "through the page cache"
+            lines.append(f"  {file.folder}: {gigabytes(file.nbytes)}, {how}")
+            if self._drives:
+                lines[-1] += f"; measured: {self._drives[k].describe()}"
         return "\n".join(lines)
 
     def close(self) -> None:
