@@ -24,7 +24,7 @@ import torch
 
 from .buffers import aligned
 from .checks import checksum
-from .files import File
+from .files import DiskError, File
 from .transfer import transfer
 
 SPACE = 64 << 20  # bytes of scratch; no more than this is under way at a time
@@ -66,11 +66,11 @@ def probe(folder: Path) -> Drive:
         with _cache() as file:
             stored = _stored(file)
             if key not in stored:
-                stored[key] = asdict(measure(folder))
+                stored[key] = measure(folder)
                 if file is not None:
                     file.truncate(0)
-                    file.write(json.dumps(stored))
-            _known[key] = Drive(**stored[key])
+                    file.write(json.dumps({name: asdict(drive) for name, drive in stored.items()}))
+            _known[key] = stored[key]
     return _known[key]
 
 
@@ -89,6 +89,8 @@ def measure(folder: Path) -> Drive:
             if not found or time.monotonic() < end:
                 rates = _trial(file, memory, *pair, writes=False), _trial(file, memory, *pair, writes=True)
                 found.setdefault(pair, []).append(rates)
+    except OSError as error:
+        raise DiskError(f"{folder}: this drive cannot be measured: {error.strerror or error}.", error.errno) from error
     finally:
         file.close()
     drives = []
@@ -140,10 +142,10 @@ def _cache() -> Iterator[IO[str] | None]:
         yield file
 
 
-def _stored(file: IO[str] | None) -> dict[str, dict]:
+def _stored(file: IO[str] | None) -> dict[str, Drive]:
     try:
-        return json.loads(file.read()) if file is not None else {}
-    except ValueError:  # cut off by a crash, or empty
+        return {name: Drive(**drive) for name, drive in json.loads(file.read()).items()} if file is not None else {}
+    except (ValueError, TypeError, AttributeError):  # empty, cut off by a crash, or of another version
         return {}
 
 
