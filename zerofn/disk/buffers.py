@@ -22,7 +22,7 @@ def aligned(nbytes: int) -> Tensor:
     if nbytes < 0:
         raise ValueError(f"aligned: nbytes must be 0 or more, not {nbytes}.")
     size = pages(nbytes)
-    memory = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    memory = torch.empty(size + PAGE, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
     start = -memory.data_ptr() % PAGE
     return memory[start : start + size]
 

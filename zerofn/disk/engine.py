@@ -77,7 +77,7 @@ class Request:
         error = self._engine.failure
         try:
             if error is None:
-                self._write(file, number) if self.writes else self._read(file, number)
+                (self._write if self.writes else self._read)(file, number)
         except _Damaged as damaged:  # of this block only
             error = damaged
         except Exception as caught:
@@ -188,8 +188,10 @@ class Engine:
                 one.end(self.failure if one.left else None)
                 for other in one.next:
                     other.num_before -= 1
-                    if not other.num_before:
-                        ended.append(other) if self.failure else self._start(other)
+                    if not other.num_before and self.failure:
+                        ended.append(other)
+                    elif not other.num_before:
+                        self._start(other)
 
     def fail(self, error: DiskError) -> DiskError:
         """From here on every request raises `error`, or the one that came first."""
@@ -204,10 +206,11 @@ class Engine:
             for jobs in self._jobs:
                 for _ in self._threads:  # more than its own are too many, which does no harm
                     jobs.put(None)
-            for thread in self._threads:
-                if thread is not threading.current_thread():
-                    thread.join(PATIENCE)
-            if any(t.is_alive() and t is not threading.current_thread() for t in self._threads):
+            end = time.monotonic() + PATIENCE
+            others = [thread for thread in self._threads if thread is not threading.current_thread()]
+            for thread in others:
+                thread.join(max(0.0, end - time.monotonic()))
+            if any(thread.is_alive() for thread in others):
                 return  # a drive that does not answer: its descriptor must not become another file's
         for file in self.files:
             file.close()

@@ -130,10 +130,10 @@ def _trial(file: File, memory: torch.Tensor, block: int, depth: int, writes: boo
 @contextlib.contextmanager
 def _cache() -> Iterator[IO[str] | None]:
     """The file of what other processes found, for this one alone; None where it cannot be had."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerofn"
     with contextlib.ExitStack() as opened:
         file = None
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerofn"
             folder.mkdir(parents=True, exist_ok=True)
             kept = opened.enter_context(open(folder / "drives.json", "a+"))
             fcntl.flock(kept, fcntl.LOCK_EX)

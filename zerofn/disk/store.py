@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,10 +74,10 @@ class Store:
         self._drives = [probe(folder) for folder in folders] if block is None or depth is None else []
         self.block = block or max(drive.block for drive in self._drives)
         depths = [depth or drive.depth for drive in self._drives] or [depth or 1] * len(folders)
-        # A block goes to the file with the least in it, so none ends up more than a block above the average.
+        # A block goes to the file with the least in it, so none gets more than a block above its share.
         share = self.nbytes if len(folders) == 1 else pages(-(-self.nbytes // len(folders))) + self.block
         self._engine = Engine(name, open_files(folders, share, name), depths)
-        self._filled = [0] * len(folders)
+        self._filled, self._filling = [0] * len(folders), threading.Lock()
         self._closing = weakref.finalize(self, self._engine.close)
 
     def allocate(self, nbytes: int, label: str) -> Region:
@@ -86,17 +87,17 @@ class Store:
         """
         if nbytes < 1:
             raise ValueError(f"{self.name}: {label} must have 1 byte or more, not {nbytes}.")
-        size = pages(nbytes)
-        if self.allocated + size > self.nbytes:
-            raise ValueError(f"{self.name}: {label} needs {size:,} bytes, but {self.nbytes - self.allocated:,} of "
-                             f"{self.nbytes:,} are left; make the Store with more, summing `pages(nbytes)`.")
-        blocks = []
-        for start in range(0, size, self.block):
-            length = min(self.block, size - start)
-            drive = self._filled.index(min(self._filled))
-            blocks.append(Block(drive, self._filled[drive], start, length))
-            self._filled[drive] += length
-        self.allocated += size
+        size, blocks = pages(nbytes), []
+        with self._filling:
+            if self.allocated + size > self.nbytes:
+                raise ValueError(f"{self.name}: {label} needs {size:,} bytes, but {self.nbytes - self.allocated:,} of "
+                                 f"{self.nbytes:,} are left; make the Store with more, summing `pages(nbytes)`.")
+            for start in range(0, size, self.block):
+                length = min(self.block, size - start)
+                drive = self._filled.index(min(self._filled))
+                blocks.append(Block(drive, self._filled[drive], start, length))
+                self._filled[drive] += length
+            self.allocated += size
         return Region(self, label, nbytes, blocks)
 
     def read(self, region: Region, buffer: Tensor) -> Request:

@@ -1,0 +1,125 @@
+"""python benchmarks/nvme.py   what the drive does, and what ZeroFn makes of it.
+
+The raw part: the same file written, read, and both at a time, by fio, by ZeroFn's engine (which also
+computes and checks checksums) and by DeepSpeed's async_io, with the block size and depth that ZeroFn's
+probe found. Rounds are interleaved; every figure is a median over them. Under two minutes and 4 GiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import report
+from drive_rows import PIECE, WORKS, AsyncIO, Engine, Fio
+from limits import Check
+from processes import HERE, BenchmarkError
+from rich.console import Console
+from rich.table import Table
+from statistic import ratio
+
+FIO, OURS, DEEPSPEED = "fio", "ZeroFn", "DeepSpeed async_io"
+REFERENCE_BLOCK, REFERENCE_DEPTH = 1 << 20, 32
+LIMIT = 1 / 0.90  # fio's rate to ours: at least 90 % of it
+
+
+def raw_rounds(options: argparse.Namespace, folder: Path, console: Console) -> dict[str, Any]:
+    """Bytes a second, by system and work, a figure a round; what was left out, and why."""
+    nbytes = options.gib << 30
+    engine = Engine(folder, nbytes)
+    systems: dict[str, Any] = {OURS: engine}
+    left_out = {}
+    try:
+        block, depth = engine.store.block, engine.depth
+        systems[FIO] = Fio(engine.path, nbytes, block, depth)
+        other = f"fio, {REFERENCE_BLOCK >> 20} MiB x {REFERENCE_DEPTH}"
+        systems[other] = Fio(engine.path, nbytes, REFERENCE_BLOCK, REFERENCE_DEPTH)
+        try:
+            systems[DEEPSPEED] = AsyncIO(options.peers_python, engine.path, nbytes, block, depth)
+        except BenchmarkError as error:
+            left_out[DEEPSPEED] = str(error)
+        engine.seconds("write")  # the first write to a place is slow, whoever does it
+        rates: dict[str, dict[str, list[float]]] = {name: {work: [] for work in WORKS} for name in systems}
+        for number in range(options.rounds):
+            names = list(systems)[:: 1 if number % 2 == 0 else -1]
+            for name in names:
+                for work in WORKS:
+                    rates[name][work].append(nbytes / systems[name].seconds(work))
+                shown = ", ".join(f"{work} {rates[name][work][-1] / 1e9:.2f}" for work in WORKS)
+                console.print(f"round {number + 1}/{options.rounds}  {name}  {shown} GB/s", highlight=False)
+        described = engine.store.describe()
+        return {"rates": rates, "left_out": left_out, "block": block, "depth": depth, "store": described,
+                "num_bytes": nbytes}  # fmt: skip
+    finally:
+        for system in reversed(systems.values()):
+            system.close()
+
+
+def raw_table(raw: dict[str, Any]) -> Table:
+    table = Table(
+        title=f"One file of {raw['num_bytes'] >> 30} GiB, blocks of {raw['block'] >> 20} MiB, {raw['depth']} under way",
+        caption=f"GB/s, medians over rounds. {raw['store']}",
+    )
+    for name in ("system", *WORKS):
+        table.add_column(name, justify="left" if name == "system" else "right")
+    for name, rates in raw["rates"].items():
+        middles = [f"{statistics.median(rates[work]) / 1e9:.2f}" for work in WORKS]
+        table.add_row(name, *middles, style="bold green" if name == OURS else None)
+    for name, why in raw["left_out"].items():
+        table.add_row(name, why.splitlines()[0])
+    return table
+
+
+def raw_checks(raw: dict[str, Any]) -> list[Check]:
+    found = []
+    for work in WORKS:
+        value = ratio(raw["rates"][FIO][work], raw["rates"][OURS][work])
+        found.append(Check(f"{work}: fio / ZeroFn, bytes a second", str(value), value.median, LIMIT))
+    return found
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--gib", type=int, default=1, help="size of the scratch file, 1 to 3 GiB")
+    parser.add_argument("--folder", type=Path, default=HERE.parent, help="a folder on the drive")
+    parser.add_argument("--peers-python", type=Path, default=HERE.parent / ".venv-peers/bin/python",
+                        help="the Python that DeepSpeed is installed for")  # fmt: skip
+    parser.add_argument("--check", action="store_true", help="end with 1 if a limit is missed")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    if options.rounds < 1 or not 1 <= options.gib <= 3:
+        parser.error("--rounds must be at least 1, and --gib 1 to 3")
+    return options
+
+
+def main() -> int:
+    options = arguments()
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    assert (options.gib << 30) % PIECE == 0
+    try:
+        if shutil.which("fio") is None:
+            raise BenchmarkError("fio is missing; install it: apt-get install fio")
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            raw = raw_rounds(options, Path(folder), console)
+    except (BenchmarkError, OSError) as error:
+        print(f"benchmark failed: {error}", file=sys.stderr)
+        return 1
+    found = raw_checks(raw)
+    for table in (raw_table(raw), report.check_table(found)):
+        console.print(table)
+    report.write_json(options.out / "nvme.json", {"surroundings": report.surroundings(), "raw": raw}, found)
+    missed = [check.what for check in found if not check.kept]
+    if options.check and missed:
+        print("missed: " + "; ".join(missed), file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
