@@ -38,6 +38,9 @@ def test_the_least_under_way_that_is_fast_enough(monkeypatch, tmp_path):
     enough = [b * d for b, d in tried if saturating(b, d, False) >= 0.95 * best]
     assert drive.block * drive.depth == min(enough) == 4 << 20
     assert (drive.read, drive.write, drive.rate) == pytest.approx((3 * GB, 1.5 * GB, 2 * GB))
+    for rate, chosen in [(0.96, (1 << 20, 2)), (0.94, (2 << 20, 2))]:
+        drive = measured(monkeypatch, tmp_path, lambda b, d, writes, rate=rate: rate if b * d == (2 << 20) else 1.0)
+        assert (drive.block, drive.depth) == chosen
     flat = measured(monkeypatch, tmp_path, lambda *_: 1 * GB)
     assert (flat.block, flat.depth) == (1 << 20, 2)
     deep = measured(monkeypatch, tmp_path, lambda block, depth, writes: block * depth)

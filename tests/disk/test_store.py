@@ -273,6 +273,19 @@ def test_a_ring_waits_for_the_request_a_buffer_was_given_back_after(tmp_path, mo
         assert request.done
 
 
+def test_a_ring_lends_a_buffer_that_is_free_before_one_whose_request_is_not_done(tmp_path, monkeypatch):
+    ring = Ring(2, BLOCK)
+    with small_store(tmp_path) as store:
+        region, go, move = store.allocate(BLOCK, "w"), threading.Event(), os.pwritev
+        monkeypatch.setattr(os, "pwritev", lambda *a: go.wait(10) and move(*a))
+        busy, free = ring.take(), ring.take()
+        ring.give(busy, after=store.write(region, busy))
+        ring.give(free)
+        assert ring.take().data_ptr() == free.data_ptr()
+        go.set()
+        assert ring.take().data_ptr() == busy.data_ptr()
+
+
 # --- what cannot be asked ---------------------------------------------------------------------
 
 
@@ -282,6 +295,19 @@ def test_more_than_there_is_room_for(folders):
         with pytest.raises(ValueError, match=r"^moments: layers.1 exp_avg needs 8,192 bytes, but 4,096 of 20,480 are"):
             store.allocate(PAGE + 1, "layers.1 exp_avg")
         store.allocate(PAGE, "layers.2 exp_avg")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_region_lies_in_space_that_was_taken(folders, seed):
+    draw = random.Random(seed)
+    with small_store(*folders, nbytes=100 * PAGE) as store:
+        places = set()
+        while left := store.nbytes - store.allocated:
+            region = store.allocate(min(left, draw.choice([1, BLOCK, 5 * BLOCK - PAGE])), "w")
+            for block in region.blocks:
+                assert block.offset + block.nbytes <= store._engine.files[block.drive].nbytes
+                places |= {(block.drive, block.offset + at) for at in range(0, block.nbytes, PAGE)}
+        assert len(places) == 100
 
 
 def test_wrong_arguments(tmp_path):
