@@ -7,6 +7,7 @@ from .grad import accumulate, value_and_grad
 from .loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from .maps import gather, scatter
 from .mesh import Mesh
+from .offload import Offload
 from .partition import shard, unshard
 from .precision import Precision
 from .reductions import all_finite, first_nonfinite, global_norm, leaf_norms, vdot
@@ -42,6 +43,7 @@ __all__ = [
     "DynamicLossScale",
     "Mesh",
     "NoLossScale",
+    "Offload",
     "Precision",
     "Sharded",
     "StaticLossScale",

@@ -228,15 +228,16 @@ class Step:
         new = [next(fresh) if j in kept else t for j, t in enumerate(tensors)]
         why = (f"This state was given to {self.__name__} and its memory belongs to the state it returned; use that "
                "one, or compile(..., donate=False).")
-        for x in leaves:
-            if is_sharded(x):
-                x.donate(why)
         for j, t in enumerate(tensors):
             if j not in kept:  # known by identity, so that others who hold the old one hear of it
                 donation.give(t, why)
                 new[j] = t.detach()
         full = {k: copies[a:b] for k, (a, b) in program.full.items()}
-        return program.new_state.spread(new, full, arriving=True), program.aux.spread(fresh)
+        state = program.new_state.spread(new, full, arriving=True)
+        for x in leaves:
+            if is_sharded(x):
+                x.donate(why)
+        return state, program.aux.spread(fresh)
 
 
 def _params_among(state_def: tree.PyTreeSpec) -> list[int]:

@@ -240,7 +240,8 @@ def _detached(loss: _Loss) -> tuple[Tensor, Tensor | None]:
 
 def _no_gradient(piece: Tensor | Stored) -> Tensor:
     """A zero that takes no memory, for what is frozen or a whole number."""
-    return torch.zeros((), dtype=piece.dtype, device=piece.device).expand(piece.shape)
+    shape = (piece.size,) if isinstance(piece, Stored) else piece.shape
+    return torch.zeros((), dtype=piece.dtype, device=piece.device).expand(shape)
 
 
 def _trainable(name: str, node: Any, frozen: Callable[[str], bool] | None) -> list[bool]:

@@ -13,14 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import tree
 from .agreement import agree_on
+from .disk import Store
 from .errors import nearest
 from .layout import Layout, LeafInfo, make_layout, restrict
 from .maps import gather_leaves
 from .mesh import Mesh
+from .offload import Offload, of_units
+from .offload import resolve as resolve_offload
 from .precision import Precision, resolve
 from .replay import record
 from .sharding import Sharded, Spec, is_sharded
-from .storage import allocate, equalize, settle
+from .storage import Filler, allocate, equalize, scratch_for, settle
 from .stored import PLAIN, SIGNED, SPLIT, UNSIGNED, Kind
 
 STAGES = (0, 1, 2, 3)
@@ -28,8 +31,8 @@ _ON_HOST = ("step", "rng")  # of a TrainState: they seed host-side draws, and wo
 
 
 def shard(state_or_init: Any, stage: int = 3, *, mesh: Mesh | DeviceMesh | None = None,
-          precision: Precision | str | None = None, offload: Any = None, unit: Callable[[str], str] | None = None,
-          device: torch.device | str | None = None) -> Any:
+          precision: Precision | str | None = None, offload: Offload | str | None = None,
+          unit: Callable[[str], str] | None = None, device: torch.device | str | None = None) -> Any:
     """A state with its partitioned parts as `Sharded`: 1/N of everything on each rank.
 
     `state_or_init`: a pytree, or a zero-argument function that returns one. A function is replayed leaf by
@@ -39,22 +42,21 @@ def shard(state_or_init: Any, stage: int = 3, *, mesh: Mesh | DeviceMesh | None 
     tensors.
     The result never aliases the input. `stage`: 0 replicates; 1 and 2 cut the optimizer's state; 3 cuts the
     parameters too. `precision`: None, "fp32", "bf16", "fp16" or a `Precision`. `unit`: leaf name -> unit name.
-    `device`: where pieces live; where the parameters are by default.
+    `device`: where pieces live; where the parameters are by default. `offload`: None, "cpu", "nvme" or an `Offload`
+    keeps the optimizer's state, the parameters or both in host memory or on drives.
 
     Raises `ValueError`/`TypeError` for a state without `params`, a leaf that is no tensor or number, an unknown
     option; `RuntimeError` on every rank when ranks disagree about the layout. Nothing is allocated before.
     """
     where = Mesh.of(mesh)
     options, values, parts, treedef = agree_on("zerofn.shard", lambda: _plan(
-        state_or_init, _Options(stage, where, precision, unit, device), offload))
+        state_or_init, _Options(stage, where, precision, unit, device, offload)))
     return options.place(values, parts, treedef)
 
 
-def _plan(state_or_init: Any, given: _Options, offload: Any) -> tuple[Any, str]:
+def _plan(state_or_init: Any, given: _Options) -> tuple[Any, str]:
     """Everything that can be wrong is found here, before anything is allocated or sent."""
     options = given.checked()
-    if offload is not None:
-        raise NotImplementedError(f"offload={offload!r}: offloading is not there yet; leave it out (offload=None).")
     precision = resolve(options.precision)
     if callable(state_or_init) and not isinstance(state_or_init, torch.nn.Module):
         recorded = record(lambda: _adapt(state_or_init(), precision), tree.flatten)
@@ -62,6 +64,7 @@ def _plan(state_or_init: Any, given: _Options, offload: Any) -> tuple[Any, str]:
     else:
         state = _adapt(state_or_init, precision)
         values = enumerate(tree.leaves(state))
+    options = replace(options, offload=resolve_offload(options.offload, options.stage, options.mesh.axis().size, "cpu"))
     parts, treedef = options.parts(state)
     return (options, values, parts, treedef), _description(options.stage, precision, parts)
 
@@ -85,7 +88,7 @@ def unshard(state: Any, rank: int | None = None) -> Any:
         spec = Spec(x.layout, axis, x.spec.stage, Precision())
         leaves: list[Any] = [None] * len(x.layout.where)
         for i, unit in enumerate(x.layout.units):
-            one = Sharded(Spec(_single(x.layout, i), axis, spec.stage, Precision()), [x.stored[i]])
+            one = Sharded(Spec(_single(x.layout, i), axis, spec.stage, Precision()), [x.stored[i].loaded()])
             for leaf, value in zip(unit.leaves, gather_leaves(one), strict=True):
                 leaves[leaf.index] = value.clone() if rank in (None, axis.rank) else None
         return tree.unflatten(x.layout.treedef, leaves) if rank in (None, axis.rank) else None
@@ -146,6 +149,7 @@ def as_tensor(x: bool | int | float) -> Tensor:
 class _Cut:
     """A subtree to become `Sharded`; its leaves are the state's leaves first, first + 1, ..."""
 
+    name: str
     spec: Spec
     first: int
     device: torch.device | None
@@ -169,6 +173,7 @@ class _Options:
     precision: Any  # a name or None until `checked`
     unit: Callable[[str], str] | None
     device: Any
+    offload: Any = None  # as given until `checked`
 
     def checked(self) -> _Options:
         """The same with precision and device resolved; raises for what is unknown."""
@@ -177,20 +182,22 @@ class _Options:
             raise ValueError(f"stage={self.stage!r} is not known: stages are 0 (replicated), 1, 2 and 3"
                              f"{f'; did you mean {near[0]}?' if near else '.'}")
         device = None if self.device is None else torch.device(self.device)
-        return _Options(self.stage, self.mesh, resolve(self.precision), self.unit, device)
+        return replace(self, precision=resolve(self.precision), device=device)
 
     def place(self, values: Iterable[tuple[int, Tensor]], parts: list[_Cut | _Copy],
               treedef: tree.PyTreeSpec) -> Any:
         """Allocate every part, and take the values as they come."""
-        made: list[Any] = [self._allocate(p) if isinstance(p, _Cut) else None for p in parts]
+        scratch = scratch_for((p.spec, p.kinds) for p in parts if isinstance(p, _Cut))
+        made: list[Any] = [self._allocate(p, scratch) if isinstance(p, _Cut) else None for p in parts]
         into: dict[int, Callable[[Tensor], Any]] = {}
         out: list[Any] = list(made)
         for k, part in enumerate(parts):
             if isinstance(part, _Copy):
                 into[part.first] = _keeper(out, k, None if part.on_host else self.device)
             else:
+                filler = Filler(made[k])
                 for leaf in part.spec.layout.leaves:
-                    into[part.first + leaf.index] = _filler(made[k], leaf)
+                    into[part.first + leaf.index] = _filler(made[k], filler, leaf)
         with torch.no_grad():
             for index, value in values:
                 into[index](value)
@@ -230,8 +237,9 @@ class _Options:
                 leaves = tree.leaves(node)
                 dtypes = [self._dtype([leaves[x.index].dtype for x in u.leaves], masters) for u in like.units]
                 kinds = [self._kind(name, dtype, is_params, formats.get(id(node))) for dtype in dtypes]
+                kinds = self._offloaded(like, kinds, is_params)
                 spec = replace(self._spec(like), halves=is_params)
-                parts.append(_Cut(spec, first, leaves[0].device if leaves else None, kinds, is_params))
+                parts.append(_Cut(name, spec, first, leaves[0].device if leaves else None, kinds, is_params))
                 first += len(leaves)
         return parts, treedef
 
@@ -266,12 +274,21 @@ class _Options:
             return Kind(SIGNED if how == "signed" else UNSIGNED, dtype)
         return Kind(SPLIT if is_params and self.precision.splits(dtype) else PLAIN, dtype)
 
-    def _allocate(self, cut: _Cut) -> Sharded:
+    def _offloaded(self, layout: Layout, kinds: list[Kind], is_params: bool) -> list[Kind]:
+        """The same with what of each unit is to lie on a drive."""
+        out = []
+        for kind, tiers in zip(kinds, of_units(self.offload, [u.size for u in layout.units]), strict=True):
+            first = tiers.params if is_params else tiers.optimizer
+            away = (first == "nvme", *[tiers.optimizer == "nvme"] * (kind.num_parts - 1))
+            out.append(replace(kind, spilled=away, paths=tuple(tiers.paths)) if any(away) else kind)
+        return out
+
+    def _allocate(self, cut: _Cut, scratch: Store | None) -> Sharded:
         device = self.device or cut.device
         if device is None or device.type == "meta":
             device = torch.device("cpu")
         cached = cut.is_params and self.stage in (1, 2) and cut.spec.axis.size > 1
-        return allocate(cut.spec, device, cached, cut.kinds)
+        return allocate(cut.spec, device, cached, cut.kinds, scratch, cut.name)
 
 
 def _formats(state: Any) -> dict[int, str]:
@@ -339,7 +356,7 @@ def _keeper(out: list[Any], k: int, device: torch.device | None) -> Callable[[Te
     return keep
 
 
-def _filler(sharded: Sharded, leaf: Any) -> Callable[[Tensor], None]:
+def _filler(sharded: Sharded, filler: Filler, leaf: Any) -> Callable[[Tensor], None]:
     index, found = sharded.layout.where[leaf.name]
     unit = sharded.layout.units[index]
     start, stop = sharded.spec.bounds(unit)
@@ -348,6 +365,6 @@ def _filler(sharded: Sharded, leaf: Any) -> Callable[[Tensor], None]:
     def fill(value: Tensor) -> None:
         if a < b:
             values = value.detach().reshape(-1)[a - found.offset : b - found.offset]
-            sharded.stored[index].write(a - start, values)
+            filler.write(index, a - start, values)
 
     return fill

@@ -13,7 +13,7 @@ from . import donation, tree
 from .layout import Layout, Leaf, Unit, restrict
 from .mesh import Axis
 from .precision import Precision
-from .stored import Stored, stored
+from .stored import Kind, Stored, stored
 from .transport import generation, wait_
 
 _signatures: dict[Any, int] = {}
@@ -61,13 +61,14 @@ class Sharded:
     Using one after a compiled step consumed it, or another one that holds the same pieces, raises `RuntimeError`.
     """
 
-    __slots__ = ("__weakref__", "_arriving", "_copies", "_kept", "_lost", "spec")
+    __slots__ = ("__weakref__", "_arriving", "_copies", "_kept", "_kinds", "_lost", "spec")
 
     def __init__(self, spec: Spec, pieces: Iterable[Tensor | Stored], full: Sequence[Tensor] | None = None) -> None:
         self.spec = spec
         self._kept = tuple(pieces)
         self._copies = full  # stages 1 and 2: the gathered copy, a cache beside the tree
         self._arriving = 0  # the generation of the transfers that fill it, while nobody has waited for them
+        self._kinds: tuple[Kind, ...] = ()  # once the pieces were given away
         self._lost: str | None = None
 
     @property
@@ -87,8 +88,13 @@ class Sharded:
         return self._kept
 
     @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """How each piece is kept, or was before it was given away."""
+        return self._kinds or tuple([stored(x).kind for x in self._kept])
+
+    @property
     def parts(self) -> list[Tensor]:
-        """What keeps the local pieces, in unit order."""
+        """What a captured step is given of the local pieces, in unit order."""
         return list(_parts(self._alive()))
 
     @property
@@ -132,6 +138,7 @@ class Sharded:
 
     def donate(self, why: str) -> None:
         """Give the buffers away; from here on any use raises `why`."""
+        self._kinds = self.kinds
         self._lost, self._kept = why, ()
         self.forget_copies()
 
@@ -171,7 +178,7 @@ class Sharded:
 
 def _parts(kept: Iterable[Tensor | Stored]) -> Iterator[Tensor]:
     for x in kept:
-        yield from x.parts if isinstance(x, Stored) else (x,)
+        yield from x.tensors if isinstance(x, Stored) else (x,)
 
 
 @dataclass(frozen=True)
@@ -231,7 +238,7 @@ def describe(sharded: Sharded) -> str:
     width = max((len(u.name) for u in spec.layout.units), default=0)
     for unit, piece in zip(spec.layout.units, sharded.stored, strict=True):
         a, b = spec.bounds(unit)
-        dtype = str(piece.dtype).removeprefix("torch.") + piece.note
+        dtype = str(piece.dtype).removeprefix("torch.") + piece.kind.note
         lines.append(f"  {unit.name:<{width}}  {len(unit.leaves):>3} leaves  {unit.numel:>12,} x {dtype}  "
                      f"here [{a:,}:{b:,}]{'' if unit.trainable else '  frozen'}")
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,17 +10,20 @@ from torch import Tensor
 
 from .agreement import group_named
 from .collectives import ops
+from .disk import Store, pages
 from .mesh import Axis
 from .sharding import Sharded, Spec
 from .stored import PLAIN, SPLIT, Kind, Stored
+from .tickets import Spilled, ticket_of
 from .transport import wait_for_all
 
 
 def allocate(spec: Spec, device: torch.device, cached: bool,
-             kinds: Sequence[Kind] | None = None) -> Sharded:
+             kinds: Sequence[Kind] | None = None, scratch: Store | None = None, name: str = "") -> Sharded:
     """A `Sharded` of zeros. `cached`: with the gathered copy, of which pieces are views where dtypes agree.
 
-    `kinds`: how pieces are kept, by unit; as they are, in the layout's dtypes, by default.
+    `kinds`: how pieces are kept, by unit; as they are, in the layout's dtypes, by default. `scratch`: where those lie
+    that are kept on a drive, under `name` in errors.
     """
     if cached:
         wait_for_all()  # for the copies of states that were dropped, among others: nobody else will
@@ -28,15 +31,48 @@ def allocate(spec: Spec, device: torch.device, cached: bool,
     full: list[Tensor] = []
     for unit, kind in zip(spec.layout.units, kinds or [Kind(PLAIN, u.dtype) for u in spec.layout.units], strict=True):
         a, b = spec.bounds(unit)
-        parts: list[Tensor] = []
+        parts: list[Tensor | Spilled] = []
         if cached:
             full.append(torch.zeros(unit.size, dtype=spec.precision.computes(kind.dtype), device=device))
         if cached and kind.lies_in(full[-1].dtype):
             parts.append(full[-1][a:b])
-        for dtype, size in kind.codec.parts(kind.dtype, b - a)[len(parts) :]:
-            parts.append(torch.zeros(size, dtype=dtype, device=device))
+        for k, (dtype, size, away) in list(enumerate(kind.parts(b - a)))[len(parts) :]:
+            if away and scratch is not None:
+                region = scratch.allocate(size * dtype.itemsize, f"{name}[{unit.name!r}]{kind.codec.suffixes[k]}")
+                parts.append(Spilled(ticket_of(region), dtype, size))
+            else:
+                parts.append(torch.zeros(size, dtype=dtype, device=device))
         pieces.append(Stored(kind, tuple(parts)))
     return Sharded(spec, pieces, full if cached else None)
+
+
+def scratch_for(parts: Iterable[tuple[Spec, Sequence[Kind]]]) -> Store | None:
+    """Space on drives for what of these is to lie there; None where nothing is. Raises `disk.DiskError`."""
+    parts = list(parts)
+    nbytes = sum(pages(size * dtype.itemsize) for spec, kinds in parts
+                 for unit, kind in zip(spec.layout.units, kinds, strict=True)
+                 for dtype, size, away in kind.parts(spec.bounds(unit)[1] - spec.bounds(unit)[0]) if away)
+    paths = next((kind.paths for _, kinds in parts for kind in kinds if kind.paths), ())
+    return Store(paths, nbytes, name="offload") if nbytes else None
+
+
+class Filler:
+    """Fills a fresh `Sharded` leaf by leaf: what lies on a drive is held until its unit is complete."""
+
+    def __init__(self, sharded: Sharded) -> None:
+        self._sharded = sharded
+        bounds = [sharded.spec.bounds(unit) for unit in sharded.layout.units]
+        self._left = [len(list(u.intervals(*b))) for u, b in zip(sharded.layout.units, bounds, strict=True)]
+        self._held: dict[int, Stored] = {}
+
+    def write(self, index: int, start: int, values: Tensor) -> None:
+        """Keep elements of the index-th piece: of a leaf, all that is here of it."""
+        if index not in self._held:
+            self._held[index] = self._sharded.stored[index].loaded()
+        self._held[index].write(start, values)
+        self._left[index] -= 1
+        if not self._left[index]:
+            self._sharded.stored[index].save(self._held.pop(index))
 
 
 def equalize(values: Sequence[Tensor], axis: Axis) -> None:
@@ -62,13 +98,16 @@ def refill(sharded: Sharded) -> None:
 
     The pieces become views of it where dtypes agree, so nothing is held twice. All ranks call it.
     """
-    made = allocate(sharded.spec, sharded.stored[0].device, True, [x.kind for x in sharded.stored])
-    with torch.no_grad():
-        for mine, piece in zip(made.stored, sharded.stored, strict=True):
-            for new, old in zip(mine.parts, piece.parts, strict=True):
-                new.copy_(old)
-    settle(made)
-    sharded.move(made.stored, made.full)
+    wait_for_all()
+    spec, pieces, full = sharded.spec, [], []
+    for unit, x in zip(spec.layout.units, sharded.stored, strict=True):
+        full.append(torch.zeros(unit.size, dtype=spec.precision.computes(x.dtype), device=x.device))
+        if x.kind.lies_in(full[-1].dtype):
+            part = full[-1][slice(*spec.bounds(unit))].copy_(x.tensors[0].detach())
+            x = Stored(x.kind, (part, *x.parts[1:]))
+        pieces.append(x)
+    settle(Sharded(spec, pieces, full))
+    sharded.move(pieces, full)
 
 
 def keep_halves(sharded: Sharded) -> None:
@@ -90,6 +129,9 @@ def settle(sharded: Sharded) -> None:
         a, b = spec.layout.cut(unit, spec.axis.rank)
         if sharded.full is not None and not piece.kind.lies_in(sharded.full[i].dtype):
             sharded.full[i][a:b].copy_(spec.precision.narrow(piece.decode()))
-        for whole in piece.parts if sharded.full is None else [sharded.full[i]]:
+        held = piece.loaded()
+        for whole in held.tensors if sharded.full is None else [sharded.full[i]]:
             ops.refresh_(whole, spec.axis.rank, spec.axis.size, spec.axis.group, unit.name)
             ops.wait(whole)
+        if sharded.full is None:
+            piece.save(held)

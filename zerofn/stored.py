@@ -7,8 +7,8 @@ at its start and encodes at its end, and the passes let update rules work on it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .ops import formats as _formats  # noqa: F401  (defines zerofn::split and its like)
 from .ops.formats import BLOCK, HALF, LOW
+from .tickets import Spilled
 
 ops = torch.ops.zerofn
 
@@ -88,23 +89,46 @@ PLAIN, SPLIT, SIGNED, UNSIGNED = Plain(), Split(), Blocks(True), Blocks(False)
 
 @dataclass(frozen=True)
 class Kind:
-    """What of a kept piece a captured step depends on: the codec, and the public dtype."""
+    """What of a kept piece a captured step depends on: the codec, the public dtype, and which parts lie on a drive."""
 
     codec: Plain
     dtype: torch.dtype
+    spilled: tuple[bool, ...] = ()
+    paths: tuple[str, ...] = ()  # the folders on drives
 
     def lies_in(self, dtype: torch.dtype) -> bool:
         """Whether its first part is what is gathered and used in `dtype`, so that it may lie in the gathered copy."""
         return self.codec.parts(self.dtype, 0)[0][0] == dtype
 
-    def keep(self, x: Tensor) -> Stored:
-        """A public tensor as a piece of this kind."""
-        return Stored(self, self.codec.encode(x))
+    def parts(self, size: int) -> list[tuple[torch.dtype, int, bool]]:
+        """(dtype, elements, on a drive) of what keeps `size` elements."""
+        found = self.codec.parts(self.dtype, size)
+        return [(*part, bool(away)) for part, away in zip(found, self.spilled or [False] * len(found), strict=True)]
+
+    def of(self, tensors: Iterator[Tensor], size: int) -> Stored:
+        """A piece of `size` elements kept in the next tensors, which are tickets for what lies on a drive."""
+        return Stored(self, tuple(Spilled(next(tensors), dtype, n) if away else next(tensors)
+                                  for dtype, n, away in self.parts(size)))
+
+    def keep(self, x: Tensor, old: Stored | None = None) -> Stored:
+        """A public tensor as a piece of this kind; what lies on a drive takes the place of `old`, in a captured step.
+        """
+        parts: list[Tensor | Spilled] = []
+        for k, (fresh, (dtype, n, away)) in enumerate(zip(self.codec.encode(x), self.parts(x.numel()), strict=True)):
+            ticket = old.parts[k].ticket if old is not None and away else None  # type: ignore[union-attr]
+            parts.append(fresh if ticket is None else Spilled(ops.spill(ticket, fresh), dtype, n))
+        return Stored(self, tuple(parts))
 
     @property
     def num_parts(self) -> int:
-        """How many tensors hold a piece."""
+        """How many tensors keep a piece."""
         return len(self.codec.suffixes)
+
+    @property
+    def note(self) -> str:
+        """What to say of how a piece is kept, beside its dtype."""
+        away = ", on a drive" if all(self.spilled) else ", partly on a drive"
+        return self.codec.note + (away if any(self.spilled) else "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +136,7 @@ class Stored:
     """A piece as it is kept."""
 
     kind: Kind
-    parts: tuple[Tensor, ...]
+    parts: tuple[Tensor | Spilled, ...]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -122,51 +146,66 @@ class Stored:
     @property
     def device(self) -> torch.device:
         """Where the first part lies: what a forward pass reads."""
-        return self.parts[0].device
+        return next((x.device for x in self.parts if isinstance(x, Tensor)), torch.device("cpu"))
 
     @property
-    def shape(self) -> torch.Size:
-        """[size]."""
-        return self.parts[0].shape
+    def size(self) -> int:
+        """The number of elements."""
+        first = self.parts[0]
+        return first.numel() if isinstance(first, Tensor) else first.size
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
-        return sum(x.numel() * x.element_size() for x in self.parts)
-
-    def decode(self) -> Tensor:
-        """The public tensor [size]; memory of its own unless it is kept as it is."""
-        return self.kind.codec.decode(self.parts)
+        """Bytes in memory."""
+        return sum(x.nbytes for x in self.parts if isinstance(x, Tensor))
 
     @property
-    def note(self) -> str:
-        """What to say of how it is kept, beside its dtype."""
-        return self.kind.codec.note
+    def tensors(self) -> list[Tensor]:
+        """What a captured step is given: the parts, and tickets for those on a drive."""
+        return [x if isinstance(x, Tensor) else x.ticket for x in self.parts]
+
+    def decode(self) -> Tensor:
+        """The public tensor [size]; memory of its own unless it is kept as it is. Raises `RuntimeError` for what lies
+        on a drive, but in a step that is being captured."""
+        return self.kind.codec.decode([x if isinstance(x, Tensor) else x.fetched() for x in self.parts])
+
+    def loaded(self) -> Stored:
+        """The same in memory: what lies on a drive is read."""
+        if not any(self.kind.spilled):
+            return self
+        return Stored(replace(self.kind, spilled=(), paths=()),
+                      tuple(x if isinstance(x, Tensor) else x.load() for x in self.parts))
+
+    def save(self, values: Stored) -> None:
+        """Write what was `loaded`, and changed, to where it lies on a drive."""
+        for mine, fresh in zip(self.parts, values.parts, strict=True):
+            if isinstance(mine, Spilled):
+                mine.save(fresh)  # type: ignore[arg-type]
 
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the public tensor."""
-        first, parts = self._around(start, stop)
+        first, parts = self.loaded()._around(start, stop)
         return self.kind.codec.decode(parts)[start - first : stop - first]
 
     def _around(self, start: int, stop: int) -> tuple[int, list[Tensor]]:
         """What keeps elements [start, stop), and a few more where they cannot be kept by themselves: (the first
         element, its parts)."""
-        grain, sizes = self.kind.codec.grain, [x.numel() for x in self.parts]
+        grain, sizes = self.kind.codec.grain, [x.numel() for x in self.tensors]
         first, last = start // grain * grain, min(-(-stop // grain) * grain, sizes[0])
         per = [1 if n == sizes[0] else grain for n in sizes]
-        return first, [x[first // k : -(-last // k)] for x, k in zip(self.parts, per, strict=True)]
+        return first, [x[first // k : -(-last // k)] for x, k in zip(self.tensors, per, strict=True)]
 
     def fill(self, start: int, stop: int, read: Callable[[Tensor], Any]) -> None:
-        """Let `read` fill elements [start, stop), given a public tensor of their size."""
+        """Let `read` fill elements [start, stop), given a public tensor of their size; what is kept is in memory."""
         if self.kind.codec == PLAIN:
-            read(self.parts[0][start:stop])
+            read(self.tensors[0][start:stop])
         else:
             values = torch.empty(stop - start, dtype=self.dtype, device=self.device)
             read(values)
             self.write(start, values)
 
     def write(self, start: int, values: Tensor) -> None:
-        """Keep `values` [n] as elements [start, start + n)."""
+        """Keep `values` [n] as elements [start, start + n), in memory."""
         first, parts = self._around(start, start + values.numel())
         if self.kind.codec.grain > 1:  # some of its neighbours are kept with it
             whole = self.kind.codec.decode(parts)

@@ -19,7 +19,7 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,7 +30,7 @@ from .agreement import explained, group_named
 from .ops.library import define
 from .poster import post
 
-Works = Callable[[], Sequence[dist.Work]]  # what to wait for, once all of it was posted
+Works = Callable[[], Sequence[Any]]  # `dist.Work` and its like: what to wait for, once all of it was posted
 
 
 class _Transfer(NamedTuple):
@@ -47,13 +47,14 @@ _generation = 1
 LEAVING = timedelta(seconds=10)  # at most, for other ranks that do not take what was sent to them
 
 
-def _start(out: Tensor, works: Works, kept: tuple[Tensor, ...], finish: Callable[[], None]) -> Tensor:
-    _pending[out.data_ptr()] = _Transfer(works, (out, *kept), finish)
-    return out
-
-
 def _nothing() -> None:
     pass
+
+
+def under_way(out: Tensor, works: Works, kept: tuple[Tensor, ...], finish: Callable[[], None] = _nothing) -> Tensor:
+    """`out`, which `wait` makes good: it waits for `works`, then calls `finish`."""
+    _pending[out.data_ptr()] = _Transfer(works, (out, *kept), finish)
+    return out
 
 
 def wait_(tensor: Tensor) -> Tensor:
@@ -134,7 +135,7 @@ def all_gather_start(piece: Tensor, size: int, group: str, unit: str, own: Seque
     works = _point_to_point(group, dict.fromkeys(others, piece), {r: rows[r] for r in others})
     start, stop = own or (0, piece.numel())
     rows[rank, start:stop].copy_(piece[start:stop])
-    return _start(full, works, (piece,), _nothing)
+    return under_way(full, works, (piece,))
 
 
 def refresh_start(full: Tensor, rank: int, size: int, group: str, unit: str) -> None:
@@ -145,7 +146,7 @@ def refresh_start(full: Tensor, rank: int, size: int, group: str, unit: str) -> 
         return
     others = [r for r in range(size) if r != rank]
     works = _point_to_point(group, dict.fromkeys(others, rows[rank]), {r: rows[r] for r in others})
-    _start(full, works, (), _nothing)
+    under_way(full, works, ())
 
 
 def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str) -> Tensor:
@@ -168,7 +169,7 @@ def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str) -> Tens
     def _part(r: int) -> Tensor:
         return rows[rank] if r == rank else parts[r]
 
-    return _start(out, works, (flat, scratch), finish)
+    return under_way(out, works, (flat, scratch), finish)
 
 
 def exchange_start(rows: Tensor, size: int, group: str) -> Tensor:
@@ -180,7 +181,7 @@ def exchange_start(rows: Tensor, size: int, group: str) -> Tensor:
     others = [r for r in range(size) if r != rank]
     works = _point_to_point(group, {r: rows[r] for r in others}, {r: out[r] for r in others})
     out[rank].copy_(rows[rank])
-    return _start(out, works, (rows,), _nothing)
+    return under_way(out, works, (rows,))
 
 
 def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
@@ -192,13 +193,13 @@ def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
         ops = [dist.P2POp(dist.isend, x, group=pg, group_peer=r) for r, s in enumerate(sources) if s == rank]
         ops.append(dist.P2POp(dist.irecv, out, group=pg, group_peer=sources[rank]))
         begun = dist.batch_isend_irecv(ops)
-        return _start(out, lambda: begun, (x,), _nothing)
+        return under_way(out, lambda: begun, (x,))
     sends = {r: x for r, s in enumerate(sources) if s == rank and r != rank}
     receives = {} if sources[rank] == rank else {sources[rank]: out}
     works = _point_to_point(group, sends, receives)
     if not receives:
         out.copy_(x)
-    return _start(out, works, (x,), _nothing)
+    return under_way(out, works, (x,))
 
 
 define("all_gather(Tensor piece, int size, str group, str unit, *, int[]? own=None) -> Tensor", all_gather_start,

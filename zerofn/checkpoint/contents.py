@@ -14,7 +14,7 @@ from ..errors import nearest
 from ..loss_scale import NoLossScale, StaticLossScale
 from ..partition import as_tensor
 from ..sharding import Sharded, is_sharded
-from ..stored import PLAIN, Kind
+from ..stored import Kind
 from ..tree import PyTreeSpec
 from .tensor_file import CODES
 
@@ -78,10 +78,8 @@ def leaves_of(part: Part) -> list[LeafInfo]:
 
 
 def kinds_of(sharded: Sharded) -> list[Kind]:
-    """How each piece is kept; as it is, in the layout's dtype, where the pieces were given away."""
-    if sharded.lost is not None:
-        return [Kind(PLAIN, u.dtype) for u in sharded.layout.units]
-    return [x.kind for x in sharded.stored]
+    """How each piece is kept, or was before it was given away."""
+    return list(sharded.kinds)
 
 
 def join(prefix: str, name: str) -> str:

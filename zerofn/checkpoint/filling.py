@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..disk import Store
 from ..sharding import Sharded, is_sharded
-from ..storage import allocate, settle
+from ..storage import allocate, scratch_for, settle
 from .contents import LeafInfo, Part, join, kinds_of, leaves_of
 from .stored import Source
 from .tensor_file import CheckpointError
@@ -32,27 +33,30 @@ class Filling:
         Raises `CheckpointError` where a shape differs or a dtype cannot be cast; nothing is allocated before.
         """
         _check(list(self._wanted()), source.leaves, where)
-        return [self._sharded(p, source) if is_sharded(p.value) else self._leaf(p, source)
+        scratch = scratch_for((p.value.spec, kinds_of(p.value)) for p in self.parts if is_sharded(p.value))
+        return [self._sharded(p, source, scratch) if is_sharded(p.value) else self._leaf(p, source)
                 for p in self.parts]
 
     def _wanted(self) -> Iterator[LeafInfo]:
         for part in self.parts:
             yield from (leaf for leaf in leaves_of(part) if leaf.name not in self.absent)
 
-    def _sharded(self, part: Part, source: Source) -> Sharded:
+    def _sharded(self, part: Part, source: Source, scratch: Store | None) -> Sharded:
         like: Sharded = part.value
-        fresh = _allocate_like(part)
+        fresh = _allocate_like(part, scratch)
         spec = like.spec
         names = [join(part.name, name) for name in tree.field_names(spec.layout.treedef)]
         for i, unit in enumerate(spec.layout.units):
             start, stop = spec.layout.cut(unit, spec.axis.rank)  # the rest comes from other ranks
             shift = start - spec.bounds(unit)[0]
+            held = fresh.stored[i].loaded()
             for leaf, a, b in unit.intervals(start, stop):
                 name = names[leaf.index]
                 if name in self.absent:
-                    fresh.stored[i].write(shift + a, like.stored[i].read(shift + a, shift + b))
+                    held.write(shift + a, like.stored[i].read(shift + a, shift + b))
                 else:
-                    fresh.stored[i].fill(shift + a, shift + b, partial(source.read, name, start + a - leaf.offset))
+                    held.fill(shift + a, shift + b, partial(source.read, name, start + a - leaf.offset))
+            fresh.stored[i].save(held)
         return fresh
 
     def _leaf(self, part: Part, source: Source) -> Any:
@@ -76,7 +80,7 @@ def settle_all(values: Sequence[Any]) -> None:
             settle(x)
 
 
-def _allocate_like(part: Part) -> Sharded:
+def _allocate_like(part: Part, scratch: Store | None) -> Sharded:
     like: Sharded = part.value
     spec = like.spec
     if like.lost is None:
@@ -86,7 +90,8 @@ def _allocate_like(part: Part) -> Sharded:
         device = torch.accelerator.current_accelerator() or torch.device("cpu")
     is_params = part.name.rpartition(".")[2] == "params"
     cached = like.full is not None or (is_params and spec.stage in (1, 2) and spec.axis.size > 1)
-    return allocate(spec, torch.device("cpu") if device.type == "meta" else device, cached, kinds_of(like))
+    return allocate(spec, torch.device("cpu") if device.type == "meta" else device, cached, kinds_of(like),
+                    scratch, part.name)
 
 
 def _check(wanted: list[LeafInfo], leaves: Mapping[str, LeafInfo], where: str) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..agreement import alive, exchange
 from ..sharding import Sharded, is_sharded
+from ..stored import Stored
 from . import folder
 from .contents import Part, describe, leaves_of, take_apart
 from .manifest import Manifest, SavedLeaf, SavedTree, SavedUnit
@@ -172,7 +173,16 @@ def _own(name: str, sharded: Sharded, index: int) -> Entry:
     spec, piece, unit = sharded.spec, sharded.stored[index], sharded.layout.units[index]
     start, stop = spec.layout.cut(unit, spec.axis.rank)
     shift = start - spec.bounds(unit)[0]
-    return Entry(name, piece.dtype, (stop - start,), lambda a, b: piece.read(shift + a, shift + b))
+    held: list[Stored] = []  # what lies on a drive, while it is being written
+
+    def read(a: int, b: int) -> Tensor:
+        held[:] = held or [piece.loaded()]
+        values = held[0].read(shift + a, shift + b)
+        if b == stop - start:
+            held.clear()
+        return values
+
+    return Entry(name, piece.dtype, (stop - start,), read)
 
 
 def _collect(written: Written | None) -> dict[str, Written]:

@@ -58,7 +58,8 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
         num_state, num_copies = len(state_tensors), len(flat_copies)
         full = {k: list(flat[num_state + a : num_state + b]) for k, (a, b) in spans.items()}
         decoded: dict[int, tuple[Tensor, Stored]] = {}
-        fake_state = _decode(state_flat.spread(flat[:num_state], full), decoded)
+        kept_state = state_flat.spread(flat[:num_state], full)
+        fake_state = _decode(kept_state, decoded)
         fake_batch = _decode(batch_flat.spread(flat[num_state + num_copies :]), {})
         try:
             with Lines() if traces else contextlib.nullcontext(), no_draws():
@@ -72,7 +73,7 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
         if new_state is not None:
             new_state = _numbers_as_tensors(new_state, fake_state)
             _check_pieces(state_flat, new_state)
-            seen["state"], new = Flat.of(state_flat.keep(new_state, decoded))
+            seen["state"], new = Flat.of(state_flat.keep(new_state, kept_state, decoded))
         seen["aux"], rest = Flat.of(aux)
         seen["num_new"] = len(new)
         return [x.detach() for x in (*new, *rest)]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from .._torch_compat import OpOverload
 from ..loop import run_loop
 from .alias import body_of, is_view, positions, roots, writes, written_before, written_memory
 
@@ -16,6 +17,7 @@ SCATTERS = (ops.reduce_scatter.default,)
 STARTS = (*GATHERS, *SCATTERS, ops.exchange.default, ops.permute.default, ops.refresh_.default)
 # What decodes a piece -> what encodes it.
 DECODES = {ops.join.default: ops.split.default, ops.decode.default: ops.encode.default}
+UPDATE = "update"  # among the meta of a read from a drive: it is for an update rule
 CASTS = (torch.ops.aten._to_copy.default, ops.high.default)
 
 
@@ -39,6 +41,35 @@ def loops(gm: GraphModule) -> list[tuple[Node, GraphModule]]:
     return [(n, body_of(n)) for n in gm.graph.nodes if n.target is run_loop]
 
 
+def in_place_of(target: object) -> OpOverload | None:
+    """`zerofn::rule_` for `zerofn::rule`: it writes, in order, the arguments the pure one returns anew."""
+    if not isinstance(target, OpOverload) or target.namespace != "zerofn":
+        return None
+    packet = getattr(ops, target._schema.name.split("::")[1] + "_", None)
+    return getattr(packet, target._overloadname, None) if packet is not None else None
+
+
+def is_source(node: Node) -> bool:
+    """Whether a unit that is computed with begins to be there with `node`: its gather, or its read from a drive where
+    nothing is gathered."""
+    if not is_fetch(node) or node.meta.get(UPDATE):
+        return is_gather(node)
+    readers = list(wait_of(node).users)
+    while readers and all(x.target in DECODES or x.target in CASTS for x in readers):
+        readers = [user for x in readers for user in x.users]
+    return not any(map(is_gather, readers))
+
+
+def is_fetch(node: Node) -> bool:
+    """Whether `node` starts to read from a drive."""
+    return node.target is ops.fetch.default
+
+
+def fetched(node: Node) -> bool:
+    """Whether `node` waits for what is read from a drive."""
+    return node.target is ops.wait.default and is_fetch(node.args[0])  # type: ignore[arg-type]
+
+
 def wait_of(start: Node) -> Node:
     """The node that waits for `start`."""
     return next(user for user in start.users if user.target is ops.wait.default)
@@ -58,15 +89,17 @@ def weight_chain(graph: Graph) -> list[Node]:
         inputs_ok = all(x in chain or (x.op == "placeholder" and x not in written) for x in node.all_input_nodes)
         if not inputs_ok:
             continue
-        fetched = any(x in chain for x in node.all_input_nodes)
-        if is_gather(node) or (fetched and is_view(node)) or (not fetched and _is_fetch(node)):
+        chained = any(x in chain for x in node.all_input_nodes)
+        if is_gather(node) or is_fetch(node) or (chained and is_view(node)) or _prepares(node):
             chain[node] = None
     return list(chain)
 
 
-def _is_fetch(node: Node) -> bool:
-    """A cast, a view, or what is decoded, of whole placeholders."""
-    return node.target in CASTS or node.target in DECODES or is_view(node)
+def _prepares(node: Node) -> bool:
+    """A cast, a view, or what is decoded, of whole placeholders, or of what was read from a drive."""
+    given = all(x.op == "placeholder" or fetched(x) for x in node.all_input_nodes)
+    joined = all(x.target in DECODES for x in node.all_input_nodes)
+    return (given or joined) and (node.target in CASTS or node.target in DECODES or is_view(node))
 
 
 def sink(graph: Graph, nodes: Iterable[Node]) -> None:

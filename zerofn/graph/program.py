@@ -25,7 +25,8 @@ class Cut:
 
     def pieces(self, tensors: Iterator[Tensor]) -> list[Stored]:
         """Its pieces, of the next tensors."""
-        return [Stored(kind, tuple(next(tensors) for _ in range(kind.num_parts))) for kind in self.kinds]
+        bounds = [self.spec.bounds(unit) for unit in self.spec.layout.units]
+        return [kind.of(tensors, stop - start) for kind, (start, stop) in zip(self.kinds, bounds, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -59,17 +60,20 @@ class Flat:
                 nodes.append((leaf,))
         return Flat(treedef, tuple(nodes), tuple(names)), tensors
 
-    def keep(self, value: Any, decoded: dict[int, tuple[Tensor, Stored]]) -> Any:
-        """A tree of this structure with pieces kept as these are. `decoded`: id of a piece -> the piece, and what it
-        was decoded from: that is what keeps it if it comes back untouched."""
-        def kept(x: Any, cut: Any) -> Any:
+    def keep(self, value: Any, old: Any, decoded: dict[int, tuple[Tensor, Stored]]) -> Any:
+        """A tree of this structure with pieces kept as those of `old` are, in the place of what lies on a drive.
+        `decoded`: id of a piece -> the piece, and what it was decoded from: that keeps it if it comes back untouched.
+        """
+        def kept(x: Any, before: Any) -> Any:
             if not is_sharded(x):
                 return x
-            return Sharded(cut.spec, [decoded[id(piece)][1] if id(piece) in decoded else kind.keep(piece)
-                                    for piece, kind in zip(x.pieces, cut.kinds, strict=True)])
+            pieces = [decoded[id(piece)][1] if id(piece) in decoded else was.kind.keep(piece, was)
+                      for piece, was in zip(x.pieces, before.stored, strict=True)]
+            return Sharded(before.spec, pieces)
 
         leaves, treedef = tree.flatten(value, is_leaf=is_sharded)
-        return tree.unflatten(treedef, [kept(x, cut) for x, cut in zip(leaves, self.nodes, strict=True)])
+        before = tree.leaves(old, is_leaf=is_sharded)
+        return tree.unflatten(treedef, [kept(x, was) for x, was in zip(leaves, before, strict=True)])
 
     @property
     def baked(self) -> dict[str, Any]:
@@ -119,6 +123,7 @@ class Program:
     kept: list[int] = field(default_factory=list)  # where donated: new state tensors it returns; the rest is in place
     timings: dict[str, float] = field(default_factory=dict)
     name: str = "step"
+    arena: Any = None  # the memory that reads from drives go to
 
     @property
     def placeholders(self) -> list[Node]:

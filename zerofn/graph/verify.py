@@ -181,7 +181,7 @@ def _draws(node: Node) -> bool:
 
 _PIECES = {ops.reduce_scatter.default, ops.piece.default}
 _KEEPS = {"wait", "adamw", "sgd", "sgd_momentum", "lion", "scale_runs", "take_runs", "join", "split",
-          "high", "encode", "decode"}
+          "high", "encode", "decode", "fetch", "spill"}
 
 
 def _elementwise(node: Node, used: list[Node]) -> bool:

@@ -16,6 +16,7 @@ from .average import average
 from .canonicalize import canonicalize
 from .donate import donate
 from .own import own
+from .place_fetches import place_fetches
 from .place_gathers import place_gathers
 from .place_gradients import place_gradients
 from .place_scatters import place_scatters
@@ -25,6 +26,7 @@ from .read_pieces import read_pieces
 from .refresh import refresh
 from .regather import regather
 from .reuse import reuse
+from .split_fetches import split_fetches
 from .use_halves import use_halves
 
 Pass = Callable[..., GraphModule]
@@ -32,6 +34,7 @@ Pass = Callable[..., GraphModule]
 SCHEDULE: tuple[Pass, ...] = (  # on the step, then on the bodies of its loops
     use_halves,
     canonicalize,
+    split_fetches,
     place_gathers,
     regather,
     place_scatters,
@@ -43,7 +46,7 @@ SCHEDULE: tuple[Pass, ...] = (  # on the step, then on the bodies of its loops
 WHOLE_STEP: tuple[Pass, ...] = (average,)  # of the step alone, not of loop bodies
 DONATION: tuple[Pass, ...] = (donate, place_updates, refresh)
 NO_DONATION: tuple[Pass, ...] = (own,)
-LAST: tuple[Pass, ...] = (arrive,)
+LAST: tuple[Pass, ...] = (arrive, place_fetches)
 
 
 def run(program: Program, *, donating: bool) -> Program:

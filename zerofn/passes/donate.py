@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .._torch_compat import OpOverload, schema_arguments
+from .._torch_compat import schema_arguments
 from ..graph.alias import is_given, last_uses, positions, roots, writes
-from ..graph.edit import DECODES, clean, copy_of
+from ..graph.edit import DECODES, UPDATE, clean, copy_of, fetched, in_place_of
 from ..graph.program import Program, tensor_of
 
-aten = torch.ops.aten
+aten, ops = torch.ops.aten, torch.ops.zerofn
 TINY = 4  # elements: copying so few into place costs more than handing out a new tensor
 
 
@@ -41,7 +42,8 @@ def donate(gm: GraphModule, program: Program) -> GraphModule:
 def _fits(new: Node, old: Node) -> bool:
     """Whether a new value is to be put where the old one is: large enough to matter, and of the same kind."""
     a, b = tensor_of(new), tensor_of(old)
-    return a is not None and b is not None and a.numel() > TINY and (a.shape, a.dtype, a.device) == (
+    worth = a is not None and (a.numel() > TINY or new.target is ops.spill.default)
+    return a is not None and b is not None and worth and (a.shape, a.dtype, a.device) == (
         b.shape, b.dtype, b.device)
 
 
@@ -70,14 +72,6 @@ def _save_aux(graph: Graph, program: Program, outputs: list[Node], shared: dict[
             taken.add(memory)
 
 
-def _in_place(target: object) -> OpOverload | None:
-    """`zerofn::rule_` for `zerofn::rule`: it writes, in order, the arguments the pure one returns anew."""
-    if not isinstance(target, OpOverload) or target.namespace != "zerofn":
-        return None
-    packet = getattr(torch.ops.zerofn, target._schema.name.split("::")[1] + "_", None)
-    return getattr(packet, target._overloadname, None) if packet is not None else None
-
-
 def _results(rule: Node, num: int) -> list[Node | None]:
     """What a rule returns, each as the node that stands for it."""
     if num == 1:
@@ -99,6 +93,16 @@ def _ends_as(value: Node) -> list[Node]:
     return sorted(encoder.users, key=lambda x: x.args[1])  # type: ignore[arg-type,return-value]
 
 
+def _read_for(value: Node) -> Node | None:
+    """What was read from the drive that `value` alone is to be written to: its memory may be updated."""
+    spill = next(iter(value.users), None)
+    if spill is None or len(value.users) > 1 or spill.target is not ops.spill.default:
+        return None
+    ticket = spill.args[0]
+    reads = [wait for fetch in ticket.users for wait in fetch.users if fetched(wait)]  # type: ignore[union-attr]
+    return next((x for x in reads if x.args[0].meta.get(UPDATE)), None)  # type: ignore[union-attr]
+
+
 def _decode_again(rule: Node, result: Node, parts: list[Node], outputs: list[Node]) -> None:
     """Let those who read a new value that is now in place, encoded, decode it there."""
     encode = next(x for x in result.users if x.target in DECODES.values())
@@ -116,29 +120,30 @@ def _decode_again(rule: Node, result: Node, parts: list[Node], outputs: list[Nod
 def _rule_of(value: Node) -> tuple[Node, int] | None:
     """(the update rule, which of its results) that made `value`, where it has an in-place form."""
     maker, index = (value.args[0], value.args[1]) if value.target is operator.getitem else (value, 0)
-    return (maker, index) if _in_place(maker.target) else None  # type: ignore[union-attr,return-value]
+    return (maker, index) if in_place_of(maker.target) else None  # type: ignore[union-attr,return-value]
 
 
 def _update_in_place(graph: Graph, outputs: list[Node], mine: dict[int, Node], shared: dict[Node, Node]) -> None:
     where, root = positions(graph), roots(graph)
     last = last_uses(graph, where, root)
     place = {outputs[j]: old for j, old in mine.items()}
-    for rule in [node for node in graph.nodes if _in_place(node.target) is not None]:
-        target = _in_place(rule.target)
+    for rule in [node for node in graph.nodes if in_place_of(node.target) is not None]:
+        target = in_place_of(rule.target)
         assert target is not None
         arguments = schema_arguments(target)
         written = [k for k, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
         kept = [_kept_as(rule.args[k]) for k in written]
         results = _results(rule, len(written))
         ends = [_ends_as(x) if x is not None else [] for x in results]
-        if [[place.get(x) for x in end] for end in ends] != kept:
+        if [[place.get(x, _read_for(x)) for x in end] for end in ends] != kept:
             continue
-        places = {m for parts in kept for x in parts for m in (x, shared.get(x, x))}
+        places = {m for parts in kept for x in parts for m in (root[x], shared.get(x, x))}
         read = [x for k, x in enumerate(rule.args) if isinstance(x, Node) and k not in written]
         # Nothing reads the old values later, nor this very rule, which may write p before it reads g.
         if any(last.get(m, -1) > where[rule] for m in places) or any(root[x] in places for x in read):
             continue
-        given = dict(zip(written, kept, strict=True))
+        given: dict[int, Any] = {k: parts if isinstance(arguments[k].type, torch.ListType) else parts[0]
+                                 for k, parts in zip(written, kept, strict=True)}
         with graph.inserting_before(rule):
             graph.call_function(target, tuple(given.get(k, x) for k, x in enumerate(rule.args)), rule.kwargs)
         for result, end, parts in zip(results, ends, kept, strict=True):

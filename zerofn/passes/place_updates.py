@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import positions, roots, touches, writes
-from ..graph.edit import clean, raise_up
+from ..graph.edit import UPDATE, clean, fetched, is_fetch, raise_up, wait_of
 from ..graph.program import Program, tensor_of
+
+ops = torch.ops.zerofn
 
 
 def place_updates(gm: GraphModule, program: Program) -> GraphModule:
@@ -17,7 +20,7 @@ def place_updates(gm: GraphModule, program: Program) -> GraphModule:
     graph = gm.graph
     copies = {piece: whole for piece, whole, _ in program.copies()}
     rules = [n for n in graph.nodes if _is_update(n)]
-    raise_up(graph, _scalars(graph, rules))
+    raise_up(graph, [*_reads(graph), *_scalars(graph, rules)])
     where, root = positions(graph), roots(graph)
     touched = touches(graph, root)
 
@@ -36,13 +39,24 @@ def place_updates(gm: GraphModule, program: Program) -> GraphModule:
                             key=where.__getitem__)
     for rule in sorted(rules, key=first_use, reverse=True):
         anchors[rule].append(rule)
+    writers = {root[x]: rule for rule in rules for x in writes(rule)}
+    for spill in [n for n in graph.nodes if n.target is ops.spill_.default]:
+        if root[spill.args[1]] in writers:
+            writers[root[spill.args[1]]].append(spill)
     return clean(gm)
 
 
 def _is_update(node: Node) -> bool:
     """Whether a node is an update rule of ours, in place in the state."""
     kept = node.args[0] if node.args else None
-    return isinstance(kept, list | tuple) and bool(writes(node)) and all(x.op == "placeholder" for x in writes(node))
+    return isinstance(kept, list | tuple) and bool(writes(node)) and all(
+        x.op == "placeholder" or fetched(x) for x in writes(node))
+
+
+def _reads(graph: Graph) -> list[Node]:
+    """Reads from drives for updates, with their waits."""
+    starts = [n for n in graph.nodes if is_fetch(n) and n.meta.get(UPDATE)]
+    return [n for start in starts for n in (start, wait_of(start))]
 
 
 def _scalars(graph: Graph, rules: list[Node]) -> list[Node]:

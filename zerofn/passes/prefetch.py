@@ -7,19 +7,19 @@ from heapq import heappush, heappushpop
 from torch.fx import GraphModule, Node
 
 from ..graph.alias import last_uses, positions, roots, written_before
-from ..graph.edit import CASTS, clean, is_gather, wait_of
+from ..graph.edit import CASTS, clean, is_source, wait_of
 from .regather import ALIVE
 
 
 def prefetch(gm: GraphModule) -> GraphModule:
-    """Start every gather, with the cast of its piece, as soon as it makes no more than `ALIVE` units that are gathered
-    and not yet used for the last time; not before its piece is there, nor before the gather ahead of it starts. Moves
-    are local, so the order of transfers is the same on every rank.
+    """Start every gather, or read from a drive, with the cast of its piece, as soon as it makes no more than `ALIVE`
+    units that are there and not yet used for the last time; not before its piece is there, nor before the one ahead of
+    it starts. Moves are local, so the order of transfers is the same on every rank.
     """
     nodes = list(gm.graph.nodes)
     where, root = positions(gm.graph), roots(gm.graph)
     last, writer = last_uses(gm.graph, where, root), written_before(gm.graph, where, root)
-    gathers = [n for n in nodes if is_gather(n)]
+    gathers = [n for n in nodes if is_source(n)]
     ends: list[int] = []  # a heap: the latest last uses of the gathers so far; the first of `ALIVE` leaves the others
     for k, start in enumerate(gathers):
         moved = _with_cast(start)

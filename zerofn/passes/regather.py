@@ -7,7 +7,7 @@ from bisect import bisect_right
 from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import positions
-from ..graph.edit import clean, is_gather, sink, wait_of, weight_chain
+from ..graph.edit import clean, is_source, sink, wait_of, weight_chain
 
 ALIVE = 3  # gathered units at a time: one in use, and two that are kept, or under way
 
@@ -20,7 +20,7 @@ def regather(gm: GraphModule) -> GraphModule:
     graph = gm.graph
     chain = weight_chain(graph)
     inside, where = set(chain), positions(graph)
-    gathers = [n for n in chain if is_gather(n)]
+    gathers = [n for n in chain if is_source(n)]
     uses = {g: sorted(_uses(wait_of(g), inside), key=where.__getitem__) for g in gathers}
     timeline = sorted((where[u], k) for k, g in enumerate(gathers) for u in uses[g])
     for k, gather in enumerate(gathers):

@@ -1,0 +1,99 @@
+"""Which parts of a state lie where: `Offload`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .errors import nearest
+
+log = logging.getLogger("zerofn")
+TIERS = (None, "cpu", "nvme")
+UPDATES = ("auto", "cpu", "gpu", "split")
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Tiers of memory for a state.
+
+    `optimizer`, `params`: None (where the model computes), "cpu" (host memory) or "nvme" (files on drives). `path`: the
+    folder, or folders, to stripe over, for "nvme"; the system's temporary folder by default. `fraction`: the share of
+    the units' bytes that is offloaded, those used last first. `update`: which processor updates what is offloaded.
+    """
+
+    optimizer: str | None = None
+    params: str | None = None
+    path: Paths | None = None
+    fraction: float = 1.0
+    update: str = "auto"
+
+    @property
+    def paths(self) -> list[str]:
+        """The folders."""
+        if self.path is None:
+            return [tempfile.gettempdir()]
+        return [os.fspath(p) for p in ([self.path] if isinstance(self.path, str | os.PathLike) else self.path)]
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether anything lies on a drive."""
+        return "nvme" in (self.optimizer, self.params)
+
+
+def resolve(offload: Offload | str | None, stage: int, num_ranks: int, device: str) -> Offload:
+    """An `Offload` from what `shard` accepts. "cpu" and "nvme" mean the optimizer's state, and the parameters where
+    they lie in pieces. Raises `ValueError`/`TypeError` for what is unknown, and for what would have no effect.
+    """
+    whole = stage in (1, 2) and num_ranks > 1  # a gathered copy lies beside the pieces
+    if offload is None:
+        return Offload()
+    if isinstance(offload, str):
+        if offload not in TIERS:
+            near = nearest(offload, ("cpu", "nvme"), 1, 0.0)
+            raise ValueError(f"offload={offload!r} is not known; did you mean {near[0]!r}? There are 'cpu', 'nvme' and "
+                             "zerofn.Offload(optimizer=..., params=..., path=...).")
+        offload = Offload(optimizer=offload, params=None if whole else offload)
+    if not isinstance(offload, Offload):
+        raise TypeError(f"offload: expected None, 'cpu', 'nvme' or a zerofn.Offload, got {type(offload).__name__}.")
+    _check(offload, whole, device)
+    if offload.on_disk and offload.path is None:
+        log.info("offload: scratch files go to %s; Offload(path=...) names another folder.", offload.paths[0])
+    if "cpu" in (offload.optimizer, offload.params) and device == "cpu":
+        log.info("offload: the model computes on the CPU, so what is offloaded to 'cpu' lies in the same memory.")
+    return offload
+
+
+def _check(offload: Offload, whole: bool, device: str) -> None:
+    for name in ("optimizer", "params"):
+        if getattr(offload, name) not in TIERS:
+            raise ValueError(f"Offload({name}={getattr(offload, name)!r}) is not known; there are None, 'cpu' and "
+                             "'nvme'.")
+    if offload.update not in UPDATES:
+        raise ValueError(f"Offload(update={offload.update!r}) is not known; there are {', '.join(UPDATES)}.")
+    if not 0 < offload.fraction <= 1:
+        raise ValueError(f"Offload(fraction={offload.fraction!r}): the share of the units' bytes that is offloaded "
+                         "must be above 0 and at most 1; write offload=None for nothing.")
+    if not (offload.optimizer or offload.params):
+        raise ValueError("Offload() offloads nothing; write Offload(optimizer='cpu') or offload=None.")
+    if offload.path is not None and not offload.on_disk:
+        raise ValueError(f"Offload(path={offload.path!r}) has no effect without 'nvme'; leave it out, or write "
+                         "optimizer='nvme'.")
+    if offload.params and whole:
+        raise ValueError("Offload(params=...) has no effect at stages 1 and 2, where every rank holds a gathered copy "
+                         "of the parameters; use stage=3, or offload the optimizer alone.")
+    if device == "cpu" and offload.update in ("gpu", "split"):
+        raise ValueError(f"Offload(update={offload.update!r}): the model computes on the CPU and there is no other "
+                         "processor to update on; leave update out.")
+
+
+def of_units(offload: Offload, sizes: Sequence[int]) -> list[Offload]:
+    """What holds for each unit, given their bytes in the order of first use: the last ones make up the fraction."""
+    wanted, taken, out = offload.fraction * sum(sizes), 0, []
+    for size in reversed(sizes):
+        out.append(offload if taken < wanted else replace(offload, optimizer=None, params=None))
+        taken += size
+    return out[::-1]

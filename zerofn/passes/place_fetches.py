@@ -1,0 +1,99 @@
+"""Reads from drives start ahead of their use, into places that are given to them once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..disk import pages
+from ..graph.alias import positions, roots, touches
+from ..graph.edit import UPDATE, clean, is_fetch, is_scatter, wait_of
+from ..graph.program import Program
+from ..tickets import Arena
+
+ops = torch.ops.zerofn
+
+
+def place_fetches(gm: GraphModule, program: Program) -> GraphModule:
+    """While a unit is updated, the next one's state is read and the last one's is written; what is computed with is
+    read while the unit before it is. So three units' buffers are enough, in one arena that is made once.
+    """
+    graph = gm.graph
+    fetches = list(filter(is_fetch, graph.nodes))
+    if not fetches:
+        return gm
+    groups = _start_updates(graph, [x for x in fetches if x.meta.get(UPDATE)])
+    _start_early(graph, [x for x in fetches if not x.meta.get(UPDATE)])
+    spans = _spans(graph, groups)
+    places, nbytes = _pack(spans)
+    program.arena = Arena(nbytes)
+    for span, place in zip(spans, places, strict=True):
+        span.node.args = (*span.node.args[:3], [program.arena.number, place])
+    return clean(gm)
+
+
+def _start_updates(graph: Graph, fetches: list[Node]) -> list[list[Node]]:
+    """Waits sink to the update that reads them; the reads for one update start when the one before is waited for.
+    -> the reads, update by update."""
+    where = positions(graph)
+    groups: dict[Node, list[Node]] = {}
+    for fetch in fetches:
+        reader = min(wait_of(fetch).users, key=where.__getitem__)
+        groups.setdefault(reader, []).append(fetch)
+    readers = sorted(groups, key=where.__getitem__)
+    before = next((n for n in graph.nodes if n.target is ops.ravel.default or n.target is ops.flat.default
+                   or is_scatter(n)), None)  # the first gradient: the backward pass has begun
+    for reader in readers:
+        for fetch in groups[reader]:
+            reader.prepend(wait_of(fetch))
+            (before or wait_of(fetch)).prepend(fetch)
+        before = wait_of(groups[reader][0])
+    return [groups[reader] for reader in readers]
+
+
+def _start_early(graph: Graph, fetches: list[Node]) -> None:
+    """A read starts before the one ahead of it is waited for."""
+    where = positions(graph)
+    for last, fetch in zip(fetches, fetches[1:], strict=False):
+        if where[fetch] > where[wait_of(last)]:
+            wait_of(last).prepend(fetch)
+
+
+class _Span(NamedTuple):
+    """Where in the step a read needs its memory: from node `start` to node `stop`."""
+
+    node: Node
+    start: int
+    stop: int
+    nbytes: int
+
+
+def _spans(graph: Graph, groups: list[list[Node]]) -> list[_Span]:
+    where, touched = positions(graph), touches(graph, roots(graph))
+    ends = [max(where[touched[fetch][-1]] for fetch in group) for group in groups]
+    ends = [*ends[1:], len(where)]  # what one update has changed is being written during the next
+    written = {fetch: end for group, end in zip(groups, ends, strict=True) for fetch in group}
+    out = []
+    for fetch in filter(is_fetch, graph.nodes):
+        _, size, dtype = fetch.args[:3]
+        last = touched[fetch][-1]
+        stop = written.get(fetch, where[last]) if last.target is ops.spill_.default else where[last]
+        out.append(_Span(fetch, where[fetch], stop, pages(size * dtype.itemsize)))
+    return out
+
+
+def _pack(spans: list[_Span]) -> tuple[list[int], int]:
+    """A first byte for each span such that those which overlap in time lie apart, and the bytes of all."""
+    placed: list[tuple[_Span, int]] = []
+    for span in spans:
+        near = sorted((at, at + other.nbytes) for other, at in placed
+                      if other.start <= span.stop and span.start <= other.stop)
+        at = 0
+        for start, stop in near:
+            if at + span.nbytes <= start:
+                break
+            at = max(at, stop)
+        placed.append((span, at))
+    return [at for _, at in placed], max(at + span.nbytes for span, at in placed)

@@ -1,0 +1,149 @@
+"""Places on drives as values of a graph: a *ticket*, int64 [1], stands for a region that holds one tensor.
+
+`zerofn::fetch` starts to read it, `zerofn::wait` waits for that as for any transfer, `zerofn::spill_` starts to write
+it and returns at once. What is read, to be written again perhaps, goes through one *arena*, memory that is made once: a
+pass gives every fetch its place there, and a fetch into a place that is still being written from waits for that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from ._torch_compat import current_trace
+from .disk import PAGE, Region, Request, aligned, pages
+from .ops.library import define
+from .transport import under_way
+
+ops = torch.ops.zerofn
+_regions: WeakValueDictionary[int, Region] = WeakValueDictionary()
+_arenas: WeakValueDictionary[int, Arena] = WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+class Arena:
+    """`nbytes` of host memory for one captured step, made at its first use."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self.number = pages(nbytes), next(_numbers)
+        self._memory: Tensor | None = None
+        self._leaving: list[tuple[int, int, Request]] = []  # [start, stop) is being written from
+        _arenas[self.number] = self
+
+    def part(self, start: int, nbytes: int) -> Tensor:
+        """uint8 [nbytes] from `start` on, when nothing of it is being written any more."""
+        if self._memory is None:
+            self._memory = aligned(self.nbytes)
+        stop = start + nbytes
+        for a, b, request in self._leaving:
+            if a < stop and start < b:
+                request.wait()
+        self._leaving = [x for x in self._leaving if not x[2].done]
+        return self._memory[start:stop]
+
+    def leave(self, x: Tensor, nbytes: int, request: Request) -> None:
+        """Note that `x`, if it lies here, is being written."""
+        start = -1 if self._memory is None else x.data_ptr() - self._memory.data_ptr()
+        if 0 <= start < self.nbytes:
+            self._leaving.append((start, start + nbytes, request))
+
+
+def ticket_of(region: Region) -> Tensor:
+    """A new ticket, good for as long as somebody holds the region."""
+    number = next(_numbers)
+    _regions[number] = region
+    return torch.tensor([number])
+
+
+def region_of(ticket: Tensor) -> Region:
+    """What a ticket stands for."""
+    return _regions[int(ticket)]
+
+
+class Spilled:
+    """A tensor [size] that lies on a drive."""
+
+    def __init__(self, ticket: Tensor, dtype: torch.dtype, size: int) -> None:
+        self.ticket, self.dtype, self.size = ticket, dtype, size
+        self._region = None if current_trace() is not None else region_of(ticket)  # held, so that it stays
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the drive."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def region(self) -> Region:
+        """Where it lies."""
+        assert self._region is not None
+        return self._region
+
+    def fetched(self) -> Tensor:
+        """Its value in a step that is being captured. Raises `RuntimeError` elsewhere: it would be read unasked."""
+        if current_trace() is None:
+            raise RuntimeError(f"{self.region.label} lies on a drive ({self.region.store.name}), where only compiled "
+                               "steps work on it: write zerofn.compile(step), or zerofn.unshard(state) first.")
+        return ops.wait(ops.fetch(self.ticket, self.size, self.dtype, []))
+
+    def load(self) -> Tensor:
+        """Its value, read now."""
+        buffer = aligned(self.nbytes)
+        self.region.store.read(self.region, buffer).wait()
+        return buffer[: self.nbytes].view(self.dtype)
+
+    def save(self, x: Tensor) -> None:
+        """Write its value now."""
+        buffer = aligned(self.nbytes)
+        buffer[: self.nbytes].view(self.dtype).copy_(x)
+        self.region.store.write(self.region, buffer).wait()
+
+
+class _Work:
+    """A request in the words of a transfer."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    def wait(self, timeout: Any = None) -> None:
+        """Until it is done."""
+        self._request.wait()
+
+
+def fetch(ticket: Tensor, size: int, dtype: torch.dtype, place: Sequence[int]) -> Tensor:
+    """Start to read `size` elements; `place`: [arena, byte], or nothing for memory of its own. Wait before use."""
+    region, nbytes = region_of(ticket), size * dtype.itemsize
+    buffer = _arenas[place[0]].part(place[1], pages(nbytes)) if place else aligned(nbytes)
+    work = _Work(region.store.read(region, buffer))
+    return under_way(buffer[:nbytes].view(dtype), lambda: [work], (buffer,))
+
+
+def spill_(ticket: Tensor, x: Tensor) -> None:
+    """Start to write `x` [size], which must not be written to until a fetch takes its place."""
+    region, nbytes = region_of(ticket), x.numel() * x.element_size()
+    rest = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
+    if x.data_ptr() % PAGE or rest < pages(nbytes):
+        buffer = aligned(nbytes)
+        buffer[:nbytes].view(x.dtype).copy_(x)
+        region.store.write(region, buffer)
+        return
+    whole = torch.empty(0, dtype=torch.uint8).set_(
+        x.untyped_storage(), x.storage_offset() * x.element_size(), (pages(nbytes),), (1,))
+    request = region.store.write(region, whole)
+    for arena in list(_arenas.values()):
+        arena.leave(x, pages(nbytes), request)
+
+
+def _no_copy(ticket: Tensor, x: Tensor) -> Tensor:
+    raise RuntimeError(f"{region_of(ticket).label} lies on a drive, in one place: a step that keeps the old state "
+                       "beside the new one has none for it. Leave out donate=False, or keep the state in memory.")
+
+
+define("fetch(Tensor ticket, int size, ScalarType dtype, int[] place) -> Tensor", fetch,
+       lambda ticket, size, dtype, place: ticket.new_empty(size, dtype=dtype))
+define("spill(Tensor ticket, Tensor x) -> Tensor", _no_copy, lambda ticket, x: ticket.new_empty(ticket.shape))
+define("spill_(Tensor(a!) ticket, Tensor x) -> ()", spill_, lambda ticket, x: None)
