@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from . import native
+from .arguments import GRADIENTS
 from .library import define
 
 _SIGNATURE = "int[] piece, int[] start, int[] stop, int[] row, int[] column, int num_rows, int num_columns) -> Tensor"
@@ -36,11 +38,31 @@ def dtype_over(tensors: Sequence[Tensor]) -> torch.dtype:
     return functools.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
 
 
-def _over(one: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def run(tensors, *rest):
-        piece, start, stop, row, column, num_rows, num_columns = rest
-        numbers = [one(tensors[i][a:b]) for i, a, b in zip(piece, start, stop, strict=True)]
-        return _grid(numbers, row, column, num_rows, num_columns, dtype_over(tensors), tensors[0].device)
+def part_numbers(x: Tensor, start: Sequence[int], stop: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """(2-norms, largest magnitudes) [parts] of parts of one tensor, read once. A NaN or inf shows in both."""
+    parts = [x[a:b] for a, b in zip(start, stop, strict=True)]
+    if x.device.type == "cpu" and x.is_contiguous() and x.dtype in GRADIENTS:
+        norms, extremes = zip(*native.norm2_and_extreme(parts), strict=True)
+        return torch.tensor(norms), torch.tensor(extremes)
+    return torch.stack(list(map(_norm, parts))), torch.stack([_extreme(p).to(_wide(x.dtype)) for p in parts])
+
+
+def grid(numbers: Sequence[Tensor], place: Sequence[int], num_rows: int, num_columns: int) -> Tensor:
+    """[num_rows, num_columns]: all `numbers` in order at `place` (row * num_columns + column), zero elsewhere."""
+    dtype = dtype_over(numbers)
+    out = torch.zeros(num_rows * num_columns, dtype=dtype, device=numbers[0].device)
+    out[torch.tensor(place, device=out.device)] = torch.cat([x.reshape(-1).to(dtype) for x in numbers])
+    return out.view(num_rows, num_columns)
+
+
+def _one_of(k: int) -> Callable[..., Tensor]:
+    """One of the two numbers of parts of many tensors, as a grid."""
+    def run(tensors, piece, start, stop, row, column, num_rows, num_columns):
+        numbers = [part_numbers(tensors[i], [a], [b])[k] for i, a, b in zip(piece, start, stop, strict=True)]
+        place = [r * num_columns + c for r, c in zip(row, column, strict=True)]
+        if not numbers:
+            return torch.zeros(num_rows, num_columns, dtype=dtype_over(tensors), device=tensors[0].device)
+        return grid(numbers, place, num_rows, num_columns).to(dtype_over(tensors))
 
     return run
 
@@ -71,6 +93,10 @@ def _fake_dots(a, b, *rest):
     return _fake([*a, *b], *rest)
 
 
-define(f"part_norms(Tensor[] tensors, {_SIGNATURE}", _over(_norm), _fake)
-define(f"part_extremes(Tensor[] tensors, {_SIGNATURE}", _over(_extreme), _fake)
+define(f"part_norms(Tensor[] tensors, {_SIGNATURE}", _one_of(0), _fake)
+define(f"part_extremes(Tensor[] tensors, {_SIGNATURE}", _one_of(1), _fake)
+define("part_numbers(Tensor x, int[] start, int[] stop) -> (Tensor, Tensor)", part_numbers,
+       lambda x, start, stop: (x.new_empty(len(start), dtype=_wide(x.dtype)),) * 2)
+define("grid(Tensor[] numbers, int[] place, int num_rows, int num_columns) -> Tensor", grid,
+       lambda numbers, place, *size: numbers[0].new_empty(size, dtype=dtype_over(numbers)))
 define(f"part_dots(Tensor[] a, Tensor[] b, {_SIGNATURE}", _dots, _fake_dots)

@@ -23,6 +23,7 @@ from .place_scatters import place_scatters
 from .place_updates import place_updates
 from .prefetch import prefetch
 from .read_pieces import read_pieces
+from .reduce_early import reduce_early
 from .refresh import refresh
 from .regather import regather
 from .reuse import reuse
@@ -41,6 +42,7 @@ SCHEDULE: tuple[Pass, ...] = (  # on the step, then on the bodies of its loops
     place_gradients,
     prefetch,
     read_pieces,
+    reduce_early,
     reuse,
 )
 WHOLE_STEP: tuple[Pass, ...] = (average,)  # of the step alone, not of loop bodies

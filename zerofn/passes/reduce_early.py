@@ -1,0 +1,70 @@
+"""A gradient's norm, and whether it is finite, are taken as soon as it is complete."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from typing import Any, cast
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..graph.alias import positions, roots, writes
+from ..graph.edit import clean
+
+ops = torch.ops.zerofn
+_Key = tuple[Node, tuple[tuple[int, int], ...]]  # a tensor, and [start, stop) of its parts
+_Args = tuple[list[Node], list[int], list[int], list[int], list[int], list[int], int, int]
+_REDUCTIONS = (ops.part_norms.default, ops.part_extremes.default)
+
+
+def reduce_early(gm: GraphModule) -> GraphModule:
+    """Cut reductions over many tensors into one for each, which reads it in one pass for its norms and extremes while
+    it is in the cache; what is left for the end is to put the numbers together. The values are the same, bit for bit.
+    """
+    graph = gm.graph
+    wanted: dict[_Key, set[Any]] = defaultdict(set)
+    for node in _reductions(graph):
+        for key, _ in _by_tensor(node):
+            wanted[key].add(node.target)
+    where, root = positions(graph), roots(graph)
+    complete = {root[x]: n for n in graph.nodes for x in writes(n)}  # the last that writes to each memory
+    found = {key: _reduce(graph, key, kinds, complete.get(root[key[0]]), where) for key, kinds in wanted.items()}
+    for node in _reductions(graph):
+        numbers = [(found[key][node.target], places) for key, places in _by_tensor(node)]
+        with graph.inserting_before(node):
+            grid = graph.call_function(ops.grid.default, (
+                [x for x, _ in numbers], [p for _, places in numbers for p in places], *node.args[-2:]))
+        grid.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(grid)
+    return clean(gm)
+
+
+def _reductions(graph: Graph) -> list[Node]:
+    return [n for n in graph.nodes if n.target in _REDUCTIONS]
+
+
+def _by_tensor(node: Node) -> list[tuple[_Key, list[int]]]:
+    """For each tensor that a reduction reads: (it and its parts, where their numbers go in the result)."""
+    tensors, piece, start, stop, row, column, _, num_columns = cast(_Args, node.args)
+    parts: dict[int, list[int]] = defaultdict(list)
+    for i, k in enumerate(piece):
+        parts[k].append(i)
+    return [((tensors[k], tuple((start[i], stop[i]) for i in mine)), [row[i] * num_columns + column[i] for i in mine])
+            for k, mine in parts.items()]
+
+
+def _reduce(graph: Graph, key: _Key, kinds: set[Any], complete: Node | None, where: dict[Node, int]
+            ) -> dict[Any, Node]:
+    """Reductions of one tensor, right after it is there: kind -> its numbers."""
+    tensor, parts = key
+    starts, stops = [a for a, _ in parts], [b for _, b in parts]
+    after = max([tensor, *([complete] if complete else [])], key=where.__getitem__)
+    with graph.inserting_after(after):
+        both = graph.call_function(ops.part_numbers.default, (tensor, starts, stops))
+    out = {}
+    with graph.inserting_after(both):
+        for k, kind in enumerate(_REDUCTIONS):
+            if kind in kinds:
+                out[kind] = graph.call_function(operator.getitem, (both, k))
+    return out
