@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 def checksum(address: int, nbytes: int) -> int:
     """A checksum of host memory, 0 or more; the same value within a process only, so it is never stored."""
-    return _function()(address, nbytes)
+    return function()(address, nbytes)
 
 
 @functools.cache
-def _function() -> Callable[[int, int], int]:
+def function() -> Callable[[int, int], int]:
     """The compiled checksum where there is one, else CRC-32, some five times slower."""
     try:
         native = importlib.import_module("zerofn.ops.native")
