@@ -246,7 +246,7 @@ def test_aligned(nbytes):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="buffers are CUDA's, which chooses their pages")
-@pytest.mark.skipif(not os.path.exists("/sys/kernel/mm/transparent_hugepage"), reason="this kernel has one size of pages")
+@pytest.mark.skipif(not os.path.exists("/sys/kernel/mm/transparent_hugepage"), reason="a kernel without them")
 def test_buffers_ask_for_huge_pages():
     buffer = aligned(3 << 20).fill_(1)
     inside, flags = False, ""
