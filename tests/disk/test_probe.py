@@ -95,11 +95,12 @@ def test_measured_once_for_all_processes(monkeypatch, tmp_path):
     assert subprocess.run(command, capture_output=True, text=True, check=True, cwd=root).stdout.strip() == str(drive)
 
 
-def test_another_start_of_the_machine_is_another_drive(monkeypatch, tmp_path):
+@pytest.mark.parametrize("name, other", [("_boot", lambda: "later"), ("function", lambda: test_this_drive)])
+def test_another_start_of_the_machine_or_checksum_is_another_drive(monkeypatch, tmp_path, name, other):
     drive = measured(monkeypatch, tmp_path, lambda *_: 1 * GB)
     probe.probe(tmp_path)
     monkeypatch.setattr(probe, "_known", {})
-    monkeypatch.setattr(probe, "_boot", lambda: "later")
+    monkeypatch.setattr(probe, name, other)
     monkeypatch.setattr(probe, "_trial", lambda *_, writes: 2 * GB)
     assert probe.probe(tmp_path).read == 2 * drive.read
     assert len(json.loads((tmp_path / "cache/zerofn/drives.json").read_text())) == 2
@@ -109,7 +110,7 @@ def test_another_start_of_the_machine_is_another_drive(monkeypatch, tmp_path):
 def test_a_cache_that_cannot_be_used(monkeypatch, tmp_path, content):
     cache = tmp_path / "cache/zerofn/drives.json"
     cache.parent.mkdir(parents=True)
-    cache.write_text(content.replace("%s", f"{tmp_path.stat().st_dev}-{probe._boot()}"))
+    cache.write_text(content.replace("%s", probe._key(tmp_path)))
     monkeypatch.setattr(probe, "_trial", lambda *_, writes: 1 * GB)
     assert probe.probe(tmp_path).depth == 2
     assert len(json.loads(cache.read_text())) == 1
