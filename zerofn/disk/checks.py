@@ -16,7 +16,7 @@ def checksum(address: int, nbytes: int) -> int:
 
 @functools.cache
 def function() -> Callable[[int, int], int]:
-    """The compiled checksum where there is one, else CRC-32, some five times slower."""
+    """The compiled checksum where there is one, else CRC-32, which is several times slower."""
     try:
         native = importlib.import_module("zerofn.ops.native")
     except ImportError:
