@@ -41,6 +41,8 @@ def dtype_over(tensors: Sequence[Tensor]) -> torch.dtype:
 def part_numbers(x: Tensor, start: Sequence[int], stop: Sequence[int]) -> tuple[Tensor, Tensor]:
     """(2-norms, largest magnitudes) [parts] of parts of one tensor, read once. A NaN or inf shows in both."""
     parts = [x[a:b] for a, b in zip(start, stop, strict=True)]
+    if not parts:
+        return (torch.zeros(0, dtype=_wide(x.dtype), device=x.device),) * 2
     if x.device.type == "cpu" and x.is_contiguous() and x.dtype in GRADIENTS:
         norms, extremes = zip(*native.norm2_and_extreme(parts), strict=True)
         return torch.tensor(norms), torch.tensor(extremes)
@@ -51,7 +53,7 @@ def grid(numbers: Sequence[Tensor], place: Sequence[int], num_rows: int, num_col
     """[num_rows, num_columns]: all `numbers` in order at `place` (row * num_columns + column), zero elsewhere."""
     dtype = dtype_over(numbers)
     out = torch.zeros(num_rows * num_columns, dtype=dtype, device=numbers[0].device)
-    out[torch.tensor(place, device=out.device)] = torch.cat([x.reshape(-1).to(dtype) for x in numbers])
+    out[torch.tensor(place, dtype=torch.int64, device=out.device)] = torch.cat([x.reshape(-1).to(dtype) for x in numbers])
     return out.view(num_rows, num_columns)
 
 
@@ -73,7 +75,7 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def _extreme(x: Tensor) -> Tensor:
-    if not x.is_floating_point():
+    if not x.is_floating_point() or not x.numel():
         return torch.zeros((), device=x.device)  # whole numbers are finite
     low, high = torch.aminmax(x)
     return torch.maximum(low.neg(), high).to(_wide(x.dtype))

@@ -8,6 +8,7 @@ pass gives every fetch its place there, and a fetch into a place that is still b
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
@@ -24,6 +25,8 @@ ops = torch.ops.zerofn
 _regions: WeakValueDictionary[int, Region] = WeakValueDictionary()
 _arenas: WeakValueDictionary[int, Arena] = WeakValueDictionary()
 _numbers = itertools.count(1)
+_loose: deque[Request] = deque()  # writes from memory of their own
+LOOSE = 2  # of them at a time
 
 
 class Arena:
@@ -127,9 +130,11 @@ def spill_(ticket: Tensor, x: Tensor) -> None:
     region, nbytes = region_of(ticket), x.numel() * x.element_size()
     rest = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
     if x.data_ptr() % PAGE or rest < pages(nbytes):
+        while len(_loose) >= LOOSE:
+            _loose.popleft().wait()
         buffer = aligned(nbytes)
         buffer[:nbytes].view(x.dtype).copy_(x)
-        region.store.write(region, buffer)
+        _loose.append(region.store.write(region, buffer))
         return
     whole = torch.empty(0, dtype=torch.uint8).set_(
         x.untyped_storage(), x.storage_offset() * x.element_size(), (pages(nbytes),), (1,))
@@ -145,5 +150,6 @@ def _no_copy(ticket: Tensor, x: Tensor) -> Tensor:
 
 define("fetch(Tensor ticket, int size, ScalarType dtype, int[] place) -> Tensor", fetch,
        lambda ticket, size, dtype, place: ticket.new_empty(size, dtype=dtype))
+define("ticket(int number) -> Tensor", lambda number: torch.tensor([number]), lambda number: torch.empty(1).long())
 define("spill(Tensor ticket, Tensor x) -> Tensor", _no_copy, lambda ticket, x: ticket.new_empty(ticket.shape))
 define("spill_(Tensor(a!) ticket, Tensor x) -> ()", spill_, lambda ticket, x: None)

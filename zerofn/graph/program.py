@@ -123,6 +123,7 @@ class Program:
     kept: list[int] = field(default_factory=list)  # where donated: new state tensors it returns; the rest is in place
     timings: dict[str, float] = field(default_factory=dict)
     name: str = "step"
+    scratch: Any = None  # the places on drives where gradients wait
     arena: Any = None  # the memory that reads from drives go to
 
     @property

@@ -16,6 +16,7 @@ from .average import average
 from .canonicalize import canonicalize
 from .donate import donate
 from .own import own
+from .park_gradients import park_gradients
 from .place_fetches import place_fetches
 from .place_gathers import place_gathers
 from .place_gradients import place_gradients
@@ -46,7 +47,7 @@ SCHEDULE: tuple[Pass, ...] = (  # on the step, then on the bodies of its loops
     reuse,
 )
 WHOLE_STEP: tuple[Pass, ...] = (average,)  # of the step alone, not of loop bodies
-DONATION: tuple[Pass, ...] = (donate, place_updates, refresh)
+DONATION: tuple[Pass, ...] = (donate, place_updates, park_gradients, refresh)
 NO_DONATION: tuple[Pass, ...] = (own,)
 LAST: tuple[Pass, ...] = (arrive, place_fetches)
 

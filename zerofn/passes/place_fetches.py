@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..disk import pages
-from ..graph.alias import positions, roots, touches
+from ..graph.alias import positions, roots, touches, written_before
 from ..graph.edit import UPDATE, clean, is_fetch, is_scatter, wait_of
 from ..graph.program import Program
 from ..tickets import Arena
@@ -38,6 +38,7 @@ def _start_updates(graph: Graph, fetches: list[Node]) -> list[list[Node]]:
     """Waits sink to the update that reads them; the reads for one update start when the one before is waited for.
     -> the reads, update by update."""
     where = positions(graph)
+    writer = written_before(graph, where, roots(graph))
     groups: dict[Node, list[Node]] = {}
     for fetch in fetches:
         reader = min(wait_of(fetch).users, key=where.__getitem__)
@@ -45,11 +46,15 @@ def _start_updates(graph: Graph, fetches: list[Node]) -> list[list[Node]]:
     readers = sorted(groups, key=where.__getitem__)
     before = next((n for n in graph.nodes if n.target is ops.ravel.default or n.target is ops.flat.default
                    or is_scatter(n)), None)  # the first gradient: the backward pass has begun
+    at = where[before] if before else 0
     for reader in readers:
         for fetch in groups[reader]:
             reader.prepend(wait_of(fetch))
-            (before or wait_of(fetch)).prepend(fetch)
-        before = wait_of(groups[reader][0])
+            if fetch in writer and at <= where[writer[fetch]]:  # it is written first
+                writer[fetch].append(fetch)
+            else:
+                (before or wait_of(fetch)).prepend(fetch)
+        before, at = wait_of(groups[reader][0]), where[reader]
     return [groups[reader] for reader in readers]
 
 

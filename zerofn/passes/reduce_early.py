@@ -47,7 +47,7 @@ def _reductions(graph: Graph) -> list[Node]:
 def _by_tensor(node: Node) -> list[tuple[_Key, list[int]]]:
     """For each tensor that a reduction reads: (it and its parts, where their numbers go in the result)."""
     tensors, piece, start, stop, row, column, _, num_columns = cast(_Args, node.args)
-    parts: dict[int, list[int]] = defaultdict(list)
+    parts: dict[int, list[int]] = {k: [] for k in range(len(tensors))}  # those, too, that have none on this rank
     for i, k in enumerate(piece):
         parts[k].append(i)
     return [((tensors[k], tuple((start[i], stop[i]) for i in mine)), [row[i] * num_columns + column[i] for i in mine])

@@ -1,0 +1,68 @@
+"""Gradients that wait for a verdict wait on the drive, where the state they belong to lies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..disk import Region, Store, pages
+from ..graph.alias import roots, touches
+from ..graph.edit import UPDATE, clean, fetched
+from ..graph.program import Cut, Program, tensor_of
+from ..tickets import ticket_of
+
+ops = torch.ops.zerofn
+HELD = 2  # gradients that stay in memory: those of the first updates, which were made last
+
+
+def park_gradients(gm: GraphModule, program: Program) -> GraphModule:
+    """Write a reduced gradient out once its norm is taken, and read it again with the state it updates: of the
+    gradients that wait, as of the state, no more than three units' are in memory.
+    """
+    rules = [n for n in gm.graph.nodes if _waits(n)][HELD:]
+    root = roots(gm.graph)
+    touched = touches(gm.graph, root)
+    # Who else reads a gradient after its norm was taken needs it in memory.
+    rules = [n for n in rules if touched[root[_gradient(n)]][-1] is n and root[_gradient(n)].op != "placeholder"]
+    if rules:
+        program.scratch = _regions(program, [_gradient(n) for n in rules])
+        for rule, region in zip(rules, program.scratch, strict=True):
+            _park(gm.graph, rule, touched[root[_gradient(rule)]][-2], region)
+    return clean(gm)
+
+
+def _gradient(rule: Node) -> Node:
+    return rule.args[1]  # type: ignore[return-value]
+
+
+def _waits(node: Node) -> bool:
+    """Whether a node is an update in place of what was read from a drive, and its gradient waits for a verdict."""
+    kept: list[Any] = [x for x in node.args if isinstance(x, list | tuple) and x and isinstance(x[0], Node)]
+    if not kept or node.args[0] is not kept[0] or not any(fetched(x) for parts in kept for x in parts):
+        return False
+    factor, finite = node.args[len(kept) + 3 : len(kept) + 5]  # after the gradient, the moments, count and lr
+    return isinstance(factor, Node) or isinstance(finite, Node)
+
+
+def _regions(program: Program, gradients: list[Node]) -> list[Region]:
+    kinds = [kind for cut in program.state.nodes if isinstance(cut, Cut) for kind in cut.kinds]
+    sizes = [tensor_of(g).nbytes for g in gradients]  # type: ignore[union-attr]
+    store = Store(next(kind.paths for kind in kinds if kind.paths), sum(map(pages, sizes)), name="gradients")
+    return [store.allocate(size, f"a gradient ({g.name})") for g, size in zip(gradients, sizes, strict=True)]
+
+
+def _park(graph: Graph, rule: Node, after: Node, region: Region) -> None:
+    gradient = _gradient(rule)
+    value = tensor_of(gradient)
+    assert value is not None
+    with graph.inserting_after(after):
+        ticket = graph.call_function(ops.ticket.default, (int(ticket_of(region)),))
+    with graph.inserting_after(ticket):
+        graph.call_function(ops.spill_.default, (ticket, gradient))
+    with graph.inserting_before(rule):
+        fetch = graph.call_function(ops.fetch.default, (ticket, value.numel(), value.dtype, []))
+        wait = graph.call_function(ops.wait.default, (fetch,))
+    fetch.meta[UPDATE] = True
+    rule.replace_input_with(gradient, wait)
