@@ -78,7 +78,7 @@ class _Span(NamedTuple):
 def _spans(graph: Graph, groups: list[list[Node]]) -> list[_Span]:
     where, touched = positions(graph), touches(graph, roots(graph))
     ends = [max(where[touched[fetch][-1]] for fetch in group) for group in groups]
-    ends = [*ends[1:], len(where)]  # what one update has changed is being written during the next
+    ends = [*ends[1:], len(where)][: len(ends)]  # what one update has changed is being written during the next
     written = {fetch: end for group, end in zip(groups, ends, strict=True) for fetch in group}
     out = []
     for fetch in filter(is_fetch, graph.nodes):
