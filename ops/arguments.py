@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 256  # elements with one scale and one seed
+CPU = torch.device("cpu")
 UNIT = 2048  # elements; pieces start at a multiple
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -52,24 +53,25 @@ def moment_format(moment: Sequence[Tensor]) -> int:
     return 2 if len(moment) == 2 else int(moment[0].dtype == torch.bfloat16)
 
 
-def check_tensors(rule: str, p: Sequence[Tensor], g: Tensor, moments: Sequence[Sequence[Tensor]]) -> None:
+def check_tensors(rule: str, p: Sequence[Tensor], g: Tensor, moments: Sequence[Sequence[Tensor]],
+                  device: torch.device = CPU) -> None:
     """Raise `ValueError` for an unknown rule or a wrong size, `TypeError` for a dtype, device or layout."""
     if rule not in RULES:
         raise ValueError(f"update_: there is no rule {rule!r}; the rules are {', '.join(RULES)}.")
     size = g.numel()
-    check_tensor("update_: g", g, GRADIENTS, size)
+    check_tensor("update_: g", g, GRADIENTS, size, device)
     if len(p) not in (1, 2):
         raise ValueError(f"update_: p must be [fp32] or [bfloat16, int16], and {len(p)} tensors came.")
     for x, dtype in zip(p, [torch.float32] if len(p) == 1 else [torch.bfloat16, torch.int16], strict=True):
-        check_tensor("update_: p", x, (dtype,), size)
+        check_tensor("update_: p", x, (dtype,), size, device)
     if len(moments) != RULES[rule].num_moments:
         raise ValueError(f"update_: {rule} has {RULES[rule].num_moments} moments, and {len(moments)} came.")
     for moment in moments:
         if len(moment) == 2:
-            check_tensor("update_: codes", moment[0], (torch.uint8,), size)
-            check_tensor("update_: scales", moment[1], (torch.float32,), num_blocks(size))
+            check_tensor("update_: codes", moment[0], (torch.uint8,), size, device)
+            check_tensor("update_: scales", moment[1], (torch.float32,), num_blocks(size), device)
         elif len(moment) == 1:
-            check_tensor("update_: a moment", moment[0], (torch.float32, torch.bfloat16), size)
+            check_tensor("update_: a moment", moment[0], (torch.float32, torch.bfloat16), size, device)
         else:
             raise ValueError(f"update_: a moment must be [x] or [codes, scales], and {len(moment)} tensors came.")
     formats = {moment_format(moment) for moment in moments}
@@ -77,12 +79,14 @@ def check_tensors(rule: str, p: Sequence[Tensor], g: Tensor, moments: Sequence[S
         raise ValueError("update_: m and v must be in one format, fp32, bf16 or 8-bit; two came.")
 
 
-def check_tensor(what: str, x: Tensor, dtypes: Sequence[torch.dtype], size: int | None = None) -> None:
-    """Raise `TypeError` unless `x` is contiguous, on the CPU and of one of `dtypes`; `ValueError` for its size."""
+def check_tensor(what: str, x: Tensor, dtypes: Sequence[torch.dtype], size: int | None = None,
+                 device: torch.device = CPU) -> None:
+    """Raise `TypeError` unless `x` is contiguous, on `device` and of one of `dtypes`; `ValueError` for its size."""
     if x.dtype not in dtypes:
         raise TypeError(f"{what} must be {' or '.join(map(str, dtypes))}, and {x.dtype} came.")
-    if x.device.type != "cpu" or not x.is_contiguous():
-        raise TypeError(f"{what} must be contiguous and on the CPU; this one is on {x.device}, strides {x.stride()}.")
+    if x.device != device or not x.is_contiguous():
+        place = "the CPU" if device == CPU else device
+        raise TypeError(f"{what} must be contiguous and on {place}; this one is on {x.device}, strides {x.stride()}.")
     if size is not None and x.numel() != size:
         raise ValueError(f"{what} must have {size} elements, and {x.numel()} came.")
 

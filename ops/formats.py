@@ -10,10 +10,12 @@ sends ties to even. A NaN is kept as hi = 0x7FC0, lo = 0.
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from . import native
+from . import cuda, native
 from .arguments import BLOCK as BLOCK
 from .library import define
 
@@ -27,16 +29,25 @@ def _rounded(p: Tensor) -> Tensor:
     return hi.masked_fill_(p.isnan(), _NAN)
 
 
+def kernels(x: Tensor) -> ModuleType | None:
+    """`native` or `cuda`, whichever serves the tensor's device; None where torch's operations have to."""
+    if x.device.type == "cpu":
+        return native
+    return cuda if x.device.type == "cuda" and not cuda.missing() else None
+
+
 def high(p: Tensor) -> Tensor:
     """float32 -> bfloat16, nearest, ties away from zero: the `hi` of `split`."""
+    if kernels(p) is cuda:
+        return cuda.high(p.contiguous())
     return _rounded(p.contiguous()).view(HALF)
 
 
 def split(p: Tensor) -> tuple[Tensor, Tensor]:
     """float32 -> (hi bfloat16, lo int16). See [Note: split master]."""
     p = p.contiguous()
-    if p.device.type == "cpu":
-        return native.split(p)
+    if served := kernels(p):
+        return served.split(p)
     hi = _rounded(p)
     lo = (p.view(torch.int32) - torch.bitwise_left_shift(hi.to(torch.int32), 16)).to(LOW)
     return hi.view(HALF), lo.masked_fill_(p.isnan(), 0)
@@ -44,19 +55,23 @@ def split(p: Tensor) -> tuple[Tensor, Tensor]:
 
 def join(hi: Tensor, lo: Tensor) -> Tensor:
     """(hi, lo) -> float32, every bit of what `split` was given."""
-    if hi.device.type == "cpu":
-        return native.join(hi.contiguous(), lo.contiguous())
+    if served := kernels(hi):
+        return served.join(hi.contiguous(), lo.contiguous())
     return torch.bitwise_left_shift(hi.view(torch.int16).to(torch.int32), 16).add_(lo).view(torch.float32)
 
 
 def encode(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """float32 [size] -> (codes uint8 [size], scales float32 [ceil(size / 256)]), rounded to nearest."""
+    if served := kernels(x):
+        return served.encode(x.contiguous(), signed)
     codes, scales = native.encode(x.contiguous().cpu(), signed)
     return codes.to(x.device), scales.to(x.device)
 
 
 def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """What `encode` made -> float32 [size]."""
+    if served := kernels(codes):
+        return served.decode(codes.contiguous(), scales.contiguous(), signed)
     return native.decode(codes.contiguous().cpu(), scales.contiguous().cpu(), signed).to(codes.device)
 
 

@@ -1,8 +1,9 @@
 """What elementwise update rules share: runs of constants, the gradient's factor, the verdict, two forms, two makers.
 
 `define_rule` makes `zerofn::name`, which returns new tensors, and `zerofn::name_`, which writes, in the same order, the
-arguments the other returns, each given as the list of what keeps it (`Parts`). On the CPU a float32 master, whole or in
-halves, is updated by the kernels (`native`); anything else by torch's operations, with the same arithmetic.
+arguments the other returns, each given as the list of what keeps it (`Parts`). A float32 master, whole or in halves, is
+updated by the kernels (`native` on the CPU, `cuda` on a GPU); anything else by torch's operations, in the same
+arithmetic.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import native
-from .formats import join, split
+from . import cuda, native
+from .formats import join, kernels, split
 from .library import define
 
 BLOCK = 1 << 16  # elements: on the CPU a block's arrays stay in cache between the passes over it
@@ -50,7 +51,11 @@ def define_rule(name: str, moments: Sequence[str], hyper: str, update: Update, k
                 return
             finite = None
         with _as_blocks(kept, blocks) as held:
-            if finite is None and native.can_update(kernel(*constants)[0], p, g, held):
+            served = kernels(g)
+            if served is cuda and cuda.can_update(kernel(*constants)[0], p, g, held):
+                _run_on_gpu(kernel(*constants), p, g, held, count, lr, factor, finite, runs, offset)
+                return
+            if served is native and finite is None and native.can_update(kernel(*constants)[0], p, g, held):
                 _run_kernel(kernel(*constants), p, g, held, count, lr, factor, runs, offset)
                 return
         _check_plain(name, p, kept, blocks)
@@ -82,26 +87,36 @@ def _run_kernel(kernel: tuple[str, dict[str, Any]], p: Parts, g: Tensor, moments
                    factors=() if factor is None else (float(factor),), hyper=kernel[1], count=int(count), offset=offset)
 
 
+def _run_on_gpu(kernel: tuple[str, dict[str, Any]], p: Parts, g: Tensor, moments: Sequence[Parts], count: Tensor,
+                lr: Tensor | None, factor: Tensor | None, finite: Tensor | None, runs: Sequence[Any], offset: int
+                ) -> None:
+    starts, stops, rates, decays = runs
+    cuda.update_(kernel[0], p, g, moments, starts=starts, stops=stops, rates=rates, decays=decays, hyper=kernel[1],
+                 count=count, lr=lr, factor=factor, finite=finite, offset=offset)
+
+
 @contextlib.contextmanager
 def _as_blocks(moments: Sequence[Parts], blocks: bool) -> Iterator[Sequence[Parts]]:
     """Moments as the kernels take them: what is to be rounded to 8-bit blocks goes through them."""
-    if not blocks or any(len(m) > 1 or m[0].dtype != torch.float32 or m[0].device.type != "cpu" for m in moments):
+    served = kernels(moments[0][0]) if blocks and moments else None
+    if served is None or any(len(m) > 1 or m[0].dtype != torch.float32 for m in moments):
         yield moments
         return
     whole = [m[0].contiguous() for m in moments]
-    coded = [native.encode(x.view(-1), k == 0) for k, x in enumerate(whole)]
+    coded = [served.encode(x.view(-1), k == 0) for k, x in enumerate(whole)]
     yield coded
     for k, (m, x, parts) in enumerate(zip(moments, whole, coded, strict=True)):
-        native.decode(*parts, k == 0, x.view(-1))
+        served.decode(*parts, k == 0, x.view(-1))
         if x is not m[0]:
             m[0].copy_(x)
 
 
 def _check_plain(name: str, p: Parts, moments: Sequence[Parts], blocks: bool) -> None:
     if blocks or any(len(m) > 1 or m[0].dtype == torch.bfloat16 != p[0].dtype for m in moments):
-        raise TypeError(f"{name}: moments in 8-bit blocks or bfloat16 go with a float32 master on the CPU; got a "
-                        f"{str(p[0].dtype).removeprefix('torch.')} one on {p[0].device}. Leave moments out, or write "
-                        "shard(..., precision='fp32') or 'bf16'.")
+        why = f"{cuda.missing()} " if p[0].is_cuda and cuda.missing() else ""
+        raise TypeError(f"{name}: moments in 8-bit blocks or bfloat16 go with a float32 master, where there are "
+                        f"kernels for it; got a {str(p[0].dtype).removeprefix('torch.')} one on {p[0].device}. {why}"
+                        "Leave moments out, or write shard(..., precision='fp32') or 'bf16'.")
 
 
 @contextlib.contextmanager
