@@ -29,8 +29,7 @@ from .arguments import (
 )
 
 # CuPy's own RawModule would add -ftz=true, with which small numbers lose their bits.
-OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true",
-           "-Wno-deprecated-gpu-targets")
+OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 KERNELS = ("runs", "update", "chunks", "norms", "split", "joined", "encode", "decode", "cast")
 _NUMBERS = {dtype: i for i, dtype in enumerate(GRADIENTS)}  # zf_number
 _WARPS = 8  # of a launch's block

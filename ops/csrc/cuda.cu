@@ -2,7 +2,7 @@
 //
 // A warp takes 256 elements at a time, a block of 8-bit codes, and a thread of it 8 in a row: 16 bytes an access where
 // memory is aligned to that, single elements elsewhere and at the end. What differs between rules and formats is asked
-// once for 8 elements, the same by all threads: memory is what such a kernel waits for, and one kernel is soon compiled.
+// once for 8 elements, by all threads alike: memory is what such a kernel waits for, and one kernel is soon compiled.
 // What changes from step to step is read on the device, so that no launch waits for a number. Kernels take pointers,
 // 64-bit integers and doubles alone.
 #include "kernels.h"
@@ -156,8 +156,8 @@ ZF_KERNEL zf_runs(const Constants *in, zf_run *out, zf_i64 num, zf_i64 rule, zf_
 }
 
 // The elements of `inside`, a bit each; those from `tail` on are the tail of their run.
-ZF_GPU void steps(zf_i64 rule, bool lossy, zf_u32 inside, int tail, const zf_rates *run, float *p, const float *g, float *m,
-                  float *v) {
+ZF_GPU void steps(zf_i64 rule, bool lossy, zf_u32 inside, int tail, const zf_rates *run, float *p, const float *g,
+                  float *m, float *v) {
     const zf_rates r = *run;
 #define INSIDE EACH(k) if (inside >> k & 1u) p[k] =
     if (rule == ZF_ADAM && !lossy) INSIDE zf_adam(p[k], g[k], m + k, v + k, &r, k >= tail);
@@ -217,9 +217,9 @@ ZF_GPU void write(Moment &s, const float *x, zf_u32 inside, const zf_u32 *random
 
 // `lo`, `m`, `v`, their scales, `factor` and `finite` may be NULL. Elements of no run stay as they are, blocks that no
 // run enters too. `runs`: none empty, in order, apart.
-ZF_KERNEL zf_update(zf_i64 rule, zf_i64 g_number, zf_i64 format, void *p, zf_i16 *lo, const void *g, void *m, float *m_scales,
-                    void *v, float *v_scales, const zf_i64 *count, const float *factor, const zf_u8 *finite,
-                    zf_i64 offset, zf_i64 size, const zf_run *runs, zf_i64 num_runs) {
+ZF_KERNEL zf_update(zf_i64 rule, zf_i64 g_number, zf_i64 format, void *p, void *lo, const void *g, void *m,
+                    float *m_scales, void *v, float *v_scales, const zf_i64 *count, const float *factor,
+                    const zf_u8 *finite, zf_i64 offset, zf_i64 size, const zf_run *runs, zf_i64 num_runs) {
     if (finite && !*finite) return;
     const float f = factor ? *factor : 1.0f;
     const zf_u64 key = (zf_u64)*count;
@@ -367,7 +367,7 @@ ZF_GPU zf_u32 bf16_of(float x) {
     return (bits & ZF_ABS) > ZF_INF ? ZF_BF16_NAN : (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
 }
 
-// The sum rounds: 13 bits below a float16's last, or those below 2^-24, are what a float of its exponent has no room for.
+// The sum rounds: a float of its exponent has no room for the 13 bits below a float16's last, or those below 2^-24.
 ZF_GPU zf_u32 fp16_of(float x) {
     const zf_u32 bits = zf_bits(x), sign = bits >> 16 & 0x8000u, size = bits & ZF_ABS;
     if (size > ZF_INF) return sign | 0x7E00u;
