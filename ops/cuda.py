@@ -51,31 +51,41 @@ def source() -> str:
 @functools.cache
 def missing() -> str | None:
     """Why the kernels are not used, as a sentence; None where they are."""
+    reason = _reason()
+    return f"The GPU kernels are not used: {reason}." if reason else None
+
+
+def _reason() -> str | None:
     if os.environ.get("ZEROFN_NATIVE") == "0":
-        return "The GPU kernels are not used: ZEROFN_NATIVE is 0."
+        return "ZEROFN_NATIVE is 0"
     if torch.version.cuda is None:
-        return "The GPU kernels are not used: this torch was built without CUDA."
+        return "this torch was built without CUDA"
     wanted = int(torch.version.cuda.split(".")[0])
     package = f'`pip install "zerofn[cuda{wanted}]"`'
     try:
         import cupy
     except ImportError as error:
-        return f"The GPU kernels are not used: CuPy cannot be imported ({error}); {package} installs it."
+        return f"CuPy cannot be imported ({error}); {package} installs it"
+    if int(cupy.__version__.split(".")[0]) < 14:
+        return f"CuPy is {cupy.__version__}, and they need 14 or newer; {package} brings it"
     have = cupy.cuda.runtime.runtimeGetVersion() // 1000
     if have != wanted:
-        return (f"The GPU kernels are not used: torch was built for CUDA {wanted} and this CuPy for CUDA {have}; "
-                f"`pip uninstall cupy-cuda{have}x`, then {package}.")
+        return (f"torch was built for CUDA {wanted} and this CuPy for CUDA {have}; `pip uninstall cupy-cuda{have}x`, "
+                f"then {package}")
     try:
         driver = cupy.cuda.runtime.driverGetVersion() // 1000
         known = cupy.cuda.nvrtc.getSupportedArchs()
     except Exception as error:  # CuPy has an error class for each library
-        return f"The GPU kernels are not used: CuPy finds no driver or no NVRTC ({error}); {package} installs NVRTC."
+        nvrtc = "nvidia-cuda-nvrtc" if wanted > 12 else "nvidia-cuda-nvrtc-cu12"
+        return f"CuPy finds no driver or no NVRTC ({error}); `pip install {nvrtc}` installs NVRTC"
+    if driver == 0:
+        return "CuPy finds no driver of an NVIDIA GPU; install one"
     if driver < have:
-        return (f"The GPU kernels are not used: the driver is for CUDA {driver} and this CuPy for CUDA {have}; take a "
-                f'torch for CUDA {driver} and `pip install "zerofn[cuda{driver}]"`, or a newer driver.')
+        return (f"the driver is for CUDA {driver} and this CuPy for CUDA {have}; take a torch for CUDA {driver} and "
+                f'`pip install "zerofn[cuda{driver}]"`, or a newer driver')
     if _capability(None) < min(known):
-        return (f"The GPU kernels are not used: NVRTC compiles for sm_{min(known)} and newer, and this GPU is of "
-                f'sm_{_capability(None)}; take a torch for CUDA 12 and `pip install "zerofn[cuda12]"`.')
+        return (f"NVRTC compiles for sm_{min(known)} and newer, and this GPU is of sm_{_capability(None)}; take a "
+                'torch for CUDA 12 and `pip install "zerofn[cuda12]"`')
     return None
 
 
@@ -285,7 +295,7 @@ def _launch(name: str, device: torch.device, num_warps: int, *arguments: Tensor 
     index = device.index
     num = max(1, min(-(-num_warps // _WARPS), 8 * _num_processors(index)))
     with torch.cuda.device(index), cupy.cuda.Device(index):
-        stream = cupy.cuda.ExternalStream(torch.cuda.current_stream(index).cuda_stream, index)
+        stream = cupy.cuda.Stream.from_external(torch.cuda.current_stream(index))
         _kernels(index)[name]((num,), (32 * _WARPS,), tuple(map(plain, arguments)), stream=stream)
 
 

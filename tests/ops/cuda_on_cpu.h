@@ -1,5 +1,5 @@
 // What a CUDA kernel needs to be C++: its threads are run one by one, those of a warp as fibers that change at each
-// shuffle. The kernels are written after this header, then `extern "C" int on_cpu` picks one by its name.
+// shuffle. The kernels are written after this header, then a function that picks one by its name.
 #include <math.h>
 #include <string.h>
 #include <type_traits>
@@ -11,14 +11,32 @@
 #define __forceinline__ inline
 #define __launch_bounds__(threads)
 
+// A GPU refuses an access that is not aligned. This counts them: copies are made by hand, so that the address is seen.
+static int num_misaligned;
+static void look_at(const void *x, size_t alignment) {
+    asm("" : "+r"(x)); // or the compiler takes the alignment for granted
+    num_misaligned += (size_t)x % alignment != 0;
+}
+#define LOOK_AT_COPIES(Type)                                                                                           \
+    Type(const Type &other) { *this = other; }                                                                         \
+    Type &operator=(const Type &other) {                                                                               \
+        look_at(this, alignof(Type)), look_at(&other, alignof(Type));                                                  \
+        memcpy((void *)this, (const void *)&other, sizeof other);                                                      \
+        return *this;                                                                                                  \
+    }
+
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
+    uint4(unsigned a, unsigned b, unsigned c, unsigned d) : x(a), y(b), z(c), w(d) {}
+    LOOK_AT_COPIES(uint4)
 };
 struct alignas(8) uint2 {
     unsigned x, y;
+    uint2(unsigned a, unsigned b) : x(a), y(b) {}
+    LOOK_AT_COPIES(uint2)
 };
-static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return uint4(x, y, z, w); }
+static uint2 make_uint2(unsigned x, unsigned y) { return uint2(x, y); }
 
 struct Place {
     unsigned x;
@@ -70,7 +88,7 @@ static bool run_warp(unsigned first_thread) {
 }
 
 // 0; 1 where arguments are not those of the kernel (kinds: d for a double, i for an integer or an address); 2 where a
-// warp came apart at a shuffle.
+// warp came apart at a shuffle; 4 where a wide access was not aligned.
 template <class... A, size_t... i>
 static int launch(void (*kernel)(A...), std::index_sequence<i...>, const char *kinds, const void *const *arguments,
                   unsigned num_blocks, unsigned num_threads) {
@@ -83,11 +101,11 @@ static int launch(void (*kernel)(A...), std::index_sequence<i...>, const char *k
     running = kernel;
     thread_body = [](const void *given) { running(*((A *const *)given)[i]...); };
     thread_arguments = arguments;
-    blockDim.x = num_threads, gridDim.x = num_blocks;
+    blockDim.x = num_threads, gridDim.x = num_blocks, num_misaligned = 0;
     for (blockIdx.x = 0; blockIdx.x < num_blocks; ++blockIdx.x)
         for (unsigned first = 0; first < num_threads; first += 32)
             if (!run_warp(first)) return 2;
-    return 0;
+    return num_misaligned ? 4 : 0;
 }
 
 template <class... A>
