@@ -68,6 +68,7 @@ def test_kernels_compile_without_a_warning(programs, architecture):
     assert [name for name in cuda.KERNELS if f".text.zf_{name}\0".encode() not in cubin] == []
     assert "fma.rn.f32" in ptx and "div.rn.f32" in ptx and "sqrt.rn.f32" in ptx
     assert re.findall(r"\S+(?:\.ftz|\.approx)\S*\.f32", ptx) == []  # small numbers keep their bits
+    assert re.findall(r"(?:mul|add|sub)\.f32", ptx) == []  # these might be joined into one fma, unlike mul.rn.f32
 
 
 # --- run ---------------------------------------------------------------------------------------
