@@ -1,6 +1,7 @@
 """The GPU kernels: compiled for every architecture, run thread by thread on the CPU, and on a GPU if there is one."""
 
 import concurrent.futures
+import contextlib
 import ctypes
 import importlib.metadata
 import itertools
@@ -358,3 +359,40 @@ def test_a_driver_that_is_not_there_is_told(monkeypatch):
     pretend(monkeypatch)
     sys.modules["cupy"].cuda.runtime.driverGetVersion = fail
     assert "cudaErrorInsufficientDriver" in cuda.missing.__wrapped__()
+
+
+@pytest.mark.parametrize(("capability", "wanted"), [((9, 0), "sm_90"), ((12, 1), "compute_90")])
+def test_kernels_are_launched_on_torchs_stream(monkeypatch, capability, wanted):
+    """With a CuPy that notes what it is asked for."""
+    pretend(monkeypatch, capability=capability)
+    monkeypatch.setattr(cuda, "missing", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"torch's on {device}")
+    processors = types.SimpleNamespace(multi_processor_count=3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
+    launched, compilations, gpu = [], [], sys.modules["cupy"].cuda
+    gpu.Device, gpu.Stream = contextlib.nullcontext, types.SimpleNamespace(from_external=lambda stream: stream)
+    gpu.nvrtc.createProgram = lambda text, name, headers, names: text
+    gpu.nvrtc.compileProgram = lambda program, options: compilations.append((program, options))
+    gpu.nvrtc.destroyProgram, gpu.nvrtc.NVRTCError = lambda program: None, RuntimeError
+    gpu.nvrtc.getCUBIN, gpu.nvrtc.getPTX = lambda program: b"sm", lambda program: b"compute"
+
+    class Module:
+        def load(self, code):
+            assert wanted.startswith(code.decode())
+
+        def get_function(self, name):
+            return lambda *launch, **stream: launched.append((name, *launch, stream["stream"]))
+
+    gpu.Module = Module
+    monkeypatch.setitem(sys.modules, "cupy.cuda", gpu)
+    monkeypatch.setattr(cuda, "_kernels", cuda._kernels.__wrapped__)
+    monkeypatch.setattr(cuda, "_num_processors", cuda._num_processors.__wrapped__)
+    x = torch.zeros(4)
+    cuda._launch("cast", torch.device("cuda", 1), 20, x, True, None, 0.5, 7)
+    cuda._launch("cast", torch.device("cuda", 1), 10**9)
+    cuda._launch("cast", torch.device("cuda", 1), 0)
+    assert launched == [("zf_cast", (3,), (256,), (x.data_ptr(), 1, 0, 0.5, 7), "torch's on 1"),
+                        ("zf_cast", (24,), (256,), (), "torch's on 1")]
+    assert type(launched[0][3][1]) is int  # a bool would go as one byte
+    assert compilations[0] == (cuda.source(), (*cuda.OPTIONS, f"--gpu-architecture={wanted}"))
