@@ -243,7 +243,8 @@ def test_a_drive_that_fails_ends_the_step_on_all_ranks(ranks, tmp_path):
     messages = ranks(2, failing_drive, tmp_path)
     ranks.stop()  # their group is gone
     for message, lost in messages:
-        assert str(tmp_path) in message and "Input/output error" in message and "opt_state." in message
+        assert str(tmp_path) in message and "Input/output error" in message
+        assert "opt_state." in message or "the gradient of params[" in message
         assert lost
     like = state_of(build(3), 3)
     assert int(zerofn.load(tmp_path / "saved", like=like).step) == 1

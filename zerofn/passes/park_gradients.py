@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -27,7 +27,7 @@ def park_gradients(gm: GraphModule, program: Program) -> GraphModule:
     # Who else reads a gradient after its norm was taken needs it in memory.
     rules = [n for n in rules if touched[root[_gradient(n)]][-1] is n and root[_gradient(n)].op != "placeholder"]
     if rules:
-        program.scratch = _regions(program, [_gradient(n) for n in rules])
+        program.scratch = _regions(program, rules)
         for rule, region in zip(rules, program.scratch, strict=True):
             _park(gm.graph, rule, touched[root[_gradient(rule)]][-2], region)
     return clean(gm)
@@ -46,11 +46,19 @@ def _waits(node: Node) -> bool:
     return isinstance(factor, Node) or isinstance(finite, Node)
 
 
-def _regions(program: Program, gradients: list[Node]) -> list[Region]:
+def _regions(program: Program, rules: list[Node]) -> list[Region]:
     kinds = [kind for cut in program.state.nodes if isinstance(cut, Cut) for kind in cut.kinds]
-    sizes = [tensor_of(g).nbytes for g in gradients]  # type: ignore[union-attr]
-    store = Store(next(kind.paths for kind in kinds if kind.paths), sum(map(pages, sizes)), name="gradients")
-    return [store.allocate(size, f"a gradient ({g.name})") for g, size in zip(gradients, sizes, strict=True)]
+    sizes = [tensor_of(_gradient(rule)).nbytes for rule in rules]  # type: ignore[union-attr]
+    store = Store(next(kind.paths for kind in kinds if kind.paths), sum(map(pages, sizes)), name="offload")
+    return [store.allocate(size, f"the gradient of {_name(program, rule)}")
+            for rule, size in zip(rules, sizes, strict=True)]
+
+
+def _name(program: Program, rule: Node) -> str:
+    """What a rule updates."""
+    first = cast(list[Node], rule.args[0])[0]
+    place = cast(Node, cast(Node, first.args[0]).args[0]) if fetched(first) else first
+    return program.state.names[program.placeholders.index(place)]
 
 
 def _park(graph: Graph, rule: Node, after: Node, region: Region) -> None:
