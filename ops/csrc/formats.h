@@ -3,6 +3,9 @@
  * All arithmetic is IEEE fp32 with every fma written out, so every machine gives the same bits; compile with
  * -ffp-contract=off (NVRTC: --fmad=false) and never with fast-math.
  *
+ * A zf_f is an fp32 and a zf_u its bits, or 32 bits that hold a shorter number. On the CPU both are vectors, one
+ * element a lane (vectors.h, which comes first and says ZF_VECTORS); everywhere else scalars.
+ *
  * split   fp32 bits = (hi << 16) + lo: hi is the bfloat16 nearest to the number, lo what is left, int16. Exact for
  *         every pattern but NaN, which is kept as hi = 0x7FC0, lo = 0.
  * blocks  8 bits an element, for 256 one scale: the power of two next to the largest. A code is bits 20 to 27 of the
@@ -37,66 +40,63 @@ typedef uint64_t zf_u64;
 #define ZF_FN static inline __attribute__((always_inline))
 #endif
 
+#ifndef ZF_VECTORS
+typedef float zf_f;
+typedef zf_u32 zf_u;
+typedef zf_i32 zf_i;
+#define ZF_ALL(x) (x)
 #if defined(__CUDA_ARCH__)
 #define ZF_FMA(a, b, c) __fmaf_rn(a, b, c)
 #define ZF_SQRT(a) __fsqrt_rn(a)
 #define ZF_DIV(a, b) __fdiv_rn(a, b)
+ZF_FN zf_u zf_bits(zf_f x) { return __float_as_uint(x); }
+ZF_FN zf_f zf_float(zf_u bits) { return __uint_as_float(bits); }
 #else
 #define ZF_FMA(a, b, c) __builtin_fmaf(a, b, c)
 #define ZF_SQRT(a) __builtin_sqrtf(a)
 #define ZF_DIV(a, b) ((a) / (b))
-#endif
-
-ZF_FN zf_u32 zf_bits(float x) {
-#if defined(__CUDA_ARCH__)
-    return __float_as_uint(x);
-#else
-    zf_u32 bits;
+ZF_FN zf_u zf_bits(zf_f x) {
+    zf_u bits;
     __builtin_memcpy(&bits, &x, 4);
     return bits;
-#endif
 }
-
-ZF_FN float zf_float(zf_u32 bits) {
-#if defined(__CUDA_ARCH__)
-    return __uint_as_float(bits);
-#else
-    float x;
+ZF_FN zf_f zf_float(zf_u bits) {
+    zf_f x;
     __builtin_memcpy(&x, &bits, 4);
     return x;
-#endif
 }
+#endif
+#endif
 
 #define ZF_ABS 0x7FFFFFFFu
 #define ZF_INF 0x7F800000u
-#define ZF_BF16_NAN 0x7FC0u
+#define ZF_NAN 0x7FC00000u
 
 /* --- bfloat16, float16, split ---------------------------------------------------------------------------------- */
 
-ZF_FN float zf_from_bf16(zf_u16 x) { return zf_float((zf_u32)x << 16); }
+ZF_FN zf_f zf_from_bf16(zf_u x) { return zf_float(x << 16); }
 
 /* A float16's exponent is 112 less than an fp32's; the product is exact, for denormals too. */
-ZF_FN float zf_from_fp16(zf_u16 x) {
-    zf_u32 bits = (zf_u32)(x & 0x7FFFu) << 13;
-    zf_u32 wide = zf_bits(zf_float(bits) * 0x1p112f);
+ZF_FN zf_f zf_from_fp16(zf_u x) {
+    zf_u bits = (x & 0x7FFFu) << 13, wide = zf_bits(zf_float(bits) * 0x1p112f);
     wide = bits >= 0x0F800000u ? bits | ZF_INF : wide;
-    return zf_float(wide | (zf_u32)(x & 0x8000u) << 16);
+    return zf_float(wide | (x & 0x8000u) << 16);
 }
 
-ZF_FN zf_u16 zf_split_hi(zf_u32 bits) {
-    return (zf_u16)((bits & ZF_ABS) > ZF_INF ? ZF_BF16_NAN : (bits + 0x8000u) >> 16);
-}
+/* What zf_split_hi and zf_split_lo cut: there is one NaN. */
+ZF_FN zf_u zf_splittable(zf_f x) { return x != x ? ZF_ALL(ZF_NAN) : zf_bits(x); }
 
-ZF_FN zf_i16 zf_split_lo(zf_u32 bits) { return (zf_i16)((bits & ZF_ABS) > ZF_INF ? 0u : bits & 0xFFFFu); }
+ZF_FN zf_u zf_split_hi(zf_u bits) { return (bits + 0x8000u) >> 16; }
 
-ZF_FN zf_u32 zf_join(zf_u16 hi, zf_i16 lo) { return ((zf_u32)hi << 16) + (zf_u32)(zf_i32)lo; }
+ZF_FN zf_u zf_split_lo(zf_u bits) { return bits & 0xFFFFu; }
+
+ZF_FN zf_f zf_join(zf_u hi, zf_u lo) { return zf_float((hi << 16) + (lo ^ 0x8000u) - 0x8000u); }
 
 /* Rounded up with probability (what is cut off) / 2^16 for `random` uniform in [0, 2^16); 0x8000 rounds to nearest.
  * In the last binade step before inf to nearest, so that chance makes no inf; inf and NaN stay. */
-ZF_FN zf_u16 zf_to_bf16(float x, zf_u32 random) {
-    zf_u32 bits = zf_bits(x), size = bits & ZF_ABS;
-    zf_u32 up = size >= 0x7F7F0000u ? 0x8000u : random;
-    return (zf_u16)(size > ZF_INF ? ZF_BF16_NAN : (bits + up) >> 16);
+ZF_FN zf_u zf_to_bf16(zf_f x, zf_u random) {
+    zf_u bits = zf_splittable(x), size = bits & ZF_ABS;
+    return (bits + (size >= 0x7F7F0000u ? ZF_ALL(0x8000u) : random)) >> 16;
 }
 
 /* --- random bits ----------------------------------------------------------------------------------------------- */
@@ -113,8 +113,8 @@ ZF_FN zf_u32 zf_seed(zf_u64 key, zf_u64 unit) {
 }
 
 /* Element `i` in [0, 2048) of a unit: a Weyl step, then multiply and xor-shift. */
-ZF_FN zf_u32 zf_hash(zf_u32 seed, zf_u32 i) {
-    zf_u32 x = seed + i * 0x9E3779B9u;
+ZF_FN zf_u zf_hash(zf_u32 seed, zf_u i) {
+    zf_u x = seed + i * 0x9E3779B9u;
     x ^= x >> 16;
     x *= 0x7FEB352Du;
     return x ^ (x >> 15);
@@ -123,40 +123,39 @@ ZF_FN zf_u32 zf_hash(zf_u32 seed, zf_u32 i) {
 /* --- 8-bit blocks ---------------------------------------------------------------------------------------------- */
 
 #define ZF_STEP 0x00100000u /* the bits of an fp32 from one code to the next */
+#define ZF_SMALLEST 0x10800000u /* the smallest scale, 2^-94 */
 #define ZF_TOP(is_signed) ((is_signed) ? 127u : 255u)
 #define ZF_NEAREST 0x80000u /* what zf_code takes in place of 20 random bits */
 
-/* The scale of a block from the largest |x|, as bits: the next power of two, so that encoding and decoding are sums of
- * integers and exact both ways. All zero -> 0. No other is below 2^-94, so that no code stands for a denormal number.
- * Where it is NaN or inf (or the largest is above 2^127) all codes of the block are to be ZF_TOP. */
-ZF_FN float zf_scale(zf_u32 largest) {
+/* The scale of a block from the largest |x|, both as bits: the next power of two, so that encoding and decoding are
+ * sums of integers and exact both ways. All zero -> 0. No other is below 2^-94, so that no code stands for a denormal
+ * number. Where it is NaN or inf (or the largest is above 2^127) all codes of the block are to be ZF_TOP. */
+ZF_FN zf_u32 zf_scale(zf_u32 largest) {
     zf_u32 power = (largest + 0x007FFFFFu) & ZF_INF;
-    if (largest > 0x7F000000u) return zf_float(largest > ZF_INF ? 0x7FC00000u : ZF_INF);
-    if (largest == 0u) return 0.0f;
-    return zf_float(power < 0x10800000u ? 0x10800000u : power);
+    if (largest > 0x7F000000u) return largest > ZF_INF ? ZF_NAN : ZF_INF;
+    return largest == 0u ? 0u : power < ZF_SMALLEST ? ZF_SMALLEST : power;
 }
 
 /* The bits of code 0, were it not zero; code c stands for the fp32 of base + c * ZF_STEP. */
-ZF_FN zf_u32 zf_base(float scale, int is_signed) {
-    zf_u32 power = zf_bits(scale);
-    return (power < 0x10800000u ? 0x10800000u : power) - ZF_TOP(is_signed) * ZF_STEP;
+ZF_FN zf_u32 zf_base(zf_u32 scale, int is_signed) {
+    return (scale < ZF_SMALLEST ? ZF_SMALLEST : scale) - ZF_TOP(is_signed) * ZF_STEP;
 }
 
 /* x -> code in a block of finite scale. `random`: 20 bits, rounding stochastically, linear between neighbours and so
  * unbiased above the smallest value; ZF_NEAREST rounds to nearest. What was decoded goes back to its code with any.
  * An unsigned code of x > 2^-129 is at least 1, for 1 / (sqrt(v) + eps) must not explode. */
-ZF_FN zf_u8 zf_code(float x, zf_u32 base, zf_u32 random, int is_signed) {
-    zf_u32 bits = zf_bits(x), size = bits & ZF_ABS;
-    zf_i32 least = is_signed ? 0 : (zf_i32)(size < ZF_STEP ? size : ZF_STEP);
-    zf_i32 found = (zf_i32)(size + random - base);
-    zf_u32 code = (zf_u32)(found < least ? least : found) >> 20;
-    return (zf_u8)(is_signed ? code | (bits >> 24 & 0x80u) : code);
+ZF_FN zf_u zf_code(zf_f x, zf_u32 base, zf_u random, int is_signed) {
+    zf_u bits = zf_bits(x), size = bits & ZF_ABS;
+    zf_i found = (zf_i)(size + (random - base)), least = (zf_i)ZF_ALL(0u);
+    if (!is_signed) least = (zf_i)(size < ZF_STEP ? size : ZF_ALL(ZF_STEP));
+    zf_u code = (zf_u)(found > least ? found : least) >> 20;
+    return is_signed ? code | (bits >> 24 & 0x80u) : code;
 }
 
-ZF_FN float zf_value(zf_u8 code, zf_u32 base, int is_signed) {
-    zf_u32 size = (zf_u32)(is_signed ? code & 0x7Fu : code) << 20;
-    zf_u32 bits = size ? size + base : 0u;
-    return zf_float(is_signed ? bits | (zf_u32)(code & 0x80u) << 24 : bits);
+ZF_FN zf_f zf_value(zf_u code, zf_u32 base, int is_signed) {
+    zf_u size = (is_signed ? code & 0x7Fu : code) << 20;
+    zf_u bits = size != 0u ? size + base : size;
+    return zf_float(is_signed ? bits | (code & 0x80u) << 24 : bits);
 }
 
 #endif

@@ -1,85 +1,112 @@
-// The CPU's loops over elements. Compiled once for each instruction set, as plain C++ that compilers vectorise well;
-// nothing of the C++ library is used, so the shared library needs libc and libm alone.
-#include "kernels.h"
+// The CPU's loops over elements. Compiled once for each instruction set; nothing of the C++ library is used, so the
+// shared library needs libc and libm alone.
+#include "vectors.h"
 
 #define ZF_JOIN_(a, b) a##_##b
 #define ZF_JOIN(a, b) ZF_JOIN_(a, b)
 #define ZF_NAME(name) ZF_JOIN(name, ZF_ISA)
 #define ZF_API extern "C" __attribute__((visibility("default")))
-#define EACH _Pragma("GCC ivdep") for
+#define EACH [&](auto full_, zf_i64 i, zf_i64 left) __attribute__((always_inline))
+#define FULL decltype(full_)::value
 
 namespace {
 
+// Gradients, masters and moments: how a vector of them is read and written. All start at the part's first element.
 struct Fp32 {
-    const float *x;
-    float operator()(zf_i64 i) const { return x[i]; }
+    const zf_u32 *x;
+    template <bool full>
+    __attribute__((always_inline)) zf_f get(zf_i64 i, zf_i64 left) const { return zf_float(load<full>(x + i, left)); }
 };
 struct Bf16 {
     const zf_u16 *x;
-    float operator()(zf_i64 i) const { return zf_from_bf16(x[i]); }
+    template <bool full>
+    __attribute__((always_inline)) zf_f get(zf_i64 i, zf_i64 left) const { return zf_from_bf16(load<full>(x + i, left)); }
 };
 struct Fp16 {
     const zf_u16 *x;
-    float operator()(zf_i64 i) const { return zf_from_fp16(x[i]); }
+    template <bool full>
+    __attribute__((always_inline)) zf_f get(zf_i64 i, zf_i64 left) const { return zf_from_fp16(load<full>(x + i, left)); }
 };
 
 struct Whole {
-    float *p;
-    float get(zf_i64 i) const { return p[i]; }
-    void set(zf_i64 i, float x) const { p[i] = x; }
+    zf_u32 *p;
+    template <bool full>
+    __attribute__((always_inline)) zf_f get(zf_i64 i, zf_i64 left) const { return zf_float(load<full>(p + i, left)); }
+    template <bool full>
+    __attribute__((always_inline)) void set(zf_i64 i, zf_f x, zf_i64 left) const { store<full>(p + i, zf_bits(x), left); }
 };
 struct Split {
-    zf_u16 *hi;
-    zf_i16 *lo;
-    float get(zf_i64 i) const { return zf_float(zf_join(hi[i], lo[i])); }
-    void set(zf_i64 i, float x) const {
-        hi[i] = zf_split_hi(zf_bits(x));
-        lo[i] = zf_split_lo(zf_bits(x));
+    zf_u16 *hi, *lo;
+    template <bool full>
+    __attribute__((always_inline)) zf_f get(zf_i64 i, zf_i64 left) const {
+        return zf_join(load<full>(hi + i, left), load<full>(lo + i, left));
+    }
+    template <bool full>
+    __attribute__((always_inline)) void set(zf_i64 i, zf_f x, zf_i64 left) const {
+        zf_u bits = zf_splittable(x);
+        store<full>(hi + i, zf_split_hi(bits), left);
+        store<full>(lo + i, zf_split_lo(bits), left);
     }
 };
 
-// A moment where a rule reads and writes it. `scratch`: the update of 8-bit blocks, which need the new largest first.
 struct None {
-    float get(zf_i64) const { return 0.0f; }
-    void set(zf_i64, float, zf_u32) const {}
+    template <bool full>
+    __attribute__((always_inline)) zf_f get(zf_i64, zf_i64) const { return zf_f{}; }
+    template <bool full>
+    __attribute__((always_inline)) void set(zf_i64, zf_f, zf_i64, zf_u) const {}
 };
 struct Floats {
-    float *x;
-    float get(zf_i64 i) const { return x[i]; }
-    void set(zf_i64 i, float now, zf_u32) const { x[i] = now; }
+    zf_u32 *x;
+    template <bool full>
+    __attribute__((always_inline)) zf_f get(zf_i64 i, zf_i64 left) const { return zf_float(load<full>(x + i, left)); }
+    template <bool full>
+    __attribute__((always_inline)) void set(zf_i64 i, zf_f now, zf_i64 left, zf_u) const { store<full>(x + i, zf_bits(now), left); }
 };
+template <int which>
 struct Halves {
     zf_u16 *x;
-    float get(zf_i64 i) const { return zf_from_bf16(x[i]); }
-    void set(zf_i64 i, float now, zf_u32 random) const { x[i] = zf_to_bf16(now, random); }
+    template <bool full>
+    __attribute__((always_inline)) zf_f get(zf_i64 i, zf_i64 left) const { return zf_from_bf16(load<full>(x + i, left)); }
+    template <bool full>
+    __attribute__((always_inline)) void set(zf_i64 i, zf_f now, zf_i64 left, zf_u random) const {
+        store<full>(x + i, zf_to_bf16(now, which ? random >> 16 : random & 0xFFFFu), left);
+    }
 };
+// The new values go to `scratch`: they can be encoded when the largest of their block is known.
 template <int is_signed>
 struct Codes {
     const zf_u8 *x;
-    float *scratch;
-    zf_u32 base;
-    float get(zf_i64 i) const { return zf_value(x[i], base, is_signed); }
-    void set(zf_i64 i, float now, zf_u32) const { scratch[i] = now; }
+    zf_u32 *scratch, base;
+    template <bool full>
+    __attribute__((always_inline)) zf_f get(zf_i64 i, zf_i64 left) const { return zf_value(load<full>(x + i, left), base, is_signed); }
+    template <bool full>
+    __attribute__((always_inline)) void set(zf_i64 i, zf_f now, zf_i64 left, zf_u) const { store<full>(scratch + i, zf_bits(now), left); }
 };
 
 struct Adam {
-    static float step(float p, float g, float *m, float *v, const zf_rates *r) { return zf_adam(p, g, m, v, r, 0); }
+    ZF_FN zf_f step(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r) { return zf_adam(p, g, m, v, r, 0); }
 };
 struct AdamTail {
-    static float step(float p, float g, float *m, float *v, const zf_rates *r) { return zf_adam(p, g, m, v, r, 1); }
+    ZF_FN zf_f step(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r) { return zf_adam(p, g, m, v, r, 1); }
 };
 struct AdamLossy {
-    static float step(float p, float g, float *m, float *v, const zf_rates *r) { return zf_adam_lossy(p, g, m, v, r); }
+    ZF_FN zf_f step(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r) { return zf_adam_lossy(p, g, m, v, r); }
 };
 struct Lion {
-    static float step(float p, float g, float *m, float *, const zf_rates *r) { return zf_lion(p, g, m, r); }
+    ZF_FN zf_f step(zf_f p, zf_f g, zf_f *m, zf_f *, const zf_rates *r) { return zf_lion(p, g, m, r); }
 };
 struct Sgd {
-    static float step(float p, float g, float *, float *, const zf_rates *r) { return zf_sgd(p, g, r); }
+    ZF_FN zf_f step(zf_f p, zf_f g, zf_f *, zf_f *, const zf_rates *r) { return zf_sgd(p, g, r); }
 };
 struct Momentum {
-    static float step(float p, float g, float *m, float *, const zf_rates *r) { return zf_sgd_momentum(p, g, m, r); }
+    ZF_FN zf_f step(zf_f p, zf_f g, zf_f *m, zf_f *, const zf_rates *r) { return zf_sgd_momentum(p, g, m, r); }
 };
+
+zf_u lane_numbers() {
+    zf_u k;
+    for (int lane = 0; lane < ZF_LANES; ++lane) k[lane] = (zf_u32)lane;
+    return k;
+}
 
 // Elements [at, at + n) of the piece, in one run; with lossy moments in one unit of the hash, from element `first` on.
 struct Part {
@@ -93,21 +120,21 @@ template <class Rule, class P, class G, class M, class V>
 void loop(P p, G g, M m, V v, const Part &part) {
     const zf_rates r = *part.rates;
     const float f0 = part.a->factors[0], f1 = part.a->factors[1];
-    const zf_u32 seed = part.seed, first = part.first;
-    const zf_i64 n = part.n;
-    EACH (zf_i64 i = 0; i < n; ++i) {
-        float m_now = m.get(i), v_now = v.get(i);
-        p.set(i, Rule::step(p.get(i), g(i) * f0 * f1, &m_now, &v_now, &r));
-        zf_u32 random = zf_hash(seed, first + (zf_u32)i);
-        m.set(i, m_now, random & 0xFFFFu);
-        v.set(i, v_now, random >> 16);
-    }
+    zf_u place = lane_numbers() + part.first;
+    over(part.n, EACH {
+        zf_f m_now = m.template get<FULL>(i, left), v_now = v.template get<FULL>(i, left);
+        zf_f g_now = g.template get<FULL>(i, left) * f0 * f1;
+        p.template set<FULL>(i, Rule::step(p.template get<FULL>(i, left), g_now, &m_now, &v_now, &r), left);
+        zf_u random = zf_hash(part.seed, place + (zf_u32)i);
+        m.template set<FULL>(i, m_now, left, random);
+        v.template set<FULL>(i, v_now, left, random);
+    });
 }
 
 template <class Rule, class P, class M, class V>
 void with_gradient(P p, M m, V v, const Part &part) {
     const void *g = part.a->g;
-    if (part.a->g_number == ZF_FP32) loop<Rule>(p, Fp32{(const float *)g + part.at}, m, v, part);
+    if (part.a->g_number == ZF_FP32) loop<Rule>(p, Fp32{(const zf_u32 *)g + part.at}, m, v, part);
     if (part.a->g_number == ZF_BF16) loop<Rule>(p, Bf16{(const zf_u16 *)g + part.at}, m, v, part);
     if (part.a->g_number == ZF_FP16) loop<Rule>(p, Fp16{(const zf_u16 *)g + part.at}, m, v, part);
 }
@@ -116,9 +143,9 @@ template <class Rule, class M, class V>
 void with_master(M m, V v, const Part &part) {
     void *p = part.a->p, *lo = part.a->lo;
     if (lo)
-        with_gradient<Rule>(Split{(zf_u16 *)p + part.at, (zf_i16 *)lo + part.at}, m, v, part);
+        with_gradient<Rule>(Split{(zf_u16 *)p + part.at, (zf_u16 *)lo + part.at}, m, v, part);
     else
-        with_gradient<Rule>(Whole{(float *)p + part.at}, m, v, part);
+        with_gradient<Rule>(Whole{(zf_u32 *)p + part.at}, m, v, part);
 }
 
 template <class Adam_, class M, class V>
@@ -139,51 +166,60 @@ void update_whole(const zf_update_args *a, zf_i64 first, zf_i64 last) {
             zf_i64 at = cuts[k] > first ? cuts[k] : first, stop = cuts[k + 1] < last ? cuts[k + 1] : last;
             if (at >= stop) continue;
             Part part = {a, &run->rates, at, stop - at, 0, 0};
-            Floats m = {(float *)a->moments[0] + at}, v = {(float *)a->moments[1] + at};
+            Floats m = {(zf_u32 *)a->moments[0] + at}, v = {(zf_u32 *)a->moments[1] + at};
             k ? with_rule<AdamTail>(m, v, part) : with_rule<Adam>(m, v, part);
         }
     }
 }
 
 template <int is_signed>
-void decode(float *x, const zf_u8 *codes, float scale, zf_i64 n) {
+void decode(zf_u32 *x, const zf_u8 *codes, zf_u32 scale, zf_i64 n) {
     zf_u32 base = zf_base(scale, is_signed);
-    EACH (zf_i64 i = 0; i < n; ++i) x[i] = zf_value(codes[i], base, is_signed);
+    over(n, EACH { store<FULL>(x + i, zf_bits(zf_value(load<FULL>(codes + i, left), base, is_signed)), left); });
 }
 
-float scale_of(const float *x, zf_i64 n) {
-    zf_u32 largest = 0;
-    EACH (zf_i64 i = 0; i < n; ++i) {
-        zf_u32 size = zf_bits(x[i]) & ZF_ABS;
+zf_u32 scale_of(const zf_u32 *x, zf_i64 n) {
+    zf_u largest = {};
+    over(n, EACH {
+        zf_u size = load<FULL>(x + i, left) & ZF_ABS;
         largest = size > largest ? size : largest;
-    }
-    return zf_scale(largest);
+    });
+    zf_u32 top = 0;
+    for (int lane = 0; lane < ZF_LANES; ++lane) top = largest[lane] > top ? largest[lane] : top;
+    return zf_scale(top);
+}
+
+void spoil(zf_u8 *codes, zf_u32 scale, int is_signed, zf_i64 n) {
+    for (zf_i64 i = 0; i < n && scale >= ZF_INF; ++i) codes[i] = ZF_TOP(is_signed);
 }
 
 template <int is_signed>
-float encode(zf_u8 *codes, const float *x, zf_i64 n) {
-    float scale = scale_of(x, n);
-    zf_u32 base = zf_base(scale, is_signed);
-    bool finite = zf_bits(scale) < ZF_INF;
-    EACH (zf_i64 i = 0; i < n; ++i) codes[i] = zf_code(x[i], base, ZF_NEAREST, is_signed);
-    for (zf_i64 i = 0; i < n && !finite; ++i) codes[i] = ZF_TOP(is_signed);
+zf_u32 encode(zf_u8 *codes, const zf_u32 *x, zf_i64 n) {
+    zf_u32 scale = scale_of(x, n), base = zf_base(scale, is_signed);
+    over(n, EACH {
+        zf_f now = zf_float(load<FULL>(x + i, left));
+        store<FULL>(codes + i, zf_code(now, base, ZF_ALL(ZF_NEAREST), is_signed), left);
+    });
+    spoil(codes, scale, is_signed, n);
     return scale;
 }
 
 // The moments of one 8-bit block, which are encoded when all the new values are known.
 struct Block {
+    zf_u32 scratch[2][ZF_BLOCK] __attribute__((aligned(64)));
     zf_u8 *codes[2];
-    float *scales[2], scratch[2][ZF_BLOCK] __attribute__((aligned(64)));
+    zf_u32 *scales[2];
     zf_i64 n;
     int num;
 
     Block(const zf_update_args *a, zf_i64 at, zf_i64 stop) : n(stop - at), num(a->rule == ZF_ADAM ? 2 : 1) {
         for (int k = 0; k < num; ++k) {
             codes[k] = (zf_u8 *)a->moments[k] + at;
-            scales[k] = a->scales[k] + at / ZF_BLOCK;
+            scales[k] = (zf_u32 *)a->scales[k] + at / ZF_BLOCK;
         }
     }
     void keep(zf_i64 start, zf_i64 stop) { // what is in no run
+        if (start == stop) return;
         decode<1>(scratch[0] + start, codes[0] + start, *scales[0], stop - start);
         if (num > 1) decode<0>(scratch[1] + start, codes[1] + start, *scales[1], stop - start);
     }
@@ -192,20 +228,25 @@ struct Block {
         if (k >= num) return {nullptr, nullptr, 0};
         return {codes[k] + at, scratch[k] + at, zf_base(*scales[k], 1 - k)};
     }
-    template <int num_moments>
+    template <bool two>
     void close(zf_u32 seed, zf_u32 first) {
-        float scale[2] = {scale_of(scratch[0], n), num_moments > 1 ? scale_of(scratch[1], n) : 0.0f};
-        zf_u32 m_base = zf_base(scale[0], 1), v_base = zf_base(scale[1], 0);
+        zf_u32 m_scale = scale_of(scratch[0], n), v_scale = two ? scale_of(scratch[1], n) : 0;
+        zf_u32 m_base = zf_base(m_scale, 1), v_base = zf_base(v_scale, 0);
         zf_u8 *m = codes[0], *v = codes[1];
-        EACH (zf_i64 i = 0; i < n; ++i) {
-            zf_u32 random = zf_hash(seed, first + (zf_u32)i);
-            m[i] = zf_code(scratch[0][i], m_base, random & 0xFFFFFu, 1);
-            if (num_moments > 1) v[i] = zf_code(scratch[1][i], v_base, random >> 12, 0);
-        }
-        for (int k = 0; k < num_moments; ++k) {
-            *scales[k] = scale[k];
-            for (zf_i64 i = 0; i < n && zf_bits(scale[k]) >= ZF_INF; ++i) codes[k][i] = ZF_TOP(1 - k);
-        }
+        zf_u place = lane_numbers() + first;
+        over(n, EACH {
+            zf_u random = zf_hash(seed, place + (zf_u32)i);
+            zf_f now = zf_float(load<FULL>(scratch[0] + i, left));
+            store<FULL>(m + i, zf_code(now, m_base, random & 0xFFFFFu, 1), left);
+            if (!two) return;
+            now = zf_float(load<FULL>(scratch[1] + i, left));
+            store<FULL>(v + i, zf_code(now, v_base, random >> 12, 0), left);
+        });
+        *scales[0] = m_scale;
+        spoil(m, m_scale, 1, n);
+        if (!two) return;
+        *scales[1] = v_scale;
+        spoil(v, v_scale, 0, n);
     }
 };
 
@@ -226,7 +267,8 @@ void update_lossy(const zf_update_args *a, zf_i64 first, zf_i64 last) {
             if (start >= stop) continue;
             Part part = {a, &one->rates, start, stop - start, seed, within + (zf_u32)(start - at)};
             if (a->format == ZF_HALF) {
-                Halves m = {(zf_u16 *)a->moments[0] + start}, v = {(zf_u16 *)a->moments[1] + start};
+                Halves<0> m = {(zf_u16 *)a->moments[0] + start};
+                Halves<1> v = {(zf_u16 *)a->moments[1] + start};
                 with_rule<AdamLossy>(m, v, part);
                 continue;
             }
@@ -236,7 +278,7 @@ void update_lossy(const zf_update_args *a, zf_i64 first, zf_i64 last) {
         }
         if (a->format == ZF_HALF) continue;
         block.keep(done - at, next - at);
-        block.num > 1 ? block.close<2>(seed, within) : block.close<1>(seed, within);
+        block.num > 1 ? block.close<true>(seed, within) : block.close<false>(seed, within);
     }
 }
 
@@ -247,29 +289,25 @@ ZF_API void ZF_NAME(zf_update)(const zf_update_args *a, zf_i64 first, zf_i64 las
     a->format == ZF_WHOLE ? update_whole(a, first, last) : update_lossy(a, first, last);
 }
 
-ZF_API void ZF_NAME(zf_split)(const zf_u32 *p, zf_u16 *hi, zf_i16 *lo, zf_i64 n) {
-    EACH (zf_i64 i = 0; i < n; ++i) {
-        hi[i] = zf_split_hi(p[i]);
-        lo[i] = zf_split_lo(p[i]);
+ZF_API void ZF_NAME(zf_split)(const zf_u32 *p, zf_u16 *hi, zf_u16 *lo, zf_i64 n) {
+    over(n, EACH { Split{hi, lo}.set<FULL>(i, zf_float(load<FULL>(p + i, left)), left); });
+}
+
+ZF_API void ZF_NAME(zf_join)(const zf_u16 *hi, const zf_u16 *lo, zf_u32 *p, zf_i64 n) {
+    over(n, EACH { store<FULL>(p + i, zf_bits(zf_join(load<FULL>(hi + i, left), load<FULL>(lo + i, left))), left); });
+}
+
+ZF_API void ZF_NAME(zf_encode)(const zf_u32 *x, zf_u8 *codes, zf_u32 *scales, zf_i64 n, zf_i32 is_signed) {
+    for (zf_i64 at = 0; at < n; at += ZF_BLOCK) {
+        zf_i64 size = n - at < ZF_BLOCK ? n - at : ZF_BLOCK;
+        scales[at / ZF_BLOCK] = is_signed ? encode<1>(codes + at, x + at, size) : encode<0>(codes + at, x + at, size);
     }
 }
 
-ZF_API void ZF_NAME(zf_join)(const zf_u16 *hi, const zf_i16 *lo, zf_u32 *p, zf_i64 n) {
-    EACH (zf_i64 i = 0; i < n; ++i) p[i] = zf_join(hi[i], lo[i]);
-}
-
-ZF_API void ZF_NAME(zf_encode)(const float *x, zf_u8 *codes, float *scales, zf_i64 n, zf_i32 is_signed) {
+ZF_API void ZF_NAME(zf_decode)(const zf_u8 *codes, const zf_u32 *scales, zf_u32 *x, zf_i64 n, zf_i32 is_signed) {
     for (zf_i64 at = 0; at < n; at += ZF_BLOCK) {
         zf_i64 size = n - at < ZF_BLOCK ? n - at : ZF_BLOCK;
-        scales[at / ZF_BLOCK] = is_signed ? encode<1>(codes + at, x + at, size)
-                                          : encode<0>(codes + at, x + at, size);
-    }
-}
-
-ZF_API void ZF_NAME(zf_decode)(const zf_u8 *codes, const float *scales, float *x, zf_i64 n, zf_i32 is_signed) {
-    for (zf_i64 at = 0; at < n; at += ZF_BLOCK) {
-        zf_i64 size = n - at < ZF_BLOCK ? n - at : ZF_BLOCK;
-        float scale = scales[at / ZF_BLOCK];
+        zf_u32 scale = scales[at / ZF_BLOCK];
         is_signed ? decode<1>(x + at, codes + at, scale, size) : decode<0>(x + at, codes + at, scale, size);
     }
 }

@@ -21,46 +21,46 @@ typedef struct {
     zf_i32 nesterov;
 } zf_rates;
 
-ZF_FN float zf_decayed(float g, float p, const zf_rates *r) { return r->l2 != 0.0f ? ZF_FMA(p, r->l2, g) : g; }
+ZF_FN zf_f zf_decayed(zf_f g, zf_f p, const zf_rates *r) { return r->l2 != 0.0f ? ZF_FMA(p, r->l2, g) : g; }
 
 /* Kingma and Ba 2015, Algorithm 1, with L2; Loshchilov and Hutter 2019, Algorithm 2, where shrink says so. `tail`:
  * the last size % 8 elements of a tensor, which torch's vectors do not reach: v is rounded in another order. */
-ZF_FN float zf_adam(float p, float g, float *m, float *v, const zf_rates *r, int tail) {
+ZF_FN zf_f zf_adam(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r, int tail) {
     g = zf_decayed(g, p, r);
     p *= r->shrink;
-    float way = g - *m, square = r->c2 * g;
+    zf_f way = g - *m, square = r->c2 * g;
     *m = r->c1 < 0.5f ? ZF_FMA(r->c1, way, *m) : ZF_FMA(r->c1 - 1.0f, way, g);
     *v = tail ? ZF_FMA(*v, r->b2, square * g) : ZF_FMA(square, g, *v * r->b2);
-    float denominator = ZF_DIV(ZF_SQRT(*v), r->root) + r->eps;
+    zf_f denominator = ZF_DIV(ZF_SQRT(*v), r->root) + r->eps;
     return p + ZF_DIV(r->rate * *m, denominator);
 }
 
 /* The same where a moment is stored in fewer bits: the square root is one step of Newton from bits halved, with the
  * constants of Moroz et al. 2018, 7e-4 off at most; bf16 keeps of v 2e-3, a code 6e-2. (A v below 2^-126 counts as
  * nothing beside eps.) */
-ZF_FN float zf_adam_lossy(float p, float g, float *m, float *v, const zf_rates *r) {
+ZF_FN zf_f zf_adam_lossy(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r) {
     g = zf_decayed(g, p, r);
     p *= r->shrink;
-    float way = g - *m, square = r->c2 * g;
+    zf_f way = g - *m, square = r->c2 * g;
     *m = r->c1 < 0.5f ? ZF_FMA(r->c1, way, *m) : ZF_FMA(r->c1 - 1.0f, way, g);
     *v = ZF_FMA(square, g, *v * r->b2);
-    float y = zf_float(0x5F1FFFF9u - (zf_bits(*v) >> 1)), root = *v * y;
+    zf_f y = zf_float(0x5F1FFFF9u - (zf_bits(*v) >> 1)), root = *v * y;
     root *= ZF_FMA(-root, y, 2.38924456f);
     return p + ZF_DIV(r->rate * *m, ZF_FMA(root, r->quick, r->eps));
 }
 
 /* Chen et al. 2023, Algorithm 2. The sign of NaN is 0, as torch has it. */
-ZF_FN float zf_lion(float p, float g, float *m, const zf_rates *r) {
-    float way = ZF_FMA(g, r->c1, *m * r->b1);
-    float sign = way > 0.0f ? 1.0f : way < 0.0f ? -1.0f : 0.0f;
+ZF_FN zf_f zf_lion(zf_f p, zf_f g, zf_f *m, const zf_rates *r) {
+    zf_f way = ZF_FMA(g, r->c1, *m * r->b1);
+    zf_f below = way < 0.0f ? ZF_ALL(-1.0f) : ZF_ALL(0.0f), sign = way > 0.0f ? ZF_ALL(1.0f) : below;
     p = ZF_FMA(sign, r->rate, p * r->shrink);
     *m = ZF_FMA(g, r->c2, *m * r->b2);
     return p;
 }
 
-ZF_FN float zf_sgd(float p, float g, const zf_rates *r) { return ZF_FMA(zf_decayed(g, p, r), r->rate, p); }
+ZF_FN zf_f zf_sgd(zf_f p, zf_f g, const zf_rates *r) { return ZF_FMA(zf_decayed(g, p, r), r->rate, p); }
 
-ZF_FN float zf_sgd_momentum(float p, float g, float *m, const zf_rates *r) {
+ZF_FN zf_f zf_sgd_momentum(zf_f p, zf_f g, zf_f *m, const zf_rates *r) {
     g = zf_decayed(g, p, r);
     *m = *m * r->b1 + g;
     return ZF_FMA(r->nesterov ? ZF_FMA(*m, r->b1, g) : *m, r->rate, p);
