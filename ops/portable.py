@@ -94,8 +94,7 @@ def _seed(key: int, unit: int) -> int:
 def to_bf16(x: Tensor, random: Tensor) -> Tensor:
     """fp32 -> bfloat16, rounded up where `random` (16 bits, int64) says so."""
     bits = _bits(x)
-    up = torch.where(bits & _ABS >= 0x7F7F0000, 0x8000, random)
-    return _short(torch.where(x.isnan(), 0x7FC0, (bits + up) >> 16)).view(torch.bfloat16)
+    return _short(torch.where(bits & _ABS < 0x7F7F0000, bits + random, bits) >> 16).view(torch.bfloat16)
 
 
 def update_(

@@ -93,10 +93,11 @@ ZF_FN zf_u zf_split_lo(zf_u bits) { return bits & 0xFFFFu; }
 ZF_FN zf_f zf_join(zf_u hi, zf_u lo) { return zf_float((hi << 16) + (lo ^ 0x8000u) - 0x8000u); }
 
 /* Rounded up with probability (what is cut off) / 2^16 for `random` uniform in [0, 2^16); 0x8000 rounds to nearest.
- * In the last binade step before inf to nearest, so that chance makes no inf; inf and NaN stay. */
+ * From the last step before inf on it is cut, so that chance makes no inf; inf and NaN (quiet, as arithmetic gives
+ * it) stay. */
 ZF_FN zf_u zf_to_bf16(zf_f x, zf_u random) {
-    zf_u bits = zf_splittable(x), size = bits & ZF_ABS;
-    return (bits + (size >= 0x7F7F0000u ? ZF_ALL(0x8000u) : random)) >> 16;
+    zf_u bits = zf_bits(x);
+    return ((bits & ZF_ABS) < 0x7F7F0000u ? bits + random : bits) >> 16;
 }
 
 /* --- random bits ----------------------------------------------------------------------------------------------- */

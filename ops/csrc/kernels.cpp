@@ -11,76 +11,87 @@
 
 namespace {
 
-// Gradients, masters and moments: how a vector of them is read and written. All start at the part's first element.
+struct Numbers { // a pair of vectors of fp32
+    zf_f even, odd;
+};
+ZF_FN Numbers numbers(Pair bits) { return {zf_float(bits.even), zf_float(bits.odd)}; }
+ZF_FN Pair bits(Numbers x) { return {zf_bits(x.even), zf_bits(x.odd)}; }
+
+// Gradients, masters and moments: how a pair is read and written. All start at the part's first element.
 struct Fp32 {
-    const zf_u32 *x;
-    template <bool full>
-    __attribute__((always_inline)) zf_f get(zf_i64 i, zf_i64 left) const { return zf_float(load<full>(x + i, left)); }
+    static const bool is_fp32 = true;
+    zf_u32 *x;
+    template <bool full, bool straight>
+    __attribute__((always_inline)) Numbers get(zf_i64 i, zf_i64 left) const { return numbers(load<full, straight>(x + i, left)); }
+    template <bool full, bool straight>
+    __attribute__((always_inline)) void set(zf_i64 i, Numbers now, zf_i64 left, Pair = Pair()) const { store<full, straight>(x + i, bits(now), left); }
 };
 struct Bf16 {
+    static const bool is_fp32 = false;
     const zf_u16 *x;
-    template <bool full>
-    __attribute__((always_inline)) zf_f get(zf_i64 i, zf_i64 left) const { return zf_from_bf16(load<full>(x + i, left)); }
+    template <bool full, bool straight>
+    __attribute__((always_inline)) Numbers get(zf_i64 i, zf_i64 left) const {
+        Pair now = load<full>(x + i, left);
+        return {zf_from_bf16(now.even), zf_from_bf16(now.odd)};
+    }
 };
 struct Fp16 {
+    static const bool is_fp32 = false;
     const zf_u16 *x;
-    template <bool full>
-    __attribute__((always_inline)) zf_f get(zf_i64 i, zf_i64 left) const { return zf_from_fp16(load<full>(x + i, left)); }
-};
-
-struct Whole {
-    zf_u32 *p;
-    template <bool full>
-    __attribute__((always_inline)) zf_f get(zf_i64 i, zf_i64 left) const { return zf_float(load<full>(p + i, left)); }
-    template <bool full>
-    __attribute__((always_inline)) void set(zf_i64 i, zf_f x, zf_i64 left) const { store<full>(p + i, zf_bits(x), left); }
+    template <bool full, bool straight>
+    __attribute__((always_inline)) Numbers get(zf_i64 i, zf_i64 left) const {
+        Pair now = load<full>(x + i, left);
+        return {zf_from_fp16(now.even), zf_from_fp16(now.odd)};
+    }
 };
 struct Split {
+    static const bool is_fp32 = false;
     zf_u16 *hi, *lo;
-    template <bool full>
-    __attribute__((always_inline)) zf_f get(zf_i64 i, zf_i64 left) const {
-        return zf_join(load<full>(hi + i, left), load<full>(lo + i, left));
+    template <bool full, bool straight>
+    __attribute__((always_inline)) Numbers get(zf_i64 i, zf_i64 left) const {
+        Pair h = load<full>(hi + i, left), l = load<full>(lo + i, left);
+        return {zf_join(h.even, l.even), zf_join(h.odd, l.odd)};
     }
-    template <bool full>
-    __attribute__((always_inline)) void set(zf_i64 i, zf_f x, zf_i64 left) const {
-        zf_u bits = zf_splittable(x);
-        store<full>(hi + i, zf_split_hi(bits), left);
-        store<full>(lo + i, zf_split_lo(bits), left);
+    template <bool full, bool straight>
+    __attribute__((always_inline)) void set(zf_i64 i, Numbers now, zf_i64 left) const {
+        Pair x = {zf_splittable(now.even), zf_splittable(now.odd)};
+        store<full>(hi + i, Pair{zf_split_hi(x.even), zf_split_hi(x.odd)}, left);
+        store<full>(lo + i, Pair{zf_split_lo(x.even), zf_split_lo(x.odd)}, left);
     }
 };
-
 struct None {
-    template <bool full>
-    __attribute__((always_inline)) zf_f get(zf_i64, zf_i64) const { return zf_f{}; }
-    template <bool full>
-    __attribute__((always_inline)) void set(zf_i64, zf_f, zf_i64, zf_u) const {}
-};
-struct Floats {
-    zf_u32 *x;
-    template <bool full>
-    __attribute__((always_inline)) zf_f get(zf_i64 i, zf_i64 left) const { return zf_float(load<full>(x + i, left)); }
-    template <bool full>
-    __attribute__((always_inline)) void set(zf_i64 i, zf_f now, zf_i64 left, zf_u) const { store<full>(x + i, zf_bits(now), left); }
+    static const bool is_fp32 = true;
+    template <bool full, bool straight>
+    __attribute__((always_inline)) Numbers get(zf_i64, zf_i64) const { return Numbers(); }
+    template <bool full, bool straight>
+    __attribute__((always_inline)) void set(zf_i64, Numbers, zf_i64, Pair) const {}
 };
 template <int which>
 struct Halves {
+    static const bool is_fp32 = false;
     zf_u16 *x;
-    template <bool full>
-    __attribute__((always_inline)) zf_f get(zf_i64 i, zf_i64 left) const { return zf_from_bf16(load<full>(x + i, left)); }
-    template <bool full>
-    __attribute__((always_inline)) void set(zf_i64 i, zf_f now, zf_i64 left, zf_u random) const {
-        store<full>(x + i, zf_to_bf16(now, which ? random >> 16 : random & 0xFFFFu), left);
+    template <bool full, bool straight>
+    __attribute__((always_inline)) Numbers get(zf_i64 i, zf_i64 left) const { return Bf16{x}.get<full, false>(i, left); }
+    template <bool full, bool straight>
+    __attribute__((always_inline)) void set(zf_i64 i, Numbers now, zf_i64 left, Pair random) const {
+        Pair r = which ? Pair{random.even >> 16, random.odd >> 16} : Pair{random.even & 0xFFFFu, random.odd & 0xFFFFu};
+        store<full>(x + i, Pair{zf_to_bf16(now.even, r.even), zf_to_bf16(now.odd, r.odd)}, left);
     }
 };
-// The new values go to `scratch`: they can be encoded when the largest of their block is known.
-template <int is_signed>
+// The new values go to `scratch`; they are encoded when the largest of their block is known. `whole`: one run has all
+// of the block, and pairs lie there as they are.
+template <int is_signed, bool whole>
 struct Codes {
+    static const bool is_fp32 = false;
     const zf_u8 *x;
     zf_u32 *scratch, base;
-    template <bool full>
-    __attribute__((always_inline)) zf_f get(zf_i64 i, zf_i64 left) const { return zf_value(load<full>(x + i, left), base, is_signed); }
-    template <bool full>
-    __attribute__((always_inline)) void set(zf_i64 i, zf_f now, zf_i64 left, zf_u) const { store<full>(scratch + i, zf_bits(now), left); }
+    template <bool full, bool straight>
+    __attribute__((always_inline)) Numbers get(zf_i64 i, zf_i64 left) const {
+        Pair now = load<full>(x + i, left);
+        return {zf_value(now.even, base, is_signed), zf_value(now.odd, base, is_signed)};
+    }
+    template <bool full, bool straight>
+    __attribute__((always_inline)) void set(zf_i64 i, Numbers now, zf_i64 left, Pair) const { store<full, whole>(scratch + i, bits(now), left); }
 };
 
 struct Adam {
@@ -102,10 +113,16 @@ struct Momentum {
     ZF_FN zf_f step(zf_f p, zf_f g, zf_f *m, zf_f *, const zf_rates *r) { return zf_sgd_momentum(p, g, m, r); }
 };
 
-zf_u lane_numbers() {
-    zf_u k;
-    for (int lane = 0; lane < ZF_LANES; ++lane) k[lane] = (zf_u32)lane;
-    return k;
+ZF_FN Pair places(zf_u32 first) {
+    Pair x = {};
+    for (zf_u32 lane = 0; lane < ZF_LANES; ++lane) {
+        x.even[lane] = first + 2 * lane;
+        x.odd[lane] = first + 2 * lane + 1;
+    }
+    return x;
+}
+ZF_FN Pair hash(zf_u32 seed, Pair place, zf_i64 i) {
+    return {zf_hash(seed, place.even + (zf_u32)i), zf_hash(seed, place.odd + (zf_u32)i)};
 }
 
 // Elements [at, at + n) of the piece, in one run; with lossy moments in one unit of the hash, from element `first` on.
@@ -120,21 +137,24 @@ template <class Rule, class P, class G, class M, class V>
 void loop(P p, G g, M m, V v, const Part &part) {
     const zf_rates r = *part.rates;
     const float f0 = part.a->factors[0], f1 = part.a->factors[1];
-    zf_u place = lane_numbers() + part.first;
+    const bool straight = P::is_fp32 && G::is_fp32 && M::is_fp32 && V::is_fp32;
+    const Pair place = places(part.first);
     over(part.n, EACH {
-        zf_f m_now = m.template get<FULL>(i, left), v_now = v.template get<FULL>(i, left);
-        zf_f g_now = g.template get<FULL>(i, left) * f0 * f1;
-        p.template set<FULL>(i, Rule::step(p.template get<FULL>(i, left), g_now, &m_now, &v_now, &r), left);
-        zf_u random = zf_hash(part.seed, place + (zf_u32)i);
-        m.template set<FULL>(i, m_now, left, random);
-        v.template set<FULL>(i, v_now, left, random);
+        Numbers p_now = p.template get<FULL, straight>(i, left), g_now = g.template get<FULL, straight>(i, left);
+        Numbers m_now = m.template get<FULL, straight>(i, left), v_now = v.template get<FULL, straight>(i, left);
+        p_now.even = Rule::step(p_now.even, g_now.even * f0 * f1, &m_now.even, &v_now.even, &r);
+        p_now.odd = Rule::step(p_now.odd, g_now.odd * f0 * f1, &m_now.odd, &v_now.odd, &r);
+        p.template set<FULL, straight>(i, p_now, left);
+        Pair random = hash(part.seed, place, i);
+        m.template set<FULL, straight>(i, m_now, left, random);
+        v.template set<FULL, straight>(i, v_now, left, random);
     });
 }
 
 template <class Rule, class P, class M, class V>
 void with_gradient(P p, M m, V v, const Part &part) {
-    const void *g = part.a->g;
-    if (part.a->g_number == ZF_FP32) loop<Rule>(p, Fp32{(const zf_u32 *)g + part.at}, m, v, part);
+    void *g = (void *)part.a->g;
+    if (part.a->g_number == ZF_FP32) loop<Rule>(p, Fp32{(zf_u32 *)g + part.at}, m, v, part);
     if (part.a->g_number == ZF_BF16) loop<Rule>(p, Bf16{(const zf_u16 *)g + part.at}, m, v, part);
     if (part.a->g_number == ZF_FP16) loop<Rule>(p, Fp16{(const zf_u16 *)g + part.at}, m, v, part);
 }
@@ -145,7 +165,7 @@ void with_master(M m, V v, const Part &part) {
     if (lo)
         with_gradient<Rule>(Split{(zf_u16 *)p + part.at, (zf_u16 *)lo + part.at}, m, v, part);
     else
-        with_gradient<Rule>(Whole{(zf_u32 *)p + part.at}, m, v, part);
+        with_gradient<Rule>(Fp32{(zf_u32 *)p + part.at}, m, v, part);
 }
 
 template <class Adam_, class M, class V>
@@ -166,7 +186,7 @@ void update_whole(const zf_update_args *a, zf_i64 first, zf_i64 last) {
             zf_i64 at = cuts[k] > first ? cuts[k] : first, stop = cuts[k + 1] < last ? cuts[k + 1] : last;
             if (at >= stop) continue;
             Part part = {a, &run->rates, at, stop - at, 0, 0};
-            Floats m = {(zf_u32 *)a->moments[0] + at}, v = {(zf_u32 *)a->moments[1] + at};
+            Fp32 m = {(zf_u32 *)a->moments[0] + at}, v = {(zf_u32 *)a->moments[1] + at};
             k ? with_rule<AdamTail>(m, v, part) : with_rule<Adam>(m, v, part);
         }
     }
@@ -174,19 +194,24 @@ void update_whole(const zf_update_args *a, zf_i64 first, zf_i64 last) {
 
 template <int is_signed>
 void decode(zf_u32 *x, const zf_u8 *codes, zf_u32 scale, zf_i64 n) {
-    zf_u32 base = zf_base(scale, is_signed);
-    over(n, EACH { store<FULL>(x + i, zf_bits(zf_value(load<FULL>(codes + i, left), base, is_signed)), left); });
+    Codes<is_signed, false> from = {codes, nullptr, zf_base(scale, is_signed)};
+    over(n, EACH { store<FULL>(x + i, bits(from.template get<FULL, false>(i, left)), left); });
 }
 
 zf_u32 scale_of(const zf_u32 *x, zf_i64 n) {
     zf_u largest = {};
     over(n, EACH {
-        zf_u size = load<FULL>(x + i, left) & ZF_ABS;
-        largest = size > largest ? size : largest;
+        Pair now = load<FULL, true>(x + i, left);
+        zf_u even = now.even & ZF_ABS, odd = now.odd & ZF_ABS, larger = even > odd ? even : odd;
+        largest = larger > largest ? larger : largest;
     });
     zf_u32 top = 0;
     for (int lane = 0; lane < ZF_LANES; ++lane) top = largest[lane] > top ? largest[lane] : top;
     return zf_scale(top);
+}
+
+ZF_FN Pair codes_of(Numbers x, zf_u32 base, Pair random, int is_signed) {
+    return {zf_code(x.even, base, random.even, is_signed), zf_code(x.odd, base, random.odd, is_signed)};
 }
 
 void spoil(zf_u8 *codes, zf_u32 scale, int is_signed, zf_i64 n) {
@@ -197,8 +222,8 @@ template <int is_signed>
 zf_u32 encode(zf_u8 *codes, const zf_u32 *x, zf_i64 n) {
     zf_u32 scale = scale_of(x, n), base = zf_base(scale, is_signed);
     over(n, EACH {
-        zf_f now = zf_float(load<FULL>(x + i, left));
-        store<FULL>(codes + i, zf_code(now, base, ZF_ALL(ZF_NEAREST), is_signed), left);
+        Pair nearest = {ZF_ALL(ZF_NEAREST), ZF_ALL(ZF_NEAREST)};
+        store<FULL>(codes + i, codes_of(numbers(load<FULL>(x + i, left)), base, nearest, is_signed), left);
     });
     spoil(codes, scale, is_signed, n);
     return scale;
@@ -223,24 +248,24 @@ struct Block {
         decode<1>(scratch[0] + start, codes[0] + start, *scales[0], stop - start);
         if (num > 1) decode<0>(scratch[1] + start, codes[1] + start, *scales[1], stop - start);
     }
-    template <int k>
-    Codes<1 - k> moment(zf_i64 at) {
+    template <int k, bool whole>
+    Codes<1 - k, whole> moment(zf_i64 at) {
         if (k >= num) return {nullptr, nullptr, 0};
         return {codes[k] + at, scratch[k] + at, zf_base(*scales[k], 1 - k)};
     }
-    template <bool two>
+    template <bool two, bool whole>
     void close(zf_u32 seed, zf_u32 first) {
         zf_u32 m_scale = scale_of(scratch[0], n), v_scale = two ? scale_of(scratch[1], n) : 0;
         zf_u32 m_base = zf_base(m_scale, 1), v_base = zf_base(v_scale, 0);
         zf_u8 *m = codes[0], *v = codes[1];
-        zf_u place = lane_numbers() + first;
+        Pair place = places(first);
         over(n, EACH {
-            zf_u random = zf_hash(seed, place + (zf_u32)i);
-            zf_f now = zf_float(load<FULL>(scratch[0] + i, left));
-            store<FULL>(m + i, zf_code(now, m_base, random & 0xFFFFFu, 1), left);
+            Pair r = hash(seed, place, i), low = {r.even & 0xFFFFFu, r.odd & 0xFFFFFu}, high = {r.even >> 12, r.odd >> 12};
+            Numbers now = numbers(load<FULL, whole>(scratch[0] + i, left));
+            store<FULL>(m + i, codes_of(now, m_base, low, 1), left);
             if (!two) return;
-            now = zf_float(load<FULL>(scratch[1] + i, left));
-            store<FULL>(v + i, zf_code(now, v_base, random >> 12, 0), left);
+            now = numbers(load<FULL, whole>(scratch[1] + i, left));
+            store<FULL>(v + i, codes_of(now, v_base, high, 0), left);
         });
         *scales[0] = m_scale;
         spoil(m, m_scale, 1, n);
@@ -249,6 +274,16 @@ struct Block {
         spoil(v, v_scale, 0, n);
     }
 };
+
+template <bool whole>
+void update_block(const Part &part, Block &block, zf_i64 at) {
+    with_rule<AdamLossy>(block.moment<0, whole>(at), block.moment<1, whole>(at), part);
+}
+
+template <bool whole>
+void close_block(Block &block, zf_u32 seed, zf_u32 first) {
+    block.num > 1 ? block.close<true, whole>(seed, first) : block.close<false, whole>(seed, first);
+}
 
 // bf16 and 8-bit moments, elements [first, last), one unit of the hash or one block of codes after the other.
 void update_lossy(const zf_update_args *a, zf_i64 first, zf_i64 last) {
@@ -261,6 +296,7 @@ void update_lossy(const zf_update_args *a, zf_i64 first, zf_i64 last) {
         if (run->start >= next) continue;
         zf_u32 seed = zf_seed(a->key, (zf_u64)(a->offset + at) / ZF_UNIT), within = (zf_u32)(at % ZF_UNIT);
         Block block(a, at, next);
+        const bool whole = run->start <= at && run->stop >= next && next - at == ZF_BLOCK;
         zf_i64 done = at;
         for (const zf_run *one = run; one < end && one->start < next; ++one) {
             zf_i64 start = one->start > at ? one->start : at, stop = one->stop < next ? one->stop : next;
@@ -270,15 +306,15 @@ void update_lossy(const zf_update_args *a, zf_i64 first, zf_i64 last) {
                 Halves<0> m = {(zf_u16 *)a->moments[0] + start};
                 Halves<1> v = {(zf_u16 *)a->moments[1] + start};
                 with_rule<AdamLossy>(m, v, part);
-                continue;
+            } else {
+                block.keep(done - at, start - at);
+                whole ? update_block<true>(part, block, 0) : update_block<false>(part, block, start - at);
+                done = stop;
             }
-            block.keep(done - at, start - at);
-            with_rule<AdamLossy>(block.moment<0>(start - at), block.moment<1>(start - at), part);
-            done = stop;
         }
         if (a->format == ZF_HALF) continue;
         block.keep(done - at, next - at);
-        block.num > 1 ? block.close<true>(seed, within) : block.close<false>(seed, within);
+        whole ? close_block<true>(block, seed, within) : close_block<false>(block, seed, within);
     }
 }
 
@@ -290,11 +326,11 @@ ZF_API void ZF_NAME(zf_update)(const zf_update_args *a, zf_i64 first, zf_i64 las
 }
 
 ZF_API void ZF_NAME(zf_split)(const zf_u32 *p, zf_u16 *hi, zf_u16 *lo, zf_i64 n) {
-    over(n, EACH { Split{hi, lo}.set<FULL>(i, zf_float(load<FULL>(p + i, left)), left); });
+    over(n, EACH { Split{hi, lo}.set<FULL, false>(i, numbers(load<FULL>(p + i, left)), left); });
 }
 
-ZF_API void ZF_NAME(zf_join)(const zf_u16 *hi, const zf_u16 *lo, zf_u32 *p, zf_i64 n) {
-    over(n, EACH { store<FULL>(p + i, zf_bits(zf_join(load<FULL>(hi + i, left), load<FULL>(lo + i, left))), left); });
+ZF_API void ZF_NAME(zf_join)(zf_u16 *hi, zf_u16 *lo, zf_u32 *p, zf_i64 n) {
+    over(n, EACH { store<FULL>(p + i, bits(Split{hi, lo}.get<FULL, false>(i, left)), left); });
 }
 
 ZF_API void ZF_NAME(zf_encode)(const zf_u32 *x, zf_u8 *codes, zf_u32 *scales, zf_i64 n, zf_i32 is_signed) {

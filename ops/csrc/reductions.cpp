@@ -11,17 +11,25 @@ namespace {
 
 const zf_i64 STRIPE = 256; // bytes, 64 words, 8 vectors
 
+zf_u widen(const zf_u32 *x) { return raw(x); }
+zf_u widen(const zf_u16 *x) {
+    typedef zf_u16 shorts __attribute__((vector_size(2 * ZF_LANES)));
+    shorts now;
+    __builtin_memcpy(&now, x, sizeof(now));
+    return __builtin_convertvector(now, zf_u);
+}
+
 struct Fp32 {
     typedef zf_u32 stored;
-    static zf_f number(zf_u x) { return zf_float(x); }
+    ZF_FN zf_f number(zf_u x) { return zf_float(x); }
 };
 struct Bf16 {
     typedef zf_u16 stored;
-    static zf_f number(zf_u x) { return zf_from_bf16(x); }
+    ZF_FN zf_f number(zf_u x) { return zf_from_bf16(x); }
 };
 struct Fp16 {
     typedef zf_u16 stored;
-    static zf_f number(zf_u x) { return zf_from_fp16(x); }
+    ZF_FN zf_f number(zf_u x) { return zf_from_fp16(x); }
 };
 
 // torch's order of sums (on x86): eight lanes, then the lanes in turn, then the rest, of which the first four are
@@ -29,26 +37,28 @@ struct Fp16 {
 template <class Kind>
 void norm2_and_extreme(const void *from, zf_i64 n, float *result) {
     const typename Kind::stored *x = (const typename Kind::stored *)from;
-    zf_f sums = {}, rest = {};
+    zf_f sums = {};
     zf_u largest = {};
-    zf_i64 num_rest = n % ZF_LANES;
-    over(n, [&](auto full, zf_i64 i, zf_i64 left) __attribute__((always_inline)) {
-        zf_f now = Kind::number(load<decltype(full)::value>(x + i, left));
+    zf_i64 whole = n - n % ZF_LANES;
+    for (zf_i64 i = 0; i < whole; i += ZF_LANES) {
+        zf_f now = Kind::number(widen(x + i));
         zf_u size = zf_bits(now) & ZF_ABS;
         largest = size > largest ? size : largest;
-        if (full.value)
-            sums += now * now;
-        else
-            rest = now;
-    });
+        sums += now * now;
+    }
+    typename Kind::stored some[ZF_LANES] = {};
+    __builtin_memcpy(some, x + whole, (zf_u64)(n - whole) * sizeof(*x));
+    zf_f rest = Kind::number(widen(some));
+    zf_u size = zf_bits(rest) & ZF_ABS;
+    largest = size > largest ? size : largest;
     float sum = sums[0];
     zf_u32 top = largest[0];
     for (int k = 1; k < ZF_LANES; ++k) {
         sum += sums[k];
         top = largest[k] > top ? largest[k] : top;
     }
-    for (int k = 0; k < num_rest; ++k)
-        sum = num_rest >= 4 && k < 4 ? sum + rest[k] * rest[k] : __builtin_fmaf(rest[k], rest[k], sum);
+    for (int k = 0; k < n - whole; ++k)
+        sum = n - whole >= 4 && k < 4 ? sum + rest[k] * rest[k] : __builtin_fmaf(rest[k], rest[k], sum);
     result[0] = __builtin_sqrtf(sum);
     __builtin_memcpy(result + 1, &top, 4);
 }
@@ -57,7 +67,7 @@ void norm2_and_extreme(const void *from, zf_i64 n, float *result) {
 // word nor two that changed places leave the sum as it was (but by chance, once in 2^32).
 ZF_FN void add_stripe(zf_u *sums, const void *from, zf_u32 place) {
     for (int k = 0; k < 8; ++k) {
-        zf_u now = zf_widen((const zf_u32 *)from + 8 * k);
+        zf_u now = raw((const zf_u32 *)from + 8 * k);
         now ^= place * 0x9E3779B1u;
         now ^= now >> 16;
         now *= 0x7FEB352Du;

@@ -29,44 +29,17 @@ ZF_FN zf_f zf_float(zf_u bits) { return (zf_f)bits; }
 #if ZF_LANES == 16
 ZF_FN zf_f ZF_FMA(zf_f a, zf_f b, zf_f c) { return (zf_f)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 ZF_FN zf_f ZF_SQRT(zf_f a) { return (zf_f)_mm512_sqrt_ps((__m512)a); }
-ZF_FN zf_u zf_widen(const uint16_t *x) { return (zf_u)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)); }
-ZF_FN zf_u zf_widen(const uint8_t *x) { return (zf_u)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)x)); }
-ZF_FN void zf_narrow(uint16_t *to, zf_u x) {
-    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)x));
-}
-ZF_FN void zf_narrow(uint8_t *to, zf_u x) { _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)x)); }
 #elif defined(__AVX2__)
 ZF_FN zf_f ZF_FMA(zf_f a, zf_f b, zf_f c) { return (zf_f)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 ZF_FN zf_f ZF_SQRT(zf_f a) { return (zf_f)_mm256_sqrt_ps((__m256)a); }
-ZF_FN zf_u zf_widen(const uint16_t *x) { return (zf_u)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x)); }
-ZF_FN zf_u zf_widen(const uint8_t *x) { return (zf_u)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)x)); }
-ZF_FN __m128i zf_halves(zf_u x) { // numbers below 2^16
-    return _mm_packus_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
-}
-ZF_FN void zf_narrow(uint16_t *to, zf_u x) { _mm_storeu_si128((__m128i *)to, zf_halves(x)); }
-ZF_FN void zf_narrow(uint8_t *to, zf_u x) {
-    __m128i half = zf_halves(x);
-    _mm_storel_epi64((__m128i *)to, _mm_packus_epi16(half, half));
-}
 #else
-#define EACH_LANE for (int k = 0; k < ZF_LANES; ++k)
 ZF_FN zf_f ZF_FMA(zf_f a, zf_f b, zf_f c) {
-    EACH_LANE c[k] = __builtin_fmaf(a[k], b[k], c[k]);
+    for (int k = 0; k < ZF_LANES; ++k) c[k] = __builtin_fmaf(a[k], b[k], c[k]);
     return c;
 }
 ZF_FN zf_f ZF_SQRT(zf_f a) {
-    EACH_LANE a[k] = __builtin_sqrtf(a[k]);
+    for (int k = 0; k < ZF_LANES; ++k) a[k] = __builtin_sqrtf(a[k]);
     return a;
-}
-template <class T>
-ZF_FN zf_u zf_widen(const T *from) {
-    zf_u x;
-    EACH_LANE x[k] = from[k];
-    return x;
-}
-template <class T>
-ZF_FN void zf_narrow(T *to, zf_u x) {
-    EACH_LANE to[k] = (T)x[k];
 }
 #endif
 ZF_FN zf_f ZF_FMA(zf_f a, float b, zf_f c) { return ZF_FMA(a, ZF_ALL(b), c); }
@@ -74,38 +47,92 @@ ZF_FN zf_f ZF_FMA(float a, zf_f b, zf_f c) { return ZF_FMA(ZF_ALL(a), b, c); }
 ZF_FN zf_f ZF_FMA(zf_f a, zf_f b, float c) { return ZF_FMA(a, b, ZF_ALL(c)); }
 ZF_FN zf_f ZF_FMA(zf_f a, float b, float c) { return ZF_FMA(a, ZF_ALL(b), ZF_ALL(c)); }
 
-ZF_FN zf_u zf_widen(const uint32_t *x) {
+// Work goes in pairs of vectors: the elements at even places and those at odd ones. 16-bit numbers come so from
+// memory by a shift and a mask, with no lane crossed. fp32 are taken apart for it, unless (`straight`) all are fp32 and
+// the pair is simply one vector after the other.
+#define ZF_PAIR (2 * ZF_LANES)
+struct Pair {
+    zf_u even, odd;
+};
+
+#if ZF_LANES == 16
+#define ZF_EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ZF_ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#define ZF_FIRST 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define ZF_SECOND 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#else
+#define ZF_EVEN 0, 2, 4, 6, 8, 10, 12, 14
+#define ZF_ODD 1, 3, 5, 7, 9, 11, 13, 15
+#define ZF_FIRST 0, 8, 1, 9, 2, 10, 3, 11
+#define ZF_SECOND 4, 12, 5, 13, 6, 14, 7, 15
+#endif
+
+ZF_FN zf_u raw(const void *x) {
     zf_u now;
     __builtin_memcpy(&now, x, sizeof(now));
     return now;
 }
-ZF_FN void zf_narrow(uint32_t *to, zf_u x) { __builtin_memcpy(to, &x, sizeof(x)); }
+ZF_FN void put(void *to, zf_u x) { __builtin_memcpy(to, &x, sizeof(x)); }
 
-// `left` elements where they are fewer than lanes; the other lanes are zero, and are not stored.
-template <bool full, class T>
-ZF_FN zf_u load(const T *x, int64_t left) {
-    if (full) return zf_widen(x);
-    T some[ZF_LANES] = {};
-    __builtin_memcpy(some, x, (uint64_t)left * sizeof(T));
-    return zf_widen(some);
+ZF_FN Pair pair_of(const uint32_t *x) {
+    zf_u first = raw(x), second = raw(x + ZF_LANES);
+    return {__builtin_shufflevector(first, second, ZF_EVEN), __builtin_shufflevector(first, second, ZF_ODD)};
 }
-template <bool full, class T>
-ZF_FN void store(T *to, zf_u x, int64_t left) {
-    if (full) return zf_narrow(to, x);
-    T some[ZF_LANES];
-    zf_narrow(some, x);
-    __builtin_memcpy(to, some, (uint64_t)left * sizeof(T));
+ZF_FN void put_pair(uint32_t *to, Pair x) {
+    put(to, __builtin_shufflevector(x.even, x.odd, ZF_FIRST));
+    put(to + ZF_LANES, __builtin_shufflevector(x.even, x.odd, ZF_SECOND));
 }
 
-// for (at = 0; at < n; at += lanes): body(full, at, left), full vectors first.
+ZF_FN Pair pair_of(const uint16_t *x) {
+    zf_u both = raw(x);
+    return {both & 0xFFFFu, both >> 16};
+}
+ZF_FN void put_pair(uint16_t *to, Pair x) { put(to, x.even | x.odd << 16); } // both below 2^16
+
+ZF_FN Pair pair_of(const uint8_t *x) {
+    typedef uint8_t bytes __attribute__((vector_size(ZF_PAIR)));
+    typedef uint16_t shorts __attribute__((vector_size(2 * ZF_PAIR)));
+    bytes now;
+    __builtin_memcpy(&now, x, sizeof(now));
+    zf_u both = (zf_u)__builtin_convertvector(now, shorts);
+    return {both & 0xFFFFu, both >> 16};
+}
+ZF_FN void put_pair(uint8_t *to, Pair x) {
+    typedef uint8_t bytes __attribute__((vector_size(ZF_PAIR)));
+    typedef uint16_t shorts __attribute__((vector_size(2 * ZF_PAIR)));
+    bytes now = __builtin_convertvector((shorts)(x.even | x.odd << 16), bytes);
+    __builtin_memcpy(to, &now, sizeof(now));
+}
+
+// `left` elements where they are fewer than a pair has; the others are zero, and are not stored.
+template <bool full, bool straight = false, class T>
+ZF_FN Pair load(const T *x, int64_t left) {
+    T some[ZF_PAIR] = {};
+    if (!full) __builtin_memcpy(some, x, (uint64_t)left * sizeof(T));
+    if (straight) return {raw(full ? x : some), raw((full ? x : some) + ZF_LANES)};
+    return pair_of(full ? x : some);
+}
+template <bool full, bool straight = false, class T>
+ZF_FN void store(T *to, Pair x, int64_t left) {
+    T some[ZF_PAIR];
+    if (straight) {
+        put(full ? to : some, x.even);
+        put((full ? to : some) + ZF_LANES, x.odd);
+    } else {
+        put_pair(full ? to : some, x);
+    }
+    if (!full) __builtin_memcpy(to, some, (uint64_t)left * sizeof(T));
+}
+
 template <bool full>
 struct Full {
     static const bool value = full;
 };
+// for (at = 0; at < n; at += ZF_PAIR): body(full, at, left), full pairs first.
 template <class Body>
 ZF_FN void over(int64_t n, const Body &body) {
     int64_t at = 0;
-    for (; at + ZF_LANES <= n; at += ZF_LANES) body(Full<true>(), at, (int64_t)ZF_LANES);
+    for (; at + ZF_PAIR <= n; at += ZF_PAIR) body(Full<true>(), at, (int64_t)ZF_PAIR);
     if (at < n) body(Full<false>(), at, n - at);
 }
 
