@@ -39,7 +39,8 @@ def rates_of(rule: str, rate: float, decay: float, hyper: dict[str, Any], count:
     b1 = float(hyper.get("momentum", hyper.get("b1", 0.0)))
     b2 = float(hyper.get("b2", 0.0))
     constants = {"rate": -rate, "shrink": 1.0, "l2": decay, "b1": b1, "c1": 1 - b1, "b2": b2, "c2": 1 - b2}
-    constants |= {"root": 1.0, "quick": 1.0, "eps": hyper.get("eps", 0.0), "nesterov": int(hyper.get("nesterov", False))}
+    constants |= {"root": 1.0, "quick": 1.0, "eps": hyper.get("eps", 0.0)}
+    constants["nesterov"] = int(hyper.get("nesterov", False))
     if rule in ("adamw", "lion"):
         constants |= {"shrink": 1 - rate * decay, "l2": 0.0}
     if rule in ("adamw", "adam"):

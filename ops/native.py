@@ -255,7 +255,7 @@ def join(hi: Tensor, lo: Tensor, out: Tensor | None = None) -> Tensor:
 def encode(x: Tensor, signed: bool, out: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """fp32 -> (uint8 codes of its shape, fp32 scales [ceil(size / 256)]), rounded to nearest. See formats.h.
 
-    Relative error at most 1/16 down to 2^-32 (signed: 2^-16) of the largest of each 256; without `signed`, x >= 0.
+    Relative error at most 1/16 down to 2^-30 (signed: 2^-14) of the largest of each 256; without `signed`, x >= 0.
     """
     check_tensor("encode: x", x, (torch.float32,))
     codes, scales = out or (torch.empty_like(x, dtype=torch.uint8), torch.empty(num_blocks(x.numel())))

@@ -122,7 +122,7 @@ def update_(
         run = [x[start:stop] for x in decoded]
         r = rates_of(rule, rate, decay, hyper, count)
         if len(moments) == 2 and moment_format(moments[0]):
-            _adam_lossy(*run, wide[start:stop], r)
+            _adam_lossy(run, wide[start:stop], r)
         else:
             _step(rule, run, wide[start:stop], rate, decay, hyper, count, r)
     random = hash_of(count, offset, size) if any(map(moment_format, moments)) else None
@@ -192,8 +192,9 @@ def _step(rule: str, run: list[Tensor], g: Tensor, rate: float, decay: float, hy
     p.add_(direction, alpha=r["rate"])
 
 
-def _adam_lossy(p: Tensor, m: Tensor, v: Tensor, g: Tensor, r: dict[str, float]) -> None:
+def _adam_lossy(run: list[Tensor], g: Tensor, r: dict[str, float]) -> None:
     """`zf_adam_lossy` of rules.h."""
+    p, m, v = run
     c = {name: torch.tensor(x, dtype=torch.float32) for name, x in r.items()}
     if c["l2"]:
         g = _fma(p, c["l2"], g)
