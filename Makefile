@@ -28,6 +28,7 @@ lint: $(VENV)/test.stamp
 bench: $(VENV)/examples.stamp $(PEERS)/peers.stamp
 	$(VENV)/bin/python benchmarks/step.py
 	$(VENV)/bin/python benchmarks/overhead.py
+	$(VENV)/bin/python benchmarks/optimizer.py
 
 clean:
 	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
