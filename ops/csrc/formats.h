@@ -90,7 +90,8 @@ ZF_FN zf_u zf_split_hi(zf_u bits) { return (bits + 0x8000u) >> 16; }
 
 ZF_FN zf_u zf_split_lo(zf_u bits) { return bits & 0xFFFFu; }
 
-ZF_FN zf_f zf_join(zf_u hi, zf_u lo) { return zf_float((hi << 16) + (lo ^ 0x8000u) - 0x8000u); }
+/* `lo` with its sign extended to 32 bits. */
+ZF_FN zf_f zf_join(zf_u hi, zf_u lo) { return zf_float((hi << 16) + lo); }
 
 /* Rounded up with probability (what is cut off) / 2^16 for `random` uniform in [0, 2^16); 0x8000 rounds to nearest.
  * From the last step before inf on it is cut, so that chance makes no inf; inf and NaN (quiet, as arithmetic gives

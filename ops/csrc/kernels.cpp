@@ -27,36 +27,33 @@ struct Fp32 {
     __attribute__((always_inline)) void set(zf_i64 i, Numbers now, zf_i64 left, Pair = Pair()) const { store<full, straight>(x + i, bits(now), left); }
 };
 struct Bf16 {
-    static const bool is_fp32 = false;
     const zf_u16 *x;
     template <bool full, bool straight>
     __attribute__((always_inline)) Numbers get(zf_i64 i, zf_i64 left) const {
-        Pair now = load<full>(x + i, left);
+        Pair now = load<full, straight>(x + i, left);
         return {zf_from_bf16(now.even), zf_from_bf16(now.odd)};
     }
 };
 struct Fp16 {
-    static const bool is_fp32 = false;
     const zf_u16 *x;
     template <bool full, bool straight>
     __attribute__((always_inline)) Numbers get(zf_i64 i, zf_i64 left) const {
-        Pair now = load<full>(x + i, left);
+        Pair now = load<full, straight>(x + i, left);
         return {zf_from_fp16(now.even), zf_from_fp16(now.odd)};
     }
 };
 struct Split {
-    static const bool is_fp32 = false;
     zf_u16 *hi, *lo;
     template <bool full, bool straight>
     __attribute__((always_inline)) Numbers get(zf_i64 i, zf_i64 left) const {
-        Pair h = load<full>(hi + i, left), l = load<full>(lo + i, left);
+        Pair h = load<full, straight>(hi + i, left), l = load<full, straight>((const zf_i16 *)lo + i, left);
         return {zf_join(h.even, l.even), zf_join(h.odd, l.odd)};
     }
     template <bool full, bool straight>
     __attribute__((always_inline)) void set(zf_i64 i, Numbers now, zf_i64 left) const {
         Pair x = {zf_splittable(now.even), zf_splittable(now.odd)};
-        store<full>(hi + i, Pair{zf_split_hi(x.even), zf_split_hi(x.odd)}, left);
-        store<full>(lo + i, Pair{zf_split_lo(x.even), zf_split_lo(x.odd)}, left);
+        store<full, straight>(hi + i, Pair{zf_split_hi(x.even), zf_split_hi(x.odd)}, left);
+        store<full, straight>(lo + i, Pair{zf_split_lo(x.even), zf_split_lo(x.odd)}, left);
     }
 };
 struct None {
@@ -87,7 +84,7 @@ struct Codes {
     zf_u32 *scratch, base;
     template <bool full, bool straight>
     __attribute__((always_inline)) Numbers get(zf_i64 i, zf_i64 left) const {
-        Pair now = load<full>(x + i, left);
+        Pair now = load<full, straight>(x + i, left);
         return {zf_value(now.even, base, is_signed), zf_value(now.odd, base, is_signed)};
     }
     template <bool full, bool straight>
@@ -137,7 +134,7 @@ template <class Rule, class P, class G, class M, class V>
 void loop(P p, G g, M m, V v, const Part &part) {
     const zf_rates r = *part.rates;
     const float f0 = part.a->factors[0], f1 = part.a->factors[1];
-    const bool straight = P::is_fp32 && G::is_fp32 && M::is_fp32 && V::is_fp32;
+    const bool straight = M::is_fp32 && V::is_fp32;
     const Pair place = places(part.first);
     over(part.n, EACH {
         Numbers p_now = p.template get<FULL, straight>(i, left), g_now = g.template get<FULL, straight>(i, left);

@@ -48,8 +48,8 @@ ZF_FN zf_f ZF_FMA(zf_f a, zf_f b, float c) { return ZF_FMA(a, b, ZF_ALL(c)); }
 ZF_FN zf_f ZF_FMA(zf_f a, float b, float c) { return ZF_FMA(a, ZF_ALL(b), ZF_ALL(c)); }
 
 // Work goes in pairs of vectors: the elements at even places and those at odd ones. 16-bit numbers come so from
-// memory by a shift and a mask, with no lane crossed. fp32 are taken apart for it, unless (`straight`) all are fp32 and
-// the pair is simply one vector after the other.
+// memory by a shift and a mask, with no lane crossed. Where most are fp32, which would have to be taken apart for it,
+// the pair is `straight`: one vector after the other.
 #define ZF_PAIR (2 * ZF_LANES)
 struct Pair {
     zf_u even, odd;
@@ -87,6 +87,10 @@ ZF_FN Pair pair_of(const uint16_t *x) {
     zf_u both = raw(x);
     return {both & 0xFFFFu, both >> 16};
 }
+ZF_FN Pair pair_of(const int16_t *x) { // signs extended
+    zf_i both = (zf_i)raw(x);
+    return {(zf_u)((zf_i)((zf_u)both << 16) >> 16), (zf_u)(both >> 16)};
+}
 ZF_FN void put_pair(uint16_t *to, Pair x) { put(to, x.even | x.odd << 16); } // both below 2^16
 
 ZF_FN Pair pair_of(const uint8_t *x) {
@@ -104,23 +108,50 @@ ZF_FN void put_pair(uint8_t *to, Pair x) {
     __builtin_memcpy(to, &now, sizeof(now));
 }
 
+// The same in straight order.
+typedef uint16_t zf_short __attribute__((vector_size(2 * ZF_LANES)));
+typedef int16_t zf_signed_short __attribute__((vector_size(2 * ZF_LANES)));
+ZF_FN zf_u widened(const uint16_t *x) {
+    zf_short now;
+    __builtin_memcpy(&now, x, sizeof(now));
+    return __builtin_convertvector(now, zf_u);
+}
+ZF_FN zf_u widened(const int16_t *x) {
+    zf_signed_short now;
+    __builtin_memcpy(&now, x, sizeof(now));
+    return (zf_u)__builtin_convertvector(now, zf_i);
+}
+ZF_FN Pair straight_of(const uint32_t *x) { return {raw(x), raw(x + ZF_LANES)}; }
+ZF_FN void put_straight(uint32_t *to, Pair x) {
+    put(to, x.even);
+    put(to + ZF_LANES, x.odd);
+}
+ZF_FN Pair straight_of(const uint16_t *x) { return {widened(x), widened(x + ZF_LANES)}; }
+ZF_FN Pair straight_of(const int16_t *x) { return {widened(x), widened(x + ZF_LANES)}; }
+ZF_FN void put_straight(uint16_t *to, Pair x) {
+#if defined(__AVX2__) && ZF_LANES == 8
+    __m256i both = _mm256_packus_epi32((__m256i)x.even, (__m256i)x.odd); // quarters 0, 2, 1, 3
+    put(to, (zf_u)_mm256_permute4x64_epi64(both, 0xD8));
+#else
+    zf_short first = __builtin_convertvector(x.even, zf_short), second = __builtin_convertvector(x.odd, zf_short);
+    __builtin_memcpy(to, &first, sizeof(first));
+    __builtin_memcpy(to + ZF_LANES, &second, sizeof(second));
+#endif
+}
+ZF_FN Pair straight_of(const uint8_t *x) { return pair_of(x); } // is not asked for
+ZF_FN void put_straight(uint8_t *to, Pair x) { put_pair(to, x); }
+
 // `left` elements where they are fewer than a pair has; the others are zero, and are not stored.
 template <bool full, bool straight = false, class T>
 ZF_FN Pair load(const T *x, int64_t left) {
     T some[ZF_PAIR] = {};
     if (!full) __builtin_memcpy(some, x, (uint64_t)left * sizeof(T));
-    if (straight) return {raw(full ? x : some), raw((full ? x : some) + ZF_LANES)};
-    return pair_of(full ? x : some);
+    return straight ? straight_of(full ? x : some) : pair_of(full ? x : some);
 }
 template <bool full, bool straight = false, class T>
 ZF_FN void store(T *to, Pair x, int64_t left) {
     T some[ZF_PAIR];
-    if (straight) {
-        put(full ? to : some, x.even);
-        put((full ? to : some) + ZF_LANES, x.odd);
-    } else {
-        put_pair(full ? to : some, x);
-    }
+    straight ? put_straight(full ? to : some, x) : put_pair(full ? to : some, x);
     if (!full) __builtin_memcpy(to, some, (uint64_t)left * sizeof(T));
 }
 
