@@ -11,14 +11,6 @@ namespace {
 
 const zf_i64 STRIPE = 256; // bytes, 64 words, 8 vectors
 
-zf_u widen(const zf_u32 *x) { return raw(x); }
-zf_u widen(const zf_u16 *x) {
-    typedef zf_u16 shorts __attribute__((vector_size(2 * ZF_LANES)));
-    shorts now;
-    __builtin_memcpy(&now, x, sizeof(now));
-    return __builtin_convertvector(now, zf_u);
-}
-
 struct Fp32 {
     typedef zf_u32 stored;
     ZF_FN zf_f number(zf_u x) { return zf_float(x); }
@@ -41,14 +33,14 @@ void norm2_and_extreme(const void *from, zf_i64 n, float *result) {
     zf_u largest = {};
     zf_i64 whole = n - n % ZF_LANES;
     for (zf_i64 i = 0; i < whole; i += ZF_LANES) {
-        zf_f now = Kind::number(widen(x + i));
+        zf_f now = Kind::number(widened(x + i));
         zf_u size = zf_bits(now) & ZF_ABS;
         largest = size > largest ? size : largest;
         sums += now * now;
     }
     typename Kind::stored some[ZF_LANES] = {};
     __builtin_memcpy(some, x + whole, (zf_u64)(n - whole) * sizeof(*x));
-    zf_f rest = Kind::number(widen(some));
+    zf_f rest = Kind::number(widened(some));
     zf_u size = zf_bits(rest) & ZF_ABS;
     largest = size > largest ? size : largest;
     float sum = sums[0];

@@ -93,34 +93,61 @@ ZF_FN Pair pair_of(const int16_t *x) { // signs extended
 }
 ZF_FN void put_pair(uint16_t *to, Pair x) { put(to, x.even | x.odd << 16); } // both below 2^16
 
-ZF_FN Pair pair_of(const uint8_t *x) {
-    typedef uint8_t bytes __attribute__((vector_size(ZF_PAIR)));
-    typedef uint16_t shorts __attribute__((vector_size(2 * ZF_PAIR)));
-    bytes now;
-    __builtin_memcpy(&now, x, sizeof(now));
-    zf_u both = (zf_u)__builtin_convertvector(now, shorts);
-    return {both & 0xFFFFu, both >> 16};
+ZF_FN zf_u widened(const uint32_t *x) { return raw(x); }
+
+// Bytes are widened to 16 bits first. GCC's own way of changing the width of vectors takes several steps.
+#if ZF_LANES == 16
+#define ZF_LOAD256(x) _mm256_loadu_si256((const __m256i *)(x))
+ZF_FN zf_u shorts_of(const uint8_t *x) { return (zf_u)_mm512_cvtepu8_epi16(ZF_LOAD256(x)); }
+ZF_FN void put_bytes(uint8_t *to, zf_u x) { _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi16_epi8((__m512i)x)); }
+ZF_FN zf_u widened(const uint16_t *x) { return (zf_u)_mm512_cvtepu16_epi32(ZF_LOAD256(x)); }
+ZF_FN zf_u widened(const int16_t *x) { return (zf_u)_mm512_cvtepi16_epi32(ZF_LOAD256(x)); }
+ZF_FN void put_shorts(uint16_t *to, zf_u x, zf_u y) {
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)x));
+    _mm256_storeu_si256((__m256i *)to + 1, _mm512_cvtepi32_epi16((__m512i)y));
 }
-ZF_FN void put_pair(uint8_t *to, Pair x) {
-    typedef uint8_t bytes __attribute__((vector_size(ZF_PAIR)));
-    typedef uint16_t shorts __attribute__((vector_size(2 * ZF_PAIR)));
-    bytes now = __builtin_convertvector((shorts)(x.even | x.odd << 16), bytes);
+#elif defined(__AVX2__)
+#define ZF_LOAD128(x) _mm_loadu_si128((const __m128i *)(x))
+ZF_FN zf_u shorts_of(const uint8_t *x) { return (zf_u)_mm256_cvtepu8_epi16(ZF_LOAD128(x)); }
+ZF_FN void put_bytes(uint8_t *to, zf_u x) {
+    __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi16((__m256i)x, (__m256i)x), 0xD8);
+    _mm_storeu_si128((__m128i *)to, _mm256_castsi256_si128(both));
+}
+ZF_FN zf_u widened(const uint16_t *x) { return (zf_u)_mm256_cvtepu16_epi32(ZF_LOAD128(x)); }
+ZF_FN zf_u widened(const int16_t *x) { return (zf_u)_mm256_cvtepi16_epi32(ZF_LOAD128(x)); }
+ZF_FN void put_shorts(uint16_t *to, zf_u x, zf_u y) { // packed by halves of vectors, so quarters 0, 2, 1, 3
+    put(to, (zf_u)_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)x, (__m256i)y), 0xD8));
+}
+#else
+typedef uint8_t zf_bytes __attribute__((vector_size(ZF_PAIR)));
+typedef uint16_t zf_shorts __attribute__((vector_size(2 * ZF_PAIR)));
+ZF_FN zf_u shorts_of(const uint8_t *x) {
+    zf_bytes now;
+    __builtin_memcpy(&now, x, sizeof(now));
+    return (zf_u)__builtin_convertvector(now, zf_shorts);
+}
+ZF_FN void put_bytes(uint8_t *to, zf_u x) {
+    zf_bytes now = __builtin_convertvector((zf_shorts)x, zf_bytes);
     __builtin_memcpy(to, &now, sizeof(now));
 }
+template <class T>
+ZF_FN zf_u widened(const T *x) {
+    zf_i now;
+    for (int k = 0; k < ZF_LANES; ++k) now[k] = x[k];
+    return (zf_u)now;
+}
+ZF_FN void put_shorts(uint16_t *to, zf_u x, zf_u y) {
+    for (int k = 0; k < ZF_LANES; ++k) to[k] = (uint16_t)x[k], to[k + ZF_LANES] = (uint16_t)y[k];
+}
+#endif
+
+ZF_FN Pair pair_of(const uint8_t *x) {
+    zf_u both = shorts_of(x);
+    return {both & 0xFFFFu, both >> 16};
+}
+ZF_FN void put_pair(uint8_t *to, Pair x) { put_bytes(to, x.even | x.odd << 16); }
 
 // The same in straight order.
-typedef uint16_t zf_short __attribute__((vector_size(2 * ZF_LANES)));
-typedef int16_t zf_signed_short __attribute__((vector_size(2 * ZF_LANES)));
-ZF_FN zf_u widened(const uint16_t *x) {
-    zf_short now;
-    __builtin_memcpy(&now, x, sizeof(now));
-    return __builtin_convertvector(now, zf_u);
-}
-ZF_FN zf_u widened(const int16_t *x) {
-    zf_signed_short now;
-    __builtin_memcpy(&now, x, sizeof(now));
-    return (zf_u)__builtin_convertvector(now, zf_i);
-}
 ZF_FN Pair straight_of(const uint32_t *x) { return {raw(x), raw(x + ZF_LANES)}; }
 ZF_FN void put_straight(uint32_t *to, Pair x) {
     put(to, x.even);
@@ -128,16 +155,7 @@ ZF_FN void put_straight(uint32_t *to, Pair x) {
 }
 ZF_FN Pair straight_of(const uint16_t *x) { return {widened(x), widened(x + ZF_LANES)}; }
 ZF_FN Pair straight_of(const int16_t *x) { return {widened(x), widened(x + ZF_LANES)}; }
-ZF_FN void put_straight(uint16_t *to, Pair x) {
-#if defined(__AVX2__) && ZF_LANES == 8
-    __m256i both = _mm256_packus_epi32((__m256i)x.even, (__m256i)x.odd); // quarters 0, 2, 1, 3
-    put(to, (zf_u)_mm256_permute4x64_epi64(both, 0xD8));
-#else
-    zf_short first = __builtin_convertvector(x.even, zf_short), second = __builtin_convertvector(x.odd, zf_short);
-    __builtin_memcpy(to, &first, sizeof(first));
-    __builtin_memcpy(to + ZF_LANES, &second, sizeof(second));
-#endif
-}
+ZF_FN void put_straight(uint16_t *to, Pair x) { put_shorts(to, x.even, x.odd); }
 ZF_FN Pair straight_of(const uint8_t *x) { return pair_of(x); } // is not asked for
 ZF_FN void put_straight(uint8_t *to, Pair x) { put_pair(to, x); }
 
