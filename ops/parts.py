@@ -53,7 +53,8 @@ def grid(numbers: Sequence[Tensor], place: Sequence[int], num_rows: int, num_col
     """[num_rows, num_columns]: all `numbers` in order at `place` (row * num_columns + column), zero elsewhere."""
     dtype = dtype_over(numbers)
     out = torch.zeros(num_rows * num_columns, dtype=dtype, device=numbers[0].device)
-    out[torch.tensor(place, dtype=torch.int64, device=out.device)] = torch.cat([x.reshape(-1).to(dtype) for x in numbers])
+    where = torch.tensor(place, dtype=torch.int64, device=out.device)
+    out[where] = torch.cat([x.reshape(-1).to(dtype) for x in numbers])
     return out.view(num_rows, num_columns)
 
 
