@@ -1,8 +1,8 @@
 """python benchmarks/optimizer.py   (make bench): AdamW on one flat array, beside torch's and DeepSpeed's.
 
 Alone in fp32, beside the memory's own speed; ZeroFn's other formats; and the whole phase from bf16 gradients to bf16
-parameters. Peers run in a process of their environment and ZeroFn in another, each row once a round, in an order
-that rotates; nothing runs beside the row that is timed. Ratios are of one round.
+parameters. All rows run in one process on the same arrays, each row once a round, in an order that rotates. Ratios are
+of one round.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from rich.console import Console
 from rich.table import Table
 from statistic import Ratio, interval, ratio
 
-PEERS = ("DeepSpeedCPUAdam", "phase, DeepSpeed")
 AVX2 = ", AVX2"  # the end of the name of a row that leaves AVX-512 alone
-ZEROFN = (
+ROWS = (
     "read-modify-write",
     "torch loop",
     "torch fused",
+    "DeepSpeedCPUAdam",
     "ZeroFn fp32",
     "ZeroFn fp32, bf16 moments",
     "ZeroFn split",
     "ZeroFn split, bf16 moments",
     "ZeroFn split, 8-bit moments",
     "phase, torch",
+    "phase, DeepSpeed",
     "phase, ZeroFn",
     "phase, ZeroFn, bf16 moments",
     "phase, ZeroFn, 8-bit moments",
@@ -99,37 +100,34 @@ class Worker:
 
 def measure(options: argparse.Namespace, threads: int, console: Console) -> dict[str, list[float]]:
     """Seconds of each row, one a round, after one that does not count."""
-    workers = {
-        "peers": Worker(options.peers_python, threads, options.elements),
-        "zerofn": Worker(options.zerofn_python, threads, options.elements),
-        "avx2": Worker(options.zerofn_python, threads, options.elements, ZEROFN_ISA="avx2"),
-    }
-    rows = [("zerofn", row, row) for row in ZEROFN] + [("peers", row, row) for row in PEERS]
-    if wide(options):
-        rows += [("avx2", row, row + AVX2) for row in ON_AVX2]
-    found: dict[str, list[float]] = {name: [] for _, _, name in rows}
+    isas, folders = kernels(options)
+    worker = Worker(options.peers_python, threads, options.elements, ZEROFN_FOLDERS=folders)
+    rows = [*ROWS, *(row + AVX2 for row in ON_AVX2 if isas[0] == "avx512")]
+    found: dict[str, list[float]] = {name: [] for name in rows}
     try:
         for number in range(options.rounds + 1):
             shift = number * max(1, len(rows) // options.rounds) % len(rows)
-            for worker, row, name in rows[shift:] + rows[:shift]:
-                seconds = min(workers[worker].seconds(row) for _ in range(options.repeats))
+            for name in rows[shift:] + rows[:shift]:
+                seconds = min(worker.seconds(name) for _ in range(options.repeats))
                 if number:
                     found[name].append(seconds)
             console.print(f"{threads} threads: round {number}/{options.rounds}", highlight=False)
     finally:
-        for each in workers.values():
-            each.close()
+        worker.close()
     return found
 
 
-def wide(options: argparse.Namespace) -> bool:
-    """Whether ZeroFn would use AVX-512 here, so that AVX2 is a row of its own; it must have its library at all."""
-    program = "from zerofn.ops import native as n; print(n.missing() or ' '.join(n.isas()), end='')"
-    command = [options.zerofn_python, "-c", program]
-    isas = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    if "libzerofn" in isas or "ZEROFN_NATIVE" in isas:
-        raise BenchmarkError(isas)
-    return isas.startswith("avx512")
+def kernels(options: argparse.Namespace) -> tuple[list[str], str]:
+    """The library's instruction sets, and where its Python and itself lie, as JSON."""
+    program = (
+        "import json, zerofn.ops; from zerofn.ops import native as n; folders = [zerofn, zerofn.ops];"
+        "print(json.dumps([n.missing(), n.isas(), {m.__name__: list(m.__path__) for m in folders}]))"
+    )
+    done = subprocess.run([options.zerofn_python, "-c", program], capture_output=True, text=True, check=True)
+    reason, isas, folders = json.loads(done.stdout)
+    if reason:
+        raise BenchmarkError(reason)
+    return isas, json.dumps(folders)
 
 
 def checks(found: dict[str, list[float]]) -> list[Check]:
