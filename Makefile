@@ -1,4 +1,4 @@
-# Each target makes the environment it needs; only Python 3 and a C compiler have to be there.
+# Each target makes the environment it needs; only Python 3, a C and a C++ compiler have to be there.
 # The torch to build on is named here and nowhere else: `make test TORCH=torch==2.15.0`.
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
@@ -6,6 +6,7 @@ VENV ?= .venv
 PEERS ?= .venv-peers
 RANKS ?= 2
 PIP = bin/python -m pip install --disable-pip-version-check --quiet
+KERNELS := CMakeLists.txt $(wildcard ops/csrc/*)
 
 # Stamps carry the requirement they stand for, so another TORCH is installed and not taken as done.
 torch_stamp := torch-$(subst /,_,$(subst :,_,$(TORCH))).stamp
@@ -40,11 +41,11 @@ clean:
 	rm -f $*/torch-*.stamp
 	touch $@
 
-$(VENV)/examples.stamp: $(VENV)/$(torch_stamp) pyproject.toml
+$(VENV)/examples.stamp: $(VENV)/$(torch_stamp) pyproject.toml $(KERNELS)
 	$(VENV)/$(PIP) -e ".[examples]"
 	touch $@
 
-$(VENV)/test.stamp: $(VENV)/$(torch_stamp) pyproject.toml
+$(VENV)/test.stamp: $(VENV)/$(torch_stamp) pyproject.toml $(KERNELS)
 	$(VENV)/$(PIP) -e ".[test]"
 	touch $@
 
