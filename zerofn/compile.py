@@ -23,7 +23,7 @@ from .mistakes import note_dtypes
 from .partition import as_tensor
 from .runtime.executor import Executor, failed_node
 from .runtime.failure import deliver, whole_steps
-from .runtime.host_memory import keep_freed_memory
+from .runtime.host_memory import keep_freed_memory, return_freed_memory
 from .sharding import is_sharded
 from .storage import keep_halves, lacks_copy, refill
 from .transport import forget_transfers, wait_for_all
@@ -143,6 +143,8 @@ class Step:
             keep_freed_memory()
         donating = self._donate and program.new_state is not None
         passes.run(program, donating=donating)
+        if program.arena is not None:
+            return_freed_memory()
         entry = _Entry(program, donating, [(v, v._version) for v in constants])
         num_nodes = len(program.gm.graph.nodes)
         self.timings = {"capture": captured - began, "passes": dict(program.timings), "nodes": num_nodes}

@@ -1,4 +1,4 @@
-"""The host's malloc keeps what a step frees, as the allocators of accelerators do."""
+"""The host's malloc keeps what a step frees, as the allocators of accelerators do, or gives it back."""
 
 from __future__ import annotations
 
@@ -20,9 +20,26 @@ def keep_freed_memory() -> bool:
     which were 1 to 4 % of a step; the peak is the same. It holds for the process, once a step was compiled for the
     host. `malloc_trim(0)` gives back what is free. Other allocators (jemalloc, tcmalloc) keep memory by themselves.
     """
+    return _tell((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, _KEPT))
+
+
+@functools.cache
+def return_freed_memory() -> bool:
+    """Tell malloc the opposite, from 1 MiB on, for the rest of the process; -> whether it could be told.
+
+    A state that lies on drives does so because memory is short. A small block that is put into the hole of a large one
+    keeps the next large one out of it, and what is kept grows by up to the gradients; a page fault costs nothing
+    beside a drive.
+    """
+    keep_freed_memory()  # never again after this
+    told = _tell((_M_MMAP_THRESHOLD, 1 << 20), (_M_TRIM_THRESHOLD, 1 << 20))
+    if told:
+        ctypes.CDLL(None).malloc_trim(0)
+    return told
+
+
+def _tell(*settings: tuple[int, int]) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:  # another C library
-        return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, 1 << 30) and mallopt(_M_TRIM_THRESHOLD, _KEPT))
+    return mallopt is not None and not [x for x in settings if not mallopt(*x)]  # None: another C library
