@@ -26,6 +26,8 @@ ORDER = [
     "disk",
     "transport",
     "tickets",
+    "hosted",
+    "rates",
     "collectives",
     "precision",
     "offload",

@@ -1,5 +1,6 @@
 """State on drives: the same bits as in memory, in three units' buffers, and errors that say where."""
 
+import importlib
 import os
 from functools import partial
 
@@ -9,9 +10,12 @@ import torch.distributed as dist
 
 import zerofn
 from small_steps import batch_of, build, fake_ranks, loss_of, scheduled, state_of, train_step_of
-from zerofn import Offload, optim, tree
+from zerofn import Offload, optim, rates, tree
 from zerofn.disk import DiskError, pages
 from zerofn.graph.edit import DECODES, is_fetch
+from zerofn.ops import native
+
+update_on_host = importlib.import_module("zerofn.passes.update_on_host")
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
 NORMED = optim.chain(optim.clip_by_global_norm(0.05), optim.adamw(1e-2, weight_decay=0.1))
@@ -91,8 +95,8 @@ def test_every_rule_has_the_bits_of_memory(tmp_path, tx, tiers):
 
 def test_a_fraction_takes_the_units_that_are_used_last(tmp_path):
     state = state_of(build(4), 3, offload=Offload(optimizer="nvme", path=tmp_path, fraction=0.5))
-    away = [any(x.kind.spilled) for x in state.opt_state.mu.stored]
-    assert away == [False, False, True, True] and not any(any(x.kind.spilled) for x in state.params.stored)
+    away = [x.kind.away is not None for x in state.opt_state.mu.stored]
+    assert away == [False, False, True, True] and not any(x.kind.away for x in state.params.stored)
     assert the_bits_of_memory(tmp_path, 3, {"optimizer": "nvme", "fraction": 0.5}, None, 1, NORMED)
 
 
@@ -130,6 +134,94 @@ def test_without_a_verdict_units_are_updated_inside_the_backward_pass(tmp_path):
     products = [k for k, n in enumerate(nodes) if n.target in (aten.mm.default, aten.mm.out)]
     updates = [k for k, n in enumerate(nodes) if n.target is ops.adamw_.default]
     assert len(updates) == 4 and sum(k < products[-1] for k in updates) == 3
+
+
+# --- host memory, for a model that computes elsewhere -----------------------------------------------------------
+# There is no accelerator here: the host stands for both, so that what is brought and put is copied.
+
+HOSTED = [{"optimizer": "cpu"}, {"optimizer": "cpu", "params": "cpu"}, {"params": "cpu"},
+          {"optimizer": "nvme", "params": "cpu"}, {"optimizer": "cpu", "params": "nvme"}]
+
+
+def apart(patch, share):
+    """Host memory that is not where the model computes, and the share of the units that the host updates."""
+    patch.setattr(zerofn.partition, "lies_there", lambda tier, device: False)
+    patch.setattr(update_on_host, "share_of", lambda *args: share)
+
+
+def hosted(path, stage, precision, num_microbatches, share):
+    with pytest.MonkeyPatch.context() as patch:
+        apart(patch, share)
+        paths = [path if "nvme" in t.values() else None for t in HOSTED]
+        return [the_bits_of_memory(p, stage, t, precision, num_microbatches, NORMED)
+                for p, t in zip(paths, HOSTED, strict=True) if "params" not in t or stage in (0, 3)]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+def test_what_is_brought_and_put_has_the_bits_of_memory(tmp_path, precision, share):
+    for stage in (0, 3):
+        assert all(hosted(tmp_path, stage, precision, 1, share))
+
+
+@pytest.mark.parametrize(("num_ranks", "stage"), [(2, 3), (2, 2), (3, 3)])
+def test_on_several_ranks_too(ranks, tmp_path, num_ranks, stage):
+    for share in (0.0, 1.0):
+        for equal in ranks(num_ranks, hosted, tmp_path, stage, "bf16", 2, share):
+            assert all(equal)
+
+
+def moved(path, share, tiers, on_nonfinite="ignore"):
+    module = build(4)
+    with pytest.MonkeyPatch.context() as patch:
+        apart(patch, share)
+        state = state_of(module, 3, precision="bf16", offload=Offload(**tiers))
+        return scheduled(step_of(module, 1, on_nonfinite), state, half(batch_of(), "bf16"), donating=True).gm
+
+
+def test_the_host_updates_where_state_lies(tmp_path):
+    """Gradients and upper halves come down, upper halves go up; moments and lower halves stay."""
+    gm = moved(tmp_path, 1.0, HOSTED[0])
+    nodes = list(gm.graph.nodes)
+    rules = [n for n in nodes if n.target is ops.adamw_.default]
+    assert all(n.meta.get("aside") for n in rules)
+    assert all(x.op == "placeholder" for n in rules for x in (n.args[0][1], *n.args[2], *n.args[3]))
+    assert sum(n.target is ops.put_.default for n in nodes) == 4
+    big = [n for n in nodes if n.target is ops.bring.default and n.meta["val"].numel() > 1]
+    assert len(big) == 8
+
+
+def test_the_device_updates_what_is_streamed_to_it(tmp_path):
+    nodes = list(moved(tmp_path, 0.0, HOSTED[0]).graph.nodes)
+    assert not any(n.meta.get("aside") for n in nodes)
+    assert sum(n.target is ops.bring.default for n in nodes) == 12  # lower halves and two moments
+    assert sum(n.target is ops.put_.default for n in nodes) == 12
+
+
+def test_what_fails_aside_is_told(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        apart(patch, 1.0)
+        module = build(2)
+        step, state = zerofn.compile(train_step_of(module)), state_of(module, 3, offload=Offload(optimizer="cpu"))
+
+        def broken(*args, **kwargs):
+            raise ValueError("no more memory")
+
+        patch.setattr(native, "update_", broken)
+        with pytest.raises(ValueError, match="no more memory"):
+            for _ in range(2):
+                state, _ = step(state, batch_of())
+
+
+@pytest.mark.parametrize(("dram", "link", "lossy", "share", "rate"), [
+    (40, 26, False, 0.0, 1.67), (65, 26, False, 0.18, 2.55), (160, 26, False, 0.72, 5.4), (400, 55, False, 0.78, 13.2),
+    (62, 55, False, 0.0, 2.6), (450, 370, False, 0.0, 18.8), (65, 26, True, 0.13, 6.91), (160, 26, True, 0.74, 10.3)])
+def test_which_processor_updates(dram, link, lossy, share, rate):
+    """Closed forms of the formula's minimum, for desktops, servers and a machine whose link is as fast as its memory:
+    elements a second, in billions, with exact and with 8-bit moments."""
+    on_host, streamed = (14.06, 4.03) if lossy else (28, 12)
+    assert rates.best_share(on_host, streamed, dram, link) == pytest.approx(share, abs=0.03)
+    assert 1 / rates.seconds(share, on_host, streamed, dram, link) == pytest.approx(rate, rel=0.05)
 
 
 # --- beside a compiled step -------------------------------------------------------------------------------------

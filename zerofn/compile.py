@@ -257,7 +257,7 @@ def _refill(leaves: list[Any], positions: Iterable[int]) -> None:
 def _kind(x: Any) -> Any:
     """What of a leaf a capture depends on."""
     if is_sharded(x):
-        return x.spec.signature, tuple([(p.kind, p.device) for p in x.stored])
+        return x.spec.signature, x.kinds, tuple([t.device for t in x.parts])
     if isinstance(x, Tensor):
         return x.shape, x.dtype, x.device, x.stride()
     return type(x), x

@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from .errors import nearest
 
 log = logging.getLogger("zerofn")
@@ -44,7 +46,7 @@ class Offload:
         return "nvme" in (self.optimizer, self.params)
 
 
-def resolve(offload: Offload | str | None, stage: int, num_ranks: int, device: str) -> Offload:
+def resolve(offload: Offload | str | None, stage: int, num_ranks: int, device: torch.device) -> Offload:
     """An `Offload` from what `shard` accepts. "cpu" and "nvme" mean the optimizer's state, and the parameters where
     they lie in pieces. Raises `ValueError`/`TypeError` for what is unknown, and for what would have no effect.
     """
@@ -62,12 +64,12 @@ def resolve(offload: Offload | str | None, stage: int, num_ranks: int, device: s
     _check(offload, whole, device)
     if offload.on_disk and offload.path is None:
         log.info("offload: scratch files go to %s; Offload(path=...) names another folder.", offload.paths[0])
-    if "cpu" in (offload.optimizer, offload.params) and device == "cpu":
+    if any(lies_there(tier, device) for tier in (offload.optimizer, offload.params)):
         log.info("offload: the model computes on the CPU, so what is offloaded to 'cpu' lies in the same memory.")
     return offload
 
 
-def _check(offload: Offload, whole: bool, device: str) -> None:
+def _check(offload: Offload, whole: bool, device: torch.device) -> None:
     for name in ("optimizer", "params"):
         if getattr(offload, name) not in TIERS:
             raise ValueError(f"Offload({name}={getattr(offload, name)!r}) is not known; there are None, 'cpu' and "
@@ -85,9 +87,14 @@ def _check(offload: Offload, whole: bool, device: str) -> None:
     if offload.params and whole:
         raise ValueError("Offload(params=...) has no effect at stages 1 and 2, where every rank holds a gathered copy "
                          "of the parameters; use stage=3, or offload the optimizer alone.")
-    if device == "cpu" and offload.update in ("gpu", "split"):
+    if device.type == "cpu" and offload.update in ("gpu", "split"):
         raise ValueError(f"Offload(update={offload.update!r}): the model computes on the CPU and there is no other "
                          "processor to update on; leave update out.")
+
+
+def lies_there(tier: str | None, device: torch.device) -> bool:
+    """Whether what is offloaded to a tier lies in the memory the model computes in anyway."""
+    return tier == device.type
 
 
 def of_units(offload: Offload, sizes: Sequence[int]) -> list[Offload]:

@@ -18,13 +18,13 @@ from .errors import nearest
 from .layout import Layout, LeafInfo, make_layout, restrict
 from .maps import gather_leaves
 from .mesh import Mesh
-from .offload import Offload, of_units
+from .offload import Offload, lies_there, of_units
 from .offload import resolve as resolve_offload
 from .precision import Precision, resolve
 from .replay import record
 from .sharding import Sharded, Spec, is_sharded
 from .storage import Filler, allocate, equalize, scratch_for, settle
-from .stored import PLAIN, SIGNED, SPLIT, UNSIGNED, Kind
+from .stored import PLAIN, SIGNED, SPLIT, UNSIGNED, Away, Kind
 
 STAGES = (0, 1, 2, 3)
 _ON_HOST = ("step", "rng")  # of a TrainState: they seed host-side draws, and would otherwise cost a device sync
@@ -64,7 +64,8 @@ def _plan(state_or_init: Any, given: _Options) -> tuple[Any, str]:
     else:
         state = _adapt(state_or_init, precision)
         values = enumerate(tree.leaves(state))
-    options = replace(options, offload=resolve_offload(options.offload, options.stage, options.mesh.axis().size, "cpu"))
+    home, size = options.device or _device_of(state), options.mesh.axis().size
+    options = replace(options, home=home, offload=resolve_offload(options.offload, options.stage, size, home))
     parts, treedef = options.parts(state)
     return (options, values, parts, treedef), _description(options.stage, precision, parts)
 
@@ -103,6 +104,13 @@ def _single(layout: Layout, index: int) -> Layout:
     leaves = tuple(type(x)(x.name, x.shape, k, x.offset, x.dtype) for k, x in enumerate(unit.leaves))
     own = type(unit)(unit.name, leaves, unit.size, unit.trainable, unit.dtype)
     return Layout((own,), tree.structure(list(range(len(leaves)))), layout.axis, layout.num_shards)
+
+
+def _device_of(state: Any) -> torch.device:
+    """Where the parameters are; where there are only shapes, or on several devices, the host."""
+    states = [x for x in tree.leaves(state, is_leaf=_is_state) if _is_state(x)]
+    devices = {x.device for s in states for x in tree.leaves(_params(s)) if isinstance(x, Tensor)}
+    return devices.pop() if len(devices) == 1 and "meta" not in {d.type for d in devices} else torch.device("cpu")
 
 
 def _is_state(x: Any) -> bool:
@@ -173,7 +181,8 @@ class _Options:
     precision: Any  # a name or None until `checked`
     unit: Callable[[str], str] | None
     device: Any
-    offload: Any = None  # as given until `checked`
+    offload: Any = None  # as given until it is resolved
+    home: Any = None  # where the model computes
 
     def checked(self) -> _Options:
         """The same with precision and device resolved; raises for what is unknown."""
@@ -275,12 +284,14 @@ class _Options:
         return Kind(SPLIT if is_params and self.precision.splits(dtype) else PLAIN, dtype)
 
     def _offloaded(self, layout: Layout, kinds: list[Kind], is_params: bool) -> list[Kind]:
-        """The same with what of each unit is to lie on a drive."""
+        """The same with where each unit is to lie. Where the model computes on the CPU it is in host memory anyway."""
         out = []
-        for kind, tiers in zip(kinds, of_units(self.offload, [u.size for u in layout.units]), strict=True):
-            first = tiers.params if is_params else tiers.optimizer
-            away = (first == "nvme", *[tiers.optimizer == "nvme"] * (kind.num_parts - 1))
-            out.append(replace(kind, spilled=away, paths=tuple(tiers.paths)) if any(away) else kind)
+        for kind, offload in zip(kinds, of_units(self.offload, [u.size for u in layout.units]), strict=True):
+            first = offload.params if is_params else offload.optimizer
+            tiers = tuple(None if lies_there(tier, self.home) else tier
+                          for tier in (first, *[offload.optimizer] * (kind.num_parts - 1)))
+            paths = tuple(offload.paths) if "nvme" in tiers else ()
+            out.append(replace(kind, away=Away(tiers, paths, str(self.home), offload.update)) if any(tiers) else kind)
         return out
 
     def _allocate(self, cut: _Cut, scratch: Store | None) -> Sharded:

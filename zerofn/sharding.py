@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from . import donation, tree
+from .hosted import finish
 from .layout import Layout, Leaf, Unit, restrict
 from .mesh import Axis
 from .precision import Precision
@@ -74,11 +75,13 @@ class Sharded:
     @property
     def pieces(self) -> tuple[Tensor, ...]:
         """The local pieces, flat, in unit order: decoded where they are kept as something else."""
+        finish()
         return tuple([x.decode() if isinstance(x, Stored) else x for x in self._alive()])
 
     @property
     def stored(self) -> tuple[Stored, ...]:
         """The local pieces as they are kept."""
+        finish()
         return tuple(map(stored, self._alive()))
 
     def _alive(self) -> tuple[Tensor | Stored, ...]:

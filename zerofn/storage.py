@@ -11,9 +11,10 @@ from torch import Tensor
 from .agreement import group_named
 from .collectives import ops
 from .disk import Store, pages
+from .hosted import Hosted, on_host
 from .mesh import Axis
 from .sharding import Sharded, Spec
-from .stored import PLAIN, SPLIT, Kind, Stored
+from .stored import PLAIN, SPLIT, Kind, Part, Stored
 from .tickets import Spilled, ticket_of
 from .transport import wait_for_all
 
@@ -31,13 +32,15 @@ def allocate(spec: Spec, device: torch.device, cached: bool,
     full: list[Tensor] = []
     for unit, kind in zip(spec.layout.units, kinds or [Kind(PLAIN, u.dtype) for u in spec.layout.units], strict=True):
         a, b = spec.bounds(unit)
-        parts: list[Tensor | Spilled] = []
+        parts: list[Part] = []
         if cached:
             full.append(torch.zeros(unit.size, dtype=spec.precision.computes(kind.dtype), device=device))
         if cached and kind.lies_in(full[-1].dtype):
             parts.append(full[-1][a:b])
-        for k, (dtype, size, away) in list(enumerate(kind.parts(b - a)))[len(parts) :]:
-            if away and scratch is not None:
+        for k, (dtype, size, tier) in list(enumerate(kind.parts(b - a)))[len(parts) :]:
+            if tier == "cpu":
+                parts.append(Hosted(on_host(size, dtype, device), device))
+            elif tier == "nvme" and scratch is not None:
                 region = scratch.allocate(size * dtype.itemsize, f"{name}[{unit.name!r}]{kind.codec.suffixes[k]}")
                 parts.append(Spilled(ticket_of(region), dtype, size))
             else:
@@ -51,8 +54,8 @@ def scratch_for(parts: Iterable[tuple[Spec, Sequence[Kind]]]) -> Store | None:
     parts = list(parts)
     nbytes = sum(pages(size * dtype.itemsize) for spec, kinds in parts
                  for unit, kind in zip(spec.layout.units, kinds, strict=True)
-                 for dtype, size, away in kind.parts(spec.bounds(unit)[1] - spec.bounds(unit)[0]) if away)
-    paths = next((kind.paths for _, kinds in parts for kind in kinds if kind.paths), ())
+                 for dtype, size, tier in kind.parts(spec.bounds(unit)[1] - spec.bounds(unit)[0]) if tier == "nvme")
+    paths = next((kind.away.paths for _, kinds in parts for kind in kinds if kind.away and kind.away.paths), ())
     return Store(paths, nbytes, name="offload") if nbytes else None
 
 
@@ -112,11 +115,11 @@ def refill(sharded: Sharded) -> None:
 
 def keep_halves(sharded: Sharded) -> None:
     """Keep parameters as split masters where their precision asks for it and an unflatten has joined them."""
-    def joined(x: Stored) -> bool:
-        return x.kind.codec == PLAIN and sharded.spec.precision.splits(x.dtype)
+    def joined(kind: Kind) -> bool:
+        return kind.codec == PLAIN and sharded.spec.precision.splits(kind.dtype)
 
-    if sharded.spec.halves and any(map(joined, sharded.stored)):
-        sharded.move([Kind(SPLIT, x.dtype).keep(x.decode()) if joined(x) else x for x in sharded.stored], None)
+    if sharded.spec.halves and any(map(joined, sharded.kinds)):
+        sharded.move([Kind(SPLIT, x.dtype).keep(x.decode()) if joined(x.kind) else x for x in sharded.stored], None)
 
 
 def settle(sharded: Sharded) -> None:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .hosted import Hosted
 from .ops import formats as _formats  # noqa: F401  (defines zerofn::split and its like)
 from .ops.formats import BLOCK, HALF, LOW
 from .tickets import Spilled
@@ -87,36 +88,58 @@ class Blocks(Plain):
 PLAIN, SPLIT, SIGNED, UNSIGNED = Plain(), Split(), Blocks(True), Blocks(False)
 
 
+Part = Tensor | Spilled | Hosted
+
+
+@dataclass(frozen=True)
+class Away:
+    """Where parts of a piece lie, each where the model computes (None), in host memory ("cpu") or on drives ("nvme").
+
+    `paths`: the folders on drives; `device`: where the model computes; `update`: see `Offload`.
+    """
+
+    tiers: tuple[str | None, ...]
+    paths: tuple[str, ...]
+    device: str
+    update: str
+
+
 @dataclass(frozen=True)
 class Kind:
-    """What of a kept piece a captured step depends on: the codec, the public dtype, and which parts lie on a drive."""
+    """What of a kept piece a captured step depends on: the codec, the public dtype, and where its parts lie."""
 
     codec: Plain
     dtype: torch.dtype
-    spilled: tuple[bool, ...] = ()
-    paths: tuple[str, ...] = ()  # the folders on drives
+    away: Away | None = None  # None: all of it lies where the model computes
 
     def lies_in(self, dtype: torch.dtype) -> bool:
         """Whether its first part is what is gathered and used in `dtype`, so that it may lie in the gathered copy."""
         return self.codec.parts(self.dtype, 0)[0][0] == dtype
 
-    def parts(self, size: int) -> list[tuple[torch.dtype, int, bool]]:
-        """(dtype, elements, on a drive) of what keeps `size` elements."""
+    def parts(self, size: int) -> list[tuple[torch.dtype, int, str | None]]:
+        """(dtype, elements, tier) of what keeps `size` elements."""
         found = self.codec.parts(self.dtype, size)
-        return [(*part, bool(away)) for part, away in zip(found, self.spilled or [False] * len(found), strict=True)]
+        tiers = [None] * len(found) if self.away is None else self.away.tiers
+        return [(*part, tier) for part, tier in zip(found, tiers, strict=True)]
 
     def of(self, tensors: Iterator[Tensor], size: int) -> Stored:
         """A piece of `size` elements kept in the next tensors, which are tickets for what lies on a drive."""
-        return Stored(self, tuple(Spilled(next(tensors), dtype, n) if away else next(tensors)
-                                  for dtype, n, away in self.parts(size)))
+        return Stored(self, tuple(self._part(next(tensors), *part) for part in self.parts(size)))
+
+    def _part(self, x: Tensor, dtype: torch.dtype, size: int, tier: str | None) -> Part:
+        if tier == "nvme":
+            return Spilled(x, dtype, size)
+        return Hosted(x, torch.device(self.away.device)) if tier == "cpu" and self.away else x
 
     def keep(self, x: Tensor, old: Stored | None = None) -> Stored:
         """A public tensor as a piece of this kind; what lies on a drive takes the place of `old`, in a captured step.
         """
-        parts: list[Tensor | Spilled] = []
-        for k, (fresh, (dtype, n, away)) in enumerate(zip(self.codec.encode(x), self.parts(x.numel()), strict=True)):
-            ticket = old.parts[k].ticket if old is not None and away else None  # type: ignore[union-attr]
-            parts.append(fresh if ticket is None else Spilled(ops.spill(ticket, fresh), dtype, n))
+        parts: list[Part] = []
+        for k, (fresh, (dtype, n, tier)) in enumerate(zip(self.codec.encode(x), self.parts(x.numel()), strict=True)):
+            before = old.parts[k] if old is not None else fresh
+            if not isinstance(before, Tensor):
+                fresh = (ops.spill if tier == "nvme" else ops.put)(before.ticket, fresh)
+            parts.append(self._part(fresh, dtype, n, tier))
         return Stored(self, tuple(parts))
 
     @property
@@ -127,8 +150,10 @@ class Kind:
     @property
     def note(self) -> str:
         """What to say of how a piece is kept, beside its dtype."""
-        away = ", on a drive" if all(self.spilled) else ", partly on a drive"
-        return self.codec.note + (away if any(self.spilled) else "")
+        tiers = () if self.away is None else self.away.tiers
+        where = [text for tier, text in (("cpu", "in host memory"), ("nvme", "on a drive")) if tier in tiers]
+        partly = "partly " if None in tiers else ""
+        return self.codec.note + (f", {partly}{' and '.join(where)}" if where else "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +161,7 @@ class Stored:
     """A piece as it is kept."""
 
     kind: Kind
-    parts: tuple[Tensor | Spilled, ...]
+    parts: tuple[Part, ...]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -146,7 +171,9 @@ class Stored:
     @property
     def device(self) -> torch.device:
         """Where the first part lies: what a forward pass reads."""
-        return next((x.device for x in self.parts if isinstance(x, Tensor)), torch.device("cpu"))
+        away = self.kind.away
+        first = self.parts[0]
+        return first.device if isinstance(first, Tensor) else torch.device(away.device if away else "cpu")
 
     @property
     def size(self) -> int:
@@ -156,8 +183,8 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
-        return sum(x.nbytes for x in self.parts if isinstance(x, Tensor))
+        """Bytes in memory, on the host or the device."""
+        return sum(x.nbytes for x in self.parts if not isinstance(x, Spilled))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -170,17 +197,19 @@ class Stored:
         return self.kind.codec.decode([x if isinstance(x, Tensor) else x.fetched() for x in self.parts])
 
     def loaded(self) -> Stored:
-        """The same in memory: what lies on a drive is read."""
-        if not any(self.kind.spilled):
+        """The same in host memory, if any of it lies elsewhere than where the model computes."""
+        if self.kind.away is None:
             return self
-        return Stored(replace(self.kind, spilled=(), paths=()),
-                      tuple(x if isinstance(x, Tensor) else x.load() for x in self.parts))
+        return Stored(replace(self.kind, away=None),
+                      tuple(x.cpu() if isinstance(x, Tensor) else x.load() for x in self.parts))
 
     def save(self, values: Stored) -> None:
-        """Write what was `loaded`, and changed, to where it lies on a drive."""
-        for mine, fresh in zip(self.parts, values.parts, strict=True):
-            if isinstance(mine, Spilled):
-                mine.save(fresh)  # type: ignore[arg-type]
+        """Write what was `loaded`, and changed, to where it lies."""
+        for mine, fresh in zip(self.parts, values.tensors, strict=True):
+            if not isinstance(mine, Tensor):
+                mine.save(fresh)
+            elif mine.data_ptr() != fresh.data_ptr():
+                mine.copy_(fresh)
 
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the public tensor."""

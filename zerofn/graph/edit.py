@@ -17,6 +17,8 @@ SCATTERS = (ops.reduce_scatter.default,)
 STARTS = (*GATHERS, *SCATTERS, ops.exchange.default, ops.permute.default, ops.refresh_.default)
 # What decodes a piece -> what encodes it.
 DECODES = {ops.join.default: ops.split.default, ops.decode.default: ops.encode.default}
+SPILLS = (ops.spill.default, ops.put.default)  # a new value to where it lies
+ASIDE = "aside"  # among the meta of what the host does on the updates' own thread
 UPDATE = "update"  # among the meta of a read from a drive: it is for an update rule
 CASTS = (torch.ops.aten._to_copy.default, ops.high.default)
 
@@ -61,12 +63,13 @@ def is_source(node: Node) -> bool:
 
 
 def is_fetch(node: Node) -> bool:
-    """Whether `node` starts to read from a drive."""
-    return node.target is ops.fetch.default
+    """Whether `node` starts to read from a drive, or to bring what lies in host memory."""
+    return node.target is ops.fetch.default or (
+        node.target is ops.bring.default and node.args[0].op == "placeholder")  # type: ignore[union-attr]
 
 
 def fetched(node: Node) -> bool:
-    """Whether `node` waits for what is read from a drive."""
+    """Whether `node` waits for what is read from a drive or brought from host memory."""
     return node.target is ops.wait.default and is_fetch(node.args[0])  # type: ignore[arg-type]
 
 

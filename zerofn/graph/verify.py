@@ -181,7 +181,8 @@ def _draws(node: Node) -> bool:
 
 _PIECES = {ops.reduce_scatter.default, ops.piece.default}
 _KEEPS = {"wait", "adamw", "sgd", "sgd_momentum", "lion", "scale_runs", "take_runs", "join", "split",
-          "high", "encode", "decode", "fetch", "spill"}
+          "high", "encode", "decode", "fetch", "spill",
+          "bring", "put"}
 
 
 def _elementwise(node: Node, used: list[Node]) -> bool:

@@ -29,6 +29,7 @@ from .refresh import refresh
 from .regather import regather
 from .reuse import reuse
 from .split_fetches import split_fetches
+from .update_on_host import update_on_host
 from .use_halves import use_halves
 
 Pass = Callable[..., GraphModule]
@@ -47,7 +48,7 @@ SCHEDULE: tuple[Pass, ...] = (  # on the step, then on the bodies of its loops
     reuse,
 )
 WHOLE_STEP: tuple[Pass, ...] = (average,)  # of the step alone, not of loop bodies
-DONATION: tuple[Pass, ...] = (donate, place_updates, park_gradients, refresh)
+DONATION: tuple[Pass, ...] = (donate, place_updates, update_on_host, park_gradients, refresh)
 NO_DONATION: tuple[Pass, ...] = (own,)
 LAST: tuple[Pass, ...] = (arrive, place_fetches)
 

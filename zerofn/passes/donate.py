@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import schema_arguments
 from ..graph.alias import is_given, last_uses, positions, roots, writes
-from ..graph.edit import DECODES, UPDATE, clean, copy_of, fetched, in_place_of
+from ..graph.edit import DECODES, SPILLS, UPDATE, clean, copy_of, fetched, in_place_of
 from ..graph.program import Program, tensor_of
 
 aten, ops = torch.ops.aten, torch.ops.zerofn
@@ -42,7 +42,7 @@ def donate(gm: GraphModule, program: Program) -> GraphModule:
 def _fits(new: Node, old: Node) -> bool:
     """Whether a new value is to be put where the old one is: large enough to matter, and of the same kind."""
     a, b = tensor_of(new), tensor_of(old)
-    worth = a is not None and (a.numel() > TINY or new.target is ops.spill.default)
+    worth = a is not None and (a.numel() > TINY or new.target in SPILLS)
     return a is not None and b is not None and worth and (a.shape, a.dtype, a.device) == (
         b.shape, b.dtype, b.device)
 
@@ -96,7 +96,7 @@ def _ends_as(value: Node) -> list[Node]:
 def _read_for(value: Node) -> Node | None:
     """What was read from the drive that `value` alone is to be written to: its memory may be updated."""
     spill = next(iter(value.users), None)
-    if spill is None or len(value.users) > 1 or spill.target is not ops.spill.default:
+    if spill is None or len(value.users) > 1 or spill.target not in SPILLS:
         return None
     ticket = spill.args[0]
     reads = [wait for fetch in ticket.users for wait in fetch.users if fetched(wait)]  # type: ignore[union-attr]

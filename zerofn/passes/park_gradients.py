@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..disk import Region, Store, pages
 from ..graph.alias import roots, touches
-from ..graph.edit import UPDATE, clean, fetched
+from ..graph.edit import ASIDE, UPDATE, clean, fetched
 from ..graph.program import Cut, Program, tensor_of
 from ..tickets import ticket_of
 
@@ -40,16 +40,21 @@ def _gradient(rule: Node) -> Node:
 def _waits(node: Node) -> bool:
     """Whether a node is an update in place of what was read from a drive, and its gradient waits for a verdict."""
     kept: list[Any] = [x for x in node.args if isinstance(x, list | tuple) and x and isinstance(x[0], Node)]
-    if not kept or node.args[0] is not kept[0] or not any(fetched(x) for parts in kept for x in parts):
+    if not kept or node.args[0] is not kept[0] or not any(_from_drive(x) for parts in kept for x in parts):
         return False
     factor, finite = node.args[len(kept) + 3 : len(kept) + 5]  # after the gradient, the moments, count and lr
     return isinstance(factor, Node) or isinstance(finite, Node)
 
 
+def _from_drive(node: Node) -> bool:
+    return fetched(node) and node.args[0].target is ops.fetch.default  # type: ignore[union-attr]
+
+
 def _regions(program: Program, rules: list[Node]) -> list[Region]:
     kinds = [kind for cut in program.state.nodes if isinstance(cut, Cut) for kind in cut.kinds]
     sizes = [tensor_of(_gradient(rule)).nbytes for rule in rules]  # type: ignore[union-attr]
-    store = Store(next(kind.paths for kind in kinds if kind.paths), sum(map(pages, sizes)), name="offload")
+    paths = next(kind.away.paths for kind in kinds if kind.away and kind.away.paths)
+    store = Store(paths, sum(map(pages, sizes)), name="offload")
     return [store.allocate(size, f"the gradient of {_name(program, rule)}")
             for rule, size in zip(rules, sizes, strict=True)]
 
@@ -68,9 +73,11 @@ def _park(graph: Graph, rule: Node, after: Node, region: Region) -> None:
     with graph.inserting_after(after):
         ticket = graph.call_function(ops.ticket.default, (int(ticket_of(region)),))
     with graph.inserting_after(ticket):
-        graph.call_function(ops.spill_.default, (ticket, gradient))
+        spill = graph.call_function(ops.spill_.default, (ticket, gradient))
     with graph.inserting_before(rule):
         fetch = graph.call_function(ops.fetch.default, (ticket, value.numel(), value.dtype, []))
         wait = graph.call_function(ops.wait.default, (fetch,))
     fetch.meta[UPDATE] = True
+    for node in (spill, fetch, wait) if rule.meta.get(ASIDE) else ():
+        node.meta[ASIDE] = True
     rule.replace_input_with(gradient, wait)

@@ -27,6 +27,8 @@ def place_fetches(gm: GraphModule, program: Program) -> GraphModule:
     groups = _start_updates(graph, [x for x in fetches if x.meta.get(UPDATE)])
     _start_early(graph, [x for x in fetches if not x.meta.get(UPDATE)])
     spans = _spans(graph, groups)
+    if not spans:
+        return clean(gm)
     places, nbytes = _pack(spans)
     program.arena = Arena(nbytes)
     for span, place in zip(spans, places, strict=True):
@@ -81,7 +83,7 @@ def _spans(graph: Graph, groups: list[list[Node]]) -> list[_Span]:
     ends = [*ends[1:], len(where)][: len(ends)]  # what one update has changed is being written during the next
     written = {fetch: end for group, end in zip(groups, ends, strict=True) for fetch in group}
     out = []
-    for fetch in filter(is_fetch, graph.nodes):
+    for fetch in [n for n in graph.nodes if n.target is ops.fetch.default]:
         _, size, dtype = fetch.args[:3]
         last = touched[fetch][-1]
         stop = written.get(fetch, where[last]) if last.target is ops.spill_.default else where[last]

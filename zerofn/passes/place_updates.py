@@ -40,7 +40,7 @@ def place_updates(gm: GraphModule, program: Program) -> GraphModule:
     for rule in sorted(rules, key=first_use, reverse=True):
         anchors[rule].append(rule)
     writers = {root[x]: rule for rule in rules for x in writes(rule)}
-    for spill in [n for n in graph.nodes if n.target is ops.spill_.default]:
+    for spill in [n for n in graph.nodes if n.target in (ops.spill_.default, ops.put_.default)]:
         if root[spill.args[1]] in writers:
             writers[root[spill.args[1]]].append(spill)
     return clean(gm)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from ..graph.edit import clean
+from ..graph.edit import ASIDE, clean
 from ..graph.program import Program, tensor_of
 from .donate import written_last
 
@@ -29,6 +29,9 @@ def refresh(gm: GraphModule, program: Program) -> GraphModule:
         with graph.inserting_after(writer):
             fetch = graph.call_function(
                 ops.refresh_.default, (whole, spec.axis.rank, spec.axis.size, spec.axis.group, unit.name))
+        if writer.meta.get(ASIDE):
+            with graph.inserting_before(fetch):
+                graph.call_function(ops.wait.default, (piece,))
         if not aliased:
             with graph.inserting_before(fetch):
                 part = graph.call_function(aten.slice.Tensor, (whole, 0, start, stop))

@@ -16,8 +16,12 @@ from torch.fx import GraphModule, Node
 
 from .._torch_compat import OpOverload, below_autograd
 from ..graph.alias import writes
+from ..hosted import aside, aside_put_, aside_updated_
 from ..ops.library import implementations
 
+# What the host does on a thread of its own, where that is more than calling it there.
+_ASIDE: dict[Any, Callable[..., Any]] = {torch.ops.zerofn.put_.default: aside_put_,
+                                         torch.ops.zerofn.updated_.default: aside_updated_}
 _NODES = "<nodes>"  # among the globals of generated code: line -> node. No identifier, so nothing is hidden by it
 
 
@@ -112,6 +116,9 @@ def _expression(node: Node, gm: GraphModule, bind: Callable[[Any, str], str]) ->
     function = bind(_callable(node.target), getattr(node.target, "__name__", "f").split(".")[0].strip("_") or "f")
     args = [_text(a, bind) for a in node.args]
     args += [f"{k}={_text(v, bind)}" for k, v in node.kwargs.items()]
+    if node.meta.get("aside"):
+        other = _ASIDE.get(node.target)
+        function, args = (bind(other, "aside"), args) if other else (bind(aside, "aside"), [function, *args])
     return f"{function}({', '.join(args)})"
 
 

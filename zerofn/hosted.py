@@ -1,0 +1,205 @@
+"""Tensors that lie in host memory while the model computes on a device, as values of a graph.
+
+`zerofn::bring` starts to copy one to the device, or one of the device to the host; `zerofn::wait` waits for that as for
+any transfer; `zerofn::put_` starts to copy back. On CUDA each direction has a stream of its own, and what lies on the
+host is page-locked. What the host updates it updates on a thread of its own, *aside*, so that the caller goes on
+launching kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._torch_compat import below_autograd
+from .ops.library import define
+from .transport import under_way
+
+ops = torch.ops.zerofn
+_landing: dict[int, Any] = {}  # address of memory that is being copied to -> the event after which it is there
+_jobs: deque[Future[Any]] = deque()  # what was given to the updates' thread, but for what is known to be done
+_failed: list[BaseException] = []  # what an update aside has raised, until it is told: those after it must not run
+
+
+class Hosted:
+    """A tensor [size] in host memory, for a model that computes on `device`."""
+
+    def __init__(self, host: Tensor, device: torch.device) -> None:
+        self.ticket, self.device = host, device
+        self.dtype, self.size, self.nbytes = host.dtype, host.numel(), host.nbytes
+
+    def fetched(self) -> Tensor:
+        """Its value on the device."""
+        return ops.wait(ops.bring(self.ticket, self.device))
+
+    def load(self) -> Tensor:
+        """Its value where it lies."""
+        _settle(self.ticket)
+        return self.ticket
+
+    def save(self, x: Tensor) -> None:
+        """Write its value."""
+        if x is not self.ticket:
+            self.ticket.copy_(x)
+
+
+def on_host(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros [size] in host memory, page-locked for a CUDA device."""
+    return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def bring(x: Tensor, device: torch.device) -> Tensor:
+    """Start to copy `x` to `device`, after all that was asked of it before. Wait before use."""
+    accelerator = next((d for d in (x.device, device) if d.type == "cuda"), None)
+    if accelerator is None:
+        _settle(x)
+        return under_way(x.to(device, copy=True), tuple, (x,))
+    out = torch.empty(x.shape, dtype=x.dtype, device=device, pin_memory=device.type == "cpu")
+    event = _copy(out, x, accelerator)
+    return under_way(out, lambda: [_Landed(event, device)], (x,))
+
+
+def put_(host: Tensor, x: Tensor) -> None:
+    """Start to copy `x` to where it belongs, on the host or on the device."""
+    accelerator = next((t.device for t in (host, x) if t.device.type == "cuda"), None)
+    if accelerator is None:
+        host.copy_(x)
+        return
+    event = _landing[host.data_ptr()] = _copy(host, x, accelerator)
+    if host.device == accelerator:  # whoever computes with it waits
+        under_way(host, lambda: [_Landed(event, accelerator)], (x,))
+
+
+def _copy(out: Tensor, x: Tensor, device: torch.device) -> Any:
+    """Copy between host and device on the stream of that direction; -> the event after which it is done."""
+    stream = _stream(device, out.device.type)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    for t in (out, x):
+        if t.data_ptr() in _landing:
+            stream.wait_event(_landing[t.data_ptr()])
+    with torch.cuda.stream(stream):
+        out.copy_(x, non_blocking=True)
+        for t in (out, x):
+            if t.device.type == "cuda":
+                t.record_stream(stream)
+        return stream.record_event()
+
+
+@functools.cache
+def _stream(device: torch.device, towards: str) -> Any:
+    return torch.cuda.Stream(device)
+
+
+def _settle(x: Tensor) -> None:
+    """Let the host wait until what is copied to `x` is there."""
+    event = _landing.pop(x.data_ptr(), None)
+    if event is not None:
+        event.synchronize()
+
+
+class _Landed:
+    """A copy, for whoever uses its result: the host waits for it, a device's stream is told to."""
+
+    def __init__(self, event: Any, device: torch.device) -> None:
+        self._event, self._device = event, device
+
+    def wait(self, timeout: Any = None) -> None:
+        """Until it is there."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+        else:
+            self._event.synchronize()
+
+
+# --- updates on the host, aside ---------------------------------------------------------------------------------
+
+
+class _Job:
+    """What is done aside, and the tensor that it ends with writing."""
+
+    def __init__(self, future: Future[Any], written: Tensor) -> None:
+        self._future, self._written = future, written
+
+    def wait(self, timeout: Any = None) -> None:
+        """Until it is done; raises what it raised."""
+        _tell(self._future)
+        event = _landing.pop(self._written.data_ptr(), None)
+        if event is not None:
+            _Landed(event, self._written.device).wait()
+
+
+@functools.cache
+def _thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="zerofn update")
+
+
+def aside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    """Call it on the updates' own thread, after what was given to that before. Results of those may be arguments."""
+    while _jobs and _jobs[0].done() and not _jobs[0].exception():
+        _jobs.popleft()
+    _jobs.append(_thread().submit(_call, function, args, kwargs))
+    return _jobs[-1]
+
+
+def finish() -> None:
+    """Wait for all that is done aside, and let the host wait for what that puts elsewhere. Raises what it raised."""
+    while _jobs:
+        _tell(_jobs.popleft())
+    for event in list(_landing.values()):
+        event.synchronize()
+
+
+def _tell(future: Future[Any]) -> None:
+    """Wait for one; raise what the first that failed has raised, once."""
+    wait([future])
+    if _failed:
+        error = _failed.pop()
+        _jobs.clear()
+        raise error
+    future.result()
+
+
+def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if _failed:
+        return None
+    try:
+        with below_autograd():
+            return function(*map(_value, args), **{k: _value(x) for k, x in kwargs.items()})
+    except BaseException as error:
+        _failed.append(error)
+        raise
+
+
+def _value(x: Any) -> Any:
+    if isinstance(x, list | tuple):
+        return [_value(y) for y in x]
+    return x.result() if isinstance(x, Future) else x
+
+
+def aside_put_(place: Tensor, x: Tensor) -> None:
+    """`put_` aside; whoever uses `place` next waits for it."""
+    future = aside(put_, place, x)
+    under_way(place, lambda: [_Job(future, place)], (x,))
+
+
+def aside_updated_(place: Tensor) -> None:
+    """Whoever uses `place` next waits for what was given to the updates' thread before."""
+    future = aside(_nothing)
+    under_way(place, lambda: [_Job(future, place)], ())
+
+
+def _nothing(*args: Any) -> None:
+    pass
+
+
+define("updated_(Tensor(a!) x) -> ()", _nothing, _nothing)
+define("bring(Tensor x, Device device) -> Tensor", bring, lambda x, device: torch.empty_like(x, device=device))
+define("put(Tensor host, Tensor x) -> Tensor", lambda host, x: x.to(host.device, copy=True),
+       lambda host, x: host.new_empty(host.shape))
+define("put_(Tensor(a!) host, Tensor x) -> ()", put_, lambda host, x: None)

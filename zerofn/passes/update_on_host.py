@@ -1,0 +1,132 @@
+"""State in host memory is updated where it lies: gradients come down, parameters go up."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..graph.alias import positions, roots, touches, writes
+from ..graph.edit import ASIDE, clean
+from ..graph.program import Cut, Program, tensor_of
+from ..rates import share_of
+
+ops = torch.ops.zerofn
+_HOST = torch.device("cpu")
+
+
+def update_on_host(gm: GraphModule, program: Program) -> GraphModule:
+    """Let the processor that is faster there update what lies in host memory: the device, to which it is streamed and
+    back, as captured, or the host, for a share of the units, which measured rates say.
+    """
+    graph = gm.graph
+    rules = [n for n in graph.nodes if _streamed(n)]
+    if not rules:
+        return gm
+    number = round(_share(program, rules[0]) * len(rules))
+    for k, rule in enumerate(rules):
+        drive = any(_from_drive(x) for parts in _kept(rule) for x in parts)
+        if k < number or (drive and _on_device(rule)):  # what is read from a drive is on the host
+            _move(graph, rule, not drive)
+    return clean(gm)
+
+
+def _share(program: Program, rule: Node) -> float:
+    """The share of the units that the host updates, by what a rule reads and writes of each element."""
+    away = next(kind.away for cut in program.state.nodes if isinstance(cut, Cut) for kind in cut.kinds
+                if kind.away is not None)
+    gradient, parts = _bytes(rule.args[1]), [x for parts in _kept(rule) for x in parts]
+    size = tensor_of(rule.args[1]).numel()  # type: ignore[arg-type,union-attr]
+    moved = sum(_bytes(x) for x in parts if _brought(x))
+    on_host = gradient + 2 * sum(map(_bytes, parts))
+    return share_of(away.update, torch.device(away.device), on_host / size, moved / size)
+
+
+def _bytes(node: Any) -> int:
+    return tensor_of(node).nbytes  # type: ignore[union-attr]
+
+
+def _kept(rule: Node) -> list[list[Node]]:
+    """What keeps the tensors that a rule writes, by tensor."""
+    lists = [x for x in rule.args if isinstance(x, list | tuple) and x and isinstance(x[0], Node)]
+    return [cast(list[Node], list(x)) for x in lists]
+
+
+def _brought(node: Node) -> bool:
+    """Whether a node waits for a state tensor that is brought from the host."""
+    start = node.args[0] if node.target is ops.wait.default else None
+    return isinstance(start, Node) and start.target is ops.bring.default and start.args[0].op == "placeholder"  # type: ignore[union-attr]
+
+
+def _from_drive(node: Node) -> bool:
+    start = node.args[0] if node.target is ops.wait.default else None
+    return isinstance(start, Node) and start.target is ops.fetch.default
+
+
+def _streamed(node: Node) -> bool:
+    """Whether a node is an update of what lies in host memory, or of what a drive is read to host memory from."""
+    kept = _kept(node)
+    if not kept or isinstance(node.args[0], Node) or not writes(node):
+        return False
+    parts = [x for parts in kept for x in parts]
+    return any(map(_brought, parts)) or (any(map(_from_drive, parts)) and _on_device(node))
+
+
+def _on_device(rule: Node) -> bool:
+    return tensor_of(rule.args[1]).device.type != "cpu"  # type: ignore[arg-type,union-attr]
+
+
+def _move(graph: Graph, rule: Node, aside: bool) -> None:
+    """Make an update on the device one on the host, aside but where it works in places that later reads get."""
+    touched, where = touches(graph, roots(graph)), positions(graph)
+    kept, gradient = _kept(rule), cast(Node, rule.args[1])
+    start = max((n for n in touched[roots(graph)[gradient]] if where[n] < where[rule]), key=where.__getitem__)
+    with graph.inserting_after(start):
+        begun = _node(graph, ops.bring.default, (gradient, _HOST), gradient)  # as soon as it is reduced
+    with graph.inserting_after(begun if aside else rule.prev):
+        given = {gradient: _node(graph, ops.wait.default, (begun,), begun)}
+    parts = [x for parts in kept for x in parts]
+    for x in [*parts, *(x for x in rule.args if isinstance(x, Node) and x is not gradient)]:  # counts, rates, verdict
+        if _brought(x):
+            given[x] = cast(Node, cast(Node, x.args[0]).args[0])
+        elif not _from_drive(x):
+            with graph.inserting_before(rule):
+                given[x] = _node(graph, ops.wait.default, (_node(graph, ops.bring.default, (x, _HOST), x),), x)
+    ends = [_end(graph, rule, part, given[part]) for part in parts if part in given]
+    rule.args = tuple(_swap(x, given) for x in rule.args)
+    for node in [rule, *ends, *(x for x in given.values() if x.target is ops.wait.default)] if aside else ():
+        if node is not None:
+            node.meta[ASIDE] = True
+
+
+def _end(graph: Graph, rule: Node, part: Node, place: Node) -> Node | None:
+    """What tells others, or gives them, what the host has made of a part."""
+    for put in [u for u in part.users if _brought(part) and u.target is ops.put_.default]:
+        graph.erase_node(put)
+    if _brought(part) and len(place.users) == 1:  # nobody else uses it
+        return None
+    with graph.inserting_after(rule):
+        end = graph.call_function(ops.updated_.default, (place,)) if _brought(part) else \
+            graph.call_function(ops.put_.default, (part, place))
+    _wait_before(graph, place if _brought(part) else part)
+    return end
+
+
+def _wait_before(graph: Graph, place: Node) -> None:
+    """The next step waits for what the host puts there before it uses it."""
+    first = min(place.users, key=positions(graph).__getitem__)
+    with graph.inserting_before(first):
+        _node(graph, ops.wait.default, (place,), place)
+
+
+def _node(graph: Graph, target: Any, args: tuple[Any, ...], like: Any) -> Node:
+    node = graph.call_function(target, args)
+    node.meta["val"] = like.meta.get("val")
+    return node
+
+
+def _swap(x: Any, given: dict[Node, Node]) -> Any:
+    if isinstance(x, list | tuple):
+        return [_swap(y, given) for y in x]
+    return given.get(x, x) if isinstance(x, Node) else x
