@@ -331,7 +331,6 @@ def refusals():
             ValueError,
             lambda: shard(good, precision="bf8"),
         ),
-        "offloading is not there yet": (NotImplementedError, lambda: shard(good, offload="cpu")),
         "mesh: expected None, a DeviceMesh": (TypeError, lambda: shard(good, mesh=4)),
         "device": (RuntimeError, lambda: shard(good, device="gpu")),
         "already sharded": (TypeError, lambda: shard(shard(good))),

@@ -1,0 +1,151 @@
+"""Moments in bfloat16 and 8-bit blocks: the same at every stage and number of ranks, close to float32's, and small."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerofn
+from small_steps import batch_of, build, fake_ranks, scheduled, state_of, train_step_of
+from zerofn import optim, tree
+from zerofn.graph.edit import DECODES
+
+ops = torch.ops.zerofn
+RULES = {
+    "adamw": lambda moments: optim.adamw(1e-2, weight_decay=0.1, moments=moments),
+    "adam": lambda moments: optim.adam(1e-2, moments=moments),
+    "lion": lambda moments: optim.lion(1e-3, moments=moments),
+    "sgd": lambda moments: optim.sgd(0.1, 0.9, moments=moments),
+}
+each_rule = pytest.mark.parametrize("name", RULES)
+each_format = pytest.mark.parametrize("moments", ["bf16", "8bit"])
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def trained(name, moments, stage, num_steps=6, compiled=True, rows=12):
+    """Parameters and moments after some steps on a batch that all ranks share, as full tensors."""
+    module = build(3)
+    state = state_of(module, stage, RULES[name](moments))
+    step = zerofn.compile(train_step_of(module)) if compiled else train_step_of(module)
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    for k in range(num_steps):
+        whole = batch_of(0, rows=rows, seed=k)
+        mine = tree.tree_map(lambda x: x.chunk(size)[rank()].clone(), whole)
+        state, _ = step(state, mine)
+    return tree.leaves(zerofn.unshard((state.params, state.opt_state)))
+
+
+@each_format
+@each_rule
+def test_captured_is_eager(name, moments):
+    ours, theirs = (trained(name, moments, 3, compiled=c) for c in (True, False))
+    assert all(map(torch.equal, ours, theirs))
+
+
+def at_all_stages(name, moments):
+    found = [trained(name, moments, stage) for stage in range(4)]
+    return all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@each_format
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_stage_has_the_same_bits(ranks, num_ranks, moments):
+    for name in ("adamw", "lion"):
+        assert all(ranks(num_ranks, at_all_stages, name, moments))
+
+
+@pytest.mark.parametrize(("moments", "nbytes"), [(None, 8.0), ("bf16", 4.0), ("8bit", 2 * (1 + 4 / 256))])
+def test_bytes_an_element(moments, nbytes):
+    state = state_of(build(3), 3, RULES["adamw"](moments)).opt_state
+    held = sum(x.nbytes for m in (state.mu, state.nu) for x in m.stored)
+    assert held == nbytes * sum(u.size for u in state.mu.layout.units)
+
+
+@each_format
+def test_they_are_updated_where_they_lie(moments):
+    module = build(3)
+    with fake_ranks(2):
+        state = state_of(module, 3, RULES["adamw"](moments), precision="bf16")
+        batch = tree.tree_map(torch.Tensor.bfloat16, batch_of())
+        gm = scheduled(train_step_of(module), state, batch, donating=True).gm
+    targets = [n.target for n in gm.graph.nodes]
+    assert targets.count(ops.adamw_.default) == 3
+    assert not {*DECODES, *DECODES.values(), torch.ops.aten.copy_.default} & set(targets)
+
+
+@each_format
+def test_training_goes_on_as_with_float32(moments):
+    """The first 200 steps of a small regression: where float32's loss goes, theirs goes."""
+    ends = []
+    for how in (None, moments):
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 16))
+        target = torch.nn.Linear(16, 16)
+        tx = optim.adamw(1e-2, weight_decay=0.0, moments=how)
+        params = {n: p.detach().clone() for n, p in module.named_parameters()}
+        state = zerofn.shard(zerofn.TrainState.create(params=params, tx=tx))
+
+        def loss_fn(params, batch, module=module):
+            return (torch.func.functional_call(module, params, (batch["x"],)) - batch["y"]).square().mean()
+
+        def step(state, batch, loss_fn=loss_fn):
+            loss, grads = state.value_and_grad(loss_fn)(batch)
+            return state.apply_gradients(grads), loss
+
+        run, losses = zerofn.compile(step), []
+        for _ in range(200):
+            x = torch.randn(64, 16)
+            state, loss = run(state, {"x": x, "y": target(x).detach()})
+            losses.append(float(loss))
+        ends.append(sum(losses[-20:]) / 20)
+        assert ends[-1] < losses[0] / 10
+    assert abs(math.log(ends[1] / ends[0])) < math.log(1.5)
+
+
+def test_a_second_moment_falls_when_gradients_do():
+    """Rounded to nearest it would stay: a thousandth a step is less than half of what lies between two numbers."""
+    for moments in ("bf16", "8bit"):
+        tx = optim.adamw(0.0, b2=0.999, weight_decay=0.0, moments=moments)
+        params = zerofn.shard({"params": {"w": torch.zeros(4096)}})["params"]
+        state, finite = tx.init(params), None
+        big, small = (tree.tree_map(lambda p, v=v: torch.full_like(p, v), params) for v in (1.0, 1e-3))
+        for grads in [big] * 20 + [small] * 300:
+            _, state = tx.apply(grads, state, params, None, finite)
+        expected = (1 - 0.999**20) * 0.999**300
+        assert zerofn.gather(state.nu)["w"].float().mean().item() == pytest.approx(expected, rel=0.03)
+
+
+def checkpointed(path, first, second):
+    module = build(2)
+    step = zerofn.compile(train_step_of(module))
+    state, _ = step(state_of(module, 3, RULES["adamw"](first)), batch_of(rank()))
+    zerofn.save(path / f"{first}-{second}", state)
+    mine = zerofn.unshard(state.opt_state.nu)
+    like = state_of(module, 3, RULES["adamw"](second))
+    loaded = zerofn.unshard(zerofn.load(path / f"{first}-{second}", like=like).opt_state.nu)
+    return max(float(((a.float() - b.float()).abs() / (a.float().abs() + 1e-30)).max())
+               for a, b in zip(tree.leaves(mine), tree.leaves(loaded), strict=True))
+
+
+@pytest.mark.parametrize(("first", "second", "error"), [
+    ("8bit", "8bit", 0.0), ("bf16", "bf16", 0.0), ("8bit", None, 0.0), (None, "8bit", 1 / 16), (None, "bf16", 1 / 256)])
+def test_checkpoints_between_formats(ranks, tmp_path, first, second, error):
+    for num_ranks in (1, 2):
+        assert max(ranks(num_ranks, checkpointed, tmp_path, first, second)) <= error * 1.0001
+
+
+def test_what_cannot_be_is_a_sentence():
+    with pytest.raises(ValueError, match="adamw: moments='4bit' is not known"):
+        optim.adamw(1e-3, moments="4bit")
+    with pytest.raises(ValueError, match="no effect without momentum"):
+        optim.sgd(1e-3, moments="8bit")
+    module = build(2, dtype=torch.float64)
+    with pytest.raises(ValueError, match="8-bit blocks, which hold float32, and the parameters are float64"):
+        state_of(module, 3, RULES["adamw"]("8bit"))
+    state = state_of(module, 3, RULES["adamw"]("bf16"))
+    with pytest.raises(TypeError, match="go with a float32 master"):
+        zerofn.compile(train_step_of(module))(state, batch_of(dtype=torch.float64))
