@@ -300,6 +300,14 @@ def test_what_cannot_be_is_a_sentence(offload, stage, message):
         state_of(build(2), stage, offload=offload)
 
 
+def test_less_memory_than_is_needed_is_a_table_of_what_fits(monkeypatch):
+    monkeypatch.setattr(zerofn.offload, "free_memory", lambda: 4 * 3 * 2048)
+    table = r"as asked +0.00 GB  does not fit.*optimizer='nvme'\) +0.00 GB  fits.*moments='8bit'"
+    with pytest.raises(MemoryError, match=f"(?s)0.00 GB are free. Nothing was allocated.*{table}"):
+        state_of(build(3), 3, offload="cpu")
+    state_of(build(3), 3)  # what is not offloaded is not judged
+
+
 def no_effect(path):
     with pytest.raises(ValueError, match="no effect at stages 1 and 2.*stage=3"):
         state_of(build(2), 2, offload=Offload(params="nvme", path=path))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from .errors import nearest
@@ -90,6 +93,35 @@ def _check(offload: Offload, whole: bool, device: torch.device) -> None:
     if device.type == "cpu" and offload.update in ("gpu", "split"):
         raise ValueError(f"Offload(update={offload.update!r}): the model computes on the CPU and there is no other "
                          "processor to update on; leave update out.")
+
+
+def check_memory(offload: Offload, kept: Mapping[str, int], num_ranks: int) -> None:
+    """Raise `MemoryError`, with a table of what would fit, if this machine's ranks ask for more host memory than there
+    is. `kept`: bytes a rank, by what they are ("parameters", "optimizer") and tier, such as "optimizer on cpu".
+    """
+    needed, free = sum(n for what, n in kept.items() if what.endswith(" on cpu")) * num_ranks, free_memory()
+    if needed <= free:
+        return
+    total = {what: sum(n for k, n in kept.items() if k.startswith(what)) for what in ("parameters", "optimizer")}
+    rows = {"as asked": needed, "Offload(optimizer='nvme')": total["parameters"] * num_ranks,
+            "Offload(optimizer='nvme', params='nvme')": 0}
+    lines = [f"  {name:<42} {nbytes / 1e9:8.2f} GB  {'fits' if nbytes <= free else 'does not fit'}"
+             for name, nbytes in rows.items()]
+    raise MemoryError("\n".join([
+        f"{offload} needs {needed / 1e9:.2f} GB of host memory for {num_ranks} rank(s) of this machine, and "
+        f"{free / 1e9:.2f} GB are free. Nothing was allocated. At most, beside buffers:", *lines,
+        "optim.adamw(..., moments='8bit') keeps its moments in a quarter of that."]))
+
+
+def free_memory() -> int:
+    """Bytes of host memory that this process may still take, its control group's limit included."""
+    free = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):  # no control groups, or no limit
+        group = Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
+        folder = Path("/sys/fs/cgroup") / group
+        limit, used = ((folder / name).read_text() for name in ("memory.max", "memory.current"))
+        free = min(free, int(limit) - int(used))
+    return free
 
 
 def lies_there(tier: str | None, device: torch.device) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +20,7 @@ from .errors import nearest
 from .layout import Layout, LeafInfo, make_layout, restrict
 from .maps import gather_leaves
 from .mesh import Mesh
-from .offload import Offload, lies_there, of_units
+from .offload import Offload, check_memory, lies_there, of_units
 from .offload import resolve as resolve_offload
 from .precision import Precision, resolve
 from .replay import record
@@ -67,7 +69,21 @@ def _plan(state_or_init: Any, given: _Options) -> tuple[Any, str]:
     home, size = options.device or _device_of(state), options.mesh.axis().size
     options = replace(options, home=home, offload=resolve_offload(options.offload, options.stage, size, home))
     parts, treedef = options.parts(state)
+    if given.offload is not None:
+        _check_memory(options.offload, [p for p in parts if isinstance(p, _Cut)])
     return (options, values, parts, treedef), _description(options.stage, precision, parts)
+
+
+def _check_memory(offload: Offload, cuts: list[_Cut]) -> None:
+    kept: Counter[str] = Counter()
+    for cut in cuts:
+        for unit, kind in zip(cut.spec.layout.units, cut.kinds, strict=True):
+            start, stop = cut.spec.bounds(unit)
+            for k, (dtype, size, tier) in enumerate(kind.parts(stop - start)):
+                what = "parameters" if cut.is_params and k == 0 else "optimizer"
+                tier = tier or (kind.away.device if kind.away else "cpu")
+                kept[f"{what} on {tier}"] += size * dtype.itemsize
+    check_memory(offload, kept, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def unshard(state: Any, rank: int | None = None) -> Any:
