@@ -36,6 +36,8 @@ def options() -> argparse.Namespace:
     add = parser.add_argument
     add("--stage", type=int, default=3, choices=range(4))
     add("--precision", default="fp32", choices=["fp32", "bf16", "fp16"])
+    add("--moments", choices=["bf16", "8bit"], help="what Adam's moments are kept in; the parameters' dtype by default")
+    add("--offload", choices=["cpu", "nvme"], help="where state lies that is not computed with")
     add("--steps", type=int, default=1200)
     add("--batch", type=int, default=8, help="sequences a step, over all ranks")
     sizes = {"context": 128, "layers": 4, "heads": 6, "width": 192, "vocab": 1024, "seed": 0}
@@ -156,7 +158,8 @@ def make_steps(args):
     model, silent = zerofn.skeleton(lambda: GPT(*shape)), zerofn.skeleton(lambda: GPT(*shape).eval())
     warmup = min(50, args.steps // 4)
     rate = optim.warmup_cosine_decay_schedule(0.0, args.learning_rate, warmup, args.steps, 1e-5)
-    adamw = optim.adamw(rate, b2=0.95, weight_decay=0.1, mask=lambda leaf: len(leaf.shape) > 1)
+    decays = {"weight_decay": 0.1, "mask": lambda leaf: len(leaf.shape) > 1}
+    adamw = optim.adamw(rate, b2=0.95, **decays, moments=args.moments)
     tx = optim.chain(optim.clip_by_global_norm(1.0), adamw)
 
     def loss_of(module, params, batch):
@@ -243,7 +246,7 @@ def main() -> None:
         return windows(train, starts[mine], args.context)
 
     init_state, train_step, evaluate, next_logits = make_steps(args)
-    state, log = zerofn.shard(init_state, stage=args.stage, precision=args.precision), []
+    state, log = zerofn.shard(init_state, stage=args.stage, precision=args.precision, offload=args.offload), []
     if args.resume:
         state = zerofn.load(args.out / "checkpoint", like=state)
         log = [r for r in json.loads((args.out / "log.json").read_text()) if r["step"] <= int(state.step)]

@@ -12,7 +12,7 @@ import zerofn
 from small_steps import batch_of, build, fake_ranks, loss_of, scheduled, state_of, train_step_of
 from zerofn import Offload, optim, rates, tree
 from zerofn.disk import DiskError, pages
-from zerofn.graph.edit import DECODES, is_fetch
+from zerofn.graph.edit import DECODES, is_fetch, loops
 from zerofn.ops import native
 
 update_on_host = importlib.import_module("zerofn.passes.update_on_host")
@@ -112,11 +112,26 @@ def lowered(path, num_layers, tiers, on_nonfinite="skip", precision="bf16", worl
 @pytest.mark.parametrize("on_nonfinite", ["skip", "ignore"])
 @pytest.mark.parametrize("tiers", TIERS[:2])
 def test_three_units_of_buffers_whatever_the_depth(tmp_path, tiers, on_nonfinite, world):
-    nbytes = [lowered(tmp_path, n, tiers, on_nonfinite, world=world).arena.nbytes for n in (8, 16)]
+    programs = [lowered(tmp_path, n, tiers, on_nonfinite, world=world) for n in (8, 16)]
+    nbytes = [sum(arena.nbytes for arena in program.arenas) for program in programs]
     gradient = 4 if on_nonfinite == "skip" else 0
     parameter = 2 if "params" in tiers else 0
     unit = pages(2 * 2048) + 2 * pages(4 * 2048) + (pages(gradient * 2048) + pages(parameter * 2048))
     assert nbytes[0] == nbytes[1] <= 3 * unit + (3 * pages(2 * 2048) if parameter else 0)
+
+
+def test_rounds_of_a_loop_read_for_themselves(tmp_path):
+    """Between the layers of a microbatch, too, no more than three units' parameters are in memory."""
+    sizes = []
+    for n in (8, 16):
+        with fake_ranks(1):
+            state = state_of(build(n), 3, NORMED, precision="bf16", offload=Offload(params="nvme", path=tmp_path))
+            program = scheduled(step_of(build(n), 2), state, half(batch_of(), "bf16"), donating=True)
+        (_, body), = loops(program.gm)
+        reads = [x for x in body.graph.nodes if is_fetch(x)]
+        assert n < len(reads) <= 2 * n and all(len(x.args[3]) == 2 for x in reads)
+        sizes.append([arena.nbytes for arena in program.arenas])
+    assert sizes[0] == sizes[1] and max(sizes[0]) <= 3 * (pages(2 * 2048) + pages(4 * 2048))
 
 
 def test_updates_work_in_the_buffers():

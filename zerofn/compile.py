@@ -143,7 +143,7 @@ class Step:
             keep_freed_memory()
         donating = self._donate and program.new_state is not None
         passes.run(program, donating=donating)
-        if program.arena is not None:
+        if program.arenas:
             return_freed_memory()
         entry = _Entry(program, donating, [(v, v._version) for v in constants])
         num_nodes = len(program.gm.graph.nodes)

@@ -75,6 +75,10 @@ class Spilled:
         self.ticket, self.dtype, self.size = ticket, dtype, size
         self._region = None if current_trace() is not None else region_of(ticket)  # held, so that it stays
 
+    def __reduce__(self) -> Any:
+        raise RuntimeError(f"{self.region.label} lies on a drive, and cannot be copied or pickled: write "
+                           "zerofn.save(path, state), or zerofn.unshard(state) for a copy in memory.")
+
     @property
     def nbytes(self) -> int:
         """Bytes on the drive."""

@@ -124,7 +124,7 @@ class Program:
     timings: dict[str, float] = field(default_factory=dict)
     name: str = "step"
     scratch: Any = None  # the places on drives where gradients wait
-    arena: Any = None  # the memory that reads from drives go to
+    arenas: list[Any] = field(default_factory=list)  # the memory that reads from drives go to
 
     @property
     def placeholders(self) -> list[Node]:

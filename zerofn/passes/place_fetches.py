@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..disk import pages
 from ..graph.alias import positions, roots, touches, written_before
-from ..graph.edit import UPDATE, clean, is_fetch, is_scatter, wait_of
+from ..graph.edit import UPDATE, clean, is_fetch, is_scatter, loops, wait_of
 from ..graph.program import Program
 from ..tickets import Arena
 
@@ -18,22 +18,25 @@ ops = torch.ops.zerofn
 
 def place_fetches(gm: GraphModule, program: Program) -> GraphModule:
     """While a unit is updated, the next one's state is read and the last one's is written; what is computed with is
-    read while the unit before it is. So three units' buffers are enough, in one arena that is made once.
+    read while the unit before it is. So three units' buffers are enough, in an arena that is made once.
     """
-    graph = gm.graph
+    for each in (gm, *(body for _, body in loops(gm))):
+        _place(each.graph, program)
+        clean(each)
+    return gm
+
+
+def _place(graph: Graph, program: Program) -> None:
     fetches = list(filter(is_fetch, graph.nodes))
-    if not fetches:
-        return gm
     groups = _start_updates(graph, [x for x in fetches if x.meta.get(UPDATE)])
     _start_early(graph, [x for x in fetches if not x.meta.get(UPDATE)])
     spans = _spans(graph, groups)
     if not spans:
-        return clean(gm)
+        return
     places, nbytes = _pack(spans)
-    program.arena = Arena(nbytes)
+    program.arenas.append(Arena(nbytes))
     for span, place in zip(spans, places, strict=True):
-        span.node.args = (*span.node.args[:3], [program.arena.number, place])
-    return clean(gm)
+        span.node.args = (*span.node.args[:3], [program.arenas[-1].number, place])
 
 
 def _start_updates(graph: Graph, fetches: list[Node]) -> list[list[Node]]:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
-from ..graph.edit import DECODES, UPDATE, clean, in_place_of, is_fetch, wait_of
+from ..graph.alias import given_to_body
+from ..graph.edit import DECODES, UPDATE, clean, fetched, in_place_of, is_fetch, loops, wait_of
 
 
 def split_fetches(gm: GraphModule) -> GraphModule:
-    """Give the update of a piece a read of its own: in between, nobody needs it in memory. Such reads are marked."""
+    """Give the update of a piece a read of its own: in between, nobody needs it in memory. Such reads are marked. What
+    a loop computes with is read in each of its rounds.
+    """
+    for loop, body in loops(gm):
+        for inside, given in given_to_body(loop).items():
+            if fetched(given):
+                _read_inside(loop, body.graph, inside, given)
+        clean(body)
+    gm.graph.eliminate_dead_code()
     for start in list(filter(is_fetch, gm.graph.nodes)):
         wait = wait_of(start)
         updates = [x for x in wait.users if _is_update(x)]
@@ -24,6 +33,23 @@ def split_fetches(gm: GraphModule) -> GraphModule:
         for user in updates:
             user.replace_input_with(wait, held)
     return clean(gm)
+
+
+def _read_inside(loop: Node, body: Graph, inside: Node, held: Node) -> None:
+    """Give a loop's body the ticket of what was read before it, to read itself."""
+    start = held.args[0]
+    ticket = start.args[0]  # type: ignore[union-attr]
+    loop.args = tuple([ticket if x is held else x for x in a] if isinstance(a, list | tuple) else a for a in loop.args)
+    readers, value = list(inside.users), inside.meta["val"]
+    inside.meta["val"] = ticket.meta["val"]  # type: ignore[union-attr]
+    last = [x for x in body.nodes if x.op == "placeholder"][-1]
+    with body.inserting_after(last):
+        fetch = body.call_function(start.target, (inside, *start.args[1:]))  # type: ignore[union-attr,arg-type]
+    with body.inserting_after(fetch):
+        wait = body.call_function(held.target, (fetch,))  # type: ignore[arg-type]
+    fetch.meta["val"] = wait.meta["val"] = value
+    for reader in readers:
+        reader.replace_input_with(inside, wait)
 
 
 def _is_update(node: Node) -> bool:
