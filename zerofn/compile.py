@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ from .graph.lines import place_of
 from .graph.program import Program, tensor_of
 from .graph.verify import check_purity, fingerprint
 from .mistakes import note_dtypes
+from .ops import cuda, native
 from .partition import as_tensor
 from .runtime.executor import Executor, failed_node
 from .runtime.failure import deliver, whole_steps
@@ -173,6 +175,8 @@ class Step:
             "training step" if program.new_state is not None else "evaluation step")
         baked = f"; {len(constants)} closed-over tensors baked in, shapes {[tuple(c.shape) for c in constants[:4]]}" \
             if constants else ""
+        for device in {x.device.type for x in map(tensor_of, program.placeholders) if x is not None and x.dim()}:
+            _tell_of_kernels(device)
         log.info("%s: captured (%s): %s, %d nodes, %.2f s%s", self.__name__, why, kind, len(program.gm.graph.nodes),
                  seconds, baked)
 
@@ -240,6 +244,15 @@ class Step:
             if is_sharded(x):
                 x.donate(why)
         return state, program.aux.spread(fresh)
+
+
+@functools.cache
+def _tell_of_kernels(device: str) -> None:
+    """Once, where update rules run in torch's operations for want of the kernels: why."""
+    kernels = {"cpu": native, "cuda": cuda}.get(device)
+    why = kernels.missing() if kernels is not None else None
+    if why:
+        log.info("%s torch's operations do the same, more slowly.", why)
 
 
 def _params_among(state_def: tree.PyTreeSpec) -> list[int]:

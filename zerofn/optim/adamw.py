@@ -31,7 +31,7 @@ def adamw(
 
     `mask(leaf) -> bool` says which leaves decay; all do without one. `lr_scale(leaf) -> float` multiplies a
     leaf's learning rate. Moments are zero at first, and kept in the parameters' dtype or, with `moments`, in
-    "bf16" or "8bit" blocks: 4 or 2.03 bytes a parameter for both instead of 8, beside a float32 master on the CPU.
+    "bf16" or "8bit" blocks: 4 or 2.03 bytes a parameter for both instead of 8, beside a float32 master.
     Raises `ValueError` for hyperparameters out of range.
     """
     return _adam("adamw", learning_rate, b1, b2, eps, weight_decay, mask, lr_scale, moments)

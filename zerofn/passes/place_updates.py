@@ -23,6 +23,10 @@ def place_updates(gm: GraphModule, program: Program) -> GraphModule:
     raise_up(graph, [*_reads(graph), *_scalars(graph, rules)])
     where, root = positions(graph), roots(graph)
     touched = touches(graph, root)
+    writers: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        for x in writes(node):
+            writers.setdefault(root[x], []).append(node)
 
     def memory(rule: Node) -> set[Node]:
         places = {root[x] for x in writes(rule)}
@@ -34,15 +38,15 @@ def place_updates(gm: GraphModule, program: Program) -> GraphModule:
     anchors = {}
     for rule in rules:
         before = [n for place in memory(rule) for n in touched[place]]
-        before += [n for x in rule.all_input_nodes for n in touched[root[x]] if root[x] in {root[w] for w in writes(n)}]
+        before += [n for x in rule.all_input_nodes for n in writers.get(root[x], ())]
         anchors[rule] = max((n for n in [*before, *rule.all_input_nodes] if where[n] < where[rule]),
                             key=where.__getitem__)
     for rule in sorted(rules, key=first_use, reverse=True):
         anchors[rule].append(rule)
-    writers = {root[x]: rule for rule in rules for x in writes(rule)}
+    makers = {root[x]: rule for rule in rules for x in writes(rule)}
     for spill in [n for n in graph.nodes if n.target in (ops.spill_.default, ops.put_.default)]:
-        if root[spill.args[1]] in writers:
-            writers[root[spill.args[1]]].append(spill)
+        if root[spill.args[1]] in makers:
+            makers[root[spill.args[1]]].append(spill)
     return clean(gm)
 
 
