@@ -39,13 +39,14 @@ def rates_of(rule: str, rate: float, decay: float, hyper: dict[str, Any], count:
     b1 = float(hyper.get("momentum", hyper.get("b1", 0.0)))
     b2 = float(hyper.get("b2", 0.0))
     constants = {"rate": -rate, "shrink": 1.0, "l2": decay, "b1": b1, "c1": 1 - b1, "b2": b2, "c2": 1 - b2}
-    constants |= {"root": 1.0, "quick": 1.0, "eps": hyper.get("eps", 0.0)}
+    constants |= {"root": 1.0, "eps": hyper.get("eps", 0.0), "quick": 1.0, "near": 0.0}
     constants["nesterov"] = int(hyper.get("nesterov", False))
     if rule in ("adamw", "lion"):
         constants |= {"shrink": 1 - rate * decay, "l2": 0.0}
     if rule in ("adamw", "adam"):
         root = math.sqrt(1 - b2**count)
-        constants |= {"rate": -(rate / (1 - b1**count)), "root": root, "quick": 0.703952253 / root}
+        rate = -(rate / (1 - b1**count))
+        constants |= {"rate": rate, "root": root, "quick": 0.703952253 * rate * root, "near": hyper["eps"] * root}
     return constants
 
 

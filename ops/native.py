@@ -31,12 +31,12 @@ from .arguments import (
     rates_of,
 )
 
-_VERSION = 1  # ZF_VERSION of the C interface
+_VERSION = 2  # ZF_VERSION of the C interface
 _NUMBERS = {dtype: i for i, dtype in enumerate(GRADIENTS)}  # zf_number
 _PART = 1 << 16  # elements; a thread is not woken for fewer
 
 
-_NAMES = ("rate", "shrink", "l2", "b1", "c1", "b2", "c2", "root", "quick", "eps")
+_NAMES = ("rate", "shrink", "l2", "b1", "c1", "b2", "c2", "root", "eps", "quick", "near")
 
 
 class _Rates(ctypes.Structure):

@@ -51,17 +51,17 @@ def join(hi: Tensor, lo: Tensor, out: Tensor) -> None:
 
 def encode(x: Tensor, signed: bool, out: Sequence[Tensor], random: Tensor | int = 0x80000) -> None:
     """fp32 -> codes and scales; `random`: 20 bits an element, int64 of x's size."""
-    size = _bits(x).view(-1) & _ABS
-    blocks = torch.nn.functional.pad(size, (0, num_blocks(x.numel()) * BLOCK - x.numel())).view(-1, BLOCK)
-    largest = blocks.amax(1)
+    bits = _bits(x).view(-1)
+    step = torch.where(x.view(-1).isnan(), 0x7FC, (bits & _ABS) + random >> 20)
+    blocks = torch.nn.functional.pad(step, (0, num_blocks(x.numel()) * BLOCK - x.numel())).view(-1, BLOCK)
+    largest = blocks.amax(1) << 20
     scales = ((largest + 0x7FFFFF) & _INF).clamp(min=_SMALLEST_SCALE)
     scales = torch.where(largest > 0x7F000000, torch.where(largest > _INF, 0x7FC00000, _INF), scales)
     top = 127 if signed else 255
-    base = (scales - (top << 20)).repeat_interleave(BLOCK)[: x.numel()]
-    least = torch.zeros_like(size) if signed else size.clamp(max=1 << 20)
-    code = torch.maximum(size + random - base, least) >> 20
+    base = ((scales >> 20) - top).repeat_interleave(BLOCK)[: x.numel()]
+    code = (step - base).clamp(min=0)
     if signed:
-        code |= _bits(x).view(-1) >> 24 & 0x80
+        code |= bits >> 24 & 0x80
     finite = (scales < _INF).repeat_interleave(BLOCK)[: x.numel()]
     out[0].view(-1).copy_(torch.where(finite, code, top))
     out[1].copy_(_floats(torch.where(largest > 0, scales, 0)))
@@ -73,16 +73,28 @@ def decode(codes: Tensor, scales: Tensor, signed: bool, out: Tensor) -> None:
     top = 127 if signed else 255
     base = _bits(scales).clamp(min=_SMALLEST_SCALE) - (top << 20)
     size = (code & top) << 20
-    bits = torch.where(size > 0, size + base.repeat_interleave(BLOCK)[: code.numel()], 0)
+    bits = size + base.repeat_interleave(BLOCK)[: code.numel()]
+    bits = torch.where(size > 0, bits, 0) if signed else bits
     out.view(-1).copy_(_floats(bits | (code & 0x80) << 24 if signed else bits))
 
 
-def hash_of(key: int, offset: int, size: int) -> Tensor:
-    """int64 [size]: 32 random bits for each of the elements from `offset` (a multiple of 2,048) on."""
-    seeds = torch.tensor([_seed(key, offset // UNIT + i) for i in range(-(-size // UNIT))])
-    x = (seeds[:, None] + torch.arange(UNIT) * 0x9E3779B9) & 0xFFFFFFFF
+def draws(key: int, offset: int, size: int, of: int) -> Tensor:
+    """int64 [size]: 32 random bits for m (`of` 0) or v (1) of each of the elements from `offset` (a multiple of 2,048) on."""
+    seeds = [_seed(key, offset // UNIT + i) for i in range(-(-size // UNIT))]
+    starts = torch.tensor([seed >> 21 if of else seed % UNIT for seed in seeds])
+    places = (starts[:, None] + torch.arange(UNIT)) % UNIT
+    return _table(key)[places].view(-1)[:size]
+
+
+def _table(key: int) -> Tensor:
+    """int64 [2048]: all draws of a key."""
+    place = torch.arange(UNIT)
+    x = (_seed(key, (1 << 64) - 1) + place * 0x9E3779B9) & 0xFFFFFFFF
     x = ((x ^ x >> 16) * 0x7FEB352D) & 0xFFFFFFFF
-    return (x ^ x >> 15).view(-1)[:size]
+    for factor, shift in ((0x3A5, 6), (0x5CB, 5), (0x2E3, 11)):
+        place = place * factor % UNIT
+        place = place ^ place >> shift
+    return place << 21 | (x ^ x >> 15) >> 11
 
 
 def _seed(key: int, unit: int) -> int:
@@ -93,8 +105,7 @@ def _seed(key: int, unit: int) -> int:
 
 def to_bf16(x: Tensor, random: Tensor) -> Tensor:
     """fp32 -> bfloat16, rounded up where `random` (16 bits, int64) says so."""
-    bits = _bits(x)
-    return _short(torch.where(bits & _ABS < 0x7F7F0000, bits + random, bits) >> 16).view(torch.bfloat16)
+    return _short(_bits(x) + random >> 16).view(torch.bfloat16)
 
 
 def update_(
@@ -114,29 +125,39 @@ def update_(
 ) -> None:
     """`native.update_`: everything decoded, updated in fp32, encoded."""
     size = g.numel()
-    wide = g.reshape(-1).float()
-    for factor in factors:
-        wide = wide * torch.tensor(factor, dtype=torch.float32)
+    lossy = any(map(moment_format, moments))
+    wide = _scaled(g.reshape(-1).float(), factors, lossy)
     decoded = [_master(p), *(_decoded(m, i == 0, size) for i, m in enumerate(moments))]
     for start, stop, rate, decay in zip(starts, stops, rates, decays, strict=True):
         run = [x[start:stop] for x in decoded]
         r = rates_of(rule, rate, decay, hyper, count)
-        if len(moments) == 2 and moment_format(moments[0]):
+        if len(moments) == 2 and lossy:
             _adam_lossy(run, wide[start:stop], r)
         else:
             _step(rule, run, wide[start:stop], rate, decay, hyper, count, r)
-    random = hash_of(count, offset, size) if any(map(moment_format, moments)) else None
     touched = torch.zeros(num_blocks(size) * BLOCK, dtype=torch.bool)
     for start, stop in zip(starts, stops, strict=True):
         touched[start:stop] = True
     blocks = touched.view(-1, BLOCK).any(1)
     for i, (m, x) in enumerate(zip(moments, decoded[1:], strict=True)):
-        _keep(m, x, i == 0, random, touched[:size], blocks)
+        if lossy:  # others were changed where they lie
+            _keep(m, x, i == 0, draws(count, offset, size, i), touched[:size], blocks)
     if len(p) == 2:
         new = torch.empty_like(p[0].view(-1)), torch.empty_like(p[1].view(-1))
         split(decoded[0], new)
         for old, fresh in zip(p, new, strict=True):
             old.view(-1)[touched[:size]] = fresh[touched[:size]]
+
+
+def _scaled(g: Tensor, factors: Sequence[float], lossy: bool) -> Tensor:
+    """Times each factor; beside lossy moments times their product, and a NaN becomes inf."""
+    wide = [torch.tensor(factor, dtype=torch.float32) for factor in factors]
+    if not lossy:
+        for factor in wide:
+            g = g * factor
+        return g
+    g = g * torch.stack([torch.tensor(1.0), *wide]).prod()
+    return torch.where(g < torch.inf, g, torch.inf)
 
 
 def _master(p: Sequence[Tensor]) -> Tensor:
@@ -155,16 +176,13 @@ def _decoded(moment: Sequence[Tensor], signed: bool, size: int) -> Tensor:
     return x
 
 
-def _keep(moment: Sequence[Tensor], x: Tensor, signed: bool, random: Tensor | None, touched: Tensor,
-          blocks: Tensor) -> None:
-    """Write a moment back, in its format; bf16 in the runs, 8-bit blocks where a run enters them."""
-    if random is None or moment_format(moment) == 0:
-        return  # it was changed where it lies
+def _keep(moment: Sequence[Tensor], x: Tensor, signed: bool, random: Tensor, touched: Tensor, blocks: Tensor) -> None:
+    """Write a lossy moment back: bf16 in the runs, 8-bit blocks where a run enters them."""
     if moment_format(moment) == 1:
-        moment[0].view(-1)[touched] = to_bf16(x, random & 0xFFFF if signed else random >> 16)[touched]
+        moment[0].view(-1)[touched] = to_bf16(x, random >> 16)[touched]
         return
     codes, scales = torch.empty(x.numel(), dtype=torch.uint8), torch.empty(num_blocks(x.numel()))
-    encode(x, signed, (codes, scales), random & 0xFFFFF if signed else random >> 12)
+    encode(x, signed, (codes, scales), random >> 12)
     inside = blocks.repeat_interleave(BLOCK)[: x.numel()]
     moment[0].view(-1)[inside] = codes[inside]
     moment[1][blocks] = scales[blocks]
@@ -199,13 +217,12 @@ def _adam_lossy(run: list[Tensor], g: Tensor, r: dict[str, float]) -> None:
     if c["l2"]:
         g = _fma(p, c["l2"], g)
     p.mul_(c["shrink"])
-    square = c["c2"] * g
-    m.copy_(_fma(c["c1"], g - m, m) if c["c1"] < 0.5 else _fma(c["c1"] - 1, g - m, g))
-    v.copy_(_fma(square, g, v * c["b2"]))
-    y = _floats(0x5F1FFFF9 - (_bits(v) >> 1))
-    root = v * y
-    root = root * _fma(-root, y, torch.tensor(2.38924456))
-    p.add_(c["rate"] * m / _fma(root, c["quick"], c["eps"]))
+    m.copy_(_fma(c["c1"], g - m, m))
+    v.copy_(_fma(c["c2"], g * g - v, v))
+    root = _floats((_bits(v) >> 1) + 0x1FBD1DF5)
+    square = _fma(root, 2 * c["near"], v + c["near"] * c["near"])
+    y = _floats(0x5F1FFFF9 - (_bits(square) >> 1))
+    p.copy_(_fma(m * y * _fma(-(square * y), y, torch.tensor(2.38924456)), c["quick"], p))
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

@@ -104,24 +104,34 @@ ZF_GPU void store(void *all, int width, zf_i64 at, zf_i64 n, const Eight &e) {
 
 ZF_GPU void numbers(const Eight &e, zf_i64 number, float *x) {
     if (number == ZF_FP32) EACH(k) x[k] = zf_float(e.word[k]);
-    if (number == ZF_BF16) EACH(k) x[k] = zf_from_bf16((zf_u16)half_of(e, k));
-    if (number == ZF_FP16) EACH(k) x[k] = zf_from_fp16((zf_u16)half_of(e, k));
+    if (number == ZF_BF16) EACH(k) x[k] = zf_from_bf16(half_of(e, k));
+    if (number == ZF_FP16) EACH(k) x[k] = zf_from_fp16(half_of(e, k));
 }
 
-ZF_GPU void values(const Eight &codes, float scale, int is_signed, float *x) {
-    zf_u32 base = zf_base(scale, is_signed);
-    EACH(k) x[k] = zf_value((zf_u8)byte_of(codes, k), base, is_signed);
+ZF_GPU float joined(const Eight &hi, const Eight &lo, int k) {
+    return zf_join(half_of(hi, k), (zf_u32)(zf_i32)(zf_i16)half_of(lo, k));
+}
+
+ZF_GPU void values(const Eight &codes, zf_u32 scale, int is_signed, float *x) {
+    zf_w base = zf_base(scale, is_signed);
+    EACH(k) {
+        zf_u32 code = byte_of(codes, k);
+        if (is_signed) code = (zf_u32)(zf_i32)(zf_i8)code;
+        x[k] = zf_float(zf_value(code, base, is_signed) << 16);
+    }
 }
 
 // The codes of this thread's part of the warp's block, and the scale of all of it; both to be stored.
-ZF_GPU Eight codes_of(const float *x, int is_signed, const zf_u32 *random, float *scale) {
+ZF_GPU Eight codes_of(const float *x, int is_signed, const zf_u32 *random, zf_u32 *scale) {
     Eight codes = {};
-    zf_u32 largest = 0;
-    EACH(k) largest = (zf_bits(x[k]) & ZF_ABS) > largest ? zf_bits(x[k]) & ZF_ABS : largest;
+    zf_w next[8], largest = 0;
+    EACH(k) {
+        next[k] = zf_to_step(zf_float(zf_splittable(x[k])), random[k]) >> 16;
+        largest = zf_size(next[k], is_signed) > largest ? zf_size(next[k], is_signed) : largest;
+    }
     *scale = zf_scale(largest_of_warp(largest));
-    bool finite = zf_bits(*scale) < ZF_INF;
-    zf_u32 base = zf_base(*scale, is_signed);
-    EACH(k) set_byte(codes, k, finite ? zf_code(x[k], base, random[k], is_signed) : ZF_TOP(is_signed));
+    zf_w base = zf_base(*scale, is_signed);
+    EACH(k) set_byte(codes, k, *scale < ZF_INF ? zf_code(next[k], base, is_signed) : ZF_TOP(is_signed));
     return codes;
 }
 
@@ -149,8 +159,8 @@ ZF_KERNEL zf_runs(const Constants *in, zf_run *out, zf_i64 num, zf_i64 rule, zf_
         r.rate = (float)-rate;
         r.b1 = (float)b1, r.c1 = (float)(1.0 - b1);
         r.b2 = (float)b2, r.c2 = (float)(1.0 - b2);
-        r.root = (float)root, r.quick = rule == ZF_ADAM ? (float)(0.703952253 / root) : 1.0f;
-        r.eps = (float)eps, r.nesterov = (zf_i32)nesterov;
+        r.root = (float)root, r.eps = (float)eps, r.near = (float)(eps * root);
+        r.quick = (float)(0.703952253 * -rate * root), r.nesterov = (zf_i32)nesterov;
         out[i].start = in[i].start, out[i].stop = in[i].stop, out[i].rates = r;
     }
 }
@@ -168,19 +178,19 @@ ZF_GPU void steps(zf_i64 rule, bool lossy, zf_u32 inside, int tail, const zf_rat
 #undef INSIDE
 }
 
-// A moment of 8 elements: loaded, and stored when its new values are known. `is_signed`: m, which takes the low bits.
+// A moment of 8 elements: loaded, and stored when its new values are known. `is_signed`: m.
 struct Moment {
     void *x; // NULL: the rule has none
-    float *scales;
+    zf_u32 *scales;
     zf_i64 format;
     int is_signed;
     zf_i64 at, n;
     Eight raw;
-    float scale;
+    zf_u32 scale;
 };
 
-ZF_GPU Moment moment(void *x, float *scales, zf_i64 format, int is_signed, zf_i64 at, zf_i64 n) {
-    Moment s = {x, scales, format, is_signed, at, n, {}, 0.0f};
+ZF_GPU Moment moment(void *x, zf_u32 *scales, zf_i64 format, int is_signed, zf_i64 at, zf_i64 n) {
+    Moment s = {x, scales, format, is_signed, at, n, {}, 0};
     if (!x) return s;
     s.raw = load(x, format == ZF_WHOLE ? 4 : format == ZF_HALF ? 2 : 1, at, n);
     if (format == ZF_BLOCKS) s.scale = scales[at / ZF_BLOCK];
@@ -193,23 +203,24 @@ ZF_GPU void read(const Moment &s, float *x) {
     if (s.format == ZF_BLOCKS) values(s.raw, s.scale, s.is_signed, x);
 }
 
-ZF_GPU void write(Moment &s, const float *x, zf_u32 inside, const zf_u32 *random) {
+// `seed`: of the unit; `key`: of the draws.
+ZF_GPU void write(Moment &s, const float *x, zf_u32 inside, zf_u32 seed, zf_u32 key) {
     if (!s.x) return;
+    zf_u32 random[8];
+    const zf_u32 first = (zf_u32)(s.at % ZF_UNIT) + (s.is_signed ? seed % ZF_UNIT : seed >> 21);
+    EACH(k) random[k] = zf_draw(key, (first + (zf_u32)k) % ZF_UNIT) >> (s.format == ZF_HALF ? 16 : 12);
     if (s.format == ZF_WHOLE) {
         EACH(k) s.raw.word[k] = zf_bits(x[k]);
         store(s.x, 4, s.at, s.n, s.raw);
     }
     if (s.format == ZF_HALF) {
-        EACH(k) {
-            zf_u32 bits = s.is_signed ? random[k] & 0xFFFFu : random[k] >> 16;
-            if (inside >> k & 1u) set_half(s.raw, k, zf_to_bf16(x[k], bits));
+        EACH(k) if (inside >> k & 1u) {
+            set_half(s.raw, k, zf_to_bf16(zf_float(zf_splittable(x[k])), random[k]) >> 16);
         }
         store(s.x, 2, s.at, s.n, s.raw);
     }
     if (s.format == ZF_BLOCKS) {
-        zf_u32 bits[8];
-        EACH(k) bits[k] = s.is_signed ? random[k] & 0xFFFFFu : random[k] >> 12;
-        Eight codes = codes_of(x, s.is_signed, bits, &s.scale);
+        Eight codes = codes_of(x, s.is_signed, random, &s.scale);
         store(s.x, 1, s.at, s.n, codes);
         if (lane_of() == 0) s.scales[s.at / ZF_BLOCK] = s.scale;
     }
@@ -218,7 +229,7 @@ ZF_GPU void write(Moment &s, const float *x, zf_u32 inside, const zf_u32 *random
 // `lo`, `m`, `v`, their scales, `factor` and `finite` may be NULL. Elements of no run stay as they are, blocks that no
 // run enters too. `runs`: none empty, in order, apart.
 ZF_KERNEL zf_update(zf_i64 rule, zf_i64 g_number, zf_i64 format, void *p, void *lo, const void *g, void *m,
-                    float *m_scales, void *v, float *v_scales, const zf_i64 *count, const float *factor,
+                    zf_u32 *m_scales, void *v, zf_u32 *v_scales, const zf_i64 *count, const float *factor,
                     const zf_u8 *finite, zf_i64 offset, zf_i64 size, const zf_run *runs, zf_i64 num_runs) {
     if (finite && !*finite) return;
     const float f = factor ? *factor : 1.0f;
@@ -233,13 +244,13 @@ ZF_KERNEL zf_update(zf_i64 rule, zf_i64 g_number, zf_i64 format, void *p, void *
         Moment of_m = moment(m, m_scales, format, 1, at, n), of_v = moment(v, v_scales, format, 0, at, n);
 
         float p_now[8], g_now[8], m_now[8] = {}, v_now[8] = {};
-        zf_u32 random[8], inside = 0;
+        zf_u32 inside = 0;
         if (lo)
-            EACH(k) p_now[k] = zf_float(zf_join((zf_u16)half_of(hi, k), (zf_i16)half_of(low, k)));
+            EACH(k) p_now[k] = joined(hi, low, k);
         else
             numbers(hi, ZF_FP32, p_now);
         numbers(gradient, g_number, g_now);
-        EACH(k) g_now[k] *= f;
+        EACH(k) g_now[k] = format == ZF_WHOLE ? g_now[k] * f : zf_tame(g_now[k] * f);
         read(of_m, m_now), read(of_v, v_now);
         for (; run < num_runs && runs[run].start < at + n; ++run) {
             const zf_i64 start = most(runs[run].start - at, 0), stop = least(runs[run].stop - at, n);
@@ -251,16 +262,16 @@ ZF_KERNEL zf_update(zf_i64 rule, zf_i64 g_number, zf_i64 format, void *p, void *
         }
         if (lo) {
             EACH(k) if (inside >> k & 1u) {
-                set_half(hi, k, zf_split_hi(zf_bits(p_now[k])));
-                set_half(low, k, (zf_u16)zf_split_lo(zf_bits(p_now[k])));
+                set_half(hi, k, zf_split_hi(zf_splittable(p_now[k])));
+                set_half(low, k, zf_split_lo(zf_splittable(p_now[k])));
             }
             store(lo, 2, at, n, low);
         } else
             EACH(k) hi.word[k] = zf_bits(p_now[k]);
         store(p, lo ? 2 : 4, at, n, hi);
         const zf_u32 seed = zf_seed(key, (zf_u64)(offset + first) / ZF_UNIT);
-        EACH(k) random[k] = zf_hash(seed, (zf_u32)(at % ZF_UNIT) + (zf_u32)k);
-        write(of_m, m_now, inside, random), write(of_v, v_now, inside, random);
+        const zf_u32 draws = zf_seed(key, ZF_DRAWS);
+        write(of_m, m_now, inside, seed, draws), write(of_v, v_now, inside, seed, draws);
     }
 }
 
@@ -322,8 +333,10 @@ ZF_KERNEL zf_split(const void *p, void *hi, void *lo, zf_i64 size) {
     EACH_EIGHT(at, size) {
         const Eight now = load(p, 4, at, size - at);
         Eight high = {}, low = {};
-        EACH(k) set_half(high, k, zf_split_hi(now.word[k]));
-        EACH(k) set_half(low, k, (zf_u16)zf_split_lo(now.word[k]));
+        EACH(k) {
+            const zf_u32 x = zf_splittable(zf_float(now.word[k]));
+            set_half(high, k, zf_split_hi(x)), set_half(low, k, zf_split_lo(x));
+        }
         store(hi, 2, at, size - at, high);
         if (lo) store(lo, 2, at, size - at, low);
     }
@@ -333,17 +346,18 @@ ZF_KERNEL zf_joined(const void *hi, const void *lo, void *p, zf_i64 size) {
     EACH_EIGHT(at, size) {
         const Eight high = load(hi, 2, at, size - at), low = load(lo, 2, at, size - at);
         Eight now;
-        EACH(k) now.word[k] = zf_join((zf_u16)half_of(high, k), (zf_i16)half_of(low, k));
+        EACH(k) now.word[k] = zf_bits(joined(high, low, k));
         store(p, 4, at, size - at, now);
     }
 }
 
-ZF_KERNEL zf_encode(const void *from, void *codes, float *scales, zf_i64 size, zf_i64 is_signed) {
+ZF_KERNEL zf_encode(const void *from, void *codes, zf_u32 *scales, zf_i64 size, zf_i64 is_signed) {
     const zf_u32 nearest[8] = {ZF_NEAREST, ZF_NEAREST, ZF_NEAREST, ZF_NEAREST,
                                ZF_NEAREST, ZF_NEAREST, ZF_NEAREST, ZF_NEAREST};
     for (zf_i64 first = warp_of() * ZF_BLOCK; first < size; first += num_warps() * ZF_BLOCK) {
         const zf_i64 at = first + 8 * lane_of();
-        float x[8], scale;
+        float x[8];
+        zf_u32 scale;
         numbers(load(from, 4, at, size - at), ZF_FP32, x);
         const Eight found = codes_of(x, (int)is_signed, nearest, &scale);
         store(codes, 1, at, size - at, found);
@@ -351,7 +365,7 @@ ZF_KERNEL zf_encode(const void *from, void *codes, float *scales, zf_i64 size, z
     }
 }
 
-ZF_KERNEL zf_decode(const void *codes, const float *scales, void *to, zf_i64 size, zf_i64 is_signed) {
+ZF_KERNEL zf_decode(const void *codes, const zf_u32 *scales, void *to, zf_i64 size, zf_i64 is_signed) {
     EACH_EIGHT(at, size) {
         float x[8];
         Eight now;
@@ -364,7 +378,7 @@ ZF_KERNEL zf_decode(const void *codes, const float *scales, void *to, zf_i64 siz
 // Ties to even, as torch casts; a NaN becomes the quiet one.
 ZF_GPU zf_u32 bf16_of(float x) {
     const zf_u32 bits = zf_bits(x);
-    return (bits & ZF_ABS) > ZF_INF ? ZF_BF16_NAN : (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+    return (bits & ZF_ABS) > ZF_INF ? (ZF_NAN >> 16) : (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
 }
 
 // The sum rounds: a float of its exponent has no room for the 13 bits below a float16's last, or those below 2^-24.

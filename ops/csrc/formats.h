@@ -3,20 +3,24 @@
  * All arithmetic is IEEE fp32 with every fma written out, so every machine gives the same bits; compile with
  * -ffp-contract=off (NVRTC: --fmad=false) and never with fast-math.
  *
- * A zf_f is an fp32 and a zf_u its bits, or 32 bits that hold a shorter number. On the CPU both are vectors, one
- * element a lane (vectors.h, which comes first and says ZF_VECTORS); everywhere else scalars.
+ * A zf_f is an fp32 and a zf_u its bits, or 32 bits that hold a shorter number; a zf_w is 16 bits, those of two zf_u in
+ * as much room. On the CPU they are vectors, one element a lane (vectors.h, which comes first and says ZF_VECTORS);
+ * everywhere else scalars.
  *
  * split   fp32 bits = (hi << 16) + lo: hi is the bfloat16 nearest to the number, lo what is left, int16. Exact for
  *         every pattern but NaN, which is kept as hi = 0x7FC0, lo = 0.
  * blocks  8 bits an element, for 256 one scale: the power of two next to the largest. A code is bits 20 to 27 of the
- *         fp32, less a base: 3 bits of mantissa, 8 codes an octave, the top code is the scale, code 0 is zero.
- * hash    32 random bits an element, from (key, element): m is rounded with the low ones, v with the high ones.
+ *         fp32, less a base: 3 bits of mantissa, 8 codes an octave, the top code is the scale. Of signed numbers code 0
+ *         is zero; of unsigned ones it is the smallest, 2^-31.9 of the scale, and zero counts as that.
+ * draws   random bits for m and for v, from (key, element): 2,048 stratified ones a key, which a unit of as many
+ *         elements goes through from places of its own.
  */
 #ifndef ZEROFN_FORMATS_H
 #define ZEROFN_FORMATS_H
 
 #if defined(__CUDACC_RTC__)
 typedef unsigned char zf_u8;
+typedef signed char zf_i8;
 typedef unsigned short zf_u16;
 typedef short zf_i16;
 typedef int zf_i32;
@@ -26,6 +30,7 @@ typedef unsigned long long zf_u64;
 #else
 #include <stdint.h>
 typedef uint8_t zf_u8;
+typedef int8_t zf_i8;
 typedef uint16_t zf_u16;
 typedef int16_t zf_i16;
 typedef int32_t zf_i32;
@@ -42,9 +47,10 @@ typedef uint64_t zf_u64;
 
 #ifndef ZF_VECTORS
 typedef float zf_f;
-typedef zf_u32 zf_u;
-typedef zf_i32 zf_i;
+typedef zf_u32 zf_u, zf_w;
 #define ZF_ALL(x) (x)
+#define ZF_LESS(a, b) ((a) > (b) ? (a) - (b) : 0u) /* zf_w */
+#define ZF_LEAST(a, b) ((a) < (b) ? (a) : (b)) /* zf_f; b where a is NaN */
 #if defined(__CUDA_ARCH__)
 #define ZF_FMA(a, b, c) __fmaf_rn(a, b, c)
 #define ZF_SQRT(a) __fsqrt_rn(a)
@@ -83,30 +89,33 @@ ZF_FN zf_f zf_from_fp16(zf_u x) {
     return zf_float(wide | (x & 0x8000u) << 16);
 }
 
+/* A gradient beside lossy moments: a NaN counts as inf, so that none has other bits than the NaN that arithmetic makes
+ * and a moment's random bits, added to it, cannot make a number of it. */
+ZF_FN zf_f zf_tame(zf_f g) { return ZF_LEAST(g, zf_float(ZF_ALL(ZF_INF))); }
+
 /* What zf_split_hi and zf_split_lo cut: there is one NaN. */
 ZF_FN zf_u zf_splittable(zf_f x) { return x != x ? ZF_ALL(ZF_NAN) : zf_bits(x); }
 
-ZF_FN zf_u zf_split_hi(zf_u bits) { return (bits + 0x8000u) >> 16; }
+ZF_FN zf_u zf_split_near(zf_u bits) { return bits + 0x8000u; } /* its upper half is hi */
+
+ZF_FN zf_u zf_split_hi(zf_u bits) { return zf_split_near(bits) >> 16; }
 
 ZF_FN zf_u zf_split_lo(zf_u bits) { return bits & 0xFFFFu; }
 
 /* `lo` with its sign extended to 32 bits. */
 ZF_FN zf_f zf_join(zf_u hi, zf_u lo) { return zf_float((hi << 16) + lo); }
 
-/* Rounded up with probability (what is cut off) / 2^16 for `random` uniform in [0, 2^16); 0x8000 rounds to nearest.
- * From the last step before inf on it is cut, so that chance makes no inf; inf and NaN (quiet, as arithmetic gives
- * it) stay. */
-ZF_FN zf_u zf_to_bf16(zf_f x, zf_u random) {
-    zf_u bits = zf_bits(x);
-    return ((bits & ZF_ABS) < 0x7F7F0000u ? bits + random : bits) >> 16;
-}
+/* The upper half is the number in bfloat16, rounded up with probability (what is cut off) / 2^16 for `random` uniform
+ * in [0, 2^16); 0x8000 rounds to nearest. inf stays inf, and NaN as arithmetic gives it NaN. */
+ZF_FN zf_u zf_to_bf16(zf_f x, zf_u random) { return zf_bits(x) + random; }
 
 /* --- random bits ----------------------------------------------------------------------------------------------- */
 
 #define ZF_BLOCK 256 /* elements with one scale */
 #define ZF_UNIT 2048 /* elements with one seed; pieces of a buffer start at a multiple */
 
-/* Unit `unit` (element / 2048) under `key`: the finalizer of splitmix64 (Steele, Lea and Flood 2014). */
+/* Unit `unit` (element / 2048) under `key`: the finalizer of splitmix64 (Steele, Lea and Flood 2014). Its element i
+ * takes draw (i + the lowest 11 bits) % 2048 for m and draw (i + the highest 11) % 2048 for v. */
 ZF_FN zf_u32 zf_seed(zf_u64 key, zf_u64 unit) {
     zf_u64 x = key * 0x9E3779B97F4A7C15u + unit * 0xD1B54A32D192ED03u + 0x2545F4914F6CDD1Du;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -114,12 +123,19 @@ ZF_FN zf_u32 zf_seed(zf_u64 key, zf_u64 unit) {
     return (zf_u32)(x >> 32);
 }
 
-/* Element `i` in [0, 2048) of a unit: a Weyl step, then multiply and xor-shift. */
-ZF_FN zf_u zf_hash(zf_u32 seed, zf_u i) {
-    zf_u x = seed + i * 0x9E3779B9u;
+#define ZF_DRAWS (~(zf_u64)0) /* zf_draw's key is the seed of this unit */
+
+/* Draw `i` in [0, 2048) under `key`, 32 bits. The highest 11 are the place of i in a permutation, the same for all
+ * keys: all 2048 have each value once, so an element, whose place in them is random, rounds without bias, and so do
+ * many elements at once, more evenly than independent draws. The lower ones are random: a Weyl step, then multiply and
+ * xor-shift. */
+ZF_FN zf_u zf_draw(zf_u32 key, zf_u i) {
+    zf_u x = key + i * 0x9E3779B9u, place = i * 0x3A5u & 0x7FFu;
+    place = (place ^ place >> 6) * 0x5CBu & 0x7FFu;
+    place = (place ^ place >> 5) * 0x2E3u & 0x7FFu;
     x ^= x >> 16;
     x *= 0x7FEB352Du;
-    return x ^ (x >> 15);
+    return place << 21 | (x ^ x >> 15) >> 11;
 }
 
 /* --- 8-bit blocks ---------------------------------------------------------------------------------------------- */
@@ -127,37 +143,42 @@ ZF_FN zf_u zf_hash(zf_u32 seed, zf_u i) {
 #define ZF_STEP 0x00100000u /* the bits of an fp32 from one code to the next */
 #define ZF_SMALLEST 0x10800000u /* the smallest scale, 2^-94 */
 #define ZF_TOP(is_signed) ((is_signed) ? 127u : 255u)
-#define ZF_NEAREST 0x80000u /* what zf_code takes in place of 20 random bits */
+#define ZF_NEAREST 0x80000u /* what zf_step takes in place of 20 random bits */
 
-/* The scale of a block from the largest |x|, both as bits: the next power of two, so that encoding and decoding are
- * sums of integers and exact both ways. All zero -> 0. No other is below 2^-94, so that no code stands for a denormal
- * number. Where it is NaN or inf (or the largest is above 2^127) all codes of the block are to be ZF_TOP. */
-ZF_FN zf_u32 zf_scale(zf_u32 largest) {
-    zf_u32 power = (largest + 0x007FFFFFu) & ZF_INF;
+/* The upper half is the number with 3 bits of mantissa, and 4 bits that do not count: rounded stochastically by
+ * `random`, 20 bits, linear between neighbours and so unbiased above the smallest value; ZF_NEAREST rounds to nearest.
+ * What was decoded stays with any. */
+ZF_FN zf_u zf_to_step(zf_f x, zf_u random) { return zf_bits(x) + random; }
+
+/* The scale of a block from the largest size of what zf_to_step gave, its upper half: the next power of two, so that
+ * encoding and decoding are sums of integers and exact both ways. All zero -> 0. No other is below 2^-94, so that no
+ * code stands for a denormal number. Where it is NaN or inf (or the largest is above 2^127) all codes of the block are
+ * to be ZF_TOP. */
+ZF_FN zf_u32 zf_scale(zf_u32 upper_half) {
+    zf_u32 largest = (upper_half & 0x7FF0u) << 16, power = (largest + 0x007FFFFFu) & ZF_INF;
     if (largest > 0x7F000000u) return largest > ZF_INF ? ZF_NAN : ZF_INF;
     return largest == 0u ? 0u : power < ZF_SMALLEST ? ZF_SMALLEST : power;
 }
 
-/* The bits of code 0, were it not zero; code c stands for the fp32 of base + c * ZF_STEP. */
-ZF_FN zf_u32 zf_base(zf_u32 scale, int is_signed) {
-    return (scale < ZF_SMALLEST ? ZF_SMALLEST : scale) - ZF_TOP(is_signed) * ZF_STEP;
+/* The upper half of the bits of code 0; code c stands for the fp32 of base + 16 c in its upper half. */
+ZF_FN zf_u16 zf_base(zf_u32 scale, int is_signed) {
+    return (zf_u16)(((scale < ZF_SMALLEST ? ZF_SMALLEST : scale) - ZF_TOP(is_signed) * ZF_STEP) >> 16);
 }
 
-/* x -> code in a block of finite scale. `random`: 20 bits, rounding stochastically, linear between neighbours and so
- * unbiased above the smallest value; ZF_NEAREST rounds to nearest. What was decoded goes back to its code with any.
- * An unsigned code of x > 2^-129 is at least 1, for 1 / (sqrt(v) + eps) must not explode. */
-ZF_FN zf_u zf_code(zf_f x, zf_u32 base, zf_u random, int is_signed) {
-    zf_u bits = zf_bits(x), size = bits & ZF_ABS;
-    zf_i found = (zf_i)(size + (random - base)), least = (zf_i)ZF_ALL(0u);
-    if (!is_signed) least = (zf_i)(size < ZF_STEP ? size : ZF_ALL(ZF_STEP));
-    zf_u code = (zf_u)(found > least ? found : least) >> 20;
-    return is_signed ? code | (bits >> 24 & 0x80u) : code;
+/* The size of an upper half that zf_to_step gave. An unsigned number has no sign, but a NaN may: it counts. */
+ZF_FN zf_w zf_size(zf_w x, int is_signed) { return is_signed ? x & 0x7FFFu : x; }
+
+/* The code of such an upper half in a block of finite scale. */
+ZF_FN zf_w zf_code(zf_w x, zf_w base, int is_signed) {
+    zf_w code = ZF_LESS(zf_size(x, is_signed), base) >> 4;
+    return is_signed ? code | (x >> 8 & 0x80u) : code;
 }
 
-ZF_FN zf_f zf_value(zf_u code, zf_u32 base, int is_signed) {
-    zf_u size = (is_signed ? code & 0x7Fu : code) << 20;
-    zf_u bits = size != 0u ? size + base : size;
-    return zf_float(is_signed ? bits | (code & 0x80u) << 24 : bits);
+/* The upper half of what a code stands for; the lower one is zero. A signed code comes with its sign extended. */
+ZF_FN zf_w zf_value(zf_w code, zf_w base, int is_signed) {
+    zf_w x = code << 4 & 0x87F0u;
+    if (!is_signed) return (code << 4) + base;
+    return (x & 0x7FF0u) != 0u ? x + base : x;
 }
 
 #endif

@@ -17,78 +17,124 @@ struct Numbers { // a pair of vectors of fp32
 ZF_FN Numbers numbers(Pair bits) { return {zf_float(bits.even), zf_float(bits.odd)}; }
 ZF_FN Pair bits(Numbers x) { return {zf_bits(x.even), zf_bits(x.odd)}; }
 
+#define ZF_INLINE template <bool full, bool straight> __attribute__((always_inline))
+
+// The draws of a part's elements at even places and at odd ones, those of element i at i / 2.
+struct Draws {
+    const zf_u32 *even, *odd;
+    __attribute__((always_inline)) Pair get(zf_i64 i) const { return {raw(even + i / 2), raw(odd + i / 2)}; }
+};
+
 // Gradients, masters and moments: how a pair is read and written. All start at the part's first element.
 struct Fp32 {
     static const bool is_fp32 = true;
     zf_u32 *x;
-    template <bool full, bool straight>
-    __attribute__((always_inline)) Numbers get(zf_i64 i, zf_i64 left) const { return numbers(load<full, straight>(x + i, left)); }
-    template <bool full, bool straight>
-    __attribute__((always_inline)) void set(zf_i64 i, Numbers now, zf_i64 left, Pair = Pair()) const { store<full, straight>(x + i, bits(now), left); }
+    ZF_INLINE Numbers get(zf_i64 i, zf_i64 left) const { return numbers(load<full, straight>(x + i, left)); }
+    ZF_INLINE void set(zf_i64 i, Numbers now, zf_i64 left) const { store<full, straight>(x + i, bits(now), left); }
 };
 struct Bf16 {
     const zf_u16 *x;
-    template <bool full, bool straight>
-    __attribute__((always_inline)) Numbers get(zf_i64 i, zf_i64 left) const {
+    ZF_INLINE Numbers get(zf_i64 i, zf_i64 left) const {
         Pair now = load<full, straight>(x + i, left);
         return {zf_from_bf16(now.even), zf_from_bf16(now.odd)};
     }
 };
 struct Fp16 {
     const zf_u16 *x;
-    template <bool full, bool straight>
-    __attribute__((always_inline)) Numbers get(zf_i64 i, zf_i64 left) const {
+    ZF_INLINE Numbers get(zf_i64 i, zf_i64 left) const {
         Pair now = load<full, straight>(x + i, left);
         return {zf_from_fp16(now.even), zf_from_fp16(now.odd)};
     }
 };
 struct Split {
     zf_u16 *hi, *lo;
-    template <bool full, bool straight>
-    __attribute__((always_inline)) Numbers get(zf_i64 i, zf_i64 left) const {
+    ZF_INLINE Numbers get(zf_i64 i, zf_i64 left) const {
         Pair h = load<full, straight>(hi + i, left), l = load<full, straight>((const zf_i16 *)lo + i, left);
         return {zf_join(h.even, l.even), zf_join(h.odd, l.odd)};
     }
-    template <bool full, bool straight>
-    __attribute__((always_inline)) void set(zf_i64 i, Numbers now, zf_i64 left) const {
+    ZF_INLINE void set(zf_i64 i, Numbers now, zf_i64 left) const {
+        if (!straight) return set_tame<full>(i, bits(now), left); // lossy moments have a tame gradient
         Pair x = {zf_splittable(now.even), zf_splittable(now.odd)};
-        store<full, straight>(hi + i, Pair{zf_split_hi(x.even), zf_split_hi(x.odd)}, left);
-        store<full, straight>(lo + i, Pair{zf_split_lo(x.even), zf_split_lo(x.odd)}, left);
+        store<full, true>(hi + i, Pair{zf_split_hi(x.even), zf_split_hi(x.odd)}, left);
+        store<full, true>(lo + i, Pair{zf_split_lo(x.even), zf_split_lo(x.odd)}, left);
+    }
+    template <bool full>
+    __attribute__((always_inline)) void set_tame(zf_i64 i, Pair x, zf_i64 left) const {
+        store_words<full>(hi + i, upper({zf_split_near(x.even), zf_split_near(x.odd)}), left);
+        store<full>(lo + i, x, left);
     }
 };
 struct None {
-    static const bool is_fp32 = true;
-    template <bool full, bool straight>
-    __attribute__((always_inline)) Numbers get(zf_i64, zf_i64) const { return Numbers(); }
-    template <bool full, bool straight>
-    __attribute__((always_inline)) void set(zf_i64, Numbers, zf_i64, Pair) const {}
+    static const bool is_fp32 = true, in_blocks = false;
+    ZF_INLINE Numbers get(zf_i64, zf_i64) const { return Numbers(); }
+    ZF_INLINE void set(zf_i64, Numbers, zf_i64) const {}
+    ZF_FN void open(zf_i64) {}
+    ZF_FN void close(zf_i64) {}
 };
-template <int which>
+struct Whole : Fp32 {
+    static const bool in_blocks = false;
+    ZF_FN void open(zf_i64) {}
+    ZF_FN void close(zf_i64) {}
+};
 struct Halves {
-    static const bool is_fp32 = false;
+    static const bool is_fp32 = false, in_blocks = false;
     zf_u16 *x;
-    template <bool full, bool straight>
-    __attribute__((always_inline)) Numbers get(zf_i64 i, zf_i64 left) const { return Bf16{x}.get<full, false>(i, left); }
-    template <bool full, bool straight>
-    __attribute__((always_inline)) void set(zf_i64 i, Numbers now, zf_i64 left, Pair random) const {
-        Pair r = which ? Pair{random.even >> 16, random.odd >> 16} : Pair{random.even & 0xFFFFu, random.odd & 0xFFFFu};
-        store<full>(x + i, Pair{zf_to_bf16(now.even, r.even), zf_to_bf16(now.odd, r.odd)}, left);
+    Draws draws;
+    ZF_INLINE Numbers get(zf_i64 i, zf_i64 left) const { return Bf16{x}.get<full, false>(i, left); }
+    ZF_INLINE void set(zf_i64 i, Numbers now, zf_i64 left) const {
+        Pair random = draws.get(i);
+        store_words<full>(x + i, upper({zf_to_bf16(now.even, random.even), zf_to_bf16(now.odd, random.odd)}), left);
     }
+    ZF_FN void open(zf_i64) {}
+    ZF_FN void close(zf_i64) {}
 };
-// The new values go to `scratch`; they are encoded when the largest of their block is known. `whole`: one run has all
-// of the block, and pairs lie there as they are.
+
+template <int is_signed>
+ZF_FN zf_w values(const zf_u8 *codes, zf_w base, zf_i64 left, bool full) {
+    const zf_i8 *with_sign = (const zf_i8 *)codes;
+    zf_w code = full ? load_words<true>(codes, left) : load_words<false>(codes, left);
+    if (is_signed) code = full ? load_words<true>(with_sign, left) : load_words<false>(with_sign, left);
+    return zf_value(code, base, is_signed);
+}
+
+// ZF_BLOCK upper halves, of which those that are not there are zero -> codes and a scale.
+template <int is_signed>
+ZF_FN void encode(const zf_u16 *upper_halves, zf_u8 *codes, zf_u32 *scale) {
+    zf_w largest = {};
+    for (int i = 0; i < ZF_BLOCK; i += ZF_PAIR)
+        largest = larger(largest, zf_size((zf_w)raw(upper_halves + i), is_signed));
+    *scale = zf_scale(largest_of(largest));
+    zf_w base = zf_base(*scale, is_signed) - zf_w{};
+    for (int i = 0; i < ZF_BLOCK; i += 2 * ZF_PAIR) {
+        zf_w first = (zf_w)raw(upper_halves + i), second = (zf_w)raw(upper_halves + i + ZF_PAIR);
+        put_bytes(codes + i, zf_code(first, base, is_signed), zf_code(second, base, is_signed));
+    }
+    if (*scale >= ZF_INF) __builtin_memset(codes, ZF_TOP(is_signed), ZF_BLOCK);
+}
+
+// New values, cut to upper halves, go to `scratch`; they are encoded when the largest of their block is known.
+// `whole`: a part is of whole blocks, and each is encoded here.
 template <int is_signed, bool whole>
 struct Codes {
-    static const bool is_fp32 = false;
-    const zf_u8 *x;
-    zf_u32 *scratch, base;
-    template <bool full, bool straight>
-    __attribute__((always_inline)) Numbers get(zf_i64 i, zf_i64 left) const {
-        Pair now = load<full, straight>(x + i, left);
-        return {zf_value(now.even, base, is_signed), zf_value(now.odd, base, is_signed)};
+    static const bool is_fp32 = false, in_blocks = whole;
+    zf_u8 *codes;
+    zf_u32 *scales;
+    zf_u16 *scratch;
+    Draws draws;
+    zf_w base;
+    ZF_INLINE Numbers get(zf_i64 i, zf_i64 left) const {
+        return numbers(raised(values<is_signed>(codes + i, base, left, full)));
     }
-    template <bool full, bool straight>
-    __attribute__((always_inline)) void set(zf_i64 i, Numbers now, zf_i64 left, Pair) const { store<full, whole>(scratch + i, bits(now), left); }
+    ZF_INLINE void set(zf_i64 i, Numbers now, zf_i64 left) const {
+        Pair random = draws.get(i), next = {zf_to_step(now.even, random.even), zf_to_step(now.odd, random.odd)};
+        store_words<full>(scratch + (whole ? i % ZF_BLOCK : i), upper(next), left);
+    }
+    __attribute__((always_inline)) void open(zf_i64 at) {
+        if (whole) base = zf_base(scales[at / ZF_BLOCK], is_signed) - zf_w{};
+    }
+    __attribute__((always_inline)) void close(zf_i64 at) {
+        if (whole) encode<is_signed>(scratch, codes + at, scales + at / ZF_BLOCK);
+    }
 };
 
 struct Adam {
@@ -110,42 +156,35 @@ struct Momentum {
     ZF_FN zf_f step(zf_f p, zf_f g, zf_f *m, zf_f *, const zf_rates *r) { return zf_sgd_momentum(p, g, m, r); }
 };
 
-ZF_FN Pair places(zf_u32 first) {
-    Pair x = {};
-    for (zf_u32 lane = 0; lane < ZF_LANES; ++lane) {
-        x.even[lane] = first + 2 * lane;
-        x.odd[lane] = first + 2 * lane + 1;
-    }
-    return x;
-}
-ZF_FN Pair hash(zf_u32 seed, Pair place, zf_i64 i) {
-    return {zf_hash(seed, place.even + (zf_u32)i), zf_hash(seed, place.odd + (zf_u32)i)};
-}
-
-// Elements [at, at + n) of the piece, in one run; with lossy moments in one unit of the hash, from element `first` on.
+// Elements [at, at + n) of the piece, in one run; with lossy moments in one unit.
 struct Part {
     const zf_update_args *a;
     const zf_rates *rates;
     zf_i64 at, n;
-    zf_u32 seed, first;
 };
 
 template <class Rule, class P, class G, class M, class V>
 void loop(P p, G g, M m, V v, const Part &part) {
     const zf_rates r = *part.rates;
-    const float f0 = part.a->factors[0], f1 = part.a->factors[1];
+    const float f0 = part.a->factors[0], f1 = part.a->factors[1], both = f0 * f1;
     const bool straight = M::is_fp32 && V::is_fp32;
-    const Pair place = places(part.first);
-    over(part.n, EACH {
-        Numbers p_now = p.template get<FULL, straight>(i, left), g_now = g.template get<FULL, straight>(i, left);
-        Numbers m_now = m.template get<FULL, straight>(i, left), v_now = v.template get<FULL, straight>(i, left);
-        p_now.even = Rule::step(p_now.even, g_now.even * f0 * f1, &m_now.even, &v_now.even, &r);
-        p_now.odd = Rule::step(p_now.odd, g_now.odd * f0 * f1, &m_now.odd, &v_now.odd, &r);
-        p.template set<FULL, straight>(i, p_now, left);
-        Pair random = hash(part.seed, place, i);
-        m.template set<FULL, straight>(i, m_now, left, random);
-        v.template set<FULL, straight>(i, v_now, left, random);
-    });
+    const zf_i64 size = M::in_blocks ? ZF_BLOCK : part.n;
+    for (zf_i64 at = 0; at < part.n; at += size) {
+        m.open(at), v.open(at);
+        over(size, EACH {
+            i += at;
+            Numbers p_now = p.template get<FULL, straight>(i, left), g_now = g.template get<FULL, straight>(i, left);
+            Numbers m_now = m.template get<FULL, straight>(i, left), v_now = v.template get<FULL, straight>(i, left);
+            g_now.even = straight ? g_now.even * f0 * f1 : zf_tame(g_now.even * both);
+            g_now.odd = straight ? g_now.odd * f0 * f1 : zf_tame(g_now.odd * both);
+            p_now.even = Rule::step(p_now.even, g_now.even, &m_now.even, &v_now.even, &r);
+            p_now.odd = Rule::step(p_now.odd, g_now.odd, &m_now.odd, &v_now.odd, &r);
+            p.template set<FULL, straight>(i, p_now, left);
+            m.template set<FULL, straight>(i, m_now, left);
+            v.template set<FULL, straight>(i, v_now, left);
+        });
+        m.close(at), v.close(at);
+    }
 }
 
 template <class Rule, class P, class M, class V>
@@ -182,136 +221,99 @@ void update_whole(const zf_update_args *a, zf_i64 first, zf_i64 last) {
         for (int k = 0; k < 2; ++k) {
             zf_i64 at = cuts[k] > first ? cuts[k] : first, stop = cuts[k + 1] < last ? cuts[k + 1] : last;
             if (at >= stop) continue;
-            Part part = {a, &run->rates, at, stop - at, 0, 0};
-            Fp32 m = {(zf_u32 *)a->moments[0] + at}, v = {(zf_u32 *)a->moments[1] + at};
+            Part part = {a, &run->rates, at, stop - at};
+            Whole m = {{(zf_u32 *)a->moments[0] + at}}, v = {{(zf_u32 *)a->moments[1] + at}};
             k ? with_rule<AdamTail>(m, v, part) : with_rule<Adam>(m, v, part);
         }
     }
 }
 
-template <int is_signed>
-void decode(zf_u32 *x, const zf_u8 *codes, zf_u32 scale, zf_i64 n) {
-    Codes<is_signed, false> from = {codes, nullptr, zf_base(scale, is_signed)};
-    over(n, EACH { store<FULL>(x + i, bits(from.template get<FULL, false>(i, left)), left); });
-}
-
-zf_u32 scale_of(const zf_u32 *x, zf_i64 n) {
-    zf_u largest = {};
-    over(n, EACH {
-        Pair now = load<FULL, true>(x + i, left);
-        zf_u even = now.even & ZF_ABS, odd = now.odd & ZF_ABS, larger = even > odd ? even : odd;
-        largest = larger > largest ? larger : largest;
-    });
-    zf_u32 top = 0;
-    for (int lane = 0; lane < ZF_LANES; ++lane) top = largest[lane] > top ? largest[lane] : top;
-    return zf_scale(top);
-}
-
-ZF_FN Pair codes_of(Numbers x, zf_u32 base, Pair random, int is_signed) {
-    return {zf_code(x.even, base, random.even, is_signed), zf_code(x.odd, base, random.odd, is_signed)};
-}
-
-void spoil(zf_u8 *codes, zf_u32 scale, int is_signed, zf_i64 n) {
-    for (zf_i64 i = 0; i < n && scale >= ZF_INF; ++i) codes[i] = ZF_TOP(is_signed);
-}
-
-template <int is_signed>
-zf_u32 encode(zf_u8 *codes, const zf_u32 *x, zf_i64 n) {
-    zf_u32 scale = scale_of(x, n), base = zf_base(scale, is_signed);
-    over(n, EACH {
-        Pair nearest = {ZF_ALL(ZF_NEAREST), ZF_ALL(ZF_NEAREST)};
-        store<FULL>(codes + i, codes_of(numbers(load<FULL>(x + i, left)), base, nearest, is_signed), left);
-    });
-    spoil(codes, scale, is_signed, n);
-    return scale;
-}
-
-// The moments of one 8-bit block, which are encoded when all the new values are known.
-struct Block {
-    zf_u32 scratch[2][ZF_BLOCK] __attribute__((aligned(64)));
-    zf_u8 *codes[2];
-    zf_u32 *scales[2];
-    zf_i64 n;
-    int num;
-
-    Block(const zf_update_args *a, zf_i64 at, zf_i64 stop) : n(stop - at), num(a->rule == ZF_ADAM ? 2 : 1) {
-        for (int k = 0; k < num; ++k) {
-            codes[k] = (zf_u8 *)a->moments[k] + at;
-            scales[k] = (zf_u32 *)a->scales[k] + at / ZF_BLOCK;
+// The draws of a key, those at even places and those at odd ones, twice: elements go past the end.
+struct Table {
+    zf_u32 even[ZF_UNIT + 2 * ZF_LANES], odd[ZF_UNIT + 2 * ZF_LANES];
+    Table(zf_u64 key, int num_bits) {
+        zf_u32 seed = zf_seed(key, ZF_DRAWS);
+        zf_u place = {};
+        for (zf_u32 lane = 0; lane < ZF_LANES; ++lane) place[lane] = 2 * lane;
+        for (zf_u32 i = 0; i < ZF_UNIT + 2 * ZF_LANES; i += ZF_LANES) {
+            put(even + i, zf_draw(seed, (place + 2 * i) % ZF_UNIT) >> (32 - num_bits));
+            put(odd + i, zf_draw(seed, (place + 2 * i + 1) % ZF_UNIT) >> (32 - num_bits));
         }
     }
-    void keep(zf_i64 start, zf_i64 stop) { // what is in no run
-        if (start == stop) return;
-        decode<1>(scratch[0] + start, codes[0] + start, *scales[0], stop - start);
-        if (num > 1) decode<0>(scratch[1] + start, codes[1] + start, *scales[1], stop - start);
-    }
-    template <int k, bool whole>
-    Codes<1 - k, whole> moment(zf_i64 at) {
-        if (k >= num) return {nullptr, nullptr, 0};
-        return {codes[k] + at, scratch[k] + at, zf_base(*scales[k], 1 - k)};
-    }
-    template <bool two, bool whole>
-    void close(zf_u32 seed, zf_u32 first) {
-        zf_u32 m_scale = scale_of(scratch[0], n), v_scale = two ? scale_of(scratch[1], n) : 0;
-        zf_u32 m_base = zf_base(m_scale, 1), v_base = zf_base(v_scale, 0);
-        zf_u8 *m = codes[0], *v = codes[1];
-        Pair place = places(first);
-        over(n, EACH {
-            Pair r = hash(seed, place, i), low = {r.even & 0xFFFFFu, r.odd & 0xFFFFFu}, high = {r.even >> 12, r.odd >> 12};
-            Numbers now = numbers(load<FULL, whole>(scratch[0] + i, left));
-            store<FULL>(m + i, codes_of(now, m_base, low, 1), left);
-            if (!two) return;
-            now = numbers(load<FULL, whole>(scratch[1] + i, left));
-            store<FULL>(v + i, codes_of(now, v_base, high, 0), left);
-        });
-        *scales[0] = m_scale;
-        spoil(m, m_scale, 1, n);
-        if (!two) return;
-        *scales[1] = v_scale;
-        spoil(v, v_scale, 0, n);
+    Draws from(zf_u32 first) const {
+        return first % 2 ? Draws{odd + first / 2, even + first / 2 + 1} : Draws{even + first / 2, odd + first / 2};
     }
 };
 
-template <bool whole>
-void update_block(const Part &part, Block &block, zf_i64 at) {
-    with_rule<AdamLossy>(block.moment<0, whole>(at), block.moment<1, whole>(at), part);
-}
+// Lossy moments of elements that start at `at`. Bytes are offset by the element, so `moments` are as in zf_update_args.
+struct Lossy {
+    const zf_update_args *a;
+    Table table;
+    zf_u16 scratch[2][ZF_BLOCK] __attribute__((aligned(64)));
 
-template <bool whole>
-void close_block(Block &block, zf_u32 seed, zf_u32 first) {
-    block.num > 1 ? block.close<true, whole>(seed, first) : block.close<false, whole>(seed, first);
-}
+    Lossy(const zf_update_args *a) : a(a), table(a->key, a->format == ZF_HALF ? 16 : 20) {}
+    Draws draws(zf_i64 at, int of) const {
+        zf_u32 seed = zf_seed(a->key, (zf_u64)(a->offset + at) / ZF_UNIT);
+        return table.from((zf_u32)(at % ZF_UNIT) + (of ? seed >> 21 : seed % ZF_UNIT));
+    }
+    Halves half(zf_i64 at, int of) const { return {(zf_u16 *)a->moments[of] + at, draws(at, of)}; }
+    // In the block at `block`, or in whole ones from it on.
+    template <int of, bool whole>
+    Codes<1 - of, whole> codes(zf_i64 at, zf_i64 block) {
+        if (!a->moments[of]) return Codes<1 - of, whole>();
+        zf_u32 *scales = (zf_u32 *)a->scales[of] + block / ZF_BLOCK;
+        zf_w base = zf_base(*scales, 1 - of) - zf_w{};
+        return {(zf_u8 *)a->moments[of] + at, scales, scratch[of] + (at - block), draws(at, of), base};
+    }
+    template <int of>
+    void decode(zf_i64 at, zf_i64 n) { // into `scratch`, as `set` leaves it there
+        if (!a->moments[of]) return;
+        Codes<1 - of, false> from = codes<of, false>(at, at);
+        __builtin_memset(scratch[of], 0, sizeof(scratch[of]));
+        over(n, EACH { store_words<FULL>(scratch[of] + i, values<1 - of>(from.codes + i, from.base, left, FULL), left); });
+    }
+    template <int of>
+    void encode(zf_i64 at, zf_i64 n) {
+        if (!a->moments[of]) return;
+        zf_u8 some[ZF_BLOCK];
+        ::encode<1 - of>(scratch[of], some, (zf_u32 *)a->scales[of] + at / ZF_BLOCK);
+        __builtin_memcpy((zf_u8 *)a->moments[of] + at, some, (zf_u64)n);
+    }
+    // Part of a block, or a block with several runs.
+    void mixed(const zf_run *run, zf_i64 at, zf_i64 stop) {
+        decode<0>(at, stop - at), decode<1>(at, stop - at);
+        for (; run < a->runs + a->num_runs && run->start < stop; ++run) {
+            zf_i64 from = run->start > at ? run->start : at, to = run->stop < stop ? run->stop : stop;
+            Part part = {a, &run->rates, from, to - from};
+            if (from < to) with_rule<AdamLossy>(codes<0, false>(from, at), codes<1, false>(from, at), part);
+        }
+        encode<0>(at, stop - at), encode<1>(at, stop - at);
+    }
+};
 
-// bf16 and 8-bit moments, elements [first, last), one unit of the hash or one block of codes after the other.
+// bf16 and 8-bit moments, elements [first, last): what one run has of a unit, in 8-bit form in whole blocks.
 void update_lossy(const zf_update_args *a, zf_i64 first, zf_i64 last) {
+    Lossy lossy(a);
     const zf_run *run = a->runs, *end = a->runs + a->num_runs;
-    const zf_i64 size = a->format == ZF_BLOCKS ? ZF_BLOCK : ZF_UNIT;
+    const zf_i64 size = a->format == ZF_BLOCKS ? ZF_BLOCK : 1;
     for (zf_i64 at = first, next; at < last; at = next) {
-        next = at - at % size + size < last ? at - at % size + size : last;
         while (run < end && run->stop <= at) ++run;
         if (run == end) return;
-        if (run->start >= next) continue;
-        zf_u32 seed = zf_seed(a->key, (zf_u64)(a->offset + at) / ZF_UNIT), within = (zf_u32)(at % ZF_UNIT);
-        Block block(a, at, next);
-        const bool whole = run->start <= at && run->stop >= next && next - at == ZF_BLOCK;
-        zf_i64 done = at;
-        for (const zf_run *one = run; one < end && one->start < next; ++one) {
-            zf_i64 start = one->start > at ? one->start : at, stop = one->stop < next ? one->stop : next;
-            if (start >= stop) continue;
-            Part part = {a, &one->rates, start, stop - start, seed, within + (zf_u32)(start - at)};
-            if (a->format == ZF_HALF) {
-                Halves<0> m = {(zf_u16 *)a->moments[0] + start};
-                Halves<1> v = {(zf_u16 *)a->moments[1] + start};
-                with_rule<AdamLossy>(m, v, part);
-            } else {
-                block.keep(done - at, start - at);
-                whole ? update_block<true>(part, block, 0) : update_block<false>(part, block, start - at);
-                done = stop;
-            }
+        next = run->start - run->start % size;
+        if (next > at) continue;
+        next = at - at % ZF_UNIT + ZF_UNIT < last ? at - at % ZF_UNIT + ZF_UNIT : last;
+        if (run->stop < next) next = run->stop;
+        next -= (next - at) % size;
+        if (run->start > at || next == at) {
+            next = at + size < last ? at + size : last;
+            lossy.mixed(run, at, next);
+            continue;
         }
-        if (a->format == ZF_HALF) continue;
-        block.keep(done - at, next - at);
-        whole ? close_block<true>(block, seed, within) : close_block<false>(block, seed, within);
+        Part part = {a, &run->rates, at, next - at};
+        if (a->format == ZF_HALF)
+            with_rule<AdamLossy>(lossy.half(at, 0), lossy.half(at, 1), part);
+        else
+            with_rule<AdamLossy>(lossy.codes<0, true>(at, at), lossy.codes<1, true>(at, at), part);
     }
 }
 
@@ -323,24 +325,38 @@ ZF_API void ZF_NAME(zf_update)(const zf_update_args *a, zf_i64 first, zf_i64 las
 }
 
 ZF_API void ZF_NAME(zf_split)(const zf_u32 *p, zf_u16 *hi, zf_u16 *lo, zf_i64 n) {
-    over(n, EACH { Split{hi, lo}.set<FULL, false>(i, numbers(load<FULL>(p + i, left)), left); });
+    over(n, EACH { Split{hi, lo}.set<FULL, true>(i, numbers(load<FULL, true>(p + i, left)), left); });
 }
 
 ZF_API void ZF_NAME(zf_join)(zf_u16 *hi, zf_u16 *lo, zf_u32 *p, zf_i64 n) {
-    over(n, EACH { store<FULL>(p + i, bits(Split{hi, lo}.get<FULL, false>(i, left)), left); });
+    over(n, EACH { store<FULL, true>(p + i, bits(Split{hi, lo}.get<FULL, true>(i, left)), left); });
 }
 
 ZF_API void ZF_NAME(zf_encode)(const zf_u32 *x, zf_u8 *codes, zf_u32 *scales, zf_i64 n, zf_i32 is_signed) {
+    const zf_u nearest = ZF_ALL(ZF_NEAREST);
     for (zf_i64 at = 0; at < n; at += ZF_BLOCK) {
-        zf_i64 size = n - at < ZF_BLOCK ? n - at : ZF_BLOCK;
-        scales[at / ZF_BLOCK] = is_signed ? encode<1>(codes + at, x + at, size) : encode<0>(codes + at, x + at, size);
+        zf_u16 scratch[ZF_BLOCK] = {};
+        zf_u8 some[ZF_BLOCK];
+        const zf_i64 size = n - at < ZF_BLOCK ? n - at : ZF_BLOCK;
+        over(size, EACH {
+            Numbers now = numbers(load<FULL>(x + at + i, left));
+            now = {zf_float(zf_splittable(now.even)), zf_float(zf_splittable(now.odd))};
+            Pair next = {zf_to_step(now.even, nearest), zf_to_step(now.odd, nearest)};
+            store_words<FULL>(scratch + i, upper(next), left);
+        });
+        zf_u32 *scale = scales + at / ZF_BLOCK;
+        is_signed ? encode<1>(scratch, some, scale) : encode<0>(scratch, some, scale);
+        __builtin_memcpy(codes + at, some, (zf_u64)size);
     }
 }
 
 ZF_API void ZF_NAME(zf_decode)(const zf_u8 *codes, const zf_u32 *scales, zf_u32 *x, zf_i64 n, zf_i32 is_signed) {
     for (zf_i64 at = 0; at < n; at += ZF_BLOCK) {
-        zf_i64 size = n - at < ZF_BLOCK ? n - at : ZF_BLOCK;
-        zf_u32 scale = scales[at / ZF_BLOCK];
-        is_signed ? decode<1>(x + at, codes + at, scale, size) : decode<0>(x + at, codes + at, scale, size);
+        zf_w base = zf_base(scales[at / ZF_BLOCK], is_signed) - zf_w{};
+        over(n - at < ZF_BLOCK ? n - at : ZF_BLOCK, EACH {
+            const zf_u8 *from = codes + at + i;
+            zf_w now = is_signed ? values<1>(from, base, left, FULL) : values<0>(from, base, left, FULL);
+            store<FULL>(x + at + i, raised(now), left);
+        });
     }
 }

@@ -16,8 +16,9 @@ typedef struct {
     float b1, c1; /* c1 = 1 - b1; sgd's momentum is b1 */
     float b2, c2;
     float root;   /* sqrt(1 - b2^count) */
-    float quick;  /* 0.703952253 / root */
     float eps;
+    float quick; /* 0.703952253 * rate * root */
+    float near;  /* eps * root */
     zf_i32 nesterov;
 } zf_rates;
 
@@ -35,18 +36,19 @@ ZF_FN zf_f zf_adam(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r, int tail
     return p + ZF_DIV(r->rate * *m, denominator);
 }
 
-/* The same where a moment is stored in fewer bits: the square root is one step of Newton from bits halved, with the
- * constants of Moroz et al. 2018, 7e-4 off at most; bf16 keeps of v 2e-3, a code 6e-2. (A v below 2^-126 counts as
- * nothing beside eps.) */
+/* The same where moments are stored in fewer bits. One over (the root of v + eps) is the inverse root of their sum's
+ * square, v + eps^2 + 2 eps root, by one step of Newton from bits halved, with the constants of Moroz et al. 2018, 7e-4
+ * off at most; bf16 keeps of v 2e-3, a code 6e-2. The root that eps is multiplied by is that of bits halved, 4e-2 off,
+ * which moves the sum by 1e-2 at most, where v is about eps^2. (An eps below 1e-19 counts as none.) */
 ZF_FN zf_f zf_adam_lossy(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r) {
     g = zf_decayed(g, p, r);
     p *= r->shrink;
-    zf_f way = g - *m, square = r->c2 * g;
-    *m = r->c1 < 0.5f ? ZF_FMA(r->c1, way, *m) : ZF_FMA(r->c1 - 1.0f, way, g);
-    *v = ZF_FMA(square, g, *v * r->b2);
-    zf_f y = zf_float(0x5F1FFFF9u - (zf_bits(*v) >> 1)), root = *v * y;
-    root *= ZF_FMA(-root, y, 2.38924456f);
-    return p + ZF_DIV(r->rate * *m, ZF_FMA(root, r->quick, r->eps));
+    *m = ZF_FMA(r->c1, g - *m, *m);
+    *v = ZF_FMA(r->c2, g * g - *v, *v);
+    zf_f root = zf_float((zf_bits(*v) >> 1) + 0x1FBD1DF5u);
+    zf_f square = ZF_FMA(root, 2.0f * r->near, *v + r->near * r->near);
+    zf_f y = zf_float(0x5F1FFFF9u - (zf_bits(square) >> 1));
+    return ZF_FMA(*m * y * ZF_FMA(-(square * y), y, 2.38924456f), r->quick, p);
 }
 
 /* Chen et al. 2023, Algorithm 2. The sign of NaN is 0, as torch has it. */

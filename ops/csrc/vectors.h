@@ -16,6 +16,7 @@
 typedef float zf_f __attribute__((vector_size(4 * ZF_LANES)));
 typedef uint32_t zf_u __attribute__((vector_size(4 * ZF_LANES)));
 typedef int32_t zf_i __attribute__((vector_size(4 * ZF_LANES)));
+typedef uint16_t zf_w __attribute__((vector_size(4 * ZF_LANES)));
 
 #define ZF_VECTORS
 #define ZF_FN static inline __attribute__((always_inline))
@@ -29,9 +30,19 @@ ZF_FN zf_f zf_float(zf_u bits) { return (zf_f)bits; }
 #if ZF_LANES == 16
 ZF_FN zf_f ZF_FMA(zf_f a, zf_f b, zf_f c) { return (zf_f)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 ZF_FN zf_f ZF_SQRT(zf_f a) { return (zf_f)_mm512_sqrt_ps((__m512)a); }
+ZF_FN zf_f ZF_LEAST(zf_f a, zf_f b) { return (zf_f)_mm512_min_ps((__m512)a, (__m512)b); }
+ZF_FN zf_w ZF_LESS(zf_w a, zf_w b) { return (zf_w)_mm512_subs_epu16((__m512i)a, (__m512i)b); }
+ZF_FN zf_w larger(zf_w a, zf_w b) { return (zf_w)_mm512_max_epu16((__m512i)a, (__m512i)b); }
+ZF_FN zf_w merged(zf_u even, zf_u odd) {
+    return (zf_w)_mm512_mask_blend_epi16(0x55555555, (__m512i)odd, (__m512i)even);
+}
 #elif defined(__AVX2__)
 ZF_FN zf_f ZF_FMA(zf_f a, zf_f b, zf_f c) { return (zf_f)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 ZF_FN zf_f ZF_SQRT(zf_f a) { return (zf_f)_mm256_sqrt_ps((__m256)a); }
+ZF_FN zf_f ZF_LEAST(zf_f a, zf_f b) { return (zf_f)_mm256_min_ps((__m256)a, (__m256)b); }
+ZF_FN zf_w ZF_LESS(zf_w a, zf_w b) { return (zf_w)_mm256_subs_epu16((__m256i)a, (__m256i)b); }
+ZF_FN zf_w larger(zf_w a, zf_w b) { return (zf_w)_mm256_max_epu16((__m256i)a, (__m256i)b); }
+ZF_FN zf_w merged(zf_u even, zf_u odd) { return (zf_w)_mm256_blend_epi16((__m256i)odd, (__m256i)even, 0x55); }
 #else
 ZF_FN zf_f ZF_FMA(zf_f a, zf_f b, zf_f c) {
     for (int k = 0; k < ZF_LANES; ++k) c[k] = __builtin_fmaf(a[k], b[k], c[k]);
@@ -41,11 +52,31 @@ ZF_FN zf_f ZF_SQRT(zf_f a) {
     for (int k = 0; k < ZF_LANES; ++k) a[k] = __builtin_sqrtf(a[k]);
     return a;
 }
+ZF_FN zf_f ZF_LEAST(zf_f a, zf_f b) { return a < b ? a : b; }
+ZF_FN zf_w ZF_LESS(zf_w a, zf_w b) { return a > b ? a - b : zf_w{}; }
+ZF_FN zf_w larger(zf_w a, zf_w b) { return a > b ? a : b; }
+ZF_FN zf_w merged(zf_u even, zf_u odd) { return (zf_w)((even & 0xFFFFu) | (odd & 0xFFFF0000u)); }
 #endif
 ZF_FN zf_f ZF_FMA(zf_f a, float b, zf_f c) { return ZF_FMA(a, ZF_ALL(b), c); }
 ZF_FN zf_f ZF_FMA(float a, zf_f b, zf_f c) { return ZF_FMA(ZF_ALL(a), b, c); }
 ZF_FN zf_f ZF_FMA(zf_f a, zf_f b, float c) { return ZF_FMA(a, b, ZF_ALL(c)); }
 ZF_FN zf_f ZF_FMA(zf_f a, float b, float c) { return ZF_FMA(a, ZF_ALL(b), ZF_ALL(c)); }
+
+ZF_FN uint16_t largest_of(zf_w x) {
+#if defined(__AVX2__)
+#if ZF_LANES == 16
+    __m256i half = _mm256_max_epu16(_mm512_castsi512_si256((__m512i)x), _mm512_extracti64x4_epi64((__m512i)x, 1));
+#else
+    __m256i half = (__m256i)x;
+#endif
+    __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    return (uint16_t)~_mm_cvtsi128_si32(_mm_minpos_epu16(~eight));
+#else
+    uint16_t top = 0;
+    for (int k = 0; k < 2 * ZF_LANES; ++k) top = x[k] > top ? x[k] : top;
+    return top;
+#endif
+}
 
 // Work goes in pairs of vectors: the elements at even places and those at odd ones. 16-bit numbers come so from
 // memory by a shift and a mask, with no lane crossed. Where most are fp32, which would have to be taken apart for it,
@@ -91,15 +122,24 @@ ZF_FN Pair pair_of(const int16_t *x) { // signs extended
     zf_i both = (zf_i)raw(x);
     return {(zf_u)((zf_i)((zf_u)both << 16) >> 16), (zf_u)(both >> 16)};
 }
-ZF_FN void put_pair(uint16_t *to, Pair x) { put(to, x.even | x.odd << 16); } // both below 2^16
+ZF_FN void put_pair(uint16_t *to, Pair x) { put(to, (zf_u)merged(x.even, x.odd << 16)); } // the lower halves
+
+// The upper halves of a pair, and the pair that has them, its lower halves zero.
+ZF_FN zf_w upper(Pair x) { return merged(x.even >> 16, x.odd); }
+ZF_FN Pair raised(zf_w x) { return {(zf_u)x << 16, (zf_u)x & 0xFFFF0000u}; }
 
 ZF_FN zf_u widened(const uint32_t *x) { return raw(x); }
 
-// Bytes are widened to 16 bits first. GCC's own way of changing the width of vectors takes several steps.
+// Bytes are widened to 16 bits, signed ones with their sign; two vectors of words are narrowed to one of bytes. GCC's
+// own way of changing the width of vectors takes several steps.
 #if ZF_LANES == 16
 #define ZF_LOAD256(x) _mm256_loadu_si256((const __m256i *)(x))
-ZF_FN zf_u shorts_of(const uint8_t *x) { return (zf_u)_mm512_cvtepu8_epi16(ZF_LOAD256(x)); }
-ZF_FN void put_bytes(uint8_t *to, zf_u x) { _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi16_epi8((__m512i)x)); }
+ZF_FN zf_w words_of(const uint8_t *x) { return (zf_w)_mm512_cvtepu8_epi16(ZF_LOAD256(x)); }
+ZF_FN zf_w words_of(const int8_t *x) { return (zf_w)_mm512_cvtepi8_epi16(ZF_LOAD256(x)); }
+ZF_FN void put_bytes(uint8_t *to, zf_w x, zf_w y) { // packed by quarters of vectors
+    __m512i packed = _mm512_packus_epi16((__m512i)x, (__m512i)y), order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    put(to, (zf_u)_mm512_permutexvar_epi64(order, packed));
+}
 ZF_FN zf_u widened(const uint16_t *x) { return (zf_u)_mm512_cvtepu16_epi32(ZF_LOAD256(x)); }
 ZF_FN zf_u widened(const int16_t *x) { return (zf_u)_mm512_cvtepi16_epi32(ZF_LOAD256(x)); }
 ZF_FN void put_shorts(uint16_t *to, zf_u x, zf_u y) {
@@ -108,27 +148,25 @@ ZF_FN void put_shorts(uint16_t *to, zf_u x, zf_u y) {
 }
 #elif defined(__AVX2__)
 #define ZF_LOAD128(x) _mm_loadu_si128((const __m128i *)(x))
-ZF_FN zf_u shorts_of(const uint8_t *x) { return (zf_u)_mm256_cvtepu8_epi16(ZF_LOAD128(x)); }
-ZF_FN void put_bytes(uint8_t *to, zf_u x) {
-    __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi16((__m256i)x, (__m256i)x), 0xD8);
-    _mm_storeu_si128((__m128i *)to, _mm256_castsi256_si128(both));
+ZF_FN zf_w words_of(const uint8_t *x) { return (zf_w)_mm256_cvtepu8_epi16(ZF_LOAD128(x)); }
+ZF_FN zf_w words_of(const int8_t *x) { return (zf_w)_mm256_cvtepi8_epi16(ZF_LOAD128(x)); }
+ZF_FN void put_bytes(uint8_t *to, zf_w x, zf_w y) { // packed by halves of vectors, so quarters 0, 2, 1, 3
+    put(to, (zf_u)_mm256_permute4x64_epi64(_mm256_packus_epi16((__m256i)x, (__m256i)y), 0xD8));
 }
 ZF_FN zf_u widened(const uint16_t *x) { return (zf_u)_mm256_cvtepu16_epi32(ZF_LOAD128(x)); }
 ZF_FN zf_u widened(const int16_t *x) { return (zf_u)_mm256_cvtepi16_epi32(ZF_LOAD128(x)); }
-ZF_FN void put_shorts(uint16_t *to, zf_u x, zf_u y) { // packed by halves of vectors, so quarters 0, 2, 1, 3
+ZF_FN void put_shorts(uint16_t *to, zf_u x, zf_u y) {
     put(to, (zf_u)_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)x, (__m256i)y), 0xD8));
 }
 #else
-typedef uint8_t zf_bytes __attribute__((vector_size(ZF_PAIR)));
-typedef uint16_t zf_shorts __attribute__((vector_size(2 * ZF_PAIR)));
-ZF_FN zf_u shorts_of(const uint8_t *x) {
-    zf_bytes now;
-    __builtin_memcpy(&now, x, sizeof(now));
-    return (zf_u)__builtin_convertvector(now, zf_shorts);
+template <class T>
+ZF_FN zf_w words_of(const T *x) {
+    zf_w now;
+    for (int k = 0; k < 2 * ZF_LANES; ++k) now[k] = (uint16_t)x[k];
+    return now;
 }
-ZF_FN void put_bytes(uint8_t *to, zf_u x) {
-    zf_bytes now = __builtin_convertvector((zf_shorts)x, zf_bytes);
-    __builtin_memcpy(to, &now, sizeof(now));
+ZF_FN void put_bytes(uint8_t *to, zf_w x, zf_w y) {
+    for (int k = 0; k < 2 * ZF_LANES; ++k) to[k] = (uint8_t)x[k], to[k + 2 * ZF_LANES] = (uint8_t)y[k];
 }
 template <class T>
 ZF_FN zf_u widened(const T *x) {
@@ -141,12 +179,6 @@ ZF_FN void put_shorts(uint16_t *to, zf_u x, zf_u y) {
 }
 #endif
 
-ZF_FN Pair pair_of(const uint8_t *x) {
-    zf_u both = shorts_of(x);
-    return {both & 0xFFFFu, both >> 16};
-}
-ZF_FN void put_pair(uint8_t *to, Pair x) { put_bytes(to, x.even | x.odd << 16); }
-
 // The same in straight order.
 ZF_FN Pair straight_of(const uint32_t *x) { return {raw(x), raw(x + ZF_LANES)}; }
 ZF_FN void put_straight(uint32_t *to, Pair x) {
@@ -155,9 +187,7 @@ ZF_FN void put_straight(uint32_t *to, Pair x) {
 }
 ZF_FN Pair straight_of(const uint16_t *x) { return {widened(x), widened(x + ZF_LANES)}; }
 ZF_FN Pair straight_of(const int16_t *x) { return {widened(x), widened(x + ZF_LANES)}; }
-ZF_FN void put_straight(uint16_t *to, Pair x) { put_shorts(to, x.even, x.odd); }
-ZF_FN Pair straight_of(const uint8_t *x) { return pair_of(x); } // is not asked for
-ZF_FN void put_straight(uint8_t *to, Pair x) { put_pair(to, x); }
+ZF_FN void put_straight(uint16_t *to, Pair x) { put_shorts(to, x.even, x.odd); } // both below 2^16
 
 // `left` elements where they are fewer than a pair has; the others are zero, and are not stored.
 template <bool full, bool straight = false, class T>
@@ -171,6 +201,17 @@ ZF_FN void store(T *to, Pair x, int64_t left) {
     T some[ZF_PAIR];
     straight ? put_straight(full ? to : some, x) : put_pair(full ? to : some, x);
     if (!full) __builtin_memcpy(to, some, (uint64_t)left * sizeof(T));
+}
+
+template <bool full, class T>
+ZF_FN zf_w load_words(const T *x, int64_t left) {
+    T some[ZF_PAIR] = {};
+    if (!full) __builtin_memcpy(some, x, (uint64_t)left * sizeof(T));
+    return words_of(full ? x : some);
+}
+template <bool full>
+ZF_FN void store_words(uint16_t *to, zf_w x, int64_t left) {
+    __builtin_memcpy(to, &x, full ? sizeof(x) : (uint64_t)left * 2);
 }
 
 template <bool full>

@@ -33,7 +33,7 @@ def wild(size, seed, scale=1.0):
     x = scale * torch.randn(size, generator=rng) * torch.exp(3 * torch.randn(size, generator=rng))
     x[::97] = 0.0
     x[5::131] *= 1e-42
-    x[7::131] *= 1e12
+    x[7::1031] *= 1e12
     return x
 
 

@@ -162,17 +162,30 @@ def test_stochastic_rounding_lets_small_changes_through():
         assert v.mean().item() == pytest.approx(0.999**steps, rel=0.01)
 
 
+def test_a_keys_draws_fill_every_stratum_once_and_look_random_in_their_order():
+    for key in (1, 2, 77):
+        draws = portable.draws(key, 0, 2048, 0)
+        assert torch.equal((draws >> 21).sort().values, torch.arange(2048))
+        parts = torch.bincount(draws >> 12 & 0x1FF, minlength=512).double()  # the next bits are not stratified
+        assert ((parts - 4).square() / 4).sum() < 620  # chi-square, 511 degrees: once in 2,000
+        for distance in (*range(1, 33), 64, 128, 256, 512, 1024):
+            pairs = torch.stack([draws, draws.roll(distance)]).double()
+            assert abs(torch.corrcoef(pairs)[0, 1]) < 0.1
+            cells = (pairs / 2**29).long()
+            square = torch.bincount(8 * cells[0] + cells[1], minlength=64).double()
+            assert ((square - 32).square() / 32).sum() < 130
+
+
 def test_other_counts_and_places_draw_other_bits():
-    draws = [portable.hash_of(count, offset, 4096) for count, offset in ((1, 0), (2, 0), (1, 4096))]
-    for i in range(3):
-        low, high = draws[i] & 0xFFFF, draws[i] >> 16
-        for bits in (low, high):
-            counts = torch.bincount(bits >> 12, minlength=16).double()
-            assert ((counts - 256).square() / 256).sum() < 40  # chi-square, 15 degrees: once in 2,000
-            assert abs(torch.corrcoef(torch.stack([bits[:-1], bits[1:]]).double())[0, 1]) < 0.06
-        for j in range(i):
-            assert (draws[i] == draws[j]).sum() <= 2
-            assert abs(torch.corrcoef(torch.stack([draws[i], draws[j]]).double())[0, 1]) < 0.06
+    """Of one element over 4,096 counts, of m and v, of neighbours and of two units: uniform and uncorrelated."""
+    counts = range(1, 4097)
+    m = torch.stack([portable.draws(count, 0, 4096, 0)[[5, 6, 7, 2053]] for count in counts], 1).double() / 2**32
+    v = torch.stack([portable.draws(count, 0, 4096, 1)[[5]] for count in counts], 1).double() / 2**32
+    for row in torch.cat([m, v]):
+        parts = torch.bincount((row * 16).long(), minlength=16).double()
+        assert ((parts - 256).square() / 256).sum() < 40  # chi-square, 15 degrees: once in 2,000
+        assert abs(torch.corrcoef(torch.stack([row[:-1], row[1:]]))[0, 1]) < 0.06
+    assert (torch.corrcoef(torch.cat([m, v])) - torch.eye(5)).abs().max() < 0.06
 
 
 @pytest.mark.parametrize(
