@@ -79,7 +79,7 @@ def decode(codes: Tensor, scales: Tensor, signed: bool, out: Tensor) -> None:
 
 
 def draws(key: int, offset: int, size: int, of: int) -> Tensor:
-    """int64 [size]: 32 random bits for m (`of` 0) or v (1) of each of the elements from `offset` (a multiple of 2,048) on."""
+    """int64 [size]: 32 random bits for m (`of` 0) or v (1) of each element from `offset` on, a multiple of 2,048."""
     seeds = [_seed(key, offset // UNIT + i) for i in range(-(-size // UNIT))]
     starts = torch.tensor([seed >> 21 if of else seed % UNIT for seed in seeds])
     places = (starts[:, None] + torch.arange(UNIT)) % UNIT

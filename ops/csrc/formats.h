@@ -102,8 +102,10 @@ ZF_FN zf_u zf_split_hi(zf_u bits) { return zf_split_near(bits) >> 16; }
 
 ZF_FN zf_u zf_split_lo(zf_u bits) { return bits & 0xFFFFu; }
 
-/* `lo` with its sign extended to 32 bits. */
-ZF_FN zf_f zf_join(zf_u hi, zf_u lo) { return zf_float((hi << 16) + lo); }
+/* `lo` with its sign extended to 32 bits; `upper` is hi << 16. */
+ZF_FN zf_f zf_joined(zf_u upper, zf_u lo) { return zf_float(upper + lo); }
+
+ZF_FN zf_f zf_join(zf_u hi, zf_u lo) { return zf_joined(hi << 16, lo); }
 
 /* The upper half is the number in bfloat16, rounded up with probability (what is cut off) / 2^16 for `random` uniform
  * in [0, 2^16); 0x8000 rounds to nearest. inf stays inf, and NaN as arithmetic gives it NaN. */

@@ -35,7 +35,8 @@ struct Fp32 {
 struct Bf16 {
     const zf_u16 *x;
     ZF_INLINE Numbers get(zf_i64 i, zf_i64 left) const {
-        Pair now = load<full, straight>(x + i, left);
+        if (!straight) return numbers(raised(load_words<full>(x + i, left)));
+        Pair now = load<full, true>(x + i, left);
         return {zf_from_bf16(now.even), zf_from_bf16(now.odd)};
     }
 };
@@ -49,7 +50,12 @@ struct Fp16 {
 struct Split {
     zf_u16 *hi, *lo;
     ZF_INLINE Numbers get(zf_i64 i, zf_i64 left) const {
-        Pair h = load<full, straight>(hi + i, left), l = load<full, straight>((const zf_i16 *)lo + i, left);
+        Pair l = load<full, straight>((const zf_i16 *)lo + i, left);
+        if (!straight) { // no shift for the upper halves at odd places
+            Pair h = raised(load_words<full>(hi + i, left));
+            return {zf_joined(h.even, l.even), zf_joined(h.odd, l.odd)};
+        }
+        Pair h = load<full, true>(hi + i, left);
         return {zf_join(h.even, l.even), zf_join(h.odd, l.odd)};
     }
     ZF_INLINE void set(zf_i64 i, Numbers now, zf_i64 left) const {

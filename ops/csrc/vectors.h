@@ -132,6 +132,7 @@ ZF_FN zf_u widened(const uint32_t *x) { return raw(x); }
 
 // Bytes are widened to 16 bits, signed ones with their sign; two vectors of words are narrowed to one of bytes. GCC's
 // own way of changing the width of vectors takes several steps.
+ZF_FN zf_w words_of(const uint16_t *x) { return (zf_w)raw(x); }
 #if ZF_LANES == 16
 #define ZF_LOAD256(x) _mm256_loadu_si256((const __m256i *)(x))
 ZF_FN zf_w words_of(const uint8_t *x) { return (zf_w)_mm512_cvtepu8_epi16(ZF_LOAD256(x)); }
