@@ -16,6 +16,7 @@ ORDER = [
     "_torch_compat",
     "patches",
     "errors",
+    "host_memory",
     "poster",
     "donation",
     "agreement",

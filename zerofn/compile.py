@@ -20,12 +20,12 @@ from .graph.capture import CaptureError, capture
 from .graph.lines import place_of
 from .graph.program import Program, tensor_of
 from .graph.verify import check_purity, fingerprint
+from .host_memory import keep_freed_memory, return_freed_memory
 from .mistakes import note_dtypes
 from .ops import cuda, native
 from .partition import as_tensor
 from .runtime.executor import Executor, failed_node
 from .runtime.failure import deliver, whole_steps
-from .runtime.host_memory import keep_freed_memory, return_freed_memory
 from .sharding import is_sharded
 from .storage import keep_halves, lacks_copy, refill
 from .transport import forget_transfers, wait_for_all

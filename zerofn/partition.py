@@ -17,6 +17,7 @@ from . import tree
 from .agreement import agree_on
 from .disk import Store
 from .errors import nearest
+from .host_memory import map_large_blocks
 from .layout import Layout, LeafInfo, make_layout, restrict
 from .maps import gather_leaves
 from .mesh import Mesh
@@ -51,6 +52,7 @@ def shard(state_or_init: Any, stage: int = 3, *, mesh: Mesh | DeviceMesh | None 
     option; `RuntimeError` on every rank when ranks disagree about the layout. Nothing is allocated before.
     """
     where = Mesh.of(mesh)
+    map_large_blocks()
     options, values, parts, treedef = agree_on("zerofn.shard", lambda: _plan(
         state_or_init, _Options(stage, where, precision, unit, device, offload)))
     return options.place(values, parts, treedef)

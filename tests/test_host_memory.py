@@ -6,7 +6,7 @@ import pytest
 # malloc is asked itself: not every kernel counts page faults.
 PROGRAM = """
 import ctypes, torch
-from zerofn.runtime.host_memory import keep_freed_memory
+from zerofn.host_memory import keep_freed_memory
 
 class Info(ctypes.Structure):  # struct mallinfo2 of glibc's malloc.h
     _fields_ = [(name, ctypes.c_size_t) for name in (
@@ -46,3 +46,30 @@ def test_malloc_gives_it_back_if_it_is_not_told():
     """What the test above would see if nothing had been said."""
     said, mapped, kept = mapped_and_kept("None")
     assert said == "None" and mapped >= 192 and kept <= 1
+
+
+STATE = """
+import ctypes, torch, zerofn
+from zerofn import optim
+
+def anonymous():
+    return next(int(x.split()[1]) << 10 for x in open("/proc/self/status") if x.startswith("RssAnon"))
+
+def init():
+    torch.manual_seed(0)
+    params = {str(k): torch.randn(1 << 21) for k in range(24)}
+    return zerofn.TrainState.create(params=params, tx=optim.adamw(1e-3))
+
+zerofn.shard(lambda: zerofn.TrainState.create(params={"x": torch.randn(8)}, tx=optim.adamw(1e-3)))
+ctypes.CDLL(None).malloc_trim(0)
+before = anonymous()
+state = zerofn.shard(init, precision="bf16")
+print(anonymous() - before, 24 * 12 << 21)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
+def test_a_new_state_leaves_no_holes_in_the_heap():
+    done = subprocess.run([sys.executable, "-c", STATE], capture_output=True, text=True, check=True, timeout=120)
+    took, needed = map(int, done.stdout.split())
+    assert needed <= took <= 1.01 * needed

@@ -13,6 +13,16 @@ _KEPT = (1 << 31) - 1  # bytes: as much as the call can say
 
 
 @functools.cache
+def map_large_blocks() -> bool:
+    """Tell malloc to map each block from 1 MiB on by itself until a step is compiled; -> whether it could be told.
+
+    A new state is filled unit by unit, and what that takes for a while lies between what stays: without this, malloc
+    soon takes blocks of up to 32 MiB from its heap, and the holes between them came to a byte per parameter.
+    """
+    return _tell((_M_MMAP_THRESHOLD, 1 << 20))
+
+
+@functools.cache
 def keep_freed_memory() -> bool:
     """Tell malloc to give nothing under 1 GiB back to the system; -> whether it could be told.
 
@@ -20,6 +30,7 @@ def keep_freed_memory() -> bool:
     which were 1 to 4 % of a step; the peak is the same. It holds for the process, once a step was compiled for the
     host. `malloc_trim(0)` gives back what is free. Other allocators (jemalloc, tcmalloc) keep memory by themselves.
     """
+    map_large_blocks()  # never again after this
     return _tell((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, _KEPT))
 
 
