@@ -107,7 +107,7 @@ def one_rank_table(run: dict[str, Any]) -> Table:
 def check_table(found: Sequence[Check]) -> Table:
     table = Table(title="What must hold")
     table.add_column("what")
-    for name in ("median [95 % interval]", "limit", ""):
+    for name in ("measured [95 % interval]", "limit", ""):
         table.add_column(name, justify="right", no_wrap=True)
     for check in found:
         sign = "<" if check.strict else "<="
