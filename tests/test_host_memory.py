@@ -48,28 +48,32 @@ def test_malloc_gives_it_back_if_it_is_not_told():
     assert said == "None" and mapped >= 192 and kept <= 1
 
 
-STATE = """
+CREATION = """
 import ctypes, torch, zerofn
 from zerofn import optim
 
-def anonymous():
-    return next(int(x.split()[1]) << 10 for x in open("/proc/self/status") if x.startswith("RssAnon"))
+def now(field):
+    return next(int(x.split()[1]) << 10 for x in open("/proc/self/status") if x.startswith(field))
 
 def init():
     torch.manual_seed(0)
     params = {str(k): torch.randn(1 << 21) for k in range(24)}
     return zerofn.TrainState.create(params=params, tx=optim.adamw(1e-3))
 
+zerofn.skeleton(lambda: torch.nn.Linear(2, 3))
+before = now("VmData")
+module = zerofn.skeleton(lambda: torch.nn.Sequential(*(torch.nn.Linear(1024, 2048) for _ in range(24))))
+print(now("VmData") - before)
 zerofn.shard(lambda: zerofn.TrainState.create(params={"x": torch.randn(8)}, tx=optim.adamw(1e-3)))
 ctypes.CDLL(None).malloc_trim(0)
-before = anonymous()
+before = now("RssAnon")
 state = zerofn.shard(init, precision="bf16")
-print(anonymous() - before, 24 * 12 << 21)
+print(now("RssAnon") - before, 24 * 12 << 21)
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
-def test_a_new_state_leaves_no_holes_in_the_heap():
-    done = subprocess.run([sys.executable, "-c", STATE], capture_output=True, text=True, check=True, timeout=120)
-    took, needed = map(int, done.stdout.split())
-    assert needed <= took <= 1.01 * needed
+def test_skeletons_and_new_states_leave_no_holes_in_the_heap():
+    done = subprocess.run([sys.executable, "-c", CREATION], capture_output=True, text=True, check=True, timeout=120)
+    skeleton, took, needed = map(int, done.stdout.split())
+    assert skeleton < 4 << 20 and needed <= took <= 1.01 * needed

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ._torch_compat import REJECTION_SAMPLERS, TorchDispatchMode, tree_map
+from .host_memory import map_large_blocks
 from .replay import record
 from .replay.operations import is_random, tensors
 from .replay.recording import user_line
@@ -48,6 +49,7 @@ def skeleton(build: Callable[[], nn.Module]) -> nn.Module:
     >>> torch.func.functional_call(module, params, torch.ones(1, 2))
     tensor([[2., 2., 2.]])
     """
+    map_large_blocks()
     with _forked_generators():
         with _meta_parameters() as (twins, draws):
             module = build()
