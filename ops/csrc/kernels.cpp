@@ -76,11 +76,13 @@ struct None {
     ZF_INLINE void set(zf_i64, Numbers, zf_i64) const {}
     ZF_FN void open(zf_i64) {}
     ZF_FN void close(zf_i64) {}
+    ZF_FN void finish(zf_i64) {}
 };
 struct Whole : Fp32 {
     static const bool in_blocks = false;
     ZF_FN void open(zf_i64) {}
     ZF_FN void close(zf_i64) {}
+    ZF_FN void finish(zf_i64) {}
 };
 struct Halves {
     static const bool is_fp32 = false, in_blocks = false;
@@ -93,6 +95,7 @@ struct Halves {
     }
     ZF_FN void open(zf_i64) {}
     ZF_FN void close(zf_i64) {}
+    ZF_FN void finish(zf_i64) {}
 };
 
 template <int is_signed>
@@ -103,12 +106,9 @@ ZF_FN zf_w values(const zf_u8 *codes, zf_w base, zf_i64 left, bool full) {
     return zf_value(code, base, is_signed);
 }
 
-// ZF_BLOCK upper halves, of which those that are not there are zero -> codes and a scale.
+// ZF_BLOCK upper halves, of which those that are not there are zero, and the largest sizes -> codes and a scale.
 template <int is_signed>
-ZF_FN void encode(const zf_u16 *upper_halves, zf_u8 *codes, zf_u32 *scale) {
-    zf_w largest = {};
-    for (int i = 0; i < ZF_BLOCK; i += ZF_PAIR)
-        largest = larger(largest, zf_size((zf_w)raw(upper_halves + i), is_signed));
+ZF_FN void encode(const zf_u16 *upper_halves, zf_w largest, zf_u8 *codes, zf_u32 *scale) {
     *scale = zf_scale(largest_of(largest));
     zf_w base = zf_base(*scale, is_signed) - zf_w{};
     for (int i = 0; i < ZF_BLOCK; i += 2 * ZF_PAIR) {
@@ -118,8 +118,17 @@ ZF_FN void encode(const zf_u16 *upper_halves, zf_u8 *codes, zf_u32 *scale) {
     if (*scale >= ZF_INF) __builtin_memset(codes, ZF_TOP(is_signed), ZF_BLOCK);
 }
 
+template <int is_signed>
+ZF_FN void encode(const zf_u16 *upper_halves, zf_u8 *codes, zf_u32 *scale) {
+    zf_w largest = {};
+    for (int i = 0; i < ZF_BLOCK; i += ZF_PAIR)
+        largest = larger(largest, zf_size((zf_w)raw(upper_halves + i), is_signed));
+    encode<is_signed>(upper_halves, largest, codes, scale);
+}
+
 // New values, cut to upper halves, go to `scratch`; they are encoded when the largest of their block is known.
-// `whole`: a part is of whole blocks, and each is encoded here.
+// `whole`: a part is of whole blocks, and each is encoded here, when the next one was computed: nothing waits for its
+// largest then.
 template <int is_signed, bool whole>
 struct Codes {
     static const bool is_fp32 = false, in_blocks = whole;
@@ -127,19 +136,26 @@ struct Codes {
     zf_u32 *scales;
     zf_u16 *scratch;
     Draws draws;
-    zf_w base;
+    zf_w base, largest, before;
     ZF_INLINE Numbers get(zf_i64 i, zf_i64 left) const {
         return numbers(raised(values<is_signed>(codes + i, base, left, full)));
     }
-    ZF_INLINE void set(zf_i64 i, Numbers now, zf_i64 left) const {
+    ZF_INLINE void set(zf_i64 i, Numbers now, zf_i64 left) {
         Pair random = draws.get(i), next = {zf_to_step(now.even, random.even), zf_to_step(now.odd, random.odd)};
-        store_words<full>(scratch + (whole ? i % ZF_BLOCK : i), upper(next), left);
+        store_words<full>(scratch + (whole ? i % (2 * ZF_BLOCK) : i), upper(next), left);
+        largest = larger(largest, zf_size(upper(next), is_signed));
     }
     __attribute__((always_inline)) void open(zf_i64 at) {
-        if (whole) base = zf_base(scales[at / ZF_BLOCK], is_signed) - zf_w{};
+        if (whole) base = zf_base(scales[at / ZF_BLOCK], is_signed) - zf_w{}, largest = zf_w{};
     }
     __attribute__((always_inline)) void close(zf_i64 at) {
-        if (whole) encode<is_signed>(scratch, codes + at, scales + at / ZF_BLOCK);
+        if (whole && at) finish(at);
+        before = largest;
+    }
+    __attribute__((always_inline)) void finish(zf_i64 stop) {
+        if (!whole) return;
+        const zf_i64 at = stop - ZF_BLOCK;
+        encode<is_signed>(scratch + at % (2 * ZF_BLOCK), before, codes + at, scales + at / ZF_BLOCK);
     }
 };
 
@@ -191,6 +207,7 @@ void loop(P p, G g, M m, V v, const Part &part) {
         });
         m.close(at), v.close(at);
     }
+    m.finish(part.n), v.finish(part.n);
 }
 
 template <class Rule, class P, class M, class V>
@@ -255,7 +272,7 @@ struct Table {
 struct Lossy {
     const zf_update_args *a;
     Table table;
-    zf_u16 scratch[2][ZF_BLOCK] __attribute__((aligned(64)));
+    zf_u16 scratch[2][2 * ZF_BLOCK] __attribute__((aligned(64)));
 
     Lossy(const zf_update_args *a) : a(a), table(a->key, a->format == ZF_HALF ? 16 : 20) {}
     Draws draws(zf_i64 at, int of) const {
@@ -269,7 +286,7 @@ struct Lossy {
         if (!a->moments[of]) return Codes<1 - of, whole>();
         zf_u32 *scales = (zf_u32 *)a->scales[of] + block / ZF_BLOCK;
         zf_w base = zf_base(*scales, 1 - of) - zf_w{};
-        return {(zf_u8 *)a->moments[of] + at, scales, scratch[of] + (at - block), draws(at, of), base};
+        return {(zf_u8 *)a->moments[of] + at, scales, scratch[of] + (at - block), draws(at, of), base, zf_w{}, zf_w{}};
     }
     template <int of>
     void decode(zf_i64 at, zf_i64 n) { // into `scratch`, as `set` leaves it there

@@ -120,7 +120,14 @@ ZF_FN Pair pair_of(const uint16_t *x) {
 }
 ZF_FN Pair pair_of(const int16_t *x) { // signs extended
     zf_i both = (zf_i)raw(x);
-    return {(zf_u)((zf_i)((zf_u)both << 16) >> 16), (zf_u)(both >> 16)};
+#if ZF_LANES == 16
+    zf_u even = (zf_u)_mm512_madd_epi16((__m512i)both, _mm512_set1_epi32(1)); // products with 1 and 0
+#elif defined(__AVX2__)
+    zf_u even = (zf_u)_mm256_madd_epi16((__m256i)both, _mm256_set1_epi32(1));
+#else
+    zf_u even = (zf_u)((zf_i)((zf_u)both << 16) >> 16);
+#endif
+    return {even, (zf_u)(both >> 16)};
 }
 ZF_FN void put_pair(uint16_t *to, Pair x) { put(to, (zf_u)merged(x.even, x.odd << 16)); } // the lower halves
 
@@ -191,9 +198,13 @@ ZF_FN Pair straight_of(const int16_t *x) { return {widened(x), widened(x + ZF_LA
 ZF_FN void put_straight(uint16_t *to, Pair x) { put_shorts(to, x.even, x.odd); } // both below 2^16
 
 // `left` elements where they are fewer than a pair has; the others are zero, and are not stored.
+#ifndef ZF_AHEAD
+#define ZF_AHEAD 1024
+#endif
 template <bool full, bool straight = false, class T>
 ZF_FN Pair load(const T *x, int64_t left) {
     T some[ZF_PAIR] = {};
+    if (full && !straight && ZF_AHEAD) __builtin_prefetch((const char *)x + ZF_AHEAD);
     if (!full) __builtin_memcpy(some, x, (uint64_t)left * sizeof(T));
     return straight ? straight_of(full ? x : some) : pair_of(full ? x : some);
 }
@@ -207,6 +218,7 @@ ZF_FN void store(T *to, Pair x, int64_t left) {
 template <bool full, class T>
 ZF_FN zf_w load_words(const T *x, int64_t left) {
     T some[ZF_PAIR] = {};
+    if (full && ZF_AHEAD) __builtin_prefetch((const char *)x + ZF_AHEAD);
     if (!full) __builtin_memcpy(some, x, (uint64_t)left * sizeof(T));
     return words_of(full ? x : some);
 }
