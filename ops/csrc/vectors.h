@@ -4,7 +4,10 @@
 
 #include <stdint.h>
 #if defined(__AVX2__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized" // GCC 12 finds it in its own intrinsics
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 #if defined(__AVX512F__) && !defined(ZF_EIGHT_LANES)
