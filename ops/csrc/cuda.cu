@@ -108,15 +108,12 @@ ZF_GPU void numbers(const Eight &e, zf_i64 number, float *x) {
     if (number == ZF_FP16) EACH(k) x[k] = zf_from_fp16(half_of(e, k));
 }
 
-ZF_GPU float joined(const Eight &hi, const Eight &lo, int k) {
-    return zf_join(half_of(hi, k), (zf_u32)(zf_i32)(zf_i16)half_of(lo, k));
-}
+ZF_GPU float joined(const Eight &hi, const Eight &lo, int k) { return zf_join(half_of(hi, k), (zf_i16)half_of(lo, k)); }
 
 ZF_GPU void values(const Eight &codes, zf_u32 scale, int is_signed, float *x) {
     zf_w base = zf_base(scale, is_signed);
     EACH(k) {
-        zf_u32 code = byte_of(codes, k);
-        if (is_signed) code = (zf_u32)(zf_i32)(zf_i8)code;
+        const zf_u32 code = is_signed ? (zf_u32)(zf_i8)byte_of(codes, k) : byte_of(codes, k);
         x[k] = zf_float(zf_value(code, base, is_signed) << 16);
     }
 }
@@ -203,20 +200,18 @@ ZF_GPU void read(const Moment &s, float *x) {
     if (s.format == ZF_BLOCKS) values(s.raw, s.scale, s.is_signed, x);
 }
 
-// `seed`: of the unit; `key`: of the draws.
-ZF_GPU void write(Moment &s, const float *x, zf_u32 inside, zf_u32 seed, zf_u32 key) {
+ZF_GPU void write(Moment &s, const float *x, zf_u32 inside, zf_u32 seed, zf_u32 draws) {
     if (!s.x) return;
     zf_u32 random[8];
     const zf_u32 first = (zf_u32)(s.at % ZF_UNIT) + (s.is_signed ? seed % ZF_UNIT : seed >> 21);
-    EACH(k) random[k] = zf_draw(key, (first + (zf_u32)k) % ZF_UNIT) >> (s.format == ZF_HALF ? 16 : 12);
+    EACH(k) random[k] = zf_draw(draws, (first + (zf_u32)k) % ZF_UNIT) >> (s.format == ZF_HALF ? 16 : 12);
     if (s.format == ZF_WHOLE) {
         EACH(k) s.raw.word[k] = zf_bits(x[k]);
         store(s.x, 4, s.at, s.n, s.raw);
     }
     if (s.format == ZF_HALF) {
-        EACH(k) if (inside >> k & 1u) {
+        EACH(k) if (inside >> k & 1u)
             set_half(s.raw, k, zf_to_bf16(zf_float(zf_splittable(x[k])), random[k]) >> 16);
-        }
         store(s.x, 2, s.at, s.n, s.raw);
     }
     if (s.format == ZF_BLOCKS) {
@@ -233,7 +228,7 @@ ZF_KERNEL zf_update(zf_i64 rule, zf_i64 g_number, zf_i64 format, void *p, void *
                     const zf_u8 *finite, zf_i64 offset, zf_i64 size, const zf_run *runs, zf_i64 num_runs) {
     if (finite && !*finite) return;
     const float f = factor ? *factor : 1.0f;
-    const zf_u64 key = (zf_u64)*count;
+    const zf_u64 key = (zf_u64)*count, draws = zf_seed(key, ZF_DRAWS);
     for (zf_i64 first = warp_of() * ZF_BLOCK; first < size; first += num_warps() * ZF_BLOCK) {
         zf_i64 run = first_past(runs, num_runs, first);
         if (run == num_runs || runs[run].start >= first + ZF_BLOCK) continue; // the whole warp
@@ -270,8 +265,7 @@ ZF_KERNEL zf_update(zf_i64 rule, zf_i64 g_number, zf_i64 format, void *p, void *
             EACH(k) hi.word[k] = zf_bits(p_now[k]);
         store(p, lo ? 2 : 4, at, n, hi);
         const zf_u32 seed = zf_seed(key, (zf_u64)(offset + first) / ZF_UNIT);
-        const zf_u32 draws = zf_seed(key, ZF_DRAWS);
-        write(of_m, m_now, inside, seed, draws), write(of_v, v_now, inside, seed, draws);
+        write(of_m, m_now, inside, seed, (zf_u32)draws), write(of_v, v_now, inside, seed, (zf_u32)draws);
     }
 }
 
@@ -333,10 +327,8 @@ ZF_KERNEL zf_split(const void *p, void *hi, void *lo, zf_i64 size) {
     EACH_EIGHT(at, size) {
         const Eight now = load(p, 4, at, size - at);
         Eight high = {}, low = {};
-        EACH(k) {
-            const zf_u32 x = zf_splittable(zf_float(now.word[k]));
-            set_half(high, k, zf_split_hi(x)), set_half(low, k, zf_split_lo(x));
-        }
+        EACH(k) set_half(high, k, zf_split_hi(zf_splittable(zf_float(now.word[k]))));
+        EACH(k) set_half(low, k, zf_split_lo(zf_splittable(zf_float(now.word[k]))));
         store(hi, 2, at, size - at, high);
         if (lo) store(lo, 2, at, size - at, low);
     }
@@ -352,8 +344,8 @@ ZF_KERNEL zf_joined(const void *hi, const void *lo, void *p, zf_i64 size) {
 }
 
 ZF_KERNEL zf_encode(const void *from, void *codes, zf_u32 *scales, zf_i64 size, zf_i64 is_signed) {
-    const zf_u32 nearest[8] = {ZF_NEAREST, ZF_NEAREST, ZF_NEAREST, ZF_NEAREST,
-                               ZF_NEAREST, ZF_NEAREST, ZF_NEAREST, ZF_NEAREST};
+    zf_u32 nearest[8];
+    EACH(k) nearest[k] = ZF_NEAREST;
     for (zf_i64 first = warp_of() * ZF_BLOCK; first < size; first += num_warps() * ZF_BLOCK) {
         const zf_i64 at = first + 8 * lane_of();
         float x[8];

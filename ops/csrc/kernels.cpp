@@ -293,7 +293,9 @@ struct Lossy {
         if (!a->moments[of]) return;
         Codes<1 - of, false> from = codes<of, false>(at, at);
         __builtin_memset(scratch[of], 0, sizeof(scratch[of]));
-        over(n, EACH { store_words<FULL>(scratch[of] + i, values<1 - of>(from.codes + i, from.base, left, FULL), left); });
+        over(n, EACH {
+            store_words<FULL>(scratch[of] + i, values<1 - of>(from.codes + i, from.base, left, FULL), left);
+        });
     }
     template <int of>
     void encode(zf_i64 at, zf_i64 n) {
