@@ -30,6 +30,8 @@ bench: $(VENV)/examples.stamp $(PEERS)/peers.stamp
 	$(VENV)/bin/python benchmarks/step.py
 	$(VENV)/bin/python benchmarks/overhead.py
 	$(VENV)/bin/python benchmarks/optimizer.py
+	$(VENV)/bin/python benchmarks/offload.py
+	$(VENV)/bin/python benchmarks/nvme.py
 
 clean:
 	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

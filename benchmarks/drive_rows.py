@@ -68,13 +68,15 @@ class Engine:
 class Fio:
     """fio with libaio and O_DIRECT, sequentially, `depth` blocks under way.
 
-    `huge`: its memory in huge pages, as ZeroFn's is, which glibc is asked for.
+    `huge`: its memory in huge pages, as ZeroFn's is, which glibc is asked for. `share`: the part that is read where
+    both is done.
     """
 
-    def __init__(self, path: str, nbytes: int, block: int, depth: int, *, huge: bool) -> None:
+    def __init__(self, path: str, nbytes: int, block: int, depth: int, *, huge: bool, share: float = 0.5) -> None:
         self.environment = os.environ | ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if huge else {})
         options = {"name": "zerofn", "filename": path, "size": nbytes, "bs": block, "iodepth": depth}
         options |= {"direct": 1, "ioengine": "libaio", "fallocate": "none", "output-format": "json"}
+        options["rwmixread"] = round(100 * share)
         self.command = ["fio", *(f"--{name}={value}" for name, value in options.items())]
 
     def seconds(self, work: str) -> float:

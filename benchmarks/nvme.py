@@ -2,7 +2,8 @@
 
 The raw part: the same file written, read, and both at a time, by fio, by ZeroFn's engine (which also
 computes and compares checksums) and by DeepSpeed's async_io, with the block size and depth that ZeroFn's
-probe found. Rounds are interleaved; every figure is a median over them. Under two minutes and 4 GiB.
+probe found. Training steps: what a step that has much state and little to compute moves, beside fio's reading and
+writing as much. Rounds are interleaved; every figure is a median over them. Under three minutes and 4 GiB.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import report
 from drive_rows import PIECE, WORKS, AsyncIO, Engine, Fio
+from drive_steps import UNITS, WIDTH, Steps
 from limits import Check
 from processes import HERE, BenchmarkError
 from rich.console import Console
@@ -27,6 +29,13 @@ from zerofn.disk import checks
 
 FIO, SMALL, OURS, DEEPSPEED = "fio, huge pages", "fio, small pages", "ZeroFn", "DeepSpeed async_io"
 LIMIT = 1 / 0.90  # fio's rate to ours: at least 90 % of it
+# What lies on the drive, and whether updates wait for a verdict on all gradients: then little can be moved meanwhile.
+STEPS: dict[str, dict[str, Any]] = {
+    "optimizer": {"verdict": False, "optimizer": "nvme"},
+    "optimizer, params": {"verdict": False, "optimizer": "nvme", "params": "nvme"},
+    "optimizer, verdict": {"verdict": True, "optimizer": "nvme"},
+    "optimizer, params, verdict": {"verdict": True, "optimizer": "nvme", "params": "nvme"},
+}
 
 
 def raw_rounds(options: argparse.Namespace, folder: Path, console: Console) -> dict[str, Any]:
@@ -83,6 +92,47 @@ def raw_checks(raw: dict[str, Any]) -> list[Check]:
     return found
 
 
+def step_rounds(options: argparse.Namespace, folder: Path, console: Console) -> dict[str, Any]:
+    """Bytes a second of training steps and of fio, a figure a round, by what lies on the drive."""
+    nbytes = options.gib << 30
+    engine, found = Engine(folder, nbytes), {}
+    try:
+        engine.seconds("write")
+        for name, what in STEPS.items():
+            steps = Steps(folder, **what)
+            fio = Fio(engine.path, nbytes, engine.store.block, engine.depth, huge=True, share=steps.share)
+            rates: dict[str, list[float]] = {OURS: [], FIO: []}
+            for _ in range(options.rounds):
+                rates[OURS].append(steps.rate())
+                rates[FIO].append(nbytes / fio.seconds("mixed"))
+            steps.close()
+            found[name] = {"rates": rates, "share_read": steps.share}
+            shown = ", ".join(f"{system} {statistics.median(x) / 1e9:.2f}" for system, x in rates.items())
+            console.print(f"steps with {name} on the drive  {shown} GB/s", highlight=False)
+    finally:
+        engine.close()
+    return found
+
+
+def step_table(found: dict[str, Any]) -> Table:
+    table = Table(
+        title=f"Training steps, {UNITS * WIDTH**2 / 1e6:.0f} M parameters, one thread",
+        caption="GB/s read and written, medians over rounds",
+    )
+    for name in ("on the drive", "of it read", OURS, FIO):
+        table.add_column(name, justify="left" if name == "on the drive" else "right")
+    for name, row in found.items():
+        middles = [f"{statistics.median(row['rates'][system]) / 1e9:.2f}" for system in (OURS, FIO)]
+        table.add_row(name, f"{row['share_read']:.0%}", *middles)
+    return table
+
+
+def step_checks(found: dict[str, Any]) -> list[Check]:
+    values = {name: ratio(row["rates"][FIO], row["rates"][OURS]) for name, row in found.items()}
+    return [Check(f"steps with {name}: {FIO} / ZeroFn, bytes a second", str(value), value.median, LIMIT)
+            for name, value in values.items()]  # fmt: skip
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=7)
@@ -107,14 +157,16 @@ def main() -> int:
             raise BenchmarkError("fio is missing; install it: apt-get install fio")
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             raw = raw_rounds(options, Path(folder), console)
+            steps = step_rounds(options, Path(folder), console)
     except (BenchmarkError, OSError) as error:
         print(f"benchmark failed: {error}", file=sys.stderr)
         return 1
-    found = raw_checks(raw)
+    found = [*raw_checks(raw), *step_checks(steps)]
     console.print(f"{raw['store']}\nchecksums by {raw['checksums']}", highlight=False)
-    for table in (raw_table(raw), report.check_table(found)):
+    for table in (raw_table(raw), step_table(steps), report.check_table(found)):
         console.print(table)
-    report.write_json(options.out / "nvme.json", {"surroundings": report.surroundings(), "raw": raw}, found)
+    run = {"surroundings": report.surroundings(), "raw": raw, "steps": steps}
+    report.write_json(options.out / "nvme.json", run, found)
     missed = [check.what for check in found if not check.kept]
     if options.check and missed:
         print("missed: " + "; ".join(missed), file=sys.stderr)

@@ -28,7 +28,7 @@ WIDTH = 2048  # 4.2 M parameters a unit
 SIZES = (12, 20, 28, 36)  # units
 NARROW = 256  # the same number of units, next to nothing in them
 DRIVES = {"optimizer": "nvme", "params": "nvme"}
-LIMIT = 256 << 20  # bytes beyond the imports
+LIMIT = 320 << 20  # bytes of private writable memory beyond the imports
 STUDENT = {1: 12.706, 2: 4.303, 3: 3.182}  # quantiles of 97.5 %, by degrees of freedom
 
 
@@ -36,8 +36,8 @@ STUDENT = {1: 12.706, 2: 4.303, 3: 3.182}  # quantiles of 97.5 %, by degrees of 
 class Row:
     """What is trained, and the bytes per parameter it may take.
 
-    `unit`: bytes per parameter of a unit on its way between drive and memory: halves and moments, the half that is
-    computed with, and a gradient that waits for a verdict.
+    `unit`: bytes per parameter of a unit on its way between drive and memory: halves and moments (12), the half that
+    is computed with (2) and the gradient (2).
     """
 
     name: str
@@ -51,8 +51,8 @@ ROWS = (
     Row("host, exact, clipped and checked", {"verdict": True}, 14.2),
     Row("host, 8-bit moments, no verdict", {"moments": "8bit"}, 6.3),
     Row("host, 8-bit moments, clipped and checked", {"moments": "8bit", "verdict": True}, 8.3),
-    Row("drives, exact, no verdict", DRIVES, 0.2, unit=12 + 2),  # capture takes some 0.4 MB a unit
-    Row("drives, exact, clipped and checked", {**DRIVES, "verdict": True}, 0.2, unit=12 + 2 + 2),
+    Row("drives, exact, no verdict", DRIVES, 0.2, unit=16),  # capture takes some 0.4 MB a unit
+    Row("drives, exact, clipped and checked", {**DRIVES, "verdict": True}, 0.2, unit=16),
 )
 
 
@@ -129,9 +129,8 @@ def checks(rows: dict[str, Any], limited: dict[str, Any]) -> list[Check]:
         bound = 3 * row.unit * WIDTH**2 + rows[row.name]["constant"]
         what = f"{row.name}: peak / (three units + what narrow units take)"
         found.append(Check(what, f"{most / 1e6:.0f} / {bound / 1e6:.0f} MB", most / bound, 1.0))
-    for row in ROWS:
-        fall = max(losses[-1] / losses[0] for losses in rows[row.name]["losses"])
-        found.append(Check(f"{row.name}: last loss / first", f"{fall:.3f}", fall, 1.0, strict=True))
+    fall = max(losses[-1] / losses[0] for row in rows.values() for losses in row["losses"])
+    found.append(Check("all of these runs: last loss / first", f"{fall:.3f}", fall, 1.0, strict=True))
     drives, memory = limited["drives"], limited["memory"]
     state = 16 * drives["parameters"]
     part = 3 * LIMIT / state
