@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 
 from ._torch_compat import below_autograd
+from .disk import locked
 from .ops.library import define
 from .transport import under_way
 
 ops = torch.ops.zerofn
 _landing: dict[int, Any] = {}  # address of memory that is being copied to -> the event after which it is there
+_leaving: dict[int, Any] = {}  # address of host memory that is being copied from -> the event after which it was
 _jobs: deque[Future[Any]] = deque()  # what was given to the updates' thread, but for what is known to be done
+BEHIND = 24  # jobs that may wait for that thread while more gradients are sent to it: a few units' updates
 _failed: list[BaseException] = []  # what an update aside has raised, until it is told: those after it must not run
 
 
@@ -51,7 +54,7 @@ class Hosted:
 
 def on_host(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros [size] in host memory, page-locked for a CUDA device."""
-    return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
+    return locked(size, dtype) if device.type == "cuda" else torch.zeros(size, dtype=dtype)
 
 
 def bring(x: Tensor, device: torch.device) -> Tensor:
@@ -60,8 +63,12 @@ def bring(x: Tensor, device: torch.device) -> Tensor:
     if accelerator is None:
         _settle(x)
         return under_way(x.to(device, copy=True), tuple, (x,))
+    if device.type == "cpu" and x.dim():
+        _hold_back()
     out = torch.empty(x.shape, dtype=x.dtype, device=device, pin_memory=device.type == "cpu")
     event = _copy(out, x, accelerator)
+    if x.device.type == "cpu":
+        _leaving[x.data_ptr()] = event
     return under_way(out, lambda: [_Landed(event, device)], (x,))
 
 
@@ -99,6 +106,13 @@ def _stream(device: torch.device, towards: str) -> Any:
 def _settle(x: Tensor) -> None:
     """Let the host wait until what is copied to `x` is there."""
     event = _landing.pop(x.data_ptr(), None)
+    if event is not None:
+        event.synchronize()
+
+
+def _left(x: Tensor) -> None:
+    """Let the host wait until what is copied from `x` was read: it is about to be written."""
+    event = _leaving.pop(x.data_ptr(), None)
     if event is not None:
         event.synchronize()
 
@@ -147,6 +161,12 @@ def aside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any
     return _jobs[-1]
 
 
+def _hold_back() -> None:
+    """Let the caller wait while the updates' thread is far behind: each gradient that waits for it takes memory."""
+    while len(_jobs) > BEHIND and not _failed:
+        wait([_jobs.popleft()])
+
+
 def finish() -> None:
     """Wait for all that is done aside, and let the host wait for what that puts elsewhere. Raises what it raised."""
     while _jobs:
@@ -179,7 +199,10 @@ def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _value(x: Any) -> Any:
     if isinstance(x, list | tuple):
         return [_value(y) for y in x]
-    return x.result() if isinstance(x, Future) else x
+    x = x.result() if isinstance(x, Future) else x
+    if isinstance(x, Tensor) and x.device.type == "cpu":
+        _left(x)
+    return x
 
 
 def aside_put_(place: Tensor, x: Tensor) -> None:

@@ -72,19 +72,18 @@ def _plan(state_or_init: Any, given: _Options) -> tuple[Any, str]:
     options = replace(options, home=home, offload=resolve_offload(options.offload, options.stage, size, home))
     parts, treedef = options.parts(state)
     if given.offload is not None:
-        _check_memory(options.offload, [p for p in parts if isinstance(p, _Cut)])
+        _check_memory(options.offload, [p for p in parts if isinstance(p, _Cut)], options.home)
     return (options, values, parts, treedef), _description(options.stage, precision, parts)
 
 
-def _check_memory(offload: Offload, cuts: list[_Cut]) -> None:
+def _check_memory(offload: Offload, cuts: list[_Cut], home: torch.device) -> None:
     kept: Counter[str] = Counter()
     for cut in cuts:
         for unit, kind in zip(cut.spec.layout.units, cut.kinds, strict=True):
             start, stop = cut.spec.bounds(unit)
             for k, (dtype, size, tier) in enumerate(kind.parts(stop - start)):
                 what = "parameters" if cut.is_params and k == 0 else "optimizer"
-                tier = tier or (kind.away.device if kind.away else "cpu")
-                kept[f"{what} on {tier}"] += size * dtype.itemsize
+                kept[f"{what} on {tier or home.type}"] += size * dtype.itemsize
     check_memory(offload, kept, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
@@ -208,7 +207,7 @@ class _Options:
             near = nearest(self.stage, STAGES, 1, 0.0)
             raise ValueError(f"stage={self.stage!r} is not known: stages are 0 (replicated), 1, 2 and 3"
                              f"{f'; did you mean {near[0]}?' if near else '.'}")
-        device = None if self.device is None else torch.device(self.device)
+        device = None if self.device is None else torch.empty(0, device=self.device).device  # with its number
         return replace(self, precision=resolve(self.precision), device=device)
 
     def place(self, values: Iterable[tuple[int, Tensor]], parts: list[_Cut | _Copy],
@@ -220,7 +219,7 @@ class _Options:
         out: list[Any] = list(made)
         for k, part in enumerate(parts):
             if isinstance(part, _Copy):
-                into[part.first] = _keeper(out, k, None if part.on_host else self.device)
+                into[part.first] = _keeper(out, k, self._place_of(part))
             else:
                 filler = Filler(made[k])
                 for leaf in part.spec.layout.leaves:
@@ -311,6 +310,10 @@ class _Options:
             paths = tuple(offload.paths) if "nvme" in tiers else ()
             out.append(replace(kind, away=Away(tiers, paths, str(self.home), offload.update)) if any(tiers) else kind)
         return out
+
+    def _place_of(self, part: _Copy) -> torch.device | None:
+        """Where to put it, None: where it is. A number that lies on the host would be mixed with the device's."""
+        return None if part.on_host else self.device or (None if part.value.dim() else self.home)
 
     def _allocate(self, cut: _Cut, scratch: Store | None) -> Sharded:
         device = self.device or cut.device

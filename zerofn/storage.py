@@ -42,7 +42,7 @@ def allocate(spec: Spec, device: torch.device, cached: bool,
                 parts.append(Hosted(on_host(size, dtype, device), device))
             elif tier == "nvme" and scratch is not None:
                 region = scratch.allocate(size * dtype.itemsize, f"{name}[{unit.name!r}]{kind.codec.suffixes[k]}")
-                parts.append(Spilled(ticket_of(region), dtype, size))
+                parts.append(Spilled(ticket_of(region), dtype, size, device))
             else:
                 parts.append(torch.zeros(size, dtype=dtype, device=device))
         pieces.append(Stored(kind, tuple(parts)))

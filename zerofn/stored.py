@@ -127,9 +127,10 @@ class Kind:
         return Stored(self, tuple(self._part(next(tensors), *part) for part in self.parts(size)))
 
     def _part(self, x: Tensor, dtype: torch.dtype, size: int, tier: str | None) -> Part:
-        if tier == "nvme":
-            return Spilled(x, dtype, size)
-        return Hosted(x, torch.device(self.away.device)) if tier == "cpu" and self.away else x
+        if tier is None or self.away is None:
+            return x
+        device = torch.device(self.away.device)
+        return Spilled(x, dtype, size, device) if tier == "nvme" else Hosted(x, device)
 
     def keep(self, x: Tensor, old: Stored | None = None) -> Stored:
         """A public tensor as a piece of this kind; what lies on a drive takes the place of `old`, in a captured step.

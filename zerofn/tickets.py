@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ._torch_compat import current_trace
-from .disk import PAGE, Region, Request, aligned, pages
+from .disk import PAGE, Region, Request, aligned, locked, pages
 from .ops.library import define
 from .transport import under_way
 
@@ -27,6 +27,7 @@ _arenas: WeakValueDictionary[int, Arena] = WeakValueDictionary()
 _numbers = itertools.count(1)
 _loose: deque[Request] = deque()  # writes from memory of their own
 LOOSE = 2  # of them at a time
+HOST = torch.device("cpu")
 
 
 class Arena:
@@ -41,7 +42,7 @@ class Arena:
     def part(self, start: int, nbytes: int) -> Tensor:
         """uint8 [nbytes] from `start` on, when nothing of it is being written any more."""
         if self._memory is None:
-            self._memory = aligned(self.nbytes)
+            self._memory = locked(self.nbytes, torch.uint8) if torch.cuda.is_available() else aligned(self.nbytes)
         stop = start + nbytes
         for a, b, request in self._leaving:
             if a < stop and start < b:
@@ -69,10 +70,10 @@ def region_of(ticket: Tensor) -> Region:
 
 
 class Spilled:
-    """A tensor [size] that lies on a drive."""
+    """A tensor [size] that lies on a drive, for a model that computes on `device`."""
 
-    def __init__(self, ticket: Tensor, dtype: torch.dtype, size: int) -> None:
-        self.ticket, self.dtype, self.size = ticket, dtype, size
+    def __init__(self, ticket: Tensor, dtype: torch.dtype, size: int, device: torch.device = HOST) -> None:
+        self.ticket, self.dtype, self.size, self.device = ticket, dtype, size, device
         self._region = None if current_trace() is not None else region_of(ticket)  # held, so that it stays
 
     def __reduce__(self) -> Any:
@@ -95,7 +96,7 @@ class Spilled:
         if current_trace() is None:
             raise RuntimeError(f"{self.region.label} lies on a drive ({self.region.store.name}), where only compiled "
                                "steps work on it: write zerofn.compile(step), or zerofn.unshard(state) first.")
-        return ops.wait(ops.fetch(self.ticket, self.size, self.dtype, []))
+        return ops.wait(ops.fetch(self.ticket, self.size, self.dtype, [], self.device))
 
     def load(self) -> Tensor:
         """Its value, read now."""
@@ -121,19 +122,23 @@ class _Work:
         self._request.wait()
 
 
-def fetch(ticket: Tensor, size: int, dtype: torch.dtype, place: Sequence[int]) -> Tensor:
-    """Start to read `size` elements; `place`: [arena, byte], or nothing for memory of its own. Wait before use."""
+def fetch(ticket: Tensor, size: int, dtype: torch.dtype, place: Sequence[int], device: torch.device) -> Tensor:
+    """Start to read `size` elements; `place`: [arena, byte], or nothing for memory of its own. Wait before use: that
+    copies them to `device` where it is not the host."""
     region, nbytes = region_of(ticket), size * dtype.itemsize
     buffer = _arenas[place[0]].part(place[1], pages(nbytes)) if place else aligned(nbytes)
-    work = _Work(region.store.read(region, buffer))
-    return under_way(buffer[:nbytes].view(dtype), lambda: [work], (buffer,))
+    work, held = _Work(region.store.read(region, buffer)), buffer[:nbytes].view(dtype)
+    if device.type == "cpu":
+        return under_way(held, lambda: [work], (buffer,))
+    out = torch.empty(size, dtype=dtype, device=device)
+    return under_way(out, lambda: [work], (buffer,), lambda: out.copy_(held))
 
 
 def spill_(ticket: Tensor, x: Tensor) -> None:
     """Start to write `x` [size], which must not be written to until a fetch takes its place."""
     region, nbytes = region_of(ticket), x.numel() * x.element_size()
     rest = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
-    if x.data_ptr() % PAGE or rest < pages(nbytes):
+    if x.device.type != "cpu" or x.data_ptr() % PAGE or rest < pages(nbytes):
         while len(_loose) >= LOOSE:
             _loose.popleft().wait()
         buffer = aligned(nbytes)
@@ -152,8 +157,8 @@ def _no_copy(ticket: Tensor, x: Tensor) -> Tensor:
                        "beside the new one has none for it. Leave out donate=False, or keep the state in memory.")
 
 
-define("fetch(Tensor ticket, int size, ScalarType dtype, int[] place) -> Tensor", fetch,
-       lambda ticket, size, dtype, place: ticket.new_empty(size, dtype=dtype))
+define("fetch(Tensor ticket, int size, ScalarType dtype, int[] place, Device device) -> Tensor", fetch,
+       lambda ticket, size, dtype, place, device: ticket.new_empty(size, dtype=dtype, device=device))
 define("ticket(int number) -> Tensor", lambda number: torch.tensor([number]), lambda number: torch.empty(1).long())
 define("spill(Tensor ticket, Tensor x) -> Tensor", _no_copy, lambda ticket, x: ticket.new_empty(ticket.shape))
 define("spill_(Tensor(a!) ticket, Tensor x) -> ()", spill_, lambda ticket, x: None)

@@ -14,6 +14,7 @@ from ..graph.program import Cut, Program, tensor_of
 from ..tickets import ticket_of
 
 ops = torch.ops.zerofn
+_HOST = torch.device("cpu")
 HELD = 2  # gradients that stay in memory: those of the first updates, which were made last
 
 
@@ -75,7 +76,7 @@ def _park(graph: Graph, rule: Node, after: Node, region: Region) -> None:
     with graph.inserting_after(ticket):
         spill = graph.call_function(ops.spill_.default, (ticket, gradient))
     with graph.inserting_before(rule):
-        fetch = graph.call_function(ops.fetch.default, (ticket, value.numel(), value.dtype, []))
+        fetch = graph.call_function(ops.fetch.default, (ticket, value.numel(), value.dtype, [], _HOST))
         wait = graph.call_function(ops.wait.default, (fetch,))
     fetch.meta[UPDATE] = True
     for node in (spill, fetch, wait) if rule.meta.get(ASIDE) else ():

@@ -36,7 +36,7 @@ def _place(graph: Graph, program: Program) -> None:
     places, nbytes = _pack(spans)
     program.arenas.append(Arena(nbytes))
     for span, place in zip(spans, places, strict=True):
-        span.node.args = (*span.node.args[:3], [program.arenas[-1].number, place])
+        span.node.args = (*span.node.args[:3], [program.arenas[-1].number, place], span.node.args[4])
 
 
 def _start_updates(graph: Graph, fetches: list[Node]) -> list[list[Node]]:

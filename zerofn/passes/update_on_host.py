@@ -84,13 +84,16 @@ def _move(graph: Graph, rule: Node, aside: bool) -> None:
     start = max((n for n in touched[roots(graph)[gradient]] if where[n] < where[rule]), key=where.__getitem__)
     with graph.inserting_after(start):
         begun = _node(graph, ops.bring.default, (gradient, _HOST), gradient)  # as soon as it is reduced
-    with graph.inserting_after(begun if aside else rule.prev):
+    with graph.inserting_after(begun):  # at once: where it waits on a drive, it is on its way there before the next
         given = {gradient: _node(graph, ops.wait.default, (begun,), begun)}
     parts = [x for parts in kept for x in parts]
     for x in [*parts, *(x for x in rule.args if isinstance(x, Node) and x is not gradient)]:  # counts, rates, verdict
         if _brought(x):
             given[x] = cast(Node, cast(Node, x.args[0]).args[0])
-        elif not _from_drive(x):
+        elif _from_drive(x):
+            start = cast(Node, x.args[0])
+            start.args = (*start.args[:4], _HOST)
+        else:
             with graph.inserting_before(rule):
                 given[x] = _node(graph, ops.wait.default, (_node(graph, ops.bring.default, (x, _HOST), x),), x)
     ends = [_end(graph, rule, part, given[part]) for part in parts if part in given]
