@@ -34,7 +34,7 @@ KERNELS = ("runs", "update", "chunks", "norms", "split", "joined", "encode", "de
 _NUMBERS = {dtype: i for i, dtype in enumerate(GRADIENTS)}  # zf_number
 _WARPS = 8  # of a launch's block
 _RUN_BYTES = 64  # of a zf_run
-_CHUNKS = 4096  # warps that share the parts of a unit; more would be more sums to add up at the end
+_CHUNK = 8192  # elements of a part that one warp reads: always, so that a part's sums are those of no other's
 
 
 @functools.cache
@@ -144,22 +144,20 @@ def norms_and_extremes(g: Tensor, starts: Sequence[int], stops: Sequence[int], f
     """(2-norms, largest magnitudes) of the parts [starts[i], stops[i]) of `g * factor`, float32 [num parts], in one
     read. `g`: fp32, bf16 or fp16 [size], its product with `factor` (float32 scalar or number) rounded to fp32.
 
-    Squares are summed in float, eight by eight, their sums in double, in an order that only the parts and the size
-    decide. A NaN or inf in a part makes its magnitude NaN or inf.
+    Squares are summed in float, eight by eight, their sums in double, in an order that only the part decides,
+    whatever others are asked for beside it. A NaN or inf in a part makes its magnitude NaN or inf.
     """
     check_tensor("norms_and_extremes: g", g, GRADIENTS, device=g.device)
     for start, stop in zip(starts, stops, strict=True):
         if not 0 <= start <= stop <= g.numel():
             raise ValueError(f"norms_and_extremes: parts must be inside [0, {g.numel()}); [{start}, {stop}) came.")
     device, num = g.device, len(starts)
-    size = sum(stops) - sum(starts)
-    chunk = max(1, -(-size // (_CHUNKS * 2048))) * 2048
-    table, num_chunks = _part_table(device, tuple(starts), tuple(stops), chunk)
+    table, num_chunks = _part_table(device, tuple(starts), tuple(stops), _CHUNK)
     sums = torch.empty(num_chunks, dtype=torch.float64, device=device)
     largest = torch.empty(num_chunks, dtype=torch.int32, device=device)
     results = torch.empty(2, num, device=device)
     _launch("chunks", device, num_chunks, g, _NUMBERS[g.dtype], _scalar(factor, torch.float32, device), table, num,
-            chunk, sums, largest)
+            _CHUNK, sums, largest)
     _launch("norms", device, num, table, num, sums, largest, results)
     return results[0], results[1]
 

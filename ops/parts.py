@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from . import native
+from . import cuda, native
 from .arguments import GRADIENTS
 from .library import define
 
@@ -46,6 +46,8 @@ def part_numbers(x: Tensor, start: Sequence[int], stop: Sequence[int]) -> tuple[
     if x.device.type == "cpu" and x.is_contiguous() and x.dtype in GRADIENTS:
         norms, extremes = zip(*native.norm2_and_extreme(parts), strict=True)
         return torch.tensor(norms), torch.tensor(extremes)
+    if x.is_cuda and x.is_contiguous() and x.dtype in GRADIENTS and not cuda.missing():
+        return cuda.norms_and_extremes(x, start, stop)
     return torch.stack(list(map(_norm, parts))), torch.stack([_extreme(p).to(_wide(x.dtype)) for p in parts])
 
 
@@ -53,9 +55,14 @@ def grid(numbers: Sequence[Tensor], place: Sequence[int], num_rows: int, num_col
     """[num_rows, num_columns]: all `numbers` in order at `place` (row * num_columns + column), zero elsewhere."""
     dtype = dtype_over(numbers)
     out = torch.zeros(num_rows * num_columns, dtype=dtype, device=numbers[0].device)
-    where = torch.tensor(place, dtype=torch.int64, device=out.device)
-    out[where] = torch.cat([x.reshape(-1).to(dtype) for x in numbers])
+    out[_places(out.device, tuple(place))] = torch.cat([x.reshape(-1).to(dtype) for x in numbers])
     return out.view(num_rows, num_columns)
+
+
+@functools.lru_cache(maxsize=256)
+def _places(device: torch.device, place: tuple[int, ...]) -> Tensor:
+    """Indices [places], which are copied to a device once: the host would wait for it at every step."""
+    return torch.tensor(place, dtype=torch.int64, device=device)
 
 
 def _one_of(k: int) -> Callable[..., Tensor]:

@@ -259,6 +259,7 @@ def test_norms_and_extremes(device, dtype):
             part = g[a:b].cpu().double() * (factor or 1.0)
             torch.testing.assert_close(norm.double(), part.norm(), rtol=2e-7, atol=0)
             assert extreme.item() == (part.abs().max().item() if b > a else 0.0)
+            assert torch.equal(norm, cuda.norms_and_extremes(g, [a], [b], given)[0][0].cpu())
 
 
 def test_what_is_not_finite_is_seen_in_its_part(device):
