@@ -80,8 +80,7 @@ def _check_memory(offload: Offload, cuts: list[_Cut], home: torch.device) -> Non
     kept: Counter[str] = Counter()
     for cut in cuts:
         for unit, kind in zip(cut.spec.layout.units, cut.kinds, strict=True):
-            start, stop = cut.spec.bounds(unit)
-            for k, (dtype, size, tier) in enumerate(kind.parts(stop - start)):
+            for k, (dtype, size, tier) in enumerate(kind.parts(unit.size // cut.spec.num_pieces)):
                 what = "parameters" if cut.is_params and k == 0 else "optimizer"
                 kept[f"{what} on {tier or home.type}"] += size * dtype.itemsize
     check_memory(offload, kept, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -317,8 +316,7 @@ class _Options:
 
     def _allocate(self, cut: _Cut, scratch: Store | None) -> Sharded:
         device = self.device or cut.device
-        if device is None or device.type == "meta":
-            device = torch.device("cpu")
+        device = torch.device("cpu") if device is None or device.type == "meta" else device
         cached = cut.is_params and self.stage in (1, 2) and cut.spec.axis.size > 1
         return allocate(cut.spec, device, cached, cut.kinds, scratch, cut.name)
 

@@ -36,7 +36,7 @@ Works = Callable[[], Sequence[Any]]  # `dist.Work` and its like: what to wait fo
 class _Transfer(NamedTuple):
     works: Works
     kept: tuple[Tensor, ...]  # alive until the works are done
-    finish: Callable[[], None]
+    finish: Callable[[], Any]
 
 
 # By the address of the result, which the entry keeps alive: an address cannot be reused before its wait.
@@ -51,7 +51,7 @@ def _nothing() -> None:
     pass
 
 
-def under_way(out: Tensor, works: Works, kept: tuple[Tensor, ...], finish: Callable[[], None] = _nothing) -> Tensor:
+def under_way(out: Tensor, works: Works, kept: tuple[Tensor, ...], finish: Callable[[], Any] = _nothing) -> Tensor:
     """`out`, which `wait` makes good: it waits for `works`, then calls `finish`."""
     _pending[out.data_ptr()] = _Transfer(works, (out, *kept), finish)
     return out
