@@ -25,7 +25,7 @@ from rich.table import Table
 from statistic import Ratio
 
 WIDTH = 2048  # 4.2 M parameters a unit
-SIZES = (12, 20, 28, 36)  # units
+SIZES = (12, 24, 36)  # units
 NARROW = 256  # the same number of units, next to nothing in them
 DRIVES = {"optimizer": "nvme", "params": "nvme"}
 LIMIT = 320 << 20  # bytes of private writable memory beyond the imports
