@@ -1,8 +1,9 @@
 """python benchmarks/offload.py   (make bench): the memory that an offloaded state takes.
 
 Each run is a process of its own, which trains a chain of square layers on a few rows; its peak of anonymous memory is
-measured from the first line of `shard` on. Bytes per parameter are the slope of a line through several sizes. Under
-three minutes and 3 GiB of disk; it needs 3 GiB of memory.
+measured from the first line of `shard` on. Bytes per parameter are the slope of a line through several sizes. Where
+memory is limited it is by RLIMIT_DATA, which needs no rights and is stricter than a cgroup's limit: it counts private
+memory when it is mapped, used or not. Some three minutes, 3 GiB of disk and 3 GiB of memory.
 """
 
 from __future__ import annotations
