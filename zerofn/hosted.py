@@ -26,7 +26,7 @@ ops = torch.ops.zerofn
 _landing: dict[int, Any] = {}  # address of memory that is being copied to -> the event after which it is there
 _leaving: dict[int, Any] = {}  # address of host memory that is being copied from -> the event after which it was
 _jobs: deque[Future[Any]] = deque()  # what was given to the updates' thread, but for what is known to be done
-BEHIND = 24  # jobs that may wait for that thread while more gradients are sent to it: a few units' updates
+BEHIND = 12  # jobs that may wait for that thread while more gradients are sent to it: two or three units' updates
 _failed: list[BaseException] = []  # what an update aside has raised, until it is told: those after it must not run
 
 

@@ -217,8 +217,9 @@ class _Options:
         into: dict[int, Callable[[Tensor], Any]] = {}
         out: list[Any] = list(made)
         for k, part in enumerate(parts):
-            if isinstance(part, _Copy):
-                into[part.first] = _keeper(out, k, self._place_of(part))
+            if isinstance(part, _Copy):  # a number that lies on the host would be mixed with the device's
+                there = self.device or (None if part.value.dim() else self.home)
+                into[part.first] = _keeper(out, k, None if part.on_host else there)
             else:
                 filler = Filler(made[k])
                 for leaf in part.spec.layout.leaves:
@@ -309,10 +310,6 @@ class _Options:
             paths = tuple(offload.paths) if "nvme" in tiers else ()
             out.append(replace(kind, away=Away(tiers, paths, str(self.home), offload.update)) if any(tiers) else kind)
         return out
-
-    def _place_of(self, part: _Copy) -> torch.device | None:
-        """Where to put it, None: where it is. A number that lies on the host would be mixed with the device's."""
-        return None if part.on_host else self.device or (None if part.value.dim() else self.home)
 
     def _allocate(self, cut: _Cut, scratch: Store | None) -> Sharded:
         device = self.device or cut.device
