@@ -21,7 +21,8 @@ TIERS: list[dict[str, Any]] = [
     *({"optimizer": "cpu", "update": update} for update in ("cpu", "gpu", "split", "auto")),
     *({"optimizer": "cpu", "params": "cpu", "update": update} for update in ("cpu", "gpu")),
     {"params": "cpu"}, {"optimizer": "cpu", "fraction": 0.5}, {"optimizer": "nvme"},
-    {"optimizer": "nvme", "params": "nvme"}, {"optimizer": "nvme", "params": "cpu"}, {"optimizer": "cpu", "params": "nvme"}]  # fmt: skip
+    {"optimizer": "nvme", "params": "nvme"}, {"optimizer": "nvme", "params": "cpu"},
+    {"optimizer": "cpu", "params": "nvme"}]  # fmt: skip
 RULES = {"clipped": (optim.chain(optim.clip_by_global_norm(0.05), optim.adamw(1e-2, weight_decay=0.1)), "skip"),
          "ignoring": (optim.adamw(1e-2, weight_decay=0.1), "ignore"),
          "8-bit": (optim.adamw(1e-2, moments="8bit"), "skip")}  # fmt: skip
