@@ -131,7 +131,11 @@ def fetch(ticket: Tensor, size: int, dtype: torch.dtype, place: Sequence[int], d
     if device.type == "cpu":
         return under_way(held, lambda: [work], (buffer,))
     out = torch.empty(size, dtype=dtype, device=device)
-    return under_way(out, lambda: [work], (buffer,), lambda: out.copy_(held))
+
+    def finish() -> None:
+        out.copy_(held)
+
+    return under_way(out, lambda: [work], (buffer,), finish)
 
 
 def spill_(ticket: Tensor, x: Tensor) -> None:
