@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from check import Check
 from rich.table import Table
 
 GIB = 1 << 30
@@ -22,23 +23,6 @@ PUBLISHED = {
     "t5-3b": {"DeepSpeed with offload": 20},
 }
 COPY_SHARE, RATIO = 0.90, 1.05  # of the copy's bandwidth; offloaded to resident, from enough tokens on
-
-
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """`measured <= limit`, or `<` where `strict`; `measured` is None where there is no figure."""
-
-    what: str
-    shown: str
-    measured: float | None
-    limit: float
-    strict: bool = False
-
-    @property
-    def kept(self) -> bool:
-        if self.measured is None:
-            return False
-        return self.measured < self.limit if self.strict else self.measured <= self.limit
 
 
 # --- what must hold --------------------------------------------------------------------------------------------------

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Iterator
 from typing import Any
 
+from check import Check
 from statistic import interval, ratio
 from zerofn_rows import ACCUMULATING, NUM_MICROBATCHES
 
@@ -32,26 +32,6 @@ MEMORY = [
     ("ZeroFn 3", ("FSDP2", "DeepSpeed 3")),
 ]
 ONE_RANK = {"small": 1.02, "tiny": 0.95}
-
-
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """`measured <= limit` (or `<`, where `strict`), of the median; `shown` has its interval too.
-
-    `measured` is None where a row that it needs was left out by `--only`.
-    """
-
-    what: str
-    shown: str
-    measured: float | None
-    limit: float
-    strict: bool = False
-
-    @property
-    def kept(self) -> bool:
-        if self.measured is None:
-            return False
-        return self.measured < self.limit if self.strict else self.measured <= self.limit
 
 
 def state_bytes_per_parameter(stage: int, world: int) -> float:

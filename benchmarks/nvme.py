@@ -166,12 +166,7 @@ def main() -> int:
     for table in (raw_table(raw), step_table(steps), report.check_table(found)):
         console.print(table)
     run = {"surroundings": report.surroundings(), "raw": raw, "steps": steps}
-    report.write_json(options.out / "nvme.json", run, found)
-    missed = [check.what for check in found if not check.kept]
-    if options.check and missed:
-        print("missed: " + "; ".join(missed), file=sys.stderr)
-        return 1
-    return 0
+    return report.conclude(options.out / "nvme.json", run, found, options.check)
 
 
 if __name__ == "__main__":

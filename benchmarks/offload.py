@@ -166,12 +166,7 @@ def main() -> int:
     for each in (table(rows), report.check_table(found)):
         console.print(each)
     run = {"surroundings": report.surroundings(), "rows": rows, "limit": LIMIT, "limited": bounded}
-    report.write_json(options.out / "offload.json", run, found)
-    missed = [check.what for check in found if not check.kept]
-    if options.check and missed:
-        print("missed: " + "; ".join(missed), file=sys.stderr)
-        return 1
-    return 0
+    return report.conclude(options.out / "offload.json", run, found, options.check)
 
 
 if __name__ == "__main__":

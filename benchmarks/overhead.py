@@ -169,12 +169,7 @@ def main() -> int:
     for table in (capture_table(captures), dispatch_table(loops), report.check_table(found)):
         console.print(table)
     run = {"surroundings": report.surroundings(), "capture": captures, "dispatch": loops}
-    report.write_json(options.out / "overhead.json", run, found)
-    missed = [check.what for check in found if not check.kept]
-    if options.check and missed:
-        print("missed: " + "; ".join(missed), file=sys.stderr)
-        return 1
-    return 0
+    return report.conclude(options.out / "overhead.json", run, found, options.check)
 
 
 if __name__ == "__main__":

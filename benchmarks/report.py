@@ -8,6 +8,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,15 @@ def show(run: dict[str, Any], found: Sequence[Check], console: Console) -> None:
     if run["one_rank"]:
         console.print(one_rank_table(run))
     console.print(check_table(found))
+
+
+def conclude(path: Path, run: dict[str, Any], found: Sequence[Check], check: bool) -> int:
+    """Write the run; the exit status, 1 if a limit is missed and that is to be told (`check`)."""
+    write_json(path, run, found)
+    missed = [each.what for each in found if not each.kept]
+    if check and missed:
+        print("missed: " + "; ".join(missed), file=sys.stderr)
+    return int(check and bool(missed))
 
 
 def write_json(path: Path, run: dict[str, Any], found: Sequence[Check]) -> None:

@@ -19,16 +19,6 @@ from .library import define
 _SIGNATURE = "int[] piece, int[] start, int[] stop, int[] row, int[] column, int num_rows, int num_columns) -> Tensor"
 
 
-def _grid(numbers: list[Tensor], row: Sequence[int], column: Sequence[int], num_rows: int, num_columns: int,
-          dtype: torch.dtype, device: torch.device) -> Tensor:
-    grid = [[None] * num_columns for _ in range(num_rows)]
-    for x, r, c in zip(numbers, row, column, strict=True):
-        grid[r][c] = x  # type: ignore[call-overload]
-    zero = torch.zeros((), dtype=dtype, device=device)
-    cells = [zero if x is None else x.to(dtype) for line in grid for x in line]
-    return torch.stack(cells).view(num_rows, num_columns)
-
-
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
@@ -65,14 +55,21 @@ def _places(device: torch.device, place: tuple[int, ...]) -> Tensor:
     return torch.tensor(place, dtype=torch.int64, device=device)
 
 
+def _by_row(numbers: Sequence[Tensor], row: Sequence[int], column: Sequence[int], num_rows: int, num_columns: int,
+            over: Sequence[Tensor]) -> Tensor:
+    """`grid` of one number a part of the tensors `over`, of which there may be none."""
+    dtype = dtype_over(over)
+    if not numbers:
+        return torch.zeros(num_rows, num_columns, dtype=dtype, device=over[0].device)
+    place = [r * num_columns + c for r, c in zip(row, column, strict=True)]
+    return grid(numbers, place, num_rows, num_columns).to(dtype)
+
+
 def _one_of(k: int) -> Callable[..., Tensor]:
     """One of the two numbers of parts of many tensors, as a grid."""
     def run(tensors, piece, start, stop, row, column, num_rows, num_columns):
         numbers = [part_numbers(tensors[i], [a], [b])[k] for i, a, b in zip(piece, start, stop, strict=True)]
-        place = [r * num_columns + c for r, c in zip(row, column, strict=True)]
-        if not numbers:
-            return torch.zeros(num_rows, num_columns, dtype=dtype_over(tensors), device=tensors[0].device)
-        return grid(numbers, place, num_rows, num_columns).to(dtype_over(tensors))
+        return _by_row(numbers, row, column, num_rows, num_columns, tensors)
 
     return run
 
@@ -92,7 +89,7 @@ def _extreme(x: Tensor) -> Tensor:
 def _dots(a, b, piece, start, stop, row, column, num_rows, num_columns):
     dtype = dtype_over([*a, *b])
     numbers = [torch.dot(a[i][s:e].to(dtype), b[i][s:e].to(dtype)) for i, s, e in zip(piece, start, stop, strict=True)]
-    return _grid(numbers, row, column, num_rows, num_columns, dtype, a[0].device)
+    return _by_row(numbers, row, column, num_rows, num_columns, [*a, *b])
 
 
 def _fake(tensors, *rest):

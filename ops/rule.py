@@ -51,12 +51,12 @@ def define_rule(name: str, moments: Sequence[str], hyper: str, update: Update, k
                 return
             finite = None
         with _as_blocks(kept, blocks) as held:
-            served = kernels(g)
-            if served is cuda and cuda.can_update(kernel(*constants)[0], p, g, held):
-                _run_on_gpu(kernel(*constants), p, g, held, count, lr, factor, finite, runs, offset)
+            served, made = kernels(g), kernel(*constants)
+            if served is cuda and cuda.can_update(made[0], p, g, held):
+                _run_on_gpu(made, p, g, held, count, lr, factor, finite, runs, offset)
                 return
-            if served is native and finite is None and native.can_update(kernel(*constants)[0], p, g, held):
-                _run_kernel(kernel(*constants), p, g, held, count, lr, factor, runs, offset)
+            if served is native and finite is None and native.can_update(made[0], p, g, held):
+                _run_kernel(made, p, g, held, count, lr, factor, runs, offset)
                 return
         _check_plain(name, p, kept, blocks)
         with opened(p, *kept) as written:

@@ -63,7 +63,7 @@ class Filler:
     """Fills a fresh `Sharded` leaf by leaf: what lies on a drive is held until its unit is complete."""
 
     def __init__(self, sharded: Sharded) -> None:
-        self._sharded = sharded
+        self._pieces = sharded.stored
         bounds = [sharded.spec.bounds(unit) for unit in sharded.layout.units]
         self._left = [len(list(u.intervals(*b))) for u, b in zip(sharded.layout.units, bounds, strict=True)]
         self._held: dict[int, Stored] = {}
@@ -71,11 +71,11 @@ class Filler:
     def write(self, index: int, start: int, values: Tensor) -> None:
         """Keep elements of the index-th piece: of a leaf, all that is here of it."""
         if index not in self._held:
-            self._held[index] = self._sharded.stored[index].loaded()
+            self._held[index] = self._pieces[index].loaded()
         self._held[index].write(start, values)
         self._left[index] -= 1
         if not self._left[index]:
-            self._sharded.stored[index].save(self._held.pop(index))
+            self._pieces[index].save(self._held.pop(index))
 
 
 def equalize(values: Sequence[Tensor], axis: Axis) -> None:
@@ -127,8 +127,7 @@ def settle(sharded: Sharded) -> None:
     spec = sharded.spec
     if spec.axis.size == 1 or (spec.stage != 0 and sharded.full is None):
         return
-    for i, unit in enumerate(spec.layout.units):
-        piece = sharded.stored[i]
+    for i, (unit, piece) in enumerate(zip(spec.layout.units, sharded.stored, strict=True)):
         a, b = spec.layout.cut(unit, spec.axis.rank)
         if sharded.full is not None and not piece.kind.lies_in(sharded.full[i].dtype):
             sharded.full[i][a:b].copy_(spec.precision.narrow(piece.decode()))

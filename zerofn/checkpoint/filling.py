@@ -49,11 +49,12 @@ class Filling:
         for i, unit in enumerate(spec.layout.units):
             start, stop = spec.layout.cut(unit, spec.axis.rank)  # the rest comes from other ranks
             shift = start - spec.bounds(unit)[0]
-            held = fresh.stored[i].loaded()
+            held, before = fresh.stored[i].loaded(), None
             for leaf, a, b in unit.intervals(start, stop):
                 name = names[leaf.index]
                 if name in self.absent:
-                    held.write(shift + a, like.stored[i].read(shift + a, shift + b))
+                    before = before or like.stored[i].loaded()
+                    held.write(shift + a, before.read(shift + a, shift + b))
                 else:
                     held.fill(shift + a, shift + b, partial(source.read, name, start + a - leaf.offset))
             fresh.stored[i].save(held)

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +107,10 @@ class _Job:
         for part in self.trees:
             sharded: Sharded = part.value
             if sharded.spec.stage == 0 and sharded.spec.axis.size > 1:
-                for leaf in leaves_of(part):
-                    whole = sharded.stored[leaf.unit]
-                    yield leaf.name, _digest(whole.read(leaf.offset, leaf.offset + _numel(leaf.shape)))
+                for unit, leaves in groupby(leaves_of(part), key=lambda leaf: leaf.unit):
+                    whole = sharded.stored[unit].loaded()
+                    for leaf in leaves:
+                        yield leaf.name, _digest(whole.read(leaf.offset, leaf.offset + _numel(leaf.shape)))
 
     def owners(self) -> list[list[int]]:
         """Of ranks that hold the same piece (a mesh of several axes has them) the first writes it."""

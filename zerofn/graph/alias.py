@@ -131,6 +131,11 @@ def written_before(graph: Graph, where: dict[Node, int], root: dict[Node, Node])
     return found
 
 
+def last_writers(root: dict[Node, Node]) -> dict[Node, Node]:
+    """Memory, as `roots` of a graph names it -> the last node of that graph that writes to it, through any view."""
+    return {root[x]: node for node in root for x in writes(node)}
+
+
 def written_memory(root: dict[Node, Node]) -> set[Node]:
     """The memory, as `roots` of a graph names it, that some node of that graph writes to."""
-    return {root[x] for node in root for x in writes(node)}
+    return set(last_writers(root))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -71,6 +72,25 @@ def is_fetch(node: Node) -> bool:
 def fetched(node: Node) -> bool:
     """Whether `node` waits for what is read from a drive or brought from host memory."""
     return node.target is ops.wait.default and is_fetch(node.args[0])  # type: ignore[arg-type]
+
+
+def from_drive(node: Node) -> bool:
+    """Whether `node` waits for what is read from a drive."""
+    start = node.args[0] if node.target is ops.wait.default else None
+    return isinstance(start, Node) and start.target is ops.fetch.default
+
+
+def kept_by(node: Node) -> list[list[Node]]:
+    """What keeps the tensors that an update rule in place writes, tensor by tensor; nothing for another node."""
+    if not node.args or not isinstance(node.args[0], list | tuple) or not writes(node):
+        return []
+    lists = [x for x in node.args if isinstance(x, list | tuple) and x and isinstance(x[0], Node)]
+    return [cast(list[Node], list(x)) for x in lists]
+
+
+def give_to_loop(loop: Node, old: Node, new: Node) -> None:
+    """Let a loop give `new` to its body wherever it gave `old`."""
+    loop.args = tuple([new if x is old else x for x in a] if isinstance(a, list | tuple) else a for a in loop.args)
 
 
 def wait_of(start: Node) -> Node:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import schema_arguments
-from ..graph.alias import is_given, last_uses, positions, roots, writes
+from ..graph.alias import is_given, last_uses, positions, roots
 from ..graph.edit import DECODES, SPILLS, UPDATE, clean, copy_of, fetched, in_place_of
 from ..graph.program import Program, tensor_of
 
@@ -166,14 +165,3 @@ def _copy_back(graph: Graph, program: Program, outputs: list[Node], mine: dict[i
                 outputs[j] = copy_of(outputs[j])
         for j, place in late.items():
             graph.call_function(aten.copy_.default, (place, outputs[j]))
-
-
-def written_last(graph: Graph, places: Sequence[Node]) -> dict[Node, Node]:
-    """Placeholder -> the last node that writes it, through any view."""
-    found: dict[Node, Node] = {}
-    root, wanted = roots(graph), set(places)
-    for node in graph.nodes:
-        for place in writes(node):
-            if root[place] in wanted:
-                found[root[place]] = node
-    return found

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..disk import Region, Store, pages
 from ..graph.alias import roots, touches
-from ..graph.edit import ASIDE, UPDATE, clean, fetched
+from ..graph.edit import ASIDE, UPDATE, clean, fetched, from_drive, kept_by
 from ..graph.program import Cut, Program, tensor_of
-from ..tickets import ticket_of
+from ..tickets import HOST, ticket_of
 
 ops = torch.ops.zerofn
-_HOST = torch.device("cpu")
 HELD = 2  # gradients that stay in memory: those of the first updates, which were made last
 
 
@@ -40,15 +39,11 @@ def _gradient(rule: Node) -> Node:
 
 def _waits(node: Node) -> bool:
     """Whether a node is an update in place of what was read from a drive, and its gradient waits for a verdict."""
-    kept: list[Any] = [x for x in node.args if isinstance(x, list | tuple) and x and isinstance(x[0], Node)]
-    if not kept or node.args[0] is not kept[0] or not any(_from_drive(x) for parts in kept for x in parts):
+    kept = kept_by(node)
+    if not any(from_drive(x) for parts in kept for x in parts):
         return False
     factor, finite = node.args[len(kept) + 3 : len(kept) + 5]  # after the gradient, the moments, count and lr
     return isinstance(factor, Node) or isinstance(finite, Node)
-
-
-def _from_drive(node: Node) -> bool:
-    return fetched(node) and node.args[0].target is ops.fetch.default  # type: ignore[union-attr]
 
 
 def _regions(program: Program, rules: list[Node]) -> list[Region]:
@@ -76,7 +71,7 @@ def _park(graph: Graph, rule: Node, after: Node, region: Region) -> None:
     with graph.inserting_after(ticket):
         spill = graph.call_function(ops.spill_.default, (ticket, gradient))
     with graph.inserting_before(rule):
-        fetch = graph.call_function(ops.fetch.default, (ticket, value.numel(), value.dtype, [], _HOST))
+        fetch = graph.call_function(ops.fetch.default, (ticket, value.numel(), value.dtype, [], HOST))
         wait = graph.call_function(ops.wait.default, (fetch,))
     fetch.meta[UPDATE] = True
     for node in (spill, fetch, wait) if rule.meta.get(ASIDE) else ():

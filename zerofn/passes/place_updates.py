@@ -6,7 +6,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import positions, roots, touches, writes
-from ..graph.edit import UPDATE, clean, fetched, is_fetch, raise_up, wait_of
+from ..graph.edit import UPDATE, clean, fetched, is_fetch, kept_by, raise_up, wait_of
 from ..graph.program import Program, tensor_of
 
 ops = torch.ops.zerofn
@@ -52,9 +52,7 @@ def place_updates(gm: GraphModule, program: Program) -> GraphModule:
 
 def _is_update(node: Node) -> bool:
     """Whether a node is an update rule of ours, in place in the state."""
-    kept = node.args[0] if node.args else None
-    return isinstance(kept, list | tuple) and bool(writes(node)) and all(
-        x.op == "placeholder" or fetched(x) for x in writes(node))
+    return bool(kept_by(node)) and all(x.op == "placeholder" or fetched(x) for x in writes(node))
 
 
 def _reads(graph: Graph) -> list[Node]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
 from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..graph.alias import positions, roots, writes
+from ..graph.alias import last_writers, positions, roots
 from ..graph.edit import clean
 
 ops = torch.ops.zerofn
@@ -23,13 +22,10 @@ def reduce_early(gm: GraphModule) -> GraphModule:
     it is in the cache; what is left for the end is to put the numbers together. The values are the same, bit for bit.
     """
     graph = gm.graph
-    wanted: dict[_Key, set[Any]] = defaultdict(set)
-    for node in _reductions(graph):
-        for key, _ in _by_tensor(node):
-            wanted[key].add(node.target)
     where, root = positions(graph), roots(graph)
-    complete = {root[x]: n for n in graph.nodes for x in writes(n)}  # the last that writes to each memory
-    found = {key: _reduce(graph, key, kinds, complete.get(root[key[0]]), where) for key, kinds in wanted.items()}
+    complete = last_writers(root)
+    keys = dict.fromkeys(key for node in _reductions(graph) for key, _ in _by_tensor(node))
+    found = {key: _reduce(graph, key, complete.get(root[key[0]]), where) for key in keys}
     for node in _reductions(graph):
         numbers = [(found[key][node.target], places) for key, places in _by_tensor(node)]
         with graph.inserting_before(node):
@@ -54,17 +50,12 @@ def _by_tensor(node: Node) -> list[tuple[_Key, list[int]]]:
             for k, mine in parts.items()]
 
 
-def _reduce(graph: Graph, key: _Key, kinds: set[Any], complete: Node | None, where: dict[Node, int]
-            ) -> dict[Any, Node]:
-    """Reductions of one tensor, right after it is there: kind -> its numbers."""
+def _reduce(graph: Graph, key: _Key, complete: Node | None, where: dict[Node, int]) -> dict[Any, Node]:
+    """Reductions of one tensor, right after it is there: kind -> its numbers. `clean` drops what nobody asks for."""
     tensor, parts = key
     starts, stops = [a for a, _ in parts], [b for _, b in parts]
     after = max([tensor, *([complete] if complete else [])], key=where.__getitem__)
     with graph.inserting_after(after):
         both = graph.call_function(ops.part_numbers.default, (tensor, starts, stops))
-    out = {}
     with graph.inserting_after(both):
-        for k, kind in enumerate(_REDUCTIONS):
-            if kind in kinds:
-                out[kind] = graph.call_function(operator.getitem, (both, k))
-    return out
+        return {kind: graph.call_function(operator.getitem, (both, k)) for k, kind in enumerate(_REDUCTIONS)}

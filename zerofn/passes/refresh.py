@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
+from ..graph.alias import last_writers, roots
 from ..graph.edit import ASIDE, clean
 from ..graph.program import Program, tensor_of
-from .donate import written_last
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
 
@@ -19,7 +19,7 @@ def refresh(gm: GraphModule, program: Program) -> GraphModule:
     Nobody waits here: `arrive` does, in the next step.
     """
     graph = gm.graph
-    writers = written_last(graph, program.placeholders)
+    writers = last_writers(roots(graph))
     for piece, whole, aliased in program.copies():
         writer = writers.get(piece)
         if writer is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import given_to_body
-from ..graph.edit import DECODES, UPDATE, clean, fetched, in_place_of, is_fetch, loops, wait_of
+from ..graph.edit import DECODES, UPDATE, clean, fetched, give_to_loop, in_place_of, is_fetch, loops, wait_of
 
 
 def split_fetches(gm: GraphModule) -> GraphModule:
@@ -39,7 +39,7 @@ def _read_inside(loop: Node, body: Graph, inside: Node, held: Node) -> None:
     """Give a loop's body the ticket of what was read before it, to read itself."""
     start = held.args[0]
     ticket = start.args[0]  # type: ignore[union-attr]
-    loop.args = tuple([ticket if x is held else x for x in a] if isinstance(a, list | tuple) else a for a in loop.args)
+    give_to_loop(loop, held, ticket)  # type: ignore[arg-type]
     readers, value = list(inside.users), inside.meta["val"]
     inside.meta["val"] = ticket.meta["val"]  # type: ignore[union-attr]
     last = [x for x in body.nodes if x.op == "placeholder"][-1]

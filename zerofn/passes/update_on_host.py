@@ -7,13 +7,13 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..graph.alias import positions, roots, touches, writes
-from ..graph.edit import ASIDE, clean
+from ..graph.alias import positions, roots, touches
+from ..graph.edit import ASIDE, clean, from_drive, kept_by
 from ..graph.program import Cut, Program, tensor_of
 from ..rates import share_of
+from ..tickets import HOST
 
 ops = torch.ops.zerofn
-_HOST = torch.device("cpu")
 
 
 def update_on_host(gm: GraphModule, program: Program) -> GraphModule:
@@ -26,7 +26,7 @@ def update_on_host(gm: GraphModule, program: Program) -> GraphModule:
         return gm
     number = round(_share(program, rules[0]) * len(rules))
     for k, rule in enumerate(rules):
-        drive = any(_from_drive(x) for parts in _kept(rule) for x in parts)
+        drive = any(from_drive(x) for parts in kept_by(rule) for x in parts)
         if k < number or (drive and _on_device(rule)):  # what is read from a drive is on the host
             _move(graph, rule, not drive)
     return clean(gm)
@@ -36,7 +36,7 @@ def _share(program: Program, rule: Node) -> float:
     """The share of the units that the host updates, by what a rule reads and writes of each element."""
     away = next(kind.away for cut in program.state.nodes if isinstance(cut, Cut) for kind in cut.kinds
                 if kind.away is not None)
-    gradient, parts = _bytes(rule.args[1]), [x for parts in _kept(rule) for x in parts]
+    gradient, parts = _bytes(rule.args[1]), [x for parts in kept_by(rule) for x in parts]
     size = tensor_of(rule.args[1]).numel()  # type: ignore[arg-type,union-attr]
     moved = sum(_bytes(x) for x in parts if _brought(x))
     on_host = gradient + 2 * sum(map(_bytes, parts))
@@ -47,30 +47,16 @@ def _bytes(node: Any) -> int:
     return tensor_of(node).nbytes  # type: ignore[union-attr]
 
 
-def _kept(rule: Node) -> list[list[Node]]:
-    """What keeps the tensors that a rule writes, by tensor."""
-    lists = [x for x in rule.args if isinstance(x, list | tuple) and x and isinstance(x[0], Node)]
-    return [cast(list[Node], list(x)) for x in lists]
-
-
 def _brought(node: Node) -> bool:
     """Whether a node waits for a state tensor that is brought from the host."""
     start = node.args[0] if node.target is ops.wait.default else None
     return isinstance(start, Node) and start.target is ops.bring.default and start.args[0].op == "placeholder"  # type: ignore[union-attr]
 
 
-def _from_drive(node: Node) -> bool:
-    start = node.args[0] if node.target is ops.wait.default else None
-    return isinstance(start, Node) and start.target is ops.fetch.default
-
-
 def _streamed(node: Node) -> bool:
     """Whether a node is an update of what lies in host memory, or of what a drive is read to host memory from."""
-    kept = _kept(node)
-    if not kept or isinstance(node.args[0], Node) or not writes(node):
-        return False
-    parts = [x for parts in kept for x in parts]
-    return any(map(_brought, parts)) or (any(map(_from_drive, parts)) and _on_device(node))
+    parts = [x for parts in kept_by(node) for x in parts]
+    return any(map(_brought, parts)) or (any(map(from_drive, parts)) and _on_device(node))
 
 
 def _on_device(rule: Node) -> bool:
@@ -79,23 +65,23 @@ def _on_device(rule: Node) -> bool:
 
 def _move(graph: Graph, rule: Node, aside: bool) -> None:
     """Make an update on the device one on the host, aside but where it works in places that later reads get."""
-    touched, where = touches(graph, roots(graph)), positions(graph)
-    kept, gradient = _kept(rule), cast(Node, rule.args[1])
-    start = max((n for n in touched[roots(graph)[gradient]] if where[n] < where[rule]), key=where.__getitem__)
+    root, where = roots(graph), positions(graph)
+    gradient = cast(Node, rule.args[1])
+    start = max((n for n in touches(graph, root)[root[gradient]] if where[n] < where[rule]), key=where.__getitem__)
     with graph.inserting_after(start):
-        begun = _node(graph, ops.bring.default, (gradient, _HOST), gradient)  # as soon as it is reduced
+        begun = _node(graph, ops.bring.default, (gradient, HOST), gradient)  # as soon as it is reduced
     with graph.inserting_after(begun):  # at once: where it waits on a drive, it is on its way there before the next
         given = {gradient: _node(graph, ops.wait.default, (begun,), begun)}
-    parts = [x for parts in kept for x in parts]
+    parts = [x for parts in kept_by(rule) for x in parts]
     for x in [*parts, *(x for x in rule.args if isinstance(x, Node) and x is not gradient)]:  # counts, rates, verdict
         if _brought(x):
             given[x] = cast(Node, cast(Node, x.args[0]).args[0])
-        elif _from_drive(x):
+        elif from_drive(x):
             start = cast(Node, x.args[0])
-            start.args = (*start.args[:4], _HOST)
+            start.args = (*start.args[:4], HOST)
         else:
             with graph.inserting_before(rule):
-                given[x] = _node(graph, ops.wait.default, (_node(graph, ops.bring.default, (x, _HOST), x),), x)
+                given[x] = _node(graph, ops.wait.default, (_node(graph, ops.bring.default, (x, HOST), x),), x)
     ends = [_end(graph, rule, part, given[part]) for part in parts if part in given]
     rule.args = tuple(_swap(x, given) for x in rule.args)
     for node in [rule, *ends, *(x for x in given.values() if x.target is ops.wait.default)] if aside else ():

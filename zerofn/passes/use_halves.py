@@ -6,7 +6,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..graph.alias import given_to_body
-from ..graph.edit import clean, loops
+from ..graph.edit import clean, give_to_loop, loops
 
 ops = torch.ops.zerofn
 
@@ -27,7 +27,7 @@ def use_halves(gm: GraphModule) -> GraphModule:
 def _give(loop: Node, inside: Node, joined: Node) -> None:
     """Give a loop's body the upper half instead of the joined number, of which it reads nothing else."""
     half = joined.args[0]
-    loop.args = tuple([half if x is joined else x for x in a] if isinstance(a, list | tuple) else a for a in loop.args)
+    give_to_loop(loop, joined, half)  # type: ignore[arg-type]
     inside.meta["val"] = half.meta["val"]  # type: ignore[union-attr]
     for reader in list(inside.users):
         reader.replace_all_uses_with(inside)

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from .._torch_compat import OpOverload, below_autograd
 from ..graph.alias import writes
+from ..graph.edit import ASIDE
 from ..hosted import aside, aside_put_, aside_updated_
 from ..ops.library import implementations
 
@@ -116,7 +117,7 @@ def _expression(node: Node, gm: GraphModule, bind: Callable[[Any, str], str]) ->
     function = bind(_callable(node.target), getattr(node.target, "__name__", "f").split(".")[0].strip("_") or "f")
     args = [_text(a, bind) for a in node.args]
     args += [f"{k}={_text(v, bind)}" for k, v in node.kwargs.items()]
-    if node.meta.get("aside"):
+    if node.meta.get(ASIDE):
         other = _ASIDE.get(node.target)
         function, args = (bind(other, "aside"), args) if other else (bind(aside, "aside"), [function, *args])
     return f"{function}({', '.join(args)})"
