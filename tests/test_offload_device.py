@@ -3,6 +3,7 @@ tensors of two places in one operation are an error; and host memory that such a
 
 import dataclasses
 import importlib
+import threading
 import time
 import types
 from collections import deque
@@ -165,6 +166,25 @@ def test_gradients_wait_for_a_thread_that_is_behind(monkeypatch):
     assert done[:6] == list(range(6)) and len(hosted._jobs) <= hosted.BEHIND
     hosted.finish()
     assert done == list(range(hosted.BEHIND + 6))
+
+
+def test_a_failure_aside_is_told_once_and_nothing_after_it_is_done(monkeypatch):
+    """Also of what waits for its turn when it is told: that has results of others as arguments, which never were."""
+    began, done = threading.Event(), []
+
+    def broken():
+        began.wait()
+        raise ValueError("no more memory")
+
+    first = hosted.aside(broken)
+    later = [hosted.aside(done.append, k) for k in range(3)]
+    began.set()
+    with pytest.raises(ValueError, match="no more memory"):
+        hosted._tell(first)
+    assert all(x.done() for x in later) and not done
+    hosted.aside(done.append, 5)
+    hosted.finish()
+    assert done == [5]
 
 
 def test_the_host_does_not_write_what_is_still_being_copied(monkeypatch):

@@ -21,6 +21,7 @@ from .graph.lines import place_of
 from .graph.program import Program, tensor_of
 from .graph.verify import check_purity, fingerprint
 from .host_memory import keep_freed_memory, return_freed_memory
+from .hosted import forget_updates
 from .mistakes import note_dtypes
 from .ops import cuda, native
 from .partition import as_tensor
@@ -204,6 +205,7 @@ class Step:
             why = f"{self.__name__} failed: {said(error)}"
             if isinstance(error, Exception):
                 forget_transfers()
+                forget_updates()
                 abandon(why)
             if entry.donating and entry.run.wrote:
                 for x in leaves:

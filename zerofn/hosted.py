@@ -175,12 +175,20 @@ def finish() -> None:
         event.synchronize()
 
 
+def forget_updates() -> None:
+    """Let go of what is done aside for a step that failed: what has not begun will not, and nothing is raised."""
+    _failed.append(RuntimeError("the step failed"))
+    wait(_jobs)
+    _jobs.clear()
+    _failed.clear()
+
+
 def _tell(future: Future[Any]) -> None:
     """Wait for one; raise what the first that failed has raised, once."""
     wait([future])
     if _failed:
-        error = _failed.pop()
-        _jobs.clear()
+        error = _failed[0]
+        forget_updates()
         raise error
     future.result()
 
