@@ -23,7 +23,7 @@ class Steps:
         self.training = Training(Run(UNITS, WIDTH, verdict=verdict, folder=str(folder), **tiers))
         self.training.step()
         # One is the state's, one for gradients that wait for a verdict: it hangs on the compiled step.
-        self.stores = [x for x in gc.get_objects() if isinstance(x, Store) and x.name == "offload"]
+        self.stores = [x for x in gc.get_objects() if type(x) is Store and x.name == "offload"]
         read, written = self._moved()
         for _ in range(STEPS):
             self.training.step()

@@ -138,6 +138,12 @@ def fetch(ticket: Tensor, size: int, dtype: torch.dtype, place: Sequence[int], d
     return under_way(out, lambda: [work], (buffer,), finish)
 
 
+def room(size: int, dtype: torch.dtype, place: Sequence[int]) -> Tensor:
+    """Memory [size] in an arena, for what is to be written to a drive; `place`: [arena, byte]."""
+    nbytes = size * dtype.itemsize
+    return _arenas[place[0]].part(place[1], pages(nbytes))[:nbytes].view(dtype)
+
+
 def spill_(ticket: Tensor, x: Tensor) -> None:
     """Start to write `x` [size], which must not be written to until a fetch takes its place."""
     region, nbytes = region_of(ticket), x.numel() * x.element_size()
@@ -163,6 +169,8 @@ def _no_copy(ticket: Tensor, x: Tensor) -> Tensor:
 
 define("fetch(Tensor ticket, int size, ScalarType dtype, int[] place, Device device) -> Tensor", fetch,
        lambda ticket, size, dtype, place, device: ticket.new_empty(size, dtype=dtype, device=device))
+define("room(int size, ScalarType dtype, int[] place) -> Tensor", room,
+       lambda size, dtype, place: torch.empty(size, dtype=dtype))
 define("ticket(int number) -> Tensor", lambda number: torch.tensor([number]), lambda number: torch.empty(1).long())
 define("spill(Tensor ticket, Tensor x) -> Tensor", _no_copy, lambda ticket, x: ticket.new_empty(ticket.shape))
 define("spill_(Tensor(a!) ticket, Tensor x) -> ()", spill_, lambda ticket, x: None)

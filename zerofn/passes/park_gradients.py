@@ -29,7 +29,8 @@ def park_gradients(gm: GraphModule, program: Program) -> GraphModule:
     if rules:
         program.scratch = _regions(program, rules)
         for rule, region in zip(rules, program.scratch, strict=True):
-            _park(gm.graph, rule, touched[root[_gradient(rule)]][-2], region)
+            memory = root[_gradient(rule)]
+            _park(gm.graph, rule, memory, touched[memory][-2], region)
     return clean(gm)
 
 
@@ -62,18 +63,43 @@ def _name(program: Program, rule: Node) -> str:
     return program.state.names[program.placeholders.index(place)]
 
 
-def _park(graph: Graph, rule: Node, after: Node, region: Region) -> None:
+def _park(graph: Graph, rule: Node, memory: Node, after: Node, region: Region) -> None:
     gradient = _gradient(rule)
     value = tensor_of(gradient)
     assert value is not None
-    with graph.inserting_after(after):
+    aside: list[Node] = []
+    held = gradient if _write_there(graph, gradient, memory) else None
+    with graph.inserting_before(after.next):
+        if held is None:
+            held = graph.call_function(ops.room.default, (value.numel(), value.dtype, []))
+            aside += [held, graph.call_function(torch.ops.aten.copy_.default, (held, gradient))]
         ticket = graph.call_function(ops.ticket.default, (int(ticket_of(region)),))
-    with graph.inserting_after(ticket):
-        spill = graph.call_function(ops.spill_.default, (ticket, gradient))
+        aside.append(graph.call_function(ops.spill_.default, (ticket, held)))
     with graph.inserting_before(rule):
         fetch = graph.call_function(ops.fetch.default, (ticket, value.numel(), value.dtype, [], HOST))
         wait = graph.call_function(ops.wait.default, (fetch,))
     fetch.meta[UPDATE] = True
-    for node in (spill, fetch, wait) if rule.meta.get(ASIDE) else ():
+    for node in (*aside, fetch, wait) if rule.meta.get(ASIDE) else ():
         node.meta[ASIDE] = True
     rule.replace_input_with(gradient, wait)
+
+
+def _write_there(graph: Graph, gradient: Node, memory: Node) -> bool:
+    """Let what makes a gradient make it where drives write from; -> whether it can."""
+    value, whole = tensor_of(gradient), tensor_of(memory)
+    if value is None or whole is None or value.device.type != "cpu" or value.numel() != whole.numel():
+        return False
+    if memory.target is ops.flat.default:
+        memory.target, memory.args, memory.kwargs = ops.room.default, (whole.numel(), whole.dtype, []), {}
+        return True
+    if memory.target is not ops.ravel.default or len(memory.args) != 4:
+        return False
+    leaves, offsets, size, dtype = cast(tuple[list[Node | None], list[int], int, torch.dtype], memory.args)
+    numels = [0 if x is None else tensor_of(x).numel() for x in leaves]  # type: ignore[union-attr]
+    with graph.inserting_before(memory):
+        room = graph.call_function(ops.room.default, (size, dtype, []))
+        graph.call_function(ops.fill_.default, (room, leaves, offsets, numels, [False] * len(leaves)))
+    room.meta["val"] = whole
+    memory.replace_all_uses_with(room)
+    graph.erase_node(memory)
+    return True

@@ -14,6 +14,8 @@ from ..graph.program import Program
 from ..tickets import Arena
 
 ops = torch.ops.zerofn
+_FLAT = (ops.ravel.default, ops.flat.default, ops.room.default)  # what makes memory for gradients
+WRITING = 3  # gradients that may be on their way to the drive while one is made
 
 
 def place_fetches(gm: GraphModule, program: Program) -> GraphModule:
@@ -36,7 +38,7 @@ def _place(graph: Graph, program: Program) -> None:
     places, nbytes = _pack(spans)
     program.arenas.append(Arena(nbytes))
     for span, place in zip(spans, places, strict=True):
-        span.node.args = (*span.node.args[:3], [program.arenas[-1].number, place], span.node.args[4])
+        span.node.args = tuple([[program.arenas[-1].number, place] if x == [] else x for x in span.node.args])
 
 
 def _start_updates(graph: Graph, fetches: list[Node]) -> list[list[Node]]:
@@ -49,17 +51,17 @@ def _start_updates(graph: Graph, fetches: list[Node]) -> list[list[Node]]:
         reader = min(wait_of(fetch).users, key=where.__getitem__)
         groups.setdefault(reader, []).append(fetch)
     readers = sorted(groups, key=where.__getitem__)
-    before = next((n for n in graph.nodes if n.target is ops.ravel.default or n.target is ops.flat.default
-                   or is_scatter(n)), None)  # the first gradient: the backward pass has begun
+    before = next((n for n in graph.nodes if n.target in _FLAT or is_scatter(n)), None)  # the backward pass has begun
     at = where[before] if before else 0
-    for reader in readers:
+    for k, reader in enumerate(readers):
         for fetch in groups[reader]:
             reader.prepend(wait_of(fetch))
             if fetch in writer and at <= where[writer[fetch]]:  # it is written first
                 writer[fetch].append(fetch)
             else:
                 (before or wait_of(fetch)).prepend(fetch)
-        before, at = wait_of(groups[reader][0]), where[reader]
+        if k or not before:  # two are read while the first gradients are computed
+            before, at = wait_of(groups[reader][0]), where[reader]
     return [groups[reader] for reader in readers]
 
 
@@ -72,7 +74,7 @@ def _start_early(graph: Graph, fetches: list[Node]) -> None:
 
 
 class _Span(NamedTuple):
-    """Where in the step a read needs its memory: from node `start` to node `stop`."""
+    """Where in the step what is read, or written out, needs its memory: from node `start` to node `stop`."""
 
     node: Node
     start: int
@@ -91,6 +93,11 @@ def _spans(graph: Graph, groups: list[list[Node]]) -> list[_Span]:
         last = touched[fetch][-1]
         stop = written.get(fetch, where[last]) if last.target is ops.spill_.default else where[last]
         out.append(_Span(fetch, where[fetch], stop, pages(size * dtype.itemsize)))
+    rooms = [n for n in graph.nodes if n.target is ops.room.default]
+    for k, room in enumerate(rooms):
+        size, dtype = room.args[:2]
+        stop = max(where[rooms[min(k + WRITING, len(rooms) - 1)]], where[touched[room][-1]])
+        out.append(_Span(room, where[room], stop, pages(size * dtype.itemsize)))
     return out
 
 
