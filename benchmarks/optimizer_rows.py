@@ -2,8 +2,9 @@
 
 Each run's seconds are written to stdout. Arrays are made at a row's first run, which is not timed by optimizer.py.
 All rows work on the same arrays in one process, in the peers' environment, because where the pages of an array lie
-changes a row by a tenth. ZeroFn's kernels need nothing but torch: they are taken from ZEROFN_FOLDERS, without the rest.
-A name that ends in ", AVX2" leaves AVX-512 alone.
+changes a row by a tenth. What a state keeps lies as ZeroFn's states do, in huge pages, for the peers' rows too; the
+gradient is where torch puts it. ZeroFn's kernels need nothing but torch: they are taken from ZEROFN_FOLDERS, without
+the rest. A name that ends in ", AVX2" leaves AVX-512 alone.
 """
 
 from __future__ import annotations
@@ -37,12 +38,19 @@ void pass(float *p, const float *g, float *m, float *v, long n) {
 """
 
 
+def kept(x: torch.Tensor) -> torch.Tensor:
+    """A copy of `x` where a state lies."""
+    from zerofn.host_memory import zeros
+
+    return zeros(x.numel(), x.dtype, x.device).copy_(x)
+
+
 class Arrays:
     """What the rows work on, made when first asked for."""
 
     @cached_property
     def p(self) -> torch.Tensor:
-        return torch.nn.Parameter(torch.randn(SIZE))
+        return torch.nn.Parameter(kept(torch.randn(SIZE)))
 
     @cached_property
     def g(self) -> torch.Tensor:
@@ -54,29 +62,29 @@ class Arrays:
 
     @cached_property
     def p_bf16(self) -> torch.Tensor:
-        return self.p.detach().bfloat16()
+        return kept(self.p.detach().bfloat16())
 
     @cached_property
     def g_buffer(self) -> torch.Tensor:
-        return torch.zeros(SIZE)
+        return kept(torch.zeros(SIZE))
 
     @cached_property
     def p_buffer(self) -> torch.Tensor:
-        return torch.zeros(SIZE, dtype=torch.bfloat16)
+        return kept(torch.zeros(SIZE, dtype=torch.bfloat16))
 
     @cached_property
     def m(self) -> torch.Tensor:
-        return self.g * 0.1
+        return kept(self.g * 0.1)
 
     @cached_property
     def v(self) -> torch.Tensor:
-        return self.g.square()
+        return kept(self.g.square())
 
     @cached_property
     def split(self) -> list[torch.Tensor]:
         from zerofn.ops import native
 
-        return list(native.split(self.p.detach()))
+        return [kept(x) for x in native.split(self.p.detach())]
 
     @cache  # noqa: B019  (there is one object)
     def moments(self, form: str) -> list[list[torch.Tensor]]:
@@ -85,8 +93,8 @@ class Arrays:
         if form == "fp32":
             return [[self.m], [self.v]]
         if form == "bf16":
-            return [[self.m.bfloat16()], [self.v.bfloat16()]]
-        return [list(native.encode(self.m, True)), list(native.encode(self.v, False))]
+            return [[kept(x.bfloat16())] for x in (self.m, self.v)]
+        return [[kept(y) for y in native.encode(x, x is self.m)] for x in (self.m, self.v)]
 
     @cache  # noqa: B019
     def optimizer(self, kind: str) -> torch.optim.Optimizer:

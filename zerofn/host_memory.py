@@ -1,15 +1,43 @@
-"""The host's malloc keeps what a step frees, as the allocators of accelerators do, or gives it back."""
+"""Memory of the host: large tensors lie in huge pages, and malloc keeps what a step frees, as the allocators of
+accelerators do, or gives it back."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import mmap
 import sys
+from typing import TypeVar
+
+import torch
+from torch import Tensor
 
 # glibc's malloc.h. Blocks from MMAP_THRESHOLD on are mapped one by one and unmapped when freed; what is free at the
 # end of the heap goes back to the system when it is more than TRIM_THRESHOLD.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT = (1 << 31) - 1  # bytes: as much as the call can say
+Mapping = TypeVar("Mapping", bound=mmap.mmap)
+_LARGE = 4 << 20  # bytes: two huge pages
+
+
+def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros [size]; on the host, from 4 MiB on, in huge pages where the system has them.
+
+    An update reads and writes up to nine streams at once, and with pages of 4 KiB looks for a page every few hundred
+    elements: in huge pages an update with bf16 moments took 0.86 of the time.
+    """
+    if device.type != "cpu" or size * dtype.itemsize < _LARGE:
+        return torch.zeros(size, dtype=dtype, device=device)
+    return torch.frombuffer(in_huge_pages(mmap.mmap, size * dtype.itemsize), dtype=dtype, count=size)
+
+
+def in_huge_pages(kind: type[Mapping], nbytes: int) -> Mapping:
+    """A private mapping of `nbytes` zeros."""
+    memory = kind(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):  # a kernel, or a system, without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 @functools.cache

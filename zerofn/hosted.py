@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ._torch_compat import below_autograd
 from .disk import locked
+from .host_memory import zeros
 from .ops.library import define
 from .transport import under_way
 
@@ -54,7 +55,7 @@ class Hosted:
 
 def on_host(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros [size] in host memory, page-locked for a CUDA device."""
-    return locked(size, dtype) if device.type == "cuda" else torch.zeros(size, dtype=dtype)
+    return locked(size, dtype) if device.type == "cuda" else zeros(size, dtype, torch.device("cpu"))
 
 
 def bring(x: Tensor, device: torch.device) -> Tensor:

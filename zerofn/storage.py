@@ -11,6 +11,7 @@ from torch import Tensor
 from .agreement import group_named
 from .collectives import ops
 from .disk import Store, pages
+from .host_memory import zeros
 from .hosted import Hosted, on_host
 from .mesh import Axis
 from .sharding import Sharded, Spec
@@ -34,7 +35,7 @@ def allocate(spec: Spec, device: torch.device, cached: bool,
         a, b = spec.bounds(unit)
         parts: list[Part] = []
         if cached:
-            full.append(torch.zeros(unit.size, dtype=spec.precision.computes(kind.dtype), device=device))
+            full.append(zeros(unit.size, spec.precision.computes(kind.dtype), device))
         if cached and kind.lies_in(full[-1].dtype):
             parts.append(full[-1][a:b])
         for k, (dtype, size, tier) in list(enumerate(kind.parts(b - a)))[len(parts) :]:
@@ -44,7 +45,7 @@ def allocate(spec: Spec, device: torch.device, cached: bool,
                 region = scratch.allocate(size * dtype.itemsize, f"{name}[{unit.name!r}]{kind.codec.suffixes[k]}")
                 parts.append(Spilled(ticket_of(region), dtype, size, device))
             else:
-                parts.append(torch.zeros(size, dtype=dtype, device=device))
+                parts.append(zeros(size, dtype, device))
         pieces.append(Stored(kind, tuple(parts)))
     return Sharded(spec, pieces, full if cached else None)
 
@@ -104,7 +105,7 @@ def refill(sharded: Sharded) -> None:
     wait_for_all()
     spec, pieces, full = sharded.spec, [], []
     for unit, x in zip(spec.layout.units, sharded.stored, strict=True):
-        full.append(torch.zeros(unit.size, dtype=spec.precision.computes(x.dtype), device=x.device))
+        full.append(zeros(unit.size, spec.precision.computes(x.dtype), x.device))
         if x.kind.lies_in(full[-1].dtype):
             part = full[-1][slice(*spec.bounds(unit))].copy_(x.tensors[0].detach())
             x = Stored(x.kind, (part, *x.parts[1:]))

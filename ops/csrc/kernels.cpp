@@ -18,6 +18,7 @@ ZF_FN Numbers numbers(Pair bits) { return {zf_float(bits.even), zf_float(bits.od
 ZF_FN Pair bits(Numbers x) { return {zf_bits(x.even), zf_bits(x.odd)}; }
 
 #define ZF_INLINE template <bool full, bool straight> __attribute__((always_inline))
+#define ZF_SOON(...) template <bool far> __attribute__((always_inline)) void soon(zf_i64 i) const { __VA_ARGS__; }
 
 // The draws of a part's elements at even places and at odd ones, those of element i at i / 2.
 struct Draws {
@@ -31,6 +32,7 @@ struct Fp32 {
     zf_u32 *x;
     ZF_INLINE Numbers get(zf_i64 i, zf_i64 left) const { return numbers(load<full, straight>(x + i, left)); }
     ZF_INLINE void set(zf_i64 i, Numbers now, zf_i64 left) const { store<full, straight>(x + i, bits(now), left); }
+    ZF_SOON(::soon<far>(x + i))
 };
 struct Bf16 {
     const zf_u16 *x;
@@ -39,6 +41,7 @@ struct Bf16 {
         Pair now = load<full, true>(x + i, left);
         return {zf_from_bf16(now.even), zf_from_bf16(now.odd)};
     }
+    ZF_SOON(::soon<far>(x + i))
 };
 struct Fp16 {
     const zf_u16 *x;
@@ -46,6 +49,7 @@ struct Fp16 {
         Pair now = load<full, straight>(x + i, left);
         return {zf_from_fp16(now.even), zf_from_fp16(now.odd)};
     }
+    ZF_SOON(::soon<far>(x + i))
 };
 struct Split {
     zf_u16 *hi, *lo;
@@ -69,23 +73,25 @@ struct Split {
         store_words<full>(hi + i, upper({zf_split_near(x.even), zf_split_near(x.odd)}), left);
         store<full>(lo + i, x, left);
     }
+    ZF_SOON(::soon<far>(hi + i), ::soon<far>(lo + i))
 };
 struct None {
-    static const bool is_fp32 = true, in_blocks = false;
+    static const bool is_fp32 = true, in_blocks = false, is_far = false;
     ZF_INLINE Numbers get(zf_i64, zf_i64) const { return Numbers(); }
     ZF_INLINE void set(zf_i64, Numbers, zf_i64) const {}
+    ZF_SOON((void)i)
     ZF_FN void open(zf_i64) {}
     ZF_FN void close(zf_i64) {}
     ZF_FN void finish(zf_i64) {}
 };
 struct Whole : Fp32 {
-    static const bool in_blocks = false;
+    static const bool in_blocks = false, is_far = false;
     ZF_FN void open(zf_i64) {}
     ZF_FN void close(zf_i64) {}
     ZF_FN void finish(zf_i64) {}
 };
 struct Halves {
-    static const bool is_fp32 = false, in_blocks = false;
+    static const bool is_fp32 = false, in_blocks = false, is_far = true;
     zf_u16 *x;
     Draws draws;
     ZF_INLINE Numbers get(zf_i64 i, zf_i64 left) const { return Bf16{x}.get<full, false>(i, left); }
@@ -93,6 +99,7 @@ struct Halves {
         Pair random = draws.get(i);
         store_words<full>(x + i, upper({zf_to_bf16(now.even, random.even), zf_to_bf16(now.odd, random.odd)}), left);
     }
+    ZF_SOON(::soon<far>(x + i))
     ZF_FN void open(zf_i64) {}
     ZF_FN void close(zf_i64) {}
     ZF_FN void finish(zf_i64) {}
@@ -131,7 +138,7 @@ ZF_FN void encode(const zf_u16 *upper_halves, zf_u8 *codes, zf_u32 *scale) {
 // largest then.
 template <int is_signed, bool whole>
 struct Codes {
-    static const bool is_fp32 = false, in_blocks = whole;
+    static const bool is_fp32 = false, in_blocks = whole, is_far = false;
     zf_u8 *codes;
     zf_u32 *scales;
     zf_u16 *scratch;
@@ -145,6 +152,7 @@ struct Codes {
         store_words<full>(scratch + (whole ? i % (2 * ZF_BLOCK) : i), upper(next), left);
         largest = larger(largest, zf_size(upper(next), is_signed));
     }
+    ZF_SOON(::soon<far>(codes + i))
     __attribute__((always_inline)) void open(zf_i64 at) {
         if (whole) base = zf_base(scales[at / ZF_BLOCK], is_signed) - zf_w{}, largest = zf_w{};
     }
@@ -195,6 +203,10 @@ void loop(P p, G g, M m, V v, const Part &part) {
         m.open(at), v.open(at);
         over(size, EACH {
             i += at;
+            if (FULL && !straight) {
+                p.template soon<M::is_far>(i), g.template soon<M::is_far>(i);
+                m.template soon<M::is_far>(i), v.template soon<M::is_far>(i);
+            }
             Numbers p_now = p.template get<FULL, straight>(i, left), g_now = g.template get<FULL, straight>(i, left);
             Numbers m_now = m.template get<FULL, straight>(i, left), v_now = v.template get<FULL, straight>(i, left);
             g_now.even = straight ? g_now.even * f0 * f1 : zf_tame(g_now.even * both);

@@ -200,14 +200,17 @@ ZF_FN Pair straight_of(const uint16_t *x) { return {widened(x), widened(x + ZF_L
 ZF_FN Pair straight_of(const int16_t *x) { return {widened(x), widened(x + ZF_LANES)}; }
 ZF_FN void put_straight(uint16_t *to, Pair x) { put_shorts(to, x.even, x.odd); } // both below 2^16
 
+// What is read from here on next. Streams of 16 bits are asked for far ahead, into the second cache: the first one has
+// places for too few lines that are on their way. Where arithmetic takes longer than memory, the first cache is better.
+template <bool far>
+ZF_FN void soon(const void *x) {
+    far ? __builtin_prefetch((const char *)x + 2048, 0, 2) : __builtin_prefetch((const char *)x + 512, 0, 3);
+}
+
 // `left` elements where they are fewer than a pair has; the others are zero, and are not stored.
-#ifndef ZF_AHEAD
-#define ZF_AHEAD 1024
-#endif
 template <bool full, bool straight = false, class T>
 ZF_FN Pair load(const T *x, int64_t left) {
     T some[ZF_PAIR] = {};
-    if (full && !straight && ZF_AHEAD) __builtin_prefetch((const char *)x + ZF_AHEAD);
     if (!full) __builtin_memcpy(some, x, (uint64_t)left * sizeof(T));
     return straight ? straight_of(full ? x : some) : pair_of(full ? x : some);
 }
@@ -221,7 +224,6 @@ ZF_FN void store(T *to, Pair x, int64_t left) {
 template <bool full, class T>
 ZF_FN zf_w load_words(const T *x, int64_t left) {
     T some[ZF_PAIR] = {};
-    if (full && ZF_AHEAD) __builtin_prefetch((const char *)x + ZF_AHEAD);
     if (!full) __builtin_memcpy(some, x, (uint64_t)left * sizeof(T));
     return words_of(full ? x : some);
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import sys
 import threading
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..host_memory import in_huge_pages
 from .files import PAGE, pages
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def locked(size: int, dtype: torch.dtype) -> Tensor:
     """
     if not size:
         return torch.zeros(0, dtype=dtype)
-    memory = _map(pages(size * dtype.itemsize))
+    memory = in_huge_pages(_Mapped, pages(size * dtype.itemsize))
     out = torch.frombuffer(memory, dtype=dtype, count=size)
     if torch.cuda.is_available() and not memory.lock(out.data_ptr()):
         return torch.zeros(size, dtype=dtype, pin_memory=True)
@@ -67,16 +67,9 @@ class _Mapped(mmap.mmap):
             torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
-def _map(nbytes: int) -> _Mapped:
-    memory = _Mapped(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError, AttributeError):  # a kernel, or a system, without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
-
-
 def _in_huge_pages(nbytes: int) -> Tensor:
     """Drives are told of memory page by page: with pages of 2 MiB transfers were 1.5 times as fast as with 4 KiB."""
-    return torch.frombuffer(_map(nbytes), dtype=torch.uint8)
+    return torch.frombuffer(in_huge_pages(mmap.mmap, nbytes), dtype=torch.uint8)
 
 
 class Ring:
