@@ -99,7 +99,7 @@ def limited(trainer: Trainer, console: Console) -> dict[str, Any]:
     """The largest model with `LIMIT`, on drives and in memory."""
     model = {"units": SIZES[-1], "width": WIDTH, "verdict": True, "limit": LIMIT}
     found = {"drives": trainer.run("limited, on drives", **model, **DRIVES),
-             "memory": trainer.run("limited, in memory", **model, optimizer=None)}  # fmt: skip
+             "memory": trainer.run("limited, in memory", **model)}  # fmt: skip
     for name, one in found.items():
         del one["late_imports"]
         said = one.get("refused") or f"losses {', '.join(f'{x:.3f}' for x in one['losses'])}"

@@ -36,7 +36,7 @@ class Run:
     width: int
     moments: str | None = None
     verdict: bool = False
-    optimizer: str | None = "cpu"
+    optimizer: str | None = None
     params: str | None = None
     folder: str | None = None
     steps: int = 3

@@ -121,7 +121,8 @@ def test_three_units_of_buffers_whatever_the_depth(tmp_path, tiers, on_nonfinite
 
 
 def test_rounds_of_a_loop_read_for_themselves(tmp_path):
-    """Between the layers of a microbatch, too, no more than three units' parameters are in memory."""
+    """Between the layers of a microbatch, too, no more than three units' buffers are in memory: both halves of the
+    master, and the sum of the gradients, on its way to the drive or back."""
     sizes = []
     for n in (8, 16):
         with fake_ranks(1):
@@ -131,7 +132,7 @@ def test_rounds_of_a_loop_read_for_themselves(tmp_path):
         reads = [x for x in body.graph.nodes if is_fetch(x)]
         assert n < len(reads) <= 2 * n and all(len(x.args[3]) == 2 for x in reads)
         sizes.append([arena.nbytes for arena in program.arenas])
-    assert sizes[0] == sizes[1] and max(sizes[0]) <= 3 * (pages(2 * 2048) + pages(4 * 2048))
+    assert sizes[0] == sizes[1] and max(sizes[0]) <= 3 * (2 * pages(2 * 2048) + pages(4 * 2048))
 
 
 def test_updates_work_in_the_buffers():
@@ -160,7 +161,7 @@ HOSTED = [{"optimizer": "cpu"}, {"optimizer": "cpu", "params": "cpu"}, {"params"
 
 def apart(patch, share):
     """Host memory that is not where the model computes, and the share of the units that the host updates."""
-    patch.setattr(zerofn.partition, "lies_there", lambda tier, device: False)
+    patch.setattr(zerofn.offload, "lies_there", lambda tier, device: False)
     patch.setattr(update_on_host, "share_of", lambda *args: share)
 
 
@@ -305,8 +306,10 @@ def test_checkpoints_from_any_tier_to_any(ranks, tmp_path, num_ranks, tiers):
     (Offload(), 3, r"offloads nothing; write Offload\(optimizer='cpu'\)"),
     (Offload(optimizer="ssd"), 3, r"Offload\(optimizer='ssd'\) is not known"),
     (Offload(optimizer="cpu", path="/tmp"), 3, "has no effect without 'nvme'"),
+    ("cpu", 3, r"Offload\(optimizer='cpu'\) has no effect: the parameters are on the CPU.*'nvme'.*device='cuda'"),
+    (Offload(optimizer="nvme", params="cpu"), 3, r"Offload\(params='cpu'\) has no effect"),
     (Offload(optimizer="cpu", update="npu"), 3, r"Offload\(update='npu'\) is not known"),
-    (Offload(optimizer="cpu", update="gpu"), 3, "there is no other processor to update on"),
+    (Offload(optimizer="nvme", update="gpu"), 3, "there is no other processor to update on"),
     (Offload(optimizer="nvme", fraction=0), 3, "above 0 and at most 1"),
     (Offload(optimizer="nvme", path="/nowhere/at/all"), 3, "/nowhere/at/all does not exist"),
 ])
@@ -317,6 +320,7 @@ def test_what_cannot_be_is_a_sentence(offload, stage, message):
 
 def test_less_memory_than_is_needed_is_a_table_of_what_fits(monkeypatch):
     monkeypatch.setattr(zerofn.offload, "free_memory", lambda: 4 * 3 * 2048)
+    monkeypatch.setattr(zerofn.offload, "lies_there", lambda tier, device: False)
     table = r"as asked +0.00 GB  does not fit.*optimizer='nvme'\) +0.00 GB  fits.*moments='8bit'"
     with pytest.raises(MemoryError, match=f"(?s)0.00 GB are free. Nothing was allocated.*{table}"):
         state_of(build(3), 3, offload="cpu")

@@ -67,7 +67,7 @@ def moved(state, mode):
 
 def scheduled(path, tiers, precision, tx, on_nonfinite, share, monkeypatch):
     """The graph of a step after all passes, and the values of its nodes as fake tensors."""
-    monkeypatch.setattr(zerofn.partition, "lies_there", lambda tier, device: False)
+    monkeypatch.setattr(zerofn.offload, "lies_there", lambda tier, device: False)
     monkeypatch.setattr(update_on_host, "share_of", lambda *args: share)
     module = build(4)
     plain = zerofn.TrainState.create(params=dict(module.named_parameters()), tx=tx)

@@ -67,8 +67,6 @@ def resolve(offload: Offload | str | None, stage: int, num_ranks: int, device: t
     _check(offload, whole, device)
     if offload.on_disk and offload.path is None:
         log.info("offload: scratch files go to %s; Offload(path=...) names another folder.", offload.paths[0])
-    if any(lies_there(tier, device) for tier in (offload.optimizer, offload.params)):
-        log.info("offload: the model computes on the CPU, so what is offloaded to 'cpu' lies in the same memory.")
     return offload
 
 
@@ -90,6 +88,11 @@ def _check(offload: Offload, whole: bool, device: torch.device) -> None:
     if offload.params and whole:
         raise ValueError("Offload(params=...) has no effect at stages 1 and 2, where every rank holds a gathered copy "
                          "of the parameters; use stage=3, or offload the optimizer alone.")
+    for name in ("optimizer", "params"):
+        if lies_there(getattr(offload, name), device):
+            raise ValueError(f"Offload({name}='cpu') has no effect: the parameters are on the CPU, so the model "
+                             "computes in host memory as it is. Leave it out, offload to 'nvme', or let the model "
+                             "compute on a GPU: shard(..., device='cuda').")
     if device.type == "cpu" and offload.update in ("gpu", "split"):
         raise ValueError(f"Offload(update={offload.update!r}): the model computes on the CPU and there is no other "
                          "processor to update on; leave update out.")
@@ -125,7 +128,7 @@ def free_memory() -> int:
 
 
 def lies_there(tier: str | None, device: torch.device) -> bool:
-    """Whether what is offloaded to a tier lies in the memory the model computes in anyway."""
+    """Whether a tier is the memory that the model computes in."""
     return tier == device.type
 
 

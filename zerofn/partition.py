@@ -21,7 +21,7 @@ from .host_memory import map_large_blocks
 from .layout import Layout, LeafInfo, make_layout, restrict
 from .maps import gather_leaves
 from .mesh import Mesh
-from .offload import Offload, check_memory, lies_there, of_units
+from .offload import Offload, check_memory, of_units
 from .offload import resolve as resolve_offload
 from .precision import Precision, resolve
 from .replay import record
@@ -301,12 +301,11 @@ class _Options:
         return Kind(SPLIT if is_params and self.precision.splits(dtype) else PLAIN, dtype)
 
     def _offloaded(self, layout: Layout, kinds: list[Kind], is_params: bool) -> list[Kind]:
-        """The same with where each unit is to lie. Where the model computes on the CPU it is in host memory anyway."""
+        """The same with where each unit is to lie."""
         out = []
         for kind, offload in zip(kinds, of_units(self.offload, [u.size for u in layout.units]), strict=True):
             first = offload.params if is_params else offload.optimizer
-            tiers = tuple(None if lies_there(tier, self.home) else tier
-                          for tier in (first, *[offload.optimizer] * (kind.num_parts - 1)))
+            tiers = (first, *[offload.optimizer] * (kind.num_parts - 1))
             paths = tuple(offload.paths) if "nvme" in tiers else ()
             out.append(replace(kind, away=Away(tiers, paths, str(self.home), offload.update)) if any(tiers) else kind)
         return out

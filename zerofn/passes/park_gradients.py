@@ -64,13 +64,13 @@ def _name(program: Program, rule: Node) -> str:
 
 
 def _park(graph: Graph, rule: Node, memory: Node, after: Node, region: Region) -> None:
-    gradient = _gradient(rule)
-    value = tensor_of(gradient)
+    value, then = tensor_of(_gradient(rule)), after.next
     assert value is not None
     aside: list[Node] = []
-    held = gradient if _write_there(graph, gradient, memory) else None
-    with graph.inserting_before(after.next):
-        if held is None:
+    there = _write_there(graph, _gradient(rule), memory)
+    gradient = held = _gradient(rule)
+    with graph.inserting_before(then):
+        if not there:
             held = graph.call_function(ops.room.default, (value.numel(), value.dtype, []))
             aside += [held, graph.call_function(torch.ops.aten.copy_.default, (held, gradient))]
         ticket = graph.call_function(ops.ticket.default, (int(ticket_of(region)),))
