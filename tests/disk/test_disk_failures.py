@@ -16,7 +16,7 @@ import pytest
 import torch
 from disk_stores import BLOCK, behind_its_back, filled, small_store, written
 
-from zerofn.disk import PAGE, DiskError, Ring, Store, aligned, files, pages
+from zerofn.disk import PAGE, DiskError, Store, aligned, files, pages
 
 direct_or_not = pytest.mark.filterwarnings("ignore:.*O_DIRECT")
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,19 +149,6 @@ def test_a_write_that_failed_never_verifies(tmp_path, monkeypatch):
         store._engine.failure = None
         with pytest.raises(DiskError, match="is damaged"):
             store.read(region, aligned(BLOCK)).wait()
-
-
-@direct_or_not
-def test_a_ring_tells_that_a_write_failed_and_keeps_its_buffer(tmp_path, monkeypatch):
-    ring = Ring(1, BLOCK)
-    with small_store(tmp_path) as store:
-        region = store.allocate(BLOCK, "w")
-        monkeypatch.setattr(os, "pwritev", lambda *_: 0)
-        buffer = ring.take()
-        ring.give(buffer, after=store.write(region, buffer))
-        with pytest.raises(DiskError, match="cannot be written"):
-            ring.take()
-        assert ring.take(timeout=1).data_ptr() == buffer.data_ptr()
 
 
 # --- folders ----------------------------------------------------------------------------------

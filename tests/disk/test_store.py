@@ -11,7 +11,7 @@ import pytest
 import torch
 from disk_stores import BLOCK, behind_its_back, filled, small_store, written
 
-from zerofn.disk import PAGE, DiskError, Ring, Store, aligned, checks, pages
+from zerofn.disk import PAGE, DiskError, Store, aligned, checks, pages
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*O_DIRECT")
 
@@ -258,47 +258,6 @@ def test_buffers_ask_for_huge_pages():
             elif inside and first == "VmFlags:":
                 flags = line
     assert " hg" in flags and buffer.data_ptr() % (2 << 20) == 0
-
-
-def test_a_ring_lends_each_buffer_once():
-    ring = Ring(2, 5000)
-    first, second = ring.take(), ring.take()
-    assert first.data_ptr() != second.data_ptr() and first.numel() == pages(5000)
-    with pytest.raises(TimeoutError, match="none of 2 buffers"):
-        ring.take(timeout=0.01)
-    threading.Timer(0.05, ring.give, [second]).start()
-    assert ring.take(timeout=10).data_ptr() == second.data_ptr()
-    with pytest.raises(ValueError, match="not taken from this ring"):
-        ring.give(aligned(5000))
-    ring.give(first)
-    with pytest.raises(ValueError, match="given back already"):
-        ring.give(first)
-
-
-def test_a_ring_waits_for_the_request_a_buffer_was_given_back_after(tmp_path, monkeypatch):
-    ring = Ring(1, BLOCK)
-    with small_store(tmp_path) as store:
-        region = store.allocate(BLOCK, "w")
-        slowly(monkeypatch, "pwritev")
-        buffer = ring.take()
-        request = store.write(region, buffer)
-        ring.give(buffer, after=request)
-        assert not request.done
-        assert ring.take().data_ptr() == buffer.data_ptr()
-        assert request.done
-
-
-def test_a_ring_lends_a_buffer_that_is_free_before_one_whose_request_is_not_done(tmp_path, monkeypatch):
-    ring = Ring(2, BLOCK)
-    with small_store(tmp_path) as store:
-        region, go, move = store.allocate(BLOCK, "w"), threading.Event(), os.pwritev
-        monkeypatch.setattr(os, "pwritev", lambda *a: go.wait(10) and move(*a))
-        busy, free = ring.take(), ring.take()
-        ring.give(busy, after=store.write(region, busy))
-        ring.give(free)
-        assert ring.take().data_ptr() == free.data_ptr()
-        go.set()
-        assert ring.take().data_ptr() == busy.data_ptr()
 
 
 # --- what cannot be asked ---------------------------------------------------------------------

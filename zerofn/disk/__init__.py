@@ -1,8 +1,8 @@
 """Scratch space on drives: what a training step reads, changes and writes back while it computes."""
 
-from .buffers import Ring, aligned, locked
+from .buffers import aligned, locked
 from .engine import Request, Statistics
 from .files import PAGE, DiskError, pages
 from .store import Region, Store
 
-__all__ = ["PAGE", "DiskError", "Region", "Request", "Ring", "Statistics", "Store", "aligned", "locked", "pages"]
+__all__ = ["PAGE", "DiskError", "Region", "Request", "Statistics", "Store", "aligned", "locked", "pages"]

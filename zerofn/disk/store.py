@@ -103,7 +103,7 @@ class Store:
     def read(self, region: Region, buffer: Tensor) -> Request:
         """Begin to fill `buffer` with the region; what lies behind its `nbytes` in the last page is filled too.
 
-        buffer: from `aligned` or a `Ring`, or a contiguous part of one that begins at a page; any dtype, with
+        buffer: from `aligned`, or a contiguous part of one that begins at a page; any dtype, with
         `pages(region.nbytes)` bytes or more. Comes after writes to the region that were asked for earlier.
         """
         return self._begin(region, buffer, writes=False)
