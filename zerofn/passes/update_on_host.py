@@ -25,10 +25,13 @@ def update_on_host(gm: GraphModule, program: Program) -> GraphModule:
     if not rules:
         return gm
     number = round(_share(program, rules[0]) * len(rules))
+    where, root = dict[Node, float](positions(graph)), roots(graph)
+    touched = touches(graph, root)
     for k, rule in enumerate(rules):
         drive = any(from_drive(x) for parts in kept_by(rule) for x in parts)
         if k < number or (drive and _on_device(rule)):  # what is read from a drive is on the host
-            _move(graph, rule, not drive)
+            before = [n for n in touched[root[cast(Node, rule.args[1])]] if where[n] < where[rule]]
+            _move(graph, rule, before[-1], where, not drive)
     return clean(gm)
 
 
@@ -63,12 +66,12 @@ def _on_device(rule: Node) -> bool:
     return tensor_of(rule.args[1]).device.type != "cpu"  # type: ignore[arg-type,union-attr]
 
 
-def _move(graph: Graph, rule: Node, aside: bool) -> None:
-    """Make an update on the device one on the host, aside but where it works in places that later reads get."""
-    root, where = roots(graph), positions(graph)
+def _move(graph: Graph, rule: Node, ready: Node, where: dict[Node, float], aside: bool) -> None:
+    """Make an update on the device one on the host, aside but where it works in places that later reads get.
+    `ready`: its gradient is complete behind that. `where`: positions, to which those of new users of state are added.
+    """
     gradient = cast(Node, rule.args[1])
-    start = max((n for n in touches(graph, root)[root[gradient]] if where[n] < where[rule]), key=where.__getitem__)
-    with graph.inserting_after(start):
+    with graph.inserting_after(ready):
         begun = _node(graph, ops.bring.default, (gradient, HOST), gradient)  # as soon as it is reduced
     with graph.inserting_after(begun):  # at once: where it waits on a drive, it is on its way there before the next
         given = {gradient: _node(graph, ops.wait.default, (begun,), begun)}
@@ -81,15 +84,17 @@ def _move(graph: Graph, rule: Node, aside: bool) -> None:
             start.args = (*start.args[:4], HOST)
         else:
             with graph.inserting_before(rule):
-                given[x] = _node(graph, ops.wait.default, (_node(graph, ops.bring.default, (x, HOST), x),), x)
-    ends = [_end(graph, rule, part, given[part]) for part in parts if part in given]
+                begun = _node(graph, ops.bring.default, (x, HOST), x)
+                given[x] = _node(graph, ops.wait.default, (begun,), x)
+            where[begun] = where[rule] - 0.5
+    ends = [_end(graph, rule, part, given[part], where) for part in parts if part in given]
     rule.args = tuple(_swap(x, given) for x in rule.args)
     for node in [rule, *ends, *(x for x in given.values() if x.target is ops.wait.default)] if aside else ():
         if node is not None:
             node.meta[ASIDE] = True
 
 
-def _end(graph: Graph, rule: Node, part: Node, place: Node) -> Node | None:
+def _end(graph: Graph, rule: Node, part: Node, place: Node, where: dict[Node, float]) -> Node | None:
     """What tells others, or gives them, what the host has made of a part."""
     for put in [u for u in part.users if _brought(part) and u.target is ops.put_.default]:
         graph.erase_node(put)
@@ -98,15 +103,11 @@ def _end(graph: Graph, rule: Node, part: Node, place: Node) -> Node | None:
     with graph.inserting_after(rule):
         end = graph.call_function(ops.updated_.default, (place,)) if _brought(part) else \
             graph.call_function(ops.put_.default, (part, place))
-    _wait_before(graph, place if _brought(part) else part)
+    where[end] = where[rule] + 0.5
+    written = place if _brought(part) else part
+    with graph.inserting_before(min(written.users, key=where.__getitem__)):  # the next step waits for what is put there
+        _node(graph, ops.wait.default, (written,), written)
     return end
-
-
-def _wait_before(graph: Graph, place: Node) -> None:
-    """The next step waits for what the host puts there before it uses it."""
-    first = min(place.users, key=positions(graph).__getitem__)
-    with graph.inserting_before(first):
-        _node(graph, ops.wait.default, (place,), place)
 
 
 def _node(graph: Graph, target: Any, args: tuple[Any, ...], like: Any) -> Node:
