@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..graph.alias import is_view, positions
+from ..graph.alias import is_view, positions, sources
 from ..graph.edit import clean
 from ..graph.program import tensor_of
 
@@ -24,8 +24,8 @@ _OUT = {
 
 def place_gradients(gm: GraphModule) -> GraphModule:
     """Where the operation that makes a leaf's gradient can write to given memory, let it write into the unit's flat
-    buffer; the copy into that buffer is left for the rest. The values are the same, bit for bit.
-    """
+    buffer; the copy into that buffer, which is made before them, is left for the rest. The values are the same, bit
+    for bit."""
     for node in list(gm.graph.nodes):
         if node.target is ops.ravel.default and len(node.args) == 4:
             _place(gm.graph, node)
@@ -38,10 +38,13 @@ def _place(graph: Graph, ravel: Node) -> None:
     for leaf in leaves:
         maker = _maker(leaf, dtype)
         makers.append(None if maker in makers else maker)  # it writes to one place
-    if not any(makers):
-        return
     where = positions(graph)
-    first = min((m for m in makers if m is not None), key=where.__getitem__)
+    last = max((_memory(x) for x in leaves if x is not None), key=where.__getitem__)
+    if last.op == "placeholder":
+        return
+    # Before the last leaf where none is made there: freed behind the buffer, what is cast into it leaves no hole in the
+    # heap, which malloc, for want of some bytes for the alignment, could not give to the next one of its size.
+    first = min((m for m in makers if m is not None), key=where.__getitem__, default=last)
     device = tensor_of(ravel).device  # type: ignore[union-attr]
     with graph.inserting_before(first):
         flat = graph.call_function(ops.flat.default, (size,), {"dtype": dtype, "device": device})
@@ -57,6 +60,13 @@ def _place(graph: Graph, ravel: Node) -> None:
         graph.call_function(ops.fill_.default, (flat, rest, offsets, numels, [m is not None for m in makers]))
     ravel.replace_all_uses_with(flat)
     graph.erase_node(ravel)
+
+
+def _memory(node: Node) -> Node:
+    """What made the memory that a node stands on."""
+    while is_view(node):
+        node = sources(node)[0]
+    return node
 
 
 def _maker(leaf: Node | None, dtype: torch.dtype) -> Node | None:
