@@ -62,6 +62,20 @@ def test_one_gradient_of_two_leaves_is_made_once_and_copied():
     assert same(results(after, state, batch), results(before, state, batch))
 
 
+def test_what_is_cast_into_a_buffer_is_made_behind_it():
+    """And freed there: a hole before it would be too small for the next one of its size."""
+    def step(state, batch):
+        g = (batch["x"].t() @ batch["y"]).bfloat16()
+        return ops.ravel([g.t()], [0], 1024, torch.float32)
+
+    state, batch = {"params": torch.ones(2)}, batch_of()
+    before = captured(step, state, batch, *BEFORE)
+    after = captured(step, state, batch, *BEFORE, place_gradients)
+    (flat,), (cast,) = targets(after, ops.flat.default), targets(after, aten._to_copy.default)
+    assert flat.next is cast and not targets(after, ops.ravel.default)
+    assert same(results(after, state, batch), results(before, state, batch))
+
+
 class Words(torch.nn.Module):
     """An embedding, a layer norm, a convolution and a tied output."""
 
