@@ -42,6 +42,11 @@ def is_given(memory: Node) -> bool:
     return memory.op in ("placeholder", "get_attr")
 
 
+def is_lent(memory: Node) -> bool:
+    """Whether memory is an arena's, which the next step uses again."""
+    return memory.target in (torch.ops.zerofn.fetch.default, torch.ops.zerofn.room.default)
+
+
 def is_view(node: Node) -> bool:
     """Whether `node` only looks at memory another node has."""
     return bool(sources(node)) and not writes(node)

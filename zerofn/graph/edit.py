@@ -126,12 +126,15 @@ def _prepares(node: Node) -> bool:
 
 
 def sink(graph: Graph, nodes: Iterable[Node]) -> None:
-    """Move each of `nodes` to just before the first node outside that needs it, keeping their mutual order."""
+    """Move each of `nodes` to just before the first node outside that needs it, or writes over what it reads from a
+    drive or the host, keeping their mutual order."""
     where, order = positions(graph), list(nodes)
     inside = set(order)
     anchor: dict[Node, Node] = {}
     for node in reversed(order):
         users = [anchor.get(u, u) if u in inside else u for u in node.users]
+        if fetched(node):
+            users += [x for x in node.args[0].args[0].users if x.target in SPILLS]  # type: ignore[union-attr]
         if users:
             anchor[node] = min(users, key=where.__getitem__)
     for node in order:

@@ -62,14 +62,20 @@ class Flat:
 
     def keep(self, value: Any, old: Any, decoded: dict[int, tuple[Tensor, Stored]]) -> Any:
         """A tree of this structure with pieces kept as those of `old` are, in the place of what lies on a drive.
-        `decoded`: id of a piece -> the piece, and what it was decoded from: that keeps it if it comes back untouched.
+        `decoded`: id of a piece -> the piece, and what it was decoded from: that keeps it if it comes back untouched,
+        and was there before or lies in memory.
         """
         def kept(x: Any, before: Any) -> Any:
             if not is_sharded(x):
                 return x
-            pieces = [decoded[id(piece)][1] if id(piece) in decoded else was.kind.keep(piece, was)
-                      for piece, was in zip(x.pieces, before.stored, strict=True)]
-            return Sharded(before.spec, pieces)
+            return Sharded(before.spec, [piece_kept(*pair) for pair in zip(x.pieces, before.stored, strict=True)])
+
+        def piece_kept(piece: Tensor, was: Stored) -> Stored:
+            source = decoded[id(piece)][1] if id(piece) in decoded else None
+            if source is not None and (source is was or not (source.on_disk or was.on_disk)):
+                return source
+            # Of another entry, whose place on a drive is its own: it is written to this one's.
+            return was.kind.keep(piece if source is None else piece.clone(), was)
 
         leaves, treedef = tree.flatten(value, is_leaf=is_sharded)
         before = tree.leaves(old, is_leaf=is_sharded)

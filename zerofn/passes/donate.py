@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import schema_arguments
-from ..graph.alias import is_given, last_uses, positions, roots
+from ..graph.alias import is_given, is_lent, last_uses, positions, roots
 from ..graph.edit import DECODES, SPILLS, UPDATE, clean, copy_of, fetched, in_place_of
 from ..graph.program import Program, tensor_of
 
@@ -61,7 +61,7 @@ def _save_aux(graph: Graph, program: Program, outputs: list[Node], shared: dict[
         is_aux, memory = j >= program.num_new, root[value]
         if not is_aux and j not in program.kept:
             continue
-        if memory in old:  # now, before it is written
+        if memory in old or is_lent(memory):  # now, before it is written
             with graph.inserting_after(value if value.op != "placeholder" else program.placeholders[-1]):
                 outputs[j] = copy_of(value)
         elif memory in taken or (not is_aux and is_given(memory)):  # when all that the step writes there is written

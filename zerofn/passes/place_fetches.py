@@ -91,7 +91,7 @@ def _spans(graph: Graph, groups: list[list[Node]]) -> list[_Span]:
     for fetch in [n for n in graph.nodes if n.target is ops.fetch.default]:
         _, size, dtype = fetch.args[:3]
         last = touched[fetch][-1]
-        stop = written.get(fetch, where[last]) if last.target is ops.spill_.default else where[last]
+        stop = max(where[last], written.get(fetch, 0) if last.target is ops.spill_.default else 0)
         out.append(_Span(fetch, where[fetch], stop, pages(size * dtype.itemsize)))
     rooms = [n for n in graph.nodes if n.target is ops.room.default]
     for k, room in enumerate(rooms):

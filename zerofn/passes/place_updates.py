@@ -30,6 +30,7 @@ def place_updates(gm: GraphModule, program: Program) -> GraphModule:
 
     def memory(rule: Node) -> set[Node]:
         places = {root[x] for x in writes(rule)}
+        places |= {x.args[0] for x in places if is_fetch(x)}  # type: ignore[misc]  # what it will be written to
         return places | {copies[x] for x in places if x in copies}  # a piece may lie in its gathered copy
 
     def first_use(rule: Node) -> int:
@@ -45,8 +46,10 @@ def place_updates(gm: GraphModule, program: Program) -> GraphModule:
         anchors[rule].append(rule)
     makers = {root[x]: rule for rule in rules for x in writes(rule)}
     for spill in [n for n in graph.nodes if n.target in (ops.spill_.default, ops.put_.default)]:
-        if root[spill.args[1]] in makers:
-            makers[root[spill.args[1]]].append(spill)
+        rule = makers.get(root[spill.args[1]])
+        late = [n for n in touched[root[spill.args[0]]] if rule and where[rule] < where[n] < where[spill]]
+        if rule is not None and not late:  # else somebody reads the old values after the rule
+            rule.append(spill)
     return clean(gm)
 
 

@@ -1,0 +1,88 @@
+"""Old values that are asked for late, returned or kept: what lies on a drive has the bits of what lies in memory."""
+
+import pytest
+import torch
+
+import zerofn
+from small_steps import batch_of, build, loss_of, state_of, train_step_of, unit_of
+from zerofn import Offload, optim, tree
+
+TIERS = [{"params": "nvme"}, {"params": "nvme", "optimizer": "nvme"}]
+
+
+def with_extra(module, **options):
+    """A state whose `extra` is laid out as its parameters are."""
+    params = dict(module.named_parameters())
+    plain = zerofn.TrainState.create(params=params, tx=optim.adamw(1e-2), extra=tree.tree_map(torch.clone, params))
+    return zerofn.shard(plain, unit=unit_of, **options)
+
+
+def three_steps(state, step):
+    """What they return, cloned at once and as it is at the end, and the state."""
+    run, given, copied = zerofn.compile(step), [], []
+    for k in range(3):
+        state, aux = run(state, batch_of(seed=k))
+        given.append(aux)
+        copied.append(tree.tree_map(torch.clone, aux))
+    return tree.leaves(copied), tree.leaves(given), tree.leaves(zerofn.unshard(state))
+
+
+def same_as_in_memory(path, tiers, step, make):
+    ours = three_steps(make(offload=Offload(path=path, **tiers)), step)
+    theirs = three_steps(make(), step)
+    assert all(len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("on_nonfinite", ["skip", "ignore"])
+def test_old_values_that_are_read_after_the_update(tmp_path, tiers, on_nonfinite):
+    """The write of a unit waits for all who read what was there."""
+    module = build(8)
+
+    def step(state, batch):
+        loss, grads = state.value_and_grad(loss_of(module))(batch)
+        old = zerofn.gather(state.params)
+        norms = torch.stack([x.square().sum() * (1 + loss) for x in old.values()])
+        return state.apply_gradients(grads, on_nonfinite=on_nonfinite), {"norms": norms}
+
+    same_as_in_memory(tmp_path, tiers, step, lambda **options: state_of(module, 3, **options))
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+def test_old_values_that_are_returned(tmp_path, tiers):
+    """They lie in memory of their own: the arena that drives read to is used again by the next step."""
+    module = build(6)
+
+    def step(state, batch):
+        loss, grads = state.value_and_grad(loss_of(module))(batch)
+        return state.apply_gradients(grads), {"old": zerofn.gather(state.params), "loss": loss}
+
+    same_as_in_memory(tmp_path, tiers, step, lambda **options: state_of(module, 3, **options))
+
+
+@pytest.mark.parametrize("what", [lambda state, _: state.params.pieces, lambda state, _: zerofn.gather(state.params)])
+def test_what_an_evaluation_returns_stays(tmp_path, what):
+    module = build(6)
+    state, read = state_of(module, 3, offload=Offload(params="nvme", path=tmp_path)), zerofn.compile(what)
+    found = tree.leaves(read(state, {}))
+    copied = [x.clone() for x in found]
+    state, _ = zerofn.compile(train_step_of(module))(state, batch_of())
+    after = tree.leaves(read(state, {}))
+    assert all(map(torch.equal, found, copied)) and not all(map(torch.equal, found, after))
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("on_nonfinite", ["skip", "ignore"])
+@pytest.mark.parametrize("kept", ["old", "new", "swapped"])
+def test_an_entry_that_becomes_another(tmp_path, tiers, on_nonfinite, kept):
+    """Each has its own place on the drive, whichever comes first in the state."""
+    module = build(4)
+
+    def step(state, batch):
+        _, grads = state.value_and_grad(loss_of(module))(batch)
+        new = state.apply_gradients(grads, on_nonfinite=on_nonfinite)
+        if kept == "swapped":
+            return state.replace(params=state.extra, extra=state.params), {}
+        return new.replace(extra=(state if kept == "old" else new).params), {}
+
+    same_as_in_memory(tmp_path, tiers, step, lambda **options: with_extra(module, **options))
