@@ -21,7 +21,7 @@ from .graph.lines import place_of
 from .graph.program import Program, tensor_of
 from .graph.verify import check_purity, fingerprint
 from .host_memory import keep_freed_memory, return_freed_memory
-from .hosted import forget_updates
+from .hosted import end_updates, owe
 from .mistakes import note_dtypes
 from .ops import cuda, native
 from .partition import as_tensor
@@ -205,7 +205,7 @@ class Step:
             why = f"{self.__name__} failed: {said(error)}"
             if isinstance(error, Exception):
                 forget_transfers()
-                forget_updates()
+                end_updates()
                 abandon(why)
             if entry.donating and entry.run.wrote:
                 for x in leaves:
@@ -242,6 +242,7 @@ class Step:
                 new[j] = t.detach()
         full = {k: copies[a:b] for k, (a, b) in program.full.items()}
         state = program.new_state.spread(new, full, arriving=True)
+        owe(filter(is_sharded, tree.leaves(state, is_leaf=is_sharded)))
         for x in leaves:
             if is_sharded(x):
                 x.donate(why)

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from ._torch_compat import below_autograd
 from .disk import locked
+from .errors import said
 from .host_memory import zeros
 from .ops.library import define
 from .transport import under_way
@@ -29,6 +31,7 @@ _leaving: dict[int, Any] = {}  # address of host memory that is being copied fro
 _jobs: deque[Future[Any]] = deque()  # what was given to the updates' thread, but for what is known to be done
 BEHIND = 12  # jobs that may wait for that thread while more gradients are sent to it: two or three units' updates
 _failed: list[BaseException] = []  # what an update aside has raised, until it is told: those after it must not run
+_owed: WeakSet[Any] = WeakSet()  # the `Sharded`s that what is done aside writes to
 
 
 class Hosted:
@@ -172,15 +175,25 @@ def finish() -> None:
     """Wait for all that is done aside, and let the host wait for what that puts elsewhere. Raises what it raised."""
     while _jobs:
         _tell(_jobs.popleft())
+    _owed.clear()
     for event in list(_landing.values()):
         event.synchronize()
 
 
-def forget_updates() -> None:
-    """Let go of what is done aside for a step that failed: what has not begun will not, and nothing is raised."""
-    _failed.append(RuntimeError("the step failed"))
+def owe(states: Iterable[Any]) -> None:
+    """Say which `Sharded`s a step returns whose updates are done aside: they are lost where one of those fails."""
+    if _jobs:
+        _owed.update(states)
+
+
+def end_updates() -> None:
+    """Wait for what is done aside, also for the step before one that failed: its state is to be whole. Nothing is
+    raised; where something failed, what came after it was left out and the states are lost."""
     wait(_jobs)
     _jobs.clear()
+    for state in list(_owed) if _failed else ():
+        state.donate(f"This state was lost when its update failed: {said(_failed[0])}. Load the last checkpoint.")
+    _owed.clear()
     _failed.clear()
 
 
@@ -189,7 +202,7 @@ def _tell(future: Future[Any]) -> None:
     wait([future])
     if _failed:
         error = _failed[0]
-        forget_updates()
+        end_updates()
         raise error
     future.result()
 
