@@ -1,6 +1,7 @@
 """What fails beside a step, or after it: the state is whole or lost, and what is tried again begins anew."""
 
 import importlib
+import os
 import time
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 
 import zerofn
 from small_steps import batch_of, build, state_of, train_step_of
-from zerofn import Offload, hosted, tree
+from zerofn import Offload, hosted, optim, tree
+from zerofn.disk import DiskError
 from zerofn.ops import native
 
 update_on_host = importlib.import_module("zerofn.passes.update_on_host")
@@ -61,3 +63,35 @@ def test_a_step_that_fails_leaves_the_state_before_it_whole(apart, monkeypatch):
         return tree.leaves(zerofn.unshard(state))
 
     assert all(map(torch.equal, updated(hosted.end_updates), updated(hosted.finish)))
+
+
+def fail_to_write(monkeypatch, step, state):
+    """Steps while drives take nothing; the error."""
+    def broken(fd, buffers, offset):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", broken)
+        with pytest.raises(DiskError, match="Input/output error"):
+            for _ in range(3):
+                state, _ = step(state, batch_of())
+
+
+@pytest.mark.parametrize("tx", [optim.adamw(1e-2), optim.lamb(1e-2)])
+def test_a_step_goes_on_with_another_state_once_a_drive_works_again(tmp_path, monkeypatch, tx):
+    """Gradients get a place that works, and nobody waits for writes that failed."""
+    module = build(6)
+    step, make = zerofn.compile(train_step_of(module)), lambda **options: state_of(module, 3, tx, **options)
+    offload = Offload(optimizer="nvme", path=tmp_path)
+    state, other = make(offload=offload), make(offload=offload)
+    state, _ = step(state, batch_of())
+    zerofn.save(tmp_path / "saved", state)
+    fail_to_write(monkeypatch, step, state)
+    state = zerofn.load(tmp_path / "saved", like=make(offload=offload))
+    expected = make()
+    for _ in range(2):
+        other, _ = step(other, batch_of())
+        expected, _ = step(expected, batch_of())
+    state, _ = step(state, batch_of())
+    for ours in (other, state):
+        assert all(map(torch.equal, tree.leaves(zerofn.unshard(ours)), tree.leaves(zerofn.unshard(expected))))

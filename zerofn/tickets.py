@@ -7,6 +7,7 @@ pass gives every fetch its place there, and a fetch into a place that is still b
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ._torch_compat import current_trace
-from .disk import PAGE, Region, Request, aligned, locked, pages
+from .disk import PAGE, DiskError, Region, Request, aligned, locked, pages
 from .ops.library import define
 from .transport import under_way
 
@@ -46,7 +47,7 @@ class Arena:
         stop = start + nbytes
         for a, b, request in self._leaving:
             if a < stop and start < b:
-                request.wait()
+                _end(request)
         self._leaving = [x for x in self._leaving if not x[2].done]
         return self._memory[start:stop]
 
@@ -55,6 +56,12 @@ class Arena:
         start = -1 if self._memory is None else x.data_ptr() - self._memory.data_ptr()
         if 0 <= start < self.nbytes:
             self._leaving.append((start, start + nbytes, request))
+
+
+def _end(request: Request) -> None:
+    """Wait for a write, perhaps of another state's. One that fails is told by its store, at every further request."""
+    with contextlib.suppress(DiskError):
+        request.wait()
 
 
 def ticket_of(region: Region) -> Tensor:
@@ -150,7 +157,7 @@ def spill_(ticket: Tensor, x: Tensor) -> None:
     rest = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
     if x.device.type != "cpu" or x.data_ptr() % PAGE or rest < pages(nbytes):
         while len(_loose) >= LOOSE:
-            _loose.popleft().wait()
+            _end(_loose.popleft())
         buffer = aligned(nbytes)
         buffer[:nbytes].view(x.dtype).copy_(x)
         _loose.append(region.store.write(region, buffer))
