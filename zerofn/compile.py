@@ -29,6 +29,7 @@ from .runtime.executor import Executor, failed_node
 from .runtime.failure import deliver, whole_steps
 from .sharding import is_sharded
 from .storage import keep_halves, lacks_copy, refill
+from .tickets import Spilled
 from .transport import forget_transfers, wait_for_all
 
 log = logging.getLogger("zerofn")
@@ -102,6 +103,8 @@ class Step:
                                    "over was changed since capture; pass it in the state or the batch.")
         tensors = self._tensors(state_leaves, entry.donating)
         copies = [t for k in entry.program.full for t in state_leaves[k].copies]
+        if entry.donating:
+            batch_tensors = self._apart(batch_tensors, [*tensors, *copies], batch_leaves)
         inputs = [*tensors, *copies, *batch_tensors]
         outputs = self._run(entry, inputs, state_leaves, lambda: (tree.unflatten(state_def, state_leaves), batch))
         return self._result(entry, outputs, tensors, copies, state_leaves)
@@ -121,11 +124,28 @@ class Step:
         places = list(map(storage_key, out)) if donating else []
         if len(set(places)) < len(places):
             seen = {places[j] for j in fixed}
+            tickets = _tickets(leaves)
             for j in sorted(set(range(len(out))) - set(fixed)):
                 if places[j] in seen:
+                    self._refuse(out[j], tickets, "two entries of the state")
                     out[j] = out[j].clone()
                 seen.add(places[j])
         return out
+
+    def _apart(self, tensors: list[Tensor], given: list[Tensor], leaves: list[Any]) -> list[Tensor]:
+        """The batch's tensors, with copies of those that lie in memory which is given away: it is written early."""
+        places = set(map(storage_key, given))
+        shared = [storage_key(x) in places for x in tensors]
+        tickets = _tickets(leaves) if any(shared) else {}
+        for x in [x for x, is_shared in zip(tensors, shared, strict=True) if is_shared]:
+            self._refuse(x, tickets, "the state and the batch")
+        return [x.clone() if is_shared else x for x, is_shared in zip(tensors, shared, strict=True)]
+
+    def _refuse(self, x: Tensor, tickets: dict[int, str], who: str) -> None:
+        if id(x) in tickets:
+            raise RuntimeError(f"{self.__name__}: {who} are one place on a drive, {tickets[id(x)]}, which the step "
+                               "would write to for one of them. Keep the other in an entry of its own, and fill it in "
+                               "a compiled step: state.replace(extra=state.params).")
 
     def _capture(self, state: Any, batch: Any) -> _Entry:
         """Capture, on all ranks or on none: one that fails makes the others raise its message."""
@@ -270,6 +290,12 @@ def _refill(leaves: list[Any], positions: Iterable[int]) -> None:
     for k in positions:
         if is_sharded(leaves[k]) and lacks_copy(leaves[k]):
             refill(leaves[k])
+
+
+def _tickets(leaves: Iterable[Any]) -> dict[int, str]:
+    """The tickets among the tensors of leaves, by identity -> what lies there."""
+    return {id(part.ticket): part.region.label for x in leaves if is_sharded(x) for piece in x.stored
+            for part in piece.parts if isinstance(part, Spilled)}
 
 
 def _kind(x: Any) -> Any:
