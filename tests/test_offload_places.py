@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch.func import functional_call
 
 import zerofn
-from small_steps import batch_of, build, loss_of, state_of, train_step_of, unit_of
+from small_steps import WIDTH, Normed, batch_of, build, fake_ranks, loss_of, scheduled, state_of, train_step_of, unit_of
 from zerofn import Offload, optim, tree
+from zerofn.graph.edit import UPDATE, is_fetch
 
 TIERS = [{"params": "nvme"}, {"params": "nvme", "optimizer": "nvme"}]
 
@@ -86,3 +88,29 @@ def test_an_entry_that_becomes_another(tmp_path, tiers, on_nonfinite, kept):
         return new.replace(extra=(state if kept == "old" else new).params), {}
 
     same_as_in_memory(tmp_path, tiers, step, lambda **options: with_extra(module, **options))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("on_nonfinite", ["skip", "ignore"])
+def test_a_loop_over_microbatches_with_running_values(tmp_path, stage, on_nonfinite):
+    """Their mean is made at the end of the step, long after the first state was read for its update."""
+    module = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), Normed(), torch.nn.Linear(WIDTH, WIDTH))
+    params, running = dict(module.named_parameters()), dict(module.named_buffers())
+
+    def loss_fn(params, batch):
+        values = {name: x.clone() for name, x in running.items()}
+        out = functional_call(module, (params, values), (batch["x"],))
+        return (out - batch["y"]).square().mean(), values
+
+    def step(state, batch):
+        (_, values), grads = zerofn.accumulate(state.value_and_grad(loss_fn, has_aux=True), 2)(batch)
+        new = {name: x[-1] if x.is_floating_point() else state.extra[name] for name, x in values.items()}
+        return state.apply_gradients(grads, on_nonfinite=on_nonfinite).replace(extra=new), {}
+
+    with fake_ranks(2):
+        plain = zerofn.TrainState.create(params=params, tx=optim.adamw(1e-2), extra=running)
+        state = zerofn.shard(plain, stage, unit=unit_of, offload=Offload(optimizer="nvme", path=tmp_path))
+        nodes = list(scheduled(step, state, batch_of(rows=8), donating=True).gm.graph.nodes)
+    rules = [k for k, n in enumerate(nodes) if n.target is torch.ops.zerofn.adamw_.default]
+    reads = [k for k, n in enumerate(nodes) if is_fetch(n) and n.meta.get(UPDATE)]
+    assert len(reads) >= 2 * len(rules) and reads[0] < rules[0] and reads[-1] < rules[-1]

@@ -52,6 +52,8 @@ def _start_updates(graph: Graph, fetches: list[Node]) -> list[list[Node]]:
         groups.setdefault(reader, []).append(fetch)
     readers = sorted(groups, key=where.__getitem__)
     before = next((n for n in graph.nodes if n.target in _FLAT or is_scatter(n)), None)  # the backward pass has begun
+    if before and readers and where[readers[0]] < where[before]:  # it is over: a loop held it
+        before = None
     at = where[before] if before else 0
     for k, reader in enumerate(readers):
         for fetch in groups[reader]:
