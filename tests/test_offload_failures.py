@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import zerofn
 from small_steps import batch_of, build, state_of, train_step_of
@@ -95,3 +96,20 @@ def test_a_step_goes_on_with_another_state_once_a_drive_works_again(tmp_path, mo
     state, _ = step(state, batch_of())
     for ours in (other, state):
         assert all(map(torch.equal, tree.leaves(zerofn.unshard(ours)), tree.leaves(zerofn.unshard(expected))))
+
+
+def on_one_machine_of_two(path):
+    """The folder is on rank 0's machine alone."""
+    own = path / f"drive{dist.get_rank()}"
+    if dist.get_rank() == 0:
+        own.mkdir()
+    begin = time.monotonic()
+    with pytest.raises((DiskError, RuntimeError), match="drive1 does not exist") as caught:
+        state_of(build(2), 3, offload=Offload(optimizer="nvme", path=own))
+    state_of(build(2), 3)  # nobody waits for anybody
+    return caught.type, time.monotonic() - begin
+
+
+def test_a_rank_without_its_drive_is_told_on_all(ranks, tmp_path):
+    (there, first), (missing, second) = ranks(2, on_one_machine_of_two, tmp_path)
+    assert (there, missing) == (RuntimeError, DiskError) and max(first, second) < 20

@@ -55,7 +55,9 @@ def shard(state_or_init: Any, stage: int = 3, *, mesh: Mesh | DeviceMesh | None 
     map_large_blocks()
     options, values, parts, treedef = agree_on("zerofn.shard", lambda: _plan(
         state_or_init, _Options(stage, where, precision, unit, device, offload)))
-    return options.place(values, parts, treedef)
+    scratch = agree_on("zerofn.shard", lambda: (  # a rank whose drive is full is not waited for
+        scratch_for((p.spec, p.kinds) for p in parts if isinstance(p, _Cut)), ""))
+    return options.place(values, parts, treedef, scratch)
 
 
 def _plan(state_or_init: Any, given: _Options) -> tuple[Any, str]:
@@ -209,10 +211,9 @@ class _Options:
         device = None if self.device is None else torch.empty(0, device=self.device).device  # with its number
         return replace(self, precision=resolve(self.precision), device=device)
 
-    def place(self, values: Iterable[tuple[int, Tensor]], parts: list[_Cut | _Copy],
-              treedef: tree.PyTreeSpec) -> Any:
+    def place(self, values: Iterable[tuple[int, Tensor]], parts: list[_Cut | _Copy], treedef: tree.PyTreeSpec,
+              scratch: Store | None) -> Any:
         """Allocate every part, and take the values as they come."""
-        scratch = scratch_for((p.spec, p.kinds) for p in parts if isinstance(p, _Cut))
         made: list[Any] = [self._allocate(p, scratch) if isinstance(p, _Cut) else None for p in parts]
         into: dict[int, Callable[[Tensor], Any]] = {}
         out: list[Any] = list(made)
