@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import zerofn
+from small_steps import batch_of, build, loss_of, state_of
 from zerofn import optim, tree
 
 TX = optim.sgd(0.1)
@@ -191,3 +192,18 @@ def test_a_value_that_is_returned_in_two_entries_and_beside_them(donate):
 
     ours = both_steps(zerofn.compile(grow, donate=donate), zerofn.compile(scale))
     assert all(map(torch.equal, ours, both_steps(grow, scale)))
+
+
+def test_norms_before_and_after_a_gradient_is_written():
+    """Each is of what the gradient was where it was asked for."""
+    module = build(2)
+
+    def step(state, batch):
+        _, grads = state.value_and_grad(loss_of(module))(batch)
+        before = zerofn.global_norm(grads)
+        grads = tree.tree_map(lambda g: g.mul_(0.5), grads)
+        return state.apply_gradients(grads), {"before": before, "after": zerofn.global_norm(grads)}
+
+    (state, aux), (expected, numbers) = (each(state_of(module, 3), batch_of()) for each in (zerofn.compile(step), step))
+    assert all(map(torch.equal, tree.leaves((aux, state.params)), tree.leaves((numbers, expected.params))))
+    assert aux["before"] == 2 * aux["after"]

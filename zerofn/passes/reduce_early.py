@@ -8,11 +8,12 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..graph.alias import last_writers, positions, roots
+from ..graph.alias import positions, roots, writes
 from ..graph.edit import clean
 
 ops = torch.ops.zerofn
-_Key = tuple[Node, tuple[tuple[int, int], ...]]  # a tensor, and [start, stop) of its parts
+# A tensor, [start, stop) of its parts, and what wrote to it last before it is reduced.
+_Key = tuple[Node, tuple[tuple[int, int], ...], Node | None]
 _Args = tuple[list[Node], list[int], list[int], list[int], list[int], list[int], int, int]
 _REDUCTIONS = (ops.part_norms.default, ops.part_extremes.default)
 
@@ -23,11 +24,16 @@ def reduce_early(gm: GraphModule) -> GraphModule:
     """
     graph = gm.graph
     where, root = positions(graph), roots(graph)
-    complete = last_writers(root)
-    keys = dict.fromkeys(key for node in _reductions(graph) for key, _ in _by_tensor(node))
-    found = {key: _reduce(graph, key, complete.get(root[key[0]]), where) for key in keys}
-    for node in _reductions(graph):
-        numbers = [(found[key][node.target], places) for key, places in _by_tensor(node)]
+    writer: dict[Node, Node] = {}  # memory -> what wrote it last
+    tensors: dict[Node, list[tuple[_Key, list[int]]]] = {}
+    for node in graph.nodes:
+        if node.target in _REDUCTIONS:
+            tensors[node] = [((x, parts, writer.get(root[x])), places) for x, parts, places in _by_tensor(node)]
+        writer.update((root[x], node) for x in writes(node))
+    keys = dict.fromkeys(key for each in tensors.values() for key, _ in each)
+    found = {key: _reduce(graph, key, where) for key in keys}
+    for node, each in tensors.items():
+        numbers = [(found[key][node.target], places) for key, places in each]
         with graph.inserting_before(node):
             grid = graph.call_function(ops.grid.default, (
                 [x for x, _ in numbers], [p for _, places in numbers for p in places], *node.args[-2:]))
@@ -36,23 +42,19 @@ def reduce_early(gm: GraphModule) -> GraphModule:
     return clean(gm)
 
 
-def _reductions(graph: Graph) -> list[Node]:
-    return [n for n in graph.nodes if n.target in _REDUCTIONS]
-
-
-def _by_tensor(node: Node) -> list[tuple[_Key, list[int]]]:
-    """For each tensor that a reduction reads: (it and its parts, where their numbers go in the result)."""
+def _by_tensor(node: Node) -> list[tuple[Node, tuple[tuple[int, int], ...], list[int]]]:
+    """For each tensor that a reduction reads: (it, its parts, where their numbers go in the result)."""
     tensors, piece, start, stop, row, column, _, num_columns = cast(_Args, node.args)
     parts: dict[int, list[int]] = {k: [] for k in range(len(tensors))}  # those, too, that have none on this rank
     for i, k in enumerate(piece):
         parts[k].append(i)
-    return [((tensors[k], tuple((start[i], stop[i]) for i in mine)), [row[i] * num_columns + column[i] for i in mine])
+    return [(tensors[k], tuple((start[i], stop[i]) for i in mine), [row[i] * num_columns + column[i] for i in mine])
             for k, mine in parts.items()]
 
 
-def _reduce(graph: Graph, key: _Key, complete: Node | None, where: dict[Node, int]) -> dict[Any, Node]:
+def _reduce(graph: Graph, key: _Key, where: dict[Node, int]) -> dict[Any, Node]:
     """Reductions of one tensor, right after it is there: kind -> its numbers. `clean` drops what nobody asks for."""
-    tensor, parts = key
+    tensor, parts, complete = key
     starts, stops = [a for a, _ in parts], [b for _, b in parts]
     after = max([tensor, *([complete] if complete else [])], key=where.__getitem__)
     with graph.inserting_after(after):
