@@ -8,6 +8,7 @@ nor on whether the library is there: without it `portable` does the same with to
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import ctypes
 import functools
 import os
@@ -329,7 +330,10 @@ def _in_parallel(calls: Sequence[Callable[[], None]], size: int) -> None:
         for call in waiting:
             call()
 
-    others = [_pool(torch.get_num_threads()).submit(work) for _ in range(num_threads - 1)]
+    others: list[concurrent.futures.Future[None]] = []
+    with contextlib.suppress(RuntimeError):  # the main thread has ended, after which executors take nothing more
+        for _ in range(num_threads - 1):
+            others.append(_pool(torch.get_num_threads()).submit(work))
     work()
     for other in others:
         other.result()

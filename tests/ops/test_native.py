@@ -251,3 +251,24 @@ def test_without_the_library_torch_does_it():
 def test_an_isa_that_is_not_there_is_refused():
     _, error = run_program(ZEROFN_ISA="z80")
     assert "ZEROFN_ISA is 'z80', and this machine has" in error
+
+
+def test_a_thread_updates_after_the_main_thread_has_ended():
+    """Python's executors refuse work by then."""
+    script = """if True:
+        import threading, torch
+        from zerofn.ops import native
+        torch.set_num_threads(2)
+
+        def train():
+            main.join()
+            size = 1 << 18
+            p, g = torch.zeros(size), torch.ones(size)
+            native.update_("sgd", [p], g, [], starts=[0], stops=[size], rates=[1.0], decays=[0.0], hyper={}, count=1)
+            print("updated:", bool((p == -1).all()))
+
+        main = threading.main_thread()
+        threading.Thread(target=train).start()
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "updated: True\n", done.stderr
