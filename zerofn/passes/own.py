@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch.fx import GraphModule, Node
 
 from ..graph.alias import is_given, is_lent, roots
+from ..graph.capture import CaptureError
 from ..graph.edit import clean, copy_of
-from ..graph.program import Program
+from ..graph.program import Cut, Program
 
 
 def own(gm: GraphModule, program: Program) -> GraphModule:
@@ -14,6 +15,10 @@ def own(gm: GraphModule, program: Program) -> GraphModule:
     may be given either state, and would write there; and those on memory that the next step uses again."""
     root = roots(gm.graph)
     outputs = list(program.output.args[0])  # type: ignore[arg-type]
+    for name, tier, value in zip(program.state.names, _tiers(program), outputs[: program.num_new], strict=False):
+        if tier == "nvme" and value.op == "placeholder":
+            raise CaptureError(f"{name} lies on a drive, in one place: the state that is returned and the old one "
+                               "would share it. Leave out donate=False, or keep the state in memory.")
     taken: set[Node] = set()
     for k, value in enumerate(outputs):
         if is_given(root[value]) or is_lent(root[value]) or root[value] in taken:
@@ -23,3 +28,14 @@ def own(gm: GraphModule, program: Program) -> GraphModule:
             taken.add(root[value])
     program.output.args = (outputs,)
     return clean(gm)
+
+
+def _tiers(program: Program) -> list[str | None]:
+    """Where each of the state's tensors lies."""
+    out: list[str | None] = []
+    for cut in program.state.nodes:
+        if isinstance(cut, Cut):
+            out += [tier for kind in cut.kinds for *_, tier in kind.parts(0)]
+        else:
+            out += [None] if cut is None else []
+    return out
