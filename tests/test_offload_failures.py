@@ -20,7 +20,7 @@ update_on_host = importlib.import_module("zerofn.passes.update_on_host")
 @pytest.fixture
 def apart(monkeypatch):
     """Host memory is not where the model computes, and the host updates all that lies there."""
-    monkeypatch.setattr(zerofn.partition, "lies_there", lambda tier, device: False)
+    monkeypatch.setattr(zerofn.offload, "lies_there", lambda tier, device: False)
     monkeypatch.setattr(update_on_host, "share_of", lambda *args: 1.0)
 
 

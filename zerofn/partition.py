@@ -56,7 +56,7 @@ def shard(state_or_init: Any, stage: int = 3, *, mesh: Mesh | DeviceMesh | None 
     options, values, parts, treedef = agree_on("zerofn.shard", lambda: _plan(
         state_or_init, _Options(stage, where, precision, unit, device, offload)))
     scratch = agree_on("zerofn.shard", lambda: (  # a rank whose drive is full is not waited for
-        scratch_for((p.spec, p.kinds) for p in parts if isinstance(p, _Cut)), ""))
+        scratch_for((p.spec, p.kinds) for p in parts if isinstance(p, _Cut)), "")) if options.offload.on_disk else None
     return options.place(values, parts, treedef, scratch)
 
 
@@ -371,8 +371,8 @@ def _description(stage: int, precision: Precision, parts: list[_Cut | _Copy]) ->
         if isinstance(part, _Copy):
             lines.append(f"replicated {tuple(part.value.shape)} {part.value.dtype}")
         else:
-            lines += [f"{leaf.name} {list(leaf.shape)} {leaf.dtype} in unit {u.name!r}"
-                      for u in part.spec.layout.units for leaf in u.leaves]
+            lines += [f"{leaf.name} {list(leaf.shape)} {leaf.dtype} in unit {u.name!r}, kept {kind.described}"
+                      for u, kind in zip(part.spec.layout.units, part.kinds, strict=True) for leaf in u.leaves]
     return "\n".join(lines)
 
 

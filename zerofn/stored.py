@@ -112,6 +112,13 @@ class Kind:
     dtype: torch.dtype
     away: Away | None = None  # None: all of it lies where the model computes
 
+    @property
+    def described(self) -> str:
+        """The same in words, without what differs from rank to rank."""
+        tiers = [] if self.away is None else [tier or "the model's device" for tier in self.away.tiers]
+        where = f", on {' and '.join(dict.fromkeys(tiers))}" if tiers else ""
+        return f"as {str(self.dtype).removeprefix('torch.')}{self.codec.note}{where}"
+
     def lies_in(self, dtype: torch.dtype) -> bool:
         """Whether its first part is what is gathered and used in `dtype`, so that it may lie in the gathered copy."""
         return self.codec.parts(self.dtype, 0)[0][0] == dtype
