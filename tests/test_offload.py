@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import types
 from functools import partial
 
 import pytest
@@ -304,18 +305,42 @@ def test_checkpoints_from_any_tier_to_any(ranks, tmp_path, num_ranks, tiers):
     ("disk", 3, "offload='disk' is not known; did you mean"),
     (3, 3, "expected None, 'cpu', 'nvme' or a zerofn.Offload, got int"),
     (Offload(), 3, r"offloads nothing; write Offload\(optimizer='cpu'\)"),
-    (Offload(optimizer="ssd"), 3, r"Offload\(optimizer='ssd'\) is not known"),
-    (Offload(optimizer="cpu", path="/tmp"), 3, "has no effect without 'nvme'"),
     ("cpu", 3, r"Offload\(optimizer='cpu'\) has no effect: the parameters are on the CPU.*'nvme'.*device='cuda'"),
     (Offload(optimizer="nvme", params="cpu"), 3, r"Offload\(params='cpu'\) has no effect"),
-    (Offload(optimizer="cpu", update="npu"), 3, r"Offload\(update='npu'\) is not known"),
     (Offload(optimizer="nvme", update="gpu"), 3, "there is no other processor to update on"),
-    (Offload(optimizer="nvme", fraction=0), 3, "above 0 and at most 1"),
     (Offload(optimizer="nvme", path="/nowhere/at/all"), 3, "/nowhere/at/all does not exist"),
 ])
 def test_what_cannot_be_is_a_sentence(offload, stage, message):
     with pytest.raises((ValueError, TypeError, DiskError), match=message):
         state_of(build(2), stage, offload=offload)
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"optimizer": "ssd"}, r"Offload\(optimizer='ssd'\) is not known; there are None, 'cpu' and 'nvme'"),
+    ({"optimizer": "cpu", "path": "/tmp"}, "has no effect without 'nvme'"),
+    ({"optimizer": "cpu", "update": "npu"}, r"Offload\(update='npu'\) is not known; there are 'auto', 'cpu'"),
+    ({"optimizer": "nvme", "fraction": 0}, "above 0 and at most 1"),
+    ({"optimizer": "nvme", "fraction": "0.5"}, "expected a number.*got str"),
+    ({"optimizer": "nvme", "path": 3}, "expected a folder or a list of folders, got int"),
+    ({"optimizer": "nvme", "path": ""}, "one or more folders, each once"),
+    ({"optimizer": "nvme", "path": ["/tmp", "/tmp/../tmp"]}, "one or more folders, each once"),
+])
+def test_an_offload_that_cannot_be_is_a_sentence(given, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        Offload(**given)
+
+
+def test_what_keeps_nothing_has_nothing_to_offload(tmp_path):
+    with pytest.raises(ValueError, match=r"has no effect: the optimizer keeps nothing.*Offload\(params=\.\.\.\)"):
+        state_of(build(2), 3, optim.sgd(0.1), offload=Offload(optimizer="nvme", path=tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_in_memory_is_told(caplog, monkeypatch):
+    where = types.SimpleNamespace(mountpoint="/", fstype="tmpfs")
+    monkeypatch.setattr(zerofn.offload.psutil, "disk_partitions", lambda all: [where])
+    state_of(build(2), 3, offload=Offload(optimizer="nvme", path="/tmp"))
+    assert "/tmp lies in memory itself (tmpfs)" in caplog.text
 
 
 def test_less_memory_than_is_needed_is_a_table_of_what_fits(monkeypatch):

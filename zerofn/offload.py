@@ -27,7 +27,10 @@ class Offload:
 
     `optimizer`, `params`: None (where the model computes), "cpu" (host memory) or "nvme" (files on drives). `path`: the
     folder, or folders, to stripe over, for "nvme"; the system's temporary folder by default. `fraction`: the share of
-    the units' bytes that is offloaded, those used last first. `update`: which processor updates what is offloaded.
+    the units' bytes that is offloaded, those used last first. `update`: which processor updates what is offloaded:
+    "cpu", "gpu" (state is streamed through it), "split", or "auto", what measured rates say.
+
+    Raises `ValueError`/`TypeError` for what is unknown.
     """
 
     optimizer: str | None = None
@@ -36,12 +39,39 @@ class Offload:
     fraction: float = 1.0
     update: str = "auto"
 
+    def __post_init__(self) -> None:
+        for name, known in (("optimizer", TIERS), ("params", TIERS), ("update", UPDATES)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"Offload({name}={value!r}) is not known; there are "
+                                 f"{', '.join(map(repr, known[:-1]))} and {known[-1]!r}.")
+        if isinstance(self.fraction, bool) or not isinstance(self.fraction, int | float):
+            raise TypeError(f"Offload(fraction={self.fraction!r}): expected a number, the share of the units' bytes "
+                            f"that is offloaded, got {type(self.fraction).__name__}.")
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"Offload(fraction={self.fraction!r}): the share of the units' bytes that is offloaded "
+                             "must be above 0 and at most 1; write offload=None for nothing.")
+        if self.path is None:
+            return
+        try:
+            paths = self.paths
+        except TypeError:
+            raise TypeError(f"Offload(path={self.path!r}): expected a folder or a list of folders, got "
+                            f"{type(self.path).__name__}.") from None
+        if not all(paths) or not paths or len({os.path.realpath(p) for p in paths}) < len(paths):
+            raise ValueError(f"Offload(path={self.path!r}): expected one or more folders, each once; '.' is the "
+                             "current one.")
+        if not self.on_disk:
+            raise ValueError(f"Offload(path={self.path!r}) has no effect without 'nvme'; leave it out, or write "
+                             "optimizer='nvme'.")
+
     @property
     def paths(self) -> list[str]:
         """The folders."""
         if self.path is None:
             return [tempfile.gettempdir()]
-        return [os.fspath(p) for p in ([self.path] if isinstance(self.path, str | os.PathLike) else self.path)]
+        given = [self.path] if isinstance(self.path, str | os.PathLike) else self.path
+        return [os.path.expanduser(os.fspath(p)) for p in given]
 
     @property
     def on_disk(self) -> bool:
@@ -65,26 +95,18 @@ def resolve(offload: Offload | str | None, stage: int, num_ranks: int, device: t
     if not isinstance(offload, Offload):
         raise TypeError(f"offload: expected None, 'cpu', 'nvme' or a zerofn.Offload, got {type(offload).__name__}.")
     _check(offload, whole, device)
+    for path in offload.paths if offload.on_disk else ():
+        if _in_memory(path):
+            log.warning("offload: %s lies in memory itself (tmpfs), so what is offloaded there frees none; "
+                        "Offload(path=...) names a folder on a drive.", path)
     if offload.on_disk and offload.path is None:
         log.info("offload: scratch files go to %s; Offload(path=...) names another folder.", offload.paths[0])
     return offload
 
 
 def _check(offload: Offload, whole: bool, device: torch.device) -> None:
-    for name in ("optimizer", "params"):
-        if getattr(offload, name) not in TIERS:
-            raise ValueError(f"Offload({name}={getattr(offload, name)!r}) is not known; there are None, 'cpu' and "
-                             "'nvme'.")
-    if offload.update not in UPDATES:
-        raise ValueError(f"Offload(update={offload.update!r}) is not known; there are {', '.join(UPDATES)}.")
-    if not 0 < offload.fraction <= 1:
-        raise ValueError(f"Offload(fraction={offload.fraction!r}): the share of the units' bytes that is offloaded "
-                         "must be above 0 and at most 1; write offload=None for nothing.")
     if not (offload.optimizer or offload.params):
         raise ValueError("Offload() offloads nothing; write Offload(optimizer='cpu') or offload=None.")
-    if offload.path is not None and not offload.on_disk:
-        raise ValueError(f"Offload(path={offload.path!r}) has no effect without 'nvme'; leave it out, or write "
-                         "optimizer='nvme'.")
     if offload.params and whole:
         raise ValueError("Offload(params=...) has no effect at stages 1 and 2, where every rank holds a gathered copy "
                          "of the parameters; use stage=3, or offload the optimizer alone.")
@@ -96,6 +118,13 @@ def _check(offload: Offload, whole: bool, device: torch.device) -> None:
     if device.type == "cpu" and offload.update in ("gpu", "split"):
         raise ValueError(f"Offload(update={offload.update!r}): the model computes on the CPU and there is no other "
                          "processor to update on; leave update out.")
+
+
+def _in_memory(path: str) -> bool:
+    """Whether a folder's file system has no drive behind it."""
+    real = Path(os.path.realpath(path))
+    mounts = [x for x in psutil.disk_partitions(all=True) if real.is_relative_to(x.mountpoint)]
+    return max(mounts, key=lambda x: len(x.mountpoint)).fstype in ("tmpfs", "ramfs") if mounts else False
 
 
 def check_memory(offload: Offload, kept: Mapping[str, int], num_ranks: int) -> None:

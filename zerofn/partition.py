@@ -74,11 +74,14 @@ def _plan(state_or_init: Any, given: _Options) -> tuple[Any, str]:
     options = replace(options, home=home, offload=resolve_offload(options.offload, options.stage, size, home))
     parts, treedef = options.parts(state)
     if given.offload is not None:
-        _check_memory(options.offload, [p for p in parts if isinstance(p, _Cut)], options.home)
+        _check_offload(options.offload, [p for p in parts if isinstance(p, _Cut)], options.home)
     return (options, values, parts, treedef), _description(options.stage, precision, parts)
 
 
-def _check_memory(offload: Offload, cuts: list[_Cut], home: torch.device) -> None:
+def _check_offload(offload: Offload, cuts: list[_Cut], home: torch.device) -> None:
+    if not any(kind.away for cut in cuts for kind in cut.kinds):
+        raise ValueError(f"{offload} has no effect: the optimizer keeps nothing per parameter. Leave it out, or "
+                         "offload the parameters: Offload(params=...).")
     kept: Counter[str] = Counter()
     for cut in cuts:
         for unit, kind in zip(cut.spec.layout.units, cut.kinds, strict=True):
