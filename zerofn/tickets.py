@@ -51,11 +51,15 @@ class Arena:
         self._leaving = [x for x in self._leaving if not x[2].done]
         return self._memory[start:stop]
 
+    def holds(self, x: Tensor) -> bool:
+        """Whether `x` lies here."""
+        return self._memory is not None and 0 <= x.data_ptr() - self._memory.data_ptr() < self.nbytes
+
     def leave(self, x: Tensor, nbytes: int, request: Request) -> None:
-        """Note that `x`, if it lies here, is being written."""
-        start = -1 if self._memory is None else x.data_ptr() - self._memory.data_ptr()
-        if 0 <= start < self.nbytes:
-            self._leaving.append((start, start + nbytes, request))
+        """Note that `x`, which lies here, is being written."""
+        assert self._memory is not None
+        start = x.data_ptr() - self._memory.data_ptr()
+        self._leaving.append((start, start + nbytes, request))
 
 
 def _end(request: Request) -> None:
@@ -152,10 +156,11 @@ def room(size: int, dtype: torch.dtype, place: Sequence[int]) -> Tensor:
 
 
 def spill_(ticket: Tensor, x: Tensor) -> None:
-    """Start to write `x` [size], which must not be written to until a fetch takes its place."""
+    """Start to write `x` [size]. In an arena it must not be written to until a fetch takes its place; what lies
+    elsewhere, in the state perhaps, anyone may write to at once: it is copied first."""
     region, nbytes = region_of(ticket), x.numel() * x.element_size()
-    rest = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
-    if x.device.type != "cpu" or x.data_ptr() % PAGE or rest < pages(nbytes):
+    arena = next((a for a in list(_arenas.values()) if x.device.type == "cpu" and a.holds(x)), None)
+    if arena is None or x.data_ptr() % PAGE:
         while len(_loose) >= LOOSE:
             _end(_loose.popleft())
         buffer = aligned(nbytes)
@@ -164,9 +169,7 @@ def spill_(ticket: Tensor, x: Tensor) -> None:
         return
     whole = torch.empty(0, dtype=torch.uint8).set_(
         x.untyped_storage(), x.storage_offset() * x.element_size(), (pages(nbytes),), (1,))
-    request = region.store.write(region, whole)
-    for arena in list(_arenas.values()):
-        arena.leave(x, pages(nbytes), request)
+    arena.leave(x, pages(nbytes), region.store.write(region, whole))
 
 
 def _no_copy(ticket: Tensor, x: Tensor) -> Tensor:

@@ -9,8 +9,37 @@ import torch.distributed as dist
 
 import zerofn
 from small_steps import batch_of, build, fail_here, fake_ranks, loss_of, ops, same, scheduled, state_of, train_step_of
-from zerofn import transport, tree
+from zerofn import optim, transport, tree
 from zerofn.graph.alias import positions
+
+
+def with_norm(module):
+    def step(state, batch):
+        return train_step_of(module)(state, batch)[0], {"norm": zerofn.global_norm(state.params)}
+
+    return step
+
+
+def norms_and_params(stage, tx, precision):
+    module = build()
+    state, batch = state_of(module, stage, tx, precision=precision), batch_of(dist.get_rank())
+    batch = tree.tree_map(lambda x: x if precision is None else x.bfloat16(), batch)
+    step, norms = zerofn.compile(with_norm(module)), []
+    for _ in range(3):
+        state, aux = step(state, batch)
+        norms.append(aux["norm"])
+    return tree.leaves((norms, zerofn.unshard(state.params)))
+
+
+def same_at_every_stage(rule, precision):
+    first, *others = [norms_and_params(stage, getattr(optim, rule)(1e-2), precision) for stage in range(4)]
+    return all(same(first, other) for other in others)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("rule", ["adamw", "lamb"])
+def test_norms_of_what_lies_in_the_copy_wait_for_it(ranks, rule, precision):
+    assert all(ranks(2, same_at_every_stage, rule, precision))
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -154,7 +154,13 @@ def raise_up(graph: Graph, nodes: Iterable[Node]) -> None:
             after.append(writer[node])
         anchor[node] = max(after, key=where.__getitem__)
     for node in reversed(order):
-        anchor[node].append(node)
+        behind(anchor[node]).append(node)
+
+
+def behind(node: Node) -> Node:
+    """Where what comes right after `node` is put: after the last input for an input, so that all of them are there
+    for what other passes put before it."""
+    return [n for n in node.graph.nodes if n.op == "placeholder"][-1] if node.op == "placeholder" else node
 
 
 def copy_of(value: Node) -> Node:

@@ -63,7 +63,7 @@ class Flat:
     def keep(self, value: Any, old: Any, decoded: dict[int, tuple[Tensor, Stored]]) -> Any:
         """A tree of this structure with pieces kept as those of `old` are, in the place of what lies on a drive.
         `decoded`: id of a piece -> the piece, and what it was decoded from: that keeps it if it comes back untouched,
-        and was there before or lies in memory.
+        and to where it was: another place may keep it otherwise, or both may be written later.
         """
         def kept(x: Any, before: Any) -> Any:
             if not is_sharded(x):
@@ -72,10 +72,7 @@ class Flat:
 
         def piece_kept(piece: Tensor, was: Stored) -> Stored:
             source = decoded[id(piece)][1] if id(piece) in decoded else None
-            if source is not None and (source is was or not (source.on_disk or was.on_disk)):
-                return source
-            # Of another entry, whose place on a drive is its own: it is written to this one's.
-            return was.kind.keep(piece if source is None else piece.clone(), was)
+            return was if source is was else was.kind.keep(piece if source is None else piece.clone(), was)
 
         leaves, treedef = tree.flatten(value, is_leaf=is_sharded)
         before = tree.leaves(old, is_leaf=is_sharded)

@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import schema_arguments
 from ..graph.alias import is_given, is_lent, last_uses, positions, roots
-from ..graph.edit import DECODES, SPILLS, UPDATE, clean, copy_of, fetched, in_place_of
+from ..graph.edit import DECODES, SPILLS, UPDATE, behind, clean, copy_of, fetched, in_place_of, is_fetch, wait_of
 from ..graph.program import Program, tensor_of
 
 aten, ops = torch.ops.aten, torch.ops.zerofn
@@ -31,11 +31,25 @@ def donate(gm: GraphModule, program: Program) -> GraphModule:
     mine = {j: old[j] for j in range(program.num_new) if j not in program.kept and outputs[j] is not old[j]}
     _save_aux(graph, program, outputs, shared)
     program.output.args = (outputs,)
+    _read_first(graph)
     _update_in_place(graph, outputs, mine, shared)
     _copy_back(graph, program, outputs, mine, shared)
     kept = [outputs[j] for j in program.kept]
     program.output.args = ([*kept, *outputs[program.num_new :]],)
     return clean(gm)
+
+
+def _read_first(graph: Graph) -> None:
+    """Let what is read for another place be read before its own is written: in the old state that was no matter."""
+    where = positions(graph)
+    for spill in [n for n in graph.nodes if n.target in SPILLS]:
+        for start in list(filter(is_fetch, _ticket_of(spill).users)):
+            for late in [x for x in (start, wait_of(start)) if where[x] > where[spill]]:
+                spill.prepend(late)
+
+
+def _ticket_of(spill: Node) -> Node:
+    return spill.args[0]  # type: ignore[return-value]
 
 
 def _fits(new: Node, old: Node) -> bool:
@@ -62,7 +76,7 @@ def _save_aux(graph: Graph, program: Program, outputs: list[Node], shared: dict[
         if not is_aux and j not in program.kept:
             continue
         if memory in old or is_lent(memory):  # now, before it is written
-            with graph.inserting_after(value if value.op != "placeholder" else program.placeholders[-1]):
+            with graph.inserting_after(behind(value)):
                 outputs[j] = copy_of(value)
         elif memory in taken or (not is_aux and is_given(memory)):  # when all that the step writes there is written
             with graph.inserting_before(program.output):
@@ -139,7 +153,7 @@ def _update_in_place(graph: Graph, outputs: list[Node], mine: dict[int, Node], s
         places = {m for parts in kept for x in parts for m in (root[x], shared.get(x, x))}
         read = [x for k, x in enumerate(rule.args) if isinstance(x, Node) and k not in written]
         # Nothing reads the old values later, nor this very rule, which may write p before it reads g.
-        if any(last.get(m, -1) > where[rule] for m in places) or any(root[x] in places for x in read):
+        if any(last.get(m, -1) > where[rule] for m in places) or any(root.get(x, x) in places for x in read):
             continue
         given: dict[int, Any] = {k: parts if isinstance(arguments[k].type, torch.ListType) else parts[0]
                                  for k, parts in zip(written, kept, strict=True)}

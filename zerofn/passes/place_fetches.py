@@ -87,7 +87,8 @@ class _Span(NamedTuple):
 def _spans(graph: Graph, groups: list[list[Node]]) -> list[_Span]:
     where, touched = positions(graph), touches(graph, roots(graph))
     ends = [max(where[touched[fetch][-1]] for fetch in group) for group in groups]
-    ends = [*ends[1:], len(where)][: len(ends)]  # what one update has changed is being written during the next
+    # What one update has changed is being written during the next; it may be read until later, and written after.
+    ends = [max(pair) for pair in zip(ends, [*ends[1:], len(where)], strict=False)]
     written = {fetch: end for group, end in zip(groups, ends, strict=True) for fetch in group}
     out = []
     for fetch in [n for n in graph.nodes if n.target is ops.fetch.default]:

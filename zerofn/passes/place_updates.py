@@ -10,6 +10,7 @@ from ..graph.edit import UPDATE, clean, fetched, is_fetch, kept_by, raise_up, wa
 from ..graph.program import Program, tensor_of
 
 ops = torch.ops.zerofn
+_SPILLS = (ops.spill_.default, ops.put_.default)
 
 
 def place_updates(gm: GraphModule, program: Program) -> GraphModule:
@@ -28,6 +29,9 @@ def place_updates(gm: GraphModule, program: Program) -> GraphModule:
         for x in writes(node):
             writers.setdefault(root[x], []).append(node)
 
+    makers = {root[x]: rule for rule in rules for x in writes(rule)}
+    spills = {n: makers[root[n.args[1]]] for n in graph.nodes if n.target in _SPILLS and root[n.args[1]] in makers}
+
     def memory(rule: Node) -> set[Node]:
         places = {root[x] for x in writes(rule)}
         places |= {x.args[0] for x in places if is_fetch(x)}  # type: ignore[misc]  # what it will be written to
@@ -40,15 +44,13 @@ def place_updates(gm: GraphModule, program: Program) -> GraphModule:
     for rule in rules:
         before = [n for place in memory(rule) for n in touched[place]]
         before += [n for x in rule.all_input_nodes for n in writers.get(root[x], ())]
+        before += [n for spill, maker in spills.items() if maker is rule for n in touched[root[spill.args[0]]]]
         anchors[rule] = max((n for n in [*before, *rule.all_input_nodes] if where[n] < where[rule]),
                             key=where.__getitem__)
     for rule in sorted(rules, key=first_use, reverse=True):
         anchors[rule].append(rule)
-    makers = {root[x]: rule for rule in rules for x in writes(rule)}
-    for spill in [n for n in graph.nodes if n.target in (ops.spill_.default, ops.put_.default)]:
-        rule = makers.get(root[spill.args[1]])
-        late = [n for n in touched[root[spill.args[0]]] if rule and where[rule] < where[n] < where[spill]]
-        if rule is not None and not late:  # else somebody reads the old values after the rule
+    for spill, rule in spills.items():  # not before what still reads the old value from there
+        if not [n for n in touched[root[spill.args[0]]] if where[rule] < where[n] < where[spill]]:
             rule.append(spill)
     return clean(gm)
 

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import positions, roots, writes
-from ..graph.edit import clean
+from ..graph.edit import behind, clean
 
 ops = torch.ops.zerofn
 # A tensor, [start, stop) of its parts, and what wrote to it last before it is reduced.
@@ -57,7 +57,7 @@ def _reduce(graph: Graph, key: _Key, where: dict[Node, int]) -> dict[Any, Node]:
     tensor, parts, complete = key
     starts, stops = [a for a, _ in parts], [b for _, b in parts]
     after = max([tensor, *([complete] if complete else [])], key=where.__getitem__)
-    with graph.inserting_after(after):
+    with graph.inserting_after(behind(after)):
         both = graph.call_function(ops.part_numbers.default, (tensor, starts, stops))
     with graph.inserting_after(both):
         return {kind: graph.call_function(operator.getitem, (both, k)) for k, kind in enumerate(_REDUCTIONS)}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.fx import Graph, GraphModule, Node
 
-from ..graph.alias import given_to_body
-from ..graph.edit import DECODES, UPDATE, clean, fetched, give_to_loop, in_place_of, is_fetch, loops, wait_of
+from ..graph.alias import given_to_body, positions
+from ..graph.edit import DECODES, SPILLS, UPDATE, clean, fetched, give_to_loop, in_place_of, is_fetch, loops, wait_of
 
 
 def split_fetches(gm: GraphModule) -> GraphModule:
@@ -20,19 +20,23 @@ def split_fetches(gm: GraphModule) -> GraphModule:
     gm.graph.eliminate_dead_code()
     for start in list(filter(is_fetch, gm.graph.nodes)):
         wait = wait_of(start)
-        updates = [x for x in wait.users if _is_update(x)]
-        if not updates:
-            continue
-        if len(updates) == len(wait.users):
-            start.meta[UPDATE] = True
-            continue
-        with gm.graph.inserting_before(updates[0]):
-            again = gm.graph.node_copy(start)
-            held = gm.graph.node_copy(wait, {start: again}.__getitem__)
-        again.meta[UPDATE] = True
-        for user in updates:
-            user.replace_input_with(wait, held)
+        updates, moved = [x for x in wait.users if _is_update(x)], [x for x in wait.users if x.target in SPILLS]
+        if moved and len(moved) < len(wait.users):
+            _read_again(start, wait, moved)
+        if updates:
+            mine = start if len(updates) == len(wait.users) else _read_again(start, wait, updates)
+            mine.meta[UPDATE] = True
     return clean(gm)
+
+
+def _read_again(start: Node, wait: Node, users: list[Node]) -> Node:
+    """Give these users a read of their own; -> its start."""
+    with start.graph.inserting_before(min(users, key=positions(start.graph).__getitem__)):
+        again = start.graph.node_copy(start)
+        held = start.graph.node_copy(wait, {start: again}.__getitem__)
+    for user in users:
+        user.replace_input_with(wait, held)
+    return again
 
 
 def _read_inside(loop: Node, body: Graph, inside: Node, held: Node) -> None:
@@ -54,5 +58,8 @@ def _read_inside(loop: Node, body: Graph, inside: Node, held: Node) -> None:
 
 def _is_update(node: Node) -> bool:
     """Whether a node is an update rule, or decodes what one updates."""
-    return in_place_of(node.target) is not None or (
-        node.target in DECODES and any(in_place_of(x.target) is not None for x in node.users))
+    return _is_rule(node) or (node.target in DECODES and any(map(_is_rule, node.users)))
+
+
+def _is_rule(node: Node) -> bool:
+    return node.target not in SPILLS and in_place_of(node.target) is not None
