@@ -14,6 +14,7 @@ from ..rates import share_of
 from ..tickets import HOST
 
 ops = torch.ops.zerofn
+_PUTS = (ops.put_.default, ops.spill_.default)
 
 
 def update_on_host(gm: GraphModule, program: Program) -> GraphModule:
@@ -29,6 +30,9 @@ def update_on_host(gm: GraphModule, program: Program) -> GraphModule:
     touched = touches(graph, root)
     for k, rule in enumerate(rules):
         drive = any(from_drive(x) for parts in kept_by(rule) for x in parts)
+        after = [n for parts in kept_by(rule) for x in parts for n in touched[root[x]] if where[n] > where[rule]]
+        if any(n.target not in _PUTS for n in after):  # the step itself reads what is new: it would not be there yet
+            continue
         if k < number or (drive and _on_device(rule)):  # what is read from a drive is on the host
             before = [n for n in touched[root[cast(Node, rule.args[1])]] if where[n] < where[rule]]
             _move(graph, rule, before[-1], where, not drive)
