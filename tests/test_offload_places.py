@@ -114,3 +114,18 @@ def test_a_loop_over_microbatches_with_running_values(tmp_path, stage, on_nonfin
     rules = [k for k, n in enumerate(nodes) if n.target is torch.ops.zerofn.adamw_.default]
     reads = [k for k, n in enumerate(nodes) if is_fetch(n) and n.meta.get(UPDATE)]
     assert len(reads) >= 2 * len(rules) and reads[0] < rules[0] and reads[-1] < rules[-1]
+
+
+def test_steps_share_the_memory_that_drives_read_to_and_the_places_where_gradients_wait(tmp_path):
+    """For another shape of the batch, and for another step, no second arena and no more space on the drive."""
+    module = build(6)
+    tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
+    state = state_of(module, 3, tx, offload=Offload(optimizer="nvme", params="nvme", path=tmp_path))
+    steps = [zerofn.compile(train_step_of(module)) for _ in range(2)]
+    batch = batch_of()
+    for step in steps:
+        for few in (batch, {k: x[:3] for k, x in batch.items()}):
+            state, _ = step(state, few)
+    programs = [entry.program for step in steps for entry in step._entries.values()]
+    assert len(programs) == 4
+    assert len({id(p.scratch) for p in programs}) == 1 and len({id(a) for p in programs for a in p.arenas}) == 1

@@ -226,7 +226,9 @@ class Step:
             if isinstance(error, Exception):
                 forget_transfers()
                 end_updates()
-                if entry.program.arenas:  # drives may still read or write there, and those of its gradients have failed
+                for arena in entry.program.arenas:
+                    arena.renew()
+                if entry.program.scratch:  # its drive may have failed
                     self._entries = {key: kept for key, kept in self._entries.items() if kept is not entry}
                 abandon(why)
             if entry.donating and entry.run.wrote:

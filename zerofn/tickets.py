@@ -25,6 +25,7 @@ from .transport import under_way
 ops = torch.ops.zerofn
 _regions: WeakValueDictionary[int, Region] = WeakValueDictionary()
 _arenas: WeakValueDictionary[int, Arena] = WeakValueDictionary()
+_shared: WeakValueDictionary[int, Arena] = WeakValueDictionary()
 _numbers = itertools.count(1)
 _loose: deque[Request] = deque()  # writes from memory of their own
 LOOSE = 2  # of them at a time
@@ -32,7 +33,7 @@ HOST = torch.device("cpu")
 
 
 class Arena:
-    """`nbytes` of host memory for one captured step, made at its first use."""
+    """`nbytes` of host memory for captured steps, made at its first use."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self.number = pages(nbytes), next(_numbers)
@@ -51,6 +52,10 @@ class Arena:
         self._leaving = [x for x in self._leaving if not x[2].done]
         return self._memory[start:stop]
 
+    def renew(self) -> None:
+        """Take other memory: after a step that failed drives may still read and write there."""
+        self._memory, self._leaving = None, []
+
     def holds(self, x: Tensor) -> bool:
         """Whether `x` lies here."""
         return self._memory is not None and 0 <= x.data_ptr() - self._memory.data_ptr() < self.nbytes
@@ -60,6 +65,14 @@ class Arena:
         assert self._memory is not None
         start = x.data_ptr() - self._memory.data_ptr()
         self._leaving.append((start, start + nbytes, request))
+
+
+def arena_for(graph: int, nbytes: int) -> Arena:
+    """An arena for a step's `graph`-th graph, the same for all steps: they run one after the other."""
+    found = _shared.get(graph)
+    if found is None or found.nbytes < nbytes:
+        found = _shared[graph] = Arena(nbytes)
+    return found
 
 
 def _end(request: Request) -> None:

@@ -127,6 +127,11 @@ class Store:
         return request
 
     @property
+    def failed(self) -> bool:
+        """Whether a drive has failed, or the store was closed: every further request raises what was wrong."""
+        return self._engine.failure is not None
+
+    @property
     def statistics(self) -> Statistics:
         """Bytes and seconds so far."""
         return self._engine.statistics

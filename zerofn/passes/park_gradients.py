@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -15,6 +16,13 @@ from ..tickets import HOST, ticket_of
 
 ops = torch.ops.zerofn
 HELD = 2  # gradients that stay in memory: those of the first updates, which were made last
+
+
+class Parked(list[Region]):
+    """Where gradients wait."""
+
+
+_parked: WeakValueDictionary[Any, Parked] = WeakValueDictionary()
 
 
 def park_gradients(gm: GraphModule, program: Program) -> GraphModule:
@@ -47,13 +55,18 @@ def _waits(node: Node) -> bool:
     return isinstance(factor, Node) or isinstance(finite, Node)
 
 
-def _regions(program: Program, rules: list[Node]) -> list[Region]:
+def _regions(program: Program, rules: list[Node]) -> Parked:
+    """Places for the gradients of these rules, the same for all steps that have such: they run one after the other."""
     kinds = [kind for cut in program.state.nodes if isinstance(cut, Cut) for kind in cut.kinds]
     sizes = [tensor_of(_gradient(rule)).nbytes for rule in rules]  # type: ignore[union-attr]
     paths = next(kind.away.paths for kind in kinds if kind.away and kind.away.paths)
-    store = Store(paths, sum(map(pages, sizes)), name="offload")
-    return [store.allocate(size, f"the gradient of {_name(program, rule)}")
-            for rule, size in zip(rules, sizes, strict=True)]
+    labels = [f"the gradient of {_name(program, rule)}" for rule in rules]
+    key = (paths, *zip(labels, sizes, strict=True))
+    found = _parked.get(key)
+    if found is None or found[0].store.failed:
+        store = Store(paths, sum(map(pages, sizes)), name="offload")
+        found = _parked[key] = Parked(map(store.allocate, sizes, labels))
+    return found
 
 
 def _name(program: Program, rule: Node) -> str:

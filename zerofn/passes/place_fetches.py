@@ -11,7 +11,7 @@ from ..disk import pages
 from ..graph.alias import positions, roots, touches, written_before
 from ..graph.edit import UPDATE, clean, is_fetch, is_scatter, loops, wait_of
 from ..graph.program import Program
-from ..tickets import Arena
+from ..tickets import arena_for
 
 ops = torch.ops.zerofn
 _FLAT = (ops.ravel.default, ops.flat.default, ops.room.default)  # what makes memory for gradients
@@ -36,7 +36,7 @@ def _place(graph: Graph, program: Program) -> None:
     if not spans:
         return
     places, nbytes = _pack(spans)
-    program.arenas.append(Arena(nbytes))
+    program.arenas.append(arena_for(len(program.arenas), nbytes))
     for span, place in zip(spans, places, strict=True):
         span.node.args = tuple([[program.arenas[-1].number, place] if x == [] else x for x in span.node.args])
 
