@@ -50,6 +50,7 @@ class Row:
 ROWS = (
     Row("host, exact, no verdict", {}, 12.2),
     Row("host, exact, clipped and checked", {"verdict": True}, 14.2),
+    Row("host, precision='bf16', clipped and checked", {"verdict": True, "precision": "bf16"}, 16.2),
     Row("host, 8-bit moments, no verdict", {"moments": "8bit"}, 6.3),
     Row("host, 8-bit moments, clipped and checked", {"moments": "8bit", "verdict": True}, 8.3),
     Row("drives, exact, no verdict", DRIVES, 0.2, unit=16),  # capture takes some 0.4 MB a unit

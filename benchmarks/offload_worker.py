@@ -29,13 +29,14 @@ EXACT = zerofn.Precision(torch.float32, torch.bfloat16, torch.bfloat16)  # a spl
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """`limit`: bytes of private writable memory (RLIMIT_DATA) beyond the imports, 0 for none. `preload`: modules that
-    an earlier run imported on the way."""
+    """`precision`: EXACT by default. `limit`: bytes of private writable memory (RLIMIT_DATA) beyond the imports, 0 for
+    none. `preload`: modules that an earlier run imported on the way."""
 
     units: int
     width: int
     moments: str | None = None
     verdict: bool = False
+    precision: str | None = None
     optimizer: str | None = None
     params: str | None = None
     folder: str | None = None
@@ -83,7 +84,7 @@ class Training:
 
         torch.manual_seed(0)
         self.batch = (torch.randn(ROWS, run.width).bfloat16(), torch.randn(ROWS, run.width).bfloat16())
-        self.state = zerofn.shard(create, stage=3, precision=EXACT, offload=run.offload)
+        self.state = zerofn.shard(create, stage=3, precision=run.precision or EXACT, offload=run.offload)
         self._step = zerofn.compile(train_step)
 
     def step(self) -> float:
