@@ -56,8 +56,9 @@ class Drive:
                 f"{self.block >> 20} MiB under way{'' if self.direct else ', without O_DIRECT'}")
 
 
-def probe(folder: Path) -> Drive:
-    """The drive that `folder` is on, measured (1 to 2 s, 64 MiB) unless it was since the machine started.
+def probe(folder: Path, name: str = "probe") -> Drive:
+    """The drive that `folder` is on, measured (1 to 2 s, 64 MiB) unless it was since the machine started. `name` begins
+    error messages.
 
     Raises `DiskError` where no scratch file can be made.
     """
@@ -66,19 +67,20 @@ def probe(folder: Path) -> Drive:
         with _cache() as file:
             stored = _stored(file)
             if key not in stored:
-                stored[key] = measure(folder)
+                stored[key] = measure(folder, name)
                 if file is not None:
-                    file.truncate(0)
-                    file.write(json.dumps({name: asdict(drive) for name, drive in stored.items()}))
+                    with contextlib.suppress(OSError):  # the home folder is full: measured again next time
+                        os.ftruncate(file.fileno(), 0)
+                        os.write(file.fileno(), json.dumps({k: asdict(drive) for k, drive in stored.items()}).encode())
             _known[key] = stored[key]
     return _known[key]
 
 
-def measure(folder: Path) -> Drive:
+def measure(folder: Path, name: str = "probe") -> Drive:
     """Try block sizes and depths; the one with the least under way that is about as fast as any."""
     memory = aligned(SPACE)
     memory.view(torch.int64).random_()  # zeros are a drive's favourite
-    file = File(folder, SPACE, "probe")
+    file = File(folder, SPACE, name)
     pairs = [pair for pair in itertools.product(BLOCKS, DEPTHS) if pair[0] * pair[1] <= SPACE]
     pairs.sort(key=lambda pair: (pair[0] * pair[1], pair[1]))
     found: dict[tuple[int, int], list[tuple[float, float]]] = {}

@@ -71,7 +71,7 @@ class Store:
             raise ValueError(f"{name}: depth must be 1 or more, not {depth}.")
         self.name, self.nbytes, self.allocated = name, pages(nbytes), 0
         check_folders(folders, self.nbytes // len(folders), name)
-        self._drives = [probe(folder) for folder in folders] if block is None or depth is None else []
+        self._drives = [probe(folder, name) for folder in folders] if block is None or depth is None else []
         self.block = block or max(drive.block for drive in self._drives)
         depths = [depth or drive.depth for drive in self._drives] or [depth or 1] * len(folders)
         # A block goes to the file with the least in it, so none gets more than a block above its share.
