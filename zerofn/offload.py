@@ -165,6 +165,6 @@ def of_units(offload: Offload, sizes: Sequence[int]) -> list[Offload]:
     """What holds for each unit, given their bytes in the order of first use: the last ones make up the fraction."""
     wanted, taken, out = offload.fraction * sum(sizes), 0, []
     for size in reversed(sizes):
-        out.append(offload if taken < wanted else replace(offload, optimizer=None, params=None))
+        out.append(offload if taken < wanted else replace(offload, optimizer=None, params=None, path=None))
         taken += size
     return out[::-1]
