@@ -103,7 +103,7 @@ class Peak:
 
     def __init__(self) -> None:
         self.nbytes, self._ends = 0, threading.Event()
-        self._thread = threading.Thread(target=self._watch)
+        self._thread = threading.Thread(target=self._watch, daemon=True)  # an error ends the process
         self._thread.start()
 
     def _watch(self) -> None:

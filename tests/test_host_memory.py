@@ -2,6 +2,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from zerofn.host_memory import zeros
 
 # malloc is asked itself: not every kernel counts page faults.
 PROGRAM = """
@@ -77,3 +80,14 @@ def test_skeletons_and_new_states_leave_no_holes_in_the_heap():
     done = subprocess.run([sys.executable, "-c", CREATION], capture_output=True, text=True, check=True, timeout=120)
     skeleton, took, needed = map(int, done.stdout.split())
     assert skeleton < 4 << 20 and needed <= took <= 1.01 * needed
+
+
+@pytest.mark.parametrize("nbytes", [5 << 20, 3 << 10])
+def test_zeros_lie_on_the_host_large_or_small(nbytes):
+    x = zeros(nbytes // 4, torch.float32, torch.device("cpu"))
+    assert x.shape == (nbytes // 4,) and not x.any() and torch.equal(x.add_(1), torch.ones(nbytes // 4))
+
+
+def test_memory_that_cannot_be_had_is_an_error_of_memory():
+    with pytest.raises(MemoryError, match=r"1,125,899,906,842,624 bytes of host memory cannot be had"):
+        zeros(1 << 48, torch.float32, torch.device("cpu"))

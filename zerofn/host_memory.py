@@ -33,8 +33,11 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def in_huge_pages(kind: type[Mapping], nbytes: int) -> Mapping:
-    """A private mapping of `nbytes` zeros."""
-    memory = kind(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """A private mapping of `nbytes` zeros. Raises `MemoryError` where there is no room for it."""
+    try:
+        memory = kind(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{nbytes:,} bytes of host memory cannot be had: {error.strerror}.") from error
     with contextlib.suppress(OSError, AttributeError):  # a kernel, or a system, without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
