@@ -101,16 +101,17 @@ class Step:
             if constant._version != version:
                 raise RuntimeError(f"{self.__name__}: a tensor of shape {tuple(constant.shape)} that the step closes "
                                    "over was changed since capture; pass it in the state or the batch.")
-        tensors = self._tensors(state_leaves, entry.donating)
+        tensors, places = self._tensors(state_leaves, entry.donating)
         copies = [t for k in entry.program.full for t in state_leaves[k].copies]
         if entry.donating:
-            batch_tensors = self._apart(batch_tensors, [*tensors, *copies], batch_leaves)
+            batch_tensors = self._apart(batch_tensors, {*places, *map(storage_key, copies)}, batch_leaves)
         inputs = [*tensors, *copies, *batch_tensors]
         outputs = self._run(entry, inputs, state_leaves, lambda: (tree.unflatten(state_def, state_leaves), batch))
         return self._result(entry, outputs, tensors, copies, state_leaves)
 
-    def _tensors(self, leaves: list[Any], donating: bool) -> list[Tensor]:
-        """The state's tensors. Entries that share memory are parted before it is given away."""
+    def _tensors(self, leaves: list[Any], donating: bool) -> tuple[list[Tensor], list[Any]]:
+        """The state's tensors, and in which memory they lay where it is given away. Entries that share memory are
+        parted before."""
         out: list[Tensor] = []
         fixed: list[int] = []  # positions of pieces that lie in a gathered copy, and must stay there
         for x in leaves:
@@ -130,13 +131,14 @@ class Step:
                     self._refuse(out[j], tickets, "two entries of the state")
                     out[j] = out[j].clone()
                 seen.add(places[j])
-        return out
+        return out, places
 
-    def _apart(self, tensors: list[Tensor], given: list[Tensor], leaves: list[Any]) -> list[Tensor]:
+    def _apart(self, tensors: list[Tensor], given: set[Any], leaves: list[Any]) -> list[Tensor]:
         """The batch's tensors, with copies of those that lie in memory which is given away: it is written early."""
-        places = set(map(storage_key, given))
-        shared = [storage_key(x) in places for x in tensors]
-        tickets = _tickets(leaves) if any(shared) else {}
+        shared = [storage_key(x) in given for x in tensors]
+        if not any(shared):
+            return tensors
+        tickets = _tickets(leaves)
         for x in [x for x, is_shared in zip(tensors, shared, strict=True) if is_shared]:
             self._refuse(x, tickets, "the state and the batch")
         return [x.clone() if is_shared else x for x, is_shared in zip(tensors, shared, strict=True)]
@@ -266,7 +268,7 @@ class Step:
                 new[j] = t.detach()
         full = {k: copies[a:b] for k, (a, b) in program.full.items()}
         state = program.new_state.spread(new, full, arriving=True)
-        owe(filter(is_sharded, tree.leaves(state, is_leaf=is_sharded)))
+        owe(lambda: filter(is_sharded, tree.leaves(state, is_leaf=is_sharded)))
         for x in leaves:
             if is_sharded(x):
                 x.donate(why)

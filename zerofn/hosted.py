@@ -180,10 +180,11 @@ def finish() -> None:
         event.synchronize()
 
 
-def owe(states: Iterable[Any]) -> None:
-    """Say which `Sharded`s a step returns whose updates are done aside: they are lost where one of those fails."""
+def owe(states: Callable[[], Iterable[Any]]) -> None:
+    """Say which `Sharded`s a step returns whose updates are done aside: they are lost where one of those fails. Asked
+    for where there are any."""
     if _jobs:
-        _owed.update(states)
+        _owed.update(states())
 
 
 def end_updates() -> None:

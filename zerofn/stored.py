@@ -195,11 +195,6 @@ class Stored:
         return sum(x.nbytes for x in self.parts if not isinstance(x, Spilled))
 
     @property
-    def on_disk(self) -> bool:
-        """Whether any of it lies on a drive."""
-        return any(isinstance(x, Spilled) for x in self.parts)
-
-    @property
     def tensors(self) -> list[Tensor]:
         """What a captured step is given: the parts, and tickets for those on a drive."""
         return [x if isinstance(x, Tensor) else x.ticket for x in self.parts]

@@ -19,6 +19,7 @@ STARTS = (*GATHERS, *SCATTERS, ops.exchange.default, ops.permute.default, ops.re
 # What decodes a piece -> what encodes it.
 DECODES = {ops.join.default: ops.split.default, ops.decode.default: ops.encode.default}
 SPILLS = (ops.spill.default, ops.put.default)  # a new value to where it lies
+SPILLS_IN_PLACE = (ops.spill_.default, ops.put_.default)  # the same once the state is donated
 ASIDE = "aside"  # among the meta of what the host does on the updates' own thread
 UPDATE = "update"  # among the meta of a read from a drive: it is for an update rule
 CASTS = (torch.ops.aten._to_copy.default, ops.high.default)

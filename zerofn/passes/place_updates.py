@@ -6,11 +6,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import positions, roots, touches, writes
-from ..graph.edit import UPDATE, clean, fetched, is_fetch, kept_by, raise_up, wait_of
+from ..graph.edit import SPILLS_IN_PLACE, UPDATE, clean, fetched, is_fetch, kept_by, raise_up, wait_of
 from ..graph.program import Program, tensor_of
 
 ops = torch.ops.zerofn
-_SPILLS = (ops.spill_.default, ops.put_.default)
 
 
 def place_updates(gm: GraphModule, program: Program) -> GraphModule:
@@ -30,11 +29,14 @@ def place_updates(gm: GraphModule, program: Program) -> GraphModule:
             writers.setdefault(root[x], []).append(node)
 
     makers = {root[x]: rule for rule in rules for x in writes(rule)}
-    spills = {n: makers[root[n.args[1]]] for n in graph.nodes if n.target in _SPILLS and root[n.args[1]] in makers}
+    spills: dict[Node, list[Node]] = {rule: [] for rule in rules}  # rule -> what takes its results to where they lie
+    for node in graph.nodes:
+        if node.target in SPILLS_IN_PLACE and root[node.args[1]] in makers:
+            spills[makers[root[node.args[1]]]].append(node)
 
     def memory(rule: Node) -> set[Node]:
         places = {root[x] for x in writes(rule)}
-        places |= {x.args[0] for x in places if is_fetch(x)}  # type: ignore[misc]  # what it will be written to
+        places |= {root[spill.args[0]] for spill in spills[rule]}  # type: ignore[index]
         return places | {copies[x] for x in places if x in copies}  # a piece may lie in its gathered copy
 
     def first_use(rule: Node) -> int:
@@ -44,14 +46,15 @@ def place_updates(gm: GraphModule, program: Program) -> GraphModule:
     for rule in rules:
         before = [n for place in memory(rule) for n in touched[place]]
         before += [n for x in rule.all_input_nodes for n in writers.get(root[x], ())]
-        before += [n for spill, maker in spills.items() if maker is rule for n in touched[root[spill.args[0]]]]
         anchors[rule] = max((n for n in [*before, *rule.all_input_nodes] if where[n] < where[rule]),
                             key=where.__getitem__)
     for rule in sorted(rules, key=first_use, reverse=True):
         anchors[rule].append(rule)
-    for spill, rule in spills.items():  # not before what still reads the old value from there
-        if not [n for n in touched[root[spill.args[0]]] if where[rule] < where[n] < where[spill]]:
-            rule.append(spill)
+    for rule, mine in spills.items():
+        for spill in mine:  # not before what still reads the old value from there
+            place = root[spill.args[0]]  # type: ignore[index]
+            if not [n for n in touched[place] if where[rule] < where[n] < where[spill]]:
+                rule.append(spill)
     return clean(gm)
 
 

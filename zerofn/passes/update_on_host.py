@@ -8,13 +8,12 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import positions, roots, touches
-from ..graph.edit import ASIDE, clean, from_drive, kept_by
+from ..graph.edit import ASIDE, SPILLS_IN_PLACE, clean, from_drive, kept_by
 from ..graph.program import Cut, Program, tensor_of
 from ..rates import share_of
 from ..tickets import HOST
 
 ops = torch.ops.zerofn
-_PUTS = (ops.put_.default, ops.spill_.default)
 
 
 def update_on_host(gm: GraphModule, program: Program) -> GraphModule:
@@ -31,7 +30,7 @@ def update_on_host(gm: GraphModule, program: Program) -> GraphModule:
     for k, rule in enumerate(rules):
         drive = any(from_drive(x) for parts in kept_by(rule) for x in parts)
         after = [n for parts in kept_by(rule) for x in parts for n in touched[root[x]] if where[n] > where[rule]]
-        if any(n.target not in _PUTS for n in after):  # the step itself reads what is new: it would not be there yet
+        if any(n.target not in SPILLS_IN_PLACE for n in after):  # the step reads what is new: it would not be there yet
             continue
         if k < number or (drive and _on_device(rule)):  # what is read from a drive is on the host
             before = [n for n in touched[root[cast(Node, rule.args[1])]] if where[n] < where[rule]]
