@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -68,6 +69,12 @@ def state_of(module: torch.nn.Module, stage: int, tx: Any = None, **options: Any
     tx = tx or optim.adamw(1e-2, weight_decay=0.1)
     plain = zerofn.TrainState.create(params=dict(module.named_parameters()), tx=tx, **create)
     return zerofn.shard(plain, stage=stage, unit=unit_of, **options)
+
+
+def apart(patch: Any, share: float) -> None:
+    """Host memory that is not where the model computes, and the share of the units that the host updates."""
+    patch.setattr(zerofn.offload, "lies_there", lambda tier, device: False)
+    patch.setattr(importlib.import_module("zerofn.passes.update_on_host"), "share_of", lambda *args: share)
 
 
 def batch_of(rank: int = 0, rows: int = ROWS, dtype: torch.dtype = torch.float32, seed: int = 1) -> dict[str, Any]:

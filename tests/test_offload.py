@@ -1,6 +1,5 @@
 """State on drives: the same bits as in memory, in three units' buffers, and errors that say where."""
 
-import importlib
 import os
 import types
 from functools import partial
@@ -10,13 +9,11 @@ import torch
 import torch.distributed as dist
 
 import zerofn
-from small_steps import batch_of, build, fake_ranks, loss_of, scheduled, state_of, train_step_of
+from small_steps import apart, batch_of, build, fake_ranks, loss_of, scheduled, state_of, train_step_of
 from zerofn import Offload, optim, rates, tree
 from zerofn.disk import DiskError, pages
 from zerofn.graph.edit import DECODES, is_fetch, loops
 from zerofn.ops import native
-
-update_on_host = importlib.import_module("zerofn.passes.update_on_host")
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
 NORMED = optim.chain(optim.clip_by_global_norm(0.05), optim.adamw(1e-2, weight_decay=0.1))
@@ -158,12 +155,6 @@ def test_without_a_verdict_units_are_updated_inside_the_backward_pass(tmp_path):
 
 HOSTED = [{"optimizer": "cpu"}, {"optimizer": "cpu", "params": "cpu"}, {"params": "cpu"},
           {"optimizer": "nvme", "params": "cpu"}, {"optimizer": "cpu", "params": "nvme"}]
-
-
-def apart(patch, share):
-    """Host memory that is not where the model computes, and the share of the units that the host updates."""
-    patch.setattr(zerofn.offload, "lies_there", lambda tier, device: False)
-    patch.setattr(update_on_host, "share_of", lambda *args: share)
 
 
 def hosted(path, stage, precision, num_microbatches, share):

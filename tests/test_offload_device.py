@@ -2,7 +2,6 @@
 tensors of two places in one operation are an error; and host memory that such a device copies from and to."""
 
 import dataclasses
-import importlib
 import threading
 import time
 import types
@@ -14,7 +13,7 @@ import torch._functorch.config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zerofn
-from small_steps import batch_of, build, loss_of, unit_of
+from small_steps import apart, batch_of, build, loss_of, unit_of
 from zerofn import Offload, hosted, optim, passes, tree
 from zerofn.disk import PAGE, locked
 from zerofn.graph.capture import capture
@@ -23,7 +22,6 @@ from zerofn.sharding import Sharded, is_sharded
 from zerofn.stored import Stored
 from zerofn.tickets import Spilled
 
-update_on_host = importlib.import_module("zerofn.passes.update_on_host")
 ops = torch.ops.zerofn
 DEVICE = torch.device("meta")
 CLIPPED = optim.chain(optim.clip_by_global_norm(0.05), optim.adamw(1e-2, weight_decay=0.1))
@@ -67,8 +65,7 @@ def moved(state, mode):
 
 def scheduled(path, tiers, precision, tx, on_nonfinite, share, monkeypatch):
     """The graph of a step after all passes, and the values of its nodes as fake tensors."""
-    monkeypatch.setattr(zerofn.offload, "lies_there", lambda tier, device: False)
-    monkeypatch.setattr(update_on_host, "share_of", lambda *args: share)
+    apart(monkeypatch, share)
     module = build(4)
     plain = zerofn.TrainState.create(params=dict(module.named_parameters()), tx=tx)
     offload = Offload(**tiers, path=path if "nvme" in tiers.values() else None) if tiers else None

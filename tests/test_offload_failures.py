@@ -1,6 +1,5 @@
 """What fails beside a step, or after it: the state is whole or lost, and what is tried again begins anew."""
 
-import importlib
 import os
 import time
 
@@ -9,19 +8,16 @@ import torch
 import torch.distributed as dist
 
 import zerofn
-from small_steps import batch_of, build, state_of, train_step_of
+from small_steps import apart, batch_of, build, state_of, train_step_of
 from zerofn import Offload, hosted, optim, tree
 from zerofn.disk import DiskError
 from zerofn.ops import native
 
-update_on_host = importlib.import_module("zerofn.passes.update_on_host")
-
 
 @pytest.fixture
-def apart(monkeypatch):
-    """Host memory is not where the model computes, and the host updates all that lies there."""
-    monkeypatch.setattr(zerofn.offload, "lies_there", lambda tier, device: False)
-    monkeypatch.setattr(update_on_host, "share_of", lambda *args: 1.0)
+def on_host(monkeypatch):
+    """The host updates all that lies there."""
+    apart(monkeypatch, 1.0)
 
 
 def failing(at):
@@ -37,7 +33,7 @@ def failing(at):
     return run
 
 
-def test_a_state_whose_update_fails_aside_is_lost(apart, monkeypatch):
+def test_a_state_whose_update_fails_aside_is_lost(on_host, monkeypatch):
     """The step has returned it, and the next one, or whoever looks at it, hears of the failure: once as it was."""
     for look in (zerofn.compile(train_step_of(build(4))), lambda state, batch: state.params.pieces):
         state = state_of(build(4), 3, offload=Offload(optimizer="cpu"))
@@ -52,7 +48,7 @@ def test_a_state_whose_update_fails_aside_is_lost(apart, monkeypatch):
         assert state.opt_state.mu.lost
 
 
-def test_a_step_that_fails_leaves_the_state_before_it_whole(apart, monkeypatch):
+def test_a_step_that_fails_leaves_the_state_before_it_whole(on_host, monkeypatch):
     """Updates of the step before, which wait for their turn, are done all the same."""
     def updated(then):
         state = state_of(build(4), 3, offload=Offload(optimizer="cpu"))

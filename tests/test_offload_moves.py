@@ -1,6 +1,5 @@
 """Steps that put a value where another lay, or read an old one again, when the state lies on drives."""
 
-import importlib
 import os
 import time
 from functools import partial
@@ -10,12 +9,10 @@ import torch
 import torch.distributed as dist
 
 import zerofn
-from small_steps import batch_of, build, loss_of, ops, state_of
+from small_steps import apart, batch_of, build, loss_of, ops, state_of
 from zerofn import Offload, tree
 from zerofn.disk import Store, aligned
 from zerofn.tickets import ticket_of
-
-update_on_host = importlib.import_module("zerofn.passes.update_on_host")
 
 LAYERS = 8  # units enough that some are read again for each part of the step
 MODULE = build(LAYERS)
@@ -82,8 +79,7 @@ def test_on_two_ranks_too(ranks, tmp_path, change):
 def test_what_the_step_reads_of_the_new_state_the_host_does_not_update_aside(monkeypatch, tiers):
     """The host stands for a device beside it, as in `test_offload`."""
     expected = results(again, "skip", "bf16", None)
-    monkeypatch.setattr(zerofn.offload, "lies_there", lambda tier, device: False)
-    monkeypatch.setattr(update_on_host, "share_of", lambda *args: 1.0)
+    apart(monkeypatch, 1.0)
     assert all(map(torch.equal, results(again, "skip", "bf16", Offload(**tiers)), expected))
 
 

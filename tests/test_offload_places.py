@@ -14,9 +14,8 @@ TIERS = [{"params": "nvme"}, {"params": "nvme", "optimizer": "nvme"}]
 
 def with_extra(module, **options):
     """A state whose `extra` is laid out as its parameters are."""
-    params = dict(module.named_parameters())
-    plain = zerofn.TrainState.create(params=params, tx=optim.adamw(1e-2), extra=tree.tree_map(torch.clone, params))
-    return zerofn.shard(plain, unit=unit_of, **options)
+    extra = {name: p.detach().clone() for name, p in module.named_parameters()}
+    return state_of(module, 3, optim.adamw(1e-2), extra=extra, **options)
 
 
 def three_steps(state, step):

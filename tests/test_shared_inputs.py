@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import zerofn
-from small_steps import batch_of, build, loss_of, state_of, unit_of
+from small_steps import batch_of, build, loss_of, state_of
 from zerofn import Offload, optim, tree
 
 MODULE = build(6)
@@ -33,9 +33,8 @@ def test_a_batch_that_holds_the_parameters(how, precision):
 
 def test_one_place_on_a_drive_is_not_given_twice(tmp_path):
     offload = Offload(params="nvme", path=tmp_path)
-    params = dict(MODULE.named_parameters())
-    plain = zerofn.TrainState.create(params=params, tx=optim.adamw(1e-2), extra=tree.tree_map(torch.clone, params))
-    state = zerofn.shard(plain, unit=unit_of, offload=offload)
+    extra = {name: p.detach().clone() for name, p in MODULE.named_parameters()}
+    state = state_of(MODULE, 3, optim.adamw(1e-2), extra=extra, offload=offload)
     with pytest.raises(RuntimeError, match=r"the state and the batch are one place on a drive, params\['0'\]"):
         zerofn.compile(beside)(state, {"own": batch_of(), "given": state.params})
     twice = state.replace(extra=state.params)
