@@ -39,8 +39,11 @@ def place_updates(gm: GraphModule, program: Program) -> GraphModule:
         places |= {root[spill.args[0]] for spill in spills[rule]}  # type: ignore[index]
         return places | {copies[x] for x in places if x in copies}  # a piece may lie in its gathered copy
 
+    reads = set(_reads(graph))
+
     def first_use(rule: Node) -> int:
-        return min(where[n] for place in memory(rule) for n in touched[place])
+        used = (n for place in memory(rule) for n in touched[place] if n.op == "call_function" and n not in reads)
+        return min(where[n] for n in used)
 
     anchors = {}
     for rule in rules:
