@@ -21,6 +21,7 @@ from .loss_scale import NoLossScale
 from .maps import gather_leaves, ravel, reduce_unit
 from .mesh import Axis
 from .mistakes import instead
+from .phases import BACKWARD, FORWARD, phase
 from .random import fold_in, randomness
 from .recompute import same_parameters
 from .sharding import Sharded, is_sharded
@@ -128,8 +129,10 @@ class _Work:
         wanted = [t for ts in leaves for t in ts if t.requires_grad]
         key = self._key(index)
         with torch.enable_grad(), randomness(key), same_parameters():
-            loss = self._loss(tree.unflatten(self.treedef, logical), args)
-            found = _derivatives(loss.mean, wanted, self._seed(loss))
+            with phase(FORWARD):
+                loss = self._loss(tree.unflatten(self.treedef, logical), args)
+            with phase(BACKWARD):
+                found = _derivatives(loss.mean, wanted, self._seed(loss))
         by_leaf = {id(t): g for t, g in zip(wanted, found, strict=True)}
         return loss, _flat_gradients(nodes, leaves, by_leaf, loss.weight)
 

@@ -1,0 +1,147 @@
+"""Which memory is alive at every node of a scheduled graph, how much of it, and of what kind."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from .._torch_compat import FakeTensorMode, tree_leaves
+from ..loop import run_loop
+from ..phases import BACKWARD, FORWARD, phase_of
+from .alias import body_of, is_given, is_lent, positions, roots, touches
+from .edit import CASTS, DECODES, SCATTERS, is_fetch, is_gather, wait_of
+
+ops = torch.ops.zerofn
+KINDS = ("state", "gathered", "gradients", "activations", "staging", "other")
+_GRADIENTS = (ops.ravel.default, ops.flat.default, *SCATTERS)  # make a unit's gradient
+_TAKES_GRADIENTS = (*_GRADIENTS, ops.fill_.default, run_loop)
+Live = dict[str, int]  # kind -> bytes
+
+
+class Block(NamedTuple):
+    """Memory that an operation makes: it is there from when node `born` runs until node `dies` has run."""
+
+    node: Node
+    nbytes: int
+    kind: str
+    born: int
+    dies: int
+
+
+class Moment(NamedTuple):
+    """While one node runs: bytes alive by kind, what it makes included."""
+
+    node: Node
+    live: Live
+
+    @property
+    def nbytes(self) -> int:
+        """Of all kinds."""
+        return sum(self.live.values())
+
+
+def moments(gm: GraphModule, base: Live) -> Iterator[Moment]:
+    """What is alive while each node runs, on top of `base`, in the order of execution. A loop is told by its body once,
+    as it runs in a round after the first."""
+    born: dict[int, list[Block]] = defaultdict(list)
+    dying: dict[int, list[Block]] = defaultdict(list)
+    for block in blocks(gm.graph):
+        born[block.born].append(block)
+        dying[block.dies].append(block)
+    live = {kind: base.get(kind, 0) for kind in KINDS}
+    for k, node in enumerate(gm.graph.nodes):
+        before = dict(live)
+        for block in born[k]:
+            live[block.kind] += block.nbytes
+        if node.target is run_loop:
+            yield from _round(node, before, live)
+        yield Moment(node, dict(live))
+        for block in dying[k]:
+            live[block.kind] -= block.nbytes
+
+
+def _round(loop: Node, before: Live, after: Live) -> Iterator[Moment]:
+    """The body, with the sums and stacks of earlier rounds; and where its terms are added to the sums: the second round
+    makes new memory for each, one after the other."""
+    n, num_sums = loop.args[1], loop.args[4]
+    yield from moments(body_of(loop), after if n > 1 else before)  # type: ignore[operator]
+    sums = [x.nbytes for x in _tensors(loop.meta["val"])[:num_sums]]  # type: ignore[misc]
+    if sums:
+        terms = sum(sums) + max(sums) if n > 1 else max(sums)  # type: ignore[operator]
+        yield Moment(loop, {**after, "gradients": after["gradients"] + terms})
+
+
+def blocks(graph: Graph) -> list[Block]:
+    """Every piece of memory that the operations of a graph make for themselves, in order."""
+    complete_values(graph)
+    where, root = positions(graph), roots(graph)
+    touched = touches(graph, root)
+    out: list[Block] = []
+    for node, at in where.items():
+        if node.op != "call_function" or root[node] is not node or is_lent(node):
+            continue
+        born = where[node.args[0]] if node.target is operator.getitem else at  # type: ignore[index]
+        out.append(Block(node, _nbytes(node), _kind(node, touched[node], root), born, where[touched[node][-1]]))
+        if _held(node):
+            out.append(Block(node, _held(node), "gradients", at, where[wait_of(node)]))
+    return [block for block in out if block.nbytes]
+
+
+def _kind(node: Node, touched: list[Node], root: dict[Node, Node]) -> str:
+    """What the memory that `node` makes is for, by who touches it."""
+    sources = [root[x] for x in node.all_input_nodes]
+    if is_gather(node):  # a unit's parameters, or at stage 0 its gradient
+        return "gradients" if sources[0].target in SCATTERS else "gathered"
+    if node.target in (*CASTS, *DECODES) and not phase_of(node) and all(is_given(x) or is_fetch(x) for x in sources):
+        return "gathered"
+    if node.target in _GRADIENTS or node.target is operator.getitem and node.args[0].target is run_loop:  # type: ignore[union-attr]
+        return "gradients"
+    if is_fetch(node) or node.target is ops.bring.default:
+        return "staging"
+    if phase_of(node) == FORWARD and any(phase_of(x) == BACKWARD for x in touched):
+        return "activations"
+    if phase_of(node) == BACKWARD and touched[-1].target in _TAKES_GRADIENTS:
+        return "gradients"
+    return "other"
+
+
+def _nbytes(node: Node) -> int:
+    """Bytes of the memory that a node makes; of several results those that nobody takes."""
+    value = node.meta["val"]
+    if isinstance(value, list | tuple):
+        taken = {user.args[1] for user in node.users if user.target is operator.getitem}
+        value = [x for k, x in enumerate(value) if k not in taken]
+    return sum(x.untyped_storage().nbytes() for x in _tensors(value))
+
+
+def _held(node: Node) -> int:
+    """What gloo's reduce-scatter receives beside its result, until it is waited for: a piece of each further rank."""
+    if node.target not in SCATTERS or node.meta["val"].device.type != "cpu":
+        return 0
+    return max(0, node.args[1] - 2) * node.meta["val"].nbytes  # type: ignore[operator]
+
+
+def complete_values(graph: Graph) -> None:
+    """Give nodes that passes made the fake values they stand for."""
+    for node in graph.nodes:
+        if node.op == "call_function" and "val" not in node.meta:
+            node.meta["val"] = _value(node)
+
+
+def _value(node: Node) -> Any:
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+    if node.target is operator.getitem:
+        return args[0][args[1]]
+    mode = next((x.fake_mode for x in _tensors(args) if hasattr(x, "fake_mode")), None)
+    with mode or FakeTensorMode():
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
