@@ -56,6 +56,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def packet_of(op: OpOverload) -> Any:
+    """All overloads of an operation."""
+    return op._overloadpacket
+
+
 def schema_arguments(op: OpOverload) -> list:
     """The arguments in an operation's schema: `.name`, `.is_out`, `.alias_info.is_write`."""
     return op._schema.arguments

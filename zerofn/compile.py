@@ -8,7 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from . import donation, passes, tree
 from ._torch_compat import OpOverload, storage_key
 from .agreement import abandon, agree_on
 from .errors import note, said
+from .forecast import Plan
 from .graph.capture import CaptureError, capture
 from .graph.lines import place_of
 from .graph.program import Program, tensor_of
@@ -28,6 +29,7 @@ from .partition import as_tensor
 from .runtime.executor import Executor, failed_node
 from .runtime.failure import deliver, whole_steps
 from .sharding import is_sharded
+from .sizes import num_bytes
 from .storage import keep_halves, lacks_copy, refill
 from .tickets import Spilled
 from .transport import forget_transfers, wait_for_all
@@ -49,12 +51,11 @@ def compile(train_step: Callable[[Any, Any], Any], *, donate: bool = True, memor
 
     Raises `graph.capture.CaptureError` for a step that is not a pure function, on every rank.
     """
-    for name, value in (("memory", memory), ("remat", remat)):
-        if value is not None:
-            raise NotImplementedError(f"compile({name}={value!r}) is not there yet; leave it out.")
+    if remat is not None:
+        raise NotImplementedError(f"compile(remat={remat!r}) is not there yet; leave it out.")
     if backend != "eager":
         raise ValueError(f"compile: backend={backend!r} is not known; there is 'eager'.")
-    return Step(train_step, donate)
+    return Step(train_step, donate, None if memory is None else num_bytes(memory))
 
 
 class _Entry:
@@ -65,11 +66,20 @@ class _Entry:
         self.run = Executor(program.gm)
 
 
+class _Call(NamedTuple):
+    """A step's arguments, flat, and what was captured for them."""
+
+    entry: _Entry
+    state_leaves: list[Any]
+    state_def: tree.PyTreeSpec
+    batch_leaves: list[Any]
+
+
 class Step:
     """A compiled step. `timings`: seconds its last capture and passes took, and the number of nodes."""
 
-    def __init__(self, train_step: Callable[[Any, Any], Any], donate: bool) -> None:
-        self._step, self._donate = train_step, donate
+    def __init__(self, train_step: Callable[[Any, Any], Any], donate: bool, memory: int | None) -> None:
+        self._step, self._donate, self._memory = train_step, donate, memory
         self._entries: dict[Any, _Entry] = {}
         self._before: dict[str, str] = {}
         self._changes: Counter[str] = Counter()  # in how many captures an entry was another than in the one before
@@ -80,14 +90,36 @@ class Step:
     def __call__(self, state: Any, batch: Any) -> Any:
         """Run one step."""
         deliver()
+        call = self._prepare(state, batch)
+        entry, leaves = call.entry, call.state_leaves
+        for constant, version in entry.constants:
+            if constant._version != version:
+                raise RuntimeError(f"{self.__name__}: a tensor of shape {tuple(constant.shape)} that the step closes "
+                                   "over was changed since capture; pass it in the state or the batch.")
+        tensors, places = self._tensors(leaves, entry.donating)
+        copies = [t for k in entry.program.full for t in leaves[k].copies]
+        batch_tensors = [t for x in call.batch_leaves if is_sharded(x) or isinstance(x, Tensor)
+                         for t in (x.parts if is_sharded(x) else (x,))]
+        if entry.donating:
+            batch_tensors = self._apart(batch_tensors, {*places, *map(storage_key, copies)}, call.batch_leaves)
+        inputs = [*tensors, *copies, *batch_tensors]
+        outputs = self._run(entry, inputs, leaves, lambda: (tree.unflatten(call.state_def, leaves), batch))
+        return self._result(entry, outputs, tensors, copies, leaves)
+
+    def lower(self, state: Any, batch: Any) -> Plan:
+        """What a step on this state and batch will need and do, known before it runs: it is captured and scheduled, and
+        the next call runs what was planned. All ranks must call it.
+        """
+        return Plan(self._prepare(state, batch).entry.program)
+
+    def _prepare(self, state: Any, batch: Any) -> _Call:
+        """The arguments, flat, and what was captured for their like."""
         state_leaves, state_def = tree.flatten(state, is_leaf=is_sharded)
         batch_leaves, batch_def = tree.flatten(batch, is_leaf=is_sharded)
         state_leaves = [as_tensor(x) if isinstance(x, int | float) else x for x in state_leaves]
         for x in state_leaves:
             if is_sharded(x):
                 keep_halves(x)
-        batch_tensors = [t for x in batch_leaves if is_sharded(x) or isinstance(x, Tensor)
-                         for t in (x.parts if is_sharded(x) else (x,))]
         key = (state_def, batch_def, tuple(map(_kind, state_leaves)), tuple(map(_kind, batch_leaves)))
         try:
             entry = self._entries.get(key)
@@ -97,17 +129,7 @@ class Step:
         if entry is None:
             state = tree.unflatten(state_def, state_leaves)
             entry = self._entries[key] = self._capture(state, batch)
-        for constant, version in entry.constants:
-            if constant._version != version:
-                raise RuntimeError(f"{self.__name__}: a tensor of shape {tuple(constant.shape)} that the step closes "
-                                   "over was changed since capture; pass it in the state or the batch.")
-        tensors, places = self._tensors(state_leaves, entry.donating)
-        copies = [t for k in entry.program.full for t in state_leaves[k].copies]
-        if entry.donating:
-            batch_tensors = self._apart(batch_tensors, {*places, *map(storage_key, copies)}, batch_leaves)
-        inputs = [*tensors, *copies, *batch_tensors]
-        outputs = self._run(entry, inputs, state_leaves, lambda: (tree.unflatten(state_def, state_leaves), batch))
-        return self._result(entry, outputs, tensors, copies, state_leaves)
+        return _Call(entry, state_leaves, state_def, batch_leaves)
 
     def _tensors(self, leaves: list[Any], donating: bool) -> tuple[list[Tensor], list[Any]]:
         """The state's tensors, and in which memory they lay where it is given away. Entries that share memory are
@@ -167,7 +189,7 @@ class Step:
         if any(x.device.type == "cpu" and x.dim() for x in map(tensor_of, program.placeholders) if x is not None):
             keep_freed_memory()
         donating = self._donate and program.new_state is not None
-        passes.run(program, donating=donating)
+        program = passes.run(program, donating=donating, memory=self._memory)
         if program.arenas:
             return_freed_memory()
         entry = _Entry(program, donating, [(v, v._version) for v in constants])

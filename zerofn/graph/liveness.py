@@ -21,6 +21,7 @@ ops = torch.ops.zerofn
 KINDS = ("state", "gathered", "gradients", "activations", "staging", "other")
 _GRADIENTS = (ops.ravel.default, ops.flat.default, *SCATTERS)  # make a unit's gradient
 _TAKES_GRADIENTS = (*_GRADIENTS, ops.fill_.default, run_loop)
+AGAIN = "again"  # among the meta of what is computed once more for the backward pass
 Live = dict[str, int]  # kind -> bytes
 
 
@@ -69,11 +70,12 @@ def moments(gm: GraphModule, base: Live) -> Iterator[Moment]:
 def _round(loop: Node, before: Live, after: Live) -> Iterator[Moment]:
     """The body, with the sums and stacks of earlier rounds; and where its terms are added to the sums: the second round
     makes new memory for each, one after the other."""
-    n, num_sums = loop.args[1], loop.args[4]
-    yield from moments(body_of(loop), after if n > 1 else before)  # type: ignore[operator]
-    sums = [x.nbytes for x in _tensors(loop.meta["val"])[:num_sums]]  # type: ignore[misc]
+    args: Any = loop.args
+    n, num_sums = args[1], args[4]
+    yield from moments(body_of(loop), after if n > 1 else before)
+    sums = [x.nbytes for x in tensors_of(loop.meta["val"])[:num_sums]]
     if sums:
-        terms = sum(sums) + max(sums) if n > 1 else max(sums)  # type: ignore[operator]
+        terms = sum(sums) + max(sums) if n > 1 else max(sums)
         yield Moment(loop, {**after, "gradients": after["gradients"] + terms})
 
 
@@ -104,7 +106,7 @@ def _kind(node: Node, touched: list[Node], root: dict[Node, Node]) -> str:
         return "gradients"
     if is_fetch(node) or node.target is ops.bring.default:
         return "staging"
-    if phase_of(node) == FORWARD and any(phase_of(x) == BACKWARD for x in touched):
+    if node.meta.get(AGAIN) or phase_of(node) == FORWARD and any(phase_of(x) == BACKWARD for x in touched):
         return "activations"
     if phase_of(node) == BACKWARD and touched[-1].target in _TAKES_GRADIENTS:
         return "gradients"
@@ -117,31 +119,34 @@ def _nbytes(node: Node) -> int:
     if isinstance(value, list | tuple):
         taken = {user.args[1] for user in node.users if user.target is operator.getitem}
         value = [x for k, x in enumerate(value) if k not in taken]
-    return sum(x.untyped_storage().nbytes() for x in _tensors(value))
+    return sum(x.untyped_storage().nbytes() for x in tensors_of(value))
 
 
 def _held(node: Node) -> int:
     """What gloo's reduce-scatter receives beside its result, until it is waited for: a piece of each further rank."""
     if node.target not in SCATTERS or node.meta["val"].device.type != "cpu":
         return 0
-    return max(0, node.args[1] - 2) * node.meta["val"].nbytes  # type: ignore[operator]
+    num_ranks: Any = node.args[1]
+    return max(0, num_ranks - 2) * node.meta["val"].nbytes
 
 
 def complete_values(graph: Graph) -> None:
     """Give nodes that passes made the fake values they stand for."""
-    for node in graph.nodes:
-        if node.op == "call_function" and "val" not in node.meta:
-            node.meta["val"] = _value(node)
-
-
-def _value(node: Node) -> Any:
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
-    if node.target is operator.getitem:
-        return args[0][args[1]]
-    mode = next((x.fake_mode for x in _tensors(args) if hasattr(x, "fake_mode")), None)
+    known = [x for node in graph.nodes for x in tensors_of(node.meta.get("val"))]
+    mode = next((x.fake_mode for x in known if hasattr(x, "fake_mode")), None)
     with mode or FakeTensorMode():
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        for node in graph.nodes:
+            if node.op == "call_function" and "val" not in node.meta:
+                args, kwargs = values_of(node)
+                node.meta["val"] = node.target(*args, **kwargs)
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def values_of(node: Node) -> tuple[Any, Any]:
+    """The arguments of a node, with fake values in the place of nodes."""
+    args: Any = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+    return args
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in a node's value."""
     return [x for x in tree_leaves(value) if isinstance(x, Tensor)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch.fx import GraphModule
@@ -13,6 +14,7 @@ from ..graph.edit import loops
 from ..graph.program import Program
 from .arrive import arrive
 from .average import average
+from .budget import within
 from .canonicalize import canonicalize
 from .donate import donate
 from .own import own
@@ -24,6 +26,7 @@ from .place_scatters import place_scatters
 from .place_updates import place_updates
 from .prefetch import prefetch
 from .read_pieces import read_pieces
+from .recompute import recompute
 from .reduce_early import reduce_early
 from .refresh import refresh
 from .regather import regather
@@ -34,11 +37,11 @@ from .use_halves import use_halves
 
 Pass = Callable[..., GraphModule]
 
-SCHEDULE: tuple[Pass, ...] = (  # on the step, then on the bodies of its loops
-    use_halves,
-    canonicalize,
-    split_fetches,
-    place_gathers,
+# These on the step, then on the bodies of its loops:
+PREPARE: tuple[Pass, ...] = (use_halves, canonicalize, split_fetches, place_gathers)
+SCHEDULE: tuple[Pass, ...] = (
+    *PREPARE,
+    recompute,
     regather,
     place_scatters,
     place_gradients,
@@ -53,15 +56,27 @@ NO_DONATION: tuple[Pass, ...] = (own,)
 LAST: tuple[Pass, ...] = (arrive, place_fetches)
 
 
-def run(program: Program, *, donating: bool) -> Program:
-    """Apply the passes; `program.timings` gets seconds per pass. ZEROFN_DUMP=dir writes the graph after each."""
+def run(program: Program, *, donating: bool, memory: int | None = None) -> Program:
+    """Apply the passes, so that no more than `memory` bytes are alive on the device; `program.timings` gets seconds per
+    pass. ZEROFN_DUMP=dir writes the graph after each.
+
+    Raises `MemoryError` where no schedule keeps to that.
+    """
     _dump(program, 0, "capture")
-    for k, each in enumerate((*SCHEDULE, *WHOLE_STEP, *(DONATION if donating else NO_DONATION), *LAST), 1):
+    program = _apply(program, PREPARE, 1)
+    first = len(PREPARE)
+    rest = (*SCHEDULE[first:], *WHOLE_STEP, *(DONATION if donating else NO_DONATION), *LAST)
+    schedule = functools.partial(_apply, passes=rest, first=first + 1)
+    return schedule(program) if memory is None else within(program, memory, schedule)
+
+
+def _apply(program: Program, passes: Sequence[Pass], first: int) -> Program:
+    for k, each in enumerate(passes, first):
         start = time.perf_counter()
-        program.gm = each(program.gm) if each in SCHEDULE else each(program.gm, program)
-        if each in SCHEDULE:
-            for _, body in loops(program.gm):
-                each(body)
+        on_bodies = each in SCHEDULE
+        program.gm = each(program.gm) if on_bodies else each(program.gm, program)
+        for _, body in loops(program.gm) if on_bodies else ():
+            each(body)
         program.timings[each.__name__] = time.perf_counter() - start
         _dump(program, k, each.__name__)
     return program

@@ -93,6 +93,6 @@ def _write_to(graph: Graph, maker: Node, flat: Node, offset: int) -> None:
         part = graph.call_function(ops.part.default, (flat, offset, list(value.shape)))  # type: ignore[union-attr]
         part.meta["val"] = value
         out = graph.call_function(_OUT[maker.target], maker.args, {**maker.kwargs, "out": part})  # type: ignore[index]
-    out.meta["val"] = value
+    out.meta.update(maker.meta)
     maker.replace_all_uses_with(part)
     graph.erase_node(maker)

@@ -1,0 +1,103 @@
+"""Steps that keep to a budget of memory: what is measured is no more, and the bits are those of ample memory."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerofn
+from small_steps import batch_of, build, state_of, train_step_of
+from zerofn import optim, tree
+from zerofn.graph.edit import is_gather
+from zerofn.passes.fit import Drop, cheapest
+
+CLIPPED = optim.chain(optim.clip_by_global_norm(0.05), optim.adamw(1e-2))
+LAYERS, ROWS = 8, 384  # activations that weigh more than parameters
+
+
+def trained(memory, stage, num_microbatches, precision=None):
+    """(plan, least, losses and parameters) after three steps."""
+    module = build(LAYERS, dropout=0.1)
+    state = state_of(module, stage, CLIPPED, precision=precision)
+    step = zerofn.compile(train_step_of(module, num_microbatches), memory=memory)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    plan = step.lower(state, batch_of(rank, rows=ROWS))
+    out = []
+    for k in range(3):
+        state, aux = step(state, batch_of(rank, rows=ROWS, seed=k))
+        out.append(aux["loss"])
+    return plan.memory().total, plan.sent, [*out, *tree.leaves(zerofn.unshard(state.params))]
+
+
+def least(stage, num_microbatches, precision=None):
+    """What a budget that is too small says would do."""
+    with pytest.raises(MemoryError, match="cannot be scheduled within 10 bytes") as error:
+        trained(10, stage, num_microbatches, precision)
+    return int(re.findall(r"[\d,]{4,}", str(error.value))[-1].replace(",", ""))
+
+
+def at_budgets(stage, num_microbatches, precision):
+    most, sent, expected = trained("1TB", stage, num_microbatches, precision)
+    low = least(stage, num_microbatches, precision)
+    assert low < most
+    for k in range(5):
+        budget = low + (most - low) * k // 4
+        peak, now, found = trained(budget, stage, num_microbatches, precision)
+        assert peak <= budget
+        assert all(map(torch.equal, found, expected)), budget
+        assert sent <= now and (k < 4 or sent == now)
+    return low / most
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_one_rank(num_microbatches):
+    assert at_budgets(3, num_microbatches, None) < 0.9
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_ranks(ranks, stage):
+    first, second = ranks(2, at_budgets, stage, 1, "bf16")
+    assert first == second < 0.9
+
+
+def test_loops_on_two_ranks(ranks):
+    ranks(2, at_budgets, 3, 2, None)
+
+
+def gathers_with(memory):
+    module = build(LAYERS)
+    step = zerofn.compile(train_step_of(module), memory=memory)
+    plan = step.lower(state_of(module, 3), batch_of(dist.get_rank()))
+    return sum(map(is_gather, plan.graph.graph.nodes))
+
+
+def test_with_ample_memory_every_unit_is_gathered_once(ranks):
+    assert ranks(2, gathers_with, "1TB") == [LAYERS, LAYERS]
+    assert ranks(2, gathers_with, None)[0] > LAYERS
+
+
+def test_what_frees_most_for_least_goes_first():
+    live = [1, 5, 9, 9, 9, 5, 1]
+    near, far, dear = Drop("near", 1, 5, 4, 4.0), Drop("far", 0, 6, 4, 4.0), Drop("dear", 0, 6, 4, 9.0)
+    assert cheapest(live, [near, far, dear], 9) == ([], 9)
+    assert cheapest(live, [near, dear, far], 5) == ([far], 5)
+    assert cheapest(live, [dear, near, far], 1) == ([near, far], 1)
+    assert cheapest(live, [near, far], 0) == ([near, far], 1)
+
+
+def test_what_another_drop_makes_needless_is_kept():
+    """The small one goes first, being cheaper by the byte; the large one then does by itself."""
+    live = [1, 10, 10, 1]
+    small, large = Drop("small", 0, 3, 2, 0.1), Drop("large", 0, 3, 8, 1.0)
+    assert cheapest(live, [small, large], 3) == ([large], 2)
+
+
+@pytest.mark.parametrize(("memory", "error", "message"), [
+    ("24 apples", ValueError, "'24 apples' is no amount of memory; write '24GiB'"),
+    (0, TypeError, "expected an amount of memory"),
+    (True, TypeError, "expected an amount of memory"),
+])
+def test_amounts_that_are_none(memory, error, message):
+    with pytest.raises(error, match=message):
+        zerofn.compile(lambda state, batch: state, memory=memory)

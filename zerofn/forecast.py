@@ -1,0 +1,98 @@
+"""`Plan`: what a step will need and do, known before it runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch.fx import GraphModule, Node
+
+from .graph.cost import SENT, Moved, transfers
+from .graph.liveness import Live, Moment, moments
+from .graph.program import Program
+from .graph.resident import resident
+from .phases import phase_of
+from .sizes import in_words
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank. `peak`: by kind, at the moment when the device holds most; `where`: that operation; `host` and
+    `disk`: what lies there all the time; `over_time`: bytes on the device while each operation runs, by kind."""
+
+    peak: Live
+    where: str
+    host: int
+    disk: int
+    over_time: list[Moment] = field(repr=False)
+
+    @property
+    def total(self) -> int:
+        """The device's peak."""
+        return sum(self.peak.values())
+
+
+class Plan:
+    """What a captured and scheduled step needs and does, on one of `world` ranks."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.world = 1 if program.axis is None else program.axis.size
+
+    @property
+    def graph(self) -> GraphModule:
+        """The step as it will run."""
+        return self.program.gm
+
+    @cached_property
+    def _memory(self) -> Memory:
+        there = resident(self.program)
+        over_time = list(moments(self.program.gm, there.device))
+        most = max(over_time, key=lambda x: x.nbytes)
+        return Memory(most.live, place(most.node), there.host, there.disk, over_time)
+
+    def memory(self) -> Memory:
+        """Bytes by kind: `state`, `gathered` parameters, `gradients`, `activations` kept for the backward pass,
+        `staging` buffers of offloading, `other`. What operations take for themselves while they run is not known."""
+        return self._memory
+
+    def transfers(self) -> Counter[Moved]:
+        """What the step moves -> how often: bytes sent to other ranks, read from and written to drives, copied to and
+        from host memory."""
+        found: Counter[Moved] = Counter()
+        for x, times in transfers(self.program.gm):
+            found[x] += times
+        return found
+
+    def collectives(self) -> dict[Moved, int]:
+        """Transfers between ranks -> times a step, in order of first use; bytes are what a rank sends each time."""
+        return {x: times for x, times in self.transfers().items() if x.how == SENT}
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a rank sends to others in a step; as many come."""
+        return sum(x.nbytes * times for x, times in self.collectives().items())
+
+    def text(self) -> str:
+        """All of it, to be read."""
+        m = self.memory()
+        lines = [f"{self.program.name} on {self.world} rank(s)",
+                 f"  memory of a rank: {in_words(m.total)} at its peak, in {m.where}"]
+        lines += [f"    {kind:<12} {in_words(n)}" for kind, n in m.peak.items() if n]
+        away = {"in host memory": m.host, "on drives": m.disk}
+        lines += [f"    {name:<12} {in_words(n)}" for name, n in away.items() if n]
+        per = Counter[str]()
+        for x, times in self.transfers().items():
+            per[x.how] += x.nbytes * times
+        lines += [f"  {how} by a rank in a step: {in_words(n)}" for how, n in per.items() if n]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return self.text()
+
+
+def place(node: Node) -> str:
+    """A node in words."""
+    what = str(node.target).removesuffix(".default")
+    return " ".join(filter(None, (what, phase_of(node) and f"in the {phase_of(node)} pass")))

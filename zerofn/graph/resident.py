@@ -1,0 +1,58 @@
+"""What of a step's inputs is there all the time, where it lies, and how many bytes it takes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch.fx import Node
+
+from ..disk import pages
+from .liveness import KINDS, Live
+from .program import Cut, Program, tensor_of
+
+
+class Resident(NamedTuple):
+    """Bytes that are there before, during and after a step: on the device by kind, in host memory, on drives."""
+
+    device: Live
+    host: int
+    disk: int
+
+
+def resident(program: Program) -> Resident:
+    """Where the state and the batch lie, with what offloading keeps beside them."""
+    device: Live = dict.fromkeys(KINDS, 0)
+    host = disk = 0
+    placeholders = iter(program.placeholders)
+    for cut in program.state.nodes:
+        if cut is None:
+            device["state"] += _storage(next(placeholders))
+        for unit, kind in zip(cut.spec.layout.units, cut.kinds, strict=True) if isinstance(cut, Cut) else ():
+            start, stop = cut.spec.bounds(unit)
+            for dtype, size, tier in kind.parts(stop - start):
+                nbytes = size * dtype.itemsize
+                next(placeholders)
+                if tier == "nvme":
+                    disk += pages(nbytes)
+                elif tier == "cpu":
+                    host += nbytes
+                else:
+                    device["state"] += nbytes
+    for piece, whole, shared in program.copies():
+        device["gathered"] += _storage(whole)
+        device["state"] -= tensor_of(piece).nbytes if shared else 0  # type: ignore[union-attr]
+    device["other"] += sum(map(_storage, program.batch_placeholders))
+    arenas = sum(arena.nbytes for arena in program.arenas)
+    on_host = any(kind.away and kind.away.device != "cpu" for cut in program.state.nodes if isinstance(cut, Cut)
+                  for kind in cut.kinds)
+    if on_host:
+        host += arenas
+    else:
+        device["staging"] += arenas
+    disk += sum(pages(region.nbytes) for region in program.scratch or ())
+    return Resident(device, host, disk)
+
+
+def _storage(node: Node) -> int:
+    value = tensor_of(node)
+    return 0 if value is None else value.untyped_storage().nbytes()

@@ -1,0 +1,95 @@
+"""The forward pass of a graph in segments, what each keeps for the backward pass, and what it takes to make that again.
+
+A segment begins where a unit's parameters are used for the first time: for most models it is a layer. What crosses from
+one segment to the next is kept; so what is made again is made from its own segment's inputs, whatever else is not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from torch.fx import Graph, Node
+
+from ..phases import BACKWARD, FORWARD, phase_of
+from .alias import is_given, roots, touches, writes
+from .edit import is_start
+from .program import tensor_of
+
+
+class Segments:
+    """`activations`: memory that the forward pass makes and the backward pass reads, in order of making, but for what
+    crosses segments, what leaves the step, and what cannot be made again. `crossing`: the former of these.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._root = roots(graph)
+        self.touched = touches(graph, self._root)
+        self._segment = self._segments(graph)
+        self._written = {self._root[x] for n in graph.nodes if phase_of(n) for x in writes(n)}
+        made = [n for n in graph.nodes if self._root[n] is n and phase_of(n) == FORWARD and n.op == "call_function"]
+        self.crossing = {n for n in made if self._crosses(n)}
+        self._fixed = self.crossing | {n for n in made if is_start(n)}
+        self.activations = [n for n in made if n not in self._fixed and self._is_kept(n) and self._can_be_made(n)]
+
+    def memory(self, node: Node) -> Node:
+        """Whose memory a node's value is in."""
+        return self._root[node]
+
+    def gap(self, activation: Node) -> tuple[Node, Node]:
+        """(its last use in the forward pass, its first one in the backward pass)."""
+        touched = self.touched[activation]
+        first = next(k for k, n in enumerate(touched) if phase_of(n) == BACKWARD)
+        return touched[first - 1], touched[first]
+
+    def missing(self, value: Node, dropped: Container[Node], there: Container[Node] = ()) -> list[Node]:
+        """The forward operations that make `value` again, from what is kept and what is already `there`."""
+        found: dict[Node, None] = {}
+        todo = [value]
+        while todo:
+            node = todo.pop()
+            if node in found or node in there or not self._is_made(node, dropped):
+                continue
+            found[node] = None
+            todo += node.all_input_nodes
+        return list(found)
+
+    def _is_made(self, node: Node, dropped: Container[Node]) -> bool:
+        """Whether a node has to run again for its value to be there in the backward pass."""
+        memory = self._root[node]
+        if phase_of(node) != FORWARD or is_given(memory) or memory in self._fixed:
+            return False
+        return memory in dropped or not self._is_kept(memory)
+
+    def _is_kept(self, memory: Node) -> bool:
+        return any(phase_of(n) == BACKWARD for n in self.touched.get(memory, ()))
+
+    def _can_be_made(self, memory: Node) -> bool:
+        """Whether nobody but forward and backward passes reads it, and none of what makes it writes to anything."""
+        if any(phase_of(n) not in (FORWARD, BACKWARD) for n in self.touched[memory]):
+            return False
+        again = self.missing(memory, {memory})
+        return not any(self._root[x] in self._written for n in again for x in (n, *n.all_input_nodes))
+
+    def _is_parameter(self, memory: Node) -> bool:
+        """Whether memory is there for the forward pass: a piece, or what is gathered."""
+        value = tensor_of(memory)
+        return not phase_of(memory) and memory.op != "get_attr" and value is not None and value.is_floating_point()
+
+    def _crosses(self, memory: Node) -> bool:
+        own = self._segment[memory]
+        return any(self._segment.get(n, own) > own for n in self.touched[memory])
+
+    def _segments(self, graph: Graph) -> dict[Node, int]:
+        """Forward node -> its segment."""
+        seen: set[Node] = set()
+        out: dict[Node, int] = {}
+        number = 0
+        for node in graph.nodes:
+            if phase_of(node) != FORWARD or node.op != "call_function":
+                continue
+            new = {m for m in map(self._root.__getitem__, node.all_input_nodes) if self._is_parameter(m)} - seen
+            if new:
+                number += 1
+                seen |= new
+            out[node] = number
+        return out

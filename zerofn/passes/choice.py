@@ -1,0 +1,30 @@
+"""What is decided about the values of a graph before passes carry it out."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch.fx import GraphModule
+
+_KEY = "choice"  # among a graph module's meta
+
+
+class Choice(NamedTuple):
+    """`dropped`: names of activations that are computed again for the backward pass. `cuts`: (gather, the use before),
+    by name, after which a gathered unit is dropped and gathered again. `ahead`: how many gathers may start before the
+    one that is used next. None leaves it to the pass.
+    """
+
+    dropped: frozenset[str] = frozenset()
+    cuts: frozenset[tuple[str, str]] | None = None
+    ahead: int | None = None
+
+
+def choice_of(gm: GraphModule) -> Choice:
+    """What was decided about a graph."""
+    return gm.meta.get(_KEY, Choice())
+
+
+def choose(gm: GraphModule, choice: Choice) -> None:
+    """Decide about a graph."""
+    gm.meta[_KEY] = choice

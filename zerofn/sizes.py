@@ -1,0 +1,38 @@
+"""Amounts of memory, in bytes and in words."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, **{f"{x}b": 1000**k for k, x in enumerate(("", "k", "m", "g", "t"))},
+          **{f"{x}ib": 1024**k for k, x in enumerate(("", "k", "m", "g", "t")) if x}}
+
+
+def num_bytes(given: int | str) -> int:
+    """Bytes, of a number of them or of a text such as "24GiB" or "500 MB".
+
+    Raises `ValueError`/`TypeError` for anything else.
+
+    >>> num_bytes("1.5KiB"), num_bytes("2 GB")
+    (1536, 2000000000)
+    """
+    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        return given
+    if not isinstance(given, str):
+        raise TypeError(f"expected an amount of memory such as '24GiB', or bytes above 0, got {given!r}.")
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-zA-Z]*)\s*", given)
+    if not found or found[2].lower() not in _UNITS or not float(found[1]):
+        raise ValueError(f"{given!r} is no amount of memory; write '24GiB' (1024^3 bytes), '24GB' (1000^3), or bytes.")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def in_words(nbytes: float) -> str:
+    """
+    >>> in_words(1536), in_words(2.5e10)
+    ('1.54 kB', '25 GB')
+    """
+    units = ("B", "kB", "MB", "GB", "TB", "PB")
+    k = 0
+    while abs(nbytes) >= 1000 and k + 1 < len(units):
+        nbytes, k = nbytes / 1000, k + 1
+    return f"{nbytes:.3g} {units[k]}"
