@@ -43,6 +43,7 @@ ORDER = [
     "reductions",
     "random",
     "replay",
+    "likeness",
     "partition",
     "skeleton",
     "remat",

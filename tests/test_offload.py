@@ -295,10 +295,11 @@ def test_checkpoints_from_any_tier_to_any(ranks, tmp_path, num_ranks, tiers):
 @pytest.mark.parametrize(("offload", "stage", "message"), [
     ("disk", 3, "offload='disk' is not known; did you mean"),
     (3, 3, "expected None, 'cpu', 'nvme' or a zerofn.Offload, got int"),
-    (Offload(), 3, r"offloads nothing; write Offload\(optimizer='cpu'\)"),
+    (Offload(fraction=0.5), 3, r"fraction=0.5.* offloads nothing: name what is to lie where, optimizer= or params="),
     ("cpu", 3, r"Offload\(optimizer='cpu'\) has no effect: the parameters are on the CPU.*'nvme'.*device='cuda'"),
     (Offload(optimizer="nvme", params="cpu"), 3, r"Offload\(params='cpu'\) has no effect"),
     (Offload(optimizer="nvme", update="gpu"), 3, "there is no other processor to update on"),
+    (Offload(optimizer="nvme", update="cpu"), 3, r"update='cpu'\) has no effect"),
     (Offload(optimizer="nvme", path="/nowhere/at/all"), 3, "/nowhere/at/all does not exist"),
 ])
 def test_what_cannot_be_is_a_sentence(offload, stage, message):

@@ -8,6 +8,7 @@ import zerofn
 from small_steps import WIDTH, Normed, batch_of, build, fake_ranks, loss_of, scheduled, state_of, train_step_of, unit_of
 from zerofn import Offload, optim, tree
 from zerofn.graph.edit import UPDATE, is_fetch
+from zerofn.storage import HELD, Filler
 
 TIERS = [{"params": "nvme"}, {"params": "nvme", "optimizer": "nvme"}]
 
@@ -128,3 +129,24 @@ def test_steps_share_the_memory_that_drives_read_to_and_the_places_where_gradien
     programs = [entry.program for step in steps for entry in step._entries.values()]
     assert len(programs) == 4
     assert len({id(p.scratch) for p in programs}) == 1 and len({id(a) for p in programs for a in p.arenas}) == 1
+
+
+def test_units_are_not_held_until_all_their_leaves_are_there(tmp_path, monkeypatch):
+    """Constants are made first, of all layers: what is held meanwhile does not grow with their number."""
+    held = []
+    write = Filler.write
+    monkeypatch.setattr(Filler, "write", lambda self, *args: (write(self, *args), held.append(len(self._held))))
+
+    def init():
+        layers = [m for _ in range(6) for m in (torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, WIDTH))]
+        params = {f"{k // 2}.{k % 2}.{n}": p for k, m in enumerate(layers) for n, p in m.named_parameters()}
+        return zerofn.TrainState.create(params=params, tx=optim.adamw(1e-2))
+
+    def state(**options):
+        torch.manual_seed(0)
+        return zerofn.shard(init, precision="bf16", unit=unit_of, **options)
+
+    ours, theirs = state(offload=Offload(params="nvme", path=tmp_path)), state()
+    assert 0 < max(held) <= HELD
+    assert all(map(torch.equal, tree.leaves(zerofn.unshard(ours)), tree.leaves(zerofn.unshard(theirs))))
+    assert " on drives" in repr(state(offload=Offload(optimizer="nvme", path=tmp_path)))

@@ -332,7 +332,7 @@ def refusals():
             lambda: shard(good, precision="bf8"),
         ),
         "mesh: expected None, a DeviceMesh": (TypeError, lambda: shard(good, mesh=4)),
-        "device": (RuntimeError, lambda: shard(good, device="gpu")),
+        "device": (ValueError, lambda: shard(good, device="gpu")),
         "already sharded": (TypeError, lambda: shard(shard(good))),
         "of the user": (KeyError, lambda: shard(raises)),
     }
@@ -382,3 +382,8 @@ def test_ranks_that_differ_raise_everywhere_and_go_on(ranks):
         assert "h.0.w [31, 33]" in shapes and "h.0.w [31, 34]" in shapes, rank
         assert "leaf 'params.bad' is a str" in failed
         assert ("rank 2 failed" in failed) == (rank != 2)
+
+
+def test_a_device_that_is_not_there():
+    with pytest.raises(ValueError, match="shard: device='cuda:77' cannot be had: "):
+        zerofn.shard({"params": {"w": torch.ones(3)}}, device="cuda:77")

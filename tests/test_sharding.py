@@ -377,3 +377,22 @@ def test_what_a_rank_holds_of_a_leaf_can_be_copied_and_pickled():
     held = zerofn.shard({"params": {"w": torch.arange(3.0)}})["params"]["w"]
     for same in (copy.copy(held), copy.deepcopy(held), pickle.loads(pickle.dumps(held))):
         assert same == held and torch.equal(same.local, held.local)
+
+
+def test_a_sharded_tree_is_no_dict():
+    p = sharded(params(), 3)
+    for misuse in ("keys", "items", "values"):
+        with pytest.raises(AttributeError, match=r"it is what this rank holds of a tree.* zerofn.gather\(params\)"):
+            getattr(p, misuse)
+    for misuse in (list, lambda p: "0.w" in p, lambda p: p[0]):
+        with pytest.raises(TypeError, match=r"has no entry 0: it is what this rank holds of a tree"):
+            misuse(p)
+    with pytest.raises(AttributeError, match="a Sharded has no 'nothing'"):
+        p.nothing  # noqa: B018
+
+
+def test_what_a_rank_holds_of_a_leaf_is_not_gathered_by_itself():
+    held = sharded(params(), 3)["0.w"]
+    for function in (gather, unshard):
+        with pytest.raises(TypeError, match=rf"write zerofn.{function.__name__}\(params\)\['0.w'\]"):
+            function(held)

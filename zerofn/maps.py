@@ -21,7 +21,7 @@ from . import tree
 from .collectives import AllGather, Linear, ReduceScatter, ops
 from .layout import Unit, unravel
 from .ops import flat as _flat  # noqa: F401  (defines zerofn::ravel)
-from .sharding import Sharded, Spec, is_sharded
+from .sharding import Sharded, Spec, check_whole, is_sharded
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,8 @@ def gather(values: Any) -> Any:
     pass unchanged. At stages 1 and 2 the gathered copy that hangs on the parameters is returned without communication.
     There, and at one rank, the result shares the state's memory: clone what is to outlive the next compiled step.
     """
+    check_whole(values, "gather")
+
     def full(x: Any) -> Any:
         return tree.unflatten(x.layout.treedef, gather_leaves(x)) if is_sharded(x) else x
 

@@ -27,8 +27,8 @@ class Offload:
 
     `optimizer`, `params`: None (where the model computes), "cpu" (host memory) or "nvme" (files on drives). `path`: the
     folder, or folders, to stripe over, for "nvme"; the system's temporary folder by default. `fraction`: the share of
-    the units' bytes that is offloaded, those used last first. `update`: which processor updates what is offloaded:
-    "cpu", "gpu" (state is streamed through it), "split", or "auto", what measured rates say.
+    the units' bytes that is offloaded, the last by name first, which most models use last. `update`: which processor
+    updates what is offloaded: "cpu", "gpu" (state is streamed through it), "split", or "auto", what measured rates say.
 
     Raises `ValueError`/`TypeError` for what is unknown.
     """
@@ -106,7 +106,8 @@ def resolve(offload: Offload | str | None, stage: int, num_ranks: int, device: t
 
 def _check(offload: Offload, whole: bool, device: torch.device) -> None:
     if not (offload.optimizer or offload.params):
-        raise ValueError("Offload() offloads nothing; write Offload(optimizer='cpu') or offload=None.")
+        raise ValueError(f"{offload} offloads nothing: name what is to lie where, optimizer= or params=, 'cpu' or "
+                         "'nvme', or write offload=None.")
     if offload.params and whole:
         raise ValueError("Offload(params=...) has no effect at stages 1 and 2, where every rank holds a gathered copy "
                          "of the parameters; use stage=3, or offload the optimizer alone.")
@@ -115,9 +116,9 @@ def _check(offload: Offload, whole: bool, device: torch.device) -> None:
             raise ValueError(f"Offload({name}='cpu') has no effect: the parameters are on the CPU, so the model "
                              "computes in host memory as it is. Leave it out, offload to 'nvme', or let the model "
                              "compute on a GPU: shard(..., device='cuda').")
-    if device.type == "cpu" and offload.update in ("gpu", "split"):
-        raise ValueError(f"Offload(update={offload.update!r}): the model computes on the CPU and there is no other "
-                         "processor to update on; leave update out.")
+    if device.type == "cpu" and offload.update != "auto":
+        raise ValueError(f"Offload(update={offload.update!r}) has no effect: the model computes on the CPU and there "
+                         "is no other processor to update on; leave update out.")
 
 
 def _in_memory(path: str) -> bool:

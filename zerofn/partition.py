@@ -18,14 +18,15 @@ from .agreement import agree_on
 from .disk import Store
 from .errors import nearest
 from .host_memory import map_large_blocks
-from .layout import Layout, LeafInfo, make_layout, restrict
+from .layout import Layout, LeafInfo, make_layout
+from .likeness import layout_like, signature_of, sublayouts
 from .maps import gather_leaves
 from .mesh import Mesh
 from .offload import Offload, check_memory, of_units
 from .offload import resolve as resolve_offload
 from .precision import Precision, resolve
 from .replay import record
-from .sharding import Sharded, Spec, is_sharded
+from .sharding import Sharded, Spec, check_whole, is_sharded
 from .storage import Filler, allocate, equalize, scratch_for, settle
 from .stored import PLAIN, SIGNED, SPLIT, UNSIGNED, Away, Kind
 
@@ -98,6 +99,7 @@ def unshard(state: Any, rank: int | None = None) -> Any:
     must call it. At most one unit more than the result is held at a time. Raises `ValueError` for a rank that is not
     there, on every rank and before anything is sent.
     """
+    check_whole(state, "unshard")
     for x in tree.leaves(state, is_leaf=is_sharded):
         if rank is not None and is_sharded(x) and rank not in range(x.spec.axis.size):
             raise ValueError(f"unshard: rank={rank!r} is not there; the state lies on {x.spec.axis.size} rank(s), "
@@ -211,8 +213,14 @@ class _Options:
             near = nearest(self.stage, STAGES, 1, 0.0)
             raise ValueError(f"stage={self.stage!r} is not known: stages are 0 (replicated), 1, 2 and 3"
                              f"{f'; did you mean {near[0]}?' if near else '.'}")
-        device = None if self.device is None else torch.empty(0, device=self.device).device  # with its number
-        return replace(self, precision=resolve(self.precision), device=device)
+        return replace(self, precision=resolve(self.precision), device=self._numbered())
+
+    def _numbered(self) -> torch.device | None:
+        """The device with its number. Raises `ValueError` for one that is not there."""
+        try:
+            return None if self.device is None else torch.empty(0, device=self.device).device
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"shard: device={self.device!r} cannot be had: {error}") from None
 
     def place(self, values: Iterable[tuple[int, Tensor]], parts: list[_Cut | _Copy], treedef: tree.PyTreeSpec,
               scratch: Store | None) -> Any:
@@ -247,11 +255,11 @@ class _Options:
         known = {}
         masters = {x.dtype for s in states for x in tree.leaves(_params(s)) if x.is_floating_point()}
         for layout, _ in layouts:
-            known.update({_signature_of(part): part for part in _sublayouts(layout, self._spec(layout))})
+            known.update({signature_of(part): part for part in sublayouts(layout, self._spec(layout))})
         owners = {id(_params(x)) for x in states}
 
         def layout_of(x: Any) -> Layout | None:
-            return None if isinstance(x, Tensor) else _layout_like(x, known)
+            return None if isinstance(x, Tensor) else layout_like(x, known)
 
         formats = _formats(state)
         nodes, treedef = tree.flatten(state, is_leaf=lambda x: layout_of(x) is not None)
@@ -325,46 +333,6 @@ def _formats(state: Any) -> dict[int, str]:
     """How subtrees of optimizer states whose types say so are kept, by id."""
     found = tree.leaves(state, is_leaf=lambda x: hasattr(type(x), "kept"))
     return {id(getattr(x, name)): how for x in found for name, how in getattr(type(x), "kept", {}).items()}
-
-
-def _signature(x: Any) -> Any:
-    leaves, treedef = tree.flatten(x)
-    if not all(isinstance(v, Tensor) for v in leaves):
-        return None
-    return treedef, tuple(tuple(v.shape) for v in leaves)
-
-
-def _layout_like(x: Any, known: dict[Any, Layout]) -> Layout | None:
-    """The layout for a subtree: that of its signature, or of the known one whose leaves it has in part, with
-    None in place of the others (as moments have under a mask)."""
-    signature = _signature(x)
-    if signature is None or signature in known:
-        return known.get(signature)
-    shapes = {tree.name_of(path): tuple(v.shape) for path, v in zip(*tree.flatten_with_path(x)[:2], strict=True)}
-    for layout in known.values():
-        if all(name in layout.where and layout.where[name][1].shape == s for name, s in shapes.items()):
-            part = restrict(layout, lambda _, leaf: leaf.name in shapes)
-            if part.treedef == signature[0]:
-                return part
-    return None
-
-
-def _signature_of(layout: Layout) -> Any:
-    return layout.treedef, tuple(leaf.shape for leaf in layout.leaves)
-
-
-def _sublayouts(layout: Layout, spec: Spec) -> Iterable[Layout]:
-    """The layouts a subtree of the state may have: parts of params, its trainable part, params itself."""
-    whole = tree.unflatten(layout.treedef, list(range(layout.treedef.num_leaves)))
-    if isinstance(whole, Mapping):
-        for key, value in whole.items():
-            if isinstance(value, Mapping | list | tuple) and len(whole) > 1:
-                try:
-                    yield layout.subset(str(key))
-                except KeyError:
-                    continue  # shares a unit with its neighbour, so nothing can be cut like it
-    yield spec.trainable.layout
-    yield layout
 
 
 def _description(stage: int, precision: Precision, parts: list[_Cut | _Copy]) -> str:

@@ -54,6 +54,10 @@ class Spec:
         return replace(self, layout=restrict(self.layout, lambda unit, _: unit.trainable))
 
 
+_NO_DICT = ("it is what this rank holds of a tree, cut into flat pieces. Write params['name'] for a leaf, tree_map for "
+            "what is elementwise, and zerofn.gather(params), or zerofn.unshard(params), for the tree with its tensors.")
+
+
 class Sharded:
     """This rank's pieces of a tree of tensors: a pytree node whose leaves are flat tensors, one per unit.
 
@@ -145,8 +149,15 @@ class Sharded:
         self._lost, self._kept = why, ()
         self.forget_copies()
 
+    def __getattr__(self, name: str) -> Any:
+        if name in ("keys", "values", "items", "get"):
+            raise AttributeError(f"a Sharded has no {name!r}: {_NO_DICT}")
+        raise AttributeError(f"a Sharded has no {name!r}.")
+
     def __getitem__(self, name: str) -> Sharded | Held:
         """A leaf's name -> what this rank holds of it; a prefix -> the `Sharded` of the units under it."""
+        if not isinstance(name, str):  # as whoever iterates asks
+            raise TypeError(f"a Sharded has no entry {name!r}: {_NO_DICT}")
         place = self.layout.where.get(name)
         if place is not None:
             return Held.of(self, *place)
@@ -227,6 +238,14 @@ tree.register_node(Sharded, lambda s: (s.pieces, s.spec), lambda spec, pieces: S
 def is_sharded(x: Any) -> bool:
     """Whether `x` is a `Sharded` node."""
     return isinstance(x, Sharded)
+
+
+def check_whole(values: Any, what: str) -> None:
+    """Raise `TypeError` for a tree with what a rank holds of a leaf: that cannot be gathered by itself."""
+    for x in tree.leaves(values, is_leaf=lambda x: isinstance(x, Sharded | Held)):
+        if isinstance(x, Held):
+            raise TypeError(f"{what}: params[{x.name!r}] is what this rank holds of a leaf, and cannot be gathered by "
+                            f"itself; write zerofn.{what}(params)[{x.name!r}].")
 
 
 def describe(sharded: Sharded) -> str:

@@ -191,11 +191,6 @@ def _whole(params: Any, part: Any) -> Any:
                                     for p, x in zip(paths, nodes, strict=True)])
 
 
-def _bytes_here(x: Sharded) -> int | None:
-    """What this rank holds of it; None if it was given away."""
-    return None if x.lost is not None else sum(p.nbytes for p in x.stored)
-
-
 def _short(x: Any) -> str:
     if isinstance(x, Sharded):
         return repr(x).replace("\n", "\n  ")
@@ -206,8 +201,12 @@ def _short(x: Any) -> str:
     if isinstance(x, Tensor):
         return f"{x.item()}" if x.numel() == 1 and x.device.type != "meta" else f"tensor{list(x.shape)}"
     nodes, _ = tree.flatten(x, is_leaf=is_sharded)
-    held = [_bytes_here(n) for n in nodes if is_sharded(n)]
-    if held:
-        donated = f", {held.count(None)} donated" if None in held else ""
-        return f"{type(x).__name__} with {len(held)} Sharded trees{donated}, {sum(filter(None, held)):,} bytes here"
+    trees = [n for n in nodes if is_sharded(n)]
+    if trees:
+        there = [n for n in trees if n.lost is None]
+        donated = f", {len(trees) - len(there)} donated" if len(there) < len(trees) else ""
+        kept = [piece for n in there for piece in n.stored]
+        here, spilled = sum(p.nbytes for p in kept), sum(p.spilled for p in kept)
+        away = f", {spilled:,} on drives" if spilled else ""
+        return f"{type(x).__name__} with {len(trees)} Sharded trees{donated}, {here:,} bytes here{away}"
     return f"{type(x).__name__} of {len(nodes)} leaves" if len(nodes) > 3 else repr(x)

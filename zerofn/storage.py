@@ -19,6 +19,8 @@ from .stored import PLAIN, SPLIT, Kind, Part, Stored
 from .tickets import Spilled, ticket_of
 from .transport import wait_for_all
 
+HELD = 2  # units that are partly filled in memory before they are written to a drive
+
 
 def allocate(spec: Spec, device: torch.device, cached: bool,
              kinds: Sequence[Kind] | None = None, scratch: Store | None = None, name: str = "") -> Sharded:
@@ -61,7 +63,8 @@ def scratch_for(parts: Iterable[tuple[Spec, Sequence[Kind]]]) -> Store | None:
 
 
 class Filler:
-    """Fills a fresh `Sharded` leaf by leaf: what lies on a drive is held until its unit is complete."""
+    """Fills a fresh `Sharded` leaf by leaf. What lies on a drive is held until its unit is complete, or others are
+    being filled: leaves come in the order in which they can be made, and constants can all be made at once."""
 
     def __init__(self, sharded: Sharded) -> None:
         self._pieces = sharded.stored
@@ -72,6 +75,9 @@ class Filler:
     def write(self, index: int, start: int, values: Tensor) -> None:
         """Keep elements of the index-th piece: of a leaf, all that is here of it."""
         if index not in self._held:
+            if len(self._held) == HELD:
+                first = next(iter(self._held))
+                self._pieces[first].save(self._held.pop(first))
             self._held[index] = self._pieces[index].loaded()
         self._held[index].write(start, values)
         self._left[index] -= 1

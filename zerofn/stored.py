@@ -195,6 +195,11 @@ class Stored:
         return sum(x.nbytes for x in self.parts if not isinstance(x, Spilled))
 
     @property
+    def spilled(self) -> int:
+        """Bytes on drives."""
+        return sum(x.nbytes for x in self.parts if isinstance(x, Spilled))
+
+    @property
     def tensors(self) -> list[Tensor]:
         """What a captured step is given: the parts, and tickets for those on a drive."""
         return [x if isinstance(x, Tensor) else x.ticket for x in self.parts]
