@@ -55,6 +55,7 @@ ORDER = [
     "graph",
     "passes",
     "runtime",
+    "picture",
     "forecast",
     "compile",
     "plan",

@@ -38,8 +38,8 @@ log = logging.getLogger("zerofn")
 MANY = 8  # captures of one step, after which it is said what keeps changing
 
 
-def compile(train_step: Callable[[Any, Any], Any], *, donate: bool = True, memory: Any = None, remat: Any = None,
-            backend: str = "eager") -> Step:
+def compile(train_step: Callable[[Any, Any], Any], *, donate: bool = True, memory: int | str | None = None,
+            remat: str | None = None, backend: str = "eager") -> Step:
     """A callable `(state, batch) -> (state, aux)` that runs `train_step` captured and scheduled.
 
     The step is captured at its first call and again for every new signature (structure, shapes, dtypes, ints and
@@ -49,13 +49,22 @@ def compile(train_step: Callable[[Any, Any], Any], *, donate: bool = True, memor
     Floating replicated state that depends on a rank's own batch (batch norm's running values in `extra`, say) is
     averaged over ranks at the end of the step. The step run eagerly does not: there each rank keeps its own.
 
-    Raises `graph.capture.CaptureError` for a step that is not a pure function, on every rank.
+    `memory`: bytes of the device, or a text such as "24GiB", that a step may take on a rank, its state included, but
+    for what operations take for themselves while they run. Gathered units are kept, or dropped and gathered again, and
+    activations kept, or computed again, as that asks; the values are the same, bit for bit. `remat`: "full" computes
+    every activation again but what crosses from one unit's part of the model to the next; "auto" those for which it
+    costs least, until the kept ones take half of the memory.
+
+    Raises `graph.capture.CaptureError` for a step that is not a pure function, `MemoryError` below the least memory
+    that any schedule takes, on every rank.
     """
-    if remat is not None:
-        raise NotImplementedError(f"compile(remat={remat!r}) is not there yet; leave it out.")
+    if remat not in (None, "full", "auto"):
+        raise ValueError(f"compile: remat={remat!r} is not known; there are 'full', 'auto' and None.")
+    if remat is not None and memory is not None:
+        raise ValueError(f"compile(memory={memory!r}) decides what is computed again; leave remat={remat!r} out.")
     if backend != "eager":
         raise ValueError(f"compile: backend={backend!r} is not known; there is 'eager'.")
-    return Step(train_step, donate, None if memory is None else num_bytes(memory))
+    return Step(train_step, donate, {"memory": None if memory is None else num_bytes(memory), "remat": remat})
 
 
 class _Entry:
@@ -78,8 +87,8 @@ class _Call(NamedTuple):
 class Step:
     """A compiled step. `timings`: seconds its last capture and passes took, and the number of nodes."""
 
-    def __init__(self, train_step: Callable[[Any, Any], Any], donate: bool, memory: int | None) -> None:
-        self._step, self._donate, self._memory = train_step, donate, memory
+    def __init__(self, train_step: Callable[[Any, Any], Any], donate: bool, schedule: dict[str, Any]) -> None:
+        self._step, self._donate, self._schedule = train_step, donate, schedule
         self._entries: dict[Any, _Entry] = {}
         self._before: dict[str, str] = {}
         self._changes: Counter[str] = Counter()  # in how many captures an entry was another than in the one before
@@ -189,7 +198,7 @@ class Step:
         if any(x.device.type == "cpu" and x.dim() for x in map(tensor_of, program.placeholders) if x is not None):
             keep_freed_memory()
         donating = self._donate and program.new_state is not None
-        program = passes.run(program, donating=donating, memory=self._memory)
+        program = passes.run(program, donating=donating, **self._schedule)
         if program.arenas:
             return_freed_memory()
         entry = _Entry(program, donating, [(v, v._version) for v in constants])

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import html
+import io
+import os
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from .graph.cost import SENT, Moved, transfers
+from .graph.cost import SENT, Moved, moved, transfers
 from .graph.liveness import Live, Moment, moments
 from .graph.program import Program
 from .graph.resident import resident
 from .phases import phase_of
+from .picture import File, draw
 from .sizes import in_words
 
 
@@ -87,6 +93,32 @@ class Plan:
             per[x.how] += x.nbytes * times
         lines += [f"  {how} by a rank in a step: {in_words(n)}" for how, n in per.items() if n]
         return "\n".join(lines)
+
+    def json(self) -> dict[str, Any]:
+        """The same as numbers and texts, for other programs: bytes everywhere."""
+        m = self.memory()
+        return {"name": self.program.name, "ranks": self.world, "peak": m.peak, "total": m.total, "where": m.where,
+                "host": m.host, "disk": m.disk, "transfers": [{**x._asdict(), "times": n}
+                                                              for x, n in self.transfers().items()]}
+
+    def picture(self, path: str | os.PathLike[str]) -> None:
+        """Draw memory over the step, and when transfers start, to a file such as "plan.png" or "plan.svg".
+
+        Raises `ImportError` where matplotlib is missing.
+        """
+        self._draw(path)
+
+    def _draw(self, file: File) -> None:
+        over_time = self.memory().over_time
+        sent = [k for k, x in enumerate(over_time) if (found := moved(x.node)) is not None and found.how == SENT]
+        draw(over_time, sent, file, title=f"{self.program.name} on {self.world} rank(s)")
+
+    def _repr_html_(self) -> str:
+        out = io.BytesIO()
+        with contextlib.suppress(ImportError):
+            self._draw(out)
+        svg = out.getvalue().decode()
+        return f"<pre>{html.escape(self.text())}</pre>{svg[svg.find('<svg'):] if svg else ''}"
 
     def __repr__(self) -> str:
         return self.text()

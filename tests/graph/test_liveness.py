@@ -72,7 +72,7 @@ def test_models_at_one_rank(name):
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("size", [2, 3])
 def test_models_at_several_ranks(ranks, stage, size):
-    for name in ("gpt2", "t5"):
+    for name in ("gpt2", "t5")[: 4 - size]:
         for predicted, found in ranks(size, hf, name, stage):
             assert predicted == pytest.approx(found, rel=0.01)
 

@@ -13,7 +13,7 @@ from zerofn.graph.edit import is_gather
 from zerofn.passes.fit import Drop, cheapest
 
 CLIPPED = optim.chain(optim.clip_by_global_norm(0.05), optim.adamw(1e-2))
-LAYERS, ROWS = 8, 384  # activations that weigh more than parameters
+LAYERS, ROWS = 6, 384  # activations that weigh more than parameters
 
 
 def trained(memory, stage, num_microbatches, precision=None):
@@ -37,22 +37,22 @@ def least(stage, num_microbatches, precision=None):
     return int(re.findall(r"[\d,]{4,}", str(error.value))[-1].replace(",", ""))
 
 
-def at_budgets(stage, num_microbatches, precision):
+def at_budgets(stage, num_microbatches, precision, parts=2):
     most, sent, expected = trained("1TB", stage, num_microbatches, precision)
     low = least(stage, num_microbatches, precision)
     assert low < most
-    for k in range(5):
-        budget = low + (most - low) * k // 4
+    for k in range(parts + 1):
+        budget = low + (most - low) * k // parts
         peak, now, found = trained(budget, stage, num_microbatches, precision)
         assert peak <= budget
         assert all(map(torch.equal, found, expected)), budget
-        assert sent <= now and (k < 4 or sent == now)
+        assert sent <= now and (k < parts or sent == now)
     return low / most
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_one_rank(num_microbatches):
-    assert at_budgets(3, num_microbatches, None) < 0.9
+    assert at_budgets(3, num_microbatches, None, 10) < 0.9
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -41,6 +41,10 @@ class Segments:
         first = next(k for k, n in enumerate(touched) if phase_of(n) == BACKWARD)
         return touched[first - 1], touched[first]
 
+    def is_last(self, activation: Node) -> bool:
+        """Whether it is of the last segment, whose backward pass comes right after its forward pass."""
+        return self._segment[activation] == max(self._segment.values())
+
     def missing(self, value: Node, dropped: Container[Node], there: Container[Node] = ()) -> list[Node]:
         """The forward operations that make `value` again, from what is kept and what is already `there`."""
         found: dict[Node, None] = {}

@@ -14,7 +14,7 @@ from ..graph.edit import loops
 from ..graph.program import Program
 from .arrive import arrive
 from .average import average
-from .budget import within
+from .budget import recomputed, within
 from .canonicalize import canonicalize
 from .donate import donate
 from .own import own
@@ -25,6 +25,7 @@ from .place_gradients import place_gradients
 from .place_scatters import place_scatters
 from .place_updates import place_updates
 from .prefetch import prefetch
+from .purify import purify
 from .read_pieces import read_pieces
 from .recompute import recompute
 from .reduce_early import reduce_early
@@ -38,7 +39,7 @@ from .use_halves import use_halves
 Pass = Callable[..., GraphModule]
 
 # These on the step, then on the bodies of its loops:
-PREPARE: tuple[Pass, ...] = (use_halves, canonicalize, split_fetches, place_gathers)
+PREPARE: tuple[Pass, ...] = (use_halves, canonicalize, purify, split_fetches, place_gathers)
 SCHEDULE: tuple[Pass, ...] = (
     *PREPARE,
     recompute,
@@ -56,18 +57,20 @@ NO_DONATION: tuple[Pass, ...] = (own,)
 LAST: tuple[Pass, ...] = (arrive, place_fetches)
 
 
-def run(program: Program, *, donating: bool, memory: int | None = None) -> Program:
-    """Apply the passes, so that no more than `memory` bytes are alive on the device; `program.timings` gets seconds per
-    pass. ZEROFN_DUMP=dir writes the graph after each.
+def run(program: Program, *, donating: bool, memory: int | None = None, remat: str | None = None) -> Program:
+    """Apply the passes; see `budget` for `memory`, in bytes, and `remat`. `program.timings` gets seconds per pass.
+    ZEROFN_DUMP=dir writes the graph after each.
 
-    Raises `MemoryError` where no schedule keeps to that.
+    Raises `MemoryError` where no schedule keeps to the memory.
     """
     _dump(program, 0, "capture")
     program = _apply(program, PREPARE, 1)
     first = len(PREPARE)
     rest = (*SCHEDULE[first:], *WHOLE_STEP, *(DONATION if donating else NO_DONATION), *LAST)
     schedule = functools.partial(_apply, passes=rest, first=first + 1)
-    return schedule(program) if memory is None else within(program, memory, schedule)
+    if memory is not None:
+        return within(program, memory, schedule)
+    return schedule(program) if remat is None else recomputed(program, remat, schedule)
 
 
 def _apply(program: Program, passes: Sequence[Pass], first: int) -> Program:

@@ -1,11 +1,12 @@
-"""A schedule that keeps to a budget of memory: which values are kept, and which are dropped and brought back."""
+"""Schedules that keep to a budget of memory: which values are kept, and which are dropped and brought back."""
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -13,7 +14,7 @@ from ..graph.alias import positions
 from ..graph.copies import copied
 from ..graph.cost import seconds_of
 from ..graph.edit import loops, weight_chain
-from ..graph.liveness import moments
+from ..graph.liveness import Live, moments
 from ..graph.program import Program, tensor_of
 from ..graph.resident import resident
 from ..graph.segments import Segments
@@ -32,30 +33,100 @@ def within(program: Program, budget: int, schedule: Schedule) -> Program:
 
     Raises `MemoryError` below what the least schedule needs.
     """
-    graphs = _graphs(program.gm)
-    whole, levels = _attempt(program, [_choice([], AHEAD) for _ in graphs], schedule)
-    if _peak(levels) <= budget:
-        return whole
-    drops = [list(_drops(gm, final, level)) for gm, (final, level) in zip(graphs, levels, strict=True)]
+    search = _Search(program, schedule, lambda live: sum(live.values()))
+    whole = search.attempt([_choice([], AHEAD) for _ in search.graphs])
+    if whole.peak <= budget:
+        return whole.program
+    drops = [[*_activations(gm, a.graph), *_gathers(gm, a.graph)] for gm, a in search.pairs(whole)]
     for ahead in range(AHEAD, -1, -1):
+        found = search.fit(whole, drops, budget, functools.partial(_choice, ahead=ahead))
+        if found is not None:
+            return found.program
+    least = min((search.attempt([_choice(all_of, ahead) for all_of in drops]) for ahead in range(AHEAD, -1, -1)),
+                key=lambda x: x.peak)
+    if least.peak > budget:
+        raise MemoryError(f"{program.name} cannot be scheduled within {budget:,} bytes: the least that it takes is "
+                          f"{least.peak:,}.")
+    return least.program
+
+
+def recomputed(program: Program, how: str, schedule: Schedule) -> Program:
+    """The program after `schedule`, computing activations again for the backward pass: all but what segments begin
+    with, and the last one's ("full"), or those for which it costs least, until what is kept takes half of the memory
+    ("auto").
+
+    Raises `ValueError` where there are none.
+    """
+    search = _Search(program, schedule, lambda live: live["activations"])
+    names = [frozenset(x.name for x in parts.activations if not parts.is_last(x))
+             for parts in (Segments(gm.graph) for gm in search.graphs)]
+    if not any(names):
+        raise ValueError(f"compile(remat={how!r}) has no effect: {program.name} keeps nothing for a backward pass that "
+                         "could be computed again. Leave it out.")
+    if how == "full":
+        return search.attempt([Choice(dropped) for dropped in names]).program
+    whole = search.attempt([Choice() for _ in search.graphs])
+    drops = [list(_activations(gm, a.graph)) for gm, a in search.pairs(whole)]
+    found = search.fit(whole, drops, whole.peak // 2, functools.partial(_choice, ahead=None))
+    return (found or search.attempt([Choice(dropped) for dropped in names])).program
+
+
+class _Levels(NamedTuple):
+    """A scheduled graph and what weighs at each of its nodes."""
+
+    graph: Graph
+    level: list[int]
+
+
+class _Attempt(NamedTuple):
+    """A scheduled program, and its graphs."""
+
+    program: Program
+    graphs: list[_Levels]
+
+    @property
+    def peak(self) -> int:
+        """The most that weighs at once."""
+        return max(max(x.level) for x in self.graphs)
+
+
+class _Search:
+    """Schedules of a program with other choices, weighed by `weigh`, bytes by kind -> bytes."""
+
+    def __init__(self, program: Program, schedule: Schedule, weigh: Callable[[Live], int]) -> None:
+        self._program, self._schedule, self._weigh = program, schedule, weigh
+        self.graphs = _graphs(program.gm)
+
+    def attempt(self, choices: Sequence[Choice]) -> _Attempt:
+        """The program scheduled with a choice for each graph."""
+        tried = replace(self._program, gm=copied(self._program.gm), kept=[], arenas=[],
+                        timings=dict(self._program.timings))
+        for gm, choice in zip(_graphs(tried.gm), choices, strict=True):
+            choose(gm, choice)
+        tried = self._schedule(tried)
+        most: dict[Node, int] = defaultdict(int)
+        for node, live in moments(tried.gm, resident(tried).device):
+            most[node] = max(most[node], self._weigh(live))
+        return _Attempt(tried, [_Levels(gm.graph, [most[n] for n in gm.graph.nodes]) for gm in _graphs(tried.gm)])
+
+    def pairs(self, attempt: _Attempt) -> Iterator[tuple[GraphModule, _Levels]]:
+        """Each graph and its scheduled form."""
+        return zip(self.graphs, attempt.graphs, strict=True)
+
+    def fit(self, whole: _Attempt, drops: list[list[Drop]], budget: int, choice: Callable[[list[Drop]], Choice]
+            ) -> _Attempt | None:
+        """One within the budget, with the cheapest of these drops; None if there is none. What scheduling adds is known
+        afterwards: then it is tried again with so much less."""
         target = budget
         for _ in range(TRIES):
-            chosen = [cheapest(level, found, target) for found, (_, level) in zip(drops, levels, strict=True)]
+            chosen = [cheapest(x.level, found, target) for found, x in zip(drops, whole.graphs, strict=True)]
             if any(left > target for _, left in chosen):
-                break
-            tried, found = _attempt(program, [_choice(taken, ahead) for taken, _ in chosen], schedule)
-            if _peak(found) <= budget:
+                return None
+            tried = self.attempt([choice(taken) for taken, _ in chosen])
+            if tried.peak <= budget:
                 return tried
-            target -= _peak(found) - budget
-    least, tried = _peak(levels), whole
-    for ahead in range(AHEAD, -1, -1):
-        all_dropped, found = _attempt(program, [_choice(taken, ahead) for taken in drops], schedule)
-        if _peak(found) < least:
-            least, tried = _peak(found), all_dropped
-    if least > budget:
-        raise MemoryError(f"{program.name} cannot be scheduled within {budget:,} bytes: the least that it takes is "
-                          f"{least:,}.")
-    return tried
+            target -= tried.peak - budget
+        return None
 
 
 def _graphs(gm: GraphModule) -> list[GraphModule]:
@@ -63,39 +134,26 @@ def _graphs(gm: GraphModule) -> list[GraphModule]:
     return [*(body for _, body in loops(gm)), gm]
 
 
-def _attempt(program: Program, choices: list[Choice], schedule: Schedule
-             ) -> tuple[Program, list[tuple[Graph, list[int]]]]:
-    """The program scheduled with these choices, and its graphs with the bytes that are alive at each of their nodes."""
-    tried = replace(program, gm=copied(program.gm), kept=[], arenas=[], timings=dict(program.timings))
-    for gm, choice in zip(_graphs(tried.gm), choices, strict=True):
-        choose(gm, choice)
-    tried = schedule(tried)
-    most: dict[Node, int] = defaultdict(int)
-    highest = 0
-    for moment in moments(tried.gm, resident(tried).device):
-        highest = max(highest, moment.nbytes)
-        most[moment.node] = max(most[moment.node], moment.nbytes)
-    return tried, [(gm.graph, [most[n] for n in gm.graph.nodes]) for gm in _graphs(tried.gm)]
-
-
-def _peak(levels: list[tuple[Graph, list[int]]]) -> int:
-    return max(max(level) for _, level in levels)
-
-
-def _choice(drops: list[Drop], ahead: int) -> Choice:
+def _choice(drops: list[Drop], ahead: int | None) -> Choice:
+    """What to do where these are dropped; without `ahead` gathers are left to the passes."""
     keys: list[Any] = [drop.key for drop in drops]
-    return Choice(frozenset(k for k in keys if isinstance(k, str)),
-                  frozenset(k for k in keys if not isinstance(k, str)), ahead)
+    cuts = frozenset(k for k in keys if not isinstance(k, str))
+    return Choice(frozenset(k for k in keys if isinstance(k, str)), None if ahead is None else cuts, ahead)
 
 
-def _drops(gm: GraphModule, final: Graph, level: list[int]) -> Iterator[Drop]:
-    """What may be dropped in a graph, at positions of its scheduled form."""
-    where = _positions_in(gm.graph, final)
-    segments = Segments(gm.graph)
+def _activations(gm: GraphModule, final: Graph) -> Iterator[Drop]:
+    """What may be computed again, at positions of the scheduled graph."""
+    where, segments = _positions_in(gm.graph, final), Segments(gm.graph)
     for memory in segments.activations:
         last, first = segments.gap(memory)
-        cost = sum(map(seconds_of, segments.missing(memory, {memory})))
-        yield Drop(memory.name, where[last], where[first], tensor_of(memory).untyped_storage().nbytes(), cost)  # type: ignore[union-attr]
+        seconds = sum(map(seconds_of, segments.missing(memory, {memory})))
+        nbytes = tensor_of(memory).untyped_storage().nbytes()  # type: ignore[union-attr]
+        yield Drop(memory.name, where[last], where[first], nbytes, seconds)
+
+
+def _gathers(gm: GraphModule, final: Graph) -> Iterator[Drop]:
+    """What may be gathered again, between uses with another unit's use between them."""
+    where = _positions_in(gm.graph, final)
     uses = uses_of_gathers(gm.graph, weight_chain(gm.graph), positions(gm.graph))
     timeline = sorted((where[u], k) for k, found in enumerate(uses.values()) for u in found)
     for k, (start, found) in enumerate(uses.items()):

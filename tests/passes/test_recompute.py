@@ -1,0 +1,160 @@
+"""Activations that are computed again: the same bits, dropout's masks included, in less memory."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.func import functional_call
+
+import tiny_models
+import zerofn
+from small_steps import batch_of, build, loss_of, state_of, train_step_of
+from zerofn import optim, tree
+from zerofn.graph.edit import loops
+from zerofn.graph.liveness import AGAIN
+
+LAYERS, ROWS = 10, 64
+
+
+def kept(plan):
+    """The most bytes of activations at a time."""
+    return max(x.live["activations"] for x in plan.memory().over_time)
+
+
+def trained(remat, stage=3, num_microbatches=1, precision=None, dropout=0.1):
+    """(plan, losses and parameters) after two steps."""
+    module = build(LAYERS, dropout=dropout)
+    state = state_of(module, stage, optim.adamw(1e-2), precision=precision)
+    step = zerofn.compile(train_step_of(module, num_microbatches), remat=remat)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    plan = step.lower(state, batch_of(rank, rows=ROWS))
+    out = []
+    for k in range(2):
+        state, aux = step(state, batch_of(rank, rows=ROWS, seed=k))
+        out.append(aux["loss"])
+    return plan, [*out, *tree.leaves(zerofn.unshard(state.params))]
+
+
+def compared(stage, num_microbatches, precision):
+    plain, expected = trained(None, stage, num_microbatches, precision)
+    full, found = trained("full", stage, num_microbatches, precision)
+    assert all(map(torch.equal, found, expected))
+    half, found = trained("auto", stage, num_microbatches, precision)
+    assert all(map(torch.equal, found, expected))
+    assert kept(half) <= kept(plain) / 2
+    return kept(plain) / kept(full)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_one_rank(num_microbatches):
+    assert compared(3, num_microbatches, None) > 2  # of a linear layer, tanh and dropout not much is left out
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_two_ranks(ranks, stage):
+    assert min(ranks(2, compared, stage, 1, "bf16")) > 2
+
+
+def one_step(name, remat):
+    torch.manual_seed(0)
+    model, inputs = tiny_models.BUILDERS[name]().train(), tiny_models.batch(name)
+
+    def loss_fn(params, batch):
+        return functional_call(model, params, (), batch).logits.float().square().mean()
+
+    def train_step(state, batch):
+        loss, grads = state.value_and_grad(loss_fn)(batch)
+        return state.apply_gradients(grads), loss
+
+    params = dict(model.named_parameters())
+    state = zerofn.shard(zerofn.TrainState.create(params=params, tx=optim.adamw(1e-2)), unit=layer_of)
+    state, loss = zerofn.compile(train_step, remat=remat)(state, inputs)
+    return [loss, *tree.leaves(zerofn.unshard(state.params))]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])
+def test_models(name):
+    """With dropout where the model has it."""
+    expected = one_step(name, None)
+    for remat in ("full", "auto"):
+        assert all(map(torch.equal, one_step(name, remat), expected)), remat
+
+
+def layer_of(name):
+    """A unit for each layer, however small."""
+    parts = name.split(".")
+    at = next((k for k, part in enumerate(parts) if part.isdigit()), 0)
+    return ".".join(parts[: at + 1])
+
+
+def test_a_deep_model_keeps_a_fifth():
+    """Of a transformer; beside the loss."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    config = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+    model = hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=24, **config))  # dropout is 0.1
+    ids = torch.randint(0, 64, (2, 32))
+
+    def train_step(state, batch):
+        def loss_fn(params, ids):
+            return functional_call(model, params, (ids,)).logits.square().mean()
+
+        loss, grads = state.value_and_grad(loss_fn)(batch)
+        return state.apply_gradients(grads), loss
+
+    def run(remat):
+        params = dict(model.named_parameters())
+        state = zerofn.shard(zerofn.TrainState.create(params=params, tx=optim.adamw(1e-3)), unit=layer_of)
+        step = zerofn.compile(train_step, remat=remat)
+        plan = step.lower(state, ids)
+        state, loss = step(state, ids)
+        return kept(plan), [loss, *tree.leaves(zerofn.unshard(state.params))]
+
+    (most, expected), (least, found) = run(None), run("full")
+    assert least <= most / 5
+    assert all(map(torch.equal, found, expected))
+
+
+def test_what_is_computed_again_is_marked_and_nothing_else_is_added():
+    plan, _ = trained("full", num_microbatches=2)
+    (_, body), = loops(plan.graph)
+    again = [n for n in body.graph.nodes if n.meta.get(AGAIN)]
+    assert again and all(n.meta["phase"] == "backward" for n in again)
+    assert not any(n.meta.get(AGAIN) for n in plan.graph.graph.nodes)
+
+
+def test_a_model_that_asks_for_it_itself():
+    """What `zerofn.remat` computes again is not computed a third time."""
+    module = build(6, dropout=0.2)
+    inner = loss_of(module)
+
+    def step(state, batch):
+        loss, grads = state.value_and_grad(zerofn.remat(inner))(batch)
+        return state.apply_gradients(grads), loss
+
+    def run(**options):
+        state, loss = zerofn.compile(step, **options)(state_of(module, 3), batch_of(rows=ROWS))
+        return [loss, *tree.leaves(zerofn.unshard(state.params))]
+
+    assert all(map(torch.equal, run(), run(memory="1TB")))
+
+
+MODULE = build(2)
+
+
+def no_backward(state, batch):
+    return loss_of(MODULE)(zerofn.gather(state.params), batch)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"remat": "some"}, "remat='some' is not known; there are 'full', 'auto' and None"),
+    ({"remat": "auto", "memory": "1GB"}, "decides what is computed again; leave remat='auto' out"),
+])
+def test_options_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        zerofn.compile(no_backward, **options)
+
+
+def test_a_step_that_keeps_nothing():
+    with pytest.raises(ValueError, match="remat='full'\\) has no effect: no_backward keeps nothing"):
+        zerofn.compile(no_backward, remat="full")(state_of(MODULE, 3), batch_of())

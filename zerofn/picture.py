@@ -1,0 +1,47 @@
+"""Memory over a step, as a picture."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from .graph.liveness import KINDS, Moment
+
+_COLOURS = dict(zip(KINDS, ("#4c566a", "#5e81ac", "#bf616a", "#a3be8c", "#d08770", "#c8ccd4"), strict=True))
+MB = 1e6
+File = str | os.PathLike[str] | io.BytesIO
+
+
+def draw(moments: Sequence[Moment], sent: Sequence[int], file: File, *, title: str) -> None:
+    """Write the bytes that are on the device while each operation of a step runs, by kind, and below them when
+    transfers to other ranks start, at the operations numbered in `sent`. A name's ending says of what format the file
+    is; what is no name gets SVG.
+
+    Raises `ImportError` where matplotlib is missing.
+    """
+    figure, axes = _pyplot().subplots(figsize=(9, 4), layout="constrained")
+    shown = [kind for kind in KINDS if any(x.live[kind] for x in moments)]
+    axes.stackplot(range(len(moments)), [[x.live[kind] / MB for x in moments] for kind in shown], labels=shown,
+                   step="post", colors=[_COLOURS[kind] for kind in shown], linewidth=0)
+    most = max(x.nbytes for x in moments) / MB
+    axes.plot(sent, [-0.03 * most] * len(sent), "|", color="#b48ead", label="transfers", markersize=5)
+    axes.set_title(f"{title}: {most:,.1f} MB at its peak", loc="left", fontsize=10.5)
+    axes.set(xlabel="operations of a step, in order", ylabel="MB of a rank", xlim=(0, len(moments)),
+             ylim=(-0.06 * most, 1.05 * most))
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[-2::-1] + handles[-1:], labels[-2::-1] + labels[-1:], loc="center left",
+                bbox_to_anchor=(1, 0.5), frameon=False)
+    figure.savefig(file, format="svg" if isinstance(file, io.BytesIO) else None)
+    _pyplot().close(figure)
+
+
+def _pyplot() -> Any:
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        raise ImportError("pictures are drawn with matplotlib: pip install 'zerofn[plots]'.") from None
+    return pyplot
