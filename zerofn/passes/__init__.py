@@ -14,8 +14,9 @@ from ..graph.edit import loops
 from ..graph.program import Program
 from .arrive import arrive
 from .average import average
-from .budget import recomputed, within
+from .budget import graphs, recomputed, within
 from .canonicalize import canonicalize
+from .choice import choose
 from .donate import donate
 from .own import own
 from .park_gradients import park_gradients
@@ -65,23 +66,28 @@ def run(program: Program, *, donating: bool, memory: int | None = None, remat: s
     """
     _dump(program, 0, "capture")
     program = _apply(program, PREPARE, 1)
-    first = len(PREPARE)
-    rest = (*SCHEDULE[first:], *WHOLE_STEP, *(DONATION if donating else NO_DONATION), *LAST)
-    schedule = functools.partial(_apply, passes=rest, first=first + 1)
-    if memory is not None:
-        return within(program, memory, schedule)
-    return schedule(program) if remat is None else recomputed(program, remat, schedule)
+    rest = (*SCHEDULE[len(PREPARE) :], *WHOLE_STEP, *(DONATION if donating else NO_DONATION), *LAST)
+    if memory is not None or remat is not None:
+        start = time.perf_counter()
+        alike = functools.partial(_apply, passes=[each for each in rest if each is not read_pieces])  # on all ranks
+        choices = recomputed(program, remat, alike) if remat else within(program, memory or 0, alike)
+        for gm, choice in zip(graphs(program.gm), choices, strict=True):
+            choose(gm, choice)
+        program.timings["choices"] = time.perf_counter() - start
+    return _apply(program, rest, len(PREPARE) + 1)
 
 
-def _apply(program: Program, passes: Sequence[Pass], first: int) -> Program:
-    for k, each in enumerate(passes, first):
+def _apply(program: Program, passes: Sequence[Pass], first: int | None = None) -> Program:
+    """Apply passes, and write down what comes of each, which is numbered from `first` on."""
+    for k, each in enumerate(passes, first or 0):
         start = time.perf_counter()
         on_bodies = each in SCHEDULE
         program.gm = each(program.gm) if on_bodies else each(program.gm, program)
         for _, body in loops(program.gm) if on_bodies else ():
             each(body)
         program.timings[each.__name__] = time.perf_counter() - start
-        _dump(program, k, each.__name__)
+        if first is not None:
+            _dump(program, k, each.__name__)
     return program
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,35 +27,34 @@ AHEAD = 2  # gathers that may be under way beside the unit that is used
 Schedule = Callable[[Program], Program]
 
 
-def within(program: Program, budget: int, schedule: Schedule) -> Program:
-    """The program after `schedule`, its values dropped and brought back such that no more than `budget` bytes are alive
-    on the device at any time. With ample memory every unit is gathered once and nothing is computed again.
+def within(program: Program, budget: int, schedule: Schedule) -> list[Choice]:
+    """What to choose, for each of a program's `graphs`, such that no more than `budget` bytes are alive on the device
+    at any time. With ample memory every unit is gathered once and nothing is computed again.
 
-    Raises `MemoryError` below what the least schedule needs.
+    Raises `MemoryError` below what the least schedule needs. `schedule` must be the same on all ranks.
     """
     search = _Search(program, schedule, lambda live: sum(live.values()))
     whole = search.attempt([_choice([], AHEAD) for _ in search.graphs])
     if whole.peak <= budget:
-        return whole.program
+        return whole.choices
     drops = [[*_activations(gm, a.graph), *_gathers(gm, a.graph)] for gm, a in search.pairs(whole)]
     for ahead in range(AHEAD, -1, -1):
         found = search.fit(whole, drops, budget, functools.partial(_choice, ahead=ahead))
         if found is not None:
-            return found.program
+            return found.choices
     least = min((search.attempt([_choice(all_of, ahead) for all_of in drops]) for ahead in range(AHEAD, -1, -1)),
                 key=lambda x: x.peak)
     if least.peak > budget:
         raise MemoryError(f"{program.name} cannot be scheduled within {budget:,} bytes: the least that it takes is "
                           f"{least.peak:,}.")
-    return least.program
+    return least.choices
 
 
-def recomputed(program: Program, how: str, schedule: Schedule) -> Program:
-    """The program after `schedule`, computing activations again for the backward pass: all but what segments begin
-    with, and the last one's ("full"), or those for which it costs least, until what is kept takes half of the memory
-    ("auto").
+def recomputed(program: Program, how: str, schedule: Schedule) -> list[Choice]:
+    """What to choose for activations to be computed again for the backward pass: all but what segments begin with, and
+    the last one's ("full"), or those for which it costs least, until what is kept takes half of the memory ("auto").
 
-    Raises `ValueError` where there are none.
+    Raises `ValueError` where there are none. `schedule` must be the same on all ranks.
     """
     search = _Search(program, schedule, lambda live: live["activations"])
     names = [frozenset(x.name for x in parts.activations if not parts.is_last(x))
@@ -63,12 +62,13 @@ def recomputed(program: Program, how: str, schedule: Schedule) -> Program:
     if not any(names):
         raise ValueError(f"compile(remat={how!r}) has no effect: {program.name} keeps nothing for a backward pass that "
                          "could be computed again. Leave it out.")
+    full = [Choice(dropped) for dropped in names]
     if how == "full":
-        return search.attempt([Choice(dropped) for dropped in names]).program
+        return full
     whole = search.attempt([Choice() for _ in search.graphs])
     drops = [list(_activations(gm, a.graph)) for gm, a in search.pairs(whole)]
     found = search.fit(whole, drops, whole.peak // 2, functools.partial(_choice, ahead=None))
-    return (found or search.attempt([Choice(dropped) for dropped in names])).program
+    return found.choices if found is not None else full
 
 
 class _Levels(NamedTuple):
@@ -79,9 +79,9 @@ class _Levels(NamedTuple):
 
 
 class _Attempt(NamedTuple):
-    """A scheduled program, and its graphs."""
+    """Choices for a program's graphs, and what these are with them."""
 
-    program: Program
+    choices: list[Choice]
     graphs: list[_Levels]
 
     @property
@@ -95,19 +95,19 @@ class _Search:
 
     def __init__(self, program: Program, schedule: Schedule, weigh: Callable[[Live], int]) -> None:
         self._program, self._schedule, self._weigh = program, schedule, weigh
-        self.graphs = _graphs(program.gm)
+        self.graphs = graphs(program.gm)
 
-    def attempt(self, choices: Sequence[Choice]) -> _Attempt:
-        """The program scheduled with a choice for each graph."""
+    def attempt(self, choices: list[Choice]) -> _Attempt:
+        """What comes of a choice for each graph."""
         tried = replace(self._program, gm=copied(self._program.gm), kept=[], arenas=[],
                         timings=dict(self._program.timings))
-        for gm, choice in zip(_graphs(tried.gm), choices, strict=True):
+        for gm, choice in zip(graphs(tried.gm), choices, strict=True):
             choose(gm, choice)
         tried = self._schedule(tried)
         most: dict[Node, int] = defaultdict(int)
         for node, live in moments(tried.gm, resident(tried).device):
             most[node] = max(most[node], self._weigh(live))
-        return _Attempt(tried, [_Levels(gm.graph, [most[n] for n in gm.graph.nodes]) for gm in _graphs(tried.gm)])
+        return _Attempt(choices, [_Levels(gm.graph, [most[n] for n in gm.graph.nodes]) for gm in graphs(tried.gm)])
 
     def pairs(self, attempt: _Attempt) -> Iterator[tuple[GraphModule, _Levels]]:
         """Each graph and its scheduled form."""
@@ -129,7 +129,7 @@ class _Search:
         return None
 
 
-def _graphs(gm: GraphModule) -> list[GraphModule]:
+def graphs(gm: GraphModule) -> list[GraphModule]:
     """The bodies of loops, then the step."""
     return [*(body for _, body in loops(gm)), gm]
 
