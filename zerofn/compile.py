@@ -7,14 +7,14 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from . import donation, passes, tree
 from ._torch_compat import OpOverload, storage_key
-from .agreement import abandon, agree_on
+from .agreement import abandon, agree_on, exchange
 from .errors import note, said
 from .forecast import Plan
 from .graph.capture import CaptureError, capture
@@ -26,6 +26,7 @@ from .hosted import end_updates, owe
 from .mistakes import note_dtypes
 from .ops import cuda, native
 from .partition import as_tensor
+from .passes.choice import Choice, from_words, in_words
 from .runtime.executor import Executor, failed_node
 from .runtime.failure import deliver, whole_steps
 from .sharding import is_sharded
@@ -87,8 +88,8 @@ class _Call(NamedTuple):
 class Step:
     """A compiled step. `timings`: seconds its last capture and passes took, and the number of nodes."""
 
-    def __init__(self, train_step: Callable[[Any, Any], Any], donate: bool, schedule: dict[str, Any]) -> None:
-        self._step, self._donate, self._schedule = train_step, donate, schedule
+    def __init__(self, train_step: Callable[[Any, Any], Any], donate: bool, choose: dict[str, Any]) -> None:
+        self._step, self._donate, self._choose = train_step, donate, choose
         self._entries: dict[Any, _Entry] = {}
         self._before: dict[str, str] = {}
         self._changes: Counter[str] = Counter()  # in how many captures an entry was another than in the one before
@@ -182,28 +183,44 @@ class Step:
 
     def _capture(self, state: Any, batch: Any) -> _Entry:
         """Capture, on all ranks or on none: one that fails makes the others raise its message."""
-        def make() -> tuple[_Entry, str]:
-            entry = self._captured(state, batch)
+        what, began = f"zerofn.compile({self.__name__})", time.perf_counter()
+
+        def made(program: Program, constants: list[Tensor], choices: Sequence[Choice]) -> tuple[_Entry, str]:
+            entry = self._scheduled(program, constants, choices, began)
             known = entry.program.describe()
             return entry, "\n".join([*(f"{k}: {v}" for k, v in known.items()), fingerprint(entry.program)])
 
-        return agree_on(f"zerofn.compile({self.__name__})", make)
+        if not any(self._choose.values()):
+            return agree_on(what, lambda: made(*self._prepared(state, batch)))
+        program, constants, mine = agree_on(what, lambda: (self._prepared(state, batch), ""))
+        first, *_ = exchange(what, in_words(mine))
+        return agree_on(what, lambda: made(program, constants, from_words(first)))
 
-    def _captured(self, state: Any, batch: Any) -> _Entry:
-        began = time.perf_counter()
+    def _prepared(self, state: Any, batch: Any) -> tuple[Program, list[Tensor], list[Choice]]:
+        """The captured program, what it closes over, and what this rank would choose for it."""
+        start = time.perf_counter()
         wait_for_all()  # of another state, perhaps, that nobody will use again
         program, constants = self._checked(state, batch)
         program.name = self.__name__
-        captured = time.perf_counter()
+        program.timings["capture"] = time.perf_counter() - start
         if any(x.device.type == "cpu" and x.dim() for x in map(tensor_of, program.placeholders) if x is not None):
             keep_freed_memory()
-        donating = self._donate and program.new_state is not None
-        program = passes.run(program, donating=donating, **self._schedule)
+        program = passes.prepare(program)
+        choices = passes.decide(program, donating=self._gives(program), **self._choose) if any(self._choose.values()) \
+            else []
+        return program, constants, choices
+
+    def _gives(self, program: Program) -> bool:
+        return self._donate and program.new_state is not None
+
+    def _scheduled(self, program: Program, constants: list[Tensor], choices: Sequence[Choice], began: float) -> _Entry:
+        donating = self._gives(program)
+        program = passes.finish(program, donating=donating, choices=choices)
         if program.arenas:
             return_freed_memory()
         entry = _Entry(program, donating, [(v, v._version) for v in constants])
-        num_nodes = len(program.gm.graph.nodes)
-        self.timings = {"capture": captured - began, "passes": dict(program.timings), "nodes": num_nodes}
+        took = dict(program.timings)
+        self.timings = {"capture": took.pop("capture"), "passes": took, "nodes": len(program.gm.graph.nodes)}
         self._report(program, constants, time.perf_counter() - began, donating)
         return entry
 

@@ -131,12 +131,17 @@ def _held(node: Node) -> int:
 
 
 def complete_values(graph: Graph) -> None:
-    """Give nodes that passes made the fake values they stand for."""
+    """Give nodes that passes made, and constants, the fake values they stand for."""
     known = [x for node in graph.nodes for x in tensors_of(node.meta.get("val"))]
-    mode = next((x.fake_mode for x in known if hasattr(x, "fake_mode")), None)
-    with mode or FakeTensorMode():
+    mode = next((x.fake_mode for x in known if hasattr(x, "fake_mode")), None) or FakeTensorMode()
+    with mode:
         for node in graph.nodes:
-            if node.op == "call_function" and "val" not in node.meta:
+            if "val" in node.meta:
+                continue
+            if node.op == "get_attr":
+                value = operator.attrgetter(str(node.target))(graph.owning_module)
+                node.meta["val"] = mode.from_tensor(value) if isinstance(value, Tensor) else None
+            elif node.op == "call_function":
                 args, kwargs = values_of(node)
                 node.meta["val"] = node.target(*args, **kwargs)
 

@@ -16,7 +16,7 @@ from .arrive import arrive
 from .average import average
 from .budget import graphs, recomputed, within
 from .canonicalize import canonicalize
-from .choice import choose
+from .choice import Choice, choose
 from .donate import donate
 from .own import own
 from .park_gradients import park_gradients
@@ -58,23 +58,39 @@ NO_DONATION: tuple[Pass, ...] = (own,)
 LAST: tuple[Pass, ...] = (arrive, place_fetches)
 
 
-def run(program: Program, *, donating: bool, memory: int | None = None, remat: str | None = None) -> Program:
-    """Apply the passes; see `budget` for `memory`, in bytes, and `remat`. `program.timings` gets seconds per pass.
-    ZEROFN_DUMP=dir writes the graph after each.
+def run(program: Program, *, donating: bool) -> Program:
+    """Apply the passes; `program.timings` gets seconds per pass. ZEROFN_DUMP=dir writes the graph after each."""
+    return finish(prepare(program), donating=donating)
 
-    Raises `MemoryError` where no schedule keeps to the memory.
-    """
+
+def prepare(program: Program) -> Program:
+    """Apply those passes that come before anything is chosen."""
     _dump(program, 0, "capture")
-    program = _apply(program, PREPARE, 1)
-    rest = (*SCHEDULE[len(PREPARE) :], *WHOLE_STEP, *(DONATION if donating else NO_DONATION), *LAST)
-    if memory is not None or remat is not None:
-        start = time.perf_counter()
-        alike = functools.partial(_apply, passes=[each for each in rest if each is not read_pieces])  # on all ranks
-        choices = recomputed(program, remat, alike) if remat else within(program, memory or 0, alike)
-        for gm, choice in zip(graphs(program.gm), choices, strict=True):
-            choose(gm, choice)
-        program.timings["choices"] = time.perf_counter() - start
-    return _apply(program, rest, len(PREPARE) + 1)
+    return _apply(program, PREPARE, 1)
+
+
+def decide(program: Program, *, donating: bool, memory: int | None, remat: str | None) -> list[Choice]:
+    """What to choose for the graphs of a prepared program; see `budget`. Ranks may come to other choices, by a few
+    bytes that are other on each: let all take those of one. Raises `MemoryError` where no schedule keeps to `memory`.
+    """
+    start = time.perf_counter()
+    # Not the pass after which ranks need a unit until other times.
+    passes = [each for each in _rest(donating) if each is not read_pieces]
+    schedule = functools.partial(_apply, passes=passes)
+    choices = recomputed(program, remat, schedule) if remat else within(program, memory or 0, schedule)
+    program.timings["choices"] = time.perf_counter() - start
+    return choices
+
+
+def finish(program: Program, *, donating: bool, choices: Sequence[Choice] = ()) -> Program:
+    """Apply the other passes to a prepared program, with what was chosen for its graphs."""
+    for gm, choice in zip(graphs(program.gm), choices, strict=False):
+        choose(gm, choice)
+    return _apply(program, _rest(donating), len(PREPARE) + 1)
+
+
+def _rest(donating: bool) -> tuple[Pass, ...]:
+    return (*SCHEDULE[len(PREPARE) :], *WHOLE_STEP, *(DONATION if donating else NO_DONATION), *LAST)
 
 
 def _apply(program: Program, passes: Sequence[Pass], first: int | None = None) -> Program:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import NamedTuple
 
 from torch.fx import GraphModule
@@ -28,3 +29,14 @@ def choice_of(gm: GraphModule) -> Choice:
 def choose(gm: GraphModule, choice: Choice) -> None:
     """Decide about a graph."""
     gm.meta[_KEY] = choice
+
+
+def in_words(choices: list[Choice]) -> str:
+    """Choices as a text, from which `from_words` has them again: ranks tell each other."""
+    return json.dumps([[sorted(x.dropped), None if x.cuts is None else sorted(x.cuts), x.ahead] for x in choices])
+
+
+def from_words(text: str) -> list[Choice]:
+    """What `in_words` has written."""
+    return [Choice(frozenset(dropped), None if cuts is None else frozenset(map(tuple, cuts)), ahead)
+            for dropped, cuts, ahead in json.loads(text)]

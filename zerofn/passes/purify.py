@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from .._torch_compat import OpOverload
 from ..graph.alias import is_view, roots, touches, writes
 from ..graph.edit import clean
-from ..graph.liveness import values_of
+from ..graph.liveness import complete_values, values_of
 from ..graph.program import tensor_of
 
 aten = torch.ops.aten
@@ -22,6 +22,7 @@ def purify(gm: GraphModule) -> GraphModule:
     dropout's mask, for one, is drawn into an empty tensor and scaled there. What is pure can be computed again, and
     what may as well be done in place is done so later, by `reuse`.
     """
+    complete_values(gm.graph)
     root = roots(gm.graph)
     touched = touches(gm.graph, root)
     for memory in [n for n in gm.graph.nodes if root[n] is n and _is_aten(n)]:
