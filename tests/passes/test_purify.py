@@ -74,7 +74,14 @@ def copied_over_twice(x, w):
     return (y * w).sum() + (z * w).sum()
 
 
-@pytest.mark.parametrize("loss", [through_a_view, seen_by_a_view, copied_over_twice])
+def copied_from_what_changes(x, w):
+    y, z = torch.zeros(8), x * 2
+    y.copy_(z.view(2, 4).view(8))
+    z.view(2, 4)[0].add_(1)
+    return (y * w).sum() + (z * w).sum()
+
+
+@pytest.mark.parametrize("loss", [through_a_view, seen_by_a_view, copied_over_twice, copied_from_what_changes])
 def test_what_is_looked_at_otherwise_stays(loss):
     _, after = program_of(loss)
     assert written(after)

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import OpOverload
-from ..graph.alias import is_view, roots, touches, writes
+from ..graph.alias import is_view, roots, touches, writes, written_memory
 from ..graph.edit import clean
 from ..graph.liveness import complete_values, values_of
 from ..graph.program import tensor_of
@@ -24,10 +24,10 @@ def purify(gm: GraphModule) -> GraphModule:
     """
     complete_values(gm.graph)
     root = roots(gm.graph)
-    touched = touches(gm.graph, root)
+    touched, changes = touches(gm.graph, root), written_memory(root)
     for memory in [n for n in gm.graph.nodes if root[n] is n and _is_aten(n)]:
         written = [n for n in touched[memory] if memory in map(root.__getitem__, writes(n))]
-        pure = {n: _pure(n) for n in written}
+        pure = {n: _pure(n, lambda x: root[x] not in changes) for n in written}
         if written and all(pure.values()) and _is_alone(touched[memory], written):
             _replace(gm.graph, touched[memory], pure)
     return clean(gm)
@@ -43,13 +43,15 @@ def _is_alone(touched: list[Node], written: list[Node]) -> bool:
     return not any(map(is_view, before)) and all(writes(n) == [n.args[0]] for n in written)
 
 
-def _pure(node: Node) -> Any:
-    """What gives as a new value what `node` writes: an operation, or "given", what it copies; None if nothing does."""
+def _pure(node: Node, stays: Callable[[Node], bool]) -> Any:
+    """What gives as a new value what `node` writes: an operation, or "given", what it copies, where that `stays` as it
+    is; None if nothing does."""
     value, given = tensor_of(node.args[0]), values_of(node)[0]  # type: ignore[arg-type]
     if not _is_aten(node) or node.kwargs or value is None or not hasattr(value, "fake_mode"):
         return None
     if node.target is aten.copy_.default:
-        return "given" if _alike(value, given[1]) and len(node.args[1].users) == 1 else None  # type: ignore[union-attr]
+        source: Any = node.args[1]
+        return "given" if _alike(value, given[1]) and len(source.users) == 1 and stays(source) else None
     name, overload = node.target._schema.name.split("::")[1], node.target._overloadname  # type: ignore[union-attr]
     packet = getattr(aten, name[:-1], None) if name.endswith("_") and not name.endswith("__") else None
     pure: Callable[..., Any] | None = getattr(packet, overload, None)
