@@ -42,7 +42,7 @@ def _at_several_ranks(name, size):
     losses, params = models.plain(name, torch.float64, _momentum, size)
     rounding = 1e-6 if name == "mamba" else 1e-12  # mamba's logits are float32, whatever it is given
     first = None
-    for stage in range(4):
+    for stage in (0, 3) if size == 3 else range(4):
         ours, mine = models.sharded(name, torch.float64, optim.sgd(1e-2, momentum=0.9), stage)
         assert ours == pytest.approx(losses, rel=rounding)
         assert _largest_gap(params, {k: mine[k] for k in params}) < 1e-12, stage  # they move by 1e-5 and more

@@ -69,9 +69,8 @@ def test_models_at_one_rank(name):
     assert predicted == found
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("size", [2, 3])
-def test_models_at_several_ranks(ranks, stage, size):
+@pytest.mark.parametrize(("size", "stage"), [(2, 0), (2, 1), (2, 3), (3, 2), (3, 3)])
+def test_models_at_several_ranks(ranks, size, stage):
     for name in ("gpt2", "t5")[: 4 - size]:
         for predicted, found in ranks(size, hf, name, stage):
             assert predicted == pytest.approx(found, rel=0.01)
@@ -83,8 +82,7 @@ def small(stage, num_microbatches, precision):
                    train_step_of(module, num_microbatches), batch_of(rows=64))
 
 
-@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
-@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize(("num_microbatches", "precision"), [(1, "bf16"), (4, None), (4, "fp16")])
 def test_precisions_and_loops(ranks, num_microbatches, precision):
     for stage in range(4):
         for predicted, found in ranks(2, small, stage, num_microbatches, precision):

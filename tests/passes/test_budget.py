@@ -53,17 +53,17 @@ def at_budgets(stage, num_microbatches, precision, parts=2):
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_one_rank(num_microbatches):
-    assert at_budgets(3, num_microbatches, None, 10) < 0.9
+    assert at_budgets(3, num_microbatches, None, 3) < 0.9
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_two_ranks(ranks, stage):
     first, second = ranks(2, at_budgets, stage, 1, "bf16")
     assert first == second < 0.9
 
 
 def test_loops_on_two_ranks(ranks):
-    ranks(2, at_budgets, 3, 2, None)
+    ranks(2, at_budgets, 3, 2, None, 1)
 
 
 class Uneven(torch.nn.Module):

@@ -49,7 +49,7 @@ def test_one_rank(num_microbatches):
     assert compared(3, num_microbatches, None) > 2  # of a linear layer, tanh and dropout not much is left out
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [1, 3])
 def test_two_ranks(ranks, stage):
     assert min(ranks(2, compared, stage, 1, "bf16")) > 2
 
@@ -71,7 +71,7 @@ def one_step(name, remat):
     return [loss, *tree.leaves(zerofn.unshard(state.params))]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_models(name):
     """With dropout where the model has it."""
     expected = one_step(name, None)

@@ -25,6 +25,7 @@ class Segments:
         self._root = roots(graph)
         self.touched = touches(graph, self._root)
         self._segment = self._segments(graph)
+        self._last = max(self._segment.values(), default=0)
         self._written = {self._root[x] for n in graph.nodes if phase_of(n) for x in writes(n)}
         made = [n for n in graph.nodes if self._root[n] is n and phase_of(n) == FORWARD and n.op == "call_function"]
         self.crossing = {n for n in made if self._crosses(n)}
@@ -43,7 +44,7 @@ class Segments:
 
     def is_last(self, activation: Node) -> bool:
         """Whether it is of the last segment, whose backward pass comes right after its forward pass."""
-        return self._segment[activation] == max(self._segment.values())
+        return self._segment[activation] == self._last
 
     def missing(self, value: Node, dropped: Container[Node], there: Container[Node] = ()) -> list[Node]:
         """The forward operations that make `value` again, from what is kept and what is already `there`."""
