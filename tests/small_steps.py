@@ -105,6 +105,21 @@ def train_step_of(module: torch.nn.Module, num_microbatches: int = 1) -> Callabl
     return train_step
 
 
+def trained(num_layers: int, rows: int, tx: Any, steps: int, *, stage: int = 3, num_microbatches: int = 1,
+            precision: Any = None, **options: Any) -> tuple[Any, list[torch.Tensor]]:
+    """(plan, losses and parameters) after some steps of the everyday step, with dropout, compiled with `options`."""
+    module = build(num_layers, dropout=0.1)
+    state = state_of(module, stage, tx, precision=precision)
+    step = zerofn.compile(train_step_of(module, num_microbatches), **options)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    plan = step.lower(state, batch_of(rank, rows=rows))
+    losses = []
+    for k in range(steps):
+        state, aux = step(state, batch_of(rank, rows=rows, seed=k))
+        losses.append(aux["loss"])
+    return plan, [*losses, *zerofn.tree.leaves(zerofn.unshard(state.params))]
+
+
 @contextlib.contextmanager
 def fake_ranks(world: int, rank: int = 0) -> Iterator[None]:
     """Inside, this process is one of `world` ranks of which the others are not there."""

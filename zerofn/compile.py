@@ -26,7 +26,7 @@ from .hosted import end_updates, owe
 from .mistakes import note_dtypes
 from .ops import cuda, native
 from .partition import as_tensor
-from .passes.choice import Choice, from_words, in_words
+from .passes.choice import Choice, as_text, from_text
 from .runtime.executor import Executor, failed_node
 from .runtime.failure import deliver, whole_steps
 from .sharding import is_sharded
@@ -65,7 +65,8 @@ def compile(train_step: Callable[[Any, Any], Any], *, donate: bool = True, memor
         raise ValueError(f"compile(memory={memory!r}) decides what is computed again; leave remat={remat!r} out.")
     if backend != "eager":
         raise ValueError(f"compile: backend={backend!r} is not known; there is 'eager'.")
-    return Step(train_step, donate, {"memory": None if memory is None else num_bytes(memory), "remat": remat})
+    choose = {"memory": None if memory is None else num_bytes(memory), "remat": remat}
+    return Step(train_step, donate, choose if any(choose.values()) else None)
 
 
 class _Entry:
@@ -88,7 +89,7 @@ class _Call(NamedTuple):
 class Step:
     """A compiled step. `timings`: seconds its last capture and passes took, and the number of nodes."""
 
-    def __init__(self, train_step: Callable[[Any, Any], Any], donate: bool, choose: dict[str, Any]) -> None:
+    def __init__(self, train_step: Callable[[Any, Any], Any], donate: bool, choose: dict[str, Any] | None) -> None:
         self._step, self._donate, self._choose = train_step, donate, choose
         self._entries: dict[Any, _Entry] = {}
         self._before: dict[str, str] = {}
@@ -190,11 +191,11 @@ class Step:
             known = entry.program.describe()
             return entry, "\n".join([*(f"{k}: {v}" for k, v in known.items()), fingerprint(entry.program)])
 
-        if not any(self._choose.values()):
+        if self._choose is None:
             return agree_on(what, lambda: made(*self._prepared(state, batch)))
         program, constants, mine = agree_on(what, lambda: (self._prepared(state, batch), ""))
-        first, *_ = exchange(what, in_words(mine))
-        return agree_on(what, lambda: made(program, constants, from_words(first)))
+        first, *_ = exchange(what, as_text(mine))
+        return agree_on(what, lambda: made(program, constants, from_text(first)))
 
     def _prepared(self, state: Any, batch: Any) -> tuple[Program, list[Tensor], list[Choice]]:
         """The captured program, what it closes over, and what this rank would choose for it."""
@@ -206,9 +207,9 @@ class Step:
         if any(x.device.type == "cpu" and x.dim() for x in map(tensor_of, program.placeholders) if x is not None):
             keep_freed_memory()
         program = passes.prepare(program)
-        choices = passes.decide(program, donating=self._gives(program), **self._choose) if any(self._choose.values()) \
-            else []
-        return program, constants, choices
+        if self._choose is None:
+            return program, constants, []
+        return program, constants, passes.decide(program, donating=self._gives(program), **self._choose)
 
     def _gives(self, program: Program) -> bool:
         return self._donate and program.new_state is not None

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.func import functional_call
 
 import zerofn
-from small_steps import batch_of, build, state_of, train_step_of
-from zerofn import optim, tree
+from small_steps import batch_of, build, state_of, train_step_of, trained
+from zerofn import optim
 from zerofn.graph.edit import is_gather
 from zerofn.passes.fit import Drop, cheapest
 
@@ -17,34 +17,27 @@ CLIPPED = optim.chain(optim.clip_by_global_norm(0.05), optim.adamw(1e-2))
 LAYERS, ROWS = 6, 384  # activations that weigh more than parameters
 
 
-def trained(memory, stage, num_microbatches, precision=None):
-    """(plan, least, losses and parameters) after three steps."""
-    module = build(LAYERS, dropout=0.1)
-    state = state_of(module, stage, CLIPPED, precision=precision)
-    step = zerofn.compile(train_step_of(module, num_microbatches), memory=memory)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    plan = step.lower(state, batch_of(rank, rows=ROWS))
-    out = []
-    for k in range(3):
-        state, aux = step(state, batch_of(rank, rows=ROWS, seed=k))
-        out.append(aux["loss"])
-    return plan.memory().total, plan.sent, [*out, *tree.leaves(zerofn.unshard(state.params))]
+def at(memory, stage, num_microbatches, precision=None):
+    """(peak, bytes sent, losses and parameters) with a budget."""
+    plan, found = trained(LAYERS, ROWS, CLIPPED, 3, stage=stage, num_microbatches=num_microbatches,
+                          precision=precision, memory=memory)
+    return plan.memory().total, plan.sent, found
 
 
-def least(stage, num_microbatches, precision=None):
-    """What a budget that is too small says would do."""
+def least(run):
+    """What a budget that is too small, given to `run`, says would do."""
     with pytest.raises(MemoryError, match="cannot be scheduled within 10 bytes") as error:
-        trained(10, stage, num_microbatches, precision)
+        run(10)
     return int(re.findall(r"[\d,]{4,}", str(error.value))[-1].replace(",", ""))
 
 
 def at_budgets(stage, num_microbatches, precision, parts=2):
-    most, sent, expected = trained("1TB", stage, num_microbatches, precision)
-    low = least(stage, num_microbatches, precision)
+    most, sent, expected = at("1TB", stage, num_microbatches, precision)
+    low = least(lambda memory: at(memory, stage, num_microbatches, precision))
     assert low < most
     for k in range(parts + 1):
         budget = low + (most - low) * k // parts
-        peak, now, found = trained(budget, stage, num_microbatches, precision)
+        peak, now, found = at(budget, stage, num_microbatches, precision)
         assert peak <= budget
         assert all(map(torch.equal, found, expected)), budget
         assert sent <= now and (k < parts or sent == now)
@@ -91,9 +84,7 @@ def lowered():
         state = zerofn.shard(plain, unit=lambda name: name.split(".")[0])
         return zerofn.compile(train_step, memory=budget).lower(state, torch.ones(64, 32)).memory().total
 
-    with pytest.raises(MemoryError) as error:
-        peak(10)
-    most, low = peak("1TB"), int(re.findall(r"[\d,]{4,}", str(error.value))[-1].replace(",", ""))
+    most, low = peak("1TB"), least(peak)
     return [(budget, peak(budget)) for budget in range(low, most, (most - low) // 4)]
 
 

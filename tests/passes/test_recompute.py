@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.func import functional_call
 
 import tiny_models
 import zerofn
-from small_steps import batch_of, build, loss_of, state_of, train_step_of
+from small_steps import batch_of, build, loss_of, state_of, trained
 from zerofn import optim, tree
 from zerofn.graph.edit import loops
 from zerofn.graph.liveness import AGAIN
@@ -20,25 +19,17 @@ def kept(plan):
     return max(x.live["activations"] for x in plan.memory().over_time)
 
 
-def trained(remat, stage=3, num_microbatches=1, precision=None, dropout=0.1):
+def with_remat(remat, stage=3, num_microbatches=1, precision=None):
     """(plan, losses and parameters) after two steps."""
-    module = build(LAYERS, dropout=dropout)
-    state = state_of(module, stage, optim.adamw(1e-2), precision=precision)
-    step = zerofn.compile(train_step_of(module, num_microbatches), remat=remat)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    plan = step.lower(state, batch_of(rank, rows=ROWS))
-    out = []
-    for k in range(2):
-        state, aux = step(state, batch_of(rank, rows=ROWS, seed=k))
-        out.append(aux["loss"])
-    return plan, [*out, *tree.leaves(zerofn.unshard(state.params))]
+    return trained(LAYERS, ROWS, optim.adamw(1e-2), 2, stage=stage, num_microbatches=num_microbatches,
+                   precision=precision, remat=remat)
 
 
 def compared(stage, num_microbatches, precision):
-    plain, expected = trained(None, stage, num_microbatches, precision)
-    full, found = trained("full", stage, num_microbatches, precision)
+    plain, expected = with_remat(None, stage, num_microbatches, precision)
+    full, found = with_remat("full", stage, num_microbatches, precision)
     assert all(map(torch.equal, found, expected))
-    half, found = trained("auto", stage, num_microbatches, precision)
+    half, found = with_remat("auto", stage, num_microbatches, precision)
     assert all(map(torch.equal, found, expected))
     assert kept(half) <= kept(plain) / 2
     return kept(plain) / kept(full)
@@ -116,7 +107,7 @@ def test_a_deep_model_keeps_a_fifth():
 
 
 def test_what_is_computed_again_is_marked_and_nothing_else_is_added():
-    plan, _ = trained("full", num_microbatches=2)
+    plan, _ = with_remat("full", num_microbatches=2)
     (_, body), = loops(plan.graph)
     again = [n for n in body.graph.nodes if n.meta.get(AGAIN)]
     assert again and all(n.meta["phase"] == "backward" for n in again)

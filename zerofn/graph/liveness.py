@@ -57,7 +57,7 @@ def moments(gm: GraphModule, base: Live) -> Iterator[Moment]:
         dying[block.dies].append(block)
     live = {kind: base.get(kind, 0) for kind in KINDS}
     for k, node in enumerate(gm.graph.nodes):
-        before = dict(live)
+        before = dict(live) if node.target is run_loop else live
         for block in born[k]:
             live[block.kind] += block.nbytes
         if node.target is run_loop:
@@ -90,8 +90,9 @@ def blocks(graph: Graph) -> list[Block]:
             continue
         born = where[node.args[0]] if node.target is operator.getitem else at  # type: ignore[index]
         out.append(Block(node, _nbytes(node), _kind(node, touched[node], root), born, where[touched[node][-1]]))
-        if _held(node):
-            out.append(Block(node, _held(node), "gradients", at, where[wait_of(node)]))
+        held = _held(node)
+        if held:
+            out.append(Block(node, held, "gradients", at, where[wait_of(node)]))
     return [block for block in out if block.nbytes]
 
 
@@ -119,7 +120,7 @@ def _nbytes(node: Node) -> int:
     if isinstance(value, list | tuple):
         taken = {user.args[1] for user in node.users if user.target is operator.getitem}
         value = [x for k, x in enumerate(value) if k not in taken]
-    return sum(x.untyped_storage().nbytes() for x in tensors_of(value))
+    return memory_bytes(value)
 
 
 def _held(node: Node) -> int:
@@ -150,6 +151,11 @@ def values_of(node: Node) -> tuple[Any, Any]:
     """The arguments of a node, with fake values in the place of nodes."""
     args: Any = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
     return args
+
+
+def memory_bytes(value: Any) -> int:
+    """Bytes of the memory that the tensors in a node's value stand on."""
+    return sum(x.untyped_storage().nbytes() for x in tensors_of(value))
 
 
 def tensors_of(value: Any) -> list[Tensor]:

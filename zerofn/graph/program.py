@@ -200,6 +200,12 @@ def tensor_of(node: Node) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def alike(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether two values have one shape, strides, dtype and device: one can stand for the other."""
+    return a is not None and b is not None and (
+        (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device))
+
+
 def _shape(node: Node) -> str:
     value = tensor_of(node)
     return "?" if value is None else f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch.fx import Node
-
 from ..disk import pages
-from .liveness import KINDS, Live
+from .liveness import KINDS, Live, memory_bytes
 from .program import Cut, Program, tensor_of
 
 
@@ -26,7 +24,7 @@ def resident(program: Program) -> Resident:
     placeholders = iter(program.placeholders)
     for cut in program.state.nodes:
         if cut is None:
-            device["state"] += _storage(next(placeholders))
+            device["state"] += memory_bytes(next(placeholders).meta["val"])
         for unit, kind in zip(cut.spec.layout.units, cut.kinds, strict=True) if isinstance(cut, Cut) else ():
             start, stop = cut.spec.bounds(unit)
             for dtype, size, tier in kind.parts(stop - start):
@@ -39,9 +37,9 @@ def resident(program: Program) -> Resident:
                 else:
                     device["state"] += nbytes
     for piece, whole, shared in program.copies():
-        device["gathered"] += _storage(whole)
+        device["gathered"] += memory_bytes(whole.meta["val"])
         device["state"] -= tensor_of(piece).nbytes if shared else 0  # type: ignore[union-attr]
-    device["other"] += sum(map(_storage, program.batch_placeholders))
+    device["other"] += sum(memory_bytes(x.meta["val"]) for x in program.batch_placeholders)
     arenas = sum(arena.nbytes for arena in program.arenas)
     on_host = any(kind.away and kind.away.device != "cpu" for cut in program.state.nodes if isinstance(cut, Cut)
                   for kind in cut.kinds)
@@ -51,8 +49,3 @@ def resident(program: Program) -> Resident:
         device["staging"] += arenas
     disk += sum(pages(region.nbytes) for region in program.scratch or ())
     return Resident(device, host, disk)
-
-
-def _storage(node: Node) -> int:
-    value = tensor_of(node)
-    return 0 if value is None else value.untyped_storage().nbytes()

@@ -14,7 +14,7 @@ from ..graph.alias import positions
 from ..graph.copies import copied
 from ..graph.cost import seconds_of
 from ..graph.edit import loops, weight_chain
-from ..graph.liveness import Live, moments
+from ..graph.liveness import Live, memory_bytes, moments
 from ..graph.program import Program, tensor_of
 from ..graph.resident import resident
 from ..graph.segments import Segments
@@ -37,7 +37,8 @@ def within(program: Program, budget: int, schedule: Schedule) -> list[Choice]:
     whole = search.attempt([_choice([], AHEAD) for _ in search.graphs])
     if whole.peak <= budget:
         return whole.choices
-    drops = [[*_activations(gm, a.graph), *_gathers(gm, a.graph)] for gm, a in search.pairs(whole)]
+    places = [(gm, _positions_in(gm.graph, x.graph)) for gm, x in search.pairs(whole)]
+    drops = [[*_activations(gm, where), *_gathers(gm, where)] for gm, where in places]
     for ahead in range(AHEAD, -1, -1):
         found = search.fit(whole, drops, budget, functools.partial(_choice, ahead=ahead))
         if found is not None:
@@ -66,7 +67,7 @@ def recomputed(program: Program, how: str, schedule: Schedule) -> list[Choice]:
     if how == "full":
         return full
     whole = search.attempt([Choice() for _ in search.graphs])
-    drops = [list(_activations(gm, a.graph)) for gm, a in search.pairs(whole)]
+    drops = [list(_activations(gm, _positions_in(gm.graph, x.graph))) for gm, x in search.pairs(whole)]
     found = search.fit(whole, drops, whole.peak // 2, functools.partial(_choice, ahead=None))
     return found.choices if found is not None else full
 
@@ -141,19 +142,18 @@ def _choice(drops: list[Drop], ahead: int | None) -> Choice:
     return Choice(frozenset(k for k in keys if isinstance(k, str)), None if ahead is None else cuts, ahead)
 
 
-def _activations(gm: GraphModule, final: Graph) -> Iterator[Drop]:
+def _activations(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
     """What may be computed again, at positions of the scheduled graph."""
-    where, segments = _positions_in(gm.graph, final), Segments(gm.graph)
+    segments = Segments(gm.graph)
     for memory in segments.activations:
         last, first = segments.gap(memory)
         seconds = sum(map(seconds_of, segments.missing(memory, {memory})))
-        nbytes = tensor_of(memory).untyped_storage().nbytes()  # type: ignore[union-attr]
+        nbytes = memory_bytes(memory.meta["val"])
         yield Drop(memory.name, where[last], where[first], nbytes, seconds)
 
 
-def _gathers(gm: GraphModule, final: Graph) -> Iterator[Drop]:
+def _gathers(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
     """What may be gathered again, between uses with another unit's use between them."""
-    where = _positions_in(gm.graph, final)
     uses = uses_of_gathers(gm.graph, weight_chain(gm.graph), positions(gm.graph))
     timeline = sorted((where[u], k) for k, found in enumerate(uses.values()) for u in found)
     for k, (start, found) in enumerate(uses.items()):

@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..graph.edit import clean, weight_chain
-from ..graph.program import tensor_of
+from ..graph.program import alike, tensor_of
 
 aten = torch.ops.aten
 _NOTHING = (
@@ -36,7 +36,7 @@ def _same_value(node: Node) -> Node | None:
     if node.target in _NOTHING:
         return source
     if node.target in _RESHAPES:
-        return source if _alike(node, source) else None
+        return source if alike(tensor_of(node), tensor_of(source)) else None
     if node.target is aten.t.default and source.target is aten.t.default:
         return source.args[0]  # type: ignore[return-value]
     if node.target is aten.transpose.int and source.target is aten.transpose.int:
@@ -44,11 +44,6 @@ def _same_value(node: Node) -> Node | None:
         ours, theirs = ({d % dims for d in x.args[1:]} for x in (node, source))  # type: ignore[operator]
         return source.args[0] if ours == theirs else None  # type: ignore[return-value]
     return None
-
-
-def _alike(a: Node, b: Node) -> bool:
-    x, y = tensor_of(a), tensor_of(b)
-    return x is not None and y is not None and x.shape == y.shape and x.stride() == y.stride() and x.dtype == y.dtype
 
 
 def _merge_fetches(gm: GraphModule) -> None:

@@ -31,12 +31,12 @@ def choose(gm: GraphModule, choice: Choice) -> None:
     gm.meta[_KEY] = choice
 
 
-def in_words(choices: list[Choice]) -> str:
-    """Choices as a text, from which `from_words` has them again: ranks tell each other."""
+def as_text(choices: list[Choice]) -> str:
+    """Choices as a text, from which `from_text` has them again: ranks tell each other."""
     return json.dumps([[sorted(x.dropped), None if x.cuts is None else sorted(x.cuts), x.ahead] for x in choices])
 
 
-def from_words(text: str) -> list[Choice]:
-    """What `in_words` has written."""
+def from_text(text: str) -> list[Choice]:
+    """What `as_text` has written."""
     return [Choice(frozenset(dropped), None if cuts is None else frozenset(map(tuple, cuts)), ahead)
             for dropped, cuts, ahead in json.loads(text)]

@@ -12,7 +12,7 @@ from .._torch_compat import OpOverload
 from ..graph.alias import is_view, roots, touches, writes, written_memory
 from ..graph.edit import clean
 from ..graph.liveness import complete_values, values_of
-from ..graph.program import tensor_of
+from ..graph.program import alike, tensor_of
 
 aten = torch.ops.aten
 
@@ -51,18 +51,14 @@ def _pure(node: Node, stays: Callable[[Node], bool]) -> Any:
         return None
     if node.target is aten.copy_.default:
         source: Any = node.args[1]
-        return "given" if _alike(value, given[1]) and len(source.users) == 1 and stays(source) else None
+        return "given" if alike(value, given[1]) and len(source.users) == 1 and stays(source) else None
     name, overload = node.target._schema.name.split("::")[1], node.target._overloadname  # type: ignore[union-attr]
     packet = getattr(aten, name[:-1], None) if name.endswith("_") and not name.endswith("__") else None
     pure: Callable[..., Any] | None = getattr(packet, overload, None)
     if pure is None:
         return None
     with value.fake_mode:
-        return pure if _alike(value, pure(*given)) else None
-
-
-def _alike(a: Any, b: Any) -> bool:
-    return (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
+        return pure if alike(value, pure(*given)) else None
 
 
 def _replace(graph: Graph, touched: list[Node], pure: dict[Node, Any]) -> None:

@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 from .._torch_compat import OpOverload
 from ..graph.alias import last_uses, positions, roots
 from ..graph.edit import clean
-from ..graph.program import tensor_of
+from ..graph.program import alike, tensor_of
 
 aten = torch.ops.aten
 SMALLEST = 1 << 12  # elements; below, fresh memory is in the cache anyway
@@ -69,6 +69,4 @@ def _fits(node: Node, operand: Node, memory: Node) -> bool:
     value, given, whole = tensor_of(node), tensor_of(operand), tensor_of(memory)
     if value is None or given is None or whole is None or value.numel() < SMALLEST:
         return False
-    same = (value.shape, value.stride(), value.dtype, value.device) == (
-        given.shape, given.stride(), given.dtype, given.device)
-    return same and (whole.numel(), whole.dtype) == (value.numel(), value.dtype)
+    return alike(value, given) and (whole.numel(), whole.dtype) == (value.numel(), value.dtype)
