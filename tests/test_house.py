@@ -18,6 +18,7 @@ ORDER = [
     "errors",
     "sizes",
     "phases",
+    "imagined",
     "host_memory",
     "poster",
     "donation",

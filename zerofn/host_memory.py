@@ -13,6 +13,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from .imagined import imagining
+
 # glibc's malloc.h. Blocks from MMAP_THRESHOLD on are mapped one by one and unmapped when freed; what is free at the
 # end of the heap goes back to the system when it is more than TRIM_THRESHOLD.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -27,6 +29,9 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     An update reads and writes up to nine streams at once, and with pages of 4 KiB looks for a page every few hundred
     elements: in huge pages an update with bf16 moments took 0.86 of the time.
     """
+    machine = imagining()
+    if machine is not None:
+        return machine.zeros(size, dtype, device)
     if device.type != "cpu" or size * dtype.itemsize < _LARGE:
         return torch.zeros(size, dtype=dtype, device=device)
     return torch.frombuffer(in_huge_pages(mmap.mmap, size * dtype.itemsize), dtype=dtype, count=size)

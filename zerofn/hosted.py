@@ -22,6 +22,7 @@ from ._torch_compat import below_autograd
 from .disk import locked
 from .errors import said
 from .host_memory import zeros
+from .imagined import host
 from .ops.library import define
 from .transport import under_way
 
@@ -58,7 +59,7 @@ class Hosted:
 
 def on_host(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros [size] in host memory, page-locked for a CUDA device."""
-    return locked(size, dtype) if device.type == "cuda" else zeros(size, dtype, torch.device("cpu"))
+    return locked(size, dtype) if device.type == "cuda" else zeros(size, dtype, host())
 
 
 def bring(x: Tensor, device: torch.device) -> Tensor:

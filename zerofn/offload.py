@@ -14,6 +14,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 
 from .errors import nearest
+from .imagined import imagining, is_host
 
 log = logging.getLogger("zerofn")
 TIERS = (None, "cpu", "nvme")
@@ -95,6 +96,8 @@ def resolve(offload: Offload | str | None, stage: int, num_ranks: int, device: t
     if not isinstance(offload, Offload):
         raise TypeError(f"offload: expected None, 'cpu', 'nvme' or a zerofn.Offload, got {type(offload).__name__}.")
     _check(offload, whole, device)
+    if imagining():
+        return offload
     for path in offload.paths if offload.on_disk else ():
         if _in_memory(path):
             log.warning("offload: %s lies in memory itself (tmpfs), so what is offloaded there frees none; "
@@ -116,7 +119,7 @@ def _check(offload: Offload, whole: bool, device: torch.device) -> None:
             raise ValueError(f"Offload({name}='cpu') has no effect: the parameters are on the CPU, so the model "
                              "computes in host memory as it is. Leave it out, offload to 'nvme', or let the model "
                              "compute on a GPU: shard(..., device='cuda').")
-    if device.type == "cpu" and offload.update != "auto":
+    if is_host(device) and offload.update != "auto":
         raise ValueError(f"Offload(update={offload.update!r}) has no effect: the model computes on the CPU and there "
                          "is no other processor to update on; leave update out.")
 
@@ -159,7 +162,7 @@ def free_memory() -> int:
 
 def lies_there(tier: str | None, device: torch.device) -> bool:
     """Whether a tier is the memory that the model computes in."""
-    return tier == device.type
+    return tier == "cpu" and is_host(device)
 
 
 def of_units(offload: Offload, sizes: Sequence[int]) -> list[Offload]:

@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import tree
 from .agreement import agree_on
-from .disk import Store
+from .disk import ImaginedStore, Store
 from .errors import nearest
 from .host_memory import map_large_blocks
+from .imagined import imagining
 from .layout import Layout, LeafInfo, make_layout
 from .likeness import layout_like, signature_of, sublayouts
 from .maps import gather_leaves
@@ -61,6 +62,17 @@ def shard(state_or_init: Any, stage: int = 3, *, mesh: Mesh | DeviceMesh | None 
     return options.place(values, parts, treedef, scratch)
 
 
+def imagine(state_or_init: Any, stage: int, mesh: Mesh, precision: Precision | str | None,
+            offload: Offload | str | None, unit: Callable[[str], str] | None) -> Any:
+    """The state as rank 0 of an imagined machine would hold it: the same layout, tensors without memory."""
+    machine = imagining()
+    assert machine is not None
+    (options, _, parts, treedef), _ = _plan(state_or_init, _Options(stage, mesh, precision, unit, None, offload))
+    scratch = scratch_for((p.spec, p.kinds) for p in parts if isinstance(p, _Cut))
+    return tree.unflatten(treedef, [options._allocate(p, scratch) if isinstance(p, _Cut) else machine.like(p.value)
+                                    for p in parts])
+
+
 def _plan(state_or_init: Any, given: _Options) -> tuple[Any, str]:
     """Everything that can be wrong is found here, before anything is allocated or sent."""
     options = given.checked()
@@ -74,7 +86,7 @@ def _plan(state_or_init: Any, given: _Options) -> tuple[Any, str]:
     home, size = options.device or _device_of(state), options.mesh.axis().size
     options = replace(options, home=home, offload=resolve_offload(options.offload, options.stage, size, home))
     parts, treedef = options.parts(state)
-    if given.offload is not None:
+    if given.offload is not None and not imagining():
         _check_offload(options.offload, [p for p in parts if isinstance(p, _Cut)], options.home)
     return (options, values, parts, treedef), _description(options.stage, precision, parts)
 
@@ -223,7 +235,7 @@ class _Options:
             raise ValueError(f"shard: device={self.device!r} cannot be had: {error}") from None
 
     def place(self, values: Iterable[tuple[int, Tensor]], parts: list[_Cut | _Copy], treedef: tree.PyTreeSpec,
-              scratch: Store | None) -> Any:
+              scratch: Store | ImaginedStore | None) -> Any:
         """Allocate every part, and take the values as they come."""
         made: list[Any] = [self._allocate(p, scratch) if isinstance(p, _Cut) else None for p in parts]
         into: dict[int, Callable[[Tensor], Any]] = {}
@@ -322,7 +334,7 @@ class _Options:
             out.append(replace(kind, away=Away(tiers, paths, str(self.home), offload.update)) if any(tiers) else kind)
         return out
 
-    def _allocate(self, cut: _Cut, scratch: Store | None) -> Sharded:
+    def _allocate(self, cut: _Cut, scratch: Store | ImaginedStore | None) -> Sharded:
         device = self.device or cut.device
         device = torch.device("cpu") if device is None or device.type == "meta" else device
         cached = cut.is_params and self.stage in (1, 2) and cut.spec.axis.size > 1

@@ -14,6 +14,7 @@ import time
 
 import torch
 
+from .imagined import imagining
 from .ops import native
 
 ELEMENTS = 1 << 22  # of what is timed: 64 MiB of state, more than caches hold
@@ -60,9 +61,11 @@ def link_rate(device: torch.device) -> float:
 def share_of(update: str, device: torch.device, on_host: float, streamed: float) -> float:
     """The share of units that the host updates, for an `Offload.update`: all for "cpu", none for "gpu", by the rates of
     this machine for "split", and for "auto" all, none or that, whatever is fastest by more than a twentieth."""
-    if update in ("cpu", "gpu") or device.type != "cuda":
+    machine = imagining()
+    if update in ("cpu", "gpu") or machine is None and device.type != "cuda":
         return float(update != "gpu")
-    rates = (on_host, streamed, dram_rate(), link_rate(device))
+    dram, link = (dram_rate(), link_rate(device)) if machine is None else (machine.dram, machine.link)
+    rates = (on_host, streamed, dram, link)
     best = best_share(*rates)
     if update == "split":
         return best

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .agreement import group_named
 from .collectives import ops
-from .disk import Store, pages
+from .disk import ImaginedStore, Store, pages, scratch_space
 from .host_memory import zeros
 from .hosted import Hosted, on_host
 from .mesh import Axis
@@ -23,7 +23,8 @@ HELD = 2  # units that are partly filled in memory before they are written to a 
 
 
 def allocate(spec: Spec, device: torch.device, cached: bool,
-             kinds: Sequence[Kind] | None = None, scratch: Store | None = None, name: str = "") -> Sharded:
+             kinds: Sequence[Kind] | None = None, scratch: Store | ImaginedStore | None = None,
+             name: str = "") -> Sharded:
     """A `Sharded` of zeros. `cached`: with the gathered copy, of which pieces are views where dtypes agree.
 
     `kinds`: how pieces are kept, by unit; as they are, in the layout's dtypes, by default. `scratch`: where those lie
@@ -52,14 +53,14 @@ def allocate(spec: Spec, device: torch.device, cached: bool,
     return Sharded(spec, pieces, full if cached else None)
 
 
-def scratch_for(parts: Iterable[tuple[Spec, Sequence[Kind]]]) -> Store | None:
+def scratch_for(parts: Iterable[tuple[Spec, Sequence[Kind]]]) -> Store | ImaginedStore | None:
     """Space on drives for what of these is to lie there; None where nothing is. Raises `disk.DiskError`."""
     parts = list(parts)
     nbytes = sum(pages(size * dtype.itemsize) for spec, kinds in parts
                  for unit, kind in zip(spec.layout.units, kinds, strict=True)
                  for dtype, size, tier in kind.parts(spec.bounds(unit)[1] - spec.bounds(unit)[0]) if tier == "nvme")
     paths = next((kind.away.paths for _, kinds in parts for kind in kinds if kind.away and kind.away.paths), ())
-    return Store(paths, nbytes, name="offload") if nbytes else None
+    return scratch_space(paths, nbytes) if nbytes else None
 
 
 class Filler:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ._torch_compat import current_trace
 from .disk import PAGE, DiskError, Region, Request, aligned, locked, pages
+from .imagined import host, imagining
 from .ops.library import define
 from .transport import under_way
 
@@ -29,7 +30,6 @@ _shared: WeakValueDictionary[int, Arena] = WeakValueDictionary()
 _numbers = itertools.count(1)
 _loose: deque[Request] = deque()  # writes from memory of their own
 LOOSE = 2  # of them at a time
-HOST = torch.device("cpu")
 
 
 class Arena:
@@ -69,6 +69,8 @@ class Arena:
 
 def arena_for(graph: int, nbytes: int) -> Arena:
     """An arena for a step's `graph`-th graph, the same for all steps: they run one after the other."""
+    if imagining():
+        return Arena(nbytes)
     found = _shared.get(graph)
     if found is None or found.nbytes < nbytes:
         found = _shared[graph] = Arena(nbytes)
@@ -96,8 +98,9 @@ def region_of(ticket: Tensor) -> Region:
 class Spilled:
     """A tensor [size] that lies on a drive, for a model that computes on `device`."""
 
-    def __init__(self, ticket: Tensor, dtype: torch.dtype, size: int, device: torch.device = HOST) -> None:
-        self.ticket, self.dtype, self.size, self.device = ticket, dtype, size, device
+    def __init__(self, ticket: Tensor, dtype: torch.dtype, size: int, device: torch.device | None = None
+                 ) -> None:
+        self.ticket, self.dtype, self.size, self.device = ticket, dtype, size, device or host()
         self._region = None if current_trace() is not None else region_of(ticket)  # held, so that it stays
 
     def __reduce__(self) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ..imagined import imagining
 from .engine import Engine, Request, Statistics
 from .files import PAGE, check_folders, gigabytes, open_files, pages
 from .probe import probe
@@ -155,3 +156,18 @@ class Store:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class ImaginedStore:
+    """Space on the drives of a machine that is not there."""
+
+    name, failed = "offload", None
+
+    def allocate(self, nbytes: int, label: str) -> Region:
+        """A region that holds nothing."""
+        return Region(self, label, nbytes, [])  # type: ignore[arg-type]
+
+
+def scratch_space(paths: str | os.PathLike | Sequence[str | os.PathLike], nbytes: int) -> Store | ImaginedStore:
+    """A store for what is offloaded."""
+    return ImaginedStore() if imagining() else Store(paths, nbytes, name="offload")

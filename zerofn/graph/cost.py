@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from .._torch_compat import OpOverload, packet_of
+from ..imagined import is_host
 from ..loop import run_loop
 from .alias import body_of, is_view
 from .edit import GATHERS, SCATTERS
@@ -84,9 +85,9 @@ def _moved(node: Node) -> tuple[str, int] | None:
     if node.target is ops.spill_.default:
         return WRITTEN, _bytes(args[1])
     if node.target is ops.bring.default:
-        return DOWN if node.meta["val"].device.type == "cpu" else UP, _bytes(node)
+        return DOWN if is_host(args[1]) else UP, _bytes(node)
     if node.target is ops.put_.default:
-        return DOWN, _bytes(args[1])
+        return DOWN if is_host(args[0].meta["val"].device) else UP, _bytes(args[1])
     return None
 
 

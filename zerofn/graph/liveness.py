@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import FakeTensorMode, tree_leaves
+from ..imagined import is_host
 from ..loop import run_loop
 from ..phases import BACKWARD, FORWARD, phase_of
 from .alias import body_of, is_given, is_lent, positions, roots, touches
@@ -80,13 +81,15 @@ def _round(loop: Node, before: Live, after: Live) -> Iterator[Moment]:
 
 
 def blocks(graph: Graph) -> list[Block]:
-    """Every piece of memory that the operations of a graph make for themselves, in order."""
+    """Every piece of memory that the operations of a graph make for themselves, in order: where models compute, be that
+    the host or a device."""
     complete_values(graph)
     where, root = positions(graph), roots(graph)
     touched = touches(graph, root)
     out: list[Block] = []
+    accelerated = not all(map(_on_host, where))
     for node, at in where.items():
-        if node.op != "call_function" or root[node] is not node or is_lent(node):
+        if node.op != "call_function" or root[node] is not node or is_lent(node) or accelerated and _on_host(node):
             continue
         born = where[node.args[0]] if node.target is operator.getitem else at  # type: ignore[index]
         out.append(Block(node, _nbytes(node), _kind(node, touched[node], root), born, where[touched[node][-1]]))
@@ -114,6 +117,11 @@ def _kind(node: Node, touched: list[Node], root: dict[Node, Node]) -> str:
     return "other"
 
 
+def _on_host(node: Node) -> bool:
+    """Whether what a node makes lies in host memory; numbers lie anywhere."""
+    return all(is_host(x.device) or not x.dim() for x in tensors_of(node.meta.get("val")))
+
+
 def _nbytes(node: Node) -> int:
     """Bytes of the memory that a node makes; of several results those that nobody takes."""
     value = node.meta["val"]
@@ -125,7 +133,7 @@ def _nbytes(node: Node) -> int:
 
 def _held(node: Node) -> int:
     """What gloo's reduce-scatter receives beside its result, until it is waited for: a piece of each further rank."""
-    if node.target not in SCATTERS or node.meta["val"].device.type != "cpu":
+    if node.target not in SCATTERS or not is_host(node.meta["val"].device):
         return 0
     num_ranks: Any = node.args[1]
     return max(0, num_ranks - 2) * node.meta["val"].nbytes

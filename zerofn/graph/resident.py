@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from ..disk import pages
+from ..imagined import is_host
 from .liveness import KINDS, Live, memory_bytes
 from .program import Cut, Program, tensor_of
 
@@ -41,8 +44,8 @@ def resident(program: Program) -> Resident:
         device["state"] -= tensor_of(piece).nbytes if shared else 0  # type: ignore[union-attr]
     device["other"] += sum(memory_bytes(x.meta["val"]) for x in program.batch_placeholders)
     arenas = sum(arena.nbytes for arena in program.arenas)
-    on_host = any(kind.away and kind.away.device != "cpu" for cut in program.state.nodes if isinstance(cut, Cut)
-                  for kind in cut.kinds)
+    away = [kind.away for cut in program.state.nodes if isinstance(cut, Cut) for kind in cut.kinds if kind.away]
+    on_host = any(not is_host(torch.device(x.device)) for x in away)
     if on_host:
         host += arenas
     else:

@@ -8,11 +8,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..disk import Region, Store, pages
+from ..disk import Region, pages, scratch_space
 from ..graph.alias import roots, touches
 from ..graph.edit import ASIDE, UPDATE, clean, fetched, from_drive, kept_by
 from ..graph.program import Cut, Program, tensor_of
-from ..tickets import HOST, ticket_of
+from ..imagined import host, imagining, is_host
+from ..tickets import ticket_of
 
 ops = torch.ops.zerofn
 HELD = 2  # gradients that stay in memory: those of the first updates, which were made last
@@ -62,10 +63,12 @@ def _regions(program: Program, rules: list[Node]) -> Parked:
     paths = next(kind.away.paths for kind in kinds if kind.away and kind.away.paths)
     labels = [f"the gradient of {_name(program, rule)}" for rule in rules]
     key = (paths, *zip(labels, sizes, strict=True))
-    found = _parked.get(key)
+    found = None if imagining() else _parked.get(key)
     if found is None or found[0].store.failed:
-        store = Store(paths, sum(map(pages, sizes)), name="offload")
-        found = _parked[key] = Parked(map(store.allocate, sizes, labels))
+        store = scratch_space(paths, sum(map(pages, sizes)))
+        found = Parked(map(store.allocate, sizes, labels))
+        if not imagining():
+            _parked[key] = found
     return found
 
 
@@ -89,7 +92,7 @@ def _park(graph: Graph, rule: Node, memory: Node, after: Node, region: Region) -
         ticket = graph.call_function(ops.ticket.default, (int(ticket_of(region)),))
         aside.append(graph.call_function(ops.spill_.default, (ticket, held)))
     with graph.inserting_before(rule):
-        fetch = graph.call_function(ops.fetch.default, (ticket, value.numel(), value.dtype, [], HOST))
+        fetch = graph.call_function(ops.fetch.default, (ticket, value.numel(), value.dtype, [], host()))
         wait = graph.call_function(ops.wait.default, (fetch,))
     fetch.meta[UPDATE] = True
     for node in (*aside, fetch, wait) if rule.meta.get(ASIDE) else ():
@@ -100,7 +103,7 @@ def _park(graph: Graph, rule: Node, memory: Node, after: Node, region: Region) -
 def _write_there(graph: Graph, gradient: Node, memory: Node) -> bool:
     """Let what makes a gradient make it where drives write from; -> whether it can."""
     value, whole = tensor_of(gradient), tensor_of(memory)
-    if value is None or whole is None or value.device.type != "cpu" or value.numel() != whole.numel():
+    if value is None or whole is None or not is_host(value.device) or value.numel() != whole.numel():
         return False
     if memory.target is ops.flat.default:
         memory.target, memory.args, memory.kwargs = ops.room.default, (whole.numel(), whole.dtype, []), {}

@@ -10,6 +10,7 @@ from .._torch_compat import resolve_process_group
 from ..graph.alias import is_given, roots, written_memory
 from ..graph.edit import clean, is_gather, wait_of
 from ..graph.program import tensor_of
+from ..imagined import imagining
 
 _slice = torch.ops.aten.slice.Tensor
 
@@ -31,7 +32,7 @@ def read_pieces(gm: GraphModule) -> GraphModule:
 
 def _read(start: Node, piece: Node) -> None:
     size, group = tensor_of(piece).numel(), str(start.args[2])  # type: ignore[union-attr]
-    low = dist.get_rank(resolve_process_group(group)) * size
+    low = 0 if imagining() else dist.get_rank(resolve_process_group(group)) * size
     inside: list[tuple[Node, int, int]] = []
     edges: list[tuple[int, int]] = []  # what others need of the piece
     users = list(wait_of(start).users)

@@ -10,8 +10,8 @@ from torch.fx import Graph, GraphModule, Node
 from ..graph.alias import positions, roots, touches
 from ..graph.edit import ASIDE, SPILLS_IN_PLACE, clean, from_drive, kept_by
 from ..graph.program import Cut, Program, tensor_of
+from ..imagined import host, is_host
 from ..rates import share_of
-from ..tickets import HOST
 
 ops = torch.ops.zerofn
 
@@ -66,7 +66,7 @@ def _streamed(node: Node) -> bool:
 
 
 def _on_device(rule: Node) -> bool:
-    return tensor_of(rule.args[1]).device.type != "cpu"  # type: ignore[arg-type,union-attr]
+    return not is_host(tensor_of(rule.args[1]).device)  # type: ignore[arg-type,union-attr]
 
 
 def _move(graph: Graph, rule: Node, ready: Node, where: dict[Node, float], aside: bool) -> None:
@@ -75,7 +75,7 @@ def _move(graph: Graph, rule: Node, ready: Node, where: dict[Node, float], aside
     """
     gradient = cast(Node, rule.args[1])
     with graph.inserting_after(ready):
-        begun = _node(graph, ops.bring.default, (gradient, HOST), gradient)  # as soon as it is reduced
+        begun = _node(graph, ops.bring.default, (gradient, host()), gradient)  # as soon as it is reduced
     with graph.inserting_after(begun):  # at once: where it waits on a drive, it is on its way there before the next
         given = {gradient: _node(graph, ops.wait.default, (begun,), begun)}
     parts = [x for parts in kept_by(rule) for x in parts]
@@ -84,10 +84,10 @@ def _move(graph: Graph, rule: Node, ready: Node, where: dict[Node, float], aside
             given[x] = cast(Node, cast(Node, x.args[0]).args[0])
         elif from_drive(x):
             start = cast(Node, x.args[0])
-            start.args = (*start.args[:4], HOST)
+            start.args = (*start.args[:4], host())
         else:
             with graph.inserting_before(rule):
-                begun = _node(graph, ops.bring.default, (x, HOST), x)
+                begun = _node(graph, ops.bring.default, (x, host()), x)
                 given[x] = _node(graph, ops.wait.default, (begun,), x)
             where[begun] = where[rule] - 0.5
     ends = [_end(graph, rule, part, given[part], where) for part in parts if part in given]
@@ -115,7 +115,8 @@ def _end(graph: Graph, rule: Node, part: Node, place: Node, where: dict[Node, fl
 
 def _node(graph: Graph, target: Any, args: tuple[Any, ...], like: Any) -> Node:
     node = graph.call_function(target, args)
-    node.meta["val"] = like.meta.get("val")
+    value = like.meta.get("val")
+    node.meta["val"] = value.to(args[1]) if target is ops.bring.default and value is not None else value
     return node
 
 

@@ -114,7 +114,7 @@ def _expression(node: Node, gm: GraphModule, bind: Callable[[Any, str], str]) ->
         return bind(_body(value) if isinstance(value, GraphModule) else value, "constant")
     if node.target is operator.getitem:
         return f"{_text(node.args[0], bind)}[{_text(node.args[1], bind)}]"
-    function = bind(_callable(node.target), getattr(node.target, "__name__", "f").split(".")[0].strip("_") or "f")
+    function = bind(callable_of(node.target), getattr(node.target, "__name__", "f").split(".")[0].strip("_") or "f")
     args = [_text(a, bind) for a in node.args]
     args += [f"{k}={_text(v, bind)}" for k, v in node.kwargs.items()]
     if node.meta.get(ASIDE):
@@ -128,7 +128,8 @@ def _body(gm: GraphModule) -> Callable[..., list[Any]]:
     return lambda *inputs: run(list(inputs))
 
 
-def _callable(target: Any) -> Callable[..., Any]:
+def callable_of(target: Any) -> Callable[..., Any]:
+    """What runs a node's target: ours by itself, without the dispatcher."""
     if isinstance(target, OpOverload):
         ours = implementations.get(target._schema.name.split("::")[1]) if target.namespace == "zerofn" else None
         return ours or target._op

@@ -1,0 +1,67 @@
+"""Planning for machines that are not there.
+
+Inside a machine that is imagined a state's tensors are fake, shapes without memory; no drive is touched and no other
+rank is asked.
+Fake CUDA tensors cannot be differentiated without a GPU. So an accelerator that is not there is stood for by the device
+"cpu", for which torch has every operation that it has for a GPU, and its host's memory by "meta".
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ._torch_compat import FakeTensorMode
+
+_current: ContextVar[Imagined | None] = ContextVar("imagined", default=None)
+
+
+@dataclass(frozen=True)
+class Imagined:
+    """`accelerator`: whether models compute on a device with memory of its own. `dram`, `link`: bytes a second that a
+    rank has of its host's memory, and between host and device."""
+
+    accelerator: bool
+    dram: float
+    link: float
+    mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True), compare=False)
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Inside, this machine is imagined."""
+        before = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(before)
+
+    def zeros(self, size: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor without memory."""
+        with self.mode:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+    def like(self, x: Tensor) -> Tensor:
+        """A tensor without memory, of the shape, strides and dtype of `x`, where models compute."""
+        with self.mode:
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+
+
+def imagining() -> Imagined | None:
+    """The machine that is imagined; None where things are what they are."""
+    return _current.get()
+
+
+def host() -> torch.device:
+    """The device that host memory is."""
+    machine = imagining()
+    return torch.device("meta" if machine is not None and machine.accelerator else "cpu")
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether a device is the host, and its memory host memory."""
+    return device.type == host().type

@@ -1,0 +1,83 @@
+"""How long the operations of a step take on this machine: each distinct one is run, on made-up values."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from ._torch_compat import below_autograd, tree_map
+from .graph.alias import body_of
+from .graph.cost import moved
+from .graph.liveness import complete_values, values_of
+from .loop import run_loop
+from .runtime.executor import callable_of
+from .timeline import Cost
+
+ops = torch.ops.zerofn
+ROUNDS = 5
+_FREE = (operator.getitem, run_loop, ops.room.default, ops.ticket.default, ops.wait.default)
+_known: dict[Hashable, float] = {}
+
+
+def measured(gms: Iterable[GraphModule]) -> Cost:
+    """Seconds of the nodes of these graphs and of their loops' bodies. What was run before is not run again.
+
+    Ranks that compute side by side share caches and memory: call it on all of them at once.
+    """
+    for gm in gms:
+        _measure(gm)
+    return lambda node: _known[_key(node)] if _counts(node) else 0.0
+
+
+def forget() -> None:
+    """Run everything again when it is asked for next: a machine may do other things now."""
+    _known.clear()
+
+
+def _measure(gm: GraphModule) -> None:
+    complete_values(gm.graph)
+    for node in gm.graph.nodes:
+        if node.target is run_loop:
+            _measure(body_of(node))
+        elif _counts(node) and _key(node) not in _known:
+            _known[_key(node)] = _seconds(node)
+
+
+def _counts(node: Node) -> bool:
+    """Whether a node takes time of its own on the processor."""
+    return node.op == "call_function" and node.target not in _FREE and moved(node) is None
+
+
+def _key(node: Node) -> Hashable:
+    def text(x: Any) -> Any:
+        return (x.dtype, tuple(x.shape), tuple(x.stride())) if isinstance(x, Tensor) else repr(x)
+
+    return node.target, repr(tree_map(text, values_of(node)))
+
+
+def _seconds(node: Node) -> float:
+    """The median of some runs, after one that makes what the first one makes."""
+    args, kwargs = tree_map(_made_up, values_of(node))
+    run = callable_of(node.target)
+    times = []
+    with below_autograd(), torch.no_grad():
+        for _ in range(ROUNDS + 1):
+            start = time.perf_counter()
+            out = run(*args, **kwargs)
+            times.append(time.perf_counter() - start)
+            del out
+    return sorted(times[1:])[ROUNDS // 2]
+
+
+def _made_up(x: Any) -> Any:
+    """A real tensor for a fake one: small numbers, which index anything."""
+    if not isinstance(x, Tensor):
+        return x
+    out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return out.normal_() if x.is_floating_point() and 0 not in x.stride() else out.zero_()
