@@ -8,9 +8,10 @@ import zerofn
 from zerofn import optim
 
 PUBLIC = {
-    zerofn: "accumulate all_finite collectives compile export first_nonfinite gather global_norm leaf_norms load "
-            "load_safetensors optim remat save scatter shard skeleton tree_map unshard value_and_grad vdot "
-            "CheckpointError DynamicLossScale Mesh NoLossScale Offload Precision Sharded StaticLossScale TrainState",
+    zerofn: "accumulate all_finite collectives compile export first_nonfinite gather global_norm leaf_norms "
+            "load load_safetensors optim plan remat save scatter shard skeleton this_machine tree_map "
+            "unshard value_and_grad vdot CheckpointError DynamicLossScale Machine Mesh NoLossScale Offload "
+            "Precision Sharded StaticLossScale TrainState",
     optim: "adam adamw add_decayed_weights apply_updates chain clip clip_by_global_norm constant_schedule "
            "cosine_decay_schedule exponential_decay identity join_schedules lamb linear_schedule lion masked "
            "multi_transform piecewise_constant_schedule polynomial_schedule scale scale_by_adam "

@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from . import donation, passes, tree
 from ._torch_compat import OpOverload, storage_key
 from .agreement import abandon, agree_on, exchange
+from .entries import as_tensor
 from .errors import note, said
 from .forecast import Plan
 from .graph.capture import CaptureError, capture
@@ -23,9 +25,9 @@ from .graph.program import Program, tensor_of
 from .graph.verify import check_purity, fingerprint
 from .host_memory import keep_freed_memory, return_freed_memory
 from .hosted import end_updates, owe
+from .imagined import rehearsing
 from .mistakes import note_dtypes
 from .ops import cuda, native
-from .partition import as_tensor
 from .passes.choice import Choice, as_text, from_text
 from .runtime.executor import Executor, failed_node
 from .runtime.failure import deliver, whole_steps
@@ -100,6 +102,9 @@ class Step:
 
     def __call__(self, state: Any, batch: Any) -> Any:
         """Run one step."""
+        if (rehearsal := rehearsing()) is not None:
+            rehearsal.come_to(self._step, state, batch)
+            return _rehearsed(self._step, state, batch)
         deliver()
         call = self._prepare(state, batch)
         entry, leaves = call.entry, call.state_leaves
@@ -201,7 +206,7 @@ class Step:
         """The captured program, what it closes over, and what this rank would choose for it."""
         start = time.perf_counter()
         wait_for_all()  # of another state, perhaps, that nobody will use again
-        program, constants = self._checked(state, batch)
+        program, constants = captured(self._step, state, batch)
         program.name = self.__name__
         program.timings["capture"] = time.perf_counter() - start
         if any(x.device.type == "cpu" and x.dim() for x in map(tensor_of, program.placeholders) if x is not None):
@@ -224,15 +229,6 @@ class Step:
         self.timings = {"capture": took.pop("capture"), "passes": took, "nodes": len(program.gm.graph.nodes)}
         self._report(program, constants, time.perf_counter() - began, donating)
         return entry
-
-    def _checked(self, state: Any, batch: Any, traces: bool = False) -> tuple[Program, list[Tensor]]:
-        try:
-            program = capture(self._step, state, batch, traces=traces)
-            return program, check_purity(program)
-        except CaptureError:
-            if traces:
-                raise
-        return self._checked(state, batch, traces=True)  # the same again, knowing the lines
 
     def _report(self, program: Program, constants: list[Tensor], seconds: float, donating: bool) -> None:
         """The one log line: what changed, what was baked in, what it cost."""
@@ -322,6 +318,26 @@ class Step:
             if is_sharded(x):
                 x.donate(why)
         return state, program.aux.spread(fresh)
+
+
+def captured(step: Callable[[Any, Any], Any], state: Any, batch: Any, traces: bool = False
+             ) -> tuple[Program, list[Tensor]]:
+    """A step's graph and what it closes over. Raises `CaptureError`, which names the user's line."""
+    try:
+        program = capture(step, state, batch, traces=traces)
+        return program, check_purity(program)
+    except CaptureError:
+        if traces:
+            raise
+    return captured(step, state, batch, traces=True)  # the same again, knowing the lines
+
+
+def _rehearsed(step: Callable[[Any, Any], Any], state: Any, batch: Any) -> Any:
+    """What a step returns that is not the one that a rehearsal looks for: the state as it is, and ones."""
+    program, _ = captured(step, state, batch)
+    values = [node.meta["val"] for node in program.output.args[0][program.num_new :]]  # type: ignore[index,union-attr]
+    aux = program.aux.spread([torch.ones(x.shape, dtype=x.dtype) for x in values])
+    return aux if program.new_state is None else (state, aux)
 
 
 @functools.cache

@@ -17,9 +17,13 @@ from .graph.cost import SENT, Moved, moved, transfers
 from .graph.liveness import Live, Moment, moments
 from .graph.program import Program
 from .graph.resident import resident
+from .imagined import Imagined
+from .machine import Machine, machine_of
 from .phases import phase_of
 from .picture import File, draw
 from .sizes import in_words
+from .stopwatch import measured
+from .timeline import Timeline, roofline
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,13 @@ class Memory:
 
 
 class Plan:
-    """What a captured and scheduled step needs and does, on one of `world` ranks."""
+    """What a captured and scheduled step needs and does, on one of `world` ranks. `machine`: where it was planned to
+    run; None for a step of this process."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, program: Program, machine: Machine | None = None, imagined: Imagined | None = None) -> None:
+        self.program, self.machine, self._imagined = program, machine, imagined
         self.world = 1 if program.axis is None else program.axis.size
+        self._timelines: dict[Machine, Timeline] = {}
 
     @property
     def graph(self) -> GraphModule:
@@ -53,8 +59,9 @@ class Plan:
 
     @cached_property
     def _memory(self) -> Memory:
-        there = resident(self.program)
-        over_time = list(moments(self.program.gm, there.device))
+        with self._there():
+            there = resident(self.program)
+            over_time = list(moments(self.program.gm, there.device))
         most = max(over_time, key=lambda x: x.nbytes)
         return Memory(most.live, place(most.node), there.host, there.disk, over_time)
 
@@ -67,9 +74,36 @@ class Plan:
         """What the step moves -> how often: bytes sent to other ranks, read from and written to drives, copied to and
         from host memory."""
         found: Counter[Moved] = Counter()
-        for x, times in transfers(self.program.gm):
-            found[x] += times
+        with self._there():
+            for x, times in transfers(self.program.gm):
+                found[x] += times
         return found
+
+    def _there(self) -> contextlib.AbstractContextManager[None]:
+        """The machine that was imagined when the step was captured."""
+        return self._imagined() if self._imagined is not None else contextlib.nullcontext()
+
+    def timeline(self, machine: Machine | str | os.PathLike[str] | None = None) -> Timeline:
+        """A step, simulated: when what is computed and sent. `machine`: for a step of this process what
+        `zerofn profile` wrote here; then every operation is run once, on made-up values, to know how long it takes, and
+        all ranks must call it. For other machines it is known from the plan.
+
+        Raises `ValueError` for another machine than the one it was planned for, or that this is.
+        """
+        if self.machine is not None and machine is not None:
+            raise ValueError(f"planned for {self.machine.name}; for another write zerofn.plan(..., machine=...).")
+        where = self.machine or (machine_of(machine) if machine is not None else None)
+        if where is None:
+            raise ValueError("how long a step takes here is known once this machine was measured: run "
+                             "`zerofn profile FILE`, and write plan.timeline(FILE); zerofn.this_machine() measures it "
+                             "now.")
+        if self.machine is None:
+            where.check_here()
+        with self._there():
+            if where not in self._timelines:
+                cost = roofline(where) if self.machine is not None else measured([self.graph])
+                self._timelines[where] = Timeline(self.graph, where, self.world, cost)
+            return self._timelines[where]
 
     def collectives(self) -> dict[Moved, int]:
         """Transfers between ranks -> times a step, in order of first use; bytes are what a rank sends each time."""
@@ -92,6 +126,10 @@ class Plan:
         for x, times in self.transfers().items():
             per[x.how] += x.nbytes * times
         lines += [f"  {how} by a rank in a step: {in_words(n)}" for how, n in per.items() if n]
+        if self.machine is not None:
+            time = self.timeline()
+            busy = ", ".join(f"{lane} {time.busy[lane]:.3g}" for lane in sorted(time.busy, key=lambda x: -time.busy[x]))
+            lines.append(f"  a step on {self.machine.name}: {time.seconds:.3g} s, bound by {time.bound} (s: {busy})")
         return "\n".join(lines)
 
     def json(self) -> dict[str, Any]:

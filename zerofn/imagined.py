@@ -9,9 +9,10 @@ Fake CUDA tensors cannot be differentiated without a GPU. So an accelerator that
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from ._torch_compat import FakeTensorMode
 
 _current: ContextVar[Imagined | None] = ContextVar("imagined", default=None)
+_rehearsal: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,55 @@ class Imagined:
             return torch.zeros(size, dtype=dtype, device=device)
 
     def like(self, x: Tensor) -> Tensor:
-        """A tensor without memory, of the shape, strides and dtype of `x`, where models compute."""
+        """A tensor without memory, of the shape, strides and dtype of `x`, where models compute; a number is 0."""
+        if not x.dim():
+            return torch.zeros((), dtype=x.dtype)
         with self.mode:
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+
+
+class Rehearsal:
+    """A script that runs to see what it would train: `zerofn.shard` notes what it is given and makes a state without
+    memory, and the first call of the compiled step named `name` ends the script; without a name, of one that is given
+    that state. Other compiled functions return ones."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.init: Any = None
+        self.state: Any = None
+        self.passed: list[Callable[..., Any]] = []  # other functions that were called
+        self.options: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Inside, scripts are rehearsed."""
+        before = _rehearsal.set(self)
+        try:
+            yield
+        finally:
+            _rehearsal.reset(before)
+
+    def come_to(self, step: Callable[..., Any], state: Any, batch: Any) -> None:
+        """Raise `Reached` where this is the step that is looked for."""
+        if self.name == getattr(step, "__name__", "") or not self.name and state is self.state:
+            raise Reached(self, step, batch)
+        if self.passed.count(step) and state is self.state:
+            names = ", ".join(sorted({repr(getattr(x, "__name__", x)) for x in self.passed}))
+            raise ValueError(f"the script calls no compiled step {self.name!r}; it calls {names}.")
+        self.passed.append(step)
+
+
+class Reached(BaseException):
+    """A rehearsal has come to the step: `init` and `options` as `shard` was given them, `step`, and its `batch`."""
+
+    def __init__(self, rehearsal: Rehearsal, step: Callable[..., Any], batch: Any) -> None:
+        super().__init__("the rehearsed script has come to its step")
+        self.init, self.options, self.step, self.batch = rehearsal.init, rehearsal.options, step, batch
+
+
+def rehearsing() -> Rehearsal | None:
+    """The rehearsal that goes on."""
+    return _rehearsal.get()
 
 
 def imagining() -> Imagined | None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
-
 import torch
 
 from .errors import nearest
@@ -19,7 +18,7 @@ from .errors import nearest
 GB, GIB, TB = 1e9, 1 << 30, 1e12
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Machine:
     """One kind of node of a cluster. Bytes, bytes a second, operations a second, seconds; of one rank where nothing
     else is said. What is shared by the ranks of a node is given for the node.
@@ -77,8 +76,8 @@ class Machine:
         """Raise `ValueError` unless it was measured on this machine."""
         if self.measured_on != this_hardware():
             what = f"was measured on {self.measured_on}" if self.measured_on else f"is {self.name}, known by name"
-            raise ValueError(f"this machine is {this_hardware()}, and the profile {what}: how long a step takes here it "
-                             "cannot tell. Write one here with `zerofn profile FILE`; for a step elsewhere write "
+            raise ValueError(f"this machine is {this_hardware()}, and the profile {what}: it cannot tell how long a "
+                             "step takes here. Write one here with `zerofn profile FILE`; for a step elsewhere write "
                              "zerofn.plan(..., machine=...).")
 
 

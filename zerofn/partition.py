@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,13 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import tree
 from .agreement import agree_on
 from .disk import ImaginedStore, Store
+from .entries import adapted, device_of, is_state, params_of
 from .errors import nearest
 from .host_memory import map_large_blocks
-from .imagined import imagining
+from .imagined import Imagined, imagining, rehearsing
 from .layout import Layout, LeafInfo, make_layout
 from .likeness import layout_like, signature_of, sublayouts
 from .maps import gather_leaves
-from .mesh import Mesh
+from .mesh import DATA, Axis, Mesh
 from .offload import Offload, check_memory, of_units
 from .offload import resolve as resolve_offload
 from .precision import Precision, resolve
@@ -35,9 +36,10 @@ STAGES = (0, 1, 2, 3)
 _ON_HOST = ("step", "rng")  # of a TrainState: they seed host-side draws, and would otherwise cost a device sync
 
 
-def shard(state_or_init: Any, stage: int = 3, *, mesh: Mesh | DeviceMesh | None = None,
+def shard(state_or_init: Any, stage: Any = 3, *, mesh: Mesh | DeviceMesh | None = None,
           precision: Precision | str | None = None, offload: Offload | str | None = None,
-          unit: Callable[[str], str] | None = None, device: torch.device | str | None = None) -> Any:
+          unit: Callable[[str], str] | None = None, device: torch.device | str | None = None,
+          plan: Any = None) -> Any:
     """A state with its partitioned parts as `Sharded`: 1/N of everything on each rank.
 
     `state_or_init`: a pytree, or a zero-argument function that returns one. A function is replayed leaf by
@@ -48,18 +50,39 @@ def shard(state_or_init: Any, stage: int = 3, *, mesh: Mesh | DeviceMesh | None 
     The result never aliases the input. `stage`: 0 replicates; 1 and 2 cut the optimizer's state; 3 cuts the
     parameters too. `precision`: None, "fp32", "bf16", "fp16" or a `Precision`. `unit`: leaf name -> unit name.
     `device`: where pieces live; where the parameters are by default. `offload`: None, "cpu", "nvme" or an `Offload`
-    keeps the optimizer's state, the parameters or both in host memory or on drives.
+    keeps the optimizer's state, the parameters or both in host memory or on drives. `stage="auto"` with `plan`, what
+    `zerofn.plan` returned, takes the stage, precision and offload that it recommends.
 
     Raises `ValueError`/`TypeError` for a state without `params`, a leaf that is no tensor or number, an unknown
-    option; `RuntimeError` on every rank when ranks disagree about the layout. Nothing is allocated before.
+    option; `MemoryError` for a plan in which nothing fits; `RuntimeError` on every rank when ranks disagree about the
+    layout. Nothing is allocated before.
     """
+    if stage == "auto" or plan is not None:
+        stage, precision, offload = _planned(stage, precision, offload, plan)
     where = Mesh.of(mesh)
+    if (rehearsal := rehearsing()) is not None:
+        rehearsal.init, rehearsal.options = state_or_init, {"precision": precision, "unit": unit}
+        with Imagined(False, 1.0, 1.0)():
+            rehearsal.state = imagine(state_or_init, stage, Mesh((Axis(DATA, 1),)), precision, None, unit)
+        return rehearsal.state
     map_large_blocks()
     options, values, parts, treedef = agree_on("zerofn.shard", lambda: _plan(
         state_or_init, _Options(stage, where, precision, unit, device, offload)))
     scratch = agree_on("zerofn.shard", lambda: (  # a rank whose drive is full is not waited for
         scratch_for((p.spec, p.kinds) for p in parts if isinstance(p, _Cut)), "")) if options.offload.on_disk else None
     return options.place(values, parts, treedef, scratch)
+
+
+def _planned(stage: Any, precision: Any, offload: Any, plan: Any) -> tuple[int, Any, Any]:
+    """(stage, precision, offload) of a plan's recommended row."""
+    if stage != "auto" or not hasattr(plan, "options"):
+        raise ValueError("shard: stage='auto' and plan= go together: table = zerofn.plan(train_step, init_state, "
+                         "batch, world=..., machine=...), then shard(init_state, stage='auto', plan=table).")
+    if precision is not None or offload is not None:
+        raise ValueError("shard(stage='auto') takes precision and offload from the plan; leave them out, or give them "
+                         "to zerofn.plan.")
+    options = plan.options()
+    return options["stage"], options.get("precision"), options.get("offload")
 
 
 def imagine(state_or_init: Any, stage: int, mesh: Mesh, precision: Precision | str | None,
@@ -78,12 +101,12 @@ def _plan(state_or_init: Any, given: _Options) -> tuple[Any, str]:
     options = given.checked()
     precision = resolve(options.precision)
     if callable(state_or_init) and not isinstance(state_or_init, torch.nn.Module):
-        recorded = record(lambda: _adapt(state_or_init(), precision), tree.flatten)
+        recorded = record(lambda: adapted(state_or_init(), precision), tree.flatten)
         state, values = recorded.output, recorded.run()
     else:
-        state = _adapt(state_or_init, precision)
+        state = adapted(state_or_init, precision)
         values = enumerate(tree.leaves(state))
-    home, size = options.device or _device_of(state), options.mesh.axis().size
+    home, size = options.device or device_of(state), options.mesh.axis().size
     options = replace(options, home=home, offload=resolve_offload(options.offload, options.stage, size, home))
     parts, treedef = options.parts(state)
     if given.offload is not None and not imagining():
@@ -139,53 +162,6 @@ def _single(layout: Layout, index: int) -> Layout:
     leaves = tuple(type(x)(x.name, x.shape, k, x.offset, x.dtype) for k, x in enumerate(unit.leaves))
     own = type(unit)(unit.name, leaves, unit.size, unit.trainable, unit.dtype)
     return Layout((own,), tree.structure(list(range(len(leaves)))), layout.axis, layout.num_shards)
-
-
-def _device_of(state: Any) -> torch.device:
-    """Where the parameters are; where there are only shapes, or on several devices, the host."""
-    states = [x for x in tree.leaves(state, is_leaf=_is_state) if _is_state(x)]
-    devices = {x.device for s in states for x in tree.leaves(_params(s)) if isinstance(x, Tensor)}
-    return devices.pop() if len(devices) == 1 and "meta" not in {d.type for d in devices} else torch.device("cpu")
-
-
-def _is_state(x: Any) -> bool:
-    """Whether `x` is a container with an entry named `params`."""
-    if isinstance(x, Mapping):
-        return "params" in x
-    if hasattr(x, "keys") and hasattr(x, "batch_size"):  # a TensorDict
-        return "params" in x.keys()
-    return not isinstance(x, type | Tensor) and hasattr(x, "params") and not is_sharded(x)
-
-
-def _params(state: Any) -> Any:
-    return state.params if hasattr(state, "params") else state["params"]
-
-
-def _adapt(state: Any, precision: Precision) -> Any:
-    """The state with numbers as tensors, and what the precision needs added. Raises for what cannot be state."""
-    nodes, treedef = tree.flatten(state, is_leaf=_is_state)
-    if not any(_is_state(x) for x in nodes):
-        raise ValueError(f"shard: found no entry named 'params' in the state ({type(state).__name__}); the "
-                         "parameters go there: {'params': dict(model.named_parameters()), ...} or a TrainState.")
-    if any(map(is_sharded, tree.leaves(state, is_leaf=is_sharded))):
-        raise TypeError("shard: the state is already sharded; write shard(unshard(state), ...) to lay it out anew.")
-    nodes = [x.with_precision(precision) if hasattr(x, "with_precision") else x for x in nodes]
-    paths, leaves, treedef = tree.flatten_with_path(tree.unflatten(treedef, nodes))
-    return tree.unflatten(treedef, [_tensor(tree.name_of(p), x) for p, x in zip(paths, leaves, strict=True)])
-
-
-def _tensor(name: str, x: Any) -> Tensor:
-    if isinstance(x, Tensor):
-        return x
-    if isinstance(x, bool | int | float):
-        return as_tensor(x)
-    raise TypeError(f"shard: leaf {name!r} is a {type(x).__name__}; a state's leaves are tensors, ints, floats, "
-                    "bools and None. Keep other things outside the state.")
-
-
-def as_tensor(x: bool | int | float) -> Tensor:
-    """A number of a state as the 0-d tensor it becomes: bool, int64 or float64."""
-    return torch.full((), x, dtype={bool: torch.bool, int: torch.int64, float: torch.float64}[type(x)])
 
 
 @dataclass(frozen=True)
@@ -260,15 +236,15 @@ class _Options:
     def parts(self, state: Any) -> tuple[list[_Cut | _Copy], tree.PyTreeSpec]:
         """What becomes of every subtree, in the state's order."""
         layouts: list[tuple[Layout, bool]] = []
-        states = [x for x in tree.leaves(state, is_leaf=_is_state) if _is_state(x)]
+        states = [x for x in tree.leaves(state, is_leaf=is_state) if is_state(x)]
         for x in states:
             layout = self._layout(x)
             layouts.append((layout, True))
         known = {}
-        masters = {x.dtype for s in states for x in tree.leaves(_params(s)) if x.is_floating_point()}
+        masters = {x.dtype for s in states for x in tree.leaves(params_of(s)) if x.is_floating_point()}
         for layout, _ in layouts:
             known.update({signature_of(part): part for part in sublayouts(layout, self._spec(layout))})
-        owners = {id(_params(x)) for x in states}
+        owners = {id(params_of(x)) for x in states}
 
         def layout_of(x: Any) -> Layout | None:
             return None if isinstance(x, Tensor) else layout_like(x, known)
@@ -294,7 +270,7 @@ class _Options:
         return parts, treedef
 
     def _layout(self, state: Any) -> Layout:
-        params = _params(state)
+        params = params_of(state)
         leaves = tree.leaves(params)
         if not leaves or isinstance(params, Tensor):
             raise ValueError("shard: 'params' must be a container with at least one tensor, such as "

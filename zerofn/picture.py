@@ -10,7 +10,7 @@ from typing import Any
 from .graph.liveness import KINDS, Moment
 
 _COLOURS = dict(zip(KINDS, ("#4c566a", "#5e81ac", "#bf616a", "#a3be8c", "#d08770", "#c8ccd4"), strict=True))
-MB = 1e6
+MB, GB = 1e6, 1e9
 File = str | os.PathLike[str] | io.BytesIO
 
 
@@ -35,6 +35,34 @@ def draw(moments: Sequence[Moment], sent: Sequence[int], file: File, *, title: s
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[-2::-1] + handles[-1:], labels[-2::-1] + labels[-1:], loc="center left",
                 bbox_to_anchor=(1, 0.5), frameon=False)
+    figure.savefig(file, format="svg" if isinstance(file, io.BytesIO) else None)
+    _pyplot().close(figure)
+
+
+def draw_rows(labels: Sequence[str], peaks: Sequence[dict[str, int]], notes: Sequence[str], limit: float, file: File, *,
+              title: str) -> None:
+    """Write a bar for each row, its bytes by kind, with a note behind it, and a line where `limit` bytes are.
+
+    Raises `ImportError` where matplotlib is missing.
+    """
+    figure, axes = _pyplot().subplots(figsize=(9, 1.2 + 0.32 * len(labels)), layout="constrained")
+    where, most = range(len(labels)), max([limit, *(sum(peak.values()) for peak in peaks)]) / GB
+    ends = [0.0] * len(labels)
+    for kind in KINDS:
+        widths = [peak.get(kind, 0) / GB for peak in peaks]
+        if any(widths):
+            axes.barh(where, widths, left=ends, color=_COLOURS[kind], label=kind)
+            ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    axes.axvline(limit / GB, color="#2e3440", linewidth=1, linestyle="--", label="there is")
+    for k, note in enumerate(notes):
+        axes.text(ends[k] + 0.01 * most, k, note, va="center", fontsize=8)
+    axes.set_yticks(where, labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_title(title, loc="left", fontsize=10.5)
+    axes.set(xlabel="GB of a device at the step's peak", xlim=(0, 1.25 * most))
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     figure.savefig(file, format="svg" if isinstance(file, io.BytesIO) else None)
     _pyplot().close(figure)
 

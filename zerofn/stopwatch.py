@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from ._torch_compat import below_autograd, tree_map
 from .graph.alias import body_of
-from .graph.cost import moved
+from .graph.cost import groups_of, moved
 from .graph.liveness import complete_values, values_of
 from .loop import run_loop
 from .runtime.executor import callable_of
@@ -21,6 +21,7 @@ from .timeline import Cost
 
 ops = torch.ops.zerofn
 ROUNDS = 5
+BETWEEN = 4 << 20  # bytes that are written between two runs: in a step, too, caches hold what others have used
 _FREE = (operator.getitem, run_loop, ops.room.default, ops.ticket.default, ops.wait.default)
 _known: dict[Hashable, float] = {}
 
@@ -64,10 +65,13 @@ def _key(node: Node) -> Hashable:
 def _seconds(node: Node) -> float:
     """The median of some runs, after one that makes what the first one makes."""
     args, kwargs = tree_map(_made_up, values_of(node))
-    run = callable_of(node.target)
+    if (groups := groups_of(node)) is not None:
+        args[groups.at].copy_(torch.arange(1, groups.number + 1) * groups.rows // groups.number)
+    run, others = callable_of(node.target), torch.empty(BETWEEN, dtype=torch.uint8)
     times = []
     with below_autograd(), torch.no_grad():
         for _ in range(ROUNDS + 1):
+            others.zero_()
             start = time.perf_counter()
             out = run(*args, **kwargs)
             times.append(time.perf_counter() - start)
@@ -76,8 +80,10 @@ def _seconds(node: Node) -> float:
 
 
 def _made_up(x: Any) -> Any:
-    """A real tensor for a fake one: small numbers, which index anything."""
+    """A real tensor for a fake one: numbers that index anything, verdicts that let updates be made."""
     if not isinstance(x, Tensor):
         return x
     out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    if not x.dim() or x.dtype == torch.bool:
+        return out.fill_(1)
     return out.normal_() if x.is_floating_point() and 0 not in x.stride() else out.zero_()

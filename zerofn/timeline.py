@@ -1,15 +1,15 @@
 """A simulated run of a scheduled graph: when each node begins and ends, on the processor and on every link.
 
-Each *lane* does one thing at a time, in the order in which the graph starts them: the processor that computes, the links
-to other ranks, to and from host memory, and to and from drives, and the host's own updates. A wait lets the processor
-stand still until what it waits for has come. All ranks are taken to be alike.
+Each *lane* does one thing at a time, in the order in which the graph starts them: the processor that computes, the
+links to other ranks, to and from host memory, and to and from drives, and the host's own updates. A wait lets the
+processor stand still until what it waits for has come. All ranks are taken to be alike.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ class Span(NamedTuple):
 class Timeline:
     """A run of a graph on `machine` by one of `world` ranks; `cost`: seconds of a node on a processor.
 
-    `seconds`: a step's, when one follows the other; `spans`: what takes which lane when; `starts`: when each node that
+    `seconds`: a step's that follows another; `spans`: what takes which lane when; `starts`: when each node that
     ran began, in order; `busy`: seconds by lane; `waited`: seconds that the processor stood still, by what for.
     """
 
@@ -50,13 +50,18 @@ class Timeline:
         self._machine, self._world, self._cost = machine, world, cost
         self.spans: list[Span] = []
         self.starts: list[tuple[Node, float]] = []
-        self.busy: Counter[str] = Counter()
-        self.waited: Counter[str] = Counter()
+        self.busy: defaultdict[str, float] = defaultdict(float)
+        self.waited: defaultdict[str, float] = defaultdict(float)
         self._free: dict[str, float] = defaultdict(float)  # lane -> when it has nothing to do
         self._ready: dict[Node, tuple[str, float]] = {}  # memory -> on which lane it is being made, and until when
         self._run(gm)
-        # What is still under way goes on while the next step begins, and is done before it ends.
-        self.seconds = max(self._free[COMPUTE], *self.busy.values(), 0.0)
+        first = self._free[COMPUTE]  # what is still under way goes on while the next step begins
+        for told in (self.spans, self.starts, self.busy, self.waited):
+            told.clear()
+        self._run(gm)
+        self.seconds = max(self._free[COMPUTE] - first, *self.busy.values(), 0.0)
+        self.spans = [Span(x.lane, x.node, x.start - first, x.stop - first) for x in self.spans]
+        self.starts = [(node, start - first) for node, start in self.starts]
 
     @property
     def bound(self) -> str:
@@ -71,7 +76,7 @@ class Timeline:
                 continue
             self.starts.append((node, self._free[COMPUTE]))
             if node.target is run_loop:
-                num_rounds: int = node.args[1]  # type: ignore[assignment]
+                num_rounds: int = node.args[1]
                 for _ in range(num_rounds):
                     self._run(body_of(node))
             else:
@@ -138,7 +143,8 @@ def roofline(machine: Machine) -> Cost:
         nbytes = touched_bytes(node)
         if node.target in _NOTHING or not nbytes:
             return 0.0
-        values = tensors_of(node.meta.get("val")) or [x for n in node.all_input_nodes for x in tensors_of(n.meta["val"])]
+        given = [x for n in node.all_input_nodes for x in tensors_of(n.meta["val"])]
+        values = tensors_of(node.meta.get("val")) or given
         on_host = machine.device != "cpu" and all(is_host(x.device) for x in values if x.dim())
         rate = machine.host_rate / machine.ranks if on_host else machine.memory_rate
         return max(machine.launch, flops(node) / machine.rate_of(values[0].dtype), nbytes / rate)

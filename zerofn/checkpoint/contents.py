@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..entries import as_tensor
 from ..errors import nearest
 from ..loss_scale import NoLossScale, StaticLossScale
-from ..partition import as_tensor
 from ..sharding import Sharded, is_sharded
 from ..stored import Kind
 from ..tree import PyTreeSpec

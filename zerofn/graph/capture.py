@@ -23,9 +23,9 @@ from .._torch_compat import (
     proxies_of,
     quiet_fakes,
 )
+from ..entries import as_tensor
 from ..errors import note
 from ..mistakes import instead, note_dtypes
-from ..partition import as_tensor
 from ..sharding import Sharded, is_sharded
 from ..stored import Stored
 from .host import HostDraw, no_draws

@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
-from .._torch_compat import OpOverload, packet_of
+from .._torch_compat import OpOverload, packet_of, schema_arguments
 from ..imagined import is_host
 from ..loop import run_loop
 from .alias import body_of, is_view
 from .edit import GATHERS, SCATTERS
 from .liveness import complete_values, tensors_of, values_of
+from .program import tensor_of
 
 ops = torch.ops.zerofn
 _UNIT = {**dict.fromkeys((*GATHERS, *SCATTERS), 3), ops.refresh_.default: 4}  # where they name the unit
@@ -37,10 +38,36 @@ def flops(node: Node) -> int:
     if not isinstance(node.target, OpOverload):
         return 0
     formula = flop_registry.get(packet_of(node.target))
+    groups = groups_of(node)
+    if groups is not None:
+        return 2 * groups.rows * groups.matrix * len(tensors_of(node.meta["val"]))
     if formula is None:
         return 0
     args, kwargs = values_of(node)
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+class Groups(NamedTuple):
+    """What a product of rows with one matrix for each of some groups of them, a mixture of experts', is given: the
+    number of groups, rows, elements of a matrix, and which argument says where groups end."""
+
+    number: int
+    rows: int
+    matrix: int
+    at: int
+
+
+def groups_of(node: Node) -> Groups | None:
+    """What a grouped matrix product is given, forward or backward; None for other nodes."""
+    if not isinstance(node.target, OpOverload):
+        return None
+    names = [x.name for x in schema_arguments(node.target)]
+    if not {"input", "weight", "offs"} <= set(names) or len(node.args) < 3:
+        return None
+    rows, weight, ends = (tensor_of(node.args[names.index(x)]) for x in ("input", "weight", "offs"))  # type: ignore[arg-type]
+    if rows is None or weight is None or ends is None:
+        return None
+    return Groups(ends.shape[0], rows.shape[0], weight[0].numel(), names.index("offs"))
 
 
 def touched_bytes(node: Node) -> int:

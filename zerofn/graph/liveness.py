@@ -14,11 +14,11 @@ from torch.fx import Graph, GraphModule, Node
 from .._torch_compat import FakeTensorMode, tree_leaves
 from ..imagined import is_host
 from ..loop import run_loop
+from ..ops.flat import ops
 from ..phases import BACKWARD, FORWARD, phase_of
 from .alias import body_of, is_given, is_lent, positions, roots, touches
 from .edit import CASTS, DECODES, SCATTERS, is_fetch, is_gather, wait_of
 
-ops = torch.ops.zerofn
 KINDS = ("state", "gathered", "gradients", "activations", "staging", "other")
 _GRADIENTS = (ops.ravel.default, ops.flat.default, *SCATTERS)  # make a unit's gradient
 _TAKES_GRADIENTS = (*_GRADIENTS, ops.fill_.default, run_loop)

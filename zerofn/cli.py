@@ -1,0 +1,115 @@
+"""The command line: `zerofn plan script.py:train_step` and `zerofn profile FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .calibration import this_machine
+from .graph.capture import CaptureError
+from .imagined import Reached, Rehearsal
+from .machine import KNOWN
+from .plan import ALL, plan
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; -> the exit status. What is wrong is told in a sentence."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    end = given.index("--") if "--" in given else len(given)
+    args = _parser().parse_args(given[:end])
+    args.arguments = given[end + 1 :]
+    try:
+        args.run(args)
+    except (CaptureError, MemoryError, TypeError, ValueError) as error:
+        print(f"zerofn {args.command}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="zerofn", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("plan", help="what a script's training step needs and does on a cluster",
+                              description="Runs SCRIPT as it is, up to the first call of the compiled step FUNCTION "
+                              "(any, where none is named): with no memory for its state, which is then planned for. "
+                              "The script's own arguments come last, behind --.")
+    one.add_argument("script", metavar="SCRIPT[:FUNCTION]")
+    one.add_argument("--world", type=int, default=8, help="ranks (8)")
+    one.add_argument("--machine", default="H100-8", help=f"{', '.join(KNOWN)}, or what `zerofn profile` wrote (H100-8)")
+    one.add_argument("--stage", type=int, nargs="+", help="of 0, 1, 2, 3; all of them by default")
+    one.add_argument("--offload", nargs="+", help="none, cpu, nvme; those that differ by default")
+    one.add_argument("--precision", nargs="+", help="none, fp32, bf16, fp16; the script's own by default")
+    one.add_argument("--remat", nargs="+", help="none, full, auto; full where it does not fit by default")
+    one.add_argument("--rows", type=int, nargs="+", help="rows of a rank's batch; the script's by default")
+    one.add_argument("--memory", help="of a device, such as 24GiB, in the place of the machine's")
+    one.add_argument("--picture", type=Path, help="draw it to this file, such as plan.png")
+    one.add_argument("--json", type=Path, help="write it to this file")
+    one.set_defaults(run=_plan)
+    two = commands.add_parser("profile", help="measure this machine, for plans and predictions")
+    two.add_argument("file", type=Path)
+    two.add_argument("--ranks", type=int, default=1, help="processes that load it together, as training will (1)")
+    two.add_argument("--folder", type=Path, help="on the drive that state is offloaded to")
+    two.set_defaults(run=_profile)
+    return parser
+
+
+def _plan(args: argparse.Namespace) -> None:
+    script, _, function = args.script.rpartition(":") if ":" in args.script else (args.script, "", "")
+    if not Path(script).is_file():
+        raise ValueError(f"there is no script {script!r}.")
+    found = _rehearsed(script, function, args.arguments)
+    given: dict[str, Any] = {name: [None if x == "none" else x for x in values]
+                             for name, values in vars(args).items() if name in ("offload", "remat", "stage") and values}
+    precision = [None if x == "none" else x for x in args.precision] if args.precision else found.options["precision"]
+    table = plan(found.step, found.init, found.batch, world=args.world, machine=args.machine, rows=args.rows,
+                 memory=args.memory, unit=found.options["unit"], **{"precision": precision or ALL, **given})
+    print(table.text())
+    if args.picture:
+        table.picture(args.picture)
+    if args.json:
+        args.json.write_text(json.dumps(table.json(), indent=1) + "\n")
+
+
+def _rehearsed(script: str, function: str, arguments: Sequence[str]) -> Reached:
+    """The script, run up to its step."""
+    before, sys.argv = sys.argv, [script, *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    try:
+        with Rehearsal(function)(), contextlib.redirect_stdout(sys.stderr):  # what it prints is not the plan
+            runpy.run_path(script, run_name="__main__")
+    except Reached as found:
+        if found.init is None:
+            raise ValueError(f"{script} calls its step without zerofn.shard(init_state) before.") from None
+        return found
+    finally:
+        sys.argv = before
+        sys.path.pop(0)
+    what = f"the compiled step {function!r}" if function else "a compiled step"
+    raise ValueError(f"{script} ended without a call of {what}; name the function that it gives to zerofn.compile, and "
+                     "its own arguments behind --.")
+
+
+def _profile(args: argparse.Namespace) -> None:
+    if args.ranks > 1 and "RANK" not in os.environ:
+        folder = ["--folder", str(args.folder)] if args.folder else []
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks),
+                   "-m", "zerofn.cli", "profile", str(args.file), "--ranks", str(args.ranks), *folder]
+        if subprocess.run(command).returncode:
+            raise ValueError(f"the {args.ranks} ranks that measure did not come to an end; see above.")
+        return
+    machine = this_machine(args.folder)
+    if os.environ.get("RANK", "0") == "0":
+        machine.save(args.file)
+        print(f"{args.file}: {machine}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

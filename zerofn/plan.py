@@ -1,0 +1,162 @@
+"""`plan`: what a step will need and do on a cluster that is not there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import passes, tree
+from .compile import captured
+from .errors import nearest
+from .forecast import Plan
+from .imagined import Imagined
+from .machine import Machine, machine_of
+from .mesh import DATA, Axis, Mesh
+from .partition import STAGES, imagine
+from .sharding import is_sharded
+from .sizes import num_bytes
+from .stored import Part
+from .table import Config, Needs, Row, Table, lacking
+from .tickets import Spilled
+
+ALL = "all"
+CONTEXT = 1 << 30  # bytes that CUDA and its libraries take of a device
+REMATS = (None, "full", "auto")
+
+
+def plan(train_step: Callable[[Any, Any], Any], init_state: Any, batch: Any, *, world: int = 8,
+         machine: Machine | str | os.PathLike[str] = "H100-8", stage: Any = ALL, offload: Any = ALL,
+         precision: Any = ALL, remat: Any = ALL, rows: int | Sequence[int] | None = None,
+         memory: int | str | None = None, unit: Callable[[str], str] | None = None) -> Table:
+    """What `train_step(state, batch)` needs and does on each of `world` ranks that need not be there, in each of the
+    ways that are asked for: a `Table`, of which `best` is the one to take.
+
+    The user's own step is captured on tensors without memory, on any machine: no data is read, nothing is allocated or
+    sent. `init_state`: as for `shard`. `batch`: one rank's, of tensors with or without memory; `rows` gives it other
+    sizes in dimension 0. `machine`: a name such as "H100-8", a file that `zerofn profile` wrote, or a
+    `zerofn.Machine`. `stage`, `offload`, `precision` and `remat` are one of what `shard` and `compile` take, or a list
+    of such; "all" are those that differ there. `memory` replaces the machine's memory of a device, "24GiB" or bytes.
+
+    Raises `ValueError` for what is unknown, `graph.capture.CaptureError` for a step that cannot be captured.
+    """
+    where = machine_of(machine)
+    usable = where.memory - (CONTEXT if where.device == "cuda" else 0)
+    where = replace(where, memory=usable if memory is None else num_bytes(memory))
+    if isinstance(world, bool) or not isinstance(world, int) or world < 1:
+        raise ValueError(f"plan(world={world!r}): expected the number of ranks, 1 or more.")
+    asked = {"stage": stage, "offload": offload, "precision": precision, "remat": remat}
+    planner = _Planner(train_step, init_state, batch, world, where, unit)
+    found: list[Row] = []
+    for number in [planner.num_rows] if rows is None else _listed(rows):
+        for config in _configs(asked, where, world, _count("rows", number)):
+            row = planner.row(config)
+            found.append(row)
+            if not row.fits and remat == ALL and row.plan is not None:
+                found.append(planner.row(config._replace(remat="full")))
+    return Table(found, where, world, getattr(train_step, "__name__", "step"))
+
+
+def _listed(x: Any) -> list[Any]:
+    return list(x) if isinstance(x, list | tuple) else [x]
+
+
+def _count(name: str, x: Any) -> int:
+    if isinstance(x, bool) or not isinstance(x, int) or x < 1:
+        raise ValueError(f"plan({name}={x!r}): expected a number above 0, or several.")
+    return x
+
+
+def _configs(asked: dict[str, Any], machine: Machine, world: int, rows: int) -> Iterator[Config]:
+    """Every way that is asked for, those left out that are the same as others."""
+    stages = ((0, 1, 2, 3) if world > 1 else (3,)) if asked["stage"] == ALL else _listed(asked["stage"])
+    for stage in stages:
+        if stage not in STAGES or isinstance(stage, bool):
+            near = nearest(stage, STAGES, 1, 0.0)
+            raise ValueError(f"plan(stage={stage!r}) is not known: stages are 0, 1, 2 and 3"
+                             f"{f'; did you mean {near[0]}?' if near else '.'}")
+    accelerated = machine.device != "cpu"
+    usual = ("bf16", None) if accelerated else (None,)
+    precisions = usual if asked["precision"] == ALL else _listed(asked["precision"])
+    remats = (None,) if asked["remat"] == ALL else _listed(asked["remat"])
+    for how in remats:
+        if how not in REMATS:
+            raise ValueError(f"plan(remat={how!r}) is not known; there are 'full', 'auto' and None.")
+    for precision in precisions:
+        for stage in stages:
+            tiers = _tiers(stage, machine) if asked["offload"] == ALL else _listed(asked["offload"])
+            for offload in tiers:
+                yield from (Config(stage, offload, precision, how, rows) for how in remats)
+
+
+def _tiers(stage: int, machine: Machine) -> list[str | None]:
+    """Where state may lie at a stage: further away the more the stage saves."""
+    return [None, *["cpu"] * (stage >= 2 and machine.device != "cpu"), *["nvme"] * (stage == 3 and machine.disk > 0)]
+
+
+class _Planner:
+    """Rows for one step."""
+
+    def __init__(self, train_step: Callable[[Any, Any], Any], init_state: Any, batch: Any, world: int,
+                 machine: Machine, unit: Callable[[str], str] | None) -> None:
+        self._step, self._init, self._batch = train_step, init_state, batch
+        self._world, self._machine, self._unit = world, machine, unit
+        tensors = [x for x in tree.leaves(batch) if isinstance(x, Tensor)]
+        self.num_rows = next((x.shape[0] for x in tensors if x.dim()), 1)
+
+    def row(self, config: Config) -> Row:
+        """What comes of one way to train."""
+        m = self._machine
+        num_ranks = min(self._world, m.ranks)
+        imagined = Imagined(m.device != "cpu", m.host_rate / m.ranks, m.host_link)
+        with imagined():
+            mesh = Mesh((Axis(DATA, self._world, 0, "imagined"),))
+            state = imagine(self._init, config.stage, mesh, config.precision, config.offload, self._unit)
+            needs = _state_needs(state)
+            lacks = lacking(needs, m, num_ranks)
+            if lacks:
+                return Row(config, needs, f"{lacks} for the state alone", None)
+            batch, tokens = self._scaled(imagined, config.rows)
+            program, _ = captured(self._step, state, batch)
+            program.name = getattr(self._step, "__name__", "step")
+            donating = program.new_state is not None
+            program = passes.prepare(program)
+            choices = passes.decide(program, donating=donating, memory=None, remat=config.remat) if config.remat else []
+            found = Plan(passes.finish(program, donating=donating, choices=choices), m, imagined)
+        memory = found.memory()
+        needs = Needs(memory.total, memory.host, memory.disk)
+        return Row(config, needs, lacking(needs, m, num_ranks), found, tokens)
+
+    def _scaled(self, imagined: Imagined, rows: int) -> tuple[Any, int]:
+        """The batch with so many rows, without memory, and how many tokens it has."""
+        leaves, treedef = tree.flatten(self._batch, is_leaf=is_sharded)
+        made = [self._leaf(imagined, x, rows) for x in leaves]
+        whole = [x for x in made if isinstance(x, Tensor) and x.dim() > 1 and not x.is_floating_point()]
+        return tree.unflatten(treedef, made), whole[0].numel() if whole else rows
+
+    def _leaf(self, imagined: Imagined, x: Any, rows: int) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        shape = (rows, *x.shape[1:]) if x.dim() and x.shape[0] == self.num_rows else tuple(x.shape)
+        return imagined.zeros(shape, x.dtype, torch.device("cpu"))
+
+
+def _state_needs(state: Any) -> Needs:
+    """Bytes of a rank's state."""
+    device = host = disk = 0
+    for x in tree.leaves(state, is_leaf=is_sharded):
+        parts: list[Part] = [part for piece in x.stored for part in piece.parts] if is_sharded(x) else [x]
+        for part in parts:
+            if isinstance(part, Tensor):
+                device += part.nbytes
+            elif isinstance(part, Spilled):
+                disk += part.nbytes
+            else:
+                host += part.nbytes
+        for copy in (x.copies or ()) if is_sharded(x) else ():
+            device += copy.nbytes
+    return Needs(device, host, disk)

@@ -1,0 +1,217 @@
+"""Plans beside each other: what fits on a machine, how fast it is, and what to write for it."""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .forecast import Plan
+from .graph.liveness import KINDS
+from .machine import Machine
+from .picture import draw_rows
+from .sizes import in_words
+
+_HEAD = ("stage", "offload", "precision", "remat", "batch", "device", *KINDS, "host", "drives", "sent", "step",
+         "bound by", "speed", "")
+
+
+class Config(NamedTuple):
+    """What one row of a table is asked for: `shard`'s and `compile`'s arguments, and the rows of a rank's batch."""
+
+    stage: int
+    offload: Any
+    precision: Any
+    remat: str | None
+    rows: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What to give `shard`."""
+        given = {"stage": self.stage, "precision": self.precision, "offload": self.offload}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def call(self) -> str:
+        """What to write."""
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        remat = f", remat={self.remat!r}" if self.remat else ""
+        return f"state = zerofn.shard(init_state, {options}); step = zerofn.compile(train_step{remat})"
+
+
+class Needs(NamedTuple):
+    """Bytes of a rank: on the device at the step's peak, in host memory and on drives."""
+
+    device: int
+    host: int
+    disk: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train. `plan`: None where the state alone takes more than there is, and nothing else was looked at.
+    `lacks`: what there is too little of, in words; empty where it fits."""
+
+    config: Config
+    needs: Needs
+    lacks: str
+    plan: Plan | None = field(repr=False)
+    tokens: int = 0  # of a rank's batch, or its rows where it has no tokens
+
+    @property
+    def fits(self) -> bool:
+        """Whether a machine has what it needs."""
+        return not self.lacks
+
+    @property
+    def seconds(self) -> float:
+        """Of a step; infinity where it was not looked at."""
+        return self.plan.timeline().seconds if self.plan is not None else float("inf")
+
+    @property
+    def speed(self) -> float:
+        """Tokens, or rows, a second, of all ranks."""
+        return self.tokens * self.plan.world / self.seconds if self.plan is not None else 0.0
+
+    def json(self) -> dict[str, Any]:
+        """As numbers and texts."""
+        known = {} if self.plan is None else {"plan": self.plan.json(), "seconds": self.seconds, "speed": self.speed,
+                                              "bound": self.plan.timeline().bound}
+        return {**self.config._asdict(), "offload": None if self.config.offload is None else str(self.config.offload),
+                **self.needs._asdict(), "fits": self.fits, "lacks": self.lacks, "call": self.config.call(), **known}
+
+    def cells(self) -> list[str]:
+        """What a table says of it."""
+        c, plan = self.config, self.plan
+        out = [str(c.stage), str(c.offload or "-"), str(c.precision or "-"), c.remat or "-", str(c.rows)]
+        out.append(f"{'' if plan else '> '}{in_words(self.needs.device)}")
+        peak = plan.memory().peak if plan else {}
+        out += [in_words(peak[kind]) if peak.get(kind) else "" for kind in KINDS]
+        out += [in_words(n) if n else "" for n in self.needs[1:]]
+        if plan is None:
+            return [*out, "", "", "", "", self.lacks]
+        time = plan.timeline()
+        return [*out, in_words(plan.sent) if plan.sent else "", _seconds(time.seconds), time.bound,
+                f"{self.speed:,.0f}/s", self.lacks or "fits"]
+
+
+def lacking(needs: Needs, machine: Machine, num_ranks: int) -> str:
+    """What a machine with that many ranks on a node has too little of; nothing where there is enough."""
+    pairs = [("memory" if machine.device == "cpu" else "device memory", needs.device, machine.memory),
+             ("host memory", needs.host * num_ranks, machine.host_memory),
+             ("room on drives", needs.disk * num_ranks, machine.disk)]
+    return ", ".join(f"{in_words(needed - there)} of {what} too little" for what, needed, there in pairs
+                     if needed > there)
+
+
+class Table:
+    """Rows of plans for `world` ranks of `machine`; `best` is the one to take. What a `Plan` tells it tells of that."""
+
+    def __init__(self, rows: Sequence[Row], machine: Machine, world: int, name: str) -> None:
+        self.rows, self.machine, self.world, self.name = list(rows), machine, world, name
+
+    @property
+    def best(self) -> Row:
+        """The fastest row that fits; of about equal ones the one that takes least memory. Raises `MemoryError` where
+        none fits, naming the nearest miss."""
+        fitting = [row for row in self.rows if row.fits]
+        if not fitting:
+            near = self.nearest
+            raise MemoryError(f"{self.name}: nothing fits on {self.world} rank(s) of {self.machine.name}. The nearest "
+                              f"is {near.config.call()} with {near.config.rows} row(s) a rank: {near.lacks}. Give it "
+                              "more ranks, a machine with more, fewer rows, or optim.adamw(..., moments='8bit').")
+        fastest = max(row.speed for row in fitting)
+        return min((row for row in fitting if row.speed >= 0.98 * fastest), key=lambda row: sum(row.needs))
+
+    @property
+    def nearest(self) -> Row:
+        """The row that lacks least of device memory, of those that were looked at where there are any."""
+        looked_at = [row for row in self.rows if row.plan is not None] or self.rows
+        return min(looked_at, key=lambda row: (row.needs.device, row.needs.host))
+
+    @property
+    def plan(self) -> Plan:
+        """The best row's, or the nearest one's where nothing fits."""
+        fitting = any(row.fits for row in self.rows)
+        plan = (self.best if fitting else self.nearest).plan
+        if plan is None:
+            raise MemoryError(f"{self.name}: the state alone does not fit in any row; see the table.")
+        return plan
+
+    def options(self) -> dict[str, Any]:
+        """What `shard(..., stage="auto", plan=table)` takes. Raises `MemoryError` where nothing fits."""
+        return self.best.config.options
+
+    def memory(self) -> Any:
+        """See `Plan.memory`."""
+        return self.plan.memory()
+
+    def collectives(self) -> Any:
+        """See `Plan.collectives`."""
+        return self.plan.collectives()
+
+    def transfers(self) -> Any:
+        """See `Plan.transfers`."""
+        return self.plan.transfers()
+
+    @property
+    def graph(self) -> Any:
+        """See `Plan.graph`."""
+        return self.plan.graph
+
+    def text(self) -> str:
+        """All rows, and what to write for the best."""
+        cells = [list(_HEAD), *(row.cells() for row in self.rows)]
+        shown = [k for k in range(len(_HEAD)) if k == len(_HEAD) - 1 or any(row[k].strip("-") for row in cells[1:])]
+        widths = [max(len(row[k]) for row in cells) for k in shown]
+        lines = [f"{self.name} on {self.world} rank(s) of {self.machine.name}: bytes of a rank, peak by kind"]
+        best = next((row for row in self.rows if row.fits), None) and self.best
+        for number, row in enumerate(cells):
+            mark = "*" if number and self.rows[number - 1] is best else " "
+            lines.append(f"{mark} " + "  ".join(row[k].rjust(w) for k, w in zip(shown, widths, strict=True)).rstrip())
+        if best is None:
+            near = self.nearest
+            return "\n".join([*lines, f"Nothing fits. The nearest: {near.config.call()}, {near.lacks}."])
+        return "\n".join([*lines, f"* {best.config.call()}"])
+
+    def json(self) -> dict[str, Any]:
+        """The same as numbers and texts: bytes and seconds."""
+        best = self.rows.index(self.best) if any(row.fits for row in self.rows) else None
+        return {"name": self.name, "ranks": self.world, "machine": self.machine.name, "best": best,
+                "rows": [row.json() for row in self.rows]}
+
+    def picture(self, path: str | os.PathLike[str]) -> None:
+        """Draw what each row takes of the device, by kind, and how fast it is, to a file such as "plan.png".
+
+        Raises `ImportError` where matplotlib is missing.
+        """
+        draw_rows([self._label(row) for row in self.rows],
+                  [row.plan.memory().peak if row.plan else {"state": row.needs.device} for row in self.rows],
+                  [f"{row.speed:,.0f}/s" if row.plan and row.fits else row.lacks.split(" too")[0] for row in self.rows],
+                  self.machine.memory, path, title=f"{self.name} on {self.world} rank(s) of {self.machine.name}")
+
+    def _label(self, row: Row) -> str:
+        c = row.config
+        parts = (f"stage {c.stage}", c.offload and f"offload {c.offload}", c.precision, c.remat and f"remat {c.remat}")
+        rows = f"{c.rows} rows" if len({x.config.rows for x in self.rows}) > 1 else ""
+        return ", ".join(str(x) for x in (*parts, rows) if x)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.text())}</pre>"
+
+    def __repr__(self) -> str:
+        return self.text()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.rows[index]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
