@@ -63,6 +63,7 @@ ORDER = [
     "calibration",
     "picture",
     "forecast",
+    "profile",
     "compile",
     "table",
     "plan",

@@ -58,14 +58,15 @@ def _free(folder: str | os.PathLike[str] | None) -> float:
 def _seconds(run: Callable[[], object]) -> float:
     """The median of some runs."""
     run()
-    times = []
-    for _ in range(ROUNDS):
-        _synchronize()
-        start = time.perf_counter()
-        run()
-        _synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return statistics.median(_once(run) for _ in range(ROUNDS))
+
+
+def _once(run: Callable[[], object]) -> float:
+    _synchronize()
+    start = time.perf_counter()
+    run()
+    _synchronize()
+    return time.perf_counter() - start
 
 
 def _synchronize() -> None:
@@ -115,8 +116,9 @@ def _link(axis: Axis, device: torch.device) -> tuple[float, float, float]:
         if under_way is not None:
             wait_(under_way)
 
-    alone, beside = _seconds(lambda: work(None)), _seconds(lambda: work(pieces[1]))
-    return max(0.0, small - sent[0] / rate), rate, max(0.0, beside - alone) / sent[1]
+    longer = statistics.median(_once(lambda: work(pieces[1])) - _once(lambda: work(None)) for _ in range(ROUNDS))
+    # No more than if whoever computes stood still for all of it.
+    return max(0.0, small - sent[0] / rate), rate, min(max(0.0, longer) / sent[1], 1 / rate)
 
 
 def _transfer(piece: Tensor, axis: Axis) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -26,9 +27,11 @@ from .graph.verify import check_purity, fingerprint
 from .host_memory import keep_freed_memory, return_freed_memory
 from .hosted import end_updates, owe
 from .imagined import rehearsing
+from .machine import Machine
 from .mistakes import note_dtypes
 from .ops import cuda, native
 from .passes.choice import Choice, as_text, from_text
+from .profile import Profile, profiled
 from .runtime.executor import Executor, failed_node
 from .runtime.failure import deliver, whole_steps
 from .sharding import is_sharded
@@ -127,6 +130,15 @@ class Step:
         the next call runs what was planned. All ranks must call it.
         """
         return Plan(self._prepare(state, batch).entry.program)
+
+    def profile(self, state: Any, batch: Any, machine: Machine | str | os.PathLike[str] | None = None
+                ) -> tuple[Any, Profile]:
+        """Run two steps on this batch, -> (what the second returns, `Profile`). In the first every operation is timed,
+        in the second memory is followed. `machine`: what `zerofn profile` wrote here, or `zerofn.this_machine()`; then
+        times are predicted, too. All ranks must call it.
+        """
+        plan = self.lower(state, batch)
+        return profiled(self, plan, self._prepare(state, batch).entry, state, batch, machine)
 
     def _prepare(self, state: Any, batch: Any) -> _Call:
         """The arguments, flat, and what was captured for their like."""

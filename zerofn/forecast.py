@@ -7,6 +7,7 @@ import html
 import io
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -29,12 +30,14 @@ from .timeline import Timeline, roofline
 @dataclass(frozen=True)
 class Memory:
     """Bytes of one rank. `peak`: by kind, at the moment when the device holds most; `where`: that operation; `host` and
-    `disk`: what lies there all the time; `over_time`: bytes on the device while each operation runs, by kind."""
+    `disk`: what lies there all the time, as does `there` on the device; `over_time`: bytes on the device while each
+    operation runs, by kind."""
 
     peak: Live
     where: str
     host: int
     disk: int
+    there: int
     over_time: list[Moment] = field(repr=False)
 
     @property
@@ -63,7 +66,7 @@ class Plan:
             there = resident(self.program)
             over_time = list(moments(self.program.gm, there.device))
         most = max(over_time, key=lambda x: x.nbytes)
-        return Memory(most.live, place(most.node), there.host, there.disk, over_time)
+        return Memory(most.live, place(most.node), there.host, there.disk, sum(there.device.values()), over_time)
 
     def memory(self) -> Memory:
         """Bytes by kind: `state`, `gathered` parameters, `gradients`, `activations` kept for the backward pass,
@@ -139,17 +142,18 @@ class Plan:
                 "host": m.host, "disk": m.disk, "transfers": [{**x._asdict(), "times": n}
                                                               for x, n in self.transfers().items()]}
 
-    def picture(self, path: str | os.PathLike[str]) -> None:
-        """Draw memory over the step, and when transfers start, to a file such as "plan.png" or "plan.svg".
+    def picture(self, path: str | os.PathLike[str], measured: Sequence[int] = ()) -> None:
+        """Draw memory over the step, and when transfers start, to a file such as "plan.png" or "plan.svg". `measured`:
+        bytes while each operation runs, see `Profile.picture`.
 
         Raises `ImportError` where matplotlib is missing.
         """
-        self._draw(path)
+        self._draw(path, measured)
 
-    def _draw(self, file: File) -> None:
+    def _draw(self, file: File, measured: Sequence[int] = ()) -> None:
         over_time = self.memory().over_time
         sent = [k for k, x in enumerate(over_time) if (found := moved(x.node)) is not None and found.how == SENT]
-        draw(over_time, sent, file, title=f"{self.program.name} on {self.world} rank(s)")
+        draw(over_time, sent, file, title=f"{self.program.name} on {self.world} rank(s)", measured=measured)
 
     def _repr_html_(self) -> str:
         out = io.BytesIO()

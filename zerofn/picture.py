@@ -14,10 +14,11 @@ MB, GB = 1e6, 1e9
 File = str | os.PathLike[str] | io.BytesIO
 
 
-def draw(moments: Sequence[Moment], sent: Sequence[int], file: File, *, title: str) -> None:
+def draw(moments: Sequence[Moment], sent: Sequence[int], file: File, *, title: str, measured: Sequence[int] = ()
+         ) -> None:
     """Write the bytes that are on the device while each operation of a step runs, by kind, and below them when
     transfers to other ranks start, at the operations numbered in `sent`. A name's ending says of what format the file
-    is; what is no name gets SVG.
+    is; what is no name gets SVG. `measured`: bytes that were there, a line.
 
     Raises `ImportError` where matplotlib is missing.
     """
@@ -26,6 +27,8 @@ def draw(moments: Sequence[Moment], sent: Sequence[int], file: File, *, title: s
     axes.stackplot(range(len(moments)), [[x.live[kind] / MB for x in moments] for kind in shown], labels=shown,
                    step="post", colors=[_COLOURS[kind] for kind in shown], linewidth=0)
     most = max(x.nbytes for x in moments) / MB
+    if measured:
+        axes.plot(range(len(measured)), [n / MB for n in measured], color="#2e3440", linewidth=0.8, label="measured")
     axes.plot(sent, [-0.03 * most] * len(sent), "|", color="#b48ead", label="transfers", markersize=5)
     axes.set_title(f"{title}: {most:,.1f} MB at its peak", loc="left", fontsize=10.5)
     axes.set(xlabel="operations of a step, in order", ylabel="MB of a rank", xlim=(0, len(moments)),
@@ -33,7 +36,8 @@ def draw(moments: Sequence[Moment], sent: Sequence[int], file: File, *, title: s
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[-2::-1] + handles[-1:], labels[-2::-1] + labels[-1:], loc="center left",
+    kinds = len(shown)
+    axes.legend(handles[:kinds][::-1] + handles[kinds:], labels[:kinds][::-1] + labels[kinds:], loc="center left",
                 bbox_to_anchor=(1, 0.5), frameon=False)
     figure.savefig(file, format="svg" if isinstance(file, io.BytesIO) else None)
     _pyplot().close(figure)

@@ -34,6 +34,7 @@ from .refresh import refresh
 from .regather import regather
 from .reuse import reuse
 from .split_fetches import split_fetches
+from .unscale_early import unscale_early
 from .update_on_host import update_on_host
 from .use_halves import use_halves
 
@@ -46,6 +47,7 @@ SCHEDULE: tuple[Pass, ...] = (
     recompute,
     regather,
     place_scatters,
+    unscale_early,
     place_gradients,
     prefetch,
     read_pieces,

@@ -30,11 +30,12 @@ class Executor:
     """Callable on a list of tensors, which it empties: inputs, too, are freed at their last use.
 
     `wrote` says whether the last call came to where it writes to its inputs; until then a failure changed nothing.
+    `tick` is told of each operation before it runs, of a loop as a whole, and of None at the end.
     """
 
-    def __init__(self, gm: GraphModule) -> None:
+    def __init__(self, gm: GraphModule, tick: Callable[[Node | None], None] | None = None) -> None:
         self.wrote = False
-        self.source, self._names = _generate(gm, self._begin_writing)
+        self.source, self._names = _generate(gm, self._begin_writing, tick)
         exec(compile(self.source, "<zerofn step>", "exec"), self._names)
         self._run: Callable[[list[Any]], list[Any]] = self._names["run"]
 
@@ -57,7 +58,8 @@ def failed_node(error: BaseException) -> Node | None:
     return found
 
 
-def _generate(gm: GraphModule, begin_writing: Callable[[], None]) -> tuple[str, dict[str, Any]]:
+def _generate(gm: GraphModule, begin_writing: Callable[[], None], tick: Callable[[Node | None], None] | None
+              ) -> tuple[str, dict[str, Any]]:
     names: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
     bound: dict[Any, str] = {}
     kept: list[Any] = []
@@ -83,6 +85,8 @@ def _generate(gm: GraphModule, begin_writing: Callable[[], None]) -> tuple[str, 
     for node in nodes:
         if node is first_write:
             lines.append(f"    {bind(begin_writing, 'begin_writing')}()")
+        if tick is not None and node.op in ("call_function", "output"):
+            lines.append(f"    {bind(tick, 'tick')}({bind(node, 'node') if node.op != 'output' else None})")
         if node.op == "output":
             lines.append(f"    return {_text(node.args[0], bind)}")
         elif node.op != "placeholder":
