@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -57,7 +58,8 @@ def plan(train_step: Callable[[Any, Any], Any], init_state: Any, batch: Any, *, 
             row = planner.row(config)
             found.append(row)
             if not row.fits and remat == ALL and row.plan is not None:
-                found.append(planner.row(config._replace(remat="full")))
+                with contextlib.suppress(ValueError):  # there is nothing that could be computed again
+                    found.append(planner.row(config._replace(remat="full")))
     return Table(found, where, world, getattr(train_step, "__name__", "step"))
 
 

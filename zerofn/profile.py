@@ -37,13 +37,6 @@ class Took(NamedTuple):
     predicted: float | None
 
 
-class Held(NamedTuple):
-    """Bytes allocated beside what is there all the time: the most while an operation ran, and when it was done."""
-
-    most: int
-    after: int
-
-
 class Clock:
     """When each operation of a step begins: what an executor ticks."""
 
@@ -61,9 +54,10 @@ class Clock:
 
 class Profile:
     """A step, measured. `seconds`: all of it, as it runs between others; `nodes`: (operation, beginning, seconds), from
-    the step's beginning; `memory`: what was allocated meanwhile."""
+    the step's beginning; `memory`: the most bytes that were allocated while each ran, beside what is there all the
+    time."""
 
-    def __init__(self, plan: Plan, seconds: float, clock: Clock, memory: list[Held],
+    def __init__(self, plan: Plan, seconds: float, clock: Clock, memory: list[int],
                  predicted: Timeline | None) -> None:
         self.plan, self.seconds, self.memory, self.predicted = plan, seconds, memory, predicted
         begin = clock.ticks[0][1]
@@ -87,7 +81,8 @@ class Profile:
         if self.predicted is None:
             return {name: Took(seconds, None) for name, seconds in measured.items()}
         expected: dict[str, float] = defaultdict(float)
-        starts = self.predicted.starts
+        own = {node for node, *_ in self.nodes}
+        starts = [(node, start) for node, start in self.predicted.starts if node in own]  # a loop as a whole
         ends = [*(start for _, start in starts[1:]), self.predicted.seconds]
         for (node, start), end in zip(starts, ends, strict=True):
             expected[key(node)] += max(0.0, end - start)
@@ -95,19 +90,25 @@ class Profile:
 
     @property
     def peak(self) -> int:
-        """The most bytes that were allocated, with what is there all the time, but for `workspace`."""
-        return max((x.after for x in self.memory), default=0) + self.plan.memory().there
+        """The most bytes that were allocated, with what is there all the time."""
+        return max(self.memory, default=0) + self.plan.memory().there
 
     @property
     def workspace(self) -> int:
-        """What operations took for themselves, while they ran, beyond that."""
-        return max((x.most for x in self.memory), default=0) + self.plan.memory().there - self.peak
+        """The most that an operation took for itself, while it ran: beyond what its values take."""
+        own, values, most = {node for node, *_ in self.nodes}, 0, 0
+        held = {node: n + self.plan.memory().there for (node, *_), n in zip(self.nodes, self.memory, strict=True)}
+        for moment in self.plan.memory().over_time:
+            values = max(values, moment.nbytes)
+            if moment.node in own:  # after the body, if it is a loop
+                most, values = max(most, held[moment.node] - values), 0
+        return most
 
     def text(self) -> str:
         """All of it, to be read."""
         expected = f", predicted {_ms(self.predicted.seconds)}" if self.predicted else ""
         lines = [f"{self.plan.program.name}: {_ms(self.seconds)} a step{expected}; peak {in_words(self.peak)}, "
-                 f"predicted {in_words(self.plan.memory().total)}; operations took {in_words(self.workspace)} for themselves"]
+                 f"predicted {in_words(self.plan.memory().total)}; operations' own: {in_words(self.workspace)}"]
         for title, sums in (("by kind", self.by_kind()), ("by unit", self.by_unit())):
             width = max(map(len, sums), default=0)
             lines.append(f"  {title:<{width + 2}}  measured" + ("  predicted" if self.predicted else ""))
@@ -133,7 +134,7 @@ class Profile:
         there = self.plan.memory().there
         yield from _rows(0, "measured", [(kind_of(node), node, start, seconds) for node, start, seconds in self.nodes])
         for (_, start, _), x in zip(self.nodes, self.memory, strict=True):
-            yield {"ph": "C", "pid": 0, "name": "bytes", "ts": start * 1e6, "args": {"allocated": x.most + there}}
+            yield {"ph": "C", "pid": 0, "name": "bytes", "ts": start * 1e6, "args": {"allocated": x + there}}
         if self.predicted is None:
             return
         yield from _rows(1, "predicted", [(x.lane, x.node, x.start, x.stop - x.start) for x in self.predicted.spans])
@@ -146,7 +147,7 @@ class Profile:
         """Draw memory over the step as it was predicted, and as it was measured. Raises `ImportError` where matplotlib
         is missing."""
         there = self.plan.memory().there
-        held = {node: x.most + there for (node, *_), x in zip(self.nodes, self.memory, strict=True)}
+        held = {node: x + there for (node, *_), x in zip(self.nodes, self.memory, strict=True)}
         measured = [held.get(x.node, there) for x in self.plan.memory().over_time]
         self.plan.picture(path, measured=measured)
 
@@ -174,12 +175,12 @@ def profiled(step: Callable[[Any, Any], Any], plan: Plan, entry: Any, state: Any
     return out, Profile(plan, seconds, clocks[0], memory, predicted)
 
 
-def _followed(run: Callable[[], Any], clock: Clock) -> tuple[Any, list[Held]]:
-    """(what `run` returns, what was allocated while each operation ran), by the allocator's own events."""
+def _followed(run: Callable[[], Any], clock: Clock) -> tuple[Any, list[int]]:
+    """(what `run` returns, the most that was allocated while each operation ran), by the allocator's own events."""
     if torch.cuda.is_initialized():
         out = run()
         counts = [x - clock.allocated[0] for x in clock.allocated]
-        return out, [Held(max(a, b), b) for a, b in zip(counts, counts[1:], strict=False)]
+        return out, [max(a, b) for a, b in zip(counts, counts[1:], strict=False)]
     with follow(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         out = run()
     events = [x for x in seen.profiler.kineto_results.events() if x.name() == "[memory]"]
@@ -190,7 +191,7 @@ def _followed(run: Callable[[], Any], clock: Clock) -> tuple[Any, list[Held]]:
         while left and left[0][0] < end:
             live += left.popleft()[1]
             most = max(most, live)
-        found.append(Held(most, live))
+        found.append(most)
     return out, found
 
 

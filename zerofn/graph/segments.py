@@ -1,7 +1,8 @@
 """The forward pass of a graph in segments, what each keeps for the backward pass, and what it takes to make that again.
 
-A segment begins where a unit's parameters are used for the first time: for most models it is a layer. What crosses from
-one segment to the next is kept; so what is made again is made from its own segment's inputs, whatever else is not kept.
+A segment begins where a unit's parameters are used for the first time, and least crosses: for most models it is a
+layer, also where a layer has several units. What crosses from one segment to the next is kept; so what is made again is
+made from its own segment's inputs, whatever else is not kept.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from torch.fx import Graph, Node
 from ..phases import BACKWARD, FORWARD, phase_of
 from .alias import is_given, roots, touches, writes
 from .edit import is_start
+from .liveness import memory_bytes
 from .program import tensor_of
+
+NEAR = 4  # segments before and after one: what a layer may have of units
+MORE = 1.25  # times as many bytes as the least of those nearby
 
 
 class Segments:
@@ -24,7 +29,7 @@ class Segments:
     def __init__(self, graph: Graph) -> None:
         self._root = roots(graph)
         self.touched = touches(graph, self._root)
-        self._segment = self._segments(graph)
+        self._segment = self._joined(self._segments(graph))
         self._last = max(self._segment.values(), default=0)
         self._written = {self._root[x] for n in graph.nodes if phase_of(n) for x in writes(n)}
         made = [n for n in graph.nodes if self._root[n] is n and phase_of(n) == FORWARD and n.op == "call_function"]
@@ -83,6 +88,19 @@ class Segments:
     def _crosses(self, memory: Node) -> bool:
         own = self._segment[memory]
         return any(self._segment.get(n, own) > own for n in self.touched[memory])
+
+    def _joined(self, segment: dict[Node, int]) -> dict[Node, int]:
+        """Fewer segments: those that end where much more crosses than nearby go on."""
+        crossing = [0] * (max(segment.values(), default=0) + 1)  # bytes that are needed behind the end of each
+        for memory, own in segment.items():
+            if self._root[memory] is memory:
+                for k in range(own, max(segment.get(n, own) for n in self.touched[memory])):
+                    crossing[k] += memory_bytes(memory.meta["val"])
+        number, numbers = 0, []
+        for k, nbytes in enumerate(crossing):
+            numbers.append(number)
+            number += nbytes <= MORE * min(filter(None, crossing[max(0, k - NEAR) : k + NEAR + 1]), default=nbytes)
+        return {node: numbers[own] for node, own in segment.items()}
 
     def _segments(self, graph: Graph) -> dict[Node, int]:
         """Forward node -> its segment."""

@@ -6,7 +6,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..graph.alias import positions
-from ..graph.edit import clean, is_scatter, raise_up
+from ..graph.edit import CASTS, clean, is_fetch, is_scatter, raise_up
 from ..graph.program import tensor_of
 
 ops = torch.ops.zerofn
@@ -14,12 +14,18 @@ ops = torch.ops.zerofn
 
 def unscale_early(gm: GraphModule) -> GraphModule:
     """Raise products of whole gradients with a number, and what computes that number, to where both are there: a
-    gradient that goes elsewhere, to the host or a drive, does so while the next ones are made."""
+    gradient that goes elsewhere, to the host or a drive, does so while the next ones are made. One that stays keeps
+    its narrower dtype until its update."""
+    goes = any(map(is_fetch, gm.graph.nodes))
     moved: dict[Node, None] = {}
     for node in gm.graph.nodes:
-        if node.target is torch.ops.aten.mul.Tensor and _is_gradient(node.args[0]):
+        if node.target is not torch.ops.aten.mul.Tensor:
+            continue
+        gradient = node.args[0]
+        cast = [gradient] if isinstance(gradient, Node) and gradient.target in CASTS and goes else []
+        if _is_gradient(cast[0].args[0] if cast else gradient):
             moved.update(_number(node.args[1]))
-            moved[node] = None
+            moved.update(dict.fromkeys([*cast, node]))
     where = positions(gm.graph)
     raise_up(gm.graph, sorted(moved, key=where.__getitem__))
     return clean(gm)

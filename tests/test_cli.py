@@ -1,0 +1,95 @@
+"""The command line, as a user has it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from zerofn.cli import main
+from zerofn.machine import machine_of
+
+SCRIPT = '''
+import sys
+
+import torch
+
+import zerofn
+from zerofn import optim
+
+width, name = int(sys.argv[1]), "unknown"
+module = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, 1))
+
+
+def init_state():
+    return zerofn.TrainState.create(params=dict(module.named_parameters()), tx=optim.adamw(1e-3))
+
+
+def loss_fn(params, batch):
+    return torch.func.functional_call(module, params, (batch,)).square().mean()
+
+
+def train_step(state, batch):
+    loss, grads = state.value_and_grad(loss_fn)(batch)
+    return state.apply_gradients(grads), {"loss": loss}
+
+
+def evaluate(params, batch):
+    return loss_fn(zerofn.gather(params), batch)
+
+
+state = zerofn.shard(init_state, precision="bf16")
+step, evaluate = map(zerofn.compile, (train_step, evaluate))
+print("the script says", int(state.step), 1 / evaluate(state.params, torch.ones(4, width)).item())
+for _ in range(1000):
+    state, metrics = step(state, torch.ones(8, width))
+    print(metrics["loss"].item())
+'''
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.parametrize("function", ["", ":train_step"])
+def test_a_scripts_step_is_planned(script, tmp_path, capsys, function):
+    status = main(["plan", f"{script}{function}", "--world", "4", "--machine", "A100-8", "--stage", "0", "3",
+                   "--offload", "none", "--json", str(tmp_path / "plan.json"), "--", "64"])  # fmt: skip
+    out, err = capsys.readouterr()
+    assert status == 0
+    assert "the script says 0 1.0" in err and "the script" not in out
+    assert "train_step on 4 rank(s) of A100-8" in out and "state = zerofn.shard(init_state, " in out
+    rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
+    assert [(row["stage"], row["precision"], row["rows"]) for row in rows] == [(0, "bf16", 8), (3, "bf16", 8)]
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["plan", "nowhere.py"], "there is no script 'nowhere.py'"),
+    (["plan", "{script}:train", "--", "64"], "calls no compiled step 'train'; it calls 'evaluate', 'train_step'"),
+    (["plan", "{script}", "--machine", "H10", "--", "64"], "did you mean 'H100-8'"),
+    (["plan", "{script}", "--stage", "5", "--", "64"], "stage=5"),
+])  # fmt: skip
+def test_what_is_wrong_is_told_in_a_sentence(script, capsys, arguments, said):
+    assert main([x.format(script=script) for x in arguments]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_script_without_a_step(tmp_path, capsys):
+    path = tmp_path / "empty.py"
+    path.write_text("print('nothing')\n")
+    assert main(["plan", str(path)]) == 1
+    assert "ended without a call of a compiled step" in capsys.readouterr().err
+
+
+def test_this_machine_is_measured_by_all_ranks(tmp_path):
+    file = tmp_path / "here.json"
+    command = [sys.executable, "-m", "zerofn.cli", "profile", str(file), "--ranks", "2", "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    machine = machine_of(file)
+    assert (machine.ranks, machine.device) == (2, "cpu")
+    assert min(machine.link, machine.memory_rate, machine.disk_read, machine.flops["float32"], machine.launch) > 0
+    assert "here.json" in done.stdout

@@ -1,0 +1,97 @@
+"""A simulated run beside what is worked out by hand."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule
+
+import zerofn
+from zerofn.graph.edit import ASIDE
+from zerofn.imagined import Imagined
+from zerofn.machine import KNOWN
+from zerofn.timeline import COMPUTE, UPDATES, Timeline, roofline
+
+ops = torch.ops.zerofn
+SLOW = zerofn.Machine("slow", "cpu", 4, 1e9, 1e3, {"float32": 1e3}, link=100.0, network=50.0, launch=0.0, latency=0.0)
+SIZE = 10  # elements of a piece: 40 bytes
+
+
+def graph_of(*, waits_late, again=False):
+    """A gather of a piece, some work, a wait, and more work."""
+    graph = Graph()
+    piece, x = graph.placeholder("piece"), graph.placeholder("x")
+    piece.meta["val"], x.meta["val"] = torch.zeros(SIZE), torch.zeros(1)
+    start = graph.call_function(ops.all_gather.default, (piece, 2, "g", "unit"))
+    start.meta["val"] = torch.zeros(2 * SIZE)
+
+    def work():
+        node = graph.call_function(torch.ops.aten.neg.default, (x,))
+        node.meta["val"] = torch.zeros(1)
+        return node
+
+    before = [work()] if waits_late else []
+    wait = graph.call_function(ops.wait.default, (start,))
+    wait.meta["val"] = start.meta["val"]
+    after = [] if waits_late else [work()]
+    graph.output([wait, *before, *after])
+    return GraphModule(torch.nn.Module(), graph)
+
+
+def cost(node):
+    return 1.0 if node.target is torch.ops.aten.neg.default else 0.0
+
+
+@pytest.mark.parametrize(("waits_late", "seconds", "waited"), [(True, 1.0, 0.0), (False, 1.4, 0.4)])
+def test_what_is_sent_meanwhile_takes_no_time(waits_late, seconds, waited):
+    # 40 bytes at 100 bytes a second: 0.4 s.
+    found = Timeline(graph_of(waits_late=waits_late), SLOW, 2, cost)
+    assert found.seconds == pytest.approx(seconds)
+    assert found.waited.get("sent", 0.0) == pytest.approx(waited)
+    assert found.busy["sent"] == pytest.approx(0.4)
+    assert found.bound == COMPUTE
+
+
+def test_ranks_of_other_nodes_are_reached_by_the_network():
+    assert SLOW.rank_link(4) == 100.0
+    assert SLOW.rank_link(5) == 50.0
+
+
+def test_what_is_sent_for_longest_bounds_the_step():
+    slower = dataclasses.replace(SLOW, link=10.0)
+    found = Timeline(graph_of(waits_late=True), slower, 2, cost)
+    assert found.bound == "sent"
+    assert found.seconds == pytest.approx(4.0)
+
+
+def test_latency_grows_with_the_logarithm_of_ranks():
+    far = dataclasses.replace(SLOW, latency=1.0, network=1e12, link=1e12)
+    assert Timeline(graph_of(waits_late=True), far, 1024, cost).busy["sent"] == pytest.approx(10.0)
+
+
+def test_the_host_updates_meanwhile():
+    graph = Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.zeros(1)
+    for aside in (True, False):
+        node = graph.call_function(torch.ops.aten.neg.default, (x,))
+        node.meta["val"] = torch.zeros(1)
+        if aside:
+            node.meta[ASIDE] = True
+    graph.output(node)
+    found = Timeline(GraphModule(torch.nn.Module(), graph), SLOW, 1, cost)
+    assert found.seconds == pytest.approx(1.0)
+    assert dict(found.busy) == {UPDATES: 1.0, COMPUTE: 1.0}
+
+
+def test_a_product_takes_its_arithmetic_and_a_sum_its_bytes():
+    graph = Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    a.meta["val"] = b.meta["val"] = torch.zeros(1000, 1000)
+    product = graph.call_function(torch.ops.aten.mm.default, (a, b))
+    total = graph.call_function(torch.ops.aten.add.Tensor, (a, product))
+    product.meta["val"] = total.meta["val"] = torch.zeros(1000, 1000)
+    machine = dataclasses.replace(KNOWN["H100-8"], launch=0.0)
+    with Imagined(True, 1e9, 1e9)():
+        assert roofline(machine)(product) == pytest.approx(2e9 / machine.flops["float32"])
+        assert roofline(machine)(total) == pytest.approx(12e6 / machine.memory_rate)
