@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 import types
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,15 +29,38 @@ def loopback_bytes() -> int:
     raise RuntimeError("/proc/net/dev has no interface lo: communicated bytes cannot be read")
 
 
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind `tensors`: views and aliases count once."""
+def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Address -> bytes of the distinct storages behind `tensors`: views and aliases count once."""
     seen: dict[int, int] = {}
     for tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         storage = local.untyped_storage()
-        if storage.nbytes():
+        if storage.nbytes() and storage.data_ptr():  # tensors on meta have no address
             seen[storage.data_ptr()] = storage.nbytes()
-    return sum(seen.values())
+    return seen
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(storages(tensors).values())
+
+
+def touched_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of the storages' bytes those that the system has given memory to: whole pages that were ever written or read.
+
+    A buffer that is allocated large and used a little costs its size on an accelerator, and here what is used.
+    """
+    return sum(min(size, _present(address, size)) for address, size in storages(tensors).items())
+
+
+def _present(address: int, size: int) -> int:
+    """Bytes of the pages of this range that are in memory."""
+    first = address - address % mmap.PAGESIZE
+    num_pages = -(-(address + size - first) // mmap.PAGESIZE)
+    pages = (ctypes.c_ubyte * num_pages)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(num_pages * mmap.PAGESIZE), pages):
+        raise OSError(ctypes.get_errno(), f"mincore of {size} bytes")
+    return mmap.PAGESIZE * sum(page & 1 for page in bytes(pages))
 
 
 def reachable_tensors(root: object) -> list[torch.Tensor]:
@@ -54,10 +79,14 @@ def reachable_tensors(root: object) -> list[torch.Tensor]:
     return found
 
 
-def live_tensor_bytes() -> int:
-    """Bytes of every tensor Python can see between steps: state, and gradients and buffers kept."""
+def live_tensors() -> list[torch.Tensor]:
+    """Every tensor Python can see between steps: state, and gradients and buffers kept."""
     gc.collect()
-    return storage_bytes(thing for thing in gc.get_objects() if type(thing) in _TENSOR_TYPES)
+    return [thing for thing in gc.get_objects() if type(thing) in _TENSOR_TYPES]
+
+
+def live_tensor_bytes() -> int:
+    return storage_bytes(live_tensors())
 
 
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)

@@ -25,7 +25,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _start(command: list[str], log: Path) -> subprocess.Popen:
+def start(command: list[str], log: Path, stdin: int = subprocess.DEVNULL) -> subprocess.Popen:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     # A job of ours is not torchrun's: what a surrounding one set must not reach the ranks.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -35,7 +35,7 @@ def _start(command: list[str], log: Path) -> subprocess.Popen:
             command,
             stdout=out,
             stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             env=environment,
         )
 
@@ -74,11 +74,18 @@ def tail(log: Path) -> str:
     return "The end of its log:\n" + "\n".join("    " + line[:400] for line in lines)
 
 
+def results_in(log: Path) -> list[dict]:
+    """What was printed behind RESULT, line by line; a line that is still being written is none yet."""
+    lines = log.read_text(errors="replace").splitlines(keepends=True)
+    found = [x for x in lines if x.startswith("RESULT ") and x.endswith("\n")]
+    return [json.loads(x.removeprefix("RESULT ")) for x in found]
+
+
 def result_of(label: str, log: Path) -> dict:
-    lines = [x for x in log.read_text(errors="replace").splitlines() if x.startswith("RESULT ")]
-    if len(lines) != 1:
-        raise BenchmarkError(f"{label}: {len(lines)} result lines instead of one. {tail(log)}")
-    return json.loads(lines[0].removeprefix("RESULT "))
+    found = results_in(log)
+    if len(found) != 1:
+        raise BenchmarkError(f"{label}: {len(found)} result lines instead of one. {tail(log)}")
+    return found[0]
 
 
 def run(label: str, commands: list[list[str]]) -> list[dict]:
@@ -89,7 +96,7 @@ def run(label: str, commands: list[list[str]]) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank{index}.log" for index in range(len(commands))]
         try:
-            processes = [_start(c, log) for c, log in zip(commands, logs, strict=True)]
+            processes = [start(c, log) for c, log in zip(commands, logs, strict=True)]
         except OSError as error:
             raise BenchmarkError(
                 f"{label}: {commands[0][0]} cannot be started: {error}."

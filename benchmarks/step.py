@@ -22,7 +22,7 @@ import picture
 import processes
 import report
 from onerank import HANDWRITTEN
-from peers import PEERS
+from peers import KEEPING, PEERS
 from processes import HERE, BenchmarkError
 from rich.console import Console
 from workload import WORKLOADS
@@ -45,7 +45,7 @@ class Bench:
         self.reference: list[float] = []
 
     def python(self, system: str) -> str:
-        return self.options.peers_python if system in PEERS else self.options.zerofn_python
+        return self.options.peers_python if system in PEERS | KEEPING else self.options.zerofn_python
 
     def ranks(
         self, system: str, workload: str, steps: int, preload: Path | None = None

@@ -20,15 +20,16 @@ import measure
 import torch
 import torch.distributed as dist
 from handwritten import Handwritten
-from peers import PEERS, Row
-from workload import WORKLOADS, batches
+from peers import KEEPING, PEERS, Row
+from workload import BUDGETED, WORKLOADS, batches
 
 NUM_WARMUP_STEPS = 2
+ALL_WORKLOADS = WORKLOADS | BUDGETED
 
 
 def builder(system: str):
-    if system in PEERS:
-        return PEERS[system]
+    if system in PEERS | KEEPING:
+        return (PEERS | KEEPING)[system]
     import zerofn_rows  # imports ZeroFn's environment, which the peers' does not hold
 
     return (zerofn_rows.ROWS | zerofn_rows.ACCUMULATING)[system]
@@ -80,7 +81,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     preload(options.preload)
     if options.world > 1:
         join(options.rank, options.world, options.port)
-    work = WORKLOADS[options.workload]
+    work = ALL_WORKLOADS[options.workload]
     num_steps = NUM_WARMUP_STEPS + options.steps
     tokens = batches(work, options.rank, options.world, num_steps)
     imports, loaded = measure.memory_bytes("VmRSS"), set(sys.modules)
@@ -99,7 +100,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 
 def reference(options: argparse.Namespace) -> dict[str, object]:
     """Losses of the hand-written loop on the global batch: the mean over the ranks' parts."""
-    work = WORKLOADS[options.workload]
+    work = ALL_WORKLOADS[options.workload]
     num_steps = NUM_WARMUP_STEPS + options.steps
     parts = [batches(work, rank, options.world, num_steps) for rank in range(options.world)]
     loop = Handwritten(work)
@@ -111,7 +112,7 @@ def main() -> None:
     parser.add_argument("system")
     for name in ("rank", "world", "port", "steps"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--workload", choices=WORKLOADS, required=True)
+    parser.add_argument("--workload", choices=ALL_WORKLOADS, required=True)
     parser.add_argument("--preload", help="JSON file: modules to import before memory is read")
     options = parser.parse_args()
     torch.set_num_threads(1)

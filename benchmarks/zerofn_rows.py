@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import measure
 import torch
@@ -49,13 +50,14 @@ def train_step(work: Workload, num_microbatches: int = 1) -> tuple[Callable, Cal
 class Compiled:
     """A sharded state and its compiled step: `compiled(tokens)` trains once, returns the loss."""
 
-    def __init__(self, work: Workload, stage: int, num_microbatches: int = 1) -> None:
+    def __init__(self, work: Workload, stage: int, num_microbatches: int = 1, **how: Any) -> None:
+        """`how`: what `zerofn.compile` is told of memory."""
         import zerofn
 
         init_state, step = train_step(work, num_microbatches)
         torch.manual_seed(SEED)
         self.state = zerofn.shard(init_state, stage=stage)
-        self.compiled = zerofn.compile(step)
+        self.compiled = zerofn.compile(step, **how)
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         self.state, metrics = self.compiled(self.state, tokens)
