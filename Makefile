@@ -29,6 +29,7 @@ lint: $(VENV)/test.stamp
 bench: $(VENV)/examples.stamp $(PEERS)/peers.stamp
 	$(VENV)/bin/python benchmarks/step.py
 	$(VENV)/bin/python benchmarks/memory.py
+	$(VENV)/bin/python benchmarks/foresight.py
 	$(VENV)/bin/python benchmarks/overhead.py
 	$(VENV)/bin/python benchmarks/optimizer.py
 	$(VENV)/bin/python benchmarks/offload.py

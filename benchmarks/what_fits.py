@@ -1,8 +1,8 @@
 """python benchmarks/what_fits.py: the field's headline results, planned anew on a laptop.
 
-Each case is a published result: model, machine, batch. ZeroFn plans the same (no GPU, no weights, no data) and says what
-a rank would hold, what a step would take and what bounds it. Writes benchmarks/what_fits.md and, beside it in results/,
-the figures as JSON. `--only` plans some of the cases again and keeps what is known of the others.
+Each case is a published result: model, machine, batch. ZeroFn plans the same (no GPU, no weights, no data) and says
+what a rank would hold, what a step would take and what bounds it. Writes benchmarks/what_fits.md and, beside it in
+results/, the figures as JSON. `--only` plans some of the cases again and keeps what is known of the others.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def gpt(layers: int, width: int) -> Callable[[], torch.nn.Module]:
 
 
 def a_matrix(name: str) -> str:
-    """A unit for each matrix of GPT-2's layers, and the norms before it: at a width of 25,600 one has 2.6e9 elements."""
+    """A unit for each matrix of GPT-2's layers, with the norm before it: 2.6e9 elements at a width of 25,600."""
     parts = name.split(".")
     if parts[1] != "h":
         return ".".join(parts[:2])
@@ -114,6 +114,8 @@ CASES = [
          8, (4,), {**OFFLOADED, "precision": "bf16"}),
     Case("1 T on 16 GPUs", "ZeRO-Infinity: 1 T on one DGX-2 (16 V100, 1.5 TB, 28 TB of NVMe)", gpt(128, 25600),
          "V100-16", 16, (1,), {"stage": 3, "offload": "nvme", "precision": HALF, "remat": "full"}, unit=a_matrix),
+    Case("1 T on 1024 GPUs", "beyond the published ones", gpt(128, 25600), "H100-8", 1024, (1,),
+         {"stage": 3, "offload": None, "precision": "bf16", "remat": "full"}),
     Case("2 T on 512 GPUs", "ZeRO-3 Offload: 2 T on 512 V100 (32 DGX-2), 40.7 TFLOP/s a GPU", gpt(256, 25600),
          "V100-16", 512, (2,), {**OFFLOADED, "precision": HALF}, unit=a_matrix),
 ]  # fmt: skip
@@ -145,8 +147,8 @@ def page(known: dict[str, list[dict[str, Any]]]) -> str:
         "Results that the field is known for, and what ZeroFn plans for the same model on the same machine: made by",
         "`python benchmarks/what_fits.py`, on a CPU, without weights or data. Nothing here has run on these machines;",
         "bytes are counted, as they are elsewhere to within 1 % of the allocator's, and times are simulated from rates",
-        "that `zerofn/machine.py` names. GB is 1e9 bytes, of one rank for the device and of all of a node's for host and",
-        "drives. A batch is of one rank.",
+        "that `zerofn/machine.py` names. GB is 1e9 bytes, of one rank for the device and of all of a node's for host",
+        "and drives. A batch is of one rank.",
         "",
         "| case | published | batch | device | host | drives | step | bound by | tokens/s | fits |",
         "|---|---|---:|---:|---:|---:|---:|---|---:|---|",
