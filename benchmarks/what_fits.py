@@ -112,10 +112,10 @@ CASES = [
          {**OFFLOADED, "precision": HALF}),
     Case("45 B on 8 GPUs", "Lightning with DeepSpeed: 45 B on 8 A100 of 40 GB and 1 TB", gpt(72, 7168), "A100-40-8",
          8, (4,), {**OFFLOADED, "precision": "bf16"}),
-    Case("1 T on 16 GPUs", "ZeRO-Infinity: 1 T on one DGX-2 (16 V100, 1.5 TB, 28 TB of NVMe)", gpt(128, 25600),
+    Case("1 T on 16 GPUs", "ZeRO-Infinity: 1 T on one DGX-2 (16 V100, 1.5 TB, 28 TB of NVMe)", gpt(256, 18048),
          "V100-16", 16, (1,), {"stage": 3, "offload": "nvme", "precision": HALF, "remat": "full"}, unit=a_matrix),
     Case("1 T on 1024 GPUs", "beyond the published ones", gpt(128, 25600), "H100-8", 1024, (1,),
-         {"stage": 3, "offload": None, "precision": "bf16", "remat": "full"}),
+         {"stage": 3, "offload": None, "precision": "bf16", "remat": "full"}, unit=a_matrix),
     Case("2 T on 512 GPUs", "ZeRO-3 Offload: 2 T on 512 V100 (32 DGX-2), 40.7 TFLOP/s a GPU", gpt(256, 25600),
          "V100-16", 512, (2,), {**OFFLOADED, "precision": HALF}, unit=a_matrix),
 ]  # fmt: skip

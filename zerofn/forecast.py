@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import html
-import io
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +19,7 @@ from .graph.resident import resident
 from .imagined import Imagined
 from .machine import Machine, machine_of
 from .phases import phase_of
-from .picture import File, draw
+from .picture import File, draw, page
 from .sizes import in_words
 from .stopwatch import measured
 from .timeline import Timeline, roofline
@@ -156,11 +154,7 @@ class Plan:
         draw(over_time, sent, file, title=f"{self.program.name} on {self.world} rank(s)", measured=measured)
 
     def _repr_html_(self) -> str:
-        out = io.BytesIO()
-        with contextlib.suppress(ImportError):
-            self._draw(out)
-        svg = out.getvalue().decode()
-        return f"<pre>{html.escape(self.text())}</pre>{svg[svg.find('<svg'):] if svg else ''}"
+        return page(self.text(), self._draw)
 
     def __repr__(self) -> str:
         return self.text()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import html
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .graph.liveness import KINDS, Moment
@@ -69,6 +71,15 @@ def draw_rows(labels: Sequence[str], peaks: Sequence[dict[str, int]], notes: Seq
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     figure.savefig(file, format="svg" if isinstance(file, io.BytesIO) else None)
     _pyplot().close(figure)
+
+
+def page(text: str, draw_to: Callable[[File], None]) -> str:
+    """HTML for notebooks: a text, and what `draw_to` draws where matplotlib is there."""
+    out = io.BytesIO()
+    with contextlib.suppress(ImportError):
+        draw_to(out)
+    svg = out.getvalue().decode()
+    return f"<pre>{html.escape(text)}</pre>{svg[svg.find('<svg'):] if svg else ''}"
 
 
 def _pyplot() -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 from .forecast import Plan
 from .graph.liveness import KINDS
 from .machine import Machine
-from .picture import draw_rows
+from .picture import File, draw_rows, page
 from .sizes import in_words
 
 _HEAD = ("stage", "offload", "precision", "remat", "batch", "device", *KINDS, "host", "drives", "sent", "step",
@@ -186,10 +185,13 @@ class Table:
 
         Raises `ImportError` where matplotlib is missing.
         """
+        self._draw(path)
+
+    def _draw(self, file: File) -> None:
         draw_rows([self._label(row) for row in self.rows],
                   [row.plan.memory().peak if row.plan else {"state": row.needs.device} for row in self.rows],
                   [f"{row.speed:,.0f}/s" if row.plan and row.fits else row.lacks.split(" too")[0] for row in self.rows],
-                  self.machine.memory, path, title=f"{self.name} on {self.world} rank(s) of {self.machine.name}")
+                  self.machine.memory, file, title=f"{self.name} on {self.world} rank(s) of {self.machine.name}")
 
     def _label(self, row: Row) -> str:
         c = row.config
@@ -198,7 +200,7 @@ class Table:
         return ", ".join(str(x) for x in (*parts, rows) if x)
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(self.text())}</pre>"
+        return page(self.text(), self._draw)
 
     def __repr__(self) -> str:
         return self.text()

@@ -47,7 +47,8 @@ def within(program: Program, budget: int, schedule: Schedule) -> list[Choice]:
                 key=lambda x: x.peak)
     if least.peak > budget:
         raise MemoryError(f"{program.name} cannot be scheduled within {budget:,} bytes: the least that it takes is "
-                          f"{least.peak:,}.")
+                          f"{least.peak:,}. It takes less with fewer rows a step, or more microbatches "
+                          "(zerofn.accumulate), at stage 3, with state offloaded or moments='8bit', on more ranks.")
     return least.choices
 
 
