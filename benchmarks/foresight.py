@@ -134,7 +134,7 @@ def child(name: str, world: int, rank: int, port: int, rounds: int) -> dict[str,
         with _together(world):
             stopwatch.forget()
             machine = zerofn.this_machine()
-            cost = stopwatch.measured([row.plan.graph for row in rows.values()])
+            cost = stopwatch.measured([row.plan.graph for row in rows.values()], machine)
         order = list(rows.items())
         for key, row in order[number % len(order) :] + order[: number % len(order)]:
             with _together(world):

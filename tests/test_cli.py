@@ -69,7 +69,7 @@ def test_a_scripts_step_is_planned(script, tmp_path, capsys, function):
 @pytest.mark.parametrize(("arguments", "said"), [
     (["plan", "nowhere.py"], "there is no script 'nowhere.py'"),
     (["plan", "{script}:train", "--", "64"], "calls no compiled step 'train'; it calls 'evaluate', 'train_step'"),
-    (["plan", "{script}", "--machine", "H10", "--", "64"], "did you mean 'H100-8'"),
+    (["plan", "{script}", "--machine", "H100", "--", "64"], "did you mean 'H100-8'"),
     (["plan", "{script}", "--stage", "5", "--", "64"], "stage=5"),
 ])  # fmt: skip
 def test_what_is_wrong_is_told_in_a_sentence(script, capsys, arguments, said):
@@ -93,3 +93,9 @@ def test_this_machine_is_measured_by_all_ranks(tmp_path):
     assert (machine.ranks, machine.device) == (2, "cpu")
     assert min(machine.link, machine.memory_rate, machine.disk_read, machine.flops["float32"], machine.launch) > 0
     assert "here.json" in done.stdout
+
+
+def test_forgotten_dashes(script, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", str(script), "--layers", "2"])
+    assert "behind --: zerofn plan script.py" in capsys.readouterr().err

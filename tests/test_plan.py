@@ -1,5 +1,6 @@
 """Plans for machines that are not there, beside what there is."""
 
+import dataclasses
 import json
 
 import psutil
@@ -116,9 +117,30 @@ def test_shard_takes_what_is_recommended():
         zerofn.shard(init_state, stage="auto", plan=table, precision="bf16")
 
 
+def test_a_plan_for_other_ranks_is_not_taken():
+    with pytest.raises(ValueError, match=r"the plan is for 2 rank\(s\), and there are 1"):
+        zerofn.shard(init_state, stage="auto", plan=planned(stage=3, world=2))
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"device": "gpu"}, "expected 'cpu' or 'cuda'"),
+    ({"flops": {"fp32": 1e13}}, "'float32' among them"),
+    ({"memory": "24GiB"}, "memory='24GiB'.*expected a number"),
+    ({"ranks": 0}, "ranks=0"),
+])  # fmt: skip
+def test_machines_that_cannot_be(given, said):
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(HERE, **given)
+
+
+def test_one_ranks_profile_says_nothing_of_several():
+    with pytest.raises(ValueError, match="measured by one rank"):
+        planned(world=2, machine=dataclasses.replace(HERE, link=0.0))
+
+
 def test_where_nothing_fits_the_nearest_miss_is_told():
-    table = planned(stage=(0, 3), world=2, memory="10kB", remat="all")
-    with pytest.raises(MemoryError, match=r"nothing fits on 2 rank\(s\) of here. The nearest is .*stage=.*too little"):
+    table = planned(stage=(0, 3), world=1, memory="10kB", remat="all")
+    with pytest.raises(MemoryError, match=r"nothing fits on 1 rank\(s\) of here. The nearest is .*stage=.*too little"):
         table.best  # noqa: B018
     with pytest.raises(MemoryError, match="nothing fits"):
         zerofn.shard(init_state, stage="auto", plan=table)
@@ -135,9 +157,9 @@ def test_what_does_not_fit_is_planned_with_recomputation():
 
     whole = table()[0]
     tight = table(memory=whole.needs.device - 1)
-    assert [row.config.remat for row in tight] == [None, "full"]
-    assert tight[1].needs.device < whole.needs.device and tight.best is tight[1]
-    assert tight[1].plan.memory().peak["activations"] < whole.plan.memory().peak["activations"]
+    assert [row.config.remat for row in tight] == [None, "auto", "full"]
+    assert tight[2].needs.device < whole.needs.device and tight.best in tight.rows[1:]
+    assert tight[2].plan.memory().peak["activations"] < whole.plan.memory().peak["activations"]
 
 
 def test_rows_are_those_of_a_ranks_batch():
@@ -147,7 +169,8 @@ def test_rows_are_those_of_a_ranks_batch():
 
 
 @pytest.mark.parametrize(("options", "said"), [
-    ({"machine": "H10"}, "machine 'H10' is not known; did you mean 'H100-8'"),
+    ({"machine": "H100"}, "machine 'H100' is not known; did you mean 'H100-8'"),
+    ({"machine": "nowhere.json"}, "there is no file 'nowhere.json'; `zerofn profile nowhere.json` writes it"),
     ({"world": 0}, r"world=0\): expected the number of ranks"),
     ({"rows": 0}, r"rows=0\): expected a number above 0"),
     ({"stage": 4}, "stage=4.* is not known"),

@@ -16,7 +16,7 @@ from typing import Any
 from .calibration import this_machine
 from .graph.capture import CaptureError
 from .imagined import Reached, Rehearsal
-from .machine import KNOWN
+from .machine import KNOWN, machine_of
 from .plan import ALL, plan
 
 
@@ -24,7 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; -> the exit status. What is wrong is told in a sentence."""
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--") if "--" in given else len(given)
-    args = _parser().parse_args(given[:end])
+    parser = _parser()
+    args, unknown = parser.parse_known_args(given[:end])
+    if unknown:
+        parser.error(f"{' '.join(unknown)}: not known to zerofn {args.command}; a script's own arguments come last, "
+                     "behind --: zerofn plan script.py --world 8 -- --layers 24")
     args.arguments = given[end + 1 :]
     try:
         args.run(args)
@@ -65,6 +69,7 @@ def _plan(args: argparse.Namespace) -> None:
     script, _, function = args.script.rpartition(":") if ":" in args.script else (args.script, "", "")
     if not Path(script).is_file():
         raise ValueError(f"there is no script {script!r}.")
+    machine_of(args.machine)  # before the script runs
     found = _rehearsed(script, function, args.arguments)
     given: dict[str, Any] = {name: [None if x == "none" else x for x in values]
                              for name, values in vars(args).items() if name in ("offload", "remat", "stage") and values}

@@ -102,7 +102,7 @@ class Plan:
             where.check_here()
         with self._there():
             if where not in self._timelines:
-                cost = roofline(where) if self.machine is not None else measured([self.graph])
+                cost = measured([self.graph], where) if where.is_here else roofline(where)
                 self._timelines[where] = Timeline(self.graph, where, self.world, cost)
             return self._timelines[where]
 

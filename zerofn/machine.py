@@ -46,10 +46,22 @@ class Machine:
     busy: float = 0.0  # seconds a byte that a transfer takes from whoever computes: gloo copies with the same cores
     measured_on: str = ""
 
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"Machine(device={self.device!r}): expected 'cpu' or 'cuda'.")
+        if "float32" not in self.flops:
+            raise ValueError(f"Machine(flops={self.flops!r}): expected operations a second by dtype, 'float32' among "
+                             "them: {'float32': 2e13, 'bfloat16': 1e14}.")
+        for name, least in (("ranks", 1), ("memory", 1), ("memory_rate", 1), ("link", 0), ("network", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
+                raise ValueError(f"Machine({name}={value!r}): expected a number, {least} or more.")
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, whole or not at all."""
         target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.parent.is_dir():
+            raise ValueError(f"there is no folder {os.fspath(target.parent)!r} for {target.name}.")
         scratch = target.with_name(f".{target.name}.{os.getpid()}")
         scratch.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
         scratch.replace(target)
@@ -72,9 +84,14 @@ class Machine:
         """Bytes a second, in one direction, that each of `world` ranks gets when all of them talk to all."""
         return self.link if world <= self.ranks else min(self.link, self.network)
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it was measured on this machine."""
+        return self.measured_on == this_hardware()
+
     def check_here(self) -> None:
         """Raise `ValueError` unless it was measured on this machine."""
-        if self.measured_on != this_hardware():
+        if not self.is_here:
             what = f"was measured on {self.measured_on}" if self.measured_on else f"is {self.name}, known by name"
             raise ValueError(f"this machine is {this_hardware()}, and the profile {what}: it cannot tell how long a "
                              "step takes here. Write one here with `zerofn profile FILE`; for a step elsewhere write "
@@ -140,7 +157,9 @@ def machine_of(given: Machine | str | os.PathLike[str]) -> Machine:
         return KNOWN[os.fspath(given)]
     if Path(given).is_file():
         return Machine.load(given)
-    near = nearest(os.fspath(given), list(KNOWN), 1, 0.4)
+    if os.fspath(given).endswith(".json"):
+        raise ValueError(f"there is no file {os.fspath(given)!r}; `zerofn profile {os.fspath(given)}` writes it.")
+    near = nearest(os.fspath(given), list(KNOWN), 1, 0.6)
     raise ValueError(f"machine {os.fspath(given)!r} is not known{f'; did you mean {near[0]!r}?' if near else '.'} "
                      f"There are {', '.join(KNOWN)}, files that `zerofn profile FILE` writes, and "
                      "zerofn.Machine(...).")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -32,6 +33,7 @@ from .sharding import Sharded, Spec, check_whole, is_sharded
 from .storage import Filler, allocate, equalize, scratch_for, settle
 from .stored import PLAIN, SIGNED, SPLIT, UNSIGNED, Away, Kind
 
+log = logging.getLogger("zerofn")
 STAGES = (0, 1, 2, 3)
 _ON_HOST = ("step", "rng")  # of a TrainState: they seed host-side draws, and would otherwise cost a device sync
 
@@ -58,7 +60,7 @@ def shard(state_or_init: Any, stage: Any = 3, *, mesh: Mesh | DeviceMesh | None 
     layout. Nothing is allocated before.
     """
     if stage == "auto" or plan is not None:
-        stage, precision, offload = _planned(stage, precision, offload, plan)
+        stage, precision, offload = _planned(stage, precision, offload, plan, Mesh.of(mesh).axis().size)
     where = Mesh.of(mesh)
     if (rehearsal := rehearsing()) is not None:
         rehearsal.init, rehearsal.options = state_or_init, {"precision": precision, "unit": unit}
@@ -73,7 +75,7 @@ def shard(state_or_init: Any, stage: Any = 3, *, mesh: Mesh | DeviceMesh | None 
     return options.place(values, parts, treedef, scratch)
 
 
-def _planned(stage: Any, precision: Any, offload: Any, plan: Any) -> tuple[int, Any, Any]:
+def _planned(stage: Any, precision: Any, offload: Any, plan: Any, num_ranks: int) -> tuple[int, Any, Any]:
     """(stage, precision, offload) of a plan's recommended row."""
     if stage != "auto" or not hasattr(plan, "options"):
         raise ValueError("shard: stage='auto' and plan= go together: table = zerofn.plan(train_step, init_state, "
@@ -81,7 +83,11 @@ def _planned(stage: Any, precision: Any, offload: Any, plan: Any) -> tuple[int, 
     if precision is not None or offload is not None:
         raise ValueError("shard(stage='auto') takes precision and offload from the plan; leave them out, or give them "
                          "to zerofn.plan.")
+    if plan.world != num_ranks:
+        raise ValueError(f"shard: the plan is for {plan.world} rank(s), and there are {num_ranks}; write "
+                         f"zerofn.plan(..., world={num_ranks}).")
     options = plan.options()
+    log.info("shard(stage='auto'): %s", plan.best.config.call())
     return options["stage"], options.get("precision"), options.get("offload")
 
 

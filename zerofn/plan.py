@@ -41,11 +41,15 @@ def plan(train_step: Callable[[Any, Any], Any], init_state: Any, batch: Any, *, 
     sent. `init_state`: as for `shard`. `batch`: one rank's, of tensors with or without memory; `rows` gives it other
     sizes in dimension 0. `machine`: a name such as "H100-8", a file that `zerofn profile` wrote, or a
     `zerofn.Machine`. `stage`, `offload`, `precision` and `remat` are one of what `shard` and `compile` take, or a list
-    of such; "all" are those that differ there. `memory` replaces the machine's memory of a device, "24GiB" or bytes.
+    of such; "all" are those that differ there. `memory`: of a device,
+    "24GiB" or bytes, in the place of the machine's, of which CUDA itself is left 1 GiB.
 
     Raises `ValueError` for what is unknown, `graph.capture.CaptureError` for a step that cannot be captured.
     """
     where = machine_of(machine)
+    if world > 1 and not where.link:
+        raise ValueError(f"machine {where.name!r} was measured by one rank, so how fast ranks send to each other is "
+                         "not known: write `zerofn profile FILE --ranks 2`, or plan for world=1.")
     usable = where.memory - (CONTEXT if where.device == "cuda" else 0)
     where = replace(where, memory=usable if memory is None else num_bytes(memory))
     if isinstance(world, bool) or not isinstance(world, int) or world < 1:
@@ -59,7 +63,7 @@ def plan(train_step: Callable[[Any, Any], Any], init_state: Any, batch: Any, *, 
             found.append(row)
             if not row.fits and remat == ALL and row.plan is not None:
                 with contextlib.suppress(ValueError):  # there is nothing that could be computed again
-                    found.append(planner.row(config._replace(remat="full")))
+                    found += [planner.row(config._replace(remat=how)) for how in ("auto", "full")]
     return Table(found, where, world, getattr(train_step, "__name__", "step"))
 
 
@@ -122,7 +126,7 @@ class _Planner:
             lacks = lacking(needs, m, num_ranks)
             if lacks:
                 return Row(config, needs, f"{lacks} for the state alone", None)
-            batch, tokens = self._scaled(imagined, config.rows)
+            batch, tokens, unit = self._scaled(imagined, config.rows)
             program, _ = captured(self._step, state, batch)
             program.name = getattr(self._step, "__name__", "step")
             donating = program.new_state is not None
@@ -131,14 +135,15 @@ class _Planner:
             found = Plan(passes.finish(program, donating=donating, choices=choices), m, imagined)
         memory = found.memory()
         needs = Needs(memory.total, memory.host, memory.disk)
-        return Row(config, needs, lacking(needs, m, num_ranks), found, tokens)
+        return Row(config, needs, lacking(needs, m, num_ranks), found, tokens, unit)
 
-    def _scaled(self, imagined: Imagined, rows: int) -> tuple[Any, int]:
-        """The batch with so many rows, without memory, and how many tokens it has."""
+    def _scaled(self, imagined: Imagined, rows: int) -> tuple[Any, int, str]:
+        """The batch with so many rows, without memory, how many tokens it has, and that they are tokens, or rows."""
         leaves, treedef = tree.flatten(self._batch, is_leaf=is_sharded)
         made = [self._leaf(imagined, x, rows) for x in leaves]
         whole = [x for x in made if isinstance(x, Tensor) and x.dim() > 1 and not x.is_floating_point()]
-        return tree.unflatten(treedef, made), whole[0].numel() if whole else rows
+        number, unit = (whole[0].numel(), "tokens") if whole else (rows, "rows")
+        return tree.unflatten(treedef, made), number, unit
 
     def _leaf(self, imagined: Imagined, x: Any, rows: int) -> Any:
         if not isinstance(x, Tensor):

@@ -23,6 +23,7 @@ from .machine import Machine
 from .phases import phase_of
 from .runtime.executor import Executor
 from .sizes import in_words
+from .stopwatch import forget
 from .timeline import Timeline
 
 ops = torch.ops.zerofn
@@ -148,7 +149,10 @@ class Profile:
         is missing."""
         there = self.plan.memory().there
         held = {node: x + there for (node, *_), x in zip(self.nodes, self.memory, strict=True)}
-        measured = [held.get(x.node, there) for x in self.plan.memory().over_time]
+        measured, last = [], there
+        for moment in self.plan.memory().over_time:
+            last = held.get(moment.node, last)  # inputs and constants allocate nothing
+            measured.append(last)
         self.plan.picture(path, measured=measured)
 
     def __repr__(self) -> str:
@@ -158,6 +162,7 @@ class Profile:
 def profiled(step: Callable[[Any, Any], Any], plan: Plan, entry: Any, state: Any, batch: Any,
              machine: Machine | str | os.PathLike[str] | None) -> tuple[Any, Profile]:
     """Two calls of a compiled step whose `entry.run` runs its plan: (what the second returns, what was measured)."""
+    forget()  # what operations take now is asked
     predicted = plan.timeline(machine) if machine is not None else None
     values = [x for x in map(tensor_of, plan.program.placeholders) if x is not None and x.dim()]
     device = values[0].device if values else torch.device("cpu")

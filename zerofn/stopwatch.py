@@ -13,27 +13,37 @@ from torch.fx import GraphModule, Node
 
 from ._torch_compat import below_autograd, tree_map
 from .graph.alias import body_of
-from .graph.cost import groups_of, moved
+from .graph.cost import groups_of, moved, touched_bytes
 from .graph.liveness import complete_values, values_of
 from .loop import run_loop
+from .machine import Machine
 from .runtime.executor import callable_of
-from .timeline import Cost
+from .timeline import Cost, roofline
 
 ops = torch.ops.zerofn
 ROUNDS = 5
+LARGE = 1 << 30
 BETWEEN = 4 << 20  # bytes that are written between two runs: in a step, too, caches hold what others have used
 _FREE = (operator.getitem, run_loop, ops.room.default, ops.ticket.default, ops.wait.default)
 _known: dict[Hashable, float] = {}
 
 
-def measured(gms: Iterable[GraphModule]) -> Cost:
-    """Seconds of the nodes of these graphs and of their loops' bodies. What was run before is not run again.
+def measured(gms: Iterable[GraphModule], machine: Machine) -> Cost:
+    """Seconds of the nodes of these graphs and of their loops' bodies, on this `machine`: those of more than `LARGE`
+    bytes by its rates. What was run before is not run again.
 
     Ranks that compute side by side share caches and memory: call it on all of them at once.
     """
     for gm in gms:
         _measure(gm)
-    return lambda node: _known[_key(node)] if _counts(node) else 0.0
+    otherwise = roofline(machine)
+
+    def seconds(node: Node) -> float:
+        if not _counts(node):
+            return 0.0
+        return _known[_key(node)] if touched_bytes(node) <= LARGE else otherwise(node)
+
+    return seconds
 
 
 def forget() -> None:
@@ -46,7 +56,7 @@ def _measure(gm: GraphModule) -> None:
     for node in gm.graph.nodes:
         if node.target is run_loop:
             _measure(body_of(node))
-        elif _counts(node) and _key(node) not in _known:
+        elif _counts(node) and touched_bytes(node) <= LARGE and _key(node) not in _known:
             _known[_key(node)] = _seconds(node)
 
 

@@ -57,6 +57,7 @@ class Row:
     lacks: str
     plan: Plan | None = field(repr=False)
     tokens: int = 0  # of a rank's batch, or its rows where it has no tokens
+    unit: str = "rows"
 
     @property
     def fits(self) -> bool:
@@ -72,6 +73,11 @@ class Row:
     def speed(self) -> float:
         """Tokens, or rows, a second, of all ranks."""
         return self.tokens * self.plan.world / self.seconds if self.plan is not None else 0.0
+
+    @property
+    def rate(self) -> str:
+        """`speed` in words."""
+        return f"{self.speed:,.0f} {self.unit}/s"
 
     def json(self) -> dict[str, Any]:
         """As numbers and texts."""
@@ -92,7 +98,7 @@ class Row:
             return [*out, "", "", "", "", self.lacks]
         time = plan.timeline()
         return [*out, in_words(plan.sent) if plan.sent else "", _seconds(time.seconds), time.bound,
-                f"{self.speed:,.0f}/s", self.lacks or "fits"]
+                self.rate, self.lacks or "fits"]
 
 
 def lacking(needs: Needs, machine: Machine, num_ranks: int) -> str:
@@ -164,7 +170,8 @@ class Table:
         cells = [list(_HEAD), *(row.cells() for row in self.rows)]
         shown = [k for k in range(len(_HEAD)) if k == len(_HEAD) - 1 or any(row[k].strip("-") for row in cells[1:])]
         widths = [max(len(row[k]) for row in cells) for k in shown]
-        lines = [f"{self.name} on {self.world} rank(s) of {self.machine.name}: bytes of a rank, peak by kind"]
+        lines = [f"{self.name} on {self.world} rank(s) of {self.machine.name}, {in_words(self.machine.memory)} each; "
+                 "bytes of a rank at its peak, by kind"]
         best = next((row for row in self.rows if row.fits), None) and self.best
         for number, row in enumerate(cells):
             mark = "*" if number and self.rows[number - 1] is best else " "
@@ -190,7 +197,7 @@ class Table:
     def _draw(self, file: File) -> None:
         draw_rows([self._label(row) for row in self.rows],
                   [row.plan.memory().peak if row.plan else {"state": row.needs.device} for row in self.rows],
-                  [f"{row.speed:,.0f}/s" if row.plan and row.fits else row.lacks.split(" too")[0] for row in self.rows],
+                  [row.rate if row.fits else row.lacks.split(" too")[0] for row in self.rows],
                   self.machine.memory, file, title=f"{self.name} on {self.world} rank(s) of {self.machine.name}")
 
     def _label(self, row: Row) -> str:

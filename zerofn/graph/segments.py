@@ -96,10 +96,10 @@ class Segments:
             if self._root[memory] is memory:
                 for k in range(own, max(segment.get(n, own) for n in self.touched[memory])):
                     crossing[k] += memory_bytes(memory.meta["val"])
-        number, numbers = 0, []
-        for k, nbytes in enumerate(crossing):
+        number, numbers = 1, [0]  # what comes before the first unit's parameters is no layer
+        for k, nbytes in enumerate(crossing[1:], 1):
             numbers.append(number)
-            number += nbytes <= MORE * min(filter(None, crossing[max(0, k - NEAR) : k + NEAR + 1]), default=nbytes)
+            number += nbytes <= MORE * min(filter(None, crossing[max(1, k - NEAR) : k + NEAR + 1]), default=nbytes)
         return {node: numbers[own] for node, own in segment.items()}
 
     def _segments(self, graph: Graph) -> dict[Node, int]:

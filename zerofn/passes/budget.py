@@ -43,8 +43,9 @@ def within(program: Program, budget: int, schedule: Schedule) -> list[Choice]:
         found = search.fit(whole, drops, budget, functools.partial(_choice, ahead=ahead))
         if found is not None:
             return found.choices
-    least = min((search.attempt([_choice(all_of, ahead) for all_of in drops]) for ahead in range(AHEAD, -1, -1)),
-                key=lambda x: x.peak)
+    for ahead in range(AHEAD, -1, -1):
+        search.attempt([_choice(all_of, ahead) for all_of in drops])
+    least = search.least
     if least.peak > budget:
         raise MemoryError(f"{program.name} cannot be scheduled within {budget:,} bytes: the least that it takes is "
                           f"{least.peak:,}. It takes less with fewer rows a step, or more microbatches "
@@ -93,7 +94,10 @@ class _Attempt(NamedTuple):
 
 
 class _Search:
-    """Schedules of a program with other choices, weighed by `weigh`, bytes by kind -> bytes."""
+    """Schedules of a program with other choices, weighed by `weigh`, bytes by kind -> bytes; `least`: of all that were
+    tried."""
+
+    least: _Attempt
 
     def __init__(self, program: Program, schedule: Schedule, weigh: Callable[[Live], int]) -> None:
         self._program, self._schedule, self._weigh = program, schedule, weigh
@@ -109,7 +113,9 @@ class _Search:
         most: dict[Node, int] = defaultdict(int)
         for node, live in moments(tried.gm, resident(tried).device):
             most[node] = max(most[node], self._weigh(live))
-        return _Attempt(choices, [_Levels(gm.graph, [most[n] for n in gm.graph.nodes]) for gm in graphs(tried.gm)])
+        found = _Attempt(choices, [_Levels(gm.graph, [most[n] for n in gm.graph.nodes]) for gm in graphs(tried.gm)])
+        self.least = min(found, getattr(self, "least", found), key=lambda x: x.peak)
+        return found
 
     def pairs(self, attempt: _Attempt) -> Iterator[tuple[GraphModule, _Levels]]:
         """Each graph and its scheduled form."""
@@ -119,7 +125,7 @@ class _Search:
             ) -> _Attempt | None:
         """One within the budget, with the cheapest of these drops; None if there is none. What scheduling adds is known
         afterwards: then it is tried again with so much less."""
-        target = budget
+        target, last = budget, whole.peak
         for _ in range(TRIES):
             chosen = [cheapest(x.level, found, target) for found, x in zip(drops, whole.graphs, strict=True)]
             if any(left > target for _, left in chosen):
@@ -127,7 +133,9 @@ class _Search:
             tried = self.attempt([choice(taken) for taken, _ in chosen])
             if tried.peak <= budget:
                 return tried
-            target -= tried.peak - budget
+            if tried.peak >= last:  # less does not help
+                return None
+            target, last = target - (tried.peak - budget), tried.peak
         return None
 
 
