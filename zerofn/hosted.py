@@ -8,6 +8,7 @@ launching kernels.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -29,6 +30,7 @@ from .transport import under_way
 ops = torch.ops.zerofn
 _landing: dict[int, Any] = {}  # address of memory that is being copied to -> the event after which it is there
 _leaving: dict[int, Any] = {}  # address of host memory that is being copied from -> the event after which it was
+_streams: dict[tuple[torch.device, str], Any] = {}  # (device, towards which kind of device) -> where copies run
 _jobs: deque[Future[Any]] = deque()  # what was given to the updates' thread, but for what is known to be done
 BEHIND = 12  # jobs that may wait for that thread while more gradients are sent to it: two or three units' updates
 _failed: list[BaseException] = []  # what an update aside has raised, until it is told: those after it must not run
@@ -62,19 +64,24 @@ def on_host(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return locked(size, dtype) if device.type == "cuda" else zeros(size, dtype, host())
 
 
-def bring(x: Tensor, device: torch.device) -> Tensor:
-    """Start to copy `x` to `device`, after all that was asked of it before. Wait before use."""
+def bring(x: Tensor, device: torch.device, *, parked: bool = False) -> Tensor:
+    """Start to copy `x` to `device`, after all that was asked of it before. Wait before use.
+
+    `parked`: on the host nobody reads it, it waits there to be brought back. Then waiting for it does not let the host
+    wait, but the device's stream: behind that `x` may be let go, its memory is the device's again when the copy has
+    read it, and what brings it back, which is waited for before that is let go, comes after it.
+    """
     accelerator = next((d for d in (x.device, device) if d.type == "cuda"), None)
     if accelerator is None:
         _settle(x)
         return under_way(x.to(device, copy=True), tuple, (x,))
-    if device.type == "cpu" and x.dim():
+    if device.type == "cpu" and x.dim() and not parked:
         _hold_back()
-    out = torch.empty(x.shape, dtype=x.dtype, device=device, pin_memory=device.type == "cpu")
-    event = _copy(out, x, accelerator)
-    if x.device.type == "cpu":
+    out = torch.empty_like(x, device=device, pin_memory=device.type == "cpu")
+    event = _copy(out, x, accelerator, waited=parked)
+    if x.device.type == "cpu" and not parked:
         _leaving[x.data_ptr()] = event
-    return under_way(out, lambda: [_Landed(event, device)], (x,))
+    return under_way(out, lambda: [_Landed(event, accelerator if parked else device)], (x,))
 
 
 def put_(host: Tensor, x: Tensor) -> None:
@@ -88,8 +95,10 @@ def put_(host: Tensor, x: Tensor) -> None:
         under_way(host, lambda: [_Landed(event, accelerator)], (x,))
 
 
-def _copy(out: Tensor, x: Tensor, device: torch.device) -> Any:
-    """Copy between host and device on the stream of that direction; -> the event after which it is done."""
+def _copy(out: Tensor, x: Tensor, device: torch.device, waited: bool = False) -> Any:
+    """Copy between host and device on the stream of that direction; -> the event after which it is done. `waited`: the
+    device's stream waits for that before either is let go. Then its memory is used again in the order of that stream;
+    else when the host sees that the copy was done, and a host that is ahead of the device takes more meanwhile."""
     stream = _stream(device, out.device.type)
     stream.wait_stream(torch.cuda.current_stream(device))
     for t in (out, x):
@@ -98,14 +107,15 @@ def _copy(out: Tensor, x: Tensor, device: torch.device) -> Any:
     with torch.cuda.stream(stream):
         out.copy_(x, non_blocking=True)
         for t in (out, x):
-            if t.device.type == "cuda":
+            if t.device.type == "cuda" and not waited:
                 t.record_stream(stream)
         return stream.record_event()
 
 
-@functools.cache
 def _stream(device: torch.device, towards: str) -> Any:
-    return torch.cuda.Stream(device)
+    if (device, towards) not in _streams:
+        _streams[device, towards] = torch.cuda.Stream(device)
+    return _streams[device, towards]
 
 
 def _settle(x: Tensor) -> None:
@@ -189,10 +199,14 @@ def owe(states: Callable[[], Iterable[Any]]) -> None:
 
 
 def end_updates() -> None:
-    """Wait for what is done aside, also for the step before one that failed: its state is to be whole. Nothing is
-    raised; where something failed, what came after it was left out and the states are lost."""
+    """Wait for what is done aside, also for the step before one that failed: its state is to be whole. And for copies
+    into memory that a failed step has let go without waiting: the next one may get it. Nothing is raised; where
+    something failed, what came after it was left out and the states are lost."""
     wait(_jobs)
     _jobs.clear()
+    for stream in _streams.values():
+        with contextlib.suppress(RuntimeError):  # the device itself has failed
+            stream.synchronize()
     for state in list(_owed) if _failed else ():
         state.donate(f"This state was lost when its update failed: {said(_failed[0])}. Load the last checkpoint.")
     _owed.clear()
@@ -246,7 +260,8 @@ def _nothing(*args: Any) -> None:
 
 
 define("updated_(Tensor(a!) x) -> ()", _nothing, _nothing)
-define("bring(Tensor x, Device device) -> Tensor", bring, lambda x, device: torch.empty_like(x, device=device))
+define("bring(Tensor x, Device device, *, bool parked=False) -> Tensor", bring,
+       lambda x, device, parked=False: torch.empty_like(x, device=device))
 define("put(Tensor host, Tensor x) -> Tensor", lambda host, x: x.to(host.device, copy=True),
        lambda host, x: host.new_empty(host.shape))
 define("put_(Tensor(a!) host, Tensor x) -> ()", put_, lambda host, x: None)
