@@ -22,7 +22,7 @@ from .edit import CASTS, DECODES, SCATTERS, is_fetch, is_gather, wait_of
 KINDS = ("state", "gathered", "gradients", "activations", "staging", "other")
 _GRADIENTS = (ops.ravel.default, ops.flat.default, *SCATTERS)  # make a unit's gradient
 _TAKES_GRADIENTS = (*_GRADIENTS, ops.fill_.default, run_loop)
-AGAIN = "again"  # among the meta of what is computed once more for the backward pass
+AGAIN = "again"  # among the meta of what is computed once more for the backward pass, or brought back for it
 Live = dict[str, int]  # kind -> bytes
 
 
@@ -108,7 +108,7 @@ def _kind(node: Node, touched: list[Node], root: dict[Node, Node]) -> str:
         return "gathered"
     if node.target in _GRADIENTS or node.target is operator.getitem and node.args[0].target is run_loop:  # type: ignore[union-attr]
         return "gradients"
-    if is_fetch(node) or node.target is ops.bring.default:
+    if is_fetch(node) or node.target is ops.bring.default and not node.meta.get(AGAIN):
         return "staging"
     if node.meta.get(AGAIN) or phase_of(node) == FORWARD and any(phase_of(x) == BACKWARD for x in touched):
         return "activations"

@@ -34,6 +34,7 @@ from .refresh import refresh
 from .regather import regather
 from .reuse import reuse
 from .split_fetches import split_fetches
+from .stash import stash
 from .unscale_early import unscale_early
 from .update_on_host import update_on_host
 from .use_halves import use_halves
@@ -45,6 +46,7 @@ PREPARE: tuple[Pass, ...] = (use_halves, canonicalize, purify, split_fetches, pl
 SCHEDULE: tuple[Pass, ...] = (
     *PREPARE,
     recompute,
+    stash,
     regather,
     place_scatters,
     unscale_early,

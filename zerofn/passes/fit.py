@@ -10,13 +10,14 @@ import numpy as np
 
 class Drop(NamedTuple):
     """A value that may be away while nodes (start, stop), both excluded, run: `nbytes` less there, for `seconds` of
-    work or transfer to bring it back."""
+    work or transfer to bring it back. Of those that name one value, `of`, one is enough."""
 
     key: object
     start: int
     stop: int
     nbytes: int
     seconds: float
+    of: str = ""
 
 
 def cheapest(live: Sequence[int], drops: Iterable[Drop], budget: int) -> tuple[list[Drop], int]:
@@ -30,7 +31,7 @@ def cheapest(live: Sequence[int], drops: Iterable[Drop], budget: int) -> tuple[l
     taken: list[Drop] = []
     for drop in sorted(drops, key=_dearness):
         inside = level[drop.start + 1 : drop.stop]
-        if inside.size and inside.max() > budget:
+        if inside.size and inside.max() > budget and not any(drop.of and drop.of == x.of for x in taken):
             inside -= drop.nbytes
             taken.append(drop)
     for drop in sorted(taken, key=lambda x: -x.seconds):
