@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import NamedTuple
 
 import torch
+from torch.fx import GraphModule, Node
 
 from ..disk import pages
 from ..imagined import is_host
-from .liveness import KINDS, Live, memory_bytes
+from ..loop import run_loop
+from .alias import body_of, roots, touches
+from .liveness import KINDS, Live, memory_bytes, tensors_of
 from .program import Cut, Program, tensor_of
+
+ops = torch.ops.zerofn
 
 
 class Resident(NamedTuple):
@@ -21,9 +27,10 @@ class Resident(NamedTuple):
 
 
 def resident(program: Program) -> Resident:
-    """Where the state and the batch lie, with what offloading keeps beside them."""
+    """Where the state and the batch lie, with what offloading keeps beside them; and the most that waits in host memory
+    for the backward pass."""
     device: Live = dict.fromkeys(KINDS, 0)
-    host = disk = 0
+    host, disk = parked(program.gm), 0
     placeholders = iter(program.placeholders)
     for cut in program.state.nodes:
         if cut is None:
@@ -52,3 +59,22 @@ def resident(program: Program) -> Resident:
         device["staging"] += arenas
     disk += sum(pages(region.nbytes) for region in program.scratch or ())
     return Resident(device, host, disk)
+
+
+def parked(gm: GraphModule) -> int:
+    """The most bytes of activations that wait at a time in the memory of a host beside the device."""
+    nodes = list(gm.graph.nodes)
+    away = [n for n in nodes if n.target is ops.bring.default and n.kwargs.get("parked") and is_host(n.args[1])]
+    apart = not all(is_host(x.device) for n in away for x in tensors_of(n.args[0].meta["val"]))
+    touched = touches(gm.graph, roots(gm.graph)) if apart else {}
+    change: dict[Node, int] = defaultdict(int)  # behind a node
+    for node in away if apart else ():
+        change[node] += memory_bytes(node.meta["val"])
+        change[touched[node][-1]] -= memory_bytes(node.meta["val"])
+    now = most = 0
+    for node in nodes:
+        if node.target is run_loop:
+            most = max(most, now + parked(body_of(node)))
+        now += change[node]
+        most = max(most, now)
+    return most

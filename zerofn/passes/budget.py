@@ -6,24 +6,28 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import positions
 from ..graph.copies import copied
-from ..graph.cost import seconds_of
+from ..graph.cost import DEVICE_MEMORY, seconds_between, seconds_of
 from ..graph.edit import loops, weight_chain
 from ..graph.liveness import Live, memory_bytes, moments
 from ..graph.program import Program, tensor_of
 from ..graph.resident import resident
 from ..graph.segments import Segments
+from ..imagined import is_host
+from ..phases import FORWARD, phase_of
 from .choice import Choice, choose
 from .fit import Drop, cheapest
 from .regather import num_others, uses_of_gathers
+from .stash import stays
 
 TRIES = 8  # schedules that are made before a budget is given up
 AHEAD = 2  # gathers that may be under way beside the unit that is used
+AGAIN, GATHERED, STASHED = "computed again", "gathered again", "brought back"  # how a value that is dropped comes back
 Schedule = Callable[[Program], Program]
 
 
@@ -38,13 +42,15 @@ def within(program: Program, budget: int, schedule: Schedule) -> list[Choice]:
     if whole.peak <= budget:
         return whole.choices
     places = [(gm, _positions_in(gm.graph, x.graph)) for gm, x in search.pairs(whole)]
-    drops = [[*_activations(gm, where), *_gathers(gm, where)] for gm, where in places]
+    drops = [[*_activations(gm, where), *_stashes(gm, where), *_gathers(gm, where)] for gm, where in places]
     for ahead in range(AHEAD, -1, -1):
         found = search.fit(whole, drops, budget, functools.partial(_choice, ahead=ahead))
         if found is not None:
             return found.choices
-    for ahead in range(AHEAD, -1, -1):
-        search.attempt([_choice(all_of, ahead) for all_of in drops])
+    ways = [[_all_of(found, how) for found in drops] for how in (AGAIN, STASHED)]
+    for way in ways[: 1 + (ways[0] != ways[1])]:
+        for ahead in range(AHEAD, -1, -1):
+            search.attempt([_choice(found, ahead) for found in way])
     least = search.least
     if least.peak > budget:
         raise MemoryError(f"{program.name} cannot be scheduled within {budget:,} bytes: the least that it takes is "
@@ -146,9 +152,12 @@ def graphs(gm: GraphModule) -> list[GraphModule]:
 
 def _choice(drops: list[Drop], ahead: int | None) -> Choice:
     """What to do where these are dropped; without `ahead` gathers are left to the passes."""
-    keys: list[Any] = [drop.key for drop in drops]
-    cuts = frozenset(k for k in keys if not isinstance(k, str))
-    return Choice(frozenset(k for k in keys if isinstance(k, str)), None if ahead is None else cuts, ahead)
+    keys: dict[str, set[Any]] = {how: set() for how in (AGAIN, GATHERED, STASHED)}
+    for drop in drops:
+        how, key = cast(tuple[str, Any], drop.key)
+        keys[how].add(key)
+    cuts = None if ahead is None else frozenset(keys[GATHERED])
+    return Choice(frozenset(keys[AGAIN]), cuts, ahead, frozenset(keys[STASHED]))
 
 
 def _activations(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
@@ -158,7 +167,30 @@ def _activations(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
         last, first = segments.gap(memory)
         seconds = sum(map(seconds_of, segments.missing(memory, {memory})))
         nbytes = memory_bytes(memory.meta["val"])
-        yield Drop(memory.name, where[last], where[first], nbytes, seconds)
+        yield Drop((AGAIN, memory.name), where[last], where[first], nbytes, seconds, memory.name)
+
+
+def _stashes(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
+    """What may wait in host memory, at positions of the scheduled graph; nothing where models compute there.
+
+    While the forward pass runs the link takes so many bytes for nothing but the device's own memory's time: those that
+    are dearest to compute again. All others are taken to hold the device up, both ways.
+    """
+    found = [x for x in stays(gm.graph) if not is_host(tensor_of(x.memory).device)]  # type: ignore[union-attr]
+    again = {drop.of: drop.seconds / drop.nbytes for drop in _activations(gm, where)} if found else {}
+    free = sum(seconds_of(n) for n in gm.graph.nodes if phase_of(n) == FORWARD) if found else 0.0
+    for x in sorted(found, key=lambda x: -again.get(x.memory.name, 0.0)):
+        nbytes = memory_bytes(x.memory.meta["val"])
+        seconds = seconds_between(nbytes)
+        free -= seconds
+        cost = nbytes / DEVICE_MEMORY if free > 0 else seconds
+        yield Drop((STASHED, x.memory.name), where[x.last], where[x.first], nbytes, 2 * cost, x.memory.name)
+
+
+def _all_of(drops: list[Drop], how: str) -> list[Drop]:
+    """All, of several of one value that which is brought back so."""
+    first = {drop.of or drop.key: drop for drop in sorted(drops, key=lambda x: x.key[0] == how)}  # type: ignore[index]
+    return [drop for drop in drops if first[drop.of or drop.key] is drop]
 
 
 def _gathers(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
@@ -169,7 +201,8 @@ def _gathers(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
         for before, after in zip(found, found[1:], strict=False):
             if num_others(k, timeline, where[before], where[after]):
                 nbytes = tensor_of(start).nbytes  # type: ignore[union-attr]
-                yield Drop((start.name, before.name), where[before], where[after], nbytes, seconds_of(start))
+                key = (start.name, before.name)
+                yield Drop((GATHERED, key), where[before], where[after], nbytes, seconds_of(start))
 
 
 def _positions_in(graph: Graph, final: Graph) -> dict[Node, int]:

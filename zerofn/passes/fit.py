@@ -29,11 +29,13 @@ def cheapest(live: Sequence[int], drops: Iterable[Drop], budget: int) -> tuple[l
     """
     level = np.array(live, dtype=np.int64)
     taken: list[Drop] = []
+    away: set[str] = set()
     for drop in sorted(drops, key=_dearness):
         inside = level[drop.start + 1 : drop.stop]
-        if inside.size and inside.max() > budget and not any(drop.of and drop.of == x.of for x in taken):
+        if inside.size and inside.max() > budget and drop.of not in away:
             inside -= drop.nbytes
             taken.append(drop)
+            away.update({drop.of} - {""})
     for drop in sorted(taken, key=lambda x: -x.seconds):
         inside = level[drop.start + 1 : drop.stop]
         if inside.max() + drop.nbytes <= budget:
