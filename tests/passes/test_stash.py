@@ -89,7 +89,8 @@ def test_what_is_away_takes_nothing(num_microbatches):
     plan, choices = planned(all_away, num_microbatches)
     nbytes = sum(len(choice.stashed) for choice in choices) * ACTIVATION
     assert kept(plain) == nbytes == plan.memory().host >= LAYERS * ACTIVATION
-    assert kept(plan) <= (UNDER_WAY + 1) * ACTIVATION
+    assert ACTIVATION <= kept(plan) <= (UNDER_WAY + 1) * ACTIVATION
+    assert not any(x.live["staging"] for x in plan.memory().over_time)  # what is back is an activation again
     assert plain.memory().total - plan.memory().total >= (LAYERS - 2 * UNDER_WAY - 2) * ACTIVATION
     moved = {how: sum(x.nbytes * n for x, n in plan.transfers().items() if x.how == how) for how in (UP, DOWN)}
     assert moved == {UP: num_microbatches * nbytes, DOWN: num_microbatches * nbytes}
@@ -266,7 +267,8 @@ def test_what_links_take_for_nothing_is_what_is_dearest_to_compute_again(monkeyp
             Drop("", 0, 0, 1, float(k), name) for k, name in enumerate(again)])
         found = {x.of: x.seconds for x in budget._stashes(gm, where)}
     cheap = sorted(found, key=found.__getitem__)[:2]
-    assert cheap == list(again)[:-3:-1] and len({found[x] for x in found if x not in cheap}) == 1
+    assert cheap == list(again)[:-3:-1]
+    assert max(map(found.get, cheap)) < min(seconds for x, seconds in found.items() if x not in cheap)
 
 
 def test_choices_are_told_as_texts():
