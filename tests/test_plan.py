@@ -162,6 +162,22 @@ def test_what_does_not_fit_is_planned_with_recomputation():
     assert tight[2].plan.memory().peak["activations"] < whole.plan.memory().peak["activations"]
 
 
+def test_a_budget_is_what_a_device_has():
+    module = build(12, dropout=0.1)
+
+    def table(**more):
+        return zerofn.plan(train_step_of(module), lambda: zerofn.TrainState.create(
+            params=dict(module.named_parameters()), tx=NORMED), batch_of(), unit=unit_of, world=1, stage=3, rows=512,
+            machine=HERE, offload=None, precision=None, **more)  # fmt: skip
+
+    whole = table(remat=None)[0].needs.device
+    row = table(remat="budget", memory=int(0.9 * whole))[0]
+    assert row.fits and 0.5 * whole < row.needs.device <= 0.9 * whole
+    assert f"zerofn.compile(train_step, memory={int(0.9 * whole)})" in row.config.call()
+    row = table(remat="budget", memory=row.plan.memory().there + 1000)[0]
+    assert not row.fits and "the least that it takes is" in row.lacks
+
+
 def test_rows_are_those_of_a_ranks_batch():
     few, many = (planned(world=1, stage=3, rows=rows)[0] for rows in (8, 800))
     assert many.needs.device - few.needs.device > 792 * WIDTH * 4 * LAYERS

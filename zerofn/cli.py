@@ -51,7 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--stage", type=int, nargs="+", help="of 0, 1, 2, 3; all of them by default")
     one.add_argument("--offload", nargs="+", help="none, cpu, nvme; those that differ by default")
     one.add_argument("--precision", nargs="+", help="none, fp32, bf16, fp16; the script's own by default")
-    one.add_argument("--remat", nargs="+", help="none, full, auto; full where it does not fit by default")
+    one.add_argument("--remat", nargs="+", help="none, auto, full, budget; auto and full where it does not fit by "
+                     "default")
     one.add_argument("--rows", type=int, nargs="+", help="rows of a rank's batch; the script's by default")
     one.add_argument("--memory", help="of a device, such as 24GiB, in the place of the machine's")
     one.add_argument("--picture", type=Path, help="draw it to this file, such as plan.png")

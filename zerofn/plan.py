@@ -27,7 +27,8 @@ from .tickets import Spilled
 
 ALL = "all"
 CONTEXT = 1 << 30  # bytes that CUDA and its libraries take of a device
-REMATS = (None, "full", "auto")
+BUDGET = "budget"
+REMATS = (None, "full", "auto", BUDGET)
 
 
 def plan(train_step: Callable[[Any, Any], Any], init_state: Any, batch: Any, *, world: int = 8,
@@ -41,8 +42,8 @@ def plan(train_step: Callable[[Any, Any], Any], init_state: Any, batch: Any, *, 
     sent. `init_state`: as for `shard`. `batch`: one rank's, of tensors with or without memory; `rows` gives it other
     sizes in dimension 0. `machine`: a name such as "H100-8", a file that `zerofn profile` wrote, or a
     `zerofn.Machine`. `stage`, `offload`, `precision` and `remat` are one of what `shard` and `compile` take, or a list
-    of such; "all" are those that differ there. `memory`: of a device,
-    "24GiB" or bytes, in the place of the machine's, of which CUDA itself is left 1 GiB.
+    of such; `remat="budget"` is `compile(memory=...)` with what a device has. "all" are those that differ there.
+    `memory`: of a device, "24GiB" or bytes, in the place of the machine's, of which CUDA itself is left 1 GiB.
 
     Raises `ValueError` for what is unknown, `graph.capture.CaptureError` for a step that cannot be captured.
     """
@@ -91,12 +92,12 @@ def _configs(asked: dict[str, Any], machine: Machine, world: int, rows: int) -> 
     remats = (None,) if asked["remat"] == ALL else _listed(asked["remat"])
     for how in remats:
         if how not in REMATS:
-            raise ValueError(f"plan(remat={how!r}) is not known; there are 'full', 'auto' and None.")
+            raise ValueError(f"plan(remat={how!r}) is not known; there are 'full', 'auto', 'budget' and None.")
     for precision in precisions:
         for stage in stages:
             tiers = _tiers(stage, machine) if asked["offload"] == ALL else _listed(asked["offload"])
             for offload in tiers:
-                yield from (Config(stage, offload, precision, how, rows) for how in remats)
+                yield from (Config(stage, offload, precision, how, rows, machine.memory) for how in remats)
 
 
 def _tiers(stage: int, machine: Machine) -> list[str | None]:
@@ -131,7 +132,12 @@ class _Planner:
             program.name = getattr(self._step, "__name__", "step")
             donating = program.new_state is not None
             program = passes.prepare(program)
-            choices = passes.decide(program, donating=donating, memory=None, remat=config.remat) if config.remat else []
+            how = {"memory": int(m.memory), "remat": None} if config.remat == BUDGET else {"remat": config.remat,
+                                                                                           "memory": None}
+            try:
+                choices = passes.decide(program, donating=donating, **how) if config.remat else []
+            except MemoryError as error:
+                return Row(config, needs, str(error).partition(": ")[2].partition(". It")[0], None)
             found = Plan(passes.finish(program, donating=donating, choices=choices), m, imagined)
         memory = found.memory()
         needs = Needs(memory.total, memory.host, memory.disk)

@@ -18,13 +18,15 @@ _HEAD = ("stage", "offload", "precision", "remat", "batch", "device", *KINDS, "h
 
 
 class Config(NamedTuple):
-    """What one row of a table is asked for: `shard`'s and `compile`'s arguments, and the rows of a rank's batch."""
+    """What one row of a table is asked for: `shard`'s and `compile`'s arguments ("budget" for one of memory), and the
+    rows of a rank's batch."""
 
     stage: int
     offload: Any
     precision: Any
     remat: str | None
     rows: int
+    memory: float = 0.0  # of a device
 
     @property
     def options(self) -> dict[str, Any]:
@@ -36,6 +38,7 @@ class Config(NamedTuple):
         """What to write."""
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         remat = f", remat={self.remat!r}" if self.remat else ""
+        remat = f", memory={int(self.memory)}" if self.remat == "budget" else remat
         return f"state = zerofn.shard(init_state, {options}); step = zerofn.compile(train_step{remat})"
 
 
