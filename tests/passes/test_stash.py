@@ -260,7 +260,7 @@ def test_what_links_take_for_nothing_is_what_is_dearest_to_compute_again(monkeyp
         where = positions(gm.graph)
         again = {x.of: x.seconds for x in budget._activations(gm, where)}
         # As much as two activations' transfers take.
-        away = 2.5 * budget.seconds_between(ACTIVATION)
+        away = 2.5 * budget.seconds_between(ACTIVATION) / budget.HIDDEN
         num = sum(phase_of(n) == "forward" for n in gm.graph.nodes)
         monkeypatch.setattr(budget, "seconds_of", lambda node: away / num)
         monkeypatch.setattr(budget, "_activations", lambda gm, where: [

@@ -27,6 +27,9 @@ from .stash import stays
 
 TRIES = 8  # schedules that are made before a budget is given up
 AHEAD = 2  # gathers that may be under way beside the unit that is used
+# Transfers come in bursts, and devices may be faster than nominal. On a simulated H100, GPT-2 of 6 layers of 2,048 in
+# half of its memory took 172.6 ms with all of the time, 163.6 with a quarter, 163.7 without transfers.
+HIDDEN = 0.25
 AGAIN, GATHERED, STASHED = "computed again", "gathered again", "brought back"  # how a value that is dropped comes back
 Schedule = Callable[[Program], Program]
 
@@ -173,12 +176,12 @@ def _activations(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
 def _stashes(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
     """What may wait in host memory, at positions of the scheduled graph; nothing where models compute there.
 
-    While the forward pass runs the link takes so many bytes for nothing but the device's own memory's time: those that
-    are dearest to compute again. All others are taken to hold the device up, both ways.
+    For a share `HIDDEN` of the time of the forward pass transfers cost no more than the device's memory's own time:
+    those of what is dearest to compute again. All others are taken to hold the device up, both ways.
     """
     found = [x for x in stays(gm.graph) if not is_host(tensor_of(x.memory).device)]  # type: ignore[union-attr]
     again = {drop.of: drop.seconds / drop.nbytes for drop in _activations(gm, where)} if found else {}
-    free = sum(seconds_of(n) for n in gm.graph.nodes if phase_of(n) == FORWARD) if found else 0.0
+    free = HIDDEN * sum(seconds_of(n) for n in gm.graph.nodes if phase_of(n) == FORWARD) if found else 0.0
     for x in sorted(found, key=lambda x: -again.get(x.memory.name, 0.0)):
         nbytes = memory_bytes(x.memory.meta["val"])
         seconds = seconds_between(nbytes)
