@@ -57,9 +57,9 @@ def compile(train_step: Callable[[Any, Any], Any], *, donate: bool = True, memor
 
     `memory`: bytes of the device, or a text such as "24GiB", that a step may take on a rank, its state included, but
     for what operations take for themselves while they run. Gathered units are kept, or dropped and gathered again, and
-    activations kept, or computed again, as that asks; the values are the same, bit for bit. `remat`: "full" computes
-    every activation again but what crosses from one unit's part of the model to the next; "auto" those for which it
-    costs least, until the kept ones take half of the memory.
+    activations kept, computed again, or sent to host memory and back, as that asks; the values are the same, bit for
+    bit. `remat`: "full" computes every activation again but what crosses from one unit's part of the model to the next;
+    "auto" those for which it costs least, until the kept ones take half of the memory.
 
     Raises `graph.capture.CaptureError` for a step that is not a pure function, `MemoryError` below the least memory
     that any schedule takes, on every rank.

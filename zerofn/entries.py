@@ -30,6 +30,7 @@ def is_state(x: Any) -> bool:
 
 
 def params_of(state: Any) -> Any:
+    """What holds the parameters of a container that `is_state`."""
     return state.params if hasattr(state, "params") else state["params"]
 
 
