@@ -178,6 +178,21 @@ def test_a_budget_is_what_a_device_has():
     assert not row.fits and "the least that it takes is" in row.lacks
 
 
+def test_arguments_are_written_as_they_are_given():
+    offload = Offload(optimizer="cpu", params="cpu", update="cpu")
+    row = planned(machine="A100-8", stage=3, offload=offload, world=2)[0]
+    assert "offload=zerofn.Offload(optimizer='cpu', params='cpu', update='cpu'))" in row.config.call()
+    assert "optimizer=cpu, params=cpu, update=cpu" in row.cells()
+
+
+def test_the_state_alone_is_what_the_plan_says_of_it():
+    for stage in range(4):
+        there = planned(world=3, stage=stage, rows=8)[0].plan.memory().there
+        batch = 2 * 8 * WIDTH * 4
+        too_little = planned(world=3, stage=stage, rows=8, memory=1000)[0]
+        assert too_little.needs.device == there - batch and "for the state alone" in too_little.lacks
+
+
 def test_rows_are_those_of_a_ranks_batch():
     few, many = (planned(world=1, stage=3, rows=rows)[0] for rows in (8, 800))
     assert many.needs.device - few.needs.device > 792 * WIDTH * 4 * LAYERS

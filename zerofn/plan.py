@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 from . import passes, tree
+from ._torch_compat import storage_key
 from .compile import captured
 from .errors import nearest
 from .forecast import Plan
+from .graph.program import Program
 from .imagined import Imagined
 from .machine import Machine, machine_of
 from .mesh import DATA, Axis, Mesh
 from .partition import STAGES, imagine
+from .passes.choice import Choice
 from .sharding import is_sharded
 from .sizes import num_bytes
 from .stored import Part
@@ -132,16 +135,20 @@ class _Planner:
             program.name = getattr(self._step, "__name__", "step")
             donating = program.new_state is not None
             program = passes.prepare(program)
-            how = {"memory": int(m.memory), "remat": None} if config.remat == BUDGET else {"remat": config.remat,
-                                                                                           "memory": None}
             try:
-                choices = passes.decide(program, donating=donating, **how) if config.remat else []
-            except MemoryError as error:
+                choices = self._choices(program, config.remat, donating)
+            except MemoryError as error:  # the least that would do
                 return Row(config, needs, str(error).partition(": ")[2].partition(". It")[0], None)
             found = Plan(passes.finish(program, donating=donating, choices=choices), m, imagined)
         memory = found.memory()
         needs = Needs(memory.total, memory.host, memory.disk)
         return Row(config, needs, lacking(needs, m, num_ranks), found, tokens, unit)
+
+    def _choices(self, program: Program, remat: str | None, donating: bool) -> Sequence[Choice]:
+        if remat is None:
+            return ()
+        budget = int(self._machine.memory) if remat == BUDGET else None
+        return passes.decide(program, donating=donating, memory=budget, remat=None if remat == BUDGET else remat)
 
     def _scaled(self, imagined: Imagined, rows: int) -> tuple[Any, int, str]:
         """The batch with so many rows, without memory, how many tokens it has, and that they are tokens, or rows."""
@@ -160,16 +167,15 @@ class _Planner:
 
 def _state_needs(state: Any) -> Needs:
     """Bytes of a rank's state."""
-    device = host = disk = 0
+    device: dict[Any, int] = {}  # pieces may lie in a gathered copy
+    host = disk = 0
     for x in tree.leaves(state, is_leaf=is_sharded):
         parts: list[Part] = [part for piece in x.stored for part in piece.parts] if is_sharded(x) else [x]
-        for part in parts:
+        for part in (*parts, *(x.copies or ())) if is_sharded(x) else parts:
             if isinstance(part, Tensor):
-                device += part.nbytes
+                device[storage_key(part)] = part.untyped_storage().nbytes()
             elif isinstance(part, Spilled):
                 disk += part.nbytes
             else:
                 host += part.nbytes
-        for copy in (x.copies or ()) if is_sharded(x) else ():
-            device += copy.nbytes
-    return Needs(device, host, disk)
+    return Needs(sum(device.values()), host, disk)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,10 +37,18 @@ class Config(NamedTuple):
 
     def call(self) -> str:
         """What to write."""
-        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        options = ", ".join(f"{name}={_written(value)}" for name, value in self.options.items())
         remat = f", remat={self.remat!r}" if self.remat else ""
         remat = f", memory={int(self.memory)}" if self.remat == "budget" else remat
         return f"state = zerofn.shard(init_state, {options}); step = zerofn.compile(train_step{remat})"
+
+
+def _written(value: Any) -> str:
+    """An argument as it is written; of a dataclass what is not its default."""
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    given = ((x.name, getattr(value, x.name)) for x in dataclasses.fields(value) if getattr(value, x.name) != x.default)
+    return f"zerofn.{type(value).__name__}({', '.join(f'{name}={x!r}' for name, x in given)})"
 
 
 class Needs(NamedTuple):
@@ -92,7 +101,7 @@ class Row:
     def cells(self) -> list[str]:
         """What a table says of it."""
         c, plan = self.config, self.plan
-        out = [str(c.stage), str(c.offload or "-"), str(c.precision or "-"), c.remat or "-", str(c.rows)]
+        out = [str(c.stage), _short(c.offload), _short(c.precision), c.remat or "-", str(c.rows)]
         out.append(f"{'' if plan else '> '}{in_words(self.needs.device)}")
         peak = plan.memory().peak if plan else {}
         out += [in_words(peak[kind]) if peak.get(kind) else "" for kind in KINDS]
@@ -102,6 +111,13 @@ class Row:
         time = plan.timeline()
         return [*out, in_words(plan.sent) if plan.sent else "", _seconds(time.seconds), time.bound,
                 self.rate, self.lacks or "fits"]
+
+
+def _short(value: Any) -> str:
+    """An argument in a table."""
+    if value is None or isinstance(value, str):
+        return value or "-"
+    return _written(value).partition("(")[2].rstrip(")").replace("'", "").replace("torch.", "")
 
 
 def lacking(needs: Needs, machine: Machine, num_ranks: int) -> str:
@@ -205,7 +221,8 @@ class Table:
 
     def _label(self, row: Row) -> str:
         c = row.config
-        parts = (f"stage {c.stage}", c.offload and f"offload {c.offload}", c.precision, c.remat and f"remat {c.remat}")
+        offload = c.offload and f"offload {_short(c.offload)}"
+        parts = (f"stage {c.stage}", offload, c.precision and _short(c.precision), c.remat and f"remat {c.remat}")
         rows = f"{c.rows} rows" if len({x.config.rows for x in self.rows}) > 1 else ""
         return ", ".join(str(x) for x in (*parts, rows) if x)
 
