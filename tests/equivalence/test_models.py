@@ -1,4 +1,4 @@
-"""Five steps of nine kinds of model, at every stage, on 1 to 4 ranks, against plain torch on the global batch."""
+"""Five steps of nine kinds of model, at all stages, on 1 to 4 ranks, against plain torch on the global batch."""
 
 import models
 import pytest
@@ -42,7 +42,9 @@ def _at_several_ranks(name, size):
     losses, params = models.plain(name, torch.float64, _momentum, size)
     rounding = 1e-6 if name == "mamba" else 1e-12  # mamba's logits are float32, whatever it is given
     first = None
-    for stage in (0, 3) if size == 3 else range(4):
+    # At 2 ranks every stage; at 3 and 4 the replicated one and another, each stage for three of the models.
+    other = 1 + (NAMES.index(name) + size) % 3
+    for stage in range(4) if size == 2 else (0, other):
         ours, mine = models.sharded(name, torch.float64, optim.sgd(1e-2, momentum=0.9), stage)
         assert ours == pytest.approx(losses, rel=rounding)
         assert _largest_gap(params, {k: mine[k] for k in params}) < 1e-12, stage  # they move by 1e-5 and more
