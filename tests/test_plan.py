@@ -147,34 +147,28 @@ def test_where_nothing_fits_the_nearest_miss_is_told():
     assert "Nothing fits" in table.text()
 
 
-def test_what_does_not_fit_is_planned_with_recomputation():
+def deep(**more):
+    """Plans of a model whose activations can be computed again."""
     module = build(12, dropout=0.1)
-    step, params = train_step_of(module), dict(module.named_parameters())
+    state = zerofn.TrainState.create(params=dict(module.named_parameters()), tx=NORMED)
+    return zerofn.plan(train_step_of(module), lambda: state, batch_of(), unit=unit_of, world=1, stage=3, rows=512,
+                       machine=HERE, offload=None, precision=None, **more)  # fmt: skip
 
-    def table(**more):
-        return zerofn.plan(step, lambda: zerofn.TrainState.create(params=params, tx=NORMED), batch_of(), unit=unit_of,
-                           world=1, stage=3, rows=512, machine=HERE, offload=None, precision=None, **more)  # fmt: skip
 
-    whole = table()[0]
-    tight = table(memory=whole.needs.device - 1)
+def test_what_does_not_fit_is_planned_with_recomputation():
+    whole = deep()[0]
+    tight = deep(memory=whole.needs.device - 1)
     assert [row.config.remat for row in tight] == [None, "auto", "full"]
     assert tight[2].needs.device < whole.needs.device and tight.best in tight.rows[1:]
     assert tight[2].plan.memory().peak["activations"] < whole.plan.memory().peak["activations"]
 
 
 def test_a_budget_is_what_a_device_has():
-    module = build(12, dropout=0.1)
-
-    def table(**more):
-        return zerofn.plan(train_step_of(module), lambda: zerofn.TrainState.create(
-            params=dict(module.named_parameters()), tx=NORMED), batch_of(), unit=unit_of, world=1, stage=3, rows=512,
-            machine=HERE, offload=None, precision=None, **more)  # fmt: skip
-
-    whole = table(remat=None)[0].needs.device
-    row = table(remat="budget", memory=int(0.9 * whole))[0]
+    whole = deep(remat=None)[0].needs.device
+    row = deep(remat="budget", memory=int(0.9 * whole))[0]
     assert row.fits and 0.5 * whole < row.needs.device <= 0.9 * whole
     assert f"zerofn.compile(train_step, memory={int(0.9 * whole)})" in row.config.call()
-    row = table(remat="budget", memory=row.plan.memory().there + 1000)[0]
+    row = deep(remat="budget", memory=row.plan.memory().there + 1000)[0]
     assert not row.fits and "the least that it takes is" in row.lacks
 
 

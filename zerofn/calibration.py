@@ -6,7 +6,6 @@ import functools
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,10 +13,11 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from .disk import aligned
 from .disk.probe import probe
 from .machine import Machine, this_hardware
 from .mesh import Axis, Mesh
+from .rates import dram_rate, link_rate
+from .stopwatch import once
 from .transport import all_gather_start, wait_
 
 ROUNDS = 7
@@ -43,7 +43,7 @@ def this_machine(folder: str | os.PathLike[str] | None = None) -> Machine:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", axis.size))
     host = psutil.virtual_memory().total
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host / ranks
-    host_link, host_rate = _host(device, memory_rate)
+    host_link, host_rate = (link_rate(device), dram_rate()) if device.type == "cuda" else (0.0, memory_rate)
     return Machine(
         platform.node() or "this machine", device.type, ranks, memory, memory_rate, flops, link, link,
         host_link=host_link, host_memory=host, host_rate=host_rate * ranks, launch=launch, latency=latency, busy=busy,
@@ -58,20 +58,7 @@ def _free(folder: str | os.PathLike[str] | None) -> float:
 def _seconds(run: Callable[[], object]) -> float:
     """The median of some runs."""
     run()
-    return statistics.median(_once(run) for _ in range(ROUNDS))
-
-
-def _once(run: Callable[[], object]) -> float:
-    _synchronize()
-    start = time.perf_counter()
-    run()
-    _synchronize()
-    return time.perf_counter() - start
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    return statistics.median(once(run) for _ in range(ROUNDS))
 
 
 def _products(dtype: torch.dtype, device: torch.device) -> float:
@@ -85,17 +72,6 @@ def _launch(device: torch.device) -> float:
     """Seconds of an operation that does next to nothing."""
     small = torch.zeros(16, device=device)
     return _seconds(lambda: [small.add_(1.0) for _ in range(SMALL_OPS)]) / SMALL_OPS
-
-
-def _host(device: torch.device, memory_rate: float) -> tuple[float, float]:
-    """Bytes a second (between host and device, of host memory)."""
-    if device.type == "cpu":
-        return 0.0, memory_rate
-    host, there = torch.empty(LARGE, dtype=torch.uint8, pin_memory=True), torch.empty(LARGE, dtype=torch.uint8,
-                                                                                      device=device)
-    source = aligned(LARGE)
-    return (LARGE / _seconds(lambda: there.copy_(host, non_blocking=True)),
-            2 * LARGE / _seconds(lambda: host.copy_(source)))
 
 
 def _link(axis: Axis, device: torch.device) -> tuple[float, float, float]:
@@ -116,7 +92,7 @@ def _link(axis: Axis, device: torch.device) -> tuple[float, float, float]:
         if under_way is not None:
             wait_(under_way)
 
-    longer = statistics.median(_once(lambda: work(pieces[1])) - _once(lambda: work(None)) for _ in range(ROUNDS))
+    longer = statistics.median(once(lambda: work(pieces[1])) - once(lambda: work(None)) for _ in range(ROUNDS))
     # No more than if whoever computes stood still for all of it.
     return max(0.0, small - sent[0] / rate), rate, min(max(0.0, longer) / sent[1], 1 / rate)
 

@@ -137,8 +137,8 @@ class Step:
         in the second memory is followed. `machine`: what `zerofn profile` wrote here, or `zerofn.this_machine()`; then
         times are predicted, too. All ranks must call it.
         """
-        plan = self.lower(state, batch)
-        return profiled(self, plan, self._prepare(state, batch).entry, state, batch, machine)
+        entry = self._prepare(state, batch).entry
+        return profiled(self, Plan(entry.program), entry, state, batch, machine)
 
     def _prepare(self, state: Any, batch: Any) -> _Call:
         """The arguments, flat, and what was captured for their like."""

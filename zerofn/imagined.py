@@ -23,6 +23,15 @@ _current: ContextVar[Imagined | None] = ContextVar("imagined", default=None)
 _rehearsal: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
 
 
+@contextlib.contextmanager
+def _inside(variable: ContextVar[Any], value: object) -> Iterator[None]:
+    before = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(before)
+
+
 @dataclass(frozen=True)
 class Imagined:
     """`accelerator`: whether models compute on a device with memory of its own. `dram`, `link`: bytes a second that a
@@ -33,14 +42,9 @@ class Imagined:
     link: float
     mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True), compare=False)
 
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
+    def __call__(self) -> contextlib.AbstractContextManager[None]:
         """Inside, this machine is imagined."""
-        before = _current.set(self)
-        try:
-            yield
-        finally:
-            _current.reset(before)
+        return _inside(_current, self)
 
     def zeros(self, size: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor without memory."""
@@ -67,14 +71,9 @@ class Rehearsal:
         self.passed: list[Callable[..., Any]] = []  # other functions that were called
         self.options: dict[str, Any] = {}
 
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
+    def __call__(self) -> contextlib.AbstractContextManager[None]:
         """Inside, scripts are rehearsed."""
-        before = _rehearsal.set(self)
-        try:
-            yield
-        finally:
-            _rehearsal.reset(before)
+        return _inside(_rehearsal, self)
 
     def come_to(self, step: Callable[..., Any], state: Any, batch: Any) -> None:
         """Raise `Reached` where this is the step that is looked for."""

@@ -136,14 +136,13 @@ _KNOWN = [
          host_rate=40 * GB, disk=2 * TB, disk_read=7 * GB, disk_write=6 * GB),
     _gpu("3090", 1, 24 * GIB, 0.94 * TB, 60e12, 30e12, 20 * GB, 1 * GB, 26 * GB, host_memory=128 * GB,
          host_rate=40 * GB, disk=2 * TB, disk_read=3.5 * GB, disk_write=3 * GB),
-    _gpu("3090-2", 2, 24 * GIB, 0.94 * TB, 60e12, 30e12, 20 * GB, 1 * GB, 26 * GB, host_memory=128 * GB,
-         host_rate=40 * GB, disk=2 * TB, disk_read=3.5 * GB, disk_write=3 * GB),
     _gpu("TitanRTX-2", 2, 24 * GIB, 0.67 * TB, 50e12, 12e12, 40 * GB, 1 * GB, 12 * GB, host_memory=128 * GB,
          host_rate=40 * GB, disk=2 * TB, disk_read=3.5 * GB, disk_write=3 * GB),
     _gpu("3080", 1, 10 * GIB, 0.76 * TB, 60e12, 30e12, 20 * GB, 1 * GB, 26 * GB, host_memory=32 * GIB,
          host_rate=40 * GB, disk=2 * TB, disk_read=3.5 * GB, disk_write=3 * GB),
 ]
 KNOWN = {machine.name: machine for machine in _KNOWN}
+KNOWN["3090-2"] = dataclasses.replace(KNOWN["3090"], name="3090-2", ranks=2)
 
 
 def machine_of(given: Machine | str | os.PathLike[str]) -> Machine:

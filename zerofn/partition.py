@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import tree
 from .agreement import agree_on
-from .disk import ImaginedStore, Store
+from .disk import Store
 from .entries import adapted, device_of, is_state, params_of
 from .errors import nearest
 from .host_memory import map_large_blocks
@@ -73,6 +73,14 @@ def shard(state_or_init: Any, stage: Any = 3, *, mesh: Mesh | DeviceMesh | None 
     scratch = agree_on("zerofn.shard", lambda: (  # a rank whose drive is full is not waited for
         scratch_for((p.spec, p.kinds) for p in parts if isinstance(p, _Cut)), "")) if options.offload.on_disk else None
     return options.place(values, parts, treedef, scratch)
+
+
+def check_stage(stage: Any) -> None:
+    """Raise `ValueError` for a stage that is not there."""
+    if stage not in STAGES or isinstance(stage, bool):
+        near = nearest(stage, STAGES, 1, 0.0)
+        raise ValueError(f"stage={stage!r} is not known: stages are 0 (replicated), 1, 2 and 3"
+                         f"{f'; did you mean {near[0]}?' if near else '.'}")
 
 
 def _planned(stage: Any, precision: Any, offload: Any, plan: Any, num_ranks: int) -> tuple[int, Any, Any]:
@@ -203,10 +211,7 @@ class _Options:
 
     def checked(self) -> _Options:
         """The same with precision and device resolved; raises for what is unknown."""
-        if self.stage not in STAGES or isinstance(self.stage, bool):
-            near = nearest(self.stage, STAGES, 1, 0.0)
-            raise ValueError(f"stage={self.stage!r} is not known: stages are 0 (replicated), 1, 2 and 3"
-                             f"{f'; did you mean {near[0]}?' if near else '.'}")
+        check_stage(self.stage)
         return replace(self, precision=resolve(self.precision), device=self._numbered())
 
     def _numbered(self) -> torch.device | None:
@@ -217,7 +222,7 @@ class _Options:
             raise ValueError(f"shard: device={self.device!r} cannot be had: {error}") from None
 
     def place(self, values: Iterable[tuple[int, Tensor]], parts: list[_Cut | _Copy], treedef: tree.PyTreeSpec,
-              scratch: Store | ImaginedStore | None) -> Any:
+              scratch: Store | None) -> Any:
         """Allocate every part, and take the values as they come."""
         made: list[Any] = [self._allocate(p, scratch) if isinstance(p, _Cut) else None for p in parts]
         into: dict[int, Callable[[Tensor], Any]] = {}
@@ -316,7 +321,7 @@ class _Options:
             out.append(replace(kind, away=Away(tiers, paths, str(self.home), offload.update)) if any(tiers) else kind)
         return out
 
-    def _allocate(self, cut: _Cut, scratch: Store | ImaginedStore | None) -> Sharded:
+    def _allocate(self, cut: _Cut, scratch: Store | None) -> Sharded:
         device = self.device or cut.device
         device = torch.device("cpu") if device is None or device.type == "meta" else device
         cached = cut.is_params and self.stage in (1, 2) and cut.spec.axis.size > 1

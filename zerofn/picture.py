@@ -35,14 +35,11 @@ def draw(moments: Sequence[Moment], sent: Sequence[int], file: File, *, title: s
     axes.set_title(f"{title}: {most:,.1f} MB at its peak", loc="left", fontsize=10.5)
     axes.set(xlabel="operations of a step, in order", ylabel="MB of a rank", xlim=(0, len(moments)),
              ylim=(-0.06 * most, 1.05 * most))
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
     kinds = len(shown)
     axes.legend(handles[:kinds][::-1] + handles[kinds:], labels[:kinds][::-1] + labels[kinds:], loc="center left",
                 bbox_to_anchor=(1, 0.5), frameon=False)
-    figure.savefig(file, format="svg" if isinstance(file, io.BytesIO) else None)
-    _pyplot().close(figure)
+    _save(figure, axes, file)
 
 
 def draw_rows(labels: Sequence[str], peaks: Sequence[dict[str, int]], notes: Sequence[str], limit: float, file: File, *,
@@ -66,9 +63,13 @@ def draw_rows(labels: Sequence[str], peaks: Sequence[dict[str, int]], notes: Seq
     axes.invert_yaxis()
     axes.set_title(title, loc="left", fontsize=10.5)
     axes.set(xlabel="GB of a device at the step's peak", xlim=(0, 1.25 * most))
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    _save(figure, axes, file)
+
+
+def _save(figure: Any, axes: Any, file: File) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     figure.savefig(file, format="svg" if isinstance(file, io.BytesIO) else None)
     _pyplot().close(figure)
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from . import passes, tree
 from ._torch_compat import storage_key
 from .compile import captured
-from .errors import nearest
 from .forecast import Plan
 from .graph.program import Program
 from .imagined import Imagined
 from .machine import Machine, machine_of
 from .mesh import DATA, Axis, Mesh
-from .partition import STAGES, imagine
+from .partition import STAGES, check_stage, imagine
+from .passes.budget import OverBudget
 from .passes.choice import Choice
 from .sharding import is_sharded
 from .sizes import num_bytes
@@ -83,12 +83,9 @@ def _count(name: str, x: Any) -> int:
 
 def _configs(asked: dict[str, Any], machine: Machine, world: int, rows: int) -> Iterator[Config]:
     """Every way that is asked for, those left out that are the same as others."""
-    stages = ((0, 1, 2, 3) if world > 1 else (3,)) if asked["stage"] == ALL else _listed(asked["stage"])
+    stages = (STAGES if world > 1 else (3,)) if asked["stage"] == ALL else _listed(asked["stage"])
     for stage in stages:
-        if stage not in STAGES or isinstance(stage, bool):
-            near = nearest(stage, STAGES, 1, 0.0)
-            raise ValueError(f"plan(stage={stage!r}) is not known: stages are 0, 1, 2 and 3"
-                             f"{f'; did you mean {near[0]}?' if near else '.'}")
+        check_stage(stage)
     accelerated = machine.device != "cpu"
     usual = ("bf16", None) if accelerated else (None,)
     precisions = usual if asked["precision"] == ALL else _listed(asked["precision"])
@@ -137,8 +134,8 @@ class _Planner:
             program = passes.prepare(program)
             try:
                 choices = self._choices(program, config.remat, donating)
-            except MemoryError as error:  # the least that would do
-                return Row(config, needs, str(error).partition(": ")[2].partition(". It")[0], None)
+            except OverBudget as error:
+                return Row(config, needs, f"the least that it takes is {error.least:,}", None)
             found = Plan(passes.finish(program, donating=donating, choices=choices), m, imagined)
         memory = found.memory()
         needs = Needs(memory.total, memory.host, memory.disk)

@@ -68,7 +68,7 @@ class Profile:
 
     def by_kind(self) -> dict[str, Took]:
         """What time goes to: the forward and backward passes, waiting for transfers, starting them, and the rest."""
-        return self._sums(lambda node: kind_of(node))
+        return self._sums(kind_of)
 
     def by_unit(self) -> dict[str, Took]:
         """The same by unit: whose parameters an operation computes with, or did last."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -36,16 +36,10 @@ def measured(gms: Iterable[GraphModule], machine: Machine) -> Cost:
 
     Ranks that compute side by side share caches and memory: call it on all of them at once.
     """
+    found: dict[Node, float] = {}
     for gm in gms:
-        _measure(gm)
-    otherwise = roofline(machine)
-
-    def seconds(node: Node) -> float:
-        if not _counts(node):
-            return 0.0
-        return _known[_key(node)] if touched_bytes(node) <= LARGE else otherwise(node)
-
-    return seconds
+        _measure(gm, roofline(machine), found)
+    return lambda node: found.get(node, 0.0)
 
 
 def forget() -> None:
@@ -53,13 +47,18 @@ def forget() -> None:
     _known.clear()
 
 
-def _measure(gm: GraphModule) -> None:
+def _measure(gm: GraphModule, otherwise: Cost, found: dict[Node, float]) -> None:
     complete_values(gm.graph)
     for node in gm.graph.nodes:
         if node.target is run_loop:
-            _measure(body_of(node))
-        elif _counts(node) and touched_bytes(node) <= LARGE and _key(node) not in _known:
-            _known[_key(node)] = _seconds(node)
+            _measure(body_of(node), otherwise, found)
+        elif _counts(node) and touched_bytes(node) > LARGE:
+            found[node] = otherwise(node)
+        elif _counts(node):
+            key = _key(node)
+            if key not in _known:
+                _known[key] = _seconds(node)
+            found[node] = _known[key]
 
 
 def _counts(node: Node) -> bool:
@@ -84,11 +83,24 @@ def _seconds(node: Node) -> float:
     with below_autograd(), torch.no_grad():
         for _ in range(ROUNDS + 1):
             others.zero_()
-            start = time.perf_counter()
-            out = run(*args, **kwargs)
-            times.append(time.perf_counter() - start)
-            del out
+            times.append(once(lambda: run(*args, **kwargs)))
     return sorted(times[1:])[ROUNDS // 2]
+
+
+def once(run: Callable[[], object]) -> float:
+    """Seconds of a call, and of what it asks of a device."""
+    _synchronize()
+    start = time.perf_counter()
+    kept = run()  # what it made is let go afterwards
+    _synchronize()
+    seconds = time.perf_counter() - start
+    del kept
+    return seconds
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _made_up(x: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .agreement import group_named
 from .collectives import ops
-from .disk import ImaginedStore, Store, pages, scratch_space
+from .disk import Store, pages, scratch_space
 from .host_memory import zeros
 from .hosted import Hosted, on_host
 from .mesh import Axis
@@ -23,8 +23,7 @@ HELD = 2  # units that are partly filled in memory before they are written to a 
 
 
 def allocate(spec: Spec, device: torch.device, cached: bool,
-             kinds: Sequence[Kind] | None = None, scratch: Store | ImaginedStore | None = None,
-             name: str = "") -> Sharded:
+             kinds: Sequence[Kind] | None = None, scratch: Store | None = None, name: str = "") -> Sharded:
     """A `Sharded` of zeros. `cached`: with the gathered copy, of which pieces are views where dtypes agree.
 
     `kinds`: how pieces are kept, by unit; as they are, in the layout's dtypes, by default. `scratch`: where those lie
@@ -53,7 +52,7 @@ def allocate(spec: Spec, device: torch.device, cached: bool,
     return Sharded(spec, pieces, full if cached else None)
 
 
-def scratch_for(parts: Iterable[tuple[Spec, Sequence[Kind]]]) -> Store | ImaginedStore | None:
+def scratch_for(parts: Iterable[tuple[Spec, Sequence[Kind]]]) -> Store | None:
     """Space on drives for what of these is to lie there; None where nothing is. Raises `disk.DiskError`."""
     parts = list(parts)
     nbytes = sum(pages(size * dtype.itemsize) for spec, kinds in parts

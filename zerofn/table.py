@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from .forecast import Plan
@@ -139,14 +140,20 @@ class Table:
     def best(self) -> Row:
         """The fastest row that fits; of about equal ones the one that takes least memory. Raises `MemoryError` where
         none fits, naming the nearest miss."""
-        fitting = [row for row in self.rows if row.fits]
-        if not fitting:
+        found = self._best
+        if found is None:
             near = self.nearest
             raise MemoryError(f"{self.name}: nothing fits on {self.world} rank(s) of {self.machine.name}. The nearest "
                               f"is {near.config.call()} with {near.config.rows} row(s) a rank: {near.lacks}. Give it "
                               "more ranks, a machine with more, fewer rows, or optim.adamw(..., moments='8bit').")
-        fastest = max(row.speed for row in fitting)
-        return min((row for row in fitting if row.speed >= 0.98 * fastest), key=lambda row: sum(row.needs))
+        return found
+
+    @cached_property
+    def _best(self) -> Row | None:
+        fitting = [row for row in self.rows if row.fits]
+        fastest = max((row.speed for row in fitting), default=0.0)
+        about = [row for row in fitting if row.speed >= 0.98 * fastest]
+        return min(about, key=lambda row: sum(row.needs), default=None)
 
     @property
     def nearest(self) -> Row:
@@ -157,8 +164,7 @@ class Table:
     @property
     def plan(self) -> Plan:
         """The best row's, or the nearest one's where nothing fits."""
-        fitting = any(row.fits for row in self.rows)
-        plan = (self.best if fitting else self.nearest).plan
+        plan = (self._best or self.nearest).plan
         if plan is None:
             raise MemoryError(f"{self.name}: the state alone does not fit in any row; see the table.")
         return plan
@@ -191,18 +197,17 @@ class Table:
         widths = [max(len(row[k]) for row in cells) for k in shown]
         lines = [f"{self.name} on {self.world} rank(s) of {self.machine.name}, {in_words(self.machine.memory)} each; "
                  "bytes of a rank at its peak, by kind"]
-        best = next((row for row in self.rows if row.fits), None) and self.best
-        for number, row in enumerate(cells):
-            mark = "*" if number and self.rows[number - 1] is best else " "
-            lines.append(f"{mark} " + "  ".join(row[k].rjust(w) for k, w in zip(shown, widths, strict=True)).rstrip())
-        if best is None:
-            near = self.nearest
-            return "\n".join([*lines, f"Nothing fits. The nearest: {near.config.call()}, {near.lacks}."])
-        return "\n".join([*lines, f"* {best.config.call()}"])
+        best, near = self._best, self.nearest
+        for row, told in zip((None, *self.rows), cells, strict=True):
+            mark = "*" if row is not None and row is best else " "
+            lines.append(f"{mark} " + "  ".join(told[k].rjust(w) for k, w in zip(shown, widths, strict=True)).rstrip())
+        lines.append(f"Nothing fits. The nearest: {near.config.call()}, {near.lacks}." if best is None else
+                     f"* {best.config.call()}")
+        return "\n".join(lines)
 
     def json(self) -> dict[str, Any]:
         """The same as numbers and texts: bytes and seconds."""
-        best = self.rows.index(self.best) if any(row.fits for row in self.rows) else None
+        best = None if self._best is None else self.rows.index(self._best)
         return {"name": self.name, "ranks": self.world, "machine": self.machine.name, "best": best,
                 "rows": [row.json() for row in self.rows]}
 

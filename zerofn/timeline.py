@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -87,24 +87,22 @@ class Timeline:
             self._wait(node, root[node.all_input_nodes[0]])
             return
         transfer = moved(node)
+        if transfer is None and node.meta.get(ASIDE):
+            self._meanwhile(UPDATES, node, self._cost(node), root)
+            return
         if transfer is None:
-            self._compute(node, root)
+            self._take(COMPUTE, node, 0.0, self._cost(node))
             return
         seconds, busy = self._seconds(node, transfer)
         self._take(COMPUTE, node, 0.0, self._machine.launch + busy)
-        given = max([self._free[COMPUTE], *(self._ready.get(root[x], ("", 0.0))[1] for x in node.all_input_nodes)])
-        self._take(transfer.how, node, given, seconds)
-        for written in [root[x] for x in writes(node)] or [node]:
-            self._ready[written] = transfer.how, self._free[transfer.how]
+        self._meanwhile(transfer.how, node, seconds, root)
 
-    def _compute(self, node: Node, root: dict[Node, Node]) -> None:
-        if not node.meta.get(ASIDE):
-            self._take(COMPUTE, node, 0.0, self._cost(node))
-            return
+    def _meanwhile(self, lane: str, node: Node, seconds: float, root: dict[Node, Node]) -> None:
+        """Do something on another lane than the processor's, once its inputs are there."""
         given = max([self._free[COMPUTE], *(self._ready.get(root[x], ("", 0.0))[1] for x in node.all_input_nodes)])
-        self._take(UPDATES, node, given, self._cost(node))
+        self._take(lane, node, given, seconds)
         for written in [root[x] for x in writes(node)] or [node]:
-            self._ready[written] = UPDATES, self._free[UPDATES]
+            self._ready[written] = lane, self._free[lane]
 
     def _wait(self, node: Node, memory: Node) -> None:
         lane, done = self._ready.get(memory, ("", 0.0))
@@ -131,10 +129,6 @@ class Timeline:
             return m.latency * hops + nbytes / m.rank_link(self._world), nbytes * m.busy
         rate = {UP: m.host_link, DOWN: m.host_link, READ: m.disk_read / m.ranks, WRITTEN: m.disk_write / m.ranks}
         return (nbytes / rate[transfer.how] if rate[transfer.how] else math.inf), 0.0
-
-    def moves(self) -> Iterator[Span]:
-        """What goes over links and drives."""
-        return (span for span in self.spans if span.lane not in (COMPUTE, UPDATES))
 
 
 def roofline(machine: Machine) -> Cost:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..disk import ImaginedStore, Store
+from ..disk import Store
 from ..sharding import Sharded, is_sharded
 from ..storage import allocate, scratch_for, settle
 from .contents import LeafInfo, Part, join, kinds_of, leaves_of
@@ -41,7 +41,7 @@ class Filling:
         for part in self.parts:
             yield from (leaf for leaf in leaves_of(part) if leaf.name not in self.absent)
 
-    def _sharded(self, part: Part, source: Source, scratch: Store | ImaginedStore | None) -> Sharded:
+    def _sharded(self, part: Part, source: Source, scratch: Store | None) -> Sharded:
         like: Sharded = part.value
         fresh = _allocate_like(part, scratch)
         spec = like.spec
@@ -81,7 +81,7 @@ def settle_all(values: Sequence[Any]) -> None:
             settle(x)
 
 
-def _allocate_like(part: Part, scratch: Store | ImaginedStore | None) -> Sharded:
+def _allocate_like(part: Part, scratch: Store | None) -> Sharded:
     like: Sharded = part.value
     spec = like.spec
     if like.lost is None:

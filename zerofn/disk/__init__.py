@@ -3,7 +3,7 @@
 from .buffers import aligned, locked
 from .engine import Request, Statistics
 from .files import PAGE, DiskError, pages
-from .store import ImaginedStore, Region, Store, scratch_space
+from .store import Region, Store, scratch_space
 
-__all__ = ["PAGE", "DiskError", "ImaginedStore", "Region", "Request", "Statistics", "Store", "aligned", "locked",
-           "pages", "scratch_space"]
+__all__ = ["PAGE", "DiskError", "Region", "Request", "Statistics", "Store", "aligned", "locked", "pages",
+           "scratch_space"]

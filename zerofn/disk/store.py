@@ -158,16 +158,17 @@ class Store:
         self.close()
 
 
-class ImaginedStore:
+class _ImaginedStore(Store):
     """Space on the drives of a machine that is not there."""
 
-    name, failed = "offload", None
+    def __init__(self) -> None:
+        self.name = "offload"
 
     def allocate(self, nbytes: int, label: str) -> Region:
         """A region that holds nothing."""
-        return Region(self, label, nbytes, [])  # type: ignore[arg-type]
+        return Region(self, label, nbytes, [])
 
 
-def scratch_space(paths: str | os.PathLike | Sequence[str | os.PathLike], nbytes: int) -> Store | ImaginedStore:
+def scratch_space(paths: str | os.PathLike | Sequence[str | os.PathLike], nbytes: int) -> Store:
     """A store for what is offloaded."""
-    return ImaginedStore() if imagining() else Store(paths, nbytes, name="offload")
+    return _ImaginedStore() if imagining() else Store(paths, nbytes, name="offload")

@@ -45,7 +45,7 @@ def within(program: Program, budget: int, schedule: Schedule) -> list[Choice]:
     if whole.peak <= budget:
         return whole.choices
     places = [(gm, _positions_in(gm.graph, x.graph)) for gm, x in search.pairs(whole)]
-    drops = [[*_activations(gm, where), *_stashes(gm, where), *_gathers(gm, where)] for gm, where in places]
+    drops = [list(_drops(gm, where)) for gm, where in places]
     for ahead in range(AHEAD, -1, -1):
         found = search.fit(whole, drops, budget, functools.partial(_choice, ahead=ahead))
         if found is not None:
@@ -56,9 +56,10 @@ def within(program: Program, budget: int, schedule: Schedule) -> list[Choice]:
             search.attempt([_choice(found, ahead) for found in way])
     least = search.least
     if least.peak > budget:
-        raise MemoryError(f"{program.name} cannot be scheduled within {budget:,} bytes: the least that it takes is "
-                          f"{least.peak:,}. It takes less with fewer rows a step, or more microbatches "
-                          "(zerofn.accumulate), at stage 3, with state offloaded or moments='8bit', on more ranks.")
+        raise OverBudget(least.peak, (
+            f"{program.name} cannot be scheduled within {budget:,} bytes: the least that it takes is {least.peak:,}. "
+            "It takes less with fewer rows a step, or more microbatches (zerofn.accumulate), at stage 3, with state "
+            "offloaded or moments='8bit', on more ranks."))
     return least.choices
 
 
@@ -81,6 +82,14 @@ def recomputed(program: Program, how: str, schedule: Schedule) -> list[Choice]:
     drops = [list(_activations(gm, _positions_in(gm.graph, x.graph))) for gm, x in search.pairs(whole)]
     found = search.fit(whole, drops, whole.peak // 2, functools.partial(_choice, ahead=None))
     return found.choices if found is not None else full
+
+
+class OverBudget(MemoryError):
+    """No schedule keeps to a budget. `least`: bytes that would do."""
+
+    def __init__(self, least: int, message: str) -> None:
+        super().__init__(message)
+        self.least = least
 
 
 class _Levels(NamedTuple):
@@ -173,14 +182,22 @@ def _activations(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
         yield Drop((AGAIN, memory.name), where[last], where[first], nbytes, seconds, memory.name)
 
 
-def _stashes(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
+def _drops(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
+    """All that may be dropped, and each way to bring it back."""
+    again = list(_activations(gm, where))
+    yield from again
+    yield from _stashes(gm, where, again)
+    yield from _gathers(gm, where)
+
+
+def _stashes(gm: GraphModule, where: dict[Node, int], computed: list[Drop]) -> Iterator[Drop]:
     """What may wait in host memory, at positions of the scheduled graph; nothing where models compute there.
 
     For a share `HIDDEN` of the time of the forward pass transfers cost no more than the device's memory's own time:
     those of what is dearest to compute again. All others are taken to hold the device up, both ways.
     """
     found = [x for x in stays(gm.graph) if not is_host(tensor_of(x.memory).device)]  # type: ignore[union-attr]
-    again = {drop.of: drop.seconds / drop.nbytes for drop in _activations(gm, where)} if found else {}
+    again = {drop.of: drop.seconds / drop.nbytes for drop in computed}
     free = HIDDEN * sum(seconds_of(n) for n in gm.graph.nodes if phase_of(n) == FORWARD) if found else 0.0
     for x in sorted(found, key=lambda x: -again.get(x.memory.name, 0.0)):
         nbytes = memory_bytes(x.memory.meta["val"])
