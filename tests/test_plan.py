@@ -52,6 +52,38 @@ def test_a_plan_is_what_the_step_on_such_a_machine_is(ranks, tmp_path, size):
         assert row.needs == (memory.total, memory.host, memory.disk)
 
 
+def budgeted(memory):
+    """What `lower` says, on this rank, of a step with a budget on the machine that is planned for."""
+    step = zerofn.compile(train_step_of(build(LAYERS)), memory=memory, machine=HERE)
+    plan = step.lower(state_of(build(LAYERS), 3, NORMED), batch_of(dist.get_rank(), rows=512))
+    return plan.memory().peak, sorted(plan.transfers().items()), [n.name for n in plan.graph.graph.nodes]
+
+
+def test_budgets_choose_for_the_machine_that_is_named(ranks):
+    whole = planned(world=2, stage=3, rows=512)[0].needs.device
+    row = planned(world=2, stage=3, rows=512, remat="budget", memory=int(0.96 * whole))[0]
+    here = ranks(2, budgeted, int(0.96 * whole))[0]
+    names = [n.name for n in row.plan.graph.graph.nodes]
+    assert (row.plan.memory().peak, sorted(row.plan.transfers().items()), names) == here
+
+
+def named_apart():
+    machine = "H100-8" if dist.get_rank() else "A100-8"
+    step = zerofn.compile(train_step_of(build(2)), machine=machine)
+    with pytest.raises(RuntimeError, match=r"(?s)ranks differ.*rank 1: machine: Machine\(name='H100-8'"):
+        step.lower(state_of(build(2), 3), batch_of())
+
+
+def test_ranks_that_name_different_machines_are_told(ranks):
+    ranks(2, named_apart)
+
+
+@pytest.mark.parametrize(("machine", "written"), [("A100-8", "'A100-8'"), (KNOWN["A100-8"], "'A100-8'"),
+                                                  (HERE, "machine")])  # fmt: skip
+def test_the_line_to_write_names_the_machine(machine, written):
+    assert planned(machine=machine, stage=3, world=1)[0].config.call().endswith(f"machine={written})")
+
+
 def test_bytes_of_state_are_those_of_the_closed_form():
     units = init_state().params
     numel = sum(-(-sum(x.numel() for n, x in units.items() if unit_of(n) == u) // 8192) * 8192
@@ -167,7 +199,7 @@ def test_a_budget_is_what_a_device_has():
     whole = deep(remat=None)[0].needs.device
     row = deep(remat="budget", memory=int(0.9 * whole))[0]
     assert row.fits and 0.5 * whole < row.needs.device <= 0.9 * whole
-    assert f"zerofn.compile(train_step, memory={int(0.9 * whole)})" in row.config.call()
+    assert f"zerofn.compile(train_step, memory={int(0.9 * whole)}, machine=machine)" in row.config.call()
     row = deep(remat="budget", memory=row.plan.memory().there + 1000)[0]
     assert not row.fits and "the least that it takes is" in row.lacks
 

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +27,8 @@ from .graph.verify import check_purity, fingerprint
 from .host_memory import keep_freed_memory, return_freed_memory
 from .hosted import end_updates, owe
 from .imagined import rehearsing
-from .machine import Machine
-from .mistakes import note_dtypes
+from .machine import Machine, machine_of
+from .mistakes import no_leaf, note_dtypes
 from .ops import cuda, native
 from .passes.choice import Choice, as_text, from_text
 from .profile import Profile, profiled
@@ -45,7 +45,8 @@ MANY = 8  # captures of one step, after which it is said what keeps changing
 
 
 def compile(train_step: Callable[[Any, Any], Any], *, donate: bool = True, memory: int | str | None = None,
-            remat: str | None = None, backend: str = "eager") -> Step:
+            remat: str | None = None, machine: Machine | str | os.PathLike[str] | None = None, backend: str = "eager"
+            ) -> Step:
     """A callable `(state, batch) -> (state, aux)` that runs `train_step` captured and scheduled.
 
     The step is captured at its first call and again for every new signature (structure, shapes, dtypes, ints and
@@ -59,7 +60,8 @@ def compile(train_step: Callable[[Any, Any], Any], *, donate: bool = True, memor
     for what operations take for themselves while they run. Gathered units are kept, or dropped and gathered again, and
     activations kept, computed again, or sent to host memory and back, as that asks; the values are the same, bit for
     bit. `remat`: "full" computes every activation again but what crosses from one unit's part of the model to the next;
-    "auto" those for which it costs least, until the kept ones take half of the memory.
+    "auto" those for which it costs least, until the kept ones take half of the memory. `machine`: by whose rates
+    transfers are placed, and what costs least is told: what `zerofn.plan` was given; a usual one where it is None.
 
     Raises `graph.capture.CaptureError` for a step that is not a pure function, `MemoryError` below the least memory
     that any schedule takes, on every rank.
@@ -71,7 +73,8 @@ def compile(train_step: Callable[[Any, Any], Any], *, donate: bool = True, memor
     if backend != "eager":
         raise ValueError(f"compile: backend={backend!r} is not known; there is 'eager'.")
     choose = {"memory": None if memory is None else num_bytes(memory), "remat": remat}
-    return Step(train_step, donate, choose if any(choose.values()) else None)
+    where = None if machine is None else machine_of(machine)
+    return Step(train_step, donate, choose if any(choose.values()) else None, where)
 
 
 class _Entry:
@@ -94,8 +97,9 @@ class _Call(NamedTuple):
 class Step:
     """A compiled step. `timings`: seconds its last capture and passes took, and the number of nodes."""
 
-    def __init__(self, train_step: Callable[[Any, Any], Any], donate: bool, choose: dict[str, Any] | None) -> None:
-        self._step, self._donate, self._choose = train_step, donate, choose
+    def __init__(self, train_step: Callable[[Any, Any], Any], donate: bool, choose: dict[str, Any] | None,
+                 machine: Machine | None) -> None:
+        self._step, self._donate, self._choose, self._machine = train_step, donate, choose, machine
         self._entries: dict[Any, _Entry] = {}
         self._before: dict[str, str] = {}
         self._changes: Counter[str] = Counter()  # in how many captures an entry was another than in the one before
@@ -152,7 +156,7 @@ class Step:
         try:
             entry = self._entries.get(key)
         except TypeError:  # not hashable
-            raise _no_leaf(self.__name__, state, batch) from None
+            raise no_leaf(self.__name__, state, batch) from None
         _refill(state_leaves, _params_among(state_def) if entry is None else entry.program.full)
         if entry is None:
             state = tree.unflatten(state_def, state_leaves)
@@ -205,7 +209,7 @@ class Step:
 
         def made(program: Program, constants: list[Tensor], choices: Sequence[Choice]) -> tuple[_Entry, str]:
             entry = self._scheduled(program, constants, choices, began)
-            known = entry.program.describe()
+            known = {**entry.program.describe(), "machine": self._machine}
             return entry, "\n".join([*(f"{k}: {v}" for k, v in known.items()), fingerprint(entry.program)])
 
         if self._choose is None:
@@ -223,7 +227,7 @@ class Step:
         program.timings["capture"] = time.perf_counter() - start
         if any(x.device.type == "cpu" and x.dim() for x in map(tensor_of, program.placeholders) if x is not None):
             keep_freed_memory()
-        program = passes.prepare(program)
+        program = passes.prepare(program, self._machine)
         if self._choose is None:
             return program, constants, []
         return program, constants, passes.decide(program, donating=self._gives(program), **self._choose)
@@ -386,13 +390,3 @@ def _kind(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.shape, x.dtype, x.device, x.stride()
     return type(x), x
-
-
-def _no_leaf(name: str, state: Any, batch: Any) -> TypeError:
-    """What to say of a leaf that is neither a tensor nor a value that a signature can hold."""
-    for what, value in (("state", state), ("batch", batch)):
-        for path, x in zip(*tree.flatten_with_path(value, is_leaf=is_sharded)[:2], strict=True):
-            if not isinstance(x, Hashable):
-                return TypeError(f"{name}: {what} entry {tree.name_of(path)!r} is a {type(x).__name__}; leaves are "
-                                 "tensors, numbers, strings, bools and None: write torch.as_tensor(...) for an array.")
-    return TypeError(f"{name}: the state or the batch holds a node whose metadata cannot be hashed.")

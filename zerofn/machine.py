@@ -145,6 +145,16 @@ KNOWN = {machine.name: machine for machine in _KNOWN}
 KNOWN["3090-2"] = dataclasses.replace(KNOWN["3090"], name="3090-2", ranks=2)
 
 
+# A host of some cores whose ranks talk through its memory, where nothing better is known.
+_HOST = Machine("host", "cpu", 1, 64 * GB, 10 * GB, {"float32": 60e9}, 1.5 * GB, 1.5 * GB, 10 * GB, latency=50e-6,
+                disk_read=2 * GB, disk_write=1 * GB)
+
+
+def usual(accelerated: bool) -> Machine:
+    """What passes take a machine to be that nobody has described: they compare what costs less, on every rank alike."""
+    return KNOWN["A100-8"] if accelerated else _HOST
+
+
 def machine_of(given: Machine | str | os.PathLike[str]) -> Machine:
     """A machine as it is, by its name, or from the file that `zerofn profile` wrote.
 

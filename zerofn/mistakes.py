@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
@@ -63,3 +64,13 @@ def note_dtypes(error: BaseException, state: Any, batch: Any) -> None:
 
 def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def no_leaf(name: str, state: Any, batch: Any) -> TypeError:
+    """What to say of a leaf that is neither a tensor nor a value that a signature can hold."""
+    for what, value in (("state", state), ("batch", batch)):
+        for path, x in zip(*tree.flatten_with_path(value, is_leaf=is_sharded)[:2], strict=True):
+            if not isinstance(x, Hashable):
+                return TypeError(f"{name}: {what} entry {tree.name_of(path)!r} is a {type(x).__name__}; leaves are "
+                                 "tensors, numbers, strings, bools and None: write torch.as_tensor(...) for an array.")
+    return TypeError(f"{name}: the state or the batch holds a node whose metadata cannot be hashed.")

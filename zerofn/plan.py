@@ -17,7 +17,7 @@ from .compile import captured
 from .forecast import Plan
 from .graph.program import Program
 from .imagined import Imagined
-from .machine import Machine, machine_of
+from .machine import KNOWN, Machine, machine_of
 from .mesh import DATA, Axis, Mesh
 from .partition import STAGES, check_stage, imagine
 from .passes.budget import OverBudget
@@ -63,16 +63,23 @@ def plan(train_step: Callable[[Any, Any], Any], init_state: Any, batch: Any, *, 
     found: list[Row] = []
     for number in [planner.num_rows] if rows is None else _listed(rows):
         for config in _configs(asked, where, world, _count("rows", number)):
-            row = planner.row(config)
+            row = planner.row(config._replace(machine=_written(machine)))
             found.append(row)
             if not row.fits and remat == ALL and row.plan is not None:
                 with contextlib.suppress(ValueError):  # there is nothing that could be computed again
-                    found += [planner.row(config._replace(remat=how)) for how in ("auto", "full")]
+                    found += [planner.row(row.config._replace(remat=how)) for how in ("auto", "full")]
     return Table(found, where, world, getattr(train_step, "__name__", "step"))
 
 
 def _listed(x: Any) -> list[Any]:
     return list(x) if isinstance(x, list | tuple) else [x]
+
+
+def _written(machine: Machine | str | os.PathLike[str]) -> str:
+    """A machine as an argument is written."""
+    if isinstance(machine, Machine):
+        return repr(machine.name) if KNOWN.get(machine.name) is machine else "machine"
+    return repr(os.fspath(machine))
 
 
 def _count(name: str, x: Any) -> int:
@@ -131,7 +138,7 @@ class _Planner:
             program, _ = captured(self._step, state, batch)
             program.name = getattr(self._step, "__name__", "step")
             donating = program.new_state is not None
-            program = passes.prepare(program)
+            program = passes.prepare(program, m)
             try:
                 choices = self._choices(program, config.remat, donating)
             except OverBudget as error:

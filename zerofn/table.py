@@ -29,6 +29,7 @@ class Config(NamedTuple):
     remat: str | None
     rows: int
     memory: float = 0.0  # of a device
+    machine: str = "machine"  # as it is written
 
     @property
     def options(self) -> dict[str, Any]:
@@ -41,7 +42,8 @@ class Config(NamedTuple):
         options = ", ".join(f"{name}={_written(value)}" for name, value in self.options.items())
         remat = f", remat={self.remat!r}" if self.remat else ""
         remat = f", memory={int(self.memory)}" if self.remat == "budget" else remat
-        return f"state = zerofn.shard(init_state, {options}); step = zerofn.compile(train_step{remat})"
+        return (f"state = zerofn.shard(init_state, {options}); "
+                f"step = zerofn.compile(train_step{remat}, machine={self.machine})")
 
 
 def _written(value: Any) -> str:

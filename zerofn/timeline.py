@@ -1,8 +1,9 @@
-"""A simulated run of a scheduled graph: when each node begins and ends, on the processor and on every link.
+"""A simulated run of a graph: when each node begins and ends, on the processor and on every link.
 
 Each *lane* does one thing at a time, in the order in which the graph starts them: the processor that computes, the
 links to other ranks, to and from host memory, and to and from drives, and the host's own updates. A wait lets the
-processor stand still until what it waits for has come. All ranks are taken to be alike.
+processor stand still until what it waits for has come. All ranks are taken to be alike. Passes place transfers by it,
+and plans tell from it how long a step takes.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from torch.fx import GraphModule, Node
 
 from .graph.alias import body_of, roots, writes
 from .graph.cost import DOWN, READ, SENT, UP, WRITTEN, Moved, flops, moved, touched_bytes
-from .graph.edit import ASIDE, SCATTERS
+from .graph.edit import ASIDE, SCATTERS, loops
 from .graph.liveness import complete_values, tensors_of
 from .imagined import is_host
 from .loop import run_loop
-from .machine import Machine
+from .machine import Machine, usual
 
 ops = torch.ops.zerofn
 COMPUTE, UPDATES = "computing", "updates on the host"
+_KEY = "machine"  # among a graph module's meta
 Cost = Callable[[Node], float]
 _NOTHING = (operator.getitem, ops.part.default, ops.flat.default, ops.room.default, ops.ticket.default)
 
@@ -39,27 +41,102 @@ class Span(NamedTuple):
     stop: float
 
 
-class Timeline:
-    """A run of a graph on `machine` by one of `world` ranks; `cost`: seconds of a node on a processor.
+class Lanes:
+    """A run of nodes, one after the other, on `machine` by one of `world` ranks; `cost`: seconds of a node on a
+    processor, by the machine's rates where it is not given.
 
-    `seconds`: a step's that follows another; `spans`: what takes which lane when; `starts`: when each node that
-    ran began, in order; `busy`: seconds by lane; `waited`: seconds that the processor stood still, by what for.
+    `free`: lane -> when it has nothing to do, in seconds from the beginning; `spans`: what takes which lane when;
+    `starts`: when each node that ran began, in order; `busy`: seconds by lane; `waited`: seconds that the processor
+    stood still, by what for.
     """
 
-    def __init__(self, gm: GraphModule, machine: Machine, world: int, cost: Cost) -> None:
-        self._machine, self._world, self._cost = machine, world, cost
+    def __init__(self, machine: Machine, world: int, cost: Cost | None = None) -> None:
+        self.machine, self.world, self.cost = machine, world, cost or roofline(machine)
         self.spans: list[Span] = []
         self.starts: list[tuple[Node, float]] = []
         self.busy: defaultdict[str, float] = defaultdict(float)
         self.waited: defaultdict[str, float] = defaultdict(float)
-        self._free: dict[str, float] = defaultdict(float)  # lane -> when it has nothing to do
+        self.free: defaultdict[str, float] = defaultdict(float)
         self._ready: dict[Node, tuple[str, float]] = {}  # memory -> on which lane it is being made, and until when
-        self._run(gm)
-        first = self._free[COMPUTE]  # what is still under way goes on while the next step begins
+
+    def run(self, gm: GraphModule) -> None:
+        """Run a graph."""
+        complete_values(gm.graph)
+        root = roots(gm.graph)
+        for node in gm.graph.nodes:
+            self.step(node, root)
+
+    def step(self, node: Node, root: dict[Node, Node]) -> None:
+        """Run a node. `root`: see `graph.alias.roots`."""
+        if node.op != "call_function":
+            return
+        self.starts.append((node, self.free[COMPUTE]))
+        if node.target is run_loop:
+            num_rounds: int = node.args[1]  # type: ignore[assignment]
+            for _ in range(num_rounds):
+                self.run(body_of(node))
+            return
+        if node.target is ops.wait.default:
+            self._wait(node, root[node.all_input_nodes[0]])
+            return
+        transfer = moved(node)
+        if transfer is None and node.meta.get(ASIDE):
+            self._meanwhile(UPDATES, node, self.cost(node), root)
+        elif transfer is None:
+            self._take(COMPUTE, node, 0.0, self.cost(node))
+        else:
+            self._take(COMPUTE, node, 0.0, self.machine.launch + transfer.nbytes * self._share(transfer))
+            self._meanwhile(transfer.how, node, self.seconds_of(transfer), root)
+
+    def seconds_of(self, transfer: Moved) -> float:
+        """Seconds that a transfer takes on its lane."""
+        m, nbytes = self.machine, transfer.nbytes
+        if transfer.how == SENT:
+            hops = math.ceil(math.log2(max(2, self.world)))
+            return m.latency * hops + nbytes / m.rank_link(self.world)
+        rate = {UP: m.host_link, DOWN: m.host_link, READ: m.disk_read / m.ranks, WRITTEN: m.disk_write / m.ranks}
+        return nbytes / rate[transfer.how] if rate[transfer.how] else math.inf
+
+    def _share(self, transfer: Moved) -> float:
+        """Seconds a byte that a transfer takes of the processor that computes."""
+        return self.machine.busy if transfer.how == SENT else 0.0
+
+    def _meanwhile(self, lane: str, node: Node, seconds: float, root: dict[Node, Node]) -> None:
+        """Do something on another lane than the processor's, once its inputs are there."""
+        given = max([self.free[COMPUTE], *(self._ready.get(root[x], ("", 0.0))[1] for x in node.all_input_nodes)])
+        self._take(lane, node, given, seconds)
+        for written in [root[x] for x in writes(node)] or [node]:
+            self._ready[written] = lane, self.free[lane]
+
+    def _wait(self, node: Node, memory: Node) -> None:
+        lane, done = self._ready.get(memory, ("", 0.0))
+        if node.meta.get(ASIDE):  # the host's own thread waits, not the one that launches
+            return
+        if done > self.free[COMPUTE]:
+            self.waited[lane] += done - self.free[COMPUTE]
+            self.free[COMPUTE] = done
+        if memory.target in SCATTERS and is_host(memory.meta["val"].device):  # we sum what has come
+            self._take(COMPUTE, node, 0.0, (self.world + 1) * memory.meta["val"].nbytes / self.machine.memory_rate)
+
+    def _take(self, lane: str, node: Node, after: float, seconds: float) -> None:
+        start = max(self.free[lane], after)
+        self.free[lane] = start + seconds
+        if seconds:
+            self.busy[lane] += seconds
+            self.spans.append(Span(lane, node, start, start + seconds))
+
+
+class Timeline(Lanes):
+    """A scheduled graph's step that follows another. `seconds`: what it takes."""
+
+    def __init__(self, gm: GraphModule, machine: Machine, world: int, cost: Cost | None = None) -> None:
+        super().__init__(machine, world, cost)
+        self.run(gm)
+        first = self.free[COMPUTE]  # what is still under way goes on while the next step begins
         for told in (self.spans, self.starts, self.busy, self.waited):
             told.clear()
-        self._run(gm)
-        self.seconds = max(self._free[COMPUTE] - first, *self.busy.values(), 0.0)
+        self.run(gm)
+        self.seconds = max(self.free[COMPUTE] - first, *self.busy.values(), 0.0)
         self.spans = [Span(x.lane, x.node, x.start - first, x.stop - first) for x in self.spans]
         self.starts = [(node, start - first) for node, start in self.starts]
 
@@ -67,68 +144,6 @@ class Timeline:
     def bound(self) -> str:
         """What takes longest: the lane that is busiest while the processor computes, or waits for it."""
         return max(self.busy, key=self.busy.__getitem__, default=COMPUTE)
-
-    def _run(self, gm: GraphModule) -> None:
-        complete_values(gm.graph)
-        root = roots(gm.graph)
-        for node in gm.graph.nodes:
-            if node.op != "call_function":
-                continue
-            self.starts.append((node, self._free[COMPUTE]))
-            if node.target is run_loop:
-                num_rounds: int = node.args[1]
-                for _ in range(num_rounds):
-                    self._run(body_of(node))
-            else:
-                self._step(node, root)
-
-    def _step(self, node: Node, root: dict[Node, Node]) -> None:
-        if node.target is ops.wait.default:
-            self._wait(node, root[node.all_input_nodes[0]])
-            return
-        transfer = moved(node)
-        if transfer is None and node.meta.get(ASIDE):
-            self._meanwhile(UPDATES, node, self._cost(node), root)
-            return
-        if transfer is None:
-            self._take(COMPUTE, node, 0.0, self._cost(node))
-            return
-        seconds, busy = self._seconds(node, transfer)
-        self._take(COMPUTE, node, 0.0, self._machine.launch + busy)
-        self._meanwhile(transfer.how, node, seconds, root)
-
-    def _meanwhile(self, lane: str, node: Node, seconds: float, root: dict[Node, Node]) -> None:
-        """Do something on another lane than the processor's, once its inputs are there."""
-        given = max([self._free[COMPUTE], *(self._ready.get(root[x], ("", 0.0))[1] for x in node.all_input_nodes)])
-        self._take(lane, node, given, seconds)
-        for written in [root[x] for x in writes(node)] or [node]:
-            self._ready[written] = lane, self._free[lane]
-
-    def _wait(self, node: Node, memory: Node) -> None:
-        lane, done = self._ready.get(memory, ("", 0.0))
-        if node.meta.get(ASIDE):  # the host's own thread waits, not the one that launches
-            return
-        if done > self._free[COMPUTE]:
-            self.waited[lane] += done - self._free[COMPUTE]
-            self._free[COMPUTE] = done
-        if memory.target in SCATTERS and is_host(memory.meta["val"].device):  # we sum what has come
-            self._take(COMPUTE, node, 0.0, (self._world + 1) * memory.meta["val"].nbytes / self._machine.memory_rate)
-
-    def _take(self, lane: str, node: Node, after: float, seconds: float) -> None:
-        start = max(self._free[lane], after)
-        self._free[lane] = start + seconds
-        if seconds:
-            self.busy[lane] += seconds
-            self.spans.append(Span(lane, node, start, start + seconds))
-
-    def _seconds(self, node: Node, transfer: Moved) -> tuple[float, float]:
-        """Seconds that a transfer takes on its lane, and of the processor that computes."""
-        m, nbytes = self._machine, transfer.nbytes
-        if transfer.how == SENT:
-            hops = math.ceil(math.log2(max(2, self._world)))
-            return m.latency * hops + nbytes / m.rank_link(self._world), nbytes * m.busy
-        rate = {UP: m.host_link, DOWN: m.host_link, READ: m.disk_read / m.ranks, WRITTEN: m.disk_write / m.ranks}
-        return (nbytes / rate[transfer.how] if rate[transfer.how] else math.inf), 0.0
 
 
 def roofline(machine: Machine) -> Cost:
@@ -144,3 +159,27 @@ def roofline(machine: Machine) -> Cost:
         return max(machine.launch, flops(node) / machine.rate_of(values[0].dtype), nbytes / rate)
 
     return cost
+
+
+def note_machine(gm: GraphModule, machine: Machine | None, world: int) -> None:
+    """Note for the passes on what machine, by how many ranks, a graph and its loops' bodies will be run. None: a usual
+    machine of its kind."""
+    if machine is None:
+        inputs = [x for n in gm.graph.nodes if n.op == "placeholder" for x in tensors_of(n.meta.get("val")) if x.dim()]
+        machine = usual(accelerated=not all(is_host(x.device) for x in inputs))
+    gm.meta[_KEY] = machine, world
+    for _, body in loops(gm):
+        note_machine(body, machine, world)
+
+
+def lanes_of(gm: GraphModule) -> Lanes:
+    """A run that is about to begin, on the machine that was noted for a graph."""
+    if _KEY not in gm.meta:
+        note_machine(gm, None, 1)
+    return Lanes(*gm.meta[_KEY])
+
+
+def simulated(gm: GraphModule) -> Timeline:
+    """A step on the machine that was noted for its graph."""
+    lanes = lanes_of(gm)
+    return Timeline(gm, lanes.machine, lanes.world)

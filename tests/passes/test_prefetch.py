@@ -1,4 +1,9 @@
+import dataclasses
+
+import numpy as np
 import pytest
+import torch
+from torch.fx import Graph, GraphModule
 
 import zerofn
 from small_steps import (
@@ -13,11 +18,14 @@ from small_steps import (
     state_of,
     users_of,
 )
-from zerofn import tree
+from zerofn import timeline, tree
 from zerofn.graph.alias import positions, roots, writes
-from zerofn.graph.edit import is_gather, loops, wait_of
+from zerofn.graph.edit import UPDATE, is_fetch, is_gather, loops, wait_of
 from zerofn.passes import SCHEDULE
-from zerofn.passes.prefetch import prefetch
+from zerofn.passes.choice import Choice, choose
+from zerofn.passes.prefetch import early, prefetch, sources_in
+
+ops = torch.ops.zerofn
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
@@ -26,7 +34,7 @@ def test_gathers_start_ahead(precision):
     where = positions(gm.graph)
     found = gathers(gm)
     starts, waits = [where[g] for g in found], [where[wait_of(g)] for g in found]
-    assert starts == sorted(starts) and starts[2] < waits[0]  # two under way beside the first one
+    assert starts == sorted(starts) and starts[1] < waits[0]  # one follows the first one at once
     used = [where[u] for g in found for u in users_of(g)]
     assert all(any(start < u < wait for u in used) for start, wait in list(zip(starts, waits, strict=True))[1:])
     assert num_alive(gm) == 3
@@ -35,6 +43,116 @@ def test_gathers_start_ahead(precision):
 def test_two_units_at_most_beside_the_one_in_use():
     for num_layers in (6, 12):
         assert num_alive(lowered(*SCHEDULE, num_layers=num_layers)) == 3
+
+
+# --- by time -----------------------------------------------------------------------------------------------------
+
+# Each operation takes a second, and so does a transfer; numbers and views take nothing.
+EVEN = zerofn.Machine("even", "cpu", 2, 1e12, 1.0, {"float32": 1.0}, link=1e30, network=1e30, launch=0.0, latency=1.0)
+
+
+@pytest.fixture
+def seconds(monkeypatch):
+    """Seconds by node, to be filled; 1 for others that compute."""
+    known = {}
+    monkeypatch.setattr(timeline, "roofline", lambda machine: lambda node: known.get(node.name, 1.0))
+    return known
+
+
+def layered(sizes, *, num_ops=4):
+    """A graph of layers with a unit of so many elements each, gathered where it is used, and operations between."""
+    graph = Graph()
+    pieces = [graph.placeholder(f"piece{k}") for k in range(len(sizes))]
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.zeros(1)
+    for k, (piece, size) in enumerate(zip(pieces, sizes, strict=True)):
+        piece.meta["val"] = torch.zeros(size // 2)
+        start = graph.call_function(ops.all_gather.default, (piece, 2, "g", f"unit{k}"), name=f"gather{k}")
+        wait = graph.call_function(ops.wait.default, (start,), name=f"wait{k}")
+        start.meta["val"] = wait.meta["val"] = torch.zeros(size)
+        for _ in range(num_ops):
+            x = graph.call_function(torch.ops.aten.add.Tensor, (x, wait))
+            x.meta["val"] = torch.zeros(1)
+    graph.output(x)
+    return GraphModule(torch.nn.Module(), graph)
+
+
+def order(gm):
+    """Gathers and waits, in order, in short: g0 w0 g1 ..., and a dot for an operation between."""
+    names = {"gather": "g", "wait": "w"}
+    return [names[n.name.rstrip("0123456789")] + n.name[-1] if n.name[:4] in ("gath", "wait") else "."
+            for n in gm.graph.nodes if n.op == "call_function"]
+
+
+def placed(gm, machine=EVEN):
+    timeline.note_machine(gm, machine, 2)
+    return " ".join(order(prefetch(gm)))
+
+
+def test_a_gather_starts_as_soon_as_its_link_is_free_and_three_units_at_most_are_there(seconds):
+    assert placed(layered([100] * 5, num_ops=2)) == "g0 g1 w0 g2 . . g3 w1 . . g4 w2 . . w3 . . w4 . ."
+
+
+def test_units_are_weighed_and_not_counted(seconds):
+    """A large one beside small ones: while it is away there is room for more than two."""
+    found = placed(layered([10, 10, 10, 10, 100, 10], num_ops=1)).split()
+    where = {name: k for k, name in enumerate(found)}
+    assert where["g3"] < where["w1"]  # with the link of one second and three units of the largest kind
+
+
+def test_a_slow_link_is_never_left_idle(seconds):
+    slow = dataclasses.replace(EVEN, latency=10.0)
+    gm = layered([100] * 6, num_ops=2)
+    placed(gm, slow)
+    run = timeline.Lanes(slow, 2)
+    run.run(gm)
+    spans = [x for x in run.spans if x.lane == "sent"]
+    assert len(spans) == 6 and spans[0].start == 0
+    assert all(b.start == a.stop for a, b in zip(spans, spans[1:], strict=False))
+
+
+def test_what_can_be_hidden_is(seconds):
+    gm = layered([100] * 6, num_ops=2)
+    timeline.note_machine(gm, EVEN, 2)
+    on_demand = timeline.Lanes(EVEN, 2)
+    on_demand.run(gm)
+    run = timeline.Lanes(EVEN, 2)
+    run.run(prefetch(gm))
+    assert on_demand.waited["sent"] == 6 and run.waited["sent"] == 1  # for the first one
+
+
+def test_starts_that_were_chosen(seconds):
+    gm = layered([100] * 4, num_ops=2)
+    choose(gm, Choice(starts=frozenset({("gather2", "wait1"), ("gather3", "nowhere")})))
+    assert placed(gm) == "g0 w0 . . g1 g2 w1 . . w2 . . g3 w3 . ."
+
+
+@pytest.mark.parametrize("limit", [100, 199, 200, 299, 300, 10**9])
+def test_a_limit_is_kept(seconds, limit):
+    """A simulated run fills what is free, and nothing else."""
+    gm = layered([25] * 5, num_ops=2)  # 100 bytes each
+    timeline.note_machine(gm, EVEN, 2)
+    nodes, where = list(gm.graph.nodes), positions(gm.graph)
+    level = np.zeros(len(nodes), dtype=np.int64)
+    for gather in gathers(gm):
+        level[where[gather] : where[users_of(gather)[-1]] + 1] += 100
+    found = early(gm, sources_in(gm.graph), level, limit)
+    for start, at in found.starts.items():
+        level[at : where[start]] += 100
+    assert level.max() <= max(100, limit) and (limit < 200 or level.max() > 100)
+    assert found.seconds == 10 + {100: 5, 199: 5}.get(limit, 1)
+
+
+def test_reads_start_ahead_too(tmp_path):
+    """Pieces that lie on drives are read, and then gathered, ahead of their use."""
+    offload = zerofn.Offload(params="nvme", path=tmp_path)
+    gm = lowered(*SCHEDULE, num_layers=6, offload=offload)
+    where = positions(gm.graph)
+    reads = [n for n in gm.graph.nodes if is_fetch(n) and not n.meta.get(UPDATE)]
+    assert len(reads) == len(gathers(gm))
+    ahead = [sum(where[n] < where[x] for n in reads) - k for k, x in enumerate(gathers(gm))]
+    assert min(ahead[:-2]) >= 2, ahead
+    assert num_alive(gm) <= 3
 
 
 def test_what_is_written_before_it_is_gathered_is_gathered_after():

@@ -4,7 +4,6 @@ A device is imagined, for which "cpu" stands, its host's memory being "meta"; or
 """
 
 import contextlib
-import importlib
 import re
 import types
 
@@ -15,11 +14,11 @@ from torch.func import functional_call
 import tiny_models
 import zerofn
 from small_steps import WIDTH, batch_of, build, state_of, train_step_of, trained, unit_of
-from zerofn import hosted, optim, passes, transport, tree
+from zerofn import hosted, optim, passes, timeline, transport, tree
 from zerofn.compile import captured
 from zerofn.forecast import Plan
 from zerofn.graph.alias import positions, roots, touches
-from zerofn.graph.cost import DOWN, UP
+from zerofn.graph.cost import DOWN, UP, Moved
 from zerofn.graph.edit import loops, wait_of
 from zerofn.graph.segments import Segments
 from zerofn.imagined import Imagined
@@ -125,7 +124,7 @@ def test_transfers_are_ahead_of_their_use_but_no_more_than_two_at_a_time():
 
 
 def test_where_computing_takes_long_nothing_is_back_before_it_is_needed(monkeypatch):
-    monkeypatch.setattr(importlib.import_module("zerofn.passes.stash"), "seconds_of", lambda node: 1.0)
+    monkeypatch.setattr(timeline, "roofline", lambda machine: lambda node: 1.0)
     plan, _ = planned(all_away)
     nodes = positions(plan.graph.graph)
     assert all(nodes[wait_of(x)] - nodes[x] <= 2 for pair in moves(plan.graph) for x in pair)
@@ -219,8 +218,8 @@ def test_a_budget_takes_what_costs_least(monkeypatch):
     assert choice.dropped and not choice.stashed  # a hyperbolic tangent is cheaper than its transfer
     assert plan.memory().total <= most * 3 // 4
 
-    real = budget.seconds_of
-    monkeypatch.setattr(budget, "seconds_of", lambda node: 1e3 * real(node))
+    real = timeline.roofline
+    monkeypatch.setattr(timeline, "roofline", lambda machine: lambda node: 1e3 * real(machine)(node))
     plan, (choice,) = planned(within(most * 3 // 4))
     assert choice.stashed and not choice.dropped & choice.stashed
     assert plan.memory().total <= most * 3 // 4 and plan.memory().host >= ACTIVATION
@@ -244,7 +243,7 @@ def test_in_host_memory_nothing_is_sent_there():
     program, _ = captured(train_step_of(build(4)), state_of(build(4), 3), batch_of(rows=512))
     program = passes.prepare(program)
     gm = program.gm
-    assert stays(gm.graph) and not list(budget._stashes(gm, positions(gm.graph)))
+    assert stays(gm.graph) and not list(budget._stashes(gm, positions(gm.graph), []))
 
 
 def test_one_way_is_enough_for_a_value():
@@ -261,19 +260,18 @@ def test_what_links_take_for_nothing_is_what_is_dearest_to_compute_again(monkeyp
         where = positions(gm.graph)
         again = {x.of: x.seconds for x in budget._activations(gm, where)}
         # As much as two activations' transfers take.
-        away = 2.5 * budget.seconds_between(ACTIVATION) / budget.HIDDEN
+        away = 2.5 * timeline.lanes_of(gm).seconds_of(Moved(UP, "bring", "", ACTIVATION)) / budget.HIDDEN
         num = sum(phase_of(n) == "forward" for n in gm.graph.nodes)
-        monkeypatch.setattr(budget, "seconds_of", lambda node: away / num)
-        monkeypatch.setattr(budget, "_activations", lambda gm, where: [
-            Drop("", 0, 0, 1, float(k), name) for k, name in enumerate(again)])
-        found = {x.of: x.seconds for x in budget._stashes(gm, where)}
+        monkeypatch.setattr(timeline, "roofline", lambda machine: lambda node: away / num)
+        computed = [Drop("", 0, 0, 1, float(k), name) for k, name in enumerate(again)]
+        found = {x.of: x.seconds for x in budget._stashes(gm, where, computed)}
     cheap = sorted(found, key=found.__getitem__)[:2]
     assert cheap == list(again)[:-3:-1]
     assert max(map(found.get, cheap)) < min(seconds for x, seconds in found.items() if x not in cheap)
 
 
 def test_choices_are_told_as_texts():
-    choices = [Choice(frozenset("ab"), frozenset({("a", "b")}), 1, frozenset("cd")), Choice()]
+    choices = [Choice(frozenset("ab"), frozenset({("a", "b")}), frozenset(), frozenset("cd")), Choice()]
     assert from_text(as_text(choices)) == choices
 
 

@@ -20,8 +20,6 @@ from .program import tensor_of
 
 ops = torch.ops.zerofn
 _UNIT = {**dict.fromkeys((*GATHERS, *SCATTERS), 3), ops.refresh_.default: 4}  # where they name the unit
-# Nominal: seconds that a transfer between host and device takes to start, bytes a second of it, and of memory.
-TRANSFER, HOST_LINK, DEVICE_MEMORY = 1e-5, 2.5e10, 1.5e12
 SENT, READ, WRITTEN, DOWN, UP = "sent", "read", "written", "to the host", "to the device"
 
 
@@ -132,20 +130,3 @@ def transfers(gm: GraphModule, times: int = 1) -> Iterator[tuple[Moved, int]]:
 
 def _bytes(node: Node) -> int:
     return node.meta["val"].nbytes
-
-
-def seconds_of(node: Node) -> float:
-    """About how long a node takes, on a processor of its device's kind: to compare what it costs to bring values back,
-    on every rank alike."""
-    value = next(iter(tensors_of(node.meta.get("val"))), None)
-    on_host = value is None or is_host(value.device)
-    arithmetic, memory, link = (6e10, 1e10, 1.5e9) if on_host else (1.5e14, DEVICE_MEMORY, 1e11)
-    x = moved(node)
-    if x is not None:
-        return seconds_between(x.nbytes) if x.how in (UP, DOWN) else x.nbytes / link
-    return max(flops(node) / arithmetic, touched_bytes(node) / memory)
-
-
-def seconds_between(nbytes: int) -> float:
-    """About how long a transfer between host and device takes, either way."""
-    return TRANSFER + nbytes / HOST_LINK

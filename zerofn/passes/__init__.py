@@ -12,6 +12,8 @@ from torch.fx import GraphModule
 
 from ..graph.edit import loops
 from ..graph.program import Program
+from ..machine import Machine
+from ..timeline import note_machine
 from .arrive import arrive
 from .average import average
 from .budget import graphs, recomputed, within
@@ -67,8 +69,10 @@ def run(program: Program, *, donating: bool) -> Program:
     return finish(prepare(program), donating=donating)
 
 
-def prepare(program: Program) -> Program:
-    """Apply those passes that come before anything is chosen."""
+def prepare(program: Program, machine: Machine | None = None) -> Program:
+    """Apply those passes that come before anything is chosen. `machine`: by whose rates transfers are placed, and what
+    is cheaper is told; a usual one of its kind where it is not known."""
+    note_machine(program.gm, machine, 1 if program.axis is None else program.axis.size)
     _dump(program, 0, "capture")
     return _apply(program, PREPARE, 1)
 

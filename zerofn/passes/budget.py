@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import positions
 from ..graph.copies import copied
-from ..graph.cost import DEVICE_MEMORY, seconds_between, seconds_of
-from ..graph.edit import loops, weight_chain
+from ..graph.cost import UP, Moved, moved
+from ..graph.edit import loops, wait_of, weight_chain
 from ..graph.liveness import Live, memory_bytes, moments
 from ..graph.program import Program, tensor_of
 from ..graph.resident import resident
 from ..graph.segments import Segments
 from ..imagined import is_host
 from ..phases import FORWARD, phase_of
+from ..timeline import Timeline, lanes_of, simulated
 from .choice import Choice, choose
 from .fit import Drop, cheapest
+from .prefetch import Run, early, sources_in
 from .regather import num_others, uses_of_gathers
 from .stash import stays
 
-TRIES = 8  # schedules that are made before a budget is given up
-AHEAD = 2  # gathers that may be under way beside the unit that is used
-# Transfers come in bursts, and devices may be faster than nominal. On a simulated H100, GPT-2 of 6 layers of 2,048 in
+TRIES = 16  # choices that are looked at before a budget is given up
+SHORT = 0.01  # of a step's time: so much is not worth more schedules
+# Transfers come in bursts, and devices may be faster than simulated. On a simulated H100, GPT-2 of 6 layers of 2,048 in
 # half of its memory took 172.6 ms with all of the time, 163.6 with a quarter, 163.7 without transfers.
 HIDDEN = 0.25
 AGAIN, GATHERED, STASHED = "computed again", "gathered again", "brought back"  # how a value that is dropped comes back
@@ -41,26 +45,24 @@ def within(program: Program, budget: int, schedule: Schedule) -> list[Choice]:
     Raises `MemoryError` below what the least schedule needs. `schedule` must be the same on all ranks.
     """
     search = _Search(program, schedule, lambda live: sum(live.values()))
-    whole = search.attempt([_choice([], AHEAD) for _ in search.graphs])
+    whole = search.attempt([_choice([]) for _ in search.graphs])
     if whole.peak <= budget:
-        return whole.choices
-    places = [(gm, _positions_in(gm.graph, x.graph)) for gm, x in search.pairs(whole)]
+        return search.ahead(whole, budget).choices
+    places = [(gm, _positions_in(gm.graph, x.gm.graph)) for gm, x in search.pairs(whole)]
     drops = [list(_drops(gm, where)) for gm, where in places]
-    for ahead in range(AHEAD, -1, -1):
-        found = search.fit(whole, drops, budget, functools.partial(_choice, ahead=ahead))
-        if found is not None:
-            return found.choices
+    found = search.fit(whole, drops, budget, _choice)
+    if found is not None:
+        return search.soonest(found, whole, drops, budget)
     ways = [[_all_of(found, how) for found in drops] for how in (AGAIN, STASHED)]
-    for way in ways[: 1 + (ways[0] != ways[1])]:
-        for ahead in range(AHEAD, -1, -1):
-            search.attempt([_choice(found, ahead) for found in way])
+    tried = [search.attempt(list(map(_choice, way))) for way in ways[: 1 + (ways[0] != ways[1])]]
     least = search.least
-    if least.peak > budget:
-        raise OverBudget(least.peak, (
-            f"{program.name} cannot be scheduled within {budget:,} bytes: the least that it takes is {least.peak:,}. "
+    if least > budget:
+        raise OverBudget(least, (
+            f"{program.name} cannot be scheduled within {budget:,} bytes: the least that it takes is {least:,}. "
             "It takes less with fewer rows a step, or more microbatches (zerofn.accumulate), at stage 3, with state "
             "offloaded or moments='8bit', on more ranks."))
-    return least.choices
+    fitting = [search.ahead(x, budget) for x in tried if x.peak <= budget]
+    return min(fitting, key=lambda x: x.run.seconds).choices
 
 
 def recomputed(program: Program, how: str, schedule: Schedule) -> list[Choice]:
@@ -79,8 +81,8 @@ def recomputed(program: Program, how: str, schedule: Schedule) -> list[Choice]:
     if how == "full":
         return full
     whole = search.attempt([Choice() for _ in search.graphs])
-    drops = [list(_activations(gm, _positions_in(gm.graph, x.graph))) for gm, x in search.pairs(whole)]
-    found = search.fit(whole, drops, whole.peak // 2, functools.partial(_choice, ahead=None))
+    drops = [list(_activations(gm, _positions_in(gm.graph, x.gm.graph))) for gm, x in search.pairs(whole)]
+    found = search.fit(whole, drops, whole.peak // 2, lambda taken: _choice(taken)._replace(cuts=None, starts=None))
     return found.choices if found is not None else full
 
 
@@ -95,11 +97,12 @@ class OverBudget(MemoryError):
 class _Levels(NamedTuple):
     """A scheduled graph and what weighs at each of its nodes."""
 
-    graph: Graph
+    gm: GraphModule
     level: list[int]
 
 
-class _Attempt(NamedTuple):
+@dataclass(frozen=True)
+class _Attempt:
     """Choices for a program's graphs, and what these are with them."""
 
     choices: list[Choice]
@@ -110,12 +113,17 @@ class _Attempt(NamedTuple):
         """The most that weighs at once."""
         return max(max(x.level) for x in self.graphs)
 
+    @functools.cached_property
+    def run(self) -> Timeline:
+        """The step, simulated."""
+        return simulated(self.graphs[-1].gm)
+
 
 class _Search:
-    """Schedules of a program with other choices, weighed by `weigh`, bytes by kind -> bytes; `least`: of all that were
-    tried."""
+    """Schedules of a program with other choices, weighed by `weigh`, bytes by kind -> bytes; `least`: the least peak of
+    all that were tried."""
 
-    least: _Attempt
+    least = 1 << 62
 
     def __init__(self, program: Program, schedule: Schedule, weigh: Callable[[Live], int]) -> None:
         self._program, self._schedule, self._weigh = program, schedule, weigh
@@ -131,8 +139,8 @@ class _Search:
         most: dict[Node, int] = defaultdict(int)
         for node, live in moments(tried.gm, resident(tried).device):
             most[node] = max(most[node], self._weigh(live))
-        found = _Attempt(choices, [_Levels(gm.graph, [most[n] for n in gm.graph.nodes]) for gm in graphs(tried.gm)])
-        self.least = min(found, getattr(self, "least", found), key=lambda x: x.peak)
+        found = _Attempt(choices, [_Levels(gm, [most[n] for n in gm.graph.nodes]) for gm in graphs(tried.gm)])
+        self.least = min(self.least, found.peak)
         return found
 
     def pairs(self, attempt: _Attempt) -> Iterator[tuple[GraphModule, _Levels]]:
@@ -143,18 +151,42 @@ class _Search:
             ) -> _Attempt | None:
         """One within the budget, with the cheapest of these drops; None if there is none. What scheduling adds is known
         afterwards: then it is tried again with so much less."""
-        target, last = budget, whole.peak
+        target, less, last = budget, 0, whole
         for _ in range(TRIES):
             chosen = [cheapest(x.level, found, target) for found, x in zip(drops, whole.graphs, strict=True)]
             if any(left > target for _, left in chosen):
                 return None
-            tried = self.attempt([choice(taken) for taken, _ in chosen])
+            choices = [choice(taken) for taken, _ in chosen]
+            tried = self.attempt(choices) if choices != last.choices else last
             if tried.peak <= budget:
                 return tried
-            if tried.peak >= last:  # less does not help
-                return None
-            target, last = target - (tried.peak - budget), tried.peak
+            less = tried.peak - budget if tried.peak < last.peak else 2 * less
+            target, last = target - less, tried
         return None
+
+    def ahead(self, found: _Attempt, budget: int) -> _Attempt:
+        """The same with gathers as early as links and the budget allow."""
+        limit = budget
+        for _ in range(TRIES):
+            starts = [_starts(x, gm, limit) for gm, x in self.pairs(found)]
+            tried = self.attempt([x._replace(starts=names) for x, names in zip(found.choices, starts, strict=True)])
+            if tried.peak <= budget:
+                return tried
+            limit -= tried.peak - budget
+        return found
+
+    def soonest(self, found: _Attempt, whole: _Attempt, drops: list[list[Drop]], budget: int) -> list[Choice]:
+        """What to choose: that, with gathers ahead, or, where these have too little room, what drops more for two of
+        them if that takes less time."""
+        first = self.ahead(found, budget)
+        sizes = sorted(x.nbytes for gm in self.graphs for x in sources_in(gm.graph))
+        longer = [_early(x, budget).seconds / _early(x, math.inf).seconds for x in found.graphs]
+        if not sizes or max(longer) <= 1 + SHORT:
+            return first.choices
+        other = self.fit(whole, drops, budget - 2 * sizes[len(sizes) // 2], _choice)
+        if other is None:
+            return first.choices
+        return min(first, self.ahead(other, budget), key=lambda x: x.run.seconds).choices
 
 
 def graphs(gm: GraphModule) -> list[GraphModule]:
@@ -162,22 +194,36 @@ def graphs(gm: GraphModule) -> list[GraphModule]:
     return [*(body for _, body in loops(gm)), gm]
 
 
-def _choice(drops: list[Drop], ahead: int | None) -> Choice:
-    """What to do where these are dropped; without `ahead` gathers are left to the passes."""
+def _choice(drops: list[Drop]) -> Choice:
+    """What to do where these are dropped, all units being gathered where they are used."""
     keys: dict[str, set[Any]] = {how: set() for how in (AGAIN, GATHERED, STASHED)}
     for drop in drops:
         how, key = cast(tuple[str, Any], drop.key)
         keys[how].add(key)
-    cuts = None if ahead is None else frozenset(keys[GATHERED])
-    return Choice(frozenset(keys[AGAIN]), cuts, ahead, frozenset(keys[STASHED]))
+    return Choice(frozenset(keys[AGAIN]), frozenset(keys[GATHERED]), frozenset(), frozenset(keys[STASHED]))
+
+
+def _early(scheduled: _Levels, limit: float) -> Run:
+    """A run with gathers as early as `limit` allows."""
+    level = np.array(scheduled.level, dtype=np.int64)
+    return early(scheduled.gm, sources_in(scheduled.gm.graph), level, limit)
+
+
+def _starts(scheduled: _Levels, gm: GraphModule, limit: float) -> frozenset[tuple[str, str]]:
+    """(gather, the node before which it may start), by names; only such nodes as all ranks have."""
+    graph, starts = scheduled.gm.graph, _early(scheduled, limit).starts
+    known, waits = {n.name for n in gm.graph.nodes if phase_of(n)}, set(map(wait_of, starts))
+    nodes = [n if n in waits or phase_of(n) and n.name in known else None for n in graph.nodes]
+    before = {start: next(filter(None, nodes[at:])) for start, at in starts.items()}
+    return frozenset((start.name, node.name) for start, node in before.items() if node is not wait_of(start))
 
 
 def _activations(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
     """What may be computed again, at positions of the scheduled graph."""
-    segments = Segments(gm.graph)
+    segments, lanes = Segments(gm.graph), lanes_of(gm)
     for memory in segments.activations:
         last, first = segments.gap(memory)
-        seconds = sum(map(seconds_of, segments.missing(memory, {memory})))
+        seconds = sum(map(lanes.cost, segments.missing(memory, {memory})))
         nbytes = memory_bytes(memory.meta["val"])
         yield Drop((AGAIN, memory.name), where[last], where[first], nbytes, seconds, memory.name)
 
@@ -197,13 +243,14 @@ def _stashes(gm: GraphModule, where: dict[Node, int], computed: list[Drop]) -> I
     those of what is dearest to compute again. All others are taken to hold the device up, both ways.
     """
     found = [x for x in stays(gm.graph) if not is_host(tensor_of(x.memory).device)]  # type: ignore[union-attr]
+    lanes = lanes_of(gm)
     again = {drop.of: drop.seconds / drop.nbytes for drop in computed}
-    free = HIDDEN * sum(seconds_of(n) for n in gm.graph.nodes if phase_of(n) == FORWARD) if found else 0.0
+    free = HIDDEN * sum(lanes.cost(n) for n in gm.graph.nodes if phase_of(n) == FORWARD) if found else 0.0
     for x in sorted(found, key=lambda x: -again.get(x.memory.name, 0.0)):
         nbytes = memory_bytes(x.memory.meta["val"])
-        seconds = seconds_between(nbytes)
+        seconds = lanes.seconds_of(Moved(UP, "bring", "", nbytes))
         free -= seconds
-        cost = nbytes / DEVICE_MEMORY if free > 0 else seconds
+        cost = nbytes / lanes.machine.memory_rate if free > 0 else seconds
         yield Drop((STASHED, x.memory.name), where[x.last], where[x.first], nbytes, 2 * cost, x.memory.name)
 
 
@@ -216,13 +263,15 @@ def _all_of(drops: list[Drop], how: str) -> list[Drop]:
 def _gathers(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
     """What may be gathered again, between uses with another unit's use between them."""
     uses = uses_of_gathers(gm.graph, weight_chain(gm.graph), positions(gm.graph))
+    lanes = lanes_of(gm)
     timeline = sorted((where[u], k) for k, found in enumerate(uses.values()) for u in found)
     for k, (start, found) in enumerate(uses.items()):
         for before, after in zip(found, found[1:], strict=False):
             if num_others(k, timeline, where[before], where[after]):
                 nbytes = tensor_of(start).nbytes  # type: ignore[union-attr]
                 key = (start.name, before.name)
-                yield Drop((GATHERED, key), where[before], where[after], nbytes, seconds_of(start))
+                seconds = lanes.seconds_of(cast(Moved, moved(start)))
+                yield Drop((GATHERED, key), where[before], where[after], nbytes, seconds)
 
 
 def _positions_in(graph: Graph, final: Graph) -> dict[Node, int]:

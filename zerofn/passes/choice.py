@@ -12,13 +12,14 @@ _KEY = "choice"  # among a graph module's meta
 
 class Choice(NamedTuple):
     """`dropped`: names of activations that are computed again for the backward pass. `cuts`: (gather, the use before),
-    by name, after which a gathered unit is dropped and gathered again. `ahead`: how many gathers may start before the
-    one that is used next. None leaves it to the pass. `stashed`: names of activations that wait in host memory.
+    by name, after which a gathered unit is dropped and gathered again. `starts`: (gather, the node before which it
+    starts), by name; others start where they are used. None leaves these two to their passes. `stashed`: names of
+    activations that wait in host memory.
     """
 
     dropped: frozenset[str] = frozenset()
     cuts: frozenset[tuple[str, str]] | None = None
-    ahead: int | None = None
+    starts: frozenset[tuple[str, str]] | None = None
     stashed: frozenset[str] = frozenset()
 
 
@@ -34,11 +35,14 @@ def choose(gm: GraphModule, choice: Choice) -> None:
 
 def as_text(choices: list[Choice]) -> str:
     """Choices as a text, from which `from_text` has them again: ranks tell each other."""
-    return json.dumps([[sorted(x.dropped), None if x.cuts is None else sorted(x.cuts), x.ahead, sorted(x.stashed)]
-                       for x in choices])
+    return json.dumps([[None if names is None else sorted(names) for names in x] for x in choices])
 
 
 def from_text(text: str) -> list[Choice]:
     """What `as_text` has written."""
-    return [Choice(frozenset(dropped), None if cuts is None else frozenset(map(tuple, cuts)), ahead, frozenset(stashed))
-            for dropped, cuts, ahead, stashed in json.loads(text)]
+    return [Choice(frozenset(dropped), _pairs(cuts), _pairs(starts), frozenset(stashed))
+            for dropped, cuts, starts, stashed in json.loads(text)]
+
+
+def _pairs(found: list[list[str]] | None) -> frozenset[tuple[str, str]] | None:
+    return None if found is None else frozenset((a, b) for a, b in found)

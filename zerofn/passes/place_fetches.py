@@ -19,8 +19,8 @@ WRITING = 3  # gradients that may be on their way to the drive while one is made
 
 
 def place_fetches(gm: GraphModule, program: Program) -> GraphModule:
-    """While a unit is updated, the next one's state is read and the last one's is written; what is computed with is
-    read while the unit before it is. So three units' buffers are enough, in an arena that is made once.
+    """While a unit is updated, the next one's state is read and the last one's is written. All that is read goes to an
+    arena that is made once.
     """
     for each in (gm, *(body for _, body in loops(gm))):
         _place(each.graph, program)
@@ -31,7 +31,6 @@ def place_fetches(gm: GraphModule, program: Program) -> GraphModule:
 def _place(graph: Graph, program: Program) -> None:
     fetches = list(filter(is_fetch, graph.nodes))
     groups = _start_updates(graph, [x for x in fetches if x.meta.get(UPDATE)])
-    _start_early(graph, [x for x in fetches if not x.meta.get(UPDATE)])
     spans = _spans(graph, groups)
     if not spans:
         return
@@ -65,14 +64,6 @@ def _start_updates(graph: Graph, fetches: list[Node]) -> list[list[Node]]:
         if k or not before:  # two are read while the first gradients are computed
             before, at = wait_of(groups[reader][0]), where[reader]
     return [groups[reader] for reader in readers]
-
-
-def _start_early(graph: Graph, fetches: list[Node]) -> None:
-    """A read starts before the one ahead of it is waited for."""
-    where = positions(graph)
-    for last, fetch in zip(fetches, fetches[1:], strict=False):
-        if where[fetch] > where[wait_of(last)]:
-            wait_of(last).prepend(fetch)
 
 
 class _Span(NamedTuple):

@@ -1,6 +1,6 @@
 """Activations wait in host memory between their last use in the forward pass and their first one in the backward pass.
 
-Each is sent as soon as the forward pass has used it for the last time, and brought back just in time, by nominal costs;
+Each is sent as soon as the forward pass has used it for the last time, and brought back just in time, by simulated costs;
 both while the device computes. While it is away it takes nothing there.
 """
 
@@ -14,12 +14,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import is_lent, positions, roots, touches, written_memory
-from ..graph.cost import seconds_between, seconds_of
+from ..graph.cost import UP, Moved, moved
 from ..graph.edit import clean, is_start
 from ..graph.liveness import AGAIN, complete_values, memory_bytes
 from ..graph.program import tensor_of
 from ..imagined import host
 from ..phases import BACKWARD, FORWARD, phase_of
+from ..timeline import Lanes, lanes_of
 from .choice import choice_of
 
 ops = torch.ops.zerofn
@@ -67,7 +68,7 @@ def stash(gm: GraphModule) -> GraphModule:
     if not found:
         return gm
     complete_values(gm.graph)
-    places = _Places(gm.graph)
+    places = _Places(gm.graph, lanes_of(gm))
     begins = places.back(found)
     ends = places.left(found, begins)
     nodes, root = places.nodes, roots(gm.graph)
@@ -86,9 +87,10 @@ def stash(gm: GraphModule) -> GraphModule:
 class _Places:
     """Where transfers begin and are waited for, as indices of `nodes`; each is put before the node there."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.nodes, self.where = list(graph.nodes), positions(graph)
-        self._time = [0.0, *accumulate(map(seconds_of, self.nodes))]  # when each node begins
+    def __init__(self, graph: Graph, lanes: Lanes) -> None:
+        self.nodes, self.where, self._lanes = list(graph.nodes), positions(graph), lanes
+        computes = (lanes.cost(n) if n.op == "call_function" and moved(n) is None else 0.0 for n in self.nodes)
+        self._time = [0.0, *accumulate(computes)]  # when each node begins
 
     def back(self, found: list[Stay]) -> dict[Stay, int]:
         """Where each begins to be brought back: so late that it is there, and those used after it are, when it is used.
@@ -97,11 +99,14 @@ class _Places:
         free = self._time[-1]  # from when on the link is taken
         out: dict[Stay, int] = {}
         for k, x in reversed(list(enumerate(order))):
-            start = min(free, self._time[self.where[x.first]]) - seconds_between(memory_bytes(x.memory.meta["val"]))
+            start = min(free, self._time[self.where[x.first]]) - self._seconds(x)
             others = self.where[order[k - UNDER_WAY].first] if k >= UNDER_WAY else 0
             out[x] = max(bisect_right(self._time, start) - 1, others, self.where[x.last] + 1)
             free = self._time[out[x]]
         return out
+
+    def _seconds(self, x: Stay) -> float:
+        return self._lanes.seconds_of(Moved(UP, "bring", "", memory_bytes(x.memory.meta["val"])))
 
     def left(self, found: list[Stay], begins: dict[Stay, int]) -> dict[Stay, int]:
         """Where it is waited for that each has left: when it should have, before too many others leave, and before it
@@ -111,7 +116,7 @@ class _Places:
         out: dict[Stay, int] = {}
         for k, x in enumerate(order):
             after = self.where[x.last] + 1
-            free = max(free, self._time[after]) + seconds_between(memory_bytes(x.memory.meta["val"]))
+            free = max(free, self._time[after]) + self._seconds(x)
             late = [self.where[y.last] for y in order[k + UNDER_WAY : k + UNDER_WAY + 1]]
             out[x] = max(after, min([bisect_left(self._time, free), begins[x], *late]))
             free = min(free, self._time[out[x]])
