@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PEERS ?= .venv-peers
 RANKS ?= 2
+JOBS ?= 2
 PIP = bin/python -m pip install --disable-pip-version-check --quiet
 KERNELS := CMakeLists.txt $(wildcard ops/csrc/*)
 
@@ -20,7 +21,7 @@ demo: $(VENV)/examples.stamp
 	$(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) examples/gpt.py
 
 test: lint
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check

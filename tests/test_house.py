@@ -28,6 +28,7 @@ ORDER = [
     "layout",
     "ops",
     "disk",
+    "arenas",
     "transport",
     "tickets",
     "hosted",

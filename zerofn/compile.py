@@ -289,7 +289,7 @@ class Step:
             if isinstance(error, Exception):
                 forget_transfers()
                 end_updates()
-                for arena in entry.program.arenas:
+                for arena in (*entry.program.arenas, *(ring.arena for ring in entry.program.rings)):
                     arena.renew()
                 if entry.program.scratch:  # its drive may have failed
                     self._entries = {key: kept for key, kept in self._entries.items() if kept is not entry}

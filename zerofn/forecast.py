@@ -28,7 +28,8 @@ from .timeline import Timeline
 @dataclass(frozen=True)
 class Memory:
     """Bytes of one rank. `peak`: by kind, at the moment when the device holds most; `where`: that operation; `host` and
-    `disk`: what lies there all the time, as does `there` on the device; `over_time`: bytes on the device while each
+    `disk`: what lies there all the time, as does `there` on the device; `rings`: of that, what is reserved for gathered
+    units and gradients, `used`: the most of it that is in use at a time; `over_time`: bytes on the device while each
     operation runs, by kind."""
 
     peak: Live
@@ -36,6 +37,8 @@ class Memory:
     host: int
     disk: int
     there: int
+    rings: int
+    used: int
     over_time: list[Moment] = field(repr=False)
 
     @property
@@ -64,11 +67,15 @@ class Plan:
             there = resident(self.program)
             over_time = list(moments(self.program.gm, there.device))
         most = max(over_time, key=lambda x: x.nbytes)
-        return Memory(most.live, place(most.node), there.host, there.disk, sum(there.device.values()), over_time)
+        rings = there.device["reserved"]
+        used = rings - min(x.live["reserved"] for x in over_time)
+        return Memory(most.live, place(most.node), there.host, there.disk, sum(there.device.values()), rings, used,
+                      over_time)
 
     def memory(self) -> Memory:
         """Bytes by kind: `state`, `gathered` parameters, `gradients`, `activations` kept for the backward pass,
-        `staging` buffers of offloading, `other`. What operations take for themselves while they run is not known."""
+        `staging` buffers of offloading, `other`, and what is `reserved` for gathered units and gradients and not in use
+        just then. What operations take for themselves while they run is not known."""
         return self._memory
 
     def transfers(self) -> Counter[Moved]:
@@ -123,6 +130,9 @@ class Plan:
         lines += [f"    {kind:<12} {in_words(n)}" for kind, n in m.peak.items() if n]
         away = {"in host memory": m.host, "on drives": m.disk}
         lines += [f"    {name:<12} {in_words(n)}" for name, n in away.items() if n]
+        if m.rings:
+            lines.append(f"  made once for gathered units and gradients: {in_words(m.rings)}, of which "
+                         f"{in_words(m.used)} are used at a time ({m.rings / m.used:.2f} reserved over allocated)")
         per = Counter[str]()
         for x, times in self.transfers().items():
             per[x.how] += x.nbytes * times
@@ -137,8 +147,8 @@ class Plan:
         """The same as numbers and texts, for other programs: bytes everywhere."""
         m = self.memory()
         return {"name": self.program.name, "ranks": self.world, "peak": m.peak, "total": m.total, "where": m.where,
-                "host": m.host, "disk": m.disk, "transfers": [{**x._asdict(), "times": n}
-                                                              for x, n in self.transfers().items()]}
+                "host": m.host, "disk": m.disk, "rings": m.rings, "used": m.used,
+                "transfers": [{**x._asdict(), "times": n} for x, n in self.transfers().items()]}
 
     def picture(self, path: str | os.PathLike[str], measured: Sequence[int] = ()) -> None:
         """Draw memory over the step, and when transfers start, to a file such as "plan.png" or "plan.svg". `measured`:

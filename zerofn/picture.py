@@ -11,7 +11,7 @@ from typing import Any
 
 from .graph.liveness import KINDS, Moment
 
-_COLOURS = dict(zip(KINDS, ("#4c566a", "#5e81ac", "#bf616a", "#a3be8c", "#d08770", "#c8ccd4"), strict=True))
+_COLOURS = dict(zip(KINDS, ("#4c566a", "#5e81ac", "#bf616a", "#a3be8c", "#d08770", "#c8ccd4", "#eceff4"), strict=True))
 MB, GB = 1e6, 1e9
 File = str | os.PathLike[str] | io.BytesIO
 

@@ -52,15 +52,21 @@ class Clock:
             self.allocated.append(torch.cuda.memory_allocated(self._cuda))
         self.ticks.append((node, time.time_ns()))
 
+    @property
+    def reserved(self) -> int | None:
+        """Bytes that torch's allocator has taken of a GPU, for all that was allocated; None on the host."""
+        return None if self._cuda is None else torch.cuda.max_memory_reserved(self._cuda)
+
 
 class Profile:
     """A step, measured. `seconds`: all of it, as it runs between others; `nodes`: (operation, beginning, seconds), from
     the step's beginning; `memory`: the most bytes that were allocated while each ran, beside what is there all the
-    time."""
+    time; `reserved`: what the allocator of a GPU took for it, None on the host."""
 
     def __init__(self, plan: Plan, seconds: float, clock: Clock, memory: list[int],
                  predicted: Timeline | None) -> None:
         self.plan, self.seconds, self.memory, self.predicted = plan, seconds, memory, predicted
+        self.reserved = clock.reserved
         begin = clock.ticks[0][1]
         ends = [at for _, at in clock.ticks[1:]]
         self.nodes = [(node, (at - begin) / 1e9, (end - at) / 1e9)
@@ -110,6 +116,9 @@ class Profile:
         expected = f", predicted {_ms(self.predicted.seconds)}" if self.predicted else ""
         lines = [f"{self.plan.program.name}: {_ms(self.seconds)} a step{expected}; peak {in_words(self.peak)}, "
                  f"predicted {in_words(self.plan.memory().total)}; operations' own: {in_words(self.workspace)}"]
+        if self.reserved is not None:
+            lines.append(f"  reserved over allocated: {in_words(self.reserved)} / {in_words(self.peak)}, "
+                         f"{self.reserved / self.peak:.2f}")
         for title, sums in (("by kind", self.by_kind()), ("by unit", self.by_unit())):
             width = max(map(len, sums), default=0)
             lines.append(f"  {title:<{width + 2}}  measured" + ("  predicted" if self.predicted else ""))
@@ -121,6 +130,7 @@ class Profile:
     def json(self) -> dict[str, Any]:
         """The same as numbers: seconds and bytes."""
         return {"name": self.plan.program.name, "seconds": self.seconds, "peak": self.peak, "workspace": self.workspace,
+                "reserved": self.reserved,
                 "predicted": {"seconds": self.predicted and self.predicted.seconds, "peak": self.plan.memory().total},
                 "by_kind": {k: v._asdict() for k, v in self.by_kind().items()},
                 "by_unit": {k: v._asdict() for k, v in self.by_unit().items()}}

@@ -26,7 +26,7 @@ LARGE = 1 << 30
 # Bytes that are written between two runs: in a step, too, caches hold what others have used. With half of a last cache
 # of 32 MiB the sum over a step's operations is that of the same ones in the step; with an eighth it is a tenth less.
 BETWEEN = 16 << 20
-_FREE = (operator.getitem, run_loop, ops.room.default, ops.ticket.default, ops.wait.default)
+_FREE = (operator.getitem, run_loop, *(getattr(ops, x).default for x in ("room", "bucket", "ticket", "wait")))
 _known: dict[Hashable, float] = {}
 
 

@@ -1,13 +1,12 @@
 """Places on drives as values of a graph: a *ticket*, int64 [1], stands for a region that holds one tensor.
 
 `zerofn::fetch` starts to read it, `zerofn::wait` waits for that as for any transfer, `zerofn::spill_` starts to write
-it and returns at once. What is read, to be written again perhaps, goes through one *arena*, memory that is made once: a
-pass gives every fetch its place there, and a fetch into a place that is still being written from waits for that.
+it and returns at once. What is read, to be written again perhaps, goes through one arena: a pass gives every fetch its
+place there, and a fetch into a place that is still being written from waits for that.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections import deque
 from collections.abc import Sequence
@@ -18,69 +17,17 @@ import torch
 from torch import Tensor
 
 from ._torch_compat import current_trace
-from .disk import PAGE, DiskError, Region, Request, aligned, locked, pages
-from .imagined import host, imagining
+from .arenas import arena_of, end, memory_at
+from .disk import PAGE, Region, Request, aligned, pages
+from .imagined import host
 from .ops.library import define
 from .transport import under_way
 
 ops = torch.ops.zerofn
 _regions: WeakValueDictionary[int, Region] = WeakValueDictionary()
-_arenas: WeakValueDictionary[int, Arena] = WeakValueDictionary()
-_shared: WeakValueDictionary[int, Arena] = WeakValueDictionary()
 _numbers = itertools.count(1)
 _loose: deque[Request] = deque()  # writes from memory of their own
 LOOSE = 2  # of them at a time
-
-
-class Arena:
-    """`nbytes` of host memory for captured steps, made at its first use."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes, self.number = pages(nbytes), next(_numbers)
-        self._memory: Tensor | None = None
-        self._leaving: list[tuple[int, int, Request]] = []  # [start, stop) is being written from
-        _arenas[self.number] = self
-
-    def part(self, start: int, nbytes: int) -> Tensor:
-        """uint8 [nbytes] from `start` on, when nothing of it is being written any more."""
-        if self._memory is None:
-            self._memory = locked(self.nbytes, torch.uint8) if torch.cuda.is_available() else aligned(self.nbytes)
-        stop = start + nbytes
-        for a, b, request in self._leaving:
-            if a < stop and start < b:
-                _end(request)
-        self._leaving = [x for x in self._leaving if not x[2].done]
-        return self._memory[start:stop]
-
-    def renew(self) -> None:
-        """Take other memory: after a step that failed drives may still read and write there."""
-        self._memory, self._leaving = None, []
-
-    def holds(self, x: Tensor) -> bool:
-        """Whether `x` lies here."""
-        return self._memory is not None and 0 <= x.data_ptr() - self._memory.data_ptr() < self.nbytes
-
-    def leave(self, x: Tensor, nbytes: int, request: Request) -> None:
-        """Note that `x`, which lies here, is being written."""
-        assert self._memory is not None
-        start = x.data_ptr() - self._memory.data_ptr()
-        self._leaving.append((start, start + nbytes, request))
-
-
-def arena_for(graph: int, nbytes: int) -> Arena:
-    """An arena for a step's `graph`-th graph, the same for all steps: they run one after the other."""
-    if imagining():
-        return Arena(nbytes)
-    found = _shared.get(graph)
-    if found is None or found.nbytes < nbytes:
-        found = _shared[graph] = Arena(nbytes)
-    return found
-
-
-def _end(request: Request) -> None:
-    """Wait for a write, perhaps of another state's. One that fails is told by its store, at every further request."""
-    with contextlib.suppress(DiskError):
-        request.wait()
 
 
 def ticket_of(region: Region) -> Tensor:
@@ -153,7 +100,7 @@ def fetch(ticket: Tensor, size: int, dtype: torch.dtype, place: Sequence[int], d
     """Start to read `size` elements; `place`: [arena, byte], or nothing for memory of its own. Wait before use: that
     copies them to `device` where it is not the host."""
     region, nbytes = region_of(ticket), size * dtype.itemsize
-    buffer = _arenas[place[0]].part(place[1], pages(nbytes)) if place else aligned(nbytes)
+    buffer = memory_at(place, pages(nbytes)) if place else aligned(nbytes)
     work, held = _Work(region.store.read(region, buffer)), buffer[:nbytes].view(dtype)
     if device.type == "cpu":
         return under_way(held, lambda: [work], (buffer,))
@@ -168,17 +115,17 @@ def fetch(ticket: Tensor, size: int, dtype: torch.dtype, place: Sequence[int], d
 def room(size: int, dtype: torch.dtype, place: Sequence[int]) -> Tensor:
     """Memory [size] in an arena, for what is to be written to a drive; `place`: [arena, byte]."""
     nbytes = size * dtype.itemsize
-    return _arenas[place[0]].part(place[1], pages(nbytes))[:nbytes].view(dtype)
+    return memory_at(place, pages(nbytes))[:nbytes].view(dtype)
 
 
 def spill_(ticket: Tensor, x: Tensor) -> None:
     """Start to write `x` [size]. In an arena it must not be written to until a fetch takes its place; what lies
     elsewhere, in the state perhaps, anyone may write to at once: it is copied first."""
     region, nbytes = region_of(ticket), x.numel() * x.element_size()
-    arena = next((a for a in list(_arenas.values()) if x.device.type == "cpu" and a.holds(x)), None)
+    arena = arena_of(x)
     if arena is None or x.data_ptr() % PAGE:
         while len(_loose) >= LOOSE:
-            _end(_loose.popleft())
+            end(_loose.popleft())
         buffer = aligned(nbytes)
         buffer[:nbytes].view(x.dtype).copy_(x)
         _loose.append(region.store.write(region, buffer))

@@ -29,7 +29,7 @@ ops = torch.ops.zerofn
 COMPUTE, UPDATES = "computing", "updates on the host"
 _KEY = "machine"  # among a graph module's meta
 Cost = Callable[[Node], float]
-_NOTHING = (operator.getitem, ops.part.default, ops.flat.default, ops.room.default, ops.ticket.default)
+_NOTHING = (operator.getitem, *(getattr(ops, x).default for x in ("part", "flat", "room", "bucket", "ticket")))
 
 
 class Span(NamedTuple):

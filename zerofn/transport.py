@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import explained, group_named
+from .arenas import empty
 from .ops.library import define
 from .poster import post
 
@@ -123,13 +124,14 @@ def _is_gloo(group: str, tensor: Tensor) -> bool:
     return "gloo" in dist.get_backend(group_named(group)) and tensor.device.type == "cpu"
 
 
-def all_gather_start(piece: Tensor, size: int, group: str, unit: str, own: Sequence[int] | None = None) -> Tensor:
+def all_gather_start(piece: Tensor, size: int, group: str, unit: str, own: Sequence[int] | None = None,
+                     place: Sequence[int] = ()) -> Tensor:
     """piece [s] on each rank -> [size * s], pieces in rank order. `own`: the interval of this rank's piece that is
-    needed there; by default all of it."""
+    needed there; by default all of it. `place`: in an arena; by default it is memory of its own."""
+    full = empty(size * piece.numel(), piece.dtype, piece.device, place)
     if not _is_gloo(group, piece):
-        return torch.ops._c10d_functional.all_gather_into_tensor(piece, size, group)
+        return torch.ops._c10d_functional.all_gather_into_tensor_out(piece, size, group, out=full)
     piece = piece.contiguous()  # the gradient of what is frozen is one zero, repeated
-    full = piece.new_empty(size * piece.numel())
     rows, rank = full.view(size, -1), dist.get_rank(group_named(group))
     others = [r for r in range(size) if r != rank]
     works = _point_to_point(group, dict.fromkeys(others, piece), {r: rows[r] for r in others})
@@ -202,8 +204,8 @@ def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
     return under_way(out, works, (x,))
 
 
-define("all_gather(Tensor piece, int size, str group, str unit, *, int[]? own=None) -> Tensor", all_gather_start,
-        lambda piece, size, group, unit, own=None: piece.new_empty(piece.numel() * size))
+define("all_gather(Tensor piece, int size, str group, str unit, *, int[]? own=None, int[] place=[]) -> Tensor",
+       all_gather_start, lambda piece, size, group, unit, own=None, place=(): piece.new_empty(piece.numel() * size))
 define("reduce_scatter(Tensor flat, int size, str group, str unit) -> Tensor", reduce_scatter_start,
         lambda flat, size, group, unit: flat.new_empty(flat.numel() // size))
 define("refresh_(Tensor(a!) full, int rank, int size, str group, str unit) -> ()", refresh_start,

@@ -19,21 +19,23 @@ from ..phases import BACKWARD, FORWARD, phase_of
 from .alias import body_of, is_given, is_lent, positions, roots, touches
 from .edit import CASTS, DECODES, SCATTERS, is_fetch, is_gather, wait_of
 
-KINDS = ("state", "gathered", "gradients", "activations", "staging", "other")
-_GRADIENTS = (ops.ravel.default, ops.flat.default, *SCATTERS)  # make a unit's gradient
+KINDS = ("state", "gathered", "gradients", "activations", "staging", "other", "reserved")
+_GRADIENTS = (ops.ravel.default, ops.flat.default, ops.bucket.default, *SCATTERS)  # make a unit's gradient
 _TAKES_GRADIENTS = (*_GRADIENTS, ops.fill_.default, run_loop)
 AGAIN = "again"  # among the meta of what is computed once more for the backward pass, or brought back for it
 Live = dict[str, int]  # kind -> bytes
 
 
 class Block(NamedTuple):
-    """Memory that an operation makes: it is there from when node `born` runs until node `dies` has run."""
+    """Memory that an operation makes: it is there from when node `born` runs until node `dies` has run. `placed`: it is
+    part of what is reserved all the time."""
 
     node: Node
     nbytes: int
     kind: str
     born: int
     dies: int
+    placed: bool = False
 
 
 class Moment(NamedTuple):
@@ -61,11 +63,13 @@ def moments(gm: GraphModule, base: Live) -> Iterator[Moment]:
         before = dict(live) if node.target is run_loop else live
         for block in born[k]:
             live[block.kind] += block.nbytes
+            live["reserved"] -= block.nbytes * block.placed
         if node.target is run_loop:
             yield from _round(node, before, live)
         yield Moment(node, dict(live))
         for block in dying[k]:
             live[block.kind] -= block.nbytes
+            live["reserved"] += block.nbytes * block.placed
 
 
 def _round(loop: Node, before: Live, after: Live) -> Iterator[Moment]:
@@ -92,7 +96,8 @@ def blocks(graph: Graph) -> list[Block]:
         if node.op != "call_function" or root[node] is not node or is_lent(node) or accelerated and _on_host(node):
             continue
         born = where[node.args[0]] if node.target is operator.getitem else at  # type: ignore[index]
-        out.append(Block(node, _nbytes(node), _kind(node, touched[node], root), born, where[touched[node][-1]]))
+        dies, placed = where[touched[node][-1]], node.target is ops.bucket.default or bool(node.kwargs.get("place"))
+        out.append(Block(node, _nbytes(node), _kind(node, touched[node], root), born, dies, placed))
         held = _held(node)
         if held:
             out.append(Block(node, held, "gradients", at, where[wait_of(node)]))

@@ -128,6 +128,7 @@ class Program:
     name: str = "step"
     scratch: Any = None  # the places on drives where gradients wait
     arenas: list[Any] = field(default_factory=list)  # the memory that reads from drives go to
+    rings: list[Any] = field(default_factory=list)  # that in which gathered units, and gradients to be sent, lie
 
     @property
     def placeholders(self) -> list[Node]:

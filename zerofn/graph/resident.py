@@ -57,6 +57,7 @@ def resident(program: Program) -> Resident:
         host += arenas
     else:
         device["staging"] += arenas
+    device["reserved"] += sum(ring.nbytes for ring in program.rings)
     disk += sum(pages(region.nbytes) for region in program.scratch or ())
     return Resident(device, host, disk)
 

@@ -35,6 +35,7 @@ from .reduce_early import reduce_early
 from .refresh import refresh
 from .regather import regather
 from .reuse import reuse
+from .rings import rings
 from .split_fetches import split_fetches
 from .stash import stash
 from .unscale_early import unscale_early
@@ -61,7 +62,7 @@ SCHEDULE: tuple[Pass, ...] = (
 WHOLE_STEP: tuple[Pass, ...] = (average,)  # of the step alone, not of loop bodies
 DONATION: tuple[Pass, ...] = (donate, place_updates, update_on_host, park_gradients, refresh)
 NO_DONATION: tuple[Pass, ...] = (own,)
-LAST: tuple[Pass, ...] = (arrive, place_fetches)
+LAST: tuple[Pass, ...] = (arrive, place_fetches, rings)
 
 
 def run(program: Program, *, donating: bool) -> Program:

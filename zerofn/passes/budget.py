@@ -131,7 +131,7 @@ class _Search:
 
     def attempt(self, choices: list[Choice]) -> _Attempt:
         """What comes of a choice for each graph."""
-        tried = replace(self._program, gm=copied(self._program.gm), kept=[], arenas=[],
+        tried = replace(self._program, gm=copied(self._program.gm), kept=[], arenas=[], rings=[],
                         timings=dict(self._program.timings))
         for gm, choice in zip(graphs(tried.gm), choices, strict=True):
             choose(gm, choice)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ..arenas import arena_for
 from ..disk import pages
 from ..graph.alias import positions, roots, touches, written_before
 from ..graph.edit import UPDATE, clean, is_fetch, is_scatter, loops, wait_of
 from ..graph.program import Program
-from ..tickets import arena_for
+from .pack import Span, pack
 
 ops = torch.ops.zerofn
 _FLAT = (ops.ravel.default, ops.flat.default, ops.room.default)  # what makes memory for gradients
@@ -34,7 +33,7 @@ def _place(graph: Graph, program: Program) -> None:
     spans = _spans(graph, groups)
     if not spans:
         return
-    places, nbytes = _pack(spans)
+    places, nbytes = pack(spans)
     program.arenas.append(arena_for(len(program.arenas), nbytes))
     for span, place in zip(spans, places, strict=True):
         span.node.args = tuple([[program.arenas[-1].number, place] if x == [] else x for x in span.node.args])
@@ -66,16 +65,7 @@ def _start_updates(graph: Graph, fetches: list[Node]) -> list[list[Node]]:
     return [groups[reader] for reader in readers]
 
 
-class _Span(NamedTuple):
-    """Where in the step what is read, or written out, needs its memory: from node `start` to node `stop`."""
-
-    node: Node
-    start: int
-    stop: int
-    nbytes: int
-
-
-def _spans(graph: Graph, groups: list[list[Node]]) -> list[_Span]:
+def _spans(graph: Graph, groups: list[list[Node]]) -> list[Span]:
     where, touched = positions(graph), touches(graph, roots(graph))
     ends = [max(where[touched[fetch][-1]] for fetch in group) for group in groups]
     # What one update has changed is being written during the next; it may be read until later, and written after.
@@ -86,25 +76,10 @@ def _spans(graph: Graph, groups: list[list[Node]]) -> list[_Span]:
         _, size, dtype = fetch.args[:3]
         last = touched[fetch][-1]
         stop = max(where[last], written.get(fetch, 0) if last.target is ops.spill_.default else 0)
-        out.append(_Span(fetch, where[fetch], stop, pages(size * dtype.itemsize)))
+        out.append(Span(fetch, where[fetch], stop, pages(size * dtype.itemsize)))
     rooms = [n for n in graph.nodes if n.target is ops.room.default]
     for k, room in enumerate(rooms):
         size, dtype = room.args[:2]
         stop = max(where[rooms[min(k + WRITING, len(rooms) - 1)]], where[touched[room][-1]])
-        out.append(_Span(room, where[room], stop, pages(size * dtype.itemsize)))
+        out.append(Span(room, where[room], stop, pages(size * dtype.itemsize)))
     return out
-
-
-def _pack(spans: list[_Span]) -> tuple[list[int], int]:
-    """A first byte for each span such that those which overlap in time lie apart, and the bytes of all."""
-    placed: list[tuple[_Span, int]] = []
-    for span in spans:
-        near = sorted((at, at + other.nbytes) for other, at in placed
-                      if other.start <= span.stop and span.start <= other.stop)
-        at = 0
-        for start, stop in near:
-            if at + span.nbytes <= start:
-                break
-            at = max(at, stop)
-        placed.append((span, at))
-    return [at for _, at in placed], max(at + span.nbytes for span, at in placed)

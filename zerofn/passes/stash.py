@@ -1,7 +1,7 @@
 """Activations wait in host memory between their last use in the forward pass and their first one in the backward pass.
 
-Each is sent as soon as the forward pass has used it for the last time, and brought back just in time, by simulated costs;
-both while the device computes. While it is away it takes nothing there.
+Each is sent as soon as the forward pass has used it for the last time, and brought back just in time, by simulated
+costs; both while the device computes. While it is away it takes nothing there.
 """
 
 from __future__ import annotations
