@@ -56,9 +56,9 @@ class Arena:
             return torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         return locked(self.nbytes, torch.uint8) if torch.cuda.is_available() else aligned(self.nbytes)
 
-    def grow(self, nbytes: int) -> None:
-        """Have at least so much: between steps, since what lies there is lost."""
-        if nbytes > self.nbytes:
+    def resize(self, nbytes: int) -> None:
+        """Have so much: between steps, since what lies there is lost."""
+        if pages(nbytes) != self.nbytes:
             for *_, request in self._leaving:
                 end(request)
             self.renew()
@@ -87,7 +87,7 @@ def arena_for(number: int, nbytes: int, device: torch.device | None = None) -> A
     found = _shared.get((number, device))
     if found is None:
         found = _shared[number, device] = Arena(nbytes, device)
-    found.grow(nbytes)
+    found.resize(max(nbytes, found.nbytes))
     return found
 
 

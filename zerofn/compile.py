@@ -126,6 +126,8 @@ class Step:
         if entry.donating:
             batch_tensors = self._apart(batch_tensors, {*places, *map(storage_key, copies)}, call.batch_leaves)
         inputs = [*tensors, *copies, *batch_tensors]
+        for ring in entry.program.rings if self._choose else ():  # a step that needs more may have made it larger
+            ring.arena.resize(ring.nbytes)
         outputs = self._run(entry, inputs, leaves, lambda: (tree.unflatten(call.state_def, leaves), batch))
         return self._result(entry, outputs, tensors, copies, leaves)
 

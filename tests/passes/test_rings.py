@@ -166,14 +166,30 @@ def test_steps_share_memory(ranks):
     assert ranks(2, shared) == [(2, 1, True, True)] * 2
 
 
+def beside_a_larger_one(budget):
+    """Bytes of the arena while a step with a budget runs after one that needs more."""
+    module, batch = build(DEEP), batch_of(rows=1024)
+    state, bound = state_of(module, 3, precision="bf16"), zerofn.compile(train_step_of(module), memory=budget)
+    rings = bound.lower(state, batch).memory().rings
+    zerofn.compile(train_step_of(module), memory=budget)(state_of(module, 3), batch)  # its units take twice as much
+    (arena,) = {ring.arena for entry in bound._entries.values() for ring in entry.program.rings}
+    before = arena.nbytes
+    bound(state, batch)
+    return before > arena.nbytes == rings > 0
+
+
+def test_a_budget_is_not_broken_by_what_another_step_reserves(ranks):
+    assert ranks(2, beside_a_larger_one, "1GB") == [True, True]
+
+
 def test_memory_grows_and_is_made_anew_after_a_failure():
     arena = arenas.Arena(1000, torch.device("cpu"))
     arenas.empty(10, torch.float32, torch.device("cpu"), [arena.number, 512]).fill_(1.0)
     assert arenas.memory_at([arena.number, 512], 40).view(torch.float32).tolist() == [1.0] * 10
     first = arena.part(0, 1).data_ptr()
-    arena.grow(900)
+    arena.resize(900)
     assert arena.part(0, 1).data_ptr() == first
-    arena.grow(1 << 20)
+    arena.resize(1 << 20)
     assert arena.nbytes == 1 << 20 and arena.part((1 << 20) - 1, 1).numel() == 1
     assert arenas.empty(3, torch.bfloat16, torch.device("cpu"), []).numel() == 3
 
