@@ -3,7 +3,8 @@
 Five Hugging Face models at one and at two gloo ranks of one thread, some stages, and everything computed again. In
 every round this machine is measured, each operation of every step is run once on made-up values, a step is simulated,
 and the step itself runs; so prediction and measurement see the same machine. Bytes are those of the host's allocator.
-Writes JSON beside the table; `--only` leaves models out.
+Then 1 T parameters on 1,024 GPUs are planned, and that is timed. Writes JSON beside the table; `--only` leaves models
+out.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import itertools
 import json
 import os
+import resource
 import statistics
 import sys
 import time
@@ -32,6 +34,7 @@ STEPS = 4  # of a round
 SECONDS = (0.8, 1.2)  # predicted / measured, of every row
 BYTES = (0.99, 1.01)
 APART = 1.1  # rows predicted further apart than this must be in that order
+SCALE, SCALE_SECONDS, SCALE_BYTES = "1 T on 1024 GPUs", 60.0, 4 << 30  # a plan of this takes no more
 ROWS = {1: ((3, None), (3, "full")), 2: ((0, None), (2, None), (3, None), (3, "full"))}
 TEXT = {"vocab_size": 1000, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8}
 
@@ -145,6 +148,17 @@ def child(name: str, world: int, rank: int, port: int, rounds: int) -> dict[str,
     return out
 
 
+def planned() -> dict[str, Any]:
+    """What planning for a trillion parameters takes, from a model with shapes alone on."""
+    import what_fits
+
+    case = next(case for case in what_fits.CASES if case.name == SCALE)
+    began = time.perf_counter()
+    row = case.plan(case.rows[0])
+    seconds = time.perf_counter() - began
+    return {"seconds": seconds, "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "fits": row.fits}
+
+
 @contextlib.contextmanager
 def _together(world: int) -> Iterator[None]:
     """Ranks begin at the same time."""
@@ -170,6 +184,16 @@ def checks(run: dict[str, Any]) -> list[Check]:
         wrong = [pair for pair in itertools.combinations(rows.values(), 2) if _astray(*pair)]
         found.append(Check(f"{label}: rows in another order than predicted", f"{len(wrong)}", float(len(wrong)), 0.0))
     return found
+
+
+def scale_checks(found: dict[str, Any]) -> list[Check]:
+    """That planning is quick, and small."""
+    seconds, nbytes = found["seconds"], found["bytes"]
+    return [
+        Check(f"{SCALE}, planned: seconds", f"{seconds:.1f}", seconds, SCALE_SECONDS),
+        Check(f"{SCALE}, planned: bytes of the planner", f"{nbytes / 1e9:.2f} GB", nbytes, SCALE_BYTES),
+        Check(f"{SCALE}, planned: does not fit", str(not found["fits"]), float(not found["fits"]), 0.0),
+    ]
 
 
 def _astray(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -200,7 +224,8 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=str if name == "child" else int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print("RESULT " + json.dumps(child(args.child, args.world, args.rank, args.port, args.rounds)), flush=True)
+        found = planned() if args.child == SCALE else child(args.child, args.world, args.rank, args.port, args.rounds)
+        print("RESULT " + json.dumps(found), flush=True)
         os._exit(0)
     console, run = Console(), {}
     for name in args.only:
@@ -214,9 +239,10 @@ def main() -> int:
                 console.print(f"[red]{error}[/red]", highlight=False)
                 return 1
             console.print(f"{label} done", highlight=False)
+    (scale,) = processes.run(SCALE, [[sys.executable, str(HERE / "foresight.py"), "--child", SCALE]])
     console.print(table(run))
-    found = checks(run)
-    args.out.write_text(json.dumps({**report.surroundings(), "rows": run}, indent=1) + "\n")
+    found = checks(run) + scale_checks(scale)
+    args.out.write_text(json.dumps({**report.surroundings(), "rows": run, "scale": scale}, indent=1) + "\n")
     for check in found:
         console.print(f"{'kept  ' if check.kept else 'MISSED'} {check.what}: {check.shown}", highlight=False)
     return 0 if all(check.kept for check in found) else 1

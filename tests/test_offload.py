@@ -172,9 +172,9 @@ def test_what_is_brought_and_put_has_the_bits_of_memory(tmp_path, precision, sha
         assert all(hosted(tmp_path, stage, precision, 1, share))
 
 
-@pytest.mark.parametrize(("num_ranks", "stage"), [(2, 3), (2, 2), (3, 3)])
-def test_on_several_ranks_too(ranks, tmp_path, num_ranks, stage):
-    for share in (0.0, 1.0):
+@pytest.mark.parametrize(("num_ranks", "stage", "shares"), [(2, 3, (0.0, 1.0)), (2, 2, (1.0,)), (3, 3, (0.5,))])
+def test_on_several_ranks_too(ranks, tmp_path, num_ranks, stage, shares):
+    for share in shares:
         for equal in ranks(num_ranks, hosted, tmp_path, stage, "bf16", 2, share):
             assert all(equal)
 

@@ -22,6 +22,7 @@ SPILLS = (ops.spill.default, ops.put.default)  # a new value to where it lies
 SPILLS_IN_PLACE = (ops.spill_.default, ops.put_.default)  # the same once the state is donated
 ASIDE = "aside"  # among the meta of what the host does on the updates' own thread
 UPDATE = "update"  # among the meta of a read from a drive: it is for an update rule
+_impure: dict[OpOverload, bool] = {}
 CASTS = (torch.ops.aten._to_copy.default, ops.high.default)
 
 
@@ -181,5 +182,11 @@ def clean(gm: GraphModule) -> GraphModule:
 
 def _is_impure(node: Node) -> bool:
     """What writes matters without users, and so do waits for transfers into memory that was there before."""
-    waits = node.target is ops.wait.default and node.args[0].op == "placeholder"  # type: ignore[union-attr]
-    return waits or node.is_impure() or bool(writes(node))
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return node.is_impure() or bool(writes(node))
+    if target is ops.wait.default:
+        return node.args[0].op == "placeholder"  # type: ignore[union-attr]
+    if target not in _impure:
+        _impure[target] = node.is_impure()
+    return _impure[target] or bool(writes(node))

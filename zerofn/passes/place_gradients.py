@@ -26,19 +26,20 @@ def place_gradients(gm: GraphModule) -> GraphModule:
     """Where the operation that makes a leaf's gradient can write to given memory, let it write into the unit's flat
     buffer; the copy into that buffer, which is made before them, is left for the rest. The values are the same, bit
     for bit."""
-    for node in list(gm.graph.nodes):
+    where = positions(gm.graph)
+    for node in list(where):
         if node.target is ops.ravel.default and len(node.args) == 4:
-            _place(gm.graph, node)
+            _place(gm.graph, node, where)
     return clean(gm)
 
 
-def _place(graph: Graph, ravel: Node) -> None:
+def _place(graph: Graph, ravel: Node, where: dict[Node, int]) -> None:
+    """`where`: positions; what is made here gets that of the node before which it is."""
     leaves, offsets, size, dtype = cast(tuple[list[Node | None], list[int], int, torch.dtype], ravel.args)
     makers: list[Node | None] = []
     for leaf in leaves:
         maker = _maker(leaf, dtype)
         makers.append(None if maker in makers else maker)  # it writes to one place
-    where = positions(graph)
     last = max((_memory(x) for x in leaves if x is not None), key=where.__getitem__)
     if last.op == "placeholder":
         return
@@ -49,10 +50,11 @@ def _place(graph: Graph, ravel: Node) -> None:
     with graph.inserting_before(first):
         flat = graph.call_function(ops.flat.default, (size,), {"dtype": dtype, "device": device})
     flat.meta["val"] = ravel.meta["val"]
+    where[flat] = where[first]
     numels = [0 if x is None else tensor_of(x).numel() for x in leaves]  # type: ignore[union-attr]
     for maker, offset in zip(makers, offsets, strict=True):
         if maker is not None:
-            _write_to(graph, maker, flat, offset)
+            where[_write_to(graph, maker, flat, offset)] = where[maker]
     # Read anew: a leaf whose maker writes for another leaf is by now a part of the flat buffer, and copied from it.
     now = cast(list[Node | None], ravel.args[0])
     rest = [None if m is not None else x for x, m in zip(now, makers, strict=True)]
@@ -87,7 +89,8 @@ def _maker(leaf: Node | None, dtype: torch.dtype) -> Node | None:
     return node if value is not None and value.is_contiguous() and value.dtype == dtype and same else None
 
 
-def _write_to(graph: Graph, maker: Node, flat: Node, offset: int) -> None:
+def _write_to(graph: Graph, maker: Node, flat: Node, offset: int) -> Node:
+    """Let `maker` write to a part of a flat buffer; -> that part."""
     value = tensor_of(maker)
     with graph.inserting_before(maker):
         part = graph.call_function(ops.part.default, (flat, offset, list(value.shape)))  # type: ignore[union-attr]
@@ -96,3 +99,4 @@ def _write_to(graph: Graph, maker: Node, flat: Node, offset: int) -> None:
     out.meta.update(maker.meta)
     maker.replace_all_uses_with(part)
     graph.erase_node(maker)
+    return part
