@@ -84,6 +84,11 @@ def test_the_line_to_write_names_the_machine(machine, written):
     assert planned(machine=machine, stage=3, world=1)[0].config.call().endswith(f"machine={written})")
 
 
+def test_no_step_is_placed_on_a_machine_that_is_not_known():
+    with pytest.raises(ValueError, match="machine 'H100' is not known; did you mean 'H100-8'"):
+        zerofn.compile(lambda state, batch: state, machine="H100")
+
+
 def test_bytes_of_state_are_those_of_the_closed_form():
     units = init_state().params
     numel = sum(-(-sum(x.numel() for n, x in units.items() if unit_of(n) == u) // 8192) * 8192

@@ -31,11 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                      "behind --: zerofn plan script.py --world 8 -- --layers 24")
     args.arguments = given[end + 1 :]
     try:
-        args.run(args)
+        return int(args.run(args))
     except (CaptureError, MemoryError, TypeError, ValueError) as error:
         print(f"zerofn {args.command}: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("plan", help="what a script's training step needs and does on a cluster",
                               description="Runs SCRIPT as it is, up to the first call of the compiled step FUNCTION "
                               "(any, where none is named): with no memory for its state, which is then planned for. "
-                              "The script's own arguments come last, behind --.")
+                              "The script's own arguments come last, behind --. Ends with 1 where nothing fits.")
     one.add_argument("script", metavar="SCRIPT[:FUNCTION]")
     one.add_argument("--world", type=int, default=8, help="ranks (8)")
     one.add_argument("--machine", default="H100-8", help=f"{', '.join(KNOWN)}, or what `zerofn profile` wrote (H100-8)")
@@ -66,7 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _plan(args: argparse.Namespace) -> None:
+def _plan(args: argparse.Namespace) -> int:
+    """The exit status: 1 where nothing fits."""
     script, _, function = args.script.rpartition(":") if ":" in args.script else (args.script, "", "")
     if not Path(script).is_file():
         raise ValueError(f"there is no script {script!r}.")
@@ -82,6 +82,7 @@ def _plan(args: argparse.Namespace) -> None:
         table.picture(args.picture)
     if args.json:
         args.json.write_text(json.dumps(table.json(), indent=1) + "\n")
+    return int(not any(row.fits for row in table))
 
 
 def _rehearsed(script: str, function: str, arguments: Sequence[str]) -> Reached:
@@ -103,18 +104,19 @@ def _rehearsed(script: str, function: str, arguments: Sequence[str]) -> Reached:
                      "its own arguments behind --.")
 
 
-def _profile(args: argparse.Namespace) -> None:
+def _profile(args: argparse.Namespace) -> int:
     if args.ranks > 1 and "RANK" not in os.environ:
         folder = ["--folder", str(args.folder)] if args.folder else []
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks),
                    "-m", "zerofn.cli", "profile", str(args.file), "--ranks", str(args.ranks), *folder]
         if subprocess.run(command).returncode:
             raise ValueError(f"the {args.ranks} ranks that measure did not come to an end; see above.")
-        return
+        return 0
     machine = this_machine(args.folder)
     if os.environ.get("RANK", "0") == "0":
         machine.save(args.file)
         print(f"{args.file}: {machine}")
+    return 0
 
 
 if __name__ == "__main__":

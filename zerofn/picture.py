@@ -11,8 +11,9 @@ from typing import Any
 
 from .graph.liveness import KINDS, Moment
 
-_COLOURS = dict(zip(KINDS, ("#4c566a", "#5e81ac", "#bf616a", "#a3be8c", "#d08770", "#c8ccd4", "#eceff4"), strict=True))
+_COLOURS = dict(zip(KINDS, ("#4c566a", "#5e81ac", "#bf616a", "#a3be8c", "#d08770", "#c8ccd4", "#ebcb8b"), strict=True))
 MB, GB = 1e6, 1e9
+FAR = 8  # times what is needed: a limit that is not drawn
 File = str | os.PathLike[str] | io.BytesIO
 
 
@@ -44,25 +45,30 @@ def draw(moments: Sequence[Moment], sent: Sequence[int], file: File, *, title: s
 
 def draw_rows(labels: Sequence[str], peaks: Sequence[dict[str, int]], notes: Sequence[str], limit: float, file: File, *,
               title: str) -> None:
-    """Write a bar for each row, its bytes by kind, with a note behind it, and a line where `limit` bytes are.
+    """Write a bar for each row, its bytes by kind, with a note behind it, and a line where `limit` bytes are, unless
+    that is far beyond all of them.
 
     Raises `ImportError` where matplotlib is missing.
     """
     figure, axes = _pyplot().subplots(figsize=(9, 1.2 + 0.32 * len(labels)), layout="constrained")
-    where, most = range(len(labels)), max([limit, *(sum(peak.values()) for peak in peaks)]) / GB
+    where, most = range(len(labels)), max((sum(peak.values()) for peak in peaks), default=0)
+    name, unit = ("GB", GB) if most >= GB else ("MB", MB)
     ends = [0.0] * len(labels)
     for kind in KINDS:
-        widths = [peak.get(kind, 0) / GB for peak in peaks]
+        widths = [peak.get(kind, 0) / unit for peak in peaks]
         if any(widths):
             axes.barh(where, widths, left=ends, color=_COLOURS[kind], label=kind)
             ends = [end + width for end, width in zip(ends, widths, strict=True)]
-    axes.axvline(limit / GB, color="#2e3440", linewidth=1, linestyle="--", label="there is")
+    if near := limit < FAR * most:
+        axes.axvline(limit / unit, color="#2e3440", linewidth=1, linestyle="--", label="there is")
+    right = (max(limit, most) if near else most) / unit
     for k, note in enumerate(notes):
-        axes.text(ends[k] + 0.01 * most, k, note, va="center", fontsize=8)
+        axes.text(ends[k] + 0.01 * right, k, note, va="center", fontsize=8)
     axes.set_yticks(where, labels, fontsize=8)
     axes.invert_yaxis()
     axes.set_title(title, loc="left", fontsize=10.5)
-    axes.set(xlabel="GB of a device at the step's peak", xlim=(0, 1.25 * most))
+    axes.set(xlabel=f"{name} of a device at the step's peak, of {limit / unit:,.0f} {name} that there are",
+             xlim=(0, 1.25 * right))
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     _save(figure, axes, file)
 

@@ -9,7 +9,7 @@ from torch.func import functional_call
 from torch.fx import Graph
 
 import zerofn
-from small_steps import batch_of, build, fake_ranks, scheduled, state_of, train_step_of, trained, unit_of
+from small_steps import batch_of, build, fake_ranks, loss_of, scheduled, state_of, train_step_of, trained, unit_of
 from zerofn import arenas, optim, passes, tree
 from zerofn.graph.alias import positions, roots, touches
 from zerofn.graph.edit import is_gather, is_scatter, loops
@@ -121,6 +121,29 @@ def test_values_stay(ranks, size):
         found = [ranks(size, losses_and_parameters, stage, 2, flag) for flag in (True, False)]
         for ours, plain in zip(*found, strict=True):
             assert all(map(torch.equal, ours, plain))
+
+
+def accumulated_twice(with_rings):
+    module, made = build(6), []
+    with pytest.MonkeyPatch.context() as patch:
+        if not with_rings:
+            patch.setattr(passes, "LAST", passes.LAST[:-1])
+
+        def train_step(state, batch):
+            inner = zerofn.accumulate(state.value_and_grad(loss_of(module)), 2)
+            loss, grads = zerofn.accumulate(inner, 2)(batch)
+            return state.apply_gradients(grads), loss
+
+        state, step = state_of(module, 3), zerofn.compile(train_step)
+        for seed in range(2):
+            state, loss = step(state, batch_of(dist.get_rank(), rows=8, seed=seed))
+            made.append(loss)
+    return [*made, *tree.leaves(zerofn.unshard(state.params))]
+
+
+def test_loops_in_loops(ranks):
+    for ours, plain in zip(ranks(2, accumulated_twice, True), ranks(2, accumulated_twice, False), strict=True):
+        assert all(map(torch.equal, ours, plain))
 
 
 def returned():

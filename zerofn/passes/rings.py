@@ -11,17 +11,16 @@ import itertools
 from collections.abc import Iterator
 from typing import cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..arenas import Ring, arena_for
-from ..graph.alias import positions, roots, touches
+from ..graph.alias import body_of, positions, roots, touches
 from ..graph.edit import SCATTERS, clean, is_gather, is_scatter, loops
 from ..graph.liveness import memory_bytes, moments
 from ..graph.program import Program, tensor_of
 from ..graph.resident import resident
+from ..loop import run_loop
 from .pack import Span, pack
 
 ops = torch.ops.zerofn
@@ -71,35 +70,35 @@ class _Weights:
     """Bytes on the device while each node of a step runs. `most`: the peak."""
 
     def __init__(self, program: Program, graphs: list[GraphModule]) -> None:
-        own = {node: k for k, each in enumerate(graphs) for node in each.graph.nodes}
-        around = {node: loop for loop, body in loops(graphs[0]) for node in body.graph.nodes}
-        self._where = [positions(each.graph) for each in graphs]
-        nodes, total = [], []
-        for node, live in moments(program.gm, resident(program).device):
-            nodes.append(node)
-            total.append(sum(live.values()))
-        self._total = np.array(total)
-        self.most = max(total)
-        # Of each moment: its graph, and its positions there and in the step.
-        self._inside = np.array([own[n] for n in nodes])
-        self._at = np.array([self._where[own[n]][n] for n in nodes])
-        self._outside = np.array([self._where[0][around.get(n, n)] for n in nodes])
+        places = dict(_places(program.gm, {each: k for k, each in enumerate(graphs)}))
+        over_time = moments(program.gm, resident(program).device)
+        self._moments = [(places[node], sum(live.values())) for node, live in over_time]
+        self._sizes = [len(each.graph.nodes) for each in graphs]
+        self.most = max(nbytes for _, nbytes in self._moments)
 
     def peak(self, spans: list[list[Span]], nbytes: int) -> int:
         """The peak where these have places in `nbytes` that are there all the time."""
-        alive = [self._alive(found, len(where)) for found, where in zip(spans, self._where, strict=True)]
-        freed = alive[0][self._outside]
-        for k, own in enumerate(alive[1:], 1):
-            freed[self._inside == k] += own[self._at[self._inside == k]]
-        return int((self._total - freed).max()) + nbytes
+        alive = [_alive(found, size) for found, size in zip(spans, self._sizes, strict=True)]
+        return nbytes + max(there - sum(alive[k][at] for k, at in places) for places, there in self._moments)
 
-    @staticmethod
-    def _alive(spans: list[Span], size: int) -> npt.NDArray[np.int64]:
-        change = np.zeros(size + 1, dtype=np.int64)
-        for span in spans:
-            change[span.start] += memory_bytes(span.node.meta["val"])
-            change[span.stop + 1] -= memory_bytes(span.node.meta["val"])
-        return np.cumsum(change)[:size]
+
+def _places(gm: GraphModule, number: dict[GraphModule, int], outside: tuple[tuple[int, int], ...] = ()
+            ) -> Iterator[tuple[Node, tuple[tuple[int, int], ...]]]:
+    """Every node -> (number of its graph, position there), and those of the loops around it."""
+    for at, node in enumerate(gm.graph.nodes):
+        here = (*outside, (number[gm], at)) if gm in number else outside
+        yield node, here
+        if node.target is run_loop:
+            yield from _places(body_of(node), number, here)
+
+
+def _alive(spans: list[Span], size: int) -> list[int]:
+    """Bytes of these at each position of a graph."""
+    change = [0] * (size + 1)
+    for span in spans:
+        change[span.start] += memory_bytes(span.node.meta["val"])
+        change[span.stop + 1] -= memory_bytes(span.node.meta["val"])
+    return list(itertools.accumulate(change))
 
 
 def _spans(graph: Graph) -> Iterator[Span]:
