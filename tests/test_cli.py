@@ -80,7 +80,7 @@ def test_what_is_wrong_is_told_in_a_sentence(script, capsys, arguments, said):
 def test_the_status_says_whether_anything_fits(script, capsys):
     command = ["plan", str(script), "--world", "2", "--stage", "3", "--offload", "none", "--memory", "1KiB", "--", "64"]
     assert main(command) == 1
-    assert "nothing fits" in capsys.readouterr().out
+    assert "Nothing fits. The nearest: " in capsys.readouterr().out
 
 
 def test_a_script_without_a_step(tmp_path, capsys):
