@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -20,7 +21,8 @@ from .imagined import imagining
 from .ops.library import define
 
 _arenas: WeakValueDictionary[int, Arena] = WeakValueDictionary()
-_shared: WeakValueDictionary[object, Arena] = WeakValueDictionary()
+_shared: WeakValueDictionary[tuple[int, torch.device | None], Arena] = WeakValueDictionary()
+_trying: ContextVar[bool] = ContextVar("trying", default=False)
 _numbers = itertools.count(1)
 
 
@@ -45,6 +47,7 @@ class Arena:
         if self._memory is None:
             self._memory = self._made()
         stop = start + nbytes
+        assert stop <= self.nbytes, (stop, self.nbytes)
         for a, b, request in self._leaving:
             if a < stop and start < b:
                 end(request)
@@ -79,16 +82,37 @@ class Arena:
         self._leaving.append((start, start + nbytes, request))
 
 
+@contextlib.contextmanager
+def trying() -> Iterator[None]:
+    """Inside, schedules are made that will not run: their arenas are nobody else's."""
+    before = _trying.set(True)
+    try:
+        yield
+    finally:
+        _trying.reset(before)
+
+
 def arena_for(number: int, nbytes: int, device: torch.device | None = None) -> Arena:
     """A step's `number`-th arena on a device (None: what drives read to), the same for all steps: they run one after
     the other."""
-    if imagining():
+    if imagining() or _trying.get():
         return Arena(nbytes, device)
     found = _shared.get((number, device))
     if found is None:
         found = _shared[number, device] = Arena(nbytes, device)
     found.resize(max(nbytes, found.nbytes))
     return found
+
+
+def reserve(rings: Sequence[Ring], exactly: bool) -> None:
+    """Have what a step that is about to run needs. `exactly`: and no more than that, for no other step either."""
+    for arena, nbytes in rings:
+        if exactly or arena.nbytes < nbytes:
+            arena.resize(nbytes)
+    mine = [arena for arena, _ in rings]
+    for (_, device), arena in list(_shared.items()) if exactly else ():
+        if device is not None and arena not in mine:
+            arena.resize(0)
 
 
 def arena_of(x: Tensor) -> Arena | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from . import donation, passes, tree
 from ._torch_compat import OpOverload, storage_key
 from .agreement import abandon, agree_on, exchange
+from .arenas import reserve
 from .entries import as_tensor
 from .errors import note, said
 from .forecast import Plan
@@ -100,6 +101,7 @@ class Step:
     def __init__(self, train_step: Callable[[Any, Any], Any], donate: bool, choose: dict[str, Any] | None,
                  machine: Machine | None) -> None:
         self._step, self._donate, self._choose, self._machine = train_step, donate, choose, machine
+        self._memory: int | None = choose["memory"] if choose else None
         self._entries: dict[Any, _Entry] = {}
         self._before: dict[str, str] = {}
         self._changes: Counter[str] = Counter()  # in how many captures an entry was another than in the one before
@@ -126,8 +128,7 @@ class Step:
         if entry.donating:
             batch_tensors = self._apart(batch_tensors, {*places, *map(storage_key, copies)}, call.batch_leaves)
         inputs = [*tensors, *copies, *batch_tensors]
-        for ring in entry.program.rings if self._choose else ():  # a step that needs more may have made it larger
-            ring.arena.resize(ring.nbytes)
+        reserve(entry.program.rings, exactly=self._memory is not None)
         outputs = self._run(entry, inputs, leaves, lambda: (tree.unflatten(call.state_def, leaves), batch))
         return self._result(entry, outputs, tensors, copies, leaves)
 
@@ -239,7 +240,7 @@ class Step:
 
     def _scheduled(self, program: Program, constants: list[Tensor], choices: Sequence[Choice], began: float) -> _Entry:
         donating = self._gives(program)
-        program = passes.finish(program, donating=donating, choices=choices)
+        program = passes.finish(program, donating=donating, choices=choices, budget=self._memory)
         if program.arenas:
             return_freed_memory()
         entry = _Entry(program, donating, [(v, v._version) for v in constants])

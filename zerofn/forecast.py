@@ -130,7 +130,7 @@ class Plan:
         lines += [f"    {kind:<12} {in_words(n)}" for kind, n in m.peak.items() if n]
         away = {"in host memory": m.host, "on drives": m.disk}
         lines += [f"    {name:<12} {in_words(n)}" for name, n in away.items() if n]
-        if m.rings:
+        if m.used:
             lines.append(f"  made once for gathered units and gradients: {in_words(m.rings)}, of which "
                          f"{in_words(m.used)} are used at a time ({m.rings / m.used:.2f} reserved over allocated)")
         per = Counter[str]()

@@ -84,6 +84,12 @@ class Machine:
         """Bytes a second, in one direction, that each of `world` ranks gets when all of them talk to all."""
         return self.link if world <= self.ranks else min(self.link, self.network)
 
+    def check_ranks(self, world: int) -> None:
+        """Raise `ValueError` where it is not known how fast so many ranks send to each other."""
+        if world > 1 and not self.link:
+            raise ValueError(f"machine {self.name!r} was measured by one rank, so how fast ranks send to each other is "
+                             "not known: write `zerofn profile FILE --ranks 2`, or take one rank.")
+
     @property
     def is_here(self) -> bool:
         """Whether it was measured on this machine."""

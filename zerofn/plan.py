@@ -51,9 +51,7 @@ def plan(train_step: Callable[[Any, Any], Any], init_state: Any, batch: Any, *, 
     Raises `ValueError` for what is unknown, `graph.capture.CaptureError` for a step that cannot be captured.
     """
     where = machine_of(machine)
-    if world > 1 and not where.link:
-        raise ValueError(f"machine {where.name!r} was measured by one rank, so how fast ranks send to each other is "
-                         "not known: write `zerofn profile FILE --ranks 2`, or plan for world=1.")
+    where.check_ranks(world)
     usable = where.memory - (CONTEXT if where.device == "cuda" else 0)
     where = replace(where, memory=usable if memory is None else num_bytes(memory))
     if isinstance(world, bool) or not isinstance(world, int) or world < 1:
@@ -143,7 +141,8 @@ class _Planner:
                 choices = self._choices(program, config.remat, donating)
             except OverBudget as error:
                 return Row(config, needs, f"the least that it takes is {error.least:,}", None)
-            found = Plan(passes.finish(program, donating=donating, choices=choices), m, imagined)
+            program = passes.finish(program, donating=donating, choices=choices, budget=self._budget(config.remat))
+            found = Plan(program, m, imagined)
         memory = found.memory()
         needs = Needs(memory.total, memory.host, memory.disk)
         return Row(config, needs, lacking(needs, m, num_ranks), found, tokens, unit)
@@ -151,8 +150,11 @@ class _Planner:
     def _choices(self, program: Program, remat: str | None, donating: bool) -> Sequence[Choice]:
         if remat is None:
             return ()
-        budget = int(self._machine.memory) if remat == BUDGET else None
-        return passes.decide(program, donating=donating, memory=budget, remat=None if remat == BUDGET else remat)
+        return passes.decide(program, donating=donating, memory=self._budget(remat),
+                             remat=None if remat == BUDGET else remat)
+
+    def _budget(self, remat: str | None) -> int | None:
+        return int(self._machine.memory) if remat == BUDGET else None
 
     def _scaled(self, imagined: Imagined, rows: int) -> tuple[Any, int, str]:
         """The batch with so many rows, without memory, how many tokens it has, and that they are tokens, or rows."""

@@ -130,7 +130,9 @@ def all_gather_start(piece: Tensor, size: int, group: str, unit: str, own: Seque
     needed there; by default all of it. `place`: in an arena; by default it is memory of its own."""
     full = empty(size * piece.numel(), piece.dtype, piece.device, place)
     if not _is_gloo(group, piece):
-        return torch.ops._c10d_functional.all_gather_into_tensor_out(piece, size, group, out=full)
+        # `_c10d_functional` keeps what is under way by storage, and an arena is one: a wait would wait for all of it.
+        work = dist.all_gather_into_tensor(full, piece, group=group_named(group), async_op=True)
+        return under_way(full, lambda: [work], (piece,))
     piece = piece.contiguous()  # the gradient of what is frozen is one zero, repeated
     rows, rank = full.view(size, -1), dist.get_rank(group_named(group))
     others = [r for r in range(size) if r != rank]

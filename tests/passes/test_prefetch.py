@@ -23,7 +23,7 @@ from zerofn.graph.alias import positions, roots, writes
 from zerofn.graph.edit import UPDATE, is_fetch, is_gather, loops, wait_of
 from zerofn.passes import SCHEDULE
 from zerofn.passes.choice import Choice, choose
-from zerofn.passes.prefetch import early, prefetch, sources_in
+from zerofn.passes.prefetch import Bound, early, prefetch, sources_in
 
 ops = torch.ops.zerofn
 
@@ -136,7 +136,7 @@ def test_a_limit_is_kept(seconds, limit):
     level = np.zeros(len(nodes), dtype=np.int64)
     for gather in gathers(gm):
         level[where[gather] : where[users_of(gather)[-1]] + 1] += 100
-    found = early(gm, sources_in(gm.graph), level, limit)
+    found = early(gm, sources_in(gm.graph), Bound(level, limit))
     for start, at in found.starts.items():
         level[at : where[start]] += 100
     assert level.max() <= max(100, limit) and (limit < 200 or level.max() > 100)

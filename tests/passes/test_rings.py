@@ -201,6 +201,42 @@ def beside_a_larger_one(budget):
     return before > arena.nbytes == rings > 0
 
 
+def within_budgets():
+    """(budget, peak, what is reserved of it) at some budgets."""
+    module, batch, found = build(DEEP), batch_of(rows=1024), []
+
+    def planned(budget):
+        memory = zerofn.compile(train_step_of(module), memory=budget).lower(state_of(module, 3), batch).memory()
+        return memory.total, memory.rings
+
+    most, _ = planned("1GB")
+    for share in (100, 90, 80):
+        found.append((most * share // 100, *planned(most * share // 100)))
+    return found
+
+
+def test_budgets_leave_room_for_them(ranks):
+    for found in ranks(2, within_budgets):
+        assert all(peak <= budget and reserved > 0 for budget, peak, reserved in found), found
+
+
+def in_turn(with_budgets):
+    """Losses of a step with a budget, of which static buffers take little, and one without, of which they take more."""
+    module, batch, losses = build(DEEP), batch_of(dist.get_rank(), rows=256), []
+    steps = [zerofn.compile(train_step_of(module), memory="1GB" if with_budgets else None),
+             zerofn.compile(train_step_of(module))]
+    states = [state_of(module, 2), state_of(module, 3)]
+    for _ in range(3):
+        for k, step in enumerate(steps):
+            states[k], aux = step(states[k], batch)
+            losses.append(aux["loss"].item())
+    return losses
+
+
+def test_steps_with_and_without_budgets_take_turns(ranks):
+    assert ranks(2, in_turn, True) == ranks(2, in_turn, False)
+
+
 def test_a_budget_is_not_broken_by_what_another_step_reserves(ranks):
     assert ranks(2, beside_a_larger_one, "1GB") == [True, True]
 
@@ -215,6 +251,11 @@ def test_memory_grows_and_is_made_anew_after_a_failure():
     arena.resize(1 << 20)
     assert arena.nbytes == 1 << 20 and arena.part((1 << 20) - 1, 1).numel() == 1
     assert arenas.empty(3, torch.bfloat16, torch.device("cpu"), []).numel() == 3
+    with pytest.raises(AssertionError):
+        arena.part(1 << 20, 1)
+    old = arena.part(0, 1)  # others may still write there
+    arena.renew()
+    assert arena.part(0, 1).data_ptr() != old.data_ptr()
 
 
 def test_packing_keeps_apart_what_is_there_at_one_time():

@@ -129,6 +129,7 @@ class Program:
     scratch: Any = None  # the places on drives where gradients wait
     arenas: list[Any] = field(default_factory=list)  # the memory that reads from drives go to
     rings: list[Any] = field(default_factory=list)  # that in which gathered units, and gradients to be sent, lie
+    budget: int | None = None  # bytes that it may take of the device
 
     @property
     def placeholders(self) -> list[Node]:

@@ -16,7 +16,7 @@ from ..machine import Machine
 from ..timeline import note_machine
 from .arrive import arrive
 from .average import average
-from .budget import graphs, recomputed, within
+from .budget import OverBudget, graphs, recomputed, within
 from .canonicalize import canonicalize
 from .choice import Choice, choose
 from .donate import donate
@@ -35,7 +35,7 @@ from .reduce_early import reduce_early
 from .refresh import refresh
 from .regather import regather
 from .reuse import reuse
-from .rings import rings
+from .rings import MORE, rings
 from .split_fetches import split_fetches
 from .stash import stash
 from .unscale_early import unscale_early
@@ -73,7 +73,10 @@ def run(program: Program, *, donating: bool) -> Program:
 def prepare(program: Program, machine: Machine | None = None) -> Program:
     """Apply those passes that come before anything is chosen. `machine`: by whose rates transfers are placed, and what
     is cheaper is told; a usual one of its kind where it is not known."""
-    note_machine(program.gm, machine, 1 if program.axis is None else program.axis.size)
+    world = 1 if program.axis is None else program.axis.size
+    if machine is not None:
+        machine.check_ranks(world)
+    note_machine(program.gm, machine, world)
     _dump(program, 0, "capture")
     return _apply(program, PREPARE, 1)
 
@@ -83,16 +86,29 @@ def decide(program: Program, *, donating: bool, memory: int | None, remat: str |
     bytes that are other on each: let all take those of one. Raises `MemoryError` where no schedule keeps to `memory`.
     """
     start = time.perf_counter()
-    # Not the pass after which ranks need a unit until other times.
-    passes = [each for each in _rest(donating) if each is not read_pieces]
+    # Not the pass after which ranks need a unit until other times; nor what takes no more than is left.
+    passes = [each for each in _rest(donating) if each not in (read_pieces, rings)]
     schedule = functools.partial(_apply, passes=passes)
-    choices = recomputed(program, remat, schedule) if remat else within(program, memory or 0, schedule)
+    if remat:
+        choices = recomputed(program, remat, schedule)
+    else:
+        choices = _within(program, memory or 0, schedule)
     program.timings["choices"] = time.perf_counter() - start
     return choices
 
 
-def finish(program: Program, *, donating: bool, choices: Sequence[Choice] = ()) -> Program:
-    """Apply the other passes to a prepared program, with what was chosen for its graphs."""
+def _within(program: Program, budget: int, schedule: Callable[[Program], Program]) -> list[Choice]:
+    """What to choose for a budget: with room for static buffers, where there is any."""
+    try:
+        return within(program, int(budget / (1 + MORE)), schedule)
+    except OverBudget:
+        return within(program, budget, schedule)
+
+
+def finish(program: Program, *, donating: bool, choices: Sequence[Choice] = (), budget: int | None = None) -> Program:
+    """Apply the other passes to a prepared program, with what was chosen for its graphs. `budget`: bytes that static
+    buffers must not exceed, with all else."""
+    program.budget = budget
     for gm, choice in zip(graphs(program.gm), choices, strict=False):
         choose(gm, choice)
     return _apply(program, _rest(donating), len(PREPARE) + 1)

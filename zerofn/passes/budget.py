@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from torch.fx import Graph, GraphModule, Node
 
+from ..arenas import trying
 from ..graph.alias import positions
 from ..graph.copies import copied
 from ..graph.cost import UP, Moved, moved
@@ -25,11 +26,11 @@ from ..phases import FORWARD, phase_of
 from ..timeline import Timeline, lanes_of, simulated
 from .choice import Choice, choose
 from .fit import Drop, cheapest
-from .prefetch import Run, early, sources_in
+from .prefetch import Bound, Run, early, few_alive, sources_in
 from .regather import num_others, uses_of_gathers
 from .stash import stays
 
-TRIES = 16  # choices that are looked at before a budget is given up
+TRIES = 8  # schedules that are made before a budget is given up
 SHORT = 0.01  # of a step's time: so much is not worth more schedules
 # Transfers come in bursts, and devices may be faster than simulated. On a simulated H100, GPT-2 of 6 layers of 2,048 in
 # half of its memory took 172.6 ms with all of the time, 163.6 with a quarter, 163.7 without transfers.
@@ -131,11 +132,12 @@ class _Search:
 
     def attempt(self, choices: list[Choice]) -> _Attempt:
         """What comes of a choice for each graph."""
-        tried = replace(self._program, gm=copied(self._program.gm), kept=[], arenas=[], rings=[],
+        tried = replace(self._program, gm=copied(self._program.gm), kept=[], arenas=[],
                         timings=dict(self._program.timings))
         for gm, choice in zip(graphs(tried.gm), choices, strict=True):
             choose(gm, choice)
-        tried = self._schedule(tried)
+        with trying():
+            tried = self._schedule(tried)
         most: dict[Node, int] = defaultdict(int)
         for node, live in moments(tried.gm, resident(tried).device):
             most[node] = max(most[node], self._weigh(live))
@@ -151,16 +153,18 @@ class _Search:
             ) -> _Attempt | None:
         """One within the budget, with the cheapest of these drops; None if there is none. What scheduling adds is known
         afterwards: then it is tried again with so much less."""
-        target, less, last = budget, 0, whole
-        for _ in range(TRIES):
+        target, less, last, num_tries = budget, 0, whole, 0
+        while num_tries < TRIES:
             chosen = [cheapest(x.level, found, target) for found, x in zip(drops, whole.graphs, strict=True)]
             if any(left > target for _, left in chosen):
                 return None
             choices = [choice(taken) for taken, _ in chosen]
-            tried = self.attempt(choices) if choices != last.choices else last
+            tried = last
+            if choices != last.choices:
+                tried, num_tries = self.attempt(choices), num_tries + 1
             if tried.peak <= budget:
                 return tried
-            less = tried.peak - budget if tried.peak < last.peak else 2 * less
+            less = tried.peak - budget if tried.peak < last.peak else max(tried.peak - budget, 2 * less)
             target, last = target - less, tried
         return None
 
@@ -204,9 +208,10 @@ def _choice(drops: list[Drop]) -> Choice:
 
 
 def _early(scheduled: _Levels, limit: float) -> Run:
-    """A run with gathers as early as `limit` allows."""
-    level = np.array(scheduled.level, dtype=np.int64)
-    return early(scheduled.gm, sources_in(scheduled.gm.graph), level, limit)
+    """A run with gathers as early as `limit` allows, and static buffers that have no more room than there must be."""
+    sources = sources_in(scheduled.gm.graph)
+    whole = Bound(np.array(scheduled.level, dtype=np.int64), limit)
+    return early(scheduled.gm, sources, whole, few_alive(scheduled.gm, sources))
 
 
 def _starts(scheduled: _Levels, gm: GraphModule, limit: float) -> frozenset[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Reads from drives start ahead of their use, into places that are given to them once."""
+"""Reads from drives have their places in an arena, and those for updates start ahead of their use."""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ from .choice import choice_of
 from .regather import ALIVE
 
 UNDER_WAY = 2  # on one link: one that goes on, and one that follows at once
-Level = npt.NDArray[np.int64]  # bytes at each node
 
 
 def prefetch(gm: GraphModule) -> GraphModule:
@@ -30,12 +29,15 @@ def prefetch(gm: GraphModule) -> GraphModule:
     """
     names = choice_of(gm).starts
     gathers = sources_in(gm.graph)
-    if gathers:
-        _move(gm.graph, gathers, _few_alive(gm, gathers) if names is None else _chosen(gm.graph, names))
+    _move(gm.graph, gathers, _in_time(gm, gathers) if names is None else _chosen(gm.graph, names))
     reads = _found(gm.graph, lambda n: is_fetch(n) and not n.meta.get(UPDATE) and not is_source(n))
-    if reads:
-        _move(gm.graph, reads, _few_alive(gm, reads))
+    _move(gm.graph, reads, _in_time(gm, reads))
     return clean(gm)
+
+
+def _in_time(gm: GraphModule, sources: Sequence[Source]) -> dict[Node, int]:
+    """Gather -> the position of the node before which it starts, where nothing was chosen."""
+    return early(gm, sources, few_alive(gm, sources)).starts if sources else {}
 
 
 class Source(NamedTuple):
@@ -54,6 +56,13 @@ def sources_in(graph: Graph) -> list[Source]:
     return _found(graph, is_source)
 
 
+class Bound(NamedTuple):
+    """Bytes at each node of a graph, and how many may be there."""
+
+    level: npt.NDArray[np.int64]
+    limit: float
+
+
 class Run(NamedTuple):
     """`starts`: gather -> position of the node before which it may start; `seconds` that the run takes."""
 
@@ -61,36 +70,38 @@ class Run(NamedTuple):
     seconds: float
 
 
-def early(gm: GraphModule, sources: Sequence[Source], level: Level, limit: float) -> Run:
+def early(gm: GraphModule, sources: Sequence[Source], *bounds: Bound) -> Run:
     """A simulated run with gathers as early as they may be: no more than `UNDER_WAY` go on at a time on a link, and
-    `level`, while each starts where it is used, nowhere grows beyond `limit`."""
+    no level, which is that of gathers that start where they are used, grows beyond its limit."""
     complete_values(gm.graph)
-    lanes, root, level = lanes_of(gm), roots(gm.graph), level.copy()
+    lanes, root = lanes_of(gm), roots(gm.graph)
+    bounds = tuple(Bound(level.copy(), limit) for level, limit in bounds)
     inside = {node for x in sources for node in x.chain}
     ends: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * UNDER_WAY)  # of what a link has carried
     todo, starts = iter(sources), {}
-    x, least = _next(todo, level, limit)
+    x, least = _next(todo, bounds)
     for at, node in enumerate(gm.graph.nodes):
         while x is not None and (at == x.at or at >= least and ends[_lane(x)][-UNDER_WAY] <= lanes.free[COMPUTE]):
             for each in x.chain:
                 if each is x.start or not is_fetch(each):  # that will have come
                     lanes.step(each, root)
             ends[_lane(x)].append(lanes.free[_lane(x)])
-            level[at : x.at] += x.nbytes
+            for level, _ in bounds:
+                level[at : x.at] += x.nbytes
             starts[x.start] = at
-            x, least = _next(todo, level, limit)
+            x, least = _next(todo, bounds)
         if node not in inside:
             lanes.step(node, root)
     return Run(starts, lanes.free[COMPUTE])
 
 
-def _next(todo: Iterator[Source], level: Level, limit: float) -> tuple[Source | None, int]:
+def _next(todo: Iterator[Source], bounds: Sequence[Bound]) -> tuple[Source | None, int]:
     """The source that comes next, and from where on it may start for memory's sake."""
     x = next(todo, None)
     if x is None:
         return None, 0
-    full = np.flatnonzero(level[x.earliest : x.at] + x.nbytes > limit)
-    return x, x.earliest + (int(full[-1]) + 1 if full.size else 0)
+    full = [np.flatnonzero(level[x.earliest : x.at] + x.nbytes > limit) for level, limit in bounds]
+    return x, x.earliest + max(int(found[-1]) + 1 if found.size else 0 for found in full)
 
 
 def _lane(x: Source) -> str:
@@ -144,13 +155,13 @@ def _chain(start: Node, where: dict[Node, int]) -> list[Node]:
     return sorted(found, key=where.__getitem__)
 
 
-def _few_alive(gm: GraphModule, sources: Sequence[Source]) -> dict[Node, int]:
-    """Gather -> the position of its start, where three that follow each other may be there."""
+def few_alive(gm: GraphModule, sources: Sequence[Source]) -> Bound:
+    """That gathered units take no more than three that follow each other do, or than they do anyhow."""
     where, root = positions(gm.graph), roots(gm.graph)
     last = last_uses(gm.graph, where, root)
     level = np.zeros(len(where), dtype=np.int64)
     for x in sources:
         level[where[x.start] : last[root[wait_of(x.start)]] + 1] += x.nbytes
     sizes = [x.nbytes for x in sources]
-    most = max(sum(sizes[k : k + ALIVE]) for k in range(len(sizes)))
-    return early(gm, sources, level, max(most, int(level.max()))).starts
+    most = max((sum(sizes[k : k + ALIVE]) for k in range(len(sizes))), default=0)
+    return Bound(level, max(most, int(level.max(initial=0))))

@@ -8,6 +8,7 @@ are asked for.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import cast
 
@@ -31,8 +32,8 @@ _BUCKETS = (ops.flat.default, ops.ravel.default)
 
 def rings(gm: GraphModule, program: Program) -> GraphModule:
     """Give gathered units, and the buffers in which gradients are sent, places in one arena for each graph: all of
-    them, but for the largest, or for gradients, where a step's peak would be higher by more than `MORE` with their
-    places kept free all the time.
+    them, but for the largest, or for gradients, where a step's peak would be higher by more than `MORE`, or than its
+    budget, with their places kept free all the time.
     """
     graphs = [gm, *(body for _, body in loops(gm))]
     found = [list(_spans(each.graph)) for each in graphs]
@@ -40,10 +41,11 @@ def rings(gm: GraphModule, program: Program) -> GraphModule:
     if not sizes:
         return gm
     weights = _Weights(program, graphs)
+    limit = min((1 + MORE) * weights.most, math.inf if program.budget is None else program.budget)
     for kinds, most in itertools.product((_all, _gathered), sizes):
         kept = [[x for x in spans if x.nbytes <= most and kinds(x)] for spans in found]
         packed = [pack(spans) for spans in kept]
-        if weights.peak(kept, sum(nbytes for _, nbytes in packed)) <= (1 + MORE) * weights.most:
+        if weights.peak(kept, sum(nbytes for _, nbytes in packed)) <= limit:
             break
     else:
         return gm
