@@ -210,7 +210,7 @@ def within_budgets():
         return memory.total, memory.rings
 
     most, _ = planned("1GB")
-    for share in (100, 90, 80):
+    for share in (100, 95, 90):
         found.append((most * share // 100, *planned(most * share // 100)))
     return found
 
