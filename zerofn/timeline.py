@@ -88,6 +88,10 @@ class Lanes:
             self._take(COMPUTE, node, 0.0, self.machine.launch + transfer.nbytes * self._share(transfer))
             self._meanwhile(transfer.how, node, self.seconds_of(transfer), root)
 
+    def done(self, memory: Node) -> float:
+        """When what was started to be made there is."""
+        return self._ready.get(memory, ("", 0.0))[1]
+
     def seconds_of(self, transfer: Moved) -> float:
         """Seconds that a transfer takes on its lane."""
         m, nbytes = self.machine, transfer.nbytes

@@ -217,7 +217,7 @@ def _early(scheduled: _Levels, limit: float) -> Run:
 def _starts(scheduled: _Levels, gm: GraphModule, limit: float) -> frozenset[tuple[str, str]]:
     """(gather, the node before which it may start), by names; only such nodes as all ranks have."""
     graph, starts = scheduled.gm.graph, _early(scheduled, limit).starts
-    known, waits = {n.name for n in gm.graph.nodes if phase_of(n)}, set(map(wait_of, starts))
+    known, waits = {n.name for n in gm.graph.nodes if phase_of(n)}, {wait_of(x.start) for x in sources_in(graph)}
     nodes = [n if n in waits or phase_of(n) and n.name in known else None for n in graph.nodes]
     before = {start: next(filter(None, nodes[at:])) for start, at in starts.items()}
     return frozenset((start.name, node.name) for start, node in before.items() if node is not wait_of(start))

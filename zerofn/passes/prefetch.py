@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import last_uses, positions, roots, written_before
 from ..graph.cost import moved
-from ..graph.edit import CASTS, DECODES, UPDATE, clean, fetched, is_fetch, is_source, wait_of
+from ..graph.edit import CASTS, DECODES, clean, fetched, is_fetch, is_source, wait_of
 from ..graph.liveness import complete_values, memory_bytes
 from ..timeline import COMPUTE, lanes_of
 from .choice import choice_of
@@ -24,28 +25,25 @@ UNDER_WAY = 2  # on one link: one that goes on, and one that follows at once
 def prefetch(gm: GraphModule) -> GraphModule:
     """Start every gather, with what prepares its piece, as soon as a simulated run has its link free, and the gathered
     units that are there, and not yet used for the last time, take no more than three that follow each other do; where
-    starts were chosen, there. Then every read of what is computed with in the same way. None before what it needs is
-    there, nor before the one ahead of it. Moves are local, so the order of transfers is the same on every rank.
+    starts were chosen, there. What it sends of a drive or the host is read before, as soon as that link is free. None
+    before what it needs is there, nor before the one ahead of it. Moves are local, so the order of transfers is the
+    same on every rank.
     """
-    names = choice_of(gm).starts
-    gathers = sources_in(gm.graph)
-    _move(gm.graph, gathers, _in_time(gm, gathers) if names is None else _chosen(gm.graph, names))
-    reads = _found(gm.graph, lambda n: is_fetch(n) and not n.meta.get(UPDATE) and not is_source(n))
-    _move(gm.graph, reads, _in_time(gm, reads))
+    names, sources = choice_of(gm).starts, sources_in(gm.graph)
+    if names is not None:
+        _move(gm.graph, sources, _chosen(gm.graph, names))
+    elif sources:
+        _move(gm.graph, sources, early(gm, sources, few_alive(gm, sources)).starts)
     return clean(gm)
 
 
-def _in_time(gm: GraphModule, sources: Sequence[Source]) -> dict[Node, int]:
-    """Gather -> the position of the node before which it starts, where nothing was chosen."""
-    return early(gm, sources, few_alive(gm, sources)).starts if sources else {}
-
-
 class Source(NamedTuple):
-    """A gather, or a read. `chain`: what moves with it, itself the last; `at`: where they are, `earliest`: where they
-    may be, as positions."""
+    """A gather, or a read where nothing is gathered. `chain`: what moves with it, itself the last; `reads`: of what it
+    sends; `at`: where they are, `earliest`: where they may be, as positions."""
 
     start: Node
     chain: list[Node]
+    reads: list[Node]
     at: int
     earliest: int
     nbytes: int
@@ -53,7 +51,19 @@ class Source(NamedTuple):
 
 def sources_in(graph: Graph) -> list[Source]:
     """The gathers of a graph, and reads where nothing is gathered, in order."""
-    return _found(graph, is_source)
+    where = positions(graph)
+    writer = written_before(graph, where, roots(graph))
+    first = sum(n.op == "placeholder" for n in graph.nodes)
+    out = []
+    for start in filter(is_source, graph.nodes):
+        found = _chain(start, where)
+        inputs = (*(i for node in found for i in node.all_input_nodes), *(writer.get(node) for node in found))
+        needed = [where[i] for i in inputs if i is not None and i not in found]
+        reads = [n for n in found if is_fetch(n) and n is not start]
+        at, earliest = where[found[0]], max(first, *(k + 1 for k in needed))
+        chain = [n for n in found if n not in reads]
+        out.append(Source(start, chain, reads, at, min(at, earliest), memory_bytes(start.meta["val"])))
+    return out
 
 
 class Bound(NamedTuple):
@@ -64,83 +74,107 @@ class Bound(NamedTuple):
 
 
 class Run(NamedTuple):
-    """`starts`: gather -> position of the node before which it may start; `seconds` that the run takes."""
+    """`starts`: gather, or read for one -> position of the node before which it may start; `seconds` that the run
+    takes."""
 
     starts: dict[Node, int]
     seconds: float
 
 
 def early(gm: GraphModule, sources: Sequence[Source], *bounds: Bound) -> Run:
-    """A simulated run with gathers as early as they may be: no more than `UNDER_WAY` go on at a time on a link, and
-    no level, which is that of gathers that start where they are used, grows beyond its limit."""
+    """A simulated run with gathers as early as they may be: what they send has been read, no more than `UNDER_WAY` go
+    on at a time on a link, and no level, which is that of gathers that start where they are used, grows beyond its
+    limit. Reads are no more than `UNDER_WAY` gathers ahead."""
     complete_values(gm.graph)
-    lanes, root = lanes_of(gm), roots(gm.graph)
+    run, todo = _Early(gm), deque(sources)
     bounds = tuple(Bound(level.copy(), limit) for level, limit in bounds)
-    inside = {node for x in sources for node in x.chain}
-    ends: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * UNDER_WAY)  # of what a link has carried
-    todo, starts = iter(sources), {}
-    x, least = _next(todo, bounds)
+    inside = {node for x in sources for node in (*x.reads, *x.chain)}
+    least = _least(todo, bounds)
     for at, node in enumerate(gm.graph.nodes):
-        while x is not None and (at == x.at or at >= least and ends[_lane(x)][-UNDER_WAY] <= lanes.free[COMPUTE]):
-            for each in x.chain:
-                if each is x.start or not is_fetch(each):  # that will have come
-                    lanes.step(each, root)
-            ends[_lane(x)].append(lanes.free[_lane(x)])
+        run.read(itertools.islice(todo, UNDER_WAY), at)
+        while todo and (at >= todo[0].at or at >= least and run.is_ready(todo[0])):
+            x = todo.popleft()
+            run.gather(x, at)
             for level, _ in bounds:
                 level[at : x.at] += x.nbytes
-            starts[x.start] = at
-            x, least = _next(todo, bounds)
+            least = _least(todo, bounds)
+            run.read(itertools.islice(todo, UNDER_WAY), at)
         if node not in inside:
-            lanes.step(node, root)
-    return Run(starts, lanes.free[COMPUTE])
+            run.lanes.step(node, run.root)
+    return Run(run.starts, run.lanes.free[COMPUTE])
 
 
-def _next(todo: Iterator[Source], bounds: Sequence[Bound]) -> tuple[Source | None, int]:
-    """The source that comes next, and from where on it may start for memory's sake."""
-    x = next(todo, None)
-    if x is None:
-        return None, 0
+class _Early:
+    """A run that goes on, in which gathers and reads start."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.lanes, self.root = lanes_of(gm), roots(gm.graph)
+        self.starts: dict[Node, int] = {}
+        self._ends: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * UNDER_WAY)  # of what links have carried
+
+    def is_ready(self, x: Source) -> bool:
+        """Whether a gather's link is free, and what it sends is there."""
+        there = all(n in self.starts and self.lanes.done(n) <= self.lanes.free[COMPUTE] for n in x.reads)
+        return there and self._is_free(x.start)
+
+    def gather(self, x: Source, at: int) -> None:
+        """Start a gather, and what it sends to be read if it is not yet."""
+        for node in (*(n for n in x.reads if n not in self.starts), *x.chain):
+            self._step(node, at)
+
+    def read(self, sources: Iterable[Source], at: int) -> None:
+        """Start the reads for gathers that come next."""
+        for x in sources:
+            for node in x.reads:
+                if node not in self.starts and at >= x.earliest and self._is_free(node):
+                    self._step(node, at)
+
+    def _step(self, node: Node, at: int) -> None:
+        self.lanes.step(node, self.root)
+        transfer = moved(node)
+        if transfer is not None:
+            self._ends[transfer.how].append(self.lanes.free[transfer.how])
+            self.starts[node] = at
+
+    def _is_free(self, node: Node) -> bool:
+        transfer = moved(node)
+        assert transfer is not None
+        return self._ends[transfer.how][-UNDER_WAY] <= self.lanes.free[COMPUTE]
+
+
+def _least(todo: Sequence[Source], bounds: Sequence[Bound]) -> int:
+    """From where on the source that comes next may start for memory's sake."""
+    if not todo:
+        return 0
+    x = todo[0]
     full = [np.flatnonzero(level[x.earliest : x.at] + x.nbytes > limit) for level, limit in bounds]
-    return x, x.earliest + max(int(found[-1]) + 1 if found.size else 0 for found in full)
-
-
-def _lane(x: Source) -> str:
-    transfer = moved(x.start)
-    assert transfer is not None
-    return transfer.how
+    return x.earliest + max(int(found[-1]) + 1 if found.size else 0 for found in full)
 
 
 def _move(graph: Graph, sources: Sequence[Source], starts: dict[Node, int]) -> None:
-    """Put each before the node at its position in `starts`, or where it may be first; behind the one before it."""
-    nodes, at = list(graph.nodes), 0
-    inside = {node for x in sources for node in x.chain}
+    """Put each gather and read before the node at its position in `starts`, or where it may be first; behind the one
+    before it."""
+    nodes, moves = list(graph.nodes), []
+    inside = {node for x in sources for node in (*x.reads, *x.chain)}
+    at = early_at = 0
     for x in sources:
         at = max(at, min(x.at, max(x.earliest, starts.get(x.start, x.at))))
         while at < x.at and nodes[at] in inside:  # behind those before it
             at += 1
-        if at < x.at:
-            for node in x.chain:
-                nodes[at].prepend(node)
+        for node in x.reads:
+            early_at = max(early_at, min(at, max(x.earliest, starts.get(node, at))))
+            while early_at < at and nodes[early_at] in inside:
+                early_at += 1
+            moves += [(early_at, node)] if early_at < x.at else []
+        moves += [(at, node) for node in x.chain] if at < x.at else []
+    for at, node in sorted(moves, key=lambda x: x[0]):
+        nodes[at].prepend(node)
 
 
 def _chosen(graph: Graph, names: frozenset[tuple[str, str]]) -> dict[Node, int]:
     """Gather -> the position that was chosen, by names."""
     before, nodes = dict(names), {n.name: k for k, n in enumerate(graph.nodes)}
     return {n: nodes[before[n.name]] for n in graph.nodes if before.get(n.name) in nodes}
-
-
-def _found(graph: Graph, wanted: Callable[[Node], bool]) -> list[Source]:
-    where = positions(graph)
-    writer = written_before(graph, where, roots(graph))
-    first = sum(n.op == "placeholder" for n in graph.nodes)
-    out = []
-    for start in filter(wanted, graph.nodes):
-        chain = _chain(start, where)
-        inputs = (*(i for node in chain for i in node.all_input_nodes), *(writer.get(node) for node in chain))
-        needed = [where[i] for i in inputs if i is not None and i not in chain]
-        at, earliest = where[chain[0]], max(first, *(k + 1 for k in needed))
-        out.append(Source(start, chain, at, min(at, earliest), memory_bytes(start.meta["val"])))
-    return out
 
 
 def _chain(start: Node, where: dict[Node, int]) -> list[Node]:
