@@ -84,21 +84,21 @@ class Run(NamedTuple):
 def early(gm: GraphModule, sources: Sequence[Source], *bounds: Bound) -> Run:
     """A simulated run with gathers as early as they may be: what they send has been read, no more than `UNDER_WAY` go
     on at a time on a link, and no level, which is that of gathers that start where they are used, grows beyond its
-    limit. Reads are no more than `UNDER_WAY` gathers ahead."""
+    limit. What the next one sends is read meanwhile."""
     complete_values(gm.graph)
     run, todo = _Early(gm), deque(sources)
     bounds = tuple(Bound(level.copy(), limit) for level, limit in bounds)
     inside = {node for x in sources for node in (*x.reads, *x.chain)}
     least = _least(todo, bounds)
     for at, node in enumerate(gm.graph.nodes):
-        run.read(itertools.islice(todo, UNDER_WAY), at)
+        run.read(itertools.islice(todo, 1), at)
         while todo and (at >= todo[0].at or at >= least and run.is_ready(todo[0])):
             x = todo.popleft()
             run.gather(x, at)
             for level, _ in bounds:
                 level[at : x.at] += x.nbytes
             least = _least(todo, bounds)
-            run.read(itertools.islice(todo, UNDER_WAY), at)
+            run.read(itertools.islice(todo, 1), at)
         if node not in inside:
             run.lanes.step(node, run.root)
     return Run(run.starts, run.lanes.free[COMPUTE])
