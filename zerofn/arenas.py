@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .disk import DiskError, Request, aligned, locked, pages
-from .imagined import imagining
+from .imagined import imagining, inside
 from .ops.library import define
 
 _arenas: WeakValueDictionary[int, Arena] = WeakValueDictionary()
@@ -82,14 +82,9 @@ class Arena:
         self._leaving.append((start, start + nbytes, request))
 
 
-@contextlib.contextmanager
-def trying() -> Iterator[None]:
+def trying() -> contextlib.AbstractContextManager[None]:
     """Inside, schedules are made that will not run: their arenas are nobody else's."""
-    before = _trying.set(True)
-    try:
-        yield
-    finally:
-        _trying.reset(before)
+    return inside(_trying, True)
 
 
 def arena_for(number: int, nbytes: int, device: torch.device | None = None) -> Arena:

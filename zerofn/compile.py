@@ -75,7 +75,7 @@ def compile(train_step: Callable[[Any, Any], Any], *, donate: bool = True, memor
         raise ValueError(f"compile: backend={backend!r} is not known; there is 'eager'.")
     choose = {"memory": None if memory is None else num_bytes(memory), "remat": remat}
     where = None if machine is None else machine_of(machine)
-    return Step(train_step, donate, choose if any(choose.values()) else None, where)
+    return Step(train_step, donate, choose if any(choose.values()) else {}, where)
 
 
 class _Entry:
@@ -98,10 +98,9 @@ class _Call(NamedTuple):
 class Step:
     """A compiled step. `timings`: seconds its last capture and passes took, and the number of nodes."""
 
-    def __init__(self, train_step: Callable[[Any, Any], Any], donate: bool, choose: dict[str, Any] | None,
+    def __init__(self, train_step: Callable[[Any, Any], Any], donate: bool, choose: dict[str, Any],
                  machine: Machine | None) -> None:
         self._step, self._donate, self._choose, self._machine = train_step, donate, choose, machine
-        self._memory: int | None = choose["memory"] if choose else None
         self._entries: dict[Any, _Entry] = {}
         self._before: dict[str, str] = {}
         self._changes: Counter[str] = Counter()  # in how many captures an entry was another than in the one before
@@ -128,7 +127,7 @@ class Step:
         if entry.donating:
             batch_tensors = self._apart(batch_tensors, {*places, *map(storage_key, copies)}, call.batch_leaves)
         inputs = [*tensors, *copies, *batch_tensors]
-        reserve(entry.program.rings, exactly=self._memory is not None)
+        reserve(entry.program.rings, exactly=self._choose.get("memory") is not None)
         outputs = self._run(entry, inputs, leaves, lambda: (tree.unflatten(call.state_def, leaves), batch))
         return self._result(entry, outputs, tensors, copies, leaves)
 
@@ -215,7 +214,7 @@ class Step:
             known = {**entry.program.describe(), "machine": self._machine}
             return entry, "\n".join([*(f"{k}: {v}" for k, v in known.items()), fingerprint(entry.program)])
 
-        if self._choose is None:
+        if not self._choose:
             return agree_on(what, lambda: made(*self._prepared(state, batch)))
         program, constants, mine = agree_on(what, lambda: (self._prepared(state, batch), ""))
         first, *_ = exchange(what, as_text(mine))
@@ -231,7 +230,7 @@ class Step:
         if any(x.device.type == "cpu" and x.dim() for x in map(tensor_of, program.placeholders) if x is not None):
             keep_freed_memory()
         program = passes.prepare(program, self._machine)
-        if self._choose is None:
+        if not self._choose:
             return program, constants, []
         return program, constants, passes.decide(program, donating=self._gives(program), **self._choose)
 
@@ -240,7 +239,7 @@ class Step:
 
     def _scheduled(self, program: Program, constants: list[Tensor], choices: Sequence[Choice], began: float) -> _Entry:
         donating = self._gives(program)
-        program = passes.finish(program, donating=donating, choices=choices, budget=self._memory)
+        program = passes.finish(program, donating=donating, choices=choices, budget=self._choose.get("memory"))
         if program.arenas:
             return_freed_memory()
         entry = _Entry(program, donating, [(v, v._version) for v in constants])

@@ -24,7 +24,8 @@ _rehearsal: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
 
 
 @contextlib.contextmanager
-def _inside(variable: ContextVar[Any], value: object) -> Iterator[None]:
+def inside(variable: ContextVar[Any], value: object) -> Iterator[None]:
+    """Inside, a variable has a value."""
     before = variable.set(value)
     try:
         yield
@@ -44,7 +45,7 @@ class Imagined:
 
     def __call__(self) -> contextlib.AbstractContextManager[None]:
         """Inside, this machine is imagined."""
-        return _inside(_current, self)
+        return inside(_current, self)
 
     def zeros(self, size: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor without memory."""
@@ -73,7 +74,7 @@ class Rehearsal:
 
     def __call__(self) -> contextlib.AbstractContextManager[None]:
         """Inside, scripts are rehearsed."""
-        return _inside(_rehearsal, self)
+        return inside(_rehearsal, self)
 
     def come_to(self, step: Callable[..., Any], state: Any, batch: Any) -> None:
         """Raise `Reached` where this is the step that is looked for."""

@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .graph.alias import body_of, roots, writes
-from .graph.cost import DOWN, READ, SENT, UP, WRITTEN, Moved, flops, moved, touched_bytes
+from .graph.cost import DOWN, READ, SENT, UP, WRITTEN, flops, moved, touched_bytes
 from .graph.edit import ASIDE, SCATTERS, loops
 from .graph.liveness import complete_values, tensors_of
 from .imagined import is_host
@@ -85,29 +85,26 @@ class Lanes:
         elif transfer is None:
             self._take(COMPUTE, node, 0.0, self.cost(node))
         else:
-            self._take(COMPUTE, node, 0.0, self.machine.launch + transfer.nbytes * self._share(transfer))
-            self._meanwhile(transfer.how, node, self.seconds_of(transfer), root)
+            how, nbytes = transfer.how, transfer.nbytes
+            self._take(COMPUTE, node, 0.0, self.machine.launch + (nbytes * self.machine.busy if how == SENT else 0.0))
+            self._meanwhile(how, node, self.seconds_of(how, nbytes), root)
 
     def done(self, memory: Node) -> float:
         """When what was started to be made there is."""
         return self._ready.get(memory, ("", 0.0))[1]
 
-    def seconds_of(self, transfer: Moved) -> float:
+    def seconds_of(self, how: str, nbytes: int) -> float:
         """Seconds that a transfer takes on its lane."""
-        m, nbytes = self.machine, transfer.nbytes
-        if transfer.how == SENT:
+        m = self.machine
+        if how == SENT:
             hops = math.ceil(math.log2(max(2, self.world)))
             return m.latency * hops + nbytes / m.rank_link(self.world)
         rate = {UP: m.host_link, DOWN: m.host_link, READ: m.disk_read / m.ranks, WRITTEN: m.disk_write / m.ranks}
-        return nbytes / rate[transfer.how] if rate[transfer.how] else math.inf
-
-    def _share(self, transfer: Moved) -> float:
-        """Seconds a byte that a transfer takes of the processor that computes."""
-        return self.machine.busy if transfer.how == SENT else 0.0
+        return nbytes / rate[how] if rate[how] else math.inf
 
     def _meanwhile(self, lane: str, node: Node, seconds: float, root: dict[Node, Node]) -> None:
         """Do something on another lane than the processor's, once its inputs are there."""
-        given = max([self.free[COMPUTE], *(self._ready.get(root[x], ("", 0.0))[1] for x in node.all_input_nodes)])
+        given = max([self.free[COMPUTE], *(self.done(root[x]) for x in node.all_input_nodes)])
         self._take(lane, node, given, seconds)
         for written in [root[x] for x in writes(node)] or [node]:
             self._ready[written] = lane, self.free[lane]

@@ -18,7 +18,7 @@ from zerofn import hosted, optim, passes, timeline, transport, tree
 from zerofn.compile import captured
 from zerofn.forecast import Plan
 from zerofn.graph.alias import positions, roots, touches
-from zerofn.graph.cost import DOWN, UP, Moved
+from zerofn.graph.cost import DOWN, UP
 from zerofn.graph.edit import loops, wait_of
 from zerofn.graph.segments import Segments
 from zerofn.imagined import Imagined
@@ -260,7 +260,7 @@ def test_what_links_take_for_nothing_is_what_is_dearest_to_compute_again(monkeyp
         where = positions(gm.graph)
         again = {x.of: x.seconds for x in budget._activations(gm, where)}
         # As much as two activations' transfers take.
-        away = 2.5 * timeline.lanes_of(gm).seconds_of(Moved(UP, "bring", "", ACTIVATION)) / budget.HIDDEN
+        away = 2.5 * timeline.lanes_of(gm).seconds_of(UP, ACTIVATION) / budget.HIDDEN
         num = sum(phase_of(n) == "forward" for n in gm.graph.nodes)
         monkeypatch.setattr(timeline, "roofline", lambda machine: lambda node: away / num)
         computed = [Drop("", 0, 0, 1, float(k), name) for k, name in enumerate(again)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -170,6 +170,22 @@ def copy_of(value: Node) -> Node:
     node = value.graph.call_function(torch.ops.aten.clone.default, (value,))
     node.meta["val"] = value.meta.get("val")
     return node
+
+
+def made_by(buffer: Node, target: OpOverload, *args: Any) -> Node:
+    """Let another operation make the memory of a unit's flat gradient: of `flat`, or of a `ravel` without batch
+    dimensions, whose leaves are copied there."""
+    graph = buffer.graph
+    with graph.inserting_before(buffer):
+        made = graph.call_function(target, args)
+        made.meta.update(buffer.meta)
+        if buffer.target is ops.ravel.default:
+            leaves, offsets = cast(tuple[list[Node | None], list[int]], buffer.args[:2])
+            numels = [0 if x is None else x.meta["val"].numel() for x in leaves]
+            graph.call_function(ops.fill_.default, (made, leaves, offsets, numels, [False] * len(leaves)))
+    buffer.replace_all_uses_with(made)
+    graph.erase_node(buffer)
+    return made
 
 
 def clean(gm: GraphModule) -> GraphModule:

@@ -16,7 +16,7 @@ from ..arenas import trying
 from ..graph.alias import positions
 from ..graph.copies import copied
 from ..graph.cost import UP, Moved, moved
-from ..graph.edit import loops, wait_of, weight_chain
+from ..graph.edit import is_source, loops, wait_of, weight_chain
 from ..graph.liveness import Live, memory_bytes, moments
 from ..graph.program import Program, tensor_of
 from ..graph.resident import resident
@@ -217,7 +217,7 @@ def _early(scheduled: _Levels, limit: float) -> Run:
 def _starts(scheduled: _Levels, gm: GraphModule, limit: float) -> frozenset[tuple[str, str]]:
     """(gather, the node before which it may start), by names; only such nodes as all ranks have."""
     graph, starts = scheduled.gm.graph, _early(scheduled, limit).starts
-    known, waits = {n.name for n in gm.graph.nodes if phase_of(n)}, {wait_of(x.start) for x in sources_in(graph)}
+    known, waits = {n.name for n in gm.graph.nodes if phase_of(n)}, {wait_of(n) for n in starts if is_source(n)}
     nodes = [n if n in waits or phase_of(n) and n.name in known else None for n in graph.nodes]
     before = {start: next(filter(None, nodes[at:])) for start, at in starts.items()}
     return frozenset((start.name, node.name) for start, node in before.items() if node is not wait_of(start))
@@ -253,7 +253,7 @@ def _stashes(gm: GraphModule, where: dict[Node, int], computed: list[Drop]) -> I
     free = HIDDEN * sum(lanes.cost(n) for n in gm.graph.nodes if phase_of(n) == FORWARD) if found else 0.0
     for x in sorted(found, key=lambda x: -again.get(x.memory.name, 0.0)):
         nbytes = memory_bytes(x.memory.meta["val"])
-        seconds = lanes.seconds_of(Moved(UP, "bring", "", nbytes))
+        seconds = lanes.seconds_of(UP, nbytes)
         free -= seconds
         cost = nbytes / lanes.machine.memory_rate if free > 0 else seconds
         yield Drop((STASHED, x.memory.name), where[x.last], where[x.first], nbytes, 2 * cost, x.memory.name)
@@ -275,7 +275,8 @@ def _gathers(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
             if num_others(k, timeline, where[before], where[after]):
                 nbytes = tensor_of(start).nbytes  # type: ignore[union-attr]
                 key = (start.name, before.name)
-                seconds = lanes.seconds_of(cast(Moved, moved(start)))
+                transfer = cast(Moved, moved(start))
+                seconds = lanes.seconds_of(transfer.how, transfer.nbytes)
                 yield Drop((GATHERED, key), where[before], where[after], nbytes, seconds)
 
 

@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..disk import Region, pages, scratch_space
 from ..graph.alias import roots, touches
-from ..graph.edit import ASIDE, UPDATE, clean, fetched, from_drive, kept_by
+from ..graph.edit import ASIDE, UPDATE, clean, fetched, from_drive, kept_by, made_by
 from ..graph.program import Cut, Program, tensor_of
 from ..imagined import host, imagining, is_host
 from ..tickets import ticket_of
@@ -83,7 +83,7 @@ def _park(graph: Graph, rule: Node, memory: Node, after: Node, region: Region) -
     value, then = tensor_of(_gradient(rule)), after.next
     assert value is not None
     aside: list[Node] = []
-    there = _write_there(graph, _gradient(rule), memory)
+    there = _write_there(_gradient(rule), memory)
     gradient = held = _gradient(rule)
     with graph.inserting_before(then):
         if not there:
@@ -100,22 +100,12 @@ def _park(graph: Graph, rule: Node, memory: Node, after: Node, region: Region) -
     rule.replace_input_with(gradient, wait)
 
 
-def _write_there(graph: Graph, gradient: Node, memory: Node) -> bool:
+def _write_there(gradient: Node, memory: Node) -> bool:
     """Let what makes a gradient make it where drives write from; -> whether it can."""
     value, whole = tensor_of(gradient), tensor_of(memory)
     if value is None or whole is None or not is_host(value.device) or value.numel() != whole.numel():
         return False
-    if memory.target is ops.flat.default:
-        memory.target, memory.args, memory.kwargs = ops.room.default, (whole.numel(), whole.dtype, []), {}
-        return True
-    if memory.target is not ops.ravel.default or len(memory.args) != 4:
+    if memory.target is not ops.flat.default and (memory.target is not ops.ravel.default or len(memory.args) != 4):
         return False
-    leaves, offsets, size, dtype = cast(tuple[list[Node | None], list[int], int, torch.dtype], memory.args)
-    numels = [0 if x is None else tensor_of(x).numel() for x in leaves]  # type: ignore[union-attr]
-    with graph.inserting_before(memory):
-        room = graph.call_function(ops.room.default, (size, dtype, []))
-        graph.call_function(ops.fill_.default, (room, leaves, offsets, numels, [False] * len(leaves)))
-    room.meta["val"] = whole
-    memory.replace_all_uses_with(room)
-    graph.erase_node(memory)
+    made_by(memory, ops.room.default, whole.numel(), whole.dtype, [])
     return True

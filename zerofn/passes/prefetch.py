@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -91,14 +90,14 @@ def early(gm: GraphModule, sources: Sequence[Source], *bounds: Bound) -> Run:
     inside = {node for x in sources for node in (*x.reads, *x.chain)}
     least = _least(todo, bounds)
     for at, node in enumerate(gm.graph.nodes):
-        run.read(itertools.islice(todo, 1), at)
+        run.read(todo, at)
         while todo and (at >= todo[0].at or at >= least and run.is_ready(todo[0])):
             x = todo.popleft()
             run.gather(x, at)
             for level, _ in bounds:
                 level[at : x.at] += x.nbytes
             least = _least(todo, bounds)
-            run.read(itertools.islice(todo, 1), at)
+            run.read(todo, at)
         if node not in inside:
             run.lanes.step(node, run.root)
     return Run(run.starts, run.lanes.free[COMPUTE])
@@ -122,12 +121,11 @@ class _Early:
         for node in (*(n for n in x.reads if n not in self.starts), *x.chain):
             self._step(node, at)
 
-    def read(self, sources: Iterable[Source], at: int) -> None:
-        """Start the reads for gathers that come next."""
-        for x in sources:
-            for node in x.reads:
-                if node not in self.starts and at >= x.earliest and self._is_free(node):
-                    self._step(node, at)
+    def read(self, todo: Sequence[Source], at: int) -> None:
+        """Start the reads for the gather that comes next."""
+        for node in todo[0].reads if todo else ():
+            if node not in self.starts and at >= todo[0].earliest and self._is_free(node):
+                self._step(node, at)
 
     def _step(self, node: Node, at: int) -> None:
         self.lanes.step(node, self.root)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..arenas import Ring, arena_for
 from ..graph.alias import body_of, positions, roots, touches
-from ..graph.edit import SCATTERS, clean, is_gather, is_scatter, loops
+from ..graph.edit import SCATTERS, clean, is_gather, is_scatter, loops, made_by
 from ..graph.liveness import memory_bytes, moments
 from ..graph.program import Program, tensor_of
 from ..graph.resident import resident
@@ -55,7 +54,7 @@ def rings(gm: GraphModule, program: Program) -> GraphModule:
             arena = arena_for(len(program.rings), nbytes, device)
             program.rings.append(Ring(arena, nbytes))
             for span, place in zip(spans, places, strict=True):
-                _put(each.graph, span.node, [arena.number, place])
+                _put(span.node, [arena.number, place])
             clean(each)
     return gm
 
@@ -121,19 +120,10 @@ def _is_unit(node: Node, root: dict[Node, Node]) -> bool:
     return is_gather(node) and root[node.all_input_nodes[0]].target not in SCATTERS
 
 
-def _put(graph: Graph, node: Node, place: list[int]) -> None:
+def _put(node: Node, place: list[int]) -> None:
     """Let a node make its memory at a place."""
     if is_gather(node):
         node.kwargs = {**node.kwargs, "place": place}
-        return
-    value = tensor_of(node)
-    assert value is not None
-    with graph.inserting_before(node):
-        bucket = graph.call_function(ops.bucket.default, (value.numel(), value.dtype, value.device, place))
-        bucket.meta.update(node.meta)
-        if node.target is ops.ravel.default:
-            leaves, offsets = cast(tuple[list[Node | None], list[int]], node.args[:2])
-            numels = [0 if x is None else tensor_of(x).numel() for x in leaves]  # type: ignore[union-attr]
-            graph.call_function(ops.fill_.default, (bucket, leaves, offsets, numels, [False] * len(leaves)))
-    node.replace_all_uses_with(bucket)
-    graph.erase_node(node)
+    else:
+        value = node.meta["val"]
+        made_by(node, ops.bucket.default, value.numel(), value.dtype, value.device, place)

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import is_lent, positions, roots, touches, written_memory
-from ..graph.cost import UP, Moved, moved
+from ..graph.cost import UP, moved
 from ..graph.edit import clean, is_start
 from ..graph.liveness import AGAIN, complete_values, memory_bytes
 from ..graph.program import tensor_of
@@ -106,7 +106,7 @@ class _Places:
         return out
 
     def _seconds(self, x: Stay) -> float:
-        return self._lanes.seconds_of(Moved(UP, "bring", "", memory_bytes(x.memory.meta["val"])))
+        return self._lanes.seconds_of(UP, memory_bytes(x.memory.meta["val"]))
 
     def left(self, found: list[Stay], begins: dict[Stay, int]) -> dict[Stay, int]:
         """Where it is waited for that each has left: when it should have, before too many others leave, and before it
