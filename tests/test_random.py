@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from zerofn._torch_compat import OpOverload, compiling, make_fx, schema_arguments
-from zerofn.random import fold_in, key, randomness
+from zerofn.random import draws, fold_in, key, randomness
 
 KEY = key(0)
 
@@ -261,6 +261,30 @@ def test_mean_and_deviation(name):
     error = deviation / math.sqrt(len(values))
     assert abs(values.mean() - mean) < 4.5 * error
     assert abs(values.std() - deviation) < 0.06 * deviation
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int64, torch.bfloat16])
+def test_coins_of_any_number(dtype):
+    """They are drawn in parts, two to a word: none is left out or drawn twice."""
+    part = draws._CHUNK
+
+    def coins(n, p=0.3, position=0):
+        return draws.fill("bernoulli", KEY, position, [n], [p], dtype, torch.device("cpu"))
+
+    for n in (0, 1, 2, 7, part - 1, part, part + 1, 2 * part + 3):
+        drawn = coins(n)
+        assert drawn.shape == (n,) and drawn.dtype == dtype and torch.equal(drawn, coins(n))
+        assert set(drawn.double().unique().tolist()) <= {0.0, 1.0}
+    many = coins(6 * part + 1, position=1).double()
+    deviation = 0.21 / math.sqrt(len(many))  # of the mean of products
+    for apart in (1, 2, 3, part - 1, part, part + 1):
+        product = (many[apart:] - 0.3) * (many[:-apart] - 0.3)
+        assert abs(product.mean()) < 5 * deviation
+    for p, wanted in ((0.0, 0.0), (2.0**-40, 0.0), (1 - 2.0**-40, 1.0), (1.0, 1.0)):
+        assert torch.equal(coins(part + 5, p).double(), torch.full((part + 5,), wanted).double())
+    for p in (-0.1, 1.1):
+        with pytest.raises(RuntimeError, match="expects p to be in"):
+            coins(8, p)
 
 
 def test_rrelu_keeps_what_is_positive():

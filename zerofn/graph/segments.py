@@ -1,6 +1,6 @@
 """The forward pass of a graph in segments, what each keeps for the backward pass, and what it takes to make that again.
 
-A segment begins where a unit's parameters are used for the first time, and least crosses: for most models it is a
+A segment begins where a unit's parameters are used for the first time, and little crosses: for most models it is a
 layer, also where a layer has several units. What crosses from one segment to the next is kept; so what is made again is
 made from its own segment's inputs, whatever else is not kept.
 """
@@ -14,11 +14,9 @@ from torch.fx import Graph, Node
 from ..phases import BACKWARD, FORWARD, phase_of
 from .alias import is_given, roots, touches, writes
 from .edit import is_start
+from .joining import Span, joined
 from .liveness import memory_bytes
 from .program import tensor_of
-
-NEAR = 4  # segments before and after one: what a layer may have of units
-MORE = 1.25  # times as many bytes as the least of those nearby
 
 
 class Segments:
@@ -90,16 +88,11 @@ class Segments:
         return any(self._segment.get(n, own) > own for n in self.touched[memory])
 
     def _joined(self, segment: dict[Node, int]) -> dict[Node, int]:
-        """Fewer segments: those that end where much more crosses than nearby go on."""
-        crossing = [0] * (max(segment.values(), default=0) + 1)  # bytes that are needed behind the end of each
-        for memory, own in segment.items():
-            if self._root[memory] is memory:
-                for k in range(own, max(segment.get(n, own) for n in self.touched[memory])):
-                    crossing[k] += memory_bytes(memory.meta["val"])
-        number, numbers = 1, [0]  # what comes before the first unit's parameters is no layer
-        for k, nbytes in enumerate(crossing[1:], 1):
-            numbers.append(number)
-            number += nbytes <= MORE * min(filter(None, crossing[max(1, k - NEAR) : k + NEAR + 1]), default=nbytes)
+        """Fewer segments: those that end where much crosses go on."""
+        made = {x: own for x, own in segment.items() if self._root[x] is x}
+        spans = [Span(own, max(segment.get(n, own) for n in self.touched[x]), memory_bytes(x.meta["val"]),
+                      self._is_kept(x)) for x, own in made.items()]
+        numbers = joined(spans, max(segment.values(), default=0) + 1)
         return {node: numbers[own] for node, own in segment.items()}
 
     def _segments(self, graph: Graph) -> dict[Node, int]:

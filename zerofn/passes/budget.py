@@ -54,8 +54,10 @@ def within(program: Program, budget: int, schedule: Schedule) -> list[Choice]:
     found = search.fit(whole, drops, budget, _choice)
     if found is not None:
         return search.soonest(found, whole, drops, budget)
-    ways = [[_all_of(found, how) for found in drops] for how in (AGAIN, STASHED)]
-    tried = [search.attempt(list(map(_choice, way))) for way in ways[: 1 + (ways[0] != ways[1])]]
+    ways = [[_least(x.level, found) for found, x in zip(drops, whole.graphs, strict=True)]]
+    ways += ([_all_of(found, how) for found in drops] for how in (AGAIN, STASHED))
+    choices = [list(map(_choice, way)) for way in ways]
+    tried = [search.attempt(x) for k, x in enumerate(choices) if x not in choices[:k]]
     least = search.least
     if least > budget:
         raise OverBudget(least, (
@@ -257,6 +259,12 @@ def _stashes(gm: GraphModule, where: dict[Node, int], computed: list[Drop]) -> I
         free -= seconds
         cost = nbytes / lanes.machine.memory_rate if free > 0 else seconds
         yield Drop((STASHED, x.memory.name), where[x.last], where[x.first], nbytes, 2 * cost, x.memory.name)
+
+
+def _least(level: list[int], drops: list[Drop]) -> list[Drop]:
+    """What it takes to have the lowest peak."""
+    _, left = cheapest(level, drops, 0)
+    return cheapest(level, drops, left)[0]
 
 
 def _all_of(drops: list[Drop], how: str) -> list[Drop]:
