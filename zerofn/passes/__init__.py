@@ -16,7 +16,7 @@ from ..machine import Machine
 from ..timeline import note_machine
 from .arrive import arrive
 from .average import average
-from .budget import OverBudget, graphs, recomputed, within
+from .budget import graphs, recomputed, within
 from .canonicalize import canonicalize
 from .choice import Choice, choose
 from .donate import donate
@@ -92,17 +92,10 @@ def decide(program: Program, *, donating: bool, memory: int | None, remat: str |
     if remat:
         choices = recomputed(program, remat, schedule)
     else:
-        choices = _within(program, memory or 0, schedule)
+        budget = memory or 0
+        choices = within(program, (int(budget / (1 + MORE)), budget), schedule)  # first with room for static buffers
     program.timings["choices"] = time.perf_counter() - start
     return choices
-
-
-def _within(program: Program, budget: int, schedule: Callable[[Program], Program]) -> list[Choice]:
-    """What to choose for a budget: with room for static buffers, where there is any."""
-    try:
-        return within(program, int(budget / (1 + MORE)), schedule)
-    except OverBudget:
-        return within(program, budget, schedule)
 
 
 def finish(program: Program, *, donating: bool, choices: Sequence[Choice] = (), budget: int | None = None) -> Program:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -39,33 +39,32 @@ AGAIN, GATHERED, STASHED = "computed again", "gathered again", "brought back"  #
 Schedule = Callable[[Program], Program]
 
 
-def within(program: Program, budget: int, schedule: Schedule) -> list[Choice]:
-    """What to choose, for each of a program's `graphs`, such that no more than `budget` bytes are alive on the device
-    at any time. With ample memory every unit is gathered once and nothing is computed again.
+def within(program: Program, budgets: Sequence[int], schedule: Schedule) -> list[Choice]:
+    """What to choose, for each of a program's `graphs`, such that no more bytes are alive on the device at any time
+    than the first of `budgets` that any schedule keeps to. With ample memory every unit is gathered once and nothing is
+    computed again.
 
     Raises `MemoryError` below what the least schedule needs. `schedule` must be the same on all ranks.
     """
     search = _Search(program, schedule, lambda live: sum(live.values()))
     whole = search.attempt([_choice([]) for _ in search.graphs])
-    if whole.peak <= budget:
-        return search.ahead(whole, budget).choices
-    places = [(gm, _positions_in(gm.graph, x.gm.graph)) for gm, x in search.pairs(whole)]
-    drops = [list(_drops(gm, where)) for gm, where in places]
-    found = search.fit(whole, drops, budget, _choice)
-    if found is not None:
-        return search.soonest(found, whole, drops, budget)
-    ways = [[_least(x.level, found) for found, x in zip(drops, whole.graphs, strict=True)]]
-    ways += ([_all_of(found, how) for found in drops] for how in (AGAIN, STASHED))
-    choices = [list(map(_choice, way)) for way in ways]
-    tried = [search.attempt(x) for k, x in enumerate(choices) if x not in choices[:k]]
+    drops = [list(_drops(gm, _positions_in(gm.graph, x.gm.graph))) for gm, x in search.pairs(whole)]
+    ways: list[_Attempt] = []
+    for budget in budgets:
+        if whole.peak <= budget:
+            return search.ahead(whole, budget).choices
+        found = search.fit(whole, drops, budget, _choice)
+        if found is not None:
+            return search.soonest(found, whole, drops, budget)
+        ways = ways or search.ways(whole, drops)
+        fitting = [search.ahead(x, budget) for x in ways if x.peak <= budget]
+        if fitting:
+            return min(fitting, key=lambda x: x.run.seconds).choices
     least = search.least
-    if least > budget:
-        raise OverBudget(least, (
-            f"{program.name} cannot be scheduled within {budget:,} bytes: the least that it takes is {least:,}. "
-            "It takes less with fewer rows a step, or more microbatches (zerofn.accumulate), at stage 3, with state "
-            "offloaded or moments='8bit', on more ranks."))
-    fitting = [search.ahead(x, budget) for x in tried if x.peak <= budget]
-    return min(fitting, key=lambda x: x.run.seconds).choices
+    raise OverBudget(least, (
+        f"{program.name} cannot be scheduled within {budgets[-1]:,} bytes: the least that it takes is {least:,}. "
+        "It takes less with fewer rows a step, or more microbatches (zerofn.accumulate), at stage 3, with state "
+        "offloaded or moments='8bit', on more ranks."))
 
 
 def recomputed(program: Program, how: str, schedule: Schedule) -> list[Choice]:
@@ -170,15 +169,25 @@ class _Search:
             target, last = target - less, tried
         return None
 
+    def ways(self, whole: _Attempt, drops: list[list[Drop]]) -> list[_Attempt]:
+        """Where `fit` finds nothing: what takes least, and all in one way and in another."""
+        chosen = [[_least(x.level, found) for found, x in zip(drops, whole.graphs, strict=True)]]
+        chosen += ([_all_of(found, how) for found in drops] for how in (AGAIN, STASHED))
+        choices = [list(map(_choice, way)) for way in chosen]
+        return [self.attempt(x) for k, x in enumerate(choices) if x not in choices[:k]]
+
     def ahead(self, found: _Attempt, budget: int) -> _Attempt:
         """The same with gathers as early as links and the budget allow."""
-        limit = budget
+        limit, less = budget, 0
         for _ in range(TRIES):
             starts = [_starts(x, gm, limit) for gm, x in self.pairs(found)]
+            if not any(starts):
+                break
             tried = self.attempt([x._replace(starts=names) for x, names in zip(found.choices, starts, strict=True)])
             if tried.peak <= budget:
                 return tried
-            limit -= tried.peak - budget
+            less = max(tried.peak - budget, 2 * less)
+            limit -= less
         return found
 
     def soonest(self, found: _Attempt, whole: _Attempt, drops: list[list[Drop]], budget: int) -> list[Choice]:
