@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
 import os
 import platform
 import statistics
@@ -54,8 +52,8 @@ def this_machine(folder: str | os.PathLike[str] | None = None) -> Machine:
         measured_on=this_hardware())
     if axis.size == 1:
         return found
-    first, *_ = exchange("zerofn.this_machine()", json.dumps(dataclasses.asdict(found)))
-    return Machine(**json.loads(first))
+    first, *_ = exchange("zerofn.this_machine()", found.to_json())
+    return Machine.from_json(first)
 
 
 def _free(folder: str | os.PathLike[str] | None) -> float:

@@ -57,20 +57,29 @@ class Machine:
             if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
                 raise ValueError(f"Machine({name}={value!r}): expected a number, {least} or more.")
 
+    def to_json(self) -> str:
+        """All of it, as JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Machine:
+        """What `to_json` told."""
+        return Machine(**json.loads(text))
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, whole or not at all."""
         target = Path(path)
         if not target.parent.is_dir():
             raise ValueError(f"there is no folder {os.fspath(target.parent)!r} for {target.name}.")
         scratch = target.with_name(f".{target.name}.{os.getpid()}")
-        scratch.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        scratch.write_text(self.to_json())
         scratch.replace(target)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Machine:
         """One that was saved. Raises `ValueError` for a file that is none."""
         try:
-            return Machine(**json.loads(Path(path).read_text()))
+            return Machine.from_json(Path(path).read_text())
         except (TypeError, ValueError) as error:
             raise ValueError(f"{os.fspath(path)} is no machine's profile ({error}); write one with "
                              f"`zerofn profile {os.fspath(path)}`.") from None

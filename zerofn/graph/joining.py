@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -58,14 +59,11 @@ def _least(crossing: np.ndarray, inner: np.ndarray, largest: int) -> tuple[int, 
     for k in range(count):
         wide = min(k + 1, WIDE)
         limit = largest if k < count - 1 else max(largest, inner[k, 0])
-        fits = int(np.searchsorted(inner[k, :wide], limit, side="right")) or 1
+        fits = int(np.searchsorted(inner[k, :wide], limit, side="right"))
         total = kept[k + 1 - fits : k + 1][::-1] + crossing[k, :fits]
         best = int(total.argmin())
         kept[k + 1], first[k] = total[best], k - best
-    numbers, end = [0] * count, count
-    starts = []
-    while end:
-        starts.append(end := first[end - 1])
-    for number, start in enumerate(reversed(starts)):
-        numbers[start:] = [number] * (count - start)
-    return int(kept[count]), numbers
+    starts, end = set(), count
+    while end := first[end - 1]:
+        starts.add(end)
+    return int(kept[count]), list(itertools.accumulate(int(k in starts) for k in range(count)))

@@ -6,8 +6,8 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import numpy as np
 from torch.fx import Graph, GraphModule, Node
@@ -26,7 +26,7 @@ from ..phases import FORWARD, phase_of
 from ..timeline import Timeline, lanes_of, simulated
 from .choice import Choice, choose
 from .fit import Drop, cheapest
-from .prefetch import Bound, Run, early, few_alive, sources_in
+from .prefetch import Bound, Run, Source, early, few_alive, sources_in
 from .regather import num_others, uses_of_gathers
 from .stash import stays
 
@@ -48,11 +48,12 @@ def within(program: Program, budgets: Sequence[int], schedule: Schedule) -> list
     """
     search = _Search(program, schedule, lambda live: sum(live.values()))
     whole = search.attempt([_choice([]) for _ in search.graphs])
-    drops = [list(_drops(gm, _positions_in(gm.graph, x.gm.graph))) for gm, x in search.pairs(whole)]
+    drops: list[list[Drop]] = []
     ways: list[_Attempt] = []
     for budget in budgets:
         if whole.peak <= budget:
             return search.ahead(whole, budget).choices
+        drops = drops or [list(_drops(gm, _positions_in(gm.graph, x.gm.graph))) for gm, x in search.pairs(whole)]
         found = search.fit(whole, drops, budget, _choice)
         if found is not None:
             return search.soonest(found, whole, drops, budget)
@@ -96,11 +97,27 @@ class OverBudget(MemoryError):
         self.least = least
 
 
-class _Levels(NamedTuple):
+@dataclass(frozen=True)
+class _Levels:
     """A scheduled graph and what weighs at each of its nodes."""
 
     gm: GraphModule
     level: list[int]
+    _runs: dict[float, Run] = field(default_factory=dict)
+
+    def early(self, limit: float) -> Run:
+        """A run with gathers as early as `limit` allows, and static buffers that have no more room than there must
+        be."""
+        if limit not in self._runs:
+            sources, few = self._gathers
+            whole = Bound(np.array(self.level, dtype=np.int64), limit)
+            self._runs[limit] = early(self.gm, sources, whole, few)
+        return self._runs[limit]
+
+    @functools.cached_property
+    def _gathers(self) -> tuple[list[Source], Bound]:
+        sources = sources_in(self.gm.graph)
+        return sources, few_alive(self.gm, sources)
 
 
 @dataclass(frozen=True)
@@ -195,7 +212,7 @@ class _Search:
         them if that takes less time."""
         first = self.ahead(found, budget)
         sizes = sorted(x.nbytes for gm in self.graphs for x in sources_in(gm.graph))
-        longer = [_early(x, budget).seconds / _early(x, math.inf).seconds for x in found.graphs]
+        longer = [x.early(budget).seconds / x.early(math.inf).seconds for x in found.graphs]
         if not sizes or max(longer) <= 1 + SHORT:
             return first.choices
         other = self.fit(whole, drops, budget - 2 * sizes[len(sizes) // 2], _choice)
@@ -218,16 +235,9 @@ def _choice(drops: list[Drop]) -> Choice:
     return Choice(frozenset(keys[AGAIN]), frozenset(keys[GATHERED]), frozenset(), frozenset(keys[STASHED]))
 
 
-def _early(scheduled: _Levels, limit: float) -> Run:
-    """A run with gathers as early as `limit` allows, and static buffers that have no more room than there must be."""
-    sources = sources_in(scheduled.gm.graph)
-    whole = Bound(np.array(scheduled.level, dtype=np.int64), limit)
-    return early(scheduled.gm, sources, whole, few_alive(scheduled.gm, sources))
-
-
 def _starts(scheduled: _Levels, gm: GraphModule, limit: float) -> frozenset[tuple[str, str]]:
     """(gather, the node before which it may start), by names; only such nodes as all ranks have."""
-    graph, starts = scheduled.gm.graph, _early(scheduled, limit).starts
+    graph, starts = scheduled.gm.graph, scheduled.early(limit).starts
     known, waits = {n.name for n in gm.graph.nodes if phase_of(n)}, {wait_of(n) for n in starts if is_source(n)}
     nodes = [n if n in waits or phase_of(n) and n.name in known else None for n in graph.nodes]
     before = {start: next(filter(None, nodes[at:])) for start, at in starts.items()}

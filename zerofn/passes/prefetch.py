@@ -87,7 +87,7 @@ def early(gm: GraphModule, sources: Sequence[Source], *bounds: Bound) -> Run:
     complete_values(gm.graph)
     run, todo = _Early(gm), deque(sources)
     bounds = tuple(Bound(level.copy(), limit) for level, limit in bounds)
-    inside = {node for x in sources for node in (*x.reads, *x.chain)}
+    inside = _moving(sources)
     least = _least(todo, bounds)
     for at, node in enumerate(gm.graph.nodes):
         run.read(todo, at)
@@ -140,6 +140,11 @@ class _Early:
         return self._ends[transfer.how][-UNDER_WAY] <= self.lanes.free[COMPUTE]
 
 
+def _moving(sources: Sequence[Source]) -> set[Node]:
+    """All gathers and reads, and what moves with them."""
+    return {node for x in sources for node in (*x.reads, *x.chain)}
+
+
 def _least(todo: Sequence[Source], bounds: Sequence[Bound]) -> int:
     """From where on the source that comes next may start for memory's sake."""
     if not todo:
@@ -153,7 +158,7 @@ def _move(graph: Graph, sources: Sequence[Source], starts: dict[Node, int]) -> N
     """Put each gather and read before the node at its position in `starts`, or where it may be first; behind the one
     before it."""
     nodes, moves = list(graph.nodes), []
-    inside = {node for x in sources for node in (*x.reads, *x.chain)}
+    inside = _moving(sources)
     at = early_at = 0
     for x in sources:
         at = max(at, min(x.at, max(x.earliest, starts.get(x.start, x.at))))
