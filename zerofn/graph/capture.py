@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
     their checks of data, and kernels that fake tensors do not know. Not at once, because some choose another
     algorithm then, with other rounding than in the eager step.
     """
-    with torch.no_grad(), lazy_code(True), quiet_fakes():
+    with torch.no_grad(), lazy_code(True), quiet_fakes(), _uncollected():
         try:
             return tracer(*inputs)
         except CaptureError:
@@ -123,6 +124,18 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
             if "has_fw_view" in str(error):
                 raise CaptureError(_forward_mode(error)).with_traceback(error.__traceback__) from None
             raise
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """What a trace makes stays: the collector would walk all of it again and again, and find nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _spans(copies: dict[int, list[Tensor]]) -> tuple[dict[int, tuple[int, int]], list[Tensor]]:

@@ -189,8 +189,11 @@ def made_by(buffer: Node, target: OpOverload, *args: Any) -> Node:
 
 
 def clean(gm: GraphModule) -> GraphModule:
-    """Check the graph, drop nodes nobody uses, and make its code anew."""
-    gm.graph.eliminate_dead_code(_is_impure)
+    """Drop nodes nobody uses, and make its code anew."""
+    # As `Graph.eliminate_dead_code`, which checks the graph first: half of its time. The passes do that at last.
+    for node in reversed(gm.graph.nodes):
+        if not node.users and not _is_impure(node):
+            gm.graph.erase_node(node)
     gm.recompile()
     return gm
 

@@ -122,6 +122,8 @@ def _apply(program: Program, passes: Sequence[Pass], first: int | None = None) -
         program.timings[each.__name__] = time.perf_counter() - start
         if first is not None:
             _dump(program, k, each.__name__)
+    for gm in graphs(program.gm):
+        gm.graph.lint()
     return program
 
 
