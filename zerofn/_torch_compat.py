@@ -35,7 +35,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 # Capture: a function of tensors -> an FX graph of ATen calls; a loop's body is traced inside a trace.
 from torch._higher_order_ops.utils import reenter_make_fx as trace_inner
-from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazy_code  # code is made when it is run or read
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # code is made when it is run or read
+from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazy_code
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing as outside_trace
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as current_trace
 from torch.fx.experimental.proxy_tensor import make_fx

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,7 +65,8 @@ def shard(state_or_init: Any, stage: Any = 3, *, mesh: Mesh | DeviceMesh | None 
     if (rehearsal := rehearsing()) is not None:
         rehearsal.init, rehearsal.options = state_or_init, {"precision": precision, "unit": unit}
         with Imagined(False, 1.0, 1.0)():
-            rehearsal.state = imagine(state_or_init, stage, Mesh((Axis(DATA, 1),)), precision, None, unit)
+            first = initial(state_or_init, resolve(precision))
+            rehearsal.state = imagine(first, stage, Mesh((Axis(DATA, 1),)), precision, None, unit)
         return rehearsal.state
     map_large_blocks()
     options, values, parts, treedef = agree_on("zerofn.shard", lambda: _plan(
@@ -99,12 +100,18 @@ def _planned(stage: Any, precision: Any, offload: Any, plan: Any, num_ranks: int
     return options["stage"], options.get("precision"), options.get("offload")
 
 
-def imagine(state_or_init: Any, stage: int, mesh: Mesh, precision: Precision | str | None,
-            offload: Offload | str | None, unit: Callable[[str], str] | None) -> Any:
-    """The state as rank 0 of an imagined machine would hold it: the same layout, tensors without memory."""
+def initial(state_or_init: Any, precision: Precision) -> Any:
+    """The whole state that is to be sharded; without memory, if a function makes it."""
+    return _initial(state_or_init, precision)[0]
+
+
+def imagine(state: Any, stage: int, mesh: Mesh, precision: Precision | str | None, offload: Offload | str | None,
+            unit: Callable[[str], str] | None) -> Any:
+    """The state, as `initial` gives it, as rank 0 of an imagined machine would hold it: the same layout, tensors
+    without memory."""
     machine = imagining()
     assert machine is not None
-    (options, _, parts, treedef), _ = _plan(state_or_init, _Options(stage, mesh, precision, unit, None, offload))
+    options, parts, treedef = _laid_out(state, _Options(stage, mesh, precision, unit, None, offload).checked())
     scratch = scratch_for((p.spec, p.kinds) for p in parts if isinstance(p, _Cut))
     return tree.unflatten(treedef, [options._allocate(p, scratch) if isinstance(p, _Cut) else machine.like(p.value)
                                     for p in parts])
@@ -114,18 +121,27 @@ def _plan(state_or_init: Any, given: _Options) -> tuple[Any, str]:
     """Everything that can be wrong is found here, before anything is allocated or sent."""
     options = given.checked()
     precision = resolve(options.precision)
-    if callable(state_or_init) and not isinstance(state_or_init, torch.nn.Module):
-        recorded = record(lambda: adapted(state_or_init(), precision), tree.flatten)
-        state, values = recorded.output, recorded.run()
-    else:
-        state = adapted(state_or_init, precision)
-        values = enumerate(tree.leaves(state))
-    home, size = options.device or device_of(state), options.mesh.axis().size
-    options = replace(options, home=home, offload=resolve_offload(options.offload, options.stage, size, home))
-    parts, treedef = options.parts(state)
+    state, values = _initial(state_or_init, precision)
+    options, parts, treedef = _laid_out(state, options)
     if given.offload is not None and not imagining():
         _check_offload(options.offload, [p for p in parts if isinstance(p, _Cut)], options.home)
     return (options, values, parts, treedef), _description(options.stage, precision, parts)
+
+
+def _initial(state_or_init: Any, precision: Precision) -> tuple[Any, Iterator[tuple[int, Any]]]:
+    """The state, and its leaves' numbers and values in the order in which they come to be."""
+    if callable(state_or_init) and not isinstance(state_or_init, torch.nn.Module):
+        recorded = record(lambda: adapted(state_or_init(), precision), tree.flatten)
+        return recorded.output, recorded.run()
+    state = adapted(state_or_init, precision)
+    return state, enumerate(tree.leaves(state))
+
+
+def _laid_out(state: Any, options: _Options) -> tuple[_Options, list[Any], Any]:
+    """Options with what follows from the state, its parts, and its structure."""
+    home, size = options.device or device_of(state), options.mesh.axis().size
+    options = replace(options, home=home, offload=resolve_offload(options.offload, options.stage, size, home))
+    return (options, *options.parts(state))
 
 
 def _check_offload(offload: Offload, cuts: list[_Cut], home: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -19,9 +20,10 @@ from .graph.program import Program
 from .imagined import Imagined
 from .machine import KNOWN, Machine, machine_of
 from .mesh import DATA, Axis, Mesh
-from .partition import STAGES, check_stage, imagine
+from .partition import STAGES, check_stage, imagine, initial
 from .passes.budget import OverBudget
 from .passes.choice import Choice
+from .precision import resolve
 from .sharding import is_sharded
 from .sizes import num_bytes
 from .stored import Part
@@ -115,7 +117,8 @@ class _Planner:
 
     def __init__(self, train_step: Callable[[Any, Any], Any], init_state: Any, batch: Any, world: int,
                  machine: Machine, unit: Callable[[str], str] | None) -> None:
-        self._step, self._init, self._batch = train_step, init_state, batch
+        self._step, self._batch = train_step, batch
+        self._initial = functools.cache(functools.partial(initial, init_state))
         self._world, self._machine, self._unit = world, machine, unit
         tensors = [x for x in tree.leaves(batch) if isinstance(x, Tensor)]
         self.num_rows = next((x.shape[0] for x in tensors if x.dim()), 1)
@@ -127,7 +130,8 @@ class _Planner:
         imagined = Imagined(m.device != "cpu", m.host_rate / m.ranks, m.host_link)
         with imagined():
             mesh = Mesh((Axis(DATA, self._world, 0, "imagined"),))
-            state = imagine(self._init, config.stage, mesh, config.precision, config.offload, self._unit)
+            first = self._initial(resolve(config.precision))
+            state = imagine(first, config.stage, mesh, config.precision, config.offload, self._unit)
             needs = _state_needs(state)
             lacks = lacking(needs, m, num_ranks)
             if lacks:

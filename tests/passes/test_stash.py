@@ -23,13 +23,14 @@ from zerofn.graph.edit import loops, wait_of
 from zerofn.graph.segments import Segments
 from zerofn.imagined import Imagined
 from zerofn.mesh import DATA, Axis, Mesh
-from zerofn.partition import imagine
+from zerofn.partition import imagine, initial
 from zerofn.passes import budget
 from zerofn.passes.budget import graphs
 from zerofn.passes.choice import Choice, as_text, from_text
 from zerofn.passes.fit import Drop, cheapest
 from zerofn.passes.stash import UNDER_WAY, stays
 from zerofn.phases import BACKWARD, phase_of
+from zerofn.precision import Precision
 
 ops = torch.ops.zerofn
 LAYERS, ROWS = 8, 1 << 16
@@ -46,7 +47,7 @@ def prepared(num_microbatches=1):
     def init():
         return zerofn.TrainState.create(params=dict(module.named_parameters()), tx=optim.adamw(1e-2))
 
-    state = imagine(init, 3, Mesh((Axis(DATA, 1, 0, "imagined"),)), None, None, unit_of)
+    state = imagine(initial(init, Precision()), 3, Mesh((Axis(DATA, 1, 0, "imagined"),)), None, None, unit_of)
     batch = {k: LINK.zeros((ROWS * num_microbatches, WIDTH), torch.float32, torch.device("cpu")) for k in "xy"}
     program, _ = captured(train_step_of(module, num_microbatches), state, batch)
     return passes.prepare(program)

@@ -6,15 +6,14 @@ import copy
 
 from torch.fx import GraphModule
 
-from .._torch_compat import lazy_code
+from .._torch_compat import LazyGraphModule
 from .edit import loops
 
 
 def copied(gm: GraphModule) -> GraphModule:
     """A graph of its own, with its loops' bodies; constants are the same tensors."""
-    with lazy_code(True):
-        new = GraphModule(gm, copy.deepcopy(gm.graph))
-        new.meta.update(gm.meta)
-        for node, body in loops(new):
-            setattr(new, str(node.args[0].target), copied(body))  # type: ignore[union-attr]
+    new = LazyGraphModule(gm, copy.deepcopy(gm.graph))
+    new.meta.update(gm.meta)
+    for node, body in loops(new):
+        setattr(new, str(node.args[0].target), copied(body))  # type: ignore[union-attr]
     return new
