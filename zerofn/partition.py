@@ -123,7 +123,7 @@ def _plan(state_or_init: Any, given: _Options) -> tuple[Any, str]:
     precision = resolve(options.precision)
     state, values = _initial(state_or_init, precision)
     options, parts, treedef = _laid_out(state, options)
-    if given.offload is not None and not imagining():
+    if given.offload is not None:
         _check_offload(options.offload, [p for p in parts if isinstance(p, _Cut)], options.home)
     return (options, values, parts, treedef), _description(options.stage, precision, parts)
 
