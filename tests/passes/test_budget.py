@@ -101,6 +101,21 @@ def gathers_with(memory):
     return sum(map(is_gather, plan.graph.graph.nodes))
 
 
+def test_schedules_that_are_tried_make_no_code(monkeypatch):
+    """To generate and compile a graph's code after each pass takes longer than all that the passes do."""
+    made, python_code = [], torch.fx.Graph.python_code
+
+    def counted(graph, *args, **kwargs):
+        made.append(graph)
+        return python_code(graph, *args, **kwargs)
+
+    monkeypatch.setattr(torch.fx.Graph, "python_code", counted)
+    module = build(LAYERS)
+    with pytest.raises(MemoryError):
+        zerofn.compile(train_step_of(module), memory=10).lower(state_of(module, 3), batch_of(0))
+    assert not made
+
+
 def test_with_ample_memory_every_unit_is_gathered_once(ranks):
     assert ranks(2, gathers_with, "1TB") == [LAYERS, LAYERS]
     assert ranks(2, gathers_with, None)[0] > LAYERS
