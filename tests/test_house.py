@@ -47,6 +47,7 @@ ORDER = [
     "replay",
     "entries",
     "likeness",
+    "rehearsal",
     "partition",
     "skeleton",
     "remat",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Sequence
-from contextvars import ContextVar
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -17,12 +16,11 @@ import torch
 from torch import Tensor
 
 from .disk import DiskError, Request, aligned, locked, pages
-from .imagined import imagining, inside
+from .imagined import real
 from .ops.library import define
 
 _arenas: WeakValueDictionary[int, Arena] = WeakValueDictionary()
 _shared: WeakValueDictionary[tuple[int, torch.device | None], Arena] = WeakValueDictionary()
-_trying: ContextVar[bool] = ContextVar("trying", default=False)
 _numbers = itertools.count(1)
 
 
@@ -82,15 +80,10 @@ class Arena:
         self._leaving.append((start, start + nbytes, request))
 
 
-def trying() -> contextlib.AbstractContextManager[None]:
-    """Inside, schedules are made that will not run: their arenas are nobody else's."""
-    return inside(_trying, True)
-
-
 def arena_for(number: int, nbytes: int, device: torch.device | None = None) -> Arena:
     """A step's `number`-th arena on a device (None: what drives read to), the same for all steps: they run one after
     the other."""
-    if imagining() or _trying.get():
+    if not real():
         return Arena(nbytes, device)
     found = _shared.get((number, device))
     if found is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .agreement import exchange
 from .disk.probe import probe
-from .machine import Machine, this_hardware
+from .machine import Machine, hops, this_hardware
 from .mesh import Axis, Mesh
 from .rates import dram_rate, link_rate
 from .stopwatch import once
@@ -98,8 +98,9 @@ def _link(axis: Axis, device: torch.device) -> tuple[float, float, float]:
             wait_(under_way)
 
     longer = statistics.median(once(lambda: work(pieces[1])) - once(lambda: work(None)) for _ in range(ROUNDS))
+    before = max(0.0, small - sent[0] / rate) / hops(axis.size)
     # No more than if whoever computes stood still for all of it.
-    return max(0.0, small - sent[0] / rate), rate, min(max(0.0, longer) / sent[1], 1 / rate)
+    return before, rate, min(max(0.0, longer) / sent[1], 1 / rate)
 
 
 def _transfer(piece: Tensor, axis: Axis) -> None:

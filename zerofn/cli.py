@@ -15,9 +15,9 @@ from typing import Any
 
 from .calibration import this_machine
 from .graph.capture import CaptureError
-from .imagined import Reached, Rehearsal
 from .machine import KNOWN, machine_of
 from .plan import ALL, plan
+from .rehearsal import Reached, Rehearsal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--machine", default="H100-8", help=f"{', '.join(KNOWN)}, or what `zerofn profile` wrote (H100-8)")
     one.add_argument("--stage", type=int, nargs="+", help="of 0, 1, 2, 3; all of them by default")
     one.add_argument("--offload", nargs="+", help="none, cpu, nvme; those that differ by default")
-    one.add_argument("--precision", nargs="+", help="none, fp32, bf16, fp16; the script's own by default")
+    one.add_argument("--precision", nargs="+", help="none, fp32, bf16, fp16; by default the script's own, "
+                     "or where it names none those that are usual there")
     one.add_argument("--remat", nargs="+", help="none, auto, full, budget; auto and full where it does not fit by "
                      "default")
     one.add_argument("--rows", type=int, nargs="+", help="rows of a rank's batch; the script's by default")
@@ -93,8 +94,6 @@ def _rehearsed(script: str, function: str, arguments: Sequence[str]) -> Reached:
         with Rehearsal(function)(), contextlib.redirect_stdout(sys.stderr):  # what it prints is not the plan
             runpy.run_path(script, run_name="__main__")
     except Reached as found:
-        if found.init is None:
-            raise ValueError(f"{script} calls its step without zerofn.shard(init_state) before.") from None
         return found
     finally:
         sys.argv = before

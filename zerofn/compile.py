@@ -27,12 +27,12 @@ from .graph.program import Program, tensor_of
 from .graph.verify import check_purity, fingerprint
 from .host_memory import keep_freed_memory, return_freed_memory
 from .hosted import end_updates, owe
-from .imagined import rehearsing
 from .machine import Machine, machine_of
 from .mistakes import no_leaf, note_dtypes
 from .ops import cuda, native
 from .passes.choice import Choice, as_text, from_text
 from .profile import Profile, profiled
+from .rehearsal import rehearsing
 from .runtime.executor import Executor, failed_node
 from .runtime.failure import deliver, whole_steps
 from .sharding import is_sharded

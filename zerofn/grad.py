@@ -66,8 +66,8 @@ class ValueAndGrad:
     num_microbatches: int = 1
 
     def with_microbatches(self, n: int) -> ValueAndGrad:
-        """The same over `n` microbatches; see `accumulate`."""
-        return replace(self, num_microbatches=n)
+        """The same over `n` microbatches for each that there was; see `accumulate`."""
+        return replace(self, num_microbatches=n * self.num_microbatches)
 
     def __call__(self, params: Any, *args: Any) -> tuple[Any, Any]:
         """-> (loss, grads) or ((loss, aux), grads)."""

@@ -9,7 +9,7 @@ Fake CUDA tensors cannot be differentiated without a GPU. So an accelerator that
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 from ._torch_compat import FakeTensorMode
 
 _current: ContextVar[Imagined | None] = ContextVar("imagined", default=None)
-_rehearsal: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
+_trying: ContextVar[bool] = ContextVar("trying", default=False)
 
 
 @contextlib.contextmanager
@@ -60,48 +60,20 @@ class Imagined:
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
 
 
-class Rehearsal:
-    """A script that runs to see what it would train: `zerofn.shard` notes what it is given and makes a state without
-    memory, and the first call of the compiled step named `name` ends the script; without a name, of one that is given
-    that state. Other compiled functions return ones."""
-
-    def __init__(self, name: str = "") -> None:
-        self.name = name
-        self.init: Any = None
-        self.state: Any = None
-        self.passed: list[Callable[..., Any]] = []  # other functions that were called
-        self.options: dict[str, Any] = {}
-
-    def __call__(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, scripts are rehearsed."""
-        return inside(_rehearsal, self)
-
-    def come_to(self, step: Callable[..., Any], state: Any, batch: Any) -> None:
-        """Raise `Reached` where this is the step that is looked for."""
-        if self.name == getattr(step, "__name__", "") or not self.name and state is self.state:
-            raise Reached(self, step, batch)
-        if self.passed.count(step) and state is self.state:
-            names = ", ".join(sorted({repr(getattr(x, "__name__", x)) for x in self.passed}))
-            raise ValueError(f"the script calls no compiled step {self.name!r}; it calls {names}.")
-        self.passed.append(step)
-
-
-class Reached(BaseException):
-    """A rehearsal has come to the step: `init` and `options` as `shard` was given them, `step`, and its `batch`."""
-
-    def __init__(self, rehearsal: Rehearsal, step: Callable[..., Any], batch: Any) -> None:
-        super().__init__("the rehearsed script has come to its step")
-        self.init, self.options, self.step, self.batch = rehearsal.init, rehearsal.options, step, batch
-
-
-def rehearsing() -> Rehearsal | None:
-    """The rehearsal that goes on."""
-    return _rehearsal.get()
-
-
 def imagining() -> Imagined | None:
     """The machine that is imagined; None where things are what they are."""
     return _current.get()
+
+
+def trying() -> contextlib.AbstractContextManager[None]:
+    """Inside, schedules are made that will not run."""
+    return inside(_trying, True)
+
+
+def real() -> bool:
+    """Whether memory and places on drives are made for steps: not on machines that are not there, nor while schedules
+    are only tried."""
+    return imagining() is None and not _trying.get()
 
 
 def host() -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import platform
 from dataclasses import dataclass
@@ -93,6 +94,14 @@ class Machine:
         """Bytes a second, in one direction, that each of `world` ranks gets when all of them talk to all."""
         return self.link if world <= self.ranks else min(self.link, self.network)
 
+    def known(self, rate: str) -> float:
+        """`host_link`, `host_rate`, `disk_read` or `disk_write`. Raises `ValueError` where that is not known."""
+        if not getattr(self, rate):
+            how = "`zerofn profile FILE --folder DIR`" if rate.startswith("disk") else "`zerofn profile FILE` there"
+            raise ValueError(f"machine {self.name!r}: {rate!r} (bytes a second), on which this step's time depends, is "
+                             f"not known: measure it with {how}, or write zerofn.Machine(..., {rate}=...).")
+        return float(getattr(self, rate))
+
     def check_ranks(self, world: int) -> None:
         """Raise `ValueError` where it is not known how fast so many ranks send to each other."""
         if world > 1 and not self.link:
@@ -111,6 +120,11 @@ class Machine:
             raise ValueError(f"this machine is {this_hardware()}, and the profile {what}: it cannot tell how long a "
                              "step takes here. Write one here with `zerofn profile FILE`; for a step elsewhere write "
                              "zerofn.plan(..., machine=...).")
+
+
+def hops(world: int) -> int:
+    """How many times it takes until each of `world` ranks has what all of them had, if those that have it double."""
+    return math.ceil(math.log2(max(2, world)))
 
 
 def this_hardware() -> str:

@@ -20,7 +20,7 @@ from .disk import Store
 from .entries import adapted, device_of, is_state, params_of
 from .errors import nearest
 from .host_memory import map_large_blocks
-from .imagined import Imagined, imagining, rehearsing
+from .imagined import Imagined, imagining
 from .layout import Layout, LeafInfo, make_layout
 from .likeness import layout_like, signature_of, sublayouts
 from .maps import gather_leaves
@@ -28,6 +28,7 @@ from .mesh import DATA, Axis, Mesh
 from .offload import Offload, check_memory, of_units
 from .offload import resolve as resolve_offload
 from .precision import Precision, resolve
+from .rehearsal import rehearsing
 from .replay import record
 from .sharding import Sharded, Spec, check_whole, is_sharded
 from .storage import Filler, allocate, equalize, scratch_for, settle
@@ -63,11 +64,11 @@ def shard(state_or_init: Any, stage: Any = 3, *, mesh: Mesh | DeviceMesh | None 
         stage, precision, offload = _planned(stage, precision, offload, plan, Mesh.of(mesh).axis().size)
     where = Mesh.of(mesh)
     if (rehearsal := rehearsing()) is not None:
-        rehearsal.init, rehearsal.options = state_or_init, {"precision": precision, "unit": unit}
         with Imagined(False, 1.0, 1.0)():
             first = initial(state_or_init, resolve(precision))
-            rehearsal.state = imagine(first, stage, Mesh((Axis(DATA, 1),)), precision, None, unit)
-        return rehearsal.state
+            state = imagine(first, stage, Mesh((Axis(DATA, 1),)), precision, None, unit)
+        rehearsal.shards(state, state_or_init, {"precision": precision, "unit": unit})
+        return state
     map_large_blocks()
     options, values, parts, treedef = agree_on("zerofn.shard", lambda: _plan(
         state_or_init, _Options(stage, where, precision, unit, device, offload)))

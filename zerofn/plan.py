@@ -53,11 +53,11 @@ def plan(train_step: Callable[[Any, Any], Any], init_state: Any, batch: Any, *, 
     Raises `ValueError` for what is unknown, `graph.capture.CaptureError` for a step that cannot be captured.
     """
     where = machine_of(machine)
-    where.check_ranks(world)
     usable = where.memory - (CONTEXT if where.device == "cuda" else 0)
     where = replace(where, memory=usable if memory is None else num_bytes(memory))
     if isinstance(world, bool) or not isinstance(world, int) or world < 1:
         raise ValueError(f"plan(world={world!r}): expected the number of ranks, 1 or more.")
+    where.check_ranks(world)
     asked = {"stage": stage, "offload": offload, "precision": precision, "remat": remat}
     planner = _Planner(train_step, init_state, batch, world, where, unit)
     found: list[Row] = []

@@ -98,8 +98,10 @@ class Row:
         """As numbers and texts."""
         known = {} if self.plan is None else {"plan": self.plan.json(), "seconds": self.seconds, "speed": self.speed,
                                               "bound": self.plan.timeline().bound}
-        return {**self.config._asdict(), "offload": None if self.config.offload is None else str(self.config.offload),
-                **self.needs._asdict(), "fits": self.fits, "lacks": self.lacks, "call": self.config.call(), **known}
+        written = {k: None if x is None else str(x) for k, x in self.config._asdict().items()
+                   if k in ("offload", "precision")}
+        return {**self.config._asdict(), **written, **self.needs._asdict(), "fits": self.fits, "lacks": self.lacks,
+                "call": self.config.call(), **known}
 
     def cells(self) -> list[str]:
         """What a table says of it."""

@@ -8,7 +8,6 @@ and plans tell from it how long a step takes.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from .graph.edit import ASIDE, SCATTERS, loops
 from .graph.liveness import complete_values, tensors_of
 from .imagined import is_host
 from .loop import run_loop
-from .machine import Machine, usual
+from .machine import Machine, hops, usual
 
 ops = torch.ops.zerofn
 COMPUTE, UPDATES = "computing", "updates on the host"
@@ -97,10 +96,10 @@ class Lanes:
         """Seconds that a transfer takes on its lane."""
         m = self.machine
         if how == SENT:
-            hops = math.ceil(math.log2(max(2, self.world)))
-            return m.latency * hops + nbytes / m.rank_link(self.world)
-        rate = {UP: m.host_link, DOWN: m.host_link, READ: m.disk_read / m.ranks, WRITTEN: m.disk_write / m.ranks}
-        return nbytes / rate[how] if rate[how] else math.inf
+            return m.latency * hops(self.world) + nbytes / m.rank_link(self.world)
+        field, sharing = {UP: ("host_link", 1), DOWN: ("host_link", 1), READ: ("disk_read", m.ranks),
+                          WRITTEN: ("disk_write", m.ranks)}[how]
+        return nbytes / (m.known(field) / sharing)
 
     def _meanwhile(self, lane: str, node: Node, seconds: float, root: dict[Node, Node]) -> None:
         """Do something on another lane than the processor's, once its inputs are there."""
@@ -155,8 +154,9 @@ def roofline(machine: Machine) -> Cost:
             return 0.0
         given = [x for n in node.all_input_nodes for x in tensors_of(n.meta["val"])]
         values = tensors_of(node.meta.get("val")) or given
-        on_host = machine.device != "cpu" and all(is_host(x.device) for x in values if x.dim())
-        rate = machine.host_rate / machine.ranks if on_host else machine.memory_rate
+        large = [x for x in values if x.dim()] or [x for x in given if x.dim()] or values  # numbers lie where they like
+        on_host = machine.device != "cpu" and all(is_host(x.device) for x in large)
+        rate = machine.known("host_rate") / machine.ranks if on_host else machine.memory_rate
         return max(machine.launch, flops(node) / machine.rate_of(values[0].dtype), nbytes / rate)
 
     return cost

@@ -159,8 +159,7 @@ def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str) -> Tens
         return torch.ops._c10d_functional.reduce_scatter_tensor(flat, "sum", size, group)
     rows, rank = flat.view(size, -1), dist.get_rank(group_named(group))
     others = [r for r in range(size) if r != rank]
-    scratch = flat.new_empty(size - 1, rows.shape[1])
-    parts = dict(zip(others, scratch, strict=True))
+    parts = {r: flat.new_empty(rows.shape[1]) for r in others}  # each alone: one of them outlives the others
     works = _point_to_point(group, {r: rows[r] for r in others}, parts)
     first = 1 if rank == 0 else 0
     out = parts[first]  # summed where it arrived
@@ -173,7 +172,7 @@ def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str) -> Tens
     def _part(r: int) -> Tensor:
         return rows[rank] if r == rank else parts[r]
 
-    return under_way(out, works, (flat, scratch), finish)
+    return under_way(out, works, (flat, *parts.values()), finish)
 
 
 def exchange_start(rows: Tensor, size: int, group: str) -> Tensor:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..imagined import imagining
+from ..imagined import real
 from .engine import Engine, Request, Statistics
 from .files import PAGE, check_folders, gigabytes, open_files, pages
 from .probe import probe
@@ -171,4 +171,4 @@ class _ImaginedStore(Store):
 
 def scratch_space(paths: str | os.PathLike | Sequence[str | os.PathLike], nbytes: int) -> Store:
     """A store for what is offloaded."""
-    return _ImaginedStore() if imagining() else Store(paths, nbytes, name="offload")
+    return Store(paths, nbytes, name="offload") if real() else _ImaginedStore()

@@ -46,6 +46,11 @@ def loops(gm: GraphModule) -> list[tuple[Node, GraphModule]]:
     return [(n, body_of(n)) for n in gm.graph.nodes if n.target is run_loop]
 
 
+def bodies(gm: GraphModule) -> list[GraphModule]:
+    """The bodies of all loops, and of loops inside these."""
+    return [each for _, body in loops(gm) for each in (body, *bodies(body))]
+
+
 def in_place_of(target: object) -> OpOverload | None:
     """`zerofn::rule_` for `zerofn::rule`: it writes, in order, the arguments the pure one returns anew."""
     if not isinstance(target, OpOverload) or target.namespace != "zerofn":

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from .._torch_compat import OpOverload, TorchDispatchMode, current_trace
-from .edit import loops
+from .edit import bodies
 
 _OURS = f"{Path(__file__).parent.parent}/"
 _LIBRARIES = (*(f"{Path(str(m.__file__)).parent}/" for m in (torch, optree, tensordict)), "<")
@@ -95,9 +95,9 @@ def place_of(node: Node, program: Any, traced: Callable[[], Any]) -> str:
     lines, from which scheduling has kept the names of nodes. Without the line where that cannot be had."""
     what = str(node.target).removesuffix(".default") if isinstance(node.target, OpOverload) else node.name
     with contextlib.suppress(Exception):
-        graphs = [program.gm, *(body for _, body in loops(program.gm))]
+        graphs = [program.gm, *bodies(program.gm)]
         again = traced().gm
         k = next(k for k, gm in enumerate(graphs) if gm.graph is node.graph)
-        same = [again, *(body for _, body in loops(again))][k]
+        same = [again, *bodies(again)][k]
         return what + next((n.meta.get("line", "") for n in same.graph.nodes if n.name == node.name), "")
     return what

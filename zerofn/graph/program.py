@@ -164,10 +164,6 @@ class Program:
             at += cut is None
         return out
 
-    def spec_of(self, piece: Node) -> tuple[Any, Any]:
-        """(spec, unit) of a state placeholder that is a piece; (None, None) for a replicated tensor."""
-        return self.owners[self.placeholders.index(piece)]
-
     @property
     def axis(self) -> Axis | None:
         """The axis the state is cut along, None for a plain state."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from .._torch_compat import storage_key
 from ..disk import pages
 from ..imagined import is_host
 from ..loop import run_loop
 from .alias import body_of, roots, touches
+from .edit import bodies
 from .liveness import KINDS, Live, memory_bytes, tensors_of
 from .program import Cut, Program, tensor_of
 
@@ -50,6 +54,7 @@ def resident(program: Program) -> Resident:
         device["gathered"] += memory_bytes(whole.meta["val"])
         device["state"] -= tensor_of(piece).nbytes if shared else 0  # type: ignore[union-attr]
     device["other"] += sum(memory_bytes(x.meta["val"]) for x in program.batch_placeholders)
+    device["other"] += sum(constants(program.gm).values())
     arenas = sum(arena.nbytes for arena in program.arenas)
     away = [kind.away for cut in program.state.nodes if isinstance(cut, Cut) for kind in cut.kinds if kind.away]
     on_host = any(not is_host(torch.device(x.device)) for x in away)
@@ -60,6 +65,13 @@ def resident(program: Program) -> Resident:
     device["reserved"] += sum(ring.nbytes for ring in program.rings)
     disk += sum(pages(region.nbytes) for region in program.scratch or ())
     return Resident(device, host, disk)
+
+
+def constants(gm: GraphModule) -> dict[int, int]:
+    """Bytes of the tensors that the step brings along from outside, such as another model's parameters, by storage."""
+    values = [operator.attrgetter(str(node.target))(each) for each in (gm, *bodies(gm))
+              for node in each.graph.nodes if node.op == "get_attr"]
+    return {storage_key(x): x.untyped_storage().nbytes() for x in values if isinstance(x, Tensor) and x.dim()}
 
 
 def parked(gm: GraphModule) -> int:

@@ -13,7 +13,7 @@ from .._torch_compat import OpOverload, schema_arguments
 from ..loop import run_loop
 from .alias import body_of, given_to_body, sources, writes
 from .capture import CaptureError
-from .edit import is_gather, is_start, loops
+from .edit import bodies, is_gather, is_start
 from .program import Program, owners, tensor_of
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
@@ -44,7 +44,7 @@ def check_purity(program: Program) -> list[Tensor]:
     _check_writes(program.gm, names)
     pieces = _pieces(program)
     _check_pieces(program.gm, pieces, names)
-    graphs = [program.gm, *(body for _, body in loops(program.gm))]
+    graphs = [program.gm, *bodies(program.gm)]
     for gm in graphs:
         _check_draws(gm)
     return [constant for gm in graphs for constant in _constants(gm)]

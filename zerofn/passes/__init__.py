@@ -10,7 +10,8 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
-from ..graph.edit import loops
+from ..graph.copies import copied
+from ..graph.edit import bodies, loops
 from ..graph.program import Program
 from ..machine import Machine
 from ..timeline import note_machine
@@ -102,6 +103,8 @@ def finish(program: Program, *, donating: bool, choices: Sequence[Choice] = (), 
     """Apply the other passes to a prepared program, with what was chosen for its graphs. `budget`: bytes that static
     buffers must not exceed, with all else."""
     program.budget = budget
+    if choices:  # these name nodes as copies do: a graph's own names go on behind those that it has lost
+        program.gm = copied(program.gm)
     for gm, choice in zip(graphs(program.gm), choices, strict=False):
         choose(gm, choice)
     return _apply(program, _rest(donating), len(PREPARE) + 1)
@@ -117,7 +120,7 @@ def _apply(program: Program, passes: Sequence[Pass], first: int | None = None) -
         start = time.perf_counter()
         on_bodies = each in SCHEDULE
         program.gm = each(program.gm) if on_bodies else each(program.gm, program)
-        for _, body in loops(program.gm) if on_bodies else ():
+        for body in bodies(program.gm) if on_bodies else ():
             each(body)
         program.timings[each.__name__] = time.perf_counter() - start
         if first is not None:

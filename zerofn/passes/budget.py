@@ -12,16 +12,15 @@ from typing import Any, cast
 import numpy as np
 from torch.fx import Graph, GraphModule, Node
 
-from ..arenas import trying
 from ..graph.alias import positions
 from ..graph.copies import copied
 from ..graph.cost import UP, Moved, moved
-from ..graph.edit import is_source, loops, wait_of, weight_chain
+from ..graph.edit import bodies, is_source, wait_of, weight_chain
 from ..graph.liveness import Live, memory_bytes, moments
 from ..graph.program import Program, tensor_of
 from ..graph.resident import resident
 from ..graph.segments import Segments
-from ..imagined import is_host
+from ..imagined import is_host, trying
 from ..phases import FORWARD, phase_of
 from ..timeline import Timeline, lanes_of, simulated
 from .choice import Choice, choose
@@ -222,8 +221,8 @@ class _Search:
 
 
 def graphs(gm: GraphModule) -> list[GraphModule]:
-    """The bodies of loops, then the step."""
-    return [*(body for _, body in loops(gm)), gm]
+    """The bodies of all loops, then the step."""
+    return [*bodies(gm), gm]
 
 
 def _choice(drops: list[Drop]) -> Choice:
@@ -251,7 +250,8 @@ def _activations(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
         last, first = segments.gap(memory)
         seconds = sum(map(lanes.cost, segments.missing(memory, {memory})))
         nbytes = memory_bytes(memory.meta["val"])
-        yield Drop((AGAIN, memory.name), where[last], where[first], nbytes, seconds, memory.name)
+        if nbytes:  # batch norm in eval mode saves two empty tensors
+            yield Drop((AGAIN, memory.name), where[last], where[first], nbytes, seconds, memory.name)
 
 
 def _drops(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:

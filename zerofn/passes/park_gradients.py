@@ -12,7 +12,7 @@ from ..disk import Region, pages, scratch_space
 from ..graph.alias import roots, touches
 from ..graph.edit import ASIDE, UPDATE, clean, fetched, from_drive, kept_by, made_by
 from ..graph.program import Cut, Program, tensor_of
-from ..imagined import host, imagining, is_host
+from ..imagined import host, is_host, real
 from ..tickets import ticket_of
 
 ops = torch.ops.zerofn
@@ -63,11 +63,11 @@ def _regions(program: Program, rules: list[Node]) -> Parked:
     paths = next(kind.away.paths for kind in kinds if kind.away and kind.away.paths)
     labels = [f"the gradient of {_name(program, rule)}" for rule in rules]
     key = (paths, *zip(labels, sizes, strict=True))
-    found = None if imagining() else _parked.get(key)
+    found = _parked.get(key) if real() else None
     if found is None or found[0].store.failed:
         store = scratch_space(paths, sum(map(pages, sizes)))
         found = Parked(map(store.allocate, sizes, labels))
-        if not imagining():
+        if real():
             _parked[key] = found
     return found
 

@@ -8,7 +8,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..arenas import arena_for
 from ..disk import pages
 from ..graph.alias import positions, roots, touches, written_before
-from ..graph.edit import UPDATE, clean, is_fetch, is_scatter, loops, wait_of
+from ..graph.edit import UPDATE, bodies, clean, is_fetch, is_scatter, wait_of
 from ..graph.program import Program
 from .pack import Span, pack
 
@@ -21,7 +21,7 @@ def place_fetches(gm: GraphModule, program: Program) -> GraphModule:
     """While a unit is updated, the next one's state is read and the last one's is written. All that is read goes to an
     arena that is made once.
     """
-    for each in (gm, *(body for _, body in loops(gm))):
+    for each in (gm, *bodies(gm)):
         _place(each.graph, program)
         clean(each)
     return gm

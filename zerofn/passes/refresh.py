@@ -20,11 +20,12 @@ def refresh(gm: GraphModule, program: Program) -> GraphModule:
     """
     graph = gm.graph
     writers = last_writers(roots(graph))
+    owners = dict(zip(program.placeholders, program.owners, strict=False))
     for piece, whole, aliased in program.copies():
         writer = writers.get(piece)
         if writer is None:
             continue
-        spec, unit = program.spec_of(piece)
+        spec, unit = owners[piece]
         start, stop = spec.layout.cut(unit, spec.axis.rank)
         with graph.inserting_after(writer):
             fetch = graph.call_function(

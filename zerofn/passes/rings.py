@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..arenas import Ring, arena_for
 from ..graph.alias import body_of, positions, roots, touches
-from ..graph.edit import SCATTERS, clean, is_gather, is_scatter, loops, made_by
+from ..graph.edit import SCATTERS, bodies, clean, is_gather, is_scatter, made_by
 from ..graph.liveness import memory_bytes, moments
 from ..graph.program import Program, tensor_of
 from ..graph.resident import resident
@@ -34,7 +34,7 @@ def rings(gm: GraphModule, program: Program) -> GraphModule:
     them, but for the largest, or for gradients, where a step's peak would be higher by more than `MORE`, or than its
     budget, with their places kept free all the time.
     """
-    graphs = [gm, *(body for _, body in loops(gm))]
+    graphs = [gm, *bodies(gm)]
     found = [list(_spans(each.graph)) for each in graphs]
     sizes = sorted({span.nbytes for spans in found for span in spans}, reverse=True)
     if not sizes:

@@ -17,7 +17,7 @@ def split_fetches(gm: GraphModule) -> GraphModule:
             if fetched(given):
                 _read_inside(loop, body.graph, inside, given)
         clean(body)
-    gm.graph.eliminate_dead_code()
+    clean(gm)
     for start in list(filter(is_fetch, gm.graph.nodes)):
         wait = wait_of(start)
         updates, moved = [x for x in wait.users if _is_update(x)], [x for x in wait.users if x.target in SPILLS]
