@@ -93,6 +93,18 @@ def loss_of(module: torch.nn.Module) -> Callable[..., torch.Tensor]:
     return loss_fn
 
 
+def adapted_loss_of(module: torch.nn.Module) -> Callable[..., torch.Tensor]:
+    """First-order MAML: the loss after a step of descent by a gradient that is accumulated itself."""
+    loss_fn = loss_of(module)
+
+    def adapted(params: Any, batch: Any) -> torch.Tensor:
+        fixed = {name: x.detach() for name, x in params.items()}
+        _, grads = zerofn.accumulate(zerofn.value_and_grad(loss_fn), 2)(fixed, batch)
+        return loss_fn({name: x - 0.1 * grads[name] for name, x in params.items()}, batch)
+
+    return adapted
+
+
 def train_step_of(module: torch.nn.Module, num_microbatches: int = 1) -> Callable[[Any, Any], Any]:
     """The everyday step."""
     loss_fn = loss_of(module)

@@ -66,6 +66,26 @@ def test_a_scripts_step_is_planned(script, tmp_path, capsys, function):
     assert [(row["stage"], row["precision"], row["rows"]) for row in rows] == [(0, "bf16", 8), (3, "bf16", 8)]
 
 
+def test_a_script_that_shards_two_states(script, capsys, tmp_path):
+    """It is planned for the one that the step is given."""
+    text = script.read_text().replace("step, evaluate =", """
+
+def other_init():
+    other = torch.nn.Linear(width, 7)
+    return zerofn.TrainState.create(params=dict(other.named_parameters()), tx=optim.sgd(1e-3))
+
+
+other = zerofn.shard(other_init)
+step, evaluate =""")
+    script.write_text(text)
+    found = []
+    for name in ("", ":train_step"):
+        chosen = ["--stage", "3", "--offload", "none", "--machine", "A100-8"]
+        assert main(["plan", f"{script}{name}", *chosen, "--", "64"]) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1] and "precision='bf16'" in found[0]
+
+
 @pytest.mark.parametrize(("arguments", "said"), [
     (["plan", "nowhere.py"], "there is no script 'nowhere.py'"),
     (["plan", "{script}:train", "--", "64"], "calls no compiled step 'train'; it calls 'evaluate', 'train_step'"),

@@ -268,6 +268,19 @@ def test_batches_of_every_kind(kind, n):
     assert set(kinds) == {(kind, 6 // n)}
 
 
+def test_accumulating_what_accumulates_cuts_further():
+    seen = []
+
+    def loss_fn(p, batch):
+        seen.append(batch["x"].shape[0])
+        return (p["w"] * batch["x"]).mean()
+
+    x = torch.arange(12.0, dtype=torch.float64)
+    _, grads = accumulate(accumulate(value_and_grad(loss_fn), 3), 2)({"w": torch.ones((), dtype=x.dtype)}, {"x": x})
+    assert set(seen) == {2}
+    torch.testing.assert_close(grads["w"], x.mean())
+
+
 def test_accumulate_cuts_in_order_and_raises_where_it_cannot():
     seen = []
 

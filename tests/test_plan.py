@@ -175,6 +175,32 @@ def test_one_ranks_profile_says_nothing_of_several():
         planned(world=2, machine=dataclasses.replace(HERE, link=0.0))
 
 
+def test_rates_of_a_host_are_asked_for_where_they_matter():
+    gpu = zerofn.Machine("mine", "cuda", 2, 8e9, 1e12, {"float32": 1e13}, link=1e10, network=1e9, host_memory=1e12,
+                         disk=1e12)  # fmt: skip
+    assert planned(machine=gpu, world=2, stage=3).best.seconds > 0
+    with pytest.raises(ValueError, match=r"machine 'mine': 'host_\w+' .* is not known.*zerofn.Machine\(..., host_"):
+        planned(machine=gpu, world=2, stage=3, offload="cpu").text()
+    with pytest.raises(ValueError, match=r"'disk_read' .* is not known: measure it with `zerofn profile FILE --folder"):
+        planned(machine=dataclasses.replace(HERE, disk_read=0.0), world=2, stage=3, offload="nvme").text()
+
+
+def test_what_the_step_brings_along_is_there_too():
+    module, teacher = build(LAYERS), torch.nn.Linear(WIDTH, 999 * WIDTH).requires_grad_(False)
+
+    def train_step(state, batch):
+        said = functional_call(teacher, dict(teacher.named_parameters()), batch["x"])
+        known = {**batch, "y": batch["y"] + said.sum()}
+        loss, grads = state.value_and_grad(loss_of(module))(known)
+        return state.apply_gradients(grads), loss
+
+    plain, taught = (zerofn.plan(step, init_state, batch_of(), unit=unit_of, machine=HERE, stage=3, offload=None)[0]
+                     for step in (train_step_of(module), train_step))
+    more = sum(x.nbytes for x in teacher.parameters())
+    assert taught.plan.memory().peak["other"] >= plain.plan.memory().peak["other"] + more
+    assert taught.needs.device >= plain.needs.device + more
+
+
 def test_where_nothing_fits_the_nearest_miss_is_told():
     table = planned(stage=(0, 3), world=1, memory="10kB", remat="all")
     with pytest.raises(MemoryError, match=r"nothing fits on 1 rank\(s\) of here. The nearest is .*stage=.*too little"):
@@ -279,6 +305,12 @@ def test_a_profile_of_another_machine_is_refused():
         plan.timeline()
     with pytest.raises(ValueError, match="planned for here"):
         planned(stage=3, world=1).plan.timeline("H100-8")
+
+
+def test_precisions_are_written_as_text():
+    table = planned(world=2, stage=3, precision=zerofn.Precision(torch.float32, torch.bfloat16, torch.bfloat16))
+    (row,) = json.loads(json.dumps(table.json()))["rows"]
+    assert row["precision"].startswith("Precision(") and row["offload"] is None
 
 
 def test_pictures_and_pages(tmp_path):

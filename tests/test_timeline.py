@@ -95,3 +95,15 @@ def test_a_product_takes_its_arithmetic_and_a_sum_its_bytes():
     with Imagined(True, 1e9, 1e9)():
         assert roofline(machine)(product) == pytest.approx(2e9 / machine.flops["float32"])
         assert roofline(machine)(total) == pytest.approx(12e6 / machine.memory_rate)
+
+
+def test_what_leaves_a_number_takes_as_long_as_what_it_reads():
+    graph = Graph()
+    x = graph.placeholder("x")
+    total = graph.call_function(torch.ops.aten.sum.default, (x,))
+    total.meta["val"] = torch.zeros(())
+    machine = dataclasses.replace(KNOWN["H100-8"], launch=0.0)
+    for device, rate in (("cpu", machine.memory_rate), ("meta", machine.host_rate / machine.ranks)):
+        x.meta["val"] = torch.zeros(1000, 1000, device=device)
+        with Imagined(True, 1e9, 1e9)():
+            assert roofline(machine)(total) == pytest.approx(4e6 / rate, rel=1e-5)

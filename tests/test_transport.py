@@ -55,6 +55,7 @@ def in_rank_order():
     for row in rows[1:]:
         expected = expected + row
     assert torch.equal(piece, expected.chunk(size)[rank])
+    assert piece.untyped_storage().nbytes() == piece.nbytes  # what came from the others is gone
     full = torch.full((size * 3,), -1.0)
     full.view(size, -1)[rank] = float(rank)
     ops.refresh_(full, rank, size, name, "u")

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch.func import functional_call
 
 import zerofn
-from small_steps import batch_of, build, state_of, train_step_of, trained
+from small_steps import adapted_loss_of, batch_of, build, fake_ranks, loss_of, state_of, train_step_of, trained, unit_of
 from zerofn import optim
 from zerofn.graph.edit import is_gather
+from zerofn.passes import budget
 from zerofn.passes.fit import Drop, cheapest
 
 CLIPPED = optim.chain(optim.clip_by_global_norm(0.05), optim.adamw(1e-2))
@@ -57,6 +58,35 @@ def test_two_ranks(ranks, stage):
 
 def test_loops_on_two_ranks(ranks):
     ranks(2, at_budgets, 3, 2, None, 1)
+
+
+def adapted(memory):
+    """(peak, loss and parameters) of a step with a loop in a loop."""
+    module = build(LAYERS)
+
+    def train_step(state, batch):
+        loss, grads = zerofn.accumulate(state.value_and_grad(adapted_loss_of(module)), 2)(batch)
+        return state.apply_gradients(grads), loss
+
+    state, step = state_of(module, 3, CLIPPED), zerofn.compile(train_step, memory=memory)
+    batch = batch_of(dist.get_rank(), rows=8 * ROWS)
+    peak = step.lower(state, batch).memory().total
+    state, loss = step(state, batch)
+    return peak, [loss, *zerofn.tree.leaves(zerofn.unshard(state.params))]
+
+
+def adapted_at_budgets():
+    most, expected = adapted("1TB")
+    low = least(adapted)
+    assert low < most
+    for memory in (low, (low + most) // 2):
+        peak, found = adapted(memory)
+        assert peak <= memory
+        assert all(map(torch.equal, found, expected))
+
+
+def test_loops_in_loops(ranks):
+    ranks(2, adapted_at_budgets)
 
 
 class Uneven(torch.nn.Module):
@@ -114,6 +144,57 @@ def test_schedules_that_are_tried_make_no_code(monkeypatch):
     with pytest.raises(MemoryError):
         zerofn.compile(train_step_of(module), memory=10).lower(state_of(module, 3), batch_of(0))
     assert not made
+
+
+def test_schedules_that_are_tried_take_no_place_on_drives(tmp_path, monkeypatch):
+    """Nor does what of them runs in the end take it twice: gradients that wait do so on the drive."""
+    made, store = [], zerofn.disk.store.Store
+
+    def counted(*args, **kwargs):
+        made.append(store(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(zerofn.disk.store, "Store", counted)
+    module = build(LAYERS)
+    state = state_of(module, 3, CLIPPED, offload=zerofn.Offload(optimizer="nvme", path=tmp_path))
+    assert len(made) == 1
+    low = least(lambda memory: zerofn.compile(train_step_of(module), memory=memory).lower(state, batch_of(rows=ROWS)))
+    assert len(made) == 1
+    zerofn.compile(train_step_of(module), memory=low).lower(state, batch_of(rows=ROWS))
+    assert len(made) == 2
+
+
+def test_what_is_made_was_tried(monkeypatch):
+    """The gather of a unit that no loss uses is gone, and its name free where the graph was copied."""
+    tried, attempt = [], budget._Search.attempt
+
+    def gathers_of(gms):
+        return [[n.name for n in gm.graph.nodes if is_gather(n)] for gm in gms]
+
+    def noted(search, choices):
+        found = attempt(search, choices)
+        tried.append(gathers_of(x.gm for x in found.graphs))
+        return found
+
+    monkeypatch.setattr(budget._Search, "attempt", noted)
+    module = build(LAYERS)
+    params = {**dict(module.named_parameters()), "unused.weight": torch.ones(64)}
+
+    def train_step(state, batch):
+        def loss_fn(params, batch):
+            return loss_of(module)({name: x for name, x in params.items() if name != "unused.weight"}, batch)
+
+        loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), 2)(batch)
+        return state.apply_gradients(grads), loss
+
+    with fake_ranks(2):
+        state = zerofn.shard(zerofn.TrainState.create(params=params, tx=CLIPPED), unit=unit_of)
+
+        def lowered(memory):
+            return zerofn.compile(train_step, memory=memory).lower(state, batch_of(rows=ROWS))
+
+        plan = lowered(least(lowered) * 11 // 10)
+    assert gathers_of(budget.graphs(plan.graph)) in tried
 
 
 def test_with_ample_memory_every_unit_is_gathered_once(ranks):

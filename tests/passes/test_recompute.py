@@ -142,6 +142,44 @@ def test_a_model_that_asks_for_it_itself():
     assert all(map(torch.equal, run(), run(memory="1TB")))
 
 
+class Still(torch.nn.Module):
+    """What saves tensors without elements for its backward pass: batch norm that is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16),
+                                                             torch.nn.Tanh()) for _ in range(6))).eval()
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def test_what_has_no_elements_is_not_dropped():
+    module = Still()
+    held = dict(module.named_buffers())
+
+    def step(state, batch):
+        def loss_fn(params, x):
+            return functional_call(module, {**params, **held}, (x,)).square().mean()
+
+        loss, grads = state.value_and_grad(loss_fn)(batch)
+        return state.apply_gradients(grads), loss
+
+    def run(**options):
+        params = {name: x.clone() for name, x in module.named_parameters()}
+        state = zerofn.shard(zerofn.TrainState.create(params=params, tx=optim.adamw(1e-2)), unit=layer_of)
+        compiled = zerofn.compile(step, **options)
+        most = compiled.lower(state, torch.ones(512, 16)).memory().total
+        state, loss = compiled(state, torch.ones(512, 16))
+        return most, [loss, *tree.leaves(zerofn.unshard(state.params))]
+
+    most, expected = run()
+    for options in ({"remat": "auto"}, {"memory": most * 9 // 10}):
+        less, found = run(**options)
+        assert less < most
+        assert all(map(torch.equal, found, expected))
+
+
 MODULE = build(2)
 
 

@@ -47,8 +47,8 @@ def loops(gm: GraphModule) -> list[tuple[Node, GraphModule]]:
 
 
 def bodies(gm: GraphModule) -> list[GraphModule]:
-    """The bodies of all loops, and of loops inside these."""
-    return [each for _, body in loops(gm) for each in (body, *bodies(body))]
+    """The bodies of all loops, and of loops inside these, each once: a loop may be computed again."""
+    return list(dict.fromkeys(each for _, body in loops(gm) for each in (body, *bodies(body))))
 
 
 def in_place_of(target: object) -> OpOverload | None:
