@@ -92,7 +92,8 @@ def accumulate(vg: Any, n: int) -> Any:
 
     Every tensor leaf of the arguments after `params` is cut along dim 0 into `n` equal contiguous parts; one
     that cannot be raises `ValueError`. Loss and gradients are averaged, aux is stacked along a new dim 0,
-    buffers that `loss_fn` writes are carried in order. Captured once, looped, never unrolled.
+    buffers that `loss_fn` writes are carried in order. What accumulates over `m` already does so over `m * n` then.
+    Captured once, looped, never unrolled.
     """
     if not hasattr(vg, "with_microbatches"):
         raise TypeError(f"accumulate: expected what value_and_grad returned, got {type(vg).__name__}.")

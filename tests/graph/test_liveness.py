@@ -76,10 +76,10 @@ def test_models_at_several_ranks(ranks, size, stage):
             assert predicted == pytest.approx(found, rel=0.01)
 
 
-def small(stage, num_microbatches, precision, rows=64):
-    module = build(6, dropout=0.1)
+def small(stage, num_microbatches, precision, num_layers=6):
+    module = build(num_layers, dropout=0.1)
     return compare(lambda: state_of(module, stage, NORMED, precision=precision),
-                   train_step_of(module, num_microbatches), batch_of(rows=rows))
+                   train_step_of(module, num_microbatches), batch_of(rows=64))
 
 
 @pytest.mark.parametrize(("num_microbatches", "precision"), [(1, "bf16"), (4, None), (4, "fp16")])
@@ -90,7 +90,7 @@ def test_precisions_and_loops(ranks, num_microbatches, precision):
 
 
 def test_of_gradients_that_wait_a_rank_holds_its_piece(ranks):
-    for predicted, found in ranks(3, small, 3, 1, None, 4):
+    for predicted, found in ranks(3, small, 3, 1, None, 24):
         assert predicted == pytest.approx(found, rel=0.01)
 
 
