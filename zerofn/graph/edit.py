@@ -160,8 +160,9 @@ def raise_up(graph: Graph, nodes: Iterable[Node]) -> None:
         if node in writer:
             after.append(writer[node])
         anchor[node] = max(after, key=where.__getitem__)
+    inputs = behind(next(iter(graph.nodes)))
     for node in reversed(order):
-        behind(anchor[node]).append(node)
+        (inputs if anchor[node].op == "placeholder" else anchor[node]).append(node)
 
 
 def behind(node: Node) -> Node:

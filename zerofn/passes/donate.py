@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -116,18 +117,28 @@ def _read_for(value: Node) -> Node | None:
     return next((x for x in reads if x.args[0].meta.get(UPDATE)), None)  # type: ignore[union-attr]
 
 
-def _decode_again(rule: Node, result: Node, parts: list[Node], outputs: list[Node]) -> None:
-    """Let those who read a new value that is now in place, encoded, decode it there."""
+def _return(outputs: list[Node], numbers: dict[Node, list[int]], old: Node, new: Node) -> None:
+    """Return another value; `numbers`: of the places where each value is returned."""
+    moved = numbers.pop(old, [])
+    numbers[new] += moved
+    for j in moved:
+        outputs[j] = new
+
+
+def _decoded_again(rule: Node, result: Node, parts: list[Node]) -> Node | None:
+    """Let those who read a new value that is now in place, encoded, decode it there; -> what they read now."""
     encode = next(x for x in result.users if x.target in DECODES.values())
     decode = next(d for d, e in DECODES.items() if e is encode.target)
     readers = [x for x in result.users if x is not encode]
-    if readers:
-        with rule.graph.inserting_after(rule):
-            value = rule.graph.call_function(decode, (*parts, *encode.args[1:]))
-        value.meta["val"] = result.meta.get("val")
-        for reader in readers:
+    if not readers:
+        return None
+    with rule.graph.inserting_after(rule):
+        value = rule.graph.call_function(decode, (*parts, *encode.args[1:]))
+    value.meta["val"] = result.meta.get("val")
+    for reader in readers:
+        if reader.op != "output":
             reader.replace_input_with(result, value)
-        outputs[:] = [value if x is result else x for x in outputs]
+    return value
 
 
 def _rule_of(value: Node) -> tuple[Node, int] | None:
@@ -140,6 +151,9 @@ def _update_in_place(graph: Graph, outputs: list[Node], mine: dict[int, Node], s
     where, root = positions(graph), roots(graph)
     last = last_uses(graph, where, root)
     place = {outputs[j]: old for j, old in mine.items()}
+    numbers: dict[Node, list[int]] = defaultdict(list)
+    for j, value in enumerate(outputs):
+        numbers[value].append(j)
     for rule in [node for node in graph.nodes if in_place_of(node.target) is not None]:
         target = in_place_of(rule.target)
         assert target is not None
@@ -161,10 +175,11 @@ def _update_in_place(graph: Graph, outputs: list[Node], mine: dict[int, Node], s
             graph.call_function(target, tuple(given.get(k, x) for k, x in enumerate(rule.args)), rule.kwargs)
         for result, end, parts in zip(results, ends, kept, strict=True):
             for x, memory in zip(end, parts, strict=True):
-                outputs[:] = [memory if y is x else y for y in outputs]
-                x.replace_all_uses_with(memory)  # later reads see the new values
-            if len(parts) > 1:
-                _decode_again(rule, result, parts, outputs)  # type: ignore[arg-type]
+                _return(outputs, numbers, x, memory)
+                # Later reads see the new values. What is returned is told at last: one change there takes all of it.
+                x.replace_all_uses_with(memory, lambda user: user.op != "output")
+            if len(parts) > 1 and (again := _decoded_again(rule, result, parts)) is not None:  # type: ignore[arg-type]
+                _return(outputs, numbers, result, again)  # type: ignore[arg-type]
 
 
 def _copy_back(graph: Graph, program: Program, outputs: list[Node], mine: dict[int, Node], shared: dict[Node, Node]

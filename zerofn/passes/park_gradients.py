@@ -61,7 +61,8 @@ def _regions(program: Program, rules: list[Node]) -> Parked:
     kinds = [kind for cut in program.state.nodes if isinstance(cut, Cut) for kind in cut.kinds]
     sizes = [tensor_of(_gradient(rule)).nbytes for rule in rules]  # type: ignore[union-attr]
     paths = next(kind.away.paths for kind in kinds if kind.away and kind.away.paths)
-    labels = [f"the gradient of {_name(program, rule)}" for rule in rules]
+    names = dict(zip(program.placeholders, program.state.names, strict=False))
+    labels = [f"the gradient of {names[_updated(rule)]}" for rule in rules]
     key = (paths, *zip(labels, sizes, strict=True))
     found = _parked.get(key) if real() else None
     if found is None or found[0].store.failed:
@@ -72,11 +73,10 @@ def _regions(program: Program, rules: list[Node]) -> Parked:
     return found
 
 
-def _name(program: Program, rule: Node) -> str:
-    """What a rule updates."""
+def _updated(rule: Node) -> Node:
+    """The input that a rule updates."""
     first = cast(list[Node], rule.args[0])[0]
-    place = cast(Node, cast(Node, first.args[0]).args[0]) if fetched(first) else first
-    return program.state.names[program.placeholders.index(place)]
+    return cast(Node, cast(Node, first.args[0]).args[0]) if fetched(first) else first
 
 
 def _park(graph: Graph, rule: Node, memory: Node, after: Node, region: Region) -> None:

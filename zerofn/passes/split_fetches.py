@@ -18,20 +18,21 @@ def split_fetches(gm: GraphModule) -> GraphModule:
                 _read_inside(loop, body.graph, inside, given)
         clean(body)
     clean(gm)
+    where = positions(gm.graph)
     for start in list(filter(is_fetch, gm.graph.nodes)):
         wait = wait_of(start)
         updates, moved = [x for x in wait.users if _is_update(x)], [x for x in wait.users if x.target in SPILLS]
         if moved and len(moved) < len(wait.users):
-            _read_again(start, wait, moved)
+            _read_again(start, wait, moved, where)
         if updates:
-            mine = start if len(updates) == len(wait.users) else _read_again(start, wait, updates)
+            mine = start if len(updates) == len(wait.users) else _read_again(start, wait, updates, where)
             mine.meta[UPDATE] = True
     return clean(gm)
 
 
-def _read_again(start: Node, wait: Node, users: list[Node]) -> Node:
+def _read_again(start: Node, wait: Node, users: list[Node], where: dict[Node, int]) -> Node:
     """Give these users a read of their own; -> its start."""
-    with start.graph.inserting_before(min(users, key=positions(start.graph).__getitem__)):
+    with start.graph.inserting_before(min(users, key=where.__getitem__)):
         again = start.graph.node_copy(start)
         held = start.graph.node_copy(wait, {start: again}.__getitem__)
     for user in users:
