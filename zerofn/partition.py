@@ -27,6 +27,7 @@ from .maps import gather_leaves
 from .mesh import DATA, Axis, Mesh
 from .offload import Offload, check_memory, of_units
 from .offload import resolve as resolve_offload
+from .patches import uncollected
 from .precision import Precision, resolve
 from .rehearsal import rehearsing
 from .replay import record
@@ -132,7 +133,8 @@ def _plan(state_or_init: Any, given: _Options) -> tuple[Any, str]:
 def _initial(state_or_init: Any, precision: Precision) -> tuple[Any, Iterator[tuple[int, Any]]]:
     """The state, and its leaves' numbers and values in the order in which they come to be."""
     if callable(state_or_init) and not isinstance(state_or_init, torch.nn.Module):
-        recorded = record(lambda: adapted(state_or_init(), precision), tree.flatten)
+        with uncollected():
+            recorded = record(lambda: adapted(state_or_init(), precision), tree.flatten)
         return recorded.output, recorded.run()
     state = adapted(state_or_init, precision)
     return state, enumerate(tree.leaves(state))

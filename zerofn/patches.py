@@ -1,9 +1,11 @@
-"""Functions of other libraries, replaced while somebody is inside."""
+"""Functions of other libraries, replaced while somebody is inside; Python's garbage collector, which may rest."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 Replacement = tuple[Any, str, Callable[[Any], Any]]  # owner, name, what is there -> what takes its place
@@ -35,3 +37,15 @@ class Patches:
             if self._num_inside == 0:
                 while self._originals:
                     setattr(*self._originals.pop())
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside, the collector rests: what a trace and passes make stays, and it would walk all of it again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from .._torch_compat import (
 from ..entries import as_tensor
 from ..errors import note
 from ..mistakes import instead, note_dtypes
+from ..patches import uncollected
 from ..sharding import Sharded, is_sharded
 from ..stored import Stored
 from .host import HostDraw, no_draws
@@ -107,7 +107,7 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
     their checks of data, and kernels that fake tensors do not know. Not at once, because some choose another
     algorithm then, with other rounding than in the eager step.
     """
-    with torch.no_grad(), lazy_code(True), quiet_fakes(), _uncollected():
+    with torch.no_grad(), lazy_code(True), quiet_fakes(), uncollected():
         try:
             return tracer(*inputs)
         except CaptureError:
@@ -124,18 +124,6 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
             if "has_fw_view" in str(error):
                 raise CaptureError(_forward_mode(error)).with_traceback(error.__traceback__) from None
             raise
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """What a trace makes stays: the collector would walk all of it again and again, and find nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _spans(copies: dict[int, list[Tensor]]) -> tuple[dict[int, tuple[int, int]], list[Tensor]]:

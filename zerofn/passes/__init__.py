@@ -14,6 +14,7 @@ from ..graph.copies import copied
 from ..graph.edit import bodies, loops
 from ..graph.program import Program
 from ..machine import Machine
+from ..patches import uncollected
 from ..timeline import note_machine
 from .arrive import arrive
 from .average import average
@@ -119,9 +120,10 @@ def _apply(program: Program, passes: Sequence[Pass], first: int | None = None) -
     for k, each in enumerate(passes, first or 0):
         start = time.perf_counter()
         on_bodies = each in SCHEDULE
-        program.gm = each(program.gm) if on_bodies else each(program.gm, program)
-        for body in bodies(program.gm) if on_bodies else ():
-            each(body)
+        with uncollected():
+            program.gm = each(program.gm) if on_bodies else each(program.gm, program)
+            for body in bodies(program.gm) if on_bodies else ():
+                each(body)
         program.timings[each.__name__] = time.perf_counter() - start
         if first is not None:
             _dump(program, k, each.__name__)
