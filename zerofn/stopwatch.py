@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
-from ._torch_compat import below_autograd, tree_map
-from .graph.alias import body_of
+from ._torch_compat import below_autograd, tree_leaves, tree_map
+from .graph.alias import body_of, roots
 from .graph.cost import groups_of, moved, touched_bytes
-from .graph.liveness import complete_values, values_of
+from .graph.liveness import complete_values, tensors_of, values_of
 from .loop import run_loop
 from .machine import Machine
 from .runtime.executor import callable_of
@@ -23,9 +24,9 @@ from .timeline import Cost, roofline
 ops = torch.ops.zerofn
 ROUNDS = 5
 LARGE = 1 << 30
-# Bytes that are written between two runs: in a step, too, caches hold what others have used. With half of a last cache
-# of 32 MiB the sum over a step's operations is that of the same ones in the step; with an eighth it is a tenth less.
-BETWEEN = 16 << 20
+# An operation finds in caches what was touched not long before. Between its inputs' last use and its run as many bytes
+# are written here as the step touches then, in powers of two: as good as none below NEAR, no more than FAR.
+NEAR, FAR = 1 << 18, 1 << 25
 _FREE = (operator.getitem, run_loop, *(getattr(ops, x).default for x in ("room", "bucket", "ticket", "wait")))
 _known: dict[Hashable, float] = {}
 
@@ -49,16 +50,33 @@ def forget() -> None:
 
 def _measure(gm: GraphModule, otherwise: Cost, found: dict[Node, float]) -> None:
     complete_values(gm.graph)
+    root = roots(gm.graph)
+    touched = 0  # bytes, until now
+    last: dict[Node, int] = {}  # memory -> how many until it was touched last
     for node in gm.graph.nodes:
         if node.target is run_loop:
             _measure(body_of(node), otherwise, found)
         elif _counts(node) and touched_bytes(node) > LARGE:
             found[node] = otherwise(node)
         elif _counts(node):
-            key = _key(node)
+            ago = [_rounded(touched - last[root[x]]) if root[x] in last else FAR for x in _inputs(node)]
+            key = _key(node), *ago
             if key not in _known:
-                _known[key] = _seconds(node)
+                _known[key] = _seconds(node, ago)
             found[node] = _known[key]
+        touched += touched_bytes(node) if node.op == "call_function" else 0
+        last |= {root[x]: touched for x in (node, *node.all_input_nodes) if x.op == "call_function"}
+
+
+def _inputs(node: Node) -> list[Node]:
+    """The node of each tensor that a node is given, in the order of its arguments."""
+    found: list[Node] = []
+    map_arg((node.args, node.kwargs), lambda x: found.extend([x] * len(tensors_of(x.meta["val"]))))
+    return found
+
+
+def _rounded(nbytes: int) -> int:
+    return 0 if nbytes < NEAR else min(FAR, 1 << nbytes.bit_length())
 
 
 def _counts(node: Node) -> bool:
@@ -73,16 +91,23 @@ def _key(node: Node) -> Hashable:
     return node.target, repr(tree_map(text, values_of(node)))
 
 
-def _seconds(node: Node) -> float:
-    """The median of some runs, after one that makes what the first one makes."""
+def _seconds(node: Node, ago: list[int]) -> float:
+    """The median of some runs, after one that makes what the first one makes. `ago`: bytes that were touched since each
+    of the inputs was."""
     args, kwargs = tree_map(_made_up, values_of(node))
     if (groups := groups_of(node)) is not None:
         args[groups.at].copy_(torch.arange(1, groups.number + 1) * groups.rows // groups.number)
-    run, others = callable_of(node.target), torch.empty(BETWEEN, dtype=torch.uint8)
+    run, others = callable_of(node.target), torch.empty(FAR, dtype=torch.uint8)
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    order = sorted(zip(ago, given, strict=True), key=lambda x: -x[0])
+    thens = [*(nbytes for nbytes, _ in order[1:]), 0]
     times = []
     with below_autograd(), torch.no_grad():
         for _ in range(ROUNDS + 1):
-            others.zero_()
+            for (nbytes, x), then in zip(order, thens, strict=False):
+                if nbytes < FAR:
+                    x.sum()
+                others[: nbytes - then].zero_()
             times.append(once(lambda: run(*args, **kwargs)))
     return sorted(times[1:])[ROUNDS // 2]
 
