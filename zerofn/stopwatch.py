@@ -54,9 +54,10 @@ def _measure(gm: GraphModule, otherwise: Cost, found: dict[Node, float]) -> None
     touched = 0  # bytes, until now
     last: dict[Node, int] = {}  # memory -> how many until it was touched last
     for node in gm.graph.nodes:
+        nbytes = touched_bytes(node)
         if node.target is run_loop:
             _measure(body_of(node), otherwise, found)
-        elif _counts(node) and touched_bytes(node) > LARGE:
+        elif _counts(node) and nbytes > LARGE:
             found[node] = otherwise(node)
         elif _counts(node):
             ago = [_rounded(touched - last[root[x]]) if root[x] in last else FAR for x in _inputs(node)]
@@ -64,7 +65,7 @@ def _measure(gm: GraphModule, otherwise: Cost, found: dict[Node, float]) -> None
             if key not in _known:
                 _known[key] = _seconds(node, ago)
             found[node] = _known[key]
-        touched += touched_bytes(node) if node.op == "call_function" else 0
+        touched += nbytes
         last |= {root[x]: touched for x in (node, *node.all_input_nodes) if x.op == "call_function"}
 
 
