@@ -64,6 +64,11 @@ def test_what_is_sent_for_longest_bounds_the_step():
     assert found.seconds == pytest.approx(4.0)
 
 
+def test_ranks_wait_for_the_slowest():
+    uneven = dataclasses.replace(SLOW, slowest=1.5)
+    assert [Timeline(graph_of(waits_late=False), uneven, world, cost).busy[COMPUTE] for world in (1, 2)] == [1.0, 1.5]
+
+
 def test_latency_grows_with_the_logarithm_of_ranks():
     far = dataclasses.replace(SLOW, latency=1.0, network=1e12, link=1e12)
     assert Timeline(graph_of(waits_late=True), far, 1024, cost).busy["sent"] == pytest.approx(10.0)

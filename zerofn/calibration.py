@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 import os
 import platform
 import statistics
@@ -26,6 +28,8 @@ SIDE = {"cpu": 768, "cuda": 8192}  # rows and columns of the matrices that are m
 LARGE = 1 << 26  # bytes, more than caches hold
 SENT = (1 << 12, 1 << 23)  # bytes a rank sends in transfers that are timed
 SMALL_OPS = 200
+# What ranks compute before one waits for another, about 10 ms: rows of matrices, and products; and how often.
+STRETCH, STRETCHES = {"cpu": (256, 40), "cuda": (8192, 1)}, 40
 
 
 def this_machine(folder: str | os.PathLike[str] | None = None) -> Machine:
@@ -40,6 +44,7 @@ def this_machine(folder: str | os.PathLike[str] | None = None) -> Machine:
     memory_rate = 2 * LARGE / _seconds(lambda: x.add_(1.0))
     launch = _launch(device)
     latency, link, busy = _link(axis, device)
+    slowest = _slowest(axis, device)
     drive = probe(Path(folder)) if folder is not None else None
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", axis.size))
     host = psutil.virtual_memory().total
@@ -48,8 +53,8 @@ def this_machine(folder: str | os.PathLike[str] | None = None) -> Machine:
     found = Machine(
         platform.node() or "this machine", device.type, ranks, memory, memory_rate, flops, link, link,
         host_link=host_link, host_memory=host, host_rate=host_rate * ranks, launch=launch, latency=latency, busy=busy,
-        disk=_free(folder), disk_read=drive.read if drive else 0.0, disk_write=drive.write if drive else 0.0,
-        measured_on=this_hardware())
+        slowest=slowest, disk=_free(folder), disk_read=drive.read if drive else 0.0,
+        disk_write=drive.write if drive else 0.0, measured_on=this_hardware())
     if axis.size == 1:
         return found
     first, *_ = exchange("zerofn.this_machine()", found.to_json())
@@ -92,8 +97,7 @@ def _link(axis: Axis, device: torch.device) -> tuple[float, float, float]:
 
     def work(piece: Tensor | None) -> None:
         under_way = None if piece is None else _start(piece, axis)
-        for _ in range(rounds):
-            a @ a
+        _multiply(a, rounds)
         if under_way is not None:
             wait_(under_way)
 
@@ -101,6 +105,25 @@ def _link(axis: Axis, device: torch.device) -> tuple[float, float, float]:
     before = max(0.0, small - sent[0] / rate) / hops(axis.size)
     # No more than if whoever computes stood still for all of it.
     return before, rate, min(max(0.0, longer) / sent[1], 1 / rate)
+
+
+def _slowest(axis: Axis, device: torch.device) -> float:
+    """How many times longer the slowest of ranks that do the same takes than they do on average: cores differ, and so
+    do the neighbours that each of them has."""
+    if axis.size == 1:
+        return 1.0
+    side, products = STRETCH[device.type]
+    a, signal, times = torch.ones(side, side, device=device), torch.ones(1, device=device), []
+    for _ in range(STRETCHES):
+        _transfer(signal, axis)  # ranks begin together
+        times.append(once(functools.partial(_multiply, a, products)))
+    ranks = [json.loads(x) for x in exchange("zerofn.this_machine()", json.dumps(times))]
+    return statistics.fmean(map(max, zip(*ranks, strict=True))) / statistics.fmean(itertools.chain(*ranks))
+
+
+def _multiply(a: Tensor, times: int) -> None:
+    for _ in range(times):
+        a @ a
 
 
 def _transfer(piece: Tensor, axis: Axis) -> None:

@@ -45,6 +45,7 @@ class Machine:
     launch: float = 5e-6  # at least, for one operation
     latency: float = 20e-6  # of a transfer between ranks
     busy: float = 0.0  # seconds a byte that a transfer takes from whoever computes: gloo copies with the same cores
+    slowest: float = 1.0  # of ranks that do the same: how many times longer the slowest takes than all on average
     measured_on: str = ""
 
     def __post_init__(self) -> None:

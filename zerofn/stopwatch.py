@@ -66,7 +66,8 @@ def _measure(gm: GraphModule, otherwise: Cost, found: dict[Node, float]) -> None
                 _known[key] = _seconds(node, ago)
             found[node] = _known[key]
         touched += nbytes
-        last |= {root[x]: touched for x in (node, *node.all_input_nodes) if x.op == "call_function"}
+        if node.op == "call_function":  # not an input that is merely there
+            last |= dict.fromkeys((root[x] for x in (node, *node.all_input_nodes)), touched)
 
 
 def _inputs(node: Node) -> list[Node]:

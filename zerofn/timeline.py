@@ -79,10 +79,12 @@ class Lanes:
             self._wait(node, root[node.all_input_nodes[0]])
             return
         transfer = moved(node)
-        if transfer is None and node.meta.get(ASIDE):
-            self._meanwhile(UPDATES, node, self.cost(node), root)
-        elif transfer is None:
-            self._take(COMPUTE, node, 0.0, self.cost(node))
+        if transfer is None:
+            seconds = self.cost(node) * (self.machine.slowest if self.world > 1 else 1.0)  # the others wait for it
+            if node.meta.get(ASIDE):
+                self._meanwhile(UPDATES, node, seconds, root)
+            else:
+                self._take(COMPUTE, node, 0.0, seconds)
         else:
             how, nbytes = transfer.how, transfer.nbytes
             self._take(COMPUTE, node, 0.0, self.machine.launch + (nbytes * self.machine.busy if how == SENT else 0.0))

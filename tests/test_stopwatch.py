@@ -1,0 +1,75 @@
+"""How far back an operation's inputs are when it is timed."""
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule
+
+from zerofn import stopwatch
+from zerofn.machine import usual
+from zerofn.stopwatch import FAR
+
+neg, add = torch.ops.aten.neg.default, torch.ops.aten.add.Tensor
+SMALL, LARGE = 4, 1 << 18  # elements: 1 MiB
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """What was timed: the bytes that were touched since each of an operation's inputs was."""
+    told = []
+    monkeypatch.setattr(stopwatch, "_known", {})
+    monkeypatch.setattr(stopwatch, "_seconds", lambda node, ago: told.append(ago) or 1.0)
+    return told
+
+
+def run(*, between=()):
+    """An input is negated, others are too, and the input is added to the first result."""
+    graph = Graph()
+    x, *others = [graph.placeholder(name) for name in "xabc"[: 1 + len(between)]]
+    for node, size in zip([x, *others], [SMALL, *between], strict=True):
+        node.meta["val"] = torch.zeros(size)
+
+    def call(target, *args):
+        node = graph.call_function(target, args)
+        node.meta["val"] = torch.zeros_like(args[0].meta["val"])
+        return node
+
+    first = call(neg, x)
+    rest = [call(neg, other) for other in others]
+    graph.output([call(add, x, first), *rest])
+    gm = GraphModule(torch.nn.Module(), graph)
+    return stopwatch.measured([gm], usual(accelerated=False)), gm
+
+
+def test_an_input_is_far_the_first_time_and_near_the_second(timed):
+    run()
+    assert timed == [[FAR], [0, 0]]
+
+
+def test_what_is_touched_between_drives_inputs_out(timed):
+    run(between=(LARGE,))
+    assert timed == [[FAR], [FAR], [1 << 22, 1 << 22]]  # 2 MiB are read and written: the next power of two
+    timed.clear()
+    stopwatch.forget()
+    run(between=(LARGE, 40 * LARGE))
+    assert timed[-1] == [FAR, FAR]
+
+
+def test_the_same_at_the_same_distance_is_timed_once(timed):
+    cost, gm = run(between=(SMALL,))
+    assert timed == [[FAR], [0, 0]]
+    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+    assert [cost(node) for node in calls] == [1.0, 1.0, 1.0]
+
+
+def test_what_operations_take_is_measured():
+    stopwatch.forget()
+    gm = GraphModule(torch.nn.Module(), Graph())
+    sizes = {}
+    for size in (64, 512):
+        x = gm.graph.placeholder(f"x{size}")
+        x.meta["val"] = torch.zeros(size, size)
+        sizes[size] = gm.graph.call_function(torch.ops.aten.mm.default, (x, x))
+        sizes[size].meta["val"] = torch.zeros(size, size)
+    gm.graph.output(list(sizes.values()))
+    cost = stopwatch.measured([gm], usual(accelerated=False))
+    assert 0 < 10 * cost(sizes[64]) < cost(sizes[512])  # 512 times the arithmetic
