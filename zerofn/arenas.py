@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .disk import DiskError, Request, aligned, locked, pages
+from .host_memory import zeros
 from .imagined import real
 from .ops.library import define
 
@@ -53,8 +54,8 @@ class Arena:
         return self._memory[start:stop]
 
     def _made(self) -> Tensor:
-        if self.device is not None and self.device.type != "cpu":
-            return torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        if self.device is not None:  # no byte more than a plan counts
+            return zeros(self.nbytes, torch.uint8, self.device)
         return locked(self.nbytes, torch.uint8) if torch.cuda.is_available() else aligned(self.nbytes)
 
     def resize(self, nbytes: int) -> None:

@@ -267,6 +267,12 @@ def test_memory_grows_and_is_made_anew_after_a_failure():
     assert arena.part(0, 1).data_ptr() != old.data_ptr()
 
 
+@pytest.mark.parametrize("nbytes", [4096, 5 << 20])
+def test_no_more_memory_is_taken_than_plans_count(nbytes):
+    arena = arenas.Arena(nbytes, torch.device("cpu"))
+    assert arena.part(0, 1).untyped_storage().nbytes() == arena.nbytes == nbytes
+
+
 def test_packing_keeps_apart_what_is_there_at_one_time():
     random.seed(0)
     node = Graph().placeholder("x")
