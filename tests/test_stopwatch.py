@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from zerofn import stopwatch
 from zerofn.machine import usual
@@ -47,11 +47,29 @@ def test_an_input_is_far_the_first_time_and_near_the_second(timed):
 
 def test_what_is_touched_between_drives_inputs_out(timed):
     run(between=(LARGE,))
-    assert timed == [[FAR], [FAR], [1 << 22, 1 << 22]]  # 2 MiB are read and written: the next power of two
+    assert timed == [[FAR], [FAR], [1 << 21, 1 << 21]]  # 1 MiB is read, and as much written
     timed.clear()
     stopwatch.forget()
     run(between=(LARGE, 40 * LARGE))
     assert timed[-1] == [FAR, FAR]
+
+
+def test_memory_is_near_as_far_as_it_was_touched(timed):
+    graph = Graph()
+    bucket, other = graph.placeholder("bucket"), graph.placeholder("other")
+    bucket.meta["val"], other.meta["val"] = torch.zeros(4 * LARGE), torch.zeros(LARGE)
+
+    def call(target, *args):
+        node = graph.call_function(target, args)
+        node.meta["val"] = target(*(x.meta["val"] if isinstance(x, Node) else x for x in args))
+        return node
+
+    parts = [call(torch.ops.aten.slice.Tensor, bucket, 0, k * LARGE, (k + 1) * LARGE) for k in range(4)]
+    graph.output([call(neg, x) for x in (*parts, parts[3], parts[0], other, bucket)])
+    stopwatch.measured([GraphModule(torch.nn.Module(), graph)], usual(accelerated=False))
+    # Views touch nothing: each part is far the first time. The last one is near then, and the first 8 MiB back. At the
+    # end half of the bucket, its first and last part, was touched within 4 MiB.
+    assert timed[4:] == [[FAR], [0], [1 << 23], [1 << 22]] and timed[:4] == [[0]] * 4
 
 
 def test_the_same_at_the_same_distance_is_timed_once(timed):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 import time
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ def _measure(gm: GraphModule, otherwise: Cost, found: dict[Node, float]) -> None
     complete_values(gm.graph)
     root = roots(gm.graph)
     touched = 0  # bytes, until now
-    last: dict[Node, int] = {}  # memory -> how many until it was touched last
+    touches: dict[Node, list[_Touch]] = defaultdict(list)  # by memory
     for node in gm.graph.nodes:
         nbytes = touched_bytes(node)
         if node.target is run_loop:
@@ -60,25 +61,50 @@ def _measure(gm: GraphModule, otherwise: Cost, found: dict[Node, float]) -> None
         elif _counts(node) and nbytes > LARGE:
             found[node] = otherwise(node)
         elif _counts(node):
-            ago = [_rounded(touched - last[root[x]]) if root[x] in last else FAR for x in _inputs(node)]
+            ago = [_rounded(_since(touches[root[n]], *_extent(x), touched)) if nbytes else 0 for n, x in _inputs(node)]
             key = _key(node), *ago
             if key not in _known:
                 _known[key] = _seconds(node, ago)
             found[node] = _known[key]
         touched += nbytes
-        if node.op == "call_function":  # not an input that is merely there
-            last |= dict.fromkeys((root[x] for x in (node, *node.all_input_nodes)), touched)
+        for used in (node, *node.all_input_nodes) if nbytes else ():
+            touches[root[used]] += [_Touch(*_extent(x), touched) for x in tensors_of(used.meta["val"])]
 
 
-def _inputs(node: Node) -> list[Node]:
-    """The node of each tensor that a node is given, in the order of its arguments."""
-    found: list[Node] = []
-    map_arg((node.args, node.kwargs), lambda x: found.extend([x] * len(tensors_of(x.meta["val"]))))
+class _Touch(NamedTuple):
+    """Bytes [start, stop) of some memory were touched; `then`: how many of any memory were until this was done."""
+
+    start: int
+    stop: int
+    then: int
+
+
+def _since(touches: list[_Touch], start: int, stop: int, now: int) -> int:
+    """How many bytes of any memory were touched since most of [start, stop) was; `FAR` if that never was."""
+    left = (stop - start + 1) // 2
+    for touch in reversed(touches):
+        left -= max(0, min(stop, touch.stop) - max(start, touch.start))
+        if left <= 0:
+            return now - touch.then
+    return FAR
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    """The bytes of its memory that a tensor spans."""
+    start = int(x.storage_offset())
+    length = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    return start * x.element_size(), (start + length) * x.element_size()
+
+
+def _inputs(node: Node) -> list[tuple[Node, Tensor]]:
+    """The tensors that a node is given, and what made them, in the order of its arguments."""
+    found: list[tuple[Node, Tensor]] = []
+    map_arg((node.args, node.kwargs), lambda n: found.extend((n, x) for x in tensors_of(n.meta["val"])))
     return found
 
 
 def _rounded(nbytes: int) -> int:
-    return 0 if nbytes < NEAR else min(FAR, 1 << nbytes.bit_length())
+    return 0 if nbytes < NEAR else min(FAR, 1 << (nbytes - 1).bit_length())
 
 
 def _counts(node: Node) -> bool:
