@@ -20,6 +20,8 @@ from statistic import ratio
 
 MB = 1e6
 REFERENCE = "one process"
+# What a run measures: all of the project but what runs before this one wrote.
+MEASURED = ("--", ":/", ":!results")
 
 
 def surroundings() -> dict[str, Any]:
@@ -36,7 +38,7 @@ def surroundings() -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": git("rev-parse", "HEAD") or "unknown",
-        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no", *MEASURED)),
         "cpu": models[0] if models else platform.processor(),
         "cores": os.cpu_count(),
         "memory_bytes": pages,
