@@ -25,7 +25,7 @@ class Engine:
     """ZeroFn: regions of 32 MiB through four buffers, every block with its checksum."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
-        from zerofn.disk import Store, aligned
+        from zerofn.offload.disk import Store, aligned
 
         self.store = Store(folder, nbytes, name="benchmark")
         self.regions = [self.store.allocate(PIECE, f"piece {k}") for k in range(nbytes // PIECE)]

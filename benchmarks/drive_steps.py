@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from offload_worker import Run, Training
 
-from zerofn.disk import Store
+from zerofn.offload.disk import Store
 
 UNITS, WIDTH = 24, 2048  # 101 M parameters, 1.2 GB of state
 STEPS = 2  # timed at a time

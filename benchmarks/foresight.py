@@ -123,8 +123,8 @@ def child(name: str, world: int, rank: int, port: int, rounds: int) -> dict[str,
     import torch.distributed as dist
 
     import zerofn
-    from zerofn import stopwatch
-    from zerofn.timeline import Timeline
+    from zerofn.cost import op_timer
+    from zerofn.cost.simulator import Timeline
 
     torch.set_num_threads(1)
     if world > 1:
@@ -134,9 +134,9 @@ def child(name: str, world: int, rank: int, port: int, rounds: int) -> dict[str,
            for key, row in rows.items()}  # fmt: skip
     for number in range(rounds):
         with _together(world):
-            stopwatch.forget()
+            op_timer.forget()
             machine = zerofn.this_machine()
-            cost = stopwatch.measured([row.plan.graph for row in rows.values()], machine)
+            cost = op_timer.measured([row.plan.graph for row in rows.values()], machine)
         order = list(rows.items())
         for key, row in order[number % len(order) :] + order[: number % len(order)]:
             with _together(world):

@@ -22,8 +22,9 @@ import psutil
 import torch
 
 import zerofn
-from zerofn import hosted, rates
-from zerofn.ops import cuda, native
+from zerofn.cost import host_share
+from zerofn.offload import host_tensor
+from zerofn.ops import cpu, cuda
 
 GIB = 1 << 30
 DENSE = 8192  # rows of the matrix product that says how fast the device computes
@@ -43,7 +44,7 @@ class Run:
         print("ROW " + json.dumps(found), flush=True)
 
     def sync(self) -> None:
-        hosted.finish()
+        host_tensor.finish()
         if not self.dry:
             torch.cuda.synchronize()
 
@@ -110,7 +111,7 @@ def moments_of(form: str, m: torch.Tensor, v: torch.Tensor, kernels: Any) -> lis
 
 def kernels(run: Run) -> None:
     size = 1 << (12 if run.dry else 27)
-    served: Any = native if run.dry else cuda
+    served: Any = cpu if run.dry else cuda
     if not run.dry and cuda.missing():
         run.row(what="kernels", error=cuda.missing())
         return
@@ -142,7 +143,7 @@ def formats(run: Run, p: torch.Tensor, half: torch.Tensor, served: Any) -> None:
         "encode": (lambda: served.encode(p, True), 5 + 4 / 256),
         "decode": (lambda: served.decode(*coded, True), 5 + 4 / 256)}  # fmt: skip
     if run.dry:
-        works["norms of fp32"] = (lambda: native.norm2_and_extreme([p]), 4)
+        works["norms of fp32"] = (lambda: cpu.norm2_and_extreme([p]), 4)
     else:
         works |= {"norms of fp32": (lambda: cuda.norms_and_extremes(p, [0], [size]), 4),
                   "norms of bf16": (lambda: cuda.norms_and_extremes(half, [0], [size]), 2),
@@ -261,9 +262,9 @@ def needed_tokens(run: Run, dense: int) -> tuple[float, dict[str, float]]:
     second of a matrix product and U updated elements a second."""
     a = torch.randn(dense, dense, device=run.device, dtype=torch.bfloat16)
     flops = 2 * dense**3 / timed(run, lambda: a @ a, 5)
-    dram, link = rates.dram_rate(), rates.dram_rate() if run.dry else rates.link_rate(torch.device("cuda", 0))
-    share = rates.best_share(28, 10, dram, link)
-    elements = 1 / rates.seconds(share, 28, 10, dram, link)
+    dram, link = host_share.dram_rate(), host_share.dram_rate() if run.dry else host_share.link_rate(torch.device("cuda", 0))
+    share = host_share.best_share(28, 10, dram, link)
+    elements = 1 / host_share.seconds(share, 28, 10, dram, link)
     return flops / 6 / elements, {"flops": flops, "elements_per_second": elements, "dram": dram, "link": link,
                                   "host_share": share}
 

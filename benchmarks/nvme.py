@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from statistic import ratio
 
-from zerofn.disk import checks
+from zerofn.offload.disk import checksum
 
 FIO, SMALL, OURS, DEEPSPEED = "fio, huge pages", "fio, small pages", "ZeroFn", "DeepSpeed async_io"
 LIMIT = 1 / 0.90  # fio's rate to ours: at least 90 % of it
@@ -63,7 +63,7 @@ def raw_rounds(options: argparse.Namespace, folder: Path, console: Console) -> d
                 console.print(f"round {number + 1}/{options.rounds}  {name}  {shown} GB/s", highlight=False)
         described = engine.store.describe()
         return {"rates": rates, "left_out": left_out, "block": block, "depth": depth, "store": described,
-                "checksums": checks.function().__module__, "num_bytes": nbytes}  # fmt: skip
+                "checksums": checksum.function().__module__, "num_bytes": nbytes}  # fmt: skip
     finally:
         for system in reversed(systems.values()):
             system.close()

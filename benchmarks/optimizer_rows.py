@@ -40,7 +40,7 @@ void pass(float *p, const float *g, float *m, float *v, long n) {
 
 def kept(x: torch.Tensor) -> torch.Tensor:
     """A copy of `x` where a state lies."""
-    from zerofn.host_memory import zeros
+    from zerofn.memory.host_allocator import zeros
 
     return zeros(x.numel(), x.dtype, x.device).copy_(x)
 
@@ -82,19 +82,19 @@ class Arrays:
 
     @cached_property
     def split(self) -> list[torch.Tensor]:
-        from zerofn.ops import native
+        from zerofn.ops import cpu
 
-        return [kept(x) for x in native.split(self.p.detach())]
+        return [kept(x) for x in cpu.split(self.p.detach())]
 
     @cache  # noqa: B019  (there is one object)
     def moments(self, form: str) -> list[list[torch.Tensor]]:
-        from zerofn.ops import native
+        from zerofn.ops import cpu
 
         if form == "fp32":
             return [[self.m], [self.v]]
         if form == "bf16":
             return [[kept(x.bfloat16())] for x in (self.m, self.v)]
-        return [[kept(y) for y in native.encode(x, x is self.m)] for x in (self.m, self.v)]
+        return [[kept(y) for y in cpu.encode(x, x is self.m)] for x in (self.m, self.v)]
 
     @cache  # noqa: B019
     def optimizer(self, kind: str) -> torch.optim.Optimizer:
@@ -124,10 +124,10 @@ def stepped(kind: str, gradient: torch.Tensor) -> None:
 
 
 def zerofn(master: str, form: str, gradient: str, factors: tuple[float, ...] = ()) -> None:
-    from zerofn.ops import native
+    from zerofn.ops import cpu
 
     p = [X.p.detach()] if master == "fp32" else X.split
-    native.update_("adamw", p, X.g if gradient == "fp32" else X.g_bf16, X.moments(form), starts=[0], stops=[SIZE],
+    cpu.update_("adamw", p, X.g if gradient == "fp32" else X.g_bf16, X.moments(form), starts=[0], stops=[SIZE],
                    rates=[RATE], decays=[DECAY], factors=factors, hyper=HYPER, count=10)
 
 
@@ -187,9 +187,9 @@ def deepspeed_phase() -> None:
 
 def zerofn_phase(form: str) -> None:
     """One read for norm and finiteness, one pass for the rest; the master's upper halves are the parameters."""
-    from zerofn.ops import native
+    from zerofn.ops import cpu
 
-    norm, extreme = native.norm2_and_extreme([X.g_bf16])[0]
+    norm, extreme = cpu.norm2_and_extreme([X.g_bf16])[0]
     if extreme < float("inf"):
         zerofn("split", form, "bf16", (UNSCALE, min(MAX_NORM / (norm * UNSCALE + 1e-6), 1.0)))
 

@@ -22,7 +22,7 @@ import transformers as hf
 
 import zerofn
 from zerofn import Offload, Precision, optim
-from zerofn.table import Row
+from zerofn.planning.table import Row
 
 HERE = Path(__file__).resolve().parent
 PAGE, FIGURES = HERE / "what_fits.md", HERE / "results" / "what_fits.json"

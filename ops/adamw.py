@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import fused_adam_, fused_adamw_
-from .rule import define_rule, gradient, rate_of
+from .update_rule import define_rule, gradient, rate_of
 
 
 def _update(written: Sequence[Tensor], g: Tensor, count: Tensor, lr: Tensor | None, factor: Tensor | None,

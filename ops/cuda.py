@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import (
+from .kernel_args import (
     GRADIENTS,
     RULES,
     check_run_lists,

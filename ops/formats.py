@@ -15,9 +15,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import cuda, native
-from .arguments import BLOCK as BLOCK
-from .library import define
+from . import cpu, cuda
+from .kernel_args import BLOCK as BLOCK
+from .registry import define
 
 _NAN = 0x7FC0  # bfloat16's quiet NaN
 HALF, LOW = torch.bfloat16, torch.int16
@@ -32,7 +32,7 @@ def _rounded(p: Tensor) -> Tensor:
 def kernels(x: Tensor) -> ModuleType | None:
     """`native` or `cuda`, whichever serves the tensor's device; None where torch's operations have to."""
     if x.device.type == "cpu":
-        return native
+        return cpu
     return cuda if x.device.type == "cuda" and not cuda.missing() else None
 
 
@@ -64,7 +64,7 @@ def encode(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """float32 [size] -> (codes uint8 [size], scales float32 [ceil(size / 256)]), rounded to nearest."""
     if served := kernels(x):
         return served.encode(x.contiguous(), signed)
-    codes, scales = native.encode(x.contiguous().cpu(), signed)
+    codes, scales = cpu.encode(x.contiguous().cpu(), signed)
     return codes.to(x.device), scales.to(x.device)
 
 
@@ -72,7 +72,7 @@ def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """What `encode` made -> float32 [size]."""
     if served := kernels(codes):
         return served.decode(codes.contiguous(), scales.contiguous(), signed)
-    return native.decode(codes.contiguous().cpu(), scales.contiguous().cpu(), signed).to(codes.device)
+    return cpu.decode(codes.contiguous().cpu(), scales.contiguous().cpu(), signed).to(codes.device)
 
 
 define("encode(Tensor x, bool signed) -> (Tensor, Tensor)", encode,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .rule import by_blocks, define_rule, descend_
+from .update_rule import by_blocks, define_rule, descend_
 
 
 def _lion(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .library import define
+from .registry import define
 
 
 def fill_runs(like: Tensor, starts: Sequence[int], stops: Sequence[int], values: Sequence[float]) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .rule import by_blocks, define_rule, descend_
+from .update_rule import by_blocks, define_rule, descend_
 
 
 def _sgd(p: Tensor, grad: Tensor, rate: float | Tensor, decay: float) -> None:

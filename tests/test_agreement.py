@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import zerofn
-from zerofn import agreement
+from zerofn.comm import agreement
 
 
 def agreeing():

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from zerofn.cli import main
-from zerofn.machine import machine_of
+from zerofn.cost.machine import machine_of
 
 SCRIPT = '''
 import sys

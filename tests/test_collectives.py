@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from zerofn import collectives as c
 from zerofn._torch_compat import make_fx
-from zerofn.mesh import Mesh
+from zerofn.comm.mesh import Mesh
 
 SIZES = (1, 2, 3, 4)
 

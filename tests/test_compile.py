@@ -14,9 +14,10 @@ from torch.func import functional_call
 
 import zerofn
 from small_steps import WIDTH, batch_of, build, fail_here, loss_of, state_of, train_step_of
-from zerofn import agreement, optim, tree
+from zerofn import optim, tree
+from zerofn.comm import agreement
 from zerofn.graph.capture import CaptureError
-from zerofn.runtime import failure
+from zerofn.runtime import interrupts
 
 TX = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2, weight_decay=0.1))
 
@@ -660,7 +661,7 @@ def _(x):
 
 def test_an_interrupt_leaves_the_new_state(monkeypatch):
     """It comes before the next step, when the caller has what the interrupted one returned."""
-    monkeypatch.setattr(failure, "SOON", 60.0)  # not before
+    monkeypatch.setattr(interrupts, "SOON", 60.0)  # not before
     module = build()
 
     def step(state, batch):

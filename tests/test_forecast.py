@@ -8,9 +8,10 @@ import torch.distributed as dist
 
 import zerofn
 from small_steps import batch_of, build, state_of, train_step_of
-from zerofn import Offload, optim, transport
-from zerofn.disk import Store
-from zerofn.graph.cost import READ, SENT, WRITTEN
+from zerofn import Offload, optim
+from zerofn.comm import transport
+from zerofn.cost.op_cost import READ, SENT, WRITTEN
+from zerofn.offload.disk import Store
 
 NORMED = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
 

@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from zerofn.host_memory import zeros
+from zerofn.memory.host_allocator import zeros
 
 # malloc is asked itself: not every kernel counts page faults.
 PROGRAM = """

@@ -18,7 +18,7 @@ from small_steps import (
 from zerofn import tree
 from zerofn.graph.alias import writes
 from zerofn.graph.edit import loops
-from zerofn.loop import loop
+from zerofn.graph.loop import loop
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ import zerofn
 from small_steps import batch_of, build, loss_of, same, state_of, train_step_of
 from zerofn import collectives as c
 from zerofn import optim, tree
-from zerofn.mesh import Axis, Mesh
+from zerofn.comm.mesh import Axis, Mesh
 
 
 def test_one_process_needs_no_group():

@@ -10,7 +10,8 @@ from torch.func import functional_call
 
 import zerofn
 from small_steps import state_of
-from zerofn import agreement, optim
+from zerofn import optim
+from zerofn.comm import agreement
 
 
 def said(error):

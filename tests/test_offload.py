@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 import zerofn
 from small_steps import apart, batch_of, build, fake_ranks, loss_of, scheduled, state_of, train_step_of
-from zerofn import Offload, optim, rates, tree
-from zerofn.disk import DiskError, pages
+from zerofn import Offload, optim, tree
+from zerofn.cost import host_share
 from zerofn.graph.edit import DECODES, is_fetch, loops
-from zerofn.ops import native
+from zerofn.offload.disk import DiskError, pages
+from zerofn.ops import cpu
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
 NORMED = optim.chain(optim.clip_by_global_norm(0.05), optim.adamw(1e-2, weight_decay=0.1))
@@ -215,7 +216,7 @@ def test_what_fails_aside_is_told(tmp_path):
         def broken(*args, **kwargs):
             raise ValueError("no more memory")
 
-        patch.setattr(native, "update_", broken)
+        patch.setattr(cpu, "update_", broken)
         with pytest.raises(ValueError, match="no more memory"):
             for _ in range(2):
                 state, _ = step(state, batch_of())
@@ -228,8 +229,8 @@ def test_which_processor_updates(dram, link, lossy, share, rate):
     """Closed forms of the formula's minimum, for desktops, servers and a machine whose link is as fast as its memory:
     elements a second, in billions, with exact and with 8-bit moments."""
     on_host, streamed = (14.06, 4.03) if lossy else (28, 12)
-    assert rates.best_share(on_host, streamed, dram, link) == pytest.approx(share, abs=0.03)
-    assert 1 / rates.seconds(share, on_host, streamed, dram, link) == pytest.approx(rate, rel=0.05)
+    assert host_share.best_share(on_host, streamed, dram, link) == pytest.approx(share, abs=0.03)
+    assert 1 / host_share.seconds(share, on_host, streamed, dram, link) == pytest.approx(rate, rel=0.05)
 
 
 # --- beside a compiled step -------------------------------------------------------------------------------------

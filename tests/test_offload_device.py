@@ -14,13 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zerofn
 from small_steps import apart, batch_of, build, loss_of, unit_of
-from zerofn import Offload, hosted, optim, passes, tree
-from zerofn.disk import PAGE, locked
+from zerofn import Offload, optim, passes, tree
 from zerofn.graph.capture import capture
-from zerofn.hosted import Hosted
-from zerofn.sharding import Sharded, is_sharded
-from zerofn.stored import Stored
-from zerofn.tickets import Spilled
+from zerofn.offload import host_tensor
+from zerofn.offload.disk import PAGE, locked
+from zerofn.offload.drive_tensor import Spilled
+from zerofn.offload.host_tensor import Hosted
+from zerofn.sharding.codecs import Stored
+from zerofn.sharding.sharded import Sharded, is_sharded
 
 ops = torch.ops.zerofn
 DEVICE = torch.device("meta")
@@ -155,14 +156,14 @@ def test_memory_is_locked_once_and_unlocked_after_what_copies_it(monkeypatch):
 
 
 def test_gradients_wait_for_a_thread_that_is_behind(monkeypatch):
-    monkeypatch.setattr(hosted, "_jobs", deque())
+    monkeypatch.setattr(host_tensor, "_jobs", deque())
     done = []
-    for k in range(hosted.BEHIND + 6):
-        hosted.aside(lambda k=k: (time.sleep(0.002), done.append(k)))
-    hosted._hold_back()
-    assert done[:6] == list(range(6)) and len(hosted._jobs) <= hosted.BEHIND
-    hosted.finish()
-    assert done == list(range(hosted.BEHIND + 6))
+    for k in range(host_tensor.BEHIND + 6):
+        host_tensor.aside(lambda k=k: (time.sleep(0.002), done.append(k)))
+    host_tensor._hold_back()
+    assert done[:6] == list(range(6)) and len(host_tensor._jobs) <= host_tensor.BEHIND
+    host_tensor.finish()
+    assert done == list(range(host_tensor.BEHIND + 6))
 
 
 def test_a_failure_aside_is_told_once_and_nothing_after_it_is_done(monkeypatch):
@@ -173,14 +174,14 @@ def test_a_failure_aside_is_told_once_and_nothing_after_it_is_done(monkeypatch):
         began.wait()
         raise ValueError("no more memory")
 
-    first = hosted.aside(broken)
-    later = [hosted.aside(done.append, k) for k in range(3)]
+    first = host_tensor.aside(broken)
+    later = [host_tensor.aside(done.append, k) for k in range(3)]
     began.set()
     with pytest.raises(ValueError, match="no more memory"):
-        hosted._tell(first)
+        host_tensor._tell(first)
     assert all(x.done() for x in later) and not done
-    hosted.aside(done.append, 5)
-    hosted.finish()
+    host_tensor.aside(done.append, 5)
+    host_tensor.finish()
     assert done == [5]
 
 
@@ -191,7 +192,7 @@ def test_the_host_does_not_write_what_is_still_being_copied(monkeypatch):
         def synchronize(self):
             waited.append(x.clone())
 
-    monkeypatch.setattr(hosted, "_leaving", {x.data_ptr(): Event()})
-    hosted.aside(torch.Tensor.add_, x, 1)
-    hosted.finish()
+    monkeypatch.setattr(host_tensor, "_leaving", {x.data_ptr(): Event()})
+    host_tensor.aside(torch.Tensor.add_, x, 1)
+    host_tensor.finish()
     assert torch.equal(waited[0], torch.zeros(4)) and torch.equal(x, torch.ones(4))

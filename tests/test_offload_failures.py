@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 import zerofn
 from small_steps import apart, batch_of, build, state_of, train_step_of
-from zerofn import Offload, hosted, optim, tree
-from zerofn.disk import DiskError
-from zerofn.ops import native
+from zerofn import Offload, optim, tree
+from zerofn.offload import host_tensor
+from zerofn.offload.disk import DiskError
+from zerofn.ops import cpu
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def on_host(monkeypatch):
 
 def failing(at):
     """`native.update_` that fails at its `at`-th call, a while after it was asked for."""
-    calls, update = iter(range(1000)), native.update_
+    calls, update = iter(range(1000)), cpu.update_
 
     def run(*args, **kwargs):
         if next(calls) == at:
@@ -38,7 +39,7 @@ def test_a_state_whose_update_fails_aside_is_lost(on_host, monkeypatch):
     for look in (zerofn.compile(train_step_of(build(4))), lambda state, batch: state.params.pieces):
         state = state_of(build(4), 3, offload=Offload(optimizer="cpu"))
         with monkeypatch.context() as patch:
-            patch.setattr(native, "update_", failing(1))
+            patch.setattr(cpu, "update_", failing(1))
             state, _ = zerofn.compile(train_step_of(build(4)))(state, batch_of())
             with pytest.raises(ValueError, match="no more memory"):
                 look(state, batch_of())
@@ -53,13 +54,13 @@ def test_a_step_that_fails_leaves_the_state_before_it_whole(on_host, monkeypatch
     def updated(then):
         state = state_of(build(4), 3, offload=Offload(optimizer="cpu"))
         with monkeypatch.context() as patch:
-            update = native.update_
-            patch.setattr(native, "update_", lambda *args, **kwargs: (time.sleep(0.03), update(*args, **kwargs)))
+            update = cpu.update_
+            patch.setattr(cpu, "update_", lambda *args, **kwargs: (time.sleep(0.03), update(*args, **kwargs)))
             state, _ = zerofn.compile(train_step_of(build(4)))(state, batch_of())
             then()
         return tree.leaves(zerofn.unshard(state))
 
-    assert all(map(torch.equal, updated(hosted.end_updates), updated(hosted.finish)))
+    assert all(map(torch.equal, updated(host_tensor.end_updates), updated(host_tensor.finish)))
 
 
 def fail_to_write(monkeypatch, step, state):

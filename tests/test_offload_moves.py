@@ -11,8 +11,8 @@ import torch.distributed as dist
 import zerofn
 from small_steps import apart, batch_of, build, loss_of, ops, state_of
 from zerofn import Offload, tree
-from zerofn.disk import Store, aligned
-from zerofn.tickets import ticket_of
+from zerofn.offload.disk import Store, aligned
+from zerofn.offload.drive_tensor import ticket_of
 
 LAYERS = 8  # units enough that some are read again for each part of the step
 MODULE = build(LAYERS)

@@ -8,7 +8,7 @@ import zerofn
 from small_steps import WIDTH, Normed, batch_of, build, fake_ranks, loss_of, scheduled, state_of, train_step_of, unit_of
 from zerofn import Offload, optim, tree
 from zerofn.graph.edit import UPDATE, is_fetch
-from zerofn.storage import HELD, Filler
+from zerofn.sharding.allocate import HELD, Filler
 
 TIERS = [{"params": "nvme"}, {"params": "nvme", "optimizer": "nvme"}]
 

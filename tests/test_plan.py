@@ -12,8 +12,8 @@ from torch.func import functional_call
 import zerofn
 from small_steps import WIDTH, batch_of, build, loss_of, state_of, train_step_of, unit_of
 from zerofn import Offload, optim
+from zerofn.cost.machine import KNOWN, machine_of
 from zerofn.graph.capture import CaptureError
-from zerofn.machine import KNOWN, machine_of
 
 NORMED = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
 HERE = zerofn.Machine("here", "cpu", 4, 8e9, 1e10, {"float32": 1e10}, link=1e9, network=1e9, host_memory=32e9,

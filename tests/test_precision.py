@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zerofn import Precision
-from zerofn.precision import resolve
+from zerofn.sharding.precision import resolve
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 

@@ -8,8 +8,8 @@ import torch
 import zerofn
 from small_steps import batch_of, build, same, state_of, train_step_of, unit_of
 from zerofn import optim
-from zerofn.machine import this_hardware
-from zerofn.profile import REST, kind_of
+from zerofn.cost.machine import this_hardware
+from zerofn.planning.profile import REST, kind_of
 
 NORMED = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
 ROWS = 256

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny_models
 from zerofn import tree
-from zerofn.replay import record
+from zerofn.deferred_init import record
 
 
 def replayed(init: Any, seed: int = 5) -> tuple[Any, list[torch.Tensor]]:

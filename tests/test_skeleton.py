@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations
 
 import tiny_models
-from zerofn.skeleton import skeleton
+from zerofn.deferred_init.skeleton import skeleton
 
 
 def plain_and_skeleton(build: Any, seed: int = 3) -> tuple[nn.Module, nn.Module]:

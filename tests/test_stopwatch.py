@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zerofn import stopwatch
-from zerofn.machine import usual
-from zerofn.stopwatch import FAR
+from zerofn.cost import op_timer
+from zerofn.cost.machine import usual
+from zerofn.cost.op_timer import FAR
 
 neg, add = torch.ops.aten.neg.default, torch.ops.aten.add.Tensor
 SMALL, LARGE = 4, 1 << 18  # elements: 1 MiB
@@ -16,8 +16,8 @@ SMALL, LARGE = 4, 1 << 18  # elements: 1 MiB
 def timed(monkeypatch):
     """What was timed: the bytes that were touched since each of an operation's inputs was."""
     told = []
-    monkeypatch.setattr(stopwatch, "_known", {})
-    monkeypatch.setattr(stopwatch, "_seconds", lambda node, ago: told.append(ago) or 1.0)
+    monkeypatch.setattr(op_timer, "_known", {})
+    monkeypatch.setattr(op_timer, "_seconds", lambda node, ago: told.append(ago) or 1.0)
     return told
 
 
@@ -37,7 +37,7 @@ def run(*, between=()):
     rest = [call(neg, other) for other in others]
     graph.output([call(add, x, first), *rest])
     gm = GraphModule(torch.nn.Module(), graph)
-    return stopwatch.measured([gm], usual(accelerated=False)), gm
+    return op_timer.measured([gm], usual(accelerated=False)), gm
 
 
 def test_an_input_is_far_the_first_time_and_near_the_second(timed):
@@ -49,7 +49,7 @@ def test_what_is_touched_between_drives_inputs_out(timed):
     run(between=(LARGE,))
     assert timed == [[FAR], [FAR], [1 << 21, 1 << 21]]  # 1 MiB is read, and as much written
     timed.clear()
-    stopwatch.forget()
+    op_timer.forget()
     run(between=(LARGE, 40 * LARGE))
     assert timed[-1] == [FAR, FAR]
 
@@ -66,7 +66,7 @@ def test_memory_is_near_as_far_as_it_was_touched(timed):
 
     parts = [call(torch.ops.aten.slice.Tensor, bucket, 0, k * LARGE, (k + 1) * LARGE) for k in range(4)]
     graph.output([call(neg, x) for x in (*parts, parts[3], parts[0], other, bucket)])
-    stopwatch.measured([GraphModule(torch.nn.Module(), graph)], usual(accelerated=False))
+    op_timer.measured([GraphModule(torch.nn.Module(), graph)], usual(accelerated=False))
     # Views touch nothing: each part is far the first time. The last one is near then, and the first 8 MiB back. At the
     # end half of the bucket, its first and last part, was touched within 4 MiB.
     assert timed[4:] == [[FAR], [0], [1 << 23], [1 << 22]] and timed[:4] == [[0]] * 4
@@ -80,7 +80,7 @@ def test_the_same_at_the_same_distance_is_timed_once(timed):
 
 
 def test_what_operations_take_is_measured():
-    stopwatch.forget()
+    op_timer.forget()
     gm = GraphModule(torch.nn.Module(), Graph())
     sizes = {}
     for size in (64, 512):
@@ -89,5 +89,5 @@ def test_what_operations_take_is_measured():
         sizes[size] = gm.graph.call_function(torch.ops.aten.mm.default, (x, x))
         sizes[size].meta["val"] = torch.zeros(size, size)
     gm.graph.output(list(sizes.values()))
-    cost = stopwatch.measured([gm], usual(accelerated=False))
+    cost = op_timer.measured([gm], usual(accelerated=False))
     assert 0 < 10 * cost(sizes[64]) < cost(sizes[512])  # 512 times the arithmetic

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zerofn import transport
-from zerofn.mesh import Mesh
-from zerofn.poster import post
+from zerofn.comm import transport
+from zerofn.comm.mesh import Mesh
+from zerofn.comm.pending import post
 
 ops = torch.ops.zerofn
 

@@ -1,23 +1,23 @@
 """ZeroFn: a JAX-style functional trainer for PyTorch models that do not fit."""
 
 from . import collectives, optim
-from .calibration import this_machine
 from .checkpoint import CheckpointError, export, load, load_safetensors, save
+from .comm.mesh import Mesh
 from .compile import compile
-from .grad import accumulate, value_and_grad
-from .loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
-from .machine import Machine
-from .maps import gather, scatter
-from .mesh import Mesh
-from .offload import Offload
-from .partition import shard, unshard
-from .plan import plan
-from .precision import Precision
-from .reductions import all_finite, first_nonfinite, global_norm, leaf_norms, vdot
-from .remat import remat
-from .sharding import Sharded
-from .skeleton import skeleton
-from .state import TrainState
+from .cost.calibrate import this_machine
+from .cost.machine import Machine
+from .deferred_init.skeleton import skeleton
+from .offload.policy import Offload
+from .planning.planner import plan
+from .sharding.gather_scatter import gather, scatter
+from .sharding.precision import Precision
+from .sharding.reductions import all_finite, first_nonfinite, global_norm, leaf_norms, vdot
+from .sharding.shard import shard, unshard
+from .sharding.sharded import Sharded
+from .training.grad import accumulate, value_and_grad
+from .training.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+from .training.remat import remat
+from .training.train_state import TrainState
 from .tree import tree_map
 
 __all__ = [

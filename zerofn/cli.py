@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .calibration import this_machine
+from .cost.calibrate import this_machine
+from .cost.machine import KNOWN, machine_of
+from .dry_run.script import Reached, Rehearsal
 from .graph.capture import CaptureError
-from .machine import KNOWN, machine_of
-from .plan import ALL, plan
-from .rehearsal import Reached, Rehearsal
+from .planning.planner import ALL, plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from . import transport  # noqa: F401  (defines the operations)
 from ._torch_compat import below_autograd
-from .mesh import DATA, Axis, Mesh
+from .comm import transport  # noqa: F401  (defines the operations)
+from .comm.mesh import DATA, Axis, Mesh
 
 ops = torch.ops.zerofn
 

@@ -14,32 +14,33 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import donation, passes, tree
+from . import passes, tree
 from ._torch_compat import OpOverload, storage_key
-from .agreement import abandon, agree_on, exchange
-from .arenas import reserve
-from .entries import as_tensor
-from .errors import note, said
-from .forecast import Plan
+from .comm.agreement import abandon, agree_on, exchange
+from .comm.transport import forget_transfers, wait_for_all
+from .cost.machine import Machine, machine_of
+from .dry_run.script import rehearsing
+from .graph.advice import no_leaf, note_dtypes
 from .graph.capture import CaptureError, capture
-from .graph.lines import place_of
 from .graph.program import Program, tensor_of
+from .graph.source_lines import place_of
 from .graph.verify import check_purity, fingerprint
-from .host_memory import keep_freed_memory, return_freed_memory
-from .hosted import end_updates, owe
-from .machine import Machine, machine_of
-from .mistakes import no_leaf, note_dtypes
-from .ops import cuda, native
-from .passes.choice import Choice, as_text, from_text
-from .profile import Profile, profiled
-from .rehearsal import rehearsing
+from .memory import donation
+from .memory.arena import reserve
+from .memory.host_allocator import keep_freed_memory, return_freed_memory
+from .offload.drive_tensor import Spilled
+from .offload.host_tensor import end_updates, owe
+from .ops import cpu, cuda
+from .passes.budget.decision import Choice, as_text, from_text
+from .planning.plan import Plan
+from .planning.profile import Profile, profiled
 from .runtime.executor import Executor, failed_node
-from .runtime.failure import deliver, whole_steps
-from .sharding import is_sharded
-from .sizes import num_bytes
-from .storage import keep_halves, lacks_copy, refill
-from .tickets import Spilled
-from .transport import forget_transfers, wait_for_all
+from .runtime.interrupts import deliver, whole_steps
+from .sharding.allocate import keep_halves, lacks_copy, refill
+from .sharding.sharded import is_sharded
+from .sharding.state_entries import as_tensor
+from .util.errors import note, said
+from .util.sizes import num_bytes
 
 log = logging.getLogger("zerofn")
 MANY = 8  # captures of one step, after which it is said what keeps changing
@@ -361,7 +362,7 @@ def _rehearsed(step: Callable[[Any, Any], Any], state: Any, batch: Any) -> Any:
 @functools.cache
 def _tell_of_kernels(device: str) -> None:
     """Once, where update rules run in torch's operations for want of the kernels: why."""
-    kernels = {"cpu": native, "cuda": cuda}.get(device)
+    kernels = {"cpu": cpu, "cuda": cuda}.get(device)
     why = kernels.missing() if kernels is not None else None
     if why:
         log.info("%s torch's operations do the same, more slowly.", why)

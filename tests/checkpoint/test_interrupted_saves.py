@@ -10,8 +10,8 @@ import torch.distributed as dist
 from checkpoint_states import differences, train_state
 
 import zerofn
-from zerofn import agreement
 from zerofn.checkpoint import CheckpointError, folder, saving, tensor_file
+from zerofn.comm import agreement
 
 OLD, NEW = 7, 8
 

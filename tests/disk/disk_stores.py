@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from zerofn.disk import PAGE, Store, aligned
+from zerofn.offload.disk import PAGE, Store, aligned
 
 BLOCK = 2 * PAGE
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from disk_stores import BLOCK, behind_its_back, filled, small_store, written
 
-from zerofn.disk import PAGE, DiskError, Store, aligned, files, pages
+from zerofn.offload.disk import PAGE, DiskError, Store, aligned, files, pages
 
 direct_or_not = pytest.mark.filterwarnings("ignore:.*O_DIRECT")
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from disk_stores import written
 
-from zerofn.disk import DiskError, Store, probe
+from zerofn.offload.disk import DiskError, Store, probe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*O_DIRECT")
 MB, GB = 1e6, 1e9

@@ -11,7 +11,7 @@ import pytest
 import torch
 from disk_stores import BLOCK, behind_its_back, filled, small_store, written
 
-from zerofn.disk import PAGE, DiskError, Store, aligned, checks, pages
+from zerofn.offload.disk import PAGE, DiskError, Store, aligned, checksum, pages
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*O_DIRECT")
 
@@ -313,11 +313,11 @@ def test_wrong_buffers(tmp_path):
 
 def test_checksums_tell_bytes_and_places_apart():
     data = filled(BLOCK)
-    sums = {checks.checksum(data.data_ptr(), BLOCK)}
+    sums = {checksum.checksum(data.data_ptr(), BLOCK)}
     for k in (0, 1, 8, 4095, BLOCK - 1):
         data[k] ^= 1
-        sums.add(checks.checksum(data.data_ptr(), BLOCK))
+        sums.add(checksum.checksum(data.data_ptr(), BLOCK))
         data[k] ^= 1
     data[:64], data[64:128] = data[64:128].clone(), data[:64].clone()
-    sums.add(checks.checksum(data.data_ptr(), BLOCK))
+    sums.add(checksum.checksum(data.data_ptr(), BLOCK))
     assert len(sums) == 7 and min(sums) >= 0

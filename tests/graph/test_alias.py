@@ -4,7 +4,7 @@ import torch
 import zerofn
 from small_steps import WIDTH, aten, batch_of, build, captured, fake_ranks, loss_of, ops, state_of
 from zerofn.graph.alias import is_view, last_uses, positions, roots, writes, written_before
-from zerofn.loop import run_loop
+from zerofn.graph.loop import run_loop
 
 PLAIN = {"params": torch.ones(2)}
 

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from zerofn.ops import native
+from zerofn.ops import cpu
 
 HYPER = {
     "adamw": {"b1": 0.9, "b2": 0.999, "eps": 1e-8},
@@ -44,9 +44,9 @@ def piece(rule, master, moment, gradient, size=SIZE, seed=0):
     stored = {
         "fp32": lambda x, signed: [x.clone()],
         "bf16": lambda x, signed: [x.bfloat16()],
-        "8-bit": lambda x, signed: list(native.encode(x, signed)),
+        "8-bit": lambda x, signed: list(cpu.encode(x, signed)),
     }[moment]
-    return ([p] if master == "fp32" else list(native.split(p))), g, [stored(x, i == 0) for i, x in enumerate(decoded)]
+    return ([p] if master == "fp32" else list(cpu.split(p))), g, [stored(x, i == 0) for i, x in enumerate(decoded)]
 
 
 def copies(p, g, moments):

@@ -13,7 +13,7 @@ import kernels_on_cpu
 import pytest
 import torch
 
-from zerofn.ops import cuda, formats, native, portable, rule
+from zerofn.ops import cpu, cuda, formats, reference, update_rule
 
 ARCHITECTURES = {70: "nvidia-cuda-nvrtc-cu12"} | dict.fromkeys((75, 80, 86, 89, 90, 100, 120), "nvidia-cuda-nvrtc")
 HYPER = {
@@ -124,7 +124,7 @@ def within(x, device, shift=0):
 def kept_moment(x, form, signed):
     if form == "fp32":
         return [x]
-    return [x.bfloat16()] if form == "bf16" else list(native.encode(x, signed))
+    return [x.bfloat16()] if form == "bf16" else list(cpu.encode(x, signed))
 
 
 def update_case(name, master, form, dtype, size, seed, strange=True):
@@ -140,7 +140,7 @@ def update_case(name, master, form, dtype, size, seed, strange=True):
     chosen = [i for i in range(len(starts)) if i % 4 != 1]
     runs = {"starts": [starts[i] for i in chosen], "stops": [stops[i] for i in chosen],
             "rates": [1e-2 / (1 + i % 3) for i in chosen], "decays": [0.1 * (i % 2) for i in chosen]}
-    return [p] if master == "fp32" else list(native.split(p)), g, moments, runs
+    return [p] if master == "fp32" else list(cpu.split(p)), g, moments, runs
 
 
 FORMS = [("sgd", "fp32"), *itertools.product(["adamw", "adam", "lion", "sgd_momentum"], ["fp32", "bf16", "8bit"])]
@@ -163,7 +163,7 @@ def test_update_is_the_cpus_bit_for_bit(device, name, form, master, dtype):
                      factor=None if factor is None else torch.tensor(factor, device=device),
                      finite=torch.tensor(True, device=device))
         rates = [(1.0 if lr is None else lr) * x for x in runs["rates"]]
-        portable.update_(name, p, g, moments, **runs | {"rates": rates}, hyper=HYPER[name], count=count, offset=4096,
+        reference.update_(name, p, g, moments, **runs | {"rates": rates}, hyper=HYPER[name], count=count, offset=4096,
                          factors=() if factor is None else (factor,))
         assert_same(inside, flat)
         for (_, memory), x in zip(held, flat, strict=True):
@@ -223,7 +223,7 @@ def test_rules_and_formats_reach_the_kernels(device, monkeypatch):
     """The operations of a captured graph, which on this device go to `native` or here."""
     called, launch = [], cuda._launch
     if device == "cpu":
-        monkeypatch.setattr(rule, "kernels", lambda x: cuda)
+        monkeypatch.setattr(update_rule, "kernels", lambda x: cuda)
         monkeypatch.setattr(formats, "kernels", lambda x: cuda)
     monkeypatch.setattr(cuda, "_launch", lambda name, *rest: (called.append(name), launch(name, *rest)))
     p, g, moments, runs = update_case("adamw", "split", "fp32", torch.float32, 900, seed=8, strange=False)
@@ -235,14 +235,14 @@ def test_rules_and_formats_reach_the_kernels(device, monkeypatch):
         now = [x.to(device) if isinstance(x, torch.Tensor) else x for x in scalars]
         hyper = [*HYPER["adamw"].values(), True, blocks, 0]
         torch.ops.zerofn.adamw_(moved[:2], moved[2], [moved[3]], [moved[4]], *now, *hyper)
-        coded = [list(native.encode(x, i == 0)) if blocks else [x] for i, x in enumerate(flat[3:])]
-        native.update_("adamw", flat[:2], flat[2], coded, **runs | {"rates": [0.5 * x for x in runs["rates"]]},
+        coded = [list(cpu.encode(x, i == 0)) if blocks else [x] for i, x in enumerate(flat[3:])]
+        cpu.update_("adamw", flat[:2], flat[2], coded, **runs | {"rates": [0.5 * x for x in runs["rates"]]},
                        hyper=HYPER["adamw"], count=2, factors=(0.25,))
-        decoded = [native.decode(*x, i == 0) if blocks else x[0] for i, x in enumerate(coded)]
+        decoded = [cpu.decode(*x, i == 0) if blocks else x[0] for i, x in enumerate(coded)]
         assert_same(moved, [*flat[:3], *decoded])
     assert {"runs", "update", "encode", "decode"} <= set(called)
     x = floats(300, 4).to(device)
-    halves = native.split(x.cpu())
+    halves = cpu.split(x.cpu())
     assert_same([torch.ops.zerofn.high(x), *torch.ops.zerofn.split(x)], [halves[0], *halves])
     assert_same([torch.ops.zerofn.join(*(y.to(device) for y in halves))], [x.cpu()])
     assert {"split", "joined"} <= set(called)
@@ -279,15 +279,15 @@ def test_formats_are_the_cpus_bit_for_bit(device, size, shift):
     x = floats(size, 6)
     there = within(x, device, shift)[0]
     halves = cuda.split(there)
-    assert_same([*halves, cuda.high(there)], [*native.split(x), native.split(x)[0]])
+    assert_same([*halves, cuda.high(there)], [*cpu.split(x), cpu.split(x)[0]])
     assert_same([cuda.join(*halves)], [x])
     for signed in (True, False):
         for numbers in (x if signed else x.abs(), floats(size, 7, strange=False).abs()):
             coded = cuda.encode(within(numbers, device, shift)[0], signed)
             expected = torch.empty(size, dtype=torch.uint8), torch.empty(-(-size // 256))
-            portable.encode(numbers, signed, expected)
+            reference.encode(numbers, signed, expected)
             assert_same(coded, expected)
-            assert_same([cuda.decode(*coded, signed)], [native.decode(*expected, signed)])
+            assert_same([cuda.decode(*coded, signed)], [cpu.decode(*expected, signed)])
 
 
 def test_casts_are_torchs(device):

@@ -4,9 +4,9 @@ import native_cases as cases
 import pytest
 import torch
 
-from zerofn.ops import native, portable
+from zerofn.ops import cpu, reference
 
-each_isa = pytest.mark.parametrize("isa", native.isas() or ["torch"])
+each_isa = pytest.mark.parametrize("isa", cpu.isas() or ["torch"])
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +31,9 @@ def test_split_and_join_are_exact_for_every_upper_half(isa):
     low[:8] = torch.tensor([0, 1, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF])
     bits = ((torch.arange(-(1 << 15), 1 << 15)[:, None] << 16) + low).int().view(-1)
     x = floats(bits)
-    hi, lo = native.split(x)
+    hi, lo = cpu.split(x)
     nan = x.isnan()
-    assert torch.equal(native.join(hi, lo).view(torch.int32)[~nan], bits[~nan])
+    assert torch.equal(cpu.join(hi, lo).view(torch.int32)[~nan], bits[~nan])
     usual = ~nan & ((bits & 0xFFFF) != 0x8000)  # ties go away from zero here, and to even in torch
     assert torch.equal(hi[usual], x.bfloat16()[usual])
     assert (hi[nan].view(torch.int16) == 0x7FC0).all() and (lo[nan] == 0).all()
@@ -44,11 +44,11 @@ def test_split_equals_torchs_operations(isa):
     x = cases.wild(5003, 3)
     x[::50], x[1::50], x[2::50] = torch.inf, -torch.inf, torch.nan
     expected = torch.empty_like(x, dtype=torch.bfloat16), torch.empty_like(x, dtype=torch.int16)
-    portable.split(x, expected)
-    assert all(map(cases.same_bits, native.split(x), expected))
+    reference.split(x, expected)
+    assert all(map(cases.same_bits, cpu.split(x), expected))
     whole = torch.empty_like(x)
-    portable.join(*expected, whole)
-    assert cases.same_bits(native.join(*expected), whole) and cases.same_bits(whole, x)
+    reference.join(*expected, whole)
+    assert cases.same_bits(cpu.join(*expected), whole) and cases.same_bits(whole, x)
 
 
 # --- 8-bit blocks ------------------------------------------------------------------------------
@@ -64,15 +64,15 @@ def every_code(scale, signed):
 @pytest.mark.parametrize("power", [-94, -93, -60, -1, 0, 1, 77, 126, 127])
 def test_what_was_decoded_goes_back_to_its_code(power, signed, isa):
     codes, scales = every_code(2.0**power, signed)
-    x = native.decode(codes, scales, signed)
-    again = native.encode(x, signed)
+    x = cpu.decode(codes, scales, signed)
+    again = cpu.encode(x, signed)
     assert torch.equal(again[0], codes) and torch.equal(again[1], scales)
     top = torch.tensor(127 if signed else 255)
     assert x[top] == 2.0**power and x[0] == (0.0 if signed else 2.0 ** (power - 32) * 1.125)
     assert (x[1 : top + 1] >= 2.0**-126).all() and (x[1 : top + 1].diff() > 0).all()
     for random in (0, 1, 0x7FFFF, 0xFFFFF):  # however the rounding falls
         out = torch.empty_like(codes), torch.empty_like(scales)
-        portable.encode(x, signed, out, random)
+        reference.encode(x, signed, out, random)
         assert torch.equal(out[0], codes)
 
 
@@ -85,12 +85,12 @@ def test_encoding_equals_torchs_operations(signed, isa):
     x[2048:2560] = 0
     x[4096:4352] *= 1e-38
     expected = torch.empty(x.numel(), dtype=torch.uint8), torch.empty(40)
-    portable.encode(x, signed, expected)
-    codes, scales = native.encode(x, signed)
+    reference.encode(x, signed, expected)
+    codes, scales = cpu.encode(x, signed)
     assert torch.equal(codes, expected[0]) and cases.same_bits(scales, expected[1])
     decoded = torch.empty_like(x)
-    portable.decode(codes, scales, signed, decoded)
-    assert cases.same_bits(native.decode(codes, scales, signed), decoded)
+    reference.decode(codes, scales, signed, decoded)
+    assert cases.same_bits(cpu.decode(codes, scales, signed), decoded)
 
 
 @each_isa
@@ -101,7 +101,7 @@ def test_encoding_is_near(signed, isa):
     x = torch.randn(100_000, generator=rng) * torch.exp(torch.randn(100_000, generator=rng))
     x = x if signed else x.square()
     x[::97] = 0.0
-    decoded = native.decode(*native.encode(x, signed), signed)
+    decoded = cpu.decode(*cpu.encode(x, signed), signed)
     largest = torch.nn.functional.pad(x.abs(), (0, 96)).view(-1, 256).amax(1).repeat_interleave(256)[: x.numel()]
     inside = x.abs() >= largest * 2.0 ** (-14 if signed else -30)
     assert inside.sum() > 90_000
@@ -109,13 +109,13 @@ def test_encoding_is_near(signed, isa):
     assert (decoded[x == 0] <= (0 if signed else 2.0**-31.8 * 2 * largest[x == 0])).all()
     tiny = torch.full((256,), 1e-20)
     tiny[0] = 1.0
-    assert (native.encode(tiny, signed)[0][1:] == 0).all()
+    assert (cpu.encode(tiny, signed)[0][1:] == 0).all()
 
 
 def test_what_is_not_finite_spoils_its_block():
     x = torch.ones(768)
     x[300], x[600] = torch.inf, torch.nan
-    decoded = native.decode(*native.encode(x, True), True)
+    decoded = cpu.decode(*cpu.encode(x, True), True)
     assert (decoded[:256] == 1).all() and (decoded[256:512] == torch.inf).all() and decoded[512:].isnan().all()
 
 
@@ -126,10 +126,10 @@ def test_stochastic_rounding_is_unbiased(signed):
         num = 1 << 20
         x = torch.full((num,), value)
         x[::256] = 1.0
-        random = portable.draws(7, 0, num, 1 - signed) >> 12
+        random = reference.draws(7, 0, num, 1 - signed) >> 12
         out = torch.empty(num, dtype=torch.uint8), torch.empty(num // 256)
-        portable.encode(x, signed, out, random)
-        decoded = native.decode(*out, signed).double().view(-1, 256)[:, 1:]
+        reference.encode(x, signed, out, random)
+        decoded = cpu.decode(*out, signed).double().view(-1, 256)[:, 1:]
         error = decoded.std() / decoded.numel() ** 0.5
         assert decoded.unique().numel() == 2
         assert abs(decoded.mean() - torch.tensor(value).double()) < 5 * error
@@ -138,14 +138,14 @@ def test_stochastic_rounding_is_unbiased(signed):
 @pytest.mark.parametrize("value", [1.001, -3.14159, 1e-30])
 def test_bf16_stochastic_rounding_is_unbiased(value):
     num = 1 << 20
-    rounded = portable.to_bf16(torch.full((num,), value), portable.draws(3, 0, num, 0) >> 16).double()
+    rounded = reference.to_bf16(torch.full((num,), value), reference.draws(3, 0, num, 0) >> 16).double()
     assert rounded.unique().numel() == 2
     assert abs(rounded.mean() - torch.tensor(value).double()) < 5 * rounded.std() / num**0.5
 
 
 def test_bf16_stochastic_rounding_makes_no_inf_below_the_last_step():
     largest = torch.tensor([3.38e38, -3.38e38, torch.inf, -torch.inf, torch.nan])
-    rounded = portable.to_bf16(largest, torch.tensor([0xFFFF] * 5))
+    rounded = reference.to_bf16(largest, torch.tensor([0xFFFF] * 5))
     assert rounded[:2].isfinite().all() and rounded[2:4].tolist() == [torch.inf, -torch.inf] and rounded[4].isnan()
 
 
@@ -160,12 +160,12 @@ def test_norms_are_torchs(dtype, isa):
     try:
         parts = [torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
                  for n in [*range(1, 41), 1000, 4099, 100_003]]
-        for x, (norm, extreme) in zip(parts, native.norm2_and_extreme(parts), strict=True):
+        for x, (norm, extreme) in zip(parts, cpu.norm2_and_extreme(parts), strict=True):
             assert norm == torch.linalg.vector_norm(x, dtype=torch.float32).item()
             assert extreme == x.abs().max().item()
     finally:
         torch.set_num_threads(before)
-    assert native.norm2_and_extreme([torch.zeros(0, dtype=dtype)]) == [(0.0, 0.0)]
+    assert cpu.norm2_and_extreme([torch.zeros(0, dtype=dtype)]) == [(0.0, 0.0)]
 
 
 @each_isa
@@ -175,7 +175,7 @@ def test_what_is_not_finite_shows_in_the_extreme(dtype, place, isa):
     for bad in (torch.inf, -torch.inf, torch.nan):
         x = torch.ones(1023, dtype=dtype)
         x[place] = bad
-        extreme = torch.tensor(native.norm2_and_extreme([x])[0][1])
+        extreme = torch.tensor(cpu.norm2_and_extreme([x])[0][1])
         assert extreme.isnan() if bad != bad else extreme == torch.inf
 
 
@@ -185,26 +185,26 @@ def test_checksums(isa):
     rng = torch.Generator().manual_seed(0)
     memory = torch.randint(0, 256, (5000,), generator=rng, dtype=torch.uint8)
     for size in (0, 1, 3, 4, 255, 256, 257, 511, 5000):
-        assert native.checksum(memory, size) == portable.checksum(memory.data_ptr(), size)
-    assert native.checksum(memory.data_ptr(), 777) == native.checksum(memory, 777)
-    seen = {native.checksum(memory), native.checksum(memory, 4999), native.checksum(memory[1:])}
+        assert cpu.checksum(memory, size) == reference.checksum(memory.data_ptr(), size)
+    assert cpu.checksum(memory.data_ptr(), 777) == cpu.checksum(memory, 777)
+    seen = {cpu.checksum(memory), cpu.checksum(memory, 4999), cpu.checksum(memory[1:])}
     for place in range(0, 5000, 7):
         for bit in range(8):
             memory[place] ^= 1 << bit
-            seen.add(native.checksum(memory))
+            seen.add(cpu.checksum(memory))
             memory[place] ^= 1 << bit
     words = memory.view(torch.int32)
     for distance in (1, 2, 8, 64, 128, 1024):
         swapped = words.clone()
         swapped[3], swapped[3 + distance] = words[3 + distance], words[3]
-        seen.add(native.checksum(swapped))
+        seen.add(cpu.checksum(swapped))
     zeros = torch.zeros(4096, dtype=torch.uint8)
-    seen |= {native.checksum(zeros, size) for size in range(4097)}
+    seen |= {cpu.checksum(zeros, size) for size in range(4097)}
     assert len(seen) == 3 + 715 * 8 + 6 + 4097
 
 
 def test_checksum_asks_for_a_length():
     with pytest.raises(ValueError, match="must say how many bytes"):
-        native.checksum(1234)
+        cpu.checksum(1234)
     with pytest.raises(ValueError, match="has 4 bytes, and 5 are asked for"):
-        native.checksum(torch.zeros(1), 5)
+        cpu.checksum(torch.zeros(1), 5)

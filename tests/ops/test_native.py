@@ -9,10 +9,10 @@ import pytest
 import torch
 from native_cases import HYPER, RUNS, SIZE
 
-from zerofn.ops import native, portable
+from zerofn.ops import cpu, reference
 
-needs_library = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
-each_isa = pytest.mark.parametrize("isa", native.isas())
+needs_library = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
+each_isa = pytest.mark.parametrize("isa", cpu.isas())
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def threads():
     torch.set_num_threads(before)
 
 
-def stepped(case, options, update=native.update_):
+def stepped(case, options, update=cpu.update_):
     p, g, moments = cases.copies(*case)
     update(options.pop("rule"), p, g, moments, **options)
     return cases.tensors(p, moments)
@@ -34,7 +34,7 @@ def stepped(case, options, update=native.update_):
 def test_every_form_equals_torchs_operations(rule, master, moment, gradient, isa, monkeypatch):
     monkeypatch.setenv("ZEROFN_ISA", isa)
     case, options = cases.piece(rule, master, moment, gradient), cases.options(rule) | {"rule": rule}
-    expected = stepped(case, dict(options), portable.update_)
+    expected = stepped(case, dict(options), reference.update_)
     for new, want, old in zip(stepped(case, options), expected, cases.tensors(*case[::2]), strict=True):
         assert cases.same_bits(new, want)
         assert new.numel() < 100 or not torch.equal(new, old)
@@ -46,7 +46,7 @@ def test_every_form_equals_torchs_operations(rule, master, moment, gradient, isa
 def test_odd_sizes(size, moment):
     case = cases.piece("adamw", "split", moment, torch.bfloat16, size)
     options = cases.options("adamw", [(0, size)]) | {"rule": "adamw"}
-    expected = stepped(case, dict(options), portable.update_)
+    expected = stepped(case, dict(options), reference.update_)
     assert all(map(cases.same_bits, stepped(case, options), expected))
 
 
@@ -75,7 +75,7 @@ def test_adam_in_fp32_is_torchs_fused_one(decoupled, b1, decay, size):
         g = cases.wild(size, 10 + count)
         fused([p], [g], [m], [v], [], [torch.tensor(float(count))], lr=1e-3, beta1=b1, beta2=0.999,
               weight_decay=decay, eps=1e-8, amsgrad=False, maximize=False)
-        native.update_("adamw" if decoupled else "adam", ours[:1], g, [[ours[1]], [ours[2]]], starts=[0],
+        cpu.update_("adamw" if decoupled else "adam", ours[:1], g, [[ours[1]], [ours[2]]], starts=[0],
                        stops=[size], rates=[1e-3], decays=[decay], hyper=hyper, count=count)
         assert all(map(torch.equal, ours, (p, m, v)))
 
@@ -88,15 +88,15 @@ def test_adamw_is_the_papers_in_float64(moment, tolerance):
     g.copy_(torch.randn(SIZE, generator=rng))
     wide = []
     for i, (stored, x) in enumerate(zip(moments, (0.1 * g, g.square()), strict=True)):
-        new = {"fp32": lambda x, i: (x,), "bf16": lambda x, i: (x.bfloat16(),), "8-bit": lambda x, i: native.encode(
+        new = {"fp32": lambda x, i: (x,), "bf16": lambda x, i: (x.bfloat16(),), "8-bit": lambda x, i: cpu.encode(
             x, i == 0)}[moment](x, i)
         for old, fresh in zip(stored, new, strict=True):
             old.copy_(fresh)
-        wide.append((native.decode(*stored, i == 0) if moment == "8-bit" else stored[0]).double())
+        wide.append((cpu.decode(*stored, i == 0) if moment == "8-bit" else stored[0]).double())
     expected = p[0].double() * (1 - 1e-2 * 0.1)
     m, v = 0.9 * wide[0] + 0.1 * g.double(), 0.999 * wide[1] + 0.001 * g.double().square()
     change = 1e-2 * (m / (1 - 0.9**3)) / ((v / (1 - 0.999**3)).sqrt() + 1e-8)
-    native.update_("adamw", p, g, moments, starts=[0], stops=[SIZE], rates=[1e-2], decays=[0.1],
+    cpu.update_("adamw", p, g, moments, starts=[0], stops=[SIZE], rates=[1e-2], decays=[0.1],
                    hyper=HYPER["adamw"], count=3)
     size = change.abs() + expected.abs() * 2.0**-22 / tolerance  # and p and 1 - lr * decay are rounded, too
     assert ((p[0].double() - (expected - change)).abs() <= tolerance * size).all()
@@ -112,11 +112,11 @@ def test_what_is_in_no_run_stays(master, moment):
         outside[start:stop] = False
     g[outside] = torch.nan
     for i, stored in enumerate(moments):  # padding is zero, and stays zero under any scale
-        fresh = native.encode(cases.wild(SIZE, i).abs() * ~outside, i == 0) if moment == "8-bit" else stored
+        fresh = cpu.encode(cases.wild(SIZE, i).abs() * ~outside, i == 0) if moment == "8-bit" else stored
         for x, y in zip(stored, fresh, strict=True):
             x.copy_(y)
     before = [x.clone() for x in cases.tensors(p, moments)]
-    native.update_("adamw", p, g, moments, **cases.options("adamw"))
+    cpu.update_("adamw", p, g, moments, **cases.options("adamw"))
     for x, y in zip(cases.tensors(p, moments), before, strict=True):
         if x.numel() == SIZE:
             assert torch.equal(x[outside], y[outside])
@@ -128,8 +128,8 @@ def test_misaligned_memory():
     shifted = ([cases.odd_address(x) for x in case[0]], cases.odd_address(case[1]),
                [[cases.odd_address(x) for x in moment] for moment in case[2]])
     options = cases.options("adamw")
-    native.update_("adamw", *shifted, **options)
-    expected = stepped(case, options | {"rule": "adamw"}, portable.update_)
+    cpu.update_("adamw", *shifted, **options)
+    expected = stepped(case, options | {"rule": "adamw"}, reference.update_)
     assert all(map(cases.same_bits, cases.tensors(*shifted[::2]), expected))
 
 
@@ -139,32 +139,32 @@ def test_what_is_not_finite_shows(bad, moment):
     """In p and in its moments; nowhere else but in its block of 8-bit codes."""
     p, g, moments = cases.piece("adamw", "split", moment, torch.bfloat16)
     g[600] = bad
-    native.update_("adamw", p, g, moments, **cases.options("adamw"))
-    decoded = [native.decode(*x, i == 0) if moment == "8-bit" else x[0] for i, x in enumerate(moments)]
+    cpu.update_("adamw", p, g, moments, **cases.options("adamw"))
+    decoded = [cpu.decode(*x, i == 0) if moment == "8-bit" else x[0] for i, x in enumerate(moments)]
     block = slice(512, 768) if moment == "8-bit" else slice(600, 601)
     for x in decoded:
         assert not x[block].isfinite().any()
         assert x.isfinite().sum() == SIZE - (block.stop - block.start)
-    native.update_("adamw", p, g, moments, **cases.options("adamw", count=4))
-    assert not p[0][600].isfinite() and native.join(*p)[:512].isfinite().all()
+    cpu.update_("adamw", p, g, moments, **cases.options("adamw", count=4))
+    assert not p[0][600].isfinite() and cpu.join(*p)[:512].isfinite().all()
 
 
 def test_stochastic_rounding_lets_small_changes_through():
     """v = 0.999 v each step: a nearest rounding would keep bf16 and 8-bit v for ever."""
     size, steps = 8192, 500
     for moments in ([[torch.zeros(size).bfloat16()], [torch.ones(size).bfloat16()]],
-                    [list(native.encode(torch.zeros(size), True)), list(native.encode(torch.ones(size), False))]):
+                    [list(cpu.encode(torch.zeros(size), True)), list(cpu.encode(torch.ones(size), False))]):
         p, g = [torch.zeros(size)], torch.zeros(size)
         for count in range(1, steps + 1):
-            native.update_("adamw", p, g, moments, starts=[0], stops=[size], rates=[0.0], decays=[0.0],
+            cpu.update_("adamw", p, g, moments, starts=[0], stops=[size], rates=[0.0], decays=[0.0],
                            hyper=HYPER["adamw"], count=count)
-        v = moments[1][0].float() if len(moments[1]) == 1 else native.decode(*moments[1], False)
+        v = moments[1][0].float() if len(moments[1]) == 1 else cpu.decode(*moments[1], False)
         assert v.mean().item() == pytest.approx(0.999**steps, rel=0.01)
 
 
 def test_a_keys_draws_fill_every_stratum_once_and_look_random_in_their_order():
     for key in (1, 2, 77):
-        draws = portable.draws(key, 0, 2048, 0)
+        draws = reference.draws(key, 0, 2048, 0)
         assert torch.equal((draws >> 21).sort().values, torch.arange(2048))
         parts = torch.bincount(draws >> 12 & 0x1FF, minlength=512).double()  # the next bits are not stratified
         assert ((parts - 4).square() / 4).sum() < 620  # chi-square, 511 degrees: once in 2,000
@@ -179,8 +179,8 @@ def test_a_keys_draws_fill_every_stratum_once_and_look_random_in_their_order():
 def test_other_counts_and_places_draw_other_bits():
     """Of one element over 4,096 counts, of m and v, of neighbours and of two units: uniform and uncorrelated."""
     counts = range(1, 4097)
-    m = torch.stack([portable.draws(count, 0, 4096, 0)[[5, 6, 7, 2053]] for count in counts], 1).double() / 2**32
-    v = torch.stack([portable.draws(count, 0, 4096, 1)[[5]] for count in counts], 1).double() / 2**32
+    m = torch.stack([reference.draws(count, 0, 4096, 0)[[5, 6, 7, 2053]] for count in counts], 1).double() / 2**32
+    v = torch.stack([reference.draws(count, 0, 4096, 1)[[5]] for count in counts], 1).double() / 2**32
     for row in torch.cat([m, v]):
         parts = torch.bincount((row * 16).long(), minlength=16).double()
         assert ((parts - 256).square() / 256).sum() < 40  # chi-square, 15 degrees: once in 2,000
@@ -210,16 +210,16 @@ def test_mistakes_raise_before_anything_is_written(change, error, words):
     before = p[0].clone()
     given = {"rule": "adamw", "p": p, "g": g, "moments": moments} | cases.options("adamw") | change
     with pytest.raises(error, match=words):
-        native.update_(given.pop("rule"), given.pop("p"), given.pop("g"), given.pop("moments"), **given)
+        cpu.update_(given.pop("rule"), given.pop("p"), given.pop("g"), given.pop("moments"), **given)
     assert torch.equal(p[0], before)
 
 
 def test_can_update():
     p, g, moments = cases.piece("adamw", "split", "8-bit", torch.bfloat16)
-    assert native.can_update("adamw", p, g, moments)
-    assert not native.can_update("adamw", [p[0].double()], g.double(), [[g.double()], [g.double()]])
-    assert not native.can_update("adamw", p, g.to("meta"), moments)
-    assert not native.can_update("rmsprop", p, g, moments)
+    assert cpu.can_update("adamw", p, g, moments)
+    assert not cpu.can_update("adamw", [p[0].double()], g.double(), [[g.double()], [g.double()]])
+    assert not cpu.can_update("adamw", p, g.to("meta"), moments)
+    assert not cpu.can_update("rmsprop", p, g, moments)
 
 
 PROGRAM = """
@@ -243,7 +243,7 @@ def test_without_the_library_torch_does_it():
     assert reason == "The CPU kernels are not used: ZEROFN_NATIVE is 0."
     name, rest = result.split(" ", 1)
     assert name == "torch" and rest.startswith("[0.5]")
-    if native.missing() is None:
+    if cpu.missing() is None:
         assert run_program()[0][1].split(" ", 1)[1] == rest
 
 

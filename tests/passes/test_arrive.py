@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 import zerofn
 from small_steps import batch_of, build, fail_here, fake_ranks, loss_of, ops, same, scheduled, state_of, train_step_of
-from zerofn import optim, transport, tree
+from zerofn import optim, tree
+from zerofn.comm import transport
 from zerofn.graph.alias import positions
 
 

@@ -5,7 +5,7 @@ from torch.func import functional_call
 import zerofn
 from small_steps import WIDTH, batch_of, build, captured, fake_ranks, loss_of, state_of
 from zerofn.graph.capture import CaptureError
-from zerofn.passes.average import average
+from zerofn.passes.sync_replicated_state import sync_replicated_state
 
 ops = torch.ops.zerofn
 
@@ -31,7 +31,7 @@ def num_added(extra, extra_of):
     with fake_ranks(2):
         program = captured(step, state_of(module, 3, extra=extra), batch_of())
         before = num_transfers(program)
-        program.gm = average(program.gm, program)
+        program.gm = sync_replicated_state(program.gm, program)
     return num_transfers(program) - before
 
 
@@ -61,7 +61,7 @@ def test_a_number_in_the_state_shifts_nothing(name):
     state = {"params": {"w": torch.ones(WIDTH)}, "seen": torch.zeros(WIDTH), name: 0}
     with fake_ranks(2):
         program = captured(step, zerofn.shard(state), batch_of())
-        program.gm = average(program.gm, program)
+        program.gm = sync_replicated_state(program.gm, program)
     outputs = zip([*program.new_state.names, "aux"], program.output.args[0], strict=True)
     assert [name for name, x in outputs if x.target is ops.part.default] == ["seen"]
 
@@ -137,4 +137,4 @@ def test_a_count_over_microbatches_of_what_a_batch_holds_has_no_mean():
     with fake_ranks(2):
         program = captured(step, zerofn.shard(state), batch_of())
         with pytest.raises(CaptureError, match="'seen'.*depends on this rank's batch"):
-            average(program.gm, program)
+            sync_replicated_state(program.gm, program)

@@ -11,8 +11,8 @@ import zerofn
 from small_steps import adapted_loss_of, batch_of, build, fake_ranks, loss_of, state_of, train_step_of, trained, unit_of
 from zerofn import optim
 from zerofn.graph.edit import is_gather
-from zerofn.passes import budget
-from zerofn.passes.fit import Drop, cheapest
+from zerofn.passes.budget import search
+from zerofn.passes.budget.eviction import Drop, cheapest
 
 CLIPPED = optim.chain(optim.clip_by_global_norm(0.05), optim.adamw(1e-2))
 LAYERS, ROWS = 6, 384  # activations that weigh more than parameters
@@ -37,10 +37,10 @@ def at_budgets(stage, num_microbatches, precision, parts=2):
     low = least(lambda memory: at(memory, stage, num_microbatches, precision))
     assert low < most
     for k in range(parts + 1):
-        budget = low + (most - low) * k // parts
-        peak, now, found = at(budget, stage, num_microbatches, precision)
-        assert peak <= budget
-        assert all(map(torch.equal, found, expected)), budget
+        search = low + (most - low) * k // parts
+        peak, now, found = at(search, stage, num_microbatches, precision)
+        assert peak <= search
+        assert all(map(torch.equal, found, expected)), search
         assert sent <= now and (k < parts or sent == now)
     return low / most
 
@@ -112,16 +112,16 @@ def lowered():
     def peak(budget):
         plain = zerofn.TrainState.create(params=dict(model.named_parameters()), tx=CLIPPED)
         state = zerofn.shard(plain, unit=lambda name: name.split(".")[0])
-        return zerofn.compile(train_step, memory=budget).lower(state, torch.ones(64, 32)).memory().total
+        return zerofn.compile(train_step, memory=search).lower(state, torch.ones(64, 32)).memory().total
 
     most, low = peak("1TB"), least(peak)
-    return [(budget, peak(budget)) for budget in range(low, most, (most - low) // 4)]
+    return [(search, peak(search)) for search in range(low, most, (most - low) // 4)]
 
 
 def test_ranks_choose_alike(ranks):
     """What is read in the own piece, and how many parts it has, is other on each rank, and so is what it takes."""
     for found in ranks(2, lowered):
-        assert all(peak <= budget for budget, peak in found)
+        assert all(peak <= search for search, peak in found)
 
 
 def gathers_with(memory):
@@ -166,7 +166,7 @@ def test_schedules_that_are_tried_take_no_place_on_drives(tmp_path, monkeypatch)
 
 def test_what_is_made_was_tried(monkeypatch):
     """The gather of a unit that no loss uses is gone, and its name free where the graph was copied."""
-    tried, attempt = [], budget._Search.attempt
+    tried, attempt = [], search._Search.attempt
 
     def gathers_of(gms):
         return [[n.name for n in gm.graph.nodes if is_gather(n)] for gm in gms]
@@ -176,7 +176,7 @@ def test_what_is_made_was_tried(monkeypatch):
         tried.append(gathers_of(x.gm for x in found.graphs))
         return found
 
-    monkeypatch.setattr(budget._Search, "attempt", noted)
+    monkeypatch.setattr(search._Search, "attempt", noted)
     module = build(LAYERS)
     params = {**dict(module.named_parameters()), "unused.weight": torch.ones(64)}
 
@@ -194,7 +194,7 @@ def test_what_is_made_was_tried(monkeypatch):
             return zerofn.compile(train_step, memory=memory).lower(state, batch_of(rows=ROWS))
 
         plan = lowered(least(lowered) * 11 // 10)
-    assert gathers_of(budget.graphs(plan.graph)) in tried
+    assert gathers_of(search.graphs(plan.graph)) in tried
 
 
 def test_with_ample_memory_every_unit_is_gathered_once(ranks):

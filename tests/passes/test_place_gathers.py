@@ -5,7 +5,7 @@ from small_steps import batch_of, build, captured, fake_ranks, gathers, results_
 from zerofn.graph.alias import positions
 from zerofn.graph.edit import weight_chain
 from zerofn.passes.canonicalize import canonicalize
-from zerofn.passes.place_gathers import place_gathers
+from zerofn.passes.sink_gathers import sink_gathers
 
 aten = torch.ops.aten
 
@@ -22,11 +22,11 @@ def test_a_gather_stands_right_before_its_first_use(precision):
     with fake_ranks(2):
         state = state_of(module, 3, precision=precision)
         before = captured(train_step_of(module), state, batch_of(), canonicalize)
-        after = captured(train_step_of(module), state, batch_of(), canonicalize, place_gathers)
+        after = captured(train_step_of(module), state, batch_of(), canonicalize, sink_gathers)
     assert len(gathers(after.gm)) == len(gathers(before.gm)) == 4
     assert max(num_before_use(before.gm)) > 1  # capture leaves them at the top
     assert num_before_use(after.gm) == [0, 0, 0, 0]
 
 
 def test_values_stay(ranks):
-    assert all(ranks(2, results_stay, canonicalize, place_gathers))
+    assert all(ranks(2, results_stay, canonicalize, sink_gathers))

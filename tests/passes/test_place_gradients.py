@@ -3,11 +3,11 @@ from torch.func import functional_call
 
 from small_steps import batch_of, build, captured, loss_of, ops, results, same, state_of, train_step_of
 from zerofn.passes.canonicalize import canonicalize
-from zerofn.passes.place_gradients import place_gradients
-from zerofn.passes.place_scatters import place_scatters
+from zerofn.passes.gradients_as_bucket_views import gradients_as_bucket_views
+from zerofn.passes.raise_reduce_scatters import raise_reduce_scatters
 
 aten = torch.ops.aten
-BEFORE = (canonicalize, place_scatters)
+BEFORE = (canonicalize, raise_reduce_scatters)
 
 
 def targets(program, target):
@@ -19,7 +19,7 @@ def test_linear_layers_need_no_copy():
     state, batch = state_of(module, 3), batch_of()
     step = train_step_of(module)
     before = captured(step, state, batch, *BEFORE)
-    after = captured(step, state, batch, *BEFORE, place_gradients)
+    after = captured(step, state, batch, *BEFORE, gradients_as_bucket_views)
     assert len(targets(before, ops.ravel.default)) == 4 and not targets(after, ops.ravel.default)
     assert len(targets(after, aten.mm.out)) == 4 and len(targets(after, aten.sum.IntList_out)) == 4
     for node in targets(after, ops.fill_.default):
@@ -43,7 +43,7 @@ def test_a_gradient_that_something_else_reads_is_copied():
     batch = {**batch_of(), "p": {k: weights[k] for k in names}}
     state = {"params": state_of(module, 3).params}
     before = captured(step, state, batch, *BEFORE)
-    after = captured(step, state, batch, *BEFORE, place_gradients)
+    after = captured(step, state, batch, *BEFORE, gradients_as_bucket_views)
     (fill,) = targets(after, ops.fill_.default)
     assert fill.args[4] == [True, False, True, True] and fill.args[1][1] is not None
     assert same(results(after, state, batch), results(before, state, batch))
@@ -56,7 +56,7 @@ def test_one_gradient_of_two_leaves_is_made_once_and_copied():
 
     state, batch = {"params": torch.ones(2)}, batch_of()
     before = captured(step, state, batch, *BEFORE)
-    after = captured(step, state, batch, *BEFORE, place_gradients)
+    after = captured(step, state, batch, *BEFORE, gradients_as_bucket_views)
     (made,), (fill,) = targets(after, aten.mm.out), targets(after, ops.fill_.default)
     assert fill.args[1] == [None, fill.args[1][1], made.kwargs["out"]] and fill.args[4] == [True, False, False]
     assert same(results(after, state, batch), results(before, state, batch))
@@ -70,7 +70,7 @@ def test_what_is_cast_into_a_buffer_is_made_behind_it():
 
     state, batch = {"params": torch.ones(2)}, batch_of()
     before = captured(step, state, batch, *BEFORE)
-    after = captured(step, state, batch, *BEFORE, place_gradients)
+    after = captured(step, state, batch, *BEFORE, gradients_as_bucket_views)
     (flat,), (cast,) = targets(after, ops.flat.default), targets(after, aten._to_copy.default)
     assert flat.next is cast and not targets(after, ops.ravel.default)
     assert same(results(after, state, batch), results(before, state, batch))
@@ -106,5 +106,5 @@ def test_other_layers_keep_their_bits():
     for precision in (None, "bf16"):
         state = state_of(module, 3, precision=precision)
         before = captured(step, state, batch)
-        after = captured(step, state, batch, *BEFORE, place_gradients)
+        after = captured(step, state, batch, *BEFORE, gradients_as_bucket_views)
         assert same(results(after, state, batch), results(before, state, batch))

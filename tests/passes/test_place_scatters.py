@@ -17,7 +17,7 @@ from small_steps import (
 from zerofn.graph.alias import positions, writes
 from zerofn.graph.edit import wait_of
 from zerofn.passes.canonicalize import canonicalize
-from zerofn.passes.place_scatters import IN_FLIGHT, place_scatters
+from zerofn.passes.raise_reduce_scatters import IN_FLIGHT, raise_reduce_scatters
 
 
 def num_in_flight(gm):
@@ -32,7 +32,7 @@ def num_in_flight(gm):
 
 def test_a_scatter_starts_right_after_its_last_gradient():
     for precision in (None, "bf16"):
-        gm = lowered(canonicalize, place_scatters, precision=precision)
+        gm = lowered(canonicalize, raise_reduce_scatters, precision=precision)
         nodes, where = list(gm.graph.nodes), positions(gm.graph)
         assert [s.args[3] for s in scatters(gm)] == ["15", "12", "9", "6", "3", "0"]
         for start in scatters(gm):
@@ -44,11 +44,11 @@ def test_a_scatter_starts_right_after_its_last_gradient():
 
 
 def test_at_most_two_are_under_way():
-    assert num_in_flight(lowered(canonicalize, place_scatters)) == IN_FLIGHT == 2
+    assert num_in_flight(lowered(canonicalize, raise_reduce_scatters)) == IN_FLIGHT == 2
 
 
 def test_the_first_wait_comes_after_the_second_start():
-    gm = lowered(canonicalize, place_scatters)
+    gm = lowered(canonicalize, raise_reduce_scatters)
     where = positions(gm.graph)
     starts = scatters(gm)
     for start, later in zip(starts, starts[2:], strict=False):
@@ -65,7 +65,7 @@ def test_a_gradient_is_sent_after_what_writes_it_through_a_view():
         return state.replace(params=zerofn.scatter(g, like=state.params)), batch["y"].sum()
 
     with fake_ranks(2):
-        gm = captured(step, state_of(module, 3), batch_of(), canonicalize, place_scatters).gm
+        gm = captured(step, state_of(module, 3), batch_of(), canonicalize, raise_reduce_scatters).gm
     where = positions(gm.graph)
     writers = sorted(where[n] for n in gm.graph.nodes if writes(n))
     assert len(writers) == 4 and [where[s] > writers[2 * k + 1] for k, s in enumerate(scatters(gm))] == [True] * 2
@@ -78,7 +78,7 @@ def bit_equal():
     for stage in range(4):
         state, step = state_of(module, stage), train_step_of(module)
         before = results(captured(step, state, batch), state, batch)
-        out.append(same(results(captured(step, state, batch, canonicalize, place_scatters), state, batch), before))
+        out.append(same(results(captured(step, state, batch, canonicalize, raise_reduce_scatters), state, batch), before))
     return out
 
 

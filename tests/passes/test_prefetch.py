@@ -18,11 +18,12 @@ from small_steps import (
     state_of,
     users_of,
 )
-from zerofn import timeline, tree
+from zerofn import tree
+from zerofn.cost import simulator
 from zerofn.graph.alias import positions, roots, writes
 from zerofn.graph.edit import UPDATE, is_fetch, is_gather, loops, wait_of
 from zerofn.passes import SCHEDULE
-from zerofn.passes.choice import Choice, choose
+from zerofn.passes.budget.decision import Choice, choose
 from zerofn.passes.prefetch import Bound, early, prefetch, sources_in
 
 ops = torch.ops.zerofn
@@ -55,7 +56,7 @@ EVEN = zerofn.Machine("even", "cpu", 2, 1e12, 1.0, {"float32": 1.0}, link=1e30, 
 def seconds(monkeypatch):
     """Seconds by node, to be filled; 1 for others that compute."""
     known = {}
-    monkeypatch.setattr(timeline, "roofline", lambda machine: lambda node: known.get(node.name, 1.0))
+    monkeypatch.setattr(simulator, "roofline", lambda machine: lambda node: known.get(node.name, 1.0))
     return known
 
 
@@ -85,7 +86,7 @@ def order(gm):
 
 
 def placed(gm, machine=EVEN):
-    timeline.note_machine(gm, machine, 2)
+    simulator.note_machine(gm, machine, 2)
     return " ".join(order(prefetch(gm)))
 
 
@@ -104,7 +105,7 @@ def test_a_slow_link_is_never_left_idle(seconds):
     slow = dataclasses.replace(EVEN, latency=10.0)
     gm = layered([100] * 6, num_ops=2)
     placed(gm, slow)
-    run = timeline.Lanes(slow, 2)
+    run = simulator.Lanes(slow, 2)
     run.run(gm)
     spans = [x for x in run.spans if x.lane == "sent"]
     assert len(spans) == 6 and spans[0].start == 0
@@ -113,10 +114,10 @@ def test_a_slow_link_is_never_left_idle(seconds):
 
 def test_what_can_be_hidden_is(seconds):
     gm = layered([100] * 6, num_ops=2)
-    timeline.note_machine(gm, EVEN, 2)
-    on_demand = timeline.Lanes(EVEN, 2)
+    simulator.note_machine(gm, EVEN, 2)
+    on_demand = simulator.Lanes(EVEN, 2)
     on_demand.run(gm)
-    run = timeline.Lanes(EVEN, 2)
+    run = simulator.Lanes(EVEN, 2)
     run.run(prefetch(gm))
     assert on_demand.waited["sent"] == 6 and run.waited["sent"] == 1  # for the first one
 
@@ -131,7 +132,7 @@ def test_starts_that_were_chosen(seconds):
 def test_a_limit_is_kept(seconds, limit):
     """A simulated run fills what is free, and nothing else."""
     gm = layered([25] * 5, num_ops=2)  # 100 bytes each
-    timeline.note_machine(gm, EVEN, 2)
+    simulator.note_machine(gm, EVEN, 2)
     nodes, where = list(gm.graph.nodes), positions(gm.graph)
     level = np.zeros(len(nodes), dtype=np.int64)
     for gather in gathers(gm):

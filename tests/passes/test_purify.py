@@ -9,7 +9,7 @@ from small_steps import batch_of, build, captured, results, same, state_of, trai
 from zerofn import optim
 from zerofn.graph.alias import roots, writes
 from zerofn.passes.canonicalize import canonicalize
-from zerofn.passes.purify import purify
+from zerofn.passes.functionalize import functionalize
 
 
 def written(gm):
@@ -21,7 +21,7 @@ def test_masks_are_drawn_as_values():
     module, batch = build(4, dropout=0.3), batch_of()
     state, step = state_of(module, 3), train_step_of(module)
     plain = captured(step, state, batch, canonicalize)
-    pure = captured(step, state, batch, canonicalize, purify)
+    pure = captured(step, state, batch, canonicalize, functionalize)
     assert written(plain.gm) and not written(pure.gm)
     assert same(results(pure, state, batch), results(plain, state, batch))
 
@@ -38,7 +38,7 @@ def program_of(loss):
     batch = torch.linspace(-1.0, 1.0, 8)
     before = captured(step, state, batch, canonicalize)
     expected = results(before, state, batch)
-    after = captured(step, state, batch, canonicalize, purify)
+    after = captured(step, state, batch, canonicalize, functionalize)
     assert same(results(after, state, batch), expected)
     return before.gm, after.gm
 
@@ -101,6 +101,6 @@ def test_no_write_into_state_is_touched():
     state = zerofn.shard(zerofn.TrainState.create(
         params=dict(module.named_parameters()), tx=optim.sgd(0.1), extra=dict(module.named_buffers())))
     batch = torch.randn(6, 4)
-    plain, pure = captured(step, state, batch, canonicalize), captured(step, state, batch, canonicalize, purify)
+    plain, pure = captured(step, state, batch, canonicalize), captured(step, state, batch, canonicalize, functionalize)
     assert same(results(pure, state, batch), results(plain, state, batch))
     assert len(roots(pure.gm.graph)) <= len(roots(plain.gm.graph))

@@ -6,7 +6,7 @@ from small_steps import captured, fake_ranks, gathers, results, results_stay, sa
 from zerofn import tree
 from zerofn.graph.edit import wait_of
 from zerofn.passes import SCHEDULE
-from zerofn.passes.read_pieces import read_pieces
+from zerofn.passes.read_local_shards import read_local_shards
 
 aten = torch.ops.aten
 # One unit of 7,200 elements, in pieces of 4,096 on two ranks: b lies across the cut.
@@ -33,7 +33,7 @@ def reads(gm):
 
 def on_rank(rank, step=sums, **options):
     with fake_ranks(2, rank):
-        return captured(step, state(**options), {}, read_pieces).gm
+        return captured(step, state(**options), {}, read_local_shards).gm
 
 
 def test_a_leaf_in_this_ranks_piece_is_read_there():
@@ -44,7 +44,7 @@ def test_a_leaf_in_this_ranks_piece_is_read_there():
 def test_a_piece_without_edges_is_not_copied():
     halves = {"params": {"a": torch.ones(4096), "b": torch.ones(4096)}}
     with fake_ranks(2, 1):
-        gm = captured(sums, zerofn.shard(halves, stage=3), {}, read_pieces).gm
+        gm = captured(sums, zerofn.shard(halves, stage=3), {}, read_local_shards).gm
     assert reads(gm) == ([(0, 4096)], [(0, 4096)], [0, 0])
 
 
@@ -52,7 +52,7 @@ def test_what_others_need_is_gathered_still():
     small = {"params": {"a": torch.ones(10)}}  # all of it is rank 0's
     for rank in (0, 1):
         with fake_ranks(2, rank):
-            gm = captured(sums, zerofn.shard(small, stage=3), {}, read_pieces).gm
+            gm = captured(sums, zerofn.shard(small, stage=3), {}, read_local_shards).gm
         assert len(gathers(gm)) == 1 and reads(gm)[0] == []
 
 
@@ -77,7 +77,7 @@ def updated(state, batch):
 
 
 def stay():
-    plain, ours = (captured(written_later, state(), {}, *schedule) for schedule in ((), (read_pieces,)))
+    plain, ours = (captured(written_later, state(), {}, *schedule) for schedule in ((), (read_local_shards,)))
     assert same(results(ours, state(), {}), results(plain, state(), {}))
     run, value = zerofn.compile(updated), state()
     for k in range(3):  # what is read of a piece is read before the piece is updated

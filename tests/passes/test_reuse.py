@@ -4,7 +4,7 @@ from torch.func import functional_call
 
 from small_steps import captured, results, same, state_of
 from zerofn.passes import SCHEDULE
-from zerofn.passes.reuse import SMALLEST, reuse
+from zerofn.passes.reinplace import SMALLEST, reinplace
 
 aten = torch.ops.aten
 X = torch.randn(64, SMALLEST // 64)
@@ -25,7 +25,7 @@ def written(program):
 
 def both(fn):
     state, batch = {"params": {"a": torch.ones(2)}}, {"x": X}
-    before, after = program_of(fn), program_of(fn, reuse)
+    before, after = program_of(fn), program_of(fn, reinplace)
     assert same(results(after, state, batch), results(before, state, batch))
     return after
 

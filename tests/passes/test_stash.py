@@ -14,23 +14,26 @@ from torch.func import functional_call
 import tiny_models
 import zerofn
 from small_steps import WIDTH, batch_of, build, state_of, train_step_of, trained, unit_of
-from zerofn import hosted, optim, passes, timeline, transport, tree
+from zerofn import optim, passes, tree
+from zerofn.comm import transport
+from zerofn.comm.mesh import DATA, Axis, Mesh
 from zerofn.compile import captured
-from zerofn.forecast import Plan
+from zerofn.cost import simulator
+from zerofn.cost.op_cost import DOWN, UP
+from zerofn.dry_run.fake_machine import Imagined
 from zerofn.graph.alias import positions, roots, touches
-from zerofn.graph.cost import DOWN, UP
 from zerofn.graph.edit import loops, wait_of
+from zerofn.graph.phase import BACKWARD, phase_of
 from zerofn.graph.segments import Segments
-from zerofn.imagined import Imagined
-from zerofn.mesh import DATA, Axis, Mesh
-from zerofn.partition import imagine, initial
-from zerofn.passes import budget
-from zerofn.passes.budget import graphs
-from zerofn.passes.choice import Choice, as_text, from_text
-from zerofn.passes.fit import Drop, cheapest
-from zerofn.passes.stash import UNDER_WAY, stays
-from zerofn.phases import BACKWARD, phase_of
-from zerofn.precision import Precision
+from zerofn.offload import host_tensor
+from zerofn.passes.budget import search
+from zerofn.passes.budget.decision import Choice, as_text, from_text
+from zerofn.passes.budget.eviction import Drop, cheapest
+from zerofn.passes.budget.search import graphs
+from zerofn.passes.offload_activations import UNDER_WAY, stays
+from zerofn.planning.plan import Plan
+from zerofn.sharding.precision import Precision
+from zerofn.sharding.shard import imagine, initial
 
 ops = torch.ops.zerofn
 LAYERS, ROWS = 8, 1 << 16
@@ -125,7 +128,7 @@ def test_transfers_are_ahead_of_their_use_but_no_more_than_two_at_a_time():
 
 
 def test_where_computing_takes_long_nothing_is_back_before_it_is_needed(monkeypatch):
-    monkeypatch.setattr(timeline, "roofline", lambda machine: lambda node: 1.0)
+    monkeypatch.setattr(simulator, "roofline", lambda machine: lambda node: 1.0)
     plan, _ = planned(all_away)
     nodes = positions(plan.graph.graph)
     assert all(nodes[wait_of(x)] - nodes[x] <= 2 for pair in moves(plan.graph) for x in pair)
@@ -219,8 +222,8 @@ def test_a_budget_takes_what_costs_least(monkeypatch):
     assert choice.dropped and not choice.stashed  # a hyperbolic tangent is cheaper than its transfer
     assert plan.memory().total <= most * 3 // 4
 
-    real = timeline.roofline
-    monkeypatch.setattr(timeline, "roofline", lambda machine: lambda node: 1e3 * real(machine)(node))
+    real = simulator.roofline
+    monkeypatch.setattr(simulator, "roofline", lambda machine: lambda node: 1e3 * real(machine)(node))
     plan, (choice,) = planned(within(most * 3 // 4))
     assert choice.stashed and not choice.dropped & choice.stashed
     assert plan.memory().total <= most * 3 // 4 and plan.memory().host >= ACTIVATION
@@ -236,7 +239,7 @@ def test_what_layers_begin_with_can_be_away_too(monkeypatch):
     low = least()
     plan, (choice,) = planned(within(low))
     assert choice.stashed and plan.memory().total <= low
-    monkeypatch.setattr(budget, "stays", lambda graph: [])
+    monkeypatch.setattr(search, "stays", lambda graph: [])
     assert low < least() - ACTIVATION
 
 
@@ -244,7 +247,7 @@ def test_in_host_memory_nothing_is_sent_there():
     program, _ = captured(train_step_of(build(4)), state_of(build(4), 3), batch_of(rows=512))
     program = passes.prepare(program)
     gm = program.gm
-    assert stays(gm.graph) and not list(budget._stashes(gm, positions(gm.graph), []))
+    assert stays(gm.graph) and not list(search._stashes(gm, positions(gm.graph), []))
 
 
 def test_one_way_is_enough_for_a_value():
@@ -259,13 +262,13 @@ def test_what_links_take_for_nothing_is_what_is_dearest_to_compute_again(monkeyp
     with LINK():
         gm = prepared().gm
         where = positions(gm.graph)
-        again = {x.of: x.seconds for x in budget._activations(gm, where)}
+        again = {x.of: x.seconds for x in search._activations(gm, where)}
         # As much as two activations' transfers take.
-        away = 2.5 * timeline.lanes_of(gm).seconds_of(UP, ACTIVATION) / budget.HIDDEN
+        away = 2.5 * simulator.lanes_of(gm).seconds_of(UP, ACTIVATION) / search.HIDDEN
         num = sum(phase_of(n) == "forward" for n in gm.graph.nodes)
-        monkeypatch.setattr(timeline, "roofline", lambda machine: lambda node: away / num)
+        monkeypatch.setattr(simulator, "roofline", lambda machine: lambda node: away / num)
         computed = [Drop("", 0, 0, 1, float(k), name) for k, name in enumerate(again)]
-        found = {x.of: x.seconds for x in budget._stashes(gm, where, computed)}
+        found = {x.of: x.seconds for x in search._stashes(gm, where, computed)}
     cheap = sorted(found, key=found.__getitem__)[:2]
     assert cheap == list(again)[:-3:-1]
     assert max(map(found.get, cheap)) < min(seconds for x, seconds in found.items() if x not in cheap)
@@ -319,17 +322,17 @@ def test_the_host_goes_on_while_activations_leave(monkeypatch, parked):
         empty_like=lambda x, device, pin_memory: There(told, device.type, id(x)),
         cuda=types.SimpleNamespace(current_stream=lambda device: Stream(told, "device"),
                                    stream=lambda stream: contextlib.nullcontext()))
-    monkeypatch.setattr(hosted, "torch", fake)
-    monkeypatch.setattr(hosted, "_stream", lambda device, towards: Stream(told, f"to {towards}"))
+    monkeypatch.setattr(host_tensor, "torch", fake)
+    monkeypatch.setattr(host_tensor, "_stream", lambda device, towards: Stream(told, f"to {towards}"))
     x = There(told, "cuda", 1)
-    there = transport.wait_(hosted.bring(x, torch.device("cpu"), parked=parked))
+    there = transport.wait_(host_tensor.bring(x, torch.device("cpu"), parked=parked))
     assert told[-1] == (("device", "waits for", "to cpu") if parked else ("host waits",))
-    begun = hosted.bring(there, gpu, parked=parked)
+    begun = host_tensor.bring(there, gpu, parked=parked)
     back = transport.wait_(begun)
     assert told[-1] == ("device", "waits for", "to cuda") and back is begun
     copies = [t for t in told if t[0] == "copy"]
     assert copies == [("copy", "cuda", "cpu", True), ("copy", "cpu", "cuda", True)]
     assert told.index(("to cuda", "after", "device")) < told.index(copies[1])  # which has waited for the copy down
     assert (("record",) in told) != parked
-    assert (there.data_ptr() in hosted._leaving) != parked
-    hosted._leaving.pop(there.data_ptr(), None)
+    assert (there.data_ptr() in host_tensor._leaving) != parked
+    host_tensor._leaving.pop(there.data_ptr(), None)

@@ -9,15 +9,15 @@ from zerofn import Precision
 from zerofn.graph.alias import positions
 from zerofn.graph.edit import is_fetch, wait_of
 from zerofn.passes.canonicalize import canonicalize
-from zerofn.passes.place_scatters import place_scatters
-from zerofn.passes.unscale_early import unscale_early
+from zerofn.passes.raise_reduce_scatters import raise_reduce_scatters
+from zerofn.passes.raise_unscale import raise_unscale
 
 HALF = Precision(torch.float32, torch.float16, torch.float16)
 mul = torch.ops.aten.mul.Tensor
 
 
 def test_a_gradient_is_unscaled_right_behind_its_reduction():
-    gm = lowered(canonicalize, place_scatters, unscale_early, precision="fp16")
+    gm = lowered(canonicalize, raise_reduce_scatters, raise_unscale, precision="fp16")
     where, nodes = positions(gm.graph), list(gm.graph.nodes)
     for start in scatters(gm):
         unscaled = next(user for user in wait_of(start).users if user.target is mul)
@@ -29,7 +29,7 @@ def test_a_gradient_is_unscaled_right_behind_its_reduction():
 def test_a_cast_goes_with_it_where_the_gradient_leaves(monkeypatch, goes):
     module = importlib.import_module("zerofn.passes.unscale_early")
     monkeypatch.setattr(module, "is_fetch", lambda node: goes or is_fetch(node))
-    gm = lowered(canonicalize, place_scatters, unscale_early, precision=HALF)
+    gm = lowered(canonicalize, raise_reduce_scatters, raise_unscale, precision=HALF)
     where = positions(gm.graph)
     casts = [user for start in scatters(gm) for user in wait_of(start).users]
     early = [where[cast] < where[scatters(gm)[-1]] for cast in casts]
@@ -39,7 +39,7 @@ def test_a_cast_goes_with_it_where_the_gradient_leaves(monkeypatch, goes):
 def stays(precision):
     step, batch = train_step_of(build(6)), batch_of(dist.get_rank())
     state = state_of(build(6), 3, precision=precision)
-    schedules = (canonicalize,), (canonicalize, place_scatters, unscale_early)
+    schedules = (canonicalize,), (canonicalize, raise_reduce_scatters, raise_unscale)
     return same(*(results(captured(step, state, batch, *passes), state, batch) for passes in schedules))
 
 

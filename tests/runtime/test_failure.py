@@ -5,17 +5,17 @@ import time
 
 import pytest
 
-from zerofn.runtime import failure
-from zerofn.runtime.failure import SOON, deliver, whole_steps
+from zerofn.runtime import interrupts
+from zerofn.runtime.interrupts import SOON, deliver, whole_steps
 
 
 @pytest.fixture(autouse=True)
 def handler(monkeypatch):
     """Python's own, also where a background job has inherited none; and what is held back stays so, stall or not."""
-    monkeypatch.setattr(failure, "SOON", 60.0)
+    monkeypatch.setattr(interrupts, "SOON", 60.0)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    failure._held.clear()
+    interrupts._held.clear()
     signal.signal(signal.SIGINT, before)
 
 
@@ -31,12 +31,12 @@ def test_an_interrupt_waits_until_the_result_is_there():
     with pytest.raises(KeyboardInterrupt):
         deliver()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    failure._interrupt()  # nor does it come twice, when its time is up
+    interrupts._interrupt()  # nor does it come twice, when its time is up
     deliver()
 
 
 def test_it_comes_soon_where_no_step_follows(monkeypatch):
-    monkeypatch.setattr(failure, "SOON", SOON)
+    monkeypatch.setattr(interrupts, "SOON", SOON)
     with pytest.raises(KeyboardInterrupt):
         assert interrupted() == "the rest of the step"
         for _ in range(600):  # no single sleep ends early

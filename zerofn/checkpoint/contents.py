@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..entries import as_tensor
-from ..errors import nearest
-from ..loss_scale import NoLossScale, StaticLossScale
-from ..sharding import Sharded, is_sharded
-from ..stored import Kind
+from ..sharding.codecs import Kind
+from ..sharding.sharded import Sharded, is_sharded
+from ..sharding.state_entries import as_tensor
+from ..training.loss_scale import NoLossScale, StaticLossScale
 from ..tree import PyTreeSpec
+from ..util.errors import nearest
 from .tensor_file import CODES
 
 

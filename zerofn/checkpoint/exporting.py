@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .contents import LeafInfo, missing_leaf
 from .folder import flush
-from .stored import Checkpoint
+from .sources import Checkpoint
 from .tensor_file import CheckpointError, Entry, write_file
 
 WHAT = "zerofn.export"

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..disk import Store
-from ..sharding import Sharded, is_sharded
-from ..storage import allocate, scratch_for, settle
+from ..comm.together import log
+from ..offload.disk import Store
+from ..sharding.allocate import allocate, scratch_for, settle
+from ..sharding.sharded import Sharded, is_sharded
 from .contents import LeafInfo, Part, join, kinds_of, leaves_of
-from .stored import Source
+from .sources import Source
 from .tensor_file import CheckpointError
-from .together import log
 
 
 @dataclass

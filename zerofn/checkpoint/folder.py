@@ -14,8 +14,8 @@ import re
 import shutil
 from pathlib import Path
 
+from ..comm.together import log
 from .tensor_file import CheckpointError
-from .together import log
 
 MANIFEST = "manifest.json"
 

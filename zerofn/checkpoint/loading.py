@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from .. import tree
+from ..comm.together import first_difference, log, rank_and_size, together
 from .contents import Part, describe, leaves_of, missing_leaf, take_apart
 from .filling import Filling, settle_all
-from .stored import Checkpoint
+from .sources import Checkpoint
 from .tensor_file import CheckpointError
-from .together import first_difference, log, rank_and_size, together
 
 WHAT = "zerofn.load"
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from .. import tree
+from ..comm.together import log, together
 from .contents import Part, leaves_of, missing_leaf, take_apart
 from .filling import Filling, settle_all
 from .loading import same_everywhere
-from .stored import Weights
+from .sources import Weights
 from .tensor_file import CheckpointError
-from .together import log, together
 
 WHAT = "zerofn.load_safetensors"
 

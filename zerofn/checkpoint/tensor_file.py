@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ..agreement import alive
+from ..comm.agreement import alive
 
 BLOCK = 1 << 20  # bytes: what is read, written and checked at a time; a multiple of every dtype's size
 SYNC_EVERY = 256  # blocks: written data goes to the disk steadily, not all at the end

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import OpOverload, aliased_arguments, schema_arguments
-from ..loop import run_loop
+from .loop import run_loop
 
 aten = torch.ops.aten
 # Batch norms that write their running values in training, which their schemas do not say.

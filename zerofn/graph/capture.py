@@ -23,15 +23,15 @@ from .._torch_compat import (
     proxies_of,
     quiet_fakes,
 )
-from ..entries import as_tensor
-from ..errors import note
-from ..mistakes import instead, note_dtypes
-from ..patches import uncollected
-from ..sharding import Sharded, is_sharded
-from ..stored import Stored
-from .host import HostDraw, no_draws
-from .lines import Lines, readable, where
+from ..sharding.codecs import Stored
+from ..sharding.sharded import Sharded, is_sharded
+from ..sharding.state_entries import as_tensor
+from ..util.errors import note
+from ..util.patches import uncollected
+from .advice import instead, note_dtypes
+from .host_rng import HostDraw, no_draws
 from .program import Flat, Program, cached
+from .source_lines import Lines, readable, where
 
 log = logging.getLogger("zerofn")
 _DRAWN = ("the step draws from {}: what it drew would stay as it was at capture, other on each rank. Draw outside "

@@ -9,8 +9,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import OpOverload
-from ..loop import run_loop
 from .alias import body_of, is_view, positions, roots, writes, written_before, written_memory
+from .loop import run_loop
 
 ops = torch.ops.zerofn
 GATHERS = (ops.all_gather.default,)

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import FakeTensorMode, tree_leaves
-from ..imagined import is_host
-from ..loop import run_loop
-from ..ops.flat import ops
-from ..phases import BACKWARD, FORWARD, phase_of
+from ..dry_run.fake_machine import is_host
+from ..ops.ravel import ops
 from .alias import body_of, is_given, is_lent, positions, roots, touches
 from .edit import CASTS, DECODES, SCATTERS, is_fetch, is_gather, wait_of
+from .loop import run_loop
+from .phase import BACKWARD, FORWARD, phase_of
 
 KINDS = ("state", "gathered", "gradients", "activations", "staging", "other", "reserved")
 _GRADIENTS = (ops.ravel.default, ops.flat.default, ops.bucket.default, *SCATTERS)  # make a unit's gradient

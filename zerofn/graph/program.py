@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from .. import tree
-from ..mesh import Axis
-from ..sharding import Sharded, Spec, is_sharded
-from ..stored import Kind, Stored
+from ..comm.mesh import Axis
+from ..sharding.codecs import Kind, Stored
+from ..sharding.sharded import Sharded, Spec, is_sharded
 
 
 @dataclass(frozen=True)

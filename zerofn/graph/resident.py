@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from .._torch_compat import storage_key
-from ..disk import pages
-from ..imagined import is_host
-from ..loop import run_loop
+from ..dry_run.fake_machine import is_host
+from ..offload.disk import pages
 from .alias import body_of, roots, touches
 from .edit import bodies
 from .liveness import KINDS, Live, memory_bytes, tensors_of
+from .loop import run_loop
 from .program import Cut, Program, tensor_of
 
 ops = torch.ops.zerofn

@@ -11,11 +11,11 @@ from collections.abc import Container
 
 from torch.fx import Graph, Node
 
-from ..phases import BACKWARD, FORWARD, phase_of
 from .alias import is_given, roots, touches, writes
 from .edit import is_start
 from .joining import Span, joined
 from .liveness import memory_bytes
+from .phase import BACKWARD, FORWARD, phase_of
 from .program import tensor_of
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from .._torch_compat import OpOverload, schema_arguments
-from ..loop import run_loop
 from .alias import body_of, given_to_body, sources, writes
 from .capture import CaptureError
 from .edit import bodies, is_gather, is_start
+from .loop import run_loop
 from .program import Program, owners, tensor_of
 
 ops, aten = torch.ops.zerofn, torch.ops.aten

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import tree
 from ..ops import adamw as _op  # noqa: F401  (defines zerofn::adamw)
 from . import checks
-from . import moments as formats
+from . import moment_formats as formats
 from .base import GradientTransformation, Mask, ScalarOrSchedule, rate_at
 from .fused import LeafConstants, LeafScale, fused_rule, fused_step
 from .scale_by_adam import AdamState, check_moments, direction, init_moments

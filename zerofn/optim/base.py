@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..layout import LeafInfo as LeafInfo
+from ..sharding.layout import LeafInfo as LeafInfo
 
 ScalarOrSchedule = float | Callable[[Tensor], Any]
 

@@ -7,7 +7,7 @@ from typing import Any
 from .. import tree
 from . import checks
 from .base import EmptyState, GradientTransformation, LeafInfo, Mask, no_state
-from .runs import spread
+from .leaf_runs import spread
 
 
 def add_decayed_weights(weight_decay: float = 0.0, mask: Mask | None = None) -> GradientTransformation:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .base import Apply, GradientTransformation, LeafInfo, Mask, ScalarOrSchedule, rate_at
-from .runs import map_runs, spread
+from .leaf_runs import map_runs, spread
 
 LeafScale = Callable[[LeafInfo], float]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import tree
 from . import checks
 from .base import GradientTransformation, count_zero
-from .moments import initial
+from .moment_formats import initial
 
 
 class AdamState(NamedTuple):

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from .. import tree
-from ..layout import restrict
-from ..sharding import Sharded, is_sharded
-from ..stored import stored
+from ..sharding.codecs import stored
+from ..sharding.layout import restrict
+from ..sharding.sharded import Sharded, is_sharded
 from .base import Mask
-from .runs import leaf_info
+from .leaf_runs import leaf_info
 
 
 def select(values: Any, keep: Mask) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import tree
 from ..ops import sgd as _op  # noqa: F401  (defines zerofn::sgd)
 from . import checks
-from . import moments as formats
+from . import moment_formats as formats
 from .base import GradientTransformation, Mask, ScalarOrSchedule, count_zero, rate_at
 from .fused import LeafConstants, LeafScale, fused_rule, fused_step
 

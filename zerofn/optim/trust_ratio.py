@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..reductions import norms
+from ..sharding.reductions import norms
 from . import checks
 from .base import EmptyState, GradientTransformation, no_state
-from .runs import map_runs
+from .leaf_runs import map_runs
 
 
 def scale_by_trust_ratio(

@@ -10,61 +10,61 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
+from ..cost.machine import Machine
+from ..cost.simulator import note_machine
 from ..graph.copies import copied
 from ..graph.edit import bodies, loops
 from ..graph.program import Program
-from ..machine import Machine
-from ..patches import uncollected
-from ..timeline import note_machine
-from .arrive import arrive
-from .average import average
-from .budget import graphs, recomputed, within
+from ..util.patches import uncollected
+from .assign_buffers import MORE, assign_buffers
+from .budget.decision import Choice, choose
+from .budget.search import graphs, recomputed, within
 from .canonicalize import canonicalize
-from .choice import Choice, choose
+from .copy_outputs import copy_outputs
 from .donate import donate
-from .own import own
-from .park_gradients import park_gradients
-from .place_fetches import place_fetches
-from .place_gathers import place_gathers
-from .place_gradients import place_gradients
-from .place_scatters import place_scatters
-from .place_updates import place_updates
+from .fold_split_master import fold_split_master
+from .functionalize import functionalize
+from .fuse_norms import fuse_norms
+from .gradients_as_bucket_views import gradients_as_bucket_views
+from .offload_activations import offload_activations
+from .offload_gradients import offload_gradients
 from .prefetch import prefetch
-from .purify import purify
-from .read_pieces import read_pieces
-from .recompute import recompute
-from .reduce_early import reduce_early
-from .refresh import refresh
-from .regather import regather
-from .reuse import reuse
-from .rings import MORE, rings
-from .split_fetches import split_fetches
-from .stash import stash
-from .unscale_early import unscale_early
+from .raise_reduce_scatters import raise_reduce_scatters
+from .raise_unscale import raise_unscale
+from .raise_updates import raise_updates
+from .read_local_shards import read_local_shards
+from .recompute_activations import recompute_activations
+from .reinplace import reinplace
+from .reshard import reshard
+from .schedule_state_reads import schedule_state_reads
+from .sink_gathers import sink_gathers
+from .split_state_reads import split_state_reads
+from .start_param_gather import start_param_gather
+from .sync_replicated_state import sync_replicated_state
 from .update_on_host import update_on_host
-from .use_halves import use_halves
+from .wait_param_gather import wait_param_gather
 
 Pass = Callable[..., GraphModule]
 
 # These on the step, then on the bodies of its loops:
-PREPARE: tuple[Pass, ...] = (use_halves, canonicalize, purify, split_fetches, place_gathers)
+PREPARE: tuple[Pass, ...] = (fold_split_master, canonicalize, functionalize, split_state_reads, sink_gathers)
 SCHEDULE: tuple[Pass, ...] = (
     *PREPARE,
-    recompute,
-    stash,
-    regather,
-    place_scatters,
-    unscale_early,
-    place_gradients,
+    recompute_activations,
+    offload_activations,
+    reshard,
+    raise_reduce_scatters,
+    raise_unscale,
+    gradients_as_bucket_views,
     prefetch,
-    read_pieces,
-    reduce_early,
-    reuse,
+    read_local_shards,
+    fuse_norms,
+    reinplace,
 )
-WHOLE_STEP: tuple[Pass, ...] = (average,)  # of the step alone, not of loop bodies
-DONATION: tuple[Pass, ...] = (donate, place_updates, update_on_host, park_gradients, refresh)
-NO_DONATION: tuple[Pass, ...] = (own,)
-LAST: tuple[Pass, ...] = (arrive, place_fetches, rings)
+WHOLE_STEP: tuple[Pass, ...] = (sync_replicated_state,)  # of the step alone, not of loop bodies
+DONATION: tuple[Pass, ...] = (donate, raise_updates, update_on_host, offload_gradients, start_param_gather)
+NO_DONATION: tuple[Pass, ...] = (copy_outputs,)
+LAST: tuple[Pass, ...] = (wait_param_gather, schedule_state_reads, assign_buffers)
 
 
 def run(program: Program, *, donating: bool) -> Program:
@@ -89,7 +89,7 @@ def decide(program: Program, *, donating: bool, memory: int | None, remat: str |
     """
     start = time.perf_counter()
     # Not the pass after which ranks need a unit until other times; nor what takes no more than is left.
-    passes = [each for each in _rest(donating) if each not in (read_pieces, rings)]
+    passes = [each for each in _rest(donating) if each not in (read_local_shards, assign_buffers)]
     schedule = functools.partial(_apply, passes=passes)
     if remat:
         choices = recomputed(program, remat, schedule)

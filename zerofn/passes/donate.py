@@ -11,7 +11,18 @@ from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import schema_arguments
 from ..graph.alias import is_given, is_lent, last_uses, positions, roots
-from ..graph.edit import DECODES, SPILLS, UPDATE, behind, clean, copy_of, fetched, in_place_of, is_fetch, wait_of
+from ..graph.edit import (
+    DECODES,
+    SPILLS,
+    UPDATE,
+    behind,
+    clean,
+    copy_of,
+    fetched,
+    in_place_of,
+    is_fetch,
+    wait_of,
+)
 from ..graph.program import Program, tensor_of
 
 aten, ops = torch.ops.aten, torch.ops.zerofn

@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 from torch.fx import Graph, GraphModule, Node
 
+from ..cost.op_cost import moved
+from ..cost.simulator import COMPUTE, lanes_of
 from ..graph.alias import last_uses, positions, roots, written_before
-from ..graph.cost import moved
 from ..graph.edit import CASTS, DECODES, clean, fetched, is_fetch, is_source, wait_of
 from ..graph.liveness import complete_values, memory_bytes
-from ..timeline import COMPUTE, lanes_of
-from .choice import choice_of
-from .regather import ALIVE
+from .budget.decision import choice_of
+from .reshard import ALIVE
 
 UNDER_WAY = 2  # on one link: one that goes on, and one that follows at once
 

@@ -7,11 +7,11 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ..cost.host_share import share_of
+from ..dry_run.fake_machine import host, is_host
 from ..graph.alias import positions, roots, touches
 from ..graph.edit import ASIDE, SPILLS_IN_PLACE, clean, from_drive, kept_by
 from ..graph.program import Cut, Program, tensor_of
-from ..imagined import host, is_host
-from ..rates import share_of
 
 ops = torch.ops.zerofn
 

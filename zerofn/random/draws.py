@@ -18,13 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_compat import (
-    OpOverload,
-    num_dispatch_modes,
-    schema_arguments,
-    schema_text,
-    tree_leaves,
-)
+from .._torch_compat import OpOverload, num_dispatch_modes, schema_arguments, schema_text, tree_leaves
 
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

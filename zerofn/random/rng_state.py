@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import without_dispatch_modes
-from ..patches import Patches, Replacement
+from ..util.patches import Patches, Replacement
 from .draws import mix
 
 _MAGIC = b"zerofn: position"

@@ -17,8 +17,8 @@ from torch.fx import GraphModule, Node
 from .._torch_compat import OpOverload, below_autograd
 from ..graph.alias import writes
 from ..graph.edit import ASIDE
-from ..hosted import aside, aside_put_, aside_updated_
-from ..ops.library import implementations
+from ..offload.host_tensor import aside, aside_put_, aside_updated_
+from ..ops.registry import implementations
 
 # What the host does on a thread of its own, where that is more than calling it there.
 _ASIDE: dict[Any, Callable[..., Any]] = {torch.ops.zerofn.put_.default: aside_put_,

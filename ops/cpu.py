@@ -1,0 +1,348 @@
+"""The CPU kernels of `ops/csrc`: update rules on fp32 or split masters with fp32, bf16 or 8-bit moments, in one pass.
+
+All tensors are contiguous and on the CPU. Results do not depend on the number of threads, nor on the instruction set,
+nor on whether the library is there: without it `portable` does the same with torch's operations, more slowly.
+`ZEROFN_NATIVE=0` leaves the library alone; `ZEROFN_ISA=avx512|avx2|plain` chooses among its instruction sets.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import ctypes
+import functools
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .kernel_args import (
+    BLOCK,
+    GRADIENTS,
+    RULES,
+    check_run_lists,
+    check_tensor,
+    check_tensors,
+    moment_format,
+    num_blocks,
+    rates_of,
+)
+
+_VERSION = 2  # ZF_VERSION of the C interface
+_NUMBERS = {dtype: i for i, dtype in enumerate(GRADIENTS)}  # zf_number
+_PART = 1 << 16  # elements; a thread is not woken for fewer
+
+
+_NAMES = ("rate", "shrink", "l2", "b1", "c1", "b2", "c2", "root", "eps", "quick", "near")
+
+
+class _Rates(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_float) for name in _NAMES]
+    _fields_ += [("nesterov", ctypes.c_int32)]
+
+
+class _Run(ctypes.Structure):
+    _fields_ = [("start", ctypes.c_int64), ("stop", ctypes.c_int64), ("rates", _Rates)]
+
+
+class _Update(ctypes.Structure):
+    _fields_ = [
+        ("rule", ctypes.c_int32),
+        ("g_number", ctypes.c_int32),
+        ("format", ctypes.c_int32),
+        ("factors", ctypes.c_float * 2),
+        ("p", ctypes.c_void_p),
+        ("lo", ctypes.c_void_p),
+        ("g", ctypes.c_void_p),
+        ("moments", ctypes.c_void_p * 2),
+        ("scales", ctypes.c_void_p * 2),
+        ("key", ctypes.c_uint64),
+        ("offset", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("num_runs", ctypes.c_int64),
+        ("runs", ctypes.POINTER(_Run)),
+    ]
+
+
+_P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+_FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
+    "update": ([ctypes.POINTER(_Update), _N, _N], None),
+    "split": ([_P, _P, _P, _N], None),
+    "join": ([_P, _P, _P, _N], None),
+    "encode": ([_P, _P, _P, _N, _I], None),
+    "decode": ([_P, _P, _P, _N, _I], None),
+    "norm2_and_extreme": ([_P, _I, _N, _P], None),
+    "checksum": ([_P, _N], ctypes.c_uint64),
+}
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | str:
+    """The loaded library, or a sentence why there is none."""
+    from . import __path__ as folders  # two where the package is installed editable: the sources, and what was built
+
+    if os.environ.get("ZEROFN_NATIVE") == "0":
+        return "The CPU kernels are not used: ZEROFN_NATIVE is 0."
+    found = [path for folder in folders if (path := Path(folder) / "libzerofn.so").exists()]
+    reason = "it was not built; `pip install .` builds it"
+    for path in found:
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            reason = f"it does not load: {error}"
+            continue
+        library.zf_isas.restype = ctypes.c_char_p
+        if library.zf_version() == _VERSION:
+            return library
+        reason = f"{path} is of version {library.zf_version()} and not {_VERSION}; `pip install .` builds it anew"
+    return f"The CPU kernels' library libzerofn.so is not used: {reason}."
+
+
+@functools.cache
+def _functions(isa: str) -> dict[str, Callable[..., Any]]:
+    library, functions = _library(), {}
+    for name, (arguments, result) in _FUNCTIONS.items():
+        functions[name] = function = getattr(library, f"zf_{name}_{isa}")
+        function.argtypes, function.restype = arguments, result
+    return functions
+
+
+def _native(name: str) -> Callable[..., Any]:
+    return _functions(isa())[name]
+
+
+def missing() -> str | None:
+    """Why the library is not used, as a sentence; None where it is."""
+    library = _library()
+    return library if isinstance(library, str) else None
+
+
+def isas() -> list[str]:
+    """The library's instruction sets that this machine has, best first; none without the library."""
+    library = _library()
+    return [] if isinstance(library, str) else library.zf_isas().decode().split()
+
+
+def isa() -> str:
+    """The instruction set used: `avx512`, `avx2` or `plain`; `torch` without the library.
+
+    Raises `ValueError` where `ZEROFN_ISA` names one that the machine does not have.
+    """
+    if missing():
+        return "torch"
+    wanted = os.environ.get("ZEROFN_ISA")
+    if wanted and wanted not in isas():
+        raise ValueError(f"ZEROFN_ISA is {wanted!r}, and this machine has {', '.join(isas())}; name one of them.")
+    return wanted or isas()[0]
+
+
+def can_update(rule: str, p: Sequence[Tensor], g: Tensor, moments: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether `update_` takes these: the rule is known, everything is on the CPU, in dtypes that it knows."""
+    try:
+        check_tensors(rule, p, g, moments)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def update_(
+    rule: str,
+    p: Sequence[Tensor],
+    g: Tensor,
+    moments: Sequence[Sequence[Tensor]],
+    *,
+    starts: Sequence[int],
+    stops: Sequence[int],
+    rates: Sequence[float],
+    decays: Sequence[float],
+    factors: Sequence[float] = (),
+    hyper: dict[str, Any],
+    count: int,
+    offset: int = 0,
+) -> None:
+    """One step of `rule` on a piece, in place: `adamw`, `adam`, `lion`, `sgd` or `sgd_momentum`.
+
+    `p`: [fp32 [size]], or a split master [bfloat16 [size], int16 [size]]. `g`: [size], fp32, bf16 or fp16; it is made
+    fp32 and then multiplied by each of up to two `factors` in turn. `moments`: as many as the rule has, each [fp32],
+    [bf16] or [uint8 codes [size], fp32 scales [ceil(size / 256)]]; the latter two are rounded stochastically.
+    Run i, elements [starts[i], stops[i]), has learning rate `rates[i]` and weight decay `decays[i]`; runs are in
+    order and apart, and elements of none keep their values (in 8-bit blocks: as far as a new scale lets them).
+    `hyper`: b1, b2, eps of Adam; b1, b2 of Lion; momentum, nesterov of sgd_momentum. `count`: updates applied
+    including this one. `offset`: the global index of element 0 in its unit, a multiple of 2,048: with `count` it
+    decides the random bits.
+
+    Bit for bit torch's arithmetic in fp32, on x86 with AVX2: its fused Adam, its loops for the others. A run is a
+    tensor in this: its last (length % 8) elements are rounded as torch rounds the end of a tensor.
+    Raises `TypeError` and `ValueError` before anything is written.
+    """
+    check_tensors(rule, p, g, moments)
+    check_run_lists(g.numel(), starts, stops, rates, decays, factors, offset)
+    if missing():
+        reference.update_(rule, p, g, moments, starts=starts, stops=stops, rates=rates, decays=decays,
+                         factors=factors, hyper=hyper, count=count, offset=offset)
+        return
+    runs = (_Run * len(starts))()
+    known: dict[tuple[float, float], _Rates] = {}
+    for run, start, stop, constants in zip(runs, starts, stops, zip(rates, decays, strict=True), strict=True):
+        if constants not in known:
+            known[constants] = _Rates(**rates_of(rule, *constants, hyper, count))
+        run.start, run.stop, run.rates = start, stop, known[constants]
+    a = _Update(rule=RULES[rule].number, g_number=_NUMBERS[g.dtype])
+    a.factors[:] = [*factors, 1.0, 1.0][:2]
+    a.p, a.g = p[0].data_ptr(), g.data_ptr()
+    a.lo = p[1].data_ptr() if len(p) == 2 else None
+    for i, moment in enumerate(moments):
+        a.format = moment_format(moment)
+        a.moments[i] = moment[0].data_ptr()
+        a.scales[i] = moment[1].data_ptr() if len(moment) == 2 else None
+    a.key, a.offset, a.size, a.num_runs, a.runs = count, offset, g.numel(), len(runs), runs
+    if runs:
+        update = _native("update")
+        first = starts[0] // BLOCK * BLOCK
+        size = num_blocks(stops[-1] - first) * BLOCK  # whole blocks: one that is touched gets a new scale
+        _in_parts(size, lambda at, end: update(ctypes.byref(a), first + at, min(first + end, a.size)))
+
+
+def norm2_and_extreme(parts: Sequence[Tensor]) -> list[tuple[float, float]]:
+    """(2-norm, largest magnitude) of each part, fp32, bf16 or fp16 [any size], in one read.
+
+    The norm is summed in fp32 in the order of `torch.linalg.vector_norm(x, dtype=torch.float32)` on one thread.
+    A NaN or inf in a part makes its magnitude NaN or inf.
+    """
+    for x in parts:
+        check_tensor("norm2_and_extreme: a part", x, GRADIENTS)
+    if missing():
+        return [reference.norm2_and_extreme(x) for x in parts]
+    function = _native("norm2_and_extreme")
+    results = (ctypes.c_float * 2 * len(parts))()
+
+    def one(i: int) -> None:
+        function(parts[i].data_ptr(), _NUMBERS[parts[i].dtype], parts[i].numel(), ctypes.addressof(results[i]))
+
+    _in_parallel([functools.partial(one, i) for i in range(len(parts))], sum(x.numel() for x in parts))
+    return [(norm, extreme) for norm, extreme in results]
+
+
+def split(p: Tensor, out: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """fp32 -> (bfloat16, int16) of its shape, exact; a NaN becomes the one NaN. See formats.h."""
+    check_tensor("split: p", p, (torch.float32,))
+    hi, lo = out or (torch.empty_like(p, dtype=torch.bfloat16), torch.empty_like(p, dtype=torch.int16))
+    check_tensor("split: out", hi, (torch.bfloat16,), p.numel())
+    check_tensor("split: out", lo, (torch.int16,), p.numel())
+    if missing():
+        reference.split(p, (hi, lo))
+    else:
+        _elementwise("split", p.numel(), (p, 4), (hi, 2), (lo, 2))
+    return hi, lo
+
+
+def join(hi: Tensor, lo: Tensor, out: Tensor | None = None) -> Tensor:
+    """(bfloat16, int16) -> the fp32 they were split from."""
+    check_tensor("join: hi", hi, (torch.bfloat16,))
+    check_tensor("join: lo", lo, (torch.int16,), hi.numel())
+    p = torch.empty_like(hi, dtype=torch.float32) if out is None else out
+    check_tensor("join: out", p, (torch.float32,), hi.numel())
+    if missing():
+        reference.join(hi, lo, p)
+    else:
+        _elementwise("join", p.numel(), (hi, 2), (lo, 2), (p, 4))
+    return p
+
+
+def encode(x: Tensor, signed: bool, out: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """fp32 -> (uint8 codes of its shape, fp32 scales [ceil(size / 256)]), rounded to nearest. See formats.h.
+
+    Relative error at most 1/16 down to 2^-30 (signed: 2^-14) of the largest of each 256; without `signed`, x >= 0.
+    """
+    check_tensor("encode: x", x, (torch.float32,))
+    codes, scales = out or (torch.empty_like(x, dtype=torch.uint8), torch.empty(num_blocks(x.numel())))
+    check_tensor("encode: out", codes, (torch.uint8,), x.numel())
+    check_tensor("encode: out", scales, (torch.float32,), num_blocks(x.numel()))
+    if missing():
+        reference.encode(x, signed, (codes, scales))
+    else:
+        _elementwise("encode", x.numel(), (x, 4), (codes, 1), (scales, 4 / BLOCK), last=int(signed))
+    return codes, scales
+
+
+def decode(codes: Tensor, scales: Tensor, signed: bool, out: Tensor | None = None) -> Tensor:
+    """What `encode` made -> fp32 of the codes' shape."""
+    check_tensor("decode: codes", codes, (torch.uint8,))
+    check_tensor("decode: scales", scales, (torch.float32,), num_blocks(codes.numel()))
+    x = torch.empty_like(codes, dtype=torch.float32) if out is None else out
+    check_tensor("decode: out", x, (torch.float32,), codes.numel())
+    if missing():
+        reference.decode(codes, scales, signed, x)
+    else:
+        _elementwise("decode", x.numel(), (codes, 1), (scales, 4 / BLOCK), (x, 4), last=int(signed))
+    return x
+
+
+def checksum(memory: Tensor | int, num_bytes: int | None = None) -> int:
+    """64 bits that depend on every byte and where it stands. `memory`: a contiguous tensor, or an address."""
+    if isinstance(memory, Tensor):
+        check_tensor("checksum: memory", memory, (memory.dtype,))
+        held = memory.numel() * memory.element_size()
+        num_bytes = held if num_bytes is None else num_bytes
+        if num_bytes > held:
+            raise ValueError(f"checksum: the tensor has {held} bytes, and {num_bytes} are asked for.")
+    if num_bytes is None or num_bytes < 0:
+        raise ValueError(f"checksum: num_bytes must say how many bytes there are, and {num_bytes} came.")
+    address = memory.data_ptr() if isinstance(memory, Tensor) else memory
+    return reference.checksum(address, num_bytes) if missing() else _native("checksum")(address, num_bytes)
+
+
+# --- threads -----------------------------------------------------------------------------------
+
+
+def _elementwise(name: str, size: int, *arrays: tuple[Tensor, float], last: int | None = None) -> None:
+    """Call the library's `name` on blocks; an array is a tensor and its bytes an element."""
+    function, ends = _native(name), [] if last is None else [last]
+
+    def part(at: int, end: int) -> None:
+        function(*(x.data_ptr() + int(at * width) for x, width in arrays), min(end, size) - at, *ends)
+
+    _in_parts(size, part)
+
+
+def _in_parts(size: int, part: Callable[[int, int], None]) -> None:
+    """`part(at, end)` for all of [0, size), cut between blocks, each on a thread."""
+    num_parts = max(1, min(torch.get_num_threads(), size // _PART))
+    step = -(-num_blocks(size) // num_parts) * BLOCK
+    calls = [functools.partial(part, at, min(at + step, size)) for at in range(0, size, max(step, 1))]
+    _in_parallel(calls, size)
+
+
+def _in_parallel(calls: Sequence[Callable[[], None]], size: int) -> None:
+    """Make all calls, some by other threads; `size`: elements altogether, of which few are not worth a thread."""
+    num_threads = min(torch.get_num_threads(), len(calls), size // _PART)
+    if num_threads <= 1:
+        for call in calls:
+            call()
+        return
+    waiting = iter(list(calls))  # a list's iterator: each `next` is one step of the interpreter
+
+    def work() -> None:
+        for call in waiting:
+            call()
+
+    others: list[concurrent.futures.Future[None]] = []
+    with contextlib.suppress(RuntimeError):  # the main thread has ended, after which executors take nothing more
+        for _ in range(num_threads - 1):
+            others.append(_pool(torch.get_num_threads()).submit(work))
+    work()
+    for other in others:
+        other.result()
+
+
+@functools.cache
+def _pool(num_threads: int) -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(num_threads - 1, thread_name_prefix="zerofn")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # threads are not forked

@@ -1,0 +1,83 @@
+"""`zerofn::ravel`: leaves -> one flat buffer, cast and copied in one pass; and two marks.
+
+`whole` and `piece` return their argument. Where a unit is stored whole nothing has to be gathered or reduced, and
+they say in the captured graph where a shard ends being one and begins to be one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .registry import define
+
+ops = torch.ops.zerofn  # whoever needs those below takes it from here, so that they are there
+
+
+def ravel(leaves: Sequence[Tensor | None], offsets: Sequence[int], size: int, dtype: torch.dtype,
+          num_batch_dims: int = 0) -> Tensor:
+    """Leaves [*batch, *shape] -> [*batch, size]; None and whatever lies between leaves become zeros.
+
+    Raises `ValueError` where all leaves are None.
+    """
+    given = _given(leaves)
+    batch = given.shape[:num_batch_dims]
+    flat = torch.empty((*batch, size), dtype=dtype, device=given.device)
+    end = 0
+    for leaf, offset in zip(leaves, offsets, strict=True):
+        if leaf is None:
+            continue
+        numel = leaf.numel() // max(1, batch.numel())
+        flat[..., end:offset].zero_()
+        flat.narrow(-1, offset, numel).view(leaf.shape).copy_(leaf)
+        end = offset + numel
+    flat[..., end:].zero_()
+    return flat
+
+
+def _given(leaves: Sequence[Tensor | None]) -> Tensor:
+    """A leaf that is there: it knows the device and the batch dims."""
+    for leaf in leaves:
+        if leaf is not None:
+            return leaf
+    raise ValueError("zerofn::ravel: all leaves are None, and nothing says on which device; make the zeros there.")
+
+
+def _fake(leaves, offsets, size, dtype, num_batch_dims=0):
+    given = _given(leaves)
+    return given.new_empty((*given.shape[:num_batch_dims], size), dtype=dtype)
+
+
+define("ravel(Tensor?[] leaves, int[] offsets, int size, ScalarType dtype, int num_batch_dims=0) -> Tensor",
+       ravel, _fake)
+
+for _mark in ("whole", "piece"):
+    define(f"{_mark}(Tensor(a) x) -> Tensor(a)", lambda x: x.view_as(x), lambda x: x.view_as(x))
+
+
+def fill_(flat: Tensor, leaves: Sequence[Tensor | None], offsets: Sequence[int], numels: Sequence[int],
+          there: Sequence[bool]) -> None:
+    """Complete a flat buffer [size] some of whose leaves were written where they lie (`there`): copy the others, None
+    as zeros, and zero what lies between leaves."""
+    end = 0
+    for leaf, offset, numel, done in zip(leaves, offsets, numels, there, strict=True):
+        if leaf is None and not done:
+            continue
+        flat[end:offset].zero_()
+        if leaf is not None:
+            flat.narrow(0, offset, numel).view(leaf.shape).copy_(leaf)
+        end = offset + numel
+    flat[end:].zero_()
+
+
+define("flat(int size, *, ScalarType dtype, Device device) -> Tensor",
+       lambda size, *, dtype, device: torch.empty(size, dtype=dtype, device=device),
+       lambda size, *, dtype, device: torch.empty(size, dtype=dtype, device=device))
+define("part(Tensor(a) flat, int offset, int[] shape) -> Tensor(a)",
+       lambda flat, offset, shape: flat.narrow(0, offset, math.prod(shape)).view(shape),
+       lambda flat, offset, shape: flat.narrow(0, offset, math.prod(shape)).view(shape))
+define("fill_(Tensor(a!) flat, Tensor?[] leaves, int[] offsets, int[] numels, bool[] there) -> ()",
+       fill_, lambda *args: None)

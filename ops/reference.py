@@ -1,0 +1,262 @@
+"""The formats of `ops/csrc/formats.h` and `native.update_` in torch's operations: without the library, and to check it.
+
+Bit for bit the library's results, on one thread and on x86 with AVX2, where its Adam is torch's fused one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch_compat import fused_adam_, fused_adamw_
+from .kernel_args import BLOCK, UNIT, moment_format, num_blocks, rates_of
+
+_ABS, _INF, _SMALLEST_SCALE = 0x7FFFFFFF, 0x7F800000, 0x10800000
+
+
+def _bits(x: Tensor) -> Tensor:
+    """fp32 -> int64, its bits as an unsigned number."""
+    return x.view(torch.int32).long() & 0xFFFFFFFF
+
+
+def _floats(bits: Tensor) -> Tensor:
+    return _wrap(bits).view(torch.float32)
+
+
+def _wrap(bits: Tensor) -> Tensor:
+    """int64 -> int32 of the same low bits."""
+    return (((bits + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)).int()
+
+
+def _short(bits: Tensor) -> Tensor:
+    return (((bits + (1 << 15)) & 0xFFFF) - (1 << 15)).short()
+
+
+def split(p: Tensor, out: Sequence[Tensor]) -> None:
+    """fp32 -> bfloat16 and int16."""
+    bits = _bits(p)
+    nan = p.isnan()
+    out[0].view(torch.int16).copy_(_short(torch.where(nan, 0x7FC0, (bits + 0x8000) >> 16)))
+    out[1].copy_(_short(torch.where(nan, 0, bits)))
+
+
+def join(hi: Tensor, lo: Tensor, out: Tensor) -> None:
+    """bfloat16 and int16 -> fp32."""
+    out.copy_(_floats((hi.view(torch.int16).long() << 16) + lo.long()))
+
+
+def encode(x: Tensor, signed: bool, out: Sequence[Tensor], random: Tensor | int = 0x80000) -> None:
+    """fp32 -> codes and scales; `random`: 20 bits an element, int64 of x's size."""
+    bits = _bits(x).view(-1)
+    step = torch.where(x.view(-1).isnan(), 0x7FC, (bits & _ABS) + random >> 20)
+    blocks = torch.nn.functional.pad(step, (0, num_blocks(x.numel()) * BLOCK - x.numel())).view(-1, BLOCK)
+    largest = blocks.amax(1) << 20
+    scales = ((largest + 0x7FFFFF) & _INF).clamp(min=_SMALLEST_SCALE)
+    scales = torch.where(largest > 0x7F000000, torch.where(largest > _INF, 0x7FC00000, _INF), scales)
+    top = 127 if signed else 255
+    base = ((scales >> 20) - top).repeat_interleave(BLOCK)[: x.numel()]
+    code = (step - base).clamp(min=0)
+    if signed:
+        code |= bits >> 24 & 0x80
+    finite = (scales < _INF).repeat_interleave(BLOCK)[: x.numel()]
+    out[0].view(-1).copy_(torch.where(finite, code, top))
+    out[1].copy_(_floats(torch.where(largest > 0, scales, 0)))
+
+
+def decode(codes: Tensor, scales: Tensor, signed: bool, out: Tensor) -> None:
+    """Codes and scales -> fp32."""
+    code = codes.view(-1).long()
+    top = 127 if signed else 255
+    base = _bits(scales).clamp(min=_SMALLEST_SCALE) - (top << 20)
+    size = (code & top) << 20
+    bits = size + base.repeat_interleave(BLOCK)[: code.numel()]
+    bits = torch.where(size > 0, bits, 0) if signed else bits
+    out.view(-1).copy_(_floats(bits | (code & 0x80) << 24 if signed else bits))
+
+
+def draws(key: int, offset: int, size: int, of: int) -> Tensor:
+    """int64 [size]: 32 random bits for m (`of` 0) or v (1) of each element from `offset` on, a multiple of 2,048."""
+    seeds = [_seed(key, offset // UNIT + i) for i in range(-(-size // UNIT))]
+    starts = torch.tensor([seed >> 21 if of else seed % UNIT for seed in seeds])
+    places = (starts[:, None] + torch.arange(UNIT)) % UNIT
+    return _table(key)[places].view(-1)[:size]
+
+
+def _table(key: int) -> Tensor:
+    """int64 [2048]: all draws of a key."""
+    place = torch.arange(UNIT)
+    x = (_seed(key, (1 << 64) - 1) + place * 0x9E3779B9) & 0xFFFFFFFF
+    x = ((x ^ x >> 16) * 0x7FEB352D) & 0xFFFFFFFF
+    for factor, shift in ((0x3A5, 6), (0x5CB, 5), (0x2E3, 11)):
+        place = place * factor % UNIT
+        place = place ^ place >> shift
+    return place << 21 | (x ^ x >> 15) >> 11
+
+
+def _seed(key: int, unit: int) -> int:
+    x = key * 0x9E3779B97F4A7C15 + unit * 0xD1B54A32D192ED03 + 0x2545F4914F6CDD1D & (1 << 64) - 1
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
+    return ((x ^ x >> 27) * 0x94D049BB133111EB & (1 << 64) - 1) >> 32
+
+
+def to_bf16(x: Tensor, random: Tensor) -> Tensor:
+    """fp32 -> bfloat16, rounded up where `random` (16 bits, int64) says so."""
+    return _short(_bits(x) + random >> 16).view(torch.bfloat16)
+
+
+def update_(
+    rule: str,
+    p: Sequence[Tensor],
+    g: Tensor,
+    moments: Sequence[Sequence[Tensor]],
+    *,
+    starts: Sequence[int],
+    stops: Sequence[int],
+    rates: Sequence[float],
+    decays: Sequence[float],
+    factors: Sequence[float],
+    hyper: dict[str, Any],
+    count: int,
+    offset: int,
+) -> None:
+    """`native.update_`: everything decoded, updated in fp32, encoded."""
+    size = g.numel()
+    lossy = any(map(moment_format, moments))
+    wide = _scaled(g.reshape(-1).float(), factors, lossy)
+    decoded = [_master(p), *(_decoded(m, i == 0, size) for i, m in enumerate(moments))]
+    for start, stop, rate, decay in zip(starts, stops, rates, decays, strict=True):
+        run = [x[start:stop] for x in decoded]
+        r = rates_of(rule, rate, decay, hyper, count)
+        if len(moments) == 2 and lossy:
+            _adam_lossy(run, wide[start:stop], r)
+        else:
+            _step(rule, run, wide[start:stop], rate, decay, hyper, count, r)
+    touched = torch.zeros(num_blocks(size) * BLOCK, dtype=torch.bool)
+    for start, stop in zip(starts, stops, strict=True):
+        touched[start:stop] = True
+    blocks = touched.view(-1, BLOCK).any(1)
+    for i, (m, x) in enumerate(zip(moments, decoded[1:], strict=True)):
+        if lossy:  # others were changed where they lie
+            _keep(m, x, i == 0, draws(count, offset, size, i), touched[:size], blocks)
+    if len(p) == 2:
+        new = torch.empty_like(p[0].view(-1)), torch.empty_like(p[1].view(-1))
+        split(decoded[0], new)
+        for old, fresh in zip(p, new, strict=True):
+            old.view(-1)[touched[:size]] = fresh[touched[:size]]
+
+
+def _scaled(g: Tensor, factors: Sequence[float], lossy: bool) -> Tensor:
+    """Times each factor; beside lossy moments times their product, and a NaN becomes inf."""
+    wide = [torch.tensor(factor, dtype=torch.float32) for factor in factors]
+    if not lossy:
+        for factor in wide:
+            g = g * factor
+        return g
+    g = g * torch.stack([torch.tensor(1.0), *wide]).prod()
+    return torch.where(g < torch.inf, g, torch.inf)
+
+
+def _master(p: Sequence[Tensor]) -> Tensor:
+    if len(p) == 1:
+        return p[0].view(-1)
+    whole = torch.empty(p[0].numel())
+    join(p[0].view(-1), p[1].view(-1), whole)
+    return whole
+
+
+def _decoded(moment: Sequence[Tensor], signed: bool, size: int) -> Tensor:
+    if moment_format(moment) < 2:
+        return moment[0].view(-1).float()
+    x = torch.empty(size)
+    decode(moment[0], moment[1], signed, x)
+    return x
+
+
+def _keep(moment: Sequence[Tensor], x: Tensor, signed: bool, random: Tensor, touched: Tensor, blocks: Tensor) -> None:
+    """Write a lossy moment back: bf16 in the runs, 8-bit blocks where a run enters them."""
+    if moment_format(moment) == 1:
+        moment[0].view(-1)[touched] = to_bf16(x, random >> 16)[touched]
+        return
+    codes, scales = torch.empty(x.numel(), dtype=torch.uint8), torch.empty(num_blocks(x.numel()))
+    encode(x, signed, (codes, scales), random >> 12)
+    inside = blocks.repeat_interleave(BLOCK)[: x.numel()]
+    moment[0].view(-1)[inside] = codes[inside]
+    moment[1][blocks] = scales[blocks]
+
+
+def _step(rule: str, run: list[Tensor], g: Tensor, rate: float, decay: float, hyper: dict[str, Any],
+          count: int, r: dict[str, float]) -> None:
+    """One run in fp32, in place."""
+    p, *moments = run
+    if rule in ("adamw", "adam"):
+        fused = fused_adamw_ if rule == "adamw" else fused_adam_
+        fused([p], [g], [moments[0]], [moments[1]], [], [torch.tensor(float(count))], lr=rate, beta1=hyper["b1"],
+              beta2=hyper["b2"], weight_decay=decay, eps=hyper["eps"], amsgrad=False, maximize=False)
+        return
+    if rule == "lion":
+        m = moments[0]
+        direction = m.mul(r["b1"]).add_(g, alpha=r["c1"]).sign_()
+        p.mul_(r["shrink"]).add_(direction, alpha=r["rate"])
+        m.mul_(r["b2"]).add_(g, alpha=r["c2"])
+        return
+    direction = g.add(p, alpha=decay) if decay else g
+    if rule == "sgd_momentum":
+        m = moments[0].mul_(r["b1"]).add_(direction)
+        direction = direction.add(m, alpha=r["b1"]) if r["nesterov"] else m
+    p.add_(direction, alpha=r["rate"])
+
+
+def _adam_lossy(run: list[Tensor], g: Tensor, r: dict[str, float]) -> None:
+    """`zf_adam_lossy` of rules.h."""
+    p, m, v = run
+    c = {name: torch.tensor(x, dtype=torch.float32) for name, x in r.items()}
+    if c["l2"]:
+        g = _fma(p, c["l2"], g)
+    p.mul_(c["shrink"])
+    m.copy_(_fma(c["c1"], g - m, m))
+    v.copy_(_fma(c["c2"], g * g - v, v))
+    root = _floats((_bits(v) >> 1) + 0x1FBD1DF5)
+    square = _fma(root, 2 * c["near"], v + c["near"] * c["near"])
+    y = _floats(0x5F1FFFF9 - (_bits(square) >> 1))
+    p.copy_(_fma(m * y * _fma(-(square * y), y, torch.tensor(2.38924456)), c["quick"], p))
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c in fp32, rounded once: in float64 to odd (Boldo and Melquiond 2008), then to fp32."""
+    product, c = a.double() * b.double(), c.double().expand(a.shape if a.dim() else b.shape)
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)  # Knuth's two-sum: what `total` lost
+    bits = total.contiguous().view(torch.int64)
+    toward = torch.where((error > 0) == (total > 0), 1, -1)
+    odd = torch.where((error != 0) & error.isfinite() & (bits & 1 == 0), bits + toward, bits)
+    return odd.view(torch.float64).float()
+
+
+def norm2_and_extreme(x: Tensor) -> tuple[float, float]:
+    """(2-norm, largest magnitude)."""
+    if not x.numel():
+        return 0.0, 0.0
+    norm = torch.linalg.vector_norm(x.reshape(-1), dtype=torch.float32)
+    low, high = torch.aminmax(x)
+    return norm.item(), torch.maximum(low.neg(), high).item()
+
+
+def checksum(address: int, num_bytes: int) -> int:
+    """The checksum of reductions.cpp."""
+    stripes = -(-num_bytes // 256)
+    words = torch.zeros(stripes * 64, dtype=torch.int32)
+    ctypes.memmove(words.data_ptr(), address, num_bytes)
+    place = (torch.arange(1, stripes + 1) * 0x9E3779B1) & 0xFFFFFFFF
+    x = (words.long() & 0xFFFFFFFF).view(-1, 64) ^ place[:, None]
+    x = ((x ^ x >> 16) * 0x7FEB352D) & 0xFFFFFFFF
+    sums = (x ^ x >> 15).sum(0) & 0xFFFFFFFF
+    whole = num_bytes
+    for word in sums.tolist():
+        whole = (whole ^ word) * 0x9E3779B97F4A7C15 & (1 << 64) - 1
+        whole ^= whole >> 32
+    return whole

@@ -1,0 +1,258 @@
+"""Ranks agree through the rendezvous store, and a rank that fails tells the others why.
+
+A collective cannot be used for this: the rank that never arrives is exactly the case to report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from .._torch_compat import default_store, resolve_process_group
+from ..util.errors import said
+
+
+def _patience(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ValueError(f"ZEROFN_PATIENCE: expected a number of seconds above 0, got {text!r}.")
+    return seconds
+
+
+PATIENCE = _patience(os.environ.get("ZEROFN_PATIENCE", "30"))  # seconds until a missing rank is reported
+_FAILED = "zerofn/failed"
+_RAISED = "\1"  # begins the text of a rank that could not come to one
+_SHOWN = 3  # lines of a long text
+_last_sign = 0.0
+_taken_down: str | None = None  # why this process has taken its group down
+T = TypeVar("T")
+
+
+def refuse_after_failure() -> None:
+    """Raise `RuntimeError` once this process has taken its group down: alone, it is no rank of the job."""
+    if _taken_down is not None and not dist.is_initialized():
+        raise RuntimeError(f"the process group was taken down because {_taken_down}\n"
+                           "Restart the processes and load the last checkpoint.")
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group of an axis. Raises `RuntimeError` saying why where it was taken down."""
+    try:
+        return resolve_process_group(name)
+    except (RuntimeError, KeyError):
+        refuse_after_failure()
+        raise
+
+
+def _store() -> dist.Store | None:
+    refuse_after_failure()
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return None
+    return default_store()
+
+
+def publish_failure(message: str) -> None:
+    """Leave `message` for the other ranks; the first one stays."""
+    store = _store()
+    if store is not None:
+        store.compare_set(_FAILED, "", f"rank {dist.get_rank()}: {message}")
+
+
+def published_failure() -> str | None:
+    """What another rank left, if one failed."""
+    store = _store()
+    if store is None or not store.check([_FAILED]):
+        return None
+    return store.get(_FAILED).decode()
+
+
+def agree(what: str, text: str) -> None:
+    """Raise `RuntimeError` on every rank unless all ranks come here with the same `what` and `text`.
+
+    Waits `PATIENCE` seconds for ranks that are elsewhere, then names them; a rank that failed meanwhile ends
+    the wait at once with its message.
+    """
+    for r, other in enumerate(_round(what, text)):
+        if other != f"{what}\0{text}":
+            raise RuntimeError(_difference(what, text, r, other))
+
+
+def exchange(what: str, text: str) -> list[str]:
+    """Every rank's `text`, by rank; waits and raises as `agree` does, but texts may differ."""
+    theirs = _round(what, text)
+    for r, other in enumerate(theirs):
+        if not other.startswith(f"{what}\0"):
+            raise RuntimeError(_difference(what, text, r, other))
+    return [other[len(what) + 1 :] for other in theirs]
+
+
+def agree_on(what: str, make: Callable[[], tuple[T, str]]) -> T:
+    """`make() -> (value, text)`: the value, once every rank has come here with the same text.
+
+    Where `make` raises on some ranks, they raise that, and the others `RuntimeError` with its message: nobody is
+    left waiting, and everyone can go on with what it had.
+    """
+    error: Exception | None = None
+    try:
+        value, text = make()
+    except Exception as caught:
+        error, text = caught, f"{_RAISED}{said(caught)}"
+    theirs = _round(what, text)
+    if error is not None:
+        raise error
+    for r, other in enumerate(theirs):
+        if other.startswith(f"{what}\0{_RAISED}"):
+            raise RuntimeError(f"{what}: stopped, because rank {r} failed. {other.partition(_RAISED)[2]}")
+        if other != f"{what}\0{text}":
+            raise RuntimeError(_difference(what, text, r, other))
+    return value
+
+
+def abandon(message: str) -> None:
+    """Leave `message` for the other ranks and take this rank's process group down, which ends their transfers."""
+    global _taken_down
+    if not dist.is_initialized():
+        return
+    publish_failure(message)
+    if _store() is not None:
+        _taken_down = published_failure() or message
+        dist.destroy_process_group()
+
+
+def explained(error: BaseException) -> BaseException:
+    """`error` of a transfer, or what another rank left about why it ended."""
+    try:
+        message = published_failure()
+    except (RuntimeError, dist.DistStoreError):  # the store went down with the rank that held it
+        message = None
+    if message is not None:
+        return RuntimeError(f"stopped, because another rank failed. {message}")
+    if "closed by peer" in str(error) or "reset by peer" in str(error):
+        return RuntimeError("stopped, because another rank has ended: it left the program, was killed, or took fewer "
+                            "steps than this one. What it printed last says more.")
+    return error
+
+
+@functools.cache
+def tell_others() -> None:
+    """From here on an error that ends this process is left for the other ranks, whatever it came from."""
+    before = sys.excepthook
+
+    def leave(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        with contextlib.suppress(RuntimeError, dist.DistStoreError):  # the store may be gone
+            publish_failure(said(error))
+        before(kind, error, trace)
+
+    sys.excepthook = leave
+
+
+def alive() -> None:
+    """Say that this rank is at work, so that the others' patience begins anew. At most once a second."""
+    global _last_sign
+    if time.monotonic() - _last_sign < 1.0:
+        return
+    _last_sign = time.monotonic()
+    store = _store()
+    if store is not None:
+        store.set(f"zerofn/alive/{dist.get_rank()}", str(_last_sign))
+
+
+def _round(what: str, text: str) -> list[str]:
+    """What every rank says this time, by rank: `what`, a zero byte, `text`."""
+    mine = f"{what}\0{text}"
+    store = _store()
+    if store is None:
+        return [mine]
+    tell_others()
+    _raise_published(what)  # the others may have waited for this rank, and gone
+    rank, size = dist.get_rank(), dist.get_world_size()
+    number = store.add(f"zerofn/rounds/{rank}", 1)  # in the store: a group that is made anew begins anew
+    store.set(f"zerofn/agree/{number}/{rank}", mine)
+    store.set(f"zerofn/last/{rank}", mine)
+    return [_await(store, number, r, what, text) for r in range(size)]
+
+
+def _await(store: dist.Store, number: int, rank: int, what: str, text: str) -> str:
+    key, deadline = f"zerofn/agree/{number}/{rank}", time.monotonic() + PATIENCE
+    sign = None
+    while not _arrives(store, key, 0.5):
+        _raise_published(what)
+        before, sign = sign, _sign_of(store, rank)
+        if sign != before:
+            deadline = time.monotonic() + PATIENCE
+        if time.monotonic() > deadline:
+            last = f"zerofn/last/{rank}"
+            seen = store.get(last).decode().replace("\0", ": ") if store.check([last]) else "nothing yet"
+            mine = f"{what}: {text}"
+            message = (f"{what}: rank {rank} did not come within {PATIENCE:g} s. Every rank must call with the same "
+                       "structure, shapes and dtypes. If it was only late, preparing data, say: have ranks meet in "
+                       "torch.distributed.barrier() before, or set ZEROFN_PATIENCE to more seconds.\n"
+                       f"  here: {_apart(mine, seen)}\n  rank {rank} last had: {_apart(seen, mine)}")
+            abandon(message)
+            raise RuntimeError(message)
+    return store.get(key).decode()
+
+
+def _raise_published(what: str) -> None:
+    failed = published_failure()
+    if failed is not None:
+        raise RuntimeError(f"{what}: stopped, because another rank failed. {failed}")
+
+
+def _arrives(store: dist.Store, key: str, seconds: float) -> bool:
+    """Whether a key is set within `seconds`. Asks now and then: `Store.wait` logs a warning when it times out."""
+    end, pause = time.monotonic() + seconds, 0.001
+    while not store.check([key]):
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    return True
+
+
+def _sign_of(store: dist.Store, rank: int) -> str:
+    """The last sign of life of a rank."""
+    key = f"zerofn/alive/{rank}"
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _apart(text: str, other: str) -> str:
+    """The lines of a text that another has not, the first few; those of all where it has them."""
+    known = set(other.split("\n"))
+    lines = [x for x in text.split("\n") if x not in known] or text.split("\n")
+    more = [f"(and {len(lines) - _SHOWN} lines more)"] if len(lines) > _SHOWN else []
+    return "\n    ".join([*lines[:_SHOWN], *more])
+
+
+def _difference(what: str, text: str, rank: int, other: str) -> str:
+    other_what, _, other_text = other.partition("\0")
+    if other_what != what:
+        return f"{what}: rank {rank} is at another point of the program, {other_what!r}. Ranks must do the same."
+    here, there = text.split("\n"), other_text.split("\n")
+    for a, b in zip(here, there, strict=False):
+        if a != b:
+            return f"{what}: ranks differ.\n  rank {dist.get_rank()}: {a}\n  rank {rank}: {b}"
+    own, shorter = dist.get_rank(), min(len(here), len(there))
+    longest, last = (own, here) if len(here) > len(there) else (rank, there)
+    return (f"{what}: ranks differ. Rank {own} has {len(here)} lines, rank {rank} {len(there)}; rank {longest} goes on "
+            f"with: {last[shorter]}")
+
+
+def fingerprint(text: str) -> str:
+    """A short hash of a long description.
+
+    >>> fingerprint("a") == fingerprint("a") != fingerprint("b")
+    True
+    """
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,218 @@
+"""How bytes move: each transfer is a *start* and a *wait*, two nodes in a captured graph.
+
+On gloo a start posts `isend`/`irecv` pairs and the wait sums what arrived in rank order (gloo's own
+reduce-scatter is an all-reduce and a slice: twice the wire). Elsewhere it is `_c10d_functional`. The started
+operation returns the tensor that will hold the result; until it was waited for, its contents are undefined.
+
+[Note: order] Tags count the transfers of a group, so transfers match in the order they were started: every
+rank must start the same ones in the same order. `compile` compares fingerprints of that order over ranks.
+
+[Note: posting] gloo's `isend` and `irecv` take a lock that its own thread holds while it copies bytes, and a send
+writes what fits into the socket before it returns: 2 to 4 % of a step on two cores, in which the caller computes
+nothing. So one thread does all the posting; the tags are given where the transfer is started.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..memory.arena import empty
+from ..ops.registry import define
+from .agreement import explained, group_named
+from .pending import post
+
+Works = Callable[[], Sequence[Any]]  # `dist.Work` and its like: what to wait for, once all of it was posted
+
+
+class _Transfer(NamedTuple):
+    works: Works
+    kept: tuple[Tensor, ...]  # alive until the works are done
+    finish: Callable[[], Any]
+
+
+# By the address of the result, which the entry keeps alive: an address cannot be reused before its wait.
+_pending: dict[int, _Transfer] = {}
+# By the group itself: one that is made anew, perhaps with other processes, begins anew.
+_tags: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_generation = 1
+LEAVING = timedelta(seconds=10)  # at most, for other ranks that do not take what was sent to them
+
+
+def _nothing() -> None:
+    pass
+
+
+def under_way(out: Tensor, works: Works, kept: tuple[Tensor, ...], finish: Callable[[], Any] = _nothing) -> Tensor:
+    """`out`, which `wait` makes good: it waits for `works`, then calls `finish`."""
+    _pending[out.data_ptr()] = _Transfer(works, (out, *kept), finish)
+    return out
+
+
+def wait_(tensor: Tensor) -> Tensor:
+    """Wait for the transfer into `tensor`; nothing to do where none is under way."""
+    transfer = _pending.pop(tensor.data_ptr(), None)
+    if transfer is None:
+        return torch.ops._c10d_functional.wait_tensor(tensor)
+    try:
+        for work in transfer.works():
+            work.wait()
+    except RuntimeError as error:
+        raise explained(error) from error
+    transfer.finish()
+    return tensor
+
+
+def wait_for_all() -> None:
+    """Wait for every transfer that is under way: what the last step left of its end-of-step gather."""
+    for transfer in list(_pending.values()):
+        wait_(transfer.kept[0])
+
+
+def forget_transfers() -> None:
+    """Let go of transfers that will not be waited for: they would keep the connections of their group open, and other
+    ranks waiting, when it is taken down. What they were to fill is of an earlier `generation` from here on."""
+    global _generation
+    _generation += 1
+    _pending.clear()
+
+
+def generation() -> int:
+    """From 1: what was under way in an earlier one never came."""
+    return _generation
+
+
+def _leave() -> None:
+    """At the end of the process: other ranks may wait for what this one has started to send."""
+    with contextlib.suppress(RuntimeError):  # they may be gone
+        for transfer in list(_pending.values()):
+            for work in transfer.works():
+                work.wait(LEAVING)
+
+
+atexit.register(_leave)
+os.register_at_fork(after_in_child=forget_transfers)  # they go on in the process that started them
+
+
+def _point_to_point(group: str, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Works:
+    """Post transfers to and from ranks; see [Note: posting]. Every rank counts it, also one that has no part in it."""
+    pg = group_named(group)
+    tag = _tags[pg] = (_tags.get(pg, 0) + 1) % (1 << 30)
+    if not any(t.numel() for t in (*sends.values(), *receives.values())):
+        return tuple  # nothing to wait for: empty tensors all have one address
+    # Each rank begins with its right neighbour, so that no rank is everyone's first.
+    rank, size = pg.rank(), pg.size()
+    peers = sorted(sends, key=lambda p: (p - rank) % size)
+
+    def transfers() -> list[dist.Work]:
+        works = [pg.recv([t], peer, tag) for peer, t in receives.items()]
+        return works + [pg.send([sends[peer]], peer, tag) for peer in peers]
+
+    return post(transfers)
+
+
+def _is_gloo(group: str, tensor: Tensor) -> bool:
+    return "gloo" in dist.get_backend(group_named(group)) and tensor.device.type == "cpu"
+
+
+def all_gather_start(piece: Tensor, size: int, group: str, unit: str, own: Sequence[int] | None = None,
+                     place: Sequence[int] = ()) -> Tensor:
+    """piece [s] on each rank -> [size * s], pieces in rank order. `own`: the interval of this rank's piece that is
+    needed there; by default all of it. `place`: in an arena; by default it is memory of its own."""
+    full = empty(size * piece.numel(), piece.dtype, piece.device, place)
+    if not _is_gloo(group, piece):
+        # `_c10d_functional` keeps what is under way by storage, and an arena is one: a wait would wait for all of it.
+        work = dist.all_gather_into_tensor(full, piece, group=group_named(group), async_op=True)
+        return under_way(full, lambda: [work], (piece,))
+    piece = piece.contiguous()  # the gradient of what is frozen is one zero, repeated
+    rows, rank = full.view(size, -1), dist.get_rank(group_named(group))
+    others = [r for r in range(size) if r != rank]
+    works = _point_to_point(group, dict.fromkeys(others, piece), {r: rows[r] for r in others})
+    start, stop = own or (0, piece.numel())
+    rows[rank, start:stop].copy_(piece[start:stop])
+    return under_way(full, works, (piece,))
+
+
+def refresh_start(full: Tensor, rank: int, size: int, group: str, unit: str) -> None:
+    """All-gather in place: `full`'s rank-th piece is current, the others are filled from their ranks."""
+    rows = full.view(size, -1)
+    if not _is_gloo(group, full):
+        torch.ops._c10d_functional.all_gather_into_tensor_out(rows[rank], size, group, out=full)
+        return
+    others = [r for r in range(size) if r != rank]
+    works = _point_to_point(group, dict.fromkeys(others, rows[rank]), {r: rows[r] for r in others})
+    under_way(full, works, ())
+
+
+def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str) -> Tensor:
+    """flat [size * s] -> [s]: the sum over ranks, in rank order, of this rank's piece."""
+    if not _is_gloo(group, flat):
+        return torch.ops._c10d_functional.reduce_scatter_tensor(flat, "sum", size, group)
+    rows, rank = flat.view(size, -1), dist.get_rank(group_named(group))
+    others = [r for r in range(size) if r != rank]
+    parts = {r: flat.new_empty(rows.shape[1]) for r in others}  # each alone: one of them outlives the others
+    works = _point_to_point(group, {r: rows[r] for r in others}, parts)
+    first = 1 if rank == 0 else 0
+    out = parts[first]  # summed where it arrived
+
+    def finish() -> None:
+        torch.add(rows[0] if rank == 0 else out, parts[1] if rank == 0 else _part(1), out=out)
+        for r in range(2, size):
+            out.add_(_part(r))
+
+    def _part(r: int) -> Tensor:
+        return rows[rank] if r == rank else parts[r]
+
+    return under_way(out, works, (flat, *parts.values()), finish)
+
+
+def exchange_start(rows: Tensor, size: int, group: str) -> Tensor:
+    """rows [size, s] -> [size, s]: row r goes to rank r, and what rank r sent arrives in row r."""
+    if not _is_gloo(group, rows):
+        return torch.ops._c10d_functional.all_to_all_single(rows, None, None, group)
+    rank = dist.get_rank(group_named(group))
+    out = torch.empty_like(rows)
+    others = [r for r in range(size) if r != rank]
+    works = _point_to_point(group, {r: rows[r] for r in others}, {r: out[r] for r in others})
+    out[rank].copy_(rows[rank])
+    return under_way(out, works, (rows,))
+
+
+def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
+    """Rank r receives what rank `sources[r]` holds."""
+    pg = group_named(group)
+    rank = pg.rank()
+    out = torch.empty_like(x)
+    if not _is_gloo(group, x):
+        ops = [dist.P2POp(dist.isend, x, group=pg, group_peer=r) for r, s in enumerate(sources) if s == rank]
+        ops.append(dist.P2POp(dist.irecv, out, group=pg, group_peer=sources[rank]))
+        begun = dist.batch_isend_irecv(ops)
+        return under_way(out, lambda: begun, (x,))
+    sends = {r: x for r, s in enumerate(sources) if s == rank and r != rank}
+    receives = {} if sources[rank] == rank else {sources[rank]: out}
+    works = _point_to_point(group, sends, receives)
+    if not receives:
+        out.copy_(x)
+    return under_way(out, works, (x,))
+
+
+define("all_gather(Tensor piece, int size, str group, str unit, *, int[]? own=None, int[] place=[]) -> Tensor",
+       all_gather_start, lambda piece, size, group, unit, own=None, place=(): piece.new_empty(piece.numel() * size))
+define("reduce_scatter(Tensor flat, int size, str group, str unit) -> Tensor", reduce_scatter_start,
+        lambda flat, size, group, unit: flat.new_empty(flat.numel() // size))
+define("refresh_(Tensor(a!) full, int rank, int size, str group, str unit) -> ()", refresh_start,
+        lambda full, rank, size, group, unit: None)
+define("exchange(Tensor rows, int size, str group) -> Tensor", exchange_start,
+        lambda rows, size, group: torch.empty_like(rows))
+define("permute(Tensor x, int[] sources, str group) -> Tensor", permute_start,
+        lambda x, sources, group: torch.empty_like(x))
+define("wait(Tensor(a) x) -> Tensor(a)", wait_, lambda x: x)

@@ -1,0 +1,134 @@
+"""This machine, measured: what `zerofn profile` writes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+
+from ..comm.agreement import exchange
+from ..comm.mesh import Axis, Mesh
+from ..comm.transport import all_gather_start, wait_
+from ..offload.disk.probe import probe
+from .host_share import dram_rate, link_rate
+from .machine import Machine, hops, this_hardware
+from .op_timer import once
+
+ROUNDS = 7
+SIDE = {"cpu": 768, "cuda": 8192}  # rows and columns of the matrices that are multiplied
+LARGE = 1 << 26  # bytes, more than caches hold
+SENT = (1 << 12, 1 << 23)  # bytes a rank sends in transfers that are timed
+SMALL_OPS = 200
+# What ranks compute before one waits for another, about 10 ms: rows of matrices, and products; and how often.
+STRETCH, STRETCHES = {"cpu": (256, 40), "cuda": (8192, 1)}, 40
+
+
+def this_machine(folder: str | os.PathLike[str] | None = None) -> Machine:
+    """The machine this runs on, as all ranks together load it: every rank must call it, and all get what the first one
+    measured. `folder`: on the drive to be measured; none is without it.
+    """
+    axis = Mesh.of(None).axis()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    names = ("float32", "bfloat16", "float16") if device.type == "cuda" else ("float32", "bfloat16", "float64")
+    flops = {name: _products(getattr(torch, name), device) for name in names}
+    x = torch.zeros(LARGE // 4, device=device)
+    memory_rate = 2 * LARGE / _seconds(lambda: x.add_(1.0))
+    launch = _launch(device)
+    latency, link, busy = _link(axis, device)
+    slowest = _slowest(axis, device)
+    drive = probe(Path(folder)) if folder is not None else None
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", axis.size))
+    host = psutil.virtual_memory().total
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host / ranks
+    host_link, host_rate = (link_rate(device), dram_rate()) if device.type == "cuda" else (0.0, memory_rate)
+    found = Machine(
+        platform.node() or "this machine", device.type, ranks, memory, memory_rate, flops, link, link,
+        host_link=host_link, host_memory=host, host_rate=host_rate * ranks, launch=launch, latency=latency, busy=busy,
+        slowest=slowest, disk=_free(folder), disk_read=drive.read if drive else 0.0,
+        disk_write=drive.write if drive else 0.0, measured_on=this_hardware())
+    if axis.size == 1:
+        return found
+    first, *_ = exchange("zerofn.this_machine()", found.to_json())
+    return Machine.from_json(first)
+
+
+def _free(folder: str | os.PathLike[str] | None) -> float:
+    return float(psutil.disk_usage(os.fspath(folder)).free) if folder is not None else 0.0
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """The median of some runs."""
+    run()
+    return statistics.median(once(run) for _ in range(ROUNDS))
+
+
+def _products(dtype: torch.dtype, device: torch.device) -> float:
+    """Operations a second of products of square matrices."""
+    side = SIDE[device.type]
+    a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
+    return 2 * side**3 / _seconds(lambda: a @ b)
+
+
+def _launch(device: torch.device) -> float:
+    """Seconds of an operation that does next to nothing."""
+    small = torch.zeros(16, device=device)
+    return _seconds(lambda: [small.add_(1.0) for _ in range(SMALL_OPS)]) / SMALL_OPS
+
+
+def _link(axis: Axis, device: torch.device) -> tuple[float, float, float]:
+    """(seconds before the first byte, bytes a second, seconds of computing that a byte takes away) of transfers."""
+    if axis.size == 1:
+        return 0.0, 0.0, 0.0  # it is not known
+    pieces = [torch.ones(n // 4 // (axis.size - 1), device=device) for n in SENT]
+    small, large = (_seconds(functools.partial(_transfer, piece, axis)) for piece in pieces)
+    sent = [piece.nbytes * (axis.size - 1) for piece in pieces]
+    rate = (sent[1] - sent[0]) / max(large - small, 1e-9)
+    a = torch.ones(256, 256, device=device)
+    rounds = max(1, int(3 * large / _seconds(lambda: a @ a)))
+
+    def work(piece: Tensor | None) -> None:
+        under_way = None if piece is None else _start(piece, axis)
+        _multiply(a, rounds)
+        if under_way is not None:
+            wait_(under_way)
+
+    longer = statistics.median(once(lambda: work(pieces[1])) - once(lambda: work(None)) for _ in range(ROUNDS))
+    before = max(0.0, small - sent[0] / rate) / hops(axis.size)
+    # No more than if whoever computes stood still for all of it.
+    return before, rate, min(max(0.0, longer) / sent[1], 1 / rate)
+
+
+def _slowest(axis: Axis, device: torch.device) -> float:
+    """How many times longer the slowest of ranks that do the same takes than they do on average: cores differ, and so
+    do the neighbours that each of them has."""
+    if axis.size == 1:
+        return 1.0
+    side, products = STRETCH[device.type]
+    a, signal, times = torch.ones(side, side, device=device), torch.ones(1, device=device), []
+    for _ in range(STRETCHES):
+        _transfer(signal, axis)  # ranks begin together
+        times.append(once(functools.partial(_multiply, a, products)))
+    ranks = [json.loads(x) for x in exchange("zerofn.this_machine()", json.dumps(times))]
+    return statistics.fmean(map(max, zip(*ranks, strict=True))) / statistics.fmean(itertools.chain(*ranks))
+
+
+def _multiply(a: Tensor, times: int) -> None:
+    for _ in range(times):
+        a @ a
+
+
+def _transfer(piece: Tensor, axis: Axis) -> None:
+    wait_(_start(piece, axis))
+
+
+def _start(piece: Tensor, axis: Axis) -> Tensor:
+    return all_gather_start(piece, axis.size, axis.group, "")

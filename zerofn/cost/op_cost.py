@@ -1,0 +1,132 @@
+"""What one node of a graph costs: operations of arithmetic, bytes of memory, bytes over links and drives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils.flop_counter import flop_registry
+
+from .._torch_compat import OpOverload, packet_of, schema_arguments
+from ..dry_run.fake_machine import is_host
+from ..graph.alias import body_of, is_view
+from ..graph.edit import GATHERS, SCATTERS
+from ..graph.liveness import complete_values, tensors_of, values_of
+from ..graph.loop import run_loop
+from ..graph.program import tensor_of
+
+ops = torch.ops.zerofn
+_UNIT = {**dict.fromkeys((*GATHERS, *SCATTERS), 3), ops.refresh_.default: 4}  # where they name the unit
+SENT, READ, WRITTEN, DOWN, UP = "sent", "read", "written", "to the host", "to the device"
+
+
+class Moved(NamedTuple):
+    """Bytes that a node moves, and how: `SENT` to other ranks (as many come), `READ` from or `WRITTEN` to drives,
+    `DOWN` to the host or `UP` to the device. `what`: the operation; `unit`: whose, of gathers and scatters."""
+
+    how: str
+    what: str
+    unit: str
+    nbytes: int
+
+
+def flops(node: Node) -> int:
+    """Operations of matrix products, convolutions and attention; 0 for all else."""
+    if not isinstance(node.target, OpOverload):
+        return 0
+    formula = flop_registry.get(packet_of(node.target))
+    groups = groups_of(node)
+    if groups is not None:
+        return 2 * groups.rows * groups.matrix * len(tensors_of(node.meta["val"]))
+    if formula is None:
+        return 0
+    args, kwargs = values_of(node)
+    return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+class Groups(NamedTuple):
+    """What a product of rows with one matrix for each of some groups of them, a mixture of experts', is given: the
+    number of groups, rows, elements of a matrix, and which argument says where groups end."""
+
+    number: int
+    rows: int
+    matrix: int
+    at: int
+
+
+def groups_of(node: Node) -> Groups | None:
+    """What a grouped matrix product is given, forward or backward; None for other nodes."""
+    if not isinstance(node.target, OpOverload):
+        return None
+    names = [x.name for x in schema_arguments(node.target)]
+    if not {"input", "weight", "offs"} <= set(names) or len(node.args) < 3:
+        return None
+    rows, weight, ends = (tensor_of(node.args[names.index(x)]) for x in ("input", "weight", "offs"))  # type: ignore[arg-type]
+    if rows is None or weight is None or ends is None:
+        return None
+    return Groups(ends.shape[0], rows.shape[0], weight[0].numel(), names.index("offs"))
+
+
+def touched_bytes(node: Node) -> int:
+    """Bytes of memory that a node reads and writes: of its tensors, each element once."""
+    if node.op != "call_function" or is_view(node):
+        return 0
+    return sum(map(_dense, [x for n in (*node.all_input_nodes, node) for x in tensors_of(n.meta.get("val"))]))
+
+
+def _dense(x: Tensor) -> int:
+    """Bytes of a tensor, what is repeated (stride 0) counted once."""
+    numel = 1
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        numel *= size if stride else 1
+    return numel * x.element_size()
+
+
+def moved(node: Node) -> Moved | None:
+    """What a node sends to others, reads from or writes to drives, or copies between host and device."""
+    found = _moved(node)
+    if found is None:
+        return None
+    how, nbytes = found
+    unit = str(node.args[_UNIT[node.target]]) if node.target in _UNIT else ""
+    return Moved(how, node.target._schema.name.split("::")[1].rstrip("_"), unit, nbytes)  # type: ignore[union-attr]
+
+
+def _moved(node: Node) -> tuple[str, int] | None:
+    args: Any = node.args
+    if node.target in GATHERS:
+        return SENT, _bytes(args[0]) * (args[1] - 1)
+    if node.target in SCATTERS:
+        return SENT, _bytes(args[0]) // args[1] * (args[1] - 1)
+    if node.target is ops.refresh_.default:
+        return SENT, _bytes(args[0]) // args[2] * (args[2] - 1)
+    if node.target is ops.exchange.default:
+        return SENT, _bytes(args[0]) // args[1] * (args[1] - 1)
+    if node.target is ops.permute.default:
+        return SENT, _bytes(args[0])
+    if node.target is ops.fetch.default:
+        return READ, _bytes(node)
+    if node.target is ops.spill_.default:
+        return WRITTEN, _bytes(args[1])
+    if node.target is ops.bring.default:
+        return DOWN if is_host(args[1]) else UP, _bytes(node)
+    if node.target is ops.put_.default:
+        return DOWN if is_host(args[0].meta["val"].device) else UP, _bytes(args[1])
+    return None
+
+
+def transfers(gm: GraphModule, times: int = 1) -> Iterator[tuple[Moved, int]]:
+    """Everything that a scheduled graph moves, in order, and how often."""
+    complete_values(gm.graph)
+    for node in gm.graph.nodes:
+        if node.target is run_loop:
+            yield from transfers(body_of(node), times * node.args[1])
+        elif (found := moved(node)) is not None:
+            yield found, times
+
+
+def _bytes(node: Node) -> int:
+    return node.meta["val"].nbytes

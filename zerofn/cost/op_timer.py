@@ -1,0 +1,166 @@
+"""How long the operations of a step take on this machine: each distinct one is run, on made-up values."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from .._torch_compat import below_autograd, tree_leaves, tree_map
+from ..graph.alias import body_of, roots
+from ..graph.liveness import complete_values, tensors_of, values_of
+from ..graph.loop import run_loop
+from ..runtime.executor import callable_of
+from .machine import Machine
+from .op_cost import groups_of, moved, touched_bytes
+from .simulator import Cost, roofline
+
+ops = torch.ops.zerofn
+ROUNDS = 5
+LARGE = 1 << 30
+# An operation finds in caches what was touched not long before. Between its inputs' last use and its run as many bytes
+# are written here as the step touches then, in powers of two: as good as none below NEAR, no more than FAR.
+NEAR, FAR = 1 << 18, 1 << 25
+_FREE = (operator.getitem, run_loop, *(getattr(ops, x).default for x in ("room", "bucket", "ticket", "wait")))
+_known: dict[Hashable, float] = {}
+
+
+def measured(gms: Iterable[GraphModule], machine: Machine) -> Cost:
+    """Seconds of the nodes of these graphs and of their loops' bodies, on this `machine`: those of more than `LARGE`
+    bytes by its rates. What was run before is not run again.
+
+    Ranks that compute side by side share caches and memory: call it on all of them at once.
+    """
+    found: dict[Node, float] = {}
+    for gm in gms:
+        _measure(gm, roofline(machine), found)
+    return lambda node: found.get(node, 0.0)
+
+
+def forget() -> None:
+    """Run everything again when it is asked for next: a machine may do other things now."""
+    _known.clear()
+
+
+def _measure(gm: GraphModule, otherwise: Cost, found: dict[Node, float]) -> None:
+    complete_values(gm.graph)
+    root = roots(gm.graph)
+    touched = 0  # bytes, until now
+    touches: dict[Node, list[_Touch]] = defaultdict(list)  # by memory
+    for node in gm.graph.nodes:
+        nbytes = touched_bytes(node)
+        if node.target is run_loop:
+            _measure(body_of(node), otherwise, found)
+        elif _counts(node) and nbytes > LARGE:
+            found[node] = otherwise(node)
+        elif _counts(node):
+            ago = [_rounded(_since(touches[root[n]], *_extent(x), touched)) if nbytes else 0 for n, x in _inputs(node)]
+            key = _key(node), *ago
+            if key not in _known:
+                _known[key] = _seconds(node, ago)
+            found[node] = _known[key]
+        touched += nbytes
+        for used in (node, *node.all_input_nodes) if nbytes else ():
+            touches[root[used]] += [_Touch(*_extent(x), touched) for x in tensors_of(used.meta["val"])]
+
+
+class _Touch(NamedTuple):
+    """Bytes [start, stop) of some memory were touched; `then`: how many of any memory were until this was done."""
+
+    start: int
+    stop: int
+    then: int
+
+
+def _since(touches: list[_Touch], start: int, stop: int, now: int) -> int:
+    """How many bytes of any memory were touched since most of [start, stop) was; `FAR` if that never was."""
+    left = (stop - start + 1) // 2
+    for touch in reversed(touches):
+        left -= max(0, min(stop, touch.stop) - max(start, touch.start))
+        if left <= 0:
+            return now - touch.then
+    return FAR
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    """The bytes of its memory that a tensor spans."""
+    start = int(x.storage_offset())
+    length = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    return start * x.element_size(), (start + length) * x.element_size()
+
+
+def _inputs(node: Node) -> list[tuple[Node, Tensor]]:
+    """The tensors that a node is given, and what made them, in the order of its arguments."""
+    found: list[tuple[Node, Tensor]] = []
+    map_arg((node.args, node.kwargs), lambda n: found.extend((n, x) for x in tensors_of(n.meta["val"])))
+    return found
+
+
+def _rounded(nbytes: int) -> int:
+    return 0 if nbytes < NEAR else min(FAR, 1 << (nbytes - 1).bit_length())
+
+
+def _counts(node: Node) -> bool:
+    """Whether a node takes time of its own on the processor."""
+    return node.op == "call_function" and node.target not in _FREE and moved(node) is None
+
+
+def _key(node: Node) -> Hashable:
+    def text(x: Any) -> Any:
+        return (x.dtype, tuple(x.shape), tuple(x.stride())) if isinstance(x, Tensor) else repr(x)
+
+    return node.target, repr(tree_map(text, values_of(node)))
+
+
+def _seconds(node: Node, ago: list[int]) -> float:
+    """The median of some runs, after one that makes what the first one makes. `ago`: bytes that were touched since each
+    of the inputs was."""
+    args, kwargs = tree_map(_made_up, values_of(node))
+    if (groups := groups_of(node)) is not None:
+        args[groups.at].copy_(torch.arange(1, groups.number + 1) * groups.rows // groups.number)
+    run, others = callable_of(node.target), torch.empty(FAR, dtype=torch.uint8)
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    order = sorted(zip(ago, given, strict=True), key=lambda x: -x[0])
+    thens = [*(nbytes for nbytes, _ in order[1:]), 0]
+    times = []
+    with below_autograd(), torch.no_grad():
+        for _ in range(ROUNDS + 1):
+            for (nbytes, x), then in zip(order, thens, strict=False):
+                if nbytes < FAR:
+                    x.sum()
+                others[: nbytes - then].zero_()
+            times.append(once(lambda: run(*args, **kwargs)))
+    return sorted(times[1:])[ROUNDS // 2]
+
+
+def once(run: Callable[[], object]) -> float:
+    """Seconds of a call, and of what it asks of a device."""
+    _synchronize()
+    start = time.perf_counter()
+    kept = run()  # what it made is let go afterwards
+    _synchronize()
+    seconds = time.perf_counter() - start
+    del kept
+    return seconds
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _made_up(x: Any) -> Any:
+    """A real tensor for a fake one: numbers that index anything, verdicts that let updates be made."""
+    if not isinstance(x, Tensor):
+        return x
+    out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    if not x.dim() or x.dtype == torch.bool:
+        return out.fill_(1)
+    return out.normal_() if x.is_floating_point() and 0 not in x.stride() else out.zero_()

@@ -1,0 +1,1 @@
+"""Machines that are not there, and scripts that run up to their first training step."""

@@ -1,0 +1,87 @@
+"""Planning for machines that are not there.
+
+Inside a machine that is imagined a state's tensors are fake, shapes without memory; no drive is touched and no other
+rank is asked.
+Fake CUDA tensors cannot be differentiated without a GPU. So an accelerator that is not there is stood for by the device
+"cpu", for which torch has every operation that it has for a GPU, and its host's memory by "meta".
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch_compat import FakeTensorMode
+
+_current: ContextVar[Imagined | None] = ContextVar("imagined", default=None)
+_trying: ContextVar[bool] = ContextVar("trying", default=False)
+
+
+@contextlib.contextmanager
+def inside(variable: ContextVar[Any], value: object) -> Iterator[None]:
+    """Inside, a variable has a value."""
+    before = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(before)
+
+
+@dataclass(frozen=True)
+class Imagined:
+    """`accelerator`: whether models compute on a device with memory of its own. `dram`, `link`: bytes a second that a
+    rank has of its host's memory, and between host and device."""
+
+    accelerator: bool
+    dram: float
+    link: float
+    mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True), compare=False)
+
+    def __call__(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, this machine is imagined."""
+        return inside(_current, self)
+
+    def zeros(self, size: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor without memory."""
+        with self.mode:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+    def like(self, x: Tensor) -> Tensor:
+        """A tensor without memory, of the shape, strides and dtype of `x`, where models compute; a number is 0."""
+        if not x.dim():
+            return torch.zeros((), dtype=x.dtype)
+        with self.mode:
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+
+
+def imagining() -> Imagined | None:
+    """The machine that is imagined; None where things are what they are."""
+    return _current.get()
+
+
+def trying() -> contextlib.AbstractContextManager[None]:
+    """Inside, schedules are made that will not run."""
+    return inside(_trying, True)
+
+
+def real() -> bool:
+    """Whether memory and places on drives are made for steps: not on machines that are not there, nor while schedules
+    are only tried."""
+    return imagining() is None and not _trying.get()
+
+
+def host() -> torch.device:
+    """The device that host memory is."""
+    machine = imagining()
+    return torch.device("meta" if machine is not None and machine.accelerator else "cpu")
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether a device is the host, and its memory host memory."""
+    return device.type == host().type

@@ -1,0 +1,65 @@
+"""Scripts that are run to see what they would train, up to their first training step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from .. import tree
+from .fake_machine import inside
+
+_rehearsal: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
+
+
+class Rehearsal:
+    """A script that runs to see what it would train: `zerofn.shard` notes what it is given and makes a state without
+    memory, and the first call of the compiled step named `name` ends the script; without a name, of one that is given
+    such a state. Other compiled functions return ones."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self._sharded: list[tuple[Any, Any, dict[str, Any]]] = []
+        self._passed: list[Callable[..., Any]] = []  # other functions that were called
+
+    def __call__(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, scripts are rehearsed."""
+        return inside(_rehearsal, self)
+
+    def shards(self, state: Any, init: Any, options: dict[str, Any]) -> None:
+        """Note a state without memory, and what `zerofn.shard` was given for it."""
+        self._sharded.append((state, init, options))
+
+    def come_to(self, step: Callable[..., Any], state: Any, batch: Any) -> None:
+        """Raise `Reached` where this is the step that is looked for."""
+        same = [x for x in self._sharded if x[0] is state]
+        if self.name == getattr(step, "__name__", "") or not self.name and same:
+            raise Reached(step, batch, *(same or self._alike(state))[-1][1:])
+        if self._passed.count(step) and same:
+            names = ", ".join(sorted({repr(getattr(x, "__name__", x)) for x in self._passed}))
+            raise ValueError(f"the script calls no compiled step {self.name!r}; it calls {names}.")
+        self._passed.append(step)
+
+    def _alike(self, state: Any) -> list[tuple[Any, Any, dict[str, Any]]]:
+        """What was sharded with the structure of a state, or all, if it is one."""
+        if not self._sharded:
+            raise ValueError("the script calls its step without zerofn.shard(init_state) before.")
+        alike = [x for x in self._sharded if tree.structure(x[0]) == tree.structure(state)]
+        if not alike and len(self._sharded) > 1:
+            raise ValueError(f"the script calls its step with a state that is none of the {len(self._sharded)} that "
+                             "zerofn.shard made, nor like one of them.")
+        return alike or self._sharded
+
+
+class Reached(BaseException):
+    """A rehearsal has come to the step: `step` and its `batch`, `init` and `options` as `shard` was given them."""
+
+    def __init__(self, step: Callable[..., Any], batch: Any, init: Any, options: dict[str, Any]) -> None:
+        super().__init__("the rehearsed script has come to its step")
+        self.step, self.batch, self.init, self.options = step, batch, init, options
+
+
+def rehearsing() -> Rehearsal | None:
+    """The rehearsal that goes on."""
+    return _rehearsal.get()

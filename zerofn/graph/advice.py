@@ -1,0 +1,76 @@
+"""What other libraries say of common mistakes in a step -> what to write instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor
+
+from .. import tree
+from ..sharding.sharded import is_sharded
+from ..util.errors import note, said
+
+_INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
+    (r"device.*\bmeta\b|\bmeta\b.*device", RuntimeError,
+     "a skeleton has shapes and no weights, so it cannot be called by itself: write "
+     "torch.func.functional_call(model, params, (x,)) with all parameters, as the loss function is given them"),
+    (r"parameter_and_buffer_dicts.*Sharded", TypeError,
+     "functional_call takes full parameters, and state.params are this rank's pieces: write "
+     "functional_call(model, zerofn.gather(state.params), ...), or take the params that the loss function of "
+     "state.value_and_grad is given"),
+    (r"does not require grad and does not have a grad_fn|backward through the graph a second time", RuntimeError,
+     "a step has no .backward(): write loss, grads = state.value_and_grad(loss_fn)(batch)"),
+    (r"format string passed to FakeTensor", TypeError,
+     "a step has no numbers while it is captured, so a tensor cannot be formatted: return it among the metrics and "
+     "print it outside the step"),
+    (r"'Held'|not Held|got .*\bHeld\b", TypeError,
+     'state.params["name"] says what this rank holds of a leaf and is no tensor: write '
+     'zerofn.gather(state.params)["name"] for the leaf, or .local for this rank\'s part'),
+    (r"object has no attribute '(value_and_grad|apply_gradients|rng_at|params|opt_state)'", TypeError,
+     "a step is called as step(state, batch), in this order, where state is what zerofn.shard gave, or the first of "
+     "the two things that the step before returned"),
+)
+_DTYPES = re.compile(r"to have the same dtype|must have the same dtype|expected scalar type|should be the same")
+
+
+def instead(error: BaseException) -> Exception | None:
+    """What to raise for an error that does not say what to write instead; None for others."""
+    text = said(error)
+    if any(advice in text for _, _, advice in _INSTEAD):
+        return None
+    for pattern, kind, advice in _INSTEAD:
+        if re.search(pattern, text):
+            return kind(f"{advice}. ({text.splitlines()[0]})")
+    return None
+
+
+def note_dtypes(error: BaseException, state: Any, batch: Any) -> None:
+    """Where dtypes met that do not fit: which one the parameters are computed in, and what of the batch is not."""
+    if not _DTYPES.search(str(error)):
+        return
+    sharded = [x for x in tree.leaves(state, is_leaf=is_sharded) if is_sharded(x)]
+    dtypes = {x.spec.precision.computes(u.dtype) for x in sharded for u in x.layout.units if u.dtype.is_floating_point}
+    if len(dtypes) != 1:
+        return
+    (dtype,) = dtypes
+    paths, leaves, _ = tree.flatten_with_path(batch, is_leaf=is_sharded)
+    odd = [f"{tree.name_of(p)!r} ({_name(x.dtype)})" for p, x in zip(paths, leaves, strict=True)
+           if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != dtype]
+    what = f"inputs of the batch to it, here {', '.join(odd[:4])}" if odd else "values that meet them to it"
+    note(error, f"parameters are computed in {_name(dtype)}; cast floating {what}: x.to({dtype}).")
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def no_leaf(name: str, state: Any, batch: Any) -> TypeError:
+    """What to say of a leaf that is neither a tensor nor a value that a signature can hold."""
+    for what, value in (("state", state), ("batch", batch)):
+        for path, x in zip(*tree.flatten_with_path(value, is_leaf=is_sharded)[:2], strict=True):
+            if not isinstance(x, Hashable):
+                return TypeError(f"{name}: {what} entry {tree.name_of(path)!r} is a {type(x).__name__}; leaves are "
+                                 "tensors, numbers, strings, bools and None: write torch.as_tensor(...) for an array.")
+    return TypeError(f"{name}: the state or the batch holds a node whose metadata cannot be hashed.")

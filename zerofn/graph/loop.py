@@ -1,0 +1,178 @@
+"""A loop over microbatches that is one node of a captured graph, its body a graph of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from .._torch_compat import (
+    TorchDispatchMode,
+    bind_outputs,
+    current_trace,
+    outside_trace,
+    proxies_of,
+    trace_inner,
+    tree_leaves,
+    tree_map,
+)
+
+# body(index, slices) -> (terms of the sums, rows to stack, static), the same static in every round
+Body = Callable[[Tensor, list[Tensor]], tuple[list[Tensor], list[Any], Any]]
+
+
+def loop(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor], list[Any], Any]:
+    """Run `body` for each of the `n` rows of `sequences`: (sums over rounds, stacks over rounds, static).
+
+    `index` is an int64 scalar. Tensors the body closes over are read anew in each round, and what it writes to
+    them is there in the next one. Under capture this is one node, `run_loop`.
+    """
+    if current_trace() is not None:
+        return _captured(body, n, sequences)
+    static: Any = None
+
+    def once(index: Tensor, *slices: Tensor) -> tuple[list[Tensor], list[Any]]:
+        nonlocal static
+        terms, row, static = body(index, list(slices))
+        return list(terms), list(row)
+
+    sums, rows = _fold(once, n, sequences)
+    return sums, rows, static
+
+
+def run_loop(body: Callable[..., Sequence[Any]], n: int, sequences: Sequence[Tensor], closed: Sequence[Tensor],
+             num_sums: int) -> list[Any]:
+    """What the node does: `body(index, *slices, *closed)`, summed over the first `num_sums` outputs, stacked over
+    the others. All results are fresh memory."""
+    def once(index: Tensor, *slices: Tensor) -> tuple[list[Tensor], list[Any]]:
+        out = list(body(index, *slices, *closed))
+        return out[:num_sums], out[num_sums:]
+
+    sums, rows = _fold(once, n, sequences)
+    return [*sums, *rows]
+
+
+def _fold(once: Callable[..., tuple[list[Tensor], list[Any]]], n: int, sequences: Sequence[Tensor]
+          ) -> tuple[list[Tensor], list[Any]]:
+    """Sums and stacks of what `n` rounds give, in memory of their own. A round's tensors are only read: they may be
+    the caller's batch, one tensor twice, one number expanded, or (rows) a buffer that the next round writes."""
+    sums: list[Tensor] = []
+    rows: list[Any] = []
+    for i in range(n):
+        terms, row = once(torch.tensor(i), *(s[i] for s in sequences))
+        _add(sums, terms, i, n)
+        _store(rows, row, i, n)
+        del terms, row  # or they would be held while the next round runs
+    return sums, rows
+
+
+def _add(sums: list[Tensor], terms: list[Tensor], i: int, n: int) -> None:
+    """Add round i's terms. The first addition makes the memory of the sums, a term at a time: a copy of the first
+    round's would be another pass over all of them."""
+    if i == 0:
+        sums += [t.clone() for t in terms] if n == 1 else terms
+        return
+    for k, term in enumerate(terms):
+        sums[k] = sums[k] + term if i == 1 else sums[k].add_(term)
+
+
+def _store(rows: list[Any], row: list[Any], i: int, n: int) -> None:
+    """Copy round i's rows into the stacks; what is no tensor is listed."""
+    if i == 0:
+        rows += [_stack_of(x, n) if isinstance(x, Tensor) else [None] * n for x in row]
+    for stack, x in zip(rows, row, strict=True):
+        if isinstance(x, Tensor) and x.shape != stack.shape[1:]:  # a copy would broadcast it
+            raise ValueError(f"accumulate: an aux leaf has shape {tuple(x.shape)} in microbatch {i}, in those before "
+                             f"{tuple(stack.shape[1:])}; what is stacked must have one shape.")
+        stack[i] = x.detach() if isinstance(x, Tensor) else x
+
+
+def _stack_of(x: Tensor, n: int) -> Tensor:
+    return x.new_empty((n, *x.shape))
+
+
+class _Reads(TorchDispatchMode):
+    """Notes the tensors that come from outside."""
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.made = {id(x): x for x in given}
+        self.found: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor) and id(x) not in self.made:
+                self.found[id(x)] = x
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and id(x) not in self.found:
+                self.made[id(x)] = x  # kept alive, so that no other tensor gets this id
+        return out
+
+
+class _Replaced(TorchDispatchMode):
+    """Puts the body's own inputs in place of the tensors it closes over."""
+
+    def __init__(self, pairs: dict[int, Tensor]) -> None:
+        super().__init__()
+        self.pairs = pairs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def mine(x: Any) -> Any:
+            return self.pairs.get(id(x), x) if isinstance(x, Tensor) else x
+
+        return func(*tree_map(mine, args), **tree_map(mine, kwargs or {}))
+
+
+def _captured(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor], list[Any], Any]:
+    trace = current_trace()
+    assert trace is not None
+    with outside_trace():
+        index = torch.zeros((), dtype=torch.int64)
+        slices = [_like(s[0]) for s in sequences]
+        reads = _Reads([index, *slices])
+        with reads:
+            terms, row, static = _seen(*body(index, slices))
+        known = [x for x in reads.found.values() if _is_traced(trace, x)]
+        results = [t.clone() if n == 1 else t + t for t in terms]  # with the strides that sums have
+        results += [_stack_of(x, n) for x in row if isinstance(x, Tensor)]
+        num_slices = len(slices)
+
+        def flat(index: Tensor, *rest: Tensor) -> list[Any]:
+            pairs = {id(x): y for x, y in zip(known, rest[num_slices:], strict=True)}
+            with _Replaced(pairs):
+                sums, rows, _ = _seen(*body(index, list(rest[:num_slices])))
+            return [*sums, *(x for x in rows if isinstance(x, Tensor))]
+
+        gm = trace_inner(flat)(index, *slices, *map(_like, known))
+    return _node(trace, gm, n, sequences, known, len(terms), results, row, static)
+
+
+def _seen(terms: list[Tensor], row: list[Any], static: Any) -> tuple[list[Tensor], list[Any], Any]:
+    """What a body returns, through an operation: a tensor it closes over and hands on unread is noted as well."""
+    return [t.detach() for t in terms], [x.detach() if isinstance(x, Tensor) else x for x in row], static
+
+
+def _is_traced(trace: Any, x: Tensor) -> bool:
+    return not isinstance(proxies_of(trace, x), Tensor)
+
+
+def _like(x: Tensor) -> Tensor:
+    """A stand-in for `x` of the very same strides: what is traced may depend on them, as a view does."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def _node(trace: Any, gm: GraphModule, n: int, sequences: list[Tensor], closed: list[Tensor], num_sums: int,
+          results: list[Tensor], row: list[Any], static: Any) -> tuple[list[Tensor], list[Any], Any]:
+    """Put the body on the traced module, the node into the graph; `results` stand for what the node gives."""
+    name = f"body_{sum(1 for k in vars(trace.tracer.root)['_modules'] if k.startswith('body_'))}"
+    trace.tracer.root.register_module(name, gm)
+    where = trace.tracer.create_proxy("get_attr", name, (), {})
+    args = (where, n, proxies_of(trace, list(sequences)), proxies_of(trace, closed), num_sums)
+    out = trace.tracer.create_proxy("call_function", run_loop, args, {}, name="run_loop")
+    values = list(bind_outputs(results, out, constant=None, tracer=trace.tracer))
+    stacks = iter(values[num_sums:])
+    return values[:num_sums], [next(stacks) if isinstance(x, Tensor) else [x] * n for x in row], static

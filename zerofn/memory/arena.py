@@ -1,0 +1,131 @@
+"""Memory that is made once for captured steps, in which passes give values their places.
+
+What lives shortly then never lies between what lives long, and no allocator is asked for it. A *place* is [arena, first
+byte], a constant of the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from ..dry_run.fake_machine import real
+from ..offload.disk import DiskError, Request, aligned, locked, pages
+from ..ops.registry import define
+from .host_allocator import zeros
+
+_arenas: WeakValueDictionary[int, Arena] = WeakValueDictionary()
+_shared: WeakValueDictionary[tuple[int, torch.device | None], Arena] = WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+class Ring(NamedTuple):
+    """What a step needs of an arena."""
+
+    arena: Arena
+    nbytes: int
+
+
+class Arena:
+    """`nbytes` of a device's memory, or of the host's, made at its first use."""
+
+    def __init__(self, nbytes: int, device: torch.device | None = None) -> None:
+        self.nbytes, self.number, self.device = pages(nbytes), next(_numbers), device
+        self._memory: Tensor | None = None
+        self._leaving: list[tuple[int, int, Request]] = []  # [start, stop) is being written from
+        _arenas[self.number] = self
+
+    def part(self, start: int, nbytes: int) -> Tensor:
+        """uint8 [nbytes] from `start` on, when nothing of it is being written any more."""
+        if self._memory is None:
+            self._memory = self._made()
+        stop = start + nbytes
+        assert stop <= self.nbytes, (stop, self.nbytes)
+        for a, b, request in self._leaving:
+            if a < stop and start < b:
+                end(request)
+        self._leaving = [x for x in self._leaving if not x[2].done]
+        return self._memory[start:stop]
+
+    def _made(self) -> Tensor:
+        if self.device is not None:  # no byte more than a plan counts
+            return zeros(self.nbytes, torch.uint8, self.device)
+        return locked(self.nbytes, torch.uint8) if torch.cuda.is_available() else aligned(self.nbytes)
+
+    def resize(self, nbytes: int) -> None:
+        """Have so much: between steps, since what lies there is lost."""
+        if pages(nbytes) != self.nbytes:
+            for *_, request in self._leaving:
+                end(request)
+            self.renew()
+            self.nbytes = pages(nbytes)
+
+    def renew(self) -> None:
+        """Take other memory: after a step that failed drives, or other ranks, may still read and write there."""
+        self._memory, self._leaving = None, []
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether `x` lies here."""
+        return self._memory is not None and 0 <= x.data_ptr() - self._memory.data_ptr() < self.nbytes
+
+    def leave(self, x: Tensor, nbytes: int, request: Request) -> None:
+        """Note that `x`, which lies here, is being written."""
+        assert self._memory is not None
+        start = x.data_ptr() - self._memory.data_ptr()
+        self._leaving.append((start, start + nbytes, request))
+
+
+def arena_for(number: int, nbytes: int, device: torch.device | None = None) -> Arena:
+    """A step's `number`-th arena on a device (None: what drives read to), the same for all steps: they run one after
+    the other."""
+    if not real():
+        return Arena(nbytes, device)
+    found = _shared.get((number, device))
+    if found is None:
+        found = _shared[number, device] = Arena(nbytes, device)
+    found.resize(max(nbytes, found.nbytes))
+    return found
+
+
+def reserve(rings: Sequence[Ring], exactly: bool) -> None:
+    """Have what a step that is about to run needs. `exactly`: and no more than that, for no other step either."""
+    for arena, nbytes in rings:
+        if exactly or arena.nbytes < nbytes:
+            arena.resize(nbytes)
+    mine = [arena for arena, _ in rings]
+    for (_, device), arena in list(_shared.items()) if exactly else ():
+        if device is not None and arena not in mine:
+            arena.resize(0)
+
+
+def arena_of(x: Tensor) -> Arena | None:
+    """Where a tensor of the host lies."""
+    return next((a for a in list(_arenas.values()) if x.device.type == "cpu" and a.holds(x)), None)
+
+
+def memory_at(place: Sequence[int], nbytes: int) -> Tensor:
+    """uint8 [nbytes] at a place."""
+    return _arenas[place[0]].part(place[1], nbytes)
+
+
+def empty(size: int, dtype: torch.dtype, device: torch.device, place: Sequence[int]) -> Tensor:
+    """Memory [size] at a place, or of its own where that is empty."""
+    if not place:
+        return torch.empty(size, dtype=dtype, device=device)
+    return memory_at(place, size * dtype.itemsize).view(dtype)
+
+
+def end(request: Request) -> None:
+    """Wait for a write, perhaps of another state's. One that fails is told by its store, at every further request."""
+    with contextlib.suppress(DiskError):
+        request.wait()
+
+
+define("bucket(int size, ScalarType dtype, Device device, int[] place) -> Tensor", empty,
+       lambda size, dtype, device, place: torch.empty(size, dtype=dtype, device=device))

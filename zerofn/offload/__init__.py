@@ -1,0 +1,1 @@
+"""State that lies in host memory or on drives."""

@@ -1,0 +1,163 @@
+"""How a drive is best used: block size and transfers under way, measured once a boot.
+
+What is timed is what the engine's threads do, checksums included. The result is kept for the process, and for
+others in the user's cache folder, by device: ranks of one machine wait for the first to measure instead of
+disturbing each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from ...memory.pinned import aligned
+from .checksum import checksum, function
+from .files import DiskError, File
+from .transfer import transfer
+
+SPACE = 64 << 20  # bytes of scratch; no more than this is under way at a time
+BLOCKS, DEPTHS = (1 << 20, 2 << 20, 4 << 20, 8 << 20), (2, 4, 8, 16)
+ROUNDS, SECONDS = 3, 0.008  # of each trial: the machine does other things, too, so medians of several
+LONGEST = 1.2  # seconds; on slow drives later trials, which have more under way, are left out
+ENOUGH = 0.95  # of the best rate
+_known: dict[str, Drive] = {}
+
+
+@dataclass(frozen=True)
+class Drive:
+    """What was found: block (bytes), depth (transfers under way), the rates with them (bytes/s), and O_DIRECT."""
+
+    block: int
+    depth: int
+    read: float
+    write: float
+    direct: bool
+
+    @property
+    def rate(self) -> float:
+        """Bytes/s of reading and writing as many."""
+        return 2 / (1 / self.read + 1 / self.write)
+
+    def describe(self) -> str:
+        """The drive in words."""
+        return (f"reads {self.read / 1e9:.2f} GB/s, writes {self.write / 1e9:.2f} GB/s with {self.depth} blocks of "
+                f"{self.block >> 20} MiB under way{'' if self.direct else ', without O_DIRECT'}")
+
+
+def probe(folder: Path, name: str = "probe") -> Drive:
+    """The drive that `folder` is on, measured (1 to 2 s, 64 MiB) unless it was since the machine started. `name` begins
+    error messages.
+
+    Raises `DiskError` where no scratch file can be made.
+    """
+    key = _key(folder)
+    if key not in _known:
+        with _cache() as file:
+            stored = _stored(file)
+            if key not in stored:
+                stored[key] = measure(folder, name)
+                if file is not None:
+                    with contextlib.suppress(OSError):  # the home folder is full: measured again next time
+                        os.ftruncate(file.fileno(), 0)
+                        os.write(file.fileno(), json.dumps({k: asdict(drive) for k, drive in stored.items()}).encode())
+            _known[key] = stored[key]
+    return _known[key]
+
+
+def measure(folder: Path, name: str = "probe") -> Drive:
+    """Try block sizes and depths; the one with the least under way that is about as fast as any."""
+    memory = aligned(SPACE)
+    memory.view(torch.int64).random_()  # zeros are a drive's favourite
+    file = File(folder, SPACE, name)
+    pairs = [pair for pair in itertools.product(BLOCKS, DEPTHS) if pair[0] * pair[1] <= SPACE]
+    pairs.sort(key=lambda pair: (pair[0] * pair[1], pair[1]))
+    found: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    try:
+        transfer(file, memory.numpy().data, 0, writes=True)  # the first write to a place is slow
+        end = time.monotonic() + LONGEST
+        for _, pair in itertools.product(range(ROUNDS), pairs):
+            if not found or time.monotonic() < end:
+                rates = _trial(file, memory, *pair, writes=False), _trial(file, memory, *pair, writes=True)
+                found.setdefault(pair, []).append(rates)
+    except OSError as error:
+        raise DiskError(f"{folder}: this drive cannot be measured: {error.strerror or error}.", error.errno) from error
+    finally:
+        file.close()
+    drives = []
+    for (block, depth), rounds in found.items():
+        read, write = (statistics.median(rates) for rates in zip(*rounds, strict=True))
+        drives.append(Drive(block, depth, read, write, file.direct))
+    best = max(drive.rate for drive in drives)
+    return next(drive for drive in drives if drive.rate >= ENOUGH * best)
+
+
+def _trial(file: File, memory: torch.Tensor, block: int, depth: int, writes: bool) -> float:
+    """Bytes a second, with `depth` threads."""
+    address, view = memory.data_ptr(), memory.numpy().data
+    places, moved, errors = itertools.cycle(range(0, SPACE, block)), [0] * depth, list[OSError]()
+
+    def work(k: int) -> None:
+        try:
+            while not moved[k] or time.perf_counter() < begin + SECONDS:
+                start = next(places)
+                transfer(file, view[start : start + block], start, writes)
+                checksum(address + start, block)
+                moved[k] += block
+        except OSError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(k,), daemon=True) for k in range(depth)]
+    begin = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return sum(moved) / (time.perf_counter() - begin)
+
+
+@contextlib.contextmanager
+def _cache() -> Iterator[IO[str] | None]:
+    """The file of what other processes found, for this one alone; None where it cannot be had."""
+    with contextlib.ExitStack() as opened:
+        file = None
+        with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerofn"
+            folder.mkdir(parents=True, exist_ok=True)
+            kept = opened.enter_context(open(folder / "drives.json", "a+"))
+            fcntl.flock(kept, fcntl.LOCK_EX)
+            kept.seek(0)
+            file = kept
+        yield file
+
+
+def _stored(file: IO[str] | None) -> dict[str, Drive]:
+    try:
+        return {name: Drive(**drive) for name, drive in json.loads(file.read()).items()} if file is not None else {}
+    except (ValueError, TypeError, AttributeError):  # empty, cut off by a crash, or of another version
+        return {}
+
+
+def _key(folder: Path) -> str:
+    """The device, the machine's start, and whose checksums are part of what is timed."""
+    return f"{os.stat(folder).st_dev} {_boot()} {function().__module__}"
+
+
+def _boot() -> str:
+    """Which start of which machine: device numbers mean something else after the next."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return str(os.getpid())

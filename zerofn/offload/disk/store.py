@@ -1,0 +1,174 @@
+"""Regions of scratch files on drives, read and written while the caller computes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from ...dry_run.fake_machine import real
+from .engine import Engine, Request, Statistics
+from .files import PAGE, check_folders, gigabytes, open_files, pages
+from .probe import probe
+
+
+@dataclass
+class Block:
+    """Bytes [start, start + nbytes) of a region: at `offset` in the file of one drive."""
+
+    drive: int
+    offset: int
+    start: int
+    nbytes: int
+    check: int | None = None  # None: never written
+
+
+class Region:
+    """A place for `nbytes` in a store, on all its drives; zeros until it is written. From `Store.allocate`."""
+
+    def __init__(self, store: Store, label: str, nbytes: int, blocks: list[Block]) -> None:
+        self.store, self.label, self.nbytes, self.blocks = store, label, nbytes, blocks
+        self._under_way: list[Request] = []  # in the order of calls
+
+    def line_up(self, request: Request) -> list[Request]:
+        """Take a request in; those that it has to wait for: of two on one region, one of them a write."""
+        before = [earlier for earlier in self._under_way if earlier.writes or request.writes]
+        self._under_way.append(request)
+        return before
+
+    def forget(self, request: Request) -> None:
+        """A request is done."""
+        self._under_way.remove(request)
+
+    def __repr__(self) -> str:
+        return f"Region({self.label!r}, {self.nbytes:,} bytes)"
+
+
+class Store:
+    """`nbytes` of scratch space on the drives that `paths` (folders) are on, cut over them in blocks.
+
+    The space is taken at once and given back when the store is closed or collected, or the process ends, however
+    it ends. `name` begins error messages. `block` (bytes, whole pages) and `depth` (transfers under way a drive) come
+    from a short measurement of each drive where they are not given. Requests may come from any thread.
+
+    Raises `DiskError`, with nothing written, for a path that is missing, no folder, not writable or too full.
+    """
+
+    def __init__(self, paths: str | os.PathLike | Sequence[str | os.PathLike], nbytes: int, *, name: str,
+                 block: int | None = None, depth: int | None = None) -> None:
+        folders = [Path(p) for p in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+        if not folders:
+            raise ValueError(f"{name}: paths must be one or more folders, not {paths!r}.")
+        if nbytes < 1:
+            raise ValueError(f"{name}: nbytes must be 1 or more, not {nbytes}.")
+        if block is not None and (block < PAGE or block % PAGE):
+            raise ValueError(f"{name}: block must be a multiple of {PAGE} bytes, not {block}.")
+        if depth is not None and depth < 1:
+            raise ValueError(f"{name}: depth must be 1 or more, not {depth}.")
+        self.name, self.nbytes, self.allocated = name, pages(nbytes), 0
+        check_folders(folders, self.nbytes // len(folders), name)
+        self._drives = [probe(folder, name) for folder in folders] if block is None or depth is None else []
+        self.block = block or max(drive.block for drive in self._drives)
+        depths = [depth or drive.depth for drive in self._drives] or [depth or 1] * len(folders)
+        # A block goes to the file with the least in it, so none gets more than a block above its share.
+        share = self.nbytes if len(folders) == 1 else pages(-(-self.nbytes // len(folders))) + self.block
+        self._engine = Engine(name, open_files(folders, share, name), depths)
+        self._filled, self._filling = [0] * len(folders), threading.Lock()
+        self._closing = weakref.finalize(self, self._engine.close)
+
+    def allocate(self, nbytes: int, label: str) -> Region:
+        """A region of `nbytes`, which takes `pages(nbytes)`; `label` is what errors call it.
+
+        Raises `ValueError` where the store has no such room left.
+        """
+        if nbytes < 1:
+            raise ValueError(f"{self.name}: {label} must have 1 byte or more, not {nbytes}.")
+        size, blocks = pages(nbytes), []
+        with self._filling:
+            if self.allocated + size > self.nbytes:
+                raise ValueError(f"{self.name}: {label} needs {size:,} bytes, but {self.nbytes - self.allocated:,} of "
+                                 f"{self.nbytes:,} are left; make the Store with more, summing `pages(nbytes)`.")
+            for start in range(0, size, self.block):
+                length = min(self.block, size - start)
+                drive = self._filled.index(min(self._filled))
+                blocks.append(Block(drive, self._filled[drive], start, length))
+                self._filled[drive] += length
+            self.allocated += size
+        return Region(self, label, nbytes, blocks)
+
+    def read(self, region: Region, buffer: Tensor) -> Request:
+        """Begin to fill `buffer` with the region; what lies behind its `nbytes` in the last page is filled too.
+
+        buffer: from `aligned`, or a contiguous part of one that begins at a page; any dtype, with
+        `pages(region.nbytes)` bytes or more. Comes after writes to the region that were asked for earlier.
+        """
+        return self._begin(region, buffer, writes=False)
+
+    def write(self, region: Region, buffer: Tensor) -> Request:
+        """Begin to write `buffer` (as for `read`) to the region, after what was asked of the region earlier."""
+        return self._begin(region, buffer, writes=True)
+
+    def _begin(self, region: Region, buffer: Tensor, writes: bool) -> Request:
+        if region.store is not self:
+            raise ValueError(f"{self.name}: {region.label} is a region of another store, {region.store.name}.")
+        size = pages(region.nbytes)
+        if buffer.device.type != "cpu" or not buffer.is_contiguous() or buffer.data_ptr() % PAGE:
+            raise ValueError(f"{self.name}: the buffer for {region.label} must be contiguous, on the host and begin at "
+                             f"a multiple of {PAGE} bytes; take one from zerofn.disk.aligned({region.nbytes}).")
+        if buffer.nbytes < size:
+            raise ValueError(f"{self.name}: the buffer for {region.label} has {buffer.nbytes:,} bytes, but {size:,} "
+                             f"(whole pages) are moved; take one from zerofn.disk.aligned({region.nbytes}).")
+        request = Request(self._engine, region, buffer.detach(), writes)
+        self._engine.submit(request)
+        return request
+
+    @property
+    def failed(self) -> bool:
+        """Whether a drive has failed, or the store was closed: every further request raises what was wrong."""
+        return self._engine.failure is not None
+
+    @property
+    def statistics(self) -> Statistics:
+        """Bytes and seconds so far."""
+        return self._engine.statistics
+
+    def describe(self) -> str:
+        """The store in words, a line a drive."""
+        lines = [f"{self.name}: {gigabytes(self.nbytes)} in blocks of {self.block >> 10:,} KiB"]
+        for k, file in enumerate(self._engine.files):
+            how = "directly" if file.direct else "through the page cache"
+            lines.append(f"  {file.folder}: {gigabytes(file.nbytes)}, {how}")
+            if self._drives:
+                lines[-1] += f"; measured: {self._drives[k].describe()}"
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Give the space back; requests under way end with an error. Again is fine."""
+        self._closing()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class _ImaginedStore(Store):
+    """Space on the drives of a machine that is not there."""
+
+    def __init__(self) -> None:
+        self.name = "offload"
+
+    def allocate(self, nbytes: int, label: str) -> Region:
+        """A region that holds nothing."""
+        return Region(self, label, nbytes, [])
+
+
+def scratch_space(paths: str | os.PathLike | Sequence[str | os.PathLike], nbytes: int) -> Store:
+    """A store for what is offloaded."""
+    return Store(paths, nbytes, name="offload") if real() else _ImaginedStore()

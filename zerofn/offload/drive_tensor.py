@@ -1,0 +1,149 @@
+"""Places on drives as values of a graph: a *ticket*, int64 [1], stands for a region that holds one tensor.
+
+`zerofn::fetch` starts to read it, `zerofn::wait` waits for that as for any transfer, `zerofn::spill_` starts to write
+it and returns at once. What is read, to be written again perhaps, goes through one arena: a pass gives every fetch its
+place there, and a fetch into a place that is still being written from waits for that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from .._torch_compat import current_trace
+from ..comm.transport import under_way
+from ..dry_run.fake_machine import host
+from ..memory.arena import arena_of, end, memory_at
+from ..ops.registry import define
+from .disk import PAGE, Region, Request, aligned, pages
+
+ops = torch.ops.zerofn
+_regions: WeakValueDictionary[int, Region] = WeakValueDictionary()
+_numbers = itertools.count(1)
+_loose: deque[Request] = deque()  # writes from memory of their own
+LOOSE = 2  # of them at a time
+
+
+def ticket_of(region: Region) -> Tensor:
+    """A new ticket, good for as long as somebody holds the region."""
+    number = next(_numbers)
+    _regions[number] = region
+    return torch.tensor([number])
+
+
+def region_of(ticket: Tensor) -> Region:
+    """What a ticket stands for."""
+    return _regions[int(ticket)]
+
+
+class Spilled:
+    """A tensor [size] that lies on a drive, for a model that computes on `device`."""
+
+    def __init__(self, ticket: Tensor, dtype: torch.dtype, size: int, device: torch.device | None = None
+                 ) -> None:
+        self.ticket, self.dtype, self.size, self.device = ticket, dtype, size, device or host()
+        self._region = None if current_trace() is not None else region_of(ticket)  # held, so that it stays
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError(f"{self.region.label} lies on a drive, and cannot be copied or pickled: write "
+                           "zerofn.save(path, state), or zerofn.unshard(state) for a copy in memory.")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the drive."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def region(self) -> Region:
+        """Where it lies."""
+        assert self._region is not None
+        return self._region
+
+    def fetched(self) -> Tensor:
+        """Its value in a step that is being captured. Raises `RuntimeError` elsewhere: it would be read unasked."""
+        if current_trace() is None:
+            raise RuntimeError(f"{self.region.label} lies on a drive ({self.region.store.name}), where only compiled "
+                               "steps work on it: write zerofn.compile(step), or zerofn.unshard(state) first.")
+        return ops.wait(ops.fetch(self.ticket, self.size, self.dtype, [], self.device))
+
+    def load(self) -> Tensor:
+        """Its value, read now."""
+        buffer = aligned(self.nbytes)
+        self.region.store.read(self.region, buffer).wait()
+        return buffer[: self.nbytes].view(self.dtype)
+
+    def save(self, x: Tensor) -> None:
+        """Write its value now."""
+        buffer = aligned(self.nbytes)
+        buffer[: self.nbytes].view(self.dtype).copy_(x)
+        self.region.store.write(self.region, buffer).wait()
+
+
+class _Work:
+    """A request in the words of a transfer."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    def wait(self, timeout: Any = None) -> None:
+        """Until it is done."""
+        self._request.wait()
+
+
+def fetch(ticket: Tensor, size: int, dtype: torch.dtype, place: Sequence[int], device: torch.device) -> Tensor:
+    """Start to read `size` elements; `place`: [arena, byte], or nothing for memory of its own. Wait before use: that
+    copies them to `device` where it is not the host."""
+    region, nbytes = region_of(ticket), size * dtype.itemsize
+    buffer = memory_at(place, pages(nbytes)) if place else aligned(nbytes)
+    work, held = _Work(region.store.read(region, buffer)), buffer[:nbytes].view(dtype)
+    if device.type == "cpu":
+        return under_way(held, lambda: [work], (buffer,))
+    out = torch.empty(size, dtype=dtype, device=device)
+
+    def finish() -> None:
+        out.copy_(held)
+
+    return under_way(out, lambda: [work], (buffer,), finish)
+
+
+def room(size: int, dtype: torch.dtype, place: Sequence[int]) -> Tensor:
+    """Memory [size] in an arena, for what is to be written to a drive; `place`: [arena, byte]."""
+    nbytes = size * dtype.itemsize
+    return memory_at(place, pages(nbytes))[:nbytes].view(dtype)
+
+
+def spill_(ticket: Tensor, x: Tensor) -> None:
+    """Start to write `x` [size]. In an arena it must not be written to until a fetch takes its place; what lies
+    elsewhere, in the state perhaps, anyone may write to at once: it is copied first."""
+    region, nbytes = region_of(ticket), x.numel() * x.element_size()
+    arena = arena_of(x)
+    if arena is None or x.data_ptr() % PAGE:
+        while len(_loose) >= LOOSE:
+            end(_loose.popleft())
+        buffer = aligned(nbytes)
+        buffer[:nbytes].view(x.dtype).copy_(x)
+        _loose.append(region.store.write(region, buffer))
+        return
+    whole = torch.empty(0, dtype=torch.uint8).set_(
+        x.untyped_storage(), x.storage_offset() * x.element_size(), (pages(nbytes),), (1,))
+    arena.leave(x, pages(nbytes), region.store.write(region, whole))
+
+
+def _no_copy(ticket: Tensor, x: Tensor) -> Tensor:
+    raise RuntimeError(f"{region_of(ticket).label} lies on a drive, in one place: a step that keeps the old state "
+                       "beside the new one has none for it. Leave out donate=False, or keep the state in memory.")
+
+
+define("fetch(Tensor ticket, int size, ScalarType dtype, int[] place, Device device) -> Tensor", fetch,
+       lambda ticket, size, dtype, place, device: ticket.new_empty(size, dtype=dtype, device=device))
+define("room(int size, ScalarType dtype, int[] place) -> Tensor", room,
+       lambda size, dtype, place: torch.empty(size, dtype=dtype))
+define("ticket(int number) -> Tensor", lambda number: torch.tensor([number]), lambda number: torch.empty(1).long())
+define("spill(Tensor ticket, Tensor x) -> Tensor", _no_copy, lambda ticket, x: ticket.new_empty(ticket.shape))
+define("spill_(Tensor(a!) ticket, Tensor x) -> ()", spill_, lambda ticket, x: None)

@@ -1,0 +1,174 @@
+"""Which parts of a state lie where: `Offload`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import torch
+
+from ..dry_run.fake_machine import imagining, is_host
+from ..util.errors import nearest
+
+log = logging.getLogger("zerofn")
+TIERS = (None, "cpu", "nvme")
+UPDATES = ("auto", "cpu", "gpu", "split")
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Tiers of memory for a state.
+
+    `optimizer`, `params`: None (where the model computes), "cpu" (host memory) or "nvme" (files on drives). `path`: the
+    folder, or folders, to stripe over, for "nvme"; the system's temporary folder by default. `fraction`: the share of
+    the units' bytes that is offloaded, the last by name first, which most models use last. `update`: which processor
+    updates what is offloaded: "cpu", "gpu" (state is streamed through it), "split", or "auto", what measured rates say.
+
+    Raises `ValueError`/`TypeError` for what is unknown.
+    """
+
+    optimizer: str | None = None
+    params: str | None = None
+    path: Paths | None = None
+    fraction: float = 1.0
+    update: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, known in (("optimizer", TIERS), ("params", TIERS), ("update", UPDATES)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"Offload({name}={value!r}) is not known; there are "
+                                 f"{', '.join(map(repr, known[:-1]))} and {known[-1]!r}.")
+        if isinstance(self.fraction, bool) or not isinstance(self.fraction, int | float):
+            raise TypeError(f"Offload(fraction={self.fraction!r}): expected a number, the share of the units' bytes "
+                            f"that is offloaded, got {type(self.fraction).__name__}.")
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"Offload(fraction={self.fraction!r}): the share of the units' bytes that is offloaded "
+                             "must be above 0 and at most 1; write offload=None for nothing.")
+        if self.path is None:
+            return
+        try:
+            paths = self.paths
+        except TypeError:
+            raise TypeError(f"Offload(path={self.path!r}): expected a folder or a list of folders, got "
+                            f"{type(self.path).__name__}.") from None
+        if not all(paths) or not paths or len({os.path.realpath(p) for p in paths}) < len(paths):
+            raise ValueError(f"Offload(path={self.path!r}): expected one or more folders, each once; '.' is the "
+                             "current one.")
+        if not self.on_disk:
+            raise ValueError(f"Offload(path={self.path!r}) has no effect without 'nvme'; leave it out, or write "
+                             "optimizer='nvme'.")
+
+    @property
+    def paths(self) -> list[str]:
+        """The folders."""
+        if self.path is None:
+            return [tempfile.gettempdir()]
+        given = [self.path] if isinstance(self.path, str | os.PathLike) else self.path
+        return [os.path.expanduser(os.fspath(p)) for p in given]
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether anything lies on a drive."""
+        return "nvme" in (self.optimizer, self.params)
+
+
+def resolve(offload: Offload | str | None, stage: int, num_ranks: int, device: torch.device) -> Offload:
+    """An `Offload` from what `shard` accepts. "cpu" and "nvme" mean the optimizer's state, and the parameters where
+    they lie in pieces. Raises `ValueError`/`TypeError` for what is unknown, and for what would have no effect.
+    """
+    whole = stage in (1, 2) and num_ranks > 1  # a gathered copy lies beside the pieces
+    if offload is None:
+        return Offload()
+    if isinstance(offload, str):
+        if offload not in TIERS:
+            near = nearest(offload, ("cpu", "nvme"), 1, 0.0)
+            raise ValueError(f"offload={offload!r} is not known; did you mean {near[0]!r}? There are 'cpu', 'nvme' and "
+                             "zerofn.Offload(optimizer=..., params=..., path=...).")
+        offload = Offload(optimizer=offload, params=None if whole else offload)
+    if not isinstance(offload, Offload):
+        raise TypeError(f"offload: expected None, 'cpu', 'nvme' or a zerofn.Offload, got {type(offload).__name__}.")
+    _check(offload, whole, device)
+    if imagining():
+        return offload
+    for path in offload.paths if offload.on_disk else ():
+        if _in_memory(path):
+            log.warning("offload: %s lies in memory itself (tmpfs), so what is offloaded there frees none; "
+                        "Offload(path=...) names a folder on a drive.", path)
+    if offload.on_disk and offload.path is None:
+        log.info("offload: scratch files go to %s; Offload(path=...) names another folder.", offload.paths[0])
+    return offload
+
+
+def _check(offload: Offload, whole: bool, device: torch.device) -> None:
+    if not (offload.optimizer or offload.params):
+        raise ValueError(f"{offload} offloads nothing: name what is to lie where, optimizer= or params=, 'cpu' or "
+                         "'nvme', or write offload=None.")
+    if offload.params and whole:
+        raise ValueError("Offload(params=...) has no effect at stages 1 and 2, where every rank holds a gathered copy "
+                         "of the parameters; use stage=3, or offload the optimizer alone.")
+    for name in ("optimizer", "params"):
+        if lies_there(getattr(offload, name), device):
+            raise ValueError(f"Offload({name}='cpu') has no effect: the parameters are on the CPU, so the model "
+                             "computes in host memory as it is. Leave it out, offload to 'nvme', or let the model "
+                             "compute on a GPU: shard(..., device='cuda').")
+    if is_host(device) and offload.update != "auto":
+        raise ValueError(f"Offload(update={offload.update!r}) has no effect: the model computes on the CPU and there "
+                         "is no other processor to update on; leave update out.")
+
+
+def _in_memory(path: str) -> bool:
+    """Whether a folder's file system has no drive behind it."""
+    real = Path(os.path.realpath(path))
+    mounts = [x for x in psutil.disk_partitions(all=True) if real.is_relative_to(x.mountpoint)]
+    return max(mounts, key=lambda x: len(x.mountpoint)).fstype in ("tmpfs", "ramfs") if mounts else False
+
+
+def check_memory(offload: Offload, kept: Mapping[str, int], num_ranks: int) -> None:
+    """Raise `MemoryError`, with a table of what would fit, if this machine's ranks ask for more host memory than there
+    is. `kept`: bytes a rank, by what they are ("parameters", "optimizer") and tier, such as "optimizer on cpu".
+    """
+    needed, free = sum(n for what, n in kept.items() if what.endswith(" on cpu")) * num_ranks, free_memory()
+    if needed <= free:
+        return
+    total = {what: sum(n for k, n in kept.items() if k.startswith(what)) for what in ("parameters", "optimizer")}
+    rows = {"as asked": needed, "Offload(optimizer='nvme')": total["parameters"] * num_ranks,
+            "Offload(optimizer='nvme', params='nvme')": 0}
+    lines = [f"  {name:<42} {nbytes / 1e9:8.2f} GB  {'fits' if nbytes <= free else 'does not fit'}"
+             for name, nbytes in rows.items()]
+    raise MemoryError("\n".join([
+        f"{offload} needs {needed / 1e9:.2f} GB of host memory for {num_ranks} rank(s) of this machine, and "
+        f"{free / 1e9:.2f} GB are free. Nothing was allocated. At most, beside buffers:", *lines,
+        "optim.adamw(..., moments='8bit') keeps its moments in a quarter of that."]))
+
+
+def free_memory() -> int:
+    """Bytes of host memory that this process may still take, its control group's limit included."""
+    free = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):  # no control groups, or no limit
+        group = Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
+        folder = Path("/sys/fs/cgroup") / group
+        limit, used = ((folder / name).read_text() for name in ("memory.max", "memory.current"))
+        free = min(free, int(limit) - int(used))
+    return free
+
+
+def lies_there(tier: str | None, device: torch.device) -> bool:
+    """Whether a tier is the memory that the model computes in."""
+    return tier == "cpu" and is_host(device)
+
+
+def of_units(offload: Offload, sizes: Sequence[int]) -> list[Offload]:
+    """What holds for each unit, given their bytes in the order of first use: the last ones make up the fraction."""
+    wanted, taken, out = offload.fraction * sum(sizes), 0, []
+    for size in reversed(sizes):
+        out.append(offload if taken < wanted else replace(offload, optimizer=None, params=None, path=None))
+        taken += size
+    return out[::-1]

@@ -1,0 +1,93 @@
+"""Per-leaf constants of an update rule, as runs of elements on this rank's pieces.
+
+Masks and labels are callables on the logical tree; a flat piece is cut where their answer changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..ops import runs as _runs  # noqa: F401  (defines zerofn::fill_runs and its like)
+from ..sharding.layout import Leaf
+from ..sharding.sharded import is_sharded
+from .base import LeafInfo
+
+
+class Slot(NamedTuple):
+    """One tensor of a tree (a piece, or a plain leaf), and the runs of equal constants in it."""
+
+    place: int  # among the tree's flat tensors
+    runs: list[tuple[int, int, Any]]  # (start, stop, constant)
+    offset: int  # of the first element in its unit
+
+    @property
+    def columns(self) -> tuple[list[int], list[int], list[Any]]:
+        """Starts, stops and constants."""
+        return [a for a, _, _ in self.runs], [b for _, b, _ in self.runs], [c for _, _, c in self.runs]
+
+
+def leaf_info(path: tree.Path, leaf: Tensor | Leaf) -> LeafInfo:
+    """A plain leaf at `path`, or a leaf of the `Sharded` there, under the name it has in the plain tree."""
+    path = (*path, leaf.name) if isinstance(leaf, Leaf) else path
+    return LeafInfo(tree.name_of(path), tuple(leaf.shape), leaf.dtype)
+
+
+def slots(params: Any, constant: Callable[[LeafInfo], Hashable]) -> Iterator[Slot]:
+    """Every flat tensor of `params` in `tree.leaves` order, with the constants of the leaves in it."""
+    paths, nodes, _ = tree.flatten_with_path(params, is_leaf=is_sharded)
+    index = 0
+    for path, node in zip(paths, nodes, strict=True):
+        if not is_sharded(node):
+            yield Slot(index, [(0, node.numel(), constant(leaf_info(path, node)))], 0)
+            index += 1
+            continue
+        ask = partial(_ask, constant, path)
+        for unit in node.layout.units:
+            start, stop = node.spec.bounds(unit)
+            yield Slot(index, unit.runs(start, stop, ask), start)
+            index += 1
+
+
+def _ask(constant: Callable[[LeafInfo], Hashable], path: tree.Path, leaf: Leaf) -> Hashable:
+    return constant(leaf_info(path, leaf))
+
+
+def map_runs(rule: Callable[..., Any], constant: Callable[[LeafInfo], Hashable], *trees: Any) -> list[Any]:
+    """`rule(tensors, offset, starts, stops, constants)` on the tensors of every place of `trees`, parameters first.
+
+    `rule` returns a tuple of tensors; the trees of its first, second, ... results are returned, in the
+    structure of the parameters, of the first moments, ... (or none, where there are no leaves). Raises
+    `ValueError` where the trees are not of one structure.
+    """
+    flat, treedefs = zip(*map(tree.flatten, trees), strict=True)
+    first = flat[0]
+    for k, leaves in enumerate(flat):
+        if [x.shape for x in leaves] != [x.shape for x in first]:
+            what = "the gradients" if k == 1 else "the state's moments"
+            raise ValueError(
+                f"optim: {what} are not laid out as the parameters are: expected "
+                f"{[list(x.shape) for x in first]}, got {[list(x.shape) for x in leaves]}. Gradients come "
+                "from value_and_grad at these parameters, the state from init of this transformation."
+            )
+    fresh = [rule([f[slot.place] for f in flat], slot.offset, *slot.columns) for slot in slots(trees[0], constant)]
+    own = [treedefs[0], *treedefs[2:]]  # not the parameters' for all: what is kept how hangs on it
+    return [tree.unflatten(treedef, column) for treedef, column in zip(own, zip(*fresh, strict=True), strict=True)]
+
+
+def spread(params: Any, constant: Callable[[LeafInfo], float]) -> Any:
+    """The tree of `params` with, for every tensor, its constants: a float, or a tensor where they differ."""
+    leaves, treedef = tree.flatten(params)
+
+    def values(slot: Slot) -> Any:
+        starts, stops, constants = slot.columns
+        if len(set(constants)) <= 1:
+            return next(iter(constants), 0.0)
+        return torch.ops.zerofn.fill_runs(leaves[slot.place], starts, stops, constants)
+
+    return tree.unflatten(treedef, [values(slot) for slot in slots(params, constant)])

@@ -1,0 +1,129 @@
+"""Gathered units and gradients that wait to be sent lie in memory that is made once.
+
+An allocator that is asked for a unit and for an activation in turn ends with holes that fit neither; what a step needs
+is then there, and cannot be had. Here short-lived buffers have their places, as registers have, and only activations
+are asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..graph.alias import body_of, positions, roots, touches
+from ..graph.edit import SCATTERS, bodies, clean, is_gather, is_scatter, made_by
+from ..graph.liveness import memory_bytes, moments
+from ..graph.loop import run_loop
+from ..graph.program import Program, tensor_of
+from ..graph.resident import resident
+from ..memory.arena import Ring, arena_for
+from ._packing import Span, pack
+
+ops = torch.ops.zerofn
+MORE = 1 / 16  # of a peak: what holes cost, at least
+ALIGNED = 512  # bytes: where allocators of devices begin a tensor, too
+_BUCKETS = (ops.flat.default, ops.ravel.default)
+
+
+def assign_buffers(gm: GraphModule, program: Program) -> GraphModule:
+    """Give gathered units, and the buffers in which gradients are sent, places in one arena for each graph: all of
+    them, but for the largest, or for gradients, where a step's peak would be higher by more than `MORE`, or than its
+    budget, with their places kept free all the time.
+    """
+    graphs = [gm, *bodies(gm)]
+    found = [list(_spans(each.graph)) for each in graphs]
+    sizes = sorted({span.nbytes for spans in found for span in spans}, reverse=True)
+    if not sizes:
+        return gm
+    weights = _Weights(program, graphs)
+    limit = min((1 + MORE) * weights.most, math.inf if program.budget is None else program.budget)
+    for kinds, most in itertools.product((_all, _gathered), sizes):
+        kept = [[x for x in spans if x.nbytes <= most and kinds(x)] for spans in found]
+        packed = [pack(spans) for spans in kept]
+        if weights.peak(kept, sum(nbytes for _, nbytes in packed)) <= limit:
+            break
+    else:
+        return gm
+    for each, spans, (places, nbytes) in zip(graphs, kept, packed, strict=True):
+        if spans:
+            device = tensor_of(spans[0].node).device  # type: ignore[union-attr]
+            arena = arena_for(len(program.rings), nbytes, device)
+            program.rings.append(Ring(arena, nbytes))
+            for span, place in zip(spans, places, strict=True):
+                _put(span.node, [arena.number, place])
+            clean(each)
+    return gm
+
+
+def _all(span: Span) -> bool:
+    return True
+
+
+def _gathered(span: Span) -> bool:
+    return is_gather(span.node)
+
+
+class _Weights:
+    """Bytes on the device while each node of a step runs. `most`: the peak."""
+
+    def __init__(self, program: Program, graphs: list[GraphModule]) -> None:
+        places = dict(_places(program.gm, {each: k for k, each in enumerate(graphs)}))
+        over_time = moments(program.gm, resident(program).device)
+        self._moments = [(places[node], sum(live.values())) for node, live in over_time]
+        self._sizes = [len(each.graph.nodes) for each in graphs]
+        self.most = max(nbytes for _, nbytes in self._moments)
+
+    def peak(self, spans: list[list[Span]], nbytes: int) -> int:
+        """The peak where these have places in `nbytes` that are there all the time."""
+        alive = [_alive(found, size) for found, size in zip(spans, self._sizes, strict=True)]
+        return nbytes + max(there - sum(alive[k][at] for k, at in places) for places, there in self._moments)
+
+
+def _places(gm: GraphModule, number: dict[GraphModule, int], outside: tuple[tuple[int, int], ...] = ()
+            ) -> Iterator[tuple[Node, tuple[tuple[int, int], ...]]]:
+    """Every node -> (number of its graph, position there), and those of the loops around it."""
+    for at, node in enumerate(gm.graph.nodes):
+        here = (*outside, (number[gm], at)) if gm in number else outside
+        yield node, here
+        if node.target is run_loop:
+            yield from _places(body_of(node), number, here)
+
+
+def _alive(spans: list[Span], size: int) -> list[int]:
+    """Bytes of these at each position of a graph."""
+    change = [0] * (size + 1)
+    for span in spans:
+        change[span.start] += memory_bytes(span.node.meta["val"])
+        change[span.stop + 1] -= memory_bytes(span.node.meta["val"])
+    return list(itertools.accumulate(change))
+
+
+def _spans(graph: Graph) -> Iterator[Span]:
+    """What may lie in a ring: gathered units, and flat gradients that are sent, which do not leave the graph."""
+    where, root = positions(graph), roots(graph)
+    touched = touches(graph, root)
+    leaves = {root[x] for x in next(iter(reversed(graph.nodes))).all_input_nodes}
+    sent = {root[n.all_input_nodes[0]] for n in graph.nodes if is_scatter(n)}
+    for node, at in where.items():
+        is_bucket = node.target in _BUCKETS and node in sent and len(node.args) != 5
+        if (is_bucket or _is_unit(node, root)) and node not in leaves:
+            nbytes = -(-memory_bytes(node.meta["val"]) // ALIGNED) * ALIGNED
+            yield Span(node, at, where[touched[node][-1]], nbytes)
+
+
+def _is_unit(node: Node, root: dict[Node, Node]) -> bool:
+    """Whether a node gathers parameters: at stage 0 gradients are gathered, too, and wait for the update."""
+    return is_gather(node) and root[node.all_input_nodes[0]].target not in SCATTERS
+
+
+def _put(node: Node, place: list[int]) -> None:
+    """Let a node make its memory at a place."""
+    if is_gather(node):
+        node.kwargs = {**node.kwargs, "place": place}
+    else:
+        value = node.meta["val"]
+        made_by(node, ops.bucket.default, value.numel(), value.dtype, value.device, place)

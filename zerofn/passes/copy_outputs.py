@@ -1,0 +1,41 @@
+"""What a step that donates nothing returns is its caller's own."""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from ..graph.alias import is_given, is_lent, roots
+from ..graph.capture import CaptureError
+from ..graph.edit import clean, copy_of
+from ..graph.program import Cut, Program
+
+
+def copy_outputs(gm: GraphModule, program: Program) -> GraphModule:
+    """Copy outputs that stand on memory which was there before, or on that of an entry of the new state: another step
+    may be given either state, and would write there; and those on memory that the next step uses again."""
+    root = roots(gm.graph)
+    outputs = list(program.output.args[0])  # type: ignore[arg-type]
+    for name, tier, value in zip(program.state.names, _tiers(program), outputs[: program.num_new], strict=False):
+        if tier == "nvme" and value.op == "placeholder":
+            raise CaptureError(f"{name} lies on a drive, in one place: the state that is returned and the old one "
+                               "would share it. Leave out donate=False, or keep the state in memory.")
+    taken: set[Node] = set()
+    for k, value in enumerate(outputs):
+        if is_given(root[value]) or is_lent(root[value]) or root[value] in taken:
+            with gm.graph.inserting_before(program.output):
+                outputs[k] = copy_of(value)
+        elif k < program.num_new:
+            taken.add(root[value])
+    program.output.args = (outputs,)
+    return clean(gm)
+
+
+def _tiers(program: Program) -> list[str | None]:
+    """Where each of the state's tensors lies."""
+    out: list[str | None] = []
+    for cut in program.state.nodes:
+        if isinstance(cut, Cut):
+            out += [tier for kind in cut.kinds for *_, tier in kind.parts(0)]
+        else:
+            out += [None] if cut is None else []
+    return out

@@ -1,0 +1,83 @@
+"""What is written to memory of the step's own becomes a value of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .._torch_compat import OpOverload
+from ..graph.alias import is_view, roots, touches, writes, written_memory
+from ..graph.edit import clean
+from ..graph.liveness import complete_values, values_of
+from ..graph.program import alike, tensor_of
+
+aten = torch.ops.aten
+
+
+def functionalize(gm: GraphModule) -> GraphModule:
+    """Replace operations in place by those that give a new value, where nothing else looks at the memory they write:
+    dropout's mask, for one, is drawn into an empty tensor and scaled there. What is pure can be computed again, and
+    what may as well be done in place is done so later, by `reuse`.
+    """
+    complete_values(gm.graph)
+    root = roots(gm.graph)
+    touched, changes = touches(gm.graph, root), written_memory(root)
+    for memory in [n for n in gm.graph.nodes if root[n] is n and _is_aten(n)]:
+        written = [n for n in touched[memory] if memory in map(root.__getitem__, writes(n))]
+        pure = {n: _pure(n, lambda x: root[x] not in changes) for n in written}
+        if written and all(pure.values()) and _is_alone(touched[memory], written):
+            _replace(gm.graph, touched[memory], pure)
+    return clean(gm)
+
+
+def _is_aten(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.namespace == "aten"
+
+
+def _is_alone(touched: list[Node], written: list[Node]) -> bool:
+    """Whether memory is only written as a whole, and has no view before it is written for the last time."""
+    before = touched[: touched.index(written[-1])]
+    return not any(map(is_view, before)) and all(writes(n) == [n.args[0]] for n in written)
+
+
+def _pure(node: Node, stays: Callable[[Node], bool]) -> Any:
+    """What gives as a new value what `node` writes: an operation, or "given", what it copies, where that `stays` as it
+    is; None if nothing does."""
+    value, given = tensor_of(node.args[0]), values_of(node)[0]  # type: ignore[arg-type]
+    if not _is_aten(node) or node.kwargs or value is None or not hasattr(value, "fake_mode"):
+        return None
+    if node.target is aten.copy_.default:
+        source: Any = node.args[1]
+        return "given" if alike(value, given[1]) and len(source.users) == 1 and stays(source) else None
+    name, overload = node.target._schema.name.split("::")[1], node.target._overloadname  # type: ignore[union-attr]
+    packet = getattr(aten, name[:-1], None) if name.endswith("_") and not name.endswith("__") else None
+    pure: Callable[..., Any] | None = getattr(packet, overload, None)
+    if pure is None:
+        return None
+    with value.fake_mode:
+        return pure if alike(value, pure(*given)) else None
+
+
+def _replace(graph: Graph, touched: list[Node], pure: dict[Node, Any]) -> None:
+    """Let every node see the value that was there when it ran."""
+    now = touched[0]
+    stands = {now}
+    for node in touched[1:]:
+        for x in node.all_input_nodes:
+            if x in stands:
+                node.replace_input_with(x, now)
+        if node in pure:
+            now = node.args[1] if pure[node] == "given" else _call(graph, node, pure[node])  # type: ignore[assignment]
+            stands.add(now)
+            node.replace_all_uses_with(now)
+            graph.erase_node(node)
+
+
+def _call(graph: Graph, node: Node, pure: Callable[..., Any]) -> Node:
+    with graph.inserting_before(node):
+        new = graph.call_function(pure, node.args)
+    new.meta.update(node.meta)
+    return new

@@ -1,0 +1,63 @@
+"""A gradient's norm, and whether it is finite, are taken as soon as it is complete."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, cast
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..graph.alias import positions, roots, writes
+from ..graph.edit import behind, clean
+
+ops = torch.ops.zerofn
+# A tensor, [start, stop) of its parts, and what wrote to it last before it is reduced.
+_Key = tuple[Node, tuple[tuple[int, int], ...], Node | None]
+_Args = tuple[list[Node], list[int], list[int], list[int], list[int], list[int], int, int]
+_REDUCTIONS = (ops.part_norms.default, ops.part_extremes.default)
+
+
+def fuse_norms(gm: GraphModule) -> GraphModule:
+    """Cut reductions over many tensors into one for each, which reads it in one pass for its norms and extremes while
+    it is in the cache; what is left for the end is to put the numbers together. The values are the same, bit for bit.
+    """
+    graph = gm.graph
+    where, root = positions(graph), roots(graph)
+    writer: dict[Node, Node] = {}  # memory -> what wrote it last
+    tensors: dict[Node, list[tuple[_Key, list[int]]]] = {}
+    for node in graph.nodes:
+        if node.target in _REDUCTIONS:
+            tensors[node] = [((x, parts, writer.get(root[x])), places) for x, parts, places in _by_tensor(node)]
+        writer.update((root[x], node) for x in writes(node))
+    keys = dict.fromkeys(key for each in tensors.values() for key, _ in each)
+    found = {key: _reduce(graph, key, where) for key in keys}
+    for node, each in tensors.items():
+        numbers = [(found[key][node.target], places) for key, places in each]
+        with graph.inserting_before(node):
+            grid = graph.call_function(ops.grid.default, (
+                [x for x, _ in numbers], [p for _, places in numbers for p in places], *node.args[-2:]))
+        grid.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(grid)
+    return clean(gm)
+
+
+def _by_tensor(node: Node) -> list[tuple[Node, tuple[tuple[int, int], ...], list[int]]]:
+    """For each tensor that a reduction reads: (it, its parts, where their numbers go in the result)."""
+    tensors, piece, start, stop, row, column, _, num_columns = cast(_Args, node.args)
+    parts: dict[int, list[int]] = {k: [] for k in range(len(tensors))}  # those, too, that have none on this rank
+    for i, k in enumerate(piece):
+        parts[k].append(i)
+    return [(tensors[k], tuple((start[i], stop[i]) for i in mine), [row[i] * num_columns + column[i] for i in mine])
+            for k, mine in parts.items()]
+
+
+def _reduce(graph: Graph, key: _Key, where: dict[Node, int]) -> dict[Any, Node]:
+    """Reductions of one tensor, right after it is there: kind -> its numbers. `clean` drops what nobody asks for."""
+    tensor, parts, complete = key
+    starts, stops = [a for a, _ in parts], [b for _, b in parts]
+    after = max([tensor, *([complete] if complete else [])], key=where.__getitem__)
+    with graph.inserting_after(behind(after)):
+        both = graph.call_function(ops.part_numbers.default, (tensor, starts, stops))
+    with graph.inserting_after(both):
+        return {kind: graph.call_function(operator.getitem, (both, k)) for k, kind in enumerate(_REDUCTIONS)}

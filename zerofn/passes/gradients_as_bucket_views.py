@@ -1,0 +1,102 @@
+"""Gradients are computed where they are sent from."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..graph.alias import is_view, positions, sources
+from ..graph.edit import clean
+from ..graph.program import tensor_of
+
+ops, aten = torch.ops.zerofn, torch.ops.aten
+_OUT = {
+    aten.mm.default: aten.mm.out,
+    aten.addmm.default: aten.addmm.out,
+    aten.bmm.default: aten.bmm.out,
+    aten.sum.dim_IntList: aten.sum.IntList_out,
+    aten.add.Tensor: aten.add.out,
+    aten.mul.Tensor: aten.mul.out,
+}
+
+
+def gradients_as_bucket_views(gm: GraphModule) -> GraphModule:
+    """Where the operation that makes a leaf's gradient can write to given memory, let it write into the unit's flat
+    buffer; the copy into that buffer, which is made before them, is left for the rest. The values are the same, bit
+    for bit."""
+    where = positions(gm.graph)
+    for node in list(where):
+        if node.target is ops.ravel.default and len(node.args) == 4:
+            _place(gm.graph, node, where)
+    return clean(gm)
+
+
+def _place(graph: Graph, ravel: Node, where: dict[Node, int]) -> None:
+    """`where`: positions; what is made here gets that of the node before which it is."""
+    leaves, offsets, size, dtype = cast(tuple[list[Node | None], list[int], int, torch.dtype], ravel.args)
+    makers: list[Node | None] = []
+    for leaf in leaves:
+        maker = _maker(leaf, dtype)
+        makers.append(None if maker in makers else maker)  # it writes to one place
+    last = max((_memory(x) for x in leaves if x is not None), key=where.__getitem__)
+    if last.op == "placeholder":
+        return
+    # Before the last leaf where none is made there: freed behind the buffer, what is cast into it leaves no hole in the
+    # heap, which malloc, for want of some bytes for the alignment, could not give to the next one of its size.
+    first = min((m for m in makers if m is not None), key=where.__getitem__, default=last)
+    device = tensor_of(ravel).device  # type: ignore[union-attr]
+    with graph.inserting_before(first):
+        flat = graph.call_function(ops.flat.default, (size,), {"dtype": dtype, "device": device})
+    flat.meta["val"] = ravel.meta["val"]
+    where[flat] = where[first]
+    numels = [0 if x is None else tensor_of(x).numel() for x in leaves]  # type: ignore[union-attr]
+    for maker, offset in zip(makers, offsets, strict=True):
+        if maker is not None:
+            where[_write_to(graph, maker, flat, offset)] = where[maker]
+    # Read anew: a leaf whose maker writes for another leaf is by now a part of the flat buffer, and copied from it.
+    now = cast(list[Node | None], ravel.args[0])
+    rest = [None if m is not None else x for x, m in zip(now, makers, strict=True)]
+    with graph.inserting_before(ravel):
+        graph.call_function(ops.fill_.default, (flat, rest, offsets, numels, [m is not None for m in makers]))
+    ravel.replace_all_uses_with(flat)
+    graph.erase_node(ravel)
+
+
+def _memory(node: Node) -> Node:
+    """What made the memory that a node stands on."""
+    while is_view(node):
+        node = sources(node)[0]
+    return node
+
+
+def _maker(leaf: Node | None, dtype: torch.dtype) -> Node | None:
+    """The operation that makes this gradient, if nothing else reads it and it can write to given memory."""
+    node = leaf
+    while node is not None and len(node.users) == 1 and is_view(node):
+        value, source = tensor_of(node), tensor_of(node.args[0])  # type: ignore[arg-type]
+        if value is None or source is None or not (value.is_contiguous() and source.is_contiguous()):
+            return None
+        if value.numel() != source.numel():
+            return None
+        node = node.args[0]  # type: ignore[assignment]
+    if node is None or len(node.users) != 1 or node.target not in _OUT:
+        return None
+    value = tensor_of(node)
+    inputs = [tensor_of(x) for x in node.all_input_nodes]
+    same = all(x is not None and x.dtype == dtype for x in inputs)
+    return node if value is not None and value.is_contiguous() and value.dtype == dtype and same else None
+
+
+def _write_to(graph: Graph, maker: Node, flat: Node, offset: int) -> Node:
+    """Let `maker` write to a part of a flat buffer; -> that part."""
+    value = tensor_of(maker)
+    with graph.inserting_before(maker):
+        part = graph.call_function(ops.part.default, (flat, offset, list(value.shape)))  # type: ignore[union-attr]
+        part.meta["val"] = value
+        out = graph.call_function(_OUT[maker.target], maker.args, {**maker.kwargs, "out": part})  # type: ignore[index]
+    out.meta.update(maker.meta)
+    maker.replace_all_uses_with(part)
+    graph.erase_node(maker)
+    return part

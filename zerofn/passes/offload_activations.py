@@ -1,0 +1,168 @@
+"""Activations wait in host memory between their last use in the forward pass and their first one in the backward pass.
+
+Each is sent as soon as the forward pass has used it for the last time, and brought back just in time, by simulated
+costs; both while the device computes. While it is away it takes nothing there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..cost.op_cost import UP, moved
+from ..cost.simulator import Lanes, lanes_of
+from ..dry_run.fake_machine import host
+from ..graph.alias import is_lent, positions, roots, touches, written_memory
+from ..graph.edit import clean, is_start
+from ..graph.liveness import AGAIN, complete_values, memory_bytes
+from ..graph.phase import BACKWARD, FORWARD, phase_of
+from ..graph.program import tensor_of
+from .budget.decision import choice_of
+
+ops = torch.ops.zerofn
+UNDER_WAY = 2  # activations that may be on their way to the host at a time; or back, and not used yet
+
+
+class Stay(NamedTuple):
+    """Memory that may be away between two nodes: its last use in the forward pass, its first one in the backward pass.
+    """
+
+    memory: Node
+    last: Node
+    first: Node
+
+
+def stays(graph: Graph) -> list[Stay]:
+    """All that may be stashed, in order of making: what the forward pass makes and nobody writes to, that nobody reads
+    but it and then the backward pass."""
+    root = roots(graph)
+    touched, written = touches(graph, root), written_memory(root)
+    out: list[Stay] = []
+    for node in graph.nodes:
+        if root[node] is node and phase_of(node) == FORWARD and node not in written and _can_leave(node):
+            users = touched[node]
+            phases = [phase_of(x) for x in users]
+            num = phases.count(FORWARD)
+            if num < len(phases) and phases == [FORWARD] * num + [BACKWARD] * (len(phases) - num):
+                out.append(Stay(node, users[num - 1], users[num]))
+    return out
+
+
+def _can_leave(node: Node) -> bool:
+    """Whether a copy of a node's value stands for its memory: it is all of that, and its own."""
+    if node.op != "call_function" or is_start(node) or is_lent(node) or node.target is ops.bring.default:
+        return False
+    value = tensor_of(node)
+    return value is not None and value.dim() > 0 and 0 < value.nbytes == memory_bytes(value)
+
+
+def offload_activations(gm: GraphModule) -> GraphModule:
+    """Send the activations that were chosen to host memory, and bring them back. No more than `UNDER_WAY` are leaving
+    at a time, none is back before it is needed but as early as its transfer, and those after it, take."""
+    chosen = choice_of(gm).stashed
+    found = [x for x in stays(gm.graph) if x.memory.name in chosen] if chosen else []
+    if not found:
+        return gm
+    complete_values(gm.graph)
+    places = _Places(gm.graph, lanes_of(gm))
+    begins = places.back(found)
+    ends = places.left(found, begins)
+    nodes, root = places.nodes, roots(gm.graph)
+    users = touches(gm.graph, root)
+    sent = {x: _move(gm.graph, x.memory, host(), nodes[places.where[x.last] + 1], FORWARD) for x in found}
+    there = {x: _wait(gm.graph, sent[x], nodes[ends[x]]) for x in found}
+    for x in sorted(found, key=lambda x: (begins[x], places.where[x.first])):
+        back = _move(gm.graph, there[x], x.memory.meta["val"].device, nodes[begins[x]], BACKWARD)
+        views = _Views(gm.graph, root, x.memory, _wait(gm.graph, back, x.first))
+        for user in users[x.memory]:
+            if phase_of(user) == BACKWARD:
+                views.feed(user)
+    return clean(gm)
+
+
+class _Places:
+    """Where transfers begin and are waited for, as indices of `nodes`; each is put before the node there."""
+
+    def __init__(self, graph: Graph, lanes: Lanes) -> None:
+        self.nodes, self.where, self._lanes = list(graph.nodes), positions(graph), lanes
+        computes = (lanes.cost(n) if n.op == "call_function" and moved(n) is None else 0.0 for n in self.nodes)
+        self._time = [0.0, *accumulate(computes)]  # when each node begins
+
+    def back(self, found: list[Stay]) -> dict[Stay, int]:
+        """Where each begins to be brought back: so late that it is there, and those used after it are, when it is used.
+        """
+        order = sorted(found, key=lambda x: self.where[x.first])
+        free = self._time[-1]  # from when on the link is taken
+        out: dict[Stay, int] = {}
+        for k, x in reversed(list(enumerate(order))):
+            start = min(free, self._time[self.where[x.first]]) - self._seconds(x)
+            others = self.where[order[k - UNDER_WAY].first] if k >= UNDER_WAY else 0
+            out[x] = max(bisect_right(self._time, start) - 1, others, self.where[x.last] + 1)
+            free = self._time[out[x]]
+        return out
+
+    def _seconds(self, x: Stay) -> float:
+        return self._lanes.seconds_of(UP, memory_bytes(x.memory.meta["val"]))
+
+    def left(self, found: list[Stay], begins: dict[Stay, int]) -> dict[Stay, int]:
+        """Where it is waited for that each has left: when it should have, before too many others leave, and before it
+        is brought back."""
+        order = sorted(found, key=lambda x: self.where[x.last])
+        free = 0.0  # until when the link is taken
+        out: dict[Stay, int] = {}
+        for k, x in enumerate(order):
+            after = self.where[x.last] + 1
+            free = max(free, self._time[after]) + self._seconds(x)
+            late = [self.where[y.last] for y in order[k + UNDER_WAY : k + UNDER_WAY + 1]]
+            out[x] = max(after, min([bisect_left(self._time, free), begins[x], *late]))
+            free = min(free, self._time[out[x]])
+        return out
+
+
+class _Views:
+    """What the backward pass reads of one activation, made of what came back."""
+
+    def __init__(self, graph: Graph, root: dict[Node, Node], memory: Node, back: Node) -> None:
+        self._graph, self._root, self._memory = graph, root, memory
+        self._copies = {memory: back}
+
+    def feed(self, user: Node) -> None:
+        """Let a node of the backward pass read what came back."""
+        for x in user.all_input_nodes:
+            if phase_of(x) == FORWARD and self._root[x] is self._memory:
+                user.replace_input_with(x, self._copy(x, user))
+
+    def _copy(self, view: Node, before: Node) -> Node:
+        if view not in self._copies:
+            mine = {x: self._copy(x, before) for x in view.all_input_nodes if self._root[x] is self._memory}
+            with self._graph.inserting_before(before):
+                made = self._graph.node_copy(view, lambda x: mine.get(x, x))
+            made.meta["phase"] = BACKWARD
+            self._copies[view] = made
+        return self._copies[view]
+
+
+def _move(graph: Graph, x: Node, device: torch.device, before: Node, phase: str) -> Node:
+    """Start to copy `x` to a device."""
+    node = _call(graph, ops.bring.default, (x, device), {"parked": True}, before, phase)
+    node.meta["val"] = x.meta["val"].to(device)
+    if phase == BACKWARD:
+        node.meta[AGAIN] = True
+    return node
+
+
+def _wait(graph: Graph, start: Node, before: Node) -> Node:
+    node = _call(graph, ops.wait.default, (start,), {}, before, start.meta["phase"])
+    node.meta["val"] = start.meta["val"]
+    return node
+
+
+def _call(graph: Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: Node, phase: str) -> Node:
+    with graph.inserting_before(before):
+        node = graph.call_function(target, args, kwargs)
+    node.meta["phase"] = phase
+    return node

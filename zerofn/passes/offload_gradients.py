@@ -1,0 +1,111 @@
+"""Gradients that wait for a verdict wait on the drive, where the state they belong to lies."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+from weakref import WeakValueDictionary
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..dry_run.fake_machine import host, is_host, real
+from ..graph.alias import roots, touches
+from ..graph.edit import ASIDE, UPDATE, clean, fetched, from_drive, kept_by, made_by
+from ..graph.program import Cut, Program, tensor_of
+from ..offload.disk import Region, pages, scratch_space
+from ..offload.drive_tensor import ticket_of
+
+ops = torch.ops.zerofn
+HELD = 2  # gradients that stay in memory: those of the first updates, which were made last
+
+
+class Parked(list[Region]):
+    """Where gradients wait."""
+
+
+_parked: WeakValueDictionary[Any, Parked] = WeakValueDictionary()
+
+
+def offload_gradients(gm: GraphModule, program: Program) -> GraphModule:
+    """Write a reduced gradient out once its norm is taken, and read it again with the state it updates: of the
+    gradients that wait, as of the state, no more than three units' are in memory.
+    """
+    rules = [n for n in gm.graph.nodes if _waits(n)][HELD:]
+    root = roots(gm.graph)
+    touched = touches(gm.graph, root)
+    # Who else reads a gradient after its norm was taken needs it in memory.
+    rules = [n for n in rules if touched[root[_gradient(n)]][-1] is n and root[_gradient(n)].op != "placeholder"]
+    if rules:
+        program.scratch = _regions(program, rules)
+        for rule, region in zip(rules, program.scratch, strict=True):
+            memory = root[_gradient(rule)]
+            _park(gm.graph, rule, memory, touched[memory][-2], region)
+    return clean(gm)
+
+
+def _gradient(rule: Node) -> Node:
+    return rule.args[1]  # type: ignore[return-value]
+
+
+def _waits(node: Node) -> bool:
+    """Whether a node is an update in place of what was read from a drive, and its gradient waits for a verdict."""
+    kept = kept_by(node)
+    if not any(from_drive(x) for parts in kept for x in parts):
+        return False
+    factor, finite = node.args[len(kept) + 3 : len(kept) + 5]  # after the gradient, the moments, count and lr
+    return isinstance(factor, Node) or isinstance(finite, Node)
+
+
+def _regions(program: Program, rules: list[Node]) -> Parked:
+    """Places for the gradients of these rules, the same for all steps that have such: they run one after the other."""
+    kinds = [kind for cut in program.state.nodes if isinstance(cut, Cut) for kind in cut.kinds]
+    sizes = [tensor_of(_gradient(rule)).nbytes for rule in rules]  # type: ignore[union-attr]
+    paths = next(kind.away.paths for kind in kinds if kind.away and kind.away.paths)
+    names = dict(zip(program.placeholders, program.state.names, strict=False))
+    labels = [f"the gradient of {names[_updated(rule)]}" for rule in rules]
+    key = (paths, *zip(labels, sizes, strict=True))
+    found = _parked.get(key) if real() else None
+    if found is None or found[0].store.failed:
+        store = scratch_space(paths, sum(map(pages, sizes)))
+        found = Parked(map(store.allocate, sizes, labels))
+        if real():
+            _parked[key] = found
+    return found
+
+
+def _updated(rule: Node) -> Node:
+    """The input that a rule updates."""
+    first = cast(list[Node], rule.args[0])[0]
+    return cast(Node, cast(Node, first.args[0]).args[0]) if fetched(first) else first
+
+
+def _park(graph: Graph, rule: Node, memory: Node, after: Node, region: Region) -> None:
+    value, then = tensor_of(_gradient(rule)), after.next
+    assert value is not None
+    aside: list[Node] = []
+    there = _write_there(_gradient(rule), memory)
+    gradient = held = _gradient(rule)
+    with graph.inserting_before(then):
+        if not there:
+            held = graph.call_function(ops.room.default, (value.numel(), value.dtype, []))
+            aside += [held, graph.call_function(torch.ops.aten.copy_.default, (held, gradient))]
+        ticket = graph.call_function(ops.ticket.default, (int(ticket_of(region)),))
+        aside.append(graph.call_function(ops.spill_.default, (ticket, held)))
+    with graph.inserting_before(rule):
+        fetch = graph.call_function(ops.fetch.default, (ticket, value.numel(), value.dtype, [], host()))
+        wait = graph.call_function(ops.wait.default, (fetch,))
+    fetch.meta[UPDATE] = True
+    for node in (*aside, fetch, wait) if rule.meta.get(ASIDE) else ():
+        node.meta[ASIDE] = True
+    rule.replace_input_with(gradient, wait)
+
+
+def _write_there(gradient: Node, memory: Node) -> bool:
+    """Let what makes a gradient make it where drives write from; -> whether it can."""
+    value, whole = tensor_of(gradient), tensor_of(memory)
+    if value is None or whole is None or not is_host(value.device) or value.numel() != whole.numel():
+        return False
+    if memory.target is not ops.flat.default and (memory.target is not ops.ravel.default or len(memory.args) != 4):
+        return False
+    made_by(memory, ops.room.default, whole.numel(), whole.dtype, [])
+    return True

@@ -1,0 +1,49 @@
+"""Scatters start when their gradient is there, and are waited for late."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..graph.alias import is_view, positions
+from ..graph.edit import CASTS, clean, is_scatter, raise_up, wait_of
+
+IN_FLIGHT = 2  # scatters under way at a time: each holds a unit's whole gradient
+
+_PREPARES = (torch.ops.zerofn.ravel.default, torch.ops.aten.mul.Tensor, *CASTS)
+
+
+def raise_reduce_scatters(gm: GraphModule) -> GraphModule:
+    """Raise every reduce-scatter, with the copy into its flat buffer, to where its last gradient is made; sink its
+    wait to its first use, or to where the second scatter after it starts.
+    """
+    graph = gm.graph
+    flats: dict[Node, None] = {}
+    for node in graph.nodes:
+        if node.target is torch.ops.zerofn.ravel.default or is_scatter(node):
+            flats.update(_preparation(node))
+            flats[node] = None
+    where = positions(graph)
+    raise_up(graph, sorted(flats, key=where.__getitem__))
+    where = positions(graph)
+    starts = sorted(filter(is_scatter, graph.nodes), key=where.__getitem__)
+    for k, start in enumerate(starts):
+        wait = wait_of(start)
+        late = starts[k + IN_FLIGHT : k + IN_FLIGHT + 1]
+        target = min([*wait.users, *late], key=where.__getitem__, default=None)
+        if target is not None:
+            target.prepend(wait)
+    return clean(gm)
+
+
+def _preparation(node: Node) -> dict[Node, None]:
+    """The chain of views, casts and products by a weight between a ravel and its scatter."""
+    out: dict[Node, None] = {}
+    while node.all_input_nodes:
+        node = node.all_input_nodes[0]
+        if not (is_view(node) or node.target in _PREPARES) or len(node.users) > 1:
+            break
+        out = {node: None, **out}
+        if node.target is torch.ops.zerofn.ravel.default:
+            break
+    return out

@@ -1,0 +1,52 @@
+"""A gradient is unscaled as soon as it is reduced, so that what comes after need not wait for the last one."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..graph.alias import positions
+from ..graph.edit import CASTS, clean, is_fetch, is_scatter, raise_up
+from ..graph.program import tensor_of
+
+ops = torch.ops.zerofn
+
+
+def raise_unscale(gm: GraphModule) -> GraphModule:
+    """Raise products of whole gradients with a number, and what computes that number, to where both are there: a
+    gradient that goes elsewhere, to the host or a drive, does so while the next ones are made. One that stays keeps
+    its narrower dtype until its update."""
+    goes = any(map(is_fetch, gm.graph.nodes))
+    moved: dict[Node, None] = {}
+    for node in gm.graph.nodes:
+        if node.target is not torch.ops.aten.mul.Tensor:
+            continue
+        gradient = node.args[0]
+        cast = [gradient] if isinstance(gradient, Node) and gradient.target in CASTS and goes else []
+        if _is_gradient(cast[0].args[0] if cast else gradient):
+            moved.update(_number(node.args[1]))
+            moved.update(dict.fromkeys([*cast, node]))
+    where = positions(gm.graph)
+    raise_up(gm.graph, sorted(moved, key=where.__getitem__))
+    return clean(gm)
+
+
+def _is_gradient(x: object) -> bool:
+    """Whether `x` is a unit's gradient, complete and reduced."""
+    if not isinstance(x, Node):
+        return False
+    if x.target is ops.wait.default:
+        return is_scatter(x.all_input_nodes[0])
+    return x.target is ops.ravel.default and not any(map(is_scatter, x.users))
+
+
+def _number(x: object) -> dict[Node, None]:
+    """The operations on numbers alone that make the number `x`."""
+    value = tensor_of(x) if isinstance(x, Node) else None
+    if not isinstance(x, Node) or value is None or value.dim() or x.op != "call_function":
+        return {}
+    out: dict[Node, None] = {}
+    for given in x.all_input_nodes:
+        out.update(_number(given))
+    out[x] = None
+    return out

@@ -1,0 +1,86 @@
+"""Update rules run as soon as they can."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..graph.alias import positions, roots, touches, writes
+from ..graph.edit import SPILLS_IN_PLACE, UPDATE, clean, fetched, is_fetch, kept_by, raise_up, wait_of
+from ..graph.program import Program, tensor_of
+
+ops = torch.ops.zerofn
+
+
+def raise_updates(gm: GraphModule, program: Program) -> GraphModule:
+    """Raise every update in place to where its gradient is reduced, after all that still reads the old values: inside
+    the backward pass, where it need not wait for a verdict on all gradients. Those that do wait run in the order in
+    which the next step uses what they write.
+    """
+    graph = gm.graph
+    copies = {piece: whole for piece, whole, _ in program.copies()}
+    rules = [n for n in graph.nodes if _is_update(n)]
+    raise_up(graph, [*_reads(graph), *_scalars(graph, rules)])
+    where, root = positions(graph), roots(graph)
+    touched = touches(graph, root)
+    writers: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        for x in writes(node):
+            writers.setdefault(root[x], []).append(node)
+
+    makers = {root[x]: rule for rule in rules for x in writes(rule)}
+    spills: dict[Node, list[Node]] = {rule: [] for rule in rules}  # rule -> what takes its results to where they lie
+    for node in graph.nodes:
+        if node.target in SPILLS_IN_PLACE and root[node.args[1]] in makers:
+            spills[makers[root[node.args[1]]]].append(node)
+
+    def memory(rule: Node) -> set[Node]:
+        places = {root[x] for x in writes(rule)}
+        places |= {root[spill.args[0]] for spill in spills[rule]}  # type: ignore[index]
+        return places | {copies[x] for x in places if x in copies}  # a piece may lie in its gathered copy
+
+    reads = set(_reads(graph))
+
+    def first_use(rule: Node) -> int:
+        used = (n for place in memory(rule) for n in touched[place] if n.op == "call_function" and n not in reads)
+        return min(where[n] for n in used)
+
+    anchors = {}
+    for rule in rules:
+        before = [n for place in memory(rule) for n in touched[place]]
+        before += [n for x in rule.all_input_nodes for n in writers.get(root[x], ())]
+        anchors[rule] = max((n for n in [*before, *rule.all_input_nodes] if where[n] < where[rule]),
+                            key=where.__getitem__)
+    for rule in sorted(rules, key=first_use, reverse=True):
+        anchors[rule].append(rule)
+    for rule, mine in spills.items():
+        for spill in mine:  # not before what still reads the old value from there
+            place = root[spill.args[0]]  # type: ignore[index]
+            if not [n for n in touched[place] if where[rule] < where[n] < where[spill]]:
+                rule.append(spill)
+    return clean(gm)
+
+
+def _is_update(node: Node) -> bool:
+    """Whether a node is an update rule of ours, in place in the state."""
+    return bool(kept_by(node)) and all(x.op == "placeholder" or fetched(x) for x in writes(node))
+
+
+def _reads(graph: Graph) -> list[Node]:
+    """Reads from drives for updates, with their waits."""
+    starts = [n for n in graph.nodes if is_fetch(n) and n.meta.get(UPDATE)]
+    return [n for start in starts for n in (start, wait_of(start))]
+
+
+def _scalars(graph: Graph, rules: list[Node]) -> list[Node]:
+    """What rules read beside tensors of many elements, in order: counts, rates, the verdict, and what makes them."""
+    found: set[Node] = set()
+    todo = [x for rule in rules for x in rule.all_input_nodes]
+    while todo:
+        node = todo.pop()
+        value = tensor_of(node)
+        if node not in found and node.op == "call_function" and value is not None and value.dim() == 0:
+            if not writes(node):
+                found.add(node)
+                todo += node.all_input_nodes
+    return [n for n in graph.nodes if n in found]

@@ -1,0 +1,58 @@
+"""What of a gathered unit this rank holds itself is read where it lies."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule, Node
+
+from .._torch_compat import resolve_process_group
+from ..dry_run.fake_machine import imagining
+from ..graph.alias import is_given, roots, written_memory
+from ..graph.edit import clean, is_gather, wait_of
+from ..graph.program import tensor_of
+
+_slice = torch.ops.aten.slice.Tensor
+
+
+def read_local_shards(gm: GraphModule) -> GraphModule:
+    """Let a leaf that lies wholly in this rank's piece be a view of the piece, and the gather copy of the piece only
+    what leaves on its edges need. Transfers stay as they are; which leaves are so read differs from rank to rank.
+
+    Only pieces that are there all through the step: one that is cast for the gather would live longer.
+    """
+    root = roots(gm.graph)
+    written = written_memory(root)
+    for start in filter(is_gather, gm.graph.nodes):
+        piece = start.args[0]
+        if is_given(root[piece]) and root[piece] not in written:
+            _read(start, piece)
+    return clean(gm)
+
+
+def _read(start: Node, piece: Node) -> None:
+    size, group = tensor_of(piece).numel(), str(start.args[2])  # type: ignore[union-attr]
+    low = 0 if imagining() else dist.get_rank(resolve_process_group(group)) * size
+    inside: list[tuple[Node, int, int]] = []
+    edges: list[tuple[int, int]] = []  # what others need of the piece
+    users = list(wait_of(start).users)
+    for user in users:
+        read = _interval(user)
+        a, b = (x - low for x in read or (low, low + size))
+        if read and 0 <= a and b <= size:
+            inside.append((user, a, b))
+        elif a < size and b > 0:
+            edges.append((max(a, 0), min(b, size)))
+    if len(inside) == len(users):
+        return  # nobody would wait for the gather any more; other ranks need it
+    for user, a, b in inside:
+        user.args = (piece, -1, a, b)
+    start.kwargs = {"own": [min(a for a, _ in edges), max(b for _, b in edges)] if edges else [0, 0]}
+
+
+def _interval(user: Node) -> tuple[int, int] | None:
+    """What a user reads of a unit, where it is a plain slice of it."""
+    if user.target is not _slice or len(user.args) != 4 or user.args[1] not in (0, -1):
+        return None
+    a, b = user.args[2:]
+    return (a, b) if isinstance(a, int) and isinstance(b, int) and 0 <= a <= b else None

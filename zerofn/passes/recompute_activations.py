@@ -1,0 +1,51 @@
+"""Activations that are not kept are computed again where the backward pass needs them."""
+
+from __future__ import annotations
+
+from torch.fx import Graph, GraphModule, Node
+
+from ..graph.alias import positions
+from ..graph.edit import clean
+from ..graph.liveness import AGAIN
+from ..graph.phase import BACKWARD, FORWARD, phase_of
+from ..graph.segments import Segments
+from .budget.decision import choice_of
+
+
+def recompute_activations(gm: GraphModule) -> GraphModule:
+    """Drop the activations that were chosen: before its first use in the backward pass each is computed again, from
+    what is kept, by the operations that made it. Random ones are functions of their key and draw the same again.
+    """
+    dropped = choice_of(gm).dropped
+    if not dropped:
+        return gm
+    segments = Segments(gm.graph)
+    again = _Again(gm.graph, segments, {node for node in segments.activations if node.name in dropped})
+    for node in list(gm.graph.nodes):
+        if phase_of(node) == BACKWARD:
+            again.feed(node)
+    return clean(gm)
+
+
+class _Again:
+    """Second copies of forward operations, made where they are first needed."""
+
+    def __init__(self, graph: Graph, segments: Segments, dropped: set[Node]) -> None:
+        self._graph, self._segments, self._dropped = graph, segments, dropped
+        self._copies: dict[Node, Node] = {}
+        self._where = positions(graph)
+
+    def feed(self, node: Node) -> None:
+        """Give a node of the backward pass copies of what is dropped."""
+        for x in node.all_input_nodes:
+            if phase_of(x) == FORWARD and self._segments.memory(x) in self._dropped:
+                node.replace_input_with(x, self._copy(x, node))
+
+    def _copy(self, value: Node, before: Node) -> Node:
+        missing = self._segments.missing(value, self._dropped, self._copies)
+        for x in sorted(missing, key=self._where.__getitem__):
+            with self._graph.inserting_before(before):
+                made = self._graph.node_copy(x, lambda y: self._copies.get(y, y))
+            made.meta.update({AGAIN: True, "phase": BACKWARD})
+            self._copies[x] = made
+        return self._copies[value]

@@ -1,0 +1,72 @@
+"""Elementwise operations write over an operand that nobody needs any more."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .._torch_compat import OpOverload
+from ..graph.alias import last_uses, positions, roots
+from ..graph.edit import clean
+from ..graph.program import alike, tensor_of
+
+aten = torch.ops.aten
+SMALLEST = 1 << 12  # elements; below, fresh memory is in the cache anyway
+
+# Operations that may write to the memory of an operand of their result's shape, and what they call it.
+_OUT = {
+    aten.add.Tensor: (aten.add.out, "out"),
+    aten.sub.Tensor: (aten.sub.out, "out"),
+    aten.mul.Tensor: (aten.mul.out, "out"),
+    aten.div.Tensor: (aten.div.out, "out"),
+    aten.neg.default: (aten.neg.out, "out"),
+    aten.pow.Tensor_Scalar: (aten.pow.Tensor_Scalar_out, "out"),
+    aten.silu.default: (aten.silu.out, "out"),
+    aten.gelu.default: (aten.gelu.out, "out"),
+    aten.tanh.default: (aten.tanh.out, "out"),
+    aten.sigmoid.default: (aten.sigmoid.out, "out"),
+    aten.silu_backward.default: (aten.silu_backward.grad_input, "grad_input"),
+    aten.gelu_backward.default: (aten.gelu_backward.grad_input, "grad_input"),
+    aten.tanh_backward.default: (aten.tanh_backward.grad_input, "grad_input"),
+    aten.sigmoid_backward.default: (aten.sigmoid_backward.grad_input, "grad_input"),
+    aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
+}
+
+
+def reinplace(gm: GraphModule) -> GraphModule:
+    """Let an elementwise operation whose operand is used for the last time write its result there: less memory, and
+    memory that is in the cache. The values are the same, bit for bit.
+    """
+    where, root = positions(gm.graph), roots(gm.graph)
+    last = last_uses(gm.graph, where, root)
+    moved: dict[Node, Node] = {}  # what was fresh memory -> the memory it is now in
+
+    def memory(node: Node) -> Node:
+        return moved.get(root[node], root[node])
+
+    for node in gm.graph.nodes:
+        if node.target not in _OUT:
+            continue
+        for operand in node.all_input_nodes:
+            there = memory(operand)
+            alone = all(x is operand or memory(x) is not there for x in node.all_input_nodes)
+            if alone and last[there] == where[node] and _is_fresh(there) and _fits(node, operand, there):
+                last[there] = last[node]
+                moved[node] = there
+                node.target, name = _OUT[node.target]
+                node.kwargs = {**node.kwargs, name: operand}
+                break
+    return clean(gm)
+
+
+def _is_fresh(memory: Node) -> bool:
+    """Whether memory is the step's own, made by an operation of which we know all that shares it."""
+    return isinstance(memory.target, OpOverload) and memory.target.namespace == "aten"
+
+
+def _fits(node: Node, operand: Node, memory: Node) -> bool:
+    """Whether the operand is all of its memory, and lies in it as the result would."""
+    value, given, whole = tensor_of(node), tensor_of(operand), tensor_of(memory)
+    if value is None or given is None or whole is None or value.numel() < SMALLEST:
+        return False
+    return alike(value, given) and (whole.numel(), whole.dtype) == (value.numel(), value.dtype)

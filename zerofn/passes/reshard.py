@@ -1,0 +1,95 @@
+"""Stage 3: a gathered unit is dropped between uses and gathered again."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+
+from torch.fx import Graph, GraphModule, Node
+
+from ..graph.alias import positions
+from ..graph.edit import clean, is_source, sink, wait_of, weight_chain
+from .budget.decision import choice_of
+
+ALIVE = 3  # gathered units at a time: one in use, and two that are kept, or under way
+
+
+def reshard(gm: GraphModule) -> GraphModule:
+    """Cut the uses of every gathered unit where `ALIVE` or more other units are used in between, so that it and those
+    could not all be alive, and give each region after the first a gather of its own. Forward and backward of a layer
+    are two regions; those of the last layers are one. Where it was chosen which units are dropped, those are.
+    """
+    graph = gm.graph
+    cuts, chain = choice_of(gm).cuts, weight_chain(graph)
+    inside, where = set(chain), positions(graph)
+    uses = uses_of_gathers(graph, chain, where)
+    timeline = sorted((where[u], k) for k, found in enumerate(uses.values()) for u in found)
+    for k, (gather, found) in enumerate(uses.items()):
+        def cut(before: Node, after: Node, k: int = k, gather: Node = gather) -> bool:
+            if cuts is not None:
+                return (gather.name, before.name) in cuts
+            return num_others(k, timeline, where[before], where[after]) >= ALIVE
+
+        for region in _regions(found, cut)[1:]:
+            _refetch(graph, region, inside)
+    sink(graph, weight_chain(graph))
+    return clean(gm)
+
+
+def uses_of_gathers(graph: Graph, chain: list[Node], where: dict[Node, int]) -> dict[Node, list[Node]]:
+    """Where each gathered unit begins to be there -> the nodes that compute with it, in order."""
+    inside = set(chain)
+    return {n: sorted(_uses(wait_of(n), inside), key=where.__getitem__) for n in chain if is_source(n)}
+
+
+def _uses(wait: Node, inside: set[Node]) -> set[Node]:
+    """The nodes outside the chain that read what `wait` yields, through any view."""
+    out: set[Node] = set()
+    todo = [wait]
+    while todo:
+        for user in todo.pop().users:
+            if user in inside:
+                todo.append(user)
+            else:
+                out.add(user)
+    return out
+
+
+def _regions(uses: list[Node], cut: Callable[[Node, Node], bool]) -> list[list[Node]]:
+    regions = [uses[:1]]
+    for before, after in zip(uses, uses[1:], strict=False):
+        if cut(before, after):
+            regions.append([])
+        regions[-1].append(after)
+    return regions
+
+
+def num_others(own: int, timeline: list[tuple[int, int]], start: int, stop: int) -> int:
+    """How many other units are used in (start, stop), counted up to ALIVE. `timeline`: (position, unit) of all uses."""
+    seen: set[int] = set()
+    for at in range(bisect_right(timeline, (start, len(timeline) + own)), len(timeline)):
+        position, unit = timeline[at]
+        if position >= stop or len(seen) >= ALIVE:
+            break
+        if unit != own and position > start:
+            seen.add(unit)
+    return len(seen)
+
+
+def _refetch(graph: Graph, region: list[Node], inside: set[Node]) -> None:
+    """Give the users in `region` a copy of the chain they read from."""
+    copies: dict[Node, Node] = {}
+
+    def copy(node: Node) -> Node:
+        if node not in inside:
+            return node
+        if node not in copies:
+            made = graph.node_copy(node, copy)
+            copies[node] = made
+        return copies[node]
+
+    for user in region:
+        with graph.inserting_before(user):
+            for source in list(user.all_input_nodes):
+                if source in inside:
+                    user.replace_input_with(source, copy(source))

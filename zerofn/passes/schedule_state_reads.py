@@ -1,0 +1,85 @@
+"""Reads from drives have their places in an arena, and those for updates start ahead of their use."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..graph.alias import positions, roots, touches, written_before
+from ..graph.edit import UPDATE, bodies, clean, is_fetch, is_scatter, wait_of
+from ..graph.program import Program
+from ..memory.arena import arena_for
+from ..offload.disk import pages
+from ._packing import Span, pack
+
+ops = torch.ops.zerofn
+_FLAT = (ops.ravel.default, ops.flat.default, ops.room.default)  # what makes memory for gradients
+WRITING = 3  # gradients that may be on their way to the drive while one is made
+
+
+def schedule_state_reads(gm: GraphModule, program: Program) -> GraphModule:
+    """While a unit is updated, the next one's state is read and the last one's is written. All that is read goes to an
+    arena that is made once.
+    """
+    for each in (gm, *bodies(gm)):
+        _place(each.graph, program)
+        clean(each)
+    return gm
+
+
+def _place(graph: Graph, program: Program) -> None:
+    fetches = list(filter(is_fetch, graph.nodes))
+    groups = _start_updates(graph, [x for x in fetches if x.meta.get(UPDATE)])
+    spans = _spans(graph, groups)
+    if not spans:
+        return
+    places, nbytes = pack(spans)
+    program.arenas.append(arena_for(len(program.arenas), nbytes))
+    for span, place in zip(spans, places, strict=True):
+        span.node.args = tuple([[program.arenas[-1].number, place] if x == [] else x for x in span.node.args])
+
+
+def _start_updates(graph: Graph, fetches: list[Node]) -> list[list[Node]]:
+    """Waits sink to the update that reads them; the reads for one update start when the one before is waited for.
+    -> the reads, update by update."""
+    where = positions(graph)
+    writer = written_before(graph, where, roots(graph))
+    groups: dict[Node, list[Node]] = {}
+    for fetch in fetches:
+        reader = min(wait_of(fetch).users, key=where.__getitem__)
+        groups.setdefault(reader, []).append(fetch)
+    readers = sorted(groups, key=where.__getitem__)
+    before = next((n for n in graph.nodes if n.target in _FLAT or is_scatter(n)), None)  # the backward pass has begun
+    if before and readers and where[readers[0]] < where[before]:  # it is over: a loop held it
+        before = None
+    at = where[before] if before else 0
+    for k, reader in enumerate(readers):
+        for fetch in groups[reader]:
+            reader.prepend(wait_of(fetch))
+            if fetch in writer and at <= where[writer[fetch]]:  # it is written first
+                writer[fetch].append(fetch)
+            else:
+                (before or wait_of(fetch)).prepend(fetch)
+        if k or not before:  # two are read while the first gradients are computed
+            before, at = wait_of(groups[reader][0]), where[reader]
+    return [groups[reader] for reader in readers]
+
+
+def _spans(graph: Graph, groups: list[list[Node]]) -> list[Span]:
+    where, touched = positions(graph), touches(graph, roots(graph))
+    ends = [max(where[touched[fetch][-1]] for fetch in group) for group in groups]
+    # What one update has changed is being written during the next; it may be read until later, and written after.
+    ends = [max(pair) for pair in zip(ends, [*ends[1:], len(where)], strict=False)]
+    written = {fetch: end for group, end in zip(groups, ends, strict=True) for fetch in group}
+    out = []
+    for fetch in [n for n in graph.nodes if n.target is ops.fetch.default]:
+        _, size, dtype = fetch.args[:3]
+        last = touched[fetch][-1]
+        stop = max(where[last], written.get(fetch, 0) if last.target is ops.spill_.default else 0)
+        out.append(Span(fetch, where[fetch], stop, pages(size * dtype.itemsize)))
+    rooms = [n for n in graph.nodes if n.target is ops.room.default]
+    for k, room in enumerate(rooms):
+        size, dtype = room.args[:2]
+        stop = max(where[rooms[min(k + WRITING, len(rooms) - 1)]], where[touched[room][-1]])
+        out.append(Span(room, where[room], stop, pages(size * dtype.itemsize)))
+    return out

@@ -1,0 +1,42 @@
+"""Stages 1 and 2: the gathered copies are brought up to date, from the end of one step into the next."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule
+
+from ..graph.alias import last_writers, roots
+from ..graph.edit import ASIDE, clean
+from ..graph.program import Program, tensor_of
+
+ops, aten = torch.ops.zerofn, torch.ops.aten
+
+
+def start_param_gather(gm: GraphModule, program: Program) -> GraphModule:
+    """After a unit's piece is updated, start to gather it into the copy that hangs on the parameters.
+
+    Where the dtypes agree the piece is a view of that copy and nothing is copied; else it is cast into its place.
+    Nobody waits here: `arrive` does, in the next step.
+    """
+    graph = gm.graph
+    writers = last_writers(roots(graph))
+    owners = dict(zip(program.placeholders, program.owners, strict=False))
+    for piece, whole, aliased in program.copies():
+        writer = writers.get(piece)
+        if writer is None:
+            continue
+        spec, unit = owners[piece]
+        start, stop = spec.layout.cut(unit, spec.axis.rank)
+        with graph.inserting_after(writer):
+            fetch = graph.call_function(
+                ops.refresh_.default, (whole, spec.axis.rank, spec.axis.size, spec.axis.group, unit.name))
+        if writer.meta.get(ASIDE):
+            with graph.inserting_before(fetch):
+                graph.call_function(ops.wait.default, (piece,))
+        if not aliased:
+            with graph.inserting_before(fetch):
+                part = graph.call_function(aten.slice.Tensor, (whole, 0, start, stop))
+                value = tensor_of(whole)
+                part.meta["val"] = None if value is None else value[start:stop]
+                graph.call_function(aten.copy_.default, (part, piece))
+    return clean(gm)

@@ -1,0 +1,176 @@
+"""`Plan`: what a step will need and do, known before it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from ..cost.machine import Machine, machine_of
+from ..cost.op_cost import SENT, Moved, moved, transfers
+from ..cost.op_timer import measured
+from ..cost.simulator import Timeline
+from ..dry_run.fake_machine import Imagined
+from ..graph.liveness import Live, Moment, moments
+from ..graph.phase import phase_of
+from ..graph.program import Program
+from ..graph.resident import resident
+from ..util.sizes import in_words
+from .picture import File, draw, page
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank. `peak`: by kind, at the moment when the device holds most; `where`: that operation; `host` and
+    `disk`: what lies there all the time, as does `there` on the device; `rings`: of that, what is reserved for gathered
+    units and gradients, `used`: the most of it that is in use at a time; `over_time`: bytes on the device while each
+    operation runs, by kind."""
+
+    peak: Live
+    where: str
+    host: int
+    disk: int
+    there: int
+    rings: int
+    used: int
+    over_time: list[Moment] = field(repr=False)
+
+    @property
+    def total(self) -> int:
+        """The device's peak."""
+        return sum(self.peak.values())
+
+
+class Plan:
+    """What a captured and scheduled step needs and does, on one of `world` ranks. `machine`: where it was planned to
+    run; None for a step of this process."""
+
+    def __init__(self, program: Program, machine: Machine | None = None, imagined: Imagined | None = None) -> None:
+        self.program, self.machine, self._imagined = program, machine, imagined
+        self.world = 1 if program.axis is None else program.axis.size
+        self._timelines: dict[Machine, Timeline] = {}
+
+    @property
+    def graph(self) -> GraphModule:
+        """The step as it will run."""
+        return self.program.gm
+
+    @cached_property
+    def _memory(self) -> Memory:
+        with self._there():
+            there = resident(self.program)
+            over_time = list(moments(self.program.gm, there.device))
+        most = max(over_time, key=lambda x: x.nbytes)
+        rings = there.device["reserved"]
+        used = rings - min(x.live["reserved"] for x in over_time)
+        return Memory(most.live, place(most.node), there.host, there.disk, sum(there.device.values()), rings, used,
+                      over_time)
+
+    def memory(self) -> Memory:
+        """Bytes by kind: `state`, `gathered` parameters, `gradients`, `activations` kept for the backward pass,
+        `staging` buffers of offloading, `other`, and what is `reserved` for gathered units and gradients and not in use
+        just then. What operations take for themselves while they run is not known."""
+        return self._memory
+
+    def transfers(self) -> Counter[Moved]:
+        """What the step moves -> how often: bytes sent to other ranks, read from and written to drives, copied to and
+        from host memory."""
+        found: Counter[Moved] = Counter()
+        with self._there():
+            for x, times in transfers(self.program.gm):
+                found[x] += times
+        return found
+
+    def _there(self) -> contextlib.AbstractContextManager[None]:
+        """The machine that was imagined when the step was captured."""
+        return self._imagined() if self._imagined is not None else contextlib.nullcontext()
+
+    def timeline(self, machine: Machine | str | os.PathLike[str] | None = None) -> Timeline:
+        """A step, simulated: when what is computed and sent. `machine`: for a step of this process what
+        `zerofn profile` wrote here; then every operation is run once, on made-up values, to know how long it takes, and
+        all ranks must call it. For other machines it is known from the plan.
+
+        Raises `ValueError` for another machine than the one it was planned for, or that this is.
+        """
+        if self.machine is not None and machine is not None:
+            raise ValueError(f"planned for {self.machine.name}; for another write zerofn.plan(..., machine=...).")
+        where = self.machine or (machine_of(machine) if machine is not None else None)
+        if where is None:
+            raise ValueError("how long a step takes here is known once this machine was measured: run "
+                             "`zerofn profile FILE`, and write plan.timeline(FILE); zerofn.this_machine() measures it "
+                             "now.")
+        if self.machine is None:
+            where.check_here()
+        with self._there():
+            if where not in self._timelines:
+                cost = measured([self.graph], where) if where.is_here else None
+                self._timelines[where] = Timeline(self.graph, where, self.world, cost)
+            return self._timelines[where]
+
+    def collectives(self) -> dict[Moved, int]:
+        """Transfers between ranks -> times a step, in order of first use; bytes are what a rank sends each time."""
+        return {x: times for x, times in self.transfers().items() if x.how == SENT}
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a rank sends to others in a step; as many come."""
+        return sum(x.nbytes * times for x, times in self.collectives().items())
+
+    def text(self) -> str:
+        """All of it, to be read."""
+        m = self.memory()
+        lines = [f"{self.program.name} on {self.world} rank(s)",
+                 f"  memory of a rank: {in_words(m.total)} at its peak, in {m.where}"]
+        lines += [f"    {kind:<12} {in_words(n)}" for kind, n in m.peak.items() if n]
+        away = {"in host memory": m.host, "on drives": m.disk}
+        lines += [f"    {name:<12} {in_words(n)}" for name, n in away.items() if n]
+        if m.used:
+            lines.append(f"  made once for gathered units and gradients: {in_words(m.rings)}, of which "
+                         f"{in_words(m.used)} are used at a time ({m.rings / m.used:.2f} reserved over allocated)")
+        per = Counter[str]()
+        for x, times in self.transfers().items():
+            per[x.how] += x.nbytes * times
+        lines += [f"  {how} by a rank in a step: {in_words(n)}" for how, n in per.items() if n]
+        if self.machine is not None:
+            time = self.timeline()
+            busy = ", ".join(f"{lane} {time.busy[lane]:.3g}" for lane in sorted(time.busy, key=lambda x: -time.busy[x]))
+            lines.append(f"  a step on {self.machine.name}: {time.seconds:.3g} s, bound by {time.bound} (s: {busy})")
+        return "\n".join(lines)
+
+    def json(self) -> dict[str, Any]:
+        """The same as numbers and texts, for other programs: bytes everywhere."""
+        m = self.memory()
+        return {"name": self.program.name, "ranks": self.world, "peak": m.peak, "total": m.total, "where": m.where,
+                "host": m.host, "disk": m.disk, "rings": m.rings, "used": m.used,
+                "transfers": [{**x._asdict(), "times": n} for x, n in self.transfers().items()]}
+
+    def picture(self, path: str | os.PathLike[str], measured: Sequence[int] = ()) -> None:
+        """Draw memory over the step, and when transfers start, to a file such as "plan.png" or "plan.svg". `measured`:
+        bytes while each operation runs, see `Profile.picture`.
+
+        Raises `ImportError` where matplotlib is missing.
+        """
+        self._draw(path, measured)
+
+    def _draw(self, file: File, measured: Sequence[int] = ()) -> None:
+        over_time = self.memory().over_time
+        sent = [k for k, x in enumerate(over_time) if (found := moved(x.node)) is not None and found.how == SENT]
+        draw(over_time, sent, file, title=f"{self.program.name} on {self.world} rank(s)", measured=measured)
+
+    def _repr_html_(self) -> str:
+        return page(self.text(), self._draw)
+
+    def __repr__(self) -> str:
+        return self.text()
+
+
+def place(node: Node) -> str:
+    """A node in words."""
+    what = str(node.target).removesuffix(".default")
+    return " ".join(filter(None, (what, phase_of(node) and f"in the {phase_of(node)} pass")))

@@ -1,0 +1,191 @@
+"""`plan`: what a step will need and do on a cluster that is not there."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import passes, tree
+from .._torch_compat import storage_key
+from ..comm.mesh import DATA, Axis, Mesh
+from ..compile import captured
+from ..cost.machine import KNOWN, Machine, machine_of
+from ..dry_run.fake_machine import Imagined
+from ..graph.program import Program
+from ..offload.drive_tensor import Spilled
+from ..passes.budget.decision import Choice
+from ..passes.budget.search import OverBudget
+from ..sharding.codecs import Part
+from ..sharding.precision import resolve
+from ..sharding.shard import STAGES, check_stage, imagine, initial
+from ..sharding.sharded import is_sharded
+from ..util.sizes import num_bytes
+from .plan import Plan
+from .table import Config, Needs, Row, Table, lacking
+
+ALL = "all"
+CONTEXT = 1 << 30  # bytes that CUDA and its libraries take of a device
+BUDGET = "budget"
+REMATS = (None, "full", "auto", BUDGET)
+
+
+def plan(train_step: Callable[[Any, Any], Any], init_state: Any, batch: Any, *, world: int = 8,
+         machine: Machine | str | os.PathLike[str] = "H100-8", stage: Any = ALL, offload: Any = ALL,
+         precision: Any = ALL, remat: Any = ALL, rows: int | Sequence[int] | None = None,
+         memory: int | str | None = None, unit: Callable[[str], str] | None = None) -> Table:
+    """What `train_step(state, batch)` needs and does on each of `world` ranks that need not be there, in each of the
+    ways that are asked for: a `Table`, of which `best` is the one to take.
+
+    The user's own step is captured on tensors without memory, on any machine: no data is read, nothing is allocated or
+    sent. `init_state`: as for `shard`. `batch`: one rank's, of tensors with or without memory; `rows` gives it other
+    sizes in dimension 0. `machine`: a name such as "H100-8", a file that `zerofn profile` wrote, or a
+    `zerofn.Machine`. `stage`, `offload`, `precision` and `remat` are one of what `shard` and `compile` take, or a list
+    of such; `remat="budget"` is `compile(memory=...)` with what a device has. "all" are those that differ there.
+    `memory`: of a device, "24GiB" or bytes, in the place of the machine's, of which CUDA itself is left 1 GiB.
+
+    Raises `ValueError` for what is unknown, `graph.capture.CaptureError` for a step that cannot be captured.
+    """
+    where = machine_of(machine)
+    usable = where.memory - (CONTEXT if where.device == "cuda" else 0)
+    where = replace(where, memory=usable if memory is None else num_bytes(memory))
+    if isinstance(world, bool) or not isinstance(world, int) or world < 1:
+        raise ValueError(f"plan(world={world!r}): expected the number of ranks, 1 or more.")
+    where.check_ranks(world)
+    asked = {"stage": stage, "offload": offload, "precision": precision, "remat": remat}
+    planner = _Planner(train_step, init_state, batch, world, where, unit)
+    found: list[Row] = []
+    for number in [planner.num_rows] if rows is None else _listed(rows):
+        for config in _configs(asked, where, world, _count("rows", number)):
+            row = planner.row(config._replace(machine=_written(machine)))
+            found.append(row)
+            if not row.fits and remat == ALL and row.plan is not None:
+                with contextlib.suppress(ValueError):  # there is nothing that could be computed again
+                    found += [planner.row(row.config._replace(remat=how)) for how in ("auto", "full")]
+    return Table(found, where, world, getattr(train_step, "__name__", "step"))
+
+
+def _listed(x: Any) -> list[Any]:
+    return list(x) if isinstance(x, list | tuple) else [x]
+
+
+def _written(machine: Machine | str | os.PathLike[str]) -> str:
+    """A machine as an argument is written."""
+    if isinstance(machine, Machine):
+        return repr(machine.name) if KNOWN.get(machine.name) is machine else "machine"
+    return repr(os.fspath(machine))
+
+
+def _count(name: str, x: Any) -> int:
+    if isinstance(x, bool) or not isinstance(x, int) or x < 1:
+        raise ValueError(f"plan({name}={x!r}): expected a number above 0, or several.")
+    return x
+
+
+def _configs(asked: dict[str, Any], machine: Machine, world: int, rows: int) -> Iterator[Config]:
+    """Every way that is asked for, those left out that are the same as others."""
+    stages = (STAGES if world > 1 else (3,)) if asked["stage"] == ALL else _listed(asked["stage"])
+    for stage in stages:
+        check_stage(stage)
+    accelerated = machine.device != "cpu"
+    usual = ("bf16", None) if accelerated else (None,)
+    precisions = usual if asked["precision"] == ALL else _listed(asked["precision"])
+    remats = (None,) if asked["remat"] == ALL else _listed(asked["remat"])
+    for how in remats:
+        if how not in REMATS:
+            raise ValueError(f"plan(remat={how!r}) is not known; there are 'full', 'auto', 'budget' and None.")
+    for precision in precisions:
+        for stage in stages:
+            tiers = _tiers(stage, machine) if asked["offload"] == ALL else _listed(asked["offload"])
+            for offload in tiers:
+                yield from (Config(stage, offload, precision, how, rows, machine.memory) for how in remats)
+
+
+def _tiers(stage: int, machine: Machine) -> list[str | None]:
+    """Where state may lie at a stage: further away the more the stage saves."""
+    return [None, *["cpu"] * (stage >= 2 and machine.device != "cpu"), *["nvme"] * (stage == 3 and machine.disk > 0)]
+
+
+class _Planner:
+    """Rows for one step."""
+
+    def __init__(self, train_step: Callable[[Any, Any], Any], init_state: Any, batch: Any, world: int,
+                 machine: Machine, unit: Callable[[str], str] | None) -> None:
+        self._step, self._batch = train_step, batch
+        self._initial = functools.cache(functools.partial(initial, init_state))
+        self._world, self._machine, self._unit = world, machine, unit
+        tensors = [x for x in tree.leaves(batch) if isinstance(x, Tensor)]
+        self.num_rows = next((x.shape[0] for x in tensors if x.dim()), 1)
+
+    def row(self, config: Config) -> Row:
+        """What comes of one way to train."""
+        m = self._machine
+        num_ranks = min(self._world, m.ranks)
+        imagined = Imagined(m.device != "cpu", m.host_rate / m.ranks, m.host_link)
+        with imagined():
+            mesh = Mesh((Axis(DATA, self._world, 0, "imagined"),))
+            first = self._initial(resolve(config.precision))
+            state = imagine(first, config.stage, mesh, config.precision, config.offload, self._unit)
+            needs = _state_needs(state)
+            lacks = lacking(needs, m, num_ranks)
+            if lacks:
+                return Row(config, needs, f"{lacks} for the state alone", None)
+            batch, tokens, unit = self._scaled(imagined, config.rows)
+            program, _ = captured(self._step, state, batch)
+            program.name = getattr(self._step, "__name__", "step")
+            donating = program.new_state is not None
+            program = passes.prepare(program, m)
+            try:
+                choices = self._choices(program, config.remat, donating)
+            except OverBudget as error:
+                return Row(config, needs, f"the least that it takes is {error.least:,}", None)
+            program = passes.finish(program, donating=donating, choices=choices, budget=self._budget(config.remat))
+            found = Plan(program, m, imagined)
+        memory = found.memory()
+        needs = Needs(memory.total, memory.host, memory.disk)
+        return Row(config, needs, lacking(needs, m, num_ranks), found, tokens, unit)
+
+    def _choices(self, program: Program, remat: str | None, donating: bool) -> Sequence[Choice]:
+        if remat is None:
+            return ()
+        return passes.decide(program, donating=donating, memory=self._budget(remat),
+                             remat=None if remat == BUDGET else remat)
+
+    def _budget(self, remat: str | None) -> int | None:
+        return int(self._machine.memory) if remat == BUDGET else None
+
+    def _scaled(self, imagined: Imagined, rows: int) -> tuple[Any, int, str]:
+        """The batch with so many rows, without memory, how many tokens it has, and that they are tokens, or rows."""
+        leaves, treedef = tree.flatten(self._batch, is_leaf=is_sharded)
+        made = [self._leaf(imagined, x, rows) for x in leaves]
+        whole = [x for x in made if isinstance(x, Tensor) and x.dim() > 1 and not x.is_floating_point()]
+        number, unit = (whole[0].numel(), "tokens") if whole else (rows, "rows")
+        return tree.unflatten(treedef, made), number, unit
+
+    def _leaf(self, imagined: Imagined, x: Any, rows: int) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        shape = (rows, *x.shape[1:]) if x.dim() and x.shape[0] == self.num_rows else tuple(x.shape)
+        return imagined.zeros(shape, x.dtype, torch.device("cpu"))
+
+
+def _state_needs(state: Any) -> Needs:
+    """Bytes of a rank's state."""
+    device: dict[Any, int] = {}  # pieces may lie in a gathered copy
+    host = disk = 0
+    for x in tree.leaves(state, is_leaf=is_sharded):
+        parts: list[Part] = [part for piece in x.stored for part in piece.parts] if is_sharded(x) else [x]
+        for part in (*parts, *(x.copies or ())) if is_sharded(x) else parts:
+            if isinstance(part, Tensor):
+                device[storage_key(part)] = part.untyped_storage().nbytes()
+            elif isinstance(part, Spilled):
+                disk += part.nbytes
+            else:
+                host += part.nbytes
+    return Needs(sum(device.values()), host, disk)

@@ -1,0 +1,255 @@
+"""`Profile`: what a step was measured to take, beside what was predicted."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as follow
+
+from ..cost.machine import Machine
+from ..cost.op_cost import moved
+from ..cost.op_timer import forget
+from ..cost.simulator import Timeline
+from ..graph.alias import is_view
+from ..graph.edit import CASTS
+from ..graph.phase import phase_of
+from ..graph.program import Program, tensor_of
+from ..runtime.executor import Executor
+from ..util.sizes import in_words
+from .plan import Plan
+
+ops = torch.ops.zerofn
+WAITING, SENDING, REST = "waiting", "starting transfers", "update and rest"
+_PASSES_ON = (ops.wait.default, ops.part.default, *CASTS)  # what they give is what they were given
+
+
+class Took(NamedTuple):
+    """Seconds of a step, measured and predicted; the latter is None where no machine's profile was given."""
+
+    measured: float
+    predicted: float | None
+
+
+class Clock:
+    """When each operation of a step begins: what an executor ticks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device if device.type == "cuda" else None
+        self.ticks: list[tuple[Any, int]] = []  # nanoseconds; None is the end
+        self.allocated: list[int] = []
+
+    def __call__(self, node: Node | None) -> None:
+        if self._cuda is not None:  # one operation after the other: what overlaps otherwise does not here
+            torch.cuda.synchronize(self._cuda)
+            self.allocated.append(torch.cuda.memory_allocated(self._cuda))
+        self.ticks.append((node, time.time_ns()))
+
+    @property
+    def reserved(self) -> int | None:
+        """Bytes that torch's allocator has taken of a GPU, for all that was allocated; None on the host."""
+        return None if self._cuda is None else torch.cuda.max_memory_reserved(self._cuda)
+
+
+class Profile:
+    """A step, measured. `seconds`: all of it, as it runs between others; `nodes`: (operation, beginning, seconds), from
+    the step's beginning; `memory`: the most bytes that were allocated while each ran, beside what is there all the
+    time; `reserved`: what the allocator of a GPU took for it, None on the host."""
+
+    def __init__(self, plan: Plan, seconds: float, clock: Clock, memory: list[int],
+                 predicted: Timeline | None) -> None:
+        self.plan, self.seconds, self.memory, self.predicted = plan, seconds, memory, predicted
+        self.reserved = clock.reserved
+        begin = clock.ticks[0][1]
+        ends = [at for _, at in clock.ticks[1:]]
+        self.nodes = [(node, (at - begin) / 1e9, (end - at) / 1e9)
+                      for (node, at), end in zip(clock.ticks, ends, strict=False)]
+
+    def by_kind(self) -> dict[str, Took]:
+        """What time goes to: the forward and backward passes, waiting for transfers, starting them, and the rest."""
+        return self._sums(kind_of)
+
+    def by_unit(self) -> dict[str, Took]:
+        """The same by unit: whose parameters an operation computes with, or did last."""
+        units = units_of(self.plan.program)
+        return self._sums(lambda node: units.get(node, ""))
+
+    def _sums(self, key: Callable[[Node], str]) -> dict[str, Took]:
+        measured: dict[str, float] = defaultdict(float)
+        for node, _, seconds in self.nodes:
+            measured[key(node)] += seconds
+        if self.predicted is None:
+            return {name: Took(seconds, None) for name, seconds in measured.items()}
+        expected: dict[str, float] = defaultdict(float)
+        own = {node for node, *_ in self.nodes}
+        starts = [(node, start) for node, start in self.predicted.starts if node in own]  # a loop as a whole
+        ends = [*(start for _, start in starts[1:]), self.predicted.seconds]
+        for (node, start), end in zip(starts, ends, strict=True):
+            expected[key(node)] += max(0.0, end - start)
+        return {name: Took(seconds, expected[name]) for name, seconds in measured.items()}
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were allocated, with what is there all the time."""
+        return max(self.memory, default=0) + self.plan.memory().there
+
+    @property
+    def workspace(self) -> int:
+        """The most that an operation took for itself, while it ran: beyond what its values take."""
+        own, values, most = {node for node, *_ in self.nodes}, 0, 0
+        held = {node: n + self.plan.memory().there for (node, *_), n in zip(self.nodes, self.memory, strict=True)}
+        for moment in self.plan.memory().over_time:
+            values = max(values, moment.nbytes)
+            if moment.node in own:  # after the body, if it is a loop
+                most, values = max(most, held[moment.node] - values), 0
+        return most
+
+    def text(self) -> str:
+        """All of it, to be read."""
+        expected = f", predicted {_ms(self.predicted.seconds)}" if self.predicted else ""
+        lines = [f"{self.plan.program.name}: {_ms(self.seconds)} a step{expected}; peak {in_words(self.peak)}, "
+                 f"predicted {in_words(self.plan.memory().total)}; operations' own: {in_words(self.workspace)}"]
+        if self.reserved is not None:
+            lines.append(f"  reserved over allocated: {in_words(self.reserved)} / {in_words(self.peak)}, "
+                         f"{self.reserved / self.peak:.2f}")
+        for title, sums in (("by kind", self.by_kind()), ("by unit", self.by_unit())):
+            width = max(map(len, sums), default=0)
+            lines.append(f"  {title:<{width + 2}}  measured" + ("  predicted" if self.predicted else ""))
+            for name, took in sums.items():
+                told = f"  {_ms(took.predicted):>9}" if took.predicted is not None else ""
+                lines.append(f"    {name or '-':<{width}}  {_ms(took.measured):>8}{told}")
+        return "\n".join(lines)
+
+    def json(self) -> dict[str, Any]:
+        """The same as numbers: seconds and bytes."""
+        return {"name": self.plan.program.name, "seconds": self.seconds, "peak": self.peak, "workspace": self.workspace,
+                "reserved": self.reserved,
+                "predicted": {"seconds": self.predicted and self.predicted.seconds, "peak": self.plan.memory().total},
+                "by_kind": {k: v._asdict() for k, v in self.by_kind().items()},
+                "by_unit": {k: v._asdict() for k, v in self.by_unit().items()}}
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write what was measured, and predicted, as a trace that ui.perfetto.dev and chrome://tracing show: a row for
+        what computes, waits and is sent, and the bytes that are allocated."""
+        with open(path, "w") as file:
+            json.dump({"traceEvents": list(self._events()), "displayTimeUnit": "ms"}, file)
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        there = self.plan.memory().there
+        yield from _rows(0, "measured", [(kind_of(node), node, start, seconds) for node, start, seconds in self.nodes])
+        for (_, start, _), x in zip(self.nodes, self.memory, strict=True):
+            yield {"ph": "C", "pid": 0, "name": "bytes", "ts": start * 1e6, "args": {"allocated": x + there}}
+        if self.predicted is None:
+            return
+        yield from _rows(1, "predicted", [(x.lane, x.node, x.start, x.stop - x.start) for x in self.predicted.spans])
+        where = dict(self.predicted.starts)
+        for moment in self.plan.memory().over_time:
+            if moment.node in where:
+                yield {"ph": "C", "pid": 1, "name": "bytes", "ts": where[moment.node] * 1e6, "args": moment.live}
+
+    def picture(self, path: str | os.PathLike[str]) -> None:
+        """Draw memory over the step as it was predicted, and as it was measured. Raises `ImportError` where matplotlib
+        is missing."""
+        there = self.plan.memory().there
+        held = {node: x + there for (node, *_), x in zip(self.nodes, self.memory, strict=True)}
+        measured, last = [], there
+        for moment in self.plan.memory().over_time:
+            last = held.get(moment.node, last)  # inputs and constants allocate nothing
+            measured.append(last)
+        self.plan.picture(path, measured=measured)
+
+    def __repr__(self) -> str:
+        return self.text()
+
+
+def profiled(step: Callable[[Any, Any], Any], plan: Plan, entry: Any, state: Any, batch: Any,
+             machine: Machine | str | os.PathLike[str] | None) -> tuple[Any, Profile]:
+    """Two calls of a compiled step whose `entry.run` runs its plan: (what the second returns, what was measured)."""
+    forget()  # what operations take now is asked
+    predicted = plan.timeline(machine) if machine is not None else None
+    values = [x for x in map(tensor_of, plan.program.placeholders) if x is not None and x.dim()]
+    device = values[0].device if values else torch.device("cpu")
+    usual, clocks = entry.run, (Clock(device), Clock(device))
+    try:
+        entry.run = Executor(plan.graph, clocks[0])
+        began = time.perf_counter()
+        out = step(state, batch)
+        seconds = time.perf_counter() - began
+        state = out[0] if plan.program.new_state is not None else state
+        entry.run = Executor(plan.graph, clocks[1])
+        out, memory = _followed(lambda: step(state, batch), clocks[1])
+    finally:
+        entry.run = usual
+    return out, Profile(plan, seconds, clocks[0], memory, predicted)
+
+
+def _followed(run: Callable[[], Any], clock: Clock) -> tuple[Any, list[int]]:
+    """(what `run` returns, the most that was allocated while each operation ran), by the allocator's own events."""
+    if torch.cuda.is_initialized():
+        out = run()
+        counts = [x - clock.allocated[0] for x in clock.allocated]
+        return out, [max(a, b) for a, b in zip(counts, counts[1:], strict=False)]
+    with follow(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        out = run()
+    events = [x for x in seen.profiler.kineto_results.events() if x.name() == "[memory]"]
+    left = deque(sorted((x.start_ns(), x.nbytes()) for x in events))
+    found, live = [], 0
+    for _, end in clock.ticks[1:]:
+        most = live
+        while left and left[0][0] < end:
+            live += left.popleft()[1]
+            most = max(most, live)
+        found.append(most)
+    return out, found
+
+
+def kind_of(node: Node) -> str:
+    """What a node's time goes to."""
+    if node.target is ops.wait.default:
+        return WAITING
+    return SENDING if moved(node) is not None else phase_of(node) or REST
+
+
+def units_of(program: Program) -> dict[Node, str]:
+    """Node -> the unit whose parameters, gradient or state it works on; of one that works on none, that of the node
+    before it."""
+    out: dict[Node, str] = {}
+    for node, (_, unit) in zip(program.placeholders, program.owners, strict=False):
+        if unit is not None:
+            out[node] = unit.name
+    for piece, whole, _ in program.copies():
+        out[whole] = out[piece]
+    last = ""
+    holds = dict(out)  # what is a unit's own value, through views and transfers
+    for node in program.gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        transfer = moved(node)
+        own = transfer.unit if transfer is not None and transfer.unit else next(
+            (holds[x] for x in node.all_input_nodes if x in holds), "")
+        if own and (transfer is not None or is_view(node) or node.target in _PASSES_ON):
+            holds[node] = own
+        last = out[node] = own or last
+    return out
+
+
+def _rows(process: int, name: str, spans: list[tuple[str, Node, float, float]]) -> Iterator[dict[str, Any]]:
+    """What took which row when, (row, operation, start, seconds), in the words of a trace."""
+    yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
+    rows = {row: k for k, row in enumerate(dict.fromkeys(row for row, *_ in spans))}
+    for row, k in rows.items():
+        yield {"ph": "M", "pid": process, "tid": k, "name": "thread_name", "args": {"name": row}}
+    for row, node, start, seconds in spans:
+        yield {"ph": "X", "pid": process, "tid": rows[row], "name": str(node.target).removesuffix(".default"),
+               "ts": start * 1e6, "dur": seconds * 1e6, "args": {"node": node.name, "phase": phase_of(node) or ""}}
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"

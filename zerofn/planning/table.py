@@ -1,0 +1,255 @@
+"""Plans beside each other: what fits on a machine, how fast it is, and what to write for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ..cost.machine import Machine
+from ..graph.liveness import KINDS
+from ..util.sizes import in_words
+from .picture import File, draw_rows, page
+from .plan import Plan
+
+_HEAD = ("stage", "offload", "precision", "remat", "batch", "device", *KINDS, "host", "drives", "sent", "step",
+         "bound by", "speed", "")
+
+
+class Config(NamedTuple):
+    """What one row of a table is asked for: `shard`'s and `compile`'s arguments ("budget" for one of memory), and the
+    rows of a rank's batch."""
+
+    stage: int
+    offload: Any
+    precision: Any
+    remat: str | None
+    rows: int
+    memory: float = 0.0  # of a device
+    machine: str = "machine"  # as it is written
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What to give `shard`."""
+        given = {"stage": self.stage, "precision": self.precision, "offload": self.offload}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def call(self) -> str:
+        """What to write."""
+        options = ", ".join(f"{name}={_written(value)}" for name, value in self.options.items())
+        remat = f", remat={self.remat!r}" if self.remat else ""
+        remat = f", memory={int(self.memory)}" if self.remat == "budget" else remat
+        return (f"state = zerofn.shard(init_state, {options}); "
+                f"step = zerofn.compile(train_step{remat}, machine={self.machine})")
+
+
+def _written(value: Any) -> str:
+    """An argument as it is written; of a dataclass what is not its default."""
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    given = ((x.name, getattr(value, x.name)) for x in dataclasses.fields(value) if getattr(value, x.name) != x.default)
+    return f"zerofn.{type(value).__name__}({', '.join(f'{name}={x!r}' for name, x in given)})"
+
+
+class Needs(NamedTuple):
+    """Bytes of a rank: on the device at the step's peak, in host memory and on drives."""
+
+    device: int
+    host: int
+    disk: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train. `plan`: None where the state alone takes more than there is, and nothing else was looked at.
+    `lacks`: what there is too little of, in words; empty where it fits."""
+
+    config: Config
+    needs: Needs
+    lacks: str
+    plan: Plan | None = field(repr=False)
+    tokens: int = 0  # of a rank's batch, or its rows where it has no tokens
+    unit: str = "rows"
+
+    @property
+    def fits(self) -> bool:
+        """Whether a machine has what it needs."""
+        return not self.lacks
+
+    @property
+    def seconds(self) -> float:
+        """Of a step; infinity where it was not looked at."""
+        return self.plan.timeline().seconds if self.plan is not None else float("inf")
+
+    @property
+    def speed(self) -> float:
+        """Tokens, or rows, a second, of all ranks."""
+        return self.tokens * self.plan.world / self.seconds if self.plan is not None else 0.0
+
+    @property
+    def rate(self) -> str:
+        """`speed` in words."""
+        return f"{self.speed:,.0f} {self.unit}/s"
+
+    def json(self) -> dict[str, Any]:
+        """As numbers and texts."""
+        known = {} if self.plan is None else {"plan": self.plan.json(), "seconds": self.seconds, "speed": self.speed,
+                                              "bound": self.plan.timeline().bound}
+        written = {k: None if x is None else str(x) for k, x in self.config._asdict().items()
+                   if k in ("offload", "precision")}
+        return {**self.config._asdict(), **written, **self.needs._asdict(), "fits": self.fits, "lacks": self.lacks,
+                "call": self.config.call(), **known}
+
+    def cells(self) -> list[str]:
+        """What a table says of it."""
+        c, plan = self.config, self.plan
+        out = [str(c.stage), _short(c.offload), _short(c.precision), c.remat or "-", str(c.rows)]
+        out.append(f"{'' if plan else '> '}{in_words(self.needs.device)}")
+        peak = plan.memory().peak if plan else {}
+        out += [in_words(peak[kind]) if peak.get(kind) else "" for kind in KINDS]
+        out += [in_words(n) if n else "" for n in self.needs[1:]]
+        if plan is None:
+            return [*out, "", "", "", "", self.lacks]
+        time = plan.timeline()
+        return [*out, in_words(plan.sent) if plan.sent else "", _seconds(time.seconds), time.bound,
+                self.rate, self.lacks or "fits"]
+
+
+def _short(value: Any) -> str:
+    """An argument in a table."""
+    if value is None or isinstance(value, str):
+        return value or "-"
+    return _written(value).partition("(")[2].rstrip(")").replace("'", "").replace("torch.", "")
+
+
+def lacking(needs: Needs, machine: Machine, num_ranks: int) -> str:
+    """What a machine with that many ranks on a node has too little of; nothing where there is enough."""
+    pairs = [("memory" if machine.device == "cpu" else "device memory", needs.device, machine.memory),
+             ("host memory", needs.host * num_ranks, machine.host_memory),
+             ("room on drives", needs.disk * num_ranks, machine.disk)]
+    return ", ".join(f"{in_words(needed - there)} of {what} too little" for what, needed, there in pairs
+                     if needed > there)
+
+
+class Table:
+    """Rows of plans for `world` ranks of `machine`; `best` is the one to take. What a `Plan` tells it tells of that."""
+
+    def __init__(self, rows: Sequence[Row], machine: Machine, world: int, name: str) -> None:
+        self.rows, self.machine, self.world, self.name = list(rows), machine, world, name
+
+    @property
+    def best(self) -> Row:
+        """The fastest row that fits; of about equal ones the one that takes least memory. Raises `MemoryError` where
+        none fits, naming the nearest miss."""
+        found = self._best
+        if found is None:
+            near = self.nearest
+            raise MemoryError(f"{self.name}: nothing fits on {self.world} rank(s) of {self.machine.name}. The nearest "
+                              f"is {near.config.call()} with {near.config.rows} row(s) a rank: {near.lacks}. Give it "
+                              "more ranks, a machine with more, fewer rows, or optim.adamw(..., moments='8bit').")
+        return found
+
+    @cached_property
+    def _best(self) -> Row | None:
+        fitting = [row for row in self.rows if row.fits]
+        fastest = max((row.speed for row in fitting), default=0.0)
+        about = [row for row in fitting if row.speed >= 0.98 * fastest]
+        return min(about, key=lambda row: sum(row.needs), default=None)
+
+    @property
+    def nearest(self) -> Row:
+        """The row that lacks least of device memory, of those that were looked at where there are any."""
+        looked_at = [row for row in self.rows if row.plan is not None] or self.rows
+        return min(looked_at, key=lambda row: (row.needs.device, row.needs.host))
+
+    @property
+    def plan(self) -> Plan:
+        """The best row's, or the nearest one's where nothing fits."""
+        plan = (self._best or self.nearest).plan
+        if plan is None:
+            raise MemoryError(f"{self.name}: the state alone does not fit in any row; see the table.")
+        return plan
+
+    def options(self) -> dict[str, Any]:
+        """What `shard(..., stage="auto", plan=table)` takes. Raises `MemoryError` where nothing fits."""
+        return self.best.config.options
+
+    def memory(self) -> Any:
+        """See `Plan.memory`."""
+        return self.plan.memory()
+
+    def collectives(self) -> Any:
+        """See `Plan.collectives`."""
+        return self.plan.collectives()
+
+    def transfers(self) -> Any:
+        """See `Plan.transfers`."""
+        return self.plan.transfers()
+
+    @property
+    def graph(self) -> Any:
+        """See `Plan.graph`."""
+        return self.plan.graph
+
+    def text(self) -> str:
+        """All rows, and what to write for the best."""
+        cells = [list(_HEAD), *(row.cells() for row in self.rows)]
+        shown = [k for k in range(len(_HEAD)) if k == len(_HEAD) - 1 or any(row[k].strip("-") for row in cells[1:])]
+        widths = [max(len(row[k]) for row in cells) for k in shown]
+        lines = [f"{self.name} on {self.world} rank(s) of {self.machine.name}, {in_words(self.machine.memory)} each; "
+                 "bytes of a rank at its peak, by kind"]
+        best, near = self._best, self.nearest
+        for row, told in zip((None, *self.rows), cells, strict=True):
+            mark = "*" if row is not None and row is best else " "
+            lines.append(f"{mark} " + "  ".join(told[k].rjust(w) for k, w in zip(shown, widths, strict=True)).rstrip())
+        lines.append(f"Nothing fits. The nearest: {near.config.call()}, {near.lacks}." if best is None else
+                     f"* {best.config.call()}")
+        return "\n".join(lines)
+
+    def json(self) -> dict[str, Any]:
+        """The same as numbers and texts: bytes and seconds."""
+        best = None if self._best is None else self.rows.index(self._best)
+        return {"name": self.name, "ranks": self.world, "machine": self.machine.name, "best": best,
+                "rows": [row.json() for row in self.rows]}
+
+    def picture(self, path: str | os.PathLike[str]) -> None:
+        """Draw what each row takes of the device, by kind, and how fast it is, to a file such as "plan.png".
+
+        Raises `ImportError` where matplotlib is missing.
+        """
+        self._draw(path)
+
+    def _draw(self, file: File) -> None:
+        draw_rows([self._label(row) for row in self.rows],
+                  [row.plan.memory().peak if row.plan else {"state": row.needs.device} for row in self.rows],
+                  [row.rate if row.fits else row.lacks.split(" too")[0] for row in self.rows],
+                  self.machine.memory, file, title=f"{self.name} on {self.world} rank(s) of {self.machine.name}")
+
+    def _label(self, row: Row) -> str:
+        c = row.config
+        offload = c.offload and f"offload {_short(c.offload)}"
+        parts = (f"stage {c.stage}", offload, c.precision and _short(c.precision), c.remat and f"remat {c.remat}")
+        rows = f"{c.rows} rows" if len({x.config.rows for x in self.rows}) > 1 else ""
+        return ", ".join(str(x) for x in (*parts, rows) if x)
+
+    def _repr_html_(self) -> str:
+        return page(self.text(), self._draw)
+
+    def __repr__(self) -> str:
+        return self.text()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.rows[index]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,146 @@
+"""The buffers of a `Sharded`: how they are allocated, and how replicas are made equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..collectives import ops
+from ..comm.agreement import group_named
+from ..comm.mesh import Axis
+from ..comm.transport import wait_for_all
+from ..memory.host_allocator import zeros
+from ..offload.disk import Store, pages, scratch_space
+from ..offload.drive_tensor import Spilled, ticket_of
+from ..offload.host_tensor import Hosted, on_host
+from .codecs import PLAIN, SPLIT, Kind, Part, Stored
+from .sharded import Sharded, Spec
+
+HELD = 2  # units that are partly filled in memory before they are written to a drive
+
+
+def allocate(spec: Spec, device: torch.device, cached: bool,
+             kinds: Sequence[Kind] | None = None, scratch: Store | None = None, name: str = "") -> Sharded:
+    """A `Sharded` of zeros. `cached`: with the gathered copy, of which pieces are views where dtypes agree.
+
+    `kinds`: how pieces are kept, by unit; as they are, in the layout's dtypes, by default. `scratch`: where those lie
+    that are kept on a drive, under `name` in errors.
+    """
+    if cached:
+        wait_for_all()  # for the copies of states that were dropped, among others: nobody else will
+    pieces: list[Stored] = []
+    full: list[Tensor] = []
+    for unit, kind in zip(spec.layout.units, kinds or [Kind(PLAIN, u.dtype) for u in spec.layout.units], strict=True):
+        a, b = spec.bounds(unit)
+        parts: list[Part] = []
+        if cached:
+            full.append(zeros(unit.size, spec.precision.computes(kind.dtype), device))
+        if cached and kind.lies_in(full[-1].dtype):
+            parts.append(full[-1][a:b])
+        for k, (dtype, size, tier) in list(enumerate(kind.parts(b - a)))[len(parts) :]:
+            if tier == "cpu":
+                parts.append(Hosted(on_host(size, dtype, device), device))
+            elif tier == "nvme" and scratch is not None:
+                region = scratch.allocate(size * dtype.itemsize, f"{name}[{unit.name!r}]{kind.codec.suffixes[k]}")
+                parts.append(Spilled(ticket_of(region), dtype, size, device))
+            else:
+                parts.append(zeros(size, dtype, device))
+        pieces.append(Stored(kind, tuple(parts)))
+    return Sharded(spec, pieces, full if cached else None)
+
+
+def scratch_for(parts: Iterable[tuple[Spec, Sequence[Kind]]]) -> Store | None:
+    """Space on drives for what of these is to lie there; None where nothing is. Raises `disk.DiskError`."""
+    parts = list(parts)
+    nbytes = sum(pages(size * dtype.itemsize) for spec, kinds in parts
+                 for unit, kind in zip(spec.layout.units, kinds, strict=True)
+                 for dtype, size, tier in kind.parts(spec.bounds(unit)[1] - spec.bounds(unit)[0]) if tier == "nvme")
+    paths = next((kind.away.paths for _, kinds in parts for kind in kinds if kind.away and kind.away.paths), ())
+    return scratch_space(paths, nbytes) if nbytes else None
+
+
+class Filler:
+    """Fills a fresh `Sharded` leaf by leaf. What lies on a drive is held until its unit is complete, or others are
+    being filled: leaves come in the order in which they can be made, and constants can all be made at once."""
+
+    def __init__(self, sharded: Sharded) -> None:
+        self._pieces = sharded.stored
+        bounds = [sharded.spec.bounds(unit) for unit in sharded.layout.units]
+        self._left = [len(list(u.intervals(*b))) for u, b in zip(sharded.layout.units, bounds, strict=True)]
+        self._held: dict[int, Stored] = {}
+
+    def write(self, index: int, start: int, values: Tensor) -> None:
+        """Keep elements of the index-th piece: of a leaf, all that is here of it."""
+        if index not in self._held:
+            if len(self._held) == HELD:
+                first = next(iter(self._held))
+                self._pieces[first].save(self._held.pop(first))
+            self._held[index] = self._pieces[index].loaded()
+        self._held[index].write(start, values)
+        self._left[index] -= 1
+        if not self._left[index]:
+            self._pieces[index].save(self._held.pop(index))
+
+
+def equalize(values: Sequence[Tensor], axis: Axis) -> None:
+    """Write the first rank's values into replicated tensors on every rank, in one broadcast. All ranks call it."""
+    values = [x for x in values if x.numel()]
+    if axis.size == 1 or not values:
+        return
+    # A group may know accelerators alone: where there is one, everything goes that way.
+    device = next((x.device for x in values if x.device.type != "cpu"), values[0].device)
+    flat = torch.cat([x.contiguous().view(-1).view(torch.uint8).to(device) for x in values])
+    dist.broadcast(flat, group=group_named(axis.group), group_src=0)
+    for x, part in zip(values, flat.split([x.numel() * x.element_size() for x in values]), strict=True):
+        x.copy_(part.to(x.device).clone().view(x.dtype).view(x.shape))
+
+
+def lacks_copy(sharded: Sharded) -> bool:
+    """Whether parameters so laid out have a gathered copy, and this one has lost it."""
+    return sharded.copies is None and sharded.spec.stage in (1, 2) and sharded.spec.axis.size > 1
+
+
+def refill(sharded: Sharded) -> None:
+    """Gather the copy that stages 1 and 2 keep beside parameters, anew, where an unflatten dropped it.
+
+    The pieces become views of it where dtypes agree, so nothing is held twice. All ranks call it.
+    """
+    wait_for_all()
+    spec, pieces, full = sharded.spec, [], []
+    for unit, x in zip(spec.layout.units, sharded.stored, strict=True):
+        full.append(zeros(unit.size, spec.precision.computes(x.dtype), x.device))
+        if x.kind.lies_in(full[-1].dtype):
+            part = full[-1][slice(*spec.bounds(unit))].copy_(x.tensors[0].detach())
+            x = Stored(x.kind, (part, *x.parts[1:]))
+        pieces.append(x)
+    settle(Sharded(spec, pieces, full))
+    sharded.move(pieces, full)
+
+
+def keep_halves(sharded: Sharded) -> None:
+    """Keep parameters as split masters where their precision asks for it and an unflatten has joined them."""
+    def joined(kind: Kind) -> bool:
+        return kind.codec == PLAIN and sharded.spec.precision.splits(kind.dtype)
+
+    if sharded.spec.halves and any(map(joined, sharded.kinds)):
+        sharded.move([Kind(SPLIT, x.dtype).keep(x.decode()) if joined(x.kind) else x for x in sharded.stored], None)
+
+
+def settle(sharded: Sharded) -> None:
+    """Make replicas equal: every rank's own piece counts, whatever others have there. All ranks call it."""
+    spec = sharded.spec
+    if spec.axis.size == 1 or (spec.stage != 0 and sharded.full is None):
+        return
+    for i, (unit, piece) in enumerate(zip(spec.layout.units, sharded.stored, strict=True)):
+        a, b = spec.layout.cut(unit, spec.axis.rank)
+        if sharded.full is not None and not piece.kind.lies_in(sharded.full[i].dtype):
+            sharded.full[i][a:b].copy_(spec.precision.narrow(piece.decode()))
+        held = piece.loaded()
+        for whole in held.tensors if sharded.full is None else [sharded.full[i]]:
+            ops.refresh_(whole, spec.axis.rank, spec.axis.size, spec.axis.group, unit.name)
+            ops.wait(whole)
+        if sharded.full is None:
+            piece.save(held)

@@ -1,0 +1,262 @@
+"""How a piece is kept: codecs between a public tensor and the tensors that hold it.
+
+A step, an optimizer and a checkpoint see one tensor a piece, in the master's dtype. What lies in memory may be
+something else: two halves, eight-bit blocks, a place on a disk. `compile` gives a step what lies in memory, decodes
+at its start and encodes at its end, and the passes let update rules work on it as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..offload.drive_tensor import Spilled
+from ..offload.host_tensor import Hosted
+from ..ops import formats as _formats  # noqa: F401  (defines zerofn::split and its like)
+from ..ops.formats import BLOCK, HALF, LOW
+
+ops = torch.ops.zerofn
+
+
+@dataclass(frozen=True)
+class Plain:
+    """One tensor of the public dtype."""
+
+    suffixes: ClassVar[tuple[str, ...]] = ("",)
+    note: ClassVar[str] = ""
+    grain: ClassVar[int] = 1  # elements that can be kept by themselves
+
+    def parts(self, dtype: torch.dtype, size: int) -> list[tuple[torch.dtype, int]]:
+        """(dtype, elements) of what holds `size` elements."""
+        return [(dtype, size)]
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        """The public tensor."""
+        return parts[0]
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What holds `x`."""
+        return (x,)
+
+
+@dataclass(frozen=True)
+class Split(Plain):
+    """float32 as its bfloat16 rounding and an int16 remainder. See [Note: split master] in `ops.formats`."""
+
+    suffixes: ClassVar[tuple[str, ...]] = (".hi", ".lo")
+    note = " in two halves"
+
+    def parts(self, dtype: torch.dtype, size: int) -> list[tuple[torch.dtype, int]]:
+        """2 + 2 bytes an element."""
+        return [(HALF, size), (LOW, size)]
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        """Bit for bit what was encoded."""
+        return ops.join(*parts)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        """(hi, lo)."""
+        return tuple(ops.split(x))
+
+
+@dataclass(frozen=True)
+class Blocks(Plain):
+    """float32 in 8-bit blocks, with one scale for 256. See `ops/csrc/formats.h`."""
+
+    signed: bool
+    suffixes: ClassVar[tuple[str, ...]] = (".codes", ".scales")
+    note = " in 8-bit blocks"
+    grain = BLOCK
+
+    def parts(self, dtype: torch.dtype, size: int) -> list[tuple[torch.dtype, int]]:
+        """1 + 4 / 256 bytes an element."""
+        return [(torch.uint8, size), (torch.float32, -(-size // BLOCK))]
+
+    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+        """The numbers that codes and scales stand for."""
+        return ops.decode(*parts, self.signed)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        """(codes, scales), rounded to nearest."""
+        return tuple(ops.encode(x, self.signed))
+
+
+PLAIN, SPLIT, SIGNED, UNSIGNED = Plain(), Split(), Blocks(True), Blocks(False)
+
+
+Part = Tensor | Spilled | Hosted
+
+
+@dataclass(frozen=True)
+class Away:
+    """Where parts of a piece lie, each where the model computes (None), in host memory ("cpu") or on drives ("nvme").
+
+    `paths`: the folders on drives; `device`: where the model computes; `update`: see `Offload`.
+    """
+
+    tiers: tuple[str | None, ...]
+    paths: tuple[str, ...]
+    device: str
+    update: str
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What of a kept piece a captured step depends on: the codec, the public dtype, and where its parts lie."""
+
+    codec: Plain
+    dtype: torch.dtype
+    away: Away | None = None  # None: all of it lies where the model computes
+
+    @property
+    def described(self) -> str:
+        """The same in words, without what differs from rank to rank."""
+        tiers = [] if self.away is None else [tier or "the model's device" for tier in self.away.tiers]
+        where = f", on {' and '.join(dict.fromkeys(tiers))}" if tiers else ""
+        return f"as {str(self.dtype).removeprefix('torch.')}{self.codec.note}{where}"
+
+    def lies_in(self, dtype: torch.dtype) -> bool:
+        """Whether its first part is what is gathered and used in `dtype`, so that it may lie in the gathered copy."""
+        return self.codec.parts(self.dtype, 0)[0][0] == dtype
+
+    def parts(self, size: int) -> list[tuple[torch.dtype, int, str | None]]:
+        """(dtype, elements, tier) of what keeps `size` elements."""
+        found = self.codec.parts(self.dtype, size)
+        tiers = [None] * len(found) if self.away is None else self.away.tiers
+        return [(*part, tier) for part, tier in zip(found, tiers, strict=True)]
+
+    def of(self, tensors: Iterator[Tensor], size: int) -> Stored:
+        """A piece of `size` elements kept in the next tensors, which are tickets for what lies on a drive."""
+        return Stored(self, tuple(self._part(next(tensors), *part) for part in self.parts(size)))
+
+    def _part(self, x: Tensor, dtype: torch.dtype, size: int, tier: str | None) -> Part:
+        if tier is None or self.away is None:
+            return x
+        device = torch.device(self.away.device)
+        return Spilled(x, dtype, size, device) if tier == "nvme" else Hosted(x, device)
+
+    def keep(self, x: Tensor, old: Stored | None = None) -> Stored:
+        """A public tensor as a piece of this kind; what lies on a drive takes the place of `old`, in a captured step.
+        """
+        parts: list[Part] = []
+        for k, (fresh, (dtype, n, tier)) in enumerate(zip(self.codec.encode(x), self.parts(x.numel()), strict=True)):
+            before = old.parts[k] if old is not None else fresh
+            if not isinstance(before, Tensor):
+                fresh = (ops.spill if tier == "nvme" else ops.put)(before.ticket, fresh)
+            parts.append(self._part(fresh, dtype, n, tier))
+        return Stored(self, tuple(parts))
+
+    @property
+    def num_parts(self) -> int:
+        """How many tensors keep a piece."""
+        return len(self.codec.suffixes)
+
+    @property
+    def note(self) -> str:
+        """What to say of how a piece is kept, beside its dtype."""
+        tiers = () if self.away is None else self.away.tiers
+        where = [text for tier, text in (("cpu", "in host memory"), ("nvme", "on a drive")) if tier in tiers]
+        partly = "partly " if None in tiers else ""
+        return self.codec.note + (f", {partly}{' and '.join(where)}" if where else "")
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A piece as it is kept."""
+
+    kind: Kind
+    parts: tuple[Part, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The public dtype."""
+        return self.kind.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first part lies: what a forward pass reads."""
+        away = self.kind.away
+        first = self.parts[0]
+        return first.device if isinstance(first, Tensor) else torch.device(away.device if away else "cpu")
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        first = self.parts[0]
+        return first.numel() if isinstance(first, Tensor) else first.size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, on the host or the device."""
+        return sum(x.nbytes for x in self.parts if not isinstance(x, Spilled))
+
+    @property
+    def spilled(self) -> int:
+        """Bytes on drives."""
+        return sum(x.nbytes for x in self.parts if isinstance(x, Spilled))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What a captured step is given: the parts, and tickets for those on a drive."""
+        return [x if isinstance(x, Tensor) else x.ticket for x in self.parts]
+
+    def decode(self) -> Tensor:
+        """The public tensor [size]; memory of its own unless it is kept as it is. Raises `RuntimeError` for what lies
+        on a drive, but in a step that is being captured."""
+        return self.kind.codec.decode([x if isinstance(x, Tensor) else x.fetched() for x in self.parts])
+
+    def loaded(self) -> Stored:
+        """The same in host memory, if any of it lies elsewhere than where the model computes."""
+        if self.kind.away is None:
+            return self
+        return Stored(replace(self.kind, away=None),
+                      tuple(x.cpu() if isinstance(x, Tensor) else x.load() for x in self.parts))
+
+    def save(self, values: Stored) -> None:
+        """Write what was `loaded`, and changed, to where it lies."""
+        for mine, fresh in zip(self.parts, values.tensors, strict=True):
+            if not isinstance(mine, Tensor):
+                mine.save(fresh)
+            elif mine.data_ptr() != fresh.data_ptr():
+                mine.copy_(fresh)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the public tensor."""
+        first, parts = self.loaded()._around(start, stop)
+        return self.kind.codec.decode(parts)[start - first : stop - first]
+
+    def _around(self, start: int, stop: int) -> tuple[int, list[Tensor]]:
+        """What keeps elements [start, stop), and a few more where they cannot be kept by themselves: (the first
+        element, its parts)."""
+        grain, sizes = self.kind.codec.grain, [x.numel() for x in self.tensors]
+        first, last = start // grain * grain, min(-(-stop // grain) * grain, sizes[0])
+        per = [1 if n == sizes[0] else grain for n in sizes]
+        return first, [x[first // k : -(-last // k)] for x, k in zip(self.tensors, per, strict=True)]
+
+    def fill(self, start: int, stop: int, read: Callable[[Tensor], Any]) -> None:
+        """Let `read` fill elements [start, stop), given a public tensor of their size; what is kept is in memory."""
+        if self.kind.codec == PLAIN:
+            read(self.tensors[0][start:stop])
+        else:
+            values = torch.empty(stop - start, dtype=self.dtype, device=self.device)
+            read(values)
+            self.write(start, values)
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Keep `values` [n] as elements [start, start + n), in memory."""
+        first, parts = self._around(start, start + values.numel())
+        if self.kind.codec.grain > 1:  # some of its neighbours are kept with it
+            whole = self.kind.codec.decode(parts)
+            whole[start - first : start - first + values.numel()] = values
+            values = whole
+        for part, fresh in zip(parts, self.kind.codec.encode(values.to(self.dtype)), strict=True):
+            part.copy_(fresh)
+
+
+def stored(x: Tensor | Stored) -> Stored:
+    """A tensor as a piece that is kept as it is."""
+    return x if isinstance(x, Stored) else Stored(Kind(PLAIN, x.dtype), (x,))

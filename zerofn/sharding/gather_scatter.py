@@ -1,0 +1,175 @@
+"""`gather` and `scatter`, each the other's transpose, and the four maps of which they are made.
+
+[Note: inner products] Values on gathered parameters (a loss, its gradients) are one per rank and stand for
+their mean over the data axis; values on shards are parts of one whole and stand for their sum. Under these
+inner products the transpose of the all-gather is the averaging reduce-scatter, and the transpose of that is
+the plain all-gather. With derivatives defined so, gradients, Hessian-vector products and everything of
+higher order come out as those of the global batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..collectives import AllGather, Linear, ReduceScatter, ops
+from ..ops import ravel as _flat  # noqa: F401  (defines zerofn::ravel)
+from .layout import Unit, unravel
+from .sharded import Sharded, Spec, check_whole, is_sharded
+
+
+@dataclass(frozen=True)
+class GatherUnit:
+    """piece -> the unit's flat buffer, in the compute dtype; `full` is that buffer where it is cached."""
+
+    spec: Spec
+    unit: Unit
+    dtype: torch.dtype  # of the stored piece
+    full: Tensor | None = field(default=None, compare=False)
+
+    @property
+    def transpose(self) -> ScatterUnit:
+        """The averaging reduce-scatter."""
+        return ScatterUnit(self.spec, self.unit, self.dtype)
+
+    @property
+    def tangent(self) -> GatherUnit:
+        """Tangents are never cached."""
+        return GatherUnit(self.spec, self.unit, self.dtype)
+
+    def __call__(self, piece: Tensor) -> tuple[Tensor]:
+        """Cast on the shard, then gather."""
+        if self.full is not None:
+            return (self.full.view_as(self.full),)
+        piece = self.spec.precision.narrow(piece)
+        if self.spec.num_pieces == 1:
+            return (ops.whole(piece),)
+        return AllGather(self.spec.axis, self.unit.name)(piece)
+
+
+@dataclass(frozen=True)
+class ScatterUnit:
+    """The unit's flat buffer on each rank -> this rank's piece of the mean over ranks, in the reduce dtype."""
+
+    spec: Spec
+    unit: Unit
+    dtype: torch.dtype  # of the stored piece
+
+    @property
+    def transpose(self) -> GatherUnit:
+        """The plain gather."""
+        return GatherUnit(self.spec, self.unit, self.dtype)
+
+    def __call__(self, flat: Tensor) -> tuple[Tensor]:
+        """Reduce, then divide."""
+        size = self.spec.axis.size
+        flat = flat.to(self.spec.precision.reduces(self.dtype))
+        piece = reduce_unit(self.spec, self.unit, flat)
+        return (piece.div(size) if size > 1 else piece,)
+
+
+def reduce_unit(spec: Spec, unit: Unit, flat: Tensor) -> Tensor:
+    """flat [..., size] on each rank -> what this rank stores of the sum over ranks, summed in rank order."""
+    if spec.axis.size == 1:
+        return ops.piece(flat)
+    (piece,) = ReduceScatter(spec.axis, unit.name)(flat)
+    # Stage 0 in the same two halves, so that its sums have the same bits as every other stage's.
+    return piece if spec.num_pieces > 1 else ops.piece(AllGather(spec.axis, unit.name)(piece)[0])
+
+
+@dataclass(frozen=True)
+class Unravel:
+    """flat [..., size] -> its leaves [..., *shape]."""
+
+    unit: Unit
+    dtype: torch.dtype
+
+    @property
+    def transpose(self) -> Ravel:
+        """Back into the flat buffer."""
+        return Ravel(self.unit, self.dtype)
+
+    def __call__(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Views."""
+        return tuple(unravel(flat, self.unit))
+
+
+@dataclass(frozen=True)
+class Ravel:
+    """Leaves [..., *shape] -> flat [..., size], zero where there is padding."""
+
+    unit: Unit
+    dtype: torch.dtype
+
+    @property
+    def transpose(self) -> Unravel:
+        """The leaves again; what lies in the padding is dropped."""
+        return Unravel(self.unit, self.dtype)
+
+    def __call__(self, *leaves: Tensor) -> tuple[Tensor]:
+        """One copy."""
+        return (ravel(leaves, self.unit, self.dtype),)
+
+
+def ravel(leaves: Sequence[Tensor | None], unit: Unit, dtype: torch.dtype) -> Tensor:
+    """The unit's flat buffer in `dtype`; None stands for zeros."""
+    num_batch_dims = next((x.dim() - len(leaf.shape) for x, leaf in zip(leaves, unit.leaves, strict=True)
+                           if x is not None), 0)
+    return ops.ravel(list(leaves), [leaf.offset for leaf in unit.leaves], unit.size, dtype, num_batch_dims)
+
+
+def gather_leaves(sharded: Sharded) -> list[Tensor]:
+    """All logical leaves, in the tree's order, differentiable in the pieces."""
+    out: list[Any] = [None] * len(sharded.layout.where)
+    copies: Sequence[Tensor | None] = sharded.full or [None] * len(sharded.stored)
+    for unit, kept, full in zip(sharded.layout.units, sharded.stored, copies, strict=True):
+        (flat,) = Linear.apply(GatherUnit(sharded.spec, unit, kept.dtype, full), kept.decode())
+        for leaf, value in zip(unit.leaves, Linear.apply(Unravel(unit, flat.dtype), flat), strict=True):
+            out[leaf.index] = value
+    return out
+
+
+def gather(values: Any) -> Any:
+    """Every `Sharded` in a tree -> the tree of full tensors it stands for, in the compute dtype.
+
+    All ranks must call it. A pure function, differentiable to every order; its transpose is `scatter`. Plain tensors
+    pass unchanged. At stages 1 and 2 the gathered copy that hangs on the parameters is returned without communication.
+    There, and at one rank, the result shares the state's memory: clone what is to outlive the next compiled step.
+    """
+    check_whole(values, "gather")
+
+    def full(x: Any) -> Any:
+        return tree.unflatten(x.layout.treedef, gather_leaves(x)) if is_sharded(x) else x
+
+    return tree.tree_map(full, values, is_leaf=is_sharded)
+
+
+def scatter(values: Any, like: Sharded) -> Sharded:
+    """A tree of full tensors on each rank -> this rank's pieces of their mean over ranks, laid out as `like`.
+
+    A pure function, differentiable to every order; its transpose is `gather`. All ranks must call it. Raises
+    `ValueError` where structure or shapes are not those of `like`.
+    """
+    leaves, treedef = tree.flatten(values)
+    expected = like.layout.leaves
+    names = list(map(tree.name_of, treedef.paths()))
+    if names != [leaf.name for leaf in expected]:
+        odd = sorted({leaf.name for leaf in expected} ^ set(names))[:3]
+        raise ValueError(f"scatter: expected the {len(expected)} leaves of `like`, got {len(names)}, which differ in "
+                         f"{odd}.")
+    for value, leaf in zip(leaves, expected, strict=True):
+        if tuple(value.shape) != leaf.shape:
+            raise ValueError(f"scatter: {leaf.name!r} has shape {tuple(value.shape)}, expected {leaf.shape}.")
+    pieces = []
+    for unit, piece in zip(like.layout.units, like.stored, strict=True):
+        mine = [leaves[leaf.index] for leaf in unit.leaves]
+        dtype = functools.reduce(torch.promote_types, [x.dtype for x in mine])
+        (flat,) = Linear.apply(Ravel(unit, dtype), *mine)
+        pieces.append(Linear.apply(ScatterUnit(like.spec, unit, piece.dtype), flat)[0])
+    return Sharded(like.spec, pieces)

@@ -1,0 +1,360 @@
+"""Where every leaf lies: leaf <-> (unit, offset, shape). No communication here.
+
+[Note: layout] The leaves of one *unit* (a layer, usually) are raveled into one flat buffer, each leaf at a
+multiple of `ALIGN` elements, the whole padded so that it cuts into N equal pieces of a multiple of `PIECE`
+elements; rank r owns the r-th piece. Padding is never read: it may hold anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..tree import Path, PyTreeSpec
+from ..util.errors import nearest, note, some, words_of
+
+ALIGN = 32  # elements: 64 bytes in bf16, what torch's own allocator gives a tensor
+PIECE = 2048  # elements: a whole number of 256-element quantisation blocks and of vector widths
+SMALL = 1 << 16  # elements: smaller units are not worth a collective of their own
+_NO_NAME = "masks and labels are asked about a leaf, not its name"
+
+
+class LeafInfo(NamedTuple):
+    """What masks and labels are asked about: a logical leaf, never a flat piece."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    # What a function of names would do with it has an answer for a tuple, and always the same one.
+
+    def __contains__(self, x: object) -> bool:
+        if isinstance(x, str):
+            raise TypeError(f"{x!r} in leaf: {_NO_NAME}; write {x!r} in leaf.name.")
+        return tuple.__contains__(self, x)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str):
+            raise TypeError(f"leaf == {other!r}: {_NO_NAME}; write leaf.name == {other!r}.")
+        return tuple.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return tuple.__hash__(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(str, name):
+            advice = f"{_NO_NAME}; write leaf.name.{name}"
+        else:
+            advice = "it has name, shape, dtype, ndim and numel(), and no values"
+        raise AttributeError(f"a leaf has no {name!r}: {advice}.")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One logical tensor: its name, shape, place in the tree and in its unit's flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    index: int  # position among the tree's leaves
+    offset: int  # elements from the start of the unit
+    dtype: torch.dtype = field(compare=False)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        """Offset of the first element after the leaf."""
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One flat buffer: some leaves of one dtype, all trainable or all frozen. `size` counts padding."""
+
+    name: str = field(compare=False)  # two parts of one structure, twin critics say, are laid out alike
+    leaves: tuple[Leaf, ...]
+    size: int
+    trainable: bool
+    dtype: torch.dtype = field(compare=False)
+
+    @property
+    def numel(self) -> int:
+        """Elements that belong to leaves."""
+        return sum(leaf.numel for leaf in self.leaves)
+
+    def intervals(self, start: int, stop: int) -> Iterator[tuple[Leaf, int, int]]:
+        """(leaf, a, b): the parts of leaves in [start, stop), as offsets from `start`."""
+        for leaf in self.leaves:
+            a, b = max(leaf.offset, start), min(leaf.stop, stop)
+            if a < b:
+                yield leaf, a - start, b - start
+
+    def runs(self, start: int, stop: int, value: Callable[[Leaf], Hashable]) -> list[tuple[int, int, Any]]:
+        """[start, stop) cut where `value` changes: [(a, b, value)].
+
+        What lies between two leaves ends a run: a kernel may round the last elements of what it is given otherwise
+        than those before them, and they are then those of the leaf alone, as in plain torch.
+        """
+        out: list[tuple[int, int, Any]] = []
+        for leaf, a, b in self.intervals(start, stop):
+            v = value(leaf)
+            if out and out[-1][1:] == (a, v):
+                out[-1] = (out[-1][0], b, v)
+            else:
+                out.append((a, b, v))
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How a tree of tensors is cut into units over the `num_shards` ranks of an axis."""
+
+    units: tuple[Unit, ...]
+    treedef: PyTreeSpec
+    axis: str
+    num_shards: int
+
+    @cached_property
+    def _key(self) -> tuple[Any, ...]:
+        return (self.units, self.axis, self.num_shards)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Layout) and self._hash == other._hash and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def where(self) -> dict[str, tuple[int, Leaf]]:
+        """Leaf name -> (index of its unit, leaf)."""
+        return {leaf.name: (i, leaf) for i, unit in enumerate(self.units) for leaf in unit.leaves}
+
+    @cached_property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """All leaves in the tree's order."""
+        return tuple(sorted((leaf for unit in self.units for leaf in unit.leaves), key=lambda x: x.index))
+
+    def cut(self, unit: Unit, shard: int) -> tuple[int, int]:
+        """[start, stop) of a shard's piece of `unit`, in elements."""
+        piece = unit.size // self.num_shards
+        return shard * piece, (shard + 1) * piece
+
+    def subset(self, prefix: str) -> Layout:
+        """The layout of the units under `prefix`; raises KeyError where a unit is only partly under it."""
+        names = {n for n in self.where if n == prefix or n.startswith(prefix + ".")}
+        units = tuple(u for u in self.units if any(leaf.name in names for leaf in u.leaves))
+        if not names:
+            raise KeyError(_nothing_under(prefix, self))
+        for unit in units:
+            outside = [leaf.name for leaf in unit.leaves if leaf.name not in names]
+            if outside:
+                raise KeyError(
+                    f"params[{prefix!r}]: unit {unit.name!r} also holds {outside[0]!r}, so the part cannot be "
+                    f"cut out. Keep them apart with shard(..., unit=lambda path: ...)."
+                )
+        return self._keep(prefix, units)
+
+    def _keep(self, prefix: str, units: tuple[Unit, ...]) -> Layout:
+        order = {index: k for k, index in enumerate(sorted(leaf.index for u in units for leaf in u.leaves))}
+        paths = self.treedef.paths()
+        heads = {paths[i][0] for i in order}
+        inside = len(heads) == 1 and all(len(paths[i]) > 1 for i in order) and str(next(iter(heads))) == prefix
+        sub = (self.treedef.child(self.treedef.entries().index(next(iter(heads)))) if inside
+               else tree.structure({str(paths[i][0]): i for i in order}))
+        if sub.num_leaves != len(order):
+            raise KeyError(f"params[{prefix!r}]: only a top-level entry of params can be taken out.")
+        strip = len(prefix) + 1 if inside else 0
+        renamed = tuple(
+            Unit(u.name, tuple(Leaf(x.name[strip:], x.shape, order[x.index], x.offset, x.dtype) for x in u.leaves),
+                 u.size, u.trainable, u.dtype)
+            for u in units
+        )
+        return Layout(renamed, sub, self.axis, self.num_shards)
+
+
+def _nothing_under(name: str, layout: Layout) -> str:
+    near = nearest(name, _with_prefixes(layout.where))
+    units = [u.name for u in layout.units]
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the units are {units}."
+    return f"params: no leaf lies under {name!r}; {hint}"
+
+
+def restrict(layout: Layout, keep: Callable[[Unit, Leaf], bool]) -> Layout:
+    """The layout with None where leaves are not kept: what is left of their units is padding, others are gone."""
+    kept = {leaf.index for unit in layout.units for leaf in unit.leaves if keep(unit, leaf)}
+    if len(kept) == len(layout.where):
+        return layout
+    order = {index: k for k, index in enumerate(sorted(kept))}
+    units = []
+    for u in layout.units:
+        leaves = tuple(Leaf(x.name, x.shape, order[x.index], x.offset, x.dtype) for x in u.leaves if x.index in kept)
+        if leaves:
+            units.append(Unit(u.name, leaves, u.size, u.trainable, u.dtype))
+    marks = [i if i in kept else None for i in range(layout.treedef.num_leaves)]
+    treedef = tree.structure(tree.unflatten(layout.treedef, marks))
+    return Layout(tuple(units), treedef, layout.axis, layout.num_shards)
+
+
+def ask_names(option: str, function: Callable[[str], Any], names: Iterable[str]) -> dict[str, Any]:
+    """Leaf name -> what a function of names says of it. One that expects a leaf is told what it gets."""
+    out = {}
+    for name in names:
+        try:
+            out[name] = function(name)
+        except AttributeError as error:
+            if isinstance(error.obj, str):
+                note(error, f"{option} is asked about names: its argument is a str such as {name!r}.")
+            raise
+    return out
+
+
+def check_effect(what: str, function: Callable[..., Any], answers: Mapping[str, Any]) -> None:
+    """Raise `ValueError` where a function of leaves, given to select some, selects none: leaf name -> its answer."""
+    if not answers or any(answers.values()):
+        return
+    near = [name for word in words_of(function) for name in nearest(word.strip("."), _with_prefixes(answers))]
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    raise ValueError(f"{what} selects none of the {len(answers)} leaves, so it has no effect{hint} The leaves are "
+                     f"{some(answers)}. Leave it out if it is to select nothing.")
+
+
+def _with_prefixes(names: Iterable[str]) -> list[str]:
+    """Leaf names, and the dotted names of what they lie in."""
+    parts = [name.split(".") for name in names]
+    return list(dict.fromkeys(".".join(p[:k]) for p in parts for k in range(len(p), 0, -1)))
+
+
+def is_learned(name: str, leaf: Tensor, trainable: Callable[[str], bool]) -> bool:
+    """Whether a parameter gets a gradient: a floating one of which `trainable(name)` says so.
+
+    Raises `TypeError` for a complex one of which it does: a step would leave it as it is.
+    """
+    if leaf.is_complex() and trainable(name):
+        raise TypeError(f"parameter {name!r} is {str(leaf.dtype).removeprefix('torch.')}, and complex parameters are "
+                        "not trained: hold torch.view_as_real(w) in params and write torch.view_as_complex(w) in the "
+                        f"loss, or freeze it: TrainState.create(..., frozen=lambda name: name == {name!r}).")
+    return leaf.is_floating_point() and trainable(name)
+
+
+def make_layout(
+    params: Any,
+    num_shards: int,
+    *,
+    axis: str = "data",
+    unit: Callable[[str], str] | None = None,
+    trainable: Callable[[str], bool] = lambda name: True,
+    label: Callable[[str, Tensor], Hashable] = lambda name, leaf: (),
+    dtype: torch.dtype | None = None,
+) -> Layout:
+    """Assign every tensor leaf of `params` a unit and an offset.
+
+    A unit is the key path up to its first integer component; leaves with none join by parent module; units
+    under 2^16 elements merge into the one before, within one top-level entry of a nested tree. `unit`
+    (leaf name -> unit name) overrides all of that. There is one buffer per (unit, dtype, trainable), and
+    within it leaves are ordered by (label, path), so that each label of an optimizer is one run of elements.
+    `dtype` replaces the leaves' floating dtype (the master's). Raises `TypeError` for a complex leaf that is to be
+    trained; whole numbers never are.
+    """
+    paths, values, treedef = tree.flatten_with_path(params)
+    order = sorted(range(len(paths)), key=lambda i: tree.natural_key(paths[i]))
+    groups = _groups(paths, values, order, unit)
+    place = {i: k for k, i in enumerate(order)}
+    buffers: dict[tuple[str, torch.dtype, bool], list[int]] = {}
+    for i in order:
+        kind = dtype if dtype is not None and values[i].is_floating_point() else values[i].dtype
+        learns = is_learned(tree.name_of(paths[i]), values[i], trainable)
+        buffers.setdefault((groups[i], kind, learns), []).append(i)
+    names = _buffer_names(buffers)
+    units = []
+    for key, members in buffers.items():
+        members = sorted(members, key=lambda i: (repr(label(tree.name_of(paths[i]), values[i])), place[i]))
+        units.append(_unit(names[key], [(i, tree.name_of(paths[i]), tuple(values[i].shape)) for i in members],
+                           num_shards, key[1], key[2]))
+    return Layout(tuple(units), treedef, axis, num_shards)
+
+
+def _buffer_names(keys: Iterable[tuple[str, torch.dtype, bool]]) -> dict[tuple[str, torch.dtype, bool], str]:
+    """Unit names; where one group has several buffers the later ones say why they are apart."""
+    names: dict[tuple[str, torch.dtype, bool], str] = {}
+    for key in keys:
+        group, dtype, learns = key
+        name = group
+        if name in names.values():
+            name = f"{group} ({str(dtype).removeprefix('torch.')}{'' if learns else ', frozen'})"
+        names[key] = name
+    return names
+
+
+def _unit(name: str, members: Sequence[tuple[int, str, tuple[int, ...]]], num_shards: int, dtype: torch.dtype,
+          trainable: bool) -> Unit:
+    leaves, offset = [], 0
+    for index, leaf_name, shape in members:
+        leaf = Leaf(leaf_name, shape, index, offset, dtype)
+        leaves.append(leaf)
+        offset = -(-leaf.stop // ALIGN) * ALIGN
+    block = PIECE * num_shards
+    return Unit(name, tuple(leaves), max(1, -(-offset // block)) * block, trainable, dtype)
+
+
+def _groups(paths: list[Path], values: list[Tensor], order: list[int], unit: Callable[[str], str] | None
+            ) -> dict[int, str]:
+    """Leaf index -> name of its group of leaves."""
+    if unit is not None:
+        names = ask_names("unit", unit, [tree.name_of(paths[i]) for i in order])
+        wrong = next((name for name, group in names.items() if not isinstance(group, str)), None)
+        if wrong is not None:
+            raise TypeError(f"unit({wrong!r}) gives {names[wrong]!r}; it must give the name of a unit, a str, for "
+                            "every leaf. Leave unit out for one unit a layer.")
+        return {i: names[tree.name_of(paths[i])] for i in order}
+    members: dict[tuple[str, str], list[int]] = {}
+    for i in order:
+        top = str(paths[i][0]) if len(paths[i]) > 1 else ""
+        members.setdefault((top, _group(paths[i])), []).append(i)
+    merged: list[tuple[tuple[str, str], list[int]]] = []
+    for key, indices in members.items():
+        small = sum(values[i].numel() for i in indices) < SMALL
+        if small and merged and merged[-1][0][0] == key[0]:
+            merged[-1][1].extend(indices)
+        else:
+            merged.append((key, list(indices)))
+    return {i: name for (_, name), indices in merged for i in indices}
+
+
+def _group(path: Path) -> str:
+    parts = tree.components(path)
+    for k, part in enumerate(parts):
+        if isinstance(part, int):
+            return ".".join(map(str, parts[: k + 1]))
+    return ".".join(map(str, parts[:-1] or parts))
+
+
+def unravel(flat: Tensor, unit: Unit) -> list[Tensor]:
+    """The leaves of `unit` as views of `flat`, shape [..., unit.size] -> [..., *leaf.shape] each."""
+    lead = flat.shape[:-1]
+    return [flat.narrow(-1, leaf.offset, leaf.numel).view((*lead, *leaf.shape)) for leaf in unit.leaves]

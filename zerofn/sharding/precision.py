@@ -1,0 +1,63 @@
+"""Which dtype each of a parameter's three lives has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..ops import formats as _formats  # noqa: F401  (defines zerofn::high)
+from ..util.errors import nearest
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of the stored parameter (the master), of what the model computes with, and of the reduction.
+
+    `param=None` keeps each leaf's own dtype; `compute=None` is the stored dtype; `reduce=None` is the compute
+    dtype. Gradients accumulate over microbatches in the reduce dtype. A float32 parameter that is computed
+    with in bfloat16 is kept as a split master, whose upper half is what is gathered and used: 4 bytes for both.
+    """
+
+    param: torch.dtype | None = None
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+    def computes(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter stored as `stored` is gathered and used."""
+        return self.compute if self.compute is not None and stored.is_floating_point else stored
+
+    def reduces(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype in which the gradient of a parameter stored as `stored` is reduced and accumulated."""
+        return self.reduce if self.reduce is not None and stored.is_floating_point else self.computes(stored)
+
+    def splits(self, stored: torch.dtype) -> bool:
+        """Whether a parameter stored as `stored` is kept as a split master."""
+        return stored is torch.float32 and self.computes(stored) is torch.bfloat16
+
+    def narrow(self, piece: Tensor) -> Tensor:
+        """A stored piece in the compute dtype; a split master's is rounded to nearest, ties away from zero."""
+        return torch.ops.zerofn.high(piece) if self.splits(piece.dtype) else piece.to(self.computes(piece.dtype))
+
+
+NAMED = {
+    "fp32": Precision(torch.float32, torch.float32, torch.float32),
+    "bf16": Precision(torch.float32, torch.bfloat16, torch.float32),
+    "fp16": Precision(torch.float32, torch.float16, torch.float32),
+}
+
+
+def resolve(precision: Precision | str | None) -> Precision:
+    """A `Precision` from what `shard` accepts. Raises `ValueError`/`TypeError` offering the nearest name."""
+    if precision is None:
+        return Precision()
+    if isinstance(precision, Precision):
+        return precision
+    if isinstance(precision, str):
+        if precision in NAMED:
+            return NAMED[precision]
+        near = nearest(precision, NAMED, 1, 0.0)
+        raise ValueError(f"precision={precision!r} is not known; did you mean {near[0]!r}? "
+                         f"Known are {sorted(NAMED)} and zerofn.Precision(param, compute, reduce).")
+    raise TypeError(f"precision: expected None, a name or a zerofn.Precision, got {type(precision).__name__}.")

@@ -1,0 +1,270 @@
+"""Numbers over whole trees, sharded or plain: norms, dot products, finiteness.
+
+[Note: order of sums] A leaf is cut where ranks' pieces are cut, at every stage; each part is reduced by
+itself, the parts are combined in rank order, the leaves in the tree's order. So every stage gives the same
+bits at a given number of ranks, and one rank gives those of `torch.nn.utils.get_total_norm`. Padding is
+never read. One small all-gather serves a whole tree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from .._torch_compat import is_functorch_tensor
+from ..collectives import ops, rows_over
+from ..comm.mesh import Axis
+from ..ops import part_reductions as _parts_ops  # noqa: F401  (defines zerofn::part_norms and its like)
+from ..ops import runs as _runs_ops  # noqa: F401  (defines zerofn::fill_runs)
+from .sharded import Sharded, is_sharded
+
+
+class _Part(NamedTuple):
+    """Elements [start, stop) of the `tensor`-th tensor: of leaf `column`, on rank `row`."""
+
+    tensor: int
+    start: int
+    stop: int
+    row: int
+    column: int
+
+
+class _Parts(NamedTuple):
+    """Every part of a tree that this rank has."""
+
+    names: list[str]
+    tensors: list[list[Tensor]]  # one list per tree
+    parts: list[_Part]
+    axis: Axis | None
+    complete: bool  # no other rank has parts that are not here
+    pieces: set[int]  # which tensors are pieces of a shard
+
+    @staticmethod
+    def of(*trees: Any) -> _Parts:
+        paths, nodes, _ = tree.flatten_with_path(trees[0], is_leaf=is_sharded)
+        others = [tree.leaves(t, is_leaf=is_sharded) for t in trees[1:]]
+        found = _Parts(
+            [],
+            [[] for _ in trees],
+            [],
+            next((n.spec.axis for n in nodes if is_sharded(n)), None),
+            all(n.spec.num_pieces == 1 for n in nodes if is_sharded(n)),
+            set(),
+        )
+        for k, node in enumerate(nodes):
+            found._add(tree.name_of(paths[k]), [node, *(o[k] for o in others)])
+        return found
+
+    def _add(self, name: str, group: list[Any]) -> None:
+        first = len(self.tensors[0])
+        if is_sharded(group[0]):
+            self.parts.extend(_sharded_parts(group[0], first, len(self.names)))
+            self.pieces.update(range(first, first + len(group[0].stored)))
+            prefix = f"{name}." if name else ""
+            self.names.extend(prefix + leaf.name for leaf in group[0].layout.leaves)
+        else:
+            if (
+                self.complete or self.axis is None or self.axis.rank == 0
+            ):  # replicated: one rank counts it
+                self.parts.append(_Part(first, 0, group[0].numel(), 0, len(self.names)))
+            self.names.append(name)
+        for tensors, x in zip(self.tensors, group, strict=True):
+            tensors.extend(x.pieces if is_sharded(x) else [x.reshape(-1)])
+
+    @property
+    def tracked(self) -> bool:
+        """Whether something is differentiated with respect to these tensors."""
+        return any(is_functorch_tensor(x) or (x.requires_grad and torch.is_grad_enabled())
+                   for tensors in self.tensors for x in tensors)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> _Parts:
+        """The same parts of other tensors, of one tree or of two."""
+        n = len(self.tensors[0]) or 1
+        return self._replace(tensors=[list(tensors[k : k + n]) for k in range(0, len(tensors), n)])
+
+    def without_padding(self, k: int, x: Tensor) -> Tensor:
+        """The k-th tensor of a tree with zeros where nothing is read. At the first order it would not matter what
+        derivatives are there; at the second they would be counted."""
+        if k not in self.pieces:
+            return x
+        runs = [(p.start, p.stop) for p in self.parts if p.tensor == k]
+        if sum(b - a for a, b in runs) == x.numel():
+            return x
+        like = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+        read = ops.fill_runs(like, [a for a, _ in runs], [b for _, b in runs], [1.0] * len(runs))
+        return torch.where(read, x, torch.zeros_like(x))
+
+    def reduce(self, op: Any) -> Tensor:
+        """One number per part -> [ranks, leaves], zero where a rank has nothing of a leaf."""
+        size = 1 if self.axis is None else self.axis.size
+        rows = size if self.complete else 1
+        parts = [p for p in self.parts if p.stop > p.start]
+        if not self.tensors[0] or not self.names:
+            grid = torch.zeros(rows, len(self.names))
+        else:  # also where this rank has no parts: graphs of ranks must not differ in what depends on what
+            columns = [[p[k] for p in parts] for k in range(len(_Part._fields))]
+            grid = op(*self.tensors, *columns, rows, len(self.names))
+        return grid if self.complete or self.axis is None else rows_over(grid[0], self.axis)
+
+
+def _sharded_parts(sharded: Sharded, first: int, column: int) -> Iterator[_Part]:
+    spec = sharded.spec
+    whole = spec.num_pieces == 1
+    for i, unit in enumerate(spec.layout.units):
+        begin = spec.bounds(unit)[0]
+        for rank in range(spec.axis.size) if whole else [spec.axis.rank]:
+            start, stop = spec.layout.cut(unit, rank)
+            for leaf, a, b in unit.intervals(start, stop):
+                shift = start - begin
+                yield _Part(
+                    first + i, a + shift, b + shift, rank if whole else 0, column + leaf.index
+                )
+
+
+def leaf_norms(values: Any) -> dict[str, Tensor]:
+    """The 2-norm of every leaf, by name, in float32 at least. All ranks must call it."""
+    names, numbers = norms(values)
+    return dict(zip(names, numbers.unbind(), strict=True))
+
+
+def norms(values: Any) -> tuple[list[str], Tensor]:
+    """The names of all leaves, and their 2-norms [leaves], the same bits on every rank. Raises `RuntimeError` where
+    they would have to be differentiated."""
+    parts = _Parts.of(values)
+    if parts.tracked:
+        raise RuntimeError("leaf_norms has no derivative. Write it with torch.linalg.vector_norm on the gathered "
+                           "leaves, use zerofn.global_norm, or detach what it is given.")
+    return parts.names, _norms(parts)
+
+
+def _norms(parts: _Parts) -> Tensor:
+    grid = parts.reduce(ops.part_norms)
+    return grid[0] if len(grid) == 1 else torch.linalg.vector_norm(grid, dim=0)
+
+
+def global_norm(values: Any) -> Tensor:
+    """The 2-norm over all leaves and ranks, a scalar, the same bits on every rank. Differentiable.
+
+    All ranks must call it.
+    """
+    parts = _Parts.of(values)
+    return _GlobalNorm.apply(parts, *parts.tensors[0]) if parts.tracked else _norm_of(parts)
+
+
+def vdot(a: Any, b: Any) -> Tensor:
+    """The inner product of two trees of one structure, a scalar, the same bits on every rank. Differentiable.
+
+    All ranks must call it. Raises `ValueError` where structures or layouts differ.
+    """
+    if tree.structure(a) != tree.structure(b):
+        raise ValueError("vdot: the two trees are not of one structure and layout; where one is sharded and the other "
+                         "not, write zerofn.scatter(tree, like=sharded) first.")
+    parts = _Parts.of(a, b)
+    return _Vdot.apply(parts, *parts.tensors[0], *parts.tensors[1]) if parts.tracked else _vdot_of(parts)
+
+
+def _norm_of(parts: _Parts) -> Tensor:
+    return torch.linalg.vector_norm(_norms(parts))
+
+
+def _vdot_of(parts: _Parts) -> Tensor:
+    grid = parts.reduce(ops.part_dots)
+    total = grid[0]
+    for row in grid[1:]:
+        total = total + row
+    return total.sum()
+
+
+# Their derivatives. Such a scalar is a sum over what ranks have, and is there on all of them: its derivative by this
+# rank's pieces needs no communication. See [Note: inner products] in sharding.
+
+
+class _Vdot(torch.autograd.Function):
+    @staticmethod
+    def forward(parts: _Parts, *tensors: Tensor) -> Tensor:
+        return _vdot_of(parts.with_tensors(tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.parts = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        other = (*saved[len(saved) // 2 :], *saved[: len(saved) // 2])
+        return None, *_products(ctx.parts, g, other, saved)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensor:
+        saved = ctx.saved_tensors
+        n, moved = len(saved) // 2, _filled(tangents, saved)
+        return (_Vdot.apply(ctx.parts, *moved[:n], *saved[n:])
+                + _Vdot.apply(ctx.parts, *saved[:n], *moved[n:]))
+
+
+class _GlobalNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(parts: _Parts, *tensors: Tensor) -> Tensor:
+        return _norm_of(parts.with_tensors(tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.parts = inputs[0]
+        ctx.save_for_backward(*inputs[1:], output)
+        ctx.save_for_forward(*inputs[1:], output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        *saved, norm = ctx.saved_tensors
+        return None, *_products(ctx.parts, _over(g, norm), saved, saved)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensor:
+        *saved, norm = ctx.saved_tensors
+        return _over(_Vdot.apply(ctx.parts, *saved, *_filled(tangents, saved)), norm)
+
+
+def _products(parts: _Parts, g: Tensor, factors: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor | None]:
+    n = len(parts.tensors[0])
+    return [parts.without_padding(k % n, g * y).to(x.dtype) if x.is_floating_point() else None
+            for k, (x, y) in enumerate(zip(likes, factors, strict=True))]
+
+
+def _over(g: Tensor, norm: Tensor) -> Tensor:
+    """g / norm; zero where the norm is, as torch has it."""
+    return torch.where(norm == 0, torch.zeros_like(g), g / norm)
+
+
+def _filled(tangents: Sequence[Tensor | None], values: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(x) if t is None else t for t, x in zip(tangents, values, strict=False)]
+
+
+def _extremes(values: Any) -> tuple[list[str], Tensor]:
+    parts = _Parts.of(values)
+    return parts.names, parts.reduce(ops.part_extremes).amax(0)
+
+
+def all_finite(values: Any) -> Tensor:
+    """Whether every element on every rank is finite: a bool scalar on the device, the same on every rank.
+
+    All ranks must call it.
+    """
+    return torch.isfinite(_extremes(values)[1]).all()
+
+
+def first_nonfinite(values: Any) -> str | None:
+    """The name of the first leaf with a non-finite element on any rank, or None. Waits for the device.
+
+    All ranks must call it.
+    """
+    names, ends = _extremes(values)
+    return next(
+        (n for n, e in zip(names, ends.tolist(), strict=True) if not math.isfinite(e)), None
+    )

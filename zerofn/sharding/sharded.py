@@ -1,0 +1,286 @@
+"""`Sharded`: this rank's pieces of a tree of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from .. import tree
+from ..comm.mesh import Axis
+from ..comm.transport import generation, wait_
+from ..memory import donation
+from ..offload.host_tensor import finish
+from .codecs import Kind, Stored, stored
+from .layout import Layout, Leaf, Unit, restrict
+from .precision import Precision
+
+_signatures: dict[Any, int] = {}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is static about a `Sharded`. Equal specs have equal layouts: dtype, stage and rank do not count."""
+
+    layout: Layout
+    axis: Axis = field(compare=False)
+    stage: int = field(compare=False)
+    precision: Precision = field(compare=False)
+    halves: bool = field(default=False, compare=False)  # parameters: whether they are to be kept as split masters
+
+    @property
+    def num_pieces(self) -> int:
+        """How many parts a unit is stored in: 1 at stage 0."""
+        return 1 if self.stage == 0 else self.axis.size
+
+    def bounds(self, unit: Unit) -> tuple[int, int]:
+        """[start, stop) of what this rank stores of `unit`, in elements."""
+        if self.num_pieces == 1:
+            return 0, unit.size
+        return self.layout.cut(unit, self.axis.rank)
+
+    @cached_property
+    def signature(self) -> int:
+        """A number that two specs share if a step captured with one may run with the other on this rank."""
+        axis = self.axis
+        key = (self.layout, self.layout.treedef, self.stage, self.precision, axis.rank, axis.size, axis.group)
+        return _signatures.setdefault(key, len(_signatures))
+
+    @cached_property
+    def trainable(self) -> Spec:
+        """The spec without frozen units."""
+        return replace(self, layout=restrict(self.layout, lambda unit, _: unit.trainable))
+
+
+_NO_DICT = ("it is what this rank holds of a tree, cut into flat pieces. Write params['name'] for a leaf, tree_map for "
+            "what is elementwise, and zerofn.gather(params), or zerofn.unshard(params), for the tree with its tensors.")
+
+
+class Sharded:
+    """This rank's pieces of a tree of tensors: a pytree node whose leaves are flat tensors, one per unit.
+
+    `tree_map` over `Sharded` trees of one layout is the partitioned elementwise operation. Anything that is
+    not elementwise goes through functions that know about ranks (`zerofn.global_norm`, `zerofn.gather`, ...).
+    Using one after a compiled step consumed it, or another one that holds the same pieces, raises `RuntimeError`.
+    """
+
+    __slots__ = ("__weakref__", "_arriving", "_copies", "_kept", "_kinds", "_lost", "spec")
+
+    def __init__(self, spec: Spec, pieces: Iterable[Tensor | Stored], full: Sequence[Tensor] | None = None) -> None:
+        self.spec = spec
+        self._kept = tuple(pieces)
+        self._copies = full  # stages 1 and 2: the gathered copy, a cache beside the tree
+        self._arriving = 0  # the generation of the transfers that fill it, while nobody has waited for them
+        self._kinds: tuple[Kind, ...] = ()  # once the pieces were given away
+        self._lost: str | None = None
+
+    @property
+    def pieces(self) -> tuple[Tensor, ...]:
+        """The local pieces, flat, in unit order: decoded where they are kept as something else."""
+        finish()
+        return tuple([x.decode() if isinstance(x, Stored) else x for x in self._alive()])
+
+    @property
+    def stored(self) -> tuple[Stored, ...]:
+        """The local pieces as they are kept."""
+        finish()
+        return tuple(map(stored, self._alive()))
+
+    def _alive(self) -> tuple[Tensor | Stored, ...]:
+        why = self.lost
+        if why is not None:
+            raise RuntimeError(why)
+        return self._kept
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """How each piece is kept, or was before it was given away."""
+        return self._kinds or tuple([stored(x).kind for x in self._kept])
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """What a captured step is given of the local pieces, in unit order."""
+        return list(_parts(self._alive()))
+
+    @property
+    def lost(self) -> str | None:
+        """Why it can no longer be used, given away itself or by another one with the same pieces; None while it can."""
+        return self._lost or donation.reason(_parts(self._kept))
+
+    @property
+    def copies(self) -> Sequence[Tensor] | None:
+        """The gathered copy of every unit, perhaps still arriving; None where there is none."""
+        if self._arriving and self._arriving != generation():
+            self.forget_copies()  # a failed step has cut off all transfers, or this is a forked process
+        return self._copies
+
+    @property
+    def full(self) -> Sequence[Tensor] | None:
+        """The gathered copy of every unit, complete; None where there is none."""
+        copies = self.copies
+        if self._arriving and copies is not None:
+            for copy in copies:
+                wait_(copy)
+            self._arriving = 0
+        return copies
+
+    @property
+    def layout(self) -> Layout:
+        """Where every leaf lies."""
+        return self.spec.layout
+
+    def move(self, pieces: Iterable[Stored], full: Sequence[Tensor] | None) -> None:
+        """Hold the same values in other buffers, with a gathered copy beside them."""
+        self._kept, self._copies, self._arriving = tuple(pieces), full, 0
+
+    def expect_copies(self) -> None:
+        """Say that transfers into the gathered copy are under way, for whoever needs it first to wait for."""
+        self._arriving = generation()
+
+    def forget_copies(self) -> None:
+        """Drop the gathered copy, whatever has arrived of it."""
+        self._copies, self._arriving = None, 0
+
+    def donate(self, why: str) -> None:
+        """Give the buffers away; from here on any use raises `why`."""
+        self._kinds = self.kinds
+        self._lost, self._kept = why, ()
+        self.forget_copies()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("keys", "values", "items", "get"):
+            raise AttributeError(f"a Sharded has no {name!r}: {_NO_DICT}")
+        raise AttributeError(f"a Sharded has no {name!r}.")
+
+    def __getitem__(self, name: str) -> Sharded | Held:
+        """A leaf's name -> what this rank holds of it; a prefix -> the `Sharded` of the units under it."""
+        if not isinstance(name, str):  # as whoever iterates asks
+            raise TypeError(f"a Sharded has no entry {name!r}: {_NO_DICT}")
+        place = self.layout.where.get(name)
+        if place is not None:
+            return Held.of(self, *place)
+        layout = self.layout.subset(name)
+        kept = self._positions(layout)
+        full = None if self.full is None else [self.full[i] for i in kept]
+        return Sharded(replace(self.spec, layout=layout), [self.stored[i] for i in kept], full)
+
+    def _positions(self, part: Layout) -> list[int]:
+        """Where the units of a subset of the layout are."""
+        index = {u.name: i for i, u in enumerate(self.layout.units)}
+        return [index[u.name] for u in part.units]
+
+    def replace(self, parts: dict[str, Sharded]) -> Sharded:
+        """The same tree with `self[prefix]` replaced for every prefix of `parts`."""
+        pieces = list(self.stored)
+        for prefix, part in parts.items():
+            mine = self[prefix]
+            if not isinstance(mine, Sharded) or mine.layout != part.layout:
+                raise ValueError(f"replace: what is given for {prefix!r} is not laid out like params[{prefix!r}].")
+            for i, piece in zip(self._positions(mine.layout), part.stored, strict=True):
+                pieces[i] = piece
+        return Sharded(self.spec, pieces)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For copy and pickle: the gathered copy may be half there, and can be made again.
+        return Sharded, (self.spec, self.stored)
+
+    def __repr__(self) -> str:
+        return describe(self)
+
+
+def _parts(kept: Iterable[Tensor | Stored]) -> Iterator[Tensor]:
+    for x in kept:
+        yield from x.tensors if isinstance(x, Stored) else (x,)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this rank holds of one leaf: `local` is the flat part, elements [start, stop) of the raveled leaf."""
+
+    name: str
+    shape: tuple[int, ...]
+    unit: str
+    start: int
+    stop: int
+    local: Tensor = field(repr=False, compare=False)
+
+    @staticmethod
+    def of(sharded: Sharded, index: int, leaf: Leaf) -> Held:
+        """The held part of `leaf` of the index-th unit."""
+        unit, piece = sharded.layout.units[index], sharded.stored[index]
+        begin, end = sharded.spec.bounds(unit)
+        for found, a, b in unit.intervals(begin, end):
+            if found is leaf:
+                first = begin + a - leaf.offset
+                return Held(leaf.name, leaf.shape, unit.name, first, first + b - a, piece.read(a, b))
+        return Held(leaf.name, leaf.shape, unit.name, 0, 0, piece.read(0, 0))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy and pickle ask before there are fields
+            raise AttributeError(name)
+        advice = ("; it says what this rank holds of a leaf and is no tensor: write "
+                  f"zerofn.gather(params)[{self.name!r}].{name}, or .local for this rank's part"
+                  ) if hasattr(Tensor, name) else ""
+        raise AttributeError(f"params[{self.name!r}] has no {name!r}{advice}.")
+
+    def __repr__(self) -> str:
+        share = f"elements {self.start:,}:{self.stop:,}" if self.stop > self.start else "none of it"
+        size = self.local.numel() * self.local.element_size()
+        dtype = str(self.local.dtype).removeprefix("torch.")
+        return f"{self.name} {list(self.shape)} {dtype}, unit {self.unit!r}; here: {share} ({size:,} bytes)"
+
+
+tree.register_node(Sharded, lambda s: (s.pieces, s.spec), lambda spec, pieces: Sharded(spec, pieces))
+
+
+def is_sharded(x: Any) -> bool:
+    """Whether `x` is a `Sharded` node."""
+    return isinstance(x, Sharded)
+
+
+def check_whole(values: Any, what: str) -> None:
+    """Raise `TypeError` for a tree with what a rank holds of a leaf: that cannot be gathered by itself."""
+    for x in tree.leaves(values, is_leaf=lambda x: isinstance(x, Sharded | Held)):
+        if isinstance(x, Held):
+            raise TypeError(f"{what}: params[{x.name!r}] is what this rank holds of a leaf, and cannot be gathered by "
+                            f"itself; write zerofn.{what}(params)[{x.name!r}].")
+
+
+def describe(sharded: Sharded) -> str:
+    """A table: one line per unit with its leaves, global elements, dtype and the bytes held here."""
+    spec = sharded.spec
+    if sharded.lost is not None:
+        return f"Sharded(donated: {sharded.lost})"
+    held = sum(x.nbytes for x in sharded.stored)
+    total = sum(u.numel for u in spec.layout.units)
+    lines = [f"Sharded: {len(spec.layout.where)} leaves, {total:,} elements in {len(spec.layout.units)} units; "
+             f"stage {spec.stage}, rank {spec.axis.rank} of {spec.axis.size} holds {held:,} bytes"]
+    width = max((len(u.name) for u in spec.layout.units), default=0)
+    for unit, piece in zip(spec.layout.units, sharded.stored, strict=True):
+        a, b = spec.bounds(unit)
+        dtype = str(piece.dtype).removeprefix("torch.") + piece.kind.note
+        lines.append(f"  {unit.name:<{width}}  {len(unit.leaves):>3} leaves  {unit.numel:>12,} x {dtype}  "
+                     f"here [{a:,}:{b:,}]{'' if unit.trainable else '  frozen'}")
+    return "\n".join(lines)
+
+
+def trainable(sharded: Sharded) -> Sharded:
+    """The part an optimizer sees: without the frozen units."""
+    spec = sharded.spec.trainable
+    if spec.layout is sharded.layout:
+        return sharded
+    kept = [i for i, u in enumerate(sharded.layout.units) if u.trainable]
+    full = None if sharded.full is None else [sharded.full[i] for i in kept]
+    return Sharded(spec, [sharded.stored[i] for i in kept], full)
+
+
+def with_trainable(sharded: Sharded, part: Sharded) -> Sharded:
+    """`sharded` with its trainable units from `part`."""
+    if len(part.layout.units) == len(sharded.layout.units):
+        return Sharded(sharded.spec, part.stored)
+    fresh = iter(part.stored)
+    pieces = [next(fresh) if u.trainable else p for u, p in zip(sharded.layout.units, sharded.stored, strict=True)]
+    return Sharded(sharded.spec, pieces)

@@ -1,0 +1,291 @@
+"""`value_and_grad` and `accumulate`: the everyday use of gather and scatter.
+
+Gradients are taken with `torch.autograd.grad` on detached leaves: `torch.func.grad` refuses saved-tensor hooks
+and old-style autograd functions, and holds about twice the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..collectives import sum_over
+from ..comm.mesh import Axis
+from ..graph.advice import instead
+from ..graph.loop import loop
+from ..graph.phase import BACKWARD, FORWARD, phase
+from ..random import fold_in, randomness
+from ..sharding.codecs import Stored
+from ..sharding.gather_scatter import gather_leaves, ravel, reduce_unit
+from ..sharding.layout import ask_names, check_effect, is_learned
+from ..sharding.sharded import Sharded, is_sharded
+from .checkpoint_params import same_parameters
+from .loss_scale import NoLossScale
+
+LossFn = Callable[..., Any]
+
+
+class _Loss(NamedTuple):
+    """One microbatch's loss: `mean` is what is differentiated; `weight` only for a (sum, weight) loss."""
+
+    mean: Tensor
+    total: Tensor
+    weight: Tensor | None
+    aux: Any
+
+
+def value_and_grad(loss_fn: LossFn, has_aux: bool = False, scale: Any = None, rng: Tensor | None = None,
+                   frozen: Callable[[str], bool] | None = None) -> ValueAndGrad:
+    """`(params, *args) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`.
+
+    `loss_fn(params, *args)` sees full parameters in the compute dtype and returns a scalar: this rank's mean.
+    It may return `(sum, weight)` instead, for a mean that is exactly weighted over ranks and microbatches.
+    `params` may be `Sharded`, plain, or a tree of both; gradients come back in its structure, unscaled, in the
+    reduce dtype, averaged over ranks; a plain tree never communicates. Unused parameters get zeros. The loss
+    is in float32 (float64 stays), the mean over the global batch; `aux` is this rank's own.
+    `scale` is a loss scale; `rng` the key for random operations, which raise without one. `frozen(leaf name)` says
+    which plain leaves get zeros, as whole numbers do; `Sharded` know theirs. A complex leaf raises `TypeError`.
+    """
+    return ValueAndGrad(loss_fn, has_aux, scale if scale is not None else NoLossScale(), rng, frozen)
+
+
+@dataclass(frozen=True)
+class ValueAndGrad:
+    """What `value_and_grad` returns; `num_microbatches` is set by `accumulate`."""
+
+    loss_fn: LossFn
+    has_aux: bool
+    scale: Any
+    rng: Tensor | None
+    frozen: Callable[[str], bool] | None = None
+    num_microbatches: int = 1
+
+    def with_microbatches(self, n: int) -> ValueAndGrad:
+        """The same over `n` microbatches for each that there was; see `accumulate`."""
+        return replace(self, num_microbatches=n * self.num_microbatches)
+
+    def __call__(self, params: Any, *args: Any) -> tuple[Any, Any]:
+        """-> (loss, grads) or ((loss, aux), grads)."""
+        paths, nodes, treedef = tree.flatten_with_path(params, is_leaf=is_sharded)
+        if self.frozen is not None and not any(map(is_sharded, nodes)):
+            names = [tree.name_of(p) for p in paths]
+            check_effect("value_and_grad: frozen", self.frozen, ask_names("frozen", self.frozen, names))
+        learns = [_trainable(tree.name_of(p), x, self.frozen) for p, x in zip(paths, nodes, strict=True)]
+        work = _Work(self, nodes, learns, treedef, _axis_of(nodes))
+        if self.num_microbatches == 1:
+            only, partial = work.microbatch(nodes, args, 0)
+            loss, aux, sums = _detached(only), only.aux, work.reduce(partial)
+        else:
+            loss, aux, sums = work.loop(args)
+        value, grads = work.finish(loss, sums)
+        grads = self.scale.unscale(grads)
+        return ((value, aux) if self.has_aux else value), grads
+
+
+def accumulate(vg: Any, n: int) -> Any:
+    """`vg` over `n` microbatches, one after the other: a larger batch in the memory of a smaller one.
+
+    Every tensor leaf of the arguments after `params` is cut along dim 0 into `n` equal contiguous parts; one
+    that cannot be raises `ValueError`. Loss and gradients are averaged, aux is stacked along a new dim 0,
+    buffers that `loss_fn` writes are carried in order. What accumulates over `m` already does so over `m * n` then.
+    Captured once, looped, never unrolled.
+    """
+    if not hasattr(vg, "with_microbatches"):
+        raise TypeError(f"accumulate: expected what value_and_grad returned, got {type(vg).__name__}.")
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise ValueError(f"accumulate: n must be a whole number from 1, got {n!r}.")
+    return vg.with_microbatches(n)
+
+
+def _axis_of(nodes: Sequence[Any]) -> Axis | None:
+    return next((x.spec.axis for x in nodes if is_sharded(x)), None)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One call: the parameters' nodes (Sharded or plain tensors) and what is done with them."""
+
+    vg: ValueAndGrad
+    nodes: list[Any]
+    learns: list[list[bool]]  # of every node, which of its leaves get gradients
+    treedef: tree.PyTreeSpec
+    axis: Axis | None
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 if self.axis is None else self.axis.size
+
+    def microbatch(self, nodes: list[Any], args: Sequence[Any], index: Any) -> tuple[_Loss, list[Tensor]]:
+        """The local loss, and gradients: one flat tensor per trainable unit, one per plain leaf that learns."""
+        full = [gather_leaves(x) if is_sharded(x) else [x] for x in nodes]
+        leaves = [[_leaf(t, ok) for t, ok in zip(ts, learns, strict=True)]
+                  for ts, learns in zip(full, self.learns, strict=True)]
+        logical = [tree.unflatten(x.layout.treedef, ts) if is_sharded(x) else ts[0]
+                   for x, ts in zip(nodes, leaves, strict=True)]
+        wanted = [t for ts in leaves for t in ts if t.requires_grad]
+        key = self._key(index)
+        with torch.enable_grad(), randomness(key), same_parameters():
+            with phase(FORWARD):
+                loss = self._loss(tree.unflatten(self.treedef, logical), args)
+            with phase(BACKWARD):
+                found = _derivatives(loss.mean, wanted, self._seed(loss))
+        by_leaf = {id(t): g for t, g in zip(wanted, found, strict=True)}
+        return loss, _flat_gradients(nodes, leaves, by_leaf, loss.weight)
+
+    def _key(self, index: Any) -> Tensor | None:
+        if self.vg.rng is None:
+            return None
+        key = fold_in(self.vg.rng, 0 if self.axis is None else self.axis.rank)
+        return fold_in(key, index)
+
+    def _loss(self, params: Any, args: Sequence[Any]) -> _Loss:
+        try:
+            out = self.vg.loss_fn(params, *args)
+        except Exception as error:
+            told = instead(error)
+            if told is None:
+                raise
+            raise told.with_traceback(error.__traceback__) from None
+        aux = None
+        if self.vg.has_aux:
+            if not isinstance(out, tuple) or len(out) != 2:
+                raise ValueError(f"value_and_grad(has_aux=True): loss_fn must return (loss, aux), got {_kind(out)}.")
+            out, aux = out
+        total, weight = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+        if not isinstance(total, Tensor) or total.numel() != 1:
+            raise ValueError(f"value_and_grad: loss_fn must return a scalar tensor or (sum, weight), got {_kind(out)}; "
+                             "write loss.mean(), or has_aux=True if the second value is not a weight.")
+        if not isinstance(weight, Tensor | int | float | None) or isinstance(weight, Tensor) and weight.numel() != 1:
+            raise TypeError(f"value_and_grad: loss_fn returned (loss, {_kind(weight)}), and without has_aux the second "
+                            "is a weight, one number; write value_and_grad(loss_fn, has_aux=True).")
+        total = total.reshape(()).to(torch.promote_types(total.dtype, torch.float32))
+        if weight is None:
+            return _Loss(total, total, None, aux)
+        weight = torch.as_tensor(weight, device=total.device).detach().reshape(()).to(total.dtype)
+        # A rank without a single token has weight 0 and sum 0: it adds nothing, rather than 0 / 0.
+        return _Loss(total / torch.where(weight == 0, torch.ones_like(weight), weight), total, weight, aux)
+
+    def _seed(self, loss: _Loss) -> Tensor:
+        # The mean over ranks and microbatches is in the seed, so that no pass over the gradients is spent on it.
+        parts = 1 if loss.weight is not None else self.num_ranks * self.vg.num_microbatches
+        return self.vg.scale.scale(torch.full_like(loss.mean.detach(), 1.0 / parts))
+
+    def reduce(self, flats: list[Tensor]) -> list[Tensor]:
+        """What this rank keeps of the sum over ranks."""
+        out, flat = [], iter(flats)
+        for x, learns in zip(self.nodes, self.learns, strict=True):
+            if is_sharded(x):
+                out += [reduce_unit(x.spec, u, next(flat)) for u in x.layout.units if u.trainable]
+            elif learns[0]:  # replicated, beside what is sharded: replicas must move alike
+                out.append(next(flat) if self.axis is None else sum_over(next(flat), self.axis))
+        return out
+
+    def _late(self) -> bool:
+        """Whether gradients accumulate unsharded and are reduced once (stages 0 and 1)."""
+        return all(x.spec.stage <= 1 for x in self.nodes if is_sharded(x))
+
+    def loop(self, args: Sequence[Any]) -> tuple[tuple[Tensor, Tensor | None], Any, list[Tensor]]:
+        """All microbatches: ((sum of losses, sum of weights), stacked aux, sums of gradients)."""
+        n, late = self.vg.num_microbatches, self._late()
+        leaves, treedef = tree.flatten(args)
+        parts = [_cut(x, n) if isinstance(x, Tensor) else x for x in leaves]
+        nodes = self.nodes
+
+        def body(index: Tensor, mine: list[Tensor]) -> tuple[list[Tensor], list[Tensor], Any]:
+            fresh = iter(mine)
+            values = tree.unflatten(treedef, [next(fresh) if isinstance(x, Tensor) else x for x in leaves])
+            loss, flats = self.microbatch(nodes, values, index)
+            # Copies, since a buffer that the next microbatch writes may be what was returned as loss or weight.
+            pair = [x.clone() for x in _detached(loss) if x is not None]
+            aux_leaves, aux_treedef = tree.flatten(loss.aux)
+            return pair + (flats if late else self.reduce(flats)), aux_leaves, (aux_treedef, len(pair) == 2)
+
+        sums, stacked, (aux_treedef, weighted) = loop(body, n, [p for p in parts if isinstance(p, Tensor)])
+        head = 2 if weighted else 1
+        grads = self.reduce(sums[head:]) if late else sums[head:]
+        total = sums[0] if weighted else sums[0] / n
+        return (total, sums[1] if weighted else None), tree.unflatten(aux_treedef, stacked), grads
+
+    def finish(self, loss: tuple[Tensor, Tensor | None], sums: list[Tensor]) -> tuple[Tensor, Any]:
+        """The global mean of the loss, and gradients in the structure of the parameters."""
+        total, weight = loss
+        if self.num_ranks > 1:
+            assert self.axis is not None
+            total = sum_over(total, self.axis)
+            weight = None if weight is None else sum_over(weight, self.axis)
+            total = total / self.num_ranks if weight is None else total
+        if weight is not None:
+            total = total / weight
+            sums = [g / weight.to(g.dtype) for g in sums]
+        found = iter(sums)
+        out: list[Any] = []
+        for x, learns in zip(self.nodes, self.learns, strict=True):
+            if not is_sharded(x):
+                out.append(next(found) if learns[0] else _no_gradient(x))
+                continue
+            pieces = [next(found) if u.trainable else _no_gradient(p)
+                      for u, p in zip(x.layout.units, x.stored, strict=True)]
+            out.append(Sharded(x.spec, pieces))
+        return total, tree.unflatten(self.treedef, out)
+
+
+def _kind(x: Any) -> str:
+    return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _detached(loss: _Loss) -> tuple[Tensor, Tensor | None]:
+    return loss.total.detach(), loss.weight
+
+
+def _no_gradient(piece: Tensor | Stored) -> Tensor:
+    """A zero that takes no memory, for what is frozen or a whole number."""
+    shape = (piece.size,) if isinstance(piece, Stored) else piece.shape
+    return torch.zeros((), dtype=piece.dtype, device=piece.device).expand(shape)
+
+
+def _trainable(name: str, node: Any, frozen: Callable[[str], bool] | None) -> list[bool]:
+    if not is_sharded(node):
+        return [is_learned(name, node, lambda name: frozen is None or not frozen(name))]
+    marks = {leaf.index: unit.trainable for unit in node.layout.units for leaf in unit.leaves}
+    return [marks[i] for i in range(len(marks))]
+
+
+def _leaf(x: Tensor, learns: bool) -> Tensor:
+    x = x.detach()
+    return x.requires_grad_() if learns else x
+
+
+def _derivatives(loss: Tensor, wanted: list[Tensor], seed: Tensor) -> Sequence[Tensor | None]:
+    if not wanted or not loss.requires_grad:
+        return [None] * len(wanted)
+    return torch.autograd.grad(loss, wanted, grad_outputs=seed, allow_unused=True)
+
+
+def _flat_gradients(nodes: list[Any], leaves: list[list[Tensor]], found: dict[int, Tensor | None],
+                    weight: Tensor | None) -> list[Tensor]:
+    flats: list[Tensor] = []
+    for x, ts in zip(nodes, leaves, strict=True):
+        if is_sharded(x):
+            for unit, piece in zip(x.layout.units, x.stored, strict=True):
+                if unit.trainable:
+                    mine = [found[id(ts[leaf.index])] for leaf in unit.leaves]
+                    dtype = x.spec.precision.reduces(piece.dtype)
+                    flats.append(ravel(mine, unit, dtype) if any(g is not None for g in mine) else
+                                 torch.zeros(unit.size, dtype=dtype, device=ts[0].device))
+        elif ts[0].requires_grad:
+            g = found[id(ts[0])]
+            flats.append(torch.zeros_like(x) if g is None else g)
+    return flats if weight is None else [g * weight.to(g.dtype) for g in flats]
+
+
+def _cut(x: Tensor, n: int) -> Tensor:
+    if x.dim() == 0 or x.shape[0] % n:
+        raise ValueError(f"accumulate: a batch leaf of shape {tuple(x.shape)} cannot be cut along dim 0 into {n} "
+                         "equal parts; drop or pad the ragged last batch, or pass what is no batch by closure.")
+    return x.view(n, x.shape[0] // n, *x.shape[1:]) if x.is_contiguous() else x.reshape(
+        n, x.shape[0] // n, *x.shape[1:])

@@ -1,0 +1,111 @@
+"""`remat`: do not keep what a function computes on the way; compute it again for the backward pass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .. import tree
+from .._torch_compat import inside_functorch, is_functorch_tensor
+
+
+def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` with its activations recomputed in the backward pass (Chen et al. 2016; `jax.checkpoint`).
+
+    Works under `torch.autograd`, `torch.func.grad`/`vjp`/`jvp`/`vmap`, higher orders and capture; random operations
+    draw the same values again. Under `torch.func` transforms everything that is differentiated must be an argument:
+    raises `ValueError` for a tracked tensor in `fn`'s closure.
+
+    >>> f = remat(lambda x: x.sin().sin())
+    >>> bool(torch.func.grad(f)(torch.tensor(0.5)) == torch.func.grad(lambda x: x.sin().sin())(torch.tensor(0.5)))
+    True
+    """
+
+    @functools.wraps(fn)
+    def again(*args: Any, **kwargs: Any) -> Any:
+        if not inside_functorch():
+            return checkpoint(fn, *args, use_reentrant=False, **kwargs)
+        _check_closure(fn)
+        leaves, treedef = tree.flatten((args, kwargs))
+        at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        call = _Call(fn, leaves, at, treedef)
+        out = _Remat.apply(call, *(leaves[i] for i in at))
+        return tree.unflatten(call.out, out)
+
+    return again
+
+
+class _Call:
+    """`fn` as a function of its tensor arguments alone, to a tuple of tensors."""
+
+    def __init__(self, fn: Callable[..., Any], leaves: list[Any], at: list[int], treedef: tree.PyTreeSpec) -> None:
+        self.fn, self.at, self.treedef = fn, at, treedef
+        self.static = [None if isinstance(x, Tensor) else x for x in leaves]
+        self.out: Any = None
+        self.state = torch.get_rng_state()  # here, because as an input a transform would wrap it
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves = list(self.static)
+        for i, x in zip(self.at, tensors, strict=True):
+            leaves[i] = x
+        args, kwargs = tree.unflatten(self.treedef, leaves)
+        out, self.out = tree.flatten(self.fn(*args, **kwargs))
+        return tuple(out)
+
+    def again(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The same with the same draws; the generator goes on from where it was."""
+        before = torch.get_rng_state()
+        torch.set_rng_state(self.state)
+        try:
+            return self(*tensors)
+        finally:
+            torch.set_rng_state(before)
+
+
+class _Remat(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return call(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.call = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        learns = [x.is_floating_point() for x in ctx.saved_tensors]
+        inputs = [x for x, ok in zip(ctx.saved_tensors, learns, strict=True) if ok]
+
+        def run(*floats: Tensor) -> tuple[Tensor, ...]:
+            fresh = iter(floats)
+            return ctx.call.again(
+                *(next(fresh) if ok else x for x, ok in zip(ctx.saved_tensors, learns, strict=True)))
+
+        found = iter(torch.func.vjp(run, *inputs)[1](gradients))
+        return None, *(next(found) if ok else None for ok in learns)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor) -> tuple[Tensor, ...]:
+        return torch.func.jvp(ctx.call.again, tuple(ctx.saved_tensors), tangents)[1]
+
+
+def _check_closure(fn: Callable[..., Any]) -> None:
+    module = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
+    if isinstance(module, torch.nn.Module) and any(map(is_functorch_tensor, module.parameters())):
+        raise ValueError(f"remat: the parameters of {type(module).__name__} are differentiated but are no arguments of "
+                         "the function; write remat(lambda params, x: functional_call(module, params, x)).")
+    names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
+    for name, cell in zip(names, getattr(fn, "__closure__", None) or (), strict=True):
+        for x in tree.leaves(cell.cell_contents):
+            if isinstance(x, Tensor) and is_functorch_tensor(x):
+                raise ValueError(f"remat: {name!r} is differentiated outside but closed over by the function; pass it "
+                                 "as an argument, so that it gets its gradient.")

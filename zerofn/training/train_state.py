@@ -1,0 +1,212 @@
+"""`TrainState`: everything a step carries from one call to the next, as one pytree."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..optim.base import GradientTransformation, masks, step
+from ..optim.leaf_runs import leaf_info
+from ..random import fold_in
+from ..sharding.layout import ask_names, check_effect
+from ..sharding.precision import Precision
+from ..sharding.reductions import all_finite
+from ..sharding.sharded import Sharded, is_sharded, trainable, with_trainable
+from .grad import LossFn, ValueAndGrad, value_and_grad
+from .loss_scale import DynamicLossScale, StaticLossScale
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Parameters, optimizer state and counters.
+
+    `step`: calls so far, int64 scalar; `skipped`: of those, how many were not applied; `params`: `Sharded` or a
+    plain tree; `opt_state`: `tx`'s; `loss_scale`: None or a loss scale; `rng`: the key of all random draws,
+    int64 scalar; `extra`: whatever else is carried (buffers, a moving average, the loader's position). `tx` and
+    `frozen` are static.
+    """
+
+    step: Tensor
+    skipped: Tensor
+    params: Any
+    opt_state: Any
+    loss_scale: Any
+    rng: Tensor
+    extra: Any
+    tx: GradientTransformation
+    frozen: Callable[[str], bool] | None = None
+
+    @staticmethod
+    def create(*, params: Any, tx: GradientTransformation, loss_scale: Any = None, seed: int = 0, extra: Any = None,
+               frozen: Callable[[str], bool] | None = None) -> TrainState:
+        """A state at step 0. `frozen(leaf name) -> bool` marks parameters that get no gradient and no moments;
+        an `nn.Parameter` with `requires_grad=False` is frozen too, and so are whole numbers.
+
+        Raises `TypeError` when `tx` is no gradient transformation, `ValueError` for a `frozen` or a mask in `tx` that
+        selects no leaf.
+        """
+        if not isinstance(tx, GradientTransformation):
+            raise TypeError(f"TrainState.create: tx must be a zerofn.optim.GradientTransformation such as "
+                            f"optim.adamw(3e-4), got {type(tx).__name__}.")
+        _check_params(params)
+        _check_choices(params, tx, frozen)
+        frozen = _with_unlearned(params, frozen)
+        params = tree.tree_map(lambda p: p.detach() if isinstance(p, Tensor) else p, params)
+        zero = torch.zeros((), dtype=torch.int64)
+        key = torch.full((), seed, dtype=torch.int64)
+        return TrainState(zero, zero.clone(), params, tx.init(_learning(params, frozen)), loss_scale, key, extra, tx,
+                          frozen)
+
+    def value_and_grad(self, loss_fn: LossFn, has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
+        """`f(*args) -> (loss, grads)` at this state's parameters, with its loss scale and random key."""
+        return _AtState(self, value_and_grad(loss_fn, has_aux, self.loss_scale, self.rng_at(), self.frozen))
+
+    def rng_at(self) -> Tensor:
+        """The key of this step: a function of `rng` and `step`."""
+        return fold_in(self.rng, self.step)
+
+    def apply_gradients(self, grads: Any, *, on_nonfinite: str = "skip") -> TrainState:
+        """The next state. With `on_nonfinite="skip"`, when any gradient on any rank is not finite, parameters and
+        optimizer state stay as they were, bit for bit, `skipped` counts it and the loss scale shrinks; "ignore"
+        looks at nothing and updates always. Raises `ValueError` for another word.
+        """
+        if on_nonfinite not in ("skip", "ignore"):
+            raise ValueError(f"apply_gradients: on_nonfinite must be 'skip' or 'ignore', got {on_nonfinite!r}.")
+        if isinstance(grads, Tensor) and not isinstance(self.params, Tensor):
+            raise TypeError("apply_gradients: got one tensor of shape "
+                            f"{tuple(grads.shape)}, which is no tree of gradients; "
+                            "write loss, grads = state.value_and_grad(loss_fn)(batch), in this order.")
+        params, grads = _learning(self.params, self.frozen), _learning(grads, self.frozen)
+        finite = all_finite(grads) if on_nonfinite == "skip" else None
+        params, opt_state = step(self.tx, grads, self.opt_state, params, None, finite)
+        skipped = self.skipped if finite is None else self.skipped + finite.logical_not()
+        scale = self.loss_scale
+        if finite is not None and scale is not None:
+            scale = scale.adjust(finite)
+        return dataclasses.replace(self, step=self.step + 1, skipped=skipped, params=_whole(self.params, params),
+                                   opt_state=opt_state, loss_scale=scale)
+
+    def replace(self, **changes: Any) -> TrainState:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def learning_rate(self) -> float | Tensor | None:
+        """The learning rate of the next applied update, None where `tx` does not tell."""
+        return None if self.tx.learning_rate is None else self.tx.learning_rate(self.opt_state)
+
+    def with_precision(self, precision: Precision) -> TrainState:
+        """What `shard` makes of the state for a precision: fp16 without a loss scale gets a dynamic one."""
+        if precision.compute is torch.float16 and self.loss_scale is None:
+            return self.replace(loss_scale=DynamicLossScale())
+        return self
+
+    def __repr__(self) -> str:
+        shown = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "frozen"}
+        lines = [f"  {k}: {_short(v)}" for k, v in shown.items()]
+        return "TrainState(\n" + "\n".join(lines) + "\n)"
+
+
+tree.register_dataclass(TrainState, static=("tx", "frozen"))
+
+
+@dataclass(frozen=True)
+class _AtState:
+    """`vg` at a state's parameters; `accumulate` reaches `vg` through it."""
+
+    state: TrainState
+    vg: ValueAndGrad
+
+    def __call__(self, *args: Any) -> tuple[Any, Any]:
+        return self.vg(self.state.params, *args)
+
+    def with_microbatches(self, n: int) -> _AtState:
+        """The same over `n` microbatches."""
+        return _AtState(self.state, self.vg.with_microbatches(n))
+
+
+@dataclass(frozen=True)
+class _Frozen:
+    """The frozen leaves: those named, and those a user's predicate says."""
+
+    names: frozenset[str]
+    also: Callable[[str], bool] | None
+
+    def __call__(self, name: str) -> bool:
+        return name in self.names or (self.also is not None and self.also(name))
+
+
+def _check_params(params: Any) -> None:
+    """Raise `TypeError` unless `params` is a tree of tensors and numbers."""
+    paths, leaves, _ = tree.flatten_with_path(params)
+    for path, x in zip(paths, leaves, strict=True):
+        if not isinstance(x, Tensor | int | float):
+            where = f" at {tree.name_of(path)!r}" if path else ""
+            raise TypeError(f"TrainState.create: params must be a tree of tensors, got a {type(x).__name__}{where}; "
+                            "write params=dict(model.named_parameters()).")
+
+
+def _check_choices(params: Any, tx: GradientTransformation, frozen: Callable[[str], bool] | None) -> None:
+    """Raise where `frozen`, or a mask, is given and selects nothing: a name is misspelt, or it asks the wrong thing."""
+    paths, nodes, _ = tree.flatten_with_path(params, is_leaf=is_sharded)
+    leaves = [leaf_info(p, x) for p, node in zip(paths, nodes, strict=True)
+              for x in (node.layout.leaves if is_sharded(node) else [node]) if hasattr(x, "shape")]
+    if frozen is not None:
+        check_effect("TrainState.create: frozen", frozen, ask_names("frozen", frozen, [x.name for x in leaves]))
+    for name, mask in masks(tx):
+        check_effect(f"{name}: mask", mask, {x.name: mask(x) for x in leaves})
+
+
+def _with_unlearned(params: Any, frozen: Callable[[str], bool] | None) -> Callable[[str], bool] | None:
+    paths, leaves, _ = tree.flatten_with_path(params)
+    names = frozenset(tree.name_of(p) for p, x in zip(paths, leaves, strict=True)
+                      if isinstance(x, torch.nn.Parameter) and not x.requires_grad)
+    return _Frozen(names, frozen) if names else frozen
+
+
+def _learning(params: Any, frozen: Callable[[str], bool] | None) -> Any:
+    """The part of a tree an optimizer sees: `Sharded` without frozen units, plain with None at frozen leaves and
+    whole numbers."""
+    def pick(name: str, x: Any) -> Any:
+        if is_sharded(x):
+            return trainable(x)
+        whole = isinstance(x, Tensor) and not (x.is_floating_point() or x.is_complex())
+        return None if whole or (frozen is not None and frozen(name)) else x
+
+    paths, nodes, treedef = tree.flatten_with_path(params, is_leaf=is_sharded)
+    return tree.unflatten(treedef, [pick(tree.name_of(p), x) for p, x in zip(paths, nodes, strict=True)])
+
+
+def _whole(params: Any, part: Any) -> Any:
+    """`params` with its trainable part replaced."""
+    paths, nodes, treedef = tree.flatten_with_path(params, is_leaf=is_sharded)
+    fresh = dict(zip(*tree.flatten_with_path(part, is_leaf=is_sharded)[:2], strict=True))
+    return tree.unflatten(treedef, [with_trainable(x, fresh[p]) if is_sharded(x) else fresh.get(p, x)
+                                    for p, x in zip(paths, nodes, strict=True)])
+
+
+def _short(x: Any) -> str:
+    if isinstance(x, Sharded):
+        return repr(x).replace("\n", "\n  ")
+    if isinstance(x, GradientTransformation):
+        return repr(x)
+    if isinstance(x, StaticLossScale):
+        return f"{type(x).__name__}({_short(x.loss_scale)})"
+    if isinstance(x, Tensor):
+        return f"{x.item()}" if x.numel() == 1 and x.device.type != "meta" else f"tensor{list(x.shape)}"
+    nodes, _ = tree.flatten(x, is_leaf=is_sharded)
+    trees = [n for n in nodes if is_sharded(n)]
+    if trees:
+        there = [n for n in trees if n.lost is None]
+        donated = f", {len(trees) - len(there)} donated" if len(there) < len(trees) else ""
+        kept = [piece for n in there for piece in n.stored]
+        here, spilled = sum(p.nbytes for p in kept), sum(p.spilled for p in kept)
+        away = f", {spilled:,} on drives" if spilled else ""
+        return f"{type(x).__name__} with {len(trees)} Sharded trees{donated}, {here:,} bytes here{away}"
+    return f"{type(x).__name__} of {len(nodes)} leaves" if len(nodes) > 3 else repr(x)
