@@ -77,8 +77,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9, help="of everything together")
     parser.add_argument("--only", help="parts, comma between")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, tiny")
-    parser.add_argument("--host-gib", type=float,
-                        help="the host's memory, on a machine that says less until it is used")
+    parser.add_argument(
+        "--host-gib", type=float, help="the host's memory, on a machine that says less until it is used"
+    )
     parser.add_argument("--check", action="store_true", help="end with 1 if a limit is missed")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="the folder for gpu.json")
     options = parser.parse_args()

@@ -36,8 +36,9 @@ def trained(device: str, precision: str, rule: str, offload: Offload | None) -> 
     module = torch.nn.Sequential(*layers)
     tx, on_nonfinite = RULES[rule]
     plain = zerofn.TrainState.create(params=dict(module.named_parameters()), tx=tx)
-    state = zerofn.shard(plain, precision=precision, unit=lambda name: name.split(".")[0], offload=offload,
-                         device=device)
+    state = zerofn.shard(
+        plain, precision=precision, unit=lambda name: name.split(".")[0], offload=offload, device=device
+    )
 
     def loss_fn(params: Any, batch: Any) -> torch.Tensor:
         return (functional_call(module, params, (batch["x"],)) - batch["y"]).square().mean()
@@ -59,21 +60,32 @@ def trained(device: str, precision: str, rule: str, offload: Offload | None) -> 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(
-        torch.allclose(x, y, rtol=0.0, atol=0.0, equal_nan=True) for x, y in zip(a, b, strict=True))
+        torch.allclose(x, y, rtol=0.0, atol=0.0, equal_nan=True) for x, y in zip(a, b, strict=True)
+    )
 
 
 def kernels_tests(run: Any) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "-k", "[cuda",
                "--override-ini=addopts=", str(HERE.parent / "tests/ops/test_cuda.py")]  # fmt: skip
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=max(10.0, run.left() / 2),
-                              cwd=HERE.parent, env=os.environ | {"OMP_NUM_THREADS": "4"})
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=max(10.0, run.left() / 2),
+            cwd=HERE.parent,
+            env=os.environ | {"OMP_NUM_THREADS": "4"},
+        )
         said = done.stdout
     except subprocess.TimeoutExpired as error:
         said = f"{(error.stdout or b'')[-500:]!r} not ended in time"
     failed = re.findall(r"^(?:FAILED|ERROR) .*", said, re.M)
-    run.row(what="tests/ops/test_cuda.py on the GPU", passed=bool(re.search(r"\d+ passed", said)) and not failed,
-            said=(said.strip().splitlines() or ["nothing"])[-1], failed=failed[:20])
+    run.row(
+        what="tests/ops/test_cuda.py on the GPU",
+        passed=bool(re.search(r"\d+ passed", said)) and not failed,
+        said=(said.strip().splitlines() or ["nothing"])[-1],
+        failed=failed[:20],
+    )
 
 
 def correct(run: Any) -> None:

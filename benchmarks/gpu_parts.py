@@ -73,8 +73,9 @@ class HostMemory:
     def _watch(self) -> None:
         process = psutil.Process()
         while True:
-            pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) if torch.cuda.is_initialized() \
-                else 0
+            pinned = (
+                torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) if torch.cuda.is_initialized() else 0
+            )
             self.peak = max(self.peak, process.memory_info().rss + pinned)
             if self.limit is not None and self.peak > self.limit:
                 print("ROW " + json.dumps({"what": "host memory", "bytes": self.peak, "ended": True}), flush=True)
@@ -123,10 +124,21 @@ def kernels(run: Run) -> None:
     adamw = torch.optim.AdamW([fused], lr=1e-3, weight_decay=0.1, fused=True)
     run.row(what="AdamW, torch fused", seconds=timed(run, adamw.step, 10), bytes=28 * size)
     del fused, adamw
-    common = {"starts": [0], "stops": [size], "rates": [1e-3], "decays": [0.1], "count": 10,
-              "hyper": {"b1": 0.9, "b2": 0.999, "eps": 1e-8}}
-    forms = [("fp32", "fp32", 28.0), ("fp32", "bf16", 20.0), ("split", "fp32", 26.0), ("split", "bf16", 18.0),
-             ("split", "8bit", 14.0625)]
+    common = {
+        "starts": [0],
+        "stops": [size],
+        "rates": [1e-3],
+        "decays": [0.1],
+        "count": 10,
+        "hyper": {"b1": 0.9, "b2": 0.999, "eps": 1e-8},
+    }
+    forms = [
+        ("fp32", "fp32", 28.0),
+        ("fp32", "bf16", 20.0),
+        ("split", "fp32", 26.0),
+        ("split", "bf16", 18.0),
+        ("split", "8bit", 14.0625),
+    ]
     for master, form, per in forms:
         kept, gradient = ([p.clone()], g) if master == "fp32" else (list(served.split(p)), half)
         held = moments_of(form, m, v, served)
@@ -191,8 +203,15 @@ class Training:
         self.run.sync()
         seconds = (time.perf_counter() - began) / num
         tokens = 2 * size * model.CONFIGS[self.name].length
-        return {"batch": size, "ms": 1e3 * seconds, "tokens_per_second": tokens / seconds, "losses": losses,
-                "device_bytes": self.run.peak(), "first_step_s": self.first, "sharding_s": self.sharding}
+        return {
+            "batch": size,
+            "ms": 1e3 * seconds,
+            "tokens_per_second": tokens / seconds,
+            "losses": losses,
+            "device_bytes": self.run.peak(),
+            "first_step_s": self.first,
+            "sharding_s": self.sharding,
+        }
 
 
 def offload_of(run: Run, **tiers: Any) -> Any:
@@ -200,8 +219,16 @@ def offload_of(run: Run, **tiers: Any) -> Any:
     return zerofn.Offload(**(tiers if not run.dry else {"optimizer": "nvme"}))
 
 
-def largest(run: Run, what: str, name: str, cap: float, sizes: tuple[int, int], offload: Any, recompute: bool,
-            on_nonfinite: str = "skip") -> None:
+def largest(
+    run: Run,
+    what: str,
+    name: str,
+    cap: float,
+    sizes: tuple[int, int],
+    offload: Any,
+    recompute: bool,
+    on_nonfinite: str = "skip",
+) -> None:
     """Measure two batch sizes, and then the largest that fits under the cap, by the line through their peaks."""
     run.cap(cap)
     memory = HostMemory()
@@ -262,11 +289,19 @@ def needed_tokens(run: Run, dense: int) -> tuple[float, dict[str, float]]:
     second of a matrix product and U updated elements a second."""
     a = torch.randn(dense, dense, device=run.device, dtype=torch.bfloat16)
     flops = 2 * dense**3 / timed(run, lambda: a @ a, 5)
-    dram, link = host_share.dram_rate(), host_share.dram_rate() if run.dry else host_share.link_rate(torch.device("cuda", 0))
+    dram, link = (
+        host_share.dram_rate(),
+        host_share.dram_rate() if run.dry else host_share.link_rate(torch.device("cuda", 0)),
+    )
     share = host_share.best_share(28, 10, dram, link)
     elements = 1 / host_share.seconds(share, 28, 10, dram, link)
-    return flops / 6 / elements, {"flops": flops, "elements_per_second": elements, "dram": dram, "link": link,
-                                  "host_share": share}
+    return flops / 6 / elements, {
+        "flops": flops,
+        "elements_per_second": elements,
+        "dram": dram,
+        "link": link,
+        "host_share": share,
+    }
 
 
 def tokens(run: Run) -> None:
@@ -291,8 +326,14 @@ def tokens(run: Run) -> None:
                 training.steps(batch, 3)
                 run.sync()
                 seconds.append((time.perf_counter() - began) / 3)
-        run.row(what="tokens", tokens=size * each, bound=bound, resident_s=times[0], offloaded_s=times[1],
-                ratio=statistics.median(b / a for a, b in zip(*times, strict=True)))
+        run.row(
+            what="tokens",
+            tokens=size * each,
+            bound=bound,
+            resident_s=times[0],
+            offloaded_s=times[1],
+            ratio=statistics.median(b / a for a, b in zip(*times, strict=True)),
+        )
 
 
 def main() -> None:

@@ -43,8 +43,14 @@ def checks(found: dict[str, Any]) -> list[Any]:
         out.append(Check("AdamW in fp32, ours / torch fused, seconds", f"{over:.3f}", over, 1.0))
     for part, name, wanted in (("large_offload", "t5-large", 50), ("big_24", "t5-3b", 32)):
         best = largest(found, part)
-        out.append(Check(f"{name}, 24 GiB, offload: {wanted} / largest batch", str(best or "none"),
-                         wanted / best if best else None, 1.0))
+        out.append(
+            Check(
+                f"{name}, 24 GiB, offload: {wanted} / largest batch",
+                str(best or "none"),
+                wanted / best if best else None,
+                1.0,
+            )
+        )
     return [*out, *_small_device(found), *_tokens(found)]
 
 
@@ -93,9 +99,15 @@ def model_table(found: dict[str, Any]) -> Any:
     for part in ("large_resident", "large_offload", "big_24", "big_10"):
         for r in rows_of(found, part):
             if "ms" in r:
-                table.add_row(r["what"], str(r["batch"]), f"{r['ms']:.0f}", f"{r['tokens_per_second']:,.0f}",
-                              f"{r['device_bytes'] / GIB:.2f}", f"{r['host_bytes'] / GIB:.2f}",
-                              "yes" if r.get("recompute", True) else "no")
+                table.add_row(
+                    r["what"],
+                    str(r["batch"]),
+                    f"{r['ms']:.0f}",
+                    f"{r['tokens_per_second']:,.0f}",
+                    f"{r['device_bytes'] / GIB:.2f}",
+                    f"{r['host_bytes'] / GIB:.2f}",
+                    "yes" if r.get("recompute", True) else "no",
+                )
             elif "batch" in r:
                 table.add_row(r["what"], str(r["batch"]), "out of memory", "", "", "", "")
     for model, systems in PUBLISHED.items():
@@ -109,18 +121,34 @@ def check_table(held: list[Check]) -> Table:
     table = Table("what", "measured", "limit", "", title="What must hold")
     for check in held:
         word = "kept" if check.kept else "MISSED"
-        table.add_row(check.what, check.shown, f"{'<' if check.strict else '<='} {check.limit:.3f}", word,
-                      style="green" if check.kept else "bold red")
+        table.add_row(
+            check.what,
+            check.shown,
+            f"{'<' if check.strict else '<='} {check.limit:.3f}",
+            word,
+            style="green" if check.kept else "bold red",
+        )
     return table
 
 
 def surroundings(dry: bool) -> dict[str, Any]:
     """Hardware, versions, date and commit."""
-    git = subprocess.run(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True,
-                         check=False).stdout.strip() if Path("/usr/bin/git").exists() else ""
-    there = {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-             "commit": git or "unknown", "python": platform.python_version(), "cores": os.cpu_count(),
-             "system": platform.platform(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    git = (
+        subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+        if Path("/usr/bin/git").exists()
+        else ""
+    )
+    there = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": git or "unknown",
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
     if not dry:
         there |= {"device": torch.cuda.get_device_name(0), "device_bytes": torch.cuda.mem_get_info(0)[1]}
     return there

@@ -52,9 +52,7 @@ def checks(run: dict[str, Any]) -> list[Check]:
     return [*_times(run), *_one_rank(run), *_peaks(run), *_exact(run)]
 
 
-def _ratio_check(
-    run: dict, what: str, field: str, row: str, peer: str, limit: float, **kw
-) -> Check:
+def _ratio_check(run: dict, what: str, field: str, row: str, peer: str, limit: float, **kw) -> Check:
     rows = run["rows"]
     if row not in rows or peer not in rows:
         return Check(what, "not measured", None, limit, **kw)
@@ -104,9 +102,7 @@ def _exact(run: dict) -> Iterator[Check]:
         yield _exact_check(run, f"{row}, {sent}", found, BYTES, limit)
 
 
-def _exact_check(
-    run: dict, what: str, measured: list[float] | None, unit: int, limit: float
-) -> Check:
+def _exact_check(run: dict, what: str, measured: list[float] | None, unit: int, limit: float) -> Check:
     """`measured`: bytes a rank, one figure a round; None where the row was left out."""
     if measured is None:
         return Check(what, "not measured", None, limit)

@@ -76,8 +76,14 @@ class Worker:
 
     def __init__(self, python: str, threads: int, elements: int, **environment: str) -> None:
         command = [python, str(HERE / "optimizer_rows.py"), str(threads), str(elements)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                        text=True, env=os.environ | environment)
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | environment,
+        )
 
     def seconds(self, row: str) -> float:
         assert self.process.stdin and self.process.stdout and self.process.stderr
@@ -140,8 +146,10 @@ def checks(found: dict[str, list[float]]) -> list[Check]:
 
 
 def tables(found: dict[str, list[float]], held: list[Check], elements: int, threads: int) -> list[Table]:
-    times = Table(title=f"AdamW on {elements / 1e6:.0f} M elements, {threads} threads",
-                  caption="Medians over rounds with the 95 % interval of the median.")
+    times = Table(
+        title=f"AdamW on {elements / 1e6:.0f} M elements, {threads} threads",
+        caption="Medians over rounds with the 95 % interval of the median.",
+    )
     for name in ("row", "ms", "ns/element", "GB/s"):
         times.add_column(name, justify="left" if name == "row" else "right", no_wrap=True)
     for name, seconds in found.items():
@@ -149,15 +157,21 @@ def tables(found: dict[str, list[float]], held: list[Check], elements: int, thre
         form = name.removesuffix(AVX2).removeprefix("ZeroFn ")
         num_bytes = BYTES.get(form, None if "phase" in name else BYTES["fp32"])
         speed = f"{num_bytes * elements / ms.median / 1e6:.1f}" if num_bytes else "-"
-        times.add_row(name, f"{ms.median:.1f} [{ms.low:.1f}, {ms.high:.1f}]", f"{1e6 * ms.median / elements:.3f}",
-                      speed, style="bold green" if "ZeroFn" in name else None)
+        times.add_row(
+            name,
+            f"{ms.median:.1f} [{ms.low:.1f}, {ms.high:.1f}]",
+            f"{1e6 * ms.median / elements:.3f}",
+            speed,
+            style="bold green" if "ZeroFn" in name else None,
+        )
     limits = Table(title=f"What must hold, {threads} threads")
     for name in ("what", "median [95 % interval]", "limit", ""):
         limits.add_column(name, justify="left" if name == "what" else "right")
     for check in held:
         word = "kept" if check.kept else "MISSED"
-        limits.add_row(check.what, str(check.measured), f">= {check.limit:.2f}", word,
-                       style="green" if check.kept else "bold red")
+        limits.add_row(
+            check.what, str(check.measured), f">= {check.limit:.2f}", word, style="green" if check.kept else "bold red"
+        )
     return [times, limits]
 
 

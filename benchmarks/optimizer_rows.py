@@ -127,8 +127,19 @@ def zerofn(master: str, form: str, gradient: str, factors: tuple[float, ...] = (
     from zerofn.ops import cpu
 
     p = [X.p.detach()] if master == "fp32" else X.split
-    cpu.update_("adamw", p, X.g if gradient == "fp32" else X.g_bf16, X.moments(form), starts=[0], stops=[SIZE],
-                   rates=[RATE], decays=[DECAY], factors=factors, hyper=HYPER, count=10)
+    cpu.update_(
+        "adamw",
+        p,
+        X.g if gradient == "fp32" else X.g_bf16,
+        X.moments(form),
+        starts=[0],
+        stops=[SIZE],
+        rates=[RATE],
+        decays=[DECAY],
+        factors=factors,
+        hyper=HYPER,
+        count=10,
+    )
 
 
 @cache

@@ -124,9 +124,7 @@ def dispatch_table(loops: dict[str, dict[str, list[float]]]) -> Table:
     return table
 
 
-def checks(
-    captures: dict[int, list[dict]], loops: dict[str, dict[str, list[float]]]
-) -> list[Check]:
+def checks(captures: dict[int, list[dict]], loops: dict[str, dict[str, list[float]]]) -> list[Check]:
     low, high = LAYERS
     seconds = interval([total(result["warm"]) for result in captures[high]])
     growth = ratio([per_node(r) for r in captures[high]], [per_node(r) for r in captures[low]])

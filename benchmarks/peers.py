@@ -24,13 +24,7 @@ class Row:
     state: Callable[[], Iterable[torch.Tensor]]
 
 
-ADAMW = {
-    "lr": LEARNING_RATE,
-    "betas": BETAS,
-    "eps": EPS,
-    "weight_decay": WEIGHT_DECAY,
-    "fused": True,
-}
+ADAMW = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY, "fused": True}
 
 
 def adamw(params: Iterable[torch.Tensor]) -> torch.optim.AdamW:

@@ -31,13 +31,7 @@ def start(command: list[str], log: Path, stdin: int = subprocess.DEVNULL) -> sub
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     with log.open("w") as out:
-        return subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            stdin=stdin,
-            env=environment,
-        )
+        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=stdin, env=environment)
 
 
 def _wait(label: str, processes: list[subprocess.Popen], logs: list[Path]) -> None:
@@ -56,17 +50,13 @@ def _wait(label: str, processes: list[subprocess.Popen], logs: list[Path]) -> No
             process.wait()
     # All that failed: the first to be seen need not be the one that dragged the others down.
     failed = [
-        f"{label}: rank {rank} ended with code {code}. {tail(logs[rank])}"
-        for rank, code in enumerate(codes)
-        if code
+        f"{label}: rank {rank} ended with code {code}. {tail(logs[rank])}" for rank, code in enumerate(codes) if code
     ]
     if failed:
         raise BenchmarkError("\n".join(failed))
     if None in codes:
         rank = codes.index(None)
-        raise BenchmarkError(
-            f"{label}: rank {rank} had not ended after {TIMEOUT_SECONDS} s. {tail(logs[rank])}"
-        )
+        raise BenchmarkError(f"{label}: rank {rank} had not ended after {TIMEOUT_SECONDS} s. {tail(logs[rank])}")
 
 
 def tail(log: Path) -> str:
@@ -98,8 +88,6 @@ def run(label: str, commands: list[list[str]]) -> list[dict]:
         try:
             processes = [start(c, log) for c, log in zip(commands, logs, strict=True)]
         except OSError as error:
-            raise BenchmarkError(
-                f"{label}: {commands[0][0]} cannot be started: {error}."
-            ) from error
+            raise BenchmarkError(f"{label}: {commands[0][0]} cannot be started: {error}.") from error
         _wait(label, processes, logs)
         return [result_of(label, log) for log in logs]

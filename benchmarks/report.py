@@ -139,8 +139,7 @@ def conclude(path: Path, run: dict[str, Any], found: Sequence[Check], check: boo
 
 def write_json(path: Path, run: dict[str, Any], found: Sequence[Check]) -> None:
     verdicts = [
-        {"what": c.what, "measured": c.measured, "shown": c.shown, "limit": c.limit, "kept": c.kept}
-        for c in found
+        {"what": c.what, "measured": c.measured, "shown": c.shown, "limit": c.limit, "kept": c.kept} for c in found
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(run | {"must_hold": verdicts}, indent=1) + "\n")

@@ -31,8 +31,6 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
 def interval(values: Sequence[float]) -> Ratio:
     """Percentile bootstrap of the median (Efron and Tibshirani 1993, section 13.3)."""
     draw = random.Random(0)
-    medians = sorted(
-        statistics.median(draw.choices(values, k=len(values))) for _ in range(NUM_RESAMPLES)
-    )
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(NUM_RESAMPLES))
     low, high = medians[int(0.025 * NUM_RESAMPLES)], medians[int(0.975 * NUM_RESAMPLES) - 1]
     return Ratio(statistics.median(values), low, high)

@@ -47,9 +47,7 @@ class Bench:
     def python(self, system: str) -> str:
         return self.options.peers_python if system in PEERS | KEEPING else self.options.zerofn_python
 
-    def ranks(
-        self, system: str, workload: str, steps: int, preload: Path | None = None
-    ) -> list[dict[str, Any]]:
+    def ranks(self, system: str, workload: str, steps: int, preload: Path | None = None) -> list[dict[str, Any]]:
         """One run of a row: what each rank measured."""
         world = 1 if system == "one process" else WORLD
         command = [self.python(system), str(HERE / "worker.py"), system]
@@ -81,9 +79,7 @@ class Bench:
         """One round of one row, over its ranks."""
         options = self.options
         ranks = self.ranks(system, options.workload, options.steps, preload)
-        losses = [
-            statistics.fmean(step) for step in zip(*(r["losses"] for r in ranks), strict=True)
-        ]
+        losses = [statistics.fmean(step) for step in zip(*(r["losses"] for r in ranks), strict=True)]
         if len(ranks) > 1:
             self.check_losses(system, losses)
         return {
@@ -144,9 +140,7 @@ def check_versions(options: argparse.Namespace) -> dict[str, dict[str, str]]:
     versions = {}
     for kind, python in (("peers", options.peers_python), ("zerofn", options.zerofn_python)):
         try:
-            done = subprocess.run(
-                [python, "-c", program], capture_output=True, text=True, check=True
-            )
+            done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True)
         except (OSError, subprocess.CalledProcessError) as error:
             raise BenchmarkError(
                 f"{python}, the Python of the {kind} environment, does not run: {error}. "
@@ -170,9 +164,7 @@ def selected(only: str | None) -> list[str]:
     wanted = [part.strip().lower() for part in only.split(",")]
     for part in wanted:
         if not any(part in name.lower() for name in SYSTEMS):
-            raise BenchmarkError(
-                f"--only {part!r} names no row; the rows are {', '.join(SYSTEMS)}."
-            )
+            raise BenchmarkError(f"--only {part!r} names no row; the rows are {', '.join(SYSTEMS)}.")
     return [name for name in SYSTEMS if any(part in name.lower() for part in wanted)]
 
 

@@ -70,11 +70,7 @@ def timed_steps(row: Row, tokens: list[torch.Tensor], barrier) -> dict[str, Any]
     barrier()
     elapsed, sent = time.perf_counter() - start, measure.loopback_bytes() - sent
     num_steps = len(tokens) - NUM_WARMUP_STEPS
-    return {
-        "ms": 1e3 * elapsed / num_steps,
-        "wire": sent / num_steps,
-        "losses": [float(loss) for loss in losses],
-    }
+    return {"ms": 1e3 * elapsed / num_steps, "wire": sent / num_steps, "losses": [float(loss) for loss in losses]}
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:

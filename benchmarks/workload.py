@@ -130,15 +130,11 @@ class GPT2(Workload):
 
 
 # 29.5 M parameters and 512 tokens a rank: about a second a step on one thread.
-SMALL = Workload(
-    "small", hidden=512, intermediate=1376, layers=8, heads=8, vocab=4096, batch=2, seq=256
-)
+SMALL = Workload("small", hidden=512, intermediate=1376, layers=8, heads=8, vocab=4096, batch=2, seq=256)
 # So little arithmetic that a step is dispatch: what Python and the dispatcher cost per operation.
 TINY = Workload("tiny", hidden=32, intermediate=64, layers=4, heads=2, vocab=256, batch=1, seq=16)
 # For trying the harness out: seconds a round.
-SMOKE = Workload(
-    "smoke", hidden=128, intermediate=344, layers=2, heads=4, vocab=512, batch=2, seq=64
-)
+SMOKE = Workload("smoke", hidden=128, intermediate=344, layers=2, heads=4, vocab=512, batch=2, seq=64)
 # For capture: the arithmetic is nothing, each layer is a unit of its own (over 2^16 elements).
 DEEP = {
     layers: Workload(
@@ -149,9 +145,7 @@ DEEP = {
 }  # fmt: skip
 WORKLOADS = {w.name: w for w in (SMALL, TINY, SMOKE)}
 # For budgets of memory: activations weigh four times what the state does, as they do at length.
-LLAMA = Workload(
-    "llama", hidden=256, intermediate=688, layers=8, heads=4, vocab=4096, batch=4, seq=256
-)
+LLAMA = Workload("llama", hidden=256, intermediate=688, layers=8, heads=4, vocab=4096, batch=4, seq=256)
 TRANSLATOR = T5("t5", hidden=256, intermediate=1024, layers=4, heads=4, vocab=4096, batch=4, seq=192)
 BUDGETED = {w.name: w for w in (LLAMA, TRANSLATOR)}
 # For what recomputation saves: deep, so that what crosses between layers is the little that it should be.
@@ -166,8 +160,7 @@ def source_bytes(num_bytes: int) -> torch.Tensor:
         if len(text) >= num_bytes:
             return torch.frombuffer(text, dtype=torch.uint8, count=num_bytes).long()
     raise RuntimeError(
-        f"the standard library's sources hold {len(text)} bytes and {num_bytes} are needed: "
-        "ask for fewer --steps."
+        f"the standard library's sources hold {len(text)} bytes and {num_bytes} are needed: ask for fewer --steps."
     )
 
 

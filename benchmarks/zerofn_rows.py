@@ -28,9 +28,7 @@ def train_step(work: Workload, num_microbatches: int = 1) -> tuple[Callable, Cal
 
     def init_state() -> zerofn.TrainState:
         params = dict(work.module().named_parameters())
-        tx = zerofn.optim.adamw(
-            LEARNING_RATE, b1=BETAS[0], b2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY
-        )
+        tx = zerofn.optim.adamw(LEARNING_RATE, b1=BETAS[0], b2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY)
         return zerofn.TrainState.create(params=params, tx=tx)
 
     def loss_fn(params, tokens):
@@ -76,11 +74,8 @@ def zerofn_row(stage: int, num_microbatches: int = 1) -> Callable[[Workload, int
     return build
 
 
-ROWS: dict[str, Callable[[Workload, int, int], Row]] = {
-    f"ZeroFn {k}": zerofn_row(k) for k in range(4)
-}
+ROWS: dict[str, Callable[[Workload, int, int], Row]] = {f"ZeroFn {k}": zerofn_row(k) for k in range(4)}
 # The batch in microbatches: for what they send, which grows with their number, by stage.
 ACCUMULATING: dict[str, Callable[[Workload, int, int], Row]] = {
-    f"ZeroFn {k} of {NUM_MICROBATCHES} microbatches": zerofn_row(k, NUM_MICROBATCHES)
-    for k in (1, 2, 3)
+    f"ZeroFn {k} of {NUM_MICROBATCHES} microbatches": zerofn_row(k, NUM_MICROBATCHES) for k in (1, 2, 3)
 }

@@ -168,8 +168,10 @@ def main() -> None:
         if k == 0:
             show(f"power iteration: {once.item():.6f} eager, {eigenvalue.item():.6f} compiled at first")
     sharpness = eigenvalue.item()
-    show(f"largest Hessian eigenvalue {sharpness:.4f} after {args.iterations} iterations, "
-         f"|Hv - cv| / c = {residual.item() / sharpness:.1e}")
+    show(
+        f"largest Hessian eigenvalue {sharpness:.4f} after {args.iterations} iterations, "
+        f"|Hv - cv| / c = {residual.item() / sharpness:.1e}"
+    )
 
     # Seen another way: the curvature along that direction, from three losses.
     evaluate = zerofn.compile(lambda params, batch: zerofn.collectives.all_reduce(global_loss(params, batch)))

@@ -143,8 +143,7 @@ def make_steps(args, vocab: int):
     warmup = min(100, args.steps // 4)
     rate = optim.warmup_cosine_decay_schedule(0.0, args.learning_rate, warmup, args.steps, 1e-5)
     tx = optim.chain(
-        optim.clip_by_global_norm(1.0),
-        optim.adamw(rate, weight_decay=0.1, mask=lambda leaf: len(leaf.shape) > 1),
+        optim.clip_by_global_norm(1.0), optim.adamw(rate, weight_decay=0.1, mask=lambda leaf: len(leaf.shape) > 1)
     )
 
     def summed_loss(module, params, batch):
@@ -171,11 +170,7 @@ def make_steps(args, vocab: int):
 
     def next_tokens(params, batch):
         """The likeliest token after position `at` of each row of the decoder's buffer."""
-        inputs = {
-            "input_ids": batch["x"],
-            "attention_mask": batch["x"] != PAD,
-            "decoder_input_ids": batch["written"],
-        }
+        inputs = {"input_ids": batch["x"], "attention_mask": batch["x"] != PAD, "decoder_input_ids": batch["written"]}
         logits = functional_call(silent, zerofn.gather(params), (), inputs).logits
         return logits.index_select(1, batch["at"])[:, 0].argmax(-1)
 

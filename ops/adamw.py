@@ -17,9 +17,22 @@ from .._torch_compat import fused_adam_, fused_adamw_
 from .update_rule import define_rule, gradient, rate_of
 
 
-def _update(written: Sequence[Tensor], g: Tensor, count: Tensor, lr: Tensor | None, factor: Tensor | None,
-            finite: Tensor | None, starts: Sequence[int], stops: Sequence[int], rates: Sequence[float],
-            decays: Sequence[float], b1: float, b2: float, eps: float, decoupled: bool) -> None:
+def _update(
+    written: Sequence[Tensor],
+    g: Tensor,
+    count: Tensor,
+    lr: Tensor | None,
+    factor: Tensor | None,
+    finite: Tensor | None,
+    starts: Sequence[int],
+    stops: Sequence[int],
+    rates: Sequence[float],
+    decays: Sequence[float],
+    b1: float,
+    b2: float,
+    eps: float,
+    decoupled: bool,
+) -> None:
     p, m, v = written
     g = gradient(g, factor, p.dtype)
     step = count.to(p.device, torch.float32)

@@ -182,8 +182,20 @@ def update_(
     check_tensors(rule, p, g, moments)
     check_run_lists(g.numel(), starts, stops, rates, decays, factors, offset)
     if missing():
-        reference.update_(rule, p, g, moments, starts=starts, stops=stops, rates=rates, decays=decays,
-                         factors=factors, hyper=hyper, count=count, offset=offset)
+        reference.update_(
+            rule,
+            p,
+            g,
+            moments,
+            starts=starts,
+            stops=stops,
+            rates=rates,
+            decays=decays,
+            factors=factors,
+            hyper=hyper,
+            count=count,
+            offset=offset,
+        )
         return
     runs = (_Run * len(starts))()
     known: dict[tuple[float, float], _Rates] = {}

@@ -18,15 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernel_args import (
-    GRADIENTS,
-    RULES,
-    check_run_lists,
-    check_tensor,
-    check_tensors,
-    moment_format,
-    num_blocks,
-)
+from .kernel_args import GRADIENTS, RULES, check_run_lists, check_tensor, check_tensors, moment_format, num_blocks
 
 # CuPy's own RawModule would add -ftz=true, with which small numbers lose their bits.
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
@@ -70,8 +62,10 @@ def _reason() -> str | None:
         return f"CuPy is {cupy.__version__}, and they need 14 or newer; {package} brings it"
     have = cupy.cuda.runtime.runtimeGetVersion() // 1000
     if have != wanted:
-        return (f"torch was built for CUDA {wanted} and this CuPy for CUDA {have}; `pip uninstall cupy-cuda{have}x`, "
-                f"then {package}")
+        return (
+            f"torch was built for CUDA {wanted} and this CuPy for CUDA {have}; `pip uninstall cupy-cuda{have}x`, "
+            f"then {package}"
+        )
     try:
         driver = cupy.cuda.runtime.driverGetVersion() // 1000
         known = cupy.cuda.nvrtc.getSupportedArchs()
@@ -81,11 +75,15 @@ def _reason() -> str | None:
     if driver == 0:
         return "CuPy finds no driver of an NVIDIA GPU; install one"
     if driver < have:
-        return (f"the driver is for CUDA {driver} and this CuPy for CUDA {have}; take a torch for CUDA {driver} and "
-                f'`pip install "zerofn[cuda{driver}]"`, or a newer driver')
+        return (
+            f"the driver is for CUDA {driver} and this CuPy for CUDA {have}; take a torch for CUDA {driver} and "
+            f'`pip install "zerofn[cuda{driver}]"`, or a newer driver'
+        )
     if _capability(None) < min(known):
-        return (f"NVRTC compiles for sm_{min(known)} and newer, and this GPU is of sm_{_capability(None)}; take a "
-                'torch for CUDA 12 and `pip install "zerofn[cuda12]"`')
+        return (
+            f"NVRTC compiles for sm_{min(known)} and newer, and this GPU is of sm_{_capability(None)}; take a "
+            'torch for CUDA 12 and `pip install "zerofn[cuda12]"`'
+        )
     return None
 
 
@@ -129,18 +127,46 @@ def update_(
     counted = _scalar(count, torch.int64, device)
     b1 = float(hyper.get("momentum", hyper.get("b1", 0.0)))
     runs = torch.empty(len(table), _RUN_BYTES, dtype=torch.uint8, device=device)
-    _launch("runs", device, -(-len(table) // 32), table, runs, len(table), known.number, rule in ("adamw", "lion"), b1,
-            float(hyper.get("b2", 0.0)), float(hyper.get("eps", 0.0)), bool(hyper.get("nesterov", False)), counted,
-            _scalar(lr, torch.float64, device))
+    _launch(
+        "runs",
+        device,
+        -(-len(table) // 32),
+        table,
+        runs,
+        len(table),
+        known.number,
+        rule in ("adamw", "lion"),
+        b1,
+        float(hyper.get("b2", 0.0)),
+        float(hyper.get("eps", 0.0)),
+        bool(hyper.get("nesterov", False)),
+        counted,
+        _scalar(lr, torch.float64, device),
+    )
     kept = [part for moment in moments for part in (*moment, None)[:2]]
-    _launch("update", device, num_blocks(g.numel()), known.number, _NUMBERS[g.dtype],
-            moment_format(moments[0]) if moments else 0, *(*p, None)[:2], g, *(*kept, *[None] * 4)[:4], counted,
-            _scalar(factor, torch.float32, device), _scalar(finite, torch.bool, device), offset, g.numel(), runs,
-            len(table))
+    _launch(
+        "update",
+        device,
+        num_blocks(g.numel()),
+        known.number,
+        _NUMBERS[g.dtype],
+        moment_format(moments[0]) if moments else 0,
+        *(*p, None)[:2],
+        g,
+        *(*kept, *[None] * 4)[:4],
+        counted,
+        _scalar(factor, torch.float32, device),
+        _scalar(finite, torch.bool, device),
+        offset,
+        g.numel(),
+        runs,
+        len(table),
+    )
 
 
-def norms_and_extremes(g: Tensor, starts: Sequence[int], stops: Sequence[int], factor: Tensor | float | None = None
-                       ) -> tuple[Tensor, Tensor]:
+def norms_and_extremes(
+    g: Tensor, starts: Sequence[int], stops: Sequence[int], factor: Tensor | float | None = None
+) -> tuple[Tensor, Tensor]:
     """(2-norms, largest magnitudes) of the parts [starts[i], stops[i]) of `g * factor`, float32 [num parts], in one
     read. `g`: fp32, bf16 or fp16 [size], its product with `factor` (float32 scalar or number) rounded to fp32.
 
@@ -156,8 +182,19 @@ def norms_and_extremes(g: Tensor, starts: Sequence[int], stops: Sequence[int], f
     sums = torch.empty(num_chunks, dtype=torch.float64, device=device)
     largest = torch.empty(num_chunks, dtype=torch.int32, device=device)
     results = torch.empty(2, num, device=device)
-    _launch("chunks", device, num_chunks, g, _NUMBERS[g.dtype], _scalar(factor, torch.float32, device), table, num,
-            _CHUNK, sums, largest)
+    _launch(
+        "chunks",
+        device,
+        num_chunks,
+        g,
+        _NUMBERS[g.dtype],
+        _scalar(factor, torch.float32, device),
+        table,
+        num,
+        _CHUNK,
+        sums,
+        largest,
+    )
     _launch("norms", device, num, table, num, sums, largest, results)
     return results[0], results[1]
 
@@ -212,8 +249,17 @@ def cast(x: Tensor, dtype: torch.dtype, factor: Tensor | float | None = None) ->
     if dtype not in GRADIENTS:
         raise TypeError(f"cast: dtype must be {' or '.join(map(str, GRADIENTS))}, and {dtype} came.")
     y = torch.empty_like(x, dtype=dtype)
-    _launch("cast", x.device, num_blocks(x.numel()), x, _NUMBERS[x.dtype], _scalar(factor, torch.float32, x.device), y,
-            _NUMBERS[dtype], x.numel())
+    _launch(
+        "cast",
+        x.device,
+        num_blocks(x.numel()),
+        x,
+        _NUMBERS[x.dtype],
+        _scalar(factor, torch.float32, x.device),
+        y,
+        _NUMBERS[dtype],
+        x.numel(),
+    )
     return y
 
 
@@ -221,8 +267,13 @@ def cast(x: Tensor, dtype: torch.dtype, factor: Tensor | float | None = None) ->
 
 
 @functools.lru_cache(maxsize=4096)
-def _run_table(device: torch.device, starts: tuple[int, ...], stops: tuple[int, ...], rates: tuple[float, ...],
-               decays: tuple[float, ...]) -> Tensor:
+def _run_table(
+    device: torch.device,
+    starts: tuple[int, ...],
+    stops: tuple[int, ...],
+    rates: tuple[float, ...],
+    decays: tuple[float, ...],
+) -> Tensor:
     """Runs that are not empty: rows of start, stop, and the bits of the float64 rate and decay; int64 [num, 4]."""
     rows = [row for row in zip(starts, stops, rates, decays, strict=True) if row[0] < row[1]]
     places = torch.tensor([row[:2] for row in rows], dtype=torch.int64).view(-1, 2)
@@ -231,8 +282,9 @@ def _run_table(device: torch.device, starts: tuple[int, ...], stops: tuple[int, 
 
 
 @functools.lru_cache(maxsize=4096)
-def _part_table(device: torch.device, starts: tuple[int, ...], stops: tuple[int, ...], chunk: int
-                ) -> tuple[Tensor, int]:
+def _part_table(
+    device: torch.device, starts: tuple[int, ...], stops: tuple[int, ...], chunk: int
+) -> tuple[Tensor, int]:
     """Rows of start, stop, and the chunks up to the part's last; int64 [num, 3]; and how many chunks there are."""
     rows, num_chunks = [], 0
     for start, stop in zip(starts, stops, strict=True):

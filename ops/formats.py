@@ -75,11 +75,20 @@ def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     return cpu.decode(codes.contiguous().cpu(), scales.contiguous().cpu(), signed).to(codes.device)
 
 
-define("encode(Tensor x, bool signed) -> (Tensor, Tensor)", encode,
-       lambda x, signed: (x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(-(-x.numel() // BLOCK))))
-define("decode(Tensor codes, Tensor scales, bool signed) -> Tensor", decode,
-       lambda codes, scales, signed: codes.new_empty(codes.shape, dtype=torch.float32))
+define(
+    "encode(Tensor x, bool signed) -> (Tensor, Tensor)",
+    encode,
+    lambda x, signed: (x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(-(-x.numel() // BLOCK))),
+)
+define(
+    "decode(Tensor codes, Tensor scales, bool signed) -> Tensor",
+    decode,
+    lambda codes, scales, signed: codes.new_empty(codes.shape, dtype=torch.float32),
+)
 define("high(Tensor p) -> Tensor", high, lambda p: p.new_empty(p.shape, dtype=HALF))
-define("split(Tensor p) -> (Tensor, Tensor)", split,
-       lambda p: (p.new_empty(p.shape, dtype=HALF), p.new_empty(p.shape, dtype=LOW)))
+define(
+    "split(Tensor p) -> (Tensor, Tensor)",
+    split,
+    lambda p: (p.new_empty(p.shape, dtype=HALF), p.new_empty(p.shape, dtype=LOW)),
+)
 define("join(Tensor hi, Tensor lo) -> Tensor", join, lambda hi, lo: hi.new_empty(hi.shape, dtype=torch.float32))

@@ -55,8 +55,9 @@ def moment_format(moment: Sequence[Tensor]) -> int:
     return 2 if len(moment) == 2 else int(moment[0].dtype == torch.bfloat16)
 
 
-def check_tensors(rule: str, p: Sequence[Tensor], g: Tensor, moments: Sequence[Sequence[Tensor]],
-                  device: torch.device = CPU) -> None:
+def check_tensors(
+    rule: str, p: Sequence[Tensor], g: Tensor, moments: Sequence[Sequence[Tensor]], device: torch.device = CPU
+) -> None:
     """Raise `ValueError` for an unknown rule or a wrong size, `TypeError` for a dtype, device or layout."""
     if rule not in RULES:
         raise ValueError(f"update_: there is no rule {rule!r}; the rules are {', '.join(RULES)}.")
@@ -81,8 +82,9 @@ def check_tensors(rule: str, p: Sequence[Tensor], g: Tensor, moments: Sequence[S
         raise ValueError("update_: m and v must be in one format, fp32, bf16 or 8-bit; two came.")
 
 
-def check_tensor(what: str, x: Tensor, dtypes: Sequence[torch.dtype], size: int | None = None,
-                 device: torch.device = CPU) -> None:
+def check_tensor(
+    what: str, x: Tensor, dtypes: Sequence[torch.dtype], size: int | None = None, device: torch.device = CPU
+) -> None:
     """Raise `TypeError` unless `x` is contiguous, on `device` and of one of `dtypes`; `ValueError` for its size."""
     if x.dtype not in dtypes:
         raise TypeError(f"{what} must be {' or '.join(map(str, dtypes))}, and {x.dtype} came.")
@@ -93,8 +95,15 @@ def check_tensor(what: str, x: Tensor, dtypes: Sequence[torch.dtype], size: int 
         raise ValueError(f"{what} must have {size} elements, and {x.numel()} came.")
 
 
-def check_run_lists(size: int, starts: Sequence[int], stops: Sequence[int], rates: Sequence[float],
-                    decays: Sequence[float], factors: Sequence[float], offset: int) -> None:
+def check_run_lists(
+    size: int,
+    starts: Sequence[int],
+    stops: Sequence[int],
+    rates: Sequence[float],
+    decays: Sequence[float],
+    factors: Sequence[float],
+    offset: int,
+) -> None:
     """Raise `ValueError` unless the runs are in order, apart and inside [0, size)."""
     if not len(starts) == len(stops) == len(rates) == len(decays):
         lengths = [len(x) for x in (starts, stops, rates, decays)]
@@ -102,8 +111,10 @@ def check_run_lists(size: int, starts: Sequence[int], stops: Sequence[int], rate
     end = 0
     for start, stop in zip(starts, stops, strict=True):
         if not end <= start <= stop <= size:
-            raise ValueError(f"update_: runs must be in order, apart and inside [0, {size}); [{start}, {stop}) came "
-                             f"after one that ends at {end}.")
+            raise ValueError(
+                f"update_: runs must be in order, apart and inside [0, {size}); [{start}, {stop}) came "
+                f"after one that ends at {end}."
+            )
         end = stop
     if len(factors) > 2:
         raise ValueError(f"update_: at most two factors, and {len(factors)} came; multiply some of them first.")

@@ -7,9 +7,7 @@ from torch import Tensor
 from .update_rule import by_blocks, define_rule, descend_
 
 
-def _lion(
-    p: Tensor, m: Tensor, grad: Tensor, rate: float | Tensor, decay: float, b1: float, b2: float
-) -> None:
+def _lion(p: Tensor, m: Tensor, grad: Tensor, rate: float | Tensor, decay: float, b1: float, b2: float) -> None:
     direction = m.mul(b1).add_(grad, alpha=1 - b1).sign_()
     if decay:
         p.mul_(1 - rate * decay)

@@ -55,8 +55,14 @@ def _places(device: torch.device, place: tuple[int, ...]) -> Tensor:
     return torch.tensor(place, dtype=torch.int64, device=device)
 
 
-def _by_row(numbers: Sequence[Tensor], row: Sequence[int], column: Sequence[int], num_rows: int, num_columns: int,
-            over: Sequence[Tensor]) -> Tensor:
+def _by_row(
+    numbers: Sequence[Tensor],
+    row: Sequence[int],
+    column: Sequence[int],
+    num_rows: int,
+    num_columns: int,
+    over: Sequence[Tensor],
+) -> Tensor:
     """`grid` of one number a part of the tensors `over`, of which there may be none."""
     dtype = dtype_over(over)
     if not numbers:
@@ -67,6 +73,7 @@ def _by_row(numbers: Sequence[Tensor], row: Sequence[int], column: Sequence[int]
 
 def _one_of(k: int) -> Callable[..., Tensor]:
     """One of the two numbers of parts of many tensors, as a grid."""
+
     def run(tensors, piece, start, stop, row, column, num_rows, num_columns):
         numbers = [part_numbers(tensors[i], [a], [b])[k] for i, a, b in zip(piece, start, stop, strict=True)]
         return _by_row(numbers, row, column, num_rows, num_columns, tensors)
@@ -102,8 +109,14 @@ def _fake_dots(a, b, *rest):
 
 define(f"part_norms(Tensor[] tensors, {_SIGNATURE}", _one_of(0), _fake)
 define(f"part_extremes(Tensor[] tensors, {_SIGNATURE}", _one_of(1), _fake)
-define("part_numbers(Tensor x, int[] start, int[] stop) -> (Tensor, Tensor)", part_numbers,
-       lambda x, start, stop: (x.new_empty(len(start), dtype=_wide(x.dtype)),) * 2)
-define("grid(Tensor[] numbers, int[] place, int num_rows, int num_columns) -> Tensor", grid,
-       lambda numbers, place, *size: numbers[0].new_empty(size, dtype=dtype_over(numbers)))
+define(
+    "part_numbers(Tensor x, int[] start, int[] stop) -> (Tensor, Tensor)",
+    part_numbers,
+    lambda x, start, stop: (x.new_empty(len(start), dtype=_wide(x.dtype)),) * 2,
+)
+define(
+    "grid(Tensor[] numbers, int[] place, int num_rows, int num_columns) -> Tensor",
+    grid,
+    lambda numbers, place, *size: numbers[0].new_empty(size, dtype=dtype_over(numbers)),
+)
 define(f"part_dots(Tensor[] a, Tensor[] b, {_SIGNATURE}", _dots, _fake_dots)

@@ -17,8 +17,9 @@ from .registry import define
 ops = torch.ops.zerofn  # whoever needs those below takes it from here, so that they are there
 
 
-def ravel(leaves: Sequence[Tensor | None], offsets: Sequence[int], size: int, dtype: torch.dtype,
-          num_batch_dims: int = 0) -> Tensor:
+def ravel(
+    leaves: Sequence[Tensor | None], offsets: Sequence[int], size: int, dtype: torch.dtype, num_batch_dims: int = 0
+) -> Tensor:
     """Leaves [*batch, *shape] -> [*batch, size]; None and whatever lies between leaves become zeros.
 
     Raises `ValueError` where all leaves are None.
@@ -51,15 +52,17 @@ def _fake(leaves, offsets, size, dtype, num_batch_dims=0):
     return given.new_empty((*given.shape[:num_batch_dims], size), dtype=dtype)
 
 
-define("ravel(Tensor?[] leaves, int[] offsets, int size, ScalarType dtype, int num_batch_dims=0) -> Tensor",
-       ravel, _fake)
+define(
+    "ravel(Tensor?[] leaves, int[] offsets, int size, ScalarType dtype, int num_batch_dims=0) -> Tensor", ravel, _fake
+)
 
 for _mark in ("whole", "piece"):
     define(f"{_mark}(Tensor(a) x) -> Tensor(a)", lambda x: x.view_as(x), lambda x: x.view_as(x))
 
 
-def fill_(flat: Tensor, leaves: Sequence[Tensor | None], offsets: Sequence[int], numels: Sequence[int],
-          there: Sequence[bool]) -> None:
+def fill_(
+    flat: Tensor, leaves: Sequence[Tensor | None], offsets: Sequence[int], numels: Sequence[int], there: Sequence[bool]
+) -> None:
     """Complete a flat buffer [size] some of whose leaves were written where they lie (`there`): copy the others, None
     as zeros, and zero what lies between leaves."""
     end = 0
@@ -73,11 +76,18 @@ def fill_(flat: Tensor, leaves: Sequence[Tensor | None], offsets: Sequence[int],
     flat[end:].zero_()
 
 
-define("flat(int size, *, ScalarType dtype, Device device) -> Tensor",
-       lambda size, *, dtype, device: torch.empty(size, dtype=dtype, device=device),
-       lambda size, *, dtype, device: torch.empty(size, dtype=dtype, device=device))
-define("part(Tensor(a) flat, int offset, int[] shape) -> Tensor(a)",
-       lambda flat, offset, shape: flat.narrow(0, offset, math.prod(shape)).view(shape),
-       lambda flat, offset, shape: flat.narrow(0, offset, math.prod(shape)).view(shape))
-define("fill_(Tensor(a!) flat, Tensor?[] leaves, int[] offsets, int[] numels, bool[] there) -> ()",
-       fill_, lambda *args: None)
+define(
+    "flat(int size, *, ScalarType dtype, Device device) -> Tensor",
+    lambda size, *, dtype, device: torch.empty(size, dtype=dtype, device=device),
+    lambda size, *, dtype, device: torch.empty(size, dtype=dtype, device=device),
+)
+define(
+    "part(Tensor(a) flat, int offset, int[] shape) -> Tensor(a)",
+    lambda flat, offset, shape: flat.narrow(0, offset, math.prod(shape)).view(shape),
+    lambda flat, offset, shape: flat.narrow(0, offset, math.prod(shape)).view(shape),
+)
+define(
+    "fill_(Tensor(a!) flat, Tensor?[] leaves, int[] offsets, int[] numels, bool[] there) -> ()",
+    fill_,
+    lambda *args: None,
+)

@@ -188,14 +188,35 @@ def _keep(moment: Sequence[Tensor], x: Tensor, signed: bool, random: Tensor, tou
     moment[1][blocks] = scales[blocks]
 
 
-def _step(rule: str, run: list[Tensor], g: Tensor, rate: float, decay: float, hyper: dict[str, Any],
-          count: int, r: dict[str, float]) -> None:
+def _step(
+    rule: str,
+    run: list[Tensor],
+    g: Tensor,
+    rate: float,
+    decay: float,
+    hyper: dict[str, Any],
+    count: int,
+    r: dict[str, float],
+) -> None:
     """One run in fp32, in place."""
     p, *moments = run
     if rule in ("adamw", "adam"):
         fused = fused_adamw_ if rule == "adamw" else fused_adam_
-        fused([p], [g], [moments[0]], [moments[1]], [], [torch.tensor(float(count))], lr=rate, beta1=hyper["b1"],
-              beta2=hyper["b2"], weight_decay=decay, eps=hyper["eps"], amsgrad=False, maximize=False)
+        fused(
+            [p],
+            [g],
+            [moments[0]],
+            [moments[1]],
+            [],
+            [torch.tensor(float(count))],
+            lr=rate,
+            beta1=hyper["b1"],
+            beta2=hyper["b2"],
+            weight_decay=decay,
+            eps=hyper["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
         return
     if rule == "lion":
         m = moments[0]

@@ -25,5 +25,10 @@ def _momentum(
 
 
 define_rule("sgd", [], "", by_blocks(_sgd), lambda: ("sgd", {}))
-define_rule("sgd_momentum", ["m"], "float momentum, bool nesterov", by_blocks(_momentum),
-            lambda momentum, nesterov: ("sgd_momentum", {"momentum": momentum, "nesterov": nesterov}))
+define_rule(
+    "sgd_momentum",
+    ["m"],
+    "float momentum, bool nesterov",
+    by_blocks(_momentum),
+    lambda momentum, nesterov: ("sgd_momentum", {"momentum": momentum, "nesterov": nesterov}),
+)

@@ -20,16 +20,18 @@ from .formats import join, kernels, split
 from .registry import define
 
 BLOCK = 1 << 16  # elements: on the CPU a block's arrays stay in cache between the passes over it
-RUNS = "Tensor count, Tensor? lr, Tensor? factor, Tensor? finite, int[] starts, int[] stops, float[] rates, " \
-    "float[] decays"
+RUNS = (
+    "Tensor count, Tensor? lr, Tensor? factor, Tensor? finite, int[] starts, int[] stops, float[] rates, float[] decays"
+)
 PLACE = "bool blocks, int offset"  # without defaults: a captured call leaves out what equals one
 Parts = Sequence[Tensor]  # what keeps one tensor: itself, the halves of a split master, or 8-bit codes and scales
 Step = Callable[..., None]
 Update = Callable[..., None]
 
 
-def define_rule(name: str, moments: Sequence[str], hyper: str, update: Update, kernel: Callable[..., tuple[str, dict]]
-                ) -> None:
+def define_rule(
+    name: str, moments: Sequence[str], hyper: str, update: Update, kernel: Callable[..., tuple[str, dict]]
+) -> None:
     """Register both forms. `hyper`: the schema of what follows the runs, such as "float b1, float b2";
     `update(written, g, count, lr, factor, finite, starts, stops, rates, decays, *hyper)`: the rule in torch's
     operations on flat tensors, in place; `kernel(*hyper)`: the name and the hyperparameters of the kernel.
@@ -79,20 +81,64 @@ def define_rule(name: str, moments: Sequence[str], hyper: str, update: Update, k
     define(f"{name}(Tensor p, Tensor g, {''.join(reads)}{tail}) -> {results}", pure, fake)
 
 
-def _run_kernel(kernel: tuple[str, dict[str, Any]], p: Parts, g: Tensor, moments: Sequence[Parts], count: Tensor,
-                lr: Tensor | None, factor: Tensor | None, runs: Sequence[Any], offset: int) -> None:
+def _run_kernel(
+    kernel: tuple[str, dict[str, Any]],
+    p: Parts,
+    g: Tensor,
+    moments: Sequence[Parts],
+    count: Tensor,
+    lr: Tensor | None,
+    factor: Tensor | None,
+    runs: Sequence[Any],
+    offset: int,
+) -> None:
     starts, stops, rates, decays = runs
     now = 1.0 if lr is None else float(lr)
-    cpu.update_(kernel[0], p, g, moments, starts=starts, stops=stops, rates=[now * x for x in rates], decays=decays,
-                   factors=() if factor is None else (float(factor),), hyper=kernel[1], count=int(count), offset=offset)
+    cpu.update_(
+        kernel[0],
+        p,
+        g,
+        moments,
+        starts=starts,
+        stops=stops,
+        rates=[now * x for x in rates],
+        decays=decays,
+        factors=() if factor is None else (float(factor),),
+        hyper=kernel[1],
+        count=int(count),
+        offset=offset,
+    )
 
 
-def _run_on_gpu(kernel: tuple[str, dict[str, Any]], p: Parts, g: Tensor, moments: Sequence[Parts], count: Tensor,
-                lr: Tensor | None, factor: Tensor | None, finite: Tensor | None, runs: Sequence[Any], offset: int
-                ) -> None:
+def _run_on_gpu(
+    kernel: tuple[str, dict[str, Any]],
+    p: Parts,
+    g: Tensor,
+    moments: Sequence[Parts],
+    count: Tensor,
+    lr: Tensor | None,
+    factor: Tensor | None,
+    finite: Tensor | None,
+    runs: Sequence[Any],
+    offset: int,
+) -> None:
     starts, stops, rates, decays = runs
-    cuda.update_(kernel[0], p, g, moments, starts=starts, stops=stops, rates=rates, decays=decays, hyper=kernel[1],
-                 count=count, lr=lr, factor=factor, finite=finite, offset=offset)
+    cuda.update_(
+        kernel[0],
+        p,
+        g,
+        moments,
+        starts=starts,
+        stops=stops,
+        rates=rates,
+        decays=decays,
+        hyper=kernel[1],
+        count=count,
+        lr=lr,
+        factor=factor,
+        finite=finite,
+        offset=offset,
+    )
 
 
 @contextlib.contextmanager
@@ -114,9 +160,11 @@ def _as_blocks(moments: Sequence[Parts], blocks: bool) -> Iterator[Sequence[Part
 def _check_plain(name: str, p: Parts, moments: Sequence[Parts], blocks: bool) -> None:
     if blocks or any(len(m) > 1 or m[0].dtype == torch.bfloat16 != p[0].dtype for m in moments):
         why = f"{cuda.missing()} " if p[0].is_cuda and cuda.missing() else ""
-        raise TypeError(f"{name}: moments in 8-bit blocks or bfloat16 go with a float32 master, where there are "
-                        f"kernels for it; got a {str(p[0].dtype).removeprefix('torch.')} one on {p[0].device}. {why}"
-                        "Leave moments out, or write shard(..., precision='fp32') or 'bf16'.")
+        raise TypeError(
+            f"{name}: moments in 8-bit blocks or bfloat16 go with a float32 master, where there are "
+            f"kernels for it; got a {str(p[0].dtype).removeprefix('torch.')} one on {p[0].device}. {why}"
+            "Leave moments out, or write shard(..., precision='fp32') or 'bf16'."
+        )
 
 
 @contextlib.contextmanager
@@ -133,9 +181,20 @@ def opened(*kept: Parts) -> Iterator[list[Tensor]]:
 def by_blocks(step: Step) -> Update:
     """An update that runs `step(p, *moments, grad, rate, decay, *hyper)`, which writes `p` and the moments of one block
     of elements, on all blocks of all runs."""
-    def update(written: Sequence[Tensor], g: Tensor, count: Tensor, lr: Tensor | None, factor: Tensor | None,
-               finite: Tensor | None, starts: Sequence[int], stops: Sequence[int], rates: Sequence[float],
-               decays: Sequence[float], *hyper: Any) -> None:
+
+    def update(
+        written: Sequence[Tensor],
+        g: Tensor,
+        count: Tensor,
+        lr: Tensor | None,
+        factor: Tensor | None,
+        finite: Tensor | None,
+        starts: Sequence[int],
+        stops: Sequence[int],
+        rates: Sequence[float],
+        decays: Sequence[float],
+        *hyper: Any,
+    ) -> None:
         for start, stop, rate, decay in zip(starts, stops, rates, decays, strict=True):
             now = rate_of(lr, rate)
             for block in _blocks(start, stop, g):

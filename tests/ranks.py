@@ -112,8 +112,7 @@ class _Pickler(pickle.Pickler):
         parameter = isinstance(obj, torch.nn.Parameter)
         if not parameter and type(obj) not in (torch.Tensor, torch.nn.Buffer):
             raise TypeError(
-                f"a {type(obj).__name__} cannot travel between ranks and the test; "
-                "return a plain tensor made from it"
+                f"a {type(obj).__name__} cannot travel between ranks and the test; return a plain tensor made from it"
             )
         plain = obj.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         data = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
@@ -220,12 +219,7 @@ class RankPool:
         self._store: dist.TCPStore | None = None
 
     def __call__(
-        self,
-        num_ranks: int,
-        function: Callable,
-        *args: Any,
-        timeout: float = 120.0,
-        expect_errors: bool = False,
+        self, num_ranks: int, function: Callable, *args: Any, timeout: float = 120.0, expect_errors: bool = False
     ) -> list[Any]:
         deadline = time.monotonic() + timeout
         payload = self._payload(function, args)

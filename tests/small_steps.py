@@ -86,6 +86,7 @@ def batch_of(rank: int = 0, rows: int = ROWS, dtype: torch.dtype = torch.float32
 
 def loss_of(module: torch.nn.Module) -> Callable[..., torch.Tensor]:
     """Mean squared error, in the parameters' dtype."""
+
     def loss_fn(params: Any, batch: Any) -> torch.Tensor:
         x = batch["x"].to(params["0.weight"].dtype)
         return (functional_call(module, params, (x,)) - batch["y"]).square().mean()
@@ -117,8 +118,17 @@ def train_step_of(module: torch.nn.Module, num_microbatches: int = 1) -> Callabl
     return train_step
 
 
-def trained(num_layers: int, rows: int, tx: Any, steps: int, *, stage: int = 3, num_microbatches: int = 1,
-            precision: Any = None, **options: Any) -> tuple[Any, list[torch.Tensor]]:
+def trained(
+    num_layers: int,
+    rows: int,
+    tx: Any,
+    steps: int,
+    *,
+    stage: int = 3,
+    num_microbatches: int = 1,
+    precision: Any = None,
+    **options: Any,
+) -> tuple[Any, list[torch.Tensor]]:
     """(plan, losses and parameters) after some steps of the everyday step, with dropout, compiled with `options`."""
     module = build(num_layers, dropout=0.1)
     state = state_of(module, stage, tx, precision=precision)
@@ -150,8 +160,13 @@ def captured(step: Callable[..., Any], state: Any, batch: Any, *schedule: Callab
     return program
 
 
-def lowered(*schedule: Callable[..., GraphModule], num_layers: int = 6, num_microbatches: int = 1, stage: int = 3,
-            **options: Any) -> GraphModule:
+def lowered(
+    *schedule: Callable[..., GraphModule],
+    num_layers: int = 6,
+    num_microbatches: int = 1,
+    stage: int = 3,
+    **options: Any,
+) -> GraphModule:
     """The everyday step's graph on one of two ranks, after some passes."""
     module = build(num_layers)
     with fake_ranks(2):

@@ -29,11 +29,7 @@ def test_agreement(ranks, size):
 def differing():
     rank = dist.get_rank()
     messages = []
-    for what, text in [
-        ("step", f"w [2]\nb [{3 + (rank == 2)}]"),
-        (f"step {rank}", "x"),
-        ("step", "a\n" * (1 + rank)),
-    ]:
+    for what, text in [("step", f"w [2]\nb [{3 + (rank == 2)}]"), (f"step {rank}", "x"), ("step", "a\n" * (1 + rank))]:
         start = time.monotonic()
         with pytest.raises(RuntimeError) as caught:
             agreement.agree(what, text)
@@ -46,12 +42,7 @@ def differing():
 def test_a_difference_is_shown_on_every_rank(ranks):
     found = ranks(3, differing)
     for rank, (shapes, places, lengths) in enumerate(found):
-        assert (
-            "ranks differ" in shapes
-            and "b [4]" in shapes
-            and "b [3]" in shapes
-            and f"rank {rank}: b" in shapes
-        )
+        assert "ranks differ" in shapes and "b [4]" in shapes and "b [3]" in shapes and f"rank {rank}: b" in shapes
         assert "w [2]" not in shapes
         assert "is at another point of the program, 'step" in places
         assert "ranks differ" in lengths
@@ -162,10 +153,13 @@ def ended(told):
     zerofn.collectives.all_reduce(x)
 
 
-@pytest.mark.parametrize(("told", "message"), [
-    (True, "stopped, because another rank failed. rank 1: IndexError: no more batches"),
-    (False, "stopped, because another rank has ended: it left the program"),
-])
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        (True, "stopped, because another rank failed. rank 1: IndexError: no more batches"),
+        (False, "stopped, because another rank has ended: it left the program"),
+    ],
+)
 def test_who_waits_for_a_rank_that_has_ended_hears_why(ranks, told, message):
     failures = {f.rank: f for f in ranks(2, ended, told, expect_errors=True)}
     assert failures[0].type == "RuntimeError" and message in failures[0].message

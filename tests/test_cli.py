@@ -9,7 +9,7 @@ import pytest
 from zerofn.cli import main
 from zerofn.cost.machine import machine_of
 
-SCRIPT = '''
+SCRIPT = """
 import sys
 
 import torch
@@ -44,7 +44,7 @@ print("the script says", int(state.step), 1 / evaluate(state.params, torch.ones(
 for _ in range(1000):
     state, metrics = step(state, torch.ones(8, width))
     print(metrics["loss"].item())
-'''
+"""
 
 
 @pytest.fixture
@@ -68,7 +68,9 @@ def test_a_scripts_step_is_planned(script, tmp_path, capsys, function):
 
 def test_a_script_that_shards_two_states(script, capsys, tmp_path):
     """It is planned for the one that the step is given."""
-    text = script.read_text().replace("step, evaluate =", """
+    text = script.read_text().replace(
+        "step, evaluate =",
+        """
 
 def other_init():
     other = torch.nn.Linear(width, 7)
@@ -76,7 +78,8 @@ def other_init():
 
 
 other = zerofn.shard(other_init)
-step, evaluate =""")
+step, evaluate =""",
+    )
     script.write_text(text)
     found = []
     for name in ("", ":train_step"):

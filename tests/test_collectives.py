@@ -27,11 +27,7 @@ def cases(size):
     turn = rotation(size)
     return {
         "all_gather": ((3, 2), c.all_gather, lambda xs: [np.concatenate(xs)] * size),
-        "all_gather dim 1": (
-            (3, 2),
-            lambda x: c.all_gather(x, dim=1),
-            lambda xs: [np.concatenate(xs, 1)] * size,
-        ),
+        "all_gather dim 1": ((3, 2), lambda x: c.all_gather(x, dim=1), lambda xs: [np.concatenate(xs, 1)] * size),
         "reduce_scatter": ((2 * size, 3), c.reduce_scatter, lambda xs: np.split(sum(xs), size)),
         "reduce_scatter dim -1": (
             (3, 2 * size),

@@ -48,6 +48,7 @@ def assert_captured_is_eager(step, make_state, batches):
 
 def masked_step(module, n):
     """Dropout, a mask, clipping, accumulation and a (sum, weight) loss."""
+
     def loss_fn(params, batch):
         x = batch["x"].to(params["0.weight"].dtype)
         gap = (functional_call(module, params, (x,)) - batch["y"]).square().mean(1)
@@ -72,7 +73,8 @@ def everything_at_once(precision):
     for stage in range(4):
         for n in (1, 2):
             assert_captured_is_eager(
-                masked_step(module, n), lambda stage=stage: state_of(module, stage, TX, precision=precision), batches)
+                masked_step(module, n), lambda stage=stage: state_of(module, stage, TX, precision=precision), batches
+            )
 
 
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
@@ -93,6 +95,7 @@ def skipped_steps():
         batches[1]["x"][0, 0] = float("inf")
     for stage in range(4):
         for n in (1, 2):
+
             def make_state(stage=stage):
                 return state_of(module, stage, TX, precision="fp16")
 
@@ -252,8 +255,9 @@ def evaluations(stage, precision):
         other, theirs = eager(other, batch)
         assert torch.equal(ours["loss"], theirs["loss"])
         assert (state.params.full is not None) == (stage in (1, 2))
-        for piece, full, unit in zip(state.params.pieces, state.params.full or [], state.params.layout.units,
-                                     strict=stage in (1, 2)):
+        for piece, full, unit in zip(
+            state.params.pieces, state.params.full or [], state.params.layout.units, strict=stage in (1, 2)
+        ):
             first = full[state.params.spec.bounds(unit)[0] :].data_ptr()
             assert (piece.data_ptr() == first) == (piece.dtype == full.dtype)
     assert all(map(torch.equal, tree.leaves(state), tree.leaves(other)))
@@ -431,10 +435,17 @@ def test_a_donated_state_says_so():
     module = build()
     step, state = zerofn.compile(train_step_of(module)), state_of(module, 3)
     new, _ = step(state, batch_of())
-    for use in (lambda: step(state, batch_of()), lambda: train_step_of(module)(state, batch_of()),
-                lambda: tree.tree_map(lambda p: p, state.params), lambda: zerofn.gather(state.params)):
-        with pytest.raises(RuntimeError, match=r"given to train_step and its memory belongs to the state it returned; "
-                                               r"use that one, or compile\(\.\.\., donate=False\)"):
+    for use in (
+        lambda: step(state, batch_of()),
+        lambda: train_step_of(module)(state, batch_of()),
+        lambda: tree.tree_map(lambda p: p, state.params),
+        lambda: zerofn.gather(state.params),
+    ):
+        with pytest.raises(
+            RuntimeError,
+            match=r"given to train_step and its memory belongs to the state it returned; "
+            r"use that one, or compile\(\.\.\., donate=False\)",
+        ):
             use()
     assert "donated" in repr(state.params)
     step(new, batch_of())
@@ -519,7 +530,7 @@ def impure(module):
 
     return {
         writes_to_the_batch: "writes to batch entry 'x'",
-        writes_to_the_state: "writes to state entry \"params",
+        writes_to_the_state: 'writes to state entry "params',
         writes_to_what_it_closes_over: "writes to a tensor it closes over",
         closes_over_what_learns: "requires grad",
         branches: "cannot branch on data",

@@ -57,9 +57,7 @@ def close(found, expected, rtol=1e-10, atol=1e-12):
     loss, grads = found
     torch.testing.assert_close(loss, expected[0], rtol=rtol, atol=atol)
     for key, want in expected[1].items():
-        torch.testing.assert_close(
-            grads[key], want, rtol=rtol, atol=atol, msg=lambda m, key=key: f"{key}: {m}"
-        )
+        torch.testing.assert_close(grads[key], want, rtol=rtol, atol=atol, msg=lambda m, key=key: f"{key}: {m}")
 
 
 def cut(stage, p=None, **options):
@@ -169,9 +167,7 @@ def test_aux():
 def frozen_and_unused(stage):
     p = params() | {"ids": torch.arange(5)}
     tx = optim.sgd(0.1)
-    state = shard(
-        zerofn.TrainState.create(params=p, tx=tx, frozen=lambda name: name.startswith("1.")), stage=stage
-    )
+    state = shard(zerofn.TrainState.create(params=p, tx=tx, frozen=lambda name: name.startswith("1.")), stage=stage)
     seen = {}
 
     def loss_fn(q, x, y):
@@ -179,9 +175,7 @@ def frozen_and_unused(stage):
         return mean_loss(q, x, y)
 
     loss, grads = state.value_and_grad(loss_fn)(*rows(dist.get_rank()))
-    strides = {
-        u.name: g.stride() for u, g in zip(grads.layout.units, grads.pieces, strict=True) if not u.trainable
-    }
+    strides = {u.name: g.stride() for u, g in zip(grads.layout.units, grads.pieces, strict=True) if not u.trainable}
     return seen, strides, (loss, unshard(grads))
 
 
@@ -368,9 +362,7 @@ def carried(stage):
         running.mul_(0.5).add_(x.mean())
         return (p["w"] * running.clone()).sum()
 
-    accumulate(value_and_grad(loss_fn), 4)(
-        cut(stage, {"w": torch.ones(3, dtype=torch.float64)}), torch.arange(4.0)
-    )
+    accumulate(value_and_grad(loss_fn), 4)(cut(stage, {"w": torch.ones(3, dtype=torch.float64)}), torch.arange(4.0))
     return running
 
 

@@ -27,6 +27,7 @@ def assert_compiled_is_eager(step, init, batches, **options):
 
 def assert_trains_alike(loss_fn, params, batch, **options):
     """Two steps of `loss_fn`, at one rank."""
+
     def step(state, batch):
         loss, grads = state.value_and_grad(loss_fn)(batch)
         return state.apply_gradients(grads), loss
@@ -45,8 +46,11 @@ def random(*shape, dtype=torch.float32):
 # --- one memory, seen twice -------------------------------------------------------------------------------------
 
 CUTS = {
-    "chunk": lambda h: h.chunk(2, -1), "split": lambda h: h.split(64, -1), "sizes": lambda h: h.split([64, 64], -1),
-    "unbind": lambda h: h.view(128, 2, 64).unbind(1), "unsafe chunk": lambda h: torch.unsafe_chunk(h, 2, -1),
+    "chunk": lambda h: h.chunk(2, -1),
+    "split": lambda h: h.split(64, -1),
+    "sizes": lambda h: h.split([64, 64], -1),
+    "unbind": lambda h: h.view(128, 2, 64).unbind(1),
+    "unsafe chunk": lambda h: torch.unsafe_chunk(h, 2, -1),
     "unsafe sizes": lambda h: torch.unsafe_split_with_sizes(h, [64, 64], -1),
 }
 
@@ -158,8 +162,11 @@ def test_a_part_of_the_new_state_is_returned_and_then_written():
 
 def test_an_entry_that_becomes_the_batch():
     """The batch is the caller's; here it has another dtype than the entry had, and so is returned as it is."""
-    assert_compiled_is_eager(lambda s, b: ({"prev": b}, None), lambda: {"prev": torch.zeros(16)},
-                             [random(16, dtype=torch.float64), random(16, dtype=torch.float64) * 2, random(16)])
+    assert_compiled_is_eager(
+        lambda s, b: ({"prev": b}, None),
+        lambda: {"prev": torch.zeros(16)},
+        [random(16, dtype=torch.float64), random(16, dtype=torch.float64) * 2, random(16)],
+    )
 
 
 def test_an_entry_that_becomes_a_constant():
@@ -185,6 +192,7 @@ def scale(state, batch):
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_value_that_is_returned_in_two_entries_and_beside_them(donate):
     """The second step may write to the state it is given, and to nothing else."""
+
     def both_steps(first, second):
         state, aux = first({"w": random(16), "same": random(16)}, torch.tensor(2.0))
         state, _ = second(state, torch.tensor(3.0))

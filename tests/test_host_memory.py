@@ -31,8 +31,9 @@ else:
 
 def mapped_and_kept(told):
     """-> what was said, MiB that were mapped for three blocks of 64 MiB, MiB that malloc still has of them."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM.replace("{told}", told)], capture_output=True, text=True,
-                          check=True, timeout=60).stdout.split()
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.replace("{told}", told)], capture_output=True, text=True, check=True, timeout=60
+    ).stdout.split()
     if done == ["unknown"]:
         pytest.skip("this C library has no mallinfo2")
     return done[0], int(done[1]), int(done[2])

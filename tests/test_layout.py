@@ -54,10 +54,7 @@ def check(layout, params):
         for leaf in unit.leaves:
             assert leaf.offset % ALIGN == 0 and end <= leaf.offset < end + ALIGN
             end = leaf.stop
-        assert (
-            end <= unit.size < end + ALIGN + PIECE * layout.num_shards
-            or unit.size == PIECE * layout.num_shards
-        )
+        assert end <= unit.size < end + ALIGN + PIECE * layout.num_shards or unit.size == PIECE * layout.num_shards
         assert len({leaves[leaf.index].dtype for leaf in unit.leaves}) == 1
         # a shard's intervals, put side by side, are the leaves again
         seen = {leaf.index: [] for leaf in unit.leaves}
@@ -132,12 +129,7 @@ def test_a_users_units():
 
 
 def test_one_buffer_per_dtype_and_per_trainable():
-    params = {
-        "h.0.a": z(3),
-        "h.0.b": z(3, dtype=torch.bfloat16),
-        "h.0.c": z(3),
-        "h.0.ids": z(3, dtype=torch.int64),
-    }
+    params = {"h.0.a": z(3), "h.0.b": z(3, dtype=torch.bfloat16), "h.0.c": z(3), "h.0.ids": z(3, dtype=torch.int64)}
     layout = make_layout(params, 2, trainable=lambda name: name != "h.0.c")
     check(layout, params)
     kinds = {(u.dtype, u.trainable): [leaf.name[-1] for leaf in u.leaves] for u in layout.units}
@@ -148,10 +140,7 @@ def test_one_buffer_per_dtype_and_per_trainable():
         (torch.int64, False): ["s"],
     }
     master = make_layout(params, 2, dtype=torch.float32)
-    assert sorted((str(u.dtype), len(u.leaves)) for u in master.units) == [
-        ("torch.float32", 3),
-        ("torch.int64", 1),
-    ]
+    assert sorted((str(u.dtype), len(u.leaves)) for u in master.units) == [("torch.float32", 3), ("torch.int64", 1)]
 
 
 def test_complex_leaves_are_frozen_or_refused():

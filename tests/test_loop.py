@@ -154,6 +154,7 @@ def test_gradients_are_those_of_the_whole_batch():
 
 def handing_on(n):
     """A body whose outputs are the batch's memory, one tensor twice, one number expanded, a buffer it writes."""
+
     def step(state, batch):
         total = state["total"].clone()
 
@@ -176,8 +177,7 @@ def test_results_have_memory_of_their_own(how, n):
     before = [x.clone() for x in tree.leaves((state, batch))]
     found = how(handing_on(n))(state, batch)
     x, weight = batch["x"], batch["weight"]
-    expected = [weight.sum(), 2 * x.sum(0), 2 * x.sum(0), x[:, 0].sum().expand(3), 1 + x.cumsum(0), x,
-                torch.ones(n, 2)]
+    expected = [weight.sum(), 2 * x.sum(0), 2 * x.sum(0), x[:, 0].sum().expand(3), 1 + x.cumsum(0), x, torch.ones(n, 2)]
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
     for a in found:
@@ -193,6 +193,7 @@ def test_rows_of_other_shapes_are_refused():
 
 def test_strided_rows_and_strided_tensors_the_body_closes_over():
     """The body is captured for the strides it will be given."""
+
     def step(state, batch):
         other = batch["wide"][:, 4:8]
         body = lambda i, s: ([s[0].reshape(-1).sum() * other.reshape(-1)], [s[0].reshape(-1) * 2], None)  # noqa: E731

@@ -96,8 +96,12 @@ def calls_after_failure(stage):
     module, train_step = picking()
     step, state = zerofn.compile(train_step, donate=False), state_of(module, stage)
     first = failure(lambda: step(state, labels(7 if dist.get_rank() == 1 else 2)))
-    calls = [lambda: step(state, labels()), lambda: zerofn.unshard(state), lambda: state_of(module, stage),
-             lambda: zerofn.compile(train_step)(state, labels())]
+    calls = [
+        lambda: step(state, labels()),
+        lambda: zerofn.unshard(state),
+        lambda: state_of(module, stage),
+        lambda: zerofn.compile(train_step)(state, labels()),
+    ]
     return [first, *map(failure, calls)]
 
 
@@ -174,11 +178,17 @@ def created(tx=None, **options):
         (lambda: created(frozen=lambda name: name.startswith("layers.0")), "The leaves are 'h.0.attn.bias'"),
         (lambda: created(frozen=lambda name: "h.0.atn" in name), "did you mean 'h.0.attn'?"),
         (lambda: created(frozen=lambda name: name in ("out.bais",)), "did you mean 'out.bias'?"),
-        (lambda: zerofn.value_and_grad(lambda p: p["out.bias"].sum(), frozen=lambda name: "oot" in name)(NAMES),
-         "value_and_grad: frozen selects none"),
+        (
+            lambda: zerofn.value_and_grad(lambda p: p["out.bias"].sum(), frozen=lambda name: "oot" in name)(NAMES),
+            "value_and_grad: frozen selects none",
+        ),
         (lambda: created(optim.adamw(0.1, mask=lambda leaf: leaf.ndim > 2)), "adamw: mask selects none of the 3"),
-        (lambda: created(optim.chain(optim.clip(1.0), optim.masked(optim.sgd(0.1), lambda leaf: "hed" in leaf.name))),
-         "masked: mask selects none"),
+        (
+            lambda: created(
+                optim.chain(optim.clip(1.0), optim.masked(optim.sgd(0.1), lambda leaf: "hed" in leaf.name))
+            ),
+            "masked: mask selects none",
+        ),
     ],
 )
 def test_a_choice_of_leaves_that_selects_none_is_an_error(make, says):
@@ -223,6 +233,7 @@ def loss_fn(params, batch):
 
 def steps(body):
     """A step that trains and returns what `body(state, batch, loss)` returns besides."""
+
     def train_step(state, batch):
         loss, grads = state.value_and_grad(loss_fn)(batch)
         return state.apply_gradients(grads), body(state, batch, loss)
@@ -248,22 +259,36 @@ def make_state():
 
 
 MISTAKES = {
-    "a skeleton": (losing(lambda params, batch: SKELETON(batch["x"]).mean()),
-                   "write torch.func.functional_call(model, params, (x,))"),
-    "aux": (losing(lambda params, batch: (loss_fn(params, batch), {"n": 1})),
-            "loss_fn returned (loss, dict).*has_aux=True"),
-    "backward": (steps(lambda state, batch, loss: loss.backward()),
-                 "no .backward(): write loss, grads = state.value_and_grad(loss_fn)(batch)"),
-    "sharded": (steps(lambda state, batch, loss: loss_fn(state.params, batch)),
-                "write functional_call(model, zerofn.gather(state.params), ...)"),
+    "a skeleton": (
+        losing(lambda params, batch: SKELETON(batch["x"]).mean()),
+        "write torch.func.functional_call(model, params, (x,))",
+    ),
+    "aux": (
+        losing(lambda params, batch: (loss_fn(params, batch), {"n": 1})),
+        "loss_fn returned (loss, dict).*has_aux=True",
+    ),
+    "backward": (
+        steps(lambda state, batch, loss: loss.backward()),
+        "no .backward(): write loss, grads = state.value_and_grad(loss_fn)(batch)",
+    ),
+    "sharded": (
+        steps(lambda state, batch, loss: loss_fn(state.params, batch)),
+        "write functional_call(model, zerofn.gather(state.params), ...)",
+    ),
     "format": (steps(lambda state, batch, loss: f"{loss:.3f}"), "return it among the metrics and print it outside"),
-    "held": (steps(lambda state, batch, loss: state.params["0.weight"].norm()),
-             "write zerofn.gather(params)['0.weight'].norm, or .local"),
-    "held by torch": (steps(lambda state, batch, loss: torch.linalg.norm(state.params["0.weight"])),
-                      'write zerofn.gather(state.params)["name"]'),
+    "held": (
+        steps(lambda state, batch, loss: state.params["0.weight"].norm()),
+        "write zerofn.gather(params)['0.weight'].norm, or .local",
+    ),
+    "held by torch": (
+        steps(lambda state, batch, loss: torch.linalg.norm(state.params["0.weight"])),
+        'write zerofn.gather(state.params)["name"]',
+    ),
     "swapped": (swapped, "got one tensor of shape ().*write loss, grads = state.value_and_grad(loss_fn)(batch)"),
-    "item": (steps(lambda state, batch, loss: {"loss": loss.item() * 2}),
-             "returns '1.loss' as a number taken from a tensor (.item(), float(...)) at .*test_mistakes.py:"),
+    "item": (
+        steps(lambda state, batch, loss: {"loss": loss.item() * 2}),
+        "returns '1.loss' as a number taken from a tensor (.item(), float(...)) at .*test_mistakes.py:",
+    ),
 }
 
 

@@ -73,19 +73,39 @@ def test_one_rank_has_the_bits_of_memory(tmp_path, stage, precision):
     assert all(every_tier(tmp_path, stage, precision, 1))
 
 
-@pytest.mark.parametrize(("num_ranks", "stage", "precision", "num_microbatches"), [
-    (2, 3, None, 1), (2, 3, "bf16", 2), (2, 2, "bf16", 1), (2, 1, None, 2), (2, 0, "fp16", 1), (3, 3, "fp16", 2),
-    (3, 2, None, 1), (4, 3, "bf16", 1), (4, 0, None, 1)])
+@pytest.mark.parametrize(
+    ("num_ranks", "stage", "precision", "num_microbatches"),
+    [
+        (2, 3, None, 1),
+        (2, 3, "bf16", 2),
+        (2, 2, "bf16", 1),
+        (2, 1, None, 2),
+        (2, 0, "fp16", 1),
+        (3, 3, "fp16", 2),
+        (3, 2, None, 1),
+        (4, 3, "bf16", 1),
+        (4, 0, None, 1),
+    ],
+)
 def test_several_ranks_have_the_bits_of_memory(ranks, tmp_path, num_ranks, stage, precision, num_microbatches):
     for equal in ranks(num_ranks, every_tier, tmp_path, stage, precision, num_microbatches):
         assert all(equal)
 
 
 @pytest.mark.parametrize("tiers", TIERS)
-@pytest.mark.parametrize("tx", [optim.adamw(1e-2, moments="8bit"), optim.adamw(1e-2, moments="bf16"),
-                                optim.lion(1e-3, moments="8bit"), optim.sgd(0.1, 0.9), optim.lamb(1e-2),
-                                optim.multi_transform({"a": optim.adamw(1e-2), "b": optim.sgd(0.1, 0.9)},
-                                                      lambda leaf: "a" if leaf.name.startswith("0") else "b")])
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optim.adamw(1e-2, moments="8bit"),
+        optim.adamw(1e-2, moments="bf16"),
+        optim.lion(1e-3, moments="8bit"),
+        optim.sgd(0.1, 0.9),
+        optim.lamb(1e-2),
+        optim.multi_transform(
+            {"a": optim.adamw(1e-2), "b": optim.sgd(0.1, 0.9)}, lambda leaf: "a" if leaf.name.startswith("0") else "b"
+        ),
+    ],
+)
 def test_every_rule_has_the_bits_of_memory(tmp_path, tx, tiers):
     for precision in ("fp32", "bf16"):
         assert the_bits_of_memory(tmp_path, 3, tiers, precision, 1, tx)
@@ -102,8 +122,13 @@ def test_a_fraction_takes_the_units_that_are_used_last(tmp_path):
 def lowered(path, num_layers, tiers, on_nonfinite="skip", precision="bf16", world=1):
     module = build(num_layers)
     with fake_ranks(world):
-        state = state_of(module, 3, NORMED if on_nonfinite == "skip" else None, precision=precision,
-                         offload=Offload(path=path, **tiers))
+        state = state_of(
+            module,
+            3,
+            NORMED if on_nonfinite == "skip" else None,
+            precision=precision,
+            offload=Offload(path=path, **tiers),
+        )
         return scheduled(step_of(module, 1, on_nonfinite), state, half(batch_of(), precision), donating=True)
 
 
@@ -127,7 +152,7 @@ def test_rounds_of_a_loop_read_for_themselves(tmp_path):
         with fake_ranks(1):
             state = state_of(build(n), 3, NORMED, precision="bf16", offload=Offload(params="nvme", path=tmp_path))
             program = scheduled(step_of(build(n), 2), state, half(batch_of(), "bf16"), donating=True)
-        (_, body), = loops(program.gm)
+        ((_, body),) = loops(program.gm)
         reads = [x for x in body.graph.nodes if is_fetch(x)]
         assert n < len(reads) <= 2 * n and all(len(x.args[3]) == 2 for x in reads)
         sizes.append([arena.nbytes for arena in program.arenas])
@@ -154,16 +179,24 @@ def test_without_a_verdict_units_are_updated_inside_the_backward_pass(tmp_path):
 # --- host memory, for a model that computes elsewhere -----------------------------------------------------------
 # There is no accelerator here: the host stands for both, so that what is brought and put is copied.
 
-HOSTED = [{"optimizer": "cpu"}, {"optimizer": "cpu", "params": "cpu"}, {"params": "cpu"},
-          {"optimizer": "nvme", "params": "cpu"}, {"optimizer": "cpu", "params": "nvme"}]
+HOSTED = [
+    {"optimizer": "cpu"},
+    {"optimizer": "cpu", "params": "cpu"},
+    {"params": "cpu"},
+    {"optimizer": "nvme", "params": "cpu"},
+    {"optimizer": "cpu", "params": "nvme"},
+]
 
 
 def hosted(path, stage, precision, num_microbatches, share):
     with pytest.MonkeyPatch.context() as patch:
         apart(patch, share)
         paths = [path if "nvme" in t.values() else None for t in HOSTED]
-        return [the_bits_of_memory(p, stage, t, precision, num_microbatches, NORMED)
-                for p, t in zip(paths, HOSTED, strict=True) if "params" not in t or stage in (0, 3)]
+        return [
+            the_bits_of_memory(p, stage, t, precision, num_microbatches, NORMED)
+            for p, t in zip(paths, HOSTED, strict=True)
+            if "params" not in t or stage in (0, 3)
+        ]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
@@ -222,9 +255,19 @@ def test_what_fails_aside_is_told(tmp_path):
                 state, _ = step(state, batch_of())
 
 
-@pytest.mark.parametrize(("dram", "link", "lossy", "share", "rate"), [
-    (40, 26, False, 0.0, 1.67), (65, 26, False, 0.18, 2.55), (160, 26, False, 0.72, 5.4), (400, 55, False, 0.78, 13.2),
-    (62, 55, False, 0.0, 2.6), (450, 370, False, 0.0, 18.8), (65, 26, True, 0.13, 6.91), (160, 26, True, 0.74, 10.3)])
+@pytest.mark.parametrize(
+    ("dram", "link", "lossy", "share", "rate"),
+    [
+        (40, 26, False, 0.0, 1.67),
+        (65, 26, False, 0.18, 2.55),
+        (160, 26, False, 0.72, 5.4),
+        (400, 55, False, 0.78, 13.2),
+        (62, 55, False, 0.0, 2.6),
+        (450, 370, False, 0.0, 18.8),
+        (65, 26, True, 0.13, 6.91),
+        (160, 26, True, 0.74, 10.3),
+    ],
+)
 def test_which_processor_updates(dram, link, lossy, share, rate):
     """Closed forms of the formula's minimum, for desktops, servers and a machine whose link is as fast as its memory:
     elements a second, in billions, with exact and with 8-bit moments."""
@@ -293,31 +336,41 @@ def test_checkpoints_from_any_tier_to_any(ranks, tmp_path, num_ranks, tiers):
 # --- bad input, and drives that fail ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("offload", "stage", "message"), [
-    ("disk", 3, "offload='disk' is not known; did you mean"),
-    (3, 3, "expected None, 'cpu', 'nvme' or a zerofn.Offload, got int"),
-    (Offload(fraction=0.5), 3, r"fraction=0.5.* offloads nothing: name what is to lie where, optimizer= or params="),
-    ("cpu", 3, r"Offload\(optimizer='cpu'\) has no effect: the parameters are on the CPU.*'nvme'.*device='cuda'"),
-    (Offload(optimizer="nvme", params="cpu"), 3, r"Offload\(params='cpu'\) has no effect"),
-    (Offload(optimizer="nvme", update="gpu"), 3, "there is no other processor to update on"),
-    (Offload(optimizer="nvme", update="cpu"), 3, r"update='cpu'\) has no effect"),
-    (Offload(optimizer="nvme", path="/nowhere/at/all"), 3, "/nowhere/at/all does not exist"),
-])
+@pytest.mark.parametrize(
+    ("offload", "stage", "message"),
+    [
+        ("disk", 3, "offload='disk' is not known; did you mean"),
+        (3, 3, "expected None, 'cpu', 'nvme' or a zerofn.Offload, got int"),
+        (
+            Offload(fraction=0.5),
+            3,
+            r"fraction=0.5.* offloads nothing: name what is to lie where, optimizer= or params=",
+        ),
+        ("cpu", 3, r"Offload\(optimizer='cpu'\) has no effect: the parameters are on the CPU.*'nvme'.*device='cuda'"),
+        (Offload(optimizer="nvme", params="cpu"), 3, r"Offload\(params='cpu'\) has no effect"),
+        (Offload(optimizer="nvme", update="gpu"), 3, "there is no other processor to update on"),
+        (Offload(optimizer="nvme", update="cpu"), 3, r"update='cpu'\) has no effect"),
+        (Offload(optimizer="nvme", path="/nowhere/at/all"), 3, "/nowhere/at/all does not exist"),
+    ],
+)
 def test_what_cannot_be_is_a_sentence(offload, stage, message):
     with pytest.raises((ValueError, TypeError, DiskError), match=message):
         state_of(build(2), stage, offload=offload)
 
 
-@pytest.mark.parametrize(("given", "message"), [
-    ({"optimizer": "ssd"}, r"Offload\(optimizer='ssd'\) is not known; there are None, 'cpu' and 'nvme'"),
-    ({"optimizer": "cpu", "path": "/tmp"}, "has no effect without 'nvme'"),
-    ({"optimizer": "cpu", "update": "npu"}, r"Offload\(update='npu'\) is not known; there are 'auto', 'cpu'"),
-    ({"optimizer": "nvme", "fraction": 0}, "above 0 and at most 1"),
-    ({"optimizer": "nvme", "fraction": "0.5"}, "expected a number.*got str"),
-    ({"optimizer": "nvme", "path": 3}, "expected a folder or a list of folders, got int"),
-    ({"optimizer": "nvme", "path": ""}, "one or more folders, each once"),
-    ({"optimizer": "nvme", "path": ["/tmp", "/tmp/../tmp"]}, "one or more folders, each once"),
-])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"optimizer": "ssd"}, r"Offload\(optimizer='ssd'\) is not known; there are None, 'cpu' and 'nvme'"),
+        ({"optimizer": "cpu", "path": "/tmp"}, "has no effect without 'nvme'"),
+        ({"optimizer": "cpu", "update": "npu"}, r"Offload\(update='npu'\) is not known; there are 'auto', 'cpu'"),
+        ({"optimizer": "nvme", "fraction": 0}, "above 0 and at most 1"),
+        ({"optimizer": "nvme", "fraction": "0.5"}, "expected a number.*got str"),
+        ({"optimizer": "nvme", "path": 3}, "expected a folder or a list of folders, got int"),
+        ({"optimizer": "nvme", "path": ""}, "one or more folders, each once"),
+        ({"optimizer": "nvme", "path": ["/tmp", "/tmp/../tmp"]}, "one or more folders, each once"),
+    ],
+)
 def test_an_offload_that_cannot_be_is_a_sentence(given, message):
     with pytest.raises((ValueError, TypeError), match=message):
         Offload(**given)

@@ -27,8 +27,15 @@ ops = torch.ops.zerofn
 DEVICE = torch.device("meta")
 CLIPPED = optim.chain(optim.clip_by_global_norm(0.05), optim.adamw(1e-2, weight_decay=0.1))
 SCHEDULED = optim.adamw(optim.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 10))
-TIERS = [None, *({name: tier for name, tier in (("optimizer", a), ("params", b)) if tier}
-                 for a in ("cpu", "nvme", None) for b in ("cpu", "nvme", None) if a or b)]
+TIERS = [
+    None,
+    *(
+        {name: tier for name, tier in (("optimizer", a), ("params", b)) if tier}
+        for a in ("cpu", "nvme", None)
+        for b in ("cpu", "nvme", None)
+        if a or b
+    ),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +45,8 @@ def fakes_on_meta():
 
 
 def moved(state, mode):
-    """The state as it would be beside the device: fake tensors there, on the host what is offloaded and counted there.
-    """
+    """The state as it would be beside the device: fake tensors there, on the host what is offloaded and counted there."""
+
     def fake(x, device):
         with mode:
             return torch.empty(x.shape, dtype=x.dtype, device=device)
@@ -56,8 +63,10 @@ def moved(state, mode):
     def one(x):
         if not is_sharded(x):
             return x if x is state.step or x is state.rng else fake(x, DEVICE)
-        kinds = [k if k.away is None else dataclasses.replace(k, away=dataclasses.replace(k.away, device="meta"))
-                 for k in x.kinds]
+        kinds = [
+            k if k.away is None else dataclasses.replace(k, away=dataclasses.replace(k.away, device="meta"))
+            for k in x.kinds
+        ]
         return Sharded(x.spec, [Stored(k, tuple(map(part, y.parts))) for k, y in zip(kinds, x.stored, strict=True)])
 
     new = tree.tree_map(one, state, is_leaf=is_sharded)
@@ -102,9 +111,15 @@ def mixed(gm):
 
 
 @pytest.mark.parametrize("tiers", TIERS, ids=str)
-@pytest.mark.parametrize(("precision", "tx", "on_nonfinite"), [
-    ("bf16", CLIPPED, "skip"), ("bf16", SCHEDULED, "ignore"), ("fp32", optim.lamb(1e-2), "skip"),
-    ("fp16", optim.adamw(1e-2, moments="8bit"), "skip")])
+@pytest.mark.parametrize(
+    ("precision", "tx", "on_nonfinite"),
+    [
+        ("bf16", CLIPPED, "skip"),
+        ("bf16", SCHEDULED, "ignore"),
+        ("fp32", optim.lamb(1e-2), "skip"),
+        ("fp16", optim.adamw(1e-2, moments="8bit"), "skip"),
+    ],
+)
 def test_every_operation_has_its_tensors_in_one_place(tmp_path, monkeypatch, tiers, precision, tx, on_nonfinite):
     for share in (0.0, 1.0) if tiers else (0.0,):
         assert mixed(scheduled(tmp_path, tiers, precision, tx, on_nonfinite, share, monkeypatch)) == []
@@ -116,8 +131,9 @@ def test_what_lies_on_a_drive_is_updated_on_the_host(tmp_path, monkeypatch):
     nodes = list(gm.graph.nodes)
     assert {n.args[4].type for n in nodes if n.target is ops.fetch.default} == {"cpu"}
     norm = [k for k, n in enumerate(nodes) if n.target is ops.part_numbers.default]
-    parked = [k for k, n in enumerate(nodes)
-              if n.target is ops.spill_.default and n.args[0].target is ops.ticket.default]
+    parked = [
+        k for k, n in enumerate(nodes) if n.target is ops.spill_.default and n.args[0].target is ops.ticket.default
+    ]
     assert len(parked) == 2 and max(parked) < norm[-1]
 
 
@@ -142,8 +158,10 @@ def test_locked_memory_is_no_larger_than_asked_for(dtype):
 
 def test_memory_is_locked_once_and_unlocked_after_what_copies_it(monkeypatch):
     told = []
-    calls = {"cudaHostRegister": lambda *args: told.append(("lock", *args)) or 0,
-             "cudaHostUnregister": lambda *args: told.append(("unlock", *args))}
+    calls = {
+        "cudaHostRegister": lambda *args: told.append(("lock", *args)) or 0,
+        "cudaHostUnregister": lambda *args: told.append(("unlock", *args)),
+    }
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: types.SimpleNamespace(**calls))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append(("wait",)))

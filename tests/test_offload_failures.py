@@ -51,6 +51,7 @@ def test_a_state_whose_update_fails_aside_is_lost(on_host, monkeypatch):
 
 def test_a_step_that_fails_leaves_the_state_before_it_whole(on_host, monkeypatch):
     """Updates of the step before, which wait for their turn, are done all the same."""
+
     def updated(then):
         state = state_of(build(4), 3, offload=Offload(optimizer="cpu"))
         with monkeypatch.context() as patch:
@@ -65,6 +66,7 @@ def test_a_step_that_fails_leaves_the_state_before_it_whole(on_host, monkeypatch
 
 def fail_to_write(monkeypatch, step, state):
     """Steps while drives take nothing; the error."""
+
     def broken(fd, buffers, offset):
         raise OSError(5, "Input/output error")
 

@@ -42,6 +42,7 @@ def again(state, new, batch):
 
 def results(change, on_nonfinite, precision, offload):
     """All that some steps return, and the state after them."""
+
     @zerofn.compile
     def step(state, batch):
         loss, grads = state.value_and_grad(loss_of(MODULE))(batch)

@@ -53,9 +53,7 @@ def states():
         "namedtuple": namedtuple("Named", "params opt")(list(params.values()), list(draw(4).values())),
         "dataclass": State(params, moments()),
         "params a TensorDict": {"params": TensorDict(params), "mu": TensorDict(draw(4))},
-        "all a TensorDict": TensorDict(
-            {"params": TensorDict(params), "mu": TensorDict(draw(4)), "t": torch.ones(3)}
-        ),
+        "all a TensorDict": TensorDict({"params": TensorDict(params), "mu": TensorDict(draw(4)), "t": torch.ones(3)}),
         "nested": {
             "params": nested,
             "opt": {"gen": tree.tree_map(torch.ones_like, nested["gen"])},
@@ -160,13 +158,7 @@ def test_other_trees_keep_their_dtypes(ranks, precision, params):
 def shared_storage():
     base = torch.randn(64, 48)
     state = {
-        "params": {
-            "tied": base,
-            "again": base,
-            "view": base[3:9],
-            "turned": base.t(),
-            "wide": base[:1].expand(5, 48),
-        },
+        "params": {"tied": base, "again": base, "view": base[3:9], "turned": base.t(), "wide": base[:1].expand(5, 48)},
         "n": base[0],
     }
     placed = shard(state, stage=3)
@@ -327,10 +319,7 @@ def refusals():
         "stage=4 is not known.*mean 3": (ValueError, lambda: shard(good, stage=4)),
         "stage='2' is not known.*mean 2": (ValueError, lambda: shard(good, stage="2")),
         "stage=True is not known": (ValueError, lambda: shard(good, stage=True)),
-        "precision='bf8' is not known; did you mean 'bf16'": (
-            ValueError,
-            lambda: shard(good, precision="bf8"),
-        ),
+        "precision='bf8' is not known; did you mean 'bf16'": (ValueError, lambda: shard(good, precision="bf8")),
         "mesh: expected None, a DeviceMesh": (TypeError, lambda: shard(good, mesh=4)),
         "device": (ValueError, lambda: shard(good, device="gpu")),
         "already sharded": (TypeError, lambda: shard(shard(good))),

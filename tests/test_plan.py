@@ -42,8 +42,13 @@ def real(stage, precision, folder):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_plan_is_what_the_step_on_such_a_machine_is(ranks, tmp_path, size):
-    for stage, precision, folder in ((0, None, None), (1, "bf16", None), (2, None, None), (3, "fp16", None),
-                                     (3, None, tmp_path)):
+    for stage, precision, folder in (
+        (0, None, None),
+        (1, "bf16", None),
+        (2, None, None),
+        (3, "fp16", None),
+        (3, None, tmp_path),
+    ):
         here = ranks(size, real, stage, precision, folder)[0]
         offload = Offload(optimizer="nvme", path=tmp_path) if folder else None
         row = planned(world=size, stage=stage, precision=precision, offload=offload)[0]
@@ -91,8 +96,10 @@ def test_no_step_is_placed_on_a_machine_that_is_not_known():
 
 def test_bytes_of_state_are_those_of_the_closed_form():
     units = init_state().params
-    numel = sum(-(-sum(x.numel() for n, x in units.items() if unit_of(n) == u) // 8192) * 8192
-                for u in dict.fromkeys(map(unit_of, units)))  # pieces of 2,048 on each of 4 ranks
+    numel = sum(
+        -(-sum(x.numel() for n, x in units.items() if unit_of(n) == u) // 8192) * 8192
+        for u in dict.fromkeys(map(unit_of, units))
+    )  # pieces of 2,048 on each of 4 ranks
     for stage, offload, kept in ((0, None, (12, 0, 0)), (3, None, (3, 0, 0)), (3, "cpu", (0, 3, 0))):
         row = planned(world=4, machine="H100-8", stage=stage, offload=offload)[0]
         state = row.plan.memory().peak["state"], row.needs.host, row.needs.disk
@@ -194,8 +201,10 @@ def test_what_the_step_brings_along_is_there_too():
         loss, grads = state.value_and_grad(loss_of(module))(known)
         return state.apply_gradients(grads), loss
 
-    plain, taught = (zerofn.plan(step, init_state, batch_of(), unit=unit_of, machine=HERE, stage=3, offload=None)[0]
-                     for step in (train_step_of(module), train_step))
+    plain, taught = (
+        zerofn.plan(step, init_state, batch_of(), unit=unit_of, machine=HERE, stage=3, offload=None)[0]
+        for step in (train_step_of(module), train_step)
+    )
     more = sum(x.nbytes for x in teacher.parameters())
     assert taught.plan.memory().peak["other"] >= plain.plan.memory().peak["other"] + more
     assert taught.needs.device >= plain.needs.device + more

@@ -29,9 +29,7 @@ def test_dtypes(given, stored, computes, reduces):
     assert precision.computes(torch.int64) == precision.reduces(torch.int64) == torch.int64
 
 
-@pytest.mark.parametrize(
-    "given, nearest", [("bf61", "bf16"), ("float16", "fp16"), ("fp23", "fp32"), ("", "fp")]
-)
+@pytest.mark.parametrize("given, nearest", [("bf61", "bf16"), ("float16", "fp16"), ("fp23", "fp32"), ("", "fp")])
 def test_an_unknown_name_is_answered_with_the_nearest(given, nearest):
     with pytest.raises(ValueError, match=f"did you mean '{nearest}"):
         resolve(given)

@@ -34,12 +34,7 @@ def equal(a, b):
 @pytest.fixture(autouse=True)
 def generators_are_left_alone():
     before = torch.get_rng_state()
-    functions = (
-        torch.get_rng_state,
-        torch.set_rng_state,
-        torch.manual_seed,
-        torch.cuda.get_rng_state,
-    )
+    functions = (torch.get_rng_state, torch.set_rng_state, torch.manual_seed, torch.cuda.get_rng_state)
     yield
     assert torch.equal(torch.get_rng_state(), before)
     after = torch.get_rng_state, torch.set_rng_state, torch.manual_seed, torch.cuda.get_rng_state
@@ -70,17 +65,13 @@ def test_fold_in_is_a_splitmix64_stream(data):
 
 
 def test_folded_keys_differ():
-    keys = {
-        int(fold_in(fold_in(key(s), a), b)) for s in range(5) for a in range(9) for b in range(9)
-    }
+    keys = {int(fold_in(fold_in(key(s), a), b)) for s in range(5) for a in range(9) for b in range(9)}
     assert len(keys) == 5 * 9 * 9
     assert int(fold_in(fold_in(KEY, 1), 2)) != int(fold_in(fold_in(KEY, 2), 1))
 
 
 def test_a_folded_bit_changes_half_of_the_bits():
-    flips = [
-        int(fold_in(KEY, d)) ^ int(fold_in(KEY, d ^ (1 << b))) for d in range(20) for b in range(63)
-    ]
+    flips = [int(fold_in(KEY, d)) ^ int(fold_in(KEY, d ^ (1 << b))) for d in range(20) for b in range(63)]
     mean = sum(bin(f % (1 << 64)).count("1") for f in flips) / len(flips)
     assert abs(mean - 32) < 0.5  # standard error 0.11
 

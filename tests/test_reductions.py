@@ -18,9 +18,7 @@ def values(seed=2):
 
 def mixed():
     v = values()
-    return {
-        k: x.to([torch.float32, torch.float64, torch.bfloat16][i % 3]) for i, (k, x) in enumerate(v.items())
-    }
+    return {k: x.to([torch.float32, torch.float64, torch.bfloat16][i % 3]) for i, (k, x) in enumerate(v.items())}
 
 
 def double(seed=2):
@@ -43,9 +41,7 @@ def numbers(stage):
         "double": zerofn.global_norm(cut(double(), stage)),
         "double vdot": zerofn.vdot(cut(double(), stage), cut(double(3), stage)),
         "mixed": zerofn.global_norm(cut(mixed(), stage)),
-        "mixed vdot": zerofn.vdot(
-            cut(mixed(), stage), tree.tree_map(torch.Tensor.float, cut(mixed(), stage))
-        ),
+        "mixed vdot": zerofn.vdot(cut(mixed(), stage), tree.tree_map(torch.Tensor.float, cut(mixed(), stage))),
     }
 
 

@@ -306,9 +306,7 @@ def test_branch_on_a_random_value_names_the_line() -> None:
         w = torch.randn(3)
         return [w * w.norm().item()]
 
-    with pytest.raises(
-        RuntimeError, match=r"test_replay.py:\d+: initialisation asks for the value"
-    ):
+    with pytest.raises(RuntimeError, match=r"test_replay.py:\d+: initialisation asks for the value"):
         record(init)
     with pytest.raises(RuntimeError, match=r"test_replay.py:\d+: .* random tensor"):
         record(lambda: [torch.from_numpy(torch.randn(2).numpy())])
@@ -411,11 +409,7 @@ def test_peak_of_samplers_that_need_memory_of_their_own() -> None:
 
 def test_peak_of_a_deep_model() -> None:
     config = hf.LlamaConfig(
-        vocab_size=2048,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=16,
-        num_attention_heads=8,
+        vocab_size=2048, hidden_size=512, intermediate_size=1408, num_hidden_layers=16, num_attention_heads=8
     )
     peak, largest, total = peak_and_sizes(with_moments(lambda: hf.LlamaForCausalLM(config)))
     assert total > 3 * 4 * 45e6
@@ -430,9 +424,7 @@ def test_what_is_made_from_leaves_at_the_end_is_made_one_by_one() -> None:
         ema = [layer.weight.detach().clone() for layer in layers]
         half = [layer.weight.detach().bfloat16() for layer in layers]
         ones = [z + 1 for z in zeros]
-        mean = [
-            layer.weight.detach().mul(0.5).add_(o) for layer, o in zip(layers, ones, strict=True)
-        ]
+        mean = [layer.weight.detach().mul(0.5).add_(o) for layer, o in zip(layers, ones, strict=True)]
         return [ema, half, zeros, ones, mean, [layer.weight for layer in layers]]
 
     check(init)

@@ -100,9 +100,7 @@ def derivatives(stage):
     def by_autograd(p):
         pieces = [piece.detach().requires_grad_() for piece in p.pieces]
         grads = torch.autograd.grad(local(Sharded(p.spec, pieces)), pieces, create_graph=True)
-        products = torch.autograd.grad(
-            sum((g * t).sum() for g, t in zip(grads, v.pieces, strict=True)), pieces
-        )
+        products = torch.autograd.grad(sum((g * t).sum() for g, t in zip(grads, v.pieces, strict=True)), pieces)
         return Sharded(p.spec, [g.detach() for g in grads]), Sharded(p.spec, products)
 
     grad, hvp = by_autograd(p)
@@ -112,9 +110,7 @@ def derivatives(stage):
     third = torch.func.grad(
         lambda p: sum(
             (a * b).sum()
-            for a, b in zip(
-                torch.func.jvp(torch.func.grad(local), (p,), (v,))[1].pieces, v.pieces, strict=True
-            )
+            for a, b in zip(torch.func.jvp(torch.func.grad(local), (p,), (v,))[1].pieces, v.pieces, strict=True)
         )
     )(p)
     return [unshard(t) for t in (grad, functional, hvp, forward, reverse, third)]
@@ -127,19 +123,14 @@ def test_gradients_and_hessian_vector_products(ranks, size, stage):
     p, v = params(), like(params(), 8)
 
     def directional(p):
-        return torch.func.jvp(
-            lambda q: torch.func.jvp(lambda r: loss(r, everything), (q,), (v,))[1], (p,), (v,)
-        )[1]
+        return torch.func.jvp(lambda q: torch.func.jvp(lambda r: loss(r, everything), (q,), (v,))[1], (p,), (v,))[1]
 
     grad = torch.func.grad(loss)(p, everything)
     hvp = torch.func.vjp(lambda q: torch.func.grad(loss)(q, everything), p)[1](v)[0]
     third = torch.func.grad(directional)(p)
     for found in ranks(size, derivatives, stage):
         for name, got, want in zip(
-            "grad functional hvp forward reverse third".split(),
-            found,
-            [grad, grad, hvp, hvp, hvp, third],
-            strict=True,
+            "grad functional hvp forward reverse third".split(), found, [grad, grad, hvp, hvp, hvp, third], strict=True
         ):
             for key in p:
                 torch.testing.assert_close(got[key], want[key], rtol=1e-9, atol=1e-12, msg=f"{name} {key}")
@@ -161,9 +152,7 @@ def test_per_sample_gradients(ranks, size, stage):
     found = ranks(size, per_sample, stage)
     for i in range(6):
         rows = torch.stack([batch(r)[i] for r in range(size)])
-        expected = torch.func.grad(lambda p, rows: torch.stack([loss(p, r[None]) for r in rows]).mean())(
-            params(), rows
-        )
+        expected = torch.func.grad(lambda p, rows: torch.stack([loss(p, r[None]) for r in rows]).mean())(params(), rows)
         for each, _, samples in found:
             for key, want in expected.items():
                 torch.testing.assert_close(each[i][key], want, rtol=1e-9, atol=1e-12)
@@ -208,13 +197,9 @@ def cached(stage):
         pieces = {x.untyped_storage().data_ptr() for x in p.pieces}
         assert pieces == {x.untyped_storage().data_ptr() for x in p.full}, "the piece is a view of it"
         half = shard({"params": params(torch.float32)}, stage=stage, precision="bf16")["params"]
-        assert {x.dtype for x in half.full} == {torch.bfloat16} and {x.dtype for x in half.pieces} == {
-            torch.float32
-        }
+        assert {x.dtype for x in half.full} == {torch.bfloat16} and {x.dtype for x in half.pieces} == {torch.float32}
         again = gather(Sharded(half.spec, half.pieces))
-        assert all(
-            torch.equal(a, b) for a, b in zip(tree.leaves(gather(half)), tree.leaves(again), strict=True)
-        )
+        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(gather(half)), tree.leaves(again), strict=True))
 
 
 @pytest.mark.parametrize("size, stage", [(1, 2), (2, 1), (3, 2)])
@@ -324,9 +309,7 @@ def test_parts_of_a_tree_train_apart(ranks, stage, container):
 
 
 def looks(stage):
-    p = shard(
-        {"params": {"h.0.w": torch.arange(5000.0).view(50, 100), "h.0.b": torch.zeros(3)}}, stage=stage
-    )["params"]
+    p = shard({"params": {"h.0.w": torch.arange(5000.0).view(50, 100), "h.0.b": torch.zeros(3)}}, stage=stage)["params"]
     held = p["h.0.w"]
     assert torch.equal(held.local, torch.arange(float(held.start), float(held.stop)))
     with pytest.raises(KeyError, match="no leaf lies under 'h.1'"):

@@ -23,6 +23,7 @@ def beside(state, batch):
 @pytest.mark.parametrize("how", [lambda params: params, zerofn.gather])
 def test_a_batch_that_holds_the_parameters(how, precision):
     """They are written before the step reads the batch for the last time."""
+
     def norms(given):
         state = state_of(MODULE, 3, precision=precision)
         own = tree.tree_map(lambda x: x.to(torch.bfloat16 if precision == "bf16" else x.dtype), batch_of())

@@ -74,9 +74,7 @@ def equal_bits(a, b):
 
 
 def skip(stage, precision, name, poison):
-    state = shard(
-        TrainState.create(params=params(), tx=TRANSFORMATIONS[name]()), stage=stage, precision=precision
-    )
+    state = shard(TrainState.create(params=params(), tx=TRANSFORMATIONS[name]()), stage=stage, precision=precision)
     rank = dist.get_rank()
     for i in range(2):
         _, grads = state.value_and_grad(loss_fn)(*batch(i, rank))
@@ -171,9 +169,7 @@ def test_equals_torchs_grad_scaler(ranks, size, stage):
 
 
 def growing():
-    state = TrainState.create(
-        params=params(), tx=optim.sgd(0.1), loss_scale=DynamicLossScale(2.0**6, period=1)
-    )
+    state = TrainState.create(params=params(), tx=optim.sgd(0.1), loss_scale=DynamicLossScale(2.0**6, period=1))
     state = shard(state, stage=3, precision="fp16")
     norms = []
     for _ in range(4):
@@ -291,9 +287,7 @@ def test_whole_numbers_among_the_parameters_ride_along(ranks, compiled):
 
 def moving_average(stage):
     ema = params()
-    state = TrainState.create(
-        params=params(), tx=optim.sgd(0.5), extra={"ema": ema, "seen": 0, "position": [1, 2]}
-    )
+    state = TrainState.create(params=params(), tx=optim.sgd(0.5), extra={"ema": ema, "seen": 0, "position": [1, 2]})
     state = shard(state, stage=stage)
     size = dist.get_world_size() if stage else 1
     assert state.extra["ema"].pieces[0].numel() == state.extra["ema"].layout.units[0].size // size
@@ -333,9 +327,7 @@ def test_create():
     assert not torch.equal(later.rng_at(), state.rng_at()) and torch.equal(later.rng, state.rng)
     with pytest.raises(TypeError, match="tx must be a zerofn.optim.GradientTransformation .* got float"):
         TrainState.create(params=params(), tx=0.1)
-    assert tree.structure(state) == tree.structure(
-        TrainState.create(params=params(), tx=optim.adamw(SCHEDULE))
-    )
+    assert tree.structure(state) == tree.structure(TrainState.create(params=params(), tx=optim.adamw(SCHEDULE)))
     assert tree.structure(state) != tree.structure(TrainState.create(params=params(), tx=optim.adamw(0.2)))
 
 

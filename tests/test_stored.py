@@ -76,8 +76,9 @@ def halved(batch):
 def test_training_has_the_bits_of_a_whole_master(stage, max_norm):
     module, batches = build(3), [halved(batch_of(0, seed=k)) for k in range(5)]
     clip = [] if max_norm is None else [optim.clip_by_global_norm(max_norm)]
-    state = state_of(copy.deepcopy(module), stage, optim.chain(*clip, optim.adamw(1e-2, weight_decay=0.1)),
-                     precision="bf16")
+    state = state_of(
+        copy.deepcopy(module), stage, optim.chain(*clip, optim.adamw(1e-2, weight_decay=0.1)), precision="bf16"
+    )
     step = zerofn.compile(train_step_of(module))
     losses = []
     for batch in batches:

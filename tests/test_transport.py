@@ -27,9 +27,7 @@ def many_at_once():
     flats = [torch.arange(float(size * (3 + i))) * (rank + 1) for i in range(6)]
     gathers = [ops.all_gather(x, size, name, "u") for x in pieces]
     scatters = [ops.reduce_scatter(x, size, name, "u") for x in flats]
-    order = torch.randperm(
-        12, generator=torch.Generator().manual_seed(rank)
-    ).tolist()  # ranks wait as they like
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(rank)).tolist()  # ranks wait as they like
     for i in order:
         ops.wait((gathers + scatters)[i])
     for i in range(6):
@@ -192,7 +190,8 @@ os.waitpid(child, 0)
 
 def test_who_leaves_has_sent_what_it_started_to(tmp_path):
     """Of two processes that swap, the first ends at once and the other comes late. A fork has no part in it."""
-    assert sorted(of_one_process(f"""
+    assert sorted(
+        of_one_process(f"""
 import os, time, torch, torch.distributed as dist
 from zerofn import transport
 from zerofn.mesh import Mesh
@@ -210,7 +209,8 @@ else:
         print(f"{{len(transport._pending)}}/{{transport.generation() - before}}", flush=True)
         os._exit(0)
     os.waitpid(child, 0)
-""")) == ["0/1", "[1.0]"]
+""")
+    ) == ["0/1", "[1.0]"]
 
 
 def test_an_error_reaches_who_asks():

@@ -72,15 +72,7 @@ def test_tensordict_order_does_not_matter():
 def test_names():
     value = {"a": [1, {"b.c": 2}], "p": Point(3, 4), "d": Batch(5, 6)}
     paths, leaves, treedef = tree.flatten_with_path(value)
-    assert [tree.name_of(p) for p in paths] == [
-        "a.0",
-        "a.1.b.c",
-        "d.tokens",
-        "d.labels",
-        "d.note",
-        "p.0",
-        "p.1",
-    ]
+    assert [tree.name_of(p) for p in paths] == ["a.0", "a.1.b.c", "d.tokens", "d.labels", "d.note", "p.0", "p.1"]
     assert tree.field_names(treedef)[-2:] == ["p.x", "p.y"]
     nested = TensorDict({"a": {"b": torch.ones(1)}}, [])
     assert tree.name_of(tree.flatten_with_path(nested)[0][0]) == "a.b"

@@ -34,31 +34,17 @@ def _whisper_config() -> Any:
 
 
 def _t5_config() -> Any:
-    return hf.T5Config(
-        vocab_size=96,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-    )
+    return hf.T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
 
 
 def _resnet_config() -> Any:
-    return hf.ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], layer_type="basic", num_labels=3
-    )
+    return hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], layer_type="basic", num_labels=3)
 
 
 BUILDERS: dict[str, Callable[[], torch.nn.Module]] = {
-    "gpt2": lambda: hf.GPT2LMHeadModel(
-        hf.GPT2Config(vocab_size=96, n_positions=16, n_embd=32, n_layer=2, n_head=4)
-    ),
+    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=96, n_positions=16, n_embd=32, n_layer=2, n_head=4)),
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_TEXT, **_HEADS)),
-    "mixtral": lambda: hf.MixtralForCausalLM(
-        hf.MixtralConfig(**_TEXT, **_HEADS, num_local_experts=4)
-    ),
+    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**_TEXT, **_HEADS, num_local_experts=4)),
     "t5": lambda: hf.T5ForConditionalGeneration(_t5_config()),
     "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**_TEXT, num_attention_heads=4)),
     "whisper": lambda: hf.WhisperForConditionalGeneration(_whisper_config()),

@@ -27,8 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args, unknown = parser.parse_known_args(given[:end])
     if unknown:
-        parser.error(f"{' '.join(unknown)}: not known to zerofn {args.command}; a script's own arguments come last, "
-                     "behind --: zerofn plan script.py --world 8 -- --layers 24")
+        parser.error(
+            f"{' '.join(unknown)}: not known to zerofn {args.command}; a script's own arguments come last, "
+            "behind --: zerofn plan script.py --world 8 -- --layers 24"
+        )
     args.arguments = given[end + 1 :]
     try:
         return int(args.run(args))
@@ -40,19 +42,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="zerofn", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("plan", help="what a script's training step needs and does on a cluster",
-                              description="Runs SCRIPT as it is, up to the first call of the compiled step FUNCTION "
-                              "(any, where none is named): with no memory for its state, which is then planned for. "
-                              "The script's own arguments come last, behind --. Ends with 1 where nothing fits.")
+    one = commands.add_parser(
+        "plan",
+        help="what a script's training step needs and does on a cluster",
+        description="Runs SCRIPT as it is, up to the first call of the compiled step FUNCTION "
+        "(any, where none is named): with no memory for its state, which is then planned for. "
+        "The script's own arguments come last, behind --. Ends with 1 where nothing fits.",
+    )
     one.add_argument("script", metavar="SCRIPT[:FUNCTION]")
     one.add_argument("--world", type=int, default=8, help="ranks (8)")
     one.add_argument("--machine", default="H100-8", help=f"{', '.join(KNOWN)}, or what `zerofn profile` wrote (H100-8)")
     one.add_argument("--stage", type=int, nargs="+", help="of 0, 1, 2, 3; all of them by default")
     one.add_argument("--offload", nargs="+", help="none, cpu, nvme; those that differ by default")
-    one.add_argument("--precision", nargs="+", help="none, fp32, bf16, fp16; by default the script's own, "
-                     "or where it names none those that are usual there")
-    one.add_argument("--remat", nargs="+", help="none, auto, full, budget; auto and full where it does not fit by "
-                     "default")
+    one.add_argument(
+        "--precision",
+        nargs="+",
+        help="none, fp32, bf16, fp16; by default the script's own, or where it names none those that are usual there",
+    )
+    one.add_argument(
+        "--remat", nargs="+", help="none, auto, full, budget; auto and full where it does not fit by default"
+    )
     one.add_argument("--rows", type=int, nargs="+", help="rows of a rank's batch; the script's by default")
     one.add_argument("--memory", help="of a device, such as 24GiB, in the place of the machine's")
     one.add_argument("--picture", type=Path, help="draw it to this file, such as plan.png")
@@ -73,11 +82,23 @@ def _plan(args: argparse.Namespace) -> int:
         raise ValueError(f"there is no script {script!r}.")
     machine_of(args.machine)  # before the script runs
     found = _rehearsed(script, function, args.arguments)
-    given: dict[str, Any] = {name: [None if x == "none" else x for x in values]
-                             for name, values in vars(args).items() if name in ("offload", "remat", "stage") and values}
+    given: dict[str, Any] = {
+        name: [None if x == "none" else x for x in values]
+        for name, values in vars(args).items()
+        if name in ("offload", "remat", "stage") and values
+    }
     precision = [None if x == "none" else x for x in args.precision] if args.precision else found.options["precision"]
-    table = plan(found.step, found.init, found.batch, world=args.world, machine=args.machine, rows=args.rows,
-                 memory=args.memory, unit=found.options["unit"], **{"precision": precision or ALL, **given})
+    table = plan(
+        found.step,
+        found.init,
+        found.batch,
+        world=args.world,
+        machine=args.machine,
+        rows=args.rows,
+        memory=args.memory,
+        unit=found.options["unit"],
+        **{"precision": precision or ALL, **given},
+    )
     print(table.text())
     if args.picture:
         table.picture(args.picture)
@@ -99,15 +120,30 @@ def _rehearsed(script: str, function: str, arguments: Sequence[str]) -> Reached:
         sys.argv = before
         sys.path.pop(0)
     what = f"the compiled step {function!r}" if function else "a compiled step"
-    raise ValueError(f"{script} ended without a call of {what}; name the function that it gives to zerofn.compile, and "
-                     "its own arguments behind --.")
+    raise ValueError(
+        f"{script} ended without a call of {what}; name the function that it gives to zerofn.compile, and "
+        "its own arguments behind --."
+    )
 
 
 def _profile(args: argparse.Namespace) -> int:
     if args.ranks > 1 and "RANK" not in os.environ:
         folder = ["--folder", str(args.folder)] if args.folder else []
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks),
-                   "-m", "zerofn.cli", "profile", str(args.file), "--ranks", str(args.ranks), *folder]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(args.ranks),
+            "-m",
+            "zerofn.cli",
+            "profile",
+            str(args.file),
+            "--ranks",
+            str(args.ranks),
+            *folder,
+        ]
         if subprocess.run(command).returncode:
             raise ValueError(f"the {args.ranks} ranks that measure did not come to an end; see above.")
         return 0

@@ -62,8 +62,10 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], op: LinearMap, *xs: Tensor) -> tuple[Any, Any]:
         """One call for the whole batch: its dim goes first, where maps let it pass."""
-        moved = [x.expand(info.batch_size, *x.shape) if d is None else x.movedim(d, 0)
-                 for x, d in zip(xs, in_dims[1:], strict=True)]
+        moved = [
+            x.expand(info.batch_size, *x.shape) if d is None else x.movedim(d, 0)
+            for x, d in zip(xs, in_dims[1:], strict=True)
+        ]
         out = Linear.apply(op, *moved)
         return out, (0,) * len(out)
 
@@ -214,8 +216,10 @@ def reduce_scatter(x: Tensor, axis: str | Axis = DATA, *, dim: int = 0) -> Tenso
     where = _axis(axis)
     moved = _last(x, dim, "reduce_scatter")
     if moved.shape[-1] % where.size:
-        raise ValueError(f"reduce_scatter: dim {dim} has {moved.shape[-1]} elements, which {where.size} ranks of "
-                         f"axis {where.name!r} cannot share equally; pad it to a multiple.")
+        raise ValueError(
+            f"reduce_scatter: dim {dim} has {moved.shape[-1]} elements, which {where.size} ranks of "
+            f"axis {where.name!r} cannot share equally; pad it to a multiple."
+        )
     return Linear.apply(ReduceScatter(where), moved)[0].movedim(-1, dim)
 
 
@@ -228,8 +232,10 @@ def all_to_all(x: Tensor, axis: str | Axis = DATA) -> Tensor:
     """x [size, ...]: row r goes to rank r, and row r of the result came from rank r. Transpose: itself."""
     where = _axis(axis)
     if x.dim() == 0 or x.shape[0] != where.size:
-        raise ValueError(f"all_to_all: expected a first dim of {where.size}, one row per rank of axis "
-                         f"{where.name!r}, got shape {tuple(x.shape)}.")
+        raise ValueError(
+            f"all_to_all: expected a first dim of {where.size}, one row per rank of axis "
+            f"{where.name!r}, got shape {tuple(x.shape)}."
+        )
     return Linear.apply(Exchange(where), x.reshape(where.size, -1))[0].view(x.shape)
 
 
@@ -237,6 +243,8 @@ def permute(x: Tensor, sources: Sequence[int], axis: str | Axis = DATA) -> Tenso
     """Rank r receives rank `sources[r]`'s `x`. Transpose: the inverse permutation."""
     where = _axis(axis)
     if sorted(sources) != list(range(where.size)):
-        raise ValueError(f"permute: sources must name each of the {where.size} ranks of axis {where.name!r} once, "
-                         f"got {list(sources)}.")
+        raise ValueError(
+            f"permute: sources must name each of the {where.size} ranks of axis {where.name!r} once, "
+            f"got {list(sources)}."
+        )
     return Linear.apply(Permute(where, tuple(sources)), x)[0]

@@ -46,9 +46,15 @@ log = logging.getLogger("zerofn")
 MANY = 8  # captures of one step, after which it is said what keeps changing
 
 
-def compile(train_step: Callable[[Any, Any], Any], *, donate: bool = True, memory: int | str | None = None,
-            remat: str | None = None, machine: Machine | str | os.PathLike[str] | None = None, backend: str = "eager"
-            ) -> Step:
+def compile(
+    train_step: Callable[[Any, Any], Any],
+    *,
+    donate: bool = True,
+    memory: int | str | None = None,
+    remat: str | None = None,
+    machine: Machine | str | os.PathLike[str] | None = None,
+    backend: str = "eager",
+) -> Step:
     """A callable `(state, batch) -> (state, aux)` that runs `train_step` captured and scheduled.
 
     The step is captured at its first call and again for every new signature (structure, shapes, dtypes, ints and
@@ -99,8 +105,9 @@ class _Call(NamedTuple):
 class Step:
     """A compiled step. `timings`: seconds its last capture and passes took, and the number of nodes."""
 
-    def __init__(self, train_step: Callable[[Any, Any], Any], donate: bool, choose: dict[str, Any],
-                 machine: Machine | None) -> None:
+    def __init__(
+        self, train_step: Callable[[Any, Any], Any], donate: bool, choose: dict[str, Any], machine: Machine | None
+    ) -> None:
         self._step, self._donate, self._choose, self._machine = train_step, donate, choose, machine
         self._entries: dict[Any, _Entry] = {}
         self._before: dict[str, str] = {}
@@ -119,12 +126,18 @@ class Step:
         entry, leaves = call.entry, call.state_leaves
         for constant, version in entry.constants:
             if constant._version != version:
-                raise RuntimeError(f"{self.__name__}: a tensor of shape {tuple(constant.shape)} that the step closes "
-                                   "over was changed since capture; pass it in the state or the batch.")
+                raise RuntimeError(
+                    f"{self.__name__}: a tensor of shape {tuple(constant.shape)} that the step closes "
+                    "over was changed since capture; pass it in the state or the batch."
+                )
         tensors, places = self._tensors(leaves, entry.donating)
         copies = [t for k in entry.program.full for t in leaves[k].copies]
-        batch_tensors = [t for x in call.batch_leaves if is_sharded(x) or isinstance(x, Tensor)
-                         for t in (x.parts if is_sharded(x) else (x,))]
+        batch_tensors = [
+            t
+            for x in call.batch_leaves
+            if is_sharded(x) or isinstance(x, Tensor)
+            for t in (x.parts if is_sharded(x) else (x,))
+        ]
         if entry.donating:
             batch_tensors = self._apart(batch_tensors, {*places, *map(storage_key, copies)}, call.batch_leaves)
         inputs = [*tensors, *copies, *batch_tensors]
@@ -138,8 +151,9 @@ class Step:
         """
         return Plan(self._prepare(state, batch).entry.program)
 
-    def profile(self, state: Any, batch: Any, machine: Machine | str | os.PathLike[str] | None = None
-                ) -> tuple[Any, Profile]:
+    def profile(
+        self, state: Any, batch: Any, machine: Machine | str | os.PathLike[str] | None = None
+    ) -> tuple[Any, Profile]:
         """Run two steps on this batch, -> (what the second returns, `Profile`). In the first every operation is timed,
         in the second memory is followed. `machine`: what `zerofn profile` wrote here, or `zerofn.this_machine()`; then
         times are predicted, too. All ranks must call it.
@@ -202,9 +216,11 @@ class Step:
 
     def _refuse(self, x: Tensor, tickets: dict[int, str], who: str) -> None:
         if id(x) in tickets:
-            raise RuntimeError(f"{self.__name__}: {who} are one place on a drive, {tickets[id(x)]}, which the step "
-                               "would write to for one of them. Keep the other in an entry of its own, and fill it in "
-                               "a compiled step: state.replace(extra=state.params).")
+            raise RuntimeError(
+                f"{self.__name__}: {who} are one place on a drive, {tickets[id(x)]}, which the step "
+                "would write to for one of them. Keep the other in an entry of its own, and fill it in "
+                "a compiled step: state.replace(extra=state.params)."
+            )
 
     def _capture(self, state: Any, batch: Any) -> _Entry:
         """Capture, on all ranks or on none: one that fails makes the others raise its message."""
@@ -258,14 +274,27 @@ class Step:
         self._warn(changes, {f"batch.{name}" for name in program.batch.baked})
         why = "first call" if not self._before else "; ".join(changed[:3]) or "another structure"
         self._before = now
-        kind = "training step, state donated" if donating else (
-            "training step" if program.new_state is not None else "evaluation step")
-        baked = f"; {len(constants)} closed-over tensors baked in, shapes {[tuple(c.shape) for c in constants[:4]]}" \
-            if constants else ""
+        kind = (
+            "training step, state donated"
+            if donating
+            else ("training step" if program.new_state is not None else "evaluation step")
+        )
+        baked = (
+            f"; {len(constants)} closed-over tensors baked in, shapes {[tuple(c.shape) for c in constants[:4]]}"
+            if constants
+            else ""
+        )
         for device in {x.device.type for x in map(tensor_of, program.placeholders) if x is not None and x.dim()}:
             _tell_of_kernels(device)
-        log.info("%s: captured (%s): %s, %d nodes, %.2f s%s", self.__name__, why, kind, len(program.gm.graph.nodes),
-                 seconds, baked)
+        log.info(
+            "%s: captured (%s): %s, %d nodes, %.2f s%s",
+            self.__name__,
+            why,
+            kind,
+            len(program.gm.graph.nodes),
+            seconds,
+            baked,
+        )
 
     def _warn(self, changes: dict[str, str], baked: set[str]) -> None:
         """Once, after many captures, say which entry keeps changing and what to do about it."""
@@ -274,13 +303,24 @@ class Step:
         if self._num_captures != MANY or not self._changes:
             return
         key = self._changes.most_common(1)[0][0]
-        advice = ("a number is part of what a step is captured for: pass torch.tensor(...) instead" if key in baked else
-                  "a step is captured for every new shape: pad to a few of them")
-        log.warning("%s: captured %d times so far, %d of them because %s was another (%s); %s.", self.__name__, MANY,
-                    self._changes[key], key, changes.get(key, "not this time"), advice)
+        advice = (
+            "a number is part of what a step is captured for: pass torch.tensor(...) instead"
+            if key in baked
+            else "a step is captured for every new shape: pad to a few of them"
+        )
+        log.warning(
+            "%s: captured %d times so far, %d of them because %s was another (%s); %s.",
+            self.__name__,
+            MANY,
+            self._changes[key],
+            key,
+            changes.get(key, "not this time"),
+            advice,
+        )
 
-    def _run(self, entry: _Entry, inputs: list[Tensor], leaves: list[Any], given: Callable[[], tuple[Any, Any]]
-             ) -> list[Any]:
+    def _run(
+        self, entry: _Entry, inputs: list[Tensor], leaves: list[Any], given: Callable[[], tuple[Any, Any]]
+    ) -> list[Any]:
         try:
             with whole_steps():
                 return entry.run(inputs)
@@ -313,8 +353,9 @@ class Step:
             note(error, f"in {self.__name__}: {place}")
         note_dtypes(error, state, batch)
 
-    def _result(self, entry: _Entry, outputs: list[Any], tensors: list[Tensor], copies: list[Tensor],
-                leaves: list[Any]) -> Any:
+    def _result(
+        self, entry: _Entry, outputs: list[Any], tensors: list[Tensor], copies: list[Tensor], leaves: list[Any]
+    ) -> Any:
         program = entry.program
         if program.new_state is None:
             return program.aux.spread(outputs)
@@ -324,8 +365,10 @@ class Step:
         fresh = iter(outputs)
         kept = set(program.kept)
         new = [next(fresh) if j in kept else t for j, t in enumerate(tensors)]
-        why = (f"This state was given to {self.__name__} and its memory belongs to the state it returned; use that "
-               "one, or compile(..., donate=False).")
+        why = (
+            f"This state was given to {self.__name__} and its memory belongs to the state it returned; use that "
+            "one, or compile(..., donate=False)."
+        )
         for j, t in enumerate(tensors):
             if j not in kept:  # known by identity, so that others who hold the old one hear of it
                 donation.give(t, why)
@@ -339,8 +382,9 @@ class Step:
         return state, program.aux.spread(fresh)
 
 
-def captured(step: Callable[[Any, Any], Any], state: Any, batch: Any, traces: bool = False
-             ) -> tuple[Program, list[Tensor]]:
+def captured(
+    step: Callable[[Any, Any], Any], state: Any, batch: Any, traces: bool = False
+) -> tuple[Program, list[Tensor]]:
     """A step's graph and what it closes over. Raises `CaptureError`, which names the user's line."""
     try:
         program = capture(step, state, batch, traces=traces)
@@ -382,8 +426,14 @@ def _refill(leaves: list[Any], positions: Iterable[int]) -> None:
 
 def _tickets(leaves: Iterable[Any]) -> dict[int, str]:
     """The tickets among the tensors of leaves, by identity -> what lies there."""
-    return {id(part.ticket): part.region.label for x in leaves if is_sharded(x) for piece in x.stored
-            for part in piece.parts if isinstance(part, Spilled)}
+    return {
+        id(part.ticket): part.region.label
+        for x in leaves
+        if is_sharded(x)
+        for piece in x.stored
+        for part in piece.parts
+        if isinstance(part, Spilled)
+    }
 
 
 def _kind(x: Any) -> Any:

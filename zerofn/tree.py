@@ -23,9 +23,7 @@ Path = tuple[Any, ...]
 
 
 def register_node(
-    cls: type,
-    flatten: Callable[[Any], tuple[Iterable[Any], Any]],
-    unflatten: Callable[[Any, Iterable[Any]], Any],
+    cls: type, flatten: Callable[[Any], tuple[Iterable[Any], Any]], unflatten: Callable[[Any, Iterable[Any]], Any]
 ) -> None:
     """Make `cls` a pytree node for optree and for torch.
 
@@ -34,11 +32,7 @@ def register_node(
     optree.register_pytree_node(
         cls, lambda x: (*_listed(*flatten(x)), None), unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE
     )
-    register_torch_pytree_node(
-        cls,
-        lambda x: _listed(*flatten(x)),
-        lambda children, aux: unflatten(aux, children),
-    )
+    register_torch_pytree_node(cls, lambda x: _listed(*flatten(x)), lambda children, aux: unflatten(aux, children))
 
 
 def _listed(children: Iterable[Any], aux: Any) -> tuple[list[Any], Any]:
@@ -65,9 +59,7 @@ def register_dataclass(cls: Any, static: tuple[str, ...] = ()) -> None:
     def unflatten(fields: _Fields, children: Iterable[Any]) -> Any:
         return cls(**dict(zip(fields.names, children, strict=True)), **dict(fields.static))
 
-    _register(
-        cls, flatten, unflatten, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE
-    )
+    _register(cls, flatten, unflatten, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)
 
 
 def _register_tensordict(cls: Any) -> None:
@@ -75,9 +67,7 @@ def _register_tensordict(cls: Any) -> None:
         keys = tuple(sorted(x.keys()))
         return [x.get(k) for k in keys], (keys, tuple(x.batch_size)), keys
 
-    _register(
-        cls, flatten, _tensordict, path_entry_type=optree.GetItemEntry, namespace=NAMESPACE
-    )
+    _register(cls, flatten, _tensordict, path_entry_type=optree.GetItemEntry, namespace=NAMESPACE)
 
 
 def _tensordict(aux: tuple[tuple[str, ...], tuple[int, ...]], children: Iterable[Any]) -> Any:

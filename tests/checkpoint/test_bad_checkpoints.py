@@ -182,10 +182,7 @@ def test_ranks_that_differ(ranks, tmp_path, case, words):
 def errors_of_load(folder: Path) -> list[str]:
     errors = []
     like = zerofn.shard(train_state(1), stage=3)
-    for path, state in (
-        (f"{folder}/{dist.get_rank()}", like),
-        (folder / "good", [3, 4][: dist.get_rank() + 1]),
-    ):
+    for path, state in ((f"{folder}/{dist.get_rank()}", like), (folder / "good", [3, 4][: dist.get_rank() + 1])):
         try:
             zerofn.load(path, like=state)
         except ValueError as error:

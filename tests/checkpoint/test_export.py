@@ -22,9 +22,7 @@ def same(a: dict, b: dict) -> bool:
 
 def test_one_file(ranks, tmp_path):
     ranks(3, save_shards, tmp_path / "a")
-    assert zerofn.export(tmp_path / "a", tmp_path / "b" / "w.safetensors") == [
-        tmp_path / "b" / "w.safetensors"
-    ]
+    assert zerofn.export(tmp_path / "a", tmp_path / "b" / "w.safetensors") == [tmp_path / "b" / "w.safetensors"]
     assert same(load_file(tmp_path / "b" / "w.safetensors"), train_state(7).params)
     assert [p.name for p in (tmp_path / "b").iterdir()] == ["w.safetensors"]
 

@@ -49,13 +49,7 @@ def seed_at(path: Path) -> int | None:
 
 @pytest.mark.parametrize(
     "point, rank, found",
-    [
-        ("write", 1, OLD),
-        ("write", 0, OLD),
-        ("manifest", 0, OLD),
-        ("between renames", 0, NEW),
-        ("clean up", 0, NEW),
-    ],
+    [("write", 1, OLD), ("write", 0, OLD), ("manifest", 0, OLD), ("between renames", 0, NEW), ("clean up", 0, NEW)],
 )
 def test_killed(ranks, tmp_path, point, rank, found):
     path = tmp_path / "checkpoint"
@@ -218,13 +212,7 @@ def test_torch_is_not_asked_to_pickle(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("pickled")
 
-    for module, name in (
-        (pickle, "dump"),
-        (pickle, "dumps"),
-        (pickle, "load"),
-        (pickle, "loads"),
-        (torch, "save"),
-    ):
+    for module, name in ((pickle, "dump"), (pickle, "dumps"), (pickle, "load"), (pickle, "loads"), (torch, "save")):
         monkeypatch.setattr(module, name, refuse)
     zerofn.save(tmp_path / "a", train_state(OLD))
     assert seed_at(tmp_path / "a") == OLD

@@ -64,9 +64,7 @@ def test_each_rank_reads_its_part(ranks, tmp_path):
     save_file(big, tmp_path / "a.safetensors")
     read = ranks(3, bytes_read, tmp_path / "a.safetensors", 4)
     size = 4 * 1500 * 1000 * 4
-    assert all(r < size / 3 + 4 * 3 * (1 << 20) for r in read), (
-        read
-    )  # no more than blocks at the edges beyond
+    assert all(r < size / 3 + 4 * 3 * (1 << 20) for r in read), read  # no more than blocks at the edges beyond
 
 
 def test_paths(tmp_path):

@@ -61,9 +61,7 @@ def save_stage_0_and_3(folder: Path) -> None:
 
 def test_nothing_is_written_twice(ranks, tmp_path):
     ranks(3, save_stage_0_and_3, tmp_path)
-    sizes = {
-        name: [p.stat().st_size for p in sorted((tmp_path / name).glob("rank-*"))] for name in ("3-0", "3-3")
-    }
+    sizes = {name: [p.stat().st_size for p in sorted((tmp_path / name).glob("rank-*"))] for name in ("3-0", "3-3")}
     state_bytes = sum(x.numel() * x.element_size() for x in tree.leaves(train_state()))
     for each in sizes.values():
         assert len(each) == 3

@@ -12,11 +12,7 @@ from zerofn.checkpoint.tensor_file import DTYPES, CheckpointError, Entry, Tensor
 def tensors() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     out = {f"a {code}": torch.randn(3, 5, generator=generator).to(t) for code, t in DTYPES.items()}
-    out |= {
-        "scalar": torch.tensor(3, dtype=torch.int16),
-        "empty": torch.empty(0, 4),
-        "conj": out["a C64"].conj(),
-    }
+    out |= {"scalar": torch.tensor(3, dtype=torch.int16), "empty": torch.empty(0, 4), "conj": out["a C64"].conj()}
     return out | {"long": torch.arange(50_000, dtype=torch.float64), "transposed": torch.randn(4, 3).T}
 
 
@@ -39,16 +35,12 @@ def test_the_library_reads_what_is_written(tmp_path, small_blocks, checks):
     assert set(loaded) == set(values)
     for name, x in values.items():
         assert loaded[name].dtype == x.dtype and loaded[name].shape == x.shape
-        assert torch.equal(
-            loaded[name].view(-1).view(torch.uint8), x.resolve_conj().reshape(-1).view(torch.uint8)
-        )
+        assert torch.equal(loaded[name].view(-1).view(torch.uint8), x.resolve_conj().reshape(-1).view(torch.uint8))
     with safe_open(tmp_path / "a", framework="pt") as file:
         assert file.metadata()["format"] == "pt"
 
 
-@pytest.mark.parametrize(
-    "a, b", [(0, 50_000), (0, 1), (511, 513), (512, 1024), (1000, 40_001), (49_999, 50_000)]
-)
+@pytest.mark.parametrize("a, b", [(0, 50_000), (0, 1), (511, 513), (512, 1024), (1000, 40_001), (49_999, 50_000)])
 def test_intervals(tmp_path, small_blocks, a, b):
     values = tensors()
     written = write(tmp_path / "ours", values)

@@ -74,8 +74,9 @@ def plain(name: str, dtype: torch.dtype, make_optimizer: Any, size: int = 1) -> 
     return losses, {k: p.detach() for k, p in parameters.items()}
 
 
-def sharded(name: str, dtype: torch.dtype, tx: optim.GradientTransformation, stage: int, compiled: bool = True
-            ) -> tuple[list[float], dict[str, Any]]:
+def sharded(
+    name: str, dtype: torch.dtype, tx: optim.GradientTransformation, stage: int, compiled: bool = True
+) -> tuple[list[float], dict[str, Any]]:
     """The same with ZeroFn on this rank's rows."""
     model = build(name, dtype)
     buffers = {k: v.clone() for k, v in model.named_buffers()}
@@ -83,8 +84,9 @@ def sharded(name: str, dtype: torch.dtype, tx: optim.GradientTransformation, sta
     axis = zerofn.Mesh.of(None).axis()
 
     def init() -> Any:
-        return zerofn.TrainState.create(params=dict(build(name, dtype).named_parameters()), tx=tx,
-                                        extra=buffers if norm else None)
+        return zerofn.TrainState.create(
+            params=dict(build(name, dtype).named_parameters()), tx=tx, extra=buffers if norm else None
+        )
 
     def loss_fn(params: Any, b: Any, extra: Any) -> Any:
         inside = {} if extra is None else {k: v.clone() for k, v in extra.items()}

@@ -20,9 +20,13 @@ def only(graph, target):
 
 
 LISTS = {
-    "split": lambda x: x.split(8, -1), "split_with_sizes": lambda x: x.split([4, 12], -1),
-    "chunk": lambda x: x.chunk(2), "unbind": lambda x: x.unbind(), "tensor_split": lambda x: x.tensor_split(3, -1),
-    "unsafe_split": lambda x: torch.unsafe_split(x, 8, -1), "unsafe_chunk": lambda x: torch.unsafe_chunk(x, 2),
+    "split": lambda x: x.split(8, -1),
+    "split_with_sizes": lambda x: x.split([4, 12], -1),
+    "chunk": lambda x: x.chunk(2),
+    "unbind": lambda x: x.unbind(),
+    "tensor_split": lambda x: x.tensor_split(3, -1),
+    "unsafe_split": lambda x: torch.unsafe_split(x, 8, -1),
+    "unsafe_chunk": lambda x: torch.unsafe_chunk(x, 2),
     "unsafe_split_with_sizes": lambda x: torch.unsafe_split_with_sizes(x, [4, 12], -1),
 }
 

@@ -41,8 +41,10 @@ def test_a_pair_of_results_is_no_state():
     assert program.new_state is None
 
 
-@pytest.mark.parametrize(("draw", "name"), [(random.random, "Python's random"), (np.random.rand, "numpy.random"),
-                                            (np.random.standard_normal, "numpy.random")])
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [(random.random, "Python's random"), (np.random.rand, "numpy.random"), (np.random.standard_normal, "numpy.random")],
+)
 def test_a_draw_of_the_hosts_is_no_constant(draw, name):
     draw()  # the second normal number of a pair moves nothing but a flag
     with pytest.raises(CaptureError, match=f"draws from {name}.*in the batch"):
@@ -163,6 +165,7 @@ def test_errors_of_the_step_pass():
 
 def test_what_needs_to_know_that_it_is_compiled_is_told(caplog):
     """Libraries leave out checks of data under `torch.compiler.is_compiling()`; asked only where capture fails."""
+
     def step(state, batch):
         if not torch.compiler.is_compiling() and batch["x"].sum() > 100:
             raise ValueError("too large")
@@ -187,7 +190,8 @@ def test_a_users_own_function_transforms_are_captured():
         copies = tree.tree_map(torch.clone, full)
         _, moved = torch.func.jvp(lambda p: loss_fn(p, batch), (copies,), (gradient,))
         each = torch.func.vmap(torch.func.grad(loss_fn), in_dims=(None, 0))(
-            full, {k: v[:, None] for k, v in batch.items()})
+            full, {k: v[:, None] for k, v in batch.items()}
+        )
         hvp = torch.func.jvp(torch.func.grad(lambda p: loss_fn(p, batch)), (copies,), (gradient,))[1]
         return [gradient, value, pulled, moved, each, hvp]
 

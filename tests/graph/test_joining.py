@@ -17,8 +17,10 @@ def taken(spans, starts, count):
     ends = [*starts[1:], count]
     cuts = [end - 1 for end in ends[:-1]]
     between = [x for x in spans if any(x.made <= cut < x.used for cut in cuts)]
-    inside = [sum(x.nbytes for x in spans if x.kept and x not in between and start <= x.made < end)
-              for start, end in zip(starts, ends, strict=True)]
+    inside = [
+        sum(x.nbytes for x in spans if x.kept and x not in between and start <= x.made < end)
+        for start, end in zip(starts, ends, strict=True)
+    ]
     return sum(x.nbytes for x in between), inside
 
 

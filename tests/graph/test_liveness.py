@@ -78,8 +78,11 @@ def test_models_at_several_ranks(ranks, size, stage):
 
 def small(stage, num_microbatches, precision, num_layers=6):
     module = build(num_layers, dropout=0.1)
-    return compare(lambda: state_of(module, stage, NORMED, precision=precision),
-                   train_step_of(module, num_microbatches), batch_of(rows=64))
+    return compare(
+        lambda: state_of(module, stage, NORMED, precision=precision),
+        train_step_of(module, num_microbatches),
+        batch_of(rows=64),
+    )
 
 
 @pytest.mark.parametrize(("num_microbatches", "precision"), [(1, "bf16"), (4, None), (4, "fp16")])
@@ -98,8 +101,11 @@ def test_of_gradients_that_wait_a_rank_holds_its_piece(ranks):
 def test_what_goes_through_an_arena_is_there_all_the_time(tmp_path, tiers):
     """An arena is memory of its own, of which the allocator knows nothing."""
     module = build(6)
-    predicted, found = compare(lambda: state_of(module, 3, NORMED, offload=Offload(**tiers, path=tmp_path)),
-                               train_step_of(module), batch_of(rows=64))
+    predicted, found = compare(
+        lambda: state_of(module, 3, NORMED, offload=Offload(**tiers, path=tmp_path)),
+        train_step_of(module),
+        batch_of(rows=64),
+    )
     assert predicted == pytest.approx(found, rel=0.01)
 
 

@@ -50,9 +50,15 @@ def writers():
     return [counter, piece, gathered, input, view, part, out]
 
 
-ENTRIES = {"counter": "state entry 'step'", "piece": r"state entry \"params\['0'\]\"",
-           "gathered": r"state entry \"params\['0'\]\"", "input": "batch entry 'x'", "view": "batch entry 'x'",
-           "part": "batch entry 'x'", "out": "batch entry 'x'"}
+ENTRIES = {
+    "counter": "state entry 'step'",
+    "piece": r"state entry \"params\['0'\]\"",
+    "gathered": r"state entry \"params\['0'\]\"",
+    "input": "batch entry 'x'",
+    "view": "batch entry 'x'",
+    "part": "batch entry 'x'",
+    "out": "batch entry 'x'",
+}
 
 
 @pytest.mark.parametrize("write", writers(), ids=lambda f: f.__name__)
@@ -99,8 +105,10 @@ def table_step(num_microbatches):
 def test_writing_to_what_was_gathered_is_refused(world, precision, n):
     """The next gather, in the backward pass or for the tied output, would not have what was written."""
     module, step = table_step(n)
-    match = (r"writes to what it gathered of state entry \"params\['0'\](\.hi)?\" in place "
-             r"\(aten::embedding_renorm_ at .*write to a clone of it")
+    match = (
+        r"writes to what it gathered of state entry \"params\['0'\](\.hi)?\" in place "
+        r"\(aten::embedding_renorm_ at .*write to a clone of it"
+    )
     with fake_ranks(world):
         refused(step, state_of(module, 3, precision=precision), {"ids": torch.arange(8)}, match)
 
@@ -266,33 +274,57 @@ def test_an_evaluation_step_samples_under_a_key():
 # --- shards -----------------------------------------------------------------------------------------------------
 
 LOCAL = {
-    "mean": lambda p: p.mean(), "sum": lambda p: p.sum(), "norm": lambda p: p.norm(), "max": lambda p: p.max(),
-    "sort": lambda p: p.sort()[0], "topk": lambda p: p.topk(2)[0], "cumsum": lambda p: p.cumsum(0),
-    "product": lambda p: p @ p, "dot": lambda p: torch.dot(p, p), "slice": lambda p: p[:3], "index": lambda p: p[0],
-    "mask": lambda p: p[p > 0], "flip": lambda p: p.flip(0), "roll": lambda p: p.roll(1),
+    "mean": lambda p: p.mean(),
+    "sum": lambda p: p.sum(),
+    "norm": lambda p: p.norm(),
+    "max": lambda p: p.max(),
+    "sort": lambda p: p.sort()[0],
+    "topk": lambda p: p.topk(2)[0],
+    "cumsum": lambda p: p.cumsum(0),
+    "product": lambda p: p @ p,
+    "dot": lambda p: torch.dot(p, p),
+    "slice": lambda p: p[:3],
+    "index": lambda p: p[0],
+    "mask": lambda p: p[p > 0],
+    "flip": lambda p: p.flip(0),
+    "roll": lambda p: p.roll(1),
     "any": lambda p: p.gt(0).any(),
-    "view": lambda p: p.view(2, -1), "expand": lambda p: p.expand(2, -1), "outer": lambda p: p[:, None] * p,
-    "softmax": lambda p: p.softmax(0), "std": lambda p: p.std(), "cat": lambda p: torch.cat([p, p]),
-    "write": lambda p: p.clone()[1:].zero_(), "later": lambda p: (p.abs() + 1).sqrt().sum(),
+    "view": lambda p: p.view(2, -1),
+    "expand": lambda p: p.expand(2, -1),
+    "outer": lambda p: p[:, None] * p,
+    "softmax": lambda p: p.softmax(0),
+    "std": lambda p: p.std(),
+    "cat": lambda p: torch.cat([p, p]),
+    "write": lambda p: p.clone()[1:].zero_(),
+    "later": lambda p: (p.abs() + 1).sqrt().sum(),
 }
 POINTWISE = {
-    "scale": lambda p: p * 2, "sum": lambda p: p + p.sign(), "where": lambda p: torch.where(p > 0, p, -p),
-    "cast": lambda p: p.double().float(), "clamp": lambda p: p.clamp(-1, 1), "lerp": lambda p: torch.lerp(p, -p, 0.5),
-    "addcmul": lambda p: torch.addcmul(p, p, p), "finite": lambda p: p.isfinite(),
+    "scale": lambda p: p * 2,
+    "sum": lambda p: p + p.sign(),
+    "where": lambda p: torch.where(p > 0, p, -p),
+    "cast": lambda p: p.double().float(),
+    "clamp": lambda p: p.clamp(-1, 1),
+    "lerp": lambda p: torch.lerp(p, -p, 0.5),
+    "addcmul": lambda p: torch.addcmul(p, p, p),
+    "finite": lambda p: p.isfinite(),
     "zeros": lambda p: p + torch.zeros_like(p),
-    "in place": lambda p: p.clone().mul_(2), "scalar": lambda p: p * torch.tensor(2.0),
+    "in place": lambda p: p.clone().mul_(2),
+    "scalar": lambda p: p * torch.tensor(2.0),
     "max": lambda p: torch.maximum(p, -p),
 }
 
 
 UNEVEN = {
-    "arange": lambda p: p * torch.arange(p.numel()), "noise": lambda p: p + torch.linspace(0, 1, p.numel()),
-    "mask": lambda p: torch.where(torch.arange(p.numel()) > 3, p, 0.0), "view": lambda p: p + torch.ones(1, p.numel())
-    .cumsum(1).view(-1),
+    "arange": lambda p: p * torch.arange(p.numel()),
+    "noise": lambda p: p + torch.linspace(0, 1, p.numel()),
+    "mask": lambda p: torch.where(torch.arange(p.numel()) > 3, p, 0.0),
+    "view": lambda p: p + torch.ones(1, p.numel()).cumsum(1).view(-1),
 }
 EVEN = {
-    "zeros": lambda p: p + torch.zeros(p.shape), "full": lambda p: p * torch.full(p.shape, 2.0).sqrt(),
-    "expanded": lambda p: p - torch.tensor(2.0).expand(p.shape), "like": lambda p: torch.ones_like(p) * 2 + p,
+    "zeros": lambda p: p + torch.zeros(p.shape),
+    "full": lambda p: p * torch.full(p.shape, 2.0).sqrt(),
+    "expanded": lambda p: p - torch.tensor(2.0).expand(p.shape),
+    "like": lambda p: torch.ones_like(p) * 2 + p,
 }
 
 
@@ -364,8 +396,12 @@ def test_reductions_of_ours_are_let_through():
     def step(state, batch):
         norm = zerofn.global_norm(state.params)
         params = tree.tree_map(lambda p: p / norm, state.params)
-        return state.replace(params=params), [zerofn.leaf_norms(params), zerofn.vdot(params, params),
-                                              zerofn.all_finite(params), zerofn.gather(params)["0.weight"].mean()]
+        return state.replace(params=params), [
+            zerofn.leaf_norms(params),
+            zerofn.vdot(params, params),
+            zerofn.all_finite(params),
+            zerofn.gather(params)["0.weight"].mean(),
+        ]
 
     for stage in range(4):
         with fake_ranks(2):
@@ -402,8 +438,7 @@ def test_another_order_has_another():
     module = build()
 
     def step(order):
-        return lambda state, batch: [zerofn.gather(state.params[unit])[f"{unit}.weight"].sum()
-                                     for unit in order]
+        return lambda state, batch: [zerofn.gather(state.params[unit])[f"{unit}.weight"].sum() for unit in order]
 
     with fake_ranks(2):
         state = state_of(module, 3)

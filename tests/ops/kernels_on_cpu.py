@@ -17,16 +17,20 @@ def build(folder):
     """The library of all kernels."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     assert compiler, "these tests need a C++ compiler: install g++ or clang++, or name one in CXX"
-    cases = [f'if (!strcmp(name, "{name}")) return launch(zf_{name}, kinds, given, num_blocks, num_threads);'
-             for name in cuda.KERNELS]
-    text = "\n".join([
-        Path(__file__).with_name("cuda_on_cpu.h").read_text(),
-        cuda.source(),
-        'extern "C" int on_cpu(const char *name, const char *kinds, const void *const *given, unsigned num_blocks,',
-        "                      unsigned num_threads) {",
-        *cases,
-        "return 3; }",
-    ])
+    cases = [
+        f'if (!strcmp(name, "{name}")) return launch(zf_{name}, kinds, given, num_blocks, num_threads);'
+        for name in cuda.KERNELS
+    ]
+    text = "\n".join(
+        [
+            Path(__file__).with_name("cuda_on_cpu.h").read_text(),
+            cuda.source(),
+            'extern "C" int on_cpu(const char *name, const char *kinds, const void *const *given, unsigned num_blocks,',
+            "                      unsigned num_threads) {",
+            *cases,
+            "return 3; }",
+        ]
+    )
     library = folder / "kernels_on_cpu.so"
     subprocess.run([compiler, *FLAGS, "-o", library], input=text, text=True, check=True)
     return ctypes.CDLL(str(library))
@@ -34,13 +38,16 @@ def build(folder):
 
 def launcher(library, most_blocks):
     """A `cuda._launch` that runs them. `most_blocks`: a grid smaller than the work goes over it more than once."""
+
     def launch(name, device, num_warps, *arguments):
         if not num_warps:
             return
         values = [cuda.plain(x) for x in arguments]
         kinds = "".join("d" if isinstance(x, float) else "i" for x in values)
-        cells = [ctypes.create_string_buffer(struct.pack(kind.replace("i", "q"), x), 8)
-                 for kind, x in zip(kinds, values, strict=True)]
+        cells = [
+            ctypes.create_string_buffer(struct.pack(kind.replace("i", "q"), x), 8)
+            for kind, x in zip(kinds, values, strict=True)
+        ]
         given = (ctypes.c_void_p * len(cells))(*map(ctypes.addressof, cells))
         num_blocks = min(-(-num_warps // 8), most_blocks)
         assert library.on_cpu(name.encode(), kinds.encode(), given, num_blocks, 256) == 0, name

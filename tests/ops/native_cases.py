@@ -76,8 +76,9 @@ def tensors(p, moments):
 def same_bits(a, b):
     """Whether two tensors are equal bit for bit, any NaN being like another."""
     if a.dtype.is_floating_point:
-        a, b = a.nan_to_num(nan=123.0, posinf=torch.inf, neginf=-torch.inf), b.nan_to_num(
-            nan=123.0, posinf=torch.inf, neginf=-torch.inf
+        a, b = (
+            a.nan_to_num(nan=123.0, posinf=torch.inf, neginf=-torch.inf),
+            b.nan_to_num(nan=123.0, posinf=torch.inf, neginf=-torch.inf),
         )
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 

@@ -23,8 +23,10 @@ HYPER = {
     "sgd": {},
     "sgd_momentum": {"momentum": 0.9, "nesterov": True},
 }
-GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available() or bool(cuda.missing()),
-                                                    reason="needs a GPU and CuPy"))
+GPU = pytest.param(
+    "cuda",
+    marks=pytest.mark.skipif(not torch.cuda.is_available() or bool(cuda.missing()), reason="needs a GPU and CuPy"),
+)
 
 
 # --- compiled ----------------------------------------------------------------------------------
@@ -138,8 +140,12 @@ def update_case(name, master, form, dtype, size, seed, strange=True):
     ends = sorted([0, *cuts, cuts[0], size])
     starts, stops = ends[:-1], ends[1:]
     chosen = [i for i in range(len(starts)) if i % 4 != 1]
-    runs = {"starts": [starts[i] for i in chosen], "stops": [stops[i] for i in chosen],
-            "rates": [1e-2 / (1 + i % 3) for i in chosen], "decays": [0.1 * (i % 2) for i in chosen]}
+    runs = {
+        "starts": [starts[i] for i in chosen],
+        "stops": [stops[i] for i in chosen],
+        "rates": [1e-2 / (1 + i % 3) for i in chosen],
+        "decays": [0.1 * (i % 2) for i in chosen],
+    }
     return [p] if master == "fp32" else list(cpu.split(p)), g, moments, runs
 
 
@@ -157,14 +163,31 @@ def test_update_is_the_cpus_bit_for_bit(device, name, form, master, dtype):
         flat = [*p, g, *(x for moment in moments for x in moment)]
         held = [within(x, device, shift) for x in flat]
         inside, parts = [x for x, _ in held], iter([x for x, _ in held][len(p) + 1 :])
-        cuda.update_(name, inside[: len(p)], inside[len(p)], [[next(parts) for _ in m] for m in moments], **runs,
-                     hyper=HYPER[name], count=torch.tensor(count, device=device), offset=4096,
-                     lr=None if lr is None else torch.tensor(lr, dtype=torch.float64, device=device),
-                     factor=None if factor is None else torch.tensor(factor, device=device),
-                     finite=torch.tensor(True, device=device))
+        cuda.update_(
+            name,
+            inside[: len(p)],
+            inside[len(p)],
+            [[next(parts) for _ in m] for m in moments],
+            **runs,
+            hyper=HYPER[name],
+            count=torch.tensor(count, device=device),
+            offset=4096,
+            lr=None if lr is None else torch.tensor(lr, dtype=torch.float64, device=device),
+            factor=None if factor is None else torch.tensor(factor, device=device),
+            finite=torch.tensor(True, device=device),
+        )
         rates = [(1.0 if lr is None else lr) * x for x in runs["rates"]]
-        reference.update_(name, p, g, moments, **runs | {"rates": rates}, hyper=HYPER[name], count=count, offset=4096,
-                         factors=() if factor is None else (factor,))
+        reference.update_(
+            name,
+            p,
+            g,
+            moments,
+            **runs | {"rates": rates},
+            hyper=HYPER[name],
+            count=count,
+            offset=4096,
+            factors=() if factor is None else (factor,),
+        )
         assert_same(inside, flat)
         for (_, memory), x in zip(held, flat, strict=True):
             assert (memory[:shift] == 77).all() and (memory[shift + x.numel() :] == 77).all()
@@ -194,9 +217,18 @@ def test_what_is_in_no_run_keeps_its_bits(device, form):
         moments = [[x, torch.tensor([1.0, 0.0, float("nan"), 64.0])] for x in codes]
     flat = [x.clone().to(device) for x in (hi.view(torch.bfloat16), lo, *(x for m in moments for x in m))]
     parts = iter(flat[2:])
-    cuda.update_("adamw", flat[:2], torch.ones(1024).to(device), [[next(parts) for _ in m] for m in moments],
-                 starts=[256, 600], stops=[512, 700], rates=[1.0, 1.0], decays=[0.0, 0.0], hyper=HYPER["adamw"],
-                 count=9)
+    cuda.update_(
+        "adamw",
+        flat[:2],
+        torch.ones(1024).to(device),
+        [[next(parts) for _ in m] for m in moments],
+        starts=[256, 600],
+        stops=[512, 700],
+        rates=[1.0, 1.0],
+        decays=[0.0, 0.0],
+        hyper=HYPER["adamw"],
+        count=9,
+    )
     for old, new in zip([hi, lo, *(x for m in moments for x in m)], flat, strict=True):
         kept = torch.ones(len(old), dtype=torch.bool)
         of_blocks = form == "8bit" and new.dtype in (torch.uint8, torch.float32)
@@ -213,8 +245,17 @@ def test_scalars_may_be_numbers_or_of_another_dtype(device):
         p, g, moments, runs = update_case("adamw", "fp32", "fp32", torch.float32, 300, seed=5, strange=False)
         flat = [x.to(device) for x in (*p, g, *(m[0] for m in moments))]
         moved = [x.to(device) if isinstance(x, torch.Tensor) else x for x in (lr, count, factor)]
-        cuda.update_("adamw", flat[:1], flat[1], [[flat[2]], [flat[3]]], **runs, hyper=HYPER["adamw"], lr=moved[0],
-                     count=moved[1], factor=moved[2])
+        cuda.update_(
+            "adamw",
+            flat[:1],
+            flat[1],
+            [[flat[2]], [flat[3]]],
+            **runs,
+            hyper=HYPER["adamw"],
+            lr=moved[0],
+            count=moved[1],
+            factor=moved[2],
+        )
         results.append(flat)
     assert_same(results[0], [x.cpu() for x in results[1]])
 
@@ -236,8 +277,16 @@ def test_rules_and_formats_reach_the_kernels(device, monkeypatch):
         hyper = [*HYPER["adamw"].values(), True, blocks, 0]
         torch.ops.zerofn.adamw_(moved[:2], moved[2], [moved[3]], [moved[4]], *now, *hyper)
         coded = [list(cpu.encode(x, i == 0)) if blocks else [x] for i, x in enumerate(flat[3:])]
-        cpu.update_("adamw", flat[:2], flat[2], coded, **runs | {"rates": [0.5 * x for x in runs["rates"]]},
-                       hyper=HYPER["adamw"], count=2, factors=(0.25,))
+        cpu.update_(
+            "adamw",
+            flat[:2],
+            flat[2],
+            coded,
+            **runs | {"rates": [0.5 * x for x in runs["rates"]]},
+            hyper=HYPER["adamw"],
+            count=2,
+            factors=(0.25,),
+        )
         decoded = [cpu.decode(*x, i == 0) if blocks else x[0] for i, x in enumerate(coded)]
         assert_same(moved, [*flat[:3], *decoded])
     assert {"runs", "update", "encode", "decode"} <= set(called)
@@ -393,7 +442,9 @@ def test_kernels_are_launched_on_torchs_stream(monkeypatch, capability, wanted):
     cuda._launch("cast", torch.device("cuda", 1), 20, x, True, None, 0.5, 7)
     cuda._launch("cast", torch.device("cuda", 1), 10**9)
     cuda._launch("cast", torch.device("cuda", 1), 0)
-    assert launched == [("zf_cast", (3,), (256,), (x.data_ptr(), 1, 0, 0.5, 7), "torch's on 1"),
-                        ("zf_cast", (24,), (256,), (), "torch's on 1")]
+    assert launched == [
+        ("zf_cast", (3,), (256,), (x.data_ptr(), 1, 0, 0.5, 7), "torch's on 1"),
+        ("zf_cast", (24,), (256,), (), "torch's on 1"),
+    ]
     assert type(launched[0][3][1]) is int  # a bool would go as one byte
     assert compilations[0] == (cuda.source(), (*cuda.OPTIONS, f"--gpu-architecture={wanted}"))

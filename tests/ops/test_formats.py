@@ -158,8 +158,10 @@ def test_norms_are_torchs(dtype, isa):
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # torch cuts long sums among threads
     try:
-        parts = [torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
-                 for n in [*range(1, 41), 1000, 4099, 100_003]]
+        parts = [
+            torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
+            for n in [*range(1, 41), 1000, 4099, 100_003]
+        ]
         for x, (norm, extreme) in zip(parts, cpu.norm2_and_extreme(parts), strict=True):
             assert norm == torch.linalg.vector_norm(x, dtype=torch.float32).item()
             assert extreme == x.abs().max().item()

@@ -73,10 +73,33 @@ def test_adam_in_fp32_is_torchs_fused_one(decoupled, b1, decay, size):
     hyper = {"b1": b1, "b2": 0.999, "eps": 1e-8}
     for count in (1, 2, 3):
         g = cases.wild(size, 10 + count)
-        fused([p], [g], [m], [v], [], [torch.tensor(float(count))], lr=1e-3, beta1=b1, beta2=0.999,
-              weight_decay=decay, eps=1e-8, amsgrad=False, maximize=False)
-        cpu.update_("adamw" if decoupled else "adam", ours[:1], g, [[ours[1]], [ours[2]]], starts=[0],
-                       stops=[size], rates=[1e-3], decays=[decay], hyper=hyper, count=count)
+        fused(
+            [p],
+            [g],
+            [m],
+            [v],
+            [],
+            [torch.tensor(float(count))],
+            lr=1e-3,
+            beta1=b1,
+            beta2=0.999,
+            weight_decay=decay,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
+        cpu.update_(
+            "adamw" if decoupled else "adam",
+            ours[:1],
+            g,
+            [[ours[1]], [ours[2]]],
+            starts=[0],
+            stops=[size],
+            rates=[1e-3],
+            decays=[decay],
+            hyper=hyper,
+            count=count,
+        )
         assert all(map(torch.equal, ours, (p, m, v)))
 
 
@@ -88,16 +111,20 @@ def test_adamw_is_the_papers_in_float64(moment, tolerance):
     g.copy_(torch.randn(SIZE, generator=rng))
     wide = []
     for i, (stored, x) in enumerate(zip(moments, (0.1 * g, g.square()), strict=True)):
-        new = {"fp32": lambda x, i: (x,), "bf16": lambda x, i: (x.bfloat16(),), "8-bit": lambda x, i: cpu.encode(
-            x, i == 0)}[moment](x, i)
+        new = {
+            "fp32": lambda x, i: (x,),
+            "bf16": lambda x, i: (x.bfloat16(),),
+            "8-bit": lambda x, i: cpu.encode(x, i == 0),
+        }[moment](x, i)
         for old, fresh in zip(stored, new, strict=True):
             old.copy_(fresh)
         wide.append((cpu.decode(*stored, i == 0) if moment == "8-bit" else stored[0]).double())
     expected = p[0].double() * (1 - 1e-2 * 0.1)
     m, v = 0.9 * wide[0] + 0.1 * g.double(), 0.999 * wide[1] + 0.001 * g.double().square()
     change = 1e-2 * (m / (1 - 0.9**3)) / ((v / (1 - 0.999**3)).sqrt() + 1e-8)
-    cpu.update_("adamw", p, g, moments, starts=[0], stops=[SIZE], rates=[1e-2], decays=[0.1],
-                   hyper=HYPER["adamw"], count=3)
+    cpu.update_(
+        "adamw", p, g, moments, starts=[0], stops=[SIZE], rates=[1e-2], decays=[0.1], hyper=HYPER["adamw"], count=3
+    )
     size = change.abs() + expected.abs() * 2.0**-22 / tolerance  # and p and 1 - lr * decay are rounded, too
     assert ((p[0].double() - (expected - change)).abs() <= tolerance * size).all()
 
@@ -125,8 +152,11 @@ def test_what_is_in_no_run_stays(master, moment):
 @needs_library
 def test_misaligned_memory():
     case = cases.piece("adamw", "split", "8-bit", torch.bfloat16)
-    shifted = ([cases.odd_address(x) for x in case[0]], cases.odd_address(case[1]),
-               [[cases.odd_address(x) for x in moment] for moment in case[2]])
+    shifted = (
+        [cases.odd_address(x) for x in case[0]],
+        cases.odd_address(case[1]),
+        [[cases.odd_address(x) for x in moment] for moment in case[2]],
+    )
     options = cases.options("adamw")
     cpu.update_("adamw", *shifted, **options)
     expected = stepped(case, options | {"rule": "adamw"}, reference.update_)
@@ -152,12 +182,24 @@ def test_what_is_not_finite_shows(bad, moment):
 def test_stochastic_rounding_lets_small_changes_through():
     """v = 0.999 v each step: a nearest rounding would keep bf16 and 8-bit v for ever."""
     size, steps = 8192, 500
-    for moments in ([[torch.zeros(size).bfloat16()], [torch.ones(size).bfloat16()]],
-                    [list(cpu.encode(torch.zeros(size), True)), list(cpu.encode(torch.ones(size), False))]):
+    for moments in (
+        [[torch.zeros(size).bfloat16()], [torch.ones(size).bfloat16()]],
+        [list(cpu.encode(torch.zeros(size), True)), list(cpu.encode(torch.ones(size), False))],
+    ):
         p, g = [torch.zeros(size)], torch.zeros(size)
         for count in range(1, steps + 1):
-            cpu.update_("adamw", p, g, moments, starts=[0], stops=[size], rates=[0.0], decays=[0.0],
-                           hyper=HYPER["adamw"], count=count)
+            cpu.update_(
+                "adamw",
+                p,
+                g,
+                moments,
+                starts=[0],
+                stops=[size],
+                rates=[0.0],
+                decays=[0.0],
+                hyper=HYPER["adamw"],
+                count=count,
+            )
         v = moments[1][0].float() if len(moments[1]) == 1 else cpu.decode(*moments[1], False)
         assert v.mean().item() == pytest.approx(0.999**steps, rel=0.01)
 

@@ -75,9 +75,7 @@ def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], what: A
         assert torch.equal(a[k], b[k]), (what, k, (a[k] - b[k]).abs().max())
 
 
-def assert_close(
-    a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], what: Any = None, tol: float = 1e-12
-) -> None:
+def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], what: Any = None, tol: float = 1e-12) -> None:
     """To rounding, in float64."""
     assert set(a) == set(b)
     for k in a:

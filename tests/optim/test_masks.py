@@ -31,24 +31,15 @@ def in_first_unit(leaf):
 WARM = optim.linear_schedule(0.0, 0.1, 3)
 TX = {
     "multi": optim.multi_transform(
-        {
-            "body": optim.adamw(1e-2, weight_decay=0.1),
-            "bias": optim.sgd(0.1, 0.9),
-            "norm": optim.set_to_zero(),
-        },
-        label,
+        {"body": optim.adamw(1e-2, weight_decay=0.1), "bias": optim.sgd(0.1, 0.9), "norm": optim.set_to_zero()}, label
     ),
     "rates": optim.chain(
         optim.clip_by_global_norm(1.0),
-        optim.multi_transform(
-            {"body": optim.adamw(1e-2), "bias": optim.adamw(WARM), "norm": optim.adamw(0.0)}, label
-        ),
+        optim.multi_transform({"body": optim.adamw(1e-2), "bias": optim.adamw(WARM), "norm": optim.adamw(0.0)}, label),
     ),
     "inner chains": optim.multi_transform(
         {
-            "body": optim.chain(
-                optim.clip_by_global_norm(0.5), optim.sgd(0.1, mask=in_first_unit, weight_decay=0.1)
-            ),
+            "body": optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1, mask=in_first_unit, weight_decay=0.1)),
             "bias": optim.lamb(0.1),
             "norm": optim.chain(optim.trace(0.9), optim.scale(-0.1)),
         },
@@ -106,9 +97,7 @@ def scale_of(leaf):
 @pytest.mark.parametrize("rate", [0.01, WARM])
 def test_scaled_learning_rates_are_those_of_groups(make, rate):
     def grouped(scale):
-        return make(
-            optim.Schedule("scaled", (scale,), lambda n: scale * rate(n)) if callable(rate) else scale * rate
-        )
+        return make(optim.Schedule("scaled", (scale,), lambda n: scale * rate(n)) if callable(rate) else scale * rate)
 
     groups = {"body": grouped(1.0), "bias": grouped(3.0), "norm": grouped(0.1)}
     tx, expected = make(rate, lr_scale=scale_of), trees.plain(optim.multi_transform(groups, label)).params
@@ -120,11 +109,7 @@ def test_scaled_learning_rates_are_those_of_groups(make, rate):
 
 OTHERS = {
     "multi": optax.multi_transform(
-        {
-            "body": optax.adamw(1e-2, weight_decay=0.1),
-            "bias": optax.sgd(0.1, 0.9),
-            "norm": optax.set_to_zero(),
-        },
+        {"body": optax.adamw(1e-2, weight_decay=0.1), "bias": optax.sgd(0.1, 0.9), "norm": optax.set_to_zero()},
         tree_labels,
     ),
     "masked": optax.chain(
@@ -134,8 +119,7 @@ OTHERS = {
     "masked last": optax.chain(
         optax.scale(-0.1),
         optax.masked(
-            optax.adamw(0.01, weight_decay=1e-4),
-            lambda tree: {k: v == "bias" for k, v in tree_labels(tree).items()},
+            optax.adamw(0.01, weight_decay=1e-4), lambda tree: {k: v == "bias" for k, v in tree_labels(tree).items()}
         ),
     ),
 }
@@ -171,9 +155,7 @@ def _at_ranks():
             first = first or ours
             trees.assert_equal(ours, first, (name, stage))
         moments = zerofn.tree_map(lambda x: x, zerofn.unshard(state.opt_state))
-        for ours, expected in zip(
-            zerofn.tree.leaves(moments), zerofn.tree.leaves(full.opt_state), strict=True
-        ):
+        for ours, expected in zip(zerofn.tree.leaves(moments), zerofn.tree.leaves(full.opt_state), strict=True):
             torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
         updated = trees.sharded(tx, 3, updates=True)
         trees.assert_close(zerofn.unshard(updated.params), full.params, (name, "update"))
@@ -210,9 +192,7 @@ def test_moments_are_held_only_where_a_leaf_is_selected():
 
 
 def test_frozen_parameters_may_have_any_label():
-    tx = optim.multi_transform(
-        {"body": optim.adamw(0.1)}, lambda leaf: "body" if leaf.name == "w" else "other"
-    )
+    tx = optim.multi_transform({"body": optim.adamw(0.1)}, lambda leaf: "body" if leaf.name == "w" else "other")
     values = {"w": torch.ones(3), "fixed": torch.ones(2)}
     state = zerofn.TrainState.create(params=values, tx=tx, frozen=lambda name: name == "fixed")
     for s in (state, zerofn.shard(state, stage=3)):

@@ -127,12 +127,22 @@ def checkpointed(path, first, second):
     mine = zerofn.unshard(state.opt_state.nu)
     like = state_of(module, 3, RULES["adamw"](second))
     loaded = zerofn.unshard(zerofn.load(path / f"{first}-{second}", like=like).opt_state.nu)
-    return max(float(((a.float() - b.float()).abs() / (a.float().abs() + 1e-30)).max())
-               for a, b in zip(tree.leaves(mine), tree.leaves(loaded), strict=True))
+    return max(
+        float(((a.float() - b.float()).abs() / (a.float().abs() + 1e-30)).max())
+        for a, b in zip(tree.leaves(mine), tree.leaves(loaded), strict=True)
+    )
 
 
-@pytest.mark.parametrize(("first", "second", "error"), [
-    ("8bit", "8bit", 0.0), ("bf16", "bf16", 0.0), ("8bit", None, 0.0), (None, "8bit", 1 / 16), (None, "bf16", 1 / 256)])
+@pytest.mark.parametrize(
+    ("first", "second", "error"),
+    [
+        ("8bit", "8bit", 0.0),
+        ("bf16", "bf16", 0.0),
+        ("8bit", None, 0.0),
+        (None, "8bit", 1 / 16),
+        (None, "bf16", 1 / 256),
+    ],
+)
 def test_checkpoints_between_formats(ranks, tmp_path, first, second, error):
     for num_ranks in (1, 2):
         assert max(ranks(num_ranks, checkpointed, tmp_path, first, second)) <= error * 1.0001

@@ -107,9 +107,7 @@ RULES = {
     **{name: tx for name, (tx, _) in TORCH.items()},
     **{name: tx for name, (tx, _) in OPTAX.items()},
     "clipped sgd": optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.1, 0.9)),
-    "clipped lion": optim.chain(
-        optim.scale(0.5), optim.chain(optim.clip_by_global_norm(1.0)), optim.lion(0.1)
-    ),
+    "clipped lion": optim.chain(optim.scale(0.5), optim.chain(optim.clip_by_global_norm(1.0)), optim.lion(0.1)),
 }
 
 

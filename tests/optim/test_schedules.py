@@ -26,11 +26,7 @@ CASES = {
     "cosine_decay_schedule": [(0.1, 100), (0.1, 20, 0.2, 2.0)],
     "piecewise_constant_schedule": [(1.0, {20: 0.1, 10: 0.5}), (1.0,)],
     "warmup_constant_schedule": [(0.0, 1.0, 10)],
-    "warmup_cosine_decay_schedule": [
-        (0.0, 1.0, 10, 100, 0.1),
-        (0.1, 0.0, 10, 100),
-        (0.0, 1.0, 10, 100, 0.0, 2.0),
-    ],
+    "warmup_cosine_decay_schedule": [(0.0, 1.0, 10, 100, 0.1), (0.1, 0.0, 10, 100), (0.0, 1.0, 10, 100, 0.0, 2.0)],
     "warmup_exponential_decay_schedule": [(0.0, 1.0, 10, 20, 0.5), (0.0, 1.0, 10, 20, 0.5, 5, True, 0.2)],
 }
 ALL = [(name, args) for name, cases in CASES.items() for args in cases]
@@ -50,16 +46,8 @@ def test_values_are_those_of_optax(name, args):
 
 
 def test_joined_schedules_count_from_their_boundary():
-    parts = [
-        optim.linear_schedule(0.0, 1.0, 5),
-        optim.constant_schedule(2.0),
-        optim.exponential_decay(1.0, 3, 0.5),
-    ]
-    others = [
-        optax.linear_schedule(0.0, 1.0, 5),
-        optax.constant_schedule(2.0),
-        optax.exponential_decay(1.0, 3, 0.5),
-    ]
+    parts = [optim.linear_schedule(0.0, 1.0, 5), optim.constant_schedule(2.0), optim.exponential_decay(1.0, 3, 0.5)]
+    others = [optax.linear_schedule(0.0, 1.0, 5), optax.constant_schedule(2.0), optax.exponential_decay(1.0, 3, 0.5)]
     ours, other = optim.join_schedules(parts, [5, 20]), optax.join_schedules(others, [5, 20])
     assert [ours(c) for c in COUNTS] == pytest.approx([float(other(c)) for c in COUNTS], rel=1e-6, abs=1e-9)
 
@@ -107,10 +95,7 @@ def test_equal_when_name_and_arguments_are(name, args):
     ("call", "message"),
     [
         (lambda: optim.cosine_decay_schedule(0.1, 0), "decay_steps must be positive, got 0"),
-        (
-            lambda: optim.warmup_cosine_decay_schedule(0.0, 1.0, 10, 10),
-            "must be more than warmup_steps=10; got 10",
-        ),
+        (lambda: optim.warmup_cosine_decay_schedule(0.0, 1.0, 10, 10), "must be more than warmup_steps=10; got 10"),
         (lambda: optim.piecewise_constant_schedule(1.0, {3: -1.0}), "at 3: scale must be zero or more"),
         (lambda: optim.join_schedules([optim.constant_schedule(1.0)], [3]), "1 schedules need 0 boundaries"),
         (lambda: optim.warmup_lr(warmup_num_steps=0), "warmup_num_steps must be positive"),

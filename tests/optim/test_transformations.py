@@ -32,9 +32,7 @@ def test_a_gradient_that_is_not_finite_changes_no_bit(name):
     g = trees.grads(2, torch.float32)
     g["norm"][3] = INF
     after = state.apply_gradients(g)
-    for a, b in zip(
-        bits((state.params, state.opt_state)), bits((after.params, after.opt_state)), strict=True
-    ):
+    for a, b in zip(bits((state.params, state.opt_state)), bits((after.params, after.opt_state)), strict=True):
         assert torch.equal(a, b)
     assert (after.step.item(), after.skipped.item()) == (3, 1)
     resumed = after.apply_gradients(trees.grads(2, torch.float32))
@@ -83,8 +81,10 @@ def test_clipping_is_torchs(scale, room):
     torch.optim.SGD(leaves.values(), 1.0).step()
     tx, params = optim.chain(optim.clip_by_global_norm(max_norm), optim.sgd(1.0)), trees.params()
     params = {k: torch.zeros_like(v) for k, v in params.items()}
-    for ours in (tx.apply(g, tx.init(params), params, None, None)[0],
-                 optim.apply_updates(params, tx.update(g, tx.init(params), params)[0])):
+    for ours in (
+        tx.apply(g, tx.init(params), params, None, None)[0],
+        optim.apply_updates(params, tx.update(g, tx.init(params), params)[0]),
+    ):
         trees.assert_close(ours, {k: p.detach() for k, p in leaves.items()}, tol=1e-12 * scale)
 
 
@@ -162,9 +162,7 @@ def _compiled_at_ranks(names):
             eager, _ = _step(eager, batch)
             compiled, _ = step(compiled, batch)
         trees.assert_equal(zerofn.unshard(compiled.params), zerofn.unshard(eager.params), name)
-        for a, b in zip(
-            zerofn.tree.leaves(compiled.opt_state), zerofn.tree.leaves(eager.opt_state), strict=True
-        ):
+        for a, b in zip(zerofn.tree.leaves(compiled.opt_state), zerofn.tree.leaves(eager.opt_state), strict=True):
             assert torch.equal(a, b), name
 
 
@@ -196,17 +194,9 @@ def test_transformations_are_equal_by_name_and_arguments():
         (lambda: optim.sgd(-0.1), ValueError, "sgd: learning_rate must be zero or more, got -0.1"),
         (lambda: optim.sgd("0.1"), TypeError, "sgd: learning_rate must be a number, or a schedule"),
         (lambda: optim.sgd(torch.tensor(0.1)), TypeError, "learning_rate must be a number, or a schedule"),
-        (
-            lambda: optim.sgd(0.1, nesterov=True),
-            ValueError,
-            "nesterov=True needs momentum, such as momentum=0.9",
-        ),
+        (lambda: optim.sgd(0.1, nesterov=True), ValueError, "nesterov=True needs momentum, such as momentum=0.9"),
         (lambda: optim.sgd(0.1, -0.9), ValueError, "sgd: momentum must be zero or more"),
-        (
-            lambda: optim.sgd(0.1, weight_decay=float("nan")),
-            ValueError,
-            "weight_decay must be zero or more, got nan",
-        ),
+        (lambda: optim.sgd(0.1, weight_decay=float("nan")), ValueError, "weight_decay must be zero or more, got nan"),
         (lambda: optim.adamw(0.1, b1=1.0), ValueError, r"adamw: b1 must lie in \[0, 1\), got 1.0"),
         (lambda: optim.adamw(0.1, eps=-1e-8), ValueError, "adamw: eps must be zero or more"),
         (lambda: optim.adamw(0.1, mask=["w"]), TypeError, "adamw: mask must be a function of one logical leaf"),
@@ -228,9 +218,7 @@ def test_hyperparameters_out_of_range_are_refused(call, error, message):
 def test_what_update_needs_is_told():
     g = {"w": torch.ones(2)}
     for tx in (optim.add_decayed_weights(0.1), optim.scale_by_trust_ratio()):
-        with pytest.raises(
-            ValueError, match=r"update needs the parameters: tx.update\(grads, state, params\)"
-        ):
+        with pytest.raises(ValueError, match=r"update needs the parameters: tx.update\(grads, state, params\)"):
             tx.update(g, tx.init(g))
     tx = optim.adamw(0.1)
     with pytest.raises(ValueError, match="the gradients are not laid out as the parameters are"):

@@ -38,14 +38,27 @@ def num_added(extra, extra_of):
 def test_what_does_not_depend_on_the_batch_is_left_alone():
     extra = {"mean": torch.zeros(WIDTH), "calls": torch.tensor(0), "loss": torch.zeros(())}
     # The loss is the global one: its average over steps is the same on every rank as it is.
-    assert num_added(extra, lambda s, b, loss: {
-        "mean": s.extra["mean"] * 0.9, "calls": s.extra["calls"] + 1, "loss": s.extra["loss"] * 0.9 + loss}) == 0
+    assert (
+        num_added(
+            extra,
+            lambda s, b, loss: {
+                "mean": s.extra["mean"] * 0.9,
+                "calls": s.extra["calls"] + 1,
+                "loss": s.extra["loss"] * 0.9 + loss,
+            },
+        )
+        == 0
+    )
 
 
 def test_one_transfer_serves_all_entries_of_a_dtype():
     extra = {"mean": torch.zeros(WIDTH), "var": torch.zeros(WIDTH), "wide": torch.zeros((), dtype=torch.float64)}
-    assert num_added(extra, lambda s, b, loss: {
-        "mean": b["x"].mean(0), "var": b["x"].var(0), "wide": b["y"].double().sum()}) == 2
+    assert (
+        num_added(
+            extra, lambda s, b, loss: {"mean": b["x"].mean(0), "var": b["x"].var(0), "wide": b["y"].double().sum()}
+        )
+        == 2
+    )
 
 
 def test_a_whole_number_has_no_mean():

@@ -20,8 +20,9 @@ LAYERS, ROWS = 6, 384  # activations that weigh more than parameters
 
 def at(memory, stage, num_microbatches, precision=None):
     """(peak, bytes sent, losses and parameters) with a budget."""
-    plan, found = trained(LAYERS, ROWS, CLIPPED, 3, stage=stage, num_microbatches=num_microbatches,
-                          precision=precision, memory=memory)
+    plan, found = trained(
+        LAYERS, ROWS, CLIPPED, 3, stage=stage, num_microbatches=num_microbatches, precision=precision, memory=memory
+    )
     return plan.memory().total, plan.sent, found
 
 
@@ -218,11 +219,14 @@ def test_what_another_drop_makes_needless_is_kept():
     assert cheapest(live, [small, large], 3) == ([large], 2)
 
 
-@pytest.mark.parametrize(("memory", "error", "message"), [
-    ("24 apples", ValueError, "'24 apples' is no amount of memory; write '24GiB'"),
-    (0, TypeError, "expected an amount of memory"),
-    (True, TypeError, "expected an amount of memory"),
-])
+@pytest.mark.parametrize(
+    ("memory", "error", "message"),
+    [
+        ("24 apples", ValueError, "'24 apples' is no amount of memory; write '24GiB'"),
+        (0, TypeError, "expected an amount of memory"),
+        (True, TypeError, "expected an amount of memory"),
+    ],
+)
 def test_amounts_that_are_none(memory, error, message):
     with pytest.raises(error, match=message):
         zerofn.compile(lambda state, batch: state, memory=memory)

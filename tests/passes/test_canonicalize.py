@@ -23,8 +23,15 @@ def test_nodes_that_do_nothing_are_dropped_and_values_stay():
 
 def transposes(state, batch):
     x = batch["x"]
-    return [x.t().t() + 1, x.transpose(0, 1).transpose(-1, -2) + 1, x.transpose(0, 1).t() + 1, x.view(4, 16) + 1,
-            x.view(16, 4) + 1, x.expand(4, 16) + 1, x[None].transpose(0, 1).transpose(1, 2) + 1]
+    return [
+        x.t().t() + 1,
+        x.transpose(0, 1).transpose(-1, -2) + 1,
+        x.transpose(0, 1).t() + 1,
+        x.view(4, 16) + 1,
+        x.view(16, 4) + 1,
+        x.expand(4, 16) + 1,
+        x[None].transpose(0, 1).transpose(1, 2) + 1,
+    ]
 
 
 def test_transposes_that_cancel_and_views_that_change_nothing():

@@ -82,8 +82,13 @@ def test_plain_entries_that_change_places_and_one_that_stays():
 
     def make_state():
         values = torch.arange(64.0).view(4, 16)
-        return {"params": {"a": values[0].clone()}, "b": values[1].clone(), "c": values[2].clone(),
-                "kept": values[3].clone(), "n": 0}
+        return {
+            "params": {"a": values[0].clone()},
+            "b": values[1].clone(),
+            "c": values[2].clone(),
+            "kept": values[3].clone(),
+            "n": 0,
+        }
 
     run, state = zerofn.compile(rotate), make_state()
     kept = state["kept"].data_ptr()
@@ -106,6 +111,7 @@ def aux_is_state(module):
 
 def aux_reads_late(module):
     """Something reads the old parameters after the update."""
+
     def step(state, batch):
         new, aux = train_step_of(module)(state, batch)
         moved = tree.tree_map(lambda a, b: a - b, new.params, state.params)
@@ -116,6 +122,7 @@ def aux_reads_late(module):
 
 def aux_gathers_late(module):
     """The old parameters are read after the update in their gathered form alone."""
+
     def step(state, batch):
         new, aux = train_step_of(module)(state, batch)
         return new, {**aux, "before": zerofn.gather(state.params)["3.weight"] * 1}
@@ -134,6 +141,7 @@ def same_value_twice(module):
 def results_on_donated_memory(make, precision, stages):
     module = build()
     for stage in stages:
+
         def make_state(stage=stage):
             extra = {k: torch.zeros_like(p) for k, p in module.named_parameters()}
             return state_of(module, stage, extra=extra, precision=precision)
@@ -205,7 +213,11 @@ def test_no_piece_is_updated_while_it_is_sent():
 
 def test_a_rule_that_reads_what_it_would_write_is_not_run_in_place():
     module = build(2)
-    program = scheduled(lambda s, b: (s.apply_gradients(s.params), None), state_of(module, 3, tx=optim.lion(0.1)),
-                        batch_of(), donating=True)
+    program = scheduled(
+        lambda s, b: (s.apply_gradients(s.params), None),
+        state_of(module, 3, tx=optim.lion(0.1)),
+        batch_of(),
+        donating=True,
+    )
     targets = [n.target for n in program.gm.graph.nodes]
     assert targets.count(ops.lion.default) == 2 and ops.lion_.default not in targets

@@ -64,6 +64,7 @@ def test_one_gradient_of_two_leaves_is_made_once_and_copied():
 
 def test_what_is_cast_into_a_buffer_is_made_behind_it():
     """And freed there: a hole before it would be too small for the next one of its size."""
+
     def step(state, batch):
         g = (batch["x"].t() @ batch["y"]).bfloat16()
         return ops.ravel([g.t()], [0], 1024, torch.float32)

@@ -78,7 +78,9 @@ def bit_equal():
     for stage in range(4):
         state, step = state_of(module, stage), train_step_of(module)
         before = results(captured(step, state, batch), state, batch)
-        out.append(same(results(captured(step, state, batch, canonicalize, raise_reduce_scatters), state, batch), before))
+        out.append(
+            same(results(captured(step, state, batch, canonicalize, raise_reduce_scatters), state, batch), before)
+        )
     return out
 
 

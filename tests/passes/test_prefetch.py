@@ -81,8 +81,11 @@ def layered(sizes, *, num_ops=4):
 def order(gm):
     """Gathers and waits, in order, in short: g0 w0 g1 ..., and a dot for an operation between."""
     names = {"gather": "g", "wait": "w"}
-    return [names[n.name.rstrip("0123456789")] + n.name[-1] if n.name[:4] in ("gath", "wait") else "."
-            for n in gm.graph.nodes if n.op == "call_function"]
+    return [
+        names[n.name.rstrip("0123456789")] + n.name[-1] if n.name[:4] in ("gath", "wait") else "."
+        for n in gm.graph.nodes
+        if n.op == "call_function"
+    ]
 
 
 def placed(gm, machine=EVEN):

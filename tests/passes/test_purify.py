@@ -43,12 +43,15 @@ def program_of(loss):
     return before.gm, after.gm
 
 
-@pytest.mark.parametrize("loss", [
-    lambda x, w: (x * 2).add_(1).mul_(3).mul(w).sum(),
-    lambda x, w: torch.zeros(8).copy_(x).mul(w).sum(),
-    lambda x, w: (x.clone().clamp_(min=0) * w).sum(),
-    lambda x, w: (x.exp().masked_fill_(x > 0, 2.0) * w).sum(),
-])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, w: (x * 2).add_(1).mul_(3).mul(w).sum(),
+        lambda x, w: torch.zeros(8).copy_(x).mul(w).sum(),
+        lambda x, w: (x.clone().clamp_(min=0) * w).sum(),
+        lambda x, w: (x.exp().masked_fill_(x > 0, 2.0) * w).sum(),
+    ],
+)
 def test_what_is_pure_after_all(loss):
     before, after = program_of(loss)
     assert written(before) and not written(after)
@@ -98,8 +101,11 @@ def test_no_write_into_state_is_touched():
         (loss, buffers), grads = state.value_and_grad(loss_fn, has_aux=True)(batch)
         return state.apply_gradients(grads).replace(extra=buffers), loss
 
-    state = zerofn.shard(zerofn.TrainState.create(
-        params=dict(module.named_parameters()), tx=optim.sgd(0.1), extra=dict(module.named_buffers())))
+    state = zerofn.shard(
+        zerofn.TrainState.create(
+            params=dict(module.named_parameters()), tx=optim.sgd(0.1), extra=dict(module.named_buffers())
+        )
+    )
     batch = torch.randn(6, 4)
     plain, pure = captured(step, state, batch, canonicalize), captured(step, state, batch, canonicalize, functionalize)
     assert same(results(pure, state, batch), results(plain, state, batch))

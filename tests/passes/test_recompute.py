@@ -22,8 +22,16 @@ def kept(plan):
 
 def with_remat(remat, stage=3, num_microbatches=1, precision=None):
     """(plan, losses and parameters) after two steps."""
-    return trained(LAYERS, ROWS, optim.adamw(1e-2), 2, stage=stage, num_microbatches=num_microbatches,
-                   precision=precision, remat=remat)
+    return trained(
+        LAYERS,
+        ROWS,
+        optim.adamw(1e-2),
+        2,
+        stage=stage,
+        num_microbatches=num_microbatches,
+        precision=precision,
+        remat=remat,
+    )
 
 
 def compared(stage, num_microbatches, precision):
@@ -79,15 +87,17 @@ def layer_of(name):
 
 
 def gpt2():
-    config = hf.GPT2Config(n_layer=12, vocab_size=64, n_positions=32, n_embd=32, n_head=4, bos_token_id=1,
-                           eos_token_id=2)
+    config = hf.GPT2Config(
+        n_layer=12, vocab_size=64, n_positions=32, n_embd=32, n_head=4, bos_token_id=1, eos_token_id=2
+    )
     return hf.GPT2LMHeadModel(config), {"input_ids": torch.randint(0, 64, (2, 32))}
 
 
 def t5():
     """What relative positions add is used by all layers."""
-    config = hf.T5Config(num_layers=6, vocab_size=64, d_model=32, d_kv=8, d_ff=96, num_heads=4, use_cache=False,
-                         decoder_start_token_id=0)
+    config = hf.T5Config(
+        num_layers=6, vocab_size=64, d_model=32, d_kv=8, d_ff=96, num_heads=4, use_cache=False, decoder_start_token_id=0
+    )
     ids = torch.randint(0, 64, (2, 32))
     return hf.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids}
 
@@ -120,7 +130,7 @@ def test_a_deep_model_keeps_little(model, times):
 
 def test_what_is_computed_again_is_marked_and_nothing_else_is_added():
     plan, _ = with_remat("full", num_microbatches=2)
-    (_, body), = loops(plan.graph)
+    ((_, body),) = loops(plan.graph)
     again = [n for n in body.graph.nodes if n.meta.get(AGAIN)]
     assert again and all(n.meta["phase"] == "backward" for n in again)
     assert not any(n.meta.get(AGAIN) for n in plan.graph.graph.nodes)
@@ -147,8 +157,9 @@ class Still(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16),
-                                                             torch.nn.Tanh()) for _ in range(6))).eval()
+        self.net = torch.nn.Sequential(
+            *(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16), torch.nn.Tanh()) for _ in range(6))
+        ).eval()
 
     def forward(self, x):
         return self.net(x)
@@ -187,10 +198,13 @@ def no_backward(state, batch):
     return loss_of(MODULE)(zerofn.gather(state.params), batch)
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"remat": "some"}, "remat='some' is not known; there are 'full', 'auto' and None"),
-    ({"remat": "auto", "memory": "1GB"}, "decides what is computed again; leave remat='auto' out"),
-])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"remat": "some"}, "remat='some' is not known; there are 'full', 'auto' and None"),
+        ({"remat": "auto", "memory": "1GB"}, "decides what is computed again; leave remat='auto' out"),
+    ],
+)
 def test_options_that_cannot_be(options, message):
     with pytest.raises(ValueError, match=message):
         zerofn.compile(no_backward, **options)

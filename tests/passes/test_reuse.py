@@ -12,6 +12,7 @@ X = torch.randn(64, SMALLEST // 64)
 
 def program_of(fn, *passes):
     """`fn(x)` of the batch, as a step that returns it."""
+
     def step(state, batch):
         return fn(batch["x"])
 
@@ -77,12 +78,12 @@ def test_what_came_by_reuse_is_followed():
 
 def test_a_whole_step_keeps_its_bits():
     module = torch.nn.Sequential(
-        torch.nn.Linear(16, 300), torch.nn.SiLU(), torch.nn.Linear(300, 300), torch.nn.GELU(), torch.nn.Linear(300, 1))
+        torch.nn.Linear(16, 300), torch.nn.SiLU(), torch.nn.Linear(300, 300), torch.nn.GELU(), torch.nn.Linear(300, 1)
+    )
     batch = {"x": torch.randn(32, 16)}
 
     def step(state, b):
-        loss, grads = state.value_and_grad(
-            lambda p, b: functional_call(module, p, (b["x"],)).square().mean())(b)
+        loss, grads = state.value_and_grad(lambda p, b: functional_call(module, p, (b["x"],)).square().mean())(b)
         return state.apply_gradients(grads), loss
 
     state = state_of(module, 3)

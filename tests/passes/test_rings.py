@@ -233,8 +233,10 @@ def test_budgets_leave_room_for_them(ranks):
 def in_turn(with_budgets):
     """Losses of a step with a budget, of which static buffers take little, and one without, of which they take more."""
     module, batch, losses = build(DEEP), batch_of(dist.get_rank(), rows=256), []
-    steps = [zerofn.compile(train_step_of(module), memory="1GB" if with_budgets else None),
-             zerofn.compile(train_step_of(module))]
+    steps = [
+        zerofn.compile(train_step_of(module), memory="1GB" if with_budgets else None),
+        zerofn.compile(train_step_of(module)),
+    ]
     states = [state_of(module, 2), state_of(module, 3)]
     for _ in range(3):
         for k, step in enumerate(steps):
@@ -278,8 +280,10 @@ def test_packing_keeps_apart_what_is_there_at_one_time():
     random.seed(0)
     node = Graph().placeholder("x")
     for _ in range(200):
-        spans = [Span(node, start, start + random.randrange(8), random.randrange(1, 9) * 512)
-                 for start in (random.randrange(40) for _ in range(20))]
+        spans = [
+            Span(node, start, start + random.randrange(8), random.randrange(1, 9) * 512)
+            for start in (random.randrange(40) for _ in range(20))
+        ]
         places, nbytes = pack(spans)
         pairs = list(zip(spans, places, strict=True))
         for k, (a, at) in enumerate(pairs):

@@ -86,7 +86,8 @@ def test_the_graph_after_each_pass_is_written_down(tmp_path, monkeypatch):
     run(program, donating=True)
     names = ["capture", *(p.__name__ for p in (*SCHEDULE, *WHOLE_STEP, *DONATION, *LAST))]
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        f"train_step.{k:02}.{name}.rank0.py" for k, name in enumerate(names)]
+        f"train_step.{k:02}.{name}.rank0.py" for k, name in enumerate(names)
+    ]
     first, last = ((tmp_path / f"train_step.{k:02}.{names[k]}.rank0.py").read_text() for k in (0, len(names) - 1))
     assert "run_loop" in first and "detach" in first and "addmm" in first  # the loop's body as well
     assert "adamw_" in last and len(last) < len(first)

@@ -81,7 +81,7 @@ def moves(gm):
     pairs = []
     for node in gm.graph.nodes:
         if node.target is ops.bring.default and node.args[1].type == "meta":
-            back, = wait_of(node).users
+            (back,) = wait_of(node).users
             assert back.target is ops.bring.default and back.args[1].type == "cpu"
             pairs.append((node, back))
     return pairs
@@ -104,7 +104,7 @@ def test_what_is_away_takes_nothing(num_microbatches):
 def test_on_the_host_is_counted_what_is_there_at_once():
     """A step that goes forward and back twice has the host's memory twice."""
     two = planned(all_away, 2)[0]
-    (_, body), = loops(two.graph)
+    ((_, body),) = loops(two.graph)
     assert len(moves(body)) * ACTIVATION == two.memory().host
     first, *_ = moves(body)
     last = touches(body.graph, roots(body.graph))[first[0]][-1]
@@ -144,8 +144,10 @@ def stash_all(monkeypatch, drop=False):
     def decide(program, **options):
         found = [[x.memory.name for x in stays(gm.graph)] for gm in graphs(program.gm)]
         again = [{x.name for x in Segments(gm.graph).activations} for gm in graphs(program.gm)]
-        names = [frozenset(n for k, n in enumerate(x) if drop and k % 2 and n in y)
-                 for x, y in zip(found, again, strict=True)]
+        names = [
+            frozenset(n for k, n in enumerate(x) if drop and k % 2 and n in y)
+            for x, y in zip(found, again, strict=True)
+        ]
         told.append(sum(map(len, found)) - sum(map(len, names)))
         return [Choice(stashed=frozenset(x) - y, dropped=y) for x, y in zip(found, names, strict=True)]
 
@@ -173,13 +175,15 @@ def test_the_bits_are_the_same(monkeypatch, num_microbatches, drop):
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_models(monkeypatch, name):
     """Whose backward passes read views of what was kept."""
+
     def one_step():
         torch.manual_seed(0)
         model, inputs = tiny_models.BUILDERS[name]().train(), tiny_models.batch(name)
 
         def train_step(state, batch):
             loss, grads = state.value_and_grad(
-                lambda p, x: functional_call(model, p, (), x).logits.float().square().mean())(batch)
+                lambda p, x: functional_call(model, p, (), x).logits.float().square().mean()
+            )(batch)
             return state.apply_gradients(grads), loss
 
         plain = zerofn.TrainState.create(params=dict(model.named_parameters()), tx=optim.adamw(1e-2))
@@ -320,8 +324,10 @@ def test_the_host_goes_on_while_activations_leave(monkeypatch, parked):
     told, gpu = [], torch.device("cuda")
     fake = types.SimpleNamespace(
         empty_like=lambda x, device, pin_memory: There(told, device.type, id(x)),
-        cuda=types.SimpleNamespace(current_stream=lambda device: Stream(told, "device"),
-                                   stream=lambda stream: contextlib.nullcontext()))
+        cuda=types.SimpleNamespace(
+            current_stream=lambda device: Stream(told, "device"), stream=lambda stream: contextlib.nullcontext()
+        ),
+    )
     monkeypatch.setattr(host_tensor, "torch", fake)
     monkeypatch.setattr(host_tensor, "_stream", lambda device, towards: Stream(told, f"to {towards}"))
     x = There(told, "cuda", 1)

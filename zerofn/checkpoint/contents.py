@@ -59,8 +59,9 @@ def take_apart(state: Any, what: str) -> tuple[list[Part], PyTreeSpec]:
         _check_value(part, what)
         for leaf in leaves_of(part):
             if leaf.name in seen:
-                raise ValueError(f"{what}: two leaves are called {leaf.name!r}; rename one, so that names "
-                                 "tell them apart.")
+                raise ValueError(
+                    f"{what}: two leaves are called {leaf.name!r}; rename one, so that names tell them apart."
+                )
             seen.add(leaf.name)
             _check_dtype(leaf, what)
     return parts, treedef
@@ -73,8 +74,11 @@ def leaves_of(part: Part) -> list[LeafInfo]:
         return [LeafInfo(part.name, tuple(getattr(part.value, "shape", ())), dtype, optional=part.optional)]
     layout = part.value.layout
     names, kinds = tree.field_names(layout.treedef), kinds_of(part.value)
-    return [LeafInfo(join(part.name, names[leaf.index]), leaf.shape, kinds[i].dtype, i, leaf.offset, part.optional)
-            for i, unit in enumerate(layout.units) for leaf in unit.leaves]
+    return [
+        LeafInfo(join(part.name, names[leaf.index]), leaf.shape, kinds[i].dtype, i, leaf.offset, part.optional)
+        for i, unit in enumerate(layout.units)
+        for leaf in unit.leaves
+    ]
 
 
 def kinds_of(sharded: Sharded) -> list[Kind]:
@@ -97,8 +101,10 @@ def describe(parts: Iterable[Part]) -> list[str]:
     for part in parts:
         if is_sharded(part.value):
             spec = part.value.spec
-            lines.append(f"{part.name}: stage {spec.stage}, {spec.axis.size} ranks, "
-                         f"{[(u.name, u.size) for u in spec.layout.units]}")
+            lines.append(
+                f"{part.name}: stage {spec.stage}, {spec.axis.size} ranks, "
+                f"{[(u.name, u.size) for u in spec.layout.units]}"
+            )
         lines += [f"{leaf.name} {list(leaf.shape)} {leaf.dtype}" for leaf in leaves_of(part)]
     return lines
 
@@ -112,12 +118,16 @@ def missing_leaf(name: str, where: str, names: Mapping[str, Any], count: int) ->
 
 def _loss_scales(state: Any) -> tuple[str, ...]:
     """The prefixes of the names of loss scales' leaves."""
+
     def stop(x: Any) -> bool:
         return is_sharded(x) or isinstance(x, StaticLossScale | NoLossScale)
 
     nodes, treedef = tree.flatten(state, is_leaf=stop)
-    return tuple(f"{n}." if n else "" for n, x in zip(tree.field_names(treedef), nodes, strict=True)
-                 if isinstance(x, StaticLossScale | NoLossScale))
+    return tuple(
+        f"{n}." if n else ""
+        for n, x in zip(tree.field_names(treedef), nodes, strict=True)
+        if isinstance(x, StaticLossScale | NoLossScale)
+    )
 
 
 def _check_value(part: Part, what: str) -> None:
@@ -125,14 +135,20 @@ def _check_value(part: Part, what: str) -> None:
     if isinstance(x, Sharded) or type(x) in (bool, int, float):
         return
     if not isinstance(x, Tensor):
-        raise TypeError(f"{what}: leaf {part.name!r} is a {type(x).__name__}; a checkpoint holds tensors, "
-                        "ints, floats, bools and None. Keep other things outside the state.")
+        raise TypeError(
+            f"{what}: leaf {part.name!r} is a {type(x).__name__}; a checkpoint holds tensors, "
+            "ints, floats, bools and None. Keep other things outside the state."
+        )
     if x.layout is not torch.strided:
-        raise TypeError(f"{what}: leaf {part.name!r} is a {x.layout} tensor, which safetensors cannot hold; "
-                        "store the dense tensors it is made of.")
+        raise TypeError(
+            f"{what}: leaf {part.name!r} is a {x.layout} tensor, which safetensors cannot hold; "
+            "store the dense tensors it is made of."
+        )
 
 
 def _check_dtype(leaf: LeafInfo, what: str) -> None:
     if leaf.dtype not in CODES:
-        raise TypeError(f"{what}: leaf {leaf.name!r} has dtype {leaf.dtype}, which safetensors cannot hold; "
-                        "store it as another one (torch.view_as_real for complex128).")
+        raise TypeError(
+            f"{what}: leaf {leaf.name!r} has dtype {leaf.dtype}, which safetensors cannot hold; "
+            "store it as another one (torch.view_as_real for complex128)."
+        )

@@ -23,9 +23,15 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
 
-def export(path: str | os.PathLike[str], out: str | os.PathLike[str], *, part: str | None = None,
-           dtype: torch.dtype | None = None, max_shard_size: int | str | None = None,
-           rename: Callable[[str], str | None] | None = None) -> list[Path]:
+def export(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    part: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str | None = None,
+    rename: Callable[[str], str | None] | None = None,
+) -> list[Path]:
     """Write the full parameters of a checkpoint under their logical names; returns the files.
 
     `out`: a file that ends in .safetensors, or a folder that gets `model.safetensors`; with
@@ -43,8 +49,9 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], *, part: s
         entries = _entries(checkpoint, _part(checkpoint, part), dtype, rename)
         if target.suffix == ".safetensors":
             if max_shard_size is not None:
-                raise ValueError(f"{WHAT}: several files need a folder, but out is {target}; give a folder, "
-                                 "or no max_shard_size.")
+                raise ValueError(
+                    f"{WHAT}: several files need a folder, but out is {target}; give a folder, or no max_shard_size."
+                )
             target.parent.mkdir(parents=True, exist_ok=True)
             return [_write(target, entries)]
         target.mkdir(parents=True, exist_ok=True)
@@ -60,13 +67,19 @@ def _part(checkpoint: Checkpoint, part: str | None) -> dict[str, LeafInfo]:
     if part is None and not found:
         return dict(checkpoint.leaves)
     if not found:
-        raise ValueError(f"{WHAT}: {missing_leaf(part or '', str(checkpoint.folder), checkpoint.leaves, 1)} "
-                         f"Its parts are {sorted({n.split('.')[0] for n in checkpoint.leaves})}.")
+        raise ValueError(
+            f"{WHAT}: {missing_leaf(part or '', str(checkpoint.folder), checkpoint.leaves, 1)} "
+            f"Its parts are {sorted({n.split('.')[0] for n in checkpoint.leaves})}."
+        )
     return found
 
 
-def _entries(checkpoint: Checkpoint, leaves: dict[str, LeafInfo], dtype: torch.dtype | None,
-             rename: Callable[[str], str | None] | None) -> list[Entry]:
+def _entries(
+    checkpoint: Checkpoint,
+    leaves: dict[str, LeafInfo],
+    dtype: torch.dtype | None,
+    rename: Callable[[str], str | None] | None,
+) -> list[Entry]:
     def read(saved: str, kind: torch.dtype, a: int, b: int) -> Tensor:
         flat = torch.empty(b - a, dtype=kind)
         checkpoint.read(saved, a, flat)
@@ -78,8 +91,7 @@ def _entries(checkpoint: Checkpoint, leaves: dict[str, LeafInfo], dtype: torch.d
         if new is None:
             continue
         if new in out:
-            raise ValueError(f"{WHAT}: rename gives two leaves the name {new!r}; names must tell leaves "
-                             "apart.")
+            raise ValueError(f"{WHAT}: rename gives two leaves the name {new!r}; names must tell leaves apart.")
         kind = dtype if dtype is not None and leaf.dtype.is_floating_point else leaf.dtype
         out[new] = Entry(new, kind, leaf.shape, partial(read, leaf.name, kind))
     return list(out.values())
@@ -105,8 +117,10 @@ def _write_folder(folder: Path, groups: list[list[Entry]]) -> list[Path]:
         return files
     names = [f"model-{k + 1:05d}-of-{len(groups):05d}.safetensors" for k in range(len(groups))]
     files = [_write(folder / n, g) for n, g in zip(names, groups, strict=True)]
-    index = {"metadata": {"total_size": sum(e.nbytes for g in groups for e in g)},
-             "weight_map": {e.name: n for n, g in zip(names, groups, strict=True) for e in g}}
+    index = {
+        "metadata": {"total_size": sum(e.nbytes for g in groups for e in g)},
+        "weight_map": {e.name: n for n, g in zip(names, groups, strict=True) for e in g},
+    }
     fresh = folder / f"{INDEX}.{os.getpid()}"
     fresh.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     os.replace(fresh, folder / INDEX)
@@ -137,8 +151,7 @@ def _bytes(size: int | str | None) -> int | None:
     if isinstance(size, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
         if found is None or found[2].upper() not in _UNITS:
-            raise ValueError(f"{WHAT}: max_shard_size={size!r} is no size; write bytes, or such as '5GB' or "
-                             "'500MiB'.")
+            raise ValueError(f"{WHAT}: max_shard_size={size!r} is no size; write bytes, or such as '5GB' or '500MiB'.")
         size = int(float(found[1]) * _UNITS[found[2].upper()])
     if size is not None and size <= 0:
         raise ValueError(f"{WHAT}: max_shard_size={size!r} must be positive.")

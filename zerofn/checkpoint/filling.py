@@ -34,8 +34,7 @@ class Filling:
         """
         _check(list(self._wanted()), source.leaves, where)
         scratch = scratch_for((p.value.spec, kinds_of(p.value)) for p in self.parts if is_sharded(p.value))
-        return [self._sharded(p, source, scratch) if is_sharded(p.value) else self._leaf(p, source)
-                for p in self.parts]
+        return [self._sharded(p, source, scratch) if is_sharded(p.value) else self._leaf(p, source) for p in self.parts]
 
     def _wanted(self) -> Iterator[LeafInfo]:
         for part in self.parts:
@@ -91,8 +90,9 @@ def _allocate_like(part: Part, scratch: Store | None) -> Sharded:
         device = torch.accelerator.current_accelerator() or torch.device("cpu")
     is_params = part.name.rpartition(".")[2] == "params"
     cached = like.full is not None or (is_params and spec.stage in (1, 2) and spec.axis.size > 1)
-    return allocate(spec, torch.device("cpu") if device.type == "meta" else device, cached, kinds_of(like),
-                    scratch, part.name)
+    return allocate(
+        spec, torch.device("cpu") if device.type == "meta" else device, cached, kinds_of(like), scratch, part.name
+    )
 
 
 def _check(wanted: list[LeafInfo], leaves: Mapping[str, LeafInfo], where: str) -> None:
@@ -101,13 +101,17 @@ def _check(wanted: list[LeafInfo], leaves: Mapping[str, LeafInfo], where: str) -
     for leaf in wanted:
         saved = leaves[leaf.name]
         if saved.shape != leaf.shape:
-            raise CheckpointError(f"{where}: {leaf.name!r} has shape {saved.shape} there and {leaf.shape} "
-                                  "in `like`; build `like` with the configuration of the model that was "
-                                  "saved.")
+            raise CheckpointError(
+                f"{where}: {leaf.name!r} has shape {saved.shape} there and {leaf.shape} "
+                "in `like`; build `like` with the configuration of the model that was "
+                "saved."
+            )
         if saved.dtype != leaf.dtype:
             if not torch.can_cast(saved.dtype, leaf.dtype):
-                raise CheckpointError(f"{where}: {leaf.name!r} is {saved.dtype} there, which cannot become "
-                                      f"the {leaf.dtype} it is in `like`; give `like` that dtype.")
+                raise CheckpointError(
+                    f"{where}: {leaf.name!r} is {saved.dtype} there, which cannot become "
+                    f"the {leaf.dtype} it is in `like`; give `like` that dtype."
+                )
             cast.append(f"{leaf.name} {_short(saved.dtype)} -> {_short(leaf.dtype)}")
     if cast:
         shown = ", ".join([*cast[:2], *["..."][: len(cast) - 2]])

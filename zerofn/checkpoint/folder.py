@@ -54,8 +54,7 @@ def start(path: Path) -> None:
     Raises `CheckpointError` where `path` is something else than a checkpoint or an empty folder.
     """
     if path.exists() and not is_complete(path) and not (path.is_dir() and not any(path.iterdir())):
-        raise CheckpointError(f"save: {path} is there and is no checkpoint; choose another path, or move it "
-                              "away.")
+        raise CheckpointError(f"save: {path} is there and is no checkpoint; choose another path, or move it away.")
     if not path.exists():
         left = next((p for p in (saving(path), old(path)) if is_complete(p)), None)
         if left is not None:
@@ -105,17 +104,24 @@ def find(path: Path) -> Path:
                 log.warning("load: a save to %s was interrupted just before its end; using %s.", path, folder)
             return folder
     if path.is_file():
-        raise CheckpointError(f"{path} is a file; a checkpoint is a folder with a {MANIFEST}. Weights in a "
-                              ".safetensors file are read with zerofn.load_safetensors(path, like=params).")
+        raise CheckpointError(
+            f"{path} is a file; a checkpoint is a folder with a {MANIFEST}. Weights in a "
+            ".safetensors file are read with zerofn.load_safetensors(path, like=params)."
+        )
     if path.is_dir():
-        raise CheckpointError(f"{path} has no {MANIFEST}, so it is no complete checkpoint; give the folder "
-                              "that zerofn.save(path, state) was given.")
+        raise CheckpointError(
+            f"{path} has no {MANIFEST}, so it is no complete checkpoint; give the folder "
+            "that zerofn.save(path, state) was given."
+        )
     if saving(path).exists():
-        raise CheckpointError(f"{path} is not there: the save that was to make it was interrupted and left "
-                              f"only an unfinished {saving(path).name}. Load an earlier checkpoint; save "
-                              "may be called again.")
-    raise CheckpointError(f"{path} is not there; give the path of a checkpoint made by zerofn.save."
-                          f"{_those_in(path.parent)}")
+        raise CheckpointError(
+            f"{path} is not there: the save that was to make it was interrupted and left "
+            f"only an unfinished {saving(path).name}. Load an earlier checkpoint; save "
+            "may be called again."
+        )
+    raise CheckpointError(
+        f"{path} is not there; give the path of a checkpoint made by zerofn.save.{_those_in(path.parent)}"
+    )
 
 
 def _those_in(folder: Path) -> str:

@@ -45,8 +45,10 @@ def same_everywhere(what: str, path: str | os.PathLike[str], parts: Sequence[Par
     found = first_difference(what, [f"path {os.fspath(path)}", *describe(parts)])
     if found is not None:
         rank, here, there = found
-        raise ValueError(f"{what}: ranks must load the same path into the same layout.\n  rank "
-                         f"{rank_and_size()[0]}: {here}\n  rank {rank}: {there}")
+        raise ValueError(
+            f"{what}: ranks must load the same path into the same layout.\n  rank "
+            f"{rank_and_size()[0]}: {here}\n  rank {rank}: {there}"
+        )
 
 
 def _read(path: Path, parts: list[Part]) -> list[Any]:
@@ -66,13 +68,14 @@ def _match(checkpoint: Checkpoint, parts: list[Part]) -> frozenset[str]:
     fix = "Build `like` with the model, optimizer and extras of the state that was saved."
     missing = [name for name, leaf in wanted.items() if name not in saved and not leaf.optional]
     if missing:
-        raise CheckpointError(f"{missing_leaf(missing[0], str(checkpoint.folder), saved, len(missing))} "
-                              f"{fix}")
+        raise CheckpointError(f"{missing_leaf(missing[0], str(checkpoint.folder), saved, len(missing))} {fix}")
     unexpected = [name for name, leaf in saved.items() if name not in wanted and not leaf.optional]
     if unexpected:
-        raise CheckpointError(f"{checkpoint.folder}: "
-                              f"{missing_leaf(unexpected[0], '`like`', wanted, len(unexpected))} It was "
-                              f"saved with one. {fix}")
+        raise CheckpointError(
+            f"{checkpoint.folder}: "
+            f"{missing_leaf(unexpected[0], '`like`', wanted, len(unexpected))} It was "
+            f"saved with one. {fix}"
+        )
     absent = frozenset(wanted) - frozenset(saved)
     if absent:
         log.info("%s holds no %s; it is `like`'s own.", checkpoint.folder, ", ".join(sorted(absent)))

@@ -88,17 +88,21 @@ def read_manifest(folder: Path) -> Manifest:
         data = json.loads(path.read_text())
         form, version = data["format"], data["version"]
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: it is no JSON of a ZeroFn checkpoint. Load "
-                              "another checkpoint, or copy this one again.") from error
+        raise CheckpointError(
+            f"{path} is damaged: it is no JSON of a ZeroFn checkpoint. Load another checkpoint, or copy this one again."
+        ) from error
     if form != FORMAT or not isinstance(version, int) or version > VERSION:
-        raise CheckpointError(f"{path} has format {form!r}, version {version!r}; this ZeroFn reads "
-                              f"{FORMAT!r} up to version {VERSION}. Load it with the ZeroFn that wrote it "
-                              f"({data.get('versions')}).")
+        raise CheckpointError(
+            f"{path} has format {form!r}, version {version!r}; this ZeroFn reads "
+            f"{FORMAT!r} up to version {VERSION}. Load it with the ZeroFn that wrote it "
+            f"({data.get('versions')})."
+        )
     try:
         return _parse(data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}. Load another "
-                              "checkpoint, or copy this one again.") from error
+        raise CheckpointError(
+            f"{path} is damaged: {type(error).__name__}: {error}. Load another checkpoint, or copy this one again."
+        ) from error
 
 
 def _parse(data: dict[str, Any]) -> Manifest:
@@ -113,8 +117,14 @@ def _parse(data: dict[str, Any]) -> Manifest:
 
 
 def _tree(t: dict[str, Any]) -> SavedTree:
-    return SavedTree(t["path"], t["stage"], t["num_pieces"], tuple(t["files"]), tuple(map(_unit, t["units"])),
-                     tuple(map(_leaf, t["leaves"])))
+    return SavedTree(
+        t["path"],
+        t["stage"],
+        t["num_pieces"],
+        tuple(t["files"]),
+        tuple(map(_unit, t["units"])),
+        tuple(map(_leaf, t["leaves"])),
+    )
 
 
 def _unit(u: dict[str, Any]) -> SavedUnit:

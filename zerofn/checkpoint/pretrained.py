@@ -20,8 +20,9 @@ from .tensor_file import CheckpointError
 WHAT = "zerofn.load_safetensors"
 
 
-def load_safetensors(path: str | os.PathLike[str], like: Any, *, strict: bool = True,
-                     rename: Callable[[str], str | None] | None = None) -> Any:
+def load_safetensors(
+    path: str | os.PathLike[str], like: Any, *, strict: bool = True, rename: Callable[[str], str | None] | None = None
+) -> Any:
     """Pretrained weights, laid out as the parameters `like` are (`Sharded`, or a plain tree), in their
     dtypes.
 
@@ -45,8 +46,7 @@ def load_safetensors(path: str | os.PathLike[str], like: Any, *, strict: bool = 
     return tree.unflatten(treedef, values)
 
 
-def _read(path: Path, parts: list[Part], strict: bool, rename: Callable[[str], str | None] | None
-          ) -> list[Any]:
+def _read(path: Path, parts: list[Part], strict: bool, rename: Callable[[str], str | None] | None) -> list[Any]:
     weights = Weights(path, rename)
     try:
         absent = _match(weights, parts, path, strict)
@@ -65,20 +65,32 @@ def _match(weights: Weights, parts: list[Part], path: Path, strict: bool) -> fro
         raise CheckpointError(_mismatch(wanted, weights.leaves, missing, unexpected, path))
     if missing or unexpected:
         shown = [", ".join(names[:3]) for names in (missing, unexpected)]
-        log.info("%s: %d of %d leaves keep their values (%s), %d tensors are left out (%s).", path,
-                 len(missing), len(wanted), shown[0], len(unexpected), shown[1])
+        log.info(
+            "%s: %d of %d leaves keep their values (%s), %d tensors are left out (%s).",
+            path,
+            len(missing),
+            len(wanted),
+            shown[0],
+            len(unexpected),
+            shown[1],
+        )
     return frozenset(missing)
 
 
-def _mismatch(wanted: Mapping[str, Any], found: Mapping[str, Any], missing: list[str], unexpected: list[str],
-              path: Path) -> str:
+def _mismatch(
+    wanted: Mapping[str, Any], found: Mapping[str, Any], missing: list[str], unexpected: list[str], path: Path
+) -> str:
     hint = _hint(list(wanted), list(found))
     if missing:
-        fix = hint or ("Build `like` with the configuration of these weights, give rename=, or pass "
-                       "strict=False to keep its values.")
+        fix = hint or (
+            "Build `like` with the configuration of these weights, give rename=, or pass "
+            "strict=False to keep its values."
+        )
         return f"{missing_leaf(missing[0], str(path), found, len(missing))} {fix}"
-    fix = hint or ("Leave it out with rename=lambda name: None if name == ... else name (a tied weight "
-                   "that is stored twice, say), or pass strict=False.")
+    fix = hint or (
+        "Leave it out with rename=lambda name: None if name == ... else name (a tied weight "
+        "that is stored twice, say), or pass strict=False."
+    )
     return f"{path}: {missing_leaf(unexpected[0], '`like`', wanted, len(unexpected))} {fix}"
 
 
@@ -87,15 +99,19 @@ def _hint(wanted: list[str], found: list[str]) -> str:
     for prefix in _prefixes(found, wanted):
         bare = {n.removeprefix(prefix) for n in found}
         if bare >= set(wanted):
-            return (f"All names match after removing the prefix {prefix!r}; write rename=lambda name: "
-                    f"name.removeprefix({prefix!r}){_rest(bare - set(wanted))}.")
+            return (
+                f"All names match after removing the prefix {prefix!r}; write rename=lambda name: "
+                f"name.removeprefix({prefix!r}){_rest(bare - set(wanted))}."
+            )
     for prefix in _prefixes(wanted, found):
         longer = {prefix + n for n in found}
         if prefix == "params." and longer <= set(wanted):
             return "`like` is a whole state; pass like=state.params."
         if longer <= set(wanted) or longer >= set(wanted):
-            return (f"Names match after adding the prefix {prefix!r}; write rename=lambda name: "
-                    f"{prefix!r} + name{_rest(longer ^ set(wanted))}.")
+            return (
+                f"Names match after adding the prefix {prefix!r}; write rename=lambda name: "
+                f"{prefix!r} + name{_rest(longer ^ set(wanted))}."
+            )
     return ""
 
 

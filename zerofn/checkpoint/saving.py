@@ -93,12 +93,16 @@ class _Job:
         rank, here, there = found
         name = here.partition(" = ")[0]
         if " = " in here and name == there.partition(" = ")[0]:
-            raise ValueError(f"{WHAT}: the replicated leaf {name!r} differs between rank "
-                             f"{rank_and_size()[0]} and rank {rank}; make it equal before saving "
-                             "(zerofn.collectives.all_reduce, or the same code and seed on all ranks), or "
-                             "keep what differs outside the state.")
-        raise ValueError(f"{WHAT}: ranks must save the same state to the same path.\n  rank "
-                         f"{rank_and_size()[0]}: {here}\n  rank {rank}: {there}")
+            raise ValueError(
+                f"{WHAT}: the replicated leaf {name!r} differs between rank "
+                f"{rank_and_size()[0]} and rank {rank}; make it equal before saving "
+                "(zerofn.collectives.all_reduce, or the same code and seed on all ranks), or "
+                "keep what differs outside the state."
+            )
+        raise ValueError(
+            f"{WHAT}: ranks must save the same state to the same path.\n  rank "
+            f"{rank_and_size()[0]}: {here}\n  rank {rank}: {there}"
+        )
 
     def _replicas(self) -> Iterator[tuple[str, str]]:
         """(name, digest) of every leaf that each rank holds whole."""
@@ -121,8 +125,10 @@ class _Job:
             first = {ranks[k]: r for r, ranks in reversed(list(enumerate(held)))}
             size = part.value.spec.axis.size
             if len(first) != size:
-                raise CheckpointError(f"{WHAT}: {part.name!r} is in {size} pieces, but only ranks "
-                                      f"{sorted(first)} of its axis are here; every rank must call save.")
+                raise CheckpointError(
+                    f"{WHAT}: {part.name!r} is in {size} pieces, but only ranks "
+                    f"{sorted(first)} of its axis are here; every rank must call save."
+                )
             out.append([first[p] for p in range(size)])
         return out
 
@@ -135,8 +141,9 @@ class _Job:
             if owner[spec.axis.rank] == rank:
                 entries += [_own(u.tensor, part.value, i) for i, u in enumerate(saved.units)]
         if rank == 0:
-            entries += [Entry.of(r.tensor, p.tensor)
-                        for r, p in zip(self._saved_leaves(), self.replicated, strict=True)]
+            entries += [
+                Entry.of(r.tensor, p.tensor) for r, p in zip(self._saved_leaves(), self.replicated, strict=True)
+            ]
         if not entries:
             return None
         return write_file(folder.saving(self.path) / _file(rank), entries)
@@ -146,12 +153,20 @@ class _Job:
         for name, written in files.items():
             file = folder.saving(self.path) / name
             if not file.exists() or file.stat().st_size != written.nbytes:
-                raise CheckpointError(f"{WHAT}: rank 0 does not see the whole of {file}; {self.path} must "
-                                      "lie on a file system that all ranks share.")
+                raise CheckpointError(
+                    f"{WHAT}: rank 0 does not see the whole of {file}; {self.path} must "
+                    "lie on a file system that all ranks share."
+                )
         step = next((p.tensor for p in self.replicated if p.name == "step"), None)
         number = int(step) if step is not None and step.numel() == 1 else None
-        manifest = Manifest(rank_and_size()[1], tuple(self._saved_trees(owners)), tuple(self._saved_leaves()),
-                            files, number, _versions())
+        manifest = Manifest(
+            rank_and_size()[1],
+            tuple(self._saved_trees(owners)),
+            tuple(self._saved_leaves()),
+            files,
+            number,
+            _versions(),
+        )
         manifest.write(folder.saving(self.path))
         folder.put_in_place(self.path)
 
@@ -162,7 +177,8 @@ class _Job:
             files = tuple(map(_file, owner))
             units = tuple(
                 SavedUnit(u.name, u.size, p.dtype, u.trainable, _unique(f"{part.name}/{u.name}", used))
-                for u, p in zip(sharded.layout.units, sharded.stored, strict=True))
+                for u, p in zip(sharded.layout.units, sharded.stored, strict=True)
+            )
             yield SavedTree(part.name, sharded.spec.stage, len(files), files, units, tuple(leaves_of(part)))
 
     def _saved_leaves(self) -> Iterator[SavedLeaf]:

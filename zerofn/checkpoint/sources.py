@@ -72,8 +72,10 @@ class Checkpoint:
         for name, written in self.manifest.files.items():
             file = self.folder / name
             if not file.exists():
-                raise CheckpointError(f"{file} is missing: the checkpoint has {len(self.manifest.files)} "
-                                      f"files, and each holds a part of every parameter. {fix}")
+                raise CheckpointError(
+                    f"{file} is missing: the checkpoint has {len(self.manifest.files)} "
+                    f"files, and each holds a part of every parameter. {fix}"
+                )
             if file.stat().st_size != written.nbytes:
                 TensorFile(file, written, fix)  # raises, and says what is wrong
 
@@ -115,8 +117,10 @@ class Weights:
                 if name is None:
                     continue
                 if name in self._where:
-                    raise ValueError(f"load_safetensors: {self._where[name][1]!r} and {tensor!r} would both "
-                                     f"be {name!r}; let rename return None for one of them.")
+                    raise ValueError(
+                        f"load_safetensors: {self._where[name][1]!r} and {tensor!r} would both "
+                        f"be {name!r}; let rename return None for one of them."
+                    )
                 self._where[name] = (file, tensor)
                 opened = self._files[file]
                 self.leaves[name] = LeafInfo(name, opened.shape(tensor), opened.dtype(tensor))
@@ -138,39 +142,49 @@ def _weight_files(path: Path) -> tuple[Path, list[str]]:
             return path.parent, _indexed(path)
         return path.parent, [path.name]
     if not path.is_dir():
-        raise CheckpointError(f"load_safetensors: {path} is not there; give a .safetensors file, or a "
-                              "folder with model.safetensors or model.safetensors.index.json.")
+        raise CheckpointError(
+            f"load_safetensors: {path} is not there; give a .safetensors file, or a "
+            "folder with model.safetensors or model.safetensors.index.json."
+        )
     if (path / "model.safetensors").is_file():
         return path, ["model.safetensors"]
     if (path / "model.safetensors.index.json").is_file():
         return path, _indexed(path / "model.safetensors.index.json")
     if (path / MANIFEST).is_file():
-        raise CheckpointError(f"load_safetensors: {path} is a ZeroFn checkpoint; read it with "
-                              "zerofn.load(path, like=state), or make plain weights of it with "
-                              "zerofn.export(path, out).")
+        raise CheckpointError(
+            f"load_safetensors: {path} is a ZeroFn checkpoint; read it with "
+            "zerofn.load(path, like=state), or make plain weights of it with "
+            "zerofn.export(path, out)."
+        )
     found = sorted(p.name for p in path.glob("*.safetensors"))
     if len(found) == 1:
         return path, found
-    raise CheckpointError(f"load_safetensors: {path} has neither model.safetensors nor its index"
-                          + (f", but {found}; give one of these files." if found else _pickled(path)))
+    raise CheckpointError(
+        f"load_safetensors: {path} has neither model.safetensors nor its index"
+        + (f", but {found}; give one of these files." if found else _pickled(path))
+    )
 
 
 def _pickled(path: Path) -> str:
     found = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
     if not found:
         return " and no .safetensors file; give a path that has one."
-    return (f", but pickled weights, {found[:4]}, which are not read here; convert them once: "
-            "safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors').")
+    return (
+        f", but pickled weights, {found[:4]}, which are not read here; convert them once: "
+        "safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')."
+    )
 
 
 def _indexed(index: Path) -> list[str]:
     try:
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is damaged: it has no 'weight_map' from names to files. "
-                              "Copy or download it again.") from error
+        raise CheckpointError(
+            f"{index} is damaged: it has no 'weight_map' from names to files. Copy or download it again."
+        ) from error
     missing = [f for f in files if not (index.parent / f).is_file()]
     if missing:
-        raise CheckpointError(f"{index.parent / missing[0]} is missing, though {index.name} names it. Copy "
-                              "or download it again.")
+        raise CheckpointError(
+            f"{index.parent / missing[0]} is missing, though {index.name} names it. Copy or download it again."
+        )
     return files

@@ -133,8 +133,7 @@ class TensorFile:
     `fix` ends those messages.
     """
 
-    def __init__(self, path: Path, expected: Written | None = None, fix: str = "Copy or download it again."
-                 ) -> None:
+    def __init__(self, path: Path, expected: Written | None = None, fix: str = "Copy or download it again.") -> None:
         self.path, self.fix = path, fix
         self._file: BinaryIO | None = None
         self._held: tuple[str, int] = ("", -1)
@@ -186,8 +185,10 @@ class TensorFile:
             raise CheckpointError(f"{self.path} became shorter while it was read. {self.fix}")
         check = self._checks.get(name, "")[8 * k : 8 * k + 8]
         if check and f"{zlib.crc32(data):08x}" != check:
-            raise CheckpointError(f"{self.path} is damaged: the bytes of {name!r} from {k * BLOCK:,} on are "
-                                  f"not those that were written. {self.fix}")
+            raise CheckpointError(
+                f"{self.path} is damaged: the bytes of {name!r} from {k * BLOCK:,} on are "
+                f"not those that were written. {self.fix}"
+            )
         self._held, self._block = (name, k), block
         return block
 
@@ -199,19 +200,23 @@ class TensorFile:
     def _read_header(self, expected: Written | None) -> dict[str, Any]:
         size = os.stat(self.path).st_size
         if expected is not None and size != expected.nbytes:
-            raise CheckpointError(f"{self.path} has {size:,} bytes, but {expected.nbytes:,} were written: "
-                                  f"it is {'truncated' if size < expected.nbytes else 'another file'}. "
-                                  f"{self.fix}")
+            raise CheckpointError(
+                f"{self.path} has {size:,} bytes, but {expected.nbytes:,} were written: "
+                f"it is {'truncated' if size < expected.nbytes else 'another file'}. "
+                f"{self.fix}"
+            )
         with open(self.path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             text = file.read(min(length, size))
         if size < 8 or length > size - 8:
-            raise CheckpointError(f"{self.path} is truncated or no safetensors file: its {size:,} bytes end "
-                                  f"inside its header. {self.fix}")
+            raise CheckpointError(
+                f"{self.path} is truncated or no safetensors file: its {size:,} bytes end inside its header. {self.fix}"
+            )
         crc = zlib.crc32(text, zlib.crc32(length.to_bytes(8, "little")))
         if expected is not None and f"{crc:08x}" != expected.header:
-            raise CheckpointError(f"{self.path} is damaged, or from another save: its header is not the one "
-                                  f"that was written. {self.fix}")
+            raise CheckpointError(
+                f"{self.path} is damaged, or from another save: its header is not the one that was written. {self.fix}"
+            )
         self._data = 8 + length
         return self._checked(text, size)
 
@@ -222,18 +227,22 @@ class TensorFile:
             tensors = [(n, e) for n, e in header.items() if n != "__metadata__"]
             end = self._data + max((e["data_offsets"][1] for _, e in tensors), default=0)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{self.path} is no safetensors file: its header cannot be read. {self.fix}"
-                                  ) from error
+            raise CheckpointError(
+                f"{self.path} is no safetensors file: its header cannot be read. {self.fix}"
+            ) from error
         if size < end:
             raise CheckpointError(f"{self.path} is truncated: it has {size:,} of {end:,} bytes. {self.fix}")
         for name, e in tensors:
             first, last = e["data_offsets"]
             dtype = DTYPES.get(e["dtype"])
             if dtype is None:
-                raise CheckpointError(f"{self.path}: {name!r} has dtype {e['dtype']}, which cannot be read. "
-                                      f"Known are {sorted(DTYPES)}.")
+                raise CheckpointError(
+                    f"{self.path}: {name!r} has dtype {e['dtype']}, which cannot be read. Known are {sorted(DTYPES)}."
+                )
             if first < 0 or last - first != math.prod(e["shape"]) * dtype.itemsize:
-                raise CheckpointError(f"{self.path} is no valid safetensors file: {name!r} has shape "
-                                      f"{e['shape']} and dtype {e['dtype']}, but {last - first} bytes. "
-                                      f"{self.fix}")
+                raise CheckpointError(
+                    f"{self.path} is no valid safetensors file: {name!r} has shape "
+                    f"{e['shape']} and dtype {e['dtype']}, but {last - first} bytes. "
+                    f"{self.fix}"
+                )
         return header

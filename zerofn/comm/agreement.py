@@ -42,8 +42,10 @@ T = TypeVar("T")
 def refuse_after_failure() -> None:
     """Raise `RuntimeError` once this process has taken its group down: alone, it is no rank of the job."""
     if _taken_down is not None and not dist.is_initialized():
-        raise RuntimeError(f"the process group was taken down because {_taken_down}\n"
-                           "Restart the processes and load the last checkpoint.")
+        raise RuntimeError(
+            f"the process group was taken down because {_taken_down}\n"
+            "Restart the processes and load the last checkpoint."
+        )
 
 
 def group_named(name: str) -> dist.ProcessGroup:
@@ -139,8 +141,10 @@ def explained(error: BaseException) -> BaseException:
     if message is not None:
         return RuntimeError(f"stopped, because another rank failed. {message}")
     if "closed by peer" in str(error) or "reset by peer" in str(error):
-        return RuntimeError("stopped, because another rank has ended: it left the program, was killed, or took fewer "
-                            "steps than this one. What it printed last says more.")
+        return RuntimeError(
+            "stopped, because another rank has ended: it left the program, was killed, or took fewer "
+            "steps than this one. What it printed last says more."
+        )
     return error
 
 
@@ -195,10 +199,12 @@ def _await(store: dist.Store, number: int, rank: int, what: str, text: str) -> s
             last = f"zerofn/last/{rank}"
             seen = store.get(last).decode().replace("\0", ": ") if store.check([last]) else "nothing yet"
             mine = f"{what}: {text}"
-            message = (f"{what}: rank {rank} did not come within {PATIENCE:g} s. Every rank must call with the same "
-                       "structure, shapes and dtypes. If it was only late, preparing data, say: have ranks meet in "
-                       "torch.distributed.barrier() before, or set ZEROFN_PATIENCE to more seconds.\n"
-                       f"  here: {_apart(mine, seen)}\n  rank {rank} last had: {_apart(seen, mine)}")
+            message = (
+                f"{what}: rank {rank} did not come within {PATIENCE:g} s. Every rank must call with the same "
+                "structure, shapes and dtypes. If it was only late, preparing data, say: have ranks meet in "
+                "torch.distributed.barrier() before, or set ZEROFN_PATIENCE to more seconds.\n"
+                f"  here: {_apart(mine, seen)}\n  rank {rank} last had: {_apart(seen, mine)}"
+            )
             abandon(message)
             raise RuntimeError(message)
     return store.get(key).decode()
@@ -245,8 +251,10 @@ def _difference(what: str, text: str, rank: int, other: str) -> str:
             return f"{what}: ranks differ.\n  rank {dist.get_rank()}: {a}\n  rank {rank}: {b}"
     own, shorter = dist.get_rank(), min(len(here), len(there))
     longest, last = (own, here) if len(here) > len(there) else (rank, there)
-    return (f"{what}: ranks differ. Rank {own} has {len(here)} lines, rank {rank} {len(there)}; rank {longest} goes on "
-            f"with: {last[shorter]}")
+    return (
+        f"{what}: ranks differ. Rank {own} has {len(here)} lines, rank {rank} {len(there)}; rank {longest} goes on "
+        f"with: {last[shorter]}"
+    )
 
 
 def fingerprint(text: str) -> str:

@@ -124,8 +124,9 @@ def _is_gloo(group: str, tensor: Tensor) -> bool:
     return "gloo" in dist.get_backend(group_named(group)) and tensor.device.type == "cpu"
 
 
-def all_gather_start(piece: Tensor, size: int, group: str, unit: str, own: Sequence[int] | None = None,
-                     place: Sequence[int] = ()) -> Tensor:
+def all_gather_start(
+    piece: Tensor, size: int, group: str, unit: str, own: Sequence[int] | None = None, place: Sequence[int] = ()
+) -> Tensor:
     """piece [s] on each rank -> [size * s], pieces in rank order. `own`: the interval of this rank's piece that is
     needed there; by default all of it. `place`: in an arena; by default it is memory of its own."""
     full = empty(size * piece.numel(), piece.dtype, piece.device, place)
@@ -205,14 +206,29 @@ def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
     return under_way(out, works, (x,))
 
 
-define("all_gather(Tensor piece, int size, str group, str unit, *, int[]? own=None, int[] place=[]) -> Tensor",
-       all_gather_start, lambda piece, size, group, unit, own=None, place=(): piece.new_empty(piece.numel() * size))
-define("reduce_scatter(Tensor flat, int size, str group, str unit) -> Tensor", reduce_scatter_start,
-        lambda flat, size, group, unit: flat.new_empty(flat.numel() // size))
-define("refresh_(Tensor(a!) full, int rank, int size, str group, str unit) -> ()", refresh_start,
-        lambda full, rank, size, group, unit: None)
-define("exchange(Tensor rows, int size, str group) -> Tensor", exchange_start,
-        lambda rows, size, group: torch.empty_like(rows))
-define("permute(Tensor x, int[] sources, str group) -> Tensor", permute_start,
-        lambda x, sources, group: torch.empty_like(x))
+define(
+    "all_gather(Tensor piece, int size, str group, str unit, *, int[]? own=None, int[] place=[]) -> Tensor",
+    all_gather_start,
+    lambda piece, size, group, unit, own=None, place=(): piece.new_empty(piece.numel() * size),
+)
+define(
+    "reduce_scatter(Tensor flat, int size, str group, str unit) -> Tensor",
+    reduce_scatter_start,
+    lambda flat, size, group, unit: flat.new_empty(flat.numel() // size),
+)
+define(
+    "refresh_(Tensor(a!) full, int rank, int size, str group, str unit) -> ()",
+    refresh_start,
+    lambda full, rank, size, group, unit: None,
+)
+define(
+    "exchange(Tensor rows, int size, str group) -> Tensor",
+    exchange_start,
+    lambda rows, size, group: torch.empty_like(rows),
+)
+define(
+    "permute(Tensor x, int[] sources, str group) -> Tensor",
+    permute_start,
+    lambda x, sources, group: torch.empty_like(x),
+)
 define("wait(Tensor(a) x) -> Tensor(a)", wait_, lambda x: x)

@@ -51,10 +51,26 @@ def this_machine(folder: str | os.PathLike[str] | None = None) -> Machine:
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host / ranks
     host_link, host_rate = (link_rate(device), dram_rate()) if device.type == "cuda" else (0.0, memory_rate)
     found = Machine(
-        platform.node() or "this machine", device.type, ranks, memory, memory_rate, flops, link, link,
-        host_link=host_link, host_memory=host, host_rate=host_rate * ranks, launch=launch, latency=latency, busy=busy,
-        slowest=slowest, disk=_free(folder), disk_read=drive.read if drive else 0.0,
-        disk_write=drive.write if drive else 0.0, measured_on=this_hardware())
+        platform.node() or "this machine",
+        device.type,
+        ranks,
+        memory,
+        memory_rate,
+        flops,
+        link,
+        link,
+        host_link=host_link,
+        host_memory=host,
+        host_rate=host_rate * ranks,
+        launch=launch,
+        latency=latency,
+        busy=busy,
+        slowest=slowest,
+        disk=_free(folder),
+        disk_read=drive.read if drive else 0.0,
+        disk_write=drive.write if drive else 0.0,
+        measured_on=this_hardware(),
+    )
     if axis.size == 1:
         return found
     first, *_ = exchange("zerofn.this_machine()", found.to_json())

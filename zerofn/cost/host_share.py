@@ -22,8 +22,11 @@ ELEMENTS = 1 << 22  # of what is timed: 64 MiB of state, more than caches hold
 
 def seconds(share: float, on_host: float, streamed: float, dram: float, link: float) -> float:
     """T(f) of [Note: shares], seconds an element; bytes an element and bytes a second given."""
-    return max(share * on_host / dram, (2 * share + (1 - share) * streamed) / link,
-               (share * (on_host + 4) + (1 - share) * 2 * streamed) / dram)
+    return max(
+        share * on_host / dram,
+        (2 * share + (1 - share) * streamed) / link,
+        (share * (on_host + 4) + (1 - share) * 2 * streamed) / dram,
+    )
 
 
 def best_share(on_host: float, streamed: float, dram: float, link: float) -> float:
@@ -38,8 +41,18 @@ def dram_rate() -> float:
     best = float("inf")
     for _ in range(3):
         start = time.perf_counter()
-        cpu.update_("adamw", [p], g, [[m], [v]], starts=[0], stops=[ELEMENTS], rates=[0.0], decays=[0.0],
-                       hyper={"b1": 0.9, "b2": 0.999, "eps": 1e-8}, count=1)
+        cpu.update_(
+            "adamw",
+            [p],
+            g,
+            [[m], [v]],
+            starts=[0],
+            stops=[ELEMENTS],
+            rates=[0.0],
+            decays=[0.0],
+            hyper={"b1": 0.9, "b2": 0.999, "eps": 1e-8},
+            count=1,
+        )
         best = min(best, time.perf_counter() - start)
     return 28 * ELEMENTS / best
 

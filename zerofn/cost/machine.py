@@ -52,8 +52,10 @@ class Machine:
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"Machine(device={self.device!r}): expected 'cpu' or 'cuda'.")
         if "float32" not in self.flops:
-            raise ValueError(f"Machine(flops={self.flops!r}): expected operations a second by dtype, 'float32' among "
-                             "them: {'float32': 2e13, 'bfloat16': 1e14}.")
+            raise ValueError(
+                f"Machine(flops={self.flops!r}): expected operations a second by dtype, 'float32' among "
+                "them: {'float32': 2e13, 'bfloat16': 1e14}."
+            )
         for name, least in (("ranks", 1), ("memory", 1), ("memory_rate", 1), ("link", 0), ("network", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
@@ -83,8 +85,10 @@ class Machine:
         try:
             return Machine.from_json(Path(path).read_text())
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{os.fspath(path)} is no machine's profile ({error}); write one with "
-                             f"`zerofn profile {os.fspath(path)}`.") from None
+            raise ValueError(
+                f"{os.fspath(path)} is no machine's profile ({error}); write one with "
+                f"`zerofn profile {os.fspath(path)}`."
+            ) from None
 
     def rate_of(self, dtype: torch.dtype) -> float:
         """Operations a second of matrix products of a dtype; of one that is not known, of float32."""
@@ -99,15 +103,19 @@ class Machine:
         """`host_link`, `host_rate`, `disk_read` or `disk_write`. Raises `ValueError` where that is not known."""
         if not getattr(self, rate):
             how = "`zerofn profile FILE --folder DIR`" if rate.startswith("disk") else "`zerofn profile FILE` there"
-            raise ValueError(f"machine {self.name!r}: {rate!r} (bytes a second), on which this step's time depends, is "
-                             f"not known: measure it with {how}, or write zerofn.Machine(..., {rate}=...).")
+            raise ValueError(
+                f"machine {self.name!r}: {rate!r} (bytes a second), on which this step's time depends, is "
+                f"not known: measure it with {how}, or write zerofn.Machine(..., {rate}=...)."
+            )
         return float(getattr(self, rate))
 
     def check_ranks(self, world: int) -> None:
         """Raise `ValueError` where it is not known how fast so many ranks send to each other."""
         if world > 1 and not self.link:
-            raise ValueError(f"machine {self.name!r} was measured by one rank, so how fast ranks send to each other is "
-                             "not known: write `zerofn profile FILE --ranks 2`, or take one rank.")
+            raise ValueError(
+                f"machine {self.name!r} was measured by one rank, so how fast ranks send to each other is "
+                "not known: write `zerofn profile FILE --ranks 2`, or take one rank."
+            )
 
     @property
     def is_here(self) -> bool:
@@ -118,9 +126,11 @@ class Machine:
         """Raise `ValueError` unless it was measured on this machine."""
         if not self.is_here:
             what = f"was measured on {self.measured_on}" if self.measured_on else f"is {self.name}, known by name"
-            raise ValueError(f"this machine is {this_hardware()}, and the profile {what}: it cannot tell how long a "
-                             "step takes here. Write one here with `zerofn profile FILE`; for a step elsewhere write "
-                             "zerofn.plan(..., machine=...).")
+            raise ValueError(
+                f"this machine is {this_hardware()}, and the profile {what}: it cannot tell how long a "
+                "step takes here. Write one here with `zerofn profile FILE`; for a step elsewhere write "
+                "zerofn.plan(..., machine=...)."
+            )
 
 
 def hops(world: int) -> int:
@@ -142,42 +152,204 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _gpu(name: str, ranks: int, memory: float, memory_rate: float, half: float, single: float, link: float,
-         network: float, host_link: float, **more: Any) -> Machine:
+def _gpu(
+    name: str,
+    ranks: int,
+    memory: float,
+    memory_rate: float,
+    half: float,
+    single: float,
+    link: float,
+    network: float,
+    host_link: float,
+    **more: Any,
+) -> Machine:
     flops = {"bfloat16": half, "float16": half, "float32": single, "float64": single / 2}
     return Machine(name, "cuda", ranks, memory, memory_rate, flops, link, network, host_link, **more)
 
 
 # Sustained in training, not peak: 400 of an H100's 989 TFLOP/s in bfloat16, 155 of an A100's 312, and so on.
 _KNOWN = [
-    _gpu("H100-8", 8, 80 * GIB, 3.35 * TB, 400e12, 200e12, 370 * GB, 50 * GB, 55 * GB, host_memory=2 * TB,
-         host_rate=500 * GB, disk=28 * TB, disk_read=48 * GB, disk_write=26 * GB),
-    _gpu("A100-8", 8, 80 * GIB, 2.0 * TB, 155e12, 75e12, 240 * GB, 25 * GB, 26 * GB, host_memory=2 * TB,
-         host_rate=330 * GB, disk=15 * TB, disk_read=25 * GB, disk_write=12 * GB),
-    _gpu("A100-40-8", 8, 40 * GIB, 1.55 * TB, 155e12, 75e12, 240 * GB, 12.5 * GB, 26 * GB, host_memory=1.1 * TB,
-         host_rate=330 * GB, disk=8 * TB, disk_read=16 * GB, disk_write=8 * GB),
-    _gpu("V100-16", 16, 32 * GIB, 0.9 * TB, 50e12, 12e12, 120 * GB, 12.5 * GB, 12 * GB, host_memory=1.5 * TB,
-         host_rate=200 * GB, disk=28 * TB, disk_read=28 * GB, disk_write=20 * GB),
-    _gpu("V100", 1, 32 * GIB, 0.9 * TB, 50e12, 12e12, 12 * GB, 12 * GB, 12 * GB, host_memory=1.5 * TB,
-         host_rate=160 * GB, disk=4 * TB, disk_read=3.5 * GB, disk_write=3 * GB),
-    _gpu("GH200", 1, 96 * GIB, 4.0 * TB, 500e12, 250e12, 370 * GB, 50 * GB, 370 * GB, host_memory=480 * GB,
-         host_rate=450 * GB, disk=4 * TB, disk_read=7 * GB, disk_write=6 * GB),
-    _gpu("4090", 1, 24 * GIB, 1.0 * TB, 130e12, 65e12, 20 * GB, 1 * GB, 26 * GB, host_memory=64 * GB,
-         host_rate=40 * GB, disk=2 * TB, disk_read=7 * GB, disk_write=6 * GB),
-    _gpu("3090", 1, 24 * GIB, 0.94 * TB, 60e12, 30e12, 20 * GB, 1 * GB, 26 * GB, host_memory=128 * GB,
-         host_rate=40 * GB, disk=2 * TB, disk_read=3.5 * GB, disk_write=3 * GB),
-    _gpu("TitanRTX-2", 2, 24 * GIB, 0.67 * TB, 50e12, 12e12, 40 * GB, 1 * GB, 12 * GB, host_memory=128 * GB,
-         host_rate=40 * GB, disk=2 * TB, disk_read=3.5 * GB, disk_write=3 * GB),
-    _gpu("3080", 1, 10 * GIB, 0.76 * TB, 60e12, 30e12, 20 * GB, 1 * GB, 26 * GB, host_memory=32 * GIB,
-         host_rate=40 * GB, disk=2 * TB, disk_read=3.5 * GB, disk_write=3 * GB),
+    _gpu(
+        "H100-8",
+        8,
+        80 * GIB,
+        3.35 * TB,
+        400e12,
+        200e12,
+        370 * GB,
+        50 * GB,
+        55 * GB,
+        host_memory=2 * TB,
+        host_rate=500 * GB,
+        disk=28 * TB,
+        disk_read=48 * GB,
+        disk_write=26 * GB,
+    ),
+    _gpu(
+        "A100-8",
+        8,
+        80 * GIB,
+        2.0 * TB,
+        155e12,
+        75e12,
+        240 * GB,
+        25 * GB,
+        26 * GB,
+        host_memory=2 * TB,
+        host_rate=330 * GB,
+        disk=15 * TB,
+        disk_read=25 * GB,
+        disk_write=12 * GB,
+    ),
+    _gpu(
+        "A100-40-8",
+        8,
+        40 * GIB,
+        1.55 * TB,
+        155e12,
+        75e12,
+        240 * GB,
+        12.5 * GB,
+        26 * GB,
+        host_memory=1.1 * TB,
+        host_rate=330 * GB,
+        disk=8 * TB,
+        disk_read=16 * GB,
+        disk_write=8 * GB,
+    ),
+    _gpu(
+        "V100-16",
+        16,
+        32 * GIB,
+        0.9 * TB,
+        50e12,
+        12e12,
+        120 * GB,
+        12.5 * GB,
+        12 * GB,
+        host_memory=1.5 * TB,
+        host_rate=200 * GB,
+        disk=28 * TB,
+        disk_read=28 * GB,
+        disk_write=20 * GB,
+    ),
+    _gpu(
+        "V100",
+        1,
+        32 * GIB,
+        0.9 * TB,
+        50e12,
+        12e12,
+        12 * GB,
+        12 * GB,
+        12 * GB,
+        host_memory=1.5 * TB,
+        host_rate=160 * GB,
+        disk=4 * TB,
+        disk_read=3.5 * GB,
+        disk_write=3 * GB,
+    ),
+    _gpu(
+        "GH200",
+        1,
+        96 * GIB,
+        4.0 * TB,
+        500e12,
+        250e12,
+        370 * GB,
+        50 * GB,
+        370 * GB,
+        host_memory=480 * GB,
+        host_rate=450 * GB,
+        disk=4 * TB,
+        disk_read=7 * GB,
+        disk_write=6 * GB,
+    ),
+    _gpu(
+        "4090",
+        1,
+        24 * GIB,
+        1.0 * TB,
+        130e12,
+        65e12,
+        20 * GB,
+        1 * GB,
+        26 * GB,
+        host_memory=64 * GB,
+        host_rate=40 * GB,
+        disk=2 * TB,
+        disk_read=7 * GB,
+        disk_write=6 * GB,
+    ),
+    _gpu(
+        "3090",
+        1,
+        24 * GIB,
+        0.94 * TB,
+        60e12,
+        30e12,
+        20 * GB,
+        1 * GB,
+        26 * GB,
+        host_memory=128 * GB,
+        host_rate=40 * GB,
+        disk=2 * TB,
+        disk_read=3.5 * GB,
+        disk_write=3 * GB,
+    ),
+    _gpu(
+        "TitanRTX-2",
+        2,
+        24 * GIB,
+        0.67 * TB,
+        50e12,
+        12e12,
+        40 * GB,
+        1 * GB,
+        12 * GB,
+        host_memory=128 * GB,
+        host_rate=40 * GB,
+        disk=2 * TB,
+        disk_read=3.5 * GB,
+        disk_write=3 * GB,
+    ),
+    _gpu(
+        "3080",
+        1,
+        10 * GIB,
+        0.76 * TB,
+        60e12,
+        30e12,
+        20 * GB,
+        1 * GB,
+        26 * GB,
+        host_memory=32 * GIB,
+        host_rate=40 * GB,
+        disk=2 * TB,
+        disk_read=3.5 * GB,
+        disk_write=3 * GB,
+    ),
 ]
 KNOWN = {machine.name: machine for machine in _KNOWN}
 KNOWN["3090-2"] = dataclasses.replace(KNOWN["3090"], name="3090-2", ranks=2)
 
 
 # A host of some cores whose ranks talk through its memory, where nothing better is known.
-_HOST = Machine("host", "cpu", 1, 64 * GB, 10 * GB, {"float32": 60e9}, 1.5 * GB, 1.5 * GB, 10 * GB, latency=50e-6,
-                disk_read=2 * GB, disk_write=1 * GB)
+_HOST = Machine(
+    "host",
+    "cpu",
+    1,
+    64 * GB,
+    10 * GB,
+    {"float32": 60e9},
+    1.5 * GB,
+    1.5 * GB,
+    10 * GB,
+    latency=50e-6,
+    disk_read=2 * GB,
+    disk_write=1 * GB,
+)
 
 
 def usual(accelerated: bool) -> Machine:
@@ -199,6 +371,8 @@ def machine_of(given: Machine | str | os.PathLike[str]) -> Machine:
     if os.fspath(given).endswith(".json"):
         raise ValueError(f"there is no file {os.fspath(given)!r}; `zerofn profile {os.fspath(given)}` writes it.")
     near = nearest(os.fspath(given), list(KNOWN), 1, 0.6)
-    raise ValueError(f"machine {os.fspath(given)!r} is not known{f'; did you mean {near[0]!r}?' if near else '.'} "
-                     f"There are {', '.join(KNOWN)}, files that `zerofn profile FILE` writes, and "
-                     "zerofn.Machine(...).")
+    raise ValueError(
+        f"machine {os.fspath(given)!r} is not known{f'; did you mean {near[0]!r}?' if near else '.'} "
+        f"There are {', '.join(KNOWN)}, files that `zerofn profile FILE` writes, and "
+        "zerofn.Machine(...)."
+    )

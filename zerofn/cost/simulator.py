@@ -99,8 +99,12 @@ class Lanes:
         m = self.machine
         if how == SENT:
             return m.latency * hops(self.world) + nbytes / m.rank_link(self.world)
-        field, sharing = {UP: ("host_link", 1), DOWN: ("host_link", 1), READ: ("disk_read", m.ranks),
-                          WRITTEN: ("disk_write", m.ranks)}[how]
+        field, sharing = {
+            UP: ("host_link", 1),
+            DOWN: ("host_link", 1),
+            READ: ("disk_read", m.ranks),
+            WRITTEN: ("disk_write", m.ranks),
+        }[how]
         return nbytes / (m.known(field) / sharing)
 
     def _meanwhile(self, lane: str, node: Node, seconds: float, root: dict[Node, Node]) -> None:
@@ -150,6 +154,7 @@ class Timeline(Lanes):
 
 def roofline(machine: Machine) -> Cost:
     """Seconds of a node: by its arithmetic or by the bytes of memory that it touches, whichever takes longer."""
+
     def cost(node: Node) -> float:
         nbytes = touched_bytes(node)
         if node.target in _NOTHING or not nbytes:

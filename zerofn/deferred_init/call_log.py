@@ -53,9 +53,7 @@ class Version:
         if self.constant is not None:
             constant, self.constant = self.constant, None
             return constant.clone() if self.is_written else constant
-        return torch.empty(
-            self.fake_storage.nbytes(), dtype=torch.uint8, device=self.device
-        ).untyped_storage()
+        return torch.empty(self.fake_storage.nbytes(), dtype=torch.uint8, device=self.device).untyped_storage()
 
 
 @dataclass
@@ -115,9 +113,7 @@ def _with_geometry(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     if found == (region.size, region.stride, region.offset, region.conj):
         return tensor
     nbytes = tensor.element_size() * (
-        region.offset
-        + sum((n - 1) * s for n, s in zip(region.size, region.stride, strict=True))
-        + 1
+        region.offset + sum((n - 1) * s for n, s in zip(region.size, region.stride, strict=True)) + 1
     )
     copy = region.on(torch.empty(nbytes, dtype=torch.uint8, device=tensor.device).untyped_storage())
     return copy.copy_(tensor)

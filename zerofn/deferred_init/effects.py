@@ -33,8 +33,7 @@ FILL_LIKE: dict[str, Callable[..., tuple[Any, tuple[Any, ...]]]] = {
 }
 # In-place operations that never read what they overwrite.
 _OVERWRITE = frozenset(
-    "zero_ fill_ copy_ normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_ "
-    "log_normal_".split()
+    "zero_ fill_ copy_ normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_".split()
 )
 
 
@@ -52,17 +51,13 @@ def overwrites(func: Any, kwargs: Any, tensor: torch.Tensor) -> bool:
     if not isinstance(func, OpOverload):
         return True
     outs = [kwargs.get(argument.name) for argument in schema_arguments(func) if argument.is_out]
-    return func.name().partition(".")[0].removeprefix("aten::") in _OVERWRITE or any(
-        o is tensor for o in outs
-    )
+    return func.name().partition(".")[0].removeprefix("aten::") in _OVERWRITE or any(o is tensor for o in outs)
 
 
 def covers(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is every byte of its storage, once."""
     expected = 1
-    for stride, size in sorted(
-        (st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz != 1
-    ):
+    for stride, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz != 1):
         if stride != expected and tensor.numel():
             return False
         expected *= size

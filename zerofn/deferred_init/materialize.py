@@ -64,9 +64,7 @@ def record(init: Callable[[], Any], flatten: Flatten = tree.flatten) -> Replay:
         tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, FakeTensor)]
         regions = [recorder.region(t) for t in tensors]
     fakes = iter(tensors)
-    output = treedef.unflatten(
-        [next(fakes) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
-    )
+    output = treedef.unflatten([next(fakes) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves])
     return Replay(output, tensors, recorder, regions)
 
 
@@ -79,9 +77,7 @@ class Replay:
         leaves: those fake tensors, in the order of the `flatten` given to `record`.
     """
 
-    def __init__(
-        self, output: Any, leaves: list[torch.Tensor], recorder: Recorder, regions: list[Region]
-    ) -> None:
+    def __init__(self, output: Any, leaves: list[torch.Tensor], recorder: Recorder, regions: list[Region]) -> None:
         self.output = output
         self.leaves = leaves
         self._calls = recorder.calls
@@ -102,10 +98,7 @@ class Replay:
             RuntimeError: at a second run.
         """
         if self._was_run:
-            raise RuntimeError(
-                "this initialisation was replayed before, which freed its constants; "
-                "record it again."
-            )
+            raise RuntimeError("this initialisation was replayed before, which freed its constants; record it again.")
         self._was_run = True
         return self._run()
 
@@ -115,9 +108,7 @@ class Replay:
             leaves_of.setdefault(region.version, []).append(leaf)
         last_writes = [self._versions[v].last_write for v in leaves_of]
         order = schedule(self._calls, [w for w in last_writes if w is not None])
-        last_use = {
-            v: position for position, i in enumerate(order) for v in self._calls[i].versions
-        }
+        last_use = {v: position for position, i in enumerate(order) for v in self._calls[i].versions}
         buffers: dict[int, torch.UntypedStorage] = {}
         for position, i in enumerate(order):
             call = self._calls[i]
@@ -128,9 +119,7 @@ class Replay:
             if version not in last_use:  # constants, and memory that was never written
                 yield from self._hand_out(leaves, self._versions[version].take())
 
-    def _hand_out(
-        self, leaves: list[int], storage: torch.UntypedStorage
-    ) -> Iterator[tuple[int, torch.Tensor]]:
+    def _hand_out(self, leaves: list[int], storage: torch.UntypedStorage) -> Iterator[tuple[int, torch.Tensor]]:
         tensors = [(leaf, self._regions[leaf].on(storage)) for leaf in reversed(leaves)]
         del storage  # the caller's alone from here
         while tensors:
@@ -165,13 +154,9 @@ class _Scheduler:
     def _connect(self, i: int) -> None:
         call = self.calls[i]
         self.deps[i] = sorted(d for d in call.value_deps | call.order_deps if d in self.users)
-        self.depends_on_draws[i] = call.is_random or any(
-            self.depends_on_draws[d] for d in call.value_deps
-        )
+        self.depends_on_draws[i] = call.is_random or any(self.depends_on_draws[d] for d in call.value_deps)
         # Deterministic inputs are made when the others are there.
-        waits_for = [
-            d for d in self.deps[i] if self.depends_on_draws[d] or not self.depends_on_draws[i]
-        ]
+        waits_for = [d for d in self.deps[i] if self.depends_on_draws[d] or not self.depends_on_draws[i]]
         self.waits_for[i] = len(waits_for)
         for d in waits_for:
             self.users[d].append(i)

@@ -60,11 +60,7 @@ class Recorder(TorchDispatchMode):
         self._draws_elsewhere = False  # on a device whose generators are not watched
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         args, kwargs = tree_map(self.as_fake, (tuple(args), kwargs or {}))
         if func is aten.lift_fresh.default:
@@ -113,9 +109,7 @@ class Recorder(TorchDispatchMode):
             tensor.is_conj(),
         )
 
-    def _new_version(
-        self, tensor: torch.Tensor, constant: torch.UntypedStorage | None = None
-    ) -> int:
+    def _new_version(self, tensor: torch.Tensor, constant: torch.UntypedStorage | None = None) -> int:
         storage = tensor.untyped_storage()
         self._current[storage_key(tensor)] = len(self.versions)
         self.versions.append(Version(storage, tensor.device, constant))
@@ -140,9 +134,7 @@ class Recorder(TorchDispatchMode):
         else:
             self.log_call(func, args, kwargs, out, written)
 
-    def log_call(
-        self, func: Any, args: Any, kwargs: Any, out: Any, written: list[torch.Tensor]
-    ) -> None:
+    def log_call(self, func: Any, args: Any, kwargs: Any, out: Any, written: list[torch.Tensor]) -> None:
         """Append a call of `func` that writes into `written` and makes what is new in `out`."""
         draws = is_random(func)
         restores, saves = self._before_draw(func, args, kwargs) if draws else ([], [])
@@ -171,9 +163,7 @@ class Recorder(TorchDispatchMode):
         if state.last_write is not None:
             call.value_deps.add(state.last_write)
 
-    def _writes(
-        self, call: Call, index: int, func: Any, args: Any, kwargs: Any, written: list[Any]
-    ) -> None:
+    def _writes(self, call: Call, index: int, func: Any, args: Any, kwargs: Any, written: list[Any]) -> None:
         read_keys = [storage_key(t) for t in tensors((args, kwargs))]
         for tensor in written:
             key = storage_key(tensor)
@@ -205,15 +195,9 @@ class Recorder(TorchDispatchMode):
         dtype = torch.get_default_dtype()
         self._append(Call(restore, (), {}, [], set(), True, dtype, saves=restore.saves))
 
-    def _before_draw(
-        self, func: Any, args: Any, kwargs: Any
-    ) -> tuple[list[Restore], list[SavedState]]:
-        generator = next(
-            (a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Generator)), None
-        )
-        devices = {t.device.type for t in tensors((args, kwargs))} | {
-            torch.device(kwargs.get("device") or "cpu").type
-        }
+    def _before_draw(self, func: Any, args: Any, kwargs: Any) -> tuple[list[Restore], list[SavedState]]:
+        generator = next((a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Generator)), None)
+        devices = {t.device.type for t in tensors((args, kwargs))} | {torch.device(kwargs.get("device") or "cpu").type}
         if generator is None and devices == {"cpu"}:
             generator = torch.default_generator
         if generator is None or generator.device.type != "cpu":
@@ -277,11 +261,7 @@ class _Conversions(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         is_fake = bool(args) and isinstance(args[0], FakeTensor)
@@ -337,9 +317,7 @@ def _as_one_call(recorder: Recorder, function: Callable[..., Any]) -> Callable[.
 
     @functools.wraps(function)
     def log(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        recorder.log_call(
-            function, (recorder.as_fake(tensor), *args), kwargs, None, [recorder.as_fake(tensor)]
-        )
+        recorder.log_call(function, (recorder.as_fake(tensor), *args), kwargs, None, [recorder.as_fake(tensor)])
         return tensor
 
     return log

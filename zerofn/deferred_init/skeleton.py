@@ -126,11 +126,7 @@ class _SkippedDraws(TorchDispatchMode):
         self._seeded = False
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -174,9 +170,7 @@ class _SkippedDraws(TorchDispatchMode):
     def _note(self, func: Any, args: Any, kwargs: Any) -> None:
         self._meet()
         # Shapes alone are kept: a draw's parameters are numbers, its tensors only say how many.
-        shapes = tree_map(
-            lambda x: _Scratch(x) if isinstance(x, torch.Tensor) else x, (args, kwargs)
-        )
+        shapes = tree_map(lambda x: _Scratch(x) if isinstance(x, torch.Tensor) else x, (args, kwargs))
         self._skipped.append(lambda: _draw(func, *shapes))
 
     def _catch_up(self) -> None:
@@ -212,11 +206,7 @@ class _AssignedData(TorchFunctionMode):
     """`param.data = real` on a meta twin: torch refuses to change a tensor's device that way."""
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         setter = torch.Tensor.data.__set__  # type: ignore[attr-defined]
         if func == setter and args[0].is_meta and not args[1].is_meta:

@@ -47,8 +47,10 @@ class Rehearsal:
             raise ValueError("the script calls its step without zerofn.shard(init_state) before.")
         alike = [x for x in self._sharded if tree.structure(x[0]) == tree.structure(state)]
         if not alike and len(self._sharded) > 1:
-            raise ValueError(f"the script calls its step with a state that is none of the {len(self._sharded)} that "
-                             "zerofn.shard made, nor like one of them.")
+            raise ValueError(
+                f"the script calls its step with a state that is none of the {len(self._sharded)} that "
+                "zerofn.shard made, nor like one of them."
+            )
         return alike or self._sharded
 
 

@@ -13,24 +13,42 @@ from ..sharding.sharded import is_sharded
 from ..util.errors import note, said
 
 _INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
-    (r"device.*\bmeta\b|\bmeta\b.*device", RuntimeError,
-     "a skeleton has shapes and no weights, so it cannot be called by itself: write "
-     "torch.func.functional_call(model, params, (x,)) with all parameters, as the loss function is given them"),
-    (r"parameter_and_buffer_dicts.*Sharded", TypeError,
-     "functional_call takes full parameters, and state.params are this rank's pieces: write "
-     "functional_call(model, zerofn.gather(state.params), ...), or take the params that the loss function of "
-     "state.value_and_grad is given"),
-    (r"does not require grad and does not have a grad_fn|backward through the graph a second time", RuntimeError,
-     "a step has no .backward(): write loss, grads = state.value_and_grad(loss_fn)(batch)"),
-    (r"format string passed to FakeTensor", TypeError,
-     "a step has no numbers while it is captured, so a tensor cannot be formatted: return it among the metrics and "
-     "print it outside the step"),
-    (r"'Held'|not Held|got .*\bHeld\b", TypeError,
-     'state.params["name"] says what this rank holds of a leaf and is no tensor: write '
-     'zerofn.gather(state.params)["name"] for the leaf, or .local for this rank\'s part'),
-    (r"object has no attribute '(value_and_grad|apply_gradients|rng_at|params|opt_state)'", TypeError,
-     "a step is called as step(state, batch), in this order, where state is what zerofn.shard gave, or the first of "
-     "the two things that the step before returned"),
+    (
+        r"device.*\bmeta\b|\bmeta\b.*device",
+        RuntimeError,
+        "a skeleton has shapes and no weights, so it cannot be called by itself: write "
+        "torch.func.functional_call(model, params, (x,)) with all parameters, as the loss function is given them",
+    ),
+    (
+        r"parameter_and_buffer_dicts.*Sharded",
+        TypeError,
+        "functional_call takes full parameters, and state.params are this rank's pieces: write "
+        "functional_call(model, zerofn.gather(state.params), ...), or take the params that the loss function of "
+        "state.value_and_grad is given",
+    ),
+    (
+        r"does not require grad and does not have a grad_fn|backward through the graph a second time",
+        RuntimeError,
+        "a step has no .backward(): write loss, grads = state.value_and_grad(loss_fn)(batch)",
+    ),
+    (
+        r"format string passed to FakeTensor",
+        TypeError,
+        "a step has no numbers while it is captured, so a tensor cannot be formatted: return it among the metrics and "
+        "print it outside the step",
+    ),
+    (
+        r"'Held'|not Held|got .*\bHeld\b",
+        TypeError,
+        'state.params["name"] says what this rank holds of a leaf and is no tensor: write '
+        'zerofn.gather(state.params)["name"] for the leaf, or .local for this rank\'s part',
+    ),
+    (
+        r"object has no attribute '(value_and_grad|apply_gradients|rng_at|params|opt_state)'",
+        TypeError,
+        "a step is called as step(state, batch), in this order, where state is what zerofn.shard gave, or the first of "
+        "the two things that the step before returned",
+    ),
 )
 _DTYPES = re.compile(r"to have the same dtype|must have the same dtype|expected scalar type|should be the same")
 
@@ -56,8 +74,11 @@ def note_dtypes(error: BaseException, state: Any, batch: Any) -> None:
         return
     (dtype,) = dtypes
     paths, leaves, _ = tree.flatten_with_path(batch, is_leaf=is_sharded)
-    odd = [f"{tree.name_of(p)!r} ({_name(x.dtype)})" for p, x in zip(paths, leaves, strict=True)
-           if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != dtype]
+    odd = [
+        f"{tree.name_of(p)!r} ({_name(x.dtype)})"
+        for p, x in zip(paths, leaves, strict=True)
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != dtype
+    ]
     what = f"inputs of the batch to it, here {', '.join(odd[:4])}" if odd else "values that meet them to it"
     note(error, f"parameters are computed in {_name(dtype)}; cast floating {what}: x.to({dtype}).")
 
@@ -71,6 +92,8 @@ def no_leaf(name: str, state: Any, batch: Any) -> TypeError:
     for what, value in (("state", state), ("batch", batch)):
         for path, x in zip(*tree.flatten_with_path(value, is_leaf=is_sharded)[:2], strict=True):
             if not isinstance(x, Hashable):
-                return TypeError(f"{name}: {what} entry {tree.name_of(path)!r} is a {type(x).__name__}; leaves are "
-                                 "tensors, numbers, strings, bools and None: write torch.as_tensor(...) for an array.")
+                return TypeError(
+                    f"{name}: {what} entry {tree.name_of(path)!r} is a {type(x).__name__}; leaves are "
+                    "tensors, numbers, strings, bools and None: write torch.as_tensor(...) for an array."
+                )
     return TypeError(f"{name}: the state or the batch holds a node whose metadata cannot be hashed.")

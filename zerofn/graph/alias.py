@@ -14,8 +14,14 @@ aten = torch.ops.aten
 # Batch norms that write their running values in training, which their schemas do not say.
 _UNDECLARED = {
     packet.default: ("running_mean", "running_var")
-    for packet in (aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm, aten.batch_norm_update_stats,
-                   aten.batch_norm_gather_stats, aten.batch_norm_gather_stats_with_counts)
+    for packet in (
+        aten.native_batch_norm,
+        aten.cudnn_batch_norm,
+        aten.miopen_batch_norm,
+        aten.batch_norm_update_stats,
+        aten.batch_norm_gather_stats,
+        aten.batch_norm_gather_stats_with_counts,
+    )
 }
 # Operations whose results look at their first argument's memory, which their schemas do not say.
 _UNTOLD = (aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)

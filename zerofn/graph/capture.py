@@ -34,8 +34,10 @@ from .program import Flat, Program, cached
 from .source_lines import Lines, readable, where
 
 log = logging.getLogger("zerofn")
-_DRAWN = ("the step draws from {}: what it drew would stay as it was at capture, other on each rank. Draw outside "
-          "and pass it in the batch as a tensor, or draw with torch under zerofn.random.randomness(state.rng_at()).")
+_DRAWN = (
+    "the step draws from {}: what it drew would stay as it was at capture, other on each rank. Draw outside "
+    "and pass it in the batch as a tensor, or draw with torch under zerofn.random.randomness(state.rng_at())."
+)
 
 
 class CaptureError(RuntimeError):
@@ -149,8 +151,9 @@ def _split(out: Any, state: Any) -> tuple[Any, Any]:
         return new, aux
     if type(new) is type(state) and not isinstance(new, Tensor) and not is_sharded(new) and _shares_names(state, new):
         raise CaptureError(
-            "the step returns a state of another structure than the one it was given: " + _difference(state, new) +
-            ". Return the same structure (state.replace(...)), or return (metrics, outputs) from an evaluation step."
+            "the step returns a state of another structure than the one it was given: "
+            + _difference(state, new)
+            + ". Return the same structure (state.replace(...)), or return (metrics, outputs) from an evaluation step."
         )
     return None, out
 
@@ -168,16 +171,21 @@ def _difference(a: Any, b: Any) -> str:
     if ours == theirs:
         return "a container or a layout has changed its type"
     missing, extra = sorted(ours - theirs), sorted(theirs - ours)
-    return "; ".join(part for part in (f"{missing[0]!r} is missing" if missing else "",
-                                       f"{extra[0]!r} is new" if extra else "") if part)
+    return "; ".join(
+        part
+        for part in (f"{missing[0]!r} is missing" if missing else "", f"{extra[0]!r} is new" if extra else "")
+        if part
+    )
 
 
 def _check_values(out: Any) -> None:
     """Raise for a result that is a number taken from a tensor: it would stay what it is at capture."""
     for path, leaf in zip(*tree.flatten_with_path(out)[:2], strict=True):
         if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
-            raise CaptureError(f"the step returns {tree.name_of(path)!r} as a number taken from a tensor (.item(), "
-                               f"float(...)){_taken(leaf)}. Return the tensor, and ask for its value outside.")
+            raise CaptureError(
+                f"the step returns {tree.name_of(path)!r} as a number taken from a tensor (.item(), "
+                f"float(...)){_taken(leaf)}. Return the tensor, and ask for its value outside."
+            )
 
 
 def _taken(number: Any) -> str:
@@ -198,8 +206,10 @@ def _numbers_as_tensors(new: Any, old: Any) -> Any:
             x = as_tensor(x).to(before.device)
         if isinstance(x, Tensor) != isinstance(before, Tensor):
             kind, was = ("tensor" if isinstance(v, Tensor) else type(v).__name__ for v in (x, before))
-            raise CaptureError(f"the step returns state entry {tree.name_of(path)!r} as a {kind}; it was a {was}. "
-                               "Return a tensor or a number where there was one; keep other things outside the state.")
+            raise CaptureError(
+                f"the step returns state entry {tree.name_of(path)!r} as a {kind}; it was a {was}. "
+                "Return a tensor or a number where there was one; keep other things outside the state."
+            )
         out.append(x)
     return tree.unflatten(treedef, out)
 
@@ -213,11 +223,13 @@ def _check_pieces(flat: Flat, new: Any) -> None:
             if (piece.dtype, piece.shape) != (kind.dtype, (b - a,)):
                 raise CaptureError(
                     f"the step returns state entry {name}[{unit.name!r}] as {piece.dtype} {list(piece.shape)}; it was "
-                    f"{kind.dtype} {[b - a]}. Write .to(p.dtype) where it is computed.")
+                    f"{kind.dtype} {[b - a]}. Write .to(p.dtype) where it is computed."
+                )
 
 
 def _decode(value: Any, decoded: dict[int, tuple[Tensor, Stored]]) -> Any:
     """A tree with all pieces as the step sees them. `decoded` is told what each was decoded from."""
+
     def seen(x: Any) -> Any:
         if not is_sharded(x):
             return x
@@ -238,11 +250,15 @@ def _readable(error: Exception, name: str) -> Exception:
 
 
 def _forward_mode(error: BaseException) -> str:
-    return (f"torch cannot trace this forward-mode derivative{where(error)}: it is taken at tensors that are views, "
-            "as gathered parameters are. Take it at clones of them (tree_map(torch.clone, params)), or at the shards.")
+    return (
+        f"torch cannot trace this forward-mode derivative{where(error)}: it is taken at tensors that are views, "
+        "as gathered parameters are. Take it at clones of them (tree_map(torch.clone, params)), or at the shards."
+    )
 
 
 def _data_dependent(error: BaseException) -> str:
-    return (f"the step asks for the value of a tensor while it is captured{where(error)}. A captured step cannot "
-            "branch on data: use torch.where, or compute the branch outside and pass it in the batch as a bool or an "
-            "int.")
+    return (
+        f"the step asks for the value of a tensor while it is captured{where(error)}. A captured step cannot "
+        "branch on data: use torch.where, or compute the branch outside and pass it in the batch as a bool or an "
+        "int."
+    )

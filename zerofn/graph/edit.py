@@ -72,8 +72,7 @@ def is_source(node: Node) -> bool:
 
 def is_fetch(node: Node) -> bool:
     """Whether `node` starts to read from a drive, or to bring what lies in host memory."""
-    return node.target is ops.fetch.default or (
-        node.target is ops.bring.default and node.args[0].op == "placeholder")  # type: ignore[union-attr]
+    return node.target is ops.fetch.default or (node.target is ops.bring.default and node.args[0].op == "placeholder")  # type: ignore[union-attr]
 
 
 def fetched(node: Node) -> bool:

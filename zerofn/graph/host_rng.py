@@ -27,5 +27,7 @@ def no_draws() -> Iterator[None]:
 def _generators() -> dict[str, Any]:
     numpy = np.random.get_state(legacy=False)
     values = (*numpy["state"].values(), numpy["has_gauss"], numpy["gauss"])
-    return {"Python's random": random.getstate(),
-            "numpy.random": [x.tobytes() if isinstance(x, np.ndarray) else x for x in values]}
+    return {
+        "Python's random": random.getstate(),
+        "numpy.random": [x.tobytes() if isinstance(x, np.ndarray) else x for x in values],
+    }

@@ -43,10 +43,12 @@ def loop(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor], lis
     return sums, rows, static
 
 
-def run_loop(body: Callable[..., Sequence[Any]], n: int, sequences: Sequence[Tensor], closed: Sequence[Tensor],
-             num_sums: int) -> list[Any]:
+def run_loop(
+    body: Callable[..., Sequence[Any]], n: int, sequences: Sequence[Tensor], closed: Sequence[Tensor], num_sums: int
+) -> list[Any]:
     """What the node does: `body(index, *slices, *closed)`, summed over the first `num_sums` outputs, stacked over
     the others. All results are fresh memory."""
+
     def once(index: Tensor, *slices: Tensor) -> tuple[list[Tensor], list[Any]]:
         out = list(body(index, *slices, *closed))
         return out[:num_sums], out[num_sums:]
@@ -55,8 +57,9 @@ def run_loop(body: Callable[..., Sequence[Any]], n: int, sequences: Sequence[Ten
     return [*sums, *rows]
 
 
-def _fold(once: Callable[..., tuple[list[Tensor], list[Any]]], n: int, sequences: Sequence[Tensor]
-          ) -> tuple[list[Tensor], list[Any]]:
+def _fold(
+    once: Callable[..., tuple[list[Tensor], list[Any]]], n: int, sequences: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Any]]:
     """Sums and stacks of what `n` rounds give, in memory of their own. A round's tensors are only read: they may be
     the caller's batch, one tensor twice, one number expanded, or (rows) a buffer that the next round writes."""
     sums: list[Tensor] = []
@@ -85,8 +88,10 @@ def _store(rows: list[Any], row: list[Any], i: int, n: int) -> None:
         rows += [_stack_of(x, n) if isinstance(x, Tensor) else [None] * n for x in row]
     for stack, x in zip(rows, row, strict=True):
         if isinstance(x, Tensor) and x.shape != stack.shape[1:]:  # a copy would broadcast it
-            raise ValueError(f"accumulate: an aux leaf has shape {tuple(x.shape)} in microbatch {i}, in those before "
-                             f"{tuple(stack.shape[1:])}; what is stacked must have one shape.")
+            raise ValueError(
+                f"accumulate: an aux leaf has shape {tuple(x.shape)} in microbatch {i}, in those before "
+                f"{tuple(stack.shape[1:])}; what is stacked must have one shape."
+            )
         stack[i] = x.detach() if isinstance(x, Tensor) else x
 
 
@@ -165,8 +170,17 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
-def _node(trace: Any, gm: GraphModule, n: int, sequences: list[Tensor], closed: list[Tensor], num_sums: int,
-          results: list[Tensor], row: list[Any], static: Any) -> tuple[list[Tensor], list[Any], Any]:
+def _node(
+    trace: Any,
+    gm: GraphModule,
+    n: int,
+    sequences: list[Tensor],
+    closed: list[Tensor],
+    num_sums: int,
+    results: list[Tensor],
+    row: list[Any],
+    static: Any,
+) -> tuple[list[Tensor], list[Any], Any]:
     """Put the body on the traced module, the node into the graph; `results` stand for what the node gives."""
     name = f"body_{sum(1 for k in vars(trace.tracer.root)['_modules'] if k.startswith('body_'))}"
     trace.tracer.root.register_module(name, gm)

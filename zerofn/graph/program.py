@@ -50,8 +50,11 @@ class Flat:
             if is_sharded(leaf):
                 nodes.append(Cut(leaf.spec, tuple(x.kind for x in leaf.stored)))
                 tensors.extend(leaf.parts)
-                names.extend(f"{name}[{u.name!r}]{suffix}" for u, x in zip(leaf.layout.units, leaf.stored, strict=True)
-                             for suffix in x.kind.codec.suffixes)
+                names.extend(
+                    f"{name}[{u.name!r}]{suffix}"
+                    for u, x in zip(leaf.layout.units, leaf.stored, strict=True)
+                    for suffix in x.kind.codec.suffixes
+                )
             elif isinstance(leaf, Tensor):
                 nodes.append(None)
                 tensors.append(leaf)
@@ -65,6 +68,7 @@ class Flat:
         `decoded`: id of a piece -> the piece, and what it was decoded from: that keeps it if it comes back untouched,
         and to where it was: another place may keep it otherwise, or both may be written later.
         """
+
         def kept(x: Any, before: Any) -> Any:
             if not is_sharded(x):
                 return x
@@ -144,10 +148,14 @@ class Program:
 
     def describe(self) -> dict[str, str]:
         """Entry -> shape and dtype, of everything that goes in."""
-        pairs = [*zip(self.placeholders, self.state.names, strict=False),
-                 *zip(self.batch_placeholders, self.batch.names, strict=True)]
-        out = {f"{'batch' if k >= len(self.state.names) else 'state'}.{name}": _shape(node)
-               for k, (node, name) in enumerate(pairs)}
+        pairs = [
+            *zip(self.placeholders, self.state.names, strict=False),
+            *zip(self.batch_placeholders, self.batch.names, strict=True),
+        ]
+        out = {
+            f"{'batch' if k >= len(self.state.names) else 'state'}.{name}": _shape(node)
+            for k, (node, name) in enumerate(pairs)
+        }
         return {**out, **{f"batch.{name}": repr(value) for name, value in self.batch.baked.items()}}
 
     def copies(self) -> list[tuple[Node, Node, bool]]:
@@ -200,8 +208,11 @@ def tensor_of(node: Node) -> torch.Tensor | None:
 
 def alike(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     """Whether two values have one shape, strides, dtype and device: one can stand for the other."""
-    return a is not None and b is not None and (
-        (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device))
+    return (
+        a is not None
+        and b is not None
+        and ((a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device))
+    )
 
 
 def _shape(node: Node) -> str:

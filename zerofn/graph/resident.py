@@ -69,8 +69,12 @@ def resident(program: Program) -> Resident:
 
 def constants(gm: GraphModule) -> dict[int, int]:
     """Bytes of the tensors that the step brings along from outside, such as another model's parameters, by storage."""
-    values = [operator.attrgetter(str(node.target))(each) for each in (gm, *bodies(gm))
-              for node in each.graph.nodes if node.op == "get_attr"]
+    values = [
+        operator.attrgetter(str(node.target))(each)
+        for each in (gm, *bodies(gm))
+        for node in each.graph.nodes
+        if node.op == "get_attr"
+    ]
     return {storage_key(x): x.untyped_storage().nbytes() for x in values if isinstance(x, Tensor) and x.dim()}
 
 

@@ -90,8 +90,10 @@ class Segments:
     def _joined(self, segment: dict[Node, int]) -> dict[Node, int]:
         """Fewer segments: those that end where much crosses go on."""
         made = {x: own for x, own in segment.items() if self._root[x] is x}
-        spans = [Span(own, max(segment.get(n, own) for n in self.touched[x]), memory_bytes(x.meta["val"]),
-                      self._is_kept(x)) for x, own in made.items()]
+        spans = [
+            Span(own, max(segment.get(n, own) for n in self.touched[x]), memory_bytes(x.meta["val"]), self._is_kept(x))
+            for x, own in made.items()
+        ]
         numbers = joined(spans, max(segment.values(), default=0) + 1)
         return {node: numbers[own] for node, own in segment.items()}
 

@@ -19,14 +19,29 @@ from .program import Program, owners, tensor_of
 ops, aten = torch.ops.zerofn, torch.ops.aten
 _CLOSED_OVER = "a tensor it closes over"
 _SHAPE_ONLY = {
-    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
-    aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_empty.default,
+    aten.new_full.default,
     # what forward-mode differentiation asks about a tangent
-    aten.is_same_size.default, aten._has_same_storage_numel.default, aten._new_zeros_with_same_feature_meta.default,
+    aten.is_same_size.default,
+    aten._has_same_storage_numel.default,
+    aten._new_zeros_with_same_feature_meta.default,
 }
 _ELEMENTWISE = {
-    aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default, aten.copy_.default,
-    aten.lift_fresh_copy.default, aten.where.self, aten.fill.Scalar, operator.getitem,
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.copy_.default,
+    aten.lift_fresh_copy.default,
+    aten.where.self,
+    aten.fill.Scalar,
+    operator.getitem,
 }
 # The same at every place; and constants by runs, which know how the state is cut.
 _CONSTANT = {*_SHAPE_ONLY, aten.zeros.default, aten.ones.default, aten.full.default, ops.fill_runs.default}
@@ -68,8 +83,9 @@ def _names(program: Program) -> dict[Node, str]:
 
 def _names_inside(loop: Node, names: dict[Node, str]) -> dict[Node, str]:
     """The names of what a loop gives to its body."""
-    found = {x: _origin(given) if given.target is ops.join.default else given
-             for x, given in given_to_body(loop).items()}
+    found = {
+        x: _origin(given) if given.target is ops.join.default else given for x, given in given_to_body(loop).items()
+    }
     return {x: names[given] for x, given in found.items() if given in names}
 
 
@@ -94,8 +110,11 @@ def _check_writes(gm: GraphModule, names: dict[Node, str]) -> None:
 
 def _check_write(node: Node, name: str | None) -> None:
     if name is not None:
-        advice = ("Pass it in the state and return its new value there." if name == _CLOSED_OVER else
-                  "A step is a pure function: write to a clone of it, and return the clone in the new state.")
+        advice = (
+            "Pass it in the state and return its new value there."
+            if name == _CLOSED_OVER
+            else "A step is a pure function: write to a clone of it, and return the clone in the new state."
+        )
         raise CaptureError(f"the step writes to {name} in place ({_op(node)}{_line(node)}). {advice}")
 
 
@@ -147,12 +166,14 @@ def _check_use(node: Node, used: list[Node], pieces: set[Node], even: set[Node],
         raise CaptureError(
             f"{_op(node)}{_line(node)} is applied to this rank's piece of {origin}, where its answer would be a "
             "local one. On shards use elementwise operations, or zerofn.global_norm, leaf_norms, vdot and "
-            "all_finite, or zerofn.gather(tree) first.")
+            "all_finite, or zerofn.gather(tree) first."
+        )
     if any(x not in pieces and x not in even for x in node.all_input_nodes):
         raise CaptureError(
             f"{_op(node)}{_line(node)} combines this rank's piece of {names.get(_origin(used[0]), 'the state')} with a "
             "tensor that is no piece and differs from place to place: which element meets which would depend on how "
-            "the state is cut. Put that tensor into the state, laid out like the parameters, or zerofn.scatter it.")
+            "the state is cut. Put that tensor into the state, laid out like the parameters, or zerofn.scatter it."
+        )
     pieces.add(node)
 
 
@@ -162,7 +183,8 @@ def _check_draws(gm: GraphModule) -> None:
             raise CaptureError(
                 f"{_op(node)}{_line(node)} draws from the global generator, which is no part of the state: the same "
                 "step would give other results. Draw in the loss function of state.value_and_grad, or under "
-                "zerofn.random.randomness(state.rng_at()). An evaluation wants a module in eval(), without dropout.")
+                "zerofn.random.randomness(state.rng_at()). An evaluation wants a module in eval(), without dropout."
+            )
 
 
 def _draws(node: Node) -> bool:
@@ -180,9 +202,24 @@ def _draws(node: Node) -> bool:
 
 
 _PIECES = {ops.reduce_scatter.default, ops.piece.default}
-_KEEPS = {"wait", "adamw", "sgd", "sgd_momentum", "lion", "scale_runs", "take_runs", "join", "split",
-          "high", "encode", "decode", "fetch", "spill",
-          "bring", "put"}
+_KEEPS = {
+    "wait",
+    "adamw",
+    "sgd",
+    "sgd_momentum",
+    "lion",
+    "scale_runs",
+    "take_runs",
+    "join",
+    "split",
+    "high",
+    "encode",
+    "decode",
+    "fetch",
+    "spill",
+    "bring",
+    "put",
+}
 
 
 def _elementwise(node: Node, used: list[Node]) -> bool:
@@ -214,9 +251,11 @@ def _constants(gm: GraphModule) -> list[Tensor]:
         if not isinstance(value, Tensor):
             continue
         if value.requires_grad:
-            raise CaptureError(f"the step closes over a tensor of shape {tuple(value.shape)} that requires grad"
-                               f"{_line(next(iter(node.users), node))}: it would be baked in as a constant and never "
-                               "trained. Pass it in state.params (functional_call(model, params, ...)).")
+            raise CaptureError(
+                f"the step closes over a tensor of shape {tuple(value.shape)} that requires grad"
+                f"{_line(next(iter(node.users), node))}: it would be baked in as a constant and never "
+                "trained. Pass it in state.params (functional_call(model, params, ...))."
+            )
         if any(u.target is not aten.lift_fresh_copy.default for u in node.users):
             found.append(value)
     return found
@@ -253,7 +292,10 @@ def _transfer(node: Node, names: dict[Node, str], groups: dict[Any, int]) -> str
     origin = names.get(_origin(node), "") if is_gather(node) else ""
     assert isinstance(node.target, OpOverload)
     arguments = zip(schema_arguments(node.target), node.args, strict=False)
-    static = [f"group {groups.setdefault(a, len(groups))}" if argument.name == "group" else a
-              for argument, a in arguments if argument.name != "rank" and not isinstance(a, Node)]
+    static = [
+        f"group {groups.setdefault(a, len(groups))}" if argument.name == "group" else a
+        for argument, a in arguments
+        if argument.name != "rank" and not isinstance(a, Node)
+    ]
     shape = None if value is None else f"{list(value.shape)} {value.dtype}"
     return f"{_op(node)} {shape} {[a for a in static if not isinstance(a, list)]} {origin}".rstrip()

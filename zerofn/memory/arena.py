@@ -127,5 +127,8 @@ def end(request: Request) -> None:
         request.wait()
 
 
-define("bucket(int size, ScalarType dtype, Device device, int[] place) -> Tensor", empty,
-       lambda size, dtype, device, place: torch.empty(size, dtype=dtype, device=device))
+define(
+    "bucket(int size, ScalarType dtype, Device device, int[] place) -> Tensor",
+    empty,
+    lambda size, dtype, device, place: torch.empty(size, dtype=dtype, device=device),
+)

@@ -45,14 +45,15 @@ def region_of(ticket: Tensor) -> Region:
 class Spilled:
     """A tensor [size] that lies on a drive, for a model that computes on `device`."""
 
-    def __init__(self, ticket: Tensor, dtype: torch.dtype, size: int, device: torch.device | None = None
-                 ) -> None:
+    def __init__(self, ticket: Tensor, dtype: torch.dtype, size: int, device: torch.device | None = None) -> None:
         self.ticket, self.dtype, self.size, self.device = ticket, dtype, size, device or host()
         self._region = None if current_trace() is not None else region_of(ticket)  # held, so that it stays
 
     def __reduce__(self) -> Any:
-        raise RuntimeError(f"{self.region.label} lies on a drive, and cannot be copied or pickled: write "
-                           "zerofn.save(path, state), or zerofn.unshard(state) for a copy in memory.")
+        raise RuntimeError(
+            f"{self.region.label} lies on a drive, and cannot be copied or pickled: write "
+            "zerofn.save(path, state), or zerofn.unshard(state) for a copy in memory."
+        )
 
     @property
     def nbytes(self) -> int:
@@ -68,8 +69,10 @@ class Spilled:
     def fetched(self) -> Tensor:
         """Its value in a step that is being captured. Raises `RuntimeError` elsewhere: it would be read unasked."""
         if current_trace() is None:
-            raise RuntimeError(f"{self.region.label} lies on a drive ({self.region.store.name}), where only compiled "
-                               "steps work on it: write zerofn.compile(step), or zerofn.unshard(state) first.")
+            raise RuntimeError(
+                f"{self.region.label} lies on a drive ({self.region.store.name}), where only compiled "
+                "steps work on it: write zerofn.compile(step), or zerofn.unshard(state) first."
+            )
         return ops.wait(ops.fetch(self.ticket, self.size, self.dtype, [], self.device))
 
     def load(self) -> Tensor:
@@ -131,19 +134,28 @@ def spill_(ticket: Tensor, x: Tensor) -> None:
         _loose.append(region.store.write(region, buffer))
         return
     whole = torch.empty(0, dtype=torch.uint8).set_(
-        x.untyped_storage(), x.storage_offset() * x.element_size(), (pages(nbytes),), (1,))
+        x.untyped_storage(), x.storage_offset() * x.element_size(), (pages(nbytes),), (1,)
+    )
     arena.leave(x, pages(nbytes), region.store.write(region, whole))
 
 
 def _no_copy(ticket: Tensor, x: Tensor) -> Tensor:
-    raise RuntimeError(f"{region_of(ticket).label} lies on a drive, in one place: a step that keeps the old state "
-                       "beside the new one has none for it. Leave out donate=False, or keep the state in memory.")
+    raise RuntimeError(
+        f"{region_of(ticket).label} lies on a drive, in one place: a step that keeps the old state "
+        "beside the new one has none for it. Leave out donate=False, or keep the state in memory."
+    )
 
 
-define("fetch(Tensor ticket, int size, ScalarType dtype, int[] place, Device device) -> Tensor", fetch,
-       lambda ticket, size, dtype, place, device: ticket.new_empty(size, dtype=dtype, device=device))
-define("room(int size, ScalarType dtype, int[] place) -> Tensor", room,
-       lambda size, dtype, place: torch.empty(size, dtype=dtype))
+define(
+    "fetch(Tensor ticket, int size, ScalarType dtype, int[] place, Device device) -> Tensor",
+    fetch,
+    lambda ticket, size, dtype, place, device: ticket.new_empty(size, dtype=dtype, device=device),
+)
+define(
+    "room(int size, ScalarType dtype, int[] place) -> Tensor",
+    room,
+    lambda size, dtype, place: torch.empty(size, dtype=dtype),
+)
 define("ticket(int number) -> Tensor", lambda number: torch.tensor([number]), lambda number: torch.empty(1).long())
 define("spill(Tensor ticket, Tensor x) -> Tensor", _no_copy, lambda ticket, x: ticket.new_empty(ticket.shape))
 define("spill_(Tensor(a!) ticket, Tensor x) -> ()", spill_, lambda ticket, x: None)

@@ -260,8 +260,14 @@ def _nothing(*args: Any) -> None:
 
 
 define("updated_(Tensor(a!) x) -> ()", _nothing, _nothing)
-define("bring(Tensor x, Device device, *, bool parked=False) -> Tensor", bring,
-       lambda x, device, parked=False: torch.empty_like(x, device=device))
-define("put(Tensor host, Tensor x) -> Tensor", lambda host, x: x.to(host.device, copy=True),
-       lambda host, x: host.new_empty(host.shape))
+define(
+    "bring(Tensor x, Device device, *, bool parked=False) -> Tensor",
+    bring,
+    lambda x, device, parked=False: torch.empty_like(x, device=device),
+)
+define(
+    "put(Tensor host, Tensor x) -> Tensor",
+    lambda host, x: x.to(host.device, copy=True),
+    lambda host, x: host.new_empty(host.shape),
+)
 define("put_(Tensor(a!) host, Tensor x) -> ()", put_, lambda host, x: None)

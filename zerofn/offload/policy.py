@@ -44,27 +44,36 @@ class Offload:
         for name, known in (("optimizer", TIERS), ("params", TIERS), ("update", UPDATES)):
             value = getattr(self, name)
             if value not in known:
-                raise ValueError(f"Offload({name}={value!r}) is not known; there are "
-                                 f"{', '.join(map(repr, known[:-1]))} and {known[-1]!r}.")
+                raise ValueError(
+                    f"Offload({name}={value!r}) is not known; there are "
+                    f"{', '.join(map(repr, known[:-1]))} and {known[-1]!r}."
+                )
         if isinstance(self.fraction, bool) or not isinstance(self.fraction, int | float):
-            raise TypeError(f"Offload(fraction={self.fraction!r}): expected a number, the share of the units' bytes "
-                            f"that is offloaded, got {type(self.fraction).__name__}.")
+            raise TypeError(
+                f"Offload(fraction={self.fraction!r}): expected a number, the share of the units' bytes "
+                f"that is offloaded, got {type(self.fraction).__name__}."
+            )
         if not 0 < self.fraction <= 1:
-            raise ValueError(f"Offload(fraction={self.fraction!r}): the share of the units' bytes that is offloaded "
-                             "must be above 0 and at most 1; write offload=None for nothing.")
+            raise ValueError(
+                f"Offload(fraction={self.fraction!r}): the share of the units' bytes that is offloaded "
+                "must be above 0 and at most 1; write offload=None for nothing."
+            )
         if self.path is None:
             return
         try:
             paths = self.paths
         except TypeError:
-            raise TypeError(f"Offload(path={self.path!r}): expected a folder or a list of folders, got "
-                            f"{type(self.path).__name__}.") from None
+            raise TypeError(
+                f"Offload(path={self.path!r}): expected a folder or a list of folders, got {type(self.path).__name__}."
+            ) from None
         if not all(paths) or not paths or len({os.path.realpath(p) for p in paths}) < len(paths):
-            raise ValueError(f"Offload(path={self.path!r}): expected one or more folders, each once; '.' is the "
-                             "current one.")
+            raise ValueError(
+                f"Offload(path={self.path!r}): expected one or more folders, each once; '.' is the current one."
+            )
         if not self.on_disk:
-            raise ValueError(f"Offload(path={self.path!r}) has no effect without 'nvme'; leave it out, or write "
-                             "optimizer='nvme'.")
+            raise ValueError(
+                f"Offload(path={self.path!r}) has no effect without 'nvme'; leave it out, or write optimizer='nvme'."
+            )
 
     @property
     def paths(self) -> list[str]:
@@ -90,8 +99,10 @@ def resolve(offload: Offload | str | None, stage: int, num_ranks: int, device: t
     if isinstance(offload, str):
         if offload not in TIERS:
             near = nearest(offload, ("cpu", "nvme"), 1, 0.0)
-            raise ValueError(f"offload={offload!r} is not known; did you mean {near[0]!r}? There are 'cpu', 'nvme' and "
-                             "zerofn.Offload(optimizer=..., params=..., path=...).")
+            raise ValueError(
+                f"offload={offload!r} is not known; did you mean {near[0]!r}? There are 'cpu', 'nvme' and "
+                "zerofn.Offload(optimizer=..., params=..., path=...)."
+            )
         offload = Offload(optimizer=offload, params=None if whole else offload)
     if not isinstance(offload, Offload):
         raise TypeError(f"offload: expected None, 'cpu', 'nvme' or a zerofn.Offload, got {type(offload).__name__}.")
@@ -100,8 +111,11 @@ def resolve(offload: Offload | str | None, stage: int, num_ranks: int, device: t
         return offload
     for path in offload.paths if offload.on_disk else ():
         if _in_memory(path):
-            log.warning("offload: %s lies in memory itself (tmpfs), so what is offloaded there frees none; "
-                        "Offload(path=...) names a folder on a drive.", path)
+            log.warning(
+                "offload: %s lies in memory itself (tmpfs), so what is offloaded there frees none; "
+                "Offload(path=...) names a folder on a drive.",
+                path,
+            )
     if offload.on_disk and offload.path is None:
         log.info("offload: scratch files go to %s; Offload(path=...) names another folder.", offload.paths[0])
     return offload
@@ -109,19 +123,27 @@ def resolve(offload: Offload | str | None, stage: int, num_ranks: int, device: t
 
 def _check(offload: Offload, whole: bool, device: torch.device) -> None:
     if not (offload.optimizer or offload.params):
-        raise ValueError(f"{offload} offloads nothing: name what is to lie where, optimizer= or params=, 'cpu' or "
-                         "'nvme', or write offload=None.")
+        raise ValueError(
+            f"{offload} offloads nothing: name what is to lie where, optimizer= or params=, 'cpu' or "
+            "'nvme', or write offload=None."
+        )
     if offload.params and whole:
-        raise ValueError("Offload(params=...) has no effect at stages 1 and 2, where every rank holds a gathered copy "
-                         "of the parameters; use stage=3, or offload the optimizer alone.")
+        raise ValueError(
+            "Offload(params=...) has no effect at stages 1 and 2, where every rank holds a gathered copy "
+            "of the parameters; use stage=3, or offload the optimizer alone."
+        )
     for name in ("optimizer", "params"):
         if lies_there(getattr(offload, name), device):
-            raise ValueError(f"Offload({name}='cpu') has no effect: the parameters are on the CPU, so the model "
-                             "computes in host memory as it is. Leave it out, offload to 'nvme', or let the model "
-                             "compute on a GPU: shard(..., device='cuda').")
+            raise ValueError(
+                f"Offload({name}='cpu') has no effect: the parameters are on the CPU, so the model "
+                "computes in host memory as it is. Leave it out, offload to 'nvme', or let the model "
+                "compute on a GPU: shard(..., device='cuda')."
+            )
     if is_host(device) and offload.update != "auto":
-        raise ValueError(f"Offload(update={offload.update!r}) has no effect: the model computes on the CPU and there "
-                         "is no other processor to update on; leave update out.")
+        raise ValueError(
+            f"Offload(update={offload.update!r}) has no effect: the model computes on the CPU and there "
+            "is no other processor to update on; leave update out."
+        )
 
 
 def _in_memory(path: str) -> bool:
@@ -139,14 +161,25 @@ def check_memory(offload: Offload, kept: Mapping[str, int], num_ranks: int) -> N
     if needed <= free:
         return
     total = {what: sum(n for k, n in kept.items() if k.startswith(what)) for what in ("parameters", "optimizer")}
-    rows = {"as asked": needed, "Offload(optimizer='nvme')": total["parameters"] * num_ranks,
-            "Offload(optimizer='nvme', params='nvme')": 0}
-    lines = [f"  {name:<42} {nbytes / 1e9:8.2f} GB  {'fits' if nbytes <= free else 'does not fit'}"
-             for name, nbytes in rows.items()]
-    raise MemoryError("\n".join([
-        f"{offload} needs {needed / 1e9:.2f} GB of host memory for {num_ranks} rank(s) of this machine, and "
-        f"{free / 1e9:.2f} GB are free. Nothing was allocated. At most, beside buffers:", *lines,
-        "optim.adamw(..., moments='8bit') keeps its moments in a quarter of that."]))
+    rows = {
+        "as asked": needed,
+        "Offload(optimizer='nvme')": total["parameters"] * num_ranks,
+        "Offload(optimizer='nvme', params='nvme')": 0,
+    }
+    lines = [
+        f"  {name:<42} {nbytes / 1e9:8.2f} GB  {'fits' if nbytes <= free else 'does not fit'}"
+        for name, nbytes in rows.items()
+    ]
+    raise MemoryError(
+        "\n".join(
+            [
+                f"{offload} needs {needed / 1e9:.2f} GB of host memory for {num_ranks} rank(s) of this machine, and "
+                f"{free / 1e9:.2f} GB are free. Nothing was allocated. At most, beside buffers:",
+                *lines,
+                "optim.adamw(..., moments='8bit') keeps its moments in a quarter of that.",
+            ]
+        )
+    )
 
 
 def free_memory() -> int:

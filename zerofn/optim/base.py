@@ -59,9 +59,7 @@ class GradientTransformation:
             object.__setattr__(self, "args", (self.init, self.update))
 
     def __repr__(self) -> str:
-        return (
-            f"{self.name}({', '.join(map(shown, self.args))})" if self.name else "GradientTransformation(...)"
-        )
+        return f"{self.name}({', '.join(map(shown, self.args))})" if self.name else "GradientTransformation(...)"
 
 
 def masks(tx: GradientTransformation) -> Iterator[tuple[str, Mask]]:

@@ -33,9 +33,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
             fresh.append(s)
         return grads, tuple(fresh)
 
-    def apply(
-        grads: Any, state: Any, params: Any, factor: Tensor | None, finite: Tensor | None
-    ) -> tuple[Any, Any]:
+    def apply(grads: Any, state: Any, params: Any, factor: Tensor | None, finite: Tensor | None) -> tuple[Any, Any]:
         params, fresh = step(last, grads, state[-1], params, _fold(lead, grads, factor), finite)
         return params, (*state[:-1], fresh)
 
@@ -56,9 +54,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     )
 
 
-def _fold(
-    transformations: Sequence[GradientTransformation], grads: Any, so_far: Tensor | None
-) -> Tensor | None:
+def _fold(transformations: Sequence[GradientTransformation], grads: Any, so_far: Tensor | None) -> Tensor | None:
     """The product of their factors and `so_far`."""
     for t in transformations:
         so_far = t.factor(grads, so_far)  # type: ignore[misc]

@@ -20,18 +20,10 @@ def add_decayed_weights(weight_decay: float = 0.0, mask: Mask | None = None) -> 
 
     def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
         if params is None:
-            raise ValueError(
-                "add_decayed_weights: update needs the parameters: tx.update(grads, state, params)."
-            )
-        decayed = tree.tree_map(
-            lambda g, p, d: g + (d * p).to(g.dtype), grads, params, spread(params, decay_of)
-        )
+            raise ValueError("add_decayed_weights: update needs the parameters: tx.update(grads, state, params).")
+        decayed = tree.tree_map(lambda g, p, d: g + (d * p).to(g.dtype), grads, params, spread(params, decay_of))
         return decayed, state
 
     return GradientTransformation(
-        no_state,
-        update,
-        "add_decayed_weights",
-        (weight_decay, mask),
-        label=None if mask is None else decay_of,
+        no_state, update, "add_decayed_weights", (weight_decay, mask), label=None if mask is None else decay_of
     )

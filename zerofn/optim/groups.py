@@ -23,9 +23,7 @@ def init_groups(groups: Sequence[Group], params: Any) -> list[Any]:
     return [tx.init(select(params, keep)) for tx, keep in groups]
 
 
-def update_groups(
-    groups: Sequence[Group], grads: Any, states: Sequence[Any], params: Any
-) -> tuple[Any, list[Any]]:
+def update_groups(groups: Sequence[Group], grads: Any, states: Sequence[Any], params: Any) -> tuple[Any, list[Any]]:
     """The updates of all, each from its own leaves' gradients, and their next states."""
     out, fresh = grads, []
     for (tx, keep), state in zip(groups, states, strict=True):

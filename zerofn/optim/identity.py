@@ -14,10 +14,7 @@ from .base import EmptyState, GradientTransformation, no_state
 def identity() -> GradientTransformation:
     """Gradients as they are."""
     return GradientTransformation(
-        no_state,
-        lambda grads, state, params=None: (grads, state),
-        "identity",
-        factor=lambda grads, so_far: so_far,
+        no_state, lambda grads, state, params=None: (grads, state), "identity", factor=lambda grads, so_far: so_far
     )
 
 

@@ -37,6 +37,4 @@ def lamb(
         scale_by_trust_ratio(),
         scale_by_learning_rate(learning_rate),
     )
-    return dataclasses.replace(
-        parts, name="lamb", args=(learning_rate, b1, b2, eps, eps_root, weight_decay, mask)
-    )
+    return dataclasses.replace(parts, name="lamb", args=(learning_rate, b1, b2, eps, eps_root, weight_decay, mask))

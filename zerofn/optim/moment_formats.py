@@ -20,8 +20,9 @@ FORMATS = (None, "bf16", "8bit")
 def check(where: str, moments: str | None) -> None:
     """Raise `ValueError` for a format that there is none of."""
     if moments not in FORMATS:
-        raise ValueError(f"{where}: moments={moments!r} is not known; there are None (the parameters' dtype), 'bf16' "
-                         "and '8bit'.")
+        raise ValueError(
+            f"{where}: moments={moments!r} is not known; there are None (the parameters' dtype), 'bf16' and '8bit'."
+        )
 
 
 def initial(params: Any, moments: str | None, value: float = 0.0) -> Any:

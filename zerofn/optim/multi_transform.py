@@ -79,9 +79,7 @@ def multi_transform(
     )
 
 
-def _keeper(
-    transforms: Mapping[Hashable, Any], labels: Callable[[LeafInfo], Hashable], key: Hashable
-) -> Mask:
+def _keeper(transforms: Mapping[Hashable, Any], labels: Callable[[LeafInfo], Hashable], key: Hashable) -> Mask:
     def keep(leaf: LeafInfo) -> bool:
         label = labels(leaf)
         if label not in transforms:

@@ -42,18 +42,14 @@ def scale_by_schedule(step_size_fn: Any) -> GradientTransformation:
     def init(params: Any) -> ScaleByScheduleState:
         return ScaleByScheduleState(count_zero(params))
 
-    def update(
-        grads: Any, state: ScaleByScheduleState, params: Any = None
-    ) -> tuple[Any, ScaleByScheduleState]:
+    def update(grads: Any, state: ScaleByScheduleState, params: Any = None) -> tuple[Any, ScaleByScheduleState]:
         size = step_size_fn(state.count)
         return tree.tree_map(lambda g: (g * size).to(g.dtype), grads), ScaleByScheduleState(state.count + 1)
 
     return GradientTransformation(init, update, "scale_by_schedule", (step_size_fn,))
 
 
-def scale_by_learning_rate(
-    learning_rate: ScalarOrSchedule, *, flip_sign: bool = True
-) -> GradientTransformation:
+def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, flip_sign: bool = True) -> GradientTransformation:
     """Multiply by minus the learning rate (plus, without `flip_sign`), a number or a schedule."""
     checks.learning_rate("scale_by_learning_rate", learning_rate)
     sign = -1 if flip_sign else 1
@@ -62,11 +58,7 @@ def scale_by_learning_rate(
         rate = learning_rate
         inner = scale_by_schedule(lambda count: sign * rate(count))
         return GradientTransformation(
-            inner.init,
-            inner.update,
-            "scale_by_learning_rate",
-            args,
-            learning_rate=lambda state: rate(state.count),
+            inner.init, inner.update, "scale_by_learning_rate", args, learning_rate=lambda state: rate(state.count)
         )
     inner = scale(sign * learning_rate)
     return GradientTransformation(

@@ -62,9 +62,7 @@ def polynomial_schedule(
     return Schedule("polynomial_schedule", args, fn)
 
 
-def linear_schedule(
-    init_value: float, end_value: float, transition_steps: int, transition_begin: int = 0
-) -> Schedule:
+def linear_schedule(init_value: float, end_value: float, transition_steps: int, transition_begin: int = 0) -> Schedule:
     """From `init_value` to `end_value` in a straight line: `polynomial_schedule` with power 1."""
     return polynomial_schedule(init_value, end_value, 1, transition_steps, transition_begin)
 
@@ -83,9 +81,7 @@ def exponential_decay(
     one. With `transition_steps` <= 0 or `decay_rate` 0 the value stays `init_value`.
     """
     where = "exponential_decay"
-    checks.number(
-        where, init_value=init_value, transition_steps=transition_steps, transition_begin=transition_begin
-    )
+    checks.number(where, init_value=init_value, transition_steps=transition_steps, transition_begin=transition_begin)
     checks.number(where, 0.0, decay_rate=decay_rate)
     bound = {} if end_value is None else {"min" if decay_rate < 1 else "max": end_value}
     checks.number(where, end_value=init_value if end_value is None else end_value)
@@ -101,9 +97,7 @@ def exponential_decay(
     return Schedule(where, args, fn)
 
 
-def cosine_decay_schedule(
-    init_value: float, decay_steps: int, alpha: float = 0.0, exponent: float = 1.0
-) -> Schedule:
+def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.0, exponent: float = 1.0) -> Schedule:
     """init_value * ((1 - alpha) * ((1 + cos(pi t / decay_steps)) / 2)^exponent + alpha), with t = count up to
     `decay_steps` (Loshchilov and Hutter 2017). Raises `ValueError` unless `decay_steps` is positive.
     """

@@ -58,9 +58,7 @@ def sgd(
     checks.number("sgd", 0.0, weight_decay=weight_decay, momentum=momentum or 0.0)
     checks.leaf_constants("sgd", mask, lr_scale)
     if nesterov and not momentum:
-        raise ValueError(
-            f"sgd: nesterov=True needs momentum, such as momentum=0.9; got momentum={momentum!r}."
-        )
+        raise ValueError(f"sgd: nesterov=True needs momentum, such as momentum=0.9; got momentum={momentum!r}.")
 
     formats.check("sgd", moments)
     if moments and not momentum:

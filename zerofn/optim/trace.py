@@ -26,8 +26,6 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
 
     def update(grads: Any, state: TraceState, params: Any = None) -> tuple[Any, TraceState]:
         fresh = tree.tree_map(lambda t, g: g.to(t.dtype) + decay * t, state.trace, grads)
-        return tree.tree_map(lambda t, g: g + decay * t, fresh, grads) if nesterov else fresh, TraceState(
-            fresh
-        )
+        return tree.tree_map(lambda t, g: g + decay * t, fresh, grads) if nesterov else fresh, TraceState(fresh)
 
     return GradientTransformation(init, update, "trace", (decay, nesterov))

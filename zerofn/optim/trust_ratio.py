@@ -21,24 +21,18 @@ def scale_by_trust_ratio(
     You et al. 2020, Algorithm 2, with optax's arguments: norms are no smaller than `min_norm`. They are of
     whole logical leaves, over all ranks, the same bits at every stage; one small all-gather serves all.
     """
-    checks.number(
-        "scale_by_trust_ratio", 0.0, min_norm=min_norm, trust_coefficient=trust_coefficient, eps=eps
-    )
+    checks.number("scale_by_trust_ratio", 0.0, min_norm=min_norm, trust_coefficient=trust_coefficient, eps=eps)
 
     def update(updates: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
         if params is None:
-            raise ValueError(
-                "scale_by_trust_ratio: update needs the parameters: tx.update(grads, state, params)."
-            )
+            raise ValueError("scale_by_trust_ratio: update needs the parameters: tx.update(grads, state, params).")
         names, both = norms((params, updates))
         half = len(names) // 2
         p, u = both[:half].clamp(min=min_norm), both[half:].clamp(min=min_norm)
         ratios = torch.where((p == 0) | (u == 0), 1.0, trust_coefficient * p / (u + eps))
         return scale_leaves(updates, {name: k for k, name in enumerate(names[:half])}, ratios), state
 
-    return GradientTransformation(
-        no_state, update, "scale_by_trust_ratio", (min_norm, trust_coefficient, eps)
-    )
+    return GradientTransformation(no_state, update, "scale_by_trust_ratio", (min_norm, trust_coefficient, eps))
 
 
 def scale_leaves(values: Any, columns: dict[str, int], factors: Tensor) -> Any:

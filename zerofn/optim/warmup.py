@@ -39,9 +39,7 @@ def warmup_cosine_decay_schedule(
     alpha = 0.0 if peak_value == 0.0 else end_value / peak_value
     decay = cosine_decay_schedule(peak_value, decay_steps - warmup_steps, alpha, exponent)
     joined = join_schedules([linear_schedule(init_value, peak_value, warmup_steps), decay], [warmup_steps])
-    return Schedule(
-        where, (init_value, peak_value, warmup_steps, decay_steps, end_value, exponent), joined.fn
-    )
+    return Schedule(where, (init_value, peak_value, warmup_steps, decay_steps, end_value, exponent), joined.fn)
 
 
 def warmup_exponential_decay_schedule(
@@ -55,28 +53,14 @@ def warmup_exponential_decay_schedule(
     end_value: float | None = None,
 ) -> Schedule:
     """A straight line to `peak_value` over `warmup_steps`, then `exponential_decay`."""
-    decay = exponential_decay(
-        peak_value, transition_steps, decay_rate, transition_begin, staircase, end_value
-    )
+    decay = exponential_decay(peak_value, transition_steps, decay_rate, transition_begin, staircase, end_value)
     joined = join_schedules([linear_schedule(init_value, peak_value, warmup_steps), decay], [warmup_steps])
-    args = (
-        init_value,
-        peak_value,
-        warmup_steps,
-        transition_steps,
-        decay_rate,
-        transition_begin,
-        staircase,
-        end_value,
-    )
+    args = (init_value, peak_value, warmup_steps, transition_steps, decay_rate, transition_begin, staircase, end_value)
     return Schedule("warmup_exponential_decay_schedule", args, joined.fn)
 
 
 def warmup_lr(
-    warmup_min_lr: float = 0.0,
-    warmup_max_lr: float = 0.001,
-    warmup_num_steps: int = 1000,
-    warmup_type: str = "log",
+    warmup_min_lr: float = 0.0, warmup_max_lr: float = 0.001, warmup_num_steps: int = 1000, warmup_type: str = "log"
 ) -> Schedule:
     """DeepSpeed's WarmupLR: the rate its optimizer uses for the update after `count` others.
 
@@ -103,9 +87,7 @@ def warmup_decay_lr(
     checks.number("warmup_decay_lr", 0, above=True, total_num_steps=total_num_steps)
     width = max(1, total_num_steps - max(2, warmup_num_steps))
     args = (warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
-    return _warmup(
-        "warmup_decay_lr", args, lambda i: ((total_num_steps - i) / width).clamp(min=0), total_num_steps
-    )
+    return _warmup("warmup_decay_lr", args, lambda i: ((total_num_steps - i) / width).clamp(min=0), total_num_steps)
 
 
 def _warmup(name: str, args: tuple[Any, ...], after: Any, *more: Any) -> Schedule:

@@ -83,8 +83,9 @@ class _Weights:
         return nbytes + max(there - sum(alive[k][at] for k, at in places) for places, there in self._moments)
 
 
-def _places(gm: GraphModule, number: dict[GraphModule, int], outside: tuple[tuple[int, int], ...] = ()
-            ) -> Iterator[tuple[Node, tuple[tuple[int, int], ...]]]:
+def _places(
+    gm: GraphModule, number: dict[GraphModule, int], outside: tuple[tuple[int, int], ...] = ()
+) -> Iterator[tuple[Node, tuple[tuple[int, int], ...]]]:
     """Every node -> (number of its graph, position there), and those of the loops around it."""
     for at, node in enumerate(gm.graph.nodes):
         here = (*outside, (number[gm], at)) if gm in number else outside

@@ -11,9 +11,7 @@ from ..graph.edit import clean, weight_chain
 from ..graph.program import alike, tensor_of
 
 aten = torch.ops.aten
-_NOTHING = (
-    aten.detach.default, aten.alias.default, torch.ops.zerofn.whole.default, torch.ops.zerofn.piece.default
-)
+_NOTHING = (aten.detach.default, aten.alias.default, torch.ops.zerofn.whole.default, torch.ops.zerofn.piece.default)
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
 
 

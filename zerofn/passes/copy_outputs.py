@@ -17,8 +17,10 @@ def copy_outputs(gm: GraphModule, program: Program) -> GraphModule:
     outputs = list(program.output.args[0])  # type: ignore[arg-type]
     for name, tier, value in zip(program.state.names, _tiers(program), outputs[: program.num_new], strict=False):
         if tier == "nvme" and value.op == "placeholder":
-            raise CaptureError(f"{name} lies on a drive, in one place: the state that is returned and the old one "
-                               "would share it. Leave out donate=False, or keep the state in memory.")
+            raise CaptureError(
+                f"{name} lies on a drive, in one place: the state that is returned and the old one "
+                "would share it. Leave out donate=False, or keep the state in memory."
+            )
     taken: set[Node] = set()
     for k, value in enumerate(outputs):
         if is_given(root[value]) or is_lent(root[value]) or root[value] in taken:

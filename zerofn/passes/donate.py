@@ -11,18 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import schema_arguments
 from ..graph.alias import is_given, is_lent, last_uses, positions, roots
-from ..graph.edit import (
-    DECODES,
-    SPILLS,
-    UPDATE,
-    behind,
-    clean,
-    copy_of,
-    fetched,
-    in_place_of,
-    is_fetch,
-    wait_of,
-)
+from ..graph.edit import DECODES, SPILLS, UPDATE, behind, clean, copy_of, fetched, in_place_of, is_fetch, wait_of
 from ..graph.program import Program, tensor_of
 
 aten, ops = torch.ops.aten, torch.ops.zerofn
@@ -68,8 +57,7 @@ def _fits(new: Node, old: Node) -> bool:
     """Whether a new value is to be put where the old one is: large enough to matter, and of the same kind."""
     a, b = tensor_of(new), tensor_of(old)
     worth = a is not None and (a.numel() > TINY or new.target in SPILLS)
-    return a is not None and b is not None and worth and (a.shape, a.dtype, a.device) == (
-        b.shape, b.dtype, b.device)
+    return a is not None and b is not None and worth and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
 def _shared(program: Program) -> dict[Node, Node]:
@@ -180,8 +168,10 @@ def _update_in_place(graph: Graph, outputs: list[Node], mine: dict[int, Node], s
         # Nothing reads the old values later, nor this very rule, which may write p before it reads g.
         if any(last.get(m, -1) > where[rule] for m in places) or any(root.get(x, x) in places for x in read):
             continue
-        given: dict[int, Any] = {k: parts if isinstance(arguments[k].type, torch.ListType) else parts[0]
-                                 for k, parts in zip(written, kept, strict=True)}
+        given: dict[int, Any] = {
+            k: parts if isinstance(arguments[k].type, torch.ListType) else parts[0]
+            for k, parts in zip(written, kept, strict=True)
+        }
         with graph.inserting_before(rule):
             graph.call_function(target, tuple(given.get(k, x) for k, x in enumerate(rule.args)), rule.kwargs)
         for result, end, parts in zip(results, ends, kept, strict=True):
@@ -193,8 +183,9 @@ def _update_in_place(graph: Graph, outputs: list[Node], mine: dict[int, Node], s
                 _return(outputs, numbers, result, again)  # type: ignore[arg-type]
 
 
-def _copy_back(graph: Graph, program: Program, outputs: list[Node], mine: dict[int, Node], shared: dict[Node, Node]
-               ) -> None:
+def _copy_back(
+    graph: Graph, program: Program, outputs: list[Node], mine: dict[int, Node], shared: dict[Node, Node]
+) -> None:
     """At the end of the step, copy what was not updated in place."""
     root = roots(graph)
     late = {j: place for j, place in mine.items() if outputs[j] is not place}

@@ -35,8 +35,10 @@ def fuse_norms(gm: GraphModule) -> GraphModule:
     for node, each in tensors.items():
         numbers = [(found[key][node.target], places) for key, places in each]
         with graph.inserting_before(node):
-            grid = graph.call_function(ops.grid.default, (
-                [x for x, _ in numbers], [p for _, places in numbers for p in places], *node.args[-2:]))
+            grid = graph.call_function(
+                ops.grid.default,
+                ([x for x, _ in numbers], [p for _, places in numbers for p in places], *node.args[-2:]),
+            )
         grid.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(grid)
     return clean(gm)
@@ -48,8 +50,10 @@ def _by_tensor(node: Node) -> list[tuple[Node, tuple[tuple[int, int], ...], list
     parts: dict[int, list[int]] = {k: [] for k in range(len(tensors))}  # those, too, that have none on this rank
     for i, k in enumerate(piece):
         parts[k].append(i)
-    return [(tensors[k], tuple((start[i], stop[i]) for i in mine), [row[i] * num_columns + column[i] for i in mine])
-            for k, mine in parts.items()]
+    return [
+        (tensors[k], tuple((start[i], stop[i]) for i in mine), [row[i] * num_columns + column[i] for i in mine])
+        for k, mine in parts.items()
+    ]
 
 
 def _reduce(graph: Graph, key: _Key, where: dict[Node, int]) -> dict[Any, Node]:

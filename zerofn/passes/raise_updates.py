@@ -49,8 +49,9 @@ def raise_updates(gm: GraphModule, program: Program) -> GraphModule:
     for rule in rules:
         before = [n for place in memory(rule) for n in touched[place]]
         before += [n for x in rule.all_input_nodes for n in writers.get(root[x], ())]
-        anchors[rule] = max((n for n in [*before, *rule.all_input_nodes] if where[n] < where[rule]),
-                            key=where.__getitem__)
+        anchors[rule] = max(
+            (n for n in [*before, *rule.all_input_nodes] if where[n] < where[rule]), key=where.__getitem__
+        )
     for rule in sorted(rules, key=first_use, reverse=True):
         anchors[rule].append(rule)
     for rule, mine in spills.items():

@@ -25,6 +25,7 @@ def reshard(gm: GraphModule) -> GraphModule:
     uses = uses_of_gathers(graph, chain, where)
     timeline = sorted((where[u], k) for k, found in enumerate(uses.values()) for u in found)
     for k, (gather, found) in enumerate(uses.items()):
+
         def cut(before: Node, after: Node, k: int = k, gather: Node = gather) -> bool:
             if cuts is not None:
                 return (gather.name, before.name) in cuts

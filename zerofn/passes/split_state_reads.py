@@ -5,18 +5,7 @@ from __future__ import annotations
 from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import given_to_body, positions
-from ..graph.edit import (
-    DECODES,
-    SPILLS,
-    UPDATE,
-    clean,
-    fetched,
-    give_to_loop,
-    in_place_of,
-    is_fetch,
-    loops,
-    wait_of,
-)
+from ..graph.edit import DECODES, SPILLS, UPDATE, clean, fetched, give_to_loop, in_place_of, is_fetch, loops, wait_of
 
 
 def split_state_reads(gm: GraphModule) -> GraphModule:

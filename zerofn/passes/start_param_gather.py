@@ -29,7 +29,8 @@ def start_param_gather(gm: GraphModule, program: Program) -> GraphModule:
         start, stop = spec.layout.cut(unit, spec.axis.rank)
         with graph.inserting_after(writer):
             fetch = graph.call_function(
-                ops.refresh_.default, (whole, spec.axis.rank, spec.axis.size, spec.axis.group, unit.name))
+                ops.refresh_.default, (whole, spec.axis.rank, spec.axis.size, spec.axis.group, unit.name)
+            )
         if writer.meta.get(ASIDE):
             with graph.inserting_before(fetch):
                 graph.call_function(ops.wait.default, (piece,))

@@ -35,7 +35,8 @@ def sync_replicated_state(gm: GraphModule, program: Program) -> GraphModule:
         if not dtype.is_floating_point:
             raise CaptureError(
                 f"state entry {program.state.names[members[0]]!r} ({dtype}) is replicated, but its new value depends "
-                "on this rank's batch. Keep it out of the state, or reduce it with zerofn.collectives.all_reduce.")
+                "on this rank's batch. Keep it out of the state, or reduce it with zerofn.collectives.all_reduce."
+            )
         for j, mean in zip(members, _means(gm.graph, program, [outputs[j] for j in members], dtype), strict=True):
             outputs[j] = mean
     program.output.args = (outputs,)
@@ -92,5 +93,7 @@ def _means(graph: Graph, program: Program, values: list[Node], dtype: torch.dtyp
         rows = call(ops.wait.default, rows, shape=(axis.size * total,))
         rows = call(aten.view.default, rows, [axis.size, total], shape=(axis.size, total))
         mean = call(aten.mean.dim, rows, [0], shape=(total,))
-        return [call(ops.part.default, mean, offset, list(shape), shape=tuple(shape))
-                for offset, shape in zip(offsets, shapes, strict=True)]
+        return [
+            call(ops.part.default, mean, offset, list(shape), shape=tuple(shape))
+            for offset, shape in zip(offsets, shapes, strict=True)
+        ]

@@ -40,8 +40,9 @@ def update_on_host(gm: GraphModule, program: Program) -> GraphModule:
 
 def _share(program: Program, rule: Node) -> float:
     """The share of the units that the host updates, by what a rule reads and writes of each element."""
-    away = next(kind.away for cut in program.state.nodes if isinstance(cut, Cut) for kind in cut.kinds
-                if kind.away is not None)
+    away = next(
+        kind.away for cut in program.state.nodes if isinstance(cut, Cut) for kind in cut.kinds if kind.away is not None
+    )
     gradient, parts = _bytes(rule.args[1]), [x for parts in kept_by(rule) for x in parts]
     size = tensor_of(rule.args[1]).numel()  # type: ignore[arg-type,union-attr]
     moved = sum(_bytes(x) for x in parts if _brought(x))
@@ -104,8 +105,11 @@ def _end(graph: Graph, rule: Node, part: Node, place: Node, where: dict[Node, fl
     if _brought(part) and len(place.users) == 1:  # nobody else uses it
         return None
     with graph.inserting_after(rule):
-        end = graph.call_function(ops.updated_.default, (place,)) if _brought(part) else \
-            graph.call_function(ops.put_.default, (part, place))
+        end = (
+            graph.call_function(ops.updated_.default, (place,))
+            if _brought(part)
+            else graph.call_function(ops.put_.default, (part, place))
+        )
     where[end] = where[rule] + 0.5
     written = place if _brought(part) else part
     with graph.inserting_before(min(written.users, key=where.__getitem__)):  # the next step waits for what is put there

@@ -17,8 +17,9 @@ FAR = 8  # times what is needed: a limit that is not drawn
 File = str | os.PathLike[str] | io.BytesIO
 
 
-def draw(moments: Sequence[Moment], sent: Sequence[int], file: File, *, title: str, measured: Sequence[int] = ()
-         ) -> None:
+def draw(
+    moments: Sequence[Moment], sent: Sequence[int], file: File, *, title: str, measured: Sequence[int] = ()
+) -> None:
     """Write the bytes that are on the device while each operation of a step runs, by kind, and below them when
     transfers to other ranks start, at the operations numbered in `sent`. A name's ending says of what format the file
     is; what is no name gets SVG. `measured`: bytes that were there, a line.
@@ -27,24 +28,46 @@ def draw(moments: Sequence[Moment], sent: Sequence[int], file: File, *, title: s
     """
     figure, axes = _pyplot().subplots(figsize=(9, 4), layout="constrained")
     shown = [kind for kind in KINDS if any(x.live[kind] for x in moments)]
-    axes.stackplot(range(len(moments)), [[x.live[kind] / MB for x in moments] for kind in shown], labels=shown,
-                   step="post", colors=[_COLOURS[kind] for kind in shown], linewidth=0)
+    axes.stackplot(
+        range(len(moments)),
+        [[x.live[kind] / MB for x in moments] for kind in shown],
+        labels=shown,
+        step="post",
+        colors=[_COLOURS[kind] for kind in shown],
+        linewidth=0,
+    )
     most = max(x.nbytes for x in moments) / MB
     if measured:
         axes.plot(range(len(measured)), [n / MB for n in measured], color="#2e3440", linewidth=0.8, label="measured")
     axes.plot(sent, [-0.03 * most] * len(sent), "|", color="#b48ead", label="transfers", markersize=5)
     axes.set_title(f"{title}: {most:,.1f} MB at its peak", loc="left", fontsize=10.5)
-    axes.set(xlabel="operations of a step, in order", ylabel="MB of a rank", xlim=(0, len(moments)),
-             ylim=(-0.06 * most, 1.05 * most))
+    axes.set(
+        xlabel="operations of a step, in order",
+        ylabel="MB of a rank",
+        xlim=(0, len(moments)),
+        ylim=(-0.06 * most, 1.05 * most),
+    )
     handles, labels = axes.get_legend_handles_labels()
     kinds = len(shown)
-    axes.legend(handles[:kinds][::-1] + handles[kinds:], labels[:kinds][::-1] + labels[kinds:], loc="center left",
-                bbox_to_anchor=(1, 0.5), frameon=False)
+    axes.legend(
+        handles[:kinds][::-1] + handles[kinds:],
+        labels[:kinds][::-1] + labels[kinds:],
+        loc="center left",
+        bbox_to_anchor=(1, 0.5),
+        frameon=False,
+    )
     _save(figure, axes, file)
 
 
-def draw_rows(labels: Sequence[str], peaks: Sequence[dict[str, int]], notes: Sequence[str], limit: float, file: File, *,
-              title: str) -> None:
+def draw_rows(
+    labels: Sequence[str],
+    peaks: Sequence[dict[str, int]],
+    notes: Sequence[str],
+    limit: float,
+    file: File,
+    *,
+    title: str,
+) -> None:
     """Write a bar for each row, its bytes by kind, with a note behind it, and a line where `limit` bytes are, unless
     that is far beyond all of them.
 
@@ -67,8 +90,10 @@ def draw_rows(labels: Sequence[str], peaks: Sequence[dict[str, int]], notes: Seq
     axes.set_yticks(where, labels, fontsize=8)
     axes.invert_yaxis()
     axes.set_title(title, loc="left", fontsize=10.5)
-    axes.set(xlabel=f"{name} of a device at the step's peak, of {limit / unit:,.0f} {name} that there are",
-             xlim=(0, 1.25 * right))
+    axes.set(
+        xlabel=f"{name} of a device at the step's peak, of {limit / unit:,.0f} {name} that there are",
+        xlim=(0, 1.25 * right),
+    )
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     _save(figure, axes, file)
 
@@ -86,7 +111,7 @@ def page(text: str, draw_to: Callable[[File], None]) -> str:
     with contextlib.suppress(ImportError):
         draw_to(out)
     svg = out.getvalue().decode()
-    return f"<pre>{html.escape(text)}</pre>{svg[svg.find('<svg'):] if svg else ''}"
+    return f"<pre>{html.escape(text)}</pre>{svg[svg.find('<svg') :] if svg else ''}"
 
 
 def _pyplot() -> Any:

@@ -69,8 +69,9 @@ class Plan:
         most = max(over_time, key=lambda x: x.nbytes)
         rings = there.device["reserved"]
         used = rings - min(x.live["reserved"] for x in over_time)
-        return Memory(most.live, place(most.node), there.host, there.disk, sum(there.device.values()), rings, used,
-                      over_time)
+        return Memory(
+            most.live, place(most.node), there.host, there.disk, sum(there.device.values()), rings, used, over_time
+        )
 
     def memory(self) -> Memory:
         """Bytes by kind: `state`, `gathered` parameters, `gradients`, `activations` kept for the backward pass,
@@ -102,9 +103,11 @@ class Plan:
             raise ValueError(f"planned for {self.machine.name}; for another write zerofn.plan(..., machine=...).")
         where = self.machine or (machine_of(machine) if machine is not None else None)
         if where is None:
-            raise ValueError("how long a step takes here is known once this machine was measured: run "
-                             "`zerofn profile FILE`, and write plan.timeline(FILE); zerofn.this_machine() measures it "
-                             "now.")
+            raise ValueError(
+                "how long a step takes here is known once this machine was measured: run "
+                "`zerofn profile FILE`, and write plan.timeline(FILE); zerofn.this_machine() measures it "
+                "now."
+            )
         if self.machine is None:
             where.check_here()
         with self._there():
@@ -125,14 +128,18 @@ class Plan:
     def text(self) -> str:
         """All of it, to be read."""
         m = self.memory()
-        lines = [f"{self.program.name} on {self.world} rank(s)",
-                 f"  memory of a rank: {in_words(m.total)} at its peak, in {m.where}"]
+        lines = [
+            f"{self.program.name} on {self.world} rank(s)",
+            f"  memory of a rank: {in_words(m.total)} at its peak, in {m.where}",
+        ]
         lines += [f"    {kind:<12} {in_words(n)}" for kind, n in m.peak.items() if n]
         away = {"in host memory": m.host, "on drives": m.disk}
         lines += [f"    {name:<12} {in_words(n)}" for name, n in away.items() if n]
         if m.used:
-            lines.append(f"  made once for gathered units and gradients: {in_words(m.rings)}, of which "
-                         f"{in_words(m.used)} are used at a time ({m.rings / m.used:.2f} reserved over allocated)")
+            lines.append(
+                f"  made once for gathered units and gradients: {in_words(m.rings)}, of which "
+                f"{in_words(m.used)} are used at a time ({m.rings / m.used:.2f} reserved over allocated)"
+            )
         per = Counter[str]()
         for x, times in self.transfers().items():
             per[x.how] += x.nbytes * times
@@ -146,9 +153,18 @@ class Plan:
     def json(self) -> dict[str, Any]:
         """The same as numbers and texts, for other programs: bytes everywhere."""
         m = self.memory()
-        return {"name": self.program.name, "ranks": self.world, "peak": m.peak, "total": m.total, "where": m.where,
-                "host": m.host, "disk": m.disk, "rings": m.rings, "used": m.used,
-                "transfers": [{**x._asdict(), "times": n} for x, n in self.transfers().items()]}
+        return {
+            "name": self.program.name,
+            "ranks": self.world,
+            "peak": m.peak,
+            "total": m.total,
+            "where": m.where,
+            "host": m.host,
+            "disk": m.disk,
+            "rings": m.rings,
+            "used": m.used,
+            "transfers": [{**x._asdict(), "times": n} for x, n in self.transfers().items()],
+        }
 
     def picture(self, path: str | os.PathLike[str], measured: Sequence[int] = ()) -> None:
         """Draw memory over the step, and when transfers start, to a file such as "plan.png" or "plan.svg". `measured`:

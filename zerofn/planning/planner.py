@@ -36,10 +36,21 @@ BUDGET = "budget"
 REMATS = (None, "full", "auto", BUDGET)
 
 
-def plan(train_step: Callable[[Any, Any], Any], init_state: Any, batch: Any, *, world: int = 8,
-         machine: Machine | str | os.PathLike[str] = "H100-8", stage: Any = ALL, offload: Any = ALL,
-         precision: Any = ALL, remat: Any = ALL, rows: int | Sequence[int] | None = None,
-         memory: int | str | None = None, unit: Callable[[str], str] | None = None) -> Table:
+def plan(
+    train_step: Callable[[Any, Any], Any],
+    init_state: Any,
+    batch: Any,
+    *,
+    world: int = 8,
+    machine: Machine | str | os.PathLike[str] = "H100-8",
+    stage: Any = ALL,
+    offload: Any = ALL,
+    precision: Any = ALL,
+    remat: Any = ALL,
+    rows: int | Sequence[int] | None = None,
+    memory: int | str | None = None,
+    unit: Callable[[str], str] | None = None,
+) -> Table:
     """What `train_step(state, batch)` needs and does on each of `world` ranks that need not be there, in each of the
     ways that are asked for: a `Table`, of which `best` is the one to take.
 
@@ -115,8 +126,15 @@ def _tiers(stage: int, machine: Machine) -> list[str | None]:
 class _Planner:
     """Rows for one step."""
 
-    def __init__(self, train_step: Callable[[Any, Any], Any], init_state: Any, batch: Any, world: int,
-                 machine: Machine, unit: Callable[[str], str] | None) -> None:
+    def __init__(
+        self,
+        train_step: Callable[[Any, Any], Any],
+        init_state: Any,
+        batch: Any,
+        world: int,
+        machine: Machine,
+        unit: Callable[[str], str] | None,
+    ) -> None:
         self._step, self._batch = train_step, batch
         self._initial = functools.cache(functools.partial(initial, init_state))
         self._world, self._machine, self._unit = world, machine, unit
@@ -154,8 +172,9 @@ class _Planner:
     def _choices(self, program: Program, remat: str | None, donating: bool) -> Sequence[Choice]:
         if remat is None:
             return ()
-        return passes.decide(program, donating=donating, memory=self._budget(remat),
-                             remat=None if remat == BUDGET else remat)
+        return passes.decide(
+            program, donating=donating, memory=self._budget(remat), remat=None if remat == BUDGET else remat
+        )
 
     def _budget(self, remat: str | None) -> int | None:
         return int(self._machine.memory) if remat == BUDGET else None

@@ -63,14 +63,14 @@ class Profile:
     the step's beginning; `memory`: the most bytes that were allocated while each ran, beside what is there all the
     time; `reserved`: what the allocator of a GPU took for it, None on the host."""
 
-    def __init__(self, plan: Plan, seconds: float, clock: Clock, memory: list[int],
-                 predicted: Timeline | None) -> None:
+    def __init__(self, plan: Plan, seconds: float, clock: Clock, memory: list[int], predicted: Timeline | None) -> None:
         self.plan, self.seconds, self.memory, self.predicted = plan, seconds, memory, predicted
         self.reserved = clock.reserved
         begin = clock.ticks[0][1]
         ends = [at for _, at in clock.ticks[1:]]
-        self.nodes = [(node, (at - begin) / 1e9, (end - at) / 1e9)
-                      for (node, at), end in zip(clock.ticks, ends, strict=False)]
+        self.nodes = [
+            (node, (at - begin) / 1e9, (end - at) / 1e9) for (node, at), end in zip(clock.ticks, ends, strict=False)
+        ]
 
     def by_kind(self) -> dict[str, Took]:
         """What time goes to: the forward and backward passes, waiting for transfers, starting them, and the rest."""
@@ -114,11 +114,15 @@ class Profile:
     def text(self) -> str:
         """All of it, to be read."""
         expected = f", predicted {_ms(self.predicted.seconds)}" if self.predicted else ""
-        lines = [f"{self.plan.program.name}: {_ms(self.seconds)} a step{expected}; peak {in_words(self.peak)}, "
-                 f"predicted {in_words(self.plan.memory().total)}; operations' own: {in_words(self.workspace)}"]
+        lines = [
+            f"{self.plan.program.name}: {_ms(self.seconds)} a step{expected}; peak {in_words(self.peak)}, "
+            f"predicted {in_words(self.plan.memory().total)}; operations' own: {in_words(self.workspace)}"
+        ]
         if self.reserved is not None:
-            lines.append(f"  reserved over allocated: {in_words(self.reserved)} / {in_words(self.peak)}, "
-                         f"{self.reserved / self.peak:.2f}")
+            lines.append(
+                f"  reserved over allocated: {in_words(self.reserved)} / {in_words(self.peak)}, "
+                f"{self.reserved / self.peak:.2f}"
+            )
         for title, sums in (("by kind", self.by_kind()), ("by unit", self.by_unit())):
             width = max(map(len, sums), default=0)
             lines.append(f"  {title:<{width + 2}}  measured" + ("  predicted" if self.predicted else ""))
@@ -129,11 +133,16 @@ class Profile:
 
     def json(self) -> dict[str, Any]:
         """The same as numbers: seconds and bytes."""
-        return {"name": self.plan.program.name, "seconds": self.seconds, "peak": self.peak, "workspace": self.workspace,
-                "reserved": self.reserved,
-                "predicted": {"seconds": self.predicted and self.predicted.seconds, "peak": self.plan.memory().total},
-                "by_kind": {k: v._asdict() for k, v in self.by_kind().items()},
-                "by_unit": {k: v._asdict() for k, v in self.by_unit().items()}}
+        return {
+            "name": self.plan.program.name,
+            "seconds": self.seconds,
+            "peak": self.peak,
+            "workspace": self.workspace,
+            "reserved": self.reserved,
+            "predicted": {"seconds": self.predicted and self.predicted.seconds, "peak": self.plan.memory().total},
+            "by_kind": {k: v._asdict() for k, v in self.by_kind().items()},
+            "by_unit": {k: v._asdict() for k, v in self.by_unit().items()},
+        }
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write what was measured, and predicted, as a trace that ui.perfetto.dev and chrome://tracing show: a row for
@@ -169,8 +178,14 @@ class Profile:
         return self.text()
 
 
-def profiled(step: Callable[[Any, Any], Any], plan: Plan, entry: Any, state: Any, batch: Any,
-             machine: Machine | str | os.PathLike[str] | None) -> tuple[Any, Profile]:
+def profiled(
+    step: Callable[[Any, Any], Any],
+    plan: Plan,
+    entry: Any,
+    state: Any,
+    batch: Any,
+    machine: Machine | str | os.PathLike[str] | None,
+) -> tuple[Any, Profile]:
     """Two calls of a compiled step whose `entry.run` runs its plan: (what the second returns, what was measured)."""
     forget()  # what operations take now is asked
     predicted = plan.timeline(machine) if machine is not None else None
@@ -232,8 +247,11 @@ def units_of(program: Program) -> dict[Node, str]:
         if node.op != "call_function":
             continue
         transfer = moved(node)
-        own = transfer.unit if transfer is not None and transfer.unit else next(
-            (holds[x] for x in node.all_input_nodes if x in holds), "")
+        own = (
+            transfer.unit
+            if transfer is not None and transfer.unit
+            else next((holds[x] for x in node.all_input_nodes if x in holds), "")
+        )
         if own and (transfer is not None or is_view(node) or node.target in _PASSES_ON):
             holds[node] = own
         last = out[node] = own or last
@@ -247,8 +265,15 @@ def _rows(process: int, name: str, spans: list[tuple[str, Node, float, float]]) 
     for row, k in rows.items():
         yield {"ph": "M", "pid": process, "tid": k, "name": "thread_name", "args": {"name": row}}
     for row, node, start, seconds in spans:
-        yield {"ph": "X", "pid": process, "tid": rows[row], "name": str(node.target).removesuffix(".default"),
-               "ts": start * 1e6, "dur": seconds * 1e6, "args": {"node": node.name, "phase": phase_of(node) or ""}}
+        yield {
+            "ph": "X",
+            "pid": process,
+            "tid": rows[row],
+            "name": str(node.target).removesuffix(".default"),
+            "ts": start * 1e6,
+            "dur": seconds * 1e6,
+            "args": {"node": node.name, "phase": phase_of(node) or ""},
+        }
 
 
 def _ms(seconds: float) -> str:

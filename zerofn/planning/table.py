@@ -15,8 +15,22 @@ from ..util.sizes import in_words
 from .picture import File, draw_rows, page
 from .plan import Plan
 
-_HEAD = ("stage", "offload", "precision", "remat", "batch", "device", *KINDS, "host", "drives", "sent", "step",
-         "bound by", "speed", "")
+_HEAD = (
+    "stage",
+    "offload",
+    "precision",
+    "remat",
+    "batch",
+    "device",
+    *KINDS,
+    "host",
+    "drives",
+    "sent",
+    "step",
+    "bound by",
+    "speed",
+    "",
+)
 
 
 class Config(NamedTuple):
@@ -42,8 +56,10 @@ class Config(NamedTuple):
         options = ", ".join(f"{name}={_written(value)}" for name, value in self.options.items())
         remat = f", remat={self.remat!r}" if self.remat else ""
         remat = f", memory={int(self.memory)}" if self.remat == "budget" else remat
-        return (f"state = zerofn.shard(init_state, {options}); "
-                f"step = zerofn.compile(train_step{remat}, machine={self.machine})")
+        return (
+            f"state = zerofn.shard(init_state, {options}); "
+            f"step = zerofn.compile(train_step{remat}, machine={self.machine})"
+        )
 
 
 def _written(value: Any) -> str:
@@ -96,12 +112,28 @@ class Row:
 
     def json(self) -> dict[str, Any]:
         """As numbers and texts."""
-        known = {} if self.plan is None else {"plan": self.plan.json(), "seconds": self.seconds, "speed": self.speed,
-                                              "bound": self.plan.timeline().bound}
-        written = {k: None if x is None else str(x) for k, x in self.config._asdict().items()
-                   if k in ("offload", "precision")}
-        return {**self.config._asdict(), **written, **self.needs._asdict(), "fits": self.fits, "lacks": self.lacks,
-                "call": self.config.call(), **known}
+        known = (
+            {}
+            if self.plan is None
+            else {
+                "plan": self.plan.json(),
+                "seconds": self.seconds,
+                "speed": self.speed,
+                "bound": self.plan.timeline().bound,
+            }
+        )
+        written = {
+            k: None if x is None else str(x) for k, x in self.config._asdict().items() if k in ("offload", "precision")
+        }
+        return {
+            **self.config._asdict(),
+            **written,
+            **self.needs._asdict(),
+            "fits": self.fits,
+            "lacks": self.lacks,
+            "call": self.config.call(),
+            **known,
+        }
 
     def cells(self) -> list[str]:
         """What a table says of it."""
@@ -114,8 +146,14 @@ class Row:
         if plan is None:
             return [*out, "", "", "", "", self.lacks]
         time = plan.timeline()
-        return [*out, in_words(plan.sent) if plan.sent else "", _seconds(time.seconds), time.bound,
-                self.rate, self.lacks or "fits"]
+        return [
+            *out,
+            in_words(plan.sent) if plan.sent else "",
+            _seconds(time.seconds),
+            time.bound,
+            self.rate,
+            self.lacks or "fits",
+        ]
 
 
 def _short(value: Any) -> str:
@@ -127,11 +165,14 @@ def _short(value: Any) -> str:
 
 def lacking(needs: Needs, machine: Machine, num_ranks: int) -> str:
     """What a machine with that many ranks on a node has too little of; nothing where there is enough."""
-    pairs = [("memory" if machine.device == "cpu" else "device memory", needs.device, machine.memory),
-             ("host memory", needs.host * num_ranks, machine.host_memory),
-             ("room on drives", needs.disk * num_ranks, machine.disk)]
-    return ", ".join(f"{in_words(needed - there)} of {what} too little" for what, needed, there in pairs
-                     if needed > there)
+    pairs = [
+        ("memory" if machine.device == "cpu" else "device memory", needs.device, machine.memory),
+        ("host memory", needs.host * num_ranks, machine.host_memory),
+        ("room on drives", needs.disk * num_ranks, machine.disk),
+    ]
+    return ", ".join(
+        f"{in_words(needed - there)} of {what} too little" for what, needed, there in pairs if needed > there
+    )
 
 
 class Table:
@@ -147,9 +188,11 @@ class Table:
         found = self._best
         if found is None:
             near = self.nearest
-            raise MemoryError(f"{self.name}: nothing fits on {self.world} rank(s) of {self.machine.name}. The nearest "
-                              f"is {near.config.call()} with {near.config.rows} row(s) a rank: {near.lacks}. Give it "
-                              "more ranks, a machine with more, fewer rows, or optim.adamw(..., moments='8bit').")
+            raise MemoryError(
+                f"{self.name}: nothing fits on {self.world} rank(s) of {self.machine.name}. The nearest "
+                f"is {near.config.call()} with {near.config.rows} row(s) a rank: {near.lacks}. Give it "
+                "more ranks, a machine with more, fewer rows, or optim.adamw(..., moments='8bit')."
+            )
         return found
 
     @cached_property
@@ -199,21 +242,31 @@ class Table:
         cells = [list(_HEAD), *(row.cells() for row in self.rows)]
         shown = [k for k in range(len(_HEAD)) if k == len(_HEAD) - 1 or any(row[k].strip("-") for row in cells[1:])]
         widths = [max(len(row[k]) for row in cells) for k in shown]
-        lines = [f"{self.name} on {self.world} rank(s) of {self.machine.name}, {in_words(self.machine.memory)} each; "
-                 "bytes of a rank at its peak, by kind"]
+        lines = [
+            f"{self.name} on {self.world} rank(s) of {self.machine.name}, {in_words(self.machine.memory)} each; "
+            "bytes of a rank at its peak, by kind"
+        ]
         best, near = self._best, self.nearest
         for row, told in zip((None, *self.rows), cells, strict=True):
             mark = "*" if row is not None and row is best else " "
             lines.append(f"{mark} " + "  ".join(told[k].rjust(w) for k, w in zip(shown, widths, strict=True)).rstrip())
-        lines.append(f"Nothing fits. The nearest: {near.config.call()}, {near.lacks}." if best is None else
-                     f"* {best.config.call()}")
+        lines.append(
+            f"Nothing fits. The nearest: {near.config.call()}, {near.lacks}."
+            if best is None
+            else f"* {best.config.call()}"
+        )
         return "\n".join(lines)
 
     def json(self) -> dict[str, Any]:
         """The same as numbers and texts: bytes and seconds."""
         best = None if self._best is None else self.rows.index(self._best)
-        return {"name": self.name, "ranks": self.world, "machine": self.machine.name, "best": best,
-                "rows": [row.json() for row in self.rows]}
+        return {
+            "name": self.name,
+            "ranks": self.world,
+            "machine": self.machine.name,
+            "best": best,
+            "rows": [row.json() for row in self.rows],
+        }
 
     def picture(self, path: str | os.PathLike[str]) -> None:
         """Draw what each row takes of the device, by kind, and how fast it is, to a file such as "plan.png".
@@ -223,10 +276,14 @@ class Table:
         self._draw(path)
 
     def _draw(self, file: File) -> None:
-        draw_rows([self._label(row) for row in self.rows],
-                  [row.plan.memory().peak if row.plan else {"state": row.needs.device} for row in self.rows],
-                  [row.rate if row.fits else row.lacks.split(" too")[0] for row in self.rows],
-                  self.machine.memory, file, title=f"{self.name} on {self.world} rank(s) of {self.machine.name}")
+        draw_rows(
+            [self._label(row) for row in self.rows],
+            [row.plan.memory().peak if row.plan else {"state": row.needs.device} for row in self.rows],
+            [row.rate if row.fits else row.lacks.split(" too")[0] for row in self.rows],
+            self.machine.memory,
+            file,
+            title=f"{self.name} on {self.world} rank(s) of {self.machine.name}",
+        )
 
     def _label(self, row: Row) -> str:
         c = row.config

@@ -161,36 +161,25 @@ _FILLS: dict[str, tuple[str, Callable[..., Tensor]]] = {
 }
 
 
-def _run_fill(
-    name: str, key: Tensor, position: int, size: Any, *params: Any, dtype: Any, device: Any
-) -> Tensor:
+def _run_fill(name: str, key: Tensor, position: int, size: Any, *params: Any, dtype: Any, device: Any) -> Tensor:
     out = torch.empty(size, dtype=dtype, device=device)
     return _FILLS[name][1](out, *params, generator=_generator(out.device, key, position))
 
 
-def _fake_fill(
-    key: Tensor, position: int, size: Any, *params: Any, dtype: Any, device: Any
-) -> Tensor:
+def _fake_fill(key: Tensor, position: int, size: Any, *params: Any, dtype: Any, device: Any) -> Tensor:
     return torch.empty(size, dtype=dtype, device=device)
 
 
 for _name, (_params, _) in _FILLS.items():
     _define(
-        f"{_name}(Tensor key, int position, SymInt[] size, {_params}, *, "
-        "ScalarType dtype, Device device) -> Tensor",
+        f"{_name}(Tensor key, int position, SymInt[] size, {_params}, *, ScalarType dtype, Device device) -> Tensor",
         partial(_run_fill, _name),
         _fake_fill,
     )
 
 
 def fill(
-    name: str,
-    key: Tensor,
-    position: int,
-    size: Any,
-    params: Sequence[Any],
-    dtype: torch.dtype,
-    device: torch.device,
+    name: str, key: Tensor, position: int, size: Any, params: Sequence[Any], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """A contiguous tensor of draws from the distribution `name`, a key of `_FILLS`."""
     if _is_eager(key):
@@ -261,9 +250,7 @@ def _default_generator_seeded(device: torch.device, seed: int) -> Iterator[None]
         generator.set_state(before)
 
 
-def _run_keyed(
-    op: OpOverload, takes_generator: bool, key: Tensor, position: int, *args: Any, **kwargs: Any
-) -> Any:
+def _run_keyed(op: OpOverload, takes_generator: bool, key: Tensor, position: int, *args: Any, **kwargs: Any) -> Any:
     device = next(x.device for x in tree_leaves(args) if isinstance(x, Tensor))
     if op is torch.ops.aten.native_dropout.default and device.type == "cpu":
         return _run_dropout(key, position, *args, **kwargs)
@@ -273,9 +260,7 @@ def _run_keyed(
         return op(*args, **kwargs)
 
 
-def _run_dropout(
-    key: Tensor, position: int, x: Tensor, p: float, train: bool | None
-) -> tuple[Tensor, Tensor]:
+def _run_dropout(key: Tensor, position: int, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     """As ATen's on the host, with the coins that `bernoulli` tosses there: dropout's other form."""
     if train is False:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
@@ -307,15 +292,11 @@ def _define_keyed(op: OpOverload) -> Callable[..., Any]:
 # ATen's operation -> the same of (key, position, its arguments without a generator)
 KEYED: dict[OpOverload, Callable[..., Any]] = {
     packet.default: _define_keyed(packet.default)
-    for packet in (
-        getattr(torch.ops.aten, name) for name in _KEYED_NAMES if hasattr(torch.ops.aten, name)
-    )
+    for packet in (getattr(torch.ops.aten, name) for name in _KEYED_NAMES if hasattr(torch.ops.aten, name))
 }
 
 
-def permutation(
-    key: Tensor, position: int, n: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def permutation(key: Tensor, position: int, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A random permutation of `range(n)`."""
     run = _run_randperm if _is_eager(key) else torch.ops.zerofn.randperm.default
     return run(key, position, n, dtype=dtype, device=device)

@@ -104,9 +104,7 @@ _patches = Patches(_replacements)
 
 def _encode(position: int) -> Tensor:
     with without_dispatch_modes():  # a real tensor, also while capturing
-        return torch.tensor(
-            list(_MAGIC + position.to_bytes(8, "little")), dtype=torch.uint8, device="cpu"
-        )
+        return torch.tensor(list(_MAGIC + position.to_bytes(8, "little")), dtype=torch.uint8, device="cpu")
 
 
 def _decode(state: Tensor) -> int:

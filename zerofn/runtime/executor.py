@@ -21,8 +21,10 @@ from ..offload.host_tensor import aside, aside_put_, aside_updated_
 from ..ops.registry import implementations
 
 # What the host does on a thread of its own, where that is more than calling it there.
-_ASIDE: dict[Any, Callable[..., Any]] = {torch.ops.zerofn.put_.default: aside_put_,
-                                         torch.ops.zerofn.updated_.default: aside_updated_}
+_ASIDE: dict[Any, Callable[..., Any]] = {
+    torch.ops.zerofn.put_.default: aside_put_,
+    torch.ops.zerofn.updated_.default: aside_updated_,
+}
 _NODES = "<nodes>"  # among the globals of generated code: line -> node. No identifier, so nothing is hidden by it
 
 
@@ -58,8 +60,9 @@ def failed_node(error: BaseException) -> Node | None:
     return found
 
 
-def _generate(gm: GraphModule, begin_writing: Callable[[], None], tick: Callable[[Node | None], None] | None
-              ) -> tuple[str, dict[str, Any]]:
+def _generate(
+    gm: GraphModule, begin_writing: Callable[[], None], tick: Callable[[Node | None], None] | None
+) -> tuple[str, dict[str, Any]]:
     names: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
     bound: dict[Any, str] = {}
     kept: list[Any] = []

@@ -22,8 +22,14 @@ from .sharded import Sharded, Spec
 HELD = 2  # units that are partly filled in memory before they are written to a drive
 
 
-def allocate(spec: Spec, device: torch.device, cached: bool,
-             kinds: Sequence[Kind] | None = None, scratch: Store | None = None, name: str = "") -> Sharded:
+def allocate(
+    spec: Spec,
+    device: torch.device,
+    cached: bool,
+    kinds: Sequence[Kind] | None = None,
+    scratch: Store | None = None,
+    name: str = "",
+) -> Sharded:
     """A `Sharded` of zeros. `cached`: with the gathered copy, of which pieces are views where dtypes agree.
 
     `kinds`: how pieces are kept, by unit; as they are, in the layout's dtypes, by default. `scratch`: where those lie
@@ -55,9 +61,13 @@ def allocate(spec: Spec, device: torch.device, cached: bool,
 def scratch_for(parts: Iterable[tuple[Spec, Sequence[Kind]]]) -> Store | None:
     """Space on drives for what of these is to lie there; None where nothing is. Raises `disk.DiskError`."""
     parts = list(parts)
-    nbytes = sum(pages(size * dtype.itemsize) for spec, kinds in parts
-                 for unit, kind in zip(spec.layout.units, kinds, strict=True)
-                 for dtype, size, tier in kind.parts(spec.bounds(unit)[1] - spec.bounds(unit)[0]) if tier == "nvme")
+    nbytes = sum(
+        pages(size * dtype.itemsize)
+        for spec, kinds in parts
+        for unit, kind in zip(spec.layout.units, kinds, strict=True)
+        for dtype, size, tier in kind.parts(spec.bounds(unit)[1] - spec.bounds(unit)[0])
+        if tier == "nvme"
+    )
     paths = next((kind.away.paths for _, kinds in parts for kind in kinds if kind.away and kind.away.paths), ())
     return scratch_space(paths, nbytes) if nbytes else None
 
@@ -122,6 +132,7 @@ def refill(sharded: Sharded) -> None:
 
 def keep_halves(sharded: Sharded) -> None:
     """Keep parameters as split masters where their precision asks for it and an unflatten has joined them."""
+
     def joined(kind: Kind) -> bool:
         return kind.codec == PLAIN and sharded.spec.precision.splits(kind.dtype)
 

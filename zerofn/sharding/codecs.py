@@ -140,8 +140,7 @@ class Kind:
         return Spilled(x, dtype, size, device) if tier == "nvme" else Hosted(x, device)
 
     def keep(self, x: Tensor, old: Stored | None = None) -> Stored:
-        """A public tensor as a piece of this kind; what lies on a drive takes the place of `old`, in a captured step.
-        """
+        """A public tensor as a piece of this kind; what lies on a drive takes the place of `old`, in a captured step."""
         parts: list[Part] = []
         for k, (fresh, (dtype, n, tier)) in enumerate(zip(self.codec.encode(x), self.parts(x.numel()), strict=True)):
             before = old.parts[k] if old is not None else fresh
@@ -213,8 +212,9 @@ class Stored:
         """The same in host memory, if any of it lies elsewhere than where the model computes."""
         if self.kind.away is None:
             return self
-        return Stored(replace(self.kind, away=None),
-                      tuple(x.cpu() if isinstance(x, Tensor) else x.load() for x in self.parts))
+        return Stored(
+            replace(self.kind, away=None), tuple(x.cpu() if isinstance(x, Tensor) else x.load() for x in self.parts)
+        )
 
     def save(self, values: Stored) -> None:
         """Write what was `loaded`, and changed, to where it lies."""

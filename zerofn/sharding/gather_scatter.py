@@ -119,8 +119,9 @@ class Ravel:
 
 def ravel(leaves: Sequence[Tensor | None], unit: Unit, dtype: torch.dtype) -> Tensor:
     """The unit's flat buffer in `dtype`; None stands for zeros."""
-    num_batch_dims = next((x.dim() - len(leaf.shape) for x, leaf in zip(leaves, unit.leaves, strict=True)
-                           if x is not None), 0)
+    num_batch_dims = next(
+        (x.dim() - len(leaf.shape) for x, leaf in zip(leaves, unit.leaves, strict=True) if x is not None), 0
+    )
     return ops.ravel(list(leaves), [leaf.offset for leaf in unit.leaves], unit.size, dtype, num_batch_dims)
 
 
@@ -161,8 +162,9 @@ def scatter(values: Any, like: Sharded) -> Sharded:
     names = list(map(tree.name_of, treedef.paths()))
     if names != [leaf.name for leaf in expected]:
         odd = sorted({leaf.name for leaf in expected} ^ set(names))[:3]
-        raise ValueError(f"scatter: expected the {len(expected)} leaves of `like`, got {len(names)}, which differ in "
-                         f"{odd}.")
+        raise ValueError(
+            f"scatter: expected the {len(expected)} leaves of `like`, got {len(names)}, which differ in {odd}."
+        )
     for value, leaf in zip(leaves, expected, strict=True):
         if tuple(value.shape) != leaf.shape:
             raise ValueError(f"scatter: {leaf.name!r} has shape {tuple(value.shape)}, expected {leaf.shape}.")

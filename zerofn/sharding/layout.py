@@ -185,14 +185,22 @@ class Layout:
         paths = self.treedef.paths()
         heads = {paths[i][0] for i in order}
         inside = len(heads) == 1 and all(len(paths[i]) > 1 for i in order) and str(next(iter(heads))) == prefix
-        sub = (self.treedef.child(self.treedef.entries().index(next(iter(heads)))) if inside
-               else tree.structure({str(paths[i][0]): i for i in order}))
+        sub = (
+            self.treedef.child(self.treedef.entries().index(next(iter(heads))))
+            if inside
+            else tree.structure({str(paths[i][0]): i for i in order})
+        )
         if sub.num_leaves != len(order):
             raise KeyError(f"params[{prefix!r}]: only a top-level entry of params can be taken out.")
         strip = len(prefix) + 1 if inside else 0
         renamed = tuple(
-            Unit(u.name, tuple(Leaf(x.name[strip:], x.shape, order[x.index], x.offset, x.dtype) for x in u.leaves),
-                 u.size, u.trainable, u.dtype)
+            Unit(
+                u.name,
+                tuple(Leaf(x.name[strip:], x.shape, order[x.index], x.offset, x.dtype) for x in u.leaves),
+                u.size,
+                u.trainable,
+                u.dtype,
+            )
             for u in units
         )
         return Layout(renamed, sub, self.axis, self.num_shards)
@@ -240,8 +248,10 @@ def check_effect(what: str, function: Callable[..., Any], answers: Mapping[str, 
         return
     near = [name for word in words_of(function) for name in nearest(word.strip("."), _with_prefixes(answers))]
     hint = f"; did you mean {near[0]!r}?" if near else "."
-    raise ValueError(f"{what} selects none of the {len(answers)} leaves, so it has no effect{hint} The leaves are "
-                     f"{some(answers)}. Leave it out if it is to select nothing.")
+    raise ValueError(
+        f"{what} selects none of the {len(answers)} leaves, so it has no effect{hint} The leaves are "
+        f"{some(answers)}. Leave it out if it is to select nothing."
+    )
 
 
 def _with_prefixes(names: Iterable[str]) -> list[str]:
@@ -256,9 +266,11 @@ def is_learned(name: str, leaf: Tensor, trainable: Callable[[str], bool]) -> boo
     Raises `TypeError` for a complex one of which it does: a step would leave it as it is.
     """
     if leaf.is_complex() and trainable(name):
-        raise TypeError(f"parameter {name!r} is {str(leaf.dtype).removeprefix('torch.')}, and complex parameters are "
-                        "not trained: hold torch.view_as_real(w) in params and write torch.view_as_complex(w) in the "
-                        f"loss, or freeze it: TrainState.create(..., frozen=lambda name: name == {name!r}).")
+        raise TypeError(
+            f"parameter {name!r} is {str(leaf.dtype).removeprefix('torch.')}, and complex parameters are "
+            "not trained: hold torch.view_as_real(w) in params and write torch.view_as_complex(w) in the "
+            f"loss, or freeze it: TrainState.create(..., frozen=lambda name: name == {name!r})."
+        )
     return leaf.is_floating_point() and trainable(name)
 
 
@@ -294,8 +306,15 @@ def make_layout(
     units = []
     for key, members in buffers.items():
         members = sorted(members, key=lambda i: (repr(label(tree.name_of(paths[i]), values[i])), place[i]))
-        units.append(_unit(names[key], [(i, tree.name_of(paths[i]), tuple(values[i].shape)) for i in members],
-                           num_shards, key[1], key[2]))
+        units.append(
+            _unit(
+                names[key],
+                [(i, tree.name_of(paths[i]), tuple(values[i].shape)) for i in members],
+                num_shards,
+                key[1],
+                key[2],
+            )
+        )
     return Layout(tuple(units), treedef, axis, num_shards)
 
 
@@ -311,8 +330,9 @@ def _buffer_names(keys: Iterable[tuple[str, torch.dtype, bool]]) -> dict[tuple[s
     return names
 
 
-def _unit(name: str, members: Sequence[tuple[int, str, tuple[int, ...]]], num_shards: int, dtype: torch.dtype,
-          trainable: bool) -> Unit:
+def _unit(
+    name: str, members: Sequence[tuple[int, str, tuple[int, ...]]], num_shards: int, dtype: torch.dtype, trainable: bool
+) -> Unit:
     leaves, offset = [], 0
     for index, leaf_name, shape in members:
         leaf = Leaf(leaf_name, shape, index, offset, dtype)
@@ -322,15 +342,18 @@ def _unit(name: str, members: Sequence[tuple[int, str, tuple[int, ...]]], num_sh
     return Unit(name, tuple(leaves), max(1, -(-offset // block)) * block, trainable, dtype)
 
 
-def _groups(paths: list[Path], values: list[Tensor], order: list[int], unit: Callable[[str], str] | None
-            ) -> dict[int, str]:
+def _groups(
+    paths: list[Path], values: list[Tensor], order: list[int], unit: Callable[[str], str] | None
+) -> dict[int, str]:
     """Leaf index -> name of its group of leaves."""
     if unit is not None:
         names = ask_names("unit", unit, [tree.name_of(paths[i]) for i in order])
         wrong = next((name for name, group in names.items() if not isinstance(group, str)), None)
         if wrong is not None:
-            raise TypeError(f"unit({wrong!r}) gives {names[wrong]!r}; it must give the name of a unit, a str, for "
-                            "every leaf. Leave unit out for one unit a layer.")
+            raise TypeError(
+                f"unit({wrong!r}) gives {names[wrong]!r}; it must give the name of a unit, a str, for "
+                "every leaf. Leave unit out for one unit a layer."
+            )
         return {i: names[tree.name_of(paths[i])] for i in order}
     members: dict[tuple[str, str], list[int]] = {}
     for i in order:

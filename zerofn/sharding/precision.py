@@ -58,6 +58,8 @@ def resolve(precision: Precision | str | None) -> Precision:
         if precision in NAMED:
             return NAMED[precision]
         near = nearest(precision, NAMED, 1, 0.0)
-        raise ValueError(f"precision={precision!r} is not known; did you mean {near[0]!r}? "
-                         f"Known are {sorted(NAMED)} and zerofn.Precision(param, compute, reduce).")
+        raise ValueError(
+            f"precision={precision!r} is not known; did you mean {near[0]!r}? "
+            f"Known are {sorted(NAMED)} and zerofn.Precision(param, compute, reduce)."
+        )
     raise TypeError(f"precision: expected None, a name or a zerofn.Precision, got {type(precision).__name__}.")

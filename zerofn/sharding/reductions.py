@@ -68,9 +68,7 @@ class _Parts(NamedTuple):
             prefix = f"{name}." if name else ""
             self.names.extend(prefix + leaf.name for leaf in group[0].layout.leaves)
         else:
-            if (
-                self.complete or self.axis is None or self.axis.rank == 0
-            ):  # replicated: one rank counts it
+            if self.complete or self.axis is None or self.axis.rank == 0:  # replicated: one rank counts it
                 self.parts.append(_Part(first, 0, group[0].numel(), 0, len(self.names)))
             self.names.append(name)
         for tensors, x in zip(self.tensors, group, strict=True):
@@ -79,8 +77,11 @@ class _Parts(NamedTuple):
     @property
     def tracked(self) -> bool:
         """Whether something is differentiated with respect to these tensors."""
-        return any(is_functorch_tensor(x) or (x.requires_grad and torch.is_grad_enabled())
-                   for tensors in self.tensors for x in tensors)
+        return any(
+            is_functorch_tensor(x) or (x.requires_grad and torch.is_grad_enabled())
+            for tensors in self.tensors
+            for x in tensors
+        )
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> _Parts:
         """The same parts of other tensors, of one tree or of two."""
@@ -121,9 +122,7 @@ def _sharded_parts(sharded: Sharded, first: int, column: int) -> Iterator[_Part]
             start, stop = spec.layout.cut(unit, rank)
             for leaf, a, b in unit.intervals(start, stop):
                 shift = start - begin
-                yield _Part(
-                    first + i, a + shift, b + shift, rank if whole else 0, column + leaf.index
-                )
+                yield _Part(first + i, a + shift, b + shift, rank if whole else 0, column + leaf.index)
 
 
 def leaf_norms(values: Any) -> dict[str, Tensor]:
@@ -137,8 +136,10 @@ def norms(values: Any) -> tuple[list[str], Tensor]:
     they would have to be differentiated."""
     parts = _Parts.of(values)
     if parts.tracked:
-        raise RuntimeError("leaf_norms has no derivative. Write it with torch.linalg.vector_norm on the gathered "
-                           "leaves, use zerofn.global_norm, or detach what it is given.")
+        raise RuntimeError(
+            "leaf_norms has no derivative. Write it with torch.linalg.vector_norm on the gathered "
+            "leaves, use zerofn.global_norm, or detach what it is given."
+        )
     return parts.names, _norms(parts)
 
 
@@ -162,8 +163,10 @@ def vdot(a: Any, b: Any) -> Tensor:
     All ranks must call it. Raises `ValueError` where structures or layouts differ.
     """
     if tree.structure(a) != tree.structure(b):
-        raise ValueError("vdot: the two trees are not of one structure and layout; where one is sharded and the other "
-                         "not, write zerofn.scatter(tree, like=sharded) first.")
+        raise ValueError(
+            "vdot: the two trees are not of one structure and layout; where one is sharded and the other "
+            "not, write zerofn.scatter(tree, like=sharded) first."
+        )
     parts = _Parts.of(a, b)
     return _Vdot.apply(parts, *parts.tensors[0], *parts.tensors[1]) if parts.tracked else _vdot_of(parts)
 
@@ -205,8 +208,7 @@ class _Vdot(torch.autograd.Function):
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensor:
         saved = ctx.saved_tensors
         n, moved = len(saved) // 2, _filled(tangents, saved)
-        return (_Vdot.apply(ctx.parts, *moved[:n], *saved[n:])
-                + _Vdot.apply(ctx.parts, *saved[:n], *moved[n:]))
+        return _Vdot.apply(ctx.parts, *moved[:n], *saved[n:]) + _Vdot.apply(ctx.parts, *saved[:n], *moved[n:])
 
 
 class _GlobalNorm(torch.autograd.Function):
@@ -233,8 +235,10 @@ class _GlobalNorm(torch.autograd.Function):
 
 def _products(parts: _Parts, g: Tensor, factors: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor | None]:
     n = len(parts.tensors[0])
-    return [parts.without_padding(k % n, g * y).to(x.dtype) if x.is_floating_point() else None
-            for k, (x, y) in enumerate(zip(likes, factors, strict=True))]
+    return [
+        parts.without_padding(k % n, g * y).to(x.dtype) if x.is_floating_point() else None
+        for k, (x, y) in enumerate(zip(likes, factors, strict=True))
+    ]
 
 
 def _over(g: Tensor, norm: Tensor) -> Tensor:
@@ -265,6 +269,4 @@ def first_nonfinite(values: Any) -> str | None:
     All ranks must call it.
     """
     names, ends = _extremes(values)
-    return next(
-        (n for n, e in zip(names, ends.tolist(), strict=True) if not math.isfinite(e)), None
-    )
+    return next((n for n, e in zip(names, ends.tolist(), strict=True) if not math.isfinite(e)), None)

@@ -40,10 +40,17 @@ STAGES = (0, 1, 2, 3)
 _ON_HOST = ("step", "rng")  # of a TrainState: they seed host-side draws, and would otherwise cost a device sync
 
 
-def shard(state_or_init: Any, stage: Any = 3, *, mesh: Mesh | DeviceMesh | None = None,
-          precision: Precision | str | None = None, offload: Offload | str | None = None,
-          unit: Callable[[str], str] | None = None, device: torch.device | str | None = None,
-          plan: Any = None) -> Any:
+def shard(
+    state_or_init: Any,
+    stage: Any = 3,
+    *,
+    mesh: Mesh | DeviceMesh | None = None,
+    precision: Precision | str | None = None,
+    offload: Offload | str | None = None,
+    unit: Callable[[str], str] | None = None,
+    device: torch.device | str | None = None,
+    plan: Any = None,
+) -> Any:
     """A state with its partitioned parts as `Sharded`: 1/N of everything on each rank.
 
     `state_or_init`: a pytree, or a zero-argument function that returns one. A function is replayed leaf by
@@ -71,10 +78,20 @@ def shard(state_or_init: Any, stage: Any = 3, *, mesh: Mesh | DeviceMesh | None 
         rehearsal.shards(state, state_or_init, {"precision": precision, "unit": unit})
         return state
     map_large_blocks()
-    options, values, parts, treedef = agree_on("zerofn.shard", lambda: _plan(
-        state_or_init, _Options(stage, where, precision, unit, device, offload)))
-    scratch = agree_on("zerofn.shard", lambda: (  # a rank whose drive is full is not waited for
-        scratch_for((p.spec, p.kinds) for p in parts if isinstance(p, _Cut)), "")) if options.offload.on_disk else None
+    options, values, parts, treedef = agree_on(
+        "zerofn.shard", lambda: _plan(state_or_init, _Options(stage, where, precision, unit, device, offload))
+    )
+    scratch = (
+        agree_on(
+            "zerofn.shard",
+            lambda: (  # a rank whose drive is full is not waited for
+                scratch_for((p.spec, p.kinds) for p in parts if isinstance(p, _Cut)),
+                "",
+            ),
+        )
+        if options.offload.on_disk
+        else None
+    )
     return options.place(values, parts, treedef, scratch)
 
 
@@ -82,21 +99,29 @@ def check_stage(stage: Any) -> None:
     """Raise `ValueError` for a stage that is not there."""
     if stage not in STAGES or isinstance(stage, bool):
         near = nearest(stage, STAGES, 1, 0.0)
-        raise ValueError(f"stage={stage!r} is not known: stages are 0 (replicated), 1, 2 and 3"
-                         f"{f'; did you mean {near[0]}?' if near else '.'}")
+        raise ValueError(
+            f"stage={stage!r} is not known: stages are 0 (replicated), 1, 2 and 3"
+            f"{f'; did you mean {near[0]}?' if near else '.'}"
+        )
 
 
 def _planned(stage: Any, precision: Any, offload: Any, plan: Any, num_ranks: int) -> tuple[int, Any, Any]:
     """(stage, precision, offload) of a plan's recommended row."""
     if stage != "auto" or not hasattr(plan, "options"):
-        raise ValueError("shard: stage='auto' and plan= go together: table = zerofn.plan(train_step, init_state, "
-                         "batch, world=..., machine=...), then shard(init_state, stage='auto', plan=table).")
+        raise ValueError(
+            "shard: stage='auto' and plan= go together: table = zerofn.plan(train_step, init_state, "
+            "batch, world=..., machine=...), then shard(init_state, stage='auto', plan=table)."
+        )
     if precision is not None or offload is not None:
-        raise ValueError("shard(stage='auto') takes precision and offload from the plan; leave them out, or give them "
-                         "to zerofn.plan.")
+        raise ValueError(
+            "shard(stage='auto') takes precision and offload from the plan; leave them out, or give them "
+            "to zerofn.plan."
+        )
     if plan.world != num_ranks:
-        raise ValueError(f"shard: the plan is for {plan.world} rank(s), and there are {num_ranks}; write "
-                         f"zerofn.plan(..., world={num_ranks}).")
+        raise ValueError(
+            f"shard: the plan is for {plan.world} rank(s), and there are {num_ranks}; write "
+            f"zerofn.plan(..., world={num_ranks})."
+        )
     options = plan.options()
     log.info("shard(stage='auto'): %s", plan.best.config.call())
     return options["stage"], options.get("precision"), options.get("offload")
@@ -107,16 +132,23 @@ def initial(state_or_init: Any, precision: Precision) -> Any:
     return _initial(state_or_init, precision)[0]
 
 
-def imagine(state: Any, stage: int, mesh: Mesh, precision: Precision | str | None, offload: Offload | str | None,
-            unit: Callable[[str], str] | None) -> Any:
+def imagine(
+    state: Any,
+    stage: int,
+    mesh: Mesh,
+    precision: Precision | str | None,
+    offload: Offload | str | None,
+    unit: Callable[[str], str] | None,
+) -> Any:
     """The state, as `initial` gives it, as rank 0 of an imagined machine would hold it: the same layout, tensors
     without memory."""
     machine = imagining()
     assert machine is not None
     options, parts, treedef = _laid_out(state, _Options(stage, mesh, precision, unit, None, offload).checked())
     scratch = scratch_for((p.spec, p.kinds) for p in parts if isinstance(p, _Cut))
-    return tree.unflatten(treedef, [options._allocate(p, scratch) if isinstance(p, _Cut) else machine.like(p.value)
-                                    for p in parts])
+    return tree.unflatten(
+        treedef, [options._allocate(p, scratch) if isinstance(p, _Cut) else machine.like(p.value) for p in parts]
+    )
 
 
 def _plan(state_or_init: Any, given: _Options) -> tuple[Any, str]:
@@ -149,8 +181,10 @@ def _laid_out(state: Any, options: _Options) -> tuple[_Options, list[Any], Any]:
 
 def _check_offload(offload: Offload, cuts: list[_Cut], home: torch.device) -> None:
     if not any(kind.away for cut in cuts for kind in cut.kinds):
-        raise ValueError(f"{offload} has no effect: the optimizer keeps nothing per parameter. Leave it out, or "
-                         "offload the parameters: Offload(params=...).")
+        raise ValueError(
+            f"{offload} has no effect: the optimizer keeps nothing per parameter. Leave it out, or "
+            "offload the parameters: Offload(params=...)."
+        )
     kept: Counter[str] = Counter()
     for cut in cuts:
         for unit, kind in zip(cut.spec.layout.units, cut.kinds, strict=True):
@@ -170,8 +204,10 @@ def unshard(state: Any, rank: int | None = None) -> Any:
     check_whole(state, "unshard")
     for x in tree.leaves(state, is_leaf=is_sharded):
         if rank is not None and is_sharded(x) and rank not in range(x.spec.axis.size):
-            raise ValueError(f"unshard: rank={rank!r} is not there; the state lies on {x.spec.axis.size} rank(s), "
-                             "numbered from 0. Leave rank out to have it on all of them.")
+            raise ValueError(
+                f"unshard: rank={rank!r} is not there; the state lies on {x.spec.axis.size} rank(s), "
+                "numbered from 0. Leave rank out to have it on all of them."
+            )
 
     def full(x: Any) -> Any:
         if not is_sharded(x):
@@ -240,8 +276,13 @@ class _Options:
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"shard: device={self.device!r} cannot be had: {error}") from None
 
-    def place(self, values: Iterable[tuple[int, Tensor]], parts: list[_Cut | _Copy], treedef: tree.PyTreeSpec,
-              scratch: Store | None) -> Any:
+    def place(
+        self,
+        values: Iterable[tuple[int, Tensor]],
+        parts: list[_Cut | _Copy],
+        treedef: tree.PyTreeSpec,
+        scratch: Store | None,
+    ) -> Any:
         """Allocate every part, and take the values as they come."""
         made: list[Any] = [self._allocate(p, scratch) if isinstance(p, _Cut) else None for p in parts]
         into: dict[int, Callable[[Tensor], Any]] = {}
@@ -303,11 +344,17 @@ class _Options:
         params = params_of(state)
         leaves = tree.leaves(params)
         if not leaves or isinstance(params, Tensor):
-            raise ValueError("shard: 'params' must be a container with at least one tensor, such as "
-                             f"dict(model.named_parameters()); got {type(params).__name__}.")
+            raise ValueError(
+                "shard: 'params' must be a container with at least one tensor, such as "
+                f"dict(model.named_parameters()); got {type(params).__name__}."
+            )
         frozen, label = getattr(state, "frozen", None), getattr(getattr(state, "tx", None), "label", None)
         return make_layout(
-            params, self.mesh.axis().size, axis=self.mesh.axis().name, unit=self.unit, dtype=self.precision.param,
+            params,
+            self.mesh.axis().size,
+            axis=self.mesh.axis().name,
+            unit=self.unit,
+            dtype=self.precision.param,
             trainable=(lambda name: not frozen(name)) if frozen else lambda name: True,
             label=(lambda name, leaf: label(LeafInfo(name, tuple(leaf.shape), leaf.dtype))) if label else lambda *_: (),
         )
@@ -324,8 +371,10 @@ class _Options:
         if how == "bf16":
             return Kind(PLAIN, torch.bfloat16)
         if how is not None and dtype != torch.float32:
-            raise ValueError(f"shard: {name!r} is to be kept in 8-bit blocks, which hold float32, and the parameters "
-                             f"are {str(dtype).removeprefix('torch.')}; write precision='fp32', or leave moments out.")
+            raise ValueError(
+                f"shard: {name!r} is to be kept in 8-bit blocks, which hold float32, and the parameters "
+                f"are {str(dtype).removeprefix('torch.')}; write precision='fp32', or leave moments out."
+            )
         if how is not None:
             return Kind(SIGNED if how == "signed" else UNSIGNED, dtype)
         return Kind(SPLIT if is_params and self.precision.splits(dtype) else PLAIN, dtype)
@@ -360,8 +409,11 @@ def _description(stage: int, precision: Precision, parts: list[_Cut | _Copy]) ->
         if isinstance(part, _Copy):
             lines.append(f"replicated {tuple(part.value.shape)} {part.value.dtype}")
         else:
-            lines += [f"{leaf.name} {list(leaf.shape)} {leaf.dtype} in unit {u.name!r}, kept {kind.described}"
-                      for u, kind in zip(part.spec.layout.units, part.kinds, strict=True) for leaf in u.leaves]
+            lines += [
+                f"{leaf.name} {list(leaf.shape)} {leaf.dtype} in unit {u.name!r}, kept {kind.described}"
+                for u, kind in zip(part.spec.layout.units, part.kinds, strict=True)
+                for leaf in u.leaves
+            ]
     return "\n".join(lines)
 
 

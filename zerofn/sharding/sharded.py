@@ -55,8 +55,10 @@ class Spec:
         return replace(self, layout=restrict(self.layout, lambda unit, _: unit.trainable))
 
 
-_NO_DICT = ("it is what this rank holds of a tree, cut into flat pieces. Write params['name'] for a leaf, tree_map for "
-            "what is elementwise, and zerofn.gather(params), or zerofn.unshard(params), for the tree with its tensors.")
+_NO_DICT = (
+    "it is what this rank holds of a tree, cut into flat pieces. Write params['name'] for a leaf, tree_map for "
+    "what is elementwise, and zerofn.gather(params), or zerofn.unshard(params), for the tree with its tensors."
+)
 
 
 class Sharded:
@@ -221,9 +223,14 @@ class Held:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copy and pickle ask before there are fields
             raise AttributeError(name)
-        advice = ("; it says what this rank holds of a leaf and is no tensor: write "
-                  f"zerofn.gather(params)[{self.name!r}].{name}, or .local for this rank's part"
-                  ) if hasattr(Tensor, name) else ""
+        advice = (
+            (
+                "; it says what this rank holds of a leaf and is no tensor: write "
+                f"zerofn.gather(params)[{self.name!r}].{name}, or .local for this rank's part"
+            )
+            if hasattr(Tensor, name)
+            else ""
+        )
         raise AttributeError(f"params[{self.name!r}] has no {name!r}{advice}.")
 
     def __repr__(self) -> str:
@@ -245,8 +252,10 @@ def check_whole(values: Any, what: str) -> None:
     """Raise `TypeError` for a tree with what a rank holds of a leaf: that cannot be gathered by itself."""
     for x in tree.leaves(values, is_leaf=lambda x: isinstance(x, Sharded | Held)):
         if isinstance(x, Held):
-            raise TypeError(f"{what}: params[{x.name!r}] is what this rank holds of a leaf, and cannot be gathered by "
-                            f"itself; write zerofn.{what}(params)[{x.name!r}].")
+            raise TypeError(
+                f"{what}: params[{x.name!r}] is what this rank holds of a leaf, and cannot be gathered by "
+                f"itself; write zerofn.{what}(params)[{x.name!r}]."
+            )
 
 
 def describe(sharded: Sharded) -> str:
@@ -256,14 +265,18 @@ def describe(sharded: Sharded) -> str:
         return f"Sharded(donated: {sharded.lost})"
     held = sum(x.nbytes for x in sharded.stored)
     total = sum(u.numel for u in spec.layout.units)
-    lines = [f"Sharded: {len(spec.layout.where)} leaves, {total:,} elements in {len(spec.layout.units)} units; "
-             f"stage {spec.stage}, rank {spec.axis.rank} of {spec.axis.size} holds {held:,} bytes"]
+    lines = [
+        f"Sharded: {len(spec.layout.where)} leaves, {total:,} elements in {len(spec.layout.units)} units; "
+        f"stage {spec.stage}, rank {spec.axis.rank} of {spec.axis.size} holds {held:,} bytes"
+    ]
     width = max((len(u.name) for u in spec.layout.units), default=0)
     for unit, piece in zip(spec.layout.units, sharded.stored, strict=True):
         a, b = spec.bounds(unit)
         dtype = str(piece.dtype).removeprefix("torch.") + piece.kind.note
-        lines.append(f"  {unit.name:<{width}}  {len(unit.leaves):>3} leaves  {unit.numel:>12,} x {dtype}  "
-                     f"here [{a:,}:{b:,}]{'' if unit.trainable else '  frozen'}")
+        lines.append(
+            f"  {unit.name:<{width}}  {len(unit.leaves):>3} leaves  {unit.numel:>12,} x {dtype}  "
+            f"here [{a:,}:{b:,}]{'' if unit.trainable else '  frozen'}"
+        )
     return "\n".join(lines)
 
 

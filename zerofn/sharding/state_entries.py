@@ -38,8 +38,10 @@ def adapted(state: Any, precision: Precision) -> Any:
     """The state with numbers as tensors, and what the precision needs added. Raises for what cannot be state."""
     nodes, treedef = tree.flatten(state, is_leaf=is_state)
     if not any(is_state(x) for x in nodes):
-        raise ValueError(f"shard: found no entry named 'params' in the state ({type(state).__name__}); the "
-                         "parameters go there: {'params': dict(model.named_parameters()), ...} or a TrainState.")
+        raise ValueError(
+            f"shard: found no entry named 'params' in the state ({type(state).__name__}); the "
+            "parameters go there: {'params': dict(model.named_parameters()), ...} or a TrainState."
+        )
     if any(map(is_sharded, tree.leaves(state, is_leaf=is_sharded))):
         raise TypeError("shard: the state is already sharded; write shard(unshard(state), ...) to lay it out anew.")
     nodes = [x.with_precision(precision) if hasattr(x, "with_precision") else x for x in nodes]
@@ -52,8 +54,10 @@ def _tensor(name: str, x: Any) -> Tensor:
         return x
     if isinstance(x, bool | int | float):
         return as_tensor(x)
-    raise TypeError(f"shard: leaf {name!r} is a {type(x).__name__}; a state's leaves are tensors, ints, floats, "
-                    "bools and None. Keep other things outside the state.")
+    raise TypeError(
+        f"shard: leaf {name!r} is a {type(x).__name__}; a state's leaves are tensors, ints, floats, "
+        "bools and None. Keep other things outside the state."
+    )
 
 
 def as_tensor(x: bool | int | float) -> Tensor:

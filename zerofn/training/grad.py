@@ -39,8 +39,13 @@ class _Loss(NamedTuple):
     aux: Any
 
 
-def value_and_grad(loss_fn: LossFn, has_aux: bool = False, scale: Any = None, rng: Tensor | None = None,
-                   frozen: Callable[[str], bool] | None = None) -> ValueAndGrad:
+def value_and_grad(
+    loss_fn: LossFn,
+    has_aux: bool = False,
+    scale: Any = None,
+    rng: Tensor | None = None,
+    frozen: Callable[[str], bool] | None = None,
+) -> ValueAndGrad:
     """`(params, *args) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`.
 
     `loss_fn(params, *args)` sees full parameters in the compute dtype and returns a scalar: this rank's mean.
@@ -123,10 +128,14 @@ class _Work:
     def microbatch(self, nodes: list[Any], args: Sequence[Any], index: Any) -> tuple[_Loss, list[Tensor]]:
         """The local loss, and gradients: one flat tensor per trainable unit, one per plain leaf that learns."""
         full = [gather_leaves(x) if is_sharded(x) else [x] for x in nodes]
-        leaves = [[_leaf(t, ok) for t, ok in zip(ts, learns, strict=True)]
-                  for ts, learns in zip(full, self.learns, strict=True)]
-        logical = [tree.unflatten(x.layout.treedef, ts) if is_sharded(x) else ts[0]
-                   for x, ts in zip(nodes, leaves, strict=True)]
+        leaves = [
+            [_leaf(t, ok) for t, ok in zip(ts, learns, strict=True)]
+            for ts, learns in zip(full, self.learns, strict=True)
+        ]
+        logical = [
+            tree.unflatten(x.layout.treedef, ts) if is_sharded(x) else ts[0]
+            for x, ts in zip(nodes, leaves, strict=True)
+        ]
         wanted = [t for ts in leaves for t in ts if t.requires_grad]
         key = self._key(index)
         with torch.enable_grad(), randomness(key), same_parameters():
@@ -158,11 +167,15 @@ class _Work:
             out, aux = out
         total, weight = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
         if not isinstance(total, Tensor) or total.numel() != 1:
-            raise ValueError(f"value_and_grad: loss_fn must return a scalar tensor or (sum, weight), got {_kind(out)}; "
-                             "write loss.mean(), or has_aux=True if the second value is not a weight.")
+            raise ValueError(
+                f"value_and_grad: loss_fn must return a scalar tensor or (sum, weight), got {_kind(out)}; "
+                "write loss.mean(), or has_aux=True if the second value is not a weight."
+            )
         if not isinstance(weight, Tensor | int | float | None) or isinstance(weight, Tensor) and weight.numel() != 1:
-            raise TypeError(f"value_and_grad: loss_fn returned (loss, {_kind(weight)}), and without has_aux the second "
-                            "is a weight, one number; write value_and_grad(loss_fn, has_aux=True).")
+            raise TypeError(
+                f"value_and_grad: loss_fn returned (loss, {_kind(weight)}), and without has_aux the second "
+                "is a weight, one number; write value_and_grad(loss_fn, has_aux=True)."
+            )
         total = total.reshape(()).to(torch.promote_types(total.dtype, torch.float32))
         if weight is None:
             return _Loss(total, total, None, aux)
@@ -228,8 +241,9 @@ class _Work:
             if not is_sharded(x):
                 out.append(next(found) if learns[0] else _no_gradient(x))
                 continue
-            pieces = [next(found) if u.trainable else _no_gradient(p)
-                      for u, p in zip(x.layout.units, x.stored, strict=True)]
+            pieces = [
+                next(found) if u.trainable else _no_gradient(p) for u, p in zip(x.layout.units, x.stored, strict=True)
+            ]
             out.append(Sharded(x.spec, pieces))
         return total, tree.unflatten(self.treedef, out)
 
@@ -266,8 +280,9 @@ def _derivatives(loss: Tensor, wanted: list[Tensor], seed: Tensor) -> Sequence[T
     return torch.autograd.grad(loss, wanted, grad_outputs=seed, allow_unused=True)
 
 
-def _flat_gradients(nodes: list[Any], leaves: list[list[Tensor]], found: dict[int, Tensor | None],
-                    weight: Tensor | None) -> list[Tensor]:
+def _flat_gradients(
+    nodes: list[Any], leaves: list[list[Tensor]], found: dict[int, Tensor | None], weight: Tensor | None
+) -> list[Tensor]:
     flats: list[Tensor] = []
     for x, ts in zip(nodes, leaves, strict=True):
         if is_sharded(x):
@@ -275,8 +290,11 @@ def _flat_gradients(nodes: list[Any], leaves: list[list[Tensor]], found: dict[in
                 if unit.trainable:
                     mine = [found[id(ts[leaf.index])] for leaf in unit.leaves]
                     dtype = x.spec.precision.reduces(piece.dtype)
-                    flats.append(ravel(mine, unit, dtype) if any(g is not None for g in mine) else
-                                 torch.zeros(unit.size, dtype=dtype, device=ts[0].device))
+                    flats.append(
+                        ravel(mine, unit, dtype)
+                        if any(g is not None for g in mine)
+                        else torch.zeros(unit.size, dtype=dtype, device=ts[0].device)
+                    )
         elif ts[0].requires_grad:
             g = found[id(ts[0])]
             flats.append(torch.zeros_like(x) if g is None else g)
@@ -285,7 +303,10 @@ def _flat_gradients(nodes: list[Any], leaves: list[list[Tensor]], found: dict[in
 
 def _cut(x: Tensor, n: int) -> Tensor:
     if x.dim() == 0 or x.shape[0] % n:
-        raise ValueError(f"accumulate: a batch leaf of shape {tuple(x.shape)} cannot be cut along dim 0 into {n} "
-                         "equal parts; drop or pad the ragged last batch, or pass what is no batch by closure.")
-    return x.view(n, x.shape[0] // n, *x.shape[1:]) if x.is_contiguous() else x.reshape(
-        n, x.shape[0] // n, *x.shape[1:])
+        raise ValueError(
+            f"accumulate: a batch leaf of shape {tuple(x.shape)} cannot be cut along dim 0 into {n} "
+            "equal parts; drop or pad the ragged last batch, or pass what is no batch by closure."
+        )
+    return (
+        x.view(n, x.shape[0] // n, *x.shape[1:]) if x.is_contiguous() else x.reshape(n, x.shape[0] // n, *x.shape[1:])
+    )

@@ -87,8 +87,7 @@ class _Remat(torch.autograd.Function):
 
         def run(*floats: Tensor) -> tuple[Tensor, ...]:
             fresh = iter(floats)
-            return ctx.call.again(
-                *(next(fresh) if ok else x for x, ok in zip(ctx.saved_tensors, learns, strict=True)))
+            return ctx.call.again(*(next(fresh) if ok else x for x, ok in zip(ctx.saved_tensors, learns, strict=True)))
 
         found = iter(torch.func.vjp(run, *inputs)[1](gradients))
         return None, *(next(found) if ok else None for ok in learns)
@@ -101,11 +100,15 @@ class _Remat(torch.autograd.Function):
 def _check_closure(fn: Callable[..., Any]) -> None:
     module = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
     if isinstance(module, torch.nn.Module) and any(map(is_functorch_tensor, module.parameters())):
-        raise ValueError(f"remat: the parameters of {type(module).__name__} are differentiated but are no arguments of "
-                         "the function; write remat(lambda params, x: functional_call(module, params, x)).")
+        raise ValueError(
+            f"remat: the parameters of {type(module).__name__} are differentiated but are no arguments of "
+            "the function; write remat(lambda params, x: functional_call(module, params, x))."
+        )
     names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
     for name, cell in zip(names, getattr(fn, "__closure__", None) or (), strict=True):
         for x in tree.leaves(cell.cell_contents):
             if isinstance(x, Tensor) and is_functorch_tensor(x):
-                raise ValueError(f"remat: {name!r} is differentiated outside but closed over by the function; pass it "
-                                 "as an argument, so that it gets its gradient.")
+                raise ValueError(
+                    f"remat: {name!r} is differentiated outside but closed over by the function; pass it "
+                    "as an argument, so that it gets its gradient."
+                )

@@ -43,8 +43,15 @@ class TrainState:
     frozen: Callable[[str], bool] | None = None
 
     @staticmethod
-    def create(*, params: Any, tx: GradientTransformation, loss_scale: Any = None, seed: int = 0, extra: Any = None,
-               frozen: Callable[[str], bool] | None = None) -> TrainState:
+    def create(
+        *,
+        params: Any,
+        tx: GradientTransformation,
+        loss_scale: Any = None,
+        seed: int = 0,
+        extra: Any = None,
+        frozen: Callable[[str], bool] | None = None,
+    ) -> TrainState:
         """A state at step 0. `frozen(leaf name) -> bool` marks parameters that get no gradient and no moments;
         an `nn.Parameter` with `requires_grad=False` is frozen too, and so are whole numbers.
 
@@ -52,16 +59,19 @@ class TrainState:
         selects no leaf.
         """
         if not isinstance(tx, GradientTransformation):
-            raise TypeError(f"TrainState.create: tx must be a zerofn.optim.GradientTransformation such as "
-                            f"optim.adamw(3e-4), got {type(tx).__name__}.")
+            raise TypeError(
+                f"TrainState.create: tx must be a zerofn.optim.GradientTransformation such as "
+                f"optim.adamw(3e-4), got {type(tx).__name__}."
+            )
         _check_params(params)
         _check_choices(params, tx, frozen)
         frozen = _with_unlearned(params, frozen)
         params = tree.tree_map(lambda p: p.detach() if isinstance(p, Tensor) else p, params)
         zero = torch.zeros((), dtype=torch.int64)
         key = torch.full((), seed, dtype=torch.int64)
-        return TrainState(zero, zero.clone(), params, tx.init(_learning(params, frozen)), loss_scale, key, extra, tx,
-                          frozen)
+        return TrainState(
+            zero, zero.clone(), params, tx.init(_learning(params, frozen)), loss_scale, key, extra, tx, frozen
+        )
 
     def value_and_grad(self, loss_fn: LossFn, has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
         """`f(*args) -> (loss, grads)` at this state's parameters, with its loss scale and random key."""
@@ -79,9 +89,11 @@ class TrainState:
         if on_nonfinite not in ("skip", "ignore"):
             raise ValueError(f"apply_gradients: on_nonfinite must be 'skip' or 'ignore', got {on_nonfinite!r}.")
         if isinstance(grads, Tensor) and not isinstance(self.params, Tensor):
-            raise TypeError("apply_gradients: got one tensor of shape "
-                            f"{tuple(grads.shape)}, which is no tree of gradients; "
-                            "write loss, grads = state.value_and_grad(loss_fn)(batch), in this order.")
+            raise TypeError(
+                "apply_gradients: got one tensor of shape "
+                f"{tuple(grads.shape)}, which is no tree of gradients; "
+                "write loss, grads = state.value_and_grad(loss_fn)(batch), in this order."
+            )
         params, grads = _learning(self.params, self.frozen), _learning(grads, self.frozen)
         finite = all_finite(grads) if on_nonfinite == "skip" else None
         params, opt_state = step(self.tx, grads, self.opt_state, params, None, finite)
@@ -89,8 +101,14 @@ class TrainState:
         scale = self.loss_scale
         if finite is not None and scale is not None:
             scale = scale.adjust(finite)
-        return dataclasses.replace(self, step=self.step + 1, skipped=skipped, params=_whole(self.params, params),
-                                   opt_state=opt_state, loss_scale=scale)
+        return dataclasses.replace(
+            self,
+            step=self.step + 1,
+            skipped=skipped,
+            params=_whole(self.params, params),
+            opt_state=opt_state,
+            loss_scale=scale,
+        )
 
     def replace(self, **changes: Any) -> TrainState:
         """A copy with some fields changed."""
@@ -148,15 +166,21 @@ def _check_params(params: Any) -> None:
     for path, x in zip(paths, leaves, strict=True):
         if not isinstance(x, Tensor | int | float):
             where = f" at {tree.name_of(path)!r}" if path else ""
-            raise TypeError(f"TrainState.create: params must be a tree of tensors, got a {type(x).__name__}{where}; "
-                            "write params=dict(model.named_parameters()).")
+            raise TypeError(
+                f"TrainState.create: params must be a tree of tensors, got a {type(x).__name__}{where}; "
+                "write params=dict(model.named_parameters())."
+            )
 
 
 def _check_choices(params: Any, tx: GradientTransformation, frozen: Callable[[str], bool] | None) -> None:
     """Raise where `frozen`, or a mask, is given and selects nothing: a name is misspelt, or it asks the wrong thing."""
     paths, nodes, _ = tree.flatten_with_path(params, is_leaf=is_sharded)
-    leaves = [leaf_info(p, x) for p, node in zip(paths, nodes, strict=True)
-              for x in (node.layout.leaves if is_sharded(node) else [node]) if hasattr(x, "shape")]
+    leaves = [
+        leaf_info(p, x)
+        for p, node in zip(paths, nodes, strict=True)
+        for x in (node.layout.leaves if is_sharded(node) else [node])
+        if hasattr(x, "shape")
+    ]
     if frozen is not None:
         check_effect("TrainState.create: frozen", frozen, ask_names("frozen", frozen, [x.name for x in leaves]))
     for name, mask in masks(tx):
@@ -165,14 +189,18 @@ def _check_choices(params: Any, tx: GradientTransformation, frozen: Callable[[st
 
 def _with_unlearned(params: Any, frozen: Callable[[str], bool] | None) -> Callable[[str], bool] | None:
     paths, leaves, _ = tree.flatten_with_path(params)
-    names = frozenset(tree.name_of(p) for p, x in zip(paths, leaves, strict=True)
-                      if isinstance(x, torch.nn.Parameter) and not x.requires_grad)
+    names = frozenset(
+        tree.name_of(p)
+        for p, x in zip(paths, leaves, strict=True)
+        if isinstance(x, torch.nn.Parameter) and not x.requires_grad
+    )
     return _Frozen(names, frozen) if names else frozen
 
 
 def _learning(params: Any, frozen: Callable[[str], bool] | None) -> Any:
     """The part of a tree an optimizer sees: `Sharded` without frozen units, plain with None at frozen leaves and
     whole numbers."""
+
     def pick(name: str, x: Any) -> Any:
         if is_sharded(x):
             return trainable(x)
@@ -187,8 +215,10 @@ def _whole(params: Any, part: Any) -> Any:
     """`params` with its trainable part replaced."""
     paths, nodes, treedef = tree.flatten_with_path(params, is_leaf=is_sharded)
     fresh = dict(zip(*tree.flatten_with_path(part, is_leaf=is_sharded)[:2], strict=True))
-    return tree.unflatten(treedef, [with_trainable(x, fresh[p]) if is_sharded(x) else fresh.get(p, x)
-                                    for p, x in zip(paths, nodes, strict=True)])
+    return tree.unflatten(
+        treedef,
+        [with_trainable(x, fresh[p]) if is_sharded(x) else fresh.get(p, x) for p, x in zip(paths, nodes, strict=True)],
+    )
 
 
 def _short(x: Any) -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 
-_UNITS = {"": 1, **{f"{x}b": 1000**k for k, x in enumerate(("", "k", "m", "g", "t"))},
-          **{f"{x}ib": 1024**k for k, x in enumerate(("", "k", "m", "g", "t")) if x}}
+_UNITS = {
+    "": 1,
+    **{f"{x}b": 1000**k for k, x in enumerate(("", "k", "m", "g", "t"))},
+    **{f"{x}ib": 1024**k for k, x in enumerate(("", "k", "m", "g", "t")) if x},
+}
 
 
 def num_bytes(given: int | str) -> int:

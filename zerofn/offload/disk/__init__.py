@@ -5,5 +5,15 @@ from .engine import Request, Statistics
 from .files import PAGE, DiskError, pages
 from .store import Region, Store, scratch_space
 
-__all__ = ["PAGE", "DiskError", "Region", "Request", "Statistics", "Store", "aligned", "locked", "pages",
-           "scratch_space"]
+__all__ = [
+    "PAGE",
+    "DiskError",
+    "Region",
+    "Request",
+    "Statistics",
+    "Store",
+    "aligned",
+    "locked",
+    "pages",
+    "scratch_space",
+]

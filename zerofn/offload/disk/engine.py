@@ -106,8 +106,10 @@ class Request:
 
     def _place(self, file: File, number: int) -> str:
         block = self.region.blocks[number]
-        return (f"{file.path}: {self.region.label}, block {number} of {len(self.region.blocks)} "
-                f"({block.nbytes:,} bytes from {block.offset:,} on)")
+        return (
+            f"{file.path}: {self.region.label}, block {number} of {len(self.region.blocks)} "
+            f"({block.nbytes:,} bytes from {block.offset:,} on)"
+        )
 
     def _failed(self, file: File, number: int, error: Exception) -> DiskError:
         verb = "written" if self.writes else "read"
@@ -153,8 +155,10 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Start a request when those before it on its region are done: a write after all, a read after writes."""
         if os.getpid() != self._pid:
-            raise DiskError(f"{self.name}: its threads are in process {self._pid}, which this one was forked from; "
-                            "make a Store in the process that uses it.")
+            raise DiskError(
+                f"{self.name}: its threads are in process {self._pid}, which this one was forked from; "
+                "make a Store in the process that uses it."
+            )
         region = request.region
         with self._lock:
             if self.failure is not None:

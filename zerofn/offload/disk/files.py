@@ -75,8 +75,12 @@ class File:
             page.close()
         if not self.direct and self.folder not in _buffered:
             _buffered.add(self.folder)
-            warnings.warn(f"{self.folder}: its file system has no direct transfers (O_DIRECT); they go through the "
-                          "page cache, which takes memory and a copy.", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"{self.folder}: its file system has no direct transfers (O_DIRECT); they go through the "
+                "page cache, which takes memory and a copy.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def close(self) -> None:
         """Give the file's space back; again is fine."""
@@ -103,11 +107,16 @@ def check_folders(folders: Sequence[Path], nbytes: int, name: str) -> None:
     """Raise `DiskError`, one sentence, for the first folder that cannot take a file of `nbytes`."""
     for folder in folders:
         if not folder.exists():
-            raise DiskError(f"{name}: {folder} does not exist; write the path of a folder on the drive, or make it "
-                            f"with `mkdir -p {folder}`.", errno.ENOENT)
+            raise DiskError(
+                f"{name}: {folder} does not exist; write the path of a folder on the drive, or make it "
+                f"with `mkdir -p {folder}`.",
+                errno.ENOENT,
+            )
         if not folder.is_dir():
-            raise DiskError(f"{name}: {folder} is not a folder; write the path of a folder on the drive, such as "
-                            f"{folder.parent}.", errno.ENOTDIR)
+            raise DiskError(
+                f"{name}: {folder} is not a folder; write the path of a folder on the drive, such as {folder.parent}.",
+                errno.ENOTDIR,
+            )
         if not os.access(folder, os.W_OK | os.X_OK):
             raise _unwritable(name, folder, errno.EACCES)
     devices = [os.stat(folder).st_dev for folder in folders]
@@ -136,15 +145,19 @@ def _free(folder: Path) -> int:
 
 
 def _too_little(name: str, folder: Path, asked: int, free: int) -> DiskError:
-    return DiskError(f"{name}: {folder} has {gigabytes(free)} free, but {gigabytes(asked)} are needed there; make "
-                     "room, or name further folders on other drives.", errno.ENOSPC)
+    return DiskError(
+        f"{name}: {folder} has {gigabytes(free)} free, but {gigabytes(asked)} are needed there; make "
+        "room, or name further folders on other drives.",
+        errno.ENOSPC,
+    )
 
 
 def _unusable(name: str, folder: Path, error: OSError) -> DiskError:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return _unwritable(name, folder, error.errno)
-    return DiskError(f"{name}: {folder} takes no scratch file ({error.strerror}); name a folder on another drive.",
-                     error.errno)
+    return DiskError(
+        f"{name}: {folder} takes no scratch file ({error.strerror}); name a folder on another drive.", error.errno
+    )
 
 
 def _unwritable(name: str, folder: Path, number: int) -> DiskError:

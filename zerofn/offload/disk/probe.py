@@ -52,8 +52,10 @@ class Drive:
 
     def describe(self) -> str:
         """The drive in words."""
-        return (f"reads {self.read / 1e9:.2f} GB/s, writes {self.write / 1e9:.2f} GB/s with {self.depth} blocks of "
-                f"{self.block >> 20} MiB under way{'' if self.direct else ', without O_DIRECT'}")
+        return (
+            f"reads {self.read / 1e9:.2f} GB/s, writes {self.write / 1e9:.2f} GB/s with {self.depth} blocks of "
+            f"{self.block >> 20} MiB under way{'' if self.direct else ', without O_DIRECT'}"
+        )
 
 
 def probe(folder: Path, name: str = "probe") -> Drive:

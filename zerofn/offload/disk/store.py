@@ -59,8 +59,15 @@ class Store:
     Raises `DiskError`, with nothing written, for a path that is missing, no folder, not writable or too full.
     """
 
-    def __init__(self, paths: str | os.PathLike | Sequence[str | os.PathLike], nbytes: int, *, name: str,
-                 block: int | None = None, depth: int | None = None) -> None:
+    def __init__(
+        self,
+        paths: str | os.PathLike | Sequence[str | os.PathLike],
+        nbytes: int,
+        *,
+        name: str,
+        block: int | None = None,
+        depth: int | None = None,
+    ) -> None:
         folders = [Path(p) for p in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
         if not folders:
             raise ValueError(f"{name}: paths must be one or more folders, not {paths!r}.")
@@ -91,8 +98,10 @@ class Store:
         size, blocks = pages(nbytes), []
         with self._filling:
             if self.allocated + size > self.nbytes:
-                raise ValueError(f"{self.name}: {label} needs {size:,} bytes, but {self.nbytes - self.allocated:,} of "
-                                 f"{self.nbytes:,} are left; make the Store with more, summing `pages(nbytes)`.")
+                raise ValueError(
+                    f"{self.name}: {label} needs {size:,} bytes, but {self.nbytes - self.allocated:,} of "
+                    f"{self.nbytes:,} are left; make the Store with more, summing `pages(nbytes)`."
+                )
             for start in range(0, size, self.block):
                 length = min(self.block, size - start)
                 drive = self._filled.index(min(self._filled))
@@ -118,11 +127,15 @@ class Store:
             raise ValueError(f"{self.name}: {region.label} is a region of another store, {region.store.name}.")
         size = pages(region.nbytes)
         if buffer.device.type != "cpu" or not buffer.is_contiguous() or buffer.data_ptr() % PAGE:
-            raise ValueError(f"{self.name}: the buffer for {region.label} must be contiguous, on the host and begin at "
-                             f"a multiple of {PAGE} bytes; take one from zerofn.disk.aligned({region.nbytes}).")
+            raise ValueError(
+                f"{self.name}: the buffer for {region.label} must be contiguous, on the host and begin at "
+                f"a multiple of {PAGE} bytes; take one from zerofn.disk.aligned({region.nbytes})."
+            )
         if buffer.nbytes < size:
-            raise ValueError(f"{self.name}: the buffer for {region.label} has {buffer.nbytes:,} bytes, but {size:,} "
-                             f"(whole pages) are moved; take one from zerofn.disk.aligned({region.nbytes}).")
+            raise ValueError(
+                f"{self.name}: the buffer for {region.label} has {buffer.nbytes:,} bytes, but {size:,} "
+                f"(whole pages) are moved; take one from zerofn.disk.aligned({region.nbytes})."
+            )
         request = Request(self._engine, region, buffer.detach(), writes)
         self._engine.submit(request)
         return request

@@ -40,8 +40,10 @@ def as_text(choices: list[Choice]) -> str:
 
 def from_text(text: str) -> list[Choice]:
     """What `as_text` has written."""
-    return [Choice(frozenset(dropped), _pairs(cuts), _pairs(starts), frozenset(stashed))
-            for dropped, cuts, starts, stashed in json.loads(text)]
+    return [
+        Choice(frozenset(dropped), _pairs(cuts), _pairs(starts), frozenset(stashed))
+        for dropped, cuts, starts, stashed in json.loads(text)
+    ]
 
 
 def _pairs(found: list[list[str]] | None) -> frozenset[tuple[str, str]] | None:

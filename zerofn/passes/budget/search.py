@@ -61,10 +61,14 @@ def within(program: Program, budgets: Sequence[int], schedule: Schedule) -> list
         if fitting:
             return min(fitting, key=lambda x: x.run.seconds).choices
     least = search.least
-    raise OverBudget(least, (
-        f"{program.name} cannot be scheduled within {budgets[-1]:,} bytes: the least that it takes is {least:,}. "
-        "It takes less with fewer rows a step, or more microbatches (zerofn.accumulate), at stage 3, with state "
-        "offloaded or moments='8bit', on more ranks."))
+    raise OverBudget(
+        least,
+        (
+            f"{program.name} cannot be scheduled within {budgets[-1]:,} bytes: the least that it takes is {least:,}. "
+            "It takes less with fewer rows a step, or more microbatches (zerofn.accumulate), at stage 3, with state "
+            "offloaded or moments='8bit', on more ranks."
+        ),
+    )
 
 
 def recomputed(program: Program, how: str, schedule: Schedule) -> list[Choice]:
@@ -74,11 +78,15 @@ def recomputed(program: Program, how: str, schedule: Schedule) -> list[Choice]:
     Raises `ValueError` where there are none. `schedule` must be the same on all ranks.
     """
     search = _Search(program, schedule, lambda live: live["activations"])
-    names = [frozenset(x.name for x in parts.activations if not parts.is_last(x))
-             for parts in (Segments(gm.graph) for gm in search.graphs)]
+    names = [
+        frozenset(x.name for x in parts.activations if not parts.is_last(x))
+        for parts in (Segments(gm.graph) for gm in search.graphs)
+    ]
     if not any(names):
-        raise ValueError(f"compile(remat={how!r}) has no effect: {program.name} keeps nothing for a backward pass that "
-                         "could be computed again. Leave it out.")
+        raise ValueError(
+            f"compile(remat={how!r}) has no effect: {program.name} keeps nothing for a backward pass that "
+            "could be computed again. Leave it out."
+        )
     full = [Choice(dropped) for dropped in names]
     if how == "full":
         return full
@@ -149,8 +157,9 @@ class _Search:
 
     def attempt(self, choices: list[Choice]) -> _Attempt:
         """What comes of a choice for each graph."""
-        tried = replace(self._program, gm=copied(self._program.gm), kept=[], arenas=[],
-                        timings=dict(self._program.timings))
+        tried = replace(
+            self._program, gm=copied(self._program.gm), kept=[], arenas=[], timings=dict(self._program.timings)
+        )
         for gm, choice in zip(graphs(tried.gm), choices, strict=True):
             choose(gm, choice)
         with trying():
@@ -166,8 +175,9 @@ class _Search:
         """Each graph and its scheduled form."""
         return zip(self.graphs, attempt.graphs, strict=True)
 
-    def fit(self, whole: _Attempt, drops: list[list[Drop]], budget: int, choice: Callable[[list[Drop]], Choice]
-            ) -> _Attempt | None:
+    def fit(
+        self, whole: _Attempt, drops: list[list[Drop]], budget: int, choice: Callable[[list[Drop]], Choice]
+    ) -> _Attempt | None:
         """One within the budget, with the cheapest of these drops; None if there is none. What scheduling adds is known
         afterwards: then it is tried again with so much less."""
         target, less, last, num_tries = budget, 0, whole, 0
