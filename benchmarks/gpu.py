@@ -29,7 +29,7 @@ NEEDED = ("torch", "optree", "tensordict", "safetensors", "numpy", "rich", "psut
 
 def build(folder: Path) -> str:
     """Make the CPU kernels where they are missing; a sentence about what serves."""
-    ask = [sys.executable, "-c", "from zerofn.ops import native; print(native.missing() or '')"]
+    ask = [sys.executable, "-c", "from zerofn.ops import cpu; print(cpu.missing() or '')"]
 
     def missing() -> str:
         done = subprocess.run(ask, capture_output=True, text=True, cwd=ROOT, env=environment(), check=True)

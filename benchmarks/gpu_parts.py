@@ -348,7 +348,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     if options.host_gib:
-        zerofn.offload.free_memory = lambda: int(options.host_gib * GIB) - psutil.Process().memory_info().rss
+        zerofn.offload.policy.free_memory = lambda: int(options.host_gib * GIB) - psutil.Process().memory_info().rss
     parts[options.part](Run(options.device, options.seconds))
 
 

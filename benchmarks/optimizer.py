@@ -126,7 +126,7 @@ def measure(options: argparse.Namespace, threads: int, console: Console) -> dict
 def kernels(options: argparse.Namespace) -> tuple[list[str], str]:
     """The library's instruction sets, and where its Python and itself lie, as JSON."""
     program = (
-        "import json, zerofn.ops; from zerofn.ops import native as n; folders = [zerofn, zerofn.ops];"
+        "import json, zerofn.ops; from zerofn.ops import cpu as n; folders = [zerofn, zerofn.ops];"
         "print(json.dumps([n.missing(), n.isas(), {m.__name__: list(m.__path__) for m in folders}]))"
     )
     done = subprocess.run([options.zerofn_python, "-c", program], capture_output=True, text=True, check=True)

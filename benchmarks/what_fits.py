@@ -154,7 +154,7 @@ def page(known: dict[str, list[dict[str, Any]]]) -> str:
         "|---|---|---:|---:|---:|---:|---:|---|---:|---|",
     ]
     for case in CASES:
-        node = min(case.world, zerofn.machine.KNOWN[case.machine].ranks)
+        node = min(case.world, zerofn.cost.machine.KNOWN[case.machine].ranks)
         for k, x in enumerate(known.get(case.name, ())):
             first = (case.name, case.published) if k == 0 else ("", "")
             sizes = [f"{x['device'] / GB:.1f}", *(f"{x[n] * node / GB:,.0f}" for n in ("host", "disk"))]

@@ -1,7 +1,7 @@
 """The CPU kernels of `ops/csrc`: update rules on fp32 or split masters with fp32, bf16 or 8-bit moments, in one pass.
 
 All tensors are contiguous and on the CPU. Results do not depend on the number of threads, nor on the instruction set,
-nor on whether the library is there: without it `portable` does the same with torch's operations, more slowly.
+nor on whether the library is there: without it `reference` does the same with torch's operations, more slowly.
 `ZEROFN_NATIVE=0` leaves the library alone; `ZEROFN_ISA=avx512|avx2|plain` chooses among its instruction sets.
 """
 
@@ -166,9 +166,9 @@ def update_(
 ) -> None:
     """One step of `rule` on a piece, in place: `adamw`, `adam`, `lion`, `sgd` or `sgd_momentum`.
 
-    `p`: [fp32 [size]], or a split master [bfloat16 [size], int16 [size]]. `g`: [size], fp32, bf16 or fp16; it is made
-    fp32 and then multiplied by each of up to two `factors` in turn. `moments`: as many as the rule has, each [fp32],
-    [bf16] or [uint8 codes [size], fp32 scales [ceil(size / 256)]]; the latter two are rounded stochastically.
+    `p`: [fp32 [size]], or a split master [bfloat16 [size], int16 [size]]. `g`: [size], fp32, bf16 or fp16, made fp32
+    and then multiplied by each of up to two `factors`. `moments`: as many as the rule has, each [fp32], [bf16] or
+    [uint8 codes [size], fp32 scales [ceil(size / 256)]]; the latter two are rounded stochastically.
     Run i, elements [starts[i], stops[i]), has learning rate `rates[i]` and weight decay `decays[i]`; runs are in
     order and apart, and elements of none keep their values (in 8-bit blocks: as far as a new scale lets them).
     `hyper`: b1, b2, eps of Adam; b1, b2 of Lion; momentum, nesterov of sgd_momentum. `count`: updates applied
@@ -197,12 +197,39 @@ def update_(
             offset=offset,
         )
         return
+    runs = _runs_of(rule, starts, stops, rates, decays, hyper, count)
+    a = _tensors_of(rule, p, g, moments, factors)
+    a.key, a.offset, a.size, a.num_runs, a.runs = count, offset, g.numel(), len(runs), runs
+    if runs:
+        update = _native("update")
+        first = starts[0] // BLOCK * BLOCK
+        size = num_blocks(stops[-1] - first) * BLOCK  # whole blocks: one that is touched gets a new scale
+        _in_parts(size, lambda at, end: update(ctypes.byref(a), first + at, min(first + end, a.size)))
+
+
+def _runs_of(
+    rule: str,
+    starts: Sequence[int],
+    stops: Sequence[int],
+    rates: Sequence[float],
+    decays: Sequence[float],
+    hyper: dict[str, Any],
+    count: int,
+) -> Any:
+    """The library's description of runs; those with equal constants share them."""
     runs = (_Run * len(starts))()
     known: dict[tuple[float, float], _Rates] = {}
     for run, start, stop, constants in zip(runs, starts, stops, zip(rates, decays, strict=True), strict=True):
         if constants not in known:
             known[constants] = _Rates(**rates_of(rule, *constants, hyper, count))
         run.start, run.stop, run.rates = start, stop, known[constants]
+    return runs
+
+
+def _tensors_of(
+    rule: str, p: Sequence[Tensor], g: Tensor, moments: Sequence[Sequence[Tensor]], factors: Sequence[float]
+) -> _Update:
+    """The library's description of an update, all but its runs."""
     a = _Update(rule=RULES[rule].number, g_number=_NUMBERS[g.dtype])
     a.factors[:] = [*factors, 1.0, 1.0][:2]
     a.p, a.g = p[0].data_ptr(), g.data_ptr()
@@ -211,12 +238,7 @@ def update_(
         a.format = moment_format(moment)
         a.moments[i] = moment[0].data_ptr()
         a.scales[i] = moment[1].data_ptr() if len(moment) == 2 else None
-    a.key, a.offset, a.size, a.num_runs, a.runs = count, offset, g.numel(), len(runs), runs
-    if runs:
-        update = _native("update")
-        first = starts[0] // BLOCK * BLOCK
-        size = num_blocks(stops[-1] - first) * BLOCK  # whole blocks: one that is touched gets a new scale
-        _in_parts(size, lambda at, end: update(ctypes.byref(a), first + at, min(first + end, a.size)))
+    return a
 
 
 def norm2_and_extreme(parts: Sequence[Tensor]) -> list[tuple[float, float]]:

@@ -125,24 +125,7 @@ def update_(
     if not len(table):
         return
     counted = _scalar(count, torch.int64, device)
-    b1 = float(hyper.get("momentum", hyper.get("b1", 0.0)))
-    runs = torch.empty(len(table), _RUN_BYTES, dtype=torch.uint8, device=device)
-    _launch(
-        "runs",
-        device,
-        -(-len(table) // 32),
-        table,
-        runs,
-        len(table),
-        known.number,
-        rule in ("adamw", "lion"),
-        b1,
-        float(hyper.get("b2", 0.0)),
-        float(hyper.get("eps", 0.0)),
-        bool(hyper.get("nesterov", False)),
-        counted,
-        _scalar(lr, torch.float64, device),
-    )
+    runs = _runs_of(rule, table, hyper, counted, lr)
     kept = [part for moment in moments for part in (*moment, None)[:2]]
     _launch(
         "update",
@@ -162,6 +145,32 @@ def update_(
         runs,
         len(table),
     )
+
+
+def _runs_of(
+    rule: str, table: Tensor, hyper: dict[str, Any], count: Tensor | None, lr: Tensor | float | None
+) -> Tensor:
+    """The constants of each run, made on the device: uint8 [runs, bytes of one]."""
+    device = table.device
+    b1 = float(hyper.get("momentum", hyper.get("b1", 0.0)))
+    runs = torch.empty(len(table), _RUN_BYTES, dtype=torch.uint8, device=device)
+    _launch(
+        "runs",
+        device,
+        -(-len(table) // 32),
+        table,
+        runs,
+        len(table),
+        RULES[rule].number,
+        rule in ("adamw", "lion"),
+        b1,
+        float(hyper.get("b2", 0.0)),
+        float(hyper.get("eps", 0.0)),
+        bool(hyper.get("nesterov", False)),
+        count,
+        _scalar(lr, torch.float64, device),
+    )
+    return runs
 
 
 def norms_and_extremes(

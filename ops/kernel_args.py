@@ -1,4 +1,4 @@
-"""What `native` and `portable` share: the rules, the formats they take, the constants of a run."""
+"""What `cpu`, `cuda` and `reference` share: the rules, the formats they take, the constants of a run."""
 
 from __future__ import annotations
 

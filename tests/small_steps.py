@@ -73,7 +73,7 @@ def state_of(module: torch.nn.Module, stage: int, tx: Any = None, **options: Any
 
 def apart(patch: Any, share: float) -> None:
     """Host memory that is not where the model computes, and the share of the units that the host updates."""
-    patch.setattr(zerofn.offload, "lies_there", lambda tier, device: False)
+    patch.setattr(zerofn.offload.policy, "lies_there", lambda tier, device: False)
     patch.setattr(importlib.import_module("zerofn.passes.update_on_host"), "share_of", lambda *args: share)
 
 
@@ -190,8 +190,8 @@ def scheduled(step: Callable[..., Any], state: Any, batch: Any, *, donating: boo
 
 def inputs_of(state: Any, batch: Any) -> list[torch.Tensor]:
     """What the program takes: the state's tensors, the gathered copies, the batch's tensors."""
-    nodes = zerofn.tree.leaves(state, is_leaf=zerofn.sharding.is_sharded)
-    sharded = [x for x in nodes if zerofn.sharding.is_sharded(x)]
+    nodes = zerofn.tree.leaves(state, is_leaf=zerofn.sharding.sharded.is_sharded)
+    sharded = [x for x in nodes if zerofn.sharding.sharded.is_sharded(x)]
     tensors = [t for x in nodes for t in (x.parts if x in sharded else [x])]
     copies = [t for x in sharded for t in (x.full or [])]
     return [*tensors, *copies, *zerofn.tree.leaves(batch)]

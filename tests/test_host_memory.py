@@ -9,7 +9,7 @@ from zerofn.memory.host_allocator import zeros
 # malloc is asked itself: not every kernel counts page faults.
 PROGRAM = """
 import ctypes, torch
-from zerofn.host_memory import keep_freed_memory
+from zerofn.memory.host_allocator import keep_freed_memory
 
 class Info(ctypes.Structure):  # struct mallinfo2 of glibc's malloc.h
     _fields_ = [(name, ctypes.c_size_t) for name in (

@@ -384,14 +384,14 @@ def test_what_keeps_nothing_has_nothing_to_offload(tmp_path):
 
 def test_a_folder_in_memory_is_told(caplog, monkeypatch):
     where = types.SimpleNamespace(mountpoint="/", fstype="tmpfs")
-    monkeypatch.setattr(zerofn.offload.psutil, "disk_partitions", lambda all: [where])
+    monkeypatch.setattr(zerofn.offload.policy.psutil, "disk_partitions", lambda all: [where])
     state_of(build(2), 3, offload=Offload(optimizer="nvme", path="/tmp"))
     assert "/tmp lies in memory itself (tmpfs)" in caplog.text
 
 
 def test_less_memory_than_is_needed_is_a_table_of_what_fits(monkeypatch):
-    monkeypatch.setattr(zerofn.offload, "free_memory", lambda: 4 * 3 * 2048)
-    monkeypatch.setattr(zerofn.offload, "lies_there", lambda tier, device: False)
+    monkeypatch.setattr(zerofn.offload.policy, "free_memory", lambda: 4 * 3 * 2048)
+    monkeypatch.setattr(zerofn.offload.policy, "lies_there", lambda tier, device: False)
     table = r"as asked +0.00 GB  does not fit.*optimizer='nvme'\) +0.00 GB  fits.*moments='8bit'"
     with pytest.raises(MemoryError, match=f"(?s)0.00 GB are free. Nothing was allocated.*{table}"):
         state_of(build(3), 3, offload="cpu")

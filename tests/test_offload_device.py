@@ -45,7 +45,7 @@ def fakes_on_meta():
 
 
 def moved(state, mode):
-    """The state as it would be beside the device: fake tensors there, on the host what is offloaded and counted there."""
+    """The state as it would be beside the device: fake tensors there; what is offloaded, and counters, on the host."""
 
     def fake(x, device):
         with mode:
@@ -139,7 +139,7 @@ def test_what_lies_on_a_drive_is_updated_on_the_host(tmp_path, monkeypatch):
 
 def test_numbers_of_a_state_lie_with_its_parameters(monkeypatch):
     """Where the parameters say where a model computes, counters that were made on the host go there, too."""
-    monkeypatch.setattr(zerofn.partition, "device_of", lambda state: DEVICE)
+    monkeypatch.setattr(zerofn.sharding.shard, "device_of", lambda state: DEVICE)
     plain = zerofn.TrainState.create(params={"w": torch.zeros(64)}, tx=optim.adamw(1e-2), extra=torch.ones(3))
     state = zerofn.shard(plain)
     assert state.opt_state.count.device.type == state.skipped.device.type == "meta"

@@ -12,7 +12,7 @@ from torch import nn
 
 import zerofn
 from zerofn import Sharded, optim, shard, tree, unshard
-from zerofn.sharding.state_entries import as_tensor
+from zerofn.sharding.state_tree import as_tensor
 
 Moments = namedtuple("Moments", "count mu nu")
 STAGES = (0, 1, 2, 3)

@@ -14,7 +14,7 @@ def beside(state, batch):
     """An update inside the backward pass, and what the batch holds, read at the end."""
     _, grads = state.value_and_grad(loss_of(MODULE))(batch["own"])
     given = batch["given"]
-    leaves = tree.leaves(zerofn.gather(given) if zerofn.sharding.is_sharded(given) else given)
+    leaves = tree.leaves(zerofn.gather(given) if zerofn.sharding.sharded.is_sharded(given) else given)
     norms = torch.stack([x.square().sum() for x in leaves])
     return state.apply_gradients(grads, on_nonfinite="ignore"), {"norms": norms}
 

@@ -167,7 +167,7 @@ def of_one_process(program):
 def test_posting_when_the_main_thread_has_ended():
     assert of_one_process("""
 import threading, time
-from zerofn.poster import post
+from zerofn.comm.pending import post
 def late():
     threading.main_thread().join()
     print(post(lambda: "posted")())
@@ -178,7 +178,7 @@ threading.Thread(target=late).start()
 def test_posting_in_a_forked_process():
     assert of_one_process("""
 import os
-from zerofn.poster import post
+from zerofn.comm.pending import post
 print(post(lambda: "parent")(), flush=True)
 child = os.fork()
 if child == 0:
@@ -193,8 +193,8 @@ def test_who_leaves_has_sent_what_it_started_to(tmp_path):
     assert sorted(
         of_one_process(f"""
 import os, time, torch, torch.distributed as dist
-from zerofn import transport
-from zerofn.mesh import Mesh
+from zerofn.comm import transport
+from zerofn.comm.mesh import Mesh
 rank = int(os.fork() == 0)
 dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=rank, world_size=2)
 if rank == 1:

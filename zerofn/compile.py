@@ -8,10 +8,9 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from . import passes, tree
@@ -21,24 +20,25 @@ from .comm.transport import forget_transfers, wait_for_all
 from .cost.machine import Machine, machine_of
 from .dry_run.script import rehearsing
 from .graph.advice import no_leaf, note_dtypes
-from .graph.capture import CaptureError, capture
+from .graph.capture import capture
+from .graph.captured import captured, dry_result
+from .graph.fingerprint import fingerprint
 from .graph.program import Program, tensor_of
 from .graph.source_lines import place_of
-from .graph.verify import check_purity, fingerprint
 from .memory import donation
 from .memory.arena import reserve
 from .memory.host_allocator import keep_freed_memory, return_freed_memory
-from .offload.drive_tensor import Spilled
 from .offload.host_tensor import end_updates, owe
 from .ops import cpu, cuda
 from .passes.budget.decision import Choice, as_text, from_text
 from .planning.plan import Plan
 from .planning.profile import Profile, profiled
 from .runtime.executor import Executor, failed_node
+from .runtime.inputs import drive_tickets, params_among, refill_copies, signature_of_leaf
 from .runtime.interrupts import deliver, whole_steps
-from .sharding.allocate import keep_halves, lacks_copy, refill
+from .sharding.allocate import keep_halves
 from .sharding.sharded import is_sharded
-from .sharding.state_entries import as_tensor
+from .sharding.state_tree import as_tensor
 from .util.errors import note, said
 from .util.sizes import num_bytes
 
@@ -120,7 +120,7 @@ class Step:
         """Run one step."""
         if (rehearsal := rehearsing()) is not None:
             rehearsal.come_to(self._step, state, batch)
-            return _rehearsed(self._step, state, batch)
+            return dry_result(self._step, state, batch)
         deliver()
         call = self._prepare(state, batch)
         entry, leaves = call.entry, call.state_leaves
@@ -169,12 +169,17 @@ class Step:
         for x in state_leaves:
             if is_sharded(x):
                 keep_halves(x)
-        key = (state_def, batch_def, tuple(map(_kind, state_leaves)), tuple(map(_kind, batch_leaves)))
+        key = (
+            state_def,
+            batch_def,
+            tuple(map(signature_of_leaf, state_leaves)),
+            tuple(map(signature_of_leaf, batch_leaves)),
+        )
         try:
             entry = self._entries.get(key)
         except TypeError:  # not hashable
             raise no_leaf(self.__name__, state, batch) from None
-        _refill(state_leaves, _params_among(state_def) if entry is None else entry.program.full)
+        refill_copies(state_leaves, params_among(state_def) if entry is None else entry.program.full)
         if entry is None:
             state = tree.unflatten(state_def, state_leaves)
             entry = self._entries[key] = self._capture(state, batch)
@@ -196,7 +201,7 @@ class Step:
         places = list(map(storage_key, out)) if donating else []
         if len(set(places)) < len(places):
             seen = {places[j] for j in fixed}
-            tickets = _tickets(leaves)
+            tickets = drive_tickets(leaves)
             for j in sorted(set(range(len(out))) - set(fixed)):
                 if places[j] in seen:
                     self._refuse(out[j], tickets, "two entries of the state")
@@ -209,7 +214,7 @@ class Step:
         shared = [storage_key(x) in given for x in tensors]
         if not any(shared):
             return tensors
-        tickets = _tickets(leaves)
+        tickets = drive_tickets(leaves)
         for x in [x for x, is_shared in zip(tensors, shared, strict=True) if is_shared]:
             self._refuse(x, tickets, "the state and the batch")
         return [x.clone() if is_shared else x for x, is_shared in zip(tensors, shared, strict=True)]
@@ -382,27 +387,6 @@ class Step:
         return state, program.aux.spread(fresh)
 
 
-def captured(
-    step: Callable[[Any, Any], Any], state: Any, batch: Any, traces: bool = False
-) -> tuple[Program, list[Tensor]]:
-    """A step's graph and what it closes over. Raises `CaptureError`, which names the user's line."""
-    try:
-        program = capture(step, state, batch, traces=traces)
-        return program, check_purity(program)
-    except CaptureError:
-        if traces:
-            raise
-    return captured(step, state, batch, traces=True)  # the same again, knowing the lines
-
-
-def _rehearsed(step: Callable[[Any, Any], Any], state: Any, batch: Any) -> Any:
-    """What a step returns that is not the one that a rehearsal looks for: the state as it is, and ones."""
-    program, _ = captured(step, state, batch)
-    values = [node.meta["val"] for node in program.output.args[0][program.num_new :]]  # type: ignore[index,union-attr]
-    aux = program.aux.spread([torch.ones(x.shape, dtype=x.dtype) for x in values])
-    return aux if program.new_state is None else (state, aux)
-
-
 @functools.cache
 def _tell_of_kernels(device: str) -> None:
     """Once, where update rules run in torch's operations for want of the kernels: why."""
@@ -410,36 +394,3 @@ def _tell_of_kernels(device: str) -> None:
     why = kernels.missing() if kernels is not None else None
     if why:
         log.info("%s torch's operations do the same, more slowly.", why)
-
-
-def _params_among(state_def: tree.PyTreeSpec) -> list[int]:
-    """The nodes of a state that are parameters: named so, or the whole of what was given."""
-    return [k for k, name in enumerate(tree.field_names(state_def)) if name.split(".")[-1] in ("", "params")]
-
-
-def _refill(leaves: list[Any], positions: Iterable[int]) -> None:
-    """Gather the copies that an unflatten has dropped, so that the graph always finds what it was captured with."""
-    for k in positions:
-        if is_sharded(leaves[k]) and lacks_copy(leaves[k]):
-            refill(leaves[k])
-
-
-def _tickets(leaves: Iterable[Any]) -> dict[int, str]:
-    """The tickets among the tensors of leaves, by identity -> what lies there."""
-    return {
-        id(part.ticket): part.region.label
-        for x in leaves
-        if is_sharded(x)
-        for piece in x.stored
-        for part in piece.parts
-        if isinstance(part, Spilled)
-    }
-
-
-def _kind(x: Any) -> Any:
-    """What of a leaf a capture depends on."""
-    if is_sharded(x):
-        return x.spec.signature, x.kinds, tuple([t.device for t in x.parts])
-    if isinstance(x, Tensor):
-        return x.shape, x.dtype, x.device, x.stride()
-    return type(x), x

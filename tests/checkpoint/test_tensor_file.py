@@ -6,7 +6,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from zerofn.checkpoint import sources, tensor_file
-from zerofn.checkpoint.tensor_file import DTYPES, CheckpointError, Entry, TensorFile, write_file
+from zerofn.checkpoint.tensor_file import DTYPES, Entry, TensorFile, write_file
+from zerofn.util.errors import CheckpointError
 
 
 def tensors() -> dict[str, torch.Tensor]:

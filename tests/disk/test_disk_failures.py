@@ -264,7 +264,7 @@ def test_a_name_that_cannot_be_taken_away_early_goes_when_the_store_is_closed(tm
 PROGRAM = """
 import os, sys, warnings
 warnings.simplefilter("ignore")
-from zerofn.disk import Store, aligned
+from zerofn.offload.disk import Store, aligned
 store = Store(sys.argv[1], 64 << 20, name="moments", block=1 << 20, depth=2)
 regions = [store.allocate(32 << 20, f"layers.{k}") for k in range(2)]
 buffers = [aligned(32 << 20).fill_(k + 1) for k in range(2)]

@@ -89,7 +89,7 @@ def test_measured_once_for_all_processes(monkeypatch, tmp_path):
     assert probe.probe(tmp_path) == drive
     monkeypatch.setattr(probe, "_known", {})
     assert probe.probe(tmp_path) == drive
-    code = "import sys; from pathlib import Path; from zerofn.disk import probe; print(probe.probe(Path(sys.argv[1])))"
+    code = "import sys, pathlib; from zerofn.offload.disk import probe; print(probe.probe(pathlib.Path(sys.argv[1])))"
     command = [sys.executable, "-c", code, str(tmp_path)]
     root = Path(__file__).resolve().parents[2]
     assert subprocess.run(command, capture_output=True, text=True, check=True, cwd=root).stdout.strip() == str(drive)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from zerofn.graph.joining import FINER, STEP, Span, _bytes, _least, joined
+from zerofn.graph.segments import FINER, STEP, Span, _bytes, _least, joined
 
 
 def starts_of(numbers):

@@ -6,7 +6,8 @@ import zerofn
 from small_steps import WIDTH, Normed, batch_of, build, captured, fake_ranks, loss_of, state_of, train_step_of
 from zerofn import tree
 from zerofn.graph.capture import CaptureError, capture
-from zerofn.graph.verify import check_purity, fingerprint
+from zerofn.graph.fingerprint import fingerprint
+from zerofn.graph.verify import check_purity
 
 HERE = __file__
 

@@ -266,12 +266,12 @@ def test_can_update():
 
 PROGRAM = """
 import torch
-from zerofn.ops import native
-print(native.missing())
+from zerofn.ops import cpu
+print(cpu.missing())
 p, g, m, v = [torch.ones(300)], torch.ones(300), torch.zeros(300), torch.zeros(300)
-native.update_("adamw", p, g, [[m], [v]], starts=[0], stops=[300], rates=[0.5], decays=[0.0],
+cpu.update_("adamw", p, g, [[m], [v]], starts=[0], stops=[300], rates=[0.5], decays=[0.0],
                hyper={"b1": 0.9, "b2": 0.99, "eps": 0.0}, count=1)
-print(native.isa(), p[0].unique().tolist(), native.checksum(g), native.norm2_and_extreme([g])[0])
+print(cpu.isa(), p[0].unique().tolist(), cpu.checksum(g), cpu.norm2_and_extreme([g])[0])
 """
 
 
@@ -299,14 +299,14 @@ def test_a_thread_updates_after_the_main_thread_has_ended():
     """Python's executors refuse work by then."""
     script = """if True:
         import threading, torch
-        from zerofn.ops import native
+        from zerofn.ops import cpu
         torch.set_num_threads(2)
 
         def train():
             main.join()
             size = 1 << 18
             p, g = torch.zeros(size), torch.ones(size)
-            native.update_("sgd", [p], g, [], starts=[0], stops=[size], rates=[1.0], decays=[0.0], hyper={}, count=1)
+            cpu.update_("sgd", [p], g, [], starts=[0], stops=[size], rates=[1.0], decays=[0.0], hyper={}, count=1)
             print("updated:", bool((p == -1).all()))
 
         main = threading.main_thread()

@@ -160,8 +160,8 @@ def _at_ranks():
         updated = trees.sharded(tx, 3, updates=True)
         trees.assert_close(zerofn.unshard(updated.params), full.params, (name, "update"))
         by_hand = tx.init(zerofn.shard({"params": trees.params()}, stage=3, unit=trees.unit_of)["params"])
-        nodes = zerofn.tree.leaves(by_hand, is_leaf=zerofn.sharding.is_sharded)
-        assert len(nodes) == len(zerofn.tree.leaves(state.opt_state, is_leaf=zerofn.sharding.is_sharded))
+        nodes = zerofn.tree.leaves(by_hand, is_leaf=zerofn.sharding.sharded.is_sharded)
+        assert len(nodes) == len(zerofn.tree.leaves(state.opt_state, is_leaf=zerofn.sharding.sharded.is_sharded))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -149,13 +149,13 @@ def test_schedules_that_are_tried_make_no_code(monkeypatch):
 
 def test_schedules_that_are_tried_take_no_place_on_drives(tmp_path, monkeypatch):
     """Nor does what of them runs in the end take it twice: gradients that wait do so on the drive."""
-    made, store = [], zerofn.disk.store.Store
+    made, store = [], zerofn.offload.disk.store.Store
 
     def counted(*args, **kwargs):
         made.append(store(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(zerofn.disk.store, "Store", counted)
+    monkeypatch.setattr(zerofn.offload.disk.store, "Store", counted)
     module = build(LAYERS)
     state = state_of(module, 3, CLIPPED, offload=zerofn.Offload(optimizer="nvme", path=tmp_path))
     assert len(made) == 1

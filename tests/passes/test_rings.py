@@ -25,7 +25,7 @@ from zerofn.graph.alias import positions, roots, touches
 from zerofn.graph.edit import is_gather, is_scatter, loops
 from zerofn.graph.liveness import moments
 from zerofn.graph.resident import resident
-from zerofn.memory import arena
+from zerofn.memory import arena as arenas
 from zerofn.passes._packing import Span, pack
 from zerofn.passes.assign_buffers import MORE
 
@@ -254,15 +254,15 @@ def test_a_budget_is_not_broken_by_what_another_step_reserves(ranks):
 
 
 def test_memory_grows_and_is_made_anew_after_a_failure():
-    arena = arena.Arena(1000, torch.device("cpu"))
-    arena.empty(10, torch.float32, torch.device("cpu"), [arena.number, 512]).fill_(1.0)
-    assert arena.memory_at([arena.number, 512], 40).view(torch.float32).tolist() == [1.0] * 10
+    arena = arenas.Arena(1000, torch.device("cpu"))
+    arenas.empty(10, torch.float32, torch.device("cpu"), [arena.number, 512]).fill_(1.0)
+    assert arenas.memory_at([arena.number, 512], 40).view(torch.float32).tolist() == [1.0] * 10
     first = arena.part(0, 1).data_ptr()
     arena.resize(900)
     assert arena.part(0, 1).data_ptr() == first
     arena.resize(1 << 20)
     assert arena.nbytes == 1 << 20 and arena.part((1 << 20) - 1, 1).numel() == 1
-    assert arena.empty(3, torch.bfloat16, torch.device("cpu"), []).numel() == 3
+    assert arenas.empty(3, torch.bfloat16, torch.device("cpu"), []).numel() == 3
     with pytest.raises(AssertionError):
         arena.part(1 << 20, 1)
     old = arena.part(0, 1)  # others may still write there
@@ -272,7 +272,7 @@ def test_memory_grows_and_is_made_anew_after_a_failure():
 
 @pytest.mark.parametrize("nbytes", [4096, 5 << 20])
 def test_no_more_memory_is_taken_than_plans_count(nbytes):
-    arena = arena.Arena(nbytes, torch.device("cpu"))
+    arena = arenas.Arena(nbytes, torch.device("cpu"))
     assert arena.part(0, 1).untyped_storage().nbytes() == arena.nbytes == nbytes
 
 

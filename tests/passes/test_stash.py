@@ -17,11 +17,11 @@ from small_steps import WIDTH, batch_of, build, state_of, train_step_of, trained
 from zerofn import optim, passes, tree
 from zerofn.comm import transport
 from zerofn.comm.mesh import DATA, Axis, Mesh
-from zerofn.compile import captured
 from zerofn.cost import simulator
 from zerofn.cost.op_cost import DOWN, UP
 from zerofn.dry_run.fake_machine import Imagined
 from zerofn.graph.alias import positions, roots, touches
+from zerofn.graph.captured import captured
 from zerofn.graph.edit import loops, wait_of
 from zerofn.graph.phase import BACKWARD, phase_of
 from zerofn.graph.segments import Segments

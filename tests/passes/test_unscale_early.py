@@ -27,7 +27,7 @@ def test_a_gradient_is_unscaled_right_behind_its_reduction():
 
 @pytest.mark.parametrize("goes", [False, True])
 def test_a_cast_goes_with_it_where_the_gradient_leaves(monkeypatch, goes):
-    module = importlib.import_module("zerofn.passes.unscale_early")
+    module = importlib.import_module("zerofn.passes.raise_unscale")
     monkeypatch.setattr(module, "is_fetch", lambda node: goes or is_fetch(node))
     gm = lowered(canonicalize, raise_reduce_scatters, raise_unscale, precision=HALF)
     where = positions(gm.graph)

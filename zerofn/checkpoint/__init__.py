@@ -4,8 +4,8 @@
 four public functions each have a file of their own.
 """
 
+from ..util.errors import CheckpointError as CheckpointError
 from .exporting import export as export
 from .loading import load as load
 from .pretrained import load_safetensors as load_safetensors
 from .saving import save as save
-from .tensor_file import CheckpointError as CheckpointError

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import tree
 from ..sharding.codecs import Kind
 from ..sharding.sharded import Sharded, is_sharded
-from ..sharding.state_entries import as_tensor
+from ..sharding.state_tree import as_tensor
 from ..training.loss_scale import NoLossScale, StaticLossScale
 from ..tree import PyTreeSpec
 from ..util.errors import nearest

@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..util.errors import CheckpointError
 from .contents import LeafInfo, missing_leaf
 from .folder import flush
 from .sources import Checkpoint
-from .tensor_file import CheckpointError, Entry, write_file
+from .tensor_file import Entry, write_file
 
 WHAT = "zerofn.export"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..comm.together import log
 from ..offload.disk import Store
 from ..sharding.allocate import allocate, scratch_for, settle
 from ..sharding.sharded import Sharded, is_sharded
+from ..util.errors import CheckpointError
 from .contents import LeafInfo, Part, join, kinds_of, leaves_of
 from .sources import Source
-from .tensor_file import CheckpointError
+
+log = logging.getLogger("zerofn")
 
 
 @dataclass

@@ -9,13 +9,15 @@ next save renames it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shutil
 from pathlib import Path
 
-from ..comm.together import log
-from .tensor_file import CheckpointError
+from ..util.errors import CheckpointError
+
+log = logging.getLogger("zerofn")
 
 MANIFEST = "manifest.json"
 

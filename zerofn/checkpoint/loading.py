@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 import torch
 
 from .. import tree
-from ..comm.together import first_difference, log, rank_and_size, together
+from ..comm.agreement import first_difference, rank_and_size, together
+from ..util.errors import CheckpointError
 from .contents import Part, describe, leaves_of, missing_leaf, take_apart
 from .filling import Filling, settle_all
 from .sources import Checkpoint
-from .tensor_file import CheckpointError
+
+log = logging.getLogger("zerofn")
 
 WHAT = "zerofn.load"
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from ..util.errors import CheckpointError
 from .contents import LeafInfo
 from .folder import MANIFEST, flush
-from .tensor_file import CODES, DTYPES, CheckpointError, Written
+from .tensor_file import CODES, DTYPES, Written
 
 FORMAT = "zerofn-checkpoint"
 VERSION = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 import torch
 
 from .. import tree
-from ..comm.together import log, together
+from ..comm.agreement import together
+from ..util.errors import CheckpointError
 from .contents import Part, leaves_of, missing_leaf, take_apart
 from .filling import Filling, settle_all
 from .loading import same_everywhere
 from .sources import Weights
-from .tensor_file import CheckpointError
+
+log = logging.getLogger("zerofn")
 
 WHAT = "zerofn.load_safetensors"
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.agreement import alive, exchange
-from ..comm.together import first_difference, on_rank_0, rank_and_size, together
+from ..comm.agreement import alive, exchange, first_difference, on_rank_0, rank_and_size, together
 from ..sharding.codecs import Stored
 from ..sharding.sharded import Sharded, is_sharded
+from ..util.errors import CheckpointError
 from . import folder
 from .contents import Part, describe, leaves_of, take_apart
 from .manifest import Manifest, SavedLeaf, SavedTree, SavedUnit
-from .tensor_file import BLOCK, CheckpointError, Entry, Written, as_bytes, write_file
+from .tensor_file import BLOCK, Entry, Written, as_bytes, write_file
 
 WHAT = "zerofn.save"
 

@@ -9,10 +9,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..util.errors import CheckpointError
 from .contents import LeafInfo
 from .folder import MANIFEST, find
 from .manifest import Manifest, SavedLeaf, SavedTree, read_manifest
-from .tensor_file import CheckpointError, TensorFile, Written
+from .tensor_file import TensorFile, Written
 
 MAX_OPEN = 256  # files; systems allow 1,024 and more
 

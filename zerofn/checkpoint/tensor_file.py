@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import alive
+from ..util.errors import CheckpointError
 
 BLOCK = 1 << 20  # bytes: what is read, written and checked at a time; a multiple of every dtype's size
 SYNC_EVERY = 256  # blocks: written data goes to the disk steadily, not all at the end
@@ -33,10 +34,6 @@ DTYPES = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-
-
-class CheckpointError(RuntimeError):
-    """What lies on the disk cannot be used, or could not be written."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch_compat import REJECTION_SAMPLERS, TorchDispatchMode, tree_map
 from ..memory.host_allocator import map_large_blocks
-from . import record
 from .effects import is_random, tensors
+from .materialize import record
 from .record import user_line
 
 

@@ -25,7 +25,7 @@ from .._torch_compat import (
 )
 from ..sharding.codecs import Stored
 from ..sharding.sharded import Sharded, is_sharded
-from ..sharding.state_entries import as_tensor
+from ..sharding.state_tree import as_tensor
 from ..util.errors import note
 from ..util.patches import uncollected
 from .advice import instead, note_dtypes

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .._torch_compat import OpOverload
+from .._torch_compat import LazyGraphModule, OpOverload
 from .alias import body_of, is_view, positions, roots, writes, written_before, written_memory
 from .loop import run_loop
 
@@ -213,3 +214,12 @@ def _is_impure(node: Node) -> bool:
     if target not in _impure:
         _impure[target] = node.is_impure()
     return _impure[target] or bool(writes(node))
+
+
+def copied(gm: GraphModule) -> GraphModule:
+    """A graph of its own, with its loops' bodies; constants are the same tensors."""
+    new = LazyGraphModule(gm, copy.deepcopy(gm.graph))
+    new.meta.update(gm.meta)
+    for node, body in loops(new):
+        setattr(new, str(node.args[0].target), copied(body))  # type: ignore[union-attr]
+    return new

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from .._torch_compat import OpOverload, schema_arguments
 from .alias import body_of, given_to_body, sources, writes
 from .capture import CaptureError
-from .edit import bodies, is_gather, is_start
+from .edit import bodies, is_gather
 from .loop import run_loop
 from .program import Program, owners, tensor_of
 
@@ -268,34 +268,3 @@ def _op(node: Node) -> str:
 def _line(node: Node) -> str:
     """The user's line that a node comes from, where it was captured with lines."""
     return node.meta.get("line", "")
-
-
-def fingerprint(program: Program) -> str:
-    """The sequence of transfers, a line each: what must be the same on every rank, in this order."""
-    return _transfers(program.gm, _names(program), {})
-
-
-def _transfers(gm: GraphModule, names: dict[Node, str], groups: dict[Any, int]) -> str:
-    """`groups` numbers them as they come: a group of a part of the ranks has another name in every part."""
-    lines = []
-    for node in gm.graph.nodes:
-        if is_start(node):
-            lines.append(_transfer(node, names, groups))
-        elif node.target is run_loop:
-            inside = _transfers(body_of(node), _names_inside(node, names), groups)
-            lines.append(f"{node.args[1]} times: {inside}")
-    return "\n".join(lines)
-
-
-def _transfer(node: Node, names: dict[Node, str], groups: dict[Any, int]) -> str:
-    value: Any = tensor_of(node.all_input_nodes[0])
-    origin = names.get(_origin(node), "") if is_gather(node) else ""
-    assert isinstance(node.target, OpOverload)
-    arguments = zip(schema_arguments(node.target), node.args, strict=False)
-    static = [
-        f"group {groups.setdefault(a, len(groups))}" if argument.name == "group" else a
-        for argument, a in arguments
-        if argument.name != "rank" and not isinstance(a, Node)
-    ]
-    shape = None if value is None else f"{list(value.shape)} {value.dtype}"
-    return f"{_op(node)} {shape} {[a for a in static if not isinstance(a, list)]} {origin}".rstrip()

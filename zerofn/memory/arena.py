@@ -9,20 +9,33 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from ..dry_run.fake_machine import real
-from ..offload.disk import DiskError, Request, aligned, locked, pages
 from ..ops.registry import define
+from ..util.errors import DiskError
+from ..util.sizes import pages
 from .host_allocator import zeros
+from .pinned import aligned, locked
 
 _arenas: WeakValueDictionary[int, Arena] = WeakValueDictionary()
 _shared: WeakValueDictionary[tuple[int, torch.device | None], Arena] = WeakValueDictionary()
 _numbers = itertools.count(1)
+
+
+class Request(Protocol):
+    """A transfer that reads from an arena."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+
+    def wait(self) -> Any:
+        """Until it has ended. Raises `DiskError` where it failed."""
 
 
 class Ring(NamedTuple):

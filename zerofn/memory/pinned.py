@@ -8,7 +8,7 @@ import sys
 import torch
 from torch import Tensor
 
-from ..offload.disk.files import PAGE, pages
+from ..util.sizes import PAGE, pages
 from .host_allocator import in_huge_pages
 
 _HUGE = 2 << 20  # bytes of a huge page

@@ -12,8 +12,7 @@ from torch.fx import GraphModule
 
 from ..cost.machine import Machine
 from ..cost.simulator import note_machine
-from ..graph.copies import copied
-from ..graph.edit import bodies, loops
+from ..graph.edit import bodies, copied, loops
 from ..graph.program import Program
 from ..util.patches import uncollected
 from .assign_buffers import MORE, assign_buffers

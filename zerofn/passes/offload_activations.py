@@ -28,7 +28,7 @@ UNDER_WAY = 2  # activations that may be on their way to the host at a time; or 
 
 
 class Stay(NamedTuple):
-    """Memory that may be away between two nodes: its last use in the forward pass, its first one in the backward pass."""
+    """Memory that may be away between its last use in the forward pass and its first one in the backward pass."""
 
     memory: Node
     last: Node
@@ -92,7 +92,7 @@ class _Places:
         self._time = [0.0, *accumulate(computes)]  # when each node begins
 
     def back(self, found: list[Stay]) -> dict[Stay, int]:
-        """Where each begins to be brought back: so late that it is there, and those used after it are, when it is used."""
+        """Where each starts to come back: as late as lets it, and those used after it, arrive before their use."""
         order = sorted(found, key=lambda x: self.where[x.first])
         free = self._time[-1]  # from when on the link is taken
         out: dict[Stay, int] = {}

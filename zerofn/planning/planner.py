@@ -15,16 +15,17 @@ from torch import Tensor
 from .. import passes, tree
 from .._torch_compat import storage_key
 from ..comm.mesh import DATA, Axis, Mesh
-from ..compile import captured
 from ..cost.machine import KNOWN, Machine, machine_of
 from ..dry_run.fake_machine import Imagined
+from ..graph.captured import captured
 from ..graph.program import Program
 from ..offload.drive_tensor import Spilled
 from ..passes.budget.decision import Choice
 from ..passes.budget.search import OverBudget
 from ..sharding.codecs import Part
 from ..sharding.precision import resolve
-from ..sharding.shard import STAGES, check_stage, imagine, initial
+from ..sharding.shard import imagine, initial
+from ..sharding.shard_plan import STAGES, check_stage
 from ..sharding.sharded import is_sharded
 from ..util.sizes import num_bytes
 from .plan import Plan

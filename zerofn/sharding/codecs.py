@@ -140,7 +140,7 @@ class Kind:
         return Spilled(x, dtype, size, device) if tier == "nvme" else Hosted(x, device)
 
     def keep(self, x: Tensor, old: Stored | None = None) -> Stored:
-        """A public tensor as a piece of this kind; what lies on a drive takes the place of `old`, in a captured step."""
+        """A public tensor as a piece of this kind; in a captured step, one on a drive takes the place of `old`."""
         parts: list[Part] = []
         for k, (fresh, (dtype, n, tier)) in enumerate(zip(self.codec.encode(x), self.parts(x.numel()), strict=True)):
             before = old.parts[k] if old is not None else fresh

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,22 +21,18 @@ from ..dry_run.fake_machine import Imagined, imagining
 from ..dry_run.script import rehearsing
 from ..memory.host_allocator import map_large_blocks
 from ..offload.disk import Store
-from ..offload.policy import Offload, check_memory, of_units
+from ..offload.policy import Offload, check_memory
 from ..offload.policy import resolve as resolve_offload
-from ..util.errors import nearest
 from ..util.patches import uncollected
 from .allocate import Filler, allocate, equalize, scratch_for, settle
-from .codecs import PLAIN, SIGNED, SPLIT, UNSIGNED, Away, Kind
 from .gather_scatter import gather_leaves
-from .layout import Layout, LeafInfo, make_layout
+from .layout import Layout
 from .precision import Precision, resolve
+from .shard_plan import ReplicatedPart, ShardedPart, ShardOptions, description
 from .sharded import Sharded, Spec, check_whole, is_sharded
-from .state_entries import adapted, device_of, is_state, params_of
-from .state_tree import layout_like, signature_of, sublayouts
+from .state_tree import adapted, device_of
 
 log = logging.getLogger("zerofn")
-STAGES = (0, 1, 2, 3)
-_ON_HOST = ("step", "rng")  # of a TrainState: they seed host-side draws, and would otherwise cost a device sync
 
 
 def shard(
@@ -79,30 +74,20 @@ def shard(
         return state
     map_large_blocks()
     options, values, parts, treedef = agree_on(
-        "zerofn.shard", lambda: _plan(state_or_init, _Options(stage, where, precision, unit, device, offload))
+        "zerofn.shard", lambda: _plan(state_or_init, ShardOptions(stage, where, precision, unit, device, offload))
     )
     scratch = (
         agree_on(
             "zerofn.shard",
             lambda: (  # a rank whose drive is full is not waited for
-                scratch_for((p.spec, p.kinds) for p in parts if isinstance(p, _Cut)),
+                scratch_for((p.spec, p.kinds) for p in parts if isinstance(p, ShardedPart)),
                 "",
             ),
         )
         if options.offload.on_disk
         else None
     )
-    return options.place(values, parts, treedef, scratch)
-
-
-def check_stage(stage: Any) -> None:
-    """Raise `ValueError` for a stage that is not there."""
-    if stage not in STAGES or isinstance(stage, bool):
-        near = nearest(stage, STAGES, 1, 0.0)
-        raise ValueError(
-            f"stage={stage!r} is not known: stages are 0 (replicated), 1, 2 and 3"
-            f"{f'; did you mean {near[0]}?' if near else '.'}"
-        )
+    return _place(options, values, parts, treedef, scratch)
 
 
 def _planned(stage: Any, precision: Any, offload: Any, plan: Any, num_ranks: int) -> tuple[int, Any, Any]:
@@ -144,22 +129,23 @@ def imagine(
     without memory."""
     machine = imagining()
     assert machine is not None
-    options, parts, treedef = _laid_out(state, _Options(stage, mesh, precision, unit, None, offload).checked())
-    scratch = scratch_for((p.spec, p.kinds) for p in parts if isinstance(p, _Cut))
+    options, parts, treedef = _laid_out(state, ShardOptions(stage, mesh, precision, unit, None, offload).checked())
+    scratch = scratch_for((p.spec, p.kinds) for p in parts if isinstance(p, ShardedPart))
     return tree.unflatten(
-        treedef, [options._allocate(p, scratch) if isinstance(p, _Cut) else machine.like(p.value) for p in parts]
+        treedef,
+        [_allocate(options, p, scratch) if isinstance(p, ShardedPart) else machine.like(p.value) for p in parts],
     )
 
 
-def _plan(state_or_init: Any, given: _Options) -> tuple[Any, str]:
+def _plan(state_or_init: Any, given: ShardOptions) -> tuple[Any, str]:
     """Everything that can be wrong is found here, before anything is allocated or sent."""
     options = given.checked()
     precision = resolve(options.precision)
     state, values = _initial(state_or_init, precision)
     options, parts, treedef = _laid_out(state, options)
     if given.offload is not None:
-        _check_offload(options.offload, [p for p in parts if isinstance(p, _Cut)], options.home)
-    return (options, values, parts, treedef), _description(options.stage, precision, parts)
+        _check_offload(options.offload, [p for p in parts if isinstance(p, ShardedPart)], options.home)
+    return (options, values, parts, treedef), description(options.stage, precision, parts)
 
 
 def _initial(state_or_init: Any, precision: Precision) -> tuple[Any, Iterator[tuple[int, Any]]]:
@@ -172,14 +158,14 @@ def _initial(state_or_init: Any, precision: Precision) -> tuple[Any, Iterator[tu
     return state, enumerate(tree.leaves(state))
 
 
-def _laid_out(state: Any, options: _Options) -> tuple[_Options, list[Any], Any]:
+def _laid_out(state: Any, options: ShardOptions) -> tuple[ShardOptions, list[Any], Any]:
     """Options with what follows from the state, its parts, and its structure."""
     home, size = options.device or device_of(state), options.mesh.axis().size
     options = replace(options, home=home, offload=resolve_offload(options.offload, options.stage, size, home))
     return (options, *options.parts(state))
 
 
-def _check_offload(offload: Offload, cuts: list[_Cut], home: torch.device) -> None:
+def _check_offload(offload: Offload, cuts: list[ShardedPart], home: torch.device) -> None:
     if not any(kind.away for cut in cuts for kind in cut.kinds):
         raise ValueError(
             f"{offload} has no effect: the optimizer keeps nothing per parameter. Leave it out, or "
@@ -233,188 +219,40 @@ def _single(layout: Layout, index: int) -> Layout:
     return Layout((own,), tree.structure(list(range(len(leaves)))), layout.axis, layout.num_shards)
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """A subtree to become `Sharded`; its leaves are the state's leaves first, first + 1, ..."""
-
-    name: str
-    spec: Spec
-    first: int
-    device: torch.device | None
-    kinds: list[Kind]  # of the pieces
-    is_params: bool
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """A leaf to be replicated."""
-
-    first: int
-    value: Tensor
-    on_host: bool
-
-
-@dataclass(frozen=True)
-class _Options:
-    stage: int
-    mesh: Mesh
-    precision: Any  # a name or None until `checked`
-    unit: Callable[[str], str] | None
-    device: Any
-    offload: Any = None  # as given until it is resolved
-    home: Any = None  # where the model computes
-
-    def checked(self) -> _Options:
-        """The same with precision and device resolved; raises for what is unknown."""
-        check_stage(self.stage)
-        return replace(self, precision=resolve(self.precision), device=self._numbered())
-
-    def _numbered(self) -> torch.device | None:
-        """The device with its number. Raises `ValueError` for one that is not there."""
-        try:
-            return None if self.device is None else torch.empty(0, device=self.device).device
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"shard: device={self.device!r} cannot be had: {error}") from None
-
-    def place(
-        self,
-        values: Iterable[tuple[int, Tensor]],
-        parts: list[_Cut | _Copy],
-        treedef: tree.PyTreeSpec,
-        scratch: Store | None,
-    ) -> Any:
-        """Allocate every part, and take the values as they come."""
-        made: list[Any] = [self._allocate(p, scratch) if isinstance(p, _Cut) else None for p in parts]
-        into: dict[int, Callable[[Tensor], Any]] = {}
-        out: list[Any] = list(made)
-        for k, part in enumerate(parts):
-            if isinstance(part, _Copy):  # a number that lies on the host would be mixed with the device's
-                there = self.device or (None if part.value.dim() else self.home)
-                into[part.first] = _keeper(out, k, None if part.on_host else there)
-            else:
-                filler = Filler(made[k])
-                for leaf in part.spec.layout.leaves:
-                    into[part.first + leaf.index] = _filler(made[k], filler, leaf)
-        with torch.no_grad():
-            for index, value in values:
-                into[index](value)
-            for part, sharded in zip(parts, made, strict=True):
-                if isinstance(part, _Cut):
-                    settle(sharded)
-            equalize([out[k] for k, part in enumerate(parts) if isinstance(part, _Copy)], self.mesh.axis())
-        return tree.unflatten(treedef, out)
-
-    def parts(self, state: Any) -> tuple[list[_Cut | _Copy], tree.PyTreeSpec]:
-        """What becomes of every subtree, in the state's order."""
-        layouts: list[tuple[Layout, bool]] = []
-        states = [x for x in tree.leaves(state, is_leaf=is_state) if is_state(x)]
-        for x in states:
-            layout = self._layout(x)
-            layouts.append((layout, True))
-        known = {}
-        masters = {x.dtype for s in states for x in tree.leaves(params_of(s)) if x.is_floating_point()}
-        for layout, _ in layouts:
-            known.update({signature_of(part): part for part in sublayouts(layout, self._spec(layout))})
-        owners = {id(params_of(x)) for x in states}
-
-        def layout_of(x: Any) -> Layout | None:
-            return None if isinstance(x, Tensor) else layout_like(x, known)
-
-        formats = _formats(state)
-        nodes, treedef = tree.flatten(state, is_leaf=lambda x: layout_of(x) is not None)
-        parts: list[_Cut | _Copy] = []
-        first = 0
-        for name, node in zip(tree.field_names(treedef), nodes, strict=True):
-            like, last = layout_of(node), name.rpartition(".")[2]
-            if like is None:
-                parts.append(_Copy(first, node, last in _ON_HOST))
-                first += 1
-            else:
-                is_params = id(node) in owners and last == "params"
-                leaves = tree.leaves(node)
-                dtypes = [self._dtype([leaves[x.index].dtype for x in u.leaves], masters) for u in like.units]
-                kinds = [self._kind(name, dtype, is_params, formats.get(id(node))) for dtype in dtypes]
-                kinds = self._offloaded(like, kinds, is_params)
-                spec = replace(self._spec(like), halves=is_params)
-                parts.append(_Cut(name, spec, first, leaves[0].device if leaves else None, kinds, is_params))
-                first += len(leaves)
-        return parts, treedef
-
-    def _layout(self, state: Any) -> Layout:
-        params = params_of(state)
-        leaves = tree.leaves(params)
-        if not leaves or isinstance(params, Tensor):
-            raise ValueError(
-                "shard: 'params' must be a container with at least one tensor, such as "
-                f"dict(model.named_parameters()); got {type(params).__name__}."
-            )
-        frozen, label = getattr(state, "frozen", None), getattr(getattr(state, "tx", None), "label", None)
-        return make_layout(
-            params,
-            self.mesh.axis().size,
-            axis=self.mesh.axis().name,
-            unit=self.unit,
-            dtype=self.precision.param,
-            trainable=(lambda name: not frozen(name)) if frozen else lambda name: True,
-            label=(lambda name, leaf: label(LeafInfo(name, tuple(leaf.shape), leaf.dtype))) if label else lambda *_: (),
-        )
-
-    def _spec(self, layout: Layout) -> Spec:
-        return Spec(layout, self.mesh.axis(), self.stage, self.precision)
-
-    def _dtype(self, dtypes: list[torch.dtype], masters: set[torch.dtype]) -> torch.dtype:
-        """The dtype of a piece: the master's for what has a dtype that parameters had, else its own."""
-        own = functools.reduce(torch.promote_types, dtypes)
-        return self.precision.param if self.precision.param is not None and own in masters else own
-
-    def _kind(self, name: str, dtype: torch.dtype, is_params: bool, how: str | None) -> Kind:
-        if how == "bf16":
-            return Kind(PLAIN, torch.bfloat16)
-        if how is not None and dtype != torch.float32:
-            raise ValueError(
-                f"shard: {name!r} is to be kept in 8-bit blocks, which hold float32, and the parameters "
-                f"are {str(dtype).removeprefix('torch.')}; write precision='fp32', or leave moments out."
-            )
-        if how is not None:
-            return Kind(SIGNED if how == "signed" else UNSIGNED, dtype)
-        return Kind(SPLIT if is_params and self.precision.splits(dtype) else PLAIN, dtype)
-
-    def _offloaded(self, layout: Layout, kinds: list[Kind], is_params: bool) -> list[Kind]:
-        """The same with where each unit is to lie."""
-        out = []
-        for kind, offload in zip(kinds, of_units(self.offload, [u.size for u in layout.units]), strict=True):
-            first = offload.params if is_params else offload.optimizer
-            tiers = (first, *[offload.optimizer] * (kind.num_parts - 1))
-            paths = tuple(offload.paths) if "nvme" in tiers else ()
-            out.append(replace(kind, away=Away(tiers, paths, str(self.home), offload.update)) if any(tiers) else kind)
-        return out
-
-    def _allocate(self, cut: _Cut, scratch: Store | None) -> Sharded:
-        device = self.device or cut.device
-        device = torch.device("cpu") if device is None or device.type == "meta" else device
-        cached = cut.is_params and self.stage in (1, 2) and cut.spec.axis.size > 1
-        return allocate(cut.spec, device, cached, cut.kinds, scratch, cut.name)
-
-
-def _formats(state: Any) -> dict[int, str]:
-    """How subtrees of optimizer states whose types say so are kept, by id."""
-    found = tree.leaves(state, is_leaf=lambda x: hasattr(type(x), "kept"))
-    return {id(getattr(x, name)): how for x in found for name, how in getattr(type(x), "kept", {}).items()}
-
-
-def _description(stage: int, precision: Precision, parts: list[_Cut | _Copy]) -> str:
-    """What ranks must agree about, a line each, so that a difference can be shown."""
-    lines = [f"stage {stage}, {precision}"]
-    for part in parts:
-        if isinstance(part, _Copy):
-            lines.append(f"replicated {tuple(part.value.shape)} {part.value.dtype}")
+def _place(
+    options: ShardOptions,
+    values: Iterable[tuple[int, Tensor]],
+    parts: list[ShardedPart | ReplicatedPart],
+    treedef: tree.PyTreeSpec,
+    scratch: Store | None,
+) -> Any:
+    """Allocate every part, and take the values as they come."""
+    made: list[Any] = [_allocate(options, p, scratch) if isinstance(p, ShardedPart) else None for p in parts]
+    into: dict[int, Callable[[Tensor], Any]] = {}
+    out: list[Any] = list(made)
+    for k, part in enumerate(parts):
+        if isinstance(part, ReplicatedPart):  # a number that lies on the host would be mixed with the device's
+            there = options.device or (None if part.value.dim() else options.home)
+            into[part.first] = _keeper(out, k, None if part.on_host else there)
         else:
-            lines += [
-                f"{leaf.name} {list(leaf.shape)} {leaf.dtype} in unit {u.name!r}, kept {kind.described}"
-                for u, kind in zip(part.spec.layout.units, part.kinds, strict=True)
-                for leaf in u.leaves
-            ]
-    return "\n".join(lines)
+            filler = Filler(made[k])
+            for leaf in part.spec.layout.leaves:
+                into[part.first + leaf.index] = _filler(made[k], filler, leaf)
+    with torch.no_grad():
+        for index, value in values:
+            into[index](value)
+        for part, sharded in zip(parts, made, strict=True):
+            if isinstance(part, ShardedPart):
+                settle(sharded)
+        equalize([out[k] for k, part in enumerate(parts) if isinstance(part, ReplicatedPart)], options.mesh.axis())
+    return tree.unflatten(treedef, out)
+
+
+def _allocate(options: ShardOptions, part: ShardedPart, scratch: Store | None) -> Sharded:
+    device = options.device or part.device
+    device = torch.device("cpu") if device is None or device.type == "meta" else device
+    cached = part.is_params and options.stage in (1, 2) and part.spec.axis.size > 1
+    return allocate(part.spec, device, cached, part.kinds, scratch, part.name)
 
 
 def _keeper(out: list[Any], k: int, device: torch.device | None) -> Callable[[Tensor], None]:

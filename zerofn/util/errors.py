@@ -58,3 +58,15 @@ def words_of(function: Callable[..., Any]) -> Iterator[str]:
         for word in value if isinstance(value, tuple | list | frozenset | set) else [value]:
             if isinstance(word, str) and word:
                 yield word
+
+
+class DiskError(OSError):
+    """A drive, or a folder on one, that cannot do what it is asked."""
+
+    def __init__(self, message: str, number: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = number
+
+
+class CheckpointError(RuntimeError):
+    """What lies on the disk cannot be used, or could not be written."""

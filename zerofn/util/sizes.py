@@ -39,3 +39,15 @@ def in_words(nbytes: float) -> str:
     while abs(nbytes) >= 1000 and k + 1 < len(units):
         nbytes, k = nbytes / 1000, k + 1
     return f"{nbytes:.3g} {units[k]}"
+
+
+PAGE = 4096  # bytes: where direct transfers begin and end, in memory and on the drive
+
+
+def pages(nbytes: int) -> int:
+    """Bytes of the whole pages that hold `nbytes`: what a region of that many takes of a store.
+
+    >>> pages(1), pages(4096), pages(4097)
+    (4096, 4096, 8192)
+    """
+    return -(-nbytes // PAGE) * PAGE

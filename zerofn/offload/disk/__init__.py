@@ -1,8 +1,9 @@
 """Scratch space on drives: what a training step reads, changes and writes back while it computes."""
 
 from ...memory.pinned import aligned, locked
+from ...util.errors import DiskError
+from ...util.sizes import PAGE, pages
 from .engine import Request, Statistics
-from .files import PAGE, DiskError, pages
 from .store import Region, Store, scratch_space
 
 __all__ = [

@@ -18,7 +18,7 @@ def checksum(address: int, nbytes: int) -> int:
 def function() -> Callable[[int, int], int]:
     """The compiled checksum where there is one, else CRC-32, which is several times slower."""
     try:
-        native = importlib.import_module("zerofn.ops.native")
+        native = importlib.import_module("zerofn.ops.cpu")
     except ImportError:
         return _crc32
     return _crc32 if native.missing() else native.checksum

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...util.errors import DiskError
 from .checksum import checksum
-from .files import DiskError, File
+from .files import File
 from .transfer import transfer
 
 if TYPE_CHECKING:

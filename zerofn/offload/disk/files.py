@@ -15,26 +15,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-PAGE = 4096  # bytes: where direct transfers begin and end, in memory and on the drive
+from ...util.errors import DiskError
+from ...util.sizes import PAGE
+
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _buffered: set[Path] = set()  # folders whose missing O_DIRECT was told
-
-
-class DiskError(OSError):
-    """A drive, or a folder on one, that cannot do what it is asked."""
-
-    def __init__(self, message: str, number: int | None = None) -> None:
-        super().__init__(message)
-        self.errno = number
-
-
-def pages(nbytes: int) -> int:
-    """Bytes of the whole pages that hold `nbytes`: what a region of that many takes of a store.
-
-    >>> pages(1), pages(4096), pages(4097)
-    (4096, 4096, 8192)
-    """
-    return -(-nbytes // PAGE) * PAGE
 
 
 class File:

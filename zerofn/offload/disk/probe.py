@@ -23,8 +23,9 @@ from typing import IO
 import torch
 
 from ...memory.pinned import aligned
+from ...util.errors import DiskError
 from .checksum import checksum, function
-from .files import DiskError, File
+from .files import File
 from .transfer import transfer
 
 SPACE = 64 << 20  # bytes of scratch; no more than this is under way at a time

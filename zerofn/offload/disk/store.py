@@ -12,8 +12,9 @@ from pathlib import Path
 from torch import Tensor
 
 from ...dry_run.fake_machine import real
+from ...util.sizes import PAGE, pages
 from .engine import Engine, Request, Statistics
-from .files import PAGE, check_folders, gigabytes, open_files, pages
+from .files import check_folders, gigabytes, open_files
 from .probe import probe
 
 
@@ -129,12 +130,12 @@ class Store:
         if buffer.device.type != "cpu" or not buffer.is_contiguous() or buffer.data_ptr() % PAGE:
             raise ValueError(
                 f"{self.name}: the buffer for {region.label} must be contiguous, on the host and begin at "
-                f"a multiple of {PAGE} bytes; take one from zerofn.disk.aligned({region.nbytes})."
+                f"a multiple of {PAGE} bytes; take one from zerofn.offload.disk.aligned({region.nbytes})."
             )
         if buffer.nbytes < size:
             raise ValueError(
                 f"{self.name}: the buffer for {region.label} has {buffer.nbytes:,} bytes, but {size:,} "
-                f"(whole pages) are moved; take one from zerofn.disk.aligned({region.nbytes})."
+                f"(whole pages) are moved; take one from zerofn.offload.disk.aligned({region.nbytes})."
             )
         request = Request(self._engine, region, buffer.detach(), writes)
         self._engine.submit(request)

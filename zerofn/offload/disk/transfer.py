@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 
-from .files import PAGE, DiskError, File
+from ...util.errors import DiskError
+from ...util.sizes import PAGE
+from .files import File
 
 
 def transfer(file: File, memory: memoryview, offset: int, writes: bool) -> None:

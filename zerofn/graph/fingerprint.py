@@ -1,0 +1,48 @@
+"""What ranks compare before they run a step: its transfers, in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .._torch_compat import OpOverload, schema_arguments
+from .alias import body_of
+from .edit import is_gather, is_start
+from .loop import run_loop
+from .program import Program, tensor_of
+from .verify import _names, _names_inside, _op, _origin
+
+ops, aten = torch.ops.zerofn, torch.ops.aten
+
+
+def fingerprint(program: Program) -> str:
+    """The sequence of transfers, a line each: what must be the same on every rank, in this order."""
+    return _transfers(program.gm, _names(program), {})
+
+
+def _transfers(gm: GraphModule, names: dict[Node, str], groups: dict[Any, int]) -> str:
+    """`groups` numbers them as they come: a group of a part of the ranks has another name in every part."""
+    lines = []
+    for node in gm.graph.nodes:
+        if is_start(node):
+            lines.append(_transfer(node, names, groups))
+        elif node.target is run_loop:
+            inside = _transfers(body_of(node), _names_inside(node, names), groups)
+            lines.append(f"{node.args[1]} times: {inside}")
+    return "\n".join(lines)
+
+
+def _transfer(node: Node, names: dict[Node, str], groups: dict[Any, int]) -> str:
+    value: Any = tensor_of(node.all_input_nodes[0])
+    origin = names.get(_origin(node), "") if is_gather(node) else ""
+    assert isinstance(node.target, OpOverload)
+    arguments = zip(schema_arguments(node.target), node.args, strict=False)
+    static = [
+        f"group {groups.setdefault(a, len(groups))}" if argument.name == "group" else a
+        for argument, a in arguments
+        if argument.name != "rank" and not isinstance(a, Node)
+    ]
+    shape = None if value is None else f"{list(value.shape)} {value.dtype}"
+    return f"{_op(node)} {shape} {[a for a in static if not isinstance(a, list)]} {origin}".rstrip()
