@@ -9,4 +9,4 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-pytest_plugins = ["ranks"]
+pytest_plugins = ["tests.support.ranks"]

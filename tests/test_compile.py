@@ -13,7 +13,7 @@ import transformers as hf
 from torch.func import functional_call
 
 import zerofn
-from small_steps import WIDTH, batch_of, build, fail_here, loss_of, state_of, train_step_of
+from tests.support.small_steps import WIDTH, batch_of, build, fail_here, loss_of, state_of, train_step_of
 from zerofn import optim, tree
 from zerofn.comm import agreement
 from zerofn.graph.capture import CaptureError

@@ -225,9 +225,3 @@ def test_public_names_have_docstrings(module):
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     public = [n for n in parse(module).body if isinstance(n, kinds) and not n.name.startswith("_")]
     assert [node.name for node in public if not ast.get_docstring(node)] == []
-
-
-def test_test_files_have_names_of_their_own():
-    """Ranks import test modules by name, so two of one name would be one."""
-    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "__init__.py"]
-    assert sorted(names) == sorted(set(names))

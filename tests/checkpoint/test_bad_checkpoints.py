@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_states import differences, mixed_state, train_state
 
 import zerofn
+from tests.support.checkpoint_states import differences, mixed_state, train_state
 from zerofn import tree
 from zerofn.checkpoint import CheckpointError
 

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 import transformers as hf
-from checkpoint_states import train_state
 from safetensors.torch import load_file
 
 import zerofn
+from tests.support.checkpoint_states import train_state
 from zerofn.checkpoint import CheckpointError, exporting
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_states import differences, train_state
 
 import zerofn
+from tests.support.checkpoint_states import differences, train_state
 from zerofn.checkpoint import CheckpointError, folder, saving, tensor_file
 from zerofn.comm import agreement
 

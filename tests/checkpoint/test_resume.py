@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from checkpoint_states import differences
 
 import zerofn
+from tests.support.checkpoint_states import differences
 from zerofn import optim
 
 

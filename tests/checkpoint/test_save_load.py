@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_states import differences, mixed_state, train_state
 
 import zerofn
+from tests.support.checkpoint_states import differences, mixed_state, train_state
 from zerofn import tree
 
 STAGES = (0, 1, 3)

@@ -1,10 +1,9 @@
 """Five steps of nine kinds of model, at all stages, on 1 to 4 ranks, against plain torch on the global batch."""
 
-import models
 import pytest
 import torch
 
-import tiny_models
+from tests.support import models, tiny_models
 from zerofn import optim
 
 NAMES = list(tiny_models.BUILDERS)

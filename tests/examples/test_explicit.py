@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from runs_of_examples import run
+
+from tests.support.runs_of_examples import run
 
 TINY = ["--steps", 4, "--iterations", 12, "--batch", 64, "--width", 48, "--layers", 2]
 

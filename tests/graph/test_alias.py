@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import zerofn
-from small_steps import WIDTH, aten, batch_of, build, captured, fake_ranks, loss_of, ops, state_of
+from tests.support.small_steps import WIDTH, aten, batch_of, build, captured, fake_ranks, loss_of, ops, state_of
 from zerofn.graph.alias import is_view, last_uses, positions, roots, writes, written_before
 from zerofn.graph.loop import run_loop
 

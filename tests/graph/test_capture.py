@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zerofn
-from small_steps import batch_of, build, captured, loss_of, results, same, state_of, train_step_of
+from tests.support.small_steps import batch_of, build, captured, loss_of, results, same, state_of, train_step_of
 from zerofn import tree
 from zerofn.graph.capture import CaptureError, capture
 

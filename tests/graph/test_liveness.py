@@ -5,9 +5,9 @@ import torch
 from torch.func import functional_call
 from torch.profiler import ProfilerActivity, profile
 
-import tiny_models
 import zerofn
-from small_steps import ROWS, WIDTH, batch_of, build, captured, fake_ranks, state_of, train_step_of
+from tests.support import tiny_models
+from tests.support.small_steps import ROWS, WIDTH, batch_of, build, captured, fake_ranks, state_of, train_step_of
 from zerofn import Offload, optim
 from zerofn.graph.liveness import KINDS, blocks, moments
 from zerofn.graph.resident import resident

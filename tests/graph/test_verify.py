@@ -3,7 +3,17 @@ import torch
 from torch.func import functional_call
 
 import zerofn
-from small_steps import WIDTH, Normed, batch_of, build, captured, fake_ranks, loss_of, state_of, train_step_of
+from tests.support.small_steps import (
+    WIDTH,
+    Normed,
+    batch_of,
+    build,
+    captured,
+    fake_ranks,
+    loss_of,
+    state_of,
+    train_step_of,
+)
 from zerofn import tree
 from zerofn.graph.capture import CaptureError, capture
 from zerofn.graph.fingerprint import fingerprint

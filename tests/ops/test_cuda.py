@@ -9,10 +9,10 @@ import re
 import sys
 import types
 
-import kernels_on_cpu
 import pytest
 import torch
 
+from tests.support import kernels_on_cpu
 from zerofn.ops import cpu, cuda, formats, reference, update_rule
 
 ARCHITECTURES = {70: "nvidia-cuda-nvrtc-cu12"} | dict.fromkeys((75, 80, 86, 89, 90, 100, 120), "nvidia-cuda-nvrtc")

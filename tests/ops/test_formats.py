@@ -1,9 +1,9 @@
 """How the CPU kernels store numbers: split masters, 8-bit blocks; and what they read: norms, checksums."""
 
-import native_cases as cases
 import pytest
 import torch
 
+from tests.support import kernel_cases as cases
 from zerofn.ops import cpu, reference
 
 each_isa = pytest.mark.parametrize("isa", cpu.isas() or ["torch"])

@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 import optax
-import optim_trees as trees
 import pytest
 import torch
 
 import zerofn
+from tests.support import optim_trees as trees
 from zerofn import optim
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import zerofn
-from small_steps import batch_of, build, fake_ranks, scheduled, state_of, train_step_of
+from tests.support.small_steps import batch_of, build, fake_ranks, scheduled, state_of, train_step_of
 from zerofn import optim, tree
 from zerofn.graph.edit import DECODES
 

@@ -2,11 +2,11 @@
 
 from typing import Any, NamedTuple
 
-import optim_trees as trees
 import pytest
 import torch
 
 import zerofn
+from tests.support import optim_trees as trees
 from zerofn import optim
 
 INF = float("inf")

@@ -1,6 +1,17 @@
 import torch
 
-from small_steps import batch_of, build, captured, fake_ranks, gathers, loss_of, results, same, state_of, train_step_of
+from tests.support.small_steps import (
+    batch_of,
+    build,
+    captured,
+    fake_ranks,
+    gathers,
+    loss_of,
+    results,
+    same,
+    state_of,
+    train_step_of,
+)
 from zerofn.passes.canonicalize import canonicalize
 
 aten, ops = torch.ops.aten, torch.ops.zerofn

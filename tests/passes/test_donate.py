@@ -3,7 +3,18 @@ import torch
 import torch.distributed as dist
 
 import zerofn
-from small_steps import aten, batch_of, build, fake_ranks, gathers, loss_of, ops, scheduled, state_of, train_step_of
+from tests.support.small_steps import (
+    aten,
+    batch_of,
+    build,
+    fake_ranks,
+    gathers,
+    loss_of,
+    ops,
+    scheduled,
+    state_of,
+    train_step_of,
+)
 from zerofn import optim, tree
 from zerofn.graph.alias import positions, writes
 from zerofn.graph.edit import wait_of

@@ -6,7 +6,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 import zerofn
-from small_steps import (
+from tests.support.small_steps import (
     batch_of,
     build,
     captured,

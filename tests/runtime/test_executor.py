@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from small_steps import batch_of, build, inputs_of, same, scheduled, state_of, train_step_of
+from tests.support.small_steps import batch_of, build, inputs_of, same, scheduled, state_of, train_step_of
 from zerofn.runtime.executor import Executor
 
 aten = torch.ops.aten

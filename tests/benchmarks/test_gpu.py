@@ -1,0 +1,22 @@
+"""benchmarks/gpu.py goes through all its parts without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_part_runs_on_the_cpu(tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--dry-run", "--minutes", "3", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    run = json.loads((tmp_path / "gpu.json").read_text())
+    assert {name: part["why"] for name, part in run["parts"].items()} == dict.fromkeys(run["parts"], ""), done.stdout
+    assert len(run["parts"]) == 7 and all(part["rows"] for part in run["parts"].values())
+    held = {check["what"]: check["kept"] for check in run["must_hold"]}
+    assert all(kept for what, kept in held.items() if "resident twice" in what or ": optimizer=" in what)
+    assert held["t5-large, 24 GiB, offload: 50 / largest batch"] and held["t5-3b, exact Adam: last loss / first"]
+    assert "published, not run" in done.stdout and "not yet" in done.stdout

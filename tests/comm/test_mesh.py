@@ -1,0 +1,88 @@
+"""Ranks and named axes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import zerofn
+from tests.support.small_steps import batch_of, build, loss_of, same, state_of, train_step_of
+from zerofn import collectives as c
+from zerofn import optim, tree
+from zerofn.comm.mesh import Axis, Mesh
+
+
+def test_one_process_needs_no_group():
+    assert not dist.is_initialized()
+    axis = Mesh.of(None).axis()
+    assert (axis.name, axis.size, axis.rank, axis.group) == ("data", 1, 0, "")
+    assert not dist.is_initialized()
+    assert torch.equal(c.all_reduce(torch.ones(2), axis), torch.ones(2))
+
+
+def test_bad_meshes():
+    with pytest.raises(TypeError, match="expected None, a DeviceMesh or a zerofn.Mesh, got str"):
+        Mesh.of("data")
+    with pytest.raises(ValueError, match=r"no axis 'expert'; its axes are \['data'\]"):
+        Mesh.of(None).axis("expert")
+    two = Mesh((Axis("a", 1), Axis("b", 1)))
+    with pytest.raises(ValueError, match=r"no axis 'data'; its axes are \['a', 'b'\]"):
+        two.axis()
+    assert Mesh((Axis("rows", 1),)).axis().name == "rows"
+
+
+def test_axes_compare_by_name_and_size():
+    assert Axis("data", 2, 0, "x") == Axis("data", 2, 1, "y") != Axis("data", 3)
+    assert repr(Axis("data", 4, 1)) == "data=1/4"
+    assert Mesh.of(mesh := Mesh((Axis("data", 1),))) is mesh
+
+
+def grid():
+    rank = dist.get_rank()
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
+    mesh = Mesh.of(device_mesh)
+    assert [(a.name, a.size, a.rank) for a in mesh.axes] == [("replica", 2, rank // 2), ("data", 2, rank % 2)]
+    x = torch.tensor([float(rank)])
+    sums = [c.all_reduce(x, mesh.axis(name)).item() for name in ("replica", "data")]
+    state = zerofn.shard({"params": {"w": torch.arange(5000.0)}}, stage=3, mesh=device_mesh)
+    piece = state["params"].pieces[0].numel()
+    assert torch.equal(zerofn.unshard(state)["params"]["w"], torch.arange(5000.0))
+    plain = Mesh.of(init_device_mesh("cpu", (4,)))
+    return sums, piece, (plain.axis().size, plain.axis().rank)
+
+
+def test_a_device_mesh_of_two_axes(ranks):
+    """Sharded over "data", the same on every "replica"."""
+    found = ranks(4, grid)
+    assert [f[0] for f in found] == [[2, 1], [4, 1], [2, 5], [4, 5]]
+    assert [f[1] for f in found] == [4096] * 4  # half of two times 2,048, rounded up
+    assert [f[2] for f in found] == [(4, r) for r in range(4)]
+
+
+def trained_on_a_grid():
+    """Three steps at stages 1 and 3, eager and compiled: the parameters of each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
+    module, rank = build(2, dtype=torch.float64), dist.get_rank()
+    found = []
+    for stage in (1, 3):
+        for step in (train_step_of(module), zerofn.compile(train_step_of(module))):
+            state = state_of(module, stage, optim.sgd(0.1, 0.9), mesh=mesh)
+            for k in range(3):
+                state, _ = step(state, batch_of(rank % 2, dtype=torch.float64, seed=k))
+            found.append(tree.leaves(zerofn.unshard(state.params)))
+    return found
+
+
+def test_training_on_a_mesh_of_two_axes(ranks):
+    """Replicas that are given the same batch are the same, and have learned from both data ranks'."""
+    module = build(2, dtype=torch.float64)
+    params, loss_fn = dict(module.named_parameters()), loss_of(module)
+    optimizer = torch.optim.SGD(params.values(), 0.1, 0.9)
+    for k in range(3):
+        optimizer.zero_grad()
+        sum(loss_fn(params, batch_of(r, dtype=torch.float64, seed=k)) / 2 for r in range(2)).backward()
+        optimizer.step()
+    expected = [p.detach() for p in tree.leaves(params)]
+    for per_rank in (found := ranks(4, trained_on_a_grid)):
+        assert all(same(each, found[0][0]) for each in per_rank)
+    torch.testing.assert_close(found[0][0], expected, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,400 @@
+"""What a person reads after a common mistake: where it is, and what to write instead."""
+
+import logging
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.func import functional_call
+
+import zerofn
+from tests.support.small_steps import state_of
+from zerofn import optim
+from zerofn.comm import agreement
+
+
+def said(error):
+    """The message of an error with its notes."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def failure(call):
+    """What a call raises, in words."""
+    with pytest.raises(Exception) as caught:
+        call()
+    return said(caught.value)
+
+
+# --- a captured step that fails while it runs --------------------------------------------------------------------
+
+
+class Picker(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 3)
+
+    def forward(self, x, y):
+        logits = self.inner(x)
+        return torch.nn.functional.cross_entropy(logits.float(), y)  # the label's line
+
+
+def picking(n=1):
+    module = Picker()
+
+    def loss_fn(params, batch):
+        return functional_call(module, params, (batch["x"], batch["y"]))
+
+    def train_step(state, batch):
+        vg = state.value_and_grad(loss_fn)
+        loss, grads = (zerofn.accumulate(vg, n) if n > 1 else vg)(batch)
+        return state.apply_gradients(grads), loss
+
+    return module, train_step
+
+
+def labels(last=2):
+    return {"x": torch.ones(4, 4), "y": torch.tensor([0, 1, 2, last])}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_failing_operation_names_its_line(n, stage):
+    module, train_step = picking(n)
+    step, state = zerofn.compile(train_step), state_of(module, stage)
+    state, _ = step(state, labels())
+    with pytest.raises(IndexError, match="Target 7 is out of bounds") as caught:
+        step(state, labels(7))
+    text = said(caught.value).splitlines()[-1]
+    assert re.search(r"^in train_step: aten.nll_loss_forward at .*test_mistakes.py:\d+ \(.*# the label's line\)$", text)
+
+
+def test_a_dtype_that_does_not_fit_says_which_entry_to_cast():
+    module, train_step = picking()
+    text = failure(lambda: zerofn.compile(train_step)(state_of(module, 3, precision="bf16"), labels()))
+    assert re.search(r"in train_step: aten.addmm at .*test_mistakes.py:\d+ \(logits = self.inner\(x\)\)", text)
+    assert "computed in bfloat16; cast floating inputs of the batch to it, here 'x' (float32)" in text
+
+
+def one_rank_fails(stage):
+    module, train_step = picking()
+    step, state = zerofn.compile(train_step), state_of(module, stage)
+    state, _ = step(state, labels())
+    return failure(lambda: step(state, labels(7 if dist.get_rank() == 1 else 2)))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_other_ranks_read_the_line_too(ranks, stage):
+    found = ranks(2, one_rank_fails, stage)
+    ranks.stop()
+    for text in found:
+        assert "IndexError: Target 7" in text or "Target 7 is out" in text
+        assert "# the label's line" in text
+
+
+def calls_after_failure(stage):
+    module, train_step = picking()
+    step, state = zerofn.compile(train_step, donate=False), state_of(module, stage)
+    first = failure(lambda: step(state, labels(7 if dist.get_rank() == 1 else 2)))
+    calls = [
+        lambda: step(state, labels()),
+        lambda: zerofn.unshard(state),
+        lambda: state_of(module, stage),
+        lambda: zerofn.compile(train_step)(state, labels()),
+    ]
+    return [first, *map(failure, calls)]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_after_a_failure_every_call_says_why_the_group_is_gone(ranks, stage):
+    found = ranks(2, calls_after_failure, stage)
+    ranks.stop()
+    for first, *later in found:
+        assert "Target 7" in first
+        for text in later:
+            assert text.startswith("the process group was taken down because rank 1: train_step failed: IndexError")
+            assert text.endswith("Restart the processes and load the last checkpoint.")
+
+
+# --- functions of a leaf, functions of a name ---------------------------------------------------------------------
+
+
+LEAF = zerofn.optim.LeafInfo("h.0.bias", (3,), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("mask", "kind", "advice"),
+    [
+        (lambda name: "bias" not in name, TypeError, "'bias' in leaf.name"),
+        (lambda name: name == "h.0.bias", TypeError, "leaf.name == 'h.0.bias'"),
+        (lambda name: name in ["h.0.bias"], TypeError, "leaf.name == 'h.0.bias'"),
+        (lambda name: name != "h.0.bias", TypeError, "leaf.name == 'h.0.bias'"),
+        (lambda name: name.endswith("bias"), AttributeError, "leaf.name.endswith"),
+        (lambda p: p.dim() > 1, AttributeError, "ndim"),
+    ],
+)
+def test_a_mask_on_names_is_told_to_ask_for_the_name(mask, kind, advice):
+    with pytest.raises(kind, match=re.escape(advice)):
+        mask(LEAF)
+    with pytest.raises(kind, match=re.escape(advice)):
+        tx = zerofn.optim.adamw(0.1, mask=mask)
+        zerofn.shard(zerofn.TrainState.create(params={"h.0.bias": torch.ones(3)}, tx=tx))
+
+
+def test_a_leaf_is_still_a_tuple():
+    same = zerofn.optim.LeafInfo("h.0.bias", (3,), torch.float32)
+    assert same == LEAF and hash(same) == hash(LEAF) and LEAF == ("h.0.bias", (3,), torch.float32)
+    assert (3,) in LEAF and not hasattr(LEAF, "weights")
+    import copy
+    import pickle
+
+    assert pickle.loads(pickle.dumps(LEAF)) == copy.deepcopy(LEAF) == LEAF
+
+
+@pytest.mark.parametrize("option", ["frozen", "unit"])
+def test_a_function_of_a_name_that_asks_for_a_leaf_is_told_so(option):
+    params = {"a.bias": torch.ones(3), "b": torch.ones(3)}
+    tx, wants = zerofn.optim.sgd(0.1), {option: lambda leaf: leaf.name.startswith("a")}
+
+    def call():
+        frozen = {"frozen": wants["frozen"]} if "frozen" in wants else {}
+        unit = {"unit": wants["unit"]} if "unit" in wants else {}
+        return zerofn.shard(zerofn.TrainState.create(params=params, tx=tx, **frozen), **unit)
+
+    text = failure(call)
+    assert f"{option} is asked about names: its argument is a str such as 'a.bias'" in text
+
+
+NAMES = {"h.0.attn.weight": torch.ones(3, 3), "h.0.attn.bias": torch.ones(3), "out.bias": torch.ones(3)}
+
+
+def created(tx=None, **options):
+    return zerofn.TrainState.create(params=NAMES, tx=tx or optim.sgd(0.1), **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: created(frozen=lambda name: name.startswith("layers.0")), "The leaves are 'h.0.attn.bias'"),
+        (lambda: created(frozen=lambda name: "h.0.atn" in name), "did you mean 'h.0.attn'?"),
+        (lambda: created(frozen=lambda name: name in ("out.bais",)), "did you mean 'out.bias'?"),
+        (
+            lambda: zerofn.value_and_grad(lambda p: p["out.bias"].sum(), frozen=lambda name: "oot" in name)(NAMES),
+            "value_and_grad: frozen selects none",
+        ),
+        (lambda: created(optim.adamw(0.1, mask=lambda leaf: leaf.ndim > 2)), "adamw: mask selects none of the 3"),
+        (
+            lambda: created(
+                optim.chain(optim.clip(1.0), optim.masked(optim.sgd(0.1), lambda leaf: "hed" in leaf.name))
+            ),
+            "masked: mask selects none",
+        ),
+    ],
+)
+def test_a_choice_of_leaves_that_selects_none_is_an_error(make, says):
+    with pytest.raises(ValueError, match="selects none of the 3 leaves, so it has no effect") as caught:
+        make()
+    assert says in str(caught.value)
+
+
+def test_choices_that_select_nothing_in_a_part_are_fine():
+    matrices = lambda leaf: leaf.ndim > 1  # noqa: E731
+    group = lambda rate: optim.adamw(rate, mask=matrices)  # noqa: E731
+    labels = lambda leaf: "out" if leaf.name.startswith("out") else "body"  # noqa: E731
+    created(optim.multi_transform({"out": group(0.1), "body": group(0.2)}, labels))
+    created(optim.adamw(0.1, mask=matrices), frozen=lambda name: name.endswith("weight"))
+
+
+def test_a_unit_is_a_name():
+    with pytest.raises(TypeError, match=r"unit\('h.0.attn.bias'\) gives None; it must give the name of a unit"):
+        zerofn.shard(created(), unit=lambda name: None)
+
+
+def test_a_misspelt_entry_of_the_parameters_gets_the_nearest_names():
+    params = zerofn.shard(created()).params
+    with pytest.raises(KeyError, match=r"no leaf lies under 'h.0.attn.wieght'; did you mean 'h.0.attn.weight'"):
+        params["h.0.attn.wieght"]
+    with pytest.raises(KeyError, match=r"no leaf lies under 'h.0.atn'; did you mean 'h.0.attn'"):
+        params["h.0.atn"]
+    with pytest.raises(KeyError, match=r"no leaf lies under 'xyz'; the units are"):
+        params["xyz"]
+
+
+# --- mistakes in a step --------------------------------------------------------------------------------------------
+
+MODULE = torch.nn.Sequential(torch.nn.Linear(4, 3))
+SKELETON = zerofn.skeleton(lambda: torch.nn.Sequential(torch.nn.Linear(4, 3)))
+BATCH = {"x": torch.ones(2, 4)}
+
+
+def loss_fn(params, batch):
+    return functional_call(SKELETON, params, (batch["x"],)).square().mean()
+
+
+def steps(body):
+    """A step that trains and returns what `body(state, batch, loss)` returns besides."""
+
+    def train_step(state, batch):
+        loss, grads = state.value_and_grad(loss_fn)(batch)
+        return state.apply_gradients(grads), body(state, batch, loss)
+
+    return train_step
+
+
+def losing(loss_fn):
+    def train_step(state, batch):
+        loss, grads = state.value_and_grad(loss_fn)(batch)
+        return state.apply_gradients(grads), loss
+
+    return train_step
+
+
+def swapped(state, batch):
+    grads, loss = state.value_and_grad(loss_fn)(batch)
+    return state.apply_gradients(grads), loss
+
+
+def make_state():
+    return zerofn.shard(zerofn.TrainState.create(params=dict(MODULE.named_parameters()), tx=optim.sgd(0.1)))
+
+
+MISTAKES = {
+    "a skeleton": (
+        losing(lambda params, batch: SKELETON(batch["x"]).mean()),
+        "write torch.func.functional_call(model, params, (x,))",
+    ),
+    "aux": (
+        losing(lambda params, batch: (loss_fn(params, batch), {"n": 1})),
+        "loss_fn returned (loss, dict).*has_aux=True",
+    ),
+    "backward": (
+        steps(lambda state, batch, loss: loss.backward()),
+        "no .backward(): write loss, grads = state.value_and_grad(loss_fn)(batch)",
+    ),
+    "sharded": (
+        steps(lambda state, batch, loss: loss_fn(state.params, batch)),
+        "write functional_call(model, zerofn.gather(state.params), ...)",
+    ),
+    "format": (steps(lambda state, batch, loss: f"{loss:.3f}"), "return it among the metrics and print it outside"),
+    "held": (
+        steps(lambda state, batch, loss: state.params["0.weight"].norm()),
+        "write zerofn.gather(params)['0.weight'].norm, or .local",
+    ),
+    "held by torch": (
+        steps(lambda state, batch, loss: torch.linalg.norm(state.params["0.weight"])),
+        'write zerofn.gather(state.params)["name"]',
+    ),
+    "swapped": (swapped, "got one tensor of shape ().*write loss, grads = state.value_and_grad(loss_fn)(batch)"),
+    "item": (
+        steps(lambda state, batch, loss: {"loss": loss.item() * 2}),
+        "returns '1.loss' as a number taken from a tensor (.item(), float(...)) at .*test_mistakes.py:",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_a_step_says_what_to_write_and_where(name):
+    step, advice = MISTAKES[name]
+    text = failure(lambda: zerofn.compile(step)(make_state(), BATCH))
+    assert all(part in text for part in advice.split(".*")), text
+    assert re.search(r" at .*test_mistakes.py:\d+ \(", text), text
+    assert text.splitlines()[0].count(advice.split(".*")[-1]) == 1
+
+
+@pytest.mark.parametrize("name", ["a skeleton", "aux", "swapped"])
+def test_a_mistake_in_an_eager_step_says_what_to_write(name):
+    step, advice = MISTAKES[name]
+    text = failure(lambda: step(make_state(), BATCH))
+    assert all(part in text for part in advice.split(".*")), text
+
+
+@pytest.mark.parametrize("args", [lambda: (None, BATCH), lambda: (BATCH, make_state()), lambda: (3, BATCH)])
+def test_a_step_called_on_something_else_says_how_it_is_called(args):
+    call = zerofn.compile(losing(loss_fn))
+    assert "a step is called as step(state, batch), in this order" in failure(lambda: call(*args()))
+
+
+@pytest.mark.parametrize(
+    ("params", "kind"),
+    [
+        (MODULE, "a Sequential;"),
+        (MODULE.named_parameters(), "a generator;"),
+        ({"m": [MODULE]}, "a Sequential at 'm.0';"),
+    ],
+)
+def test_parameters_are_a_tree_of_tensors(params, kind):
+    with pytest.raises(TypeError, match=rf"got {kind} write params=dict\(model.named_parameters\(\)\)"):
+        zerofn.TrainState.create(params=params, tx=optim.sgd(0.1))
+
+
+def test_a_shape_that_does_not_fit_is_one_traceback_that_ends_in_the_users_line(capfd):
+    import traceback
+
+    with pytest.raises(RuntimeError, match=r"\[2, 5\]") as caught:
+        zerofn.compile(losing(loss_fn))(make_state(), {"x": torch.ones(2, 5)})
+    lines = "".join(traceback.format_exception(caught.value)).splitlines()
+    assert sum("Traceback" in line for line in lines) == 1 and not any("/torch/" in line for line in lines)
+    frames = [k for k, line in enumerate(lines) if line.startswith("  File")]
+    assert "in loss_fn" in lines[frames[-1]]
+    assert re.search(r"^in train_step at .*test_mistakes.py:\d+ \(return functional_call", lines[-1])
+    assert "fake_tensor" not in capfd.readouterr().err
+
+
+def test_an_impure_step_is_one_traceback():
+    import traceback
+
+    def impure(state, batch):
+        return state, batch["x"].mul_(2)
+
+    with pytest.raises(RuntimeError, match="writes to batch entry 'x'.*test_mistakes") as caught:
+        zerofn.compile(impure)(make_state(), BATCH)
+    assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1
+
+
+# --- captured again and again ----------------------------------------------------------------------------------------
+
+
+def test_a_number_that_changes_is_named_and_warned_of_once(caplog):
+    def train_step(state, batch):
+        loss, grads = state.value_and_grad(lambda p, b: loss_fn(p, b) * b["deep"][0])(batch)
+        return state.apply_gradients(grads), loss
+
+    call, state = zerofn.compile(train_step), make_state()
+    with caplog.at_level(logging.INFO, "zerofn"):
+        for k in range(10):
+            state, _ = call(state, {**BATCH, "deep": (k / 10, "fixed")})
+    captured = [r.getMessage() for r in caplog.records if r.name == "zerofn" and r.levelno == logging.INFO]
+    assert "captured (batch.deep.0 0.1 -> 0.2)" in captured[2] and len(captured) == 10
+    (warned,) = [r.getMessage() for r in caplog.records if r.name == "zerofn" and r.levelno == logging.WARNING]
+    assert warned.startswith("train_step: captured 8 times so far, 7 of them because batch.deep.0 was another")
+    assert "(batch.deep.0 0.6 -> 0.7); a number" in warned and "pass torch.tensor(...) instead" in warned
+
+
+def test_a_shape_that_changes_is_warned_of_once(caplog):
+    call, state = zerofn.compile(losing(loss_fn)), make_state()
+    for rows in range(1, 11):
+        state, _ = call(state, {"x": torch.ones(rows, 4)})
+    (warned,) = [r.getMessage() for r in caplog.records if r.name == "zerofn" and r.levelno == logging.WARNING]
+    assert "batch.x [7, 4] float32 -> [8, 4] float32" in warned and "pad to a few of them" in warned
+
+
+# --- ranks that differ -----------------------------------------------------------------------------------------------
+
+
+def last_batch_unequal():
+    agreement.PATIENCE = 1.0
+    module, train_step = picking()
+    step, state = zerofn.compile(train_step), state_of(module, 3)
+    batch = labels()
+    state, _ = step(state, batch)
+    short = {k: v[:3] for k, v in batch.items()} if dist.get_rank() == 0 else batch
+    return failure(lambda: step(state, short))
+
+
+def test_a_batch_of_another_shape_on_one_rank_shows_what_differs_and_no_more(ranks):
+    found = ranks(2, last_batch_unequal, timeout=60)
+    ranks.stop()
+    text = found[0]
+    assert "rank 1 did not come within 1 s" in text
+    assert "batch.x: [3, 4] float32" in text and "batch.x: [4, 4] float32" in text
+    assert "params" not in text and len(text.splitlines()) < 10

@@ -1,0 +1,216 @@
+"""Tiers beside a device that is not the host, captured without one: torch's `meta` device stands for it, so that
+tensors of two places in one operation are an error; and host memory that such a device copies from and to."""
+
+import dataclasses
+import threading
+import time
+import types
+from collections import deque
+
+import pytest
+import torch
+import torch._functorch.config
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import zerofn
+from tests.support.small_steps import apart, batch_of, build, loss_of, unit_of
+from zerofn import Offload, optim, passes, tree
+from zerofn.graph.capture import capture
+from zerofn.offload import host_tensor
+from zerofn.offload.disk import PAGE, locked
+from zerofn.offload.drive_tensor import Spilled
+from zerofn.offload.host_tensor import Hosted
+from zerofn.sharding.codecs import Stored
+from zerofn.sharding.sharded import Sharded, is_sharded
+
+ops = torch.ops.zerofn
+DEVICE = torch.device("meta")
+CLIPPED = optim.chain(optim.clip_by_global_norm(0.05), optim.adamw(1e-2, weight_decay=0.1))
+SCHEDULED = optim.adamw(optim.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 10))
+TIERS = [
+    None,
+    *(
+        {name: tier for name, tier in (("optimizer", a), ("params", b)) if tier}
+        for a in ("cpu", "nvme", None)
+        for b in ("cpu", "nvme", None)
+        if a or b
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def fakes_on_meta():
+    with torch._functorch.config.patch(fake_tensor_allow_meta=True):
+        yield
+
+
+def moved(state, mode):
+    """The state as it would be beside the device: fake tensors there; what is offloaded, and counters, on the host."""
+
+    def fake(x, device):
+        with mode:
+            return torch.empty(x.shape, dtype=x.dtype, device=device)
+
+    def part(x):
+        if isinstance(x, Hosted):
+            return Hosted(fake(x.ticket, "cpu"), DEVICE)
+        if isinstance(x, Spilled):
+            there = Spilled(x.ticket, x.dtype, x.size, DEVICE)
+            there.ticket = fake(x.ticket, "cpu")
+            return there
+        return fake(x, DEVICE)
+
+    def one(x):
+        if not is_sharded(x):
+            return x if x is state.step or x is state.rng else fake(x, DEVICE)
+        kinds = [
+            k if k.away is None else dataclasses.replace(k, away=dataclasses.replace(k.away, device="meta"))
+            for k in x.kinds
+        ]
+        return Sharded(x.spec, [Stored(k, tuple(map(part, y.parts))) for k, y in zip(kinds, x.stored, strict=True)])
+
+    new = tree.tree_map(one, state, is_leaf=is_sharded)
+    return new.replace(step=fake(new.step, "cpu"), rng=fake(new.rng, "cpu"))
+
+
+def scheduled(path, tiers, precision, tx, on_nonfinite, share, monkeypatch):
+    """The graph of a step after all passes, and the values of its nodes as fake tensors."""
+    apart(monkeypatch, share)
+    module = build(4)
+    plain = zerofn.TrainState.create(params=dict(module.named_parameters()), tx=tx)
+    offload = Offload(**tiers, path=path if "nvme" in tiers.values() else None) if tiers else None
+    state = zerofn.shard(plain, unit=unit_of, precision=precision, offload=offload)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+        batch = {k: torch.empty(x.shape, dtype=dtype, device=DEVICE) for k, x in batch_of().items()}
+
+    def step(state, batch):
+        loss, grads = state.value_and_grad(loss_of(module))(batch)
+        return state.apply_gradients(grads, on_nonfinite=on_nonfinite), {"loss": loss}
+
+    program = capture(step, moved(state, mode), batch)
+    passes.run(program, donating=True)
+    return program.gm
+
+
+def mixed(gm):
+    """Operations of one place that are given tensors of two. Torch raises for its own while they are run on fakes."""
+    values, found = {}, []
+    with next(n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder").fake_mode:
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = node.meta["val"]
+            elif node.op == "call_function":
+                args, kwargs = (torch.fx.node.map_arg(x, values.__getitem__) for x in (node.args, node.kwargs))
+                given = [x for x in tree.leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
+                if node.target not in (ops.put_.default, ops.spill_.default) and len({x.device for x in given}) > 1:
+                    found.append(node)
+                values[node] = node.target(*args, **kwargs)
+    return found
+
+
+@pytest.mark.parametrize("tiers", TIERS, ids=str)
+@pytest.mark.parametrize(
+    ("precision", "tx", "on_nonfinite"),
+    [
+        ("bf16", CLIPPED, "skip"),
+        ("bf16", SCHEDULED, "ignore"),
+        ("fp32", optim.lamb(1e-2), "skip"),
+        ("fp16", optim.adamw(1e-2, moments="8bit"), "skip"),
+    ],
+)
+def test_every_operation_has_its_tensors_in_one_place(tmp_path, monkeypatch, tiers, precision, tx, on_nonfinite):
+    for share in (0.0, 1.0) if tiers else (0.0,):
+        assert mixed(scheduled(tmp_path, tiers, precision, tx, on_nonfinite, share, monkeypatch)) == []
+
+
+def test_what_lies_on_a_drive_is_updated_on_the_host(tmp_path, monkeypatch):
+    """Reads for updates stay on the host, and a gradient that waits for the verdict leaves at once, for the drive."""
+    gm = scheduled(tmp_path, {"optimizer": "nvme"}, "bf16", CLIPPED, "skip", 0.0, monkeypatch)
+    nodes = list(gm.graph.nodes)
+    assert {n.args[4].type for n in nodes if n.target is ops.fetch.default} == {"cpu"}
+    norm = [k for k, n in enumerate(nodes) if n.target is ops.part_numbers.default]
+    parked = [
+        k for k, n in enumerate(nodes) if n.target is ops.spill_.default and n.args[0].target is ops.ticket.default
+    ]
+    assert len(parked) == 2 and max(parked) < norm[-1]
+
+
+def test_numbers_of_a_state_lie_with_its_parameters(monkeypatch):
+    """Where the parameters say where a model computes, counters that were made on the host go there, too."""
+    monkeypatch.setattr(zerofn.sharding.shard, "device_of", lambda state: DEVICE)
+    plain = zerofn.TrainState.create(params={"w": torch.zeros(64)}, tx=optim.adamw(1e-2), extra=torch.ones(3))
+    state = zerofn.shard(plain)
+    assert state.opt_state.count.device.type == state.skipped.device.type == "meta"
+    assert state.step.device.type == state.rng.device.type == state.extra.device.type == "cpu"
+
+
+# --- host memory -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.uint8])
+def test_locked_memory_is_no_larger_than_asked_for(dtype):
+    x = locked((1 << 16) + 8, dtype)
+    assert not x.any() and x.data_ptr() % PAGE == 0 and x.untyped_storage().nbytes() == x.nbytes
+    assert torch.equal(x.fill_(3), torch.full_like(x, 3)) and locked(0, dtype).numel() == 0
+
+
+def test_memory_is_locked_once_and_unlocked_after_what_copies_it(monkeypatch):
+    told = []
+    calls = {
+        "cudaHostRegister": lambda *args: told.append(("lock", *args)) or 0,
+        "cudaHostUnregister": lambda *args: told.append(("unlock", *args)),
+    }
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: types.SimpleNamespace(**calls))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append(("wait",)))
+    x = locked(5000, torch.float32)
+    address, view = x.data_ptr(), x[10:]
+    del x
+    assert told == [("lock", address, 5 * PAGE, 0)] and not view.any()
+    del view
+    assert told[1:] == [("wait",), ("unlock", address)]
+
+
+def test_gradients_wait_for_a_thread_that_is_behind(monkeypatch):
+    monkeypatch.setattr(host_tensor, "_jobs", deque())
+    done = []
+    for k in range(host_tensor.BEHIND + 6):
+        host_tensor.aside(lambda k=k: (time.sleep(0.002), done.append(k)))
+    host_tensor._hold_back()
+    assert done[:6] == list(range(6)) and len(host_tensor._jobs) <= host_tensor.BEHIND
+    host_tensor.finish()
+    assert done == list(range(host_tensor.BEHIND + 6))
+
+
+def test_a_failure_aside_is_told_once_and_nothing_after_it_is_done(monkeypatch):
+    """Also of what waits for its turn when it is told: that has results of others as arguments, which never were."""
+    began, done = threading.Event(), []
+
+    def broken():
+        began.wait()
+        raise ValueError("no more memory")
+
+    first = host_tensor.aside(broken)
+    later = [host_tensor.aside(done.append, k) for k in range(3)]
+    began.set()
+    with pytest.raises(ValueError, match="no more memory"):
+        host_tensor._tell(first)
+    assert all(x.done() for x in later) and not done
+    host_tensor.aside(done.append, 5)
+    host_tensor.finish()
+    assert done == [5]
+
+
+def test_the_host_does_not_write_what_is_still_being_copied(monkeypatch):
+    waited, x = [], torch.zeros(4)
+
+    class Event:
+        def synchronize(self):
+            waited.append(x.clone())
+
+    monkeypatch.setattr(host_tensor, "_leaving", {x.data_ptr(): Event()})
+    host_tensor.aside(torch.Tensor.add_, x, 1)
+    host_tensor.finish()
+    assert torch.equal(waited[0], torch.zeros(4)) and torch.equal(x, torch.ones(4))

@@ -1,0 +1,163 @@
+"""Old values that are asked for late, returned or kept: what lies on a drive has the bits of what lies in memory."""
+
+import pytest
+import torch
+from torch.func import functional_call
+
+import zerofn
+from tests.support.small_steps import (
+    WIDTH,
+    Normed,
+    batch_of,
+    build,
+    fake_ranks,
+    loss_of,
+    scheduled,
+    state_of,
+    train_step_of,
+    unit_of,
+)
+from zerofn import Offload, optim, tree
+from zerofn.graph.edit import UPDATE, is_fetch
+from zerofn.sharding.allocate import HELD, Filler
+
+TIERS = [{"params": "nvme"}, {"params": "nvme", "optimizer": "nvme"}]
+
+
+def with_extra(module, **options):
+    """A state whose `extra` is laid out as its parameters are."""
+    extra = {name: p.detach().clone() for name, p in module.named_parameters()}
+    return state_of(module, 3, optim.adamw(1e-2), extra=extra, **options)
+
+
+def three_steps(state, step):
+    """What they return, cloned at once and as it is at the end, and the state."""
+    run, given, copied = zerofn.compile(step), [], []
+    for k in range(3):
+        state, aux = run(state, batch_of(seed=k))
+        given.append(aux)
+        copied.append(tree.tree_map(torch.clone, aux))
+    return tree.leaves(copied), tree.leaves(given), tree.leaves(zerofn.unshard(state))
+
+
+def same_as_in_memory(path, tiers, step, make):
+    ours = three_steps(make(offload=Offload(path=path, **tiers)), step)
+    theirs = three_steps(make(), step)
+    assert all(len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("on_nonfinite", ["skip", "ignore"])
+def test_old_values_that_are_read_after_the_update(tmp_path, tiers, on_nonfinite):
+    """The write of a unit waits for all who read what was there."""
+    module = build(8)
+
+    def step(state, batch):
+        loss, grads = state.value_and_grad(loss_of(module))(batch)
+        old = zerofn.gather(state.params)
+        norms = torch.stack([x.square().sum() * (1 + loss) for x in old.values()])
+        return state.apply_gradients(grads, on_nonfinite=on_nonfinite), {"norms": norms}
+
+    same_as_in_memory(tmp_path, tiers, step, lambda **options: state_of(module, 3, **options))
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+def test_old_values_that_are_returned(tmp_path, tiers):
+    """They lie in memory of their own: the arena that drives read to is used again by the next step."""
+    module = build(6)
+
+    def step(state, batch):
+        loss, grads = state.value_and_grad(loss_of(module))(batch)
+        return state.apply_gradients(grads), {"old": zerofn.gather(state.params), "loss": loss}
+
+    same_as_in_memory(tmp_path, tiers, step, lambda **options: state_of(module, 3, **options))
+
+
+@pytest.mark.parametrize("what", [lambda state, _: state.params.pieces, lambda state, _: zerofn.gather(state.params)])
+def test_what_an_evaluation_returns_stays(tmp_path, what):
+    module = build(6)
+    state, read = state_of(module, 3, offload=Offload(params="nvme", path=tmp_path)), zerofn.compile(what)
+    found = tree.leaves(read(state, {}))
+    copied = [x.clone() for x in found]
+    state, _ = zerofn.compile(train_step_of(module))(state, batch_of())
+    after = tree.leaves(read(state, {}))
+    assert all(map(torch.equal, found, copied)) and not all(map(torch.equal, found, after))
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("on_nonfinite", ["skip", "ignore"])
+@pytest.mark.parametrize("kept", ["old", "new", "swapped"])
+def test_an_entry_that_becomes_another(tmp_path, tiers, on_nonfinite, kept):
+    """Each has its own place on the drive, whichever comes first in the state."""
+    module = build(4)
+
+    def step(state, batch):
+        _, grads = state.value_and_grad(loss_of(module))(batch)
+        new = state.apply_gradients(grads, on_nonfinite=on_nonfinite)
+        if kept == "swapped":
+            return state.replace(params=state.extra, extra=state.params), {}
+        return new.replace(extra=(state if kept == "old" else new).params), {}
+
+    same_as_in_memory(tmp_path, tiers, step, lambda **options: with_extra(module, **options))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("on_nonfinite", ["skip", "ignore"])
+def test_a_loop_over_microbatches_with_running_values(tmp_path, stage, on_nonfinite):
+    """Their mean is made at the end of the step, long after the first state was read for its update."""
+    module = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), Normed(), torch.nn.Linear(WIDTH, WIDTH))
+    params, running = dict(module.named_parameters()), dict(module.named_buffers())
+
+    def loss_fn(params, batch):
+        values = {name: x.clone() for name, x in running.items()}
+        out = functional_call(module, (params, values), (batch["x"],))
+        return (out - batch["y"]).square().mean(), values
+
+    def step(state, batch):
+        (_, values), grads = zerofn.accumulate(state.value_and_grad(loss_fn, has_aux=True), 2)(batch)
+        new = {name: x[-1] if x.is_floating_point() else state.extra[name] for name, x in values.items()}
+        return state.apply_gradients(grads, on_nonfinite=on_nonfinite).replace(extra=new), {}
+
+    with fake_ranks(2):
+        plain = zerofn.TrainState.create(params=params, tx=optim.adamw(1e-2), extra=running)
+        state = zerofn.shard(plain, stage, unit=unit_of, offload=Offload(optimizer="nvme", path=tmp_path))
+        nodes = list(scheduled(step, state, batch_of(rows=8), donating=True).gm.graph.nodes)
+    rules = [k for k, n in enumerate(nodes) if n.target is torch.ops.zerofn.adamw_.default]
+    reads = [k for k, n in enumerate(nodes) if is_fetch(n) and n.meta.get(UPDATE)]
+    assert len(reads) >= 2 * len(rules) and reads[0] < rules[0] and reads[-1] < rules[-1]
+
+
+def test_steps_share_the_memory_that_drives_read_to_and_the_places_where_gradients_wait(tmp_path):
+    """For another shape of the batch, and for another step, no second arena and no more space on the drive."""
+    module = build(6)
+    tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
+    state = state_of(module, 3, tx, offload=Offload(optimizer="nvme", params="nvme", path=tmp_path))
+    steps = [zerofn.compile(train_step_of(module)) for _ in range(2)]
+    batch = batch_of()
+    for step in steps:
+        for few in (batch, {k: x[:3] for k, x in batch.items()}):
+            state, _ = step(state, few)
+    programs = [entry.program for step in steps for entry in step._entries.values()]
+    assert len(programs) == 4
+    assert len({id(p.scratch) for p in programs}) == 1 and len({id(a) for p in programs for a in p.arenas}) == 1
+
+
+def test_units_are_not_held_until_all_their_leaves_are_there(tmp_path, monkeypatch):
+    """Constants are made first, of all layers: what is held meanwhile does not grow with their number."""
+    held = []
+    write = Filler.write
+    monkeypatch.setattr(Filler, "write", lambda self, *args: (write(self, *args), held.append(len(self._held))))
+
+    def init():
+        layers = [m for _ in range(6) for m in (torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, WIDTH))]
+        params = {f"{k // 2}.{k % 2}.{n}": p for k, m in enumerate(layers) for n, p in m.named_parameters()}
+        return zerofn.TrainState.create(params=params, tx=optim.adamw(1e-2))
+
+    def state(**options):
+        torch.manual_seed(0)
+        return zerofn.shard(init, precision="bf16", unit=unit_of, **options)
+
+    ours, theirs = state(offload=Offload(params="nvme", path=tmp_path)), state()
+    assert 0 < max(held) <= HELD
+    assert all(map(torch.equal, tree.leaves(zerofn.unshard(ours)), tree.leaves(zerofn.unshard(theirs))))
+    assert " on drives" in repr(state(offload=Offload(optimizer="nvme", path=tmp_path)))

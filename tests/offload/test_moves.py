@@ -1,0 +1,112 @@
+"""Steps that put a value where another lay, or read an old one again, when the state lies on drives."""
+
+import os
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerofn
+from tests.support.small_steps import apart, batch_of, build, loss_of, ops, state_of
+from zerofn import Offload, tree
+from zerofn.offload.disk import Store, aligned
+from zerofn.offload.drive_tensor import ticket_of
+
+LAYERS = 8  # units enough that some are read again for each part of the step
+MODULE = build(LAYERS)
+TIERS = [{"optimizer": "nvme"}, {"params": "nvme"}, {"optimizer": "nvme", "params": "nvme"}]
+
+
+def kept(state, new, batch):
+    return new.replace(extra=state.params), {}
+
+
+def copied(state, new, batch):
+    return new.replace(extra=new.params), {}
+
+
+def swapped(state, new, batch):
+    return new.replace(params=state.extra, extra=new.params), {}
+
+
+def averaged(state, new, batch):
+    return new.replace(extra=tree.tree_map(lambda p, q: (p + q) / 2, state.params, new.params)), {}
+
+
+def again(state, new, batch):
+    old = zerofn.global_norm(state.params), loss_of(MODULE)(zerofn.gather(state.params), batch)
+    return new, {"old": old, "new": zerofn.global_norm(new.params)}
+
+
+def results(change, on_nonfinite, precision, offload):
+    """All that some steps return, and the state after them."""
+
+    @zerofn.compile
+    def step(state, batch):
+        loss, grads = state.value_and_grad(loss_of(MODULE))(batch)
+        new, aux = change(state, state.apply_gradients(grads, on_nonfinite=on_nonfinite), batch)
+        return new, {"loss": loss, **aux}
+
+    extra = {name: 0.5 * p.detach() for name, p in MODULE.named_parameters()}
+    state, out = state_of(MODULE, 3, precision=precision, offload=offload, extra=extra), []
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for k in range(3):
+        batch = tree.tree_map(lambda x: x if precision is None else x.bfloat16(), batch_of(rank, seed=k))
+        state, aux = step(state, batch)
+        out.append(aux)
+    return tree.leaves((out, zerofn.unshard(state)))
+
+
+def the_bits_of_memory(path, change, on_nonfinite, precision):
+    run = partial(results, change, on_nonfinite, precision)
+    expected = run(None)
+    return [all(map(torch.equal, run(Offload(path=path, **tiers)), expected)) for tiers in TIERS]
+
+
+@pytest.mark.parametrize(("on_nonfinite", "precision"), [("skip", "bf16"), ("ignore", "bf16"), ("ignore", None)])
+@pytest.mark.parametrize("change", [kept, copied, swapped, averaged, again])
+def test_what_goes_to_another_place_has_the_bits_of_memory(tmp_path, change, on_nonfinite, precision):
+    assert all(the_bits_of_memory(tmp_path, change, on_nonfinite, precision))
+
+
+@pytest.mark.parametrize("change", [kept, again])
+def test_on_two_ranks_too(ranks, tmp_path, change):
+    assert all(map(all, ranks(2, the_bits_of_memory, tmp_path, change, "ignore", "bf16")))
+
+
+@pytest.mark.parametrize("tiers", [{"optimizer": "cpu"}, {"params": "cpu"}])
+def test_what_the_step_reads_of_the_new_state_the_host_does_not_update_aside(monkeypatch, tiers):
+    """The host stands for a device beside it, as in `test_offload`."""
+    expected = results(again, "skip", "bf16", None)
+    apart(monkeypatch, 1.0)
+    assert all(map(torch.equal, results(again, "skip", "bf16", Offload(**tiers)), expected))
+
+
+@pytest.mark.parametrize("change", [kept, swapped])
+def test_a_split_master_stays_split_where_a_plain_value_comes(change):
+    """Float32 in `extra` and two halves in `params`: each is kept as what lay there."""
+    step = zerofn.compile(lambda state, batch: change(state, state.replace(step=state.step + 1), batch))
+    extra = {name: 0.5 * p.detach() for name, p in MODULE.named_parameters()}
+    state = state_of(MODULE, 3, precision="bf16", extra=extra)
+    before, kinds = zerofn.unshard(state), (state.params.kinds, state.extra.kinds)
+    state, _ = step(state, batch_of())
+    after = zerofn.unshard(state)
+    assert (state.params.kinds, state.extra.kinds) == kinds
+    assert all(map(torch.equal, tree.leaves(after.extra), tree.leaves(before.params)))
+    expected = before.extra if change is swapped else before.params
+    assert all(map(torch.equal, tree.leaves(after.params), tree.leaves(expected)))
+
+
+def test_what_lies_in_the_state_may_be_written_to_while_it_goes_to_the_drive(tmp_path, monkeypatch):
+    write = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda *args: (time.sleep(0.1), write(*args))[1])
+    size = 2048
+    with Store(tmp_path, 4 * size, name="test") as store:
+        ticket = ticket_of(region := store.allocate(4 * size, "a piece"))
+        x = aligned(4 * size).view(torch.float32).copy_(torch.arange(size))
+        ops.spill_(ticket, x)
+        x.zero_()
+        store.read(region, found := aligned(4 * size)).wait()
+        assert torch.equal(found.view(torch.float32), torch.arange(size, dtype=torch.float32))

@@ -1,0 +1,295 @@
+"""Static buffers: what is there at one time lies apart, the peak is no higher, and values are what they were."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.func import functional_call
+from torch.fx import Graph
+
+import zerofn
+from tests.support.small_steps import (
+    adapted_loss_of,
+    batch_of,
+    build,
+    fake_ranks,
+    scheduled,
+    state_of,
+    train_step_of,
+    trained,
+    unit_of,
+)
+from zerofn import optim, passes, tree
+from zerofn.graph.alias import positions, roots, touches
+from zerofn.graph.edit import is_gather, is_scatter, loops
+from zerofn.graph.liveness import moments
+from zerofn.graph.resident import resident
+from zerofn.memory import arena as arenas
+from zerofn.passes._packing import Span, pack
+from zerofn.passes.assign_buffers import MORE
+
+ops = torch.ops.zerofn
+DEEP = 24
+NORMED = optim.chain(optim.clip_by_global_norm(0.05), optim.adamw(1e-2))
+
+
+def placed(graph):
+    """(place, first node, last node, bytes) of all that has one."""
+    where, root = positions(graph), roots(graph)
+    touched = touches(graph, root)
+    for node, at in where.items():
+        place = node.args[3] if node.target is ops.bucket.default else node.kwargs.get("place")
+        if place:
+            yield place, at, where[touched[node][-1]], node.meta["val"].nbytes
+
+
+@pytest.mark.parametrize(("stage", "num_microbatches"), [(0, 1), (1, 1), (2, 1), (2, 2), (3, 1), (3, 2)])
+def test_what_is_there_at_one_time_lies_apart(stage, num_microbatches):
+    module = build(DEEP, dropout=0.1)
+    with fake_ranks(2):
+        state = state_of(module, stage, NORMED, precision="bf16")
+        program = scheduled(train_step_of(module, num_microbatches), state, batch_of(rows=256), donating=True)
+    graphs = [program.gm.graph, *(body.graph for _, body in loops(program.gm))]
+    assert program.rings
+    for graph in graphs:
+        found = list(placed(graph))
+        arena = {place[0] for place, *_ in found}
+        assert len(arena) <= 1
+        for k, (a, start, stop, nbytes) in enumerate(found):
+            assert a[1] % 512 == 0
+            assert a[1] + nbytes <= next(ring.nbytes for ring in program.rings if ring.arena.number == a[0])
+            for b, first, last, size in found[k + 1 :]:
+                together = first <= stop and start <= last
+                assert not together or a[1] + nbytes <= b[1] or b[1] + size <= a[1]
+    if stage == 3:
+        assert all(n.kwargs.get("place") for graph in graphs for n in graph.nodes if is_gather(n))
+
+
+def peak(program):
+    return max(sum(live.values()) for _, live in moments(program.gm, resident(program).device))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_peak_is_hardly_higher(monkeypatch, stage):
+    """And what is reserved but not in use is told, at every moment."""
+    module = build(DEEP)
+    found = {}
+    for last in (passes.LAST, passes.LAST[:-1]):
+        monkeypatch.setattr(passes, "LAST", last)
+        with fake_ranks(2):
+            state = state_of(module, stage, NORMED)
+            found[len(last)] = scheduled(train_step_of(module), state, batch_of(rows=512), donating=True)
+    without, with_rings = (found[k] for k in sorted(found))
+    assert with_rings.rings and not without.rings
+    assert peak(without) <= peak(with_rings) <= (1 + MORE) * peak(without)
+    reserved = sum(ring.nbytes for ring in with_rings.rings)
+    over_time = list(moments(with_rings.gm, resident(with_rings).device))
+    assert over_time[0].live["reserved"] == over_time[-1].live["reserved"] == resident(with_rings).device["reserved"]
+    assert 0 <= min(x.live["reserved"] for x in over_time) < 0.1 * reserved
+
+
+class Uneven(torch.nn.Module):
+    """A large unit, whose gradient comes last, when all activations are gone."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Embedding(16384, 32)
+        self.b, self.c, self.d, self.e = (torch.nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x):
+        x = self.a(x)
+        for layer in (self.b, self.c, self.d, self.e):
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def test_a_buffer_that_would_raise_the_peak_is_left_out():
+    module = Uneven()
+
+    def train_step(state, batch):
+        loss, grads = state.value_and_grad(lambda p, x: functional_call(module, p, (x,)))(batch)
+        return state.apply_gradients(grads), loss
+
+    with fake_ranks(2):
+        plain = zerofn.TrainState.create(params=dict(module.named_parameters()), tx=NORMED)
+        state = zerofn.shard(plain, stage=2, unit=unit_of)
+        program = scheduled(train_step, state, torch.zeros(512, 16, dtype=torch.long), donating=True)
+    sent = {n.args[3]: n.args[0].target is ops.bucket.default for n in program.gm.graph.nodes if is_scatter(n)}
+    assert sent == {"a": False, "b": True, "c": True, "d": True, "e": True}
+
+
+def losses_and_parameters(stage, num_microbatches, with_rings):
+    with pytest.MonkeyPatch.context() as patch:
+        if not with_rings:
+            patch.setattr(passes, "LAST", passes.LAST[:-1])
+        return trained(6, 16, NORMED, 3, stage=stage, num_microbatches=num_microbatches, precision="bf16")[1]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_values_stay(ranks, size):
+    for stage in (0, 2, 3):
+        found = [ranks(size, losses_and_parameters, stage, 2, flag) for flag in (True, False)]
+        for ours, plain in zip(*found, strict=True):
+            assert all(map(torch.equal, ours, plain))
+
+
+def adapted(with_rings):
+    module, made = build(6), []
+    with pytest.MonkeyPatch.context() as patch:
+        if not with_rings:
+            patch.setattr(passes, "LAST", passes.LAST[:-1])
+
+        def train_step(state, batch):
+            loss, grads = zerofn.accumulate(state.value_and_grad(adapted_loss_of(module)), 2)(batch)
+            return state.apply_gradients(grads), loss
+
+        state, step = state_of(module, 3), zerofn.compile(train_step)
+        for seed in range(2):
+            state, loss = step(state, batch_of(dist.get_rank(), rows=8, seed=seed))
+            made.append(loss)
+    return [*made, *tree.leaves(zerofn.unshard(state.params))]
+
+
+def test_loops_in_loops(ranks):
+    for ours, plain in zip(ranks(2, adapted, True), ranks(2, adapted, False), strict=True):
+        assert all(map(torch.equal, ours, plain))
+
+
+def returned():
+    """What a step returned of a gathered unit, and what it was then."""
+    module = build(6)
+
+    def train_step(state, batch):
+        whole = zerofn.gather(state.params)
+        loss, grads = state.value_and_grad(lambda p, x: functional_call(module, p, (x,)).square().mean())(batch["x"])
+        return state.apply_gradients(grads), {"whole": whole, "loss": loss}
+
+    state, step, found = state_of(module, 3), zerofn.compile(train_step), []
+    for seed in range(3):
+        before = zerofn.unshard(state.params)
+        state, aux = step(state, batch_of(dist.get_rank(), seed=seed))
+        found.append((before, aux["whole"]))
+    return all(torch.equal(a, b) for pair in found for a, b in zip(*map(tree.leaves, pair), strict=True))
+
+
+def test_what_leaves_the_step_is_not_written_over(ranks):
+    assert all(ranks(2, returned))
+
+
+def shared():
+    """Arenas of steps that run one after the other, small ones first."""
+    steps = []
+    for num_layers in (DEEP, DEEP + 8):
+        module = build(num_layers)
+        state, step = state_of(module, 3), zerofn.compile(train_step_of(module))
+        steps.append((state, step))
+    losses = []
+    for _ in range(2):
+        for k, (state, step) in enumerate(steps):
+            state, aux = step(state, batch_of(dist.get_rank()))
+            steps[k] = state, step
+            losses.append(aux["loss"])
+    programs = [entry.program for _, step in steps for entry in step._entries.values()]
+    memory = {ring.arena._memory.data_ptr() for program in programs for ring in program.rings}
+    return len(programs), len(memory), bool(losses[0] > losses[2]), bool(losses[1] > losses[3])
+
+
+def test_steps_share_memory(ranks):
+    assert ranks(2, shared) == [(2, 1, True, True)] * 2
+
+
+def beside_a_larger_one(budget):
+    """Bytes of the arena while a step with a budget runs after one that needs more."""
+    module, batch = build(DEEP), batch_of(rows=1024)
+    state, bound = state_of(module, 3, precision="bf16"), zerofn.compile(train_step_of(module), memory=budget)
+    rings = bound.lower(state, batch).memory().rings
+    zerofn.compile(train_step_of(module), memory=budget)(state_of(module, 3), batch)  # its units take twice as much
+    (arena,) = {ring.arena for entry in bound._entries.values() for ring in entry.program.rings}
+    before = arena.nbytes
+    bound(state, batch)
+    return before > arena.nbytes == rings > 0
+
+
+def within_budgets():
+    """(budget, peak, what is reserved of it) at some budgets."""
+    module, batch, found = build(DEEP), batch_of(rows=1024), []
+
+    def planned(budget):
+        memory = zerofn.compile(train_step_of(module), memory=budget).lower(state_of(module, 3), batch).memory()
+        return memory.total, memory.rings
+
+    most, _ = planned("1GB")
+    for share in (100, 95, 90):
+        found.append((most * share // 100, *planned(most * share // 100)))
+    return found
+
+
+def test_budgets_leave_room_for_them(ranks):
+    for found in ranks(2, within_budgets):
+        assert all(peak <= budget and reserved > 0 for budget, peak, reserved in found), found
+
+
+def in_turn(with_budgets):
+    """Losses of a step with a budget, of which static buffers take little, and one without, of which they take more."""
+    module, batch, losses = build(DEEP), batch_of(dist.get_rank(), rows=256), []
+    steps = [
+        zerofn.compile(train_step_of(module), memory="1GB" if with_budgets else None),
+        zerofn.compile(train_step_of(module)),
+    ]
+    states = [state_of(module, 2), state_of(module, 3)]
+    for _ in range(3):
+        for k, step in enumerate(steps):
+            states[k], aux = step(states[k], batch)
+            losses.append(aux["loss"].item())
+    return losses
+
+
+def test_steps_with_and_without_budgets_take_turns(ranks):
+    assert ranks(2, in_turn, True) == ranks(2, in_turn, False)
+
+
+def test_a_budget_is_not_broken_by_what_another_step_reserves(ranks):
+    assert ranks(2, beside_a_larger_one, "1GB") == [True, True]
+
+
+def test_memory_grows_and_is_made_anew_after_a_failure():
+    arena = arenas.Arena(1000, torch.device("cpu"))
+    arenas.empty(10, torch.float32, torch.device("cpu"), [arena.number, 512]).fill_(1.0)
+    assert arenas.memory_at([arena.number, 512], 40).view(torch.float32).tolist() == [1.0] * 10
+    first = arena.part(0, 1).data_ptr()
+    arena.resize(900)
+    assert arena.part(0, 1).data_ptr() == first
+    arena.resize(1 << 20)
+    assert arena.nbytes == 1 << 20 and arena.part((1 << 20) - 1, 1).numel() == 1
+    assert arenas.empty(3, torch.bfloat16, torch.device("cpu"), []).numel() == 3
+    with pytest.raises(AssertionError):
+        arena.part(1 << 20, 1)
+    old = arena.part(0, 1)  # others may still write there
+    arena.renew()
+    assert arena.part(0, 1).data_ptr() != old.data_ptr()
+
+
+@pytest.mark.parametrize("nbytes", [4096, 5 << 20])
+def test_no_more_memory_is_taken_than_plans_count(nbytes):
+    arena = arenas.Arena(nbytes, torch.device("cpu"))
+    assert arena.part(0, 1).untyped_storage().nbytes() == arena.nbytes == nbytes
+
+
+def test_packing_keeps_apart_what_is_there_at_one_time():
+    random.seed(0)
+    node = Graph().placeholder("x")
+    for _ in range(200):
+        spans = [
+            Span(node, start, start + random.randrange(8), random.randrange(1, 9) * 512)
+            for start in (random.randrange(40) for _ in range(20))
+        ]
+        places, nbytes = pack(spans)
+        pairs = list(zip(spans, places, strict=True))
+        for k, (a, at) in enumerate(pairs):
+            for b, there in pairs[k + 1 :]:
+                if a.start <= b.stop and b.start <= a.stop:
+                    assert at + a.nbytes <= there or there + b.nbytes <= at
+        most = max(sum(x.nbytes for x in spans if x.start <= k <= x.stop) for k in range(48))
+        assert most <= nbytes <= 2 * most
+    assert pack([]) == ([], 0)
