@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import cpu, cuda
 from .kernel_args import BLOCK as BLOCK
-from .registry import define
+from .registry import OnShard, Traits, define
 
 _NAN = 0x7FC0  # bfloat16's quiet NaN
 HALF, LOW = torch.bfloat16, torch.int16
@@ -79,16 +79,29 @@ define(
     "encode(Tensor x, bool signed) -> (Tensor, Tensor)",
     encode,
     lambda x, signed: (x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(-(-x.numel() // BLOCK))),
+    traits=Traits(OnShard.KEEPS),
 )
 define(
     "decode(Tensor codes, Tensor scales, bool signed) -> Tensor",
     decode,
     lambda codes, scales, signed: codes.new_empty(codes.shape, dtype=torch.float32),
+    traits=Traits(OnShard.KEEPS, encoded_by="encode"),
 )
-define("high(Tensor p) -> Tensor", high, lambda p: p.new_empty(p.shape, dtype=HALF))
+define(
+    "high(Tensor p) -> Tensor",
+    high,
+    lambda p: p.new_empty(p.shape, dtype=HALF),
+    traits=Traits(OnShard.KEEPS, casts=True),
+)
 define(
     "split(Tensor p) -> (Tensor, Tensor)",
     split,
     lambda p: (p.new_empty(p.shape, dtype=HALF), p.new_empty(p.shape, dtype=LOW)),
+    traits=Traits(OnShard.KEEPS),
 )
-define("join(Tensor hi, Tensor lo) -> Tensor", join, lambda hi, lo: hi.new_empty(hi.shape, dtype=torch.float32))
+define(
+    "join(Tensor hi, Tensor lo) -> Tensor",
+    join,
+    lambda hi, lo: hi.new_empty(hi.shape, dtype=torch.float32),
+    traits=Traits(OnShard.KEEPS, encoded_by="split"),
+)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import cpu, cuda
 from .kernel_args import GRADIENTS
-from .registry import define
+from .registry import OnShard, Traits, define
 
 _SIGNATURE = "int[] piece, int[] start, int[] stop, int[] row, int[] column, int num_rows, int num_columns) -> Tensor"
 
@@ -107,16 +107,21 @@ def _fake_dots(a, b, *rest):
     return _fake([*a, *b], *rest)
 
 
-define(f"part_norms(Tensor[] tensors, {_SIGNATURE}", _one_of(0), _fake)
-define(f"part_extremes(Tensor[] tensors, {_SIGNATURE}", _one_of(1), _fake)
+define(f"part_norms(Tensor[] tensors, {_SIGNATURE}", _one_of(0), _fake, traits=Traits(OnShard.LEAVES))
+define(f"part_extremes(Tensor[] tensors, {_SIGNATURE}", _one_of(1), _fake, traits=Traits(OnShard.LEAVES))
 define(
     "part_numbers(Tensor x, int[] start, int[] stop) -> (Tensor, Tensor)",
     part_numbers,
     lambda x, start, stop: (x.new_empty(len(start), dtype=_wide(x.dtype)),) * 2,
+    traits=Traits(OnShard.LEAVES),
 )
 define(
     "grid(Tensor[] numbers, int[] place, int num_rows, int num_columns) -> Tensor",
     grid,
     lambda numbers, place, *size: numbers[0].new_empty(size, dtype=dtype_over(numbers)),
+    traits=Traits(OnShard.LEAVES),
 )
-define(f"part_dots(Tensor[] a, Tensor[] b, {_SIGNATURE}", _dots, _fake_dots)
+define(f"part_dots(Tensor[] a, Tensor[] b, {_SIGNATURE}", _dots, _fake_dots, traits=Traits(OnShard.LEAVES))
+
+# What one pass over a tensor gives, in this order: see `part_numbers`.
+NORMS_AND_EXTREMES = tuple(getattr(torch.ops.zerofn, name).default for name in ("part_norms", "part_extremes"))

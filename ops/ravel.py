@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .registry import define
+from .registry import OnShard, Traits, define
 
 ops = torch.ops.zerofn  # whoever needs those below takes it from here, so that they are there
 
@@ -53,11 +53,18 @@ def _fake(leaves, offsets, size, dtype, num_batch_dims=0):
 
 
 define(
-    "ravel(Tensor?[] leaves, int[] offsets, int size, ScalarType dtype, int num_batch_dims=0) -> Tensor", ravel, _fake
+    "ravel(Tensor?[] leaves, int[] offsets, int size, ScalarType dtype, int num_batch_dims=0) -> Tensor",
+    ravel,
+    _fake,
+    traits=Traits(OnShard.REFUSED, bucket=True),
 )
 
-for _mark in ("whole", "piece"):
-    define(f"{_mark}(Tensor(a) x) -> Tensor(a)", lambda x: x.view_as(x), lambda x: x.view_as(x))
+# What at stage 0 stands for a gather and for a cut: the same memory, marked.
+for _mark, _on_shard in (("whole", OnShard.LEAVES), ("piece", OnShard.MAKES)):
+    define(
+        f"{_mark}(Tensor(a) x) -> Tensor(a)", lambda x: x.view_as(x), lambda x: x.view_as(x), traits=Traits(_on_shard)
+    )
+MARKS = tuple(getattr(ops, _mark).default for _mark in ("whole", "piece"))
 
 
 def fill_(
@@ -80,14 +87,17 @@ define(
     "flat(int size, *, ScalarType dtype, Device device) -> Tensor",
     lambda size, *, dtype, device: torch.empty(size, dtype=dtype, device=device),
     lambda size, *, dtype, device: torch.empty(size, dtype=dtype, device=device),
+    traits=Traits(OnShard.REFUSED, bucket=True),
 )
 define(
     "part(Tensor(a) flat, int offset, int[] shape) -> Tensor(a)",
     lambda flat, offset, shape: flat.narrow(0, offset, math.prod(shape)).view(shape),
     lambda flat, offset, shape: flat.narrow(0, offset, math.prod(shape)).view(shape),
+    traits=Traits(OnShard.REFUSED, passes_on=True),
 )
 define(
     "fill_(Tensor(a!) flat, Tensor?[] leaves, int[] offsets, int[] numels, bool[] there) -> ()",
     fill_,
     lambda *args: None,
+    traits=Traits(OnShard.REFUSED, fills_bucket=True),
 )

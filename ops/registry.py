@@ -1,24 +1,222 @@
-"""How an operation becomes one node of a captured graph."""
+"""What an operation is, said once: how it runs, what it makes of shards, what it moves, whose memory it gives.
+
+Ours say it when they are defined, and cannot be defined without. Of ATen's it follows from schema and tags, and from
+the tables at the end of this file. Of any other operation nothing is known: it may work on gathered values, and
+`graph.verify` refuses it on a shard.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import enum
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .._torch_compat import OpOverload, schema_arguments
+
 _lib = torch.library.Library("zerofn", "FRAGMENT")
+aten = torch.ops.aten
 
-implementations: dict[str, Callable[..., Any]] = {}  # by name, for an executor that needs no dispatcher
+_implementations: dict[str, Callable[..., Any]] = {}  # by name and overload
+_aside: dict[str, Callable[..., Any]] = {}
 
 
-def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Register `zerofn::schema` with one implementation for every device, and one for fake tensors.
+class OnShard(enum.Enum):
+    """What an operation makes of a shard among its inputs."""
 
-    No autograd formula: the operations run below autograd or under `no_grad`.
+    KEEPS = "keeps"  # element by element: the result is a shard, too
+    MAKES = "makes"  # the result is a shard, whatever came in
+    LEAVES = "leaves"  # the result is whole, or right over all ranks: no shard any more
+    SHAPE = "shape"  # only the shape is read: nothing of the shard is in the result
+    REFUSED = "refused"  # the result would be this rank's own
+
+
+class Lane(enum.Enum):
+    """What carries the bytes that an operation moves while the processor goes on."""
+
+    LINK = "link"  # between ranks
+    READ = "read"  # from a drive
+    WRITE = "write"  # to a drive
+    COPY = "copy"  # between host and device
+
+
+@dataclass(frozen=True)
+class Moves:
+    """A transfer that an operation starts. `nbytes(given, result)`: how many bytes a rank moves, of the arguments by
+    name and the result. `to`: the device it goes to, for copies."""
+
+    lane: Lane
+    nbytes: Callable[[Mapping[str, Any], Any], int]
+    to: Callable[[Mapping[str, Any]], torch.device] | None = None
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What passes, checks and plans know of an operation.
+
+    `on_shard`: see `OnShard`. `moves`: the transfer it starts, which `wait` ends. `collective`: "gather", "scatter",
+    "refresh", "exchange" or "permute", where that is between ranks. `lends`: its result lies in an arena, which the
+    next step uses again. `bucket`: its result is the flat buffer of a unit's gradient. `fills_bucket`: it writes one.
+    `stores`: "new" where it puts a new value where the old one lies, "in place" where it only writes out what was
+    changed there. `decoded_by`, `encoded_by`: names of the operations that undo it. `casts`: the same numbers in
+    another dtype. `passes_on`: the result is the value that came in. `even`: the same number at every place.
+    `equal`: the result is the same on all ranks of its axis. `free`: it takes no time of its own.
+    """
+
+    on_shard: OnShard
+    moves: Moves | None = None
+    collective: str = ""
+    lends: bool = False
+    bucket: bool = False
+    fills_bucket: bool = False
+    stores: str = ""
+    encoded_by: str = ""
+    casts: bool = False
+    passes_on: bool = False
+    even: bool = False
+    equal: bool = False
+    free: bool = False
+
+
+_traits: dict[str, Traits] = {}  # of ours, by name without an overload
+UNKNOWN = Traits(OnShard.REFUSED)
+
+
+def define(
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    traits: Traits,
+    aside: Callable[..., Any] | None = None,
+) -> None:
+    """Register `zerofn::schema` with one implementation for every device, one for fake tensors, and its traits.
+    `aside`: what does it on the thread that updates state on the host, where that is more than calling `run` there.
+
+    No autograd formula: the operations run below autograd or under `no_grad`. Raises `ValueError` for a second
+    overload with other traits.
     """
     name = schema.split("(")[0]
-    implementations[name] = run
+    base = name.partition(".")[0]
+    if _traits.setdefault(base, traits) != traits:
+        raise ValueError(f"zerofn::{name}: the overloads of one operation have one set of traits.")
+    _implementations[name] = run
+    if aside is not None:
+        _aside[name] = aside
     _lib.define(schema)
     _lib.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"zerofn::{name}", fake, lib=_lib)
+
+
+@functools.cache
+def traits_of(target: object) -> Traits:
+    """The traits of an operation; `UNKNOWN`'s where nothing says what becomes of a shard."""
+    if not isinstance(target, OpOverload):
+        return UNKNOWN
+    if target.namespace == "zerofn":
+        return _traits[base_name(target)]
+    if target in _ATEN:
+        return _ATEN[target]
+    return Traits(OnShard.KEEPS) if torch.Tag.pointwise in target.tags else UNKNOWN
+
+
+def implementation_of(target: OpOverload) -> Callable[..., Any] | None:
+    """What runs an operation of ours, without the dispatcher."""
+    if target.namespace != "zerofn":
+        return None
+    overload = target._overloadname
+    return _implementations[base_name(target) + ("" if overload == "default" else f".{overload}")]
+
+
+def aside_of(target: OpOverload) -> Callable[..., Any] | None:
+    """What does an operation on the updates' thread, if that is more than calling it there."""
+    return _aside.get(base_name(target)) if target.namespace == "zerofn" else None
+
+
+def codec_pairs() -> list[tuple[str, str]]:
+    """(what decodes, what encodes) of every codec, by name."""
+    return [(name, traits.encoded_by) for name, traits in _traits.items() if traits.encoded_by]
+
+
+def base_name(target: OpOverload) -> str:
+    """An operation's name without namespace and overload."""
+    return target._schema.name.split("::")[1]
+
+
+@functools.cache
+def argument_places(target: OpOverload) -> dict[str, tuple[int, Any]]:
+    """Argument name -> (its position, its default value), from the schema."""
+    return {a.name: (k, a.default_value) for k, a in enumerate(schema_arguments(target))}
+
+
+# --- ATen, where schema and tags do not say it ---------------------------------------------------------------------
+
+_SHAPE_ONLY = (
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_empty.default,
+    aten.new_full.default,
+    # what forward-mode differentiation asks about a tangent
+    aten.is_same_size.default,
+    aten._has_same_storage_numel.default,
+    aten._new_zeros_with_same_feature_meta.default,
+)
+_ELEMENTWISE = (aten.clone.default, aten.copy_.default, aten.lift_fresh_copy.default, aten.where.self, aten.fill.Scalar)
+SAME = (aten.detach.default, aten.alias.default)  # the very same value
+# A shard where the shape stays; see `graph.verify`.
+RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default)
+_ATEN: dict[OpOverload, Traits] = {
+    **dict.fromkeys(_SHAPE_ONLY, Traits(OnShard.SHAPE, even=True)),
+    **dict.fromkeys((aten.zeros.default, aten.ones.default, aten.full.default), Traits(OnShard.REFUSED, even=True)),
+    **dict.fromkeys((*_ELEMENTWISE, *SAME), Traits(OnShard.KEEPS)),
+    aten._to_copy.default: Traits(OnShard.KEEPS, casts=True),
+}
+
+# Results that share their first argument's memory, which their schemas do not say.
+UNDECLARED_VIEWS = (aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
+# Arguments that are written in training, which their schemas do not say.
+UNDECLARED_WRITES = {
+    packet.default: ("running_mean", "running_var")
+    for packet in (
+        aten.native_batch_norm,
+        aten.cudnn_batch_norm,
+        aten.miopen_batch_norm,
+        aten.batch_norm_update_stats,
+        aten.batch_norm_gather_stats,
+        aten.batch_norm_gather_stats_with_counts,
+    )
+}
+# Operations that may write to the memory of an operand of their result's shape: (the form that does, its argument).
+OUT_ELEMENTWISE = {
+    aten.add.Tensor: (aten.add.out, "out"),
+    aten.sub.Tensor: (aten.sub.out, "out"),
+    aten.mul.Tensor: (aten.mul.out, "out"),
+    aten.div.Tensor: (aten.div.out, "out"),
+    aten.neg.default: (aten.neg.out, "out"),
+    aten.pow.Tensor_Scalar: (aten.pow.Tensor_Scalar_out, "out"),
+    aten.silu.default: (aten.silu.out, "out"),
+    aten.gelu.default: (aten.gelu.out, "out"),
+    aten.tanh.default: (aten.tanh.out, "out"),
+    aten.sigmoid.default: (aten.sigmoid.out, "out"),
+    aten.silu_backward.default: (aten.silu_backward.grad_input, "grad_input"),
+    aten.gelu_backward.default: (aten.gelu_backward.grad_input, "grad_input"),
+    aten.tanh_backward.default: (aten.tanh_backward.grad_input, "grad_input"),
+    aten.sigmoid_backward.default: (aten.sigmoid_backward.grad_input, "grad_input"),
+    aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
+}
+# Operations that make gradients and may write them to given memory, bit for bit the same.
+OUT_GRADIENT = {
+    aten.mm.default: aten.mm.out,
+    aten.addmm.default: aten.addmm.out,
+    aten.bmm.default: aten.bmm.out,
+    aten.sum.dim_IntList: aten.sum.IntList_out,
+    aten.add.Tensor: aten.add.out,
+    aten.mul.Tensor: aten.mul.out,
+}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .registry import define
+from .registry import OnShard, Traits, define
 
 
 def fill_runs(like: Tensor, starts: Sequence[int], stops: Sequence[int], values: Sequence[float]) -> Tensor:
@@ -45,14 +45,17 @@ define(
     "fill_runs(Tensor like, int[] starts, int[] stops, float[] values) -> Tensor",
     fill_runs,
     lambda like, *rest: like.new_empty(like.shape),
+    traits=Traits(OnShard.SHAPE, even=True),
 )
 define(
     "scale_runs(Tensor x, int[] starts, int[] stops, int[] columns, Tensor factors) -> Tensor",
     scale_runs,
     lambda x, *rest: x.new_empty(x.shape),
+    traits=Traits(OnShard.KEEPS),
 )
 define(
     "take_runs(Tensor base, Tensor other, int[] starts, int[] stops) -> Tensor",
     take_runs,
     lambda base, other, *rest: other.new_empty(other.shape),
+    traits=Traits(OnShard.KEEPS),
 )

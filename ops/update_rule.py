@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import cpu, cuda
 from .formats import join, kernels, split
-from .registry import define
+from .registry import OnShard, Traits, define
 
 BLOCK = 1 << 16  # elements: on the CPU a block's arrays stay in cache between the passes over it
 RUNS = (
@@ -77,8 +77,13 @@ def define_rule(
     writes = [f"Tensor({chr(ord('b') + k)}!)[] {m}, " for k, m in enumerate(moments)]
     reads = [f"Tensor {m}, " for m in moments]
     results = f"({', '.join(['Tensor'] * (1 + num))})" if num else "Tensor"
-    define(f"{name}_(Tensor(a!)[] p, Tensor g, {''.join(writes)}{tail}) -> ()", in_place, lambda *a: None)
-    define(f"{name}(Tensor p, Tensor g, {''.join(reads)}{tail}) -> {results}", pure, fake)
+    define(
+        f"{name}_(Tensor(a!)[] p, Tensor g, {''.join(writes)}{tail}) -> ()",
+        in_place,
+        lambda *a: None,
+        traits=Traits(OnShard.KEEPS),
+    )
+    define(f"{name}(Tensor p, Tensor g, {''.join(reads)}{tail}) -> {results}", pure, fake, traits=Traits(OnShard.KEEPS))
 
 
 def _run_kernel(

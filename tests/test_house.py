@@ -225,3 +225,54 @@ def test_public_names_have_docstrings(module):
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     public = [n for n in parse(module).body if isinstance(n, kinds) and not n.name.startswith("_")]
     assert [node.name for node in public if not ast.get_docstring(node)] == []
+
+
+# --- one registry of operations ---------------------------------------------------------------
+
+OPERATION_TABLES = {"zerofn.ops.registry", "zerofn._torch_compat"}
+
+
+def is_operation(node):
+    """Whether an expression names an operation: `torch.ops.aten.mm.default`, `ops.wait.default`, `aten.add.Tensor`."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        return False
+    parts = [node.id, *reversed(parts)]
+    if parts[:2] == ["torch", "ops"]:
+        return len(parts) > 3
+    return parts[0] in ("ops", "aten") and len(parts) > 2
+
+
+def tables_of_operations(tree):
+    """Lines of literals that hold two or more operations."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            members = [*node.keys, *node.values]
+        elif isinstance(node, ast.Tuple | ast.List | ast.Set) and isinstance(
+            getattr(node, "ctx", ast.Load()), ast.Load
+        ):
+            members = node.elts
+        else:
+            continue
+        if sum(is_operation(x) for x in members if x is not None) > 1:
+            yield node.lineno
+
+
+@each_file
+def test_tables_of_operations_stand_in_the_registry(module):
+    if module not in OPERATION_TABLES:
+        assert list(tables_of_operations(parse(module))) == [], "what an operation is, its traits say: see ops/registry"
+
+
+def test_tables_of_operations_are_seen():
+    bad = [
+        "X = (ops.a.default, ops.b.default)",
+        "{aten.mm.default: aten.mm.out}",
+        "x in [torch.ops.aten.a.default, ops.b.c]",
+    ]
+    good = ["X = (ops.a.default,)", "ops, aten = torch.ops.zerofn, x", "f(ops.a.default, ops.b.default)"]
+    assert all(list(tables_of_operations(ast.parse(code))) for code in bad)
+    assert not any(list(tables_of_operations(ast.parse(code))) for code in good)

@@ -10,7 +10,7 @@ import zerofn
 from zerofn.cost.machine import KNOWN
 from zerofn.cost.simulator import COMPUTE, UPDATES, Timeline, roofline
 from zerofn.dry_run.fake_machine import Imagined
-from zerofn.graph.edit import ASIDE
+from zerofn.graph.node_kinds import ASIDE
 
 ops = torch.ops.zerofn
 SLOW = zerofn.Machine("slow", "cpu", 4, 1e9, 1e3, {"float32": 1e3}, link=100.0, network=50.0, launch=0.0, latency=0.0)

@@ -306,11 +306,11 @@ def test_branch_on_a_random_value_names_the_line() -> None:
         w = torch.randn(3)
         return [w * w.norm().item()]
 
-    with pytest.raises(RuntimeError, match=r"test_replay.py:\d+: initialisation asks for the value"):
+    with pytest.raises(RuntimeError, match=r"test_record.py:\d+: initialisation asks for the value"):
         record(init)
-    with pytest.raises(RuntimeError, match=r"test_replay.py:\d+: .* random tensor"):
+    with pytest.raises(RuntimeError, match=r"test_record.py:\d+: .* random tensor"):
         record(lambda: [torch.from_numpy(torch.randn(2).numpy())])
-    with pytest.raises(RuntimeError, match=r"test_replay.py:\d+: .* random tensor"):
+    with pytest.raises(RuntimeError, match=r"test_record.py:\d+: .* random tensor"):
         record(lambda: [torch.ones(2)] if torch.rand(2).sum() > 1 else [])
 
 
@@ -330,7 +330,7 @@ def test_a_failed_recording_leaves_the_generator_alone() -> None:
 
 def test_unknown_tensors_raise(tmp_path: Any) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "w.pt")
-    with pytest.raises(RuntimeError, match=r"test_replay.py:\d+: a tensor .* cannot be replayed"):
+    with pytest.raises(RuntimeError, match=r"test_record.py:\d+: a tensor .* cannot be replayed"):
         record(lambda: [torch.load(tmp_path / "w.pt")["w"] + 1])
     with pytest.raises(RuntimeError, match="plain dense tensors only"):
         record(lambda: [torch.ones(2).to_sparse()])

@@ -66,13 +66,13 @@ def test_a_failing_operation_names_its_line(n, stage):
     with pytest.raises(IndexError, match="Target 7 is out of bounds") as caught:
         step(state, labels(7))
     text = said(caught.value).splitlines()[-1]
-    assert re.search(r"^in train_step: aten.nll_loss_forward at .*test_mistakes.py:\d+ \(.*# the label's line\)$", text)
+    assert re.search(r"^in train_step: aten.nll_loss_forward at .*test_advice.py:\d+ \(.*# the label's line\)$", text)
 
 
 def test_a_dtype_that_does_not_fit_says_which_entry_to_cast():
     module, train_step = picking()
     text = failure(lambda: zerofn.compile(train_step)(state_of(module, 3, precision="bf16"), labels()))
-    assert re.search(r"in train_step: aten.addmm at .*test_mistakes.py:\d+ \(logits = self.inner\(x\)\)", text)
+    assert re.search(r"in train_step: aten.addmm at .*test_advice.py:\d+ \(logits = self.inner\(x\)\)", text)
     assert "computed in bfloat16; cast floating inputs of the batch to it, here 'x' (float32)" in text
 
 
@@ -287,7 +287,7 @@ MISTAKES = {
     "swapped": (swapped, "got one tensor of shape ().*write loss, grads = state.value_and_grad(loss_fn)(batch)"),
     "item": (
         steps(lambda state, batch, loss: {"loss": loss.item() * 2}),
-        "returns '1.loss' as a number taken from a tensor (.item(), float(...)) at .*test_mistakes.py:",
+        "returns '1.loss' as a number taken from a tensor (.item(), float(...)) at .*test_advice.py:",
     ),
 }
 
@@ -297,7 +297,7 @@ def test_a_mistake_in_a_step_says_what_to_write_and_where(name):
     step, advice = MISTAKES[name]
     text = failure(lambda: zerofn.compile(step)(make_state(), BATCH))
     assert all(part in text for part in advice.split(".*")), text
-    assert re.search(r" at .*test_mistakes.py:\d+ \(", text), text
+    assert re.search(r" at .*test_advice.py:\d+ \(", text), text
     assert text.splitlines()[0].count(advice.split(".*")[-1]) == 1
 
 
@@ -336,7 +336,7 @@ def test_a_shape_that_does_not_fit_is_one_traceback_that_ends_in_the_users_line(
     assert sum("Traceback" in line for line in lines) == 1 and not any("/torch/" in line for line in lines)
     frames = [k for k, line in enumerate(lines) if line.startswith("  File")]
     assert "in loss_fn" in lines[frames[-1]]
-    assert re.search(r"^in train_step at .*test_mistakes.py:\d+ \(return functional_call", lines[-1])
+    assert re.search(r"^in train_step at .*test_advice.py:\d+ \(return functional_call", lines[-1])
     assert "fake_tensor" not in capfd.readouterr().err
 
 
@@ -346,7 +346,7 @@ def test_an_impure_step_is_one_traceback():
     def impure(state, batch):
         return state, batch["x"].mul_(2)
 
-    with pytest.raises(RuntimeError, match="writes to batch entry 'x'.*test_mistakes") as caught:
+    with pytest.raises(RuntimeError, match="writes to batch entry 'x'.*test_advice") as caught:
         zerofn.compile(impure)(make_state(), BATCH)
     assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1
 

@@ -358,7 +358,7 @@ def refused_and_let_through(state, bad, message, good):
 def test_what_is_local_is_refused_on_pieces_at_every_stage(stage, world):
     module = build(2)
     with fake_ranks(world):
-        message = r"this rank's piece of state entry \"params.*zerofn\.global_norm"
+        message = r"this rank's shard of state entry \"params.*zerofn\.global_norm"
         refused_and_let_through(state_of(module, stage), LOCAL, message, POINTWISE)
 
 
@@ -366,7 +366,7 @@ def test_a_piece_meets_only_what_is_cut_like_it():
     module = build(2)
     for world in (1, 2):
         with fake_ranks(world):
-            message = "is no piece and differs from place.*how the state is cut"
+            message = "is no shard and differs from place.*how the state is cut"
             refused_and_let_through(state_of(module, 3), UNEVEN, message, EVEN)
 
 
@@ -382,7 +382,7 @@ def test_a_sharded_batch_entry_is_cut_too():
 
     batch = {**batch_of(), "before": state.params}
     check_purity(captured(step, state, batch))
-    refused(local, state, batch, "this rank's piece of batch entry")
+    refused(local, state, batch, "this rank's shard of batch entry")
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -397,7 +397,7 @@ def test_gradients_are_pieces_too(stage, n):
 
     for world in (1, 2):
         with fake_ranks(world):
-            message = refused(step, state_of(module, stage), batch_of(), "this rank's piece")
+            message = refused(step, state_of(module, stage), batch_of(), "this rank's shard")
             assert "g / g.norm()" in message
 
 

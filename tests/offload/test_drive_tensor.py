@@ -18,7 +18,7 @@ from tests.support.small_steps import (
     unit_of,
 )
 from zerofn import Offload, optim, tree
-from zerofn.graph.edit import UPDATE, is_fetch
+from zerofn.graph.node_kinds import UPDATE, is_fetch
 from zerofn.sharding.allocate import HELD, Filler
 
 TIERS = [{"params": "nvme"}, {"params": "nvme", "optimizer": "nvme"}]

@@ -78,7 +78,7 @@ def test_on_two_ranks_too(ranks, tmp_path, change):
 
 @pytest.mark.parametrize("tiers", [{"optimizer": "cpu"}, {"params": "cpu"}])
 def test_what_the_step_reads_of_the_new_state_the_host_does_not_update_aside(monkeypatch, tiers):
-    """The host stands for a device beside it, as in `test_offload`."""
+    """The host stands for a device beside it, as in `test_policy`."""
     expected = results(again, "skip", "bf16", None)
     apart(monkeypatch, 1.0)
     assert all(map(torch.equal, results(again, "skip", "bf16", Offload(**tiers)), expected))

@@ -12,7 +12,8 @@ import zerofn
 from tests.support.small_steps import apart, batch_of, build, fake_ranks, loss_of, scheduled, state_of, train_step_of
 from zerofn import Offload, optim, tree
 from zerofn.cost import host_share
-from zerofn.graph.edit import DECODES, is_fetch, loops
+from zerofn.graph.edit import loops
+from zerofn.graph.node_kinds import DECODES, is_fetch
 from zerofn.offload.disk import DiskError, pages
 from zerofn.ops import cpu
 

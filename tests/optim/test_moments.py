@@ -9,7 +9,7 @@ import torch.distributed as dist
 import zerofn
 from tests.support.small_steps import batch_of, build, fake_ranks, scheduled, state_of, train_step_of
 from zerofn import optim, tree
-from zerofn.graph.edit import DECODES
+from zerofn.graph.node_kinds import DECODES
 
 ops = torch.ops.zerofn
 RULES = {

@@ -22,8 +22,9 @@ from tests.support.small_steps import (
 )
 from zerofn import optim, passes, tree
 from zerofn.graph.alias import positions, roots, touches
-from zerofn.graph.edit import is_gather, is_scatter, loops
+from zerofn.graph.edit import loops
 from zerofn.graph.liveness import moments
+from zerofn.graph.node_kinds import is_gather, is_scatter
 from zerofn.graph.resident import resident
 from zerofn.memory import arena as arenas
 from zerofn.passes._packing import Span, pack

@@ -17,7 +17,7 @@ from tests.support.small_steps import (
 )
 from zerofn import optim, tree
 from zerofn.graph.alias import positions, writes
-from zerofn.graph.edit import wait_of
+from zerofn.graph.node_kinds import wait_of
 
 
 def pointers(value):

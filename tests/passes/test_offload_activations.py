@@ -22,7 +22,8 @@ from zerofn.cost.op_cost import DOWN, UP
 from zerofn.dry_run.fake_machine import Imagined
 from zerofn.graph.alias import positions, roots, touches
 from zerofn.graph.captured import captured
-from zerofn.graph.edit import loops, wait_of
+from zerofn.graph.edit import loops
+from zerofn.graph.node_kinds import wait_of
 from zerofn.graph.phase import BACKWARD, phase_of
 from zerofn.graph.segments import Segments
 from zerofn.offload import host_tensor

@@ -7,7 +7,8 @@ import torch
 
 from tests.support.small_steps import batch_of, build, captured, fake_ranks, ops, scheduled, state_of, train_step_of
 from zerofn.graph.capture import capture
-from zerofn.graph.edit import is_gather, is_scatter, loops
+from zerofn.graph.edit import loops
+from zerofn.graph.node_kinds import is_gather, is_scatter
 from zerofn.passes import DONATION, LAST, SCHEDULE, WHOLE_STEP, run
 
 NUM_RANKS = 4

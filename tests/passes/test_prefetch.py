@@ -21,7 +21,8 @@ from tests.support.small_steps import (
 from zerofn import tree
 from zerofn.cost import simulator
 from zerofn.graph.alias import positions, roots, writes
-from zerofn.graph.edit import UPDATE, is_fetch, is_gather, loops, wait_of
+from zerofn.graph.edit import loops
+from zerofn.graph.node_kinds import UPDATE, is_fetch, is_gather, wait_of
 from zerofn.passes import SCHEDULE
 from zerofn.passes.budget.decision import Choice, choose
 from zerofn.passes.prefetch import Bound, early, prefetch, sources_in

@@ -15,7 +15,7 @@ from tests.support.small_steps import (
     train_step_of,
 )
 from zerofn.graph.alias import positions, writes
-from zerofn.graph.edit import wait_of
+from zerofn.graph.node_kinds import wait_of
 from zerofn.passes.canonicalize import canonicalize
 from zerofn.passes.raise_reduce_scatters import IN_FLIGHT, raise_reduce_scatters
 

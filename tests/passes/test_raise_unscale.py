@@ -17,7 +17,7 @@ from tests.support.small_steps import (
 )
 from zerofn import Precision
 from zerofn.graph.alias import positions
-from zerofn.graph.edit import is_fetch, wait_of
+from zerofn.graph.node_kinds import is_fetch, wait_of
 from zerofn.passes.canonicalize import canonicalize
 from zerofn.passes.raise_reduce_scatters import raise_reduce_scatters
 from zerofn.passes.raise_unscale import raise_unscale

@@ -4,7 +4,7 @@ import torch
 import zerofn
 from tests.support.small_steps import captured, fake_ranks, gathers, results, results_stay, same
 from zerofn import tree
-from zerofn.graph.edit import wait_of
+from zerofn.graph.node_kinds import wait_of
 from zerofn.passes import SCHEDULE
 from zerofn.passes.read_local_shards import read_local_shards
 

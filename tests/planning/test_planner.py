@@ -290,7 +290,7 @@ def test_a_step_that_cannot_be_captured_is_told_by_its_line():
             grads = None
         return state.apply_gradients(grads), loss
 
-    with pytest.raises(CaptureError, match=r"test_plan.py:\d+"):
+    with pytest.raises(CaptureError, match=r"test_planner.py:\d+"):
         zerofn.plan(train_step, init_state, batch_of(), world=2, stage=3, machine=HERE, unit=unit_of)
 
 

@@ -302,7 +302,7 @@ def test_dropouts_derivative_is_its_mask():
 def test_without_a_key_a_draw_says_where_and_what_to_write():
     with randomness(None), pytest.raises(RuntimeError) as error:
         F.dropout(x(), 0.5)
-    assert "bernoulli_" in str(error.value) and "test_random.py" in str(error.value)
+    assert "bernoulli_" in str(error.value) and "test_draws.py" in str(error.value)
     assert "state.value_and_grad(" in str(error.value) and "state.rng_at()" in str(error.value)
 
 

@@ -267,7 +267,7 @@ def test_ranks_with_other_seeds_end_up_with_equal_replicas(ranks, stage, by_func
 def peak_of(stage):
     """Bytes of tensors alive at the worst moment of `shard(function)`, and what the state takes; the same of what
     `unshard` makes of the parameters."""
-    from test_replay import PeakBytes
+    from tests.deferred_init.test_record import PeakBytes
 
     class Real(PeakBytes):
         def _meet(self, storage):

@@ -17,7 +17,8 @@ from zerofn import optim, passes
 from zerofn._torch_compat import join_fake_group
 from zerofn.graph.alias import positions
 from zerofn.graph.capture import capture
-from zerofn.graph.edit import is_gather, is_scatter, weight_chain
+from zerofn.graph.edit import weight_chain
+from zerofn.graph.node_kinds import is_gather, is_scatter
 from zerofn.graph.program import Program
 from zerofn.runtime.executor import Executor
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..memory.arena import empty
-from ..ops.registry import define
+from ..ops.registry import Lane, Moves, OnShard, Traits, define
 from .agreement import explained, group_named
 from .pending import post
 
@@ -206,29 +206,53 @@ def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
     return under_way(out, works, (x,))
 
 
+def _to_others(whole: Tensor, size: int) -> int:
+    """Bytes of a tensor but for this rank's own share of it."""
+    return whole.nbytes // size * (size - 1)
+
+
 define(
     "all_gather(Tensor piece, int size, str group, str unit, *, int[]? own=None, int[] place=[]) -> Tensor",
     all_gather_start,
     lambda piece, size, group, unit, own=None, place=(): piece.new_empty(piece.numel() * size),
+    traits=Traits(
+        OnShard.LEAVES,
+        Moves(Lane.LINK, lambda given, _: given["piece"].nbytes * (given["size"] - 1)),
+        "gather",
+        equal=True,
+    ),
 )
 define(
     "reduce_scatter(Tensor flat, int size, str group, str unit) -> Tensor",
     reduce_scatter_start,
     lambda flat, size, group, unit: flat.new_empty(flat.numel() // size),
+    traits=Traits(
+        OnShard.MAKES,
+        Moves(Lane.LINK, lambda given, _: _to_others(given["flat"], given["size"])),
+        "scatter",
+        equal=True,
+    ),
 )
 define(
     "refresh_(Tensor(a!) full, int rank, int size, str group, str unit) -> ()",
     refresh_start,
     lambda full, rank, size, group, unit: None,
+    traits=Traits(
+        OnShard.LEAVES, Moves(Lane.LINK, lambda given, _: _to_others(given["full"], given["size"])), "refresh"
+    ),
 )
 define(
     "exchange(Tensor rows, int size, str group) -> Tensor",
     exchange_start,
     lambda rows, size, group: torch.empty_like(rows),
+    traits=Traits(
+        OnShard.REFUSED, Moves(Lane.LINK, lambda given, _: _to_others(given["rows"], given["size"])), "exchange"
+    ),
 )
 define(
     "permute(Tensor x, int[] sources, str group) -> Tensor",
     permute_start,
     lambda x, sources, group: torch.empty_like(x),
+    traits=Traits(OnShard.REFUSED, Moves(Lane.LINK, lambda given, _: given["x"].nbytes), "permute"),
 )
-define("wait(Tensor(a) x) -> Tensor(a)", wait_, lambda x: x)
+define("wait(Tensor(a) x) -> Tensor(a)", wait_, lambda x: x, traits=Traits(OnShard.KEEPS, passes_on=True, free=True))

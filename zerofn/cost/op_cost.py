@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
-from .._torch_compat import OpOverload, packet_of, schema_arguments
+from .._torch_compat import OpOverload, packet_of
 from ..dry_run.fake_machine import is_host
-from ..graph.alias import body_of, is_view
-from ..graph.edit import GATHERS, SCATTERS
+from ..graph.alias import is_view
 from ..graph.liveness import complete_values, tensors_of, values_of
-from ..graph.loop import run_loop
+from ..graph.loop import LoopCall, body_of, run_loop
+from ..graph.node_kinds import argument, arguments, traits
 from ..graph.program import tensor_of
+from ..ops.registry import Lane, argument_places, base_name
 
-ops = torch.ops.zerofn
-_UNIT = {**dict.fromkeys((*GATHERS, *SCATTERS), 3), ops.refresh_.default: 4}  # where they name the unit
 SENT, READ, WRITTEN, DOWN, UP = "sent", "read", "written", "to the host", "to the device"
+_HOW = {Lane.LINK: SENT, Lane.READ: READ, Lane.WRITE: WRITTEN}
 
 
 class Moved(NamedTuple):
@@ -61,13 +60,13 @@ def groups_of(node: Node) -> Groups | None:
     """What a grouped matrix product is given, forward or backward; None for other nodes."""
     if not isinstance(node.target, OpOverload):
         return None
-    names = [x.name for x in schema_arguments(node.target)]
-    if not {"input", "weight", "offs"} <= set(names) or len(node.args) < 3:
+    names = argument_places(node.target)
+    if not {"input", "weight", "offs"} <= names.keys():
         return None
-    rows, weight, ends = (tensor_of(node.args[names.index(x)]) for x in ("input", "weight", "offs"))  # type: ignore[arg-type]
+    rows, weight, ends = (tensor_of(argument(node, x)) for x in ("input", "weight", "offs"))
     if rows is None or weight is None or ends is None:
         return None
-    return Groups(ends.shape[0], rows.shape[0], weight[0].numel(), names.index("offs"))
+    return Groups(ends.shape[0], rows.shape[0], weight[0].numel(), names["offs"][0])
 
 
 def touched_bytes(node: Node) -> int:
@@ -87,35 +86,18 @@ def _dense(x: Tensor) -> int:
 
 def moved(node: Node) -> Moved | None:
     """What a node sends to others, reads from or writes to drives, or copies between host and device."""
-    found = _moved(node)
-    if found is None:
+    moves = traits(node).moves
+    if moves is None:
         return None
-    how, nbytes = found
-    unit = str(node.args[_UNIT[node.target]]) if node.target in _UNIT else ""
-    return Moved(how, node.target._schema.name.split("::")[1].rstrip("_"), unit, nbytes)  # type: ignore[union-attr]
+    given = {name: _value(x) for name, x in arguments(node).items()}
+    how = _HOW.get(moves.lane) if moves.to is None else DOWN if is_host(moves.to(given)) else UP
+    assert how is not None and isinstance(node.target, OpOverload)
+    nbytes = moves.nbytes(given, node.meta.get("val"))
+    return Moved(how, base_name(node.target).rstrip("_"), given.get("unit", ""), nbytes)
 
 
-def _moved(node: Node) -> tuple[str, int] | None:
-    args: Any = node.args
-    if node.target in GATHERS:
-        return SENT, _bytes(args[0]) * (args[1] - 1)
-    if node.target in SCATTERS:
-        return SENT, _bytes(args[0]) // args[1] * (args[1] - 1)
-    if node.target is ops.refresh_.default:
-        return SENT, _bytes(args[0]) // args[2] * (args[2] - 1)
-    if node.target is ops.exchange.default:
-        return SENT, _bytes(args[0]) // args[1] * (args[1] - 1)
-    if node.target is ops.permute.default:
-        return SENT, _bytes(args[0])
-    if node.target is ops.fetch.default:
-        return READ, _bytes(node)
-    if node.target is ops.spill_.default:
-        return WRITTEN, _bytes(args[1])
-    if node.target is ops.bring.default:
-        return DOWN if is_host(args[1]) else UP, _bytes(node)
-    if node.target is ops.put_.default:
-        return DOWN if is_host(args[0].meta["val"].device) else UP, _bytes(args[1])
-    return None
+def _value(x: Any) -> Any:
+    return x.meta["val"] if isinstance(x, Node) else x
 
 
 def transfers(gm: GraphModule, times: int = 1) -> Iterator[tuple[Moved, int]]:
@@ -123,10 +105,6 @@ def transfers(gm: GraphModule, times: int = 1) -> Iterator[tuple[Moved, int]]:
     complete_values(gm.graph)
     for node in gm.graph.nodes:
         if node.target is run_loop:
-            yield from transfers(body_of(node), times * node.args[1])
+            yield from transfers(body_of(node), times * LoopCall.of(node).num_rounds)
         elif (found := moved(node)) is not None:
             yield found, times
-
-
-def _bytes(node: Node) -> int:
-    return node.meta["val"].nbytes

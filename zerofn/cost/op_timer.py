@@ -14,21 +14,20 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from .._torch_compat import below_autograd, tree_leaves, tree_map
-from ..graph.alias import body_of, roots
+from ..graph.alias import roots
 from ..graph.liveness import complete_values, tensors_of, values_of
-from ..graph.loop import run_loop
+from ..graph.loop import body_of, run_loop
+from ..graph.node_kinds import traits
 from ..runtime.executor import callable_of
 from .machine import Machine
 from .op_cost import groups_of, moved, touched_bytes
 from .simulator import Cost, roofline
 
-ops = torch.ops.zerofn
 ROUNDS = 5
 LARGE = 1 << 30
 # An operation finds in caches what was touched not long before. Between its inputs' last use and its run as many bytes
 # are written here as the step touches then, in powers of two: as good as none below NEAR, no more than FAR.
 NEAR, FAR = 1 << 18, 1 << 25
-_FREE = (operator.getitem, run_loop, *(getattr(ops, x).default for x in ("room", "bucket", "ticket", "wait")))
 _known: dict[Hashable, float] = {}
 
 
@@ -109,7 +108,12 @@ def _rounded(nbytes: int) -> int:
 
 def _counts(node: Node) -> bool:
     """Whether a node takes time of its own on the processor."""
-    return node.op == "call_function" and node.target not in _FREE and moved(node) is None
+    return (
+        node.op == "call_function"
+        and node.target not in (operator.getitem, run_loop)
+        and not traits(node).free
+        and moved(node) is None
+    )
 
 
 def _key(node: Node) -> Hashable:

@@ -17,10 +17,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..dry_run.fake_machine import is_host
-from ..graph.alias import body_of, roots, writes
-from ..graph.edit import ASIDE, SCATTERS, loops
+from ..graph.alias import roots, writes
+from ..graph.edit import loops
 from ..graph.liveness import complete_values, tensors_of
-from ..graph.loop import run_loop
+from ..graph.loop import LoopCall, body_of, run_loop
+from ..graph.node_kinds import ASIDE, reduces
 from .machine import Machine, hops, usual
 from .op_cost import DOWN, READ, SENT, UP, WRITTEN, flops, moved, touched_bytes
 
@@ -71,8 +72,7 @@ class Lanes:
             return
         self.starts.append((node, self.free[COMPUTE]))
         if node.target is run_loop:
-            num_rounds: int = node.args[1]  # type: ignore[assignment]
-            for _ in range(num_rounds):
+            for _ in range(LoopCall.of(node).num_rounds):
                 self.run(body_of(node))
             return
         if node.target is ops.wait.default:
@@ -121,7 +121,7 @@ class Lanes:
         if done > self.free[COMPUTE]:
             self.waited[lane] += done - self.free[COMPUTE]
             self.free[COMPUTE] = done
-        if memory.target in SCATTERS and is_host(memory.meta["val"].device):  # we sum what has come
+        if reduces(memory) and is_host(memory.meta["val"].device):  # we sum what has come
             self._take(COMPUTE, node, 0.0, (self.world + 1) * memory.meta["val"].nbytes / self.machine.memory_rate)
 
     def _take(self, lane: str, node: Node, after: float, seconds: float) -> None:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,6 +31,7 @@ from .._torch_compat import (
     tree_map,
     without_dispatch_modes,
 )
+from ..util.user_line import user_place
 from .call_log import Call, Region, Version, closure
 from .effects import ALLOCATE, FILL_LIKE, covers, is_random, overwrites, tensors, written_tensors
 from .rng_marks import Restore, SavedState, Watch
@@ -96,7 +95,7 @@ class Recorder(TorchDispatchMode):
         key = storage_key(tensor)
         if key not in self._current or tensor.is_neg():
             raise RuntimeError(
-                f"{user_line()}: a tensor of shape {tuple(tensor.shape)} came from something that "
+                f"{user_place()}: a tensor of shape {tuple(tensor.shape)} came from something that "
                 f"cannot be replayed (a file read with torch.load, say). {_INSTEAD}"
             )
         return Region(
@@ -225,7 +224,7 @@ class Recorder(TorchDispatchMode):
         needed = closure(self.calls, [r for r in roots if r is not None])
         if any(self.calls[i].is_random for i in needed):
             raise RuntimeError(
-                f"{user_line()}: initialisation asks for the value of a random tensor here "
+                f"{user_place()}: initialisation asks for the value of a random tensor here "
                 f"({func}), so what comes next cannot be known before it is drawn. Use torch.where "
                 "instead of a branch, or pass `shard` the finished state instead of a function."
             )
@@ -247,7 +246,7 @@ def _require_plain(x: torch.Tensor) -> None:
     own = (torch.Tensor.__torch_dispatch__, FakeTensor.__torch_dispatch__)
     if x.layout != torch.strided or type(x).__torch_dispatch__ not in own:
         raise RuntimeError(
-            f"{user_line()}: initialisation can be replayed with plain dense tensors only, but "
+            f"{user_place()}: initialisation can be replayed with plain dense tensors only, but "
             f"here is a {type(x).__name__} with layout {x.layout}. {_INSTEAD}"
         )
 
@@ -327,14 +326,3 @@ def _set_data(old: torch.Tensor, new: torch.Tensor) -> None:
     """How `module.to(dtype)` converts parameters here. It swaps fake tensors, but not those that
     something refers to weakly, as their mode does to them all."""
     old.data = new.data
-
-
-_NOT_THE_USER = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
-
-
-def user_line() -> str:
-    """'file:line' of the innermost frame that is neither torch's nor ZeroFn's."""
-    frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith((*_NOT_THE_USER, "<frozen")):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

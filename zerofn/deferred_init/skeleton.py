@@ -21,9 +21,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch_compat import REJECTION_SAMPLERS, TorchDispatchMode, tree_map
 from ..memory.host_allocator import map_large_blocks
+from ..util.user_line import user_place
 from .effects import is_random, tensors
 from .materialize import record
-from .record import user_line
 
 
 def skeleton(build: Callable[[], nn.Module]) -> nn.Module:
@@ -131,7 +131,7 @@ class _SkippedDraws(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             raise RuntimeError(
-                f"{user_line()}: building the module asks for the value of a parameter, and a "
+                f"{user_place()}: building the module asks for the value of a parameter, and a "
                 "skeleton has none. Compute it from the sizes, or build the module itself."
             )
         if is_random(func):

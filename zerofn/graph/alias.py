@@ -5,26 +5,12 @@ from __future__ import annotations
 import operator
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from .._torch_compat import OpOverload, aliased_arguments, schema_arguments
-from .loop import run_loop
+from ..ops.registry import UNDECLARED_VIEWS, UNDECLARED_WRITES, traits_of
+from .loop import body_of, given_to_body, run_loop
 
-aten = torch.ops.aten
-# Batch norms that write their running values in training, which their schemas do not say.
-_UNDECLARED = {
-    packet.default: ("running_mean", "running_var")
-    for packet in (
-        aten.native_batch_norm,
-        aten.cudnn_batch_norm,
-        aten.miopen_batch_norm,
-        aten.batch_norm_update_stats,
-        aten.batch_norm_gather_stats,
-        aten.batch_norm_gather_stats_with_counts,
-    )
-}
-# Operations whose results look at their first argument's memory, which their schemas do not say.
-_UNTOLD = (aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
 _views: dict[OpOverload, list[tuple[int, str]]] = {}
 
 
@@ -38,7 +24,7 @@ def sources(node: Node) -> list[Node]:
     if not isinstance(node.target, OpOverload):
         return []
     if node.target not in _views:
-        _views[node.target] = [(0, "self")] if node.target in _UNTOLD else aliased_arguments(node.target)
+        _views[node.target] = [(0, "self")] if node.target in UNDECLARED_VIEWS else aliased_arguments(node.target)
     found = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in _views[node.target]]
     return [x for x in found if isinstance(x, Node)]
 
@@ -50,7 +36,7 @@ def is_given(memory: Node) -> bool:
 
 def is_lent(memory: Node) -> bool:
     """Whether memory is an arena's, which the next step uses again."""
-    return memory.target in (torch.ops.zerofn.fetch.default, torch.ops.zerofn.room.default)
+    return traits_of(memory.target).lends
 
 
 def is_view(node: Node) -> bool:
@@ -65,9 +51,9 @@ def writes(node: Node) -> list[Node]:
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return []
     target = node.target
-    if target in _UNDECLARED:
+    if target in UNDECLARED_WRITES:
         given = {a.name: x for a, x in zip(schema_arguments(target), node.args, strict=False)}
-        found = [given.get(name) for name in _UNDECLARED[target]] if given.get("training", True) else []
+        found = [given.get(name) for name in UNDECLARED_WRITES[target]] if given.get("training", True) else []
         return [x for x in found if isinstance(x, Node)]
     if not target._schema.is_mutable:
         return []
@@ -78,18 +64,6 @@ def writes(node: Node) -> list[Node]:
         value = node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
         out.extend(x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Node))
     return out
-
-
-def body_of(node: Node) -> GraphModule:
-    """The graph a loop node repeats."""
-    module = node.graph.owning_module
-    return module.get_submodule(str(node.args[0].target))  # type: ignore[union-attr,return-value]
-
-
-def given_to_body(node: Node) -> dict[Node, Node]:
-    """The inputs of a loop's body -> what the loop gives them, whole or row by row; the index is given by none."""
-    inputs = [x for x in body_of(node).graph.nodes if x.op == "placeholder"]
-    return dict(zip(inputs[1:], [*node.args[2], *node.args[3]], strict=True))  # type: ignore[misc]
 
 
 def _written_by_loop(node: Node) -> list[Node]:

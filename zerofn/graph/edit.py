@@ -4,42 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import LazyGraphModule, OpOverload
-from .alias import body_of, is_view, positions, roots, writes, written_before, written_memory
-from .loop import run_loop
+from .alias import is_view, positions, roots, writes, written_before, written_memory
+from .loop import LoopCall, body_of, run_loop
+from .node_kinds import argument, casts, decodes, fetched, is_fetch, is_gather, lies_at, start_of, stores
 
 ops = torch.ops.zerofn
-GATHERS = (ops.all_gather.default,)
-SCATTERS = (ops.reduce_scatter.default,)
-STARTS = (*GATHERS, *SCATTERS, ops.exchange.default, ops.permute.default, ops.refresh_.default)
-# What decodes a piece -> what encodes it.
-DECODES = {ops.join.default: ops.split.default, ops.decode.default: ops.encode.default}
-SPILLS = (ops.spill.default, ops.put.default)  # a new value to where it lies
-SPILLS_IN_PLACE = (ops.spill_.default, ops.put_.default)  # the same once the state is donated
-ASIDE = "aside"  # among the meta of what the host does on the updates' own thread
-UPDATE = "update"  # among the meta of a read from a drive: it is for an update rule
 _impure: dict[OpOverload, bool] = {}
-CASTS = (torch.ops.aten._to_copy.default, ops.high.default)
-
-
-def is_start(node: Node) -> bool:
-    """Whether `node` starts a transfer."""
-    return node.target in STARTS
-
-
-def is_gather(node: Node) -> bool:
-    """Whether `node` starts the gather of a unit (transfers of small values carry no unit)."""
-    return node.target in GATHERS and bool(node.args[3])
-
-
-def is_scatter(node: Node) -> bool:
-    """Whether `node` starts the reduce-scatter of a unit."""
-    return node.target in SCATTERS and bool(node.args[3])
 
 
 def loops(gm: GraphModule) -> list[tuple[Node, GraphModule]]:
@@ -52,57 +28,9 @@ def bodies(gm: GraphModule) -> list[GraphModule]:
     return list(dict.fromkeys(each for _, body in loops(gm) for each in (body, *bodies(body))))
 
 
-def in_place_of(target: object) -> OpOverload | None:
-    """`zerofn::rule_` for `zerofn::rule`: it writes, in order, the arguments the pure one returns anew."""
-    if not isinstance(target, OpOverload) or target.namespace != "zerofn":
-        return None
-    packet = getattr(ops, target._schema.name.split("::")[1] + "_", None)
-    return getattr(packet, target._overloadname, None) if packet is not None else None
-
-
-def is_source(node: Node) -> bool:
-    """Whether a unit that is computed with begins to be there with `node`: its gather, or its read from a drive where
-    nothing is gathered."""
-    if not is_fetch(node) or node.meta.get(UPDATE):
-        return is_gather(node)
-    readers = list(wait_of(node).users)
-    while readers and all(x.target in DECODES or x.target in CASTS for x in readers):
-        readers = [user for x in readers for user in x.users]
-    return not any(map(is_gather, readers))
-
-
-def is_fetch(node: Node) -> bool:
-    """Whether `node` starts to read from a drive, or to bring what lies in host memory."""
-    return node.target is ops.fetch.default or (node.target is ops.bring.default and node.args[0].op == "placeholder")  # type: ignore[union-attr]
-
-
-def fetched(node: Node) -> bool:
-    """Whether `node` waits for what is read from a drive or brought from host memory."""
-    return node.target is ops.wait.default and is_fetch(node.args[0])  # type: ignore[arg-type]
-
-
-def from_drive(node: Node) -> bool:
-    """Whether `node` waits for what is read from a drive."""
-    start = node.args[0] if node.target is ops.wait.default else None
-    return isinstance(start, Node) and start.target is ops.fetch.default
-
-
-def kept_by(node: Node) -> list[list[Node]]:
-    """What keeps the tensors that an update rule in place writes, tensor by tensor; nothing for another node."""
-    if not node.args or not isinstance(node.args[0], list | tuple) or not writes(node):
-        return []
-    lists = [x for x in node.args if isinstance(x, list | tuple) and x and isinstance(x[0], Node)]
-    return [cast(list[Node], list(x)) for x in lists]
-
-
 def give_to_loop(loop: Node, old: Node, new: Node) -> None:
     """Let a loop give `new` to its body wherever it gave `old`."""
     loop.args = tuple([new if x is old else x for x in a] if isinstance(a, list | tuple) else a for a in loop.args)
-
-
-def wait_of(start: Node) -> Node:
-    """The node that waits for `start`."""
-    return next(user for user in start.users if user.target is ops.wait.default)
 
 
 def weight_chain(graph: Graph) -> list[Node]:
@@ -128,8 +56,8 @@ def weight_chain(graph: Graph) -> list[Node]:
 def _prepares(node: Node) -> bool:
     """A cast, a view, or what is decoded, of whole placeholders, or of what was read from a drive."""
     given = all(x.op == "placeholder" or fetched(x) for x in node.all_input_nodes)
-    joined = all(x.target in DECODES for x in node.all_input_nodes)
-    return (given or joined) and (node.target in CASTS or node.target in DECODES or is_view(node))
+    joined = all(map(decodes, node.all_input_nodes))
+    return (given or joined) and (casts(node) or decodes(node) or is_view(node))
 
 
 def sink(graph: Graph, nodes: Iterable[Node]) -> None:
@@ -140,8 +68,9 @@ def sink(graph: Graph, nodes: Iterable[Node]) -> None:
     anchor: dict[Node, Node] = {}
     for node in reversed(order):
         users = [anchor.get(u, u) if u in inside else u for u in node.users]
-        if fetched(node):
-            users += [x for x in node.args[0].args[0].users if x.target in SPILLS]  # type: ignore[union-attr]
+        start = start_of(node)
+        if start is not None and is_fetch(start):
+            users += filter(stores, lies_at(start).users)
         if users:
             anchor[node] = min(users, key=where.__getitem__)
     for node in order:
@@ -186,7 +115,7 @@ def made_by(buffer: Node, target: OpOverload, *args: Any) -> Node:
         made = graph.call_function(target, args)
         made.meta.update(buffer.meta)
         if buffer.target is ops.ravel.default:
-            leaves, offsets = cast(tuple[list[Node | None], list[int]], buffer.args[:2])
+            leaves, offsets = argument(buffer, "leaves"), argument(buffer, "offsets")
             numels = [0 if x is None else x.meta["val"].numel() for x in leaves]
             graph.call_function(ops.fill_.default, (made, leaves, offsets, numels, [False] * len(leaves)))
     buffer.replace_all_uses_with(made)
@@ -210,7 +139,7 @@ def _is_impure(node: Node) -> bool:
     if not isinstance(target, OpOverload):
         return node.is_impure() or bool(writes(node))
     if target is ops.wait.default:
-        return node.args[0].op == "placeholder"  # type: ignore[union-attr]
+        return argument(node, "x").op == "placeholder"
     if target not in _impure:
         _impure[target] = node.is_impure()
     return _impure[target] or bool(writes(node))
@@ -221,5 +150,5 @@ def copied(gm: GraphModule) -> GraphModule:
     new = LazyGraphModule(gm, copy.deepcopy(gm.graph))
     new.meta.update(gm.meta)
     for node, body in loops(new):
-        setattr(new, str(node.args[0].target), copied(body))  # type: ignore[union-attr]
+        setattr(new, str(LoopCall.of(node).body.target), copied(body))
     return new

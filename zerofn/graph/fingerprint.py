@@ -8,9 +8,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .._torch_compat import OpOverload, schema_arguments
-from .alias import body_of
-from .edit import is_gather, is_start
-from .loop import run_loop
+from .loop import LoopCall, body_of, run_loop
+from .node_kinds import is_gather, is_start
 from .program import Program, tensor_of
 from .verify import _names, _names_inside, _op, _origin
 
@@ -30,7 +29,7 @@ def _transfers(gm: GraphModule, names: dict[Node, str], groups: dict[Any, int]) 
             lines.append(_transfer(node, names, groups))
         elif node.target is run_loop:
             inside = _transfers(body_of(node), _names_inside(node, names), groups)
-            lines.append(f"{node.args[1]} times: {inside}")
+            lines.append(f"{LoopCall.of(node).num_rounds} times: {inside}")
     return "\n".join(lines)
 
 

@@ -14,14 +14,12 @@ from torch.fx import Graph, GraphModule, Node
 from .._torch_compat import FakeTensorMode, tree_leaves
 from ..dry_run.fake_machine import is_host
 from ..ops.ravel import ops
-from .alias import body_of, is_given, is_lent, positions, roots, touches
-from .edit import CASTS, DECODES, SCATTERS, is_fetch, is_gather, wait_of
-from .loop import run_loop
+from .alias import is_given, is_lent, positions, roots, touches
+from .loop import LoopCall, body_of, run_loop
+from .node_kinds import argument, casts, decodes, is_fetch, is_gather, makes_bucket, reduces, traits, wait_of
 from .phase import BACKWARD, FORWARD, phase_of
 
 KINDS = ("state", "gathered", "gradients", "activations", "staging", "other", "reserved")
-_GRADIENTS = (ops.ravel.default, ops.flat.default, ops.bucket.default, *SCATTERS)  # make a unit's gradient
-_TAKES_GRADIENTS = (*_GRADIENTS, ops.fill_.default, run_loop)
 AGAIN = "again"  # among the meta of what is computed once more for the backward pass, or brought back for it
 Live = dict[str, int]  # kind -> bytes
 
@@ -75,8 +73,7 @@ def moments(gm: GraphModule, base: Live) -> Iterator[Moment]:
 def _round(loop: Node, before: Live, after: Live) -> Iterator[Moment]:
     """The body, with the sums and stacks of earlier rounds; and where its terms are added to the sums: the second round
     makes new memory for each, one after the other."""
-    args: Any = loop.args
-    n, num_sums = args[1], args[4]
+    _, n, _, _, num_sums = LoopCall.of(loop)
     yield from moments(body_of(loop), after if n > 1 else before)
     sums = [x.nbytes for x in tensors_of(loop.meta["val"])[:num_sums]]
     if sums:
@@ -108,18 +105,27 @@ def _kind(node: Node, touched: list[Node], root: dict[Node, Node]) -> str:
     """What the memory that `node` makes is for, by who touches it."""
     sources = [root[x] for x in node.all_input_nodes]
     if is_gather(node):  # a unit's parameters, or at stage 0 its gradient
-        return "gradients" if sources[0].target in SCATTERS else "gathered"
-    if node.target in (*CASTS, *DECODES) and not phase_of(node) and all(is_given(x) or is_fetch(x) for x in sources):
+        return "gradients" if reduces(sources[0]) else "gathered"
+    if (casts(node) or decodes(node)) and not phase_of(node) and all(is_given(x) or is_fetch(x) for x in sources):
         return "gathered"
-    if node.target in _GRADIENTS or node.target is operator.getitem and node.args[0].target is run_loop:  # type: ignore[union-attr]
+    if _makes_gradient(node) or node.target is operator.getitem and node.args[0].target is run_loop:  # type: ignore[union-attr]
         return "gradients"
     if is_fetch(node) or node.target is ops.bring.default and not node.meta.get(AGAIN):
         return "staging"
     if node.meta.get(AGAIN) or phase_of(node) == FORWARD and any(phase_of(x) == BACKWARD for x in touched):
         return "activations"
-    if phase_of(node) == BACKWARD and touched[-1].target in _TAKES_GRADIENTS:
+    if phase_of(node) == BACKWARD and _takes_gradients(touched[-1]):
         return "gradients"
     return "other"
+
+
+def _makes_gradient(node: Node) -> bool:
+    """Whether a node makes a unit's gradient: its flat buffer, or this rank's part of the sum."""
+    return makes_bucket(node) or reduces(node)
+
+
+def _takes_gradients(node: Node) -> bool:
+    return _makes_gradient(node) or traits(node).fills_bucket or node.target is run_loop
 
 
 def _on_host(node: Node) -> bool:
@@ -138,10 +144,9 @@ def _nbytes(node: Node) -> int:
 
 def _held(node: Node) -> int:
     """What gloo's reduce-scatter receives beside its result, until it is waited for: a piece of each further rank."""
-    if node.target not in SCATTERS or not is_host(node.meta["val"].device):
+    if not reduces(node) or not is_host(node.meta["val"].device):
         return 0
-    num_ranks: Any = node.args[1]
-    return max(0, num_ranks - 2) * node.meta["val"].nbytes
+    return max(0, argument(node, "size") - 2) * node.meta["val"].nbytes
 
 
 def complete_values(graph: Graph) -> None:

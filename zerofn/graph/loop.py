@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from .._torch_compat import (
     TorchDispatchMode,
@@ -190,3 +190,35 @@ def _node(
     values = list(bind_outputs(results, out, constant=None, tracer=trace.tracer))
     stacks = iter(values[num_sums:])
     return values[:num_sums], [next(stacks) if isinstance(x, Tensor) else [x] * n for x in row], static
+
+
+class LoopCall(NamedTuple):
+    """The arguments of a loop's node: see `run_loop`."""
+
+    body: Node
+    num_rounds: int
+    sequences: list[Node]
+    closed: list[Node]
+    num_sums: int
+
+    @staticmethod
+    def of(node: Node) -> LoopCall:
+        """Those of a node."""
+        return LoopCall(*node.args)  # type: ignore[arg-type]
+
+    @property
+    def given(self) -> list[Node]:
+        """What the body is given, whole or row by row, after the index."""
+        return [*self.sequences, *self.closed]
+
+
+def body_of(node: Node) -> GraphModule:
+    """The graph a loop node repeats."""
+    module = node.graph.owning_module
+    return module.get_submodule(str(LoopCall.of(node).body.target))  # type: ignore[union-attr,return-value]
+
+
+def given_to_body(node: Node) -> dict[Node, Node]:
+    """The inputs of a loop's body -> what the loop gives them, whole or row by row; the index is given by none."""
+    inputs = [x for x in body_of(node).graph.nodes if x.op == "placeholder"]
+    return dict(zip(inputs[1:], LoopCall.of(node).given, strict=True))

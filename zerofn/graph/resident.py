@@ -13,10 +13,11 @@ from torch.fx import GraphModule, Node
 from .._torch_compat import storage_key
 from ..dry_run.fake_machine import is_host
 from ..offload.disk import pages
-from .alias import body_of, roots, touches
+from .alias import roots, touches
 from .edit import bodies
 from .liveness import KINDS, Live, memory_bytes, tensors_of
-from .loop import run_loop
+from .loop import body_of, run_loop
+from .node_kinds import argument
 from .program import Cut, Program, tensor_of
 
 ops = torch.ops.zerofn
@@ -81,8 +82,10 @@ def constants(gm: GraphModule) -> dict[int, int]:
 def parked(gm: GraphModule) -> int:
     """The most bytes of activations that wait at a time in the memory of a host beside the device."""
     nodes = list(gm.graph.nodes)
-    away = [n for n in nodes if n.target is ops.bring.default and n.kwargs.get("parked") and is_host(n.args[1])]
-    apart = not all(is_host(x.device) for n in away for x in tensors_of(n.args[0].meta["val"]))
+    away = [
+        n for n in nodes if n.target is ops.bring.default and argument(n, "parked") and is_host(argument(n, "device"))
+    ]
+    apart = not all(is_host(x.device) for n in away for x in tensors_of(argument(n, "x").meta["val"]))
     touched = touches(gm.graph, roots(gm.graph)) if apart else {}
     change: dict[Node, int] = defaultdict(int)  # behind a node
     for node in away if apart else ():

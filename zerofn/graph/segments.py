@@ -15,8 +15,8 @@ import numpy as np
 from torch.fx import Graph, Node
 
 from .alias import is_given, roots, touches, writes
-from .edit import is_start
 from .liveness import memory_bytes
+from .node_kinds import is_start
 from .phase import BACKWARD, FORWARD, phase_of
 from .program import tensor_of
 

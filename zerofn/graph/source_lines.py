@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import linecache
-import sys
 import traceback
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-import optree
-import tensordict
-import torch
 from torch.fx import Node
 
 from .._torch_compat import OpOverload, TorchDispatchMode, current_trace
+from ..util.user_line import OURS, library_prefixes, user_line
 from .edit import bodies
-
-_OURS = f"{Path(__file__).parent.parent}/"
-_LIBRARIES = (*(f"{Path(str(m.__file__)).parent}/" for m in (torch, optree, tensordict)), "<")
 
 
 class Lines(TorchDispatchMode):
@@ -49,36 +42,31 @@ class Lines(TorchDispatchMode):
 
 
 def _here() -> str:
-    frame = sys._getframe(1)
-    frames = []
-    while frame is not None:
-        frames.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back  # type: ignore[assignment]
-    return user_line(frames)
+    line = user_line()
+    return "" if line is None else _shown(line.file, line.number)
 
 
-def user_line(frames: Iterable[tuple[str, int]]) -> str:
-    """' at file:line (code)' of the first of (file, line) that is neither a library's nor ours, or ''."""
-    for filename, number in frames:
-        if not filename.startswith((_OURS, *_LIBRARIES)):
-            return f" at {filename}:{number} ({linecache.getline(filename, number).strip()})"
-    return ""
+def _shown(file: str, number: int) -> str:
+    """' at file:line (code)'."""
+    return f" at {file}:{number} ({linecache.getline(file, number).strip()})"
 
 
 def where(error: BaseException) -> str:
-    """The user's line that an error comes from, as `user_line` has it."""
-    return user_line((f.filename, f.lineno or 0) for f in reversed(traceback.extract_tb(error.__traceback__)))
+    """' at file:line (code)' of the user's line that an error comes from, or ''."""
+    skipped = (OURS, *library_prefixes())
+    rows = reversed(traceback.extract_tb(error.__traceback__))
+    return next((_shown(x.filename, x.lineno or 0) for x in rows if not x.filename.startswith(skipped)), "")
 
 
 def readable(trace: TracebackType | None) -> TracebackType | None:
     """A traceback without the frames of libraries; where one of them raised, it ends in the user's line."""
-    rows = []
+    rows, libraries = [], library_prefixes()
     while trace is not None:
         rows.append(trace)
         trace = trace.tb_next
-    kept = [row for row in rows if not _file(row).startswith(_LIBRARIES)]
+    kept = [row for row in rows if not _file(row).startswith(libraries)]
     if kept and kept[-1] is not rows[-1]:
-        last = max((k for k, row in enumerate(kept) if not _file(row).startswith(_OURS)), default=len(kept))
+        last = max((k for k, row in enumerate(kept) if not _file(row).startswith(OURS)), default=len(kept))
         kept = kept[: last + 1]
     out = None
     for row in reversed(kept):

@@ -3,70 +3,43 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from .._torch_compat import OpOverload, schema_arguments
-from .alias import body_of, given_to_body, sources, writes
+from .._torch_compat import OpOverload
+from ..ops.registry import RESHAPES, OnShard
+from .alias import sources, writes
 from .capture import CaptureError
-from .edit import bodies, is_gather
-from .loop import run_loop
+from .edit import bodies
+from .loop import body_of, given_to_body, run_loop
+from .node_kinds import argument, arguments, is_gather, traits
 from .program import Program, owners, tensor_of
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
 _CLOSED_OVER = "a tensor it closes over"
-_SHAPE_ONLY = {
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-    aten.empty_like.default,
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_empty.default,
-    aten.new_full.default,
-    # what forward-mode differentiation asks about a tangent
-    aten.is_same_size.default,
-    aten._has_same_storage_numel.default,
-    aten._new_zeros_with_same_feature_meta.default,
-}
-_ELEMENTWISE = {
-    aten.detach.default,
-    aten.alias.default,
-    aten.clone.default,
-    aten._to_copy.default,
-    aten.copy_.default,
-    aten.lift_fresh_copy.default,
-    aten.where.self,
-    aten.fill.Scalar,
-    operator.getitem,
-}
-# The same at every place; and constants by runs, which know how the state is cut.
-_CONSTANT = {*_SHAPE_ONLY, aten.zeros.default, aten.ones.default, aten.full.default, ops.fill_runs.default}
-_SAME_SIZE = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
 
 
 def check_purity(program: Program) -> list[Tensor]:
     """Raise `CaptureError` unless the step is a pure function; -> its baked constants.
 
     Refused: writing to the state, the batch or what was gathered, closing over a tensor that requires grad or is
-    written, on a shard's pieces anything that is neither elementwise nor one of zerofn's reductions, and draws from
+    written, on shards anything that is neither elementwise nor one of zerofn's reductions, and draws from
     the global generator.
     """
     names = _names(program)
     _check_writes(program.gm, names)
-    pieces = _pieces(program)
-    _check_pieces(program.gm, pieces, names)
+    shards = _shards(program)
+    _check_shards(program.gm, shards, names)
     graphs = [program.gm, *bodies(program.gm)]
     for gm in graphs:
         _check_draws(gm)
     return [constant for gm in graphs for constant in _constants(gm)]
 
 
-def _pieces(program: Program) -> set[Node]:
-    """The inputs that are pieces of a `Sharded`, of the state or of the batch."""
+def _shards(program: Program) -> set[Node]:
+    """The inputs that are shards of a `Sharded`, of the state or of the batch."""
     ends = [(program.placeholders, program.state.nodes), (program.batch_placeholders, program.batch.nodes)]
     pairs = [pair for inputs, kinds in ends for pair in zip(inputs, owners(kinds), strict=False)]
     return {node for node, (spec, _) in pairs if spec is not None}
@@ -118,24 +91,31 @@ def _check_write(node: Node, name: str | None) -> None:
         raise CaptureError(f"the step writes to {name} in place ({_op(node)}{_line(node)}). {advice}")
 
 
-def _check_pieces(gm: GraphModule, pieces: set[Node], names: dict[Node, str]) -> set[Node]:
-    """Raise at the first operation that no piece may go through; -> all nodes that are pieces."""
+def _check_shards(gm: GraphModule, shards: set[Node], names: dict[Node, str]) -> set[Node]:
+    """Raise at the first operation that no shard may go through; -> all nodes that are shards."""
     even: set[Node] = set()  # values that are the same at every place
     for node in gm.graph.nodes:
         if _is_even(node, even):
             even.add(node)
         if node.op != "call_function":
             continue
-        used = [x for x in node.all_input_nodes if x in pieces]
-        if node.target in _PIECES and node.args[-1] != "":
-            pieces.add(node)
+        used = [x for x in node.all_input_nodes if x in shards]
         if node.target is run_loop:
-            node.meta["pieces"] = _check_body(node, pieces, names)
+            node.meta["shards"] = _check_body(node, shards, names)
         elif node.target is operator.getitem and node.args[0].target is run_loop:
-            pieces.update([node] if node.args[1] in node.args[0].meta["pieces"] else [])
-        elif used and node.target not in _SHAPE_ONLY:
-            _check_use(node, used, pieces, even, names)
-    return pieces
+            shards.update([node] if node.args[1] in node.args[0].meta["shards"] else [])
+        elif _makes_shard(node):
+            shards.add(node)
+        elif used and _keeps(node, used, shards, even, names):
+            shards.add(node)
+    return shards
+
+
+def _makes_shard(node: Node) -> bool:
+    """Whether the result is a shard, whatever came in; transfers of small values, which name no unit, give none."""
+    if traits(node).on_shard is not OnShard.MAKES:
+        return False
+    return not traits(node).collective or bool(argument(node, "unit"))
 
 
 def _is_even(node: Node, even: set[Node]) -> bool:
@@ -143,38 +123,63 @@ def _is_even(node: Node, even: set[Node]) -> bool:
     value = tensor_of(node)
     if value is not None and isinstance(value.numel(), int) and value.numel() == 1:
         return True
-    keeps = node.target in _ELEMENTWISE or node.target in _SAME_SIZE or _is_pointwise(node)
-    return node.target in _CONSTANT or (keeps and all(x in even for x in node.all_input_nodes))
+    keeps = node.target in (operator.getitem, *RESHAPES) or (_is_atens(node) and _keeps_places(node))
+    return traits(node).even or (keeps and all(x in even for x in node.all_input_nodes))
 
 
-def _check_body(node: Node, pieces: set[Node], names: dict[Node, str]) -> set[int]:
-    """The outputs of a loop that are pieces."""
+def _check_body(node: Node, shards: set[Node], names: dict[Node, str]) -> set[int]:
+    """The outputs of a loop that are shards."""
     body = body_of(node)
-    inside = {x for x, given in given_to_body(node).items() if given in pieces}
-    found = _check_pieces(body, inside, _names_inside(node, names))
+    inside = {x for x, given in given_to_body(node).items() if given in shards}
+    found = _check_shards(body, inside, _names_inside(node, names))
     output = next(iter(reversed(body.graph.nodes)))
     return {i for i, x in enumerate(output.args[0]) if x in found}
 
 
-def _check_use(node: Node, used: list[Node], pieces: set[Node], even: set[Node], names: dict[Node, str]) -> None:
-    if isinstance(node.target, OpOverload) and node.target.namespace == "zerofn":
-        if node.target.name().split("::")[1].split(".")[0] in _KEEPS:
-            pieces.add(node)
-        return
-    if not _elementwise(node, used):
-        origin = names.get(_origin(used[0]), "a value computed from it")
+def _keeps(node: Node, used: list[Node], shards: set[Node], even: set[Node], names: dict[Node, str]) -> bool:
+    """Whether the result of an operation on shards is one. Raises `CaptureError` where it would be a local answer: also
+    for an operation of which nothing is known."""
+    if traits(node).on_shard in (OnShard.SHAPE, OnShard.LEAVES, OnShard.MAKES):
+        return False
+    origin = names.get(_origin(used[0]), "a value computed from it")
+    if not (node.target is operator.getitem or _keeps_places(node) or _keeps_shape(node, used[0])):
         raise CaptureError(
-            f"{_op(node)}{_line(node)} is applied to this rank's piece of {origin}, where its answer would be a "
+            f"{_op(node)}{_line(node)} is applied to this rank's shard of {origin}, where its answer would be a "
             "local one. On shards use elementwise operations, or zerofn.global_norm, leaf_norms, vdot and "
-            "all_finite, or zerofn.gather(tree) first."
+            f"all_finite, or zerofn.gather(tree) first.{_advice(node)}"
         )
-    if any(x not in pieces and x not in even for x in node.all_input_nodes):
+    if _is_atens(node) and any(x not in shards and x not in even for x in node.all_input_nodes):
         raise CaptureError(
-            f"{_op(node)}{_line(node)} combines this rank's piece of {names.get(_origin(used[0]), 'the state')} with a "
-            "tensor that is no piece and differs from place to place: which element meets which would depend on how "
+            f"{_op(node)}{_line(node)} combines this rank's shard of {origin} with a "
+            "tensor that is no shard and differs from place to place: which element meets which would depend on how "
             "the state is cut. Put that tensor into the state, laid out like the parameters, or zerofn.scatter it."
         )
-    pieces.add(node)
+    return True
+
+
+def _keeps_places(node: Node) -> bool:
+    """Whether an operation works element by element."""
+    return traits(node).on_shard is OnShard.KEEPS
+
+
+def _keeps_shape(node: Node, shard: Node) -> bool:
+    """Whether a reshape leaves a shard as it is, or repeats one number."""
+    if node.target not in RESHAPES:
+        return False
+    a, b = tensor_of(node), tensor_of(shard)
+    return a is not None and b is not None and (a.shape == b.shape or b.numel() == 1)
+
+
+def _is_atens(node: Node) -> bool:
+    """Whether an operation is not ours: of ours it is known which arguments are shards."""
+    return not (isinstance(node.target, OpOverload) and node.target.namespace == "zerofn")
+
+
+def _advice(node: Node) -> str:
+    """What to do about a custom operation."""
+    if not isinstance(node.target, OpOverload) or node.target.namespace in ("aten", "zerofn"):
+        return ""
+    return " An operation of your own that works element by element says so: torch.library's tags=torch.Tag.pointwise."
 
 
 def _check_draws(gm: GraphModule) -> None:
@@ -193,46 +198,9 @@ def _draws(node: Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags or "_backward" in node.target.name():
         return False
-    arguments = schema_arguments(node.target)
-    given: dict[str, Any] = {a.name: a.default_value for a in arguments}
-    given.update(zip(given, node.args, strict=False))
-    given.update(node.kwargs)
+    given = arguments(node)
     off = given.get("train", given.get("training", True)) is False
     return not off and given.get("dropout_p", given.get("dropout", True)) != 0
-
-
-_PIECES = {ops.reduce_scatter.default, ops.piece.default}
-_KEEPS = {
-    "wait",
-    "adamw",
-    "sgd",
-    "sgd_momentum",
-    "lion",
-    "scale_runs",
-    "take_runs",
-    "join",
-    "split",
-    "high",
-    "encode",
-    "decode",
-    "fetch",
-    "spill",
-    "bring",
-    "put",
-}
-
-
-def _elementwise(node: Node, used: list[Node]) -> bool:
-    if node.target in _ELEMENTWISE:
-        return True
-    if node.target in _SAME_SIZE:
-        a, b = tensor_of(node), tensor_of(used[0])
-        return a is not None and b is not None and (a.shape == b.shape or b.numel() == 1)
-    return _is_pointwise(node)
-
-
-def _is_pointwise(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def _origin(node: Node) -> Node:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..dry_run.fake_machine import real
-from ..ops.registry import define
+from ..ops.registry import OnShard, Traits, define
 from ..util.errors import DiskError
 from ..util.sizes import pages
 from .host_allocator import zeros
@@ -144,4 +144,5 @@ define(
     "bucket(int size, ScalarType dtype, Device device, int[] place) -> Tensor",
     empty,
     lambda size, dtype, device, place: torch.empty(size, dtype=dtype, device=device),
+    traits=Traits(OnShard.REFUSED, bucket=True, free=True),
 )

@@ -20,7 +20,7 @@ from .._torch_compat import current_trace
 from ..comm.transport import under_way
 from ..dry_run.fake_machine import host
 from ..memory.arena import arena_of, end, memory_at
-from ..ops.registry import define
+from ..ops.registry import Lane, Moves, OnShard, Traits, define
 from .disk import PAGE, Region, Request, aligned, pages
 
 ops = torch.ops.zerofn
@@ -150,12 +150,29 @@ define(
     "fetch(Tensor ticket, int size, ScalarType dtype, int[] place, Device device) -> Tensor",
     fetch,
     lambda ticket, size, dtype, place, device: ticket.new_empty(size, dtype=dtype, device=device),
+    traits=Traits(OnShard.KEEPS, Moves(Lane.READ, lambda _, result: result.nbytes), lends=True),
 )
 define(
     "room(int size, ScalarType dtype, int[] place) -> Tensor",
     room,
     lambda size, dtype, place: torch.empty(size, dtype=dtype),
+    traits=Traits(OnShard.REFUSED, lends=True, bucket=True, free=True),
 )
-define("ticket(int number) -> Tensor", lambda number: torch.tensor([number]), lambda number: torch.empty(1).long())
-define("spill(Tensor ticket, Tensor x) -> Tensor", _no_copy, lambda ticket, x: ticket.new_empty(ticket.shape))
-define("spill_(Tensor(a!) ticket, Tensor x) -> ()", spill_, lambda ticket, x: None)
+define(
+    "ticket(int number) -> Tensor",
+    lambda number: torch.tensor([number]),
+    lambda number: torch.empty(1).long(),
+    traits=Traits(OnShard.REFUSED, free=True),
+)
+define(
+    "spill(Tensor ticket, Tensor x) -> Tensor",
+    _no_copy,
+    lambda ticket, x: ticket.new_empty(ticket.shape),
+    traits=Traits(OnShard.KEEPS, stores="new"),
+)
+define(
+    "spill_(Tensor(a!) ticket, Tensor x) -> ()",
+    spill_,
+    lambda ticket, x: None,
+    traits=Traits(OnShard.KEEPS, Moves(Lane.WRITE, lambda given, _: given["x"].nbytes), stores="in place"),
+)

@@ -23,7 +23,7 @@ from .._torch_compat import below_autograd
 from ..comm.transport import under_way
 from ..dry_run.fake_machine import host
 from ..memory.host_allocator import zeros
-from ..ops.registry import define
+from ..ops.registry import Lane, Moves, OnShard, Traits, define
 from ..util.errors import said
 from .disk import locked
 
@@ -259,15 +259,27 @@ def _nothing(*args: Any) -> None:
     pass
 
 
-define("updated_(Tensor(a!) x) -> ()", _nothing, _nothing)
+define("updated_(Tensor(a!) x) -> ()", _nothing, _nothing, traits=Traits(OnShard.KEEPS), aside=aside_updated_)
 define(
     "bring(Tensor x, Device device, *, bool parked=False) -> Tensor",
     bring,
     lambda x, device, parked=False: torch.empty_like(x, device=device),
+    traits=Traits(OnShard.KEEPS, Moves(Lane.COPY, lambda _, result: result.nbytes, lambda given: given["device"])),
 )
 define(
     "put(Tensor host, Tensor x) -> Tensor",
     lambda host, x: x.to(host.device, copy=True),
     lambda host, x: host.new_empty(host.shape),
+    traits=Traits(OnShard.KEEPS, stores="new"),
 )
-define("put_(Tensor(a!) host, Tensor x) -> ()", put_, lambda host, x: None)
+define(
+    "put_(Tensor(a!) host, Tensor x) -> ()",
+    put_,
+    lambda host, x: None,
+    traits=Traits(
+        OnShard.KEEPS,
+        Moves(Lane.COPY, lambda given, _: given["x"].nbytes, lambda given: given["host"].device),
+        stores="in place",
+    ),
+    aside=aside_put_,
+)

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..graph.alias import body_of, positions, roots, touches
-from ..graph.edit import SCATTERS, bodies, clean, is_gather, is_scatter, made_by
+from ..graph.alias import positions, roots, touches
+from ..graph.edit import bodies, clean, made_by
 from ..graph.liveness import memory_bytes, moments
-from ..graph.loop import run_loop
+from ..graph.loop import body_of, run_loop
+from ..graph.node_kinds import is_batched, is_gather, is_scatter, makes_bucket, reduces
 from ..graph.program import Program, tensor_of
 from ..graph.resident import resident
 from ..memory.arena import Ring, arena_for
@@ -26,7 +27,6 @@ from ._packing import Span, pack
 ops = torch.ops.zerofn
 MORE = 1 / 16  # of a peak: what holes cost, at least
 ALIGNED = 512  # bytes: where allocators of devices begin a tensor, too
-_BUCKETS = (ops.flat.default, ops.ravel.default)
 
 
 def assign_buffers(gm: GraphModule, program: Program) -> GraphModule:
@@ -110,7 +110,7 @@ def _spans(graph: Graph) -> Iterator[Span]:
     leaves = {root[x] for x in next(iter(reversed(graph.nodes))).all_input_nodes}
     sent = {root[n.all_input_nodes[0]] for n in graph.nodes if is_scatter(n)}
     for node, at in where.items():
-        is_bucket = node.target in _BUCKETS and node in sent and len(node.args) != 5
+        is_bucket = makes_bucket(node) and node in sent and not is_batched(node)
         if (is_bucket or _is_unit(node, root)) and node not in leaves:
             nbytes = -(-memory_bytes(node.meta["val"]) // ALIGNED) * ALIGNED
             yield Span(node, at, where[touched[node][-1]], nbytes)
@@ -118,7 +118,7 @@ def _spans(graph: Graph) -> Iterator[Span]:
 
 def _is_unit(node: Node, root: dict[Node, Node]) -> bool:
     """Whether a node gathers parameters: at stage 0 gradients are gathered, too, and wait for the update."""
-    return is_gather(node) and root[node.all_input_nodes[0]].target not in SCATTERS
+    return is_gather(node) and not reduces(root[node.all_input_nodes[0]])
 
 
 def _put(node: Node, place: list[int]) -> None:

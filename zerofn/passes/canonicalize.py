@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule, Node
 
 from ..graph.edit import clean, weight_chain
+from ..graph.node_kinds import argument
 from ..graph.program import alike, tensor_of
+from ..ops.ravel import MARKS
+from ..ops.registry import RESHAPES, SAME
 
 aten = torch.ops.aten
-_NOTHING = (aten.detach.default, aten.alias.default, torch.ops.zerofn.whole.default, torch.ops.zerofn.piece.default)
-_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
 
 
 def canonicalize(gm: GraphModule) -> GraphModule:
@@ -28,19 +29,19 @@ def canonicalize(gm: GraphModule) -> GraphModule:
 
 def _same_value(node: Node) -> Node | None:
     """An earlier node with the value of `node`, seen from its shape and target alone."""
-    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+    if node.op != "call_function" or not node.all_input_nodes or node.args[:1] != (node.all_input_nodes[0],):
         return None
-    source = node.args[0]
-    if node.target in _NOTHING:
+    source = node.all_input_nodes[0]
+    if node.target in (*SAME, *MARKS):
         return source
-    if node.target in _RESHAPES:
+    if node.target in RESHAPES:
         return source if alike(tensor_of(node), tensor_of(source)) else None
     if node.target is aten.t.default and source.target is aten.t.default:
-        return source.args[0]  # type: ignore[return-value]
+        return cast(Node, argument(source, "self"))
     if node.target is aten.transpose.int and source.target is aten.transpose.int:
         dims = max(1, tensor_of(node).dim())  # type: ignore[union-attr]  # dims 0 and -1 of a scalar are one
-        ours, theirs = ({d % dims for d in x.args[1:]} for x in (node, source))  # type: ignore[operator]
-        return source.args[0] if ours == theirs else None  # type: ignore[return-value]
+        ours, theirs = ({argument(x, d) % dims for d in ("dim0", "dim1")} for x in (node, source))
+        return cast(Node, argument(source, "self")) if ours == theirs else None
     return None
 
 

@@ -11,7 +11,20 @@ from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import schema_arguments
 from ..graph.alias import is_given, is_lent, last_uses, positions, roots
-from ..graph.edit import DECODES, SPILLS, UPDATE, behind, clean, copy_of, fetched, in_place_of, is_fetch, wait_of
+from ..graph.edit import behind, clean, copy_of
+from ..graph.node_kinds import (
+    UPDATE,
+    decoder_of,
+    decodes,
+    encodes,
+    fetched,
+    in_place_of,
+    is_fetch,
+    place_of_store,
+    start_of,
+    stores,
+    wait_of,
+)
 from ..graph.program import Program, tensor_of
 
 aten, ops = torch.ops.aten, torch.ops.zerofn
@@ -43,20 +56,16 @@ def donate(gm: GraphModule, program: Program) -> GraphModule:
 def _read_first(graph: Graph) -> None:
     """Let what is read for another place be read before its own is written: in the old state that was no matter."""
     where = positions(graph)
-    for spill in [n for n in graph.nodes if n.target in SPILLS]:
-        for start in list(filter(is_fetch, _ticket_of(spill).users)):
+    for spill in list(filter(stores, graph.nodes)):
+        for start in list(filter(is_fetch, place_of_store(spill).users)):
             for late in [x for x in (start, wait_of(start)) if where[x] > where[spill]]:
                 spill.prepend(late)
-
-
-def _ticket_of(spill: Node) -> Node:
-    return spill.args[0]  # type: ignore[return-value]
 
 
 def _fits(new: Node, old: Node) -> bool:
     """Whether a new value is to be put where the old one is: large enough to matter, and of the same kind."""
     a, b = tensor_of(new), tensor_of(old)
-    worth = a is not None and (a.numel() > TINY or new.target in SPILLS)
+    worth = a is not None and (a.numel() > TINY or stores(new))
     return a is not None and b is not None and worth and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
@@ -95,12 +104,12 @@ def _results(rule: Node, num: int) -> list[Node | None]:
 
 def _kept_as(value: Node) -> list[Node]:
     """What a value is decoded from; itself if it is kept as it is."""
-    return value.all_input_nodes if value.target in DECODES else [value]
+    return value.all_input_nodes if decodes(value) else [value]
 
 
 def _ends_as(value: Node) -> list[Node]:
     """What a value is encoded to; itself if it is kept as it is."""
-    encoder = next((x for x in value.users if x.target in DECODES.values()), None)
+    encoder = next(filter(encodes, value.users), None)
     if encoder is None:
         return [value]
     return sorted(encoder.users, key=lambda x: x.args[1])  # type: ignore[arg-type,return-value]
@@ -109,11 +118,10 @@ def _ends_as(value: Node) -> list[Node]:
 def _read_for(value: Node) -> Node | None:
     """What was read from the drive that `value` alone is to be written to: its memory may be updated."""
     spill = next(iter(value.users), None)
-    if spill is None or len(value.users) > 1 or spill.target not in SPILLS:
+    if spill is None or len(value.users) > 1 or not stores(spill):
         return None
-    ticket = spill.args[0]
-    reads = [wait for fetch in ticket.users for wait in fetch.users if fetched(wait)]  # type: ignore[union-attr]
-    return next((x for x in reads if x.args[0].meta.get(UPDATE)), None)  # type: ignore[union-attr]
+    reads = [wait for fetch in place_of_store(spill).users for wait in fetch.users if fetched(wait)]
+    return next((x for x in reads if start_of(x).meta.get(UPDATE)), None)  # type: ignore[union-attr]
 
 
 def _return(outputs: list[Node], numbers: dict[Node, list[int]], old: Node, new: Node) -> None:
@@ -126,13 +134,12 @@ def _return(outputs: list[Node], numbers: dict[Node, list[int]], old: Node, new:
 
 def _decoded_again(rule: Node, result: Node, parts: list[Node]) -> Node | None:
     """Let those who read a new value that is now in place, encoded, decode it there; -> what they read now."""
-    encode = next(x for x in result.users if x.target in DECODES.values())
-    decode = next(d for d, e in DECODES.items() if e is encode.target)
+    encode = next(filter(encodes, result.users))
     readers = [x for x in result.users if x is not encode]
     if not readers:
         return None
     with rule.graph.inserting_after(rule):
-        value = rule.graph.call_function(decode, (*parts, *encode.args[1:]))
+        value = rule.graph.call_function(decoder_of(encode), (*parts, *encode.args[1:]))
     value.meta["val"] = result.meta.get("val")
     for reader in readers:
         if reader.op != "output":

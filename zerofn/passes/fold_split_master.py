@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graph.alias import given_to_body
 from ..graph.edit import clean, give_to_loop, loops
+from ..graph.loop import given_to_body
+from ..graph.node_kinds import argument
 
 ops = torch.ops.zerofn
 
@@ -19,15 +20,15 @@ def fold_split_master(gm: GraphModule) -> GraphModule:
                 _give(loop, inside, given)
         clean(body)
     for node in list(gm.graph.nodes):
-        if node.target is ops.high.default and node.args[0].target is ops.join.default:
-            node.replace_all_uses_with(node.args[0].args[0])
+        if node.target is ops.high.default and argument(node, "p").target is ops.join.default:
+            node.replace_all_uses_with(argument(argument(node, "p"), "hi"))
     return clean(gm)
 
 
 def _give(loop: Node, inside: Node, joined: Node) -> None:
     """Give a loop's body the upper half instead of the joined number, of which it reads nothing else."""
-    half = joined.args[0]
-    give_to_loop(loop, joined, half)  # type: ignore[arg-type]
-    inside.meta["val"] = half.meta["val"]  # type: ignore[union-attr]
+    half = argument(joined, "hi")
+    give_to_loop(loop, joined, half)
+    inside.meta["val"] = half.meta["val"]
     for reader in list(inside.users):
         reader.replace_all_uses_with(inside)

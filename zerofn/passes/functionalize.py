@@ -12,6 +12,7 @@ from .._torch_compat import OpOverload
 from ..graph.alias import is_view, roots, touches, writes, written_memory
 from ..graph.edit import clean
 from ..graph.liveness import complete_values, values_of
+from ..graph.node_kinds import argument
 from ..graph.program import alike, tensor_of
 
 aten = torch.ops.aten
@@ -40,17 +41,17 @@ def _is_aten(node: Node) -> bool:
 def _is_alone(touched: list[Node], written: list[Node]) -> bool:
     """Whether memory is only written as a whole, and has no view before it is written for the last time."""
     before = touched[: touched.index(written[-1])]
-    return not any(map(is_view, before)) and all(writes(n) == [n.args[0]] for n in written)
+    return not any(map(is_view, before)) and all(writes(n) == [n.all_input_nodes[0]] for n in written)
 
 
 def _pure(node: Node, stays: Callable[[Node], bool]) -> Any:
     """What gives as a new value what `node` writes: an operation, or "given", what it copies, where that `stays` as it
     is; None if nothing does."""
-    value, given = tensor_of(node.args[0]), values_of(node)[0]  # type: ignore[arg-type]
+    value, given = tensor_of(node.all_input_nodes[0]), values_of(node)[0]
     if not _is_aten(node) or node.kwargs or value is None or not hasattr(value, "fake_mode"):
         return None
     if node.target is aten.copy_.default:
-        source: Any = node.args[1]
+        source: Any = argument(node, "src")
         return "given" if alike(value, given[1]) and len(source.users) == 1 and stays(source) else None
     name, overload = node.target._schema.name.split("::")[1], node.target._overloadname  # type: ignore[union-attr]
     packet = getattr(aten, name[:-1], None) if name.endswith("_") and not name.endswith("__") else None
@@ -70,7 +71,7 @@ def _replace(graph: Graph, touched: list[Node], pure: dict[Node, Any]) -> None:
             if x in stands:
                 node.replace_input_with(x, now)
         if node in pure:
-            now = node.args[1] if pure[node] == "given" else _call(graph, node, pure[node])  # type: ignore[assignment]
+            now = argument(node, "src") if pure[node] == "given" else _call(graph, node, pure[node])
             stands.add(now)
             node.replace_all_uses_with(now)
             graph.erase_node(node)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import positions, roots, writes
 from ..graph.edit import behind, clean
+from ..graph.node_kinds import argument, arguments
+from ..ops.part_reductions import NORMS_AND_EXTREMES
 
 ops = torch.ops.zerofn
 # A tensor, [start, stop) of its parts, and what wrote to it last before it is reduced.
 _Key = tuple[Node, tuple[tuple[int, int], ...], Node | None]
-_Args = tuple[list[Node], list[int], list[int], list[int], list[int], list[int], int, int]
-_REDUCTIONS = (ops.part_norms.default, ops.part_extremes.default)
 
 
 def fuse_norms(gm: GraphModule) -> GraphModule:
@@ -27,7 +27,7 @@ def fuse_norms(gm: GraphModule) -> GraphModule:
     writer: dict[Node, Node] = {}  # memory -> what wrote it last
     tensors: dict[Node, list[tuple[_Key, list[int]]]] = {}
     for node in graph.nodes:
-        if node.target in _REDUCTIONS:
+        if node.target in NORMS_AND_EXTREMES:
             tensors[node] = [((x, parts, writer.get(root[x])), places) for x, parts, places in _by_tensor(node)]
         writer.update((root[x], node) for x in writes(node))
     keys = dict.fromkeys(key for each in tensors.values() for key, _ in each)
@@ -37,7 +37,12 @@ def fuse_norms(gm: GraphModule) -> GraphModule:
         with graph.inserting_before(node):
             grid = graph.call_function(
                 ops.grid.default,
-                ([x for x, _ in numbers], [p for _, places in numbers for p in places], *node.args[-2:]),
+                (
+                    [x for x, _ in numbers],
+                    [p for _, places in numbers for p in places],
+                    argument(node, "num_rows"),
+                    argument(node, "num_columns"),
+                ),
             )
         grid.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(grid)
@@ -46,7 +51,9 @@ def fuse_norms(gm: GraphModule) -> GraphModule:
 
 def _by_tensor(node: Node) -> list[tuple[Node, tuple[tuple[int, int], ...], list[int]]]:
     """For each tensor that a reduction reads: (it, its parts, where their numbers go in the result)."""
-    tensors, piece, start, stop, row, column, _, num_columns = cast(_Args, node.args)
+    given = arguments(node)
+    tensors, piece, start, stop = (given[name] for name in ("tensors", "piece", "start", "stop"))
+    row, column, num_columns = given["row"], given["column"], given["num_columns"]
     parts: dict[int, list[int]] = {k: [] for k in range(len(tensors))}  # those, too, that have none on this rank
     for i, k in enumerate(piece):
         parts[k].append(i)
@@ -64,4 +71,4 @@ def _reduce(graph: Graph, key: _Key, where: dict[Node, int]) -> dict[Any, Node]:
     with graph.inserting_after(behind(after)):
         both = graph.call_function(ops.part_numbers.default, (tensor, starts, stops))
     with graph.inserting_after(both):
-        return {kind: graph.call_function(operator.getitem, (both, k)) for k, kind in enumerate(_REDUCTIONS)}
+        return {kind: graph.call_function(operator.getitem, (both, k)) for k, kind in enumerate(NORMS_AND_EXTREMES)}

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import is_view, positions, sources
 from ..graph.edit import clean
+from ..graph.node_kinds import argument, is_batched
 from ..graph.program import tensor_of
+from ..ops.registry import OUT_GRADIENT
 
-ops, aten = torch.ops.zerofn, torch.ops.aten
-_OUT = {
-    aten.mm.default: aten.mm.out,
-    aten.addmm.default: aten.addmm.out,
-    aten.bmm.default: aten.bmm.out,
-    aten.sum.dim_IntList: aten.sum.IntList_out,
-    aten.add.Tensor: aten.add.out,
-    aten.mul.Tensor: aten.mul.out,
-}
+ops = torch.ops.zerofn
 
 
 def gradients_as_bucket_views(gm: GraphModule) -> GraphModule:
@@ -28,14 +20,15 @@ def gradients_as_bucket_views(gm: GraphModule) -> GraphModule:
     for bit."""
     where = positions(gm.graph)
     for node in list(where):
-        if node.target is ops.ravel.default and len(node.args) == 4:
+        if node.target is ops.ravel.default and not is_batched(node):
             _place(gm.graph, node, where)
     return clean(gm)
 
 
 def _place(graph: Graph, ravel: Node, where: dict[Node, int]) -> None:
     """`where`: positions; what is made here gets that of the node before which it is."""
-    leaves, offsets, size, dtype = cast(tuple[list[Node | None], list[int], int, torch.dtype], ravel.args)
+    leaves: list[Node | None] = argument(ravel, "leaves")
+    offsets, size, dtype = (argument(ravel, name) for name in ("offsets", "size", "dtype"))
     makers: list[Node | None] = []
     for leaf in leaves:
         maker = _maker(leaf, dtype)
@@ -56,7 +49,7 @@ def _place(graph: Graph, ravel: Node, where: dict[Node, int]) -> None:
         if maker is not None:
             where[_write_to(graph, maker, flat, offset)] = where[maker]
     # Read anew: a leaf whose maker writes for another leaf is by now a part of the flat buffer, and copied from it.
-    now = cast(list[Node | None], ravel.args[0])
+    now: list[Node | None] = argument(ravel, "leaves")
     rest = [None if m is not None else x for x, m in zip(now, makers, strict=True)]
     with graph.inserting_before(ravel):
         graph.call_function(ops.fill_.default, (flat, rest, offsets, numels, [m is not None for m in makers]))
@@ -75,13 +68,13 @@ def _maker(leaf: Node | None, dtype: torch.dtype) -> Node | None:
     """The operation that makes this gradient, if nothing else reads it and it can write to given memory."""
     node = leaf
     while node is not None and len(node.users) == 1 and is_view(node):
-        value, source = tensor_of(node), tensor_of(node.args[0])  # type: ignore[arg-type]
+        value, source = tensor_of(node), tensor_of(sources(node)[0])
         if value is None or source is None or not (value.is_contiguous() and source.is_contiguous()):
             return None
         if value.numel() != source.numel():
             return None
-        node = node.args[0]  # type: ignore[assignment]
-    if node is None or len(node.users) != 1 or node.target not in _OUT:
+        node = sources(node)[0]
+    if node is None or len(node.users) != 1 or node.target not in OUT_GRADIENT:
         return None
     value = tensor_of(node)
     inputs = [tensor_of(x) for x in node.all_input_nodes]
@@ -95,7 +88,7 @@ def _write_to(graph: Graph, maker: Node, flat: Node, offset: int) -> Node:
     with graph.inserting_before(maker):
         part = graph.call_function(ops.part.default, (flat, offset, list(value.shape)))  # type: ignore[union-attr]
         part.meta["val"] = value
-        out = graph.call_function(_OUT[maker.target], maker.args, {**maker.kwargs, "out": part})  # type: ignore[index]
+        out = graph.call_function(OUT_GRADIENT[maker.target], maker.args, {**maker.kwargs, "out": part})  # type: ignore[index]
     out.meta.update(maker.meta)
     maker.replace_all_uses_with(part)
     graph.erase_node(maker)

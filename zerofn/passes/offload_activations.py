@@ -17,8 +17,9 @@ from ..cost.op_cost import UP, moved
 from ..cost.simulator import Lanes, lanes_of
 from ..dry_run.fake_machine import host
 from ..graph.alias import is_lent, positions, roots, touches, written_memory
-from ..graph.edit import clean, is_start
+from ..graph.edit import clean
 from ..graph.liveness import AGAIN, complete_values, memory_bytes
+from ..graph.node_kinds import is_start
 from ..graph.phase import BACKWARD, FORWARD, phase_of
 from ..graph.program import tensor_of
 from .budget.decision import choice_of

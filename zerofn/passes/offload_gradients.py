@@ -10,7 +10,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..dry_run.fake_machine import host, is_host, real
 from ..graph.alias import roots, touches
-from ..graph.edit import ASIDE, UPDATE, clean, fetched, from_drive, kept_by, made_by
+from ..graph.edit import clean, made_by
+from ..graph.node_kinds import ASIDE, UPDATE, argument, fetched, from_drive, is_batched, kept_by, lies_at, start_of
 from ..graph.program import Cut, Program, tensor_of
 from ..offload.disk import Region, pages, scratch_space
 from ..offload.drive_tensor import ticket_of
@@ -44,7 +45,7 @@ def offload_gradients(gm: GraphModule, program: Program) -> GraphModule:
 
 
 def _gradient(rule: Node) -> Node:
-    return rule.args[1]  # type: ignore[return-value]
+    return cast(Node, argument(rule, "g"))
 
 
 def _waits(node: Node) -> bool:
@@ -52,8 +53,7 @@ def _waits(node: Node) -> bool:
     kept = kept_by(node)
     if not any(from_drive(x) for parts in kept for x in parts):
         return False
-    factor, finite = node.args[len(kept) + 3 : len(kept) + 5]  # after the gradient, the moments, count and lr
-    return isinstance(factor, Node) or isinstance(finite, Node)
+    return any(isinstance(argument(node, name), Node) for name in ("factor", "finite"))
 
 
 def _regions(program: Program, rules: list[Node]) -> Parked:
@@ -75,8 +75,8 @@ def _regions(program: Program, rules: list[Node]) -> Parked:
 
 def _updated(rule: Node) -> Node:
     """The input that a rule updates."""
-    first = cast(list[Node], rule.args[0])[0]
-    return cast(Node, cast(Node, first.args[0]).args[0]) if fetched(first) else first
+    first = cast(list[Node], argument(rule, "p"))[0]
+    return lies_at(cast(Node, start_of(first))) if fetched(first) else first
 
 
 def _park(graph: Graph, rule: Node, memory: Node, after: Node, region: Region) -> None:
@@ -105,7 +105,7 @@ def _write_there(gradient: Node, memory: Node) -> bool:
     value, whole = tensor_of(gradient), tensor_of(memory)
     if value is None or whole is None or not is_host(value.device) or value.numel() != whole.numel():
         return False
-    if memory.target is not ops.flat.default and (memory.target is not ops.ravel.default or len(memory.args) != 4):
+    if memory.target is not ops.flat.default and (memory.target is not ops.ravel.default or is_batched(memory)):
         return False
     made_by(memory, ops.room.default, whole.numel(), whole.dtype, [])
     return True

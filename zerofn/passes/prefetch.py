@@ -13,8 +13,9 @@ from torch.fx import Graph, GraphModule, Node
 from ..cost.op_cost import moved
 from ..cost.simulator import COMPUTE, lanes_of
 from ..graph.alias import last_uses, positions, roots, written_before
-from ..graph.edit import CASTS, DECODES, clean, fetched, is_fetch, is_source, wait_of
+from ..graph.edit import clean
 from ..graph.liveness import complete_values, memory_bytes
+from ..graph.node_kinds import casts, decodes, fetched, is_fetch, is_source, wait_of
 from .budget.decision import choice_of
 from .reshard import ALIVE
 
@@ -185,7 +186,7 @@ def _chain(start: Node, where: dict[Node, int]) -> list[Node]:
     found, todo = [start], [start]
     while todo:
         for node in todo.pop().all_input_nodes:
-            prepares = node.target in CASTS or node.target in DECODES or fetched(node) or is_fetch(node)
+            prepares = casts(node) or decodes(node) or fetched(node) or is_fetch(node)
             if prepares and len(node.users) == 1:
                 found.append(node)
                 todo.append(node)

@@ -6,11 +6,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..graph.alias import is_view, positions
-from ..graph.edit import CASTS, clean, is_scatter, raise_up, wait_of
+from ..graph.edit import clean, raise_up
+from ..graph.node_kinds import casts, is_scatter, wait_of
 
 IN_FLIGHT = 2  # scatters under way at a time: each holds a unit's whole gradient
 
-_PREPARES = (torch.ops.zerofn.ravel.default, torch.ops.aten.mul.Tensor, *CASTS)
+ops, aten = torch.ops.zerofn, torch.ops.aten
 
 
 def raise_reduce_scatters(gm: GraphModule) -> GraphModule:
@@ -20,7 +21,7 @@ def raise_reduce_scatters(gm: GraphModule) -> GraphModule:
     graph = gm.graph
     flats: dict[Node, None] = {}
     for node in graph.nodes:
-        if node.target is torch.ops.zerofn.ravel.default or is_scatter(node):
+        if node.target is ops.ravel.default or is_scatter(node):
             flats.update(_preparation(node))
             flats[node] = None
     where = positions(graph)
@@ -41,9 +42,14 @@ def _preparation(node: Node) -> dict[Node, None]:
     out: dict[Node, None] = {}
     while node.all_input_nodes:
         node = node.all_input_nodes[0]
-        if not (is_view(node) or node.target in _PREPARES) or len(node.users) > 1:
+        if not (is_view(node) or _prepares(node)) or len(node.users) > 1:
             break
         out = {node: None, **out}
-        if node.target is torch.ops.zerofn.ravel.default:
+        if node.target is ops.ravel.default:
             break
     return out
+
+
+def _prepares(node: Node) -> bool:
+    """Whether a node only brings a gradient into the form in which it is sent."""
+    return casts(node) or node.target is ops.ravel.default or node.target is aten.mul.Tensor

@@ -6,7 +6,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..graph.alias import positions
-from ..graph.edit import CASTS, clean, is_fetch, is_scatter, raise_up
+from ..graph.edit import clean, raise_up
+from ..graph.node_kinds import argument, casts, is_fetch, is_scatter
 from ..graph.program import tensor_of
 
 ops = torch.ops.zerofn
@@ -21,10 +22,10 @@ def raise_unscale(gm: GraphModule) -> GraphModule:
     for node in gm.graph.nodes:
         if node.target is not torch.ops.aten.mul.Tensor:
             continue
-        gradient = node.args[0]
-        cast = [gradient] if isinstance(gradient, Node) and gradient.target in CASTS and goes else []
-        if _is_gradient(cast[0].args[0] if cast else gradient):
-            moved.update(_number(node.args[1]))
+        gradient = argument(node, "self")
+        cast = [gradient] if isinstance(gradient, Node) and casts(gradient) and goes else []
+        if _is_gradient(cast[0].all_input_nodes[0] if cast else gradient):
+            moved.update(_number(argument(node, "other")))
             moved.update(dict.fromkeys([*cast, node]))
     where = positions(gm.graph)
     raise_up(gm.graph, sorted(moved, key=where.__getitem__))

@@ -6,7 +6,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import positions, roots, touches, writes
-from ..graph.edit import SPILLS_IN_PLACE, UPDATE, clean, fetched, is_fetch, kept_by, raise_up, wait_of
+from ..graph.edit import clean, raise_up
+from ..graph.node_kinds import UPDATE, argument, fetched, is_fetch, kept_by, place_of_store, stores_in_place, wait_of
 from ..graph.program import Program, tensor_of
 
 ops = torch.ops.zerofn
@@ -31,12 +32,12 @@ def raise_updates(gm: GraphModule, program: Program) -> GraphModule:
     makers = {root[x]: rule for rule in rules for x in writes(rule)}
     spills: dict[Node, list[Node]] = {rule: [] for rule in rules}  # rule -> what takes its results to where they lie
     for node in graph.nodes:
-        if node.target in SPILLS_IN_PLACE and root[node.args[1]] in makers:
-            spills[makers[root[node.args[1]]]].append(node)
+        if stores_in_place(node) and root[argument(node, "x")] in makers:
+            spills[makers[root[argument(node, "x")]]].append(node)
 
     def memory(rule: Node) -> set[Node]:
         places = {root[x] for x in writes(rule)}
-        places |= {root[spill.args[0]] for spill in spills[rule]}  # type: ignore[index]
+        places |= {root[place_of_store(spill)] for spill in spills[rule]}
         return places | {copies[x] for x in places if x in copies}  # a piece may lie in its gathered copy
 
     reads = set(_reads(graph))
@@ -56,7 +57,7 @@ def raise_updates(gm: GraphModule, program: Program) -> GraphModule:
         anchors[rule].append(rule)
     for rule, mine in spills.items():
         for spill in mine:  # not before what still reads the old value from there
-            place = root[spill.args[0]]  # type: ignore[index]
+            place = root[place_of_store(spill)]
             if not [n for n in touched[place] if where[rule] < where[n] < where[spill]]:
                 rule.append(spill)
     return clean(gm)

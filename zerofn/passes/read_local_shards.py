@@ -9,7 +9,8 @@ from torch.fx import GraphModule, Node
 from .._torch_compat import resolve_process_group
 from ..dry_run.fake_machine import imagining
 from ..graph.alias import is_given, roots, written_memory
-from ..graph.edit import clean, is_gather, wait_of
+from ..graph.edit import clean
+from ..graph.node_kinds import argument, is_gather, wait_of
 from ..graph.program import tensor_of
 
 _slice = torch.ops.aten.slice.Tensor
@@ -24,14 +25,14 @@ def read_local_shards(gm: GraphModule) -> GraphModule:
     root = roots(gm.graph)
     written = written_memory(root)
     for start in filter(is_gather, gm.graph.nodes):
-        piece = start.args[0]
+        piece = argument(start, "piece")
         if is_given(root[piece]) and root[piece] not in written:
             _read(start, piece)
     return clean(gm)
 
 
 def _read(start: Node, piece: Node) -> None:
-    size, group = tensor_of(piece).numel(), str(start.args[2])  # type: ignore[union-attr]
+    size, group = tensor_of(piece).numel(), argument(start, "group")  # type: ignore[union-attr]
     low = 0 if imagining() else dist.get_rank(resolve_process_group(group)) * size
     inside: list[tuple[Node, int, int]] = []
     edges: list[tuple[int, int]] = []  # what others need of the piece
@@ -52,7 +53,7 @@ def _read(start: Node, piece: Node) -> None:
 
 def _interval(user: Node) -> tuple[int, int] | None:
     """What a user reads of a unit, where it is a plain slice of it."""
-    if user.target is not _slice or len(user.args) != 4 or user.args[1] not in (0, -1):
+    if user.target is not _slice or argument(user, "step") != 1 or argument(user, "dim") not in (0, -1):
         return None
-    a, b = user.args[2:]
+    a, b = argument(user, "start"), argument(user, "end")
     return (a, b) if isinstance(a, int) and isinstance(b, int) and 0 <= a <= b else None

@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch.fx import GraphModule, Node
 
 from .._torch_compat import OpOverload
 from ..graph.alias import last_uses, positions, roots
 from ..graph.edit import clean
 from ..graph.program import alike, tensor_of
+from ..ops.registry import OUT_ELEMENTWISE
 
-aten = torch.ops.aten
 SMALLEST = 1 << 12  # elements; below, fresh memory is in the cache anyway
-
-# Operations that may write to the memory of an operand of their result's shape, and what they call it.
-_OUT = {
-    aten.add.Tensor: (aten.add.out, "out"),
-    aten.sub.Tensor: (aten.sub.out, "out"),
-    aten.mul.Tensor: (aten.mul.out, "out"),
-    aten.div.Tensor: (aten.div.out, "out"),
-    aten.neg.default: (aten.neg.out, "out"),
-    aten.pow.Tensor_Scalar: (aten.pow.Tensor_Scalar_out, "out"),
-    aten.silu.default: (aten.silu.out, "out"),
-    aten.gelu.default: (aten.gelu.out, "out"),
-    aten.tanh.default: (aten.tanh.out, "out"),
-    aten.sigmoid.default: (aten.sigmoid.out, "out"),
-    aten.silu_backward.default: (aten.silu_backward.grad_input, "grad_input"),
-    aten.gelu_backward.default: (aten.gelu_backward.grad_input, "grad_input"),
-    aten.tanh_backward.default: (aten.tanh_backward.grad_input, "grad_input"),
-    aten.sigmoid_backward.default: (aten.sigmoid_backward.grad_input, "grad_input"),
-    aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
-}
 
 
 def reinplace(gm: GraphModule) -> GraphModule:
@@ -45,7 +25,7 @@ def reinplace(gm: GraphModule) -> GraphModule:
         return moved.get(root[node], root[node])
 
     for node in gm.graph.nodes:
-        if node.target not in _OUT:
+        if node.target not in OUT_ELEMENTWISE:
             continue
         for operand in node.all_input_nodes:
             there = memory(operand)
@@ -53,7 +33,7 @@ def reinplace(gm: GraphModule) -> GraphModule:
             if alone and last[there] == where[node] and _is_fresh(there) and _fits(node, operand, there):
                 last[there] = last[node]
                 moved[node] = there
-                node.target, name = _OUT[node.target]
+                node.target, name = OUT_ELEMENTWISE[node.target]
                 node.kwargs = {**node.kwargs, name: operand}
                 break
     return clean(gm)

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import positions
-from ..graph.edit import clean, is_source, sink, wait_of, weight_chain
+from ..graph.edit import clean, sink, weight_chain
+from ..graph.node_kinds import is_source, wait_of
 from .budget.decision import choice_of
 
 ALIVE = 3  # gathered units at a time: one in use, and two that are kept, or under way

@@ -6,14 +6,14 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import positions, roots, touches, written_before
-from ..graph.edit import UPDATE, bodies, clean, is_fetch, is_scatter, wait_of
+from ..graph.edit import bodies, clean
+from ..graph.node_kinds import UPDATE, is_fetch, is_scatter, makes_bucket, wait_of
 from ..graph.program import Program
 from ..memory.arena import arena_for
 from ..offload.disk import pages
 from ._packing import Span, pack
 
 ops = torch.ops.zerofn
-_FLAT = (ops.ravel.default, ops.flat.default, ops.room.default)  # what makes memory for gradients
 WRITING = 3  # gradients that may be on their way to the drive while one is made
 
 
@@ -49,7 +49,7 @@ def _start_updates(graph: Graph, fetches: list[Node]) -> list[list[Node]]:
         reader = min(wait_of(fetch).users, key=where.__getitem__)
         groups.setdefault(reader, []).append(fetch)
     readers = sorted(groups, key=where.__getitem__)
-    before = next((n for n in graph.nodes if n.target in _FLAT or is_scatter(n)), None)  # the backward pass has begun
+    before = next((n for n in graph.nodes if makes_bucket(n) or is_scatter(n)), None)  # the backward pass has begun
     if before and readers and where[readers[0]] < where[before]:  # it is over: a loop held it
         before = None
     at = where[before] if before else 0

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch.fx import Graph, GraphModule, Node
 
-from ..graph.alias import given_to_body, positions
-from ..graph.edit import DECODES, SPILLS, UPDATE, clean, fetched, give_to_loop, in_place_of, is_fetch, loops, wait_of
+from ..graph.alias import positions
+from ..graph.edit import clean, give_to_loop, loops
+from ..graph.loop import given_to_body
+from ..graph.node_kinds import UPDATE, decodes, fetched, in_place_of, is_fetch, lies_at, start_of, stores, wait_of
 
 
 def split_state_reads(gm: GraphModule) -> GraphModule:
@@ -21,7 +25,7 @@ def split_state_reads(gm: GraphModule) -> GraphModule:
     where = positions(gm.graph)
     for start in list(filter(is_fetch, gm.graph.nodes)):
         wait = wait_of(start)
-        updates, moved = [x for x in wait.users if _is_update(x)], [x for x in wait.users if x.target in SPILLS]
+        updates, moved = [x for x in wait.users if _is_update(x)], list(filter(stores, wait.users))
         if moved and len(moved) < len(wait.users):
             _read_again(start, wait, moved, where)
         if updates:
@@ -41,17 +45,17 @@ def _read_again(start: Node, wait: Node, users: list[Node], where: dict[Node, in
 
 
 def _read_inside(loop: Node, body: Graph, inside: Node, held: Node) -> None:
-    """Give a loop's body the ticket of what was read before it, to read itself."""
-    start = held.args[0]
-    ticket = start.args[0]  # type: ignore[union-attr]
-    give_to_loop(loop, held, ticket)  # type: ignore[arg-type]
+    """Give a loop's body the handle of what was read before it, to read itself."""
+    start = cast(Node, start_of(held))
+    handle = lies_at(start)
+    give_to_loop(loop, held, handle)
     readers, value = list(inside.users), inside.meta["val"]
-    inside.meta["val"] = ticket.meta["val"]  # type: ignore[union-attr]
+    inside.meta["val"] = handle.meta["val"]
     last = [x for x in body.nodes if x.op == "placeholder"][-1]
     with body.inserting_after(last):
-        fetch = body.call_function(start.target, (inside, *start.args[1:]))  # type: ignore[union-attr,arg-type]
+        fetch = body.node_copy(start, {handle: inside}.__getitem__)
     with body.inserting_after(fetch):
-        wait = body.call_function(held.target, (fetch,))  # type: ignore[arg-type]
+        wait = body.node_copy(held, {start: fetch}.__getitem__)
     fetch.meta["val"] = wait.meta["val"] = value
     for reader in readers:
         reader.replace_input_with(inside, wait)
@@ -59,8 +63,8 @@ def _read_inside(loop: Node, body: Graph, inside: Node, held: Node) -> None:
 
 def _is_update(node: Node) -> bool:
     """Whether a node is an update rule, or decodes what one updates."""
-    return _is_rule(node) or (node.target in DECODES and any(map(_is_rule, node.users)))
+    return _is_rule(node) or (decodes(node) and any(map(_is_rule, node.users)))
 
 
 def _is_rule(node: Node) -> bool:
-    return node.target not in SPILLS and in_place_of(node.target) is not None
+    return not stores(node) and in_place_of(node.target) is not None

@@ -6,7 +6,8 @@ import torch
 from torch.fx import GraphModule
 
 from ..graph.alias import last_writers, roots
-from ..graph.edit import ASIDE, clean
+from ..graph.edit import clean
+from ..graph.node_kinds import ASIDE
 from ..graph.program import Program, tensor_of
 
 ops, aten = torch.ops.zerofn, torch.ops.aten

@@ -7,14 +7,14 @@ import operator
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..graph.alias import body_of, given_to_body, roots, writes
+from ..graph.alias import roots, writes
 from ..graph.capture import CaptureError
 from ..graph.edit import clean
-from ..graph.loop import run_loop
+from ..graph.loop import body_of, given_to_body, run_loop
+from ..graph.node_kinds import traits
 from ..graph.program import Program, tensor_of
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
-_SAME_ON_ALL = (ops.all_gather.default, ops.reduce_scatter.default)
 
 
 def sync_replicated_state(gm: GraphModule, program: Program) -> GraphModule:
@@ -53,7 +53,7 @@ def _depends(graph: Graph, given: set[Node], root: dict[Node, Node]) -> set[Node
             own.update(root[x] for x in written)
         elif node.target is operator.getitem and node.args[0] in of_loops:
             own.update([node] if node.args[1] in of_loops[node.args[0]] else [])
-        elif node.target not in _SAME_ON_ALL and any(root[x] in own for x in node.all_input_nodes):
+        elif not traits(node).equal and any(root[x] in own for x in node.all_input_nodes):
             own.update(root[x] for x in (node, *writes(node)))
     return own
 

@@ -10,7 +10,18 @@ from torch.fx import Graph, GraphModule, Node
 from ..cost.host_share import share_of
 from ..dry_run.fake_machine import host, is_host
 from ..graph.alias import positions, roots, touches
-from ..graph.edit import ASIDE, SPILLS_IN_PLACE, clean, from_drive, kept_by
+from ..graph.edit import clean
+from ..graph.node_kinds import (
+    ASIDE,
+    argument,
+    brings_input,
+    from_drive,
+    kept_by,
+    lies_at,
+    set_argument,
+    start_of,
+    stores_in_place,
+)
 from ..graph.program import Cut, Program, tensor_of
 
 ops = torch.ops.zerofn
@@ -30,10 +41,10 @@ def update_on_host(gm: GraphModule, program: Program) -> GraphModule:
     for k, rule in enumerate(rules):
         drive = any(from_drive(x) for parts in kept_by(rule) for x in parts)
         after = [n for parts in kept_by(rule) for x in parts for n in touched[root[x]] if where[n] > where[rule]]
-        if any(n.target not in SPILLS_IN_PLACE for n in after):  # the step reads what is new: it would not be there yet
+        if not all(map(stores_in_place, after)):  # the step reads what is new: it would not be there yet
             continue
         if k < number or (drive and _on_device(rule)):  # what is read from a drive is on the host
-            before = [n for n in touched[root[cast(Node, rule.args[1])]] if where[n] < where[rule]]
+            before = [n for n in touched[root[argument(rule, "g")]] if where[n] < where[rule]]
             _move(graph, rule, before[-1], where, not drive)
     return clean(gm)
 
@@ -43,8 +54,8 @@ def _share(program: Program, rule: Node) -> float:
     away = next(
         kind.away for cut in program.state.nodes if isinstance(cut, Cut) for kind in cut.kinds if kind.away is not None
     )
-    gradient, parts = _bytes(rule.args[1]), [x for parts in kept_by(rule) for x in parts]
-    size = tensor_of(rule.args[1]).numel()  # type: ignore[arg-type,union-attr]
+    gradient, parts = _bytes(argument(rule, "g")), [x for parts in kept_by(rule) for x in parts]
+    size = tensor_of(argument(rule, "g")).numel()  # type: ignore[union-attr]
     moved = sum(_bytes(x) for x in parts if _brought(x))
     on_host = gradient + 2 * sum(map(_bytes, parts))
     return share_of(away.update, torch.device(away.device), on_host / size, moved / size)
@@ -56,8 +67,8 @@ def _bytes(node: Any) -> int:
 
 def _brought(node: Node) -> bool:
     """Whether a node waits for a state tensor that is brought from the host."""
-    start = node.args[0] if node.target is ops.wait.default else None
-    return isinstance(start, Node) and start.target is ops.bring.default and start.args[0].op == "placeholder"  # type: ignore[union-attr]
+    start = start_of(node)
+    return start is not None and brings_input(start)
 
 
 def _streamed(node: Node) -> bool:
@@ -67,14 +78,14 @@ def _streamed(node: Node) -> bool:
 
 
 def _on_device(rule: Node) -> bool:
-    return not is_host(tensor_of(rule.args[1]).device)  # type: ignore[arg-type,union-attr]
+    return not is_host(tensor_of(argument(rule, "g")).device)  # type: ignore[union-attr]
 
 
 def _move(graph: Graph, rule: Node, ready: Node, where: dict[Node, float], aside: bool) -> None:
     """Make an update on the device one on the host, aside but where it works in places that later reads get.
     `ready`: its gradient is complete behind that. `where`: positions, to which those of new users of state are added.
     """
-    gradient = cast(Node, rule.args[1])
+    gradient = cast(Node, argument(rule, "g"))
     with graph.inserting_after(ready):
         begun = _node(graph, ops.bring.default, (gradient, host()), gradient)  # as soon as it is reduced
     with graph.inserting_after(begun):  # at once: where it waits on a drive, it is on its way there before the next
@@ -82,10 +93,9 @@ def _move(graph: Graph, rule: Node, ready: Node, where: dict[Node, float], aside
     parts = [x for parts in kept_by(rule) for x in parts]
     for x in [*parts, *(x for x in rule.args if isinstance(x, Node) and x is not gradient)]:  # counts, rates, verdict
         if _brought(x):
-            given[x] = cast(Node, cast(Node, x.args[0]).args[0])
+            given[x] = lies_at(cast(Node, start_of(x)))
         elif from_drive(x):
-            start = cast(Node, x.args[0])
-            start.args = (*start.args[:4], host())
+            set_argument(cast(Node, start_of(x)), "device", host())
         else:
             with graph.inserting_before(rule):
                 begun = _node(graph, ops.bring.default, (x, host()), x)

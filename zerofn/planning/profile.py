@@ -19,7 +19,7 @@ from ..cost.op_cost import moved
 from ..cost.op_timer import forget
 from ..cost.simulator import Timeline
 from ..graph.alias import is_view
-from ..graph.edit import CASTS
+from ..graph.node_kinds import casts, traits
 from ..graph.phase import phase_of
 from ..graph.program import Program, tensor_of
 from ..runtime.executor import Executor
@@ -28,7 +28,6 @@ from .plan import Plan
 
 ops = torch.ops.zerofn
 WAITING, SENDING, REST = "waiting", "starting transfers", "update and rest"
-_PASSES_ON = (ops.wait.default, ops.part.default, *CASTS)  # what they give is what they were given
 
 
 class Took(NamedTuple):
@@ -252,7 +251,7 @@ def units_of(program: Program) -> dict[Node, str]:
             if transfer is not None and transfer.unit
             else next((holds[x] for x in node.all_input_nodes if x in holds), "")
         )
-        if own and (transfer is not None or is_view(node) or node.target in _PASSES_ON):
+        if own and (transfer is not None or is_view(node) or casts(node) or traits(node).passes_on):
             holds[node] = own
         last = out[node] = own or last
     return out

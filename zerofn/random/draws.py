@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import OpOverload, num_dispatch_modes, schema_arguments, schema_text, tree_leaves
+from ..ops.registry import OnShard, Traits, define
 
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -82,14 +83,8 @@ def check_scalar(x: Any, where: str, what: str) -> None:
     )
 
 
-_library = torch.library.Library("zerofn", "FRAGMENT")
-
-
-def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    name = "zerofn::" + schema.split("(", 1)[0]
-    _library.define(schema)
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(name, fake, lib=_library)
+# A draw on a shard would depend on how the state is cut.
+_define = partial(define, traits=Traits(OnShard.REFUSED))
 
 
 def _run_fold_in(key: Tensor, data: int | Tensor) -> Tensor:

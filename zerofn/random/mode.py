@@ -9,16 +9,15 @@ the position (see `rng_state`).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._torch_compat import OpOverload, TorchDispatchMode, is_composite, schema_arguments
+from ..util.user_line import user_line
 from . import draws
 from .draws import key as key
 from .rng_state import virtual_rng_state
@@ -82,14 +81,9 @@ class _Randomness(TorchDispatchMode):
 
 
 def _where() -> str:
-    """The innermost line outside torch and this package: ` (model.py:12, in forward)`."""
-    inner = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(inner):
-        frame = frame.f_back  # type: ignore[assignment]
-    if frame is None:
-        return ""
-    return f" ({frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name})"
+    """The user's line, as ` (model.py:12, in forward)`."""
+    line = user_line()
+    return "" if line is None else f" ({line.file}:{line.number}, in {line.function})"
 
 
 # ---- which rule an operation has: None for all that do not draw

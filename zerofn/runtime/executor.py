@@ -16,15 +16,10 @@ from torch.fx import GraphModule, Node
 
 from .._torch_compat import OpOverload, below_autograd
 from ..graph.alias import writes
-from ..graph.edit import ASIDE
-from ..offload.host_tensor import aside, aside_put_, aside_updated_
-from ..ops.registry import implementations
+from ..graph.node_kinds import ASIDE
+from ..offload.host_tensor import aside
+from ..ops.registry import aside_of, implementation_of
 
-# What the host does on a thread of its own, where that is more than calling it there.
-_ASIDE: dict[Any, Callable[..., Any]] = {
-    torch.ops.zerofn.put_.default: aside_put_,
-    torch.ops.zerofn.updated_.default: aside_updated_,
-}
 _NODES = "<nodes>"  # among the globals of generated code: line -> node. No identifier, so nothing is hidden by it
 
 
@@ -125,7 +120,7 @@ def _expression(node: Node, gm: GraphModule, bind: Callable[[Any, str], str]) ->
     args = [_text(a, bind) for a in node.args]
     args += [f"{k}={_text(v, bind)}" for k, v in node.kwargs.items()]
     if node.meta.get(ASIDE):
-        other = _ASIDE.get(node.target)
+        other = aside_of(node.target) if isinstance(node.target, OpOverload) else None
         function, args = (bind(other, "aside"), args) if other else (bind(aside, "aside"), [function, *args])
     return f"{function}({', '.join(args)})"
 
@@ -138,8 +133,7 @@ def _body(gm: GraphModule) -> Callable[..., list[Any]]:
 def callable_of(target: Any) -> Callable[..., Any]:
     """What runs a node's target: ours by itself, without the dispatcher."""
     if isinstance(target, OpOverload):
-        ours = implementations.get(target._schema.name.split("::")[1]) if target.namespace == "zerofn" else None
-        return ours or target._op
+        return implementation_of(target) or target._op
     return target
 
 

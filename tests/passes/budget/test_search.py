@@ -20,7 +20,7 @@ from tests.support.small_steps import (
     unit_of,
 )
 from zerofn import optim
-from zerofn.graph.edit import is_gather
+from zerofn.graph.node_kinds import is_gather
 from zerofn.passes.budget import search
 from zerofn.passes.budget.eviction import Drop, cheapest
 
@@ -123,10 +123,10 @@ def lowered():
     def peak(budget):
         plain = zerofn.TrainState.create(params=dict(model.named_parameters()), tx=CLIPPED)
         state = zerofn.shard(plain, unit=lambda name: name.split(".")[0])
-        return zerofn.compile(train_step, memory=search).lower(state, torch.ones(64, 32)).memory().total
+        return zerofn.compile(train_step, memory=budget).lower(state, torch.ones(64, 32)).memory().total
 
     most, low = peak("1TB"), least(peak)
-    return [(search, peak(search)) for search in range(low, most, (most - low) // 4)]
+    return [(budget, peak(budget)) for budget in range(low, most, (most - low) // 4)]
 
 
 def test_ranks_choose_alike(ranks):

@@ -16,8 +16,9 @@ from ...cost.op_cost import UP, Moved, moved
 from ...cost.simulator import Timeline, lanes_of, simulated
 from ...dry_run.fake_machine import is_host, trying
 from ...graph.alias import positions
-from ...graph.edit import bodies, copied, is_source, wait_of, weight_chain
+from ...graph.edit import bodies, copied, weight_chain
 from ...graph.liveness import Live, memory_bytes, moments
+from ...graph.node_kinds import is_source, wait_of
 from ...graph.phase import FORWARD, phase_of
 from ...graph.program import Program, tensor_of
 from ...graph.resident import resident

@@ -1,0 +1,101 @@
+"""What is known of an operation: ours must say it, ATen's follows from schema and tags, of others nothing is known."""
+
+import pytest
+import torch
+
+import zerofn
+from tests.support.small_steps import build, state_of
+from zerofn import tree
+from zerofn.graph.capture import CaptureError
+from zerofn.ops.registry import UNKNOWN, OnShard, Traits, argument_places, define, traits_of
+
+ops, aten = torch.ops.zerofn, torch.ops.aten
+
+custom = torch.library.Library("registry_test", "FRAGMENT")
+for name, tags in (("doubled", ()), ("tagged", (torch.Tag.pointwise,))):
+    custom.define(f"{name}(Tensor x) -> Tensor", tags=tags)
+    custom.impl(name, lambda x: x * 2, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"registry_test::{name}", torch.empty_like, lib=custom)
+
+
+def test_ours_cannot_be_defined_without_traits():
+    with pytest.raises(TypeError, match="traits"):
+        define("nothing_said(Tensor x) -> Tensor", lambda x: x, lambda x: x)
+
+
+def test_overloads_have_one_set_of_traits():
+    with pytest.raises(ValueError, match="one set of traits"):
+        define("wait.again(Tensor x) -> Tensor", lambda x: x, lambda x: x, traits=Traits(OnShard.REFUSED))
+
+
+def test_every_operation_of_ours_says_what_becomes_of_a_shard():
+    names = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "zerofn::" in name}
+    assert len(names) > 40
+    for name in names:
+        packet = getattr(ops, name)
+        for overload in packet.overloads():
+            assert isinstance(traits_of(getattr(packet, overload)).on_shard, OnShard)
+
+
+@pytest.mark.parametrize(
+    ("op", "on_shard"),
+    [
+        (aten.mul.Tensor, OnShard.KEEPS),
+        (aten.add_.Tensor, OnShard.KEEPS),
+        (aten.where.self, OnShard.KEEPS),
+        (aten.zeros_like.default, OnShard.SHAPE),
+        (aten.sum.default, OnShard.REFUSED),
+        (aten.mm.default, OnShard.REFUSED),
+        (ops.adamw.default, OnShard.KEEPS),
+        (ops.reduce_scatter.default, OnShard.MAKES),
+        (ops.all_gather.default, OnShard.LEAVES),
+    ],
+    ids=str,
+)
+def test_what_becomes_of_a_shard(op, on_shard):
+    assert traits_of(op).on_shard is on_shard
+
+
+def test_of_other_operations_nothing_is_known():
+    assert traits_of(torch.ops.registry_test.doubled.default) is UNKNOWN
+    assert traits_of(torch.ops.registry_test.tagged.default).on_shard is OnShard.KEEPS
+    assert traits_of(len) is UNKNOWN
+
+
+def test_arguments_have_the_schemas_places():
+    assert argument_places(aten.slice.Tensor) == {
+        "self": (0, None),
+        "dim": (1, 0),
+        "start": (2, None),
+        "end": (3, None),
+        "step": (4, 1),
+    }
+
+
+def step_with(op, gathered):
+    def train_step(state, batch):
+        def loss_fn(params, x):
+            weight = params["0.weight"]
+            return (op(weight.detach()) * weight).sum() * x.sum() if gathered else (weight * x.sum()).sum()
+
+        loss, grads = state.value_and_grad(loss_fn)(batch)
+        if not gathered:
+            grads = tree.tree_map(op, grads)
+        return state.apply_gradients(grads), loss
+
+    return train_step
+
+
+def test_a_custom_operation_on_a_shard_is_refused_and_on_gathered_values_runs():
+    doubled, tagged = torch.ops.registry_test.doubled, torch.ops.registry_test.tagged
+    batch = torch.ones(2)
+    with pytest.raises(CaptureError, match=r"registry_test::doubled.*local one.*tags=torch.Tag.pointwise"):
+        zerofn.compile(step_with(doubled, gathered=False))(state_of(build(4), 3), batch)
+    for op, gathered in ((doubled, True), (tagged, False)):
+        state, loss = zerofn.compile(step_with(op, gathered))(state_of(build(4), 3), batch)
+        plain, expected = step_with(op, gathered)(state_of(build(4), 3), batch)
+        assert torch.equal(loss, expected)
+        for a, b in zip(
+            tree.leaves(zerofn.unshard(state.params)), tree.leaves(zerofn.unshard(plain.params)), strict=True
+        ):
+            assert torch.equal(a, b)
