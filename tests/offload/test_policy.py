@@ -13,7 +13,7 @@ from tests.support.small_steps import apart, batch_of, build, fake_ranks, loss_o
 from zerofn import Offload, optim, tree
 from zerofn.cost import host_share
 from zerofn.graph.edit import loops
-from zerofn.graph.node_kinds import DECODES, is_fetch
+from zerofn.graph.node_kinds import codec_operations, is_fetch
 from zerofn.offload.disk import DiskError, pages
 from zerofn.ops import cpu
 
@@ -165,7 +165,7 @@ def test_updates_work_in_the_buffers():
     gm = lowered(os.environ.get("TMPDIR", "/tmp"), 4, TIERS[1]).gm
     targets = [n.target for n in gm.graph.nodes]
     assert targets.count(ops.adamw_.default) == 4 and ops.spill.default not in targets
-    assert not {*DECODES, *DECODES.values(), aten.copy_.default} & set(targets)
+    assert not {*codec_operations(), aten.copy_.default} & set(targets)
     fetches = [n for n in gm.graph.nodes if is_fetch(n)]
     assert all(len(n.args[3]) == 2 for n in fetches)  # each has its place
 

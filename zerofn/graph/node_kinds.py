@@ -85,6 +85,11 @@ def _encoders() -> dict[OpOverload, OpOverload]:
     return {getattr(ops, encode).default: getattr(ops, decode).default for decode, encode in codec_pairs()}
 
 
+def codec_operations() -> set[OpOverload]:
+    """What decodes and encodes shards."""
+    return {*_encoders(), *_encoders().values()}
+
+
 def decoder_of(node: Node) -> OpOverload:
     """What decodes what `node` encodes."""
     return _encoders()[cast(OpOverload, node.target)]
