@@ -23,7 +23,7 @@ import torch
 
 import zerofn
 from zerofn.cost import host_share
-from zerofn.offload import host_tensor
+from zerofn.offload.host_worker import worker
 from zerofn.ops import cpu, cuda
 
 GIB = 1 << 30
@@ -44,7 +44,7 @@ class Run:
         print("ROW " + json.dumps(found), flush=True)
 
     def sync(self) -> None:
-        host_tensor.finish()
+        worker().finish()
         if not self.dry:
             torch.cuda.synchronize()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import passes, tree
 from ._torch_compat import OpOverload, storage_key
 from .comm.agreement import abandon, agree_on, exchange
-from .comm.transport import forget_transfers, wait_for_all
+from .comm.pending import pending
 from .cost.machine import Machine, machine_of
 from .dry_run.script import rehearsing
 from .graph.advice import no_leaf, note_dtypes
@@ -28,7 +28,7 @@ from .graph.source_lines import place_of
 from .memory import donation
 from .memory.arena import reserve
 from .memory.host_allocator import keep_freed_memory, return_freed_memory
-from .offload.host_tensor import end_updates, owe
+from .offload.host_worker import worker
 from .ops import cpu, cuda
 from .passes.budget.decision import Choice, as_text, from_text
 from .planning.plan import Plan
@@ -245,7 +245,7 @@ class Step:
     def _prepared(self, state: Any, batch: Any) -> tuple[Program, list[Tensor], list[Choice]]:
         """The captured program, what it closes over, and what this rank would choose for it."""
         start = time.perf_counter()
-        wait_for_all()  # of another state, perhaps, that nobody will use again
+        pending().wait_for_all()  # of another state, perhaps, that nobody will use again
         program, constants = captured(self._step, state, batch)
         program.name = self.__name__
         program.timings["capture"] = time.perf_counter() - start
@@ -335,8 +335,8 @@ class Step:
                     self._explain(error, entry.program, *given())
             why = f"{self.__name__} failed: {said(error)}"
             if isinstance(error, Exception):
-                forget_transfers()
-                end_updates()
+                pending().forget()
+                worker().end()
                 for arena in (*entry.program.arenas, *(ring.arena for ring in entry.program.rings)):
                     arena.renew()
                 if entry.program.scratch:  # its drive may have failed
@@ -380,7 +380,7 @@ class Step:
                 new[j] = t.detach()
         full = {k: copies[a:b] for k, (a, b) in program.full.items()}
         state = program.new_state.spread(new, full, arriving=True)
-        owe(lambda: filter(is_sharded, tree.leaves(state, is_leaf=is_sharded)))
+        worker().owe(lambda: filter(is_sharded, tree.leaves(state, is_leaf=is_sharded)))
         for x in leaves:
             if is_sharded(x):
                 x.donate(why)

@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zerofn.comm import transport
 from zerofn.comm.mesh import Mesh
-from zerofn.comm.pending import post
+from zerofn.comm.pending import pending
 
 ops = torch.ops.zerofn
 
@@ -35,7 +34,7 @@ def many_at_once():
         assert all(torch.equal(rows[r], torch.full((5 + i,), float(10 * r + i))) for r in range(size))
         whole = torch.arange(float(size * (3 + i))) * sum(range(1, size + 1))
         assert torch.equal(scatters[i], whole.chunk(size)[rank])
-    assert not transport._pending
+    assert not pending().transfers
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -99,8 +98,8 @@ def waits():
     waited = ops.wait(x)  # nothing under way
     assert waited.data_ptr() == x.data_ptr() and torch.equal(waited, torch.ones(3))
     out = ops.all_gather(x, size, name, "u")
-    transport.wait_for_all()
-    assert torch.equal(out, torch.ones(3 * size)) and not transport._pending
+    pending().wait_for_all()
+    assert torch.equal(out, torch.ones(3 * size)) and not pending().transfers
     ops.wait(out)
     before = threading.active_count()
     empty = ops.wait(ops.all_gather(torch.zeros(0), size, name, "u"))
@@ -109,7 +108,7 @@ def waits():
     big = ops.all_gather(torch.full((4,), float(rank)), size, name, "u")
     for y in (first, second, big):
         ops.wait(y)
-    assert big.view(size, 4)[:, 0].tolist() == list(range(size)) and not transport._pending
+    assert big.view(size, 4)[:, 0].tolist() == list(range(size)) and not pending().transfers
 
 
 def test_waits(ranks):
@@ -167,10 +166,10 @@ def of_one_process(program):
 def test_posting_when_the_main_thread_has_ended():
     assert of_one_process("""
 import threading, time
-from zerofn.comm.pending import post
+from zerofn.comm.pending import pending
 def late():
     threading.main_thread().join()
-    print(post(lambda: "posted")())
+    print(pending().post(lambda: "posted")())
 threading.Thread(target=late).start()
 """) == ["posted"]
 
@@ -178,11 +177,11 @@ threading.Thread(target=late).start()
 def test_posting_in_a_forked_process():
     assert of_one_process("""
 import os
-from zerofn.comm.pending import post
-print(post(lambda: "parent")(), flush=True)
+from zerofn.comm.pending import pending
+print(pending().post(lambda: "parent")(), flush=True)
 child = os.fork()
 if child == 0:
-    print(post(lambda: "child")(), flush=True)
+    print(pending().post(lambda: "child")(), flush=True)
     os._exit(0)
 os.waitpid(child, 0)
 """) == ["parent", "child"]
@@ -193,20 +192,20 @@ def test_who_leaves_has_sent_what_it_started_to(tmp_path):
     assert sorted(
         of_one_process(f"""
 import os, time, torch, torch.distributed as dist
-from zerofn.comm import transport
+from zerofn.comm.pending import pending
 from zerofn.comm.mesh import Mesh
 rank = int(os.fork() == 0)
 dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=rank, world_size=2)
 if rank == 1:
     time.sleep(1)
-before = transport.generation()
+before = pending().generation
 out = torch.ops.zerofn.permute(torch.full((1 << 20,), rank + 1.0), [1, 0], Mesh.of(None).axis().group)
 if rank == 1:
     print(torch.ops.zerofn.wait(out).unique().tolist(), flush=True)
 else:
     child = os.fork()
     if child == 0:
-        print(f"{{len(transport._pending)}}/{{transport.generation() - before}}", flush=True)
+        print(f"{{len(pending().transfers)}}/{{pending().generation - before}}", flush=True)
         os._exit(0)
     os.waitpid(child, 0)
 """)
@@ -218,4 +217,4 @@ def test_an_error_reaches_who_asks():
         raise OSError("no such peer")
 
     with pytest.raises(OSError, match="no such peer"):
-        post(task)()
+        pending().post(task)()

@@ -5,7 +5,6 @@ import dataclasses
 import threading
 import time
 import types
-from collections import deque
 
 import pytest
 import torch
@@ -16,12 +15,14 @@ import zerofn
 from tests.support.small_steps import apart, batch_of, build, loss_of, unit_of
 from zerofn import Offload, optim, passes, tree
 from zerofn.graph.capture import capture
-from zerofn.offload import host_tensor
+from zerofn.offload.copy_engine import CopyEngine
 from zerofn.offload.disk import PAGE, locked
 from zerofn.offload.drive_tensor import Spilled
 from zerofn.offload.host_tensor import Hosted
+from zerofn.offload.host_worker import BEHIND, HostWorker
 from zerofn.sharding.codecs import Stored
 from zerofn.sharding.sharded import Sharded, is_sharded
+from zerofn.util.process import instead
 
 ops = torch.ops.zerofn
 DEVICE = torch.device("meta")
@@ -173,44 +174,44 @@ def test_memory_is_locked_once_and_unlocked_after_what_copies_it(monkeypatch):
     assert told[1:] == [("wait",), ("unlock", address)]
 
 
-def test_gradients_wait_for_a_thread_that_is_behind(monkeypatch):
-    monkeypatch.setattr(host_tensor, "_jobs", deque())
-    done = []
-    for k in range(host_tensor.BEHIND + 6):
-        host_tensor.aside(lambda k=k: (time.sleep(0.002), done.append(k)))
-    host_tensor._hold_back()
-    assert done[:6] == list(range(6)) and len(host_tensor._jobs) <= host_tensor.BEHIND
-    host_tensor.finish()
-    assert done == list(range(host_tensor.BEHIND + 6))
+def test_gradients_wait_for_a_thread_that_is_behind():
+    worker, done = HostWorker(), []
+    for k in range(BEHIND + 6):
+        worker.submit(lambda k=k: (time.sleep(0.002), done.append(k)))
+    worker.hold_back()
+    assert done[:6] == list(range(6)) and len(worker.jobs) <= BEHIND
+    worker.finish()
+    assert done == list(range(BEHIND + 6))
 
 
-def test_a_failure_aside_is_told_once_and_nothing_after_it_is_done(monkeypatch):
+def test_a_failure_aside_is_told_once_and_nothing_after_it_is_done():
     """Also of what waits for its turn when it is told: that has results of others as arguments, which never were."""
-    began, done = threading.Event(), []
+    worker, began, done = HostWorker(), threading.Event(), []
 
     def broken():
         began.wait()
         raise ValueError("no more memory")
 
-    first = host_tensor.aside(broken)
-    later = [host_tensor.aside(done.append, k) for k in range(3)]
+    first = worker.submit(broken)
+    later = [worker.submit(done.append, k) for k in range(3)]
     began.set()
     with pytest.raises(ValueError, match="no more memory"):
-        host_tensor._tell(first)
+        worker.tell(first)
     assert all(x.done() for x in later) and not done
-    host_tensor.aside(done.append, 5)
-    host_tensor.finish()
+    worker.submit(done.append, 5)
+    worker.finish()
     assert done == [5]
 
 
-def test_the_host_does_not_write_what_is_still_being_copied(monkeypatch):
+def test_the_host_does_not_write_what_is_still_being_copied():
     waited, x = [], torch.zeros(4)
 
     class Event:
         def synchronize(self):
             waited.append(x.clone())
 
-    monkeypatch.setattr(host_tensor, "_leaving", {x.data_ptr(): Event()})
-    host_tensor.aside(torch.Tensor.add_, x, 1)
-    host_tensor.finish()
+    with instead(CopyEngine()) as copies, instead(HostWorker()) as worker:
+        copies.leaving[x.data_ptr()] = Event()
+        worker.submit(torch.Tensor.add_, x, 1)
+        worker.finish()
     assert torch.equal(waited[0], torch.zeros(4)) and torch.equal(x, torch.ones(4))

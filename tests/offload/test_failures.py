@@ -10,8 +10,8 @@ import torch.distributed as dist
 import zerofn
 from tests.support.small_steps import apart, batch_of, build, state_of, train_step_of
 from zerofn import Offload, optim, tree
-from zerofn.offload import host_tensor
 from zerofn.offload.disk import DiskError
+from zerofn.offload.host_worker import worker
 from zerofn.ops import cpu
 
 
@@ -61,7 +61,7 @@ def test_a_step_that_fails_leaves_the_state_before_it_whole(on_host, monkeypatch
             then()
         return tree.leaves(zerofn.unshard(state))
 
-    assert all(map(torch.equal, updated(host_tensor.end_updates), updated(host_tensor.finish)))
+    assert all(map(torch.equal, updated(worker().end), updated(worker().finish)))
 
 
 def fail_to_write(monkeypatch, step, state):

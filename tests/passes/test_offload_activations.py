@@ -26,7 +26,7 @@ from zerofn.graph.edit import loops
 from zerofn.graph.node_kinds import wait_of
 from zerofn.graph.phase import BACKWARD, phase_of
 from zerofn.graph.segments import Segments
-from zerofn.offload import host_tensor
+from zerofn.offload import copy_engine, host_tensor
 from zerofn.passes.budget import search
 from zerofn.passes.budget.decision import Choice, as_text, from_text
 from zerofn.passes.budget.eviction import Drop, cheapest
@@ -330,7 +330,8 @@ def test_the_host_goes_on_while_activations_leave(monkeypatch, parked):
         ),
     )
     monkeypatch.setattr(host_tensor, "torch", fake)
-    monkeypatch.setattr(host_tensor, "_stream", lambda device, towards: Stream(told, f"to {towards}"))
+    monkeypatch.setattr(copy_engine, "torch", fake)
+    monkeypatch.setattr(copy_engine.CopyEngine, "stream", lambda self, device, towards: Stream(told, f"to {towards}"))
     x = There(told, "cuda", 1)
     there = transport.wait_(host_tensor.bring(x, torch.device("cpu"), parked=parked))
     assert told[-1] == (("device", "waits for", "to cpu") if parked else ("host waits",))
@@ -341,5 +342,5 @@ def test_the_host_goes_on_while_activations_leave(monkeypatch, parked):
     assert copies == [("copy", "cuda", "cpu", True), ("copy", "cpu", "cuda", True)]
     assert told.index(("to cuda", "after", "device")) < told.index(copies[1])  # which has waited for the copy down
     assert (("record",) in told) != parked
-    assert (there.data_ptr() in host_tensor._leaving) != parked
-    host_tensor._leaving.pop(there.data_ptr(), None)
+    assert (there.data_ptr() in copy_engine.copies().leaving) != parked
+    copy_engine.copies().leaving.pop(there.data_ptr(), None)

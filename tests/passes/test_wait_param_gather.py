@@ -21,7 +21,7 @@ from tests.support.small_steps import (
     train_step_of,
 )
 from zerofn import optim, tree
-from zerofn.comm import transport
+from zerofn.comm.pending import pending
 from zerofn.graph.alias import positions
 
 
@@ -128,13 +128,13 @@ def left_under_way():
     counts = []
     for k in range(3):
         state, _ = step(state, batch_of(rank, seed=k))
-        counts.append(len(transport._pending))
+        counts.append(len(pending().transfers))
         state = tree.tree_map(lambda x: x, state)
     state, _ = step(state, batch_of(rank))
     del state
     gc.collect()
     other, _ = zerofn.compile(train_step_of(module))(state_of(module, 3), batch_of(rank))
-    return [*counts, len(transport._pending)]
+    return [*counts, len(pending().transfers)]
 
 
 def test_nothing_piles_up(ranks):
@@ -147,7 +147,7 @@ def dropped():
     step = zerofn.compile(train_step_of(module))
     for k in range(3):
         step(state_of(module, 2), batch_of(rank, seed=k))
-    return len(transport._pending)
+    return len(pending().transfers)
 
 
 def test_what_dropped_states_left_does_not_pile_up(ranks):
@@ -157,7 +157,7 @@ def test_what_dropped_states_left_does_not_pile_up(ranks):
 @contextlib.contextmanager
 def slow_posts():
     """On the second rank: what a step leaves under way takes its time."""
-    post = transport.post
+    post = pending().post
 
     def slowly(task):
         def later():
@@ -166,11 +166,11 @@ def slow_posts():
 
         return post(later)
 
-    transport.post = slowly if dist.get_rank() == 1 else post
+    pending().post = slowly if dist.get_rank() == 1 else post
     try:
         yield
     finally:
-        transport.post = post
+        pending().post = post
 
 
 def copied():

@@ -10,6 +10,7 @@ import zerofn
 from tests.support.small_steps import batch_of, build, state_of, train_step_of
 from zerofn import Offload, optim
 from zerofn.comm import transport
+from zerofn.comm.pending import pending
 from zerofn.cost.op_cost import READ, SENT, WRITTEN
 from zerofn.offload.disk import Store
 
@@ -29,7 +30,7 @@ def sent_bytes(stage, num_microbatches, precision):
     plan = step.lower(state, batch)
     for _ in range(2):
         state, _ = step(state, batch)
-    transport.wait_for_all()
+    pending().wait_for_all()
     counted, point_to_point = [], transport._point_to_point
 
     def counting(group, sends, receives):
@@ -39,7 +40,7 @@ def sent_bytes(stage, num_microbatches, precision):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transport, "_point_to_point", counting)
         state, _ = step(state, batch)
-        transport.wait_for_all()
+        pending().wait_for_all()
     return plan.sent, sum(counted)
 
 

@@ -14,13 +14,7 @@ nothing. So one thread does all the posting; the tags are given where the transf
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import os
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,85 +22,19 @@ from torch import Tensor
 
 from ..memory.arena import empty
 from ..ops.registry import Lane, Moves, OnShard, Traits, define
-from .agreement import explained, group_named
-from .pending import post
-
-Works = Callable[[], Sequence[Any]]  # `dist.Work` and its like: what to wait for, once all of it was posted
-
-
-class _Transfer(NamedTuple):
-    works: Works
-    kept: tuple[Tensor, ...]  # alive until the works are done
-    finish: Callable[[], Any]
-
-
-# By the address of the result, which the entry keeps alive: an address cannot be reused before its wait.
-_pending: dict[int, _Transfer] = {}
-# By the group itself: one that is made anew, perhaps with other processes, begins anew.
-_tags: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-_generation = 1
-LEAVING = timedelta(seconds=10)  # at most, for other ranks that do not take what was sent to them
-
-
-def _nothing() -> None:
-    pass
-
-
-def under_way(out: Tensor, works: Works, kept: tuple[Tensor, ...], finish: Callable[[], Any] = _nothing) -> Tensor:
-    """`out`, which `wait` makes good: it waits for `works`, then calls `finish`."""
-    _pending[out.data_ptr()] = _Transfer(works, (out, *kept), finish)
-    return out
+from .agreement import group_named
+from .pending import Works, pending
 
 
 def wait_(tensor: Tensor) -> Tensor:
     """Wait for the transfer into `tensor`; nothing to do where none is under way."""
-    transfer = _pending.pop(tensor.data_ptr(), None)
-    if transfer is None:
-        return torch.ops._c10d_functional.wait_tensor(tensor)
-    try:
-        for work in transfer.works():
-            work.wait()
-    except RuntimeError as error:
-        raise explained(error) from error
-    transfer.finish()
-    return tensor
-
-
-def wait_for_all() -> None:
-    """Wait for every transfer that is under way: what the last step left of its end-of-step gather."""
-    for transfer in list(_pending.values()):
-        wait_(transfer.kept[0])
-
-
-def forget_transfers() -> None:
-    """Let go of transfers that will not be waited for: they would keep the connections of their group open, and other
-    ranks waiting, when it is taken down. What they were to fill is of an earlier `generation` from here on."""
-    global _generation
-    _generation += 1
-    _pending.clear()
-
-
-def generation() -> int:
-    """From 1: what was under way in an earlier one never came."""
-    return _generation
-
-
-def _leave() -> None:
-    """At the end of the process: other ranks may wait for what this one has started to send."""
-    with contextlib.suppress(RuntimeError):  # they may be gone
-        for transfer in list(_pending.values()):
-            for work in transfer.works():
-                work.wait(LEAVING)
-
-
-atexit.register(_leave)
-os.register_at_fork(after_in_child=forget_transfers)  # they go on in the process that started them
+    return tensor if pending().wait(tensor) else torch.ops._c10d_functional.wait_tensor(tensor)
 
 
 def _point_to_point(group: str, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Works:
     """Post transfers to and from ranks; see [Note: posting]. Every rank counts it, also one that has no part in it."""
     pg = group_named(group)
-    tag = _tags[pg] = (_tags.get(pg, 0) + 1) % (1 << 30)
+    tag = pending().next_tag(pg)
     if not any(t.numel() for t in (*sends.values(), *receives.values())):
         return tuple  # nothing to wait for: empty tensors all have one address
     # Each rank begins with its right neighbour, so that no rank is everyone's first.
@@ -117,7 +45,7 @@ def _point_to_point(group: str, sends: dict[int, Tensor], receives: dict[int, Te
         works = [pg.recv([t], peer, tag) for peer, t in receives.items()]
         return works + [pg.send([sends[peer]], peer, tag) for peer in peers]
 
-    return post(transfers)
+    return pending().post(transfers)
 
 
 def _is_gloo(group: str, tensor: Tensor) -> bool:
@@ -133,14 +61,14 @@ def all_gather_start(
     if not _is_gloo(group, piece):
         # `_c10d_functional` keeps what is under way by storage, and an arena is one: a wait would wait for all of it.
         work = dist.all_gather_into_tensor(full, piece, group=group_named(group), async_op=True)
-        return under_way(full, lambda: [work], (piece,))
+        return pending().start(full, lambda: [work], (piece,))
     piece = piece.contiguous()  # the gradient of what is frozen is one zero, repeated
     rows, rank = full.view(size, -1), dist.get_rank(group_named(group))
     others = [r for r in range(size) if r != rank]
     works = _point_to_point(group, dict.fromkeys(others, piece), {r: rows[r] for r in others})
     start, stop = own or (0, piece.numel())
     rows[rank, start:stop].copy_(piece[start:stop])
-    return under_way(full, works, (piece,))
+    return pending().start(full, works, (piece,))
 
 
 def refresh_start(full: Tensor, rank: int, size: int, group: str, unit: str) -> None:
@@ -151,7 +79,7 @@ def refresh_start(full: Tensor, rank: int, size: int, group: str, unit: str) -> 
         return
     others = [r for r in range(size) if r != rank]
     works = _point_to_point(group, dict.fromkeys(others, rows[rank]), {r: rows[r] for r in others})
-    under_way(full, works, ())
+    pending().start(full, works, ())
 
 
 def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str) -> Tensor:
@@ -173,7 +101,7 @@ def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str) -> Tens
     def _part(r: int) -> Tensor:
         return rows[rank] if r == rank else parts[r]
 
-    return under_way(out, works, (flat, *parts.values()), finish)
+    return pending().start(out, works, (flat, *parts.values()), finish)
 
 
 def exchange_start(rows: Tensor, size: int, group: str) -> Tensor:
@@ -185,7 +113,7 @@ def exchange_start(rows: Tensor, size: int, group: str) -> Tensor:
     others = [r for r in range(size) if r != rank]
     works = _point_to_point(group, {r: rows[r] for r in others}, {r: out[r] for r in others})
     out[rank].copy_(rows[rank])
-    return under_way(out, works, (rows,))
+    return pending().start(out, works, (rows,))
 
 
 def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
@@ -197,13 +125,13 @@ def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
         ops = [dist.P2POp(dist.isend, x, group=pg, group_peer=r) for r, s in enumerate(sources) if s == rank]
         ops.append(dist.P2POp(dist.irecv, out, group=pg, group_peer=sources[rank]))
         begun = dist.batch_isend_irecv(ops)
-        return under_way(out, lambda: begun, (x,))
+        return pending().start(out, lambda: begun, (x,))
     sends = {r: x for r, s in enumerate(sources) if s == rank and r != rank}
     receives = {} if sources[rank] == rank else {sources[rank]: out}
     works = _point_to_point(group, sends, receives)
     if not receives:
         out.copy_(x)
-    return under_way(out, works, (x,))
+    return pending().start(out, works, (x,))
 
 
 def _to_others(whole: Tensor, size: int) -> int:

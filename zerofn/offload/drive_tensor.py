@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import current_trace
-from ..comm.transport import under_way
+from ..comm.pending import pending
 from ..dry_run.fake_machine import host
 from ..memory.arena import arena_of, end, memory_at
 from ..ops.registry import Lane, Moves, OnShard, Traits, define
@@ -106,13 +106,13 @@ def fetch(ticket: Tensor, size: int, dtype: torch.dtype, place: Sequence[int], d
     buffer = memory_at(place, pages(nbytes)) if place else aligned(nbytes)
     work, held = _Work(region.store.read(region, buffer)), buffer[:nbytes].view(dtype)
     if device.type == "cpu":
-        return under_way(held, lambda: [work], (buffer,))
+        return pending().start(held, lambda: [work], (buffer,))
     out = torch.empty(size, dtype=dtype, device=device)
 
     def finish() -> None:
         out.copy_(held)
 
-    return under_way(out, lambda: [work], (buffer,), finish)
+    return pending().start(out, lambda: [work], (buffer,), finish)
 
 
 def room(size: int, dtype: torch.dtype, place: Sequence[int]) -> Tensor:

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from .._torch_compat import OpOverload, below_autograd
 from ..graph.alias import writes
 from ..graph.node_kinds import ASIDE
-from ..offload.host_tensor import aside
+from ..offload.host_worker import aside
 from ..ops.registry import aside_of, implementation_of
 
 _NODES = "<nodes>"  # among the globals of generated code: line -> node. No identifier, so nothing is hidden by it

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..collectives import ops
 from ..comm.agreement import group_named
 from ..comm.mesh import Axis
-from ..comm.transport import wait_for_all
+from ..comm.pending import pending
 from ..memory.host_allocator import zeros
 from ..offload.disk import Store, pages, scratch_space
 from ..offload.drive_tensor import Spilled, ticket_of
@@ -36,7 +36,7 @@ def allocate(
     that are kept on a drive, under `name` in errors.
     """
     if cached:
-        wait_for_all()  # for the copies of states that were dropped, among others: nobody else will
+        pending().wait_for_all()  # for the copies of states that were dropped, among others: nobody else will
     pieces: list[Stored] = []
     full: list[Tensor] = []
     for unit, kind in zip(spec.layout.units, kinds or [Kind(PLAIN, u.dtype) for u in spec.layout.units], strict=True):
@@ -118,7 +118,7 @@ def refill(sharded: Sharded) -> None:
 
     The pieces become views of it where dtypes agree, so nothing is held twice. All ranks call it.
     """
-    wait_for_all()
+    pending().wait_for_all()
     spec, pieces, full = sharded.spec, [], []
     for unit, x in zip(spec.layout.units, sharded.stored, strict=True):
         full.append(zeros(unit.size, spec.precision.computes(x.dtype), x.device))

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from .. import tree
 from ..comm.mesh import Axis
-from ..comm.transport import generation, wait_
+from ..comm.pending import pending
+from ..comm.transport import wait_
 from ..memory import donation
-from ..offload.host_tensor import finish
+from ..offload.host_worker import worker
 from .codecs import Kind, Stored, stored
 from .layout import Layout, Leaf, Unit, restrict
 from .precision import Precision
@@ -82,13 +83,13 @@ class Sharded:
     @property
     def pieces(self) -> tuple[Tensor, ...]:
         """The local pieces, flat, in unit order: decoded where they are kept as something else."""
-        finish()
+        worker().finish()
         return tuple([x.decode() if isinstance(x, Stored) else x for x in self._alive()])
 
     @property
     def stored(self) -> tuple[Stored, ...]:
         """The local pieces as they are kept."""
-        finish()
+        worker().finish()
         return tuple(map(stored, self._alive()))
 
     def _alive(self) -> tuple[Tensor | Stored, ...]:
@@ -115,7 +116,7 @@ class Sharded:
     @property
     def copies(self) -> Sequence[Tensor] | None:
         """The gathered copy of every unit, perhaps still arriving; None where there is none."""
-        if self._arriving and self._arriving != generation():
+        if self._arriving and self._arriving != pending().generation:
             self.forget_copies()  # a failed step has cut off all transfers, or this is a forked process
         return self._copies
 
@@ -140,7 +141,7 @@ class Sharded:
 
     def expect_copies(self) -> None:
         """Say that transfers into the gathered copy are under way, for whoever needs it first to wait for."""
-        self._arriving = generation()
+        self._arriving = pending().generation
 
     def forget_copies(self) -> None:
         """Drop the gathered copy, whatever has arrived of it."""

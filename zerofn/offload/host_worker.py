@@ -1,0 +1,126 @@
+"""The thread that updates state on the host, *aside*, so that the caller goes on launching kernels."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor
+
+from .._torch_compat import below_autograd
+from ..comm.pending import pending
+from ..util.errors import said
+from ..util.process import the
+from .copy_engine import Landed, copies
+
+BEHIND = 12  # jobs that may wait for the thread while more gradients are sent to it: two or three units' updates
+
+
+class HostWorker:
+    """One thread; what was given to it runs in order. Where a job fails, those after it do not run."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self.jobs: deque[Future[Any]] = deque()  # all but those that are known to be done
+        self._failed: list[BaseException] = []  # what a job has raised, until it is told
+        self._owed: WeakSet[Any] = WeakSet()  # the `Sharded`s that jobs write to
+
+    def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call it on the thread, after what was given to that before. Results of those may be arguments."""
+        while self.jobs and self.jobs[0].done() and not self.jobs[0].exception():
+            self.jobs.popleft()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="zerofn update")
+        self.jobs.append(self._thread.submit(self._call, function, args, kwargs))
+        return self.jobs[-1]
+
+    def submit_for(self, place: Tensor, function: Callable[..., Any], *args: Any) -> None:
+        """`submit`, and let whoever uses `place` next wait for it."""
+        future = self.submit(function, *args)
+        pending().start(place, lambda: [_Job(self, future, place)], tuple(x for x in args if x is not place))
+
+    def hold_back(self) -> None:
+        """Let the caller wait while the thread is far behind: each gradient that waits for it takes memory."""
+        while len(self.jobs) > BEHIND and not self._failed:
+            wait([self.jobs.popleft()])
+
+    def finish(self) -> None:
+        """Wait for all jobs, and let the host wait for what they put elsewhere. Raises what one raised."""
+        while self.jobs:
+            self.tell(self.jobs.popleft())
+        self._owed.clear()
+        copies().wait_for_all()
+
+    def owe(self, states: Callable[[], Iterable[Any]]) -> None:
+        """Say which `Sharded`s a step returns that jobs write to: they are lost where one of those fails. Asked for
+        where there are any."""
+        if self.jobs:
+            self._owed.update(states())
+
+    def end(self) -> None:
+        """Wait for all jobs, also for those of the step before one that failed: its state is to be whole. And for
+        copies into memory that a failed step has let go without waiting: the next one may get it. Nothing is raised;
+        where something failed, what came after it was left out and the states are lost."""
+        wait(self.jobs)
+        self.jobs.clear()
+        copies().end()
+        for state in list(self._owed) if self._failed else ():
+            why = f"This state was lost when its update failed: {said(self._failed[0])}. Load the last checkpoint."
+            state.donate(why)
+        self._owed.clear()
+        self._failed.clear()
+
+    def tell(self, future: Future[Any]) -> None:
+        """Wait for a job; raise what the first that failed has raised, once."""
+        wait([future])
+        if self._failed:
+            error = self._failed[0]
+            self.end()
+            raise error
+        future.result()
+
+    def _call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._failed:
+            return None
+        try:
+            with below_autograd():
+                return function(*map(_value, args), **{k: _value(x) for k, x in kwargs.items()})
+        except BaseException as error:
+            self._failed.append(error)
+            raise
+
+
+class _Job:
+    """What is done aside, and the tensor that it ends with writing."""
+
+    def __init__(self, worker: HostWorker, future: Future[Any], written: Tensor) -> None:
+        self._worker, self._future, self._written = worker, future, written
+
+    def wait(self, timeout: Any = None) -> None:
+        """Until it is done; raises what it raised."""
+        self._worker.tell(self._future)
+        event = copies().landing.pop(self._written.data_ptr(), None)
+        if event is not None:
+            Landed(event, self._written.device).wait()
+
+
+def _value(x: Any) -> Any:
+    if isinstance(x, list | tuple):
+        return [_value(y) for y in x]
+    x = x.result() if isinstance(x, Future) else x
+    if isinstance(x, Tensor) and x.device.type == "cpu":
+        copies().left(x)
+    return x
+
+
+def worker() -> HostWorker:
+    """The process's worker."""
+    return the(HostWorker)
+
+
+def aside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    """Call it on the process's worker: what generated code says."""
+    return worker().submit(function, *args, **kwargs)
