@@ -41,11 +41,11 @@ def part_numbers(x: Tensor, start: Sequence[int], stop: Sequence[int]) -> tuple[
     return torch.stack(list(map(_norm, parts))), torch.stack([_extreme(p).to(_wide(x.dtype)) for p in parts])
 
 
-def grid(numbers: Sequence[Tensor], place: Sequence[int], num_rows: int, num_columns: int) -> Tensor:
-    """[num_rows, num_columns]: all `numbers` in order at `place` (row * num_columns + column), zero elsewhere."""
+def grid(numbers: Sequence[Tensor], at: Sequence[int], num_rows: int, num_columns: int) -> Tensor:
+    """[num_rows, num_columns]: all `numbers` in order at places `at` (row * num_columns + column), zero elsewhere."""
     dtype = dtype_over(numbers)
     out = torch.zeros(num_rows * num_columns, dtype=dtype, device=numbers[0].device)
-    out[_places(out.device, tuple(place))] = torch.cat([x.reshape(-1).to(dtype) for x in numbers])
+    out[_places(out.device, tuple(at))] = torch.cat([x.reshape(-1).to(dtype) for x in numbers])
     return out.view(num_rows, num_columns)
 
 
@@ -116,9 +116,9 @@ define(
     traits=Traits(OnShard.LEAVES),
 )
 define(
-    "grid(Tensor[] numbers, int[] place, int num_rows, int num_columns) -> Tensor",
+    "grid(Tensor[] numbers, int[] at, int num_rows, int num_columns) -> Tensor",
     grid,
-    lambda numbers, place, *size: numbers[0].new_empty(size, dtype=dtype_over(numbers)),
+    lambda numbers, at, *size: numbers[0].new_empty(size, dtype=dtype_over(numbers)),
     traits=Traits(OnShard.LEAVES),
 )
 define(f"part_dots(Tensor[] a, Tensor[] b, {_SIGNATURE}", _dots, _fake_dots, traits=Traits(OnShard.LEAVES))

@@ -276,3 +276,37 @@ def test_tables_of_operations_are_seen():
     good = ["X = (ops.a.default,)", "ops, aten = torch.ops.zerofn, x", "f(ops.a.default, ops.b.default)"]
     assert all(list(tables_of_operations(ast.parse(code))) for code in bad)
     assert not any(list(tables_of_operations(ast.parse(code))) for code in good)
+
+
+# --- what some rooms know nothing of ----------------------------------------------------------
+
+# These know no graphs; passes only write down what they need, and allocate nothing.
+FORBIDDEN = {
+    "memory": ("torch.fx",),
+    "comm": ("torch.fx",),
+    "offload": ("torch.fx",),
+    "passes": ("zerofn.memory", "zerofn.offload"),
+}
+
+
+def forbidden_imports(module, tree):
+    names = FORBIDDEN.get(room(module), ())
+    for line, name in imported_modules(module, tree):
+        if any(f"{name}.".startswith(f"{prefix}.") for prefix in names):
+            yield f"line {line}: {room(module)} must not import {name}"
+
+
+@each_file
+def test_rooms_know_nothing_of_what_they_should_not(module):
+    assert list(forbidden_imports(module, parse(module))) == []
+
+
+def test_forbidden_imports_are_seen(monkeypatch):
+    monkeypatch.setitem(FILES, "zerofn.passes.x", LIBRARY / "passes" / "x.py")
+    monkeypatch.setitem(FILES, "zerofn.comm.x", LIBRARY / "comm" / "x.py")
+    cases = {
+        "zerofn.passes.x": ["from ..memory.arena import Arena", "from ..offload import policy", "import torch.fx"],
+        "zerofn.comm.x": ["from torch.fx import Node", "import torch.fx", "from torch import Tensor"],
+    }
+    for module, lines in cases.items():
+        assert [bool(list(forbidden_imports(module, ast.parse(line)))) for line in lines] == [True, True, False]

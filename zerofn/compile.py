@@ -26,13 +26,13 @@ from .graph.fingerprint import fingerprint
 from .graph.program import Program, tensor_of
 from .graph.source_lines import place_of
 from .memory import donation
-from .memory.arena import reserve
-from .memory.host_allocator import keep_freed_memory, return_freed_memory
+from .memory.host_allocator import keep_freed_memory
 from .offload.host_worker import worker
 from .ops import cpu, cuda
 from .passes.budget.decision import Choice, as_text, from_text
 from .planning.plan import Plan
 from .planning.profile import Profile, profiled
+from .runtime.buffers import Buffers
 from .runtime.executor import Executor, failed_node
 from .runtime.inputs import drive_tickets, params_among, refill_copies, signature_of_leaf
 from .runtime.interrupts import deliver, whole_steps
@@ -90,7 +90,17 @@ class _Entry:
 
     def __init__(self, program: Program, donating: bool, constants: list[tuple[Tensor, int]]) -> None:
         self.program, self.donating, self.constants = program, donating, constants
-        self.run = Executor(program.gm)
+        self.buffers: Buffers | None = None  # None until it first runs: a plan allocates nothing
+        self.executor: Executor | None = None
+
+    def bound(self) -> tuple[Buffers, Executor]:
+        """What was allocated for it, and what runs it. All ranks must ask."""
+        if self.buffers is None:
+            self.buffers = agree_on(f"zerofn.compile({self.program.name})", lambda: (Buffers(self.program), ""))
+            self.buffers.bind(self.program.gm)
+        if self.executor is None:
+            self.executor = Executor(self.program.gm)
+        return self.buffers, self.executor
 
 
 class _Call(NamedTuple):
@@ -132,16 +142,12 @@ class Step:
                 )
         tensors, places = self._tensors(leaves, entry.donating)
         copies = [t for k in entry.program.full for t in leaves[k].copies]
-        batch_tensors = [
-            t
-            for x in call.batch_leaves
-            if is_sharded(x) or isinstance(x, Tensor)
-            for t in (x.parts if is_sharded(x) else (x,))
-        ]
+        given = [x for x in call.batch_leaves if is_sharded(x) or isinstance(x, Tensor)]
+        batch_tensors = [t for x in given for t in (x.parts if is_sharded(x) else (x,))]
         if entry.donating:
             batch_tensors = self._apart(batch_tensors, {*places, *map(storage_key, copies)}, call.batch_leaves)
         inputs = [*tensors, *copies, *batch_tensors]
-        reserve(entry.program.rings, exactly=self._choose.get("memory") is not None)
+        entry.bound()[0].reserve(exactly=self._choose.get("memory") is not None)
         outputs = self._run(entry, inputs, leaves, lambda: (tree.unflatten(call.state_def, leaves), batch))
         return self._result(entry, outputs, tensors, copies, leaves)
 
@@ -262,8 +268,6 @@ class Step:
     def _scheduled(self, program: Program, constants: list[Tensor], choices: Sequence[Choice], began: float) -> _Entry:
         donating = self._gives(program)
         program = passes.finish(program, donating=donating, choices=choices, budget=self._choose.get("memory"))
-        if program.arenas:
-            return_freed_memory()
         entry = _Entry(program, donating, [(v, v._version) for v in constants])
         took = dict(program.timings)
         self.timings = {"capture": took.pop("capture"), "passes": took, "nodes": len(program.gm.graph.nodes)}
@@ -328,7 +332,7 @@ class Step:
     ) -> list[Any]:
         try:
             with whole_steps():
-                return entry.run(inputs)
+                return entry.bound()[1](inputs)
         except BaseException as error:
             if isinstance(error, Exception):
                 with contextlib.suppress(Exception):  # the other ranks wait to hear of it
@@ -337,12 +341,11 @@ class Step:
             if isinstance(error, Exception):
                 pending().forget()
                 worker().end()
-                for arena in (*entry.program.arenas, *(ring.arena for ring in entry.program.rings)):
-                    arena.renew()
-                if entry.program.scratch:  # its drive may have failed
+                entry.bound()[0].renew()
+                if entry.program.drive_space:  # its drive may have failed
                     self._entries = {key: kept for key, kept in self._entries.items() if kept is not entry}
                 abandon(why)
-            if entry.donating and entry.run.wrote:
+            if entry.donating and entry.bound()[1].wrote:
                 for x in leaves:
                     if is_sharded(x):
                         x.donate(f"This state was lost when {why}. Load the last checkpoint.")

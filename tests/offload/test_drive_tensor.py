@@ -137,9 +137,11 @@ def test_steps_share_the_memory_that_drives_read_to_and_the_places_where_gradien
     for step in steps:
         for few in (batch, {k: x[:3] for k, x in batch.items()}):
             state, _ = step(state, few)
-    programs = [entry.program for step in steps for entry in step._entries.values()]
-    assert len(programs) == 4
-    assert len({id(p.scratch) for p in programs}) == 1 and len({id(a) for p in programs for a in p.arenas}) == 1
+    made = [entry.buffers for step in steps for entry in step._entries.values()]
+    assert len(made) == 4
+    assert len({id(x.regions) for x in made}) == 1 and len(made[0].regions)
+    drives = [x for x in made[0].arenas if x.device is None]
+    assert len(drives) == 1 and all(drives[0] in x.arenas for x in made)
 
 
 def test_units_are_not_held_until_all_their_leaves_are_there(tmp_path, monkeypatch):

@@ -17,9 +17,10 @@ from zerofn import optim, passes
 from zerofn._torch_compat import join_fake_group
 from zerofn.graph.alias import positions
 from zerofn.graph.capture import capture
-from zerofn.graph.edit import weight_chain
+from zerofn.graph.edit import copied, weight_chain
 from zerofn.graph.node_kinds import is_gather, is_scatter
 from zerofn.graph.program import Program
+from zerofn.runtime.buffers import Buffers
 from zerofn.runtime.executor import Executor
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
@@ -200,7 +201,9 @@ def inputs_of(state: Any, batch: Any) -> list[torch.Tensor]:
 
 def results(program: Program, state: Any, batch: Any) -> list[torch.Tensor]:
     """What the program returns for copies of these inputs."""
-    return Executor(program.gm)([x.clone() for x in inputs_of(state, batch)])
+    buffers, gm = Buffers(program), copied(program.gm)
+    buffers.bind(gm)
+    return Executor(gm)([x.clone() for x in inputs_of(state, batch)])
 
 
 def same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:

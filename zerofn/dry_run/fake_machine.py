@@ -20,7 +20,6 @@ from torch import Tensor
 from .._torch_compat import FakeTensorMode
 
 _current: ContextVar[Imagined | None] = ContextVar("imagined", default=None)
-_trying: ContextVar[bool] = ContextVar("trying", default=False)
 
 
 @contextlib.contextmanager
@@ -63,17 +62,6 @@ class Imagined:
 def imagining() -> Imagined | None:
     """The machine that is imagined; None where things are what they are."""
     return _current.get()
-
-
-def trying() -> contextlib.AbstractContextManager[None]:
-    """Inside, schedules are made that will not run."""
-    return inside(_trying, True)
-
-
-def real() -> bool:
-    """Whether memory and places on drives are made for steps: not on machines that are not there, nor while schedules
-    are only tried."""
-    return imagining() is None and not _trying.get()
 
 
 def host() -> torch.device:

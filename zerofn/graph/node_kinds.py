@@ -44,6 +44,11 @@ def traits(node: Node) -> Traits:
     return traits_of(node.target)
 
 
+def is_ours(node: Node) -> bool:
+    """Whether a node's operation is one of ZeroFn's."""
+    return isinstance(node.target, OpOverload) and node.target.namespace == "zerofn"
+
+
 def is_start(node: Node) -> bool:
     """Whether `node` starts a transfer between ranks."""
     return bool(traits(node).collective)

@@ -14,6 +14,7 @@ from .. import tree
 from ..comm.mesh import Axis
 from ..sharding.codecs import Kind, Stored
 from ..sharding.sharded import Sharded, Spec, is_sharded
+from .buffers import BufferSpec, DriveSpec
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,8 @@ class Program:
     kept: list[int] = field(default_factory=list)  # where donated: new state tensors it returns; the rest is in place
     timings: dict[str, float] = field(default_factory=dict)
     name: str = "step"
-    scratch: Any = None  # the places on drives where gradients wait
-    arenas: list[Any] = field(default_factory=list)  # the memory that reads from drives go to
-    rings: list[Any] = field(default_factory=list)  # that in which gathered units, and gradients to be sent, lie
+    buffers: list[BufferSpec] = field(default_factory=list)  # nodes have places in these
+    drive_space: list[DriveSpec] = field(default_factory=list)  # for gradients that wait there, by tickets
     budget: int | None = None  # bytes that it may take of the device
 
     @property

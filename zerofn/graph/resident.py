@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from .._torch_compat import storage_key
 from ..dry_run.fake_machine import is_host
-from ..offload.disk import pages
+from ..util.sizes import pages
 from .alias import roots, touches
 from .edit import bodies
 from .liveness import KINDS, Live, memory_bytes, tensors_of
@@ -56,15 +56,15 @@ def resident(program: Program) -> Resident:
         device["state"] -= tensor_of(piece).nbytes if shared else 0  # type: ignore[union-attr]
     device["other"] += sum(memory_bytes(x.meta["val"]) for x in program.batch_placeholders)
     device["other"] += sum(constants(program.gm).values())
-    arenas = sum(arena.nbytes for arena in program.arenas)
+    arenas = sum(x.nbytes for x in program.buffers if x.device is None)
     away = [kind.away for cut in program.state.nodes if isinstance(cut, Cut) for kind in cut.kinds if kind.away]
     on_host = any(not is_host(torch.device(x.device)) for x in away)
     if on_host:
         host += arenas
     else:
         device["staging"] += arenas
-    device["reserved"] += sum(ring.nbytes for ring in program.rings)
-    disk += sum(pages(region.nbytes) for region in program.scratch or ())
+    device["reserved"] += sum(x.nbytes for x in program.buffers if x.device is not None)
+    disk += sum(pages(x.nbytes) for x in program.drive_space)
     return Resident(device, host, disk)
 
 

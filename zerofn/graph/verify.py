@@ -14,7 +14,7 @@ from .alias import sources, writes
 from .capture import CaptureError
 from .edit import bodies
 from .loop import body_of, given_to_body, run_loop
-from .node_kinds import argument, arguments, is_gather, traits
+from .node_kinds import argument, arguments, is_gather, is_ours, traits
 from .program import Program, owners, tensor_of
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
@@ -123,7 +123,7 @@ def _is_even(node: Node, even: set[Node]) -> bool:
     value = tensor_of(node)
     if value is not None and isinstance(value.numel(), int) and value.numel() == 1:
         return True
-    keeps = node.target in (operator.getitem, *RESHAPES) or (_is_atens(node) and _keeps_places(node))
+    keeps = node.target in (operator.getitem, *RESHAPES) or (not is_ours(node) and _keeps_places(node))
     return traits(node).even or (keeps and all(x in even for x in node.all_input_nodes))
 
 
@@ -148,7 +148,8 @@ def _keeps(node: Node, used: list[Node], shards: set[Node], even: set[Node], nam
             "local one. On shards use elementwise operations, or zerofn.global_norm, leaf_norms, vdot and "
             f"all_finite, or zerofn.gather(tree) first.{_advice(node)}"
         )
-    if _is_atens(node) and any(x not in shards and x not in even for x in node.all_input_nodes):
+    # Of ours it is known which arguments are shards.
+    if not is_ours(node) and any(x not in shards and x not in even for x in node.all_input_nodes):
         raise CaptureError(
             f"{_op(node)}{_line(node)} combines this rank's shard of {origin} with a "
             "tensor that is no shard and differs from place to place: which element meets which would depend on how "
@@ -168,11 +169,6 @@ def _keeps_shape(node: Node, shard: Node) -> bool:
         return False
     a, b = tensor_of(node), tensor_of(shard)
     return a is not None and b is not None and (a.shape == b.shape or b.numel() == 1)
-
-
-def _is_atens(node: Node) -> bool:
-    """Whether an operation is not ours: of ours it is known which arguments are shards."""
-    return not (isinstance(node.target, OpOverload) and node.target.namespace == "zerofn")
 
 
 def _advice(node: Node) -> str:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from ..dry_run.fake_machine import real
 from ..ops.registry import OnShard, Traits, define
 from ..util.errors import DiskError
 from ..util.sizes import pages
@@ -36,13 +35,6 @@ class Request(Protocol):
 
     def wait(self) -> Any:
         """Until it has ended. Raises `DiskError` where it failed."""
-
-
-class Ring(NamedTuple):
-    """What a step needs of an arena."""
-
-    arena: Arena
-    nbytes: int
 
 
 class Arena:
@@ -97,8 +89,6 @@ class Arena:
 def arena_for(number: int, nbytes: int, device: torch.device | None = None) -> Arena:
     """A step's `number`-th arena on a device (None: what drives read to), the same for all steps: they run one after
     the other."""
-    if not real():
-        return Arena(nbytes, device)
     found = _shared.get((number, device))
     if found is None:
         found = _shared[number, device] = Arena(nbytes, device)
@@ -106,12 +96,13 @@ def arena_for(number: int, nbytes: int, device: torch.device | None = None) -> A
     return found
 
 
-def reserve(rings: Sequence[Ring], exactly: bool) -> None:
-    """Have what a step that is about to run needs. `exactly`: and no more than that, for no other step either."""
-    for arena, nbytes in rings:
+def reserve(needs: Sequence[tuple[Arena, int]], exactly: bool) -> None:
+    """Have the bytes of each arena that a step which is about to run needs. `exactly`: and no more than that, for no
+    other step either."""
+    for arena, nbytes in needs:
         if exactly or arena.nbytes < nbytes:
             arena.resize(nbytes)
-    mine = [arena for arena, _ in rings]
+    mine = [arena for arena, _ in needs]
     for (_, device), arena in list(_shared.items()) if exactly else ():
         if device is not None and arena not in mine:
             arena.resize(0)

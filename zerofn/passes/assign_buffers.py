@@ -15,13 +15,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import positions, roots, touches
+from ..graph.buffers import add_buffer
 from ..graph.edit import bodies, clean, made_by
 from ..graph.liveness import memory_bytes, moments
 from ..graph.loop import body_of, run_loop
 from ..graph.node_kinds import is_batched, is_gather, is_scatter, makes_bucket, reduces
 from ..graph.program import Program, tensor_of
 from ..graph.resident import resident
-from ..memory.arena import Ring, arena_for
 from ._packing import Span, pack
 
 ops = torch.ops.zerofn
@@ -30,7 +30,7 @@ ALIGNED = 512  # bytes: where allocators of devices begin a tensor, too
 
 
 def assign_buffers(gm: GraphModule, program: Program) -> GraphModule:
-    """Give gathered units, and the buffers in which gradients are sent, places in one arena for each graph: all of
+    """Give gathered units, and the buffers in which gradients are sent, places in one buffer for each graph: all of
     them, but for the largest, or for gradients, where a step's peak would be higher by more than `MORE`, or than its
     budget, with their places kept free all the time.
     """
@@ -51,10 +51,9 @@ def assign_buffers(gm: GraphModule, program: Program) -> GraphModule:
     for each, spans, (places, nbytes) in zip(graphs, kept, packed, strict=True):
         if spans:
             device = tensor_of(spans[0].node).device  # type: ignore[union-attr]
-            arena = arena_for(len(program.rings), nbytes, device)
-            program.rings.append(Ring(arena, nbytes))
+            buffer = add_buffer(program.buffers, device, nbytes)
             for span, place in zip(spans, places, strict=True):
-                _put(span.node, [arena.number, place])
+                _put(span.node, [buffer, place])
             clean(each)
     return gm
 
@@ -104,7 +103,7 @@ def _alive(spans: list[Span], size: int) -> list[int]:
 
 
 def _spans(graph: Graph) -> Iterator[Span]:
-    """What may lie in a ring: gathered units, and flat gradients that are sent, which do not leave the graph."""
+    """What may lie in a static buffer: gathered units, and flat gradients to be sent, unless they leave the graph."""
     where, root = positions(graph), roots(graph)
     touched = touches(graph, root)
     leaves = {root[x] for x in next(iter(reversed(graph.nodes))).all_input_nodes}

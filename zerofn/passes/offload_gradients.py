@@ -1,46 +1,38 @@
-"""Gradients that wait for a verdict wait on the drive, where the state they belong to lies."""
+"""Gradients that wait for the norm of all, or for the finite check, wait on the drives where their state lies."""
 
 from __future__ import annotations
 
-from typing import Any, cast
-from weakref import WeakValueDictionary
+from typing import cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..dry_run.fake_machine import host, is_host, real
+from ..dry_run.fake_machine import host, is_host
 from ..graph.alias import roots, touches
+from ..graph.buffers import DriveSpec
 from ..graph.edit import clean, made_by
 from ..graph.node_kinds import ASIDE, UPDATE, argument, fetched, from_drive, is_batched, kept_by, lies_at, start_of
 from ..graph.program import Cut, Program, tensor_of
-from ..offload.disk import Region, pages, scratch_space
-from ..offload.drive_tensor import ticket_of
 
 ops = torch.ops.zerofn
 HELD = 2  # gradients that stay in memory: those of the first updates, which were made last
 
 
-class Parked(list[Region]):
-    """Where gradients wait."""
-
-
-_parked: WeakValueDictionary[Any, Parked] = WeakValueDictionary()
-
-
 def offload_gradients(gm: GraphModule, program: Program) -> GraphModule:
     """Write a reduced gradient out once its norm is taken, and read it again with the state it updates: of the
     gradients that wait, as of the state, no more than three units' are in memory.
+
+    The space is only asked for: `program.drive_space`.
     """
     rules = [n for n in gm.graph.nodes if _waits(n)][HELD:]
     root = roots(gm.graph)
     touched = touches(gm.graph, root)
-    # Who else reads a gradient after its norm was taken needs it in memory.
-    rules = [n for n in rules if touched[root[_gradient(n)]][-1] is n and root[_gradient(n)].op != "placeholder"]
-    if rules:
-        program.scratch = _regions(program, rules)
-        for rule, region in zip(rules, program.scratch, strict=True):
-            memory = root[_gradient(rule)]
-            _park(gm.graph, rule, memory, touched[memory][-2], region)
+    for rule in rules:
+        memory = root[_gradient(rule)]
+        # Who else reads a gradient after its norm was taken needs it in memory.
+        if touched[memory][-1] is rule and memory.op != "placeholder":
+            program.drive_space.append(_space_for(program, rule))
+            _offload(gm.graph, rule, memory, touched[memory][-2], len(program.drive_space) - 1)
     return clean(gm)
 
 
@@ -49,28 +41,21 @@ def _gradient(rule: Node) -> Node:
 
 
 def _waits(node: Node) -> bool:
-    """Whether a node is an update in place of what was read from a drive, and its gradient waits for a verdict."""
+    """Whether a node is an update in place of what was read from a drive, and its gradient waits for the finite check
+    or for the factor that clips it."""
     kept = kept_by(node)
     if not any(from_drive(x) for parts in kept for x in parts):
         return False
     return any(isinstance(argument(node, name), Node) for name in ("factor", "finite"))
 
 
-def _regions(program: Program, rules: list[Node]) -> Parked:
-    """Places for the gradients of these rules, the same for all steps that have such: they run one after the other."""
+def _space_for(program: Program, rule: Node) -> DriveSpec:
+    """Space for a gradient, on the drives where the state lies."""
     kinds = [kind for cut in program.state.nodes if isinstance(cut, Cut) for kind in cut.kinds]
-    sizes = [tensor_of(_gradient(rule)).nbytes for rule in rules]  # type: ignore[union-attr]
     paths = next(kind.away.paths for kind in kinds if kind.away and kind.away.paths)
     names = dict(zip(program.placeholders, program.state.names, strict=False))
-    labels = [f"the gradient of {names[_updated(rule)]}" for rule in rules]
-    key = (paths, *zip(labels, sizes, strict=True))
-    found = _parked.get(key) if real() else None
-    if found is None or found[0].store.failed:
-        store = scratch_space(paths, sum(map(pages, sizes)))
-        found = Parked(map(store.allocate, sizes, labels))
-        if real():
-            _parked[key] = found
-    return found
+    nbytes = tensor_of(_gradient(rule)).nbytes  # type: ignore[union-attr]
+    return DriveSpec(paths, nbytes, f"the gradient of {names[_updated(rule)]}")
 
 
 def _updated(rule: Node) -> Node:
@@ -79,7 +64,8 @@ def _updated(rule: Node) -> Node:
     return lies_at(cast(Node, start_of(first))) if fetched(first) else first
 
 
-def _park(graph: Graph, rule: Node, memory: Node, after: Node, region: Region) -> None:
+def _offload(graph: Graph, rule: Node, memory: Node, after: Node, space: int) -> None:
+    """Write a rule's gradient, which lies in `memory`, to a drive right after `after`, and read it for the rule."""
     value, then = tensor_of(_gradient(rule)), after.next
     assert value is not None
     aside: list[Node] = []
@@ -89,7 +75,7 @@ def _park(graph: Graph, rule: Node, memory: Node, after: Node, region: Region) -
         if not there:
             held = graph.call_function(ops.room.default, (value.numel(), value.dtype, []))
             aside += [held, graph.call_function(torch.ops.aten.copy_.default, (held, gradient))]
-        ticket = graph.call_function(ops.ticket.default, (int(ticket_of(region)),))
+        ticket = graph.call_function(ops.ticket.default, (space,))
         aside.append(graph.call_function(ops.spill_.default, (ticket, held)))
     with graph.inserting_before(rule):
         fetch = graph.call_function(ops.fetch.default, (ticket, value.numel(), value.dtype, [], host()))

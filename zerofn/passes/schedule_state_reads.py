@@ -1,4 +1,4 @@
-"""Reads from drives have their places in an arena, and those for updates start ahead of their use."""
+"""Reads from drives have their places in a buffer, and those for updates start ahead of their use."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import positions, roots, touches, written_before
+from ..graph.buffers import add_buffer
 from ..graph.edit import bodies, clean
 from ..graph.node_kinds import UPDATE, is_fetch, is_scatter, makes_bucket, wait_of
 from ..graph.program import Program
-from ..memory.arena import arena_for
-from ..offload.disk import pages
+from ..util.sizes import pages
 from ._packing import Span, pack
 
 ops = torch.ops.zerofn
@@ -18,8 +18,8 @@ WRITING = 3  # gradients that may be on their way to the drive while one is made
 
 
 def schedule_state_reads(gm: GraphModule, program: Program) -> GraphModule:
-    """While a unit is updated, the next one's state is read and the last one's is written. All that is read goes to an
-    arena that is made once.
+    """While a unit is updated, the next one's state is read and the last one's is written. All that is read goes to a
+    buffer that is made once.
     """
     for each in (gm, *bodies(gm)):
         _place(each.graph, program)
@@ -34,9 +34,9 @@ def _place(graph: Graph, program: Program) -> None:
     if not spans:
         return
     places, nbytes = pack(spans)
-    program.arenas.append(arena_for(len(program.arenas), nbytes))
+    buffer = add_buffer(program.buffers, None, nbytes)
     for span, place in zip(spans, places, strict=True):
-        span.node.args = tuple([[program.arenas[-1].number, place] if x == [] else x for x in span.node.args])
+        span.node.args = tuple([[buffer, place] if x == [] else x for x in span.node.args])
 
 
 def _start_updates(graph: Graph, fetches: list[Node]) -> list[list[Node]]:

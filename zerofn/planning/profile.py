@@ -185,22 +185,22 @@ def profiled(
     batch: Any,
     machine: Machine | str | os.PathLike[str] | None,
 ) -> tuple[Any, Profile]:
-    """Two calls of a compiled step whose `entry.run` runs its plan: (what the second returns, what was measured)."""
+    """Two calls of a compiled step, whose `entry.executor` runs its plan: (what the second returns, the profile)."""
     forget()  # what operations take now is asked
     predicted = plan.timeline(machine) if machine is not None else None
     values = [x for x in map(tensor_of, plan.program.placeholders) if x is not None and x.dim()]
     device = values[0].device if values else torch.device("cpu")
-    usual, clocks = entry.run, (Clock(device), Clock(device))
+    (_, usual), clocks = entry.bound(), (Clock(device), Clock(device))
     try:
-        entry.run = Executor(plan.graph, clocks[0])
+        entry.executor = Executor(plan.graph, clocks[0])
         began = time.perf_counter()
         out = step(state, batch)
         seconds = time.perf_counter() - began
         state = out[0] if plan.program.new_state is not None else state
-        entry.run = Executor(plan.graph, clocks[1])
+        entry.executor = Executor(plan.graph, clocks[1])
         out, memory = _followed(lambda: step(state, batch), clocks[1])
     finally:
-        entry.run = usual
+        entry.executor = usual
     return out, Profile(plan, seconds, clocks[0], memory, predicted)
 
 

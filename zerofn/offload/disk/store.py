@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ...dry_run.fake_machine import real
+from ...dry_run.fake_machine import imagining
 from ...util.sizes import PAGE, pages
 from .engine import Engine, Request, Statistics
 from .files import check_folders, gigabytes, open_files
@@ -185,4 +185,4 @@ class _ImaginedStore(Store):
 
 def scratch_space(paths: str | os.PathLike | Sequence[str | os.PathLike], nbytes: int) -> Store:
     """A store for what is offloaded."""
-    return Store(paths, nbytes, name="offload") if real() else _ImaginedStore()
+    return Store(paths, nbytes, name="offload") if imagining() is None else _ImaginedStore()

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ...cost.op_cost import UP, Moved, moved
 from ...cost.simulator import Timeline, lanes_of, simulated
-from ...dry_run.fake_machine import is_host, trying
+from ...dry_run.fake_machine import is_host
 from ...graph.alias import positions
 from ...graph.edit import bodies, copied, weight_chain
 from ...graph.liveness import Live, memory_bytes, moments
@@ -158,12 +158,16 @@ class _Search:
     def attempt(self, choices: list[Choice]) -> _Attempt:
         """What comes of a choice for each graph."""
         tried = replace(
-            self._program, gm=copied(self._program.gm), kept=[], arenas=[], timings=dict(self._program.timings)
+            self._program,
+            gm=copied(self._program.gm),
+            kept=[],
+            buffers=[],
+            drive_space=[],
+            timings=dict(self._program.timings),
         )
         for gm, choice in zip(graphs(tried.gm), choices, strict=True):
             choose(gm, choice)
-        with trying():
-            tried = self._schedule(tried)
+        tried = self._schedule(tried)
         most: dict[Node, int] = defaultdict(int)
         for node, live in moments(tried.gm, resident(tried).device):
             most[node] = max(most[node], self._weigh(live))

@@ -1,0 +1,82 @@
+"""Allocates the buffers that passes asked for, and lets the graph refer to what was allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakValueDictionary
+
+import torch
+from torch.fx import GraphModule
+
+from ..graph.buffers import DriveSpec
+from ..graph.edit import bodies
+from ..graph.node_kinds import argument, is_ours, set_argument
+from ..graph.program import Program
+from ..memory.arena import arena_for, reserve
+from ..memory.host_allocator import return_freed_memory
+from ..offload.disk import Region, scratch_space
+from ..offload.drive_tensor import ticket_of
+from ..ops.registry import argument_places
+from ..util.sizes import pages
+
+
+class _Space(list[Region]):
+    """Regions of one store. A list of one's own class, as weak references need."""
+
+
+_spaces: WeakValueDictionary[tuple[DriveSpec, ...], _Space] = WeakValueDictionary()
+
+
+class Buffers:
+    """What was allocated for a program: arenas, in the order of its `buffers`, and regions, of its `drive_space`. The
+    graph is good for as long as somebody holds this.
+
+    Raises `DiskError` where a drive has no room.
+    """
+
+    def __init__(self, program: Program) -> None:
+        if any(x.device is None for x in program.buffers):  # a state lies on drives: memory is short
+            return_freed_memory()
+        self.arenas = [arena_for(x.number, x.nbytes, x.device) for x in program.buffers]
+        self.regions = _regions(tuple(program.drive_space))
+        self._static = [
+            (arena, x.nbytes)
+            for arena, x in zip(self.arenas, program.buffers, strict=True)
+            if x.device is not None  # what drives read to is no part of a budget of the device
+        ]
+
+    def bind(self, gm: GraphModule) -> None:
+        """Put what was allocated, numbers of arenas and of handles, into the nodes in the place of indices. Once for
+        each graph."""
+        handles = [int(ticket_of(region)) for region in self.regions]
+        for each in (gm, *bodies(gm)) if self.arenas or handles else ():
+            _substitute(each, [arena.number for arena in self.arenas], handles)
+
+    def reserve(self, exactly: bool) -> None:
+        """Have what the step needs, just before it runs: other steps share it. `exactly`: and no more than that."""
+        reserve(self._static, exactly)
+
+    def renew(self) -> None:
+        """Take other memory: after a step that failed, drives or other ranks may still read and write there."""
+        for arena in self.arenas:
+            arena.renew()
+
+
+def _regions(specs: tuple[DriveSpec, ...]) -> _Space:
+    """Regions for these, the same for all steps that ask for the same: they run one after the other."""
+    if not specs:
+        return _Space()
+    found = _spaces.get(specs)
+    if found is None or found[0].store.failed:
+        store = scratch_space(specs[0].paths, sum(pages(x.nbytes) for x in specs))
+        found = _spaces[specs] = _Space(store.allocate(x.nbytes, x.label) for x in specs)
+    return found
+
+
+def _substitute(gm: GraphModule, arenas: Sequence[int], handles: Sequence[int]) -> None:
+    for node in gm.graph.nodes:
+        if node.target is torch.ops.zerofn.ticket.default:
+            set_argument(node, "number", handles[argument(node, "number")])
+        elif is_ours(node) and "place" in argument_places(node.target) and (place := argument(node, "place")):
+            set_argument(node, "place", [arenas[place[0]], place[1]])
+    gm.recompile()
