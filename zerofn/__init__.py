@@ -8,6 +8,7 @@ from .cost.calibrate import this_machine
 from .cost.machine import Machine
 from .deferred_init.skeleton import skeleton
 from .offload.policy import Offload
+from .passes import Pass
 from .planning.planner import plan
 from .sharding.gather_scatter import gather, scatter
 from .sharding.precision import Precision
@@ -50,6 +51,7 @@ __all__ = [
     "Mesh",
     "NoLossScale",
     "Offload",
+    "Pass",
     "Precision",
     "Sharded",
     "StaticLossScale",

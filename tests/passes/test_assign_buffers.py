@@ -22,17 +22,22 @@ from tests.support.small_steps import (
 )
 from zerofn import optim, passes, tree
 from zerofn.graph.alias import positions, roots, touches
+from zerofn.graph.capture import capture
 from zerofn.graph.edit import loops
 from zerofn.graph.liveness import moments
 from zerofn.graph.node_kinds import is_gather, is_scatter
 from zerofn.graph.resident import resident
 from zerofn.memory import arena as arenas
 from zerofn.passes._packing import Span, pack
-from zerofn.passes.assign_buffers import MORE
+from zerofn.passes.assign_buffers import MORE, assign_buffers
 
 ops = torch.ops.zerofn
 DEEP = 24
 NORMED = optim.chain(optim.clip_by_global_norm(0.05), optim.adamw(1e-2))
+
+
+def without_buffers(known):
+    return [each for each in known if each.fn is not assign_buffers]
 
 
 def placed(graph):
@@ -71,16 +76,16 @@ def peak(program):
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_the_peak_is_hardly_higher(monkeypatch, stage):
+def test_the_peak_is_hardly_higher(stage):
     """And what is reserved but not in use is told, at every moment."""
     module = build(DEEP)
     found = {}
-    for last in (passes.LAST, passes.LAST[:-1]):
-        monkeypatch.setattr(passes, "LAST", last)
+    for edit in (None, without_buffers):
         with fake_ranks(2):
-            state = state_of(module, stage, NORMED)
-            found[len(last)] = scheduled(train_step_of(module), state, batch_of(rows=512), donating=True)
-    without, with_rings = (found[k] for k in sorted(found))
+            program = capture(train_step_of(module), state_of(module, stage, NORMED), batch_of(rows=512))
+            passes.pipeline(donating=True, edit=edit).run(program)
+        found[edit] = program
+    with_rings, without = found.values()
     assert with_rings.buffers and not without.buffers
     assert peak(without) <= peak(with_rings) <= (1 + MORE) * peak(without)
     reserved = sum(x.nbytes for x in with_rings.buffers)
@@ -119,40 +124,35 @@ def test_a_buffer_that_would_raise_the_peak_is_left_out():
     assert sent == {"a": False, "b": True, "c": True, "d": True, "e": True}
 
 
-def losses_and_parameters(stage, num_microbatches, with_rings):
-    with pytest.MonkeyPatch.context() as patch:
-        if not with_rings:
-            patch.setattr(passes, "LAST", passes.LAST[:-1])
-        return trained(6, 16, NORMED, 3, stage=stage, num_microbatches=num_microbatches, precision="bf16")[1]
+def losses_and_parameters(stage, num_microbatches, edit):
+    how = {"stage": stage, "num_microbatches": num_microbatches, "precision": "bf16"}
+    return trained(6, 16, NORMED, 3, **how, passes=edit)[1]
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_values_stay(ranks, size):
     for stage in (0, 2, 3):
-        found = [ranks(size, losses_and_parameters, stage, 2, flag) for flag in (True, False)]
+        found = [ranks(size, losses_and_parameters, stage, 2, edit) for edit in (None, without_buffers)]
         for ours, plain in zip(*found, strict=True):
             assert all(map(torch.equal, ours, plain))
 
 
-def adapted(with_rings):
+def adapted(edit):
     module, made = build(6), []
-    with pytest.MonkeyPatch.context() as patch:
-        if not with_rings:
-            patch.setattr(passes, "LAST", passes.LAST[:-1])
 
-        def train_step(state, batch):
-            loss, grads = zerofn.accumulate(state.value_and_grad(adapted_loss_of(module)), 2)(batch)
-            return state.apply_gradients(grads), loss
+    def train_step(state, batch):
+        loss, grads = zerofn.accumulate(state.value_and_grad(adapted_loss_of(module)), 2)(batch)
+        return state.apply_gradients(grads), loss
 
-        state, step = state_of(module, 3), zerofn.compile(train_step)
-        for seed in range(2):
-            state, loss = step(state, batch_of(dist.get_rank(), rows=8, seed=seed))
-            made.append(loss)
+    state, step = state_of(module, 3), zerofn.compile(train_step, passes=edit)
+    for seed in range(2):
+        state, loss = step(state, batch_of(dist.get_rank(), rows=8, seed=seed))
+        made.append(loss)
     return [*made, *tree.leaves(zerofn.unshard(state.params))]
 
 
 def test_loops_in_loops(ranks):
-    for ours, plain in zip(ranks(2, adapted, True), ranks(2, adapted, False), strict=True):
+    for ours, plain in zip(ranks(2, adapted, None), ranks(2, adapted, without_buffers), strict=True):
         assert all(map(torch.equal, ours, plain))
 
 

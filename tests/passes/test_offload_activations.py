@@ -40,6 +40,7 @@ ops = torch.ops.zerofn
 LAYERS, ROWS = 8, 1 << 16
 ACTIVATION = ROWS * WIDTH * 4
 LINK = Imagined(True, 1e11, 1e10)
+PIPELINE = passes.pipeline(donating=True)
 
 
 def prepared(num_microbatches=1):
@@ -54,7 +55,8 @@ def prepared(num_microbatches=1):
     state = imagine(initial(init, Precision()), 3, Mesh((Axis(DATA, 1, 0, "imagined"),)), None, None, unit_of)
     batch = {k: LINK.zeros((ROWS * num_microbatches, WIDTH), torch.float32, torch.device("cpu")) for k in "xy"}
     program, _ = captured(train_step_of(module, num_microbatches), state, batch)
-    return passes.prepare(program)
+    PIPELINE.prepare(program)
+    return program
 
 
 def planned(choose, num_microbatches=1):
@@ -62,7 +64,8 @@ def planned(choose, num_microbatches=1):
     with LINK():
         program = prepared(num_microbatches)
         choices = choose(program)
-        return Plan(passes.finish(program, donating=True, choices=choices), None, LINK), choices
+        PIPELINE.finish(program, choices=choices)
+        return Plan(program, None, LINK), choices
 
 
 def keep(program):
@@ -218,7 +221,7 @@ def test_what_is_written_or_leaves_the_step_stays():
 
 
 def within(memory):
-    return lambda program: passes.decide(program, donating=True, memory=memory, remat=None)
+    return lambda program: PIPELINE.decide(program, memory=memory, remat=None)
 
 
 def test_a_budget_takes_what_costs_least(monkeypatch):
@@ -250,7 +253,7 @@ def test_what_layers_begin_with_can_be_away_too(monkeypatch):
 
 def test_in_host_memory_nothing_is_sent_there():
     program, _ = captured(train_step_of(build(4)), state_of(build(4), 3), batch_of(rows=512))
-    program = passes.prepare(program)
+    PIPELINE.prepare(program)
     gm = program.gm
     assert stays(gm.graph) and not list(search._stashes(gm, positions(gm.graph), []))
 

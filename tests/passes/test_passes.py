@@ -9,7 +9,7 @@ from tests.support.small_steps import batch_of, build, captured, fake_ranks, ops
 from zerofn.graph.capture import capture
 from zerofn.graph.edit import loops
 from zerofn.graph.node_kinds import is_gather, is_scatter
-from zerofn.passes import DONATION, LAST, SCHEDULE, WHOLE_STEP, run
+from zerofn.passes import run, standard
 
 NUM_RANKS = 4
 
@@ -68,13 +68,11 @@ def test_every_pass_leaves_a_sound_graph(stage, n):
     module = build(dropout=0.1)
     with fake_ranks(2):
         program = captured(train_step_of(module, n), state_of(module, stage, precision="bf16"), batch_of())
-        for each in (*SCHEDULE, *WHOLE_STEP, *DONATION, *LAST):
-            program.gm = each(program.gm) if each in SCHEDULE else each(program.gm, program)
+        for each in standard(donating=True):
+            assert not any(each(program))
             program.gm.graph.lint()
             for _, body in loops(program.gm):
-                if each in SCHEDULE:
-                    each(body)
-                    body.graph.lint()
+                body.graph.lint()
             compile(program.gm.code, "graph", "exec")
 
 
@@ -85,7 +83,7 @@ def test_the_graph_after_each_pass_is_written_down(tmp_path, monkeypatch):
     program = capture(train_step_of(module, 2), state_of(module, 3), batch_of())
     program.name = "train_step"
     run(program, donating=True)
-    names = ["capture", *(p.__name__ for p in (*SCHEDULE, *WHOLE_STEP, *DONATION, *LAST))]
+    names = ["capture", *(each.name for each in standard(donating=True))]
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         f"train_step.{k:02}.{name}.rank0.py" for k, name in enumerate(names)
     ]

@@ -1,4 +1,5 @@
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ from torch.fx import Graph, GraphModule
 
 import zerofn
 from tests.support.small_steps import (
+    SCHEDULE,
     batch_of,
     build,
     captured,
@@ -23,7 +25,6 @@ from zerofn.cost import simulator
 from zerofn.graph.alias import positions, roots, writes
 from zerofn.graph.edit import loops
 from zerofn.graph.node_kinds import UPDATE, is_fetch, is_gather, wait_of
-from zerofn.passes import SCHEDULE
 from zerofn.passes.budget.decision import Choice, choose
 from zerofn.passes.prefetch import Bound, early, prefetch, sources_in
 
@@ -89,9 +90,14 @@ def order(gm):
     ]
 
 
+def scheduled(gm):
+    prefetch(SimpleNamespace(gm=gm))
+    return gm
+
+
 def placed(gm, machine=EVEN):
     simulator.note_machine(gm, machine, 2)
-    return " ".join(order(prefetch(gm)))
+    return " ".join(order(scheduled(gm)))
 
 
 def test_a_gather_starts_as_soon_as_its_link_is_free_and_three_units_at_most_are_there(seconds):
@@ -122,7 +128,7 @@ def test_what_can_be_hidden_is(seconds):
     on_demand = simulator.Lanes(EVEN, 2)
     on_demand.run(gm)
     run = simulator.Lanes(EVEN, 2)
-    run.run(prefetch(gm))
+    run.run(scheduled(gm))
     assert on_demand.waited["sent"] == 6 and run.waited["sent"] == 1  # for the first one
 
 
@@ -182,7 +188,7 @@ def test_inside_a_loop_as_well():
     ((_, body),) = loops(gm)
     with fake_ranks(2):
         for each in SCHEDULE:
-            each(body)
+            each(SimpleNamespace(gm=body))
     assert len(gathers(body)) == 8 and not gathers(gm)
     assert num_alive(body) == 3
 

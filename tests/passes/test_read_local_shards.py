@@ -2,10 +2,9 @@ import pytest
 import torch
 
 import zerofn
-from tests.support.small_steps import captured, fake_ranks, gathers, results, results_stay, same
+from tests.support.small_steps import SCHEDULE, captured, fake_ranks, gathers, results, results_stay, same
 from zerofn import tree
 from zerofn.graph.node_kinds import wait_of
-from zerofn.passes import SCHEDULE
 from zerofn.passes.read_local_shards import read_local_shards
 
 aten = torch.ops.aten

@@ -2,8 +2,7 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from tests.support.small_steps import captured, results, same, state_of
-from zerofn.passes import SCHEDULE
+from tests.support.small_steps import SCHEDULE, captured, results, same, state_of
 from zerofn.passes.reinplace import SMALLEST, reinplace
 
 aten = torch.ops.aten

@@ -31,7 +31,7 @@ def num_added(extra, extra_of):
     with fake_ranks(2):
         program = captured(step, state_of(module, 3, extra=extra), batch_of())
         before = num_transfers(program)
-        program.gm = sync_replicated_state(program.gm, program)
+        sync_replicated_state(program)
     return num_transfers(program) - before
 
 
@@ -74,7 +74,7 @@ def test_a_number_in_the_state_shifts_nothing(name):
     state = {"params": {"w": torch.ones(WIDTH)}, "seen": torch.zeros(WIDTH), name: 0}
     with fake_ranks(2):
         program = captured(step, zerofn.shard(state), batch_of())
-        program.gm = sync_replicated_state(program.gm, program)
+        sync_replicated_state(program)
     outputs = zip([*program.new_state.names, "aux"], program.output.args[0], strict=True)
     assert [name for name, x in outputs if x.target is ops.part.default] == ["seen"]
 
@@ -150,4 +150,4 @@ def test_a_count_over_microbatches_of_what_a_batch_holds_has_no_mean():
     with fake_ranks(2):
         program = captured(step, zerofn.shard(state), batch_of())
         with pytest.raises(CaptureError, match="'seen'.*depends on this rank's batch"):
-            sync_replicated_state(program.gm, program)
+            sync_replicated_state(program)

@@ -20,7 +20,7 @@ def test_results_are_those_of_the_module(stage, n):
     clones = lambda: [x.clone() for x in inputs_of(state, batch)]  # noqa: E731
     with torch.no_grad():
         expected = program.gm(*clones())
-    assert same(Executor(program.gm)(clones()), expected)
+    assert same(Executor(program.gm).run(clones()), expected)
 
 
 def chain(*functions):
@@ -50,7 +50,7 @@ def test_values_are_freed_at_their_last_use():
     executor = Executor(chain(made, made, looked, made, looked))
     inputs = [torch.zeros(3)]
     alive.append(weakref.ref(inputs[0]))
-    (out,) = executor(inputs)
+    (out,) = executor.run(inputs)
     # The caller's value and the first are gone at the first look; only what is looked at is there.
     assert seen == [[False, False, True], [False, False, False, True]]
     assert inputs == [] and torch.equal(out, torch.full((3,), 5.0))
@@ -69,7 +69,7 @@ def test_unused_inputs_are_freed_at_once():
     executor = Executor(GraphModule(torch.nn.Module(), graph))
     inputs = [torch.zeros(1), torch.zeros(1)]
     ref = weakref.ref(inputs[1])
-    executor(inputs)
+    executor.run(inputs)
     assert held == [False] and unused.name in executor.source
 
 
@@ -89,7 +89,7 @@ def test_every_kind_of_argument():
     plus = graph.call_function(aten.add.Tensor, (x, constant), {"alpha": 2})
     graph.output([cast, filled, less, nan, joined, plus])
     executor = Executor(GraphModule(root, graph))
-    cast, filled, less, nan, joined, plus = executor([torch.tensor([1.0, 2.0, 3.0])])
+    cast, filled, less, nan, joined, plus = executor.run([torch.tensor([1.0, 2.0, 3.0])])
     assert cast.dtype == torch.float64 and filled.eq(float("inf")).all() and less.eq(float("-inf")).all()
     assert nan.isnan().all() and joined.tolist() == [1.0, 2.0] and plus.tolist() == [1.0, 4.0, 7.0]
 
@@ -104,5 +104,5 @@ def test_the_source_can_be_read():
 
 
 def test_nothing_is_recorded_for_a_backward_pass():
-    (out,) = Executor(chain(aten.sin.default))([torch.ones(2, requires_grad=True)])
+    (out,) = Executor(chain(aten.sin.default)).run([torch.ones(2, requires_grad=True)])
     assert out.grad_fn is None

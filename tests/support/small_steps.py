@@ -25,6 +25,7 @@ from zerofn.runtime.executor import Executor
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
 WIDTH, ROWS = 16, 4
+SCHEDULE = [each.fn for each in passes.standard(donating=True) if each.scope == "body"]
 
 
 class Normed(torch.nn.Module):
@@ -154,20 +155,16 @@ def fake_ranks(world: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def captured(step: Callable[..., Any], state: Any, batch: Any, *schedule: Callable[..., GraphModule]) -> Program:
-    """The program of a step after some passes of one argument."""
+def captured(step: Callable[..., Any], state: Any, batch: Any, *schedule: Callable[[Program], None]) -> Program:
+    """The program of a step after some passes, on its own graph alone."""
     program = capture(step, state, batch)
     for each in schedule:
-        program.gm = each(program.gm)
+        each(program)
     return program
 
 
 def lowered(
-    *schedule: Callable[..., GraphModule],
-    num_layers: int = 6,
-    num_microbatches: int = 1,
-    stage: int = 3,
-    **options: Any,
+    *schedule: Callable[[Program], None], num_layers: int = 6, num_microbatches: int = 1, stage: int = 3, **options: Any
 ) -> GraphModule:
     """The everyday step's graph on one of two ranks, after some passes."""
     module = build(num_layers)
@@ -176,7 +173,7 @@ def lowered(
         return captured(step, state_of(module, stage, **options), batch_of(), *schedule).gm
 
 
-def results_stay(*schedule: Callable[..., GraphModule]) -> bool:
+def results_stay(*schedule: Callable[[Program], None]) -> bool:
     """On a real rank: whether the everyday step at stage 3 has the same bits after some passes."""
     module = build(6)
     state, batch = state_of(module, 3), batch_of(dist.get_rank())
@@ -203,7 +200,7 @@ def results(program: Program, state: Any, batch: Any) -> list[torch.Tensor]:
     """What the program returns for copies of these inputs."""
     buffers, gm = Buffers(program), copied(program.gm)
     buffers.bind(gm)
-    return Executor(gm)([x.clone() for x in inputs_of(state, batch)])
+    return Executor(gm).run([x.clone() for x in inputs_of(state, batch)])
 
 
 def same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:

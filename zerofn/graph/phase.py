@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+
+from torch.fx import Graph, Node
 
 from .._torch_compat import current_trace
 
@@ -30,3 +32,13 @@ def phase(name: str) -> Iterator[None]:
 def phase_of(node: object) -> str:
     """The phase of a node; empty where it has none."""
     return node.meta.get(_KEY, "")  # type: ignore[attr-defined]
+
+
+def continue_phases(graph: Graph, known: Collection[Node]) -> None:
+    """Let each node that is not among `known`, and has no phase, belong to that of the node before it."""
+    before = ""
+    for node in graph.nodes:
+        if before and node not in known and node.op == "call_function":
+            node.meta.setdefault(_KEY, before)
+        if node.op == "call_function":
+            before = phase_of(node)

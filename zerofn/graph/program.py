@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -134,6 +134,11 @@ class Program:
     buffers: list[BufferSpec] = field(default_factory=list)  # nodes have places in these
     drive_space: list[DriveSpec] = field(default_factory=list)  # for gradients that wait there, by tickets
     budget: int | None = None  # bytes that it may take of the device
+
+    def inside(self, body: GraphModule) -> Program:
+        """The same with the body of a loop in the place of the step's graph. Only `gm` describes the body: its inputs
+        and outputs are the loop's, not those that `state`, `batch` and `aux` name."""
+        return replace(self, gm=body)
 
     @property
     def placeholders(self) -> list[Node]:

@@ -29,16 +29,17 @@ MORE = 1 / 16  # of a peak: what holes cost, at least
 ALIGNED = 512  # bytes: where allocators of devices begin a tensor, too
 
 
-def assign_buffers(gm: GraphModule, program: Program) -> GraphModule:
+def assign_buffers(program: Program) -> None:
     """Give gathered units, and the buffers in which gradients are sent, places in one buffer for each graph: all of
     them, but for the largest, or for gradients, where a step's peak would be higher by more than `MORE`, or than its
     budget, with their places kept free all the time.
     """
+    gm = program.gm
     graphs = [gm, *bodies(gm)]
     found = [list(_spans(each.graph)) for each in graphs]
     sizes = sorted({span.nbytes for spans in found for span in spans}, reverse=True)
     if not sizes:
-        return gm
+        return
     weights = _Weights(program, graphs)
     limit = min((1 + MORE) * weights.most, math.inf if program.budget is None else program.budget)
     for kinds, most in itertools.product((_all, _gathered), sizes):
@@ -47,7 +48,7 @@ def assign_buffers(gm: GraphModule, program: Program) -> GraphModule:
         if weights.peak(kept, sum(nbytes for _, nbytes in packed)) <= limit:
             break
     else:
-        return gm
+        return
     for each, spans, (places, nbytes) in zip(graphs, kept, packed, strict=True):
         if spans:
             device = tensor_of(spans[0].node).device  # type: ignore[union-attr]
@@ -55,7 +56,6 @@ def assign_buffers(gm: GraphModule, program: Program) -> GraphModule:
             for span, place in zip(spans, places, strict=True):
                 _put(span.node, [buffer, place])
             clean(each)
-    return gm
 
 
 def _all(span: Span) -> bool:

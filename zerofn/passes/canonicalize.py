@@ -9,22 +9,23 @@ from torch.fx import GraphModule, Node
 
 from ..graph.edit import clean, weight_chain
 from ..graph.node_kinds import argument
-from ..graph.program import alike, tensor_of
+from ..graph.program import Program, alike, tensor_of
 from ..ops.ravel import MARKS
 from ..ops.registry import RESHAPES, SAME
 
 aten = torch.ops.aten
 
 
-def canonicalize(gm: GraphModule) -> GraphModule:
+def canonicalize(program: Program) -> None:
     """The same values with fewer nodes. No recomputation is merged: a model may have asked for it."""
+    gm = program.gm
     for node in list(gm.graph.nodes):
         same = _same_value(node)
         if same is not None:
             node.replace_all_uses_with(same)
             gm.graph.erase_node(node)
     _merge_fetches(gm)
-    return clean(gm)
+    clean(gm)
 
 
 def _same_value(node: Node) -> Node | None:

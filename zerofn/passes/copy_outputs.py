@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from ..graph.alias import is_given, is_lent, roots
 from ..graph.capture import CaptureError
@@ -10,9 +10,10 @@ from ..graph.edit import clean, copy_of
 from ..graph.program import Cut, Program
 
 
-def copy_outputs(gm: GraphModule, program: Program) -> GraphModule:
+def copy_outputs(program: Program) -> None:
     """Copy outputs that stand on memory which was there before, or on that of an entry of the new state: another step
     may be given either state, and would write there; and those on memory that the next step uses again."""
+    gm = program.gm
     root = roots(gm.graph)
     outputs = list(program.output.args[0])  # type: ignore[arg-type]
     for name, tier, value in zip(program.state.names, _tiers(program), outputs[: program.num_new], strict=False):
@@ -29,7 +30,7 @@ def copy_outputs(gm: GraphModule, program: Program) -> GraphModule:
         elif k < program.num_new:
             taken.add(root[value])
     program.output.args = (outputs,)
-    return clean(gm)
+    clean(gm)
 
 
 def _tiers(program: Program) -> list[str | None]:

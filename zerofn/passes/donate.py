@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from .._torch_compat import schema_arguments
 from ..graph.alias import is_given, is_lent, last_uses, positions, roots
@@ -31,13 +31,14 @@ aten, ops = torch.ops.aten, torch.ops.zerofn
 TINY = 4  # elements: copying so few into place costs more than handing out a new tensor
 
 
-def donate(gm: GraphModule, program: Program) -> GraphModule:
+def donate(program: Program) -> None:
     """Write every new state tensor into the memory of the old one.
 
     An update rule of ours becomes its in-place form where nothing reads the old values afterwards; anything else
     is copied at the end of the step. Aux values that alias donated memory are copied before it is written. The
     graph then returns only what it did not write in place: `program.kept` says which outputs those are.
     """
+    gm = program.gm
     graph = gm.graph
     outputs = list(program.output.args[0])  # type: ignore[arg-type]
     old, shared = program.placeholders, _shared(program)
@@ -50,7 +51,7 @@ def donate(gm: GraphModule, program: Program) -> GraphModule:
     _copy_back(graph, program, outputs, mine, shared)
     kept = [outputs[j] for j in program.kept]
     program.output.args = ([*kept, *outputs[program.num_new :]],)
-    return clean(gm)
+    clean(gm)
 
 
 def _read_first(graph: Graph) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from ..graph.edit import clean, give_to_loop, loops
 from ..graph.loop import given_to_body
 from ..graph.node_kinds import argument
+from ..graph.program import Program
 
 ops = torch.ops.zerofn
 
 
-def fold_split_master(gm: GraphModule) -> GraphModule:
+def fold_split_master(program: Program) -> None:
     """`high(join(hi, lo))` is `hi`, in the step and in the bodies of its loops: a gather sends what lies in memory."""
+    gm = program.gm
     for loop, body in loops(gm):
         for inside, given in given_to_body(loop).items():
             if given.target is ops.join.default and all(x.target is ops.high.default for x in inside.users):
@@ -22,7 +24,7 @@ def fold_split_master(gm: GraphModule) -> GraphModule:
     for node in list(gm.graph.nodes):
         if node.target is ops.high.default and argument(node, "p").target is ops.join.default:
             node.replace_all_uses_with(argument(argument(node, "p"), "hi"))
-    return clean(gm)
+    clean(gm)
 
 
 def _give(loop: Node, inside: Node, joined: Node) -> None:

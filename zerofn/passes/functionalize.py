@@ -6,23 +6,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from .._torch_compat import OpOverload
 from ..graph.alias import is_view, roots, touches, writes, written_memory
 from ..graph.edit import clean
 from ..graph.liveness import complete_values, values_of
 from ..graph.node_kinds import argument
-from ..graph.program import alike, tensor_of
+from ..graph.program import Program, alike, tensor_of
 
 aten = torch.ops.aten
 
 
-def functionalize(gm: GraphModule) -> GraphModule:
+def functionalize(program: Program) -> None:
     """Replace operations in place by those that give a new value, where nothing else looks at the memory they write:
     dropout's mask, for one, is drawn into an empty tensor and scaled there. What is pure can be computed again, and
     what may as well be done in place is done so later, by `reuse`.
     """
+    gm = program.gm
     complete_values(gm.graph)
     root = roots(gm.graph)
     touched, changes = touches(gm.graph, root), written_memory(root)
@@ -31,7 +32,7 @@ def functionalize(gm: GraphModule) -> GraphModule:
         pure = {n: _pure(n, lambda x: root[x] not in changes) for n in written}
         if written and all(pure.values()) and _is_alone(touched[memory], written):
             _replace(gm.graph, touched[memory], pure)
-    return clean(gm)
+    clean(gm)
 
 
 def _is_aten(node: Node) -> bool:

@@ -6,11 +6,12 @@ import operator
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from ..graph.alias import positions, roots, writes
 from ..graph.edit import behind, clean
 from ..graph.node_kinds import argument, arguments
+from ..graph.program import Program
 from ..ops.part_reductions import NORMS_AND_EXTREMES
 
 ops = torch.ops.zerofn
@@ -18,10 +19,11 @@ ops = torch.ops.zerofn
 _Key = tuple[Node, tuple[tuple[int, int], ...], Node | None]
 
 
-def fuse_norms(gm: GraphModule) -> GraphModule:
+def fuse_norms(program: Program) -> None:
     """Cut reductions over many tensors into one for each, which reads it in one pass for its norms and extremes while
     it is in the cache; what is left for the end is to put the numbers together. The values are the same, bit for bit.
     """
+    gm = program.gm
     graph = gm.graph
     where, root = positions(graph), roots(graph)
     writer: dict[Node, Node] = {}  # memory -> what wrote it last
@@ -46,7 +48,7 @@ def fuse_norms(gm: GraphModule) -> GraphModule:
             )
         grid.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(grid)
-    return clean(gm)
+    clean(gm)
 
 
 def _by_tensor(node: Node) -> list[tuple[Node, tuple[tuple[int, int], ...], list[int]]]:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from ..graph.alias import is_view, positions, sources
 from ..graph.edit import clean
 from ..graph.node_kinds import argument, is_batched
-from ..graph.program import tensor_of
+from ..graph.program import Program, tensor_of
 from ..ops.registry import OUT_GRADIENT
 
 ops = torch.ops.zerofn
 
 
-def gradients_as_bucket_views(gm: GraphModule) -> GraphModule:
+def gradients_as_bucket_views(program: Program) -> None:
     """Where the operation that makes a leaf's gradient can write to given memory, let it write into the unit's flat
     buffer; the copy into that buffer, which is made before them, is left for the rest. The values are the same, bit
     for bit."""
+    gm = program.gm
     where = positions(gm.graph)
     for node in list(where):
         if node.target is ops.ravel.default and not is_batched(node):
             _place(gm.graph, node, where)
-    return clean(gm)
+    clean(gm)
 
 
 def _place(graph: Graph, ravel: Node, where: dict[Node, int]) -> None:

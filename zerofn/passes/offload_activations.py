@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from ..cost.op_cost import UP, moved
 from ..cost.simulator import Lanes, lanes_of
@@ -21,7 +21,7 @@ from ..graph.edit import clean
 from ..graph.liveness import AGAIN, complete_values, memory_bytes
 from ..graph.node_kinds import is_start
 from ..graph.phase import BACKWARD, FORWARD, phase_of
-from ..graph.program import tensor_of
+from ..graph.program import Program, tensor_of
 from .budget.decision import choice_of
 
 ops = torch.ops.zerofn
@@ -60,13 +60,14 @@ def _can_leave(node: Node) -> bool:
     return value is not None and value.dim() > 0 and 0 < value.nbytes == memory_bytes(value)
 
 
-def offload_activations(gm: GraphModule) -> GraphModule:
+def offload_activations(program: Program) -> None:
     """Send the activations that were chosen to host memory, and bring them back. No more than `UNDER_WAY` are leaving
     at a time, none is back before it is needed but as early as its transfer, and those after it, take."""
+    gm = program.gm
     chosen = choice_of(gm).stashed
     found = [x for x in stays(gm.graph) if x.memory.name in chosen] if chosen else []
     if not found:
-        return gm
+        return
     complete_values(gm.graph)
     places = _Places(gm.graph, lanes_of(gm))
     begins = places.back(found)
@@ -81,7 +82,7 @@ def offload_activations(gm: GraphModule) -> GraphModule:
         for user in users[x.memory]:
             if phase_of(user) == BACKWARD:
                 views.feed(user)
-    return clean(gm)
+    clean(gm)
 
 
 class _Places:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from ..dry_run.fake_machine import host, is_host
 from ..graph.alias import roots, touches
@@ -18,12 +18,13 @@ ops = torch.ops.zerofn
 HELD = 2  # gradients that stay in memory: those of the first updates, which were made last
 
 
-def offload_gradients(gm: GraphModule, program: Program) -> GraphModule:
+def offload_gradients(program: Program) -> None:
     """Write a reduced gradient out once its norm is taken, and read it again with the state it updates: of the
     gradients that wait, as of the state, no more than three units' are in memory.
 
     The space is only asked for: `program.drive_space`.
     """
+    gm = program.gm
     rules = [n for n in gm.graph.nodes if _waits(n)][HELD:]
     root = roots(gm.graph)
     touched = touches(gm.graph, root)
@@ -33,7 +34,7 @@ def offload_gradients(gm: GraphModule, program: Program) -> GraphModule:
         if touched[memory][-1] is rule and memory.op != "placeholder":
             program.drive_space.append(_space_for(program, rule))
             _offload(gm.graph, rule, memory, touched[memory][-2], len(program.drive_space) - 1)
-    return clean(gm)
+    clean(gm)
 
 
 def _gradient(rule: Node) -> Node:

@@ -16,25 +16,27 @@ from ..graph.alias import last_uses, positions, roots, written_before
 from ..graph.edit import clean
 from ..graph.liveness import complete_values, memory_bytes
 from ..graph.node_kinds import casts, decodes, fetched, is_fetch, is_source, wait_of
+from ..graph.program import Program
 from .budget.decision import choice_of
 from .reshard import ALIVE
 
 UNDER_WAY = 2  # on one link: one that goes on, and one that follows at once
 
 
-def prefetch(gm: GraphModule) -> GraphModule:
+def prefetch(program: Program) -> None:
     """Start every gather, with what prepares its piece, as soon as a simulated run has its link free, and the gathered
     units that are there, and not yet used for the last time, take no more than three that follow each other do; where
     starts were chosen, there. What it sends of a drive or the host is read before, as soon as that link is free. None
     before what it needs is there, nor before the one ahead of it. Moves are local, so the order of transfers is the
     same on every rank.
     """
+    gm = program.gm
     names, sources = choice_of(gm).starts, sources_in(gm.graph)
     if names is not None:
         _move(gm.graph, sources, _chosen(gm.graph, names))
     elif sources:
         _move(gm.graph, sources, early(gm, sources, few_alive(gm, sources)).starts)
-    return clean(gm)
+    clean(gm)
 
 
 class Source(NamedTuple):

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from ..graph.alias import is_view, positions
 from ..graph.edit import clean, raise_up
 from ..graph.node_kinds import casts, is_scatter, wait_of
+from ..graph.program import Program
 
 IN_FLIGHT = 2  # scatters under way at a time: each holds a unit's whole gradient
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
 
 
-def raise_reduce_scatters(gm: GraphModule) -> GraphModule:
+def raise_reduce_scatters(program: Program) -> None:
     """Raise every reduce-scatter, with the copy into its flat buffer, to where its last gradient is made; sink its
     wait to its first use, or to where the second scatter after it starts.
     """
+    gm = program.gm
     graph = gm.graph
     flats: dict[Node, None] = {}
     for node in graph.nodes:
@@ -34,7 +36,7 @@ def raise_reduce_scatters(gm: GraphModule) -> GraphModule:
         target = min([*wait.users, *late], key=where.__getitem__, default=None)
         if target is not None:
             target.prepend(wait)
-    return clean(gm)
+    clean(gm)
 
 
 def _preparation(node: Node) -> dict[Node, None]:

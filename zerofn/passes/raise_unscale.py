@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from ..graph.alias import positions
 from ..graph.edit import clean, raise_up
 from ..graph.node_kinds import argument, casts, is_fetch, is_scatter
-from ..graph.program import tensor_of
+from ..graph.program import Program, tensor_of
 
 ops = torch.ops.zerofn
 
 
-def raise_unscale(gm: GraphModule) -> GraphModule:
+def raise_unscale(program: Program) -> None:
     """Raise products of whole gradients with a number, and what computes that number, to where both are there: a
     gradient that goes elsewhere, to the host or a drive, does so while the next ones are made. One that stays keeps
     its narrower dtype until its update."""
+    gm = program.gm
     goes = any(map(is_fetch, gm.graph.nodes))
     moved: dict[Node, None] = {}
     for node in gm.graph.nodes:
@@ -29,7 +30,7 @@ def raise_unscale(gm: GraphModule) -> GraphModule:
             moved.update(dict.fromkeys([*cast, node]))
     where = positions(gm.graph)
     raise_up(gm.graph, sorted(moved, key=where.__getitem__))
-    return clean(gm)
+    clean(gm)
 
 
 def _is_gradient(x: object) -> bool:

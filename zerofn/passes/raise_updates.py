@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from ..graph.alias import positions, roots, touches, writes
 from ..graph.edit import clean, raise_up
@@ -13,11 +13,12 @@ from ..graph.program import Program, tensor_of
 ops = torch.ops.zerofn
 
 
-def raise_updates(gm: GraphModule, program: Program) -> GraphModule:
+def raise_updates(program: Program) -> None:
     """Raise every update in place to where its gradient is reduced, after all that still reads the old values: inside
     the backward pass, where it need not wait for a verdict on all gradients. Those that do wait run in the order in
     which the next step uses what they write.
     """
+    gm = program.gm
     graph = gm.graph
     copies = {piece: whole for piece, whole, _ in program.copies()}
     rules = [n for n in graph.nodes if _is_update(n)]
@@ -60,7 +61,7 @@ def raise_updates(gm: GraphModule, program: Program) -> GraphModule:
             place = root[place_of_store(spill)]
             if not [n for n in touched[place] if where[rule] < where[n] < where[spill]]:
                 rule.append(spill)
-    return clean(gm)
+    clean(gm)
 
 
 def _is_update(node: Node) -> bool:

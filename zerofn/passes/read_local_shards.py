@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from .._torch_compat import resolve_process_group
 from ..dry_run.fake_machine import imagining
 from ..graph.alias import is_given, roots, written_memory
 from ..graph.edit import clean
 from ..graph.node_kinds import argument, is_gather, wait_of
-from ..graph.program import tensor_of
+from ..graph.program import Program, tensor_of
 
 _slice = torch.ops.aten.slice.Tensor
 
 
-def read_local_shards(gm: GraphModule) -> GraphModule:
+def read_local_shards(program: Program) -> None:
     """Let a leaf that lies wholly in this rank's piece be a view of the piece, and the gather copy of the piece only
     what leaves on its edges need. Transfers stay as they are; which leaves are so read differs from rank to rank.
 
     Only pieces that are there all through the step: one that is cast for the gather would live longer.
     """
+    gm = program.gm
     root = roots(gm.graph)
     written = written_memory(root)
     for start in filter(is_gather, gm.graph.nodes):
         piece = argument(start, "piece")
         if is_given(root[piece]) and root[piece] not in written:
             _read(start, piece)
-    return clean(gm)
+    clean(gm)
 
 
 def _read(start: Node, piece: Node) -> None:

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from ..graph.alias import positions
 from ..graph.edit import clean
 from ..graph.liveness import AGAIN
 from ..graph.phase import BACKWARD, FORWARD, phase_of
+from ..graph.program import Program
 from ..graph.segments import Segments
 from .budget.decision import choice_of
 
 
-def recompute_activations(gm: GraphModule) -> GraphModule:
+def recompute_activations(program: Program) -> None:
     """Drop the activations that were chosen: before its first use in the backward pass each is computed again, from
     what is kept, by the operations that made it. Random ones are functions of their key and draw the same again.
     """
+    gm = program.gm
     dropped = choice_of(gm).dropped
     if not dropped:
-        return gm
+        return
     segments = Segments(gm.graph)
     again = _Again(gm.graph, segments, {node for node in segments.activations if node.name in dropped})
     for node in list(gm.graph.nodes):
         if phase_of(node) == BACKWARD:
             again.feed(node)
-    return clean(gm)
+    clean(gm)
 
 
 class _Again:

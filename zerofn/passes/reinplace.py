@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from .._torch_compat import OpOverload
 from ..graph.alias import last_uses, positions, roots
 from ..graph.edit import clean
-from ..graph.program import alike, tensor_of
+from ..graph.program import Program, alike, tensor_of
 from ..ops.registry import OUT_ELEMENTWISE
 
 SMALLEST = 1 << 12  # elements; below, fresh memory is in the cache anyway
 
 
-def reinplace(gm: GraphModule) -> GraphModule:
+def reinplace(program: Program) -> None:
     """Let an elementwise operation whose operand is used for the last time write its result there: less memory, and
     memory that is in the cache. The values are the same, bit for bit.
     """
+    gm = program.gm
     where, root = positions(gm.graph), roots(gm.graph)
     last = last_uses(gm.graph, where, root)
     moved: dict[Node, Node] = {}  # what was fresh memory -> the memory it is now in
@@ -36,7 +37,7 @@ def reinplace(gm: GraphModule) -> GraphModule:
                 node.target, name = OUT_ELEMENTWISE[node.target]
                 node.kwargs = {**node.kwargs, name: operand}
                 break
-    return clean(gm)
+    clean(gm)
 
 
 def _is_fresh(memory: Node) -> bool:

@@ -5,21 +5,23 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from ..graph.alias import positions
 from ..graph.edit import clean, sink, weight_chain
 from ..graph.node_kinds import is_source, wait_of
+from ..graph.program import Program
 from .budget.decision import choice_of
 
 ALIVE = 3  # gathered units at a time: one in use, and two that are kept, or under way
 
 
-def reshard(gm: GraphModule) -> GraphModule:
+def reshard(program: Program) -> None:
     """Cut the uses of every gathered unit where `ALIVE` or more other units are used in between, so that it and those
     could not all be alive, and give each region after the first a gather of its own. Forward and backward of a layer
     are two regions; those of the last layers are one. Where it was chosen which units are dropped, those are.
     """
+    gm = program.gm
     graph = gm.graph
     cuts, chain = choice_of(gm).cuts, weight_chain(graph)
     inside, where = set(chain), positions(graph)
@@ -35,7 +37,7 @@ def reshard(gm: GraphModule) -> GraphModule:
         for region in _regions(found, cut)[1:]:
             _refetch(graph, region, inside)
     sink(graph, weight_chain(graph))
-    return clean(gm)
+    clean(gm)
 
 
 def uses_of_gathers(graph: Graph, chain: list[Node], where: dict[Node, int]) -> dict[Node, list[Node]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from ..graph.alias import positions, roots, touches, written_before
 from ..graph.buffers import add_buffer
@@ -17,14 +17,14 @@ ops = torch.ops.zerofn
 WRITING = 3  # gradients that may be on their way to the drive while one is made
 
 
-def schedule_state_reads(gm: GraphModule, program: Program) -> GraphModule:
+def schedule_state_reads(program: Program) -> None:
     """While a unit is updated, the next one's state is read and the last one's is written. All that is read goes to a
     buffer that is made once.
     """
+    gm = program.gm
     for each in (gm, *bodies(gm)):
         _place(each.graph, program)
         clean(each)
-    return gm
 
 
 def _place(graph: Graph, program: Program) -> None:

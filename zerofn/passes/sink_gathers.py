@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from torch.fx import GraphModule
-
 from ..graph.edit import clean, sink, weight_chain
+from ..graph.program import Program
 
 
-def sink_gathers(gm: GraphModule) -> GraphModule:
+def sink_gathers(program: Program) -> None:
     """Move every gather, with its cast, wait and views, to just before the first node that computes with it.
 
     Capture leaves them all at the top of the step, where every unit would be alive at once.
     """
+    gm = program.gm
     sink(gm.graph, weight_chain(gm.graph))
-    return clean(gm)
+    clean(gm)

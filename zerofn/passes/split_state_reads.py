@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import cast
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from ..graph.alias import positions
 from ..graph.edit import clean, give_to_loop, loops
 from ..graph.loop import given_to_body
 from ..graph.node_kinds import UPDATE, decodes, fetched, in_place_of, is_fetch, lies_at, start_of, stores, wait_of
+from ..graph.program import Program
 
 
-def split_state_reads(gm: GraphModule) -> GraphModule:
+def split_state_reads(program: Program) -> None:
     """Give the update of a piece a read of its own: in between, nobody needs it in memory. Such reads are marked. What
     a loop computes with is read in each of its rounds.
     """
+    gm = program.gm
     for loop, body in loops(gm):
         for inside, given in given_to_body(loop).items():
             if fetched(given):
@@ -31,7 +33,7 @@ def split_state_reads(gm: GraphModule) -> GraphModule:
         if updates:
             mine = start if len(updates) == len(wait.users) else _read_again(start, wait, updates, where)
             mine.meta[UPDATE] = True
-    return clean(gm)
+    clean(gm)
 
 
 def _read_again(start: Node, wait: Node, users: list[Node], where: dict[Node, int]) -> Node:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import GraphModule
 
 from ..graph.alias import last_writers, roots
 from ..graph.edit import clean
@@ -13,12 +12,13 @@ from ..graph.program import Program, tensor_of
 ops, aten = torch.ops.zerofn, torch.ops.aten
 
 
-def start_param_gather(gm: GraphModule, program: Program) -> GraphModule:
+def start_param_gather(program: Program) -> None:
     """After a unit's piece is updated, start to gather it into the copy that hangs on the parameters.
 
     Where the dtypes agree the piece is a view of that copy and nothing is copied; else it is cast into its place.
     Nobody waits here: `arrive` does, in the next step.
     """
+    gm = program.gm
     graph = gm.graph
     writers = last_writers(roots(graph))
     owners = dict(zip(program.placeholders, program.owners, strict=False))
@@ -41,4 +41,4 @@ def start_param_gather(gm: GraphModule, program: Program) -> GraphModule:
                 value = tensor_of(whole)
                 part.meta["val"] = None if value is None else value[start:stop]
                 graph.call_function(aten.copy_.default, (part, piece))
-    return clean(gm)
+    clean(gm)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from ..graph.alias import roots, writes
 from ..graph.capture import CaptureError
@@ -17,13 +17,14 @@ from ..graph.program import Program, tensor_of
 ops, aten = torch.ops.zerofn, torch.ops.aten
 
 
-def sync_replicated_state(gm: GraphModule, program: Program) -> GraphModule:
+def sync_replicated_state(program: Program) -> None:
     """Average over ranks every replicated new state tensor that depends on this rank's own batch: batch norm's
     running values, say. One transfer per dtype. Raises `CaptureError` where there is no mean (whole numbers).
     """
+    gm = program.gm
     axis = program.axis
     if axis is None or axis.size == 1 or program.new_state is None:
-        return gm
+        return
     root = roots(gm.graph)
     own = _depends(gm.graph, set(program.batch_placeholders), root)
     outputs = list(program.output.args[0])  # type: ignore[arg-type]
@@ -40,7 +41,7 @@ def sync_replicated_state(gm: GraphModule, program: Program) -> GraphModule:
         for j, mean in zip(members, _means(gm.graph, program, [outputs[j] for j in members], dtype), strict=True):
             outputs[j] = mean
     program.output.args = (outputs,)
-    return clean(gm)
+    clean(gm)
 
 
 def _depends(graph: Graph, given: set[Node], root: dict[Node, Node]) -> set[Node]:

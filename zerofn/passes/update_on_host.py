@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from ..cost.host_share import share_of
 from ..dry_run.fake_machine import host, is_host
@@ -27,14 +27,15 @@ from ..graph.program import Cut, Program, tensor_of
 ops = torch.ops.zerofn
 
 
-def update_on_host(gm: GraphModule, program: Program) -> GraphModule:
+def update_on_host(program: Program) -> None:
     """Let the processor that is faster there update what lies in host memory: the device, to which it is streamed and
     back, as captured, or the host, for a share of the units, which measured rates say.
     """
+    gm = program.gm
     graph = gm.graph
     rules = [n for n in graph.nodes if _streamed(n)]
     if not rules:
-        return gm
+        return
     number = round(_share(program, rules[0]) * len(rules))
     where, root = dict[Node, float](positions(graph)), roots(graph)
     touched = touches(graph, root)
@@ -46,7 +47,7 @@ def update_on_host(gm: GraphModule, program: Program) -> GraphModule:
         if k < number or (drive and _on_device(rule)):  # what is read from a drive is on the host
             before = [n for n in touched[root[argument(rule, "g")]] if where[n] < where[rule]]
             _move(graph, rule, before[-1], where, not drive)
-    return clean(gm)
+    clean(gm)
 
 
 def _share(program: Program, rule: Node) -> float:

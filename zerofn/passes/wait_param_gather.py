@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import GraphModule
 
 from ..graph.alias import positions
 from ..graph.edit import clean
 from ..graph.program import Program
 
 
-def wait_param_gather(gm: GraphModule, program: Program) -> GraphModule:
+def wait_param_gather(program: Program) -> None:
     """Wait for every gathered copy that the step before may have left under way, just before the first node that uses
     it or the piece that lies in it: the end-of-step gather hides behind the next forward pass.
     """
+    gm = program.gm
     where = positions(gm.graph)
     for piece, whole, _ in program.copies():
         users = [*whole.users, *piece.users]
@@ -22,4 +22,4 @@ def wait_param_gather(gm: GraphModule, program: Program) -> GraphModule:
             with gm.graph.inserting_before(first):
                 wait = gm.graph.call_function(torch.ops.zerofn.wait.default, (whole,))
             wait.meta["val"] = whole.meta.get("val")
-    return clean(gm)
+    clean(gm)

@@ -159,23 +159,22 @@ class _Planner:
             program, _ = captured(self._step, state, batch)
             program.name = getattr(self._step, "__name__", "step")
             donating = program.new_state is not None
-            program = passes.prepare(program, m)
+            pipeline = passes.pipeline(donating)
+            pipeline.prepare(program, m)
             try:
-                choices = self._choices(program, config.remat, donating)
+                choices = self._choices(pipeline, program, config.remat)
             except OverBudget as error:
                 return Row(config, needs, f"the least that it takes is {error.least:,}", None)
-            program = passes.finish(program, donating=donating, choices=choices, budget=self._budget(config.remat))
+            pipeline.finish(program, choices=choices, budget=self._budget(config.remat))
             found = Plan(program, m, imagined)
         memory = found.memory()
         needs = Needs(memory.total, memory.host, memory.disk)
         return Row(config, needs, lacking(needs, m, num_ranks), found, tokens, unit)
 
-    def _choices(self, program: Program, remat: str | None, donating: bool) -> Sequence[Choice]:
+    def _choices(self, pipeline: passes.Pipeline, program: Program, remat: str | None) -> Sequence[Choice]:
         if remat is None:
             return ()
-        return passes.decide(
-            program, donating=donating, memory=self._budget(remat), remat=None if remat == BUDGET else remat
-        )
+        return pipeline.decide(program, memory=self._budget(remat), remat=None if remat == BUDGET else remat)
 
     def _budget(self, remat: str | None) -> int | None:
         return int(self._machine.memory) if remat == BUDGET else None

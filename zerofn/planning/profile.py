@@ -22,7 +22,8 @@ from ..graph.alias import is_view
 from ..graph.node_kinds import casts, traits
 from ..graph.phase import phase_of
 from ..graph.program import Program, tensor_of
-from ..runtime.executor import Executor
+from ..runtime.backend import eager_of
+from ..runtime.entry import Entry
 from ..util.sizes import in_words
 from .plan import Plan
 
@@ -180,27 +181,30 @@ class Profile:
 def profiled(
     step: Callable[[Any, Any], Any],
     plan: Plan,
-    entry: Any,
+    entry: Entry,
     state: Any,
     batch: Any,
     machine: Machine | str | os.PathLike[str] | None,
 ) -> tuple[Any, Profile]:
-    """Two calls of a compiled step, whose `entry.executor` runs its plan: (what the second returns, the profile)."""
+    """Two calls of a compiled step, whose `entry.runner` runs its plan: (what the second returns, the profile)."""
+    eager = eager_of(entry.backend, "profile()")
     forget()  # what operations take now is asked
     predicted = plan.timeline(machine) if machine is not None else None
     values = [x for x in map(tensor_of, plan.program.placeholders) if x is not None and x.dim()]
     device = values[0].device if values else torch.device("cpu")
-    (_, usual), clocks = entry.bound(), (Clock(device), Clock(device))
+    clocks = Clock(device), Clock(device)
+    entry.bind()
+    usual = entry.runner
     try:
-        entry.executor = Executor(plan.graph, clocks[0])
+        entry.runner = eager.bind(plan.program, clocks[0])
         began = time.perf_counter()
         out = step(state, batch)
         seconds = time.perf_counter() - began
         state = out[0] if plan.program.new_state is not None else state
-        entry.executor = Executor(plan.graph, clocks[1])
+        entry.runner = eager.bind(plan.program, clocks[1])
         out, memory = _followed(lambda: step(state, batch), clocks[1])
     finally:
-        entry.executor = usual
+        entry.runner = usual
     return out, Profile(plan, seconds, clocks[0], memory, predicted)
 
 

@@ -24,9 +24,9 @@ _NODES = "<nodes>"  # among the globals of generated code: line -> node. No iden
 
 
 class Executor:
-    """Callable on a list of tensors, which it empties: inputs, too, are freed at their last use.
+    """Runs a graph: a `Runner`, see `backend`. It empties the list of inputs, which are freed at their last use, too.
 
-    `wrote` says whether the last call came to where it writes to its inputs; until then a failure changed nothing.
+    `wrote` says whether the last run came to where it writes to its inputs; until then a failure changed nothing.
     `tick` is told of each operation before it runs, of a loop as a whole, and of None at the end.
     """
 
@@ -36,11 +36,15 @@ class Executor:
         exec(compile(self.source, "<zerofn step>", "exec"), self._names)
         self._run: Callable[[list[Any]], list[Any]] = self._names["run"]
 
-    def __call__(self, inputs: list[Any]) -> list[Any]:
+    def run(self, inputs: list[Any]) -> list[Any]:
         """Run the step; the outputs in the graph's order."""
         self.wrote = False
         with below_autograd():
             return self._run(inputs)
+
+    def close(self) -> None:
+        """Let go of the graph's constants."""
+        self._names.clear()
 
     def _begin_writing(self) -> None:
         self.wrote = True

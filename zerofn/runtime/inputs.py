@@ -1,16 +1,97 @@
-"""What a compiled step is given: what of it a capture depends on, and copies that must be there."""
+"""What a compiled step is given: what of it a capture depends on, and the tensors that its graph takes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from .. import tree
+from .._torch_compat import storage_key
+from ..memory import donation
 from ..offload.drive_tensor import Spilled
 from ..sharding.allocate import lacks_copy, refill
 from ..sharding.sharded import is_sharded
+
+
+class Inputs(NamedTuple):
+    """A graph's inputs: the state's tensors, the gathered copies of its parameters, the batch's tensors."""
+
+    state: list[Tensor]
+    copies: list[Tensor]
+    batch: list[Tensor]
+
+    def flat(self) -> list[Tensor]:
+        """In the order of the graph's placeholders."""
+        return [*self.state, *self.copies, *self.batch]
+
+
+def collect(
+    name: str, state_leaves: list[Any], batch_leaves: list[Any], copied: Iterable[int], donating: bool
+) -> Inputs:
+    """The tensors of a step's arguments. `copied`: the leaves that have gathered copies.
+
+    With `donating` the state's memory is written to. So of tensors that share it, entries of the state or of the state
+    and the batch, all but one are cloned. Raises `RuntimeError` where such a tensor is a place on a drive, and for a
+    tensor that was given away by an earlier step.
+    """
+    state, in_copies = _state_tensors(state_leaves)
+    donation.check(state)
+    copies = [t for k in copied for t in state_leaves[k].copies]
+    given = [x for x in batch_leaves if is_sharded(x) or isinstance(x, Tensor)]
+    batch = [t for x in given for t in (x.parts if is_sharded(x) else (x,))]
+    if donating:
+        places = list(map(storage_key, state))
+        if len(set(places)) < len(places):
+            _part_entries(name, state, places, in_copies, state_leaves)
+        batch = _apart(name, batch, {*places, *map(storage_key, copies)}, batch_leaves)
+    return Inputs(state, copies, batch)
+
+
+def _state_tensors(leaves: list[Any]) -> tuple[list[Tensor], list[int]]:
+    """The state's tensors, and the positions of shards that lie in a gathered copy, and must stay there."""
+    out: list[Tensor] = []
+    fixed: list[int] = []
+    for x in leaves:
+        if is_sharded(x):
+            parts = x.parts
+            fixed += range(len(out), len(out) + len(parts)) if x.copies is not None else ()
+            out += parts
+        elif isinstance(x, Tensor):
+            out.append(x)
+    return out, fixed
+
+
+def _part_entries(name: str, tensors: list[Tensor], places: list[Any], fixed: list[int], leaves: list[Any]) -> None:
+    """Clone what shares memory with another entry of the state."""
+    seen = {places[j] for j in fixed}
+    tickets = drive_tickets(leaves)
+    for j in sorted(set(range(len(tensors))) - set(fixed)):
+        if places[j] in seen:
+            _refuse_drive(name, tensors[j], tickets, "two entries of the state")
+            tensors[j] = tensors[j].clone()
+        seen.add(places[j])
+
+
+def _apart(name: str, tensors: list[Tensor], given: set[Any], leaves: list[Any]) -> list[Tensor]:
+    """The batch's tensors, with clones of those that lie in memory which is given away: it is written early."""
+    shared = [storage_key(x) in given for x in tensors]
+    if not any(shared):
+        return tensors
+    tickets = drive_tickets(leaves)
+    for x in [x for x, is_shared in zip(tensors, shared, strict=True) if is_shared]:
+        _refuse_drive(name, x, tickets, "the state and the batch")
+    return [x.clone() if is_shared else x for x, is_shared in zip(tensors, shared, strict=True)]
+
+
+def _refuse_drive(name: str, x: Tensor, tickets: dict[int, str], who: str) -> None:
+    if id(x) in tickets:
+        raise RuntimeError(
+            f"{name}: {who} are one place on a drive, {tickets[id(x)]}, which the step "
+            "would write to for one of them. Keep the other in an entry of its own, and fill it in "
+            "a compiled step: state.replace(extra=state.params)."
+        )
 
 
 def params_among(state_def: tree.PyTreeSpec) -> list[int]:
@@ -37,8 +118,12 @@ def drive_tickets(leaves: Iterable[Any]) -> dict[int, str]:
     }
 
 
-def signature_of_leaf(x: Any) -> Any:
-    """What of a leaf a capture depends on."""
+def signature_of(leaves: Iterable[Any]) -> tuple[Any, ...]:
+    """What of leaves a capture depends on."""
+    return tuple(map(_signature_of_leaf, leaves))
+
+
+def _signature_of_leaf(x: Any) -> Any:
     if is_sharded(x):
         return x.spec.signature, x.kinds, tuple([t.device for t in x.parts])
     if isinstance(x, Tensor):

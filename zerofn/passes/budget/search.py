@@ -35,7 +35,7 @@ SHORT = 0.01  # of a step's time: so much is not worth more schedules
 # half of its memory took 172.6 ms with all of the time, 163.6 with a quarter, 163.7 without transfers.
 HIDDEN = 0.25
 AGAIN, GATHERED, STASHED = "computed again", "gathered again", "brought back"  # how a value that is dropped comes back
-Schedule = Callable[[Program], Program]
+Schedule = Callable[[Program], None]
 
 
 def within(program: Program, budgets: Sequence[int], schedule: Schedule) -> list[Choice]:
@@ -167,7 +167,7 @@ class _Search:
         )
         for gm, choice in zip(graphs(tried.gm), choices, strict=True):
             choose(gm, choice)
-        tried = self._schedule(tried)
+        self._schedule(tried)
         most: dict[Node, int] = defaultdict(int)
         for node, live in moments(tried.gm, resident(tried).device):
             most[node] = max(most[node], self._weigh(live))

@@ -1,0 +1,217 @@
+"""What is checked after each pass that is a user's own: what our passes promise by their tests."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from .._torch_compat import OpOverload
+from ..graph.alias import is_given, roots, written_memory
+from ..graph.capture import CaptureError
+from ..graph.edit import bodies, clean
+from ..graph.liveness import complete_values, tensors_of
+from ..graph.loop import run_loop
+from ..graph.node_kinds import is_fetch, is_gather, is_start
+from ..graph.phase import continue_phases
+from ..graph.program import Program, alike, tensor_of
+from ..graph.verify import check_purity
+from ..util.errors import note
+from ._pass import Pass
+
+_KINDS = ("placeholder", "get_attr", "call_function", "output")
+
+
+class PassError(RuntimeError):
+    """A pass left a graph that is not sound; the message names the pass."""
+
+
+def apply_checked(program: Program, each: Pass) -> None:
+    """Apply a user's pass, and check what it left.
+
+    - The graph is sound: it passes FX's lint, and calls overloads of `torch.ops` only.
+    - The step takes and returns tensors of the shapes, dtypes and devices that it did.
+    - It writes to no memory that is not its own (the state, the batch, constants, gathered units), but for what it
+      wrote to before: where the state is donated.
+    - Every transfer it starts is waited for before anybody reads the result.
+    - While the graph is still as a user could have written it, before the passes that donate and schedule: it is a
+      pure function, and no shard goes through an operation that needs the whole (`graph.verify.check_purity`).
+
+    That ranks send the same in the same order is checked when all passes have run, as it is without passes of users.
+    Raises `PassError`, or what the pass raises with a note that names it.
+    """
+    before = _Facts(program)
+    try:
+        returned = each(program)
+    except Exception as error:
+        note(error, f"in the pass {each.name!r}, given to zerofn.compile(passes=)")
+        raise
+    try:
+        if any(x is not None for x in returned):
+            raise _Unsound("its function returned a value; change program.gm, and return None")
+        _check(program, before)
+    except _Unsound as error:
+        raise PassError(f"the pass {each.name!r} cannot be used: {error}.") from error.__cause__
+
+
+class _Unsound(Exception):
+    """What is wrong, as the end of a sentence."""
+
+
+class _Facts:
+    """What a pass must leave as it was."""
+
+    def __init__(self, program: Program) -> None:
+        self.graphs = {gm: _GraphFacts(gm.graph) for gm in (program.gm, *bodies(program.gm))}
+        self.step = self.graphs[program.gm]
+        self.pure = _impurity(program) is None
+
+    def of(self, program: Program, gm: GraphModule) -> _GraphFacts | None:
+        """What was true of a graph; of another one in the step's place, what was true of the step."""
+        return self.step if gm is program.gm else self.graphs.get(gm)
+
+
+class _GraphFacts:
+    def __init__(self, graph: Graph) -> None:
+        self.calls = {n: _call(n) for n in graph.nodes}
+        self.targets = {n.target for n in graph.nodes if n.op == "call_function"}
+        self.inputs = [_signature(n) for n in graph.nodes if n.op == "placeholder"]
+        self.outputs = [_signature(x) for x in _outputs(graph)]
+        self.written = _written(graph)
+        self.unwaited = _unwaited(graph)
+
+
+def _impurity(program: Program) -> CaptureError | None:
+    try:
+        check_purity(program)
+    except CaptureError as error:
+        return error
+    return None
+
+
+def _check(program: Program, before: _Facts) -> None:
+    if not isinstance(program.gm, GraphModule):
+        raise _Unsound(f"it made program.gm a {type(program.gm).__name__}; leave it a torch.fx.GraphModule")
+    for gm in (program.gm, *bodies(program.gm)):
+        _check_nodes(gm, before.of(program, gm))
+        _complete(gm, before.of(program, gm))
+    for gm in (program.gm, *bodies(program.gm)):
+        was, now = before.of(program, gm), _GraphFacts(gm.graph)
+        if was is not None:
+            _check_signature(was, now)
+        if new := now.written - (was.written if was is not None else set()):
+            raise _Unsound(f"it writes to {min(new)!r}, which is not the step's own; write to a clone of it")
+        if new := now.unwaited - (was.unwaited if was is not None else set()):
+            raise _Unsound(
+                f"{min(new)!r} starts a transfer whose result is read without torch.ops.zerofn.wait; read what the "
+                "wait returns"
+            )
+    error = _impurity(program) if before.pure else None
+    if error is not None:
+        raise _Unsound(f"what it leaves could not have been captured: {str(error).rstrip('.')}") from error
+
+
+def _check_nodes(gm: GraphModule, before: _GraphFacts | None) -> None:
+    try:
+        gm.graph.lint()
+    except Exception as error:
+        raise _Unsound(f"torch.fx finds its graph broken: {str(error).rstrip('.')}") from error
+    for node in gm.graph.nodes:
+        if node.op not in _KINDS:
+            raise _Unsound(f"{node.name!r} is a {node.op}; use graph.call_function with an overload of torch.ops")
+        if node.op == "get_attr":
+            _check_attribute(gm, node)
+        elif node.op == "call_function" and (before is None or node.target not in before.targets):
+            _check_target(node)
+
+
+def _check_attribute(gm: GraphModule, node: Node) -> None:
+    try:
+        operator.attrgetter(str(node.target))(gm)
+    except AttributeError:
+        raise _Unsound(f"{node.name!r} reads {node.target!r}, which program.gm does not have") from None
+
+
+def _check_target(node: Node) -> None:
+    """Passes know from an overload's schema what it reads and writes; of other functions they would know nothing."""
+    if not isinstance(node.target, OpOverload) and node.target not in (operator.getitem, run_loop):
+        packet = isinstance(node.target, type(torch.ops.aten.add))
+        name = f"{node.target}.default" if packet else getattr(node.target, "__name__", node.target)
+        raise _Unsound(
+            f"{node.name!r} calls {name if not packet else node.target}, which is no overload of torch.ops; write "
+            + (f"torch.ops.{name}" if packet else "for instance torch.ops.aten.gelu.default")
+        )
+
+
+def _complete(gm: GraphModule, before: _GraphFacts | None) -> None:
+    """Let new nodes say what passes ask for: their values' shapes, and to which phase they belong."""
+    for node in gm.graph.nodes:
+        if node.target is run_loop:
+            node.meta.pop("writes", None)  # of its body, which may be another now
+    clean(gm)
+    known = before.calls if before is not None else {}
+    changed = {n for n in gm.graph.nodes if n.op == "call_function" and n in known and known[n] != _call(n)}
+    try:
+        _update_values(gm.graph, changed)
+    except Exception as error:
+        raise _Unsound(f"its operations do not fit together: {str(error).rstrip('.')}") from error
+    continue_phases(gm.graph, known)
+
+
+def _call(node: Node) -> tuple[Any, ...]:
+    return node.target, node.args, node.kwargs
+
+
+def _update_values(graph: Graph, changed: set[Node]) -> None:
+    """Give new nodes their values, changed ones theirs anew, and those that read one of another kind. Values that are
+    as they were stay: views know theirs by its storage."""
+    complete_values(graph)
+    while changed:
+        before = {node: node.meta.pop("val") for node in changed}
+        complete_values(graph)
+        same = {node for node, value in before.items() if _alike(value, node.meta["val"])}
+        for node in same:
+            node.meta["val"] = before[node]
+        changed = {user for node in changed - same for user in node.users if user.op == "call_function"}
+
+
+def _alike(a: Any, b: Any) -> bool:
+    ours, theirs = tensors_of(a), tensors_of(b)
+    return len(ours) == len(theirs) and all(map(alike, ours, theirs))
+
+
+def _check_signature(was: _GraphFacts, now: _GraphFacts) -> None:
+    for what, old, new in (("takes", was.inputs, now.inputs), ("returns", was.outputs, now.outputs)):
+        if len(old) != len(new):
+            raise _Unsound(f"the graph {what} {len(new)} values; it was {len(old)}, which must stay")
+        for k, (a, b) in enumerate(zip(old, new, strict=True)):
+            if a != b and a is not None:
+                raise _Unsound(f"the graph {what} {b} as value {k}; it was {a}, which must stay")
+
+
+def _signature(x: Any) -> str | None:
+    """A value in words; None where no pass has said yet what it is."""
+    value = tensor_of(x) if isinstance(x, Node) else None
+    if value is None:
+        return repr(x) if not isinstance(x, Node) else None
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
+
+
+def _outputs(graph: Graph) -> list[Any]:
+    found = next(iter(reversed(graph.nodes))).args
+    return list(found[0]) if found and isinstance(found[0], list | tuple) else list(found)
+
+
+def _written(graph: Graph) -> set[str]:
+    """The memory a graph writes to that is not its own."""
+    return {x.name for x in written_memory(roots(graph)) if is_given(x) or is_gather(x)}
+
+
+def _unwaited(graph: Graph) -> set[str]:
+    """What starts a transfer, and somebody reads without waiting, or nobody waits for."""
+    wait = torch.ops.zerofn.wait.default
+    starts = [n for n in graph.nodes if (is_start(n) or is_fetch(n)) and isinstance(n.meta.get("val"), Tensor)]
+    return {n.name for n in starts if not n.users or any(user.target is not wait for user in n.users)}

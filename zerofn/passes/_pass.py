@@ -1,0 +1,74 @@
+"""`Pass`: a transformation of a captured step, and on which of its graphs it works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from ..graph.edit import bodies
+from ..graph.program import Program
+
+Scope = Literal["step", "body"]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A transformation of a captured step: `fn(program) -> None` changes `program.gm`, an FX graph module, in place.
+
+    `scope`: "step": `fn` is called once. "body": it is called for the step, then for the body of each of its loops
+    (microbatches), with `program.gm` that body; then `program.gm` is all of the program that `fn` may use. `name`: in
+    errors, timings and ZEROFN_DUMP's file names; the function's by default.
+
+    A pass may run several times on copies, while `memory=` is searched for a schedule: it changes the graph that it is
+    given and nothing else.
+    """
+
+    fn: Callable[[Program], None]
+    scope: Scope = "step"
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise TypeError(f"Pass: fn must be a function of a program, not {self.fn!r}.")
+        if self.scope not in get_args(Scope):
+            raise ValueError(f"Pass: scope={self.scope!r} is not known; there are 'step' and 'body'.")
+        if not self.name:
+            object.__setattr__(self, "name", getattr(self.fn, "__name__", type(self.fn).__name__))
+
+    def __call__(self, program: Program) -> list[Any]:
+        """Apply it to all that its scope says; -> what `fn` returned, which should be None each time."""
+        returned = [self.fn(program)]  # type: ignore[func-returns-value]
+        if self.scope == "body":
+            returned += [self.fn(program.inside(body)) for body in bodies(program.gm)]  # type: ignore[func-returns-value]
+        return returned
+
+
+Edit = Callable[[list[Pass]], list[Pass]]
+
+
+def edited(ours: list[Pass], edit: Edit, required: Sequence[Callable[..., Any]]) -> list[Pass]:
+    """What `compile(passes=)` makes of our passes. Raises `ValueError` where that is no list of passes, or where one of
+    `required`, which other code relies on, is left out or runs in another order."""
+    found = edit(list(ours))
+    if not isinstance(found, list | tuple):
+        raise ValueError(
+            f"compile: passes= is a function that takes the list of passes and returns one; it returned {found!r}."
+        )
+    for k, each in enumerate(found):
+        if not isinstance(each, Pass):
+            raise ValueError(f"compile: passes= returned {each!r} as item {k} of its list; write zerofn.Pass(fn).")
+    needed = [x for x in ours if x.fn in required]
+    kept = [x for x in found if x.fn in required]
+    missing = [x.name for x in needed if x not in kept]
+    if missing:
+        raise ValueError(
+            f"compile: passes= leaves out {missing[0]!r}, without which results would be wrong. Keep the passes named "
+            f"{', '.join(x.name for x in needed)}, in this order."
+        )
+    if kept != needed:
+        raise ValueError(
+            f"compile: passes= must keep {', '.join(x.name for x in needed)} once each, in this order; "
+            f"it returned {', '.join(x.name for x in kept)}."
+        )
+    return list(found)

@@ -1,0 +1,109 @@
+"""Runs a list of passes over a program: those before memory is decided on, the search, and those that follow."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..cost.machine import Machine
+from ..cost.simulator import note_machine
+from ..graph.edit import copied, loops
+from ..graph.program import Program
+from ..util.patches import uncollected
+from ._checked import apply_checked
+from ._pass import Pass
+from .assign_buffers import MORE, assign_buffers
+from .budget.decision import Choice, choose
+from .budget.search import graphs, recomputed, within
+from .offload_activations import offload_activations
+from .prefetch import prefetch
+from .read_local_shards import read_local_shards
+from .recompute_activations import recompute_activations
+from .reshard import reshard
+
+CARRY_OUT_CHOICES = (recompute_activations, offload_activations, reshard, prefetch)
+# What the search leaves out: the result of the one differs by rank, and choices must not; the other takes no more
+# memory than is left.
+NOT_SEARCHED = (read_local_shards, assign_buffers)
+
+
+class Pipeline:
+    """Passes in order. `own`: functions of the library's own passes; what others leave is checked after each."""
+
+    def __init__(self, passes: Sequence[Pass], own: Sequence[Callable[..., Any]]) -> None:
+        self.passes, self._own = list(passes), frozenset(own)
+        at = (k for k, each in enumerate(self.passes) if each.fn in CARRY_OUT_CHOICES)
+        self._num_prepare = next(at, len(self.passes))
+
+    def run(self, program: Program) -> None:
+        """Apply all; `program.timings` gets seconds per pass. ZEROFN_DUMP=dir writes the graph after each."""
+        self.prepare(program)
+        self.finish(program)
+
+    def prepare(self, program: Program, machine: Machine | None = None) -> None:
+        """Apply those passes that come before anything is chosen. `machine`: by whose rates transfers are placed, and
+        what is cheaper is told; a usual one of its kind where it is not known."""
+        world = 1 if program.axis is None else program.axis.size
+        if machine is not None:
+            machine.check_ranks(world)
+        note_machine(program.gm, machine, world)
+        _dump(program, 0, "capture")
+        self._apply(program, self.passes[: self._num_prepare], 1)
+
+    def decide(self, program: Program, *, memory: int | None, remat: str | None) -> list[Choice]:
+        """What to choose for the graphs of a prepared program; see `budget`. Ranks may come to other choices, by a few
+        bytes that are other on each: let all take those of one. Raises `MemoryError` where no schedule keeps to
+        `memory` bytes."""
+        start = time.perf_counter()
+        passes = [each for each in self.passes[self._num_prepare :] if each.fn not in NOT_SEARCHED]
+
+        def schedule(tried: Program) -> None:
+            self._apply(tried, passes)
+
+        if remat:
+            choices = recomputed(program, remat, schedule)
+        else:
+            budget = memory or 0
+            # first with room for static buffers
+            choices = within(program, (int(budget / (1 + MORE)), budget), schedule)
+        program.timings["choices"] = time.perf_counter() - start
+        return choices
+
+    def finish(self, program: Program, *, choices: Sequence[Choice] = (), budget: int | None = None) -> None:
+        """Apply the other passes to a prepared program, with what was chosen for its graphs. `budget`: bytes that
+        static buffers must not exceed, with all else."""
+        program.budget = budget
+        if choices:  # these name nodes as copies do: a graph's own names go on behind those that it has lost
+            program.gm = copied(program.gm)
+        for gm, choice in zip(graphs(program.gm), choices, strict=False):
+            choose(gm, choice)
+        self._apply(program, self.passes[self._num_prepare :], self._num_prepare + 1)
+
+    def _apply(self, program: Program, passes: Sequence[Pass], first: int | None = None) -> None:
+        """Apply passes, and write down what comes of each, which is numbered from `first` on."""
+        for k, each in enumerate(passes, first or 0):
+            start = time.perf_counter()
+            with uncollected():
+                if each.fn in self._own:
+                    each(program)
+                else:
+                    apply_checked(program, each)
+            program.timings[each.name] = time.perf_counter() - start
+            if first is not None:
+                _dump(program, k, each.name)
+        for gm in graphs(program.gm):
+            gm.graph.lint()
+
+
+def _dump(program: Program, number: int, name: str) -> None:
+    folder = os.environ.get("ZEROFN_DUMP")
+    if not folder:
+        return
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    rank = os.environ.get("RANK", "0")
+    bodies = "".join(f"\n\n# {node.args[0]}{body.code}" for node, body in loops(program.gm))
+    (path / f"{program.name}.{number:02}.{name}.rank{rank}.py").write_text(program.gm.code + bodies)

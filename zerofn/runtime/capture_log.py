@@ -1,0 +1,92 @@
+"""The log lines of a compiled step: one for each capture, and a warning where captures go on and on."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..graph.program import Program, tensor_of
+from ..ops import cpu, cuda
+
+log = logging.getLogger("zerofn")
+MANY = 8  # captures of one step, after which it is said what keeps changing
+
+
+class CaptureLog:
+    """What is said of the captures of one step."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._before: dict[str, str] = {}  # what the last capture was given: entry -> shape and dtype, or number
+        self._changes: Counter[str] = Counter()  # in how many captures an entry was another than in the one before
+        self._num_captures = 0
+
+    def report(self, program: Program, constants: Sequence[Tensor], seconds: float, donating: bool) -> None:
+        """The one log line: what changed, what was baked in, what it cost."""
+        now = program.describe()
+        pairs = {k: (self._before.get(k, "nothing"), now.get(k, "nothing")) for k in {**now, **self._before}}
+        changes = {k: f"{k} {was} -> {is_now}" for k, (was, is_now) in pairs.items() if was != is_now}
+        self._warn(changes, {f"batch.{name}" for name in program.batch.baked})
+        why = "; ".join([*changes.values()][:3]) or "another structure"
+        if not self._before:
+            why = "first call"
+        self._before = now
+        for device in {x.device.type for x in map(tensor_of, program.placeholders) if x is not None and x.dim()}:
+            _tell_of_kernels(device)
+        log.info(
+            "%s: captured (%s): %s, %d nodes, %.2f s%s",
+            self._name,
+            why,
+            _kind(program, donating),
+            len(program.gm.graph.nodes),
+            seconds,
+            _baked(constants),
+        )
+
+    def _warn(self, changes: dict[str, str], numbers: set[str]) -> None:
+        """Once, after many captures, say which entry keeps changing and what to do about it. `numbers`: the entries
+        that are no tensors."""
+        self._num_captures += 1
+        self._changes.update(changes.keys() if self._before else ())
+        if self._num_captures != MANY or not self._changes:
+            return
+        key = self._changes.most_common(1)[0][0]
+        advice = (
+            "a number is part of what a step is captured for: pass torch.tensor(...) instead"
+            if key in numbers
+            else "a step is captured for every new shape: pad to a few of them"
+        )
+        log.warning(
+            "%s: captured %d times so far, %d of them because %s was another (%s); %s.",
+            self._name,
+            MANY,
+            self._changes[key],
+            key,
+            changes.get(key, "not this time"),
+            advice,
+        )
+
+
+def _kind(program: Program, donating: bool) -> str:
+    if program.new_state is None:
+        return "evaluation step"
+    return "training step, state donated" if donating else "training step"
+
+
+def _baked(constants: Sequence[Tensor]) -> str:
+    if not constants:
+        return ""
+    return f"; {len(constants)} closed-over tensors baked in, shapes {[tuple(c.shape) for c in constants[:4]]}"
+
+
+@functools.cache
+def _tell_of_kernels(device: str) -> None:
+    """Once, where update rules run in torch's operations for want of the kernels: why."""
+    kernels = {"cpu": cpu, "cuda": cuda}.get(device)
+    why = kernels.missing() if kernels is not None else None
+    if why:
+        log.info("%s torch's operations do the same, more slowly.", why)

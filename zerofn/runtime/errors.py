@@ -1,0 +1,27 @@
+"""What is added to an error that is raised while a captured step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .._torch_compat import OpOverload
+from ..graph.advice import note_dtypes
+from ..graph.capture import capture
+from ..graph.program import Program
+from ..graph.source_lines import place_of
+from ..util.errors import note
+from .executor import failed_node
+
+
+def explain(
+    error: Exception, step: Callable[[Any, Any], Any], name: str, program: Program, state: Any, batch: Any
+) -> None:
+    """Note which operation of the user's failed, on which line. Ours say it themselves."""
+    node = failed_node(error)
+    if node is not None:
+        if isinstance(node.target, OpOverload) and node.target.namespace == "zerofn":
+            return
+        place = place_of(node, program, lambda: capture(step, state, batch, traces=True))
+        note(error, f"in {name}: {place}")
+    note_dtypes(error, state, batch)
