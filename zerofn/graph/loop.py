@@ -17,8 +17,8 @@ from .._torch_compat import (
     proxies_of,
     trace_inner,
     tree_leaves,
+    tree_map,
 )
-from ..tree import tree_map
 
 # body(index, slices) -> (terms of the sums, rows to stack, static), the same static in every round
 Body = Callable[[Tensor, list[Tensor]], tuple[list[Tensor], list[Any], Any]]
