@@ -29,6 +29,7 @@ from .kernel_args import (
     check_tensors,
     moment_format,
     num_blocks,
+    pair,
     rates_of,
 )
 
@@ -232,13 +233,16 @@ def _tensors_of(
     """The library's description of an update, all but its runs."""
     a = _Update(rule=RULES[rule].number, g_number=_NUMBERS[g.dtype])
     a.factors[:] = [*factors, 1.0, 1.0][:2]
-    a.p, a.g = p[0].data_ptr(), g.data_ptr()
-    a.lo = p[1].data_ptr() if len(p) == 2 else None
+    a.g = g.data_ptr()
+    a.p, a.lo = _addresses(p)
     for i, moment in enumerate(moments):
         a.format = moment_format(moment)
-        a.moments[i] = moment[0].data_ptr()
-        a.scales[i] = moment[1].data_ptr() if len(moment) == 2 else None
+        a.moments[i], a.scales[i] = _addresses(moment)
     return a
+
+
+def _addresses(parts: Sequence[Tensor]) -> list[int | None]:
+    return [None if x is None else x.data_ptr() for x in pair(parts)]
 
 
 def norm2_and_extreme(parts: Sequence[Tensor]) -> list[tuple[float, float]]:

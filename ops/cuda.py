@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernel_args import GRADIENTS, RULES, check_run_lists, check_tensor, check_tensors, moment_format, num_blocks
+from .kernel_args import GRADIENTS, RULES, check_run_lists, check_tensor, check_tensors, moment_format, num_blocks, pair
 
 # CuPy's own RawModule would add -ftz=true, with which small numbers lose their bits.
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
@@ -126,7 +126,7 @@ def update_(
         return
     counted = _scalar(count, torch.int64, device)
     runs = _runs_of(rule, table, hyper, counted, lr)
-    kept = [part for moment in moments for part in (*moment, None)[:2]]
+    kept = [part for moment in moments for part in pair(moment)]
     _launch(
         "update",
         device,
@@ -134,7 +134,7 @@ def update_(
         known.number,
         _NUMBERS[g.dtype],
         moment_format(moments[0]) if moments else 0,
-        *(*p, None)[:2],
+        *pair(p),
         g,
         *(*kept, *[None] * 4)[:4],
         counted,

@@ -85,7 +85,7 @@ define(
     "decode(Tensor codes, Tensor scales, bool signed) -> Tensor",
     decode,
     lambda codes, scales, signed: codes.new_empty(codes.shape, dtype=torch.float32),
-    traits=Traits(OnShard.KEEPS, encoded_by="encode"),
+    traits=Traits(OnShard.KEEPS),
 )
 define(
     "high(Tensor p) -> Tensor",
@@ -103,5 +103,5 @@ define(
     "join(Tensor hi, Tensor lo) -> Tensor",
     join,
     lambda hi, lo: hi.new_empty(hi.shape, dtype=torch.float32),
-    traits=Traits(OnShard.KEEPS, encoded_by="split"),
+    traits=Traits(OnShard.KEEPS),
 )

@@ -50,9 +50,30 @@ def rates_of(rule: str, rate: float, decay: float, hyper: dict[str, Any], count:
     return constants
 
 
+# What the kernels take stored, as the dtypes of its parts; of a moment, its place here is the library's number.
+MASTERS = ((torch.float32,), (torch.bfloat16, torch.int16))
+MOMENTS = ((torch.float32,), (torch.bfloat16,), (torch.uint8, torch.float32))
+
+
+def is_split(p: Sequence[Tensor]) -> bool:
+    """Whether a master is stored in two halves."""
+    return _dtypes(p) == MASTERS[1]
+
+
 def moment_format(moment: Sequence[Tensor]) -> int:
-    """0: fp32; 1: bf16; 2: 8-bit codes and their scales."""
-    return 2 if len(moment) == 2 else int(moment[0].dtype == torch.bfloat16)
+    """0: fp32; 1: bf16; 2: 8-bit codes and their scales. Raises `ValueError` for other dtypes."""
+    return MOMENTS.index(_dtypes(moment))
+
+
+def pair(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Parts as the kernels take them: two, the second None where there is one."""
+    first, second = (*parts, None)[:2]
+    assert first is not None
+    return first, second
+
+
+def _dtypes(parts: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
+    return tuple([x.dtype for x in parts])
 
 
 def check_tensors(
@@ -63,23 +84,29 @@ def check_tensors(
         raise ValueError(f"update_: there is no rule {rule!r}; the rules are {', '.join(RULES)}.")
     size = g.numel()
     check_tensor("update_: g", g, GRADIENTS, size, device)
-    if len(p) not in (1, 2):
-        raise ValueError(f"update_: p must be [fp32] or [bfloat16, int16], and {len(p)} tensors came.")
-    for x, dtype in zip(p, [torch.float32] if len(p) == 1 else [torch.bfloat16, torch.int16], strict=True):
-        check_tensor("update_: p", x, (dtype,), size, device)
+    _check_parts("p", p, MASTERS, [size, size], device)
     if len(moments) != RULES[rule].num_moments:
         raise ValueError(f"update_: {rule} has {RULES[rule].num_moments} moments, and {len(moments)} came.")
     for moment in moments:
-        if len(moment) == 2:
-            check_tensor("update_: codes", moment[0], (torch.uint8,), size, device)
-            check_tensor("update_: scales", moment[1], (torch.float32,), num_blocks(size), device)
-        elif len(moment) == 1:
-            check_tensor("update_: a moment", moment[0], (torch.float32, torch.bfloat16), size, device)
-        else:
-            raise ValueError(f"update_: a moment must be [x] or [codes, scales], and {len(moment)} tensors came.")
-    formats = {moment_format(moment) for moment in moments}
-    if len(formats) > 1:
+        _check_parts("a moment", moment, MOMENTS, [size, num_blocks(size)], device)
+    if len(set(map(_dtypes, moments))) > 1:
         raise ValueError("update_: m and v must be in one format, fp32, bf16 or 8-bit; two came.")
+
+
+def _check_parts(
+    what: str,
+    parts: Sequence[Tensor],
+    known: Sequence[tuple[torch.dtype, ...]],
+    sizes: Sequence[int],
+    device: torch.device,
+) -> None:
+    """Check parts against those of `known` that are as many; `sizes`: of the first and the second part."""
+    possible = [dtypes for dtypes in known if len(dtypes) == len(parts)]
+    if not possible:
+        forms = " or ".join(f"[{', '.join(str(x).removeprefix('torch.') for x in dtypes)}]" for dtypes in known)
+        raise ValueError(f"update_: {what} must be {forms}, and {len(parts)} tensors came.")
+    for k, (x, size) in enumerate(zip(parts, sizes, strict=False)):
+        check_tensor(f"update_: part {k} of {what}", x, [dtypes[k] for dtypes in possible], size, device)
 
 
 def check_tensor(

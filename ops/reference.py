@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import fused_adam_, fused_adamw_
-from .kernel_args import BLOCK, UNIT, moment_format, num_blocks, rates_of
+from .kernel_args import BLOCK, RULES, UNIT, is_split, moment_format, num_blocks, rates_of
 
 _ABS, _INF, _SMALLEST_SCALE = 0x7FFFFFFF, 0x7F800000, 0x10800000
 
@@ -131,7 +131,7 @@ def update_(
     for start, stop, rate, decay in zip(starts, stops, rates, decays, strict=True):
         run = [x[start:stop] for x in decoded]
         r = rates_of(rule, rate, decay, hyper, count)
-        if len(moments) == 2 and lossy:
+        if RULES[rule].num_moments == 2 and lossy:
             _adam_lossy(run, wide[start:stop], r)
         else:
             _step(rule, run, wide[start:stop], rate, decay, hyper, count, r)
@@ -142,7 +142,7 @@ def update_(
     for i, (m, x) in enumerate(zip(moments, decoded[1:], strict=True)):
         if lossy:  # others were changed where they lie
             _keep(m, x, i == 0, draws(count, offset, size, i), touched[:size], blocks)
-    if len(p) == 2:
+    if is_split(p):
         new = torch.empty_like(p[0].view(-1)), torch.empty_like(p[1].view(-1))
         split(decoded[0], new)
         for old, fresh in zip(p, new, strict=True):
@@ -161,7 +161,7 @@ def _scaled(g: Tensor, factors: Sequence[float], lossy: bool) -> Tensor:
 
 
 def _master(p: Sequence[Tensor]) -> Tensor:
-    if len(p) == 1:
+    if not is_split(p):
         return p[0].view(-1)
     whole = torch.empty(p[0].numel())
     join(p[0].view(-1), p[1].view(-1), whole)

@@ -61,7 +61,7 @@ class Traits:
     "refresh", "exchange" or "permute", where that is between ranks. `lends`: its result lies in an arena, which the
     next step uses again. `bucket`: its result is the flat buffer of a unit's gradient. `fills_bucket`: it writes one.
     `stores`: "new" where it puts a new value where the old one lies, "in place" where it only writes out what was
-    changed there. `decoded_by`, `encoded_by`: names of the operations that undo it. `casts`: the same numbers in
+    changed there. `casts`: the same numbers in
     another dtype. `passes_on`: the result is the value that came in. `even`: the same number at every place.
     `equal`: the result is the same on all ranks of its axis. `free`: it takes no time of its own.
     """
@@ -73,7 +73,6 @@ class Traits:
     bucket: bool = False
     fills_bucket: bool = False
     stores: str = ""
-    encoded_by: str = ""
     casts: bool = False
     passes_on: bool = False
     even: bool = False
@@ -134,11 +133,6 @@ def implementation_of(target: OpOverload) -> Callable[..., Any] | None:
 def aside_of(target: OpOverload) -> Callable[..., Any] | None:
     """What does an operation on the updates' thread, if that is more than calling it there."""
     return _aside.get(base_name(target)) if target.namespace == "zerofn" else None
-
-
-def codec_pairs() -> list[tuple[str, str]]:
-    """(what decodes, what encodes) of every codec, by name."""
-    return [(name, traits.encoded_by) for name, traits in _traits.items() if traits.encoded_by]
 
 
 def base_name(target: OpOverload) -> str:

@@ -1,9 +1,9 @@
 """What elementwise update rules share: runs of constants, the gradient's factor, the verdict, two forms, two makers.
 
 `define_rule` makes `zerofn::name`, which returns new tensors, and `zerofn::name_`, which writes, in the same order, the
-arguments the other returns, each given as the list of what keeps it (`Parts`). A float32 master, whole or in halves, is
-updated by the kernels (`native` on the CPU, `cuda` on a GPU); anything else by torch's operations, in the same
-arithmetic.
+arguments the other returns, each given as the list of tensors that store it (`Parts`). The kernels (`cpu`, or `cuda` on
+a GPU) update a float32 master, whole or in halves, with moments in a format that they take stored. Anything else is
+decoded, updated by torch's operations in the same arithmetic, and encoded.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from . import cpu, cuda
-from .formats import join, kernels, split
+from .codecs import MOMENTS, PLAIN, Codec, MomentFormat, Parts, master_of
+from .formats import kernels
+from .reference import draws
 from .registry import OnShard, Traits, define
 
 BLOCK = 1 << 16  # elements: on the CPU a block's arrays stay in cache between the passes over it
 RUNS = (
     "Tensor count, Tensor? lr, Tensor? factor, Tensor? finite, int[] starts, int[] stops, float[] rates, float[] decays"
 )
-PLACE = "bool blocks, int offset"  # without defaults: a captured call leaves out what equals one
-Parts = Sequence[Tensor]  # what keeps one tensor: itself, the halves of a split master, or 8-bit codes and scales
+PLACE = "str? moments, int offset"  # without defaults: a captured call leaves out what equals one
 Step = Callable[..., None]
 Update = Callable[..., None]
 
@@ -40,28 +41,30 @@ def define_rule(
     this one; `lr`: None or a float scalar tensor the rates are multiplied by; `factor`: None or a scalar tensor the
     gradient is multiplied by; `finite`: None or a bool scalar tensor, where False nothing changes. Elements
     [starts[i], stops[i]) use learning rate `rates[i]` and weight decay `decays[i]`; elements of no run are left alone.
-    `blocks`: moments are what 8-bit blocks can hold, rounded to that after the update; `offset`: of the first element
-    in its unit, which with `count` decides how bfloat16 and 8-bit moments are rounded.
+    `moments`: the format (of `codecs.MOMENTS`) whose numbers the moments are, and are rounded to after the update;
+    `offset`: of the first element in its unit, which with `count` decides how moments are rounded.
     """
     num = len(moments)
 
     def in_place(p: Parts, g: Tensor, *rest: Any) -> None:
         kept, (count, lr, factor, finite, *runs), tail = rest[:num], rest[num : num + 8], rest[num + 8 :]
-        *constants, blocks, offset = tail
+        *constants, moments, offset = tail
+        form = MOMENTS[moments]
         if finite is not None and finite.device.type == "cpu":
             if not finite:
                 return
             finite = None
-        with _as_blocks(kept, blocks) as held:
-            served, made = kernels(g), kernel(*constants)
-            if served is cuda and cuda.can_update(made[0], p, g, held):
-                _run_on_gpu(made, p, g, held, count, lr, factor, finite, runs, offset)
-                return
-            if served is cpu and finite is None and cpu.can_update(made[0], p, g, held):
-                _run_kernel(made, p, g, held, count, lr, factor, runs, offset)
-                return
-        _check_plain(name, p, kept, blocks)
-        with opened(p, *kept) as written:
+        made, served = kernel(*constants), kernels(g)
+        if served is not None and made[0] in form.kernels:
+            with _encoded(kept, form) as held:
+                if served is cuda and cuda.can_update(made[0], p, g, held):
+                    _run_on_gpu(made, p, g, held, count, lr, factor, finite, runs, offset)
+                    return
+                if served is cpu and finite is None and cpu.can_update(made[0], p, g, held):
+                    _run_kernel(made, p, g, held, count, lr, factor, runs, offset)
+                    return
+        _check_dtypes(name, p, kept, form, made[0])
+        with _decoded(p, kept, form, count, offset) as written:
             update(written, g.reshape(-1), count, lr, factor, finite, *runs, *constants)
 
     def pure(p: Tensor, g: Tensor, *rest: Any) -> Any:
@@ -147,40 +150,59 @@ def _run_on_gpu(
 
 
 @contextlib.contextmanager
-def _as_blocks(moments: Sequence[Parts], blocks: bool) -> Iterator[Sequence[Parts]]:
-    """Moments as the kernels take them: what is to be rounded to 8-bit blocks goes through them."""
-    served = kernels(moments[0][0]) if blocks and moments else None
-    if served is None or any(len(m) > 1 or m[0].dtype != torch.float32 for m in moments):
+def _encoded(moments: Sequence[Parts], form: MomentFormat) -> Iterator[Sequence[Parts]]:
+    """Moments as kernels take them: what came as numbers of an encoded format is encoded, and decoded afterwards."""
+    if not form.encoded or not moments or any(not PLAIN.stores(m) or m[0].dtype != torch.float32 for m in moments):
         yield moments
         return
-    whole = [m[0].contiguous() for m in moments]
-    coded = [served.encode(x.view(-1), k == 0) for k, x in enumerate(whole)]
+    codecs = form.codecs[: len(moments)]
+    coded = [codec.encode(m[0].contiguous()) for codec, m in zip(codecs, moments, strict=True)]
     yield coded
-    for k, (m, x, parts) in enumerate(zip(moments, whole, coded, strict=True)):
-        served.decode(*parts, k == 0, x.view(-1))
-        if x is not m[0]:
-            m[0].copy_(x)
+    for codec, m, parts in zip(codecs, moments, coded, strict=True):
+        m[0].copy_(codec.decode(parts))
 
 
-def _check_plain(name: str, p: Parts, moments: Sequence[Parts], blocks: bool) -> None:
-    if blocks or any(len(m) > 1 or m[0].dtype == torch.bfloat16 != p[0].dtype for m in moments):
+def _check_dtypes(name: str, p: Parts, moments: Sequence[Parts], form: MomentFormat, rule: str) -> None:
+    """Raise `TypeError` unless torch's operations can update what is stored so."""
+    dtype = master_of(p).holds or p[0].dtype
+    needed = {codec.holds for codec in form.codecs} - {None, dtype}
+    if rule in form.kernels and (form.encoded or any(m[0].dtype == torch.bfloat16 != dtype for m in moments)):
         why = f"{cuda.missing()} " if p[0].is_cuda and cuda.missing() else ""
+        needed.add(torch.float32)
+    else:
+        why = ""
+    if needed:
+        where = ", where there are kernels for it" if rule in form.kernels else ""
         raise TypeError(
-            f"{name}: moments in 8-bit blocks or bfloat16 go with a float32 master, where there are "
-            f"kernels for it; got a {str(p[0].dtype).removeprefix('torch.')} one on {p[0].device}. {why}"
+            f"{name}: moments in{form.first.note.removeprefix(' in') or ' bfloat16'} go with a float32 master{where}; "
+            f"got a {str(dtype).removeprefix('torch.')} one on {p[0].device}. {why}"
             "Leave moments out, or write shard(..., precision='fp32') or 'bf16'."
         )
 
 
 @contextlib.contextmanager
-def opened(*kept: Parts) -> Iterator[list[Tensor]]:
-    """Flat tensors to write to: what is kept otherwise, or not in order, is a copy that is put back."""
-    flat = [(join(*parts) if len(parts) > 1 else parts[0]).contiguous().view(-1) for parts in kept]
+def _decoded(
+    p: Parts, moments: Sequence[Parts], form: MomentFormat, count: Tensor, offset: int
+) -> Iterator[list[Tensor]]:
+    """The master and the moments as flat tensors to write to. What is stored otherwise, or not in order, is a copy,
+    which is put back afterwards; moments are rounded to their format."""
+    formats = [PLAIN, *form.codecs[: len(moments)]]  # whose numbers the tensors are
+    stored = [p, *moments]
+    codecs = [master_of(p), *(c if c.stores(m) else PLAIN for c, m in zip(form.codecs, moments, strict=False))]
+    flat = [codec.decode(parts).contiguous().view(-1) for codec, parts in zip(codecs, stored, strict=True)]
     yield flat
-    for parts, y in zip(kept, flat, strict=True):
-        if len(parts) > 1 or not parts[0].is_contiguous():
-            for part, fresh in zip(parts, split(y) if len(parts) > 1 else [y], strict=True):
-                part.copy_(fresh.view(part.shape))
+    for k, (codec, parts, x) in enumerate(zip(codecs, stored, flat, strict=True)):
+        if formats[k] is not PLAIN:
+            random = draws(int(count), offset, x.numel(), k - 1).to(x.device)
+            _write(parts, codec, formats[k].encode(x, random), formats[k])
+        elif codec is not PLAIN or not parts[0].is_contiguous():
+            _write(parts, codec, codec.encode(x), codec)
+
+
+def _write(parts: Parts, codec: Codec, fresh: Parts, encoded: Codec) -> None:
+    """Write what `encoded` stores to parts that are `codec`'s: the same codec's, or the numbers themselves."""
+    for part, x in zip(parts, fresh if codec is encoded else [encoded.decode(fresh)], strict=True):
+        part.copy_(x.view(part.shape))
 
 
 def by_blocks(step: Step) -> Update:

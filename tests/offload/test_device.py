@@ -20,8 +20,8 @@ from zerofn.offload.disk import PAGE, locked
 from zerofn.offload.drive_tensor import Spilled
 from zerofn.offload.host_tensor import Hosted
 from zerofn.offload.host_worker import BEHIND, HostWorker
-from zerofn.sharding.codecs import Stored
 from zerofn.sharding.sharded import Sharded, is_sharded
+from zerofn.sharding.storage import Stored
 from zerofn.util.process import instead
 
 ops = torch.ops.zerofn

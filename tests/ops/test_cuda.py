@@ -274,7 +274,7 @@ def test_rules_and_formats_reach_the_kernels(device, monkeypatch):
         flat = [x.clone() for x in (*p, g, *(m[0] for m in moments))]
         moved = [x.clone().to(device) for x in flat]
         now = [x.to(device) if isinstance(x, torch.Tensor) else x for x in scalars]
-        hyper = [*HYPER["adamw"].values(), True, blocks, 0]
+        hyper = [*HYPER["adamw"].values(), True, "8bit" if blocks else None, 0]
         torch.ops.zerofn.adamw_(moved[:2], moved[2], [moved[3]], [moved[4]], *now, *hyper)
         coded = [list(cpu.encode(x, i == 0)) if blocks else [x] for i, x in enumerate(flat[3:])]
         cpu.update_(

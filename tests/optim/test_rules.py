@@ -241,7 +241,7 @@ def test_non_contiguous_tensors_are_updated_like_any():
         expected, _ = tx.apply({"w": g}, tx.init({"w": p.contiguous()}), {"w": p.contiguous()}, None, None)
         found, _ = tx.apply({"w": g}, tx.init({"w": p}), {"w": p}, None, None)
         assert torch.equal(found["w"], expected["w"])
-    runs = (torch.tensor(1), None, None, None, [0], [35], [0.1], [0.0], False, 0)
+    runs = (torch.tensor(1), None, None, None, [0], [35], [0.1], [0.0], None, 0)
     written = p.clone()
     assert not written.is_contiguous()
     torch.ops.zerofn.sgd_([written], g, *runs)
@@ -292,7 +292,7 @@ def test_the_two_forms_of_an_operation_agree(name, finite):
         "sgd": runs,
         "sgd_momentum": (*runs, 0.9, True),
         "lion": (*runs, 0.9, 0.99),
-    }[name] + (False, 0)
+    }[name] + (None, 0)
     fresh = getattr(torch.ops.zerofn, name)(p, g, *moments, *rest)
     fresh = [fresh] if isinstance(fresh, torch.Tensor) else fresh
     written = [x.clone() for x in (p, *moments)]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..sharding.codecs import Kind
 from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.state_tree import as_tensor
+from ..sharding.storage import StorageSpec
 from ..training.loss_scale import NoLossScale, StaticLossScale
 from ..tree import PyTreeSpec
 from ..util.errors import nearest
@@ -81,7 +81,7 @@ def leaves_of(part: Part) -> list[LeafInfo]:
     ]
 
 
-def kinds_of(sharded: Sharded) -> list[Kind]:
+def kinds_of(sharded: Sharded) -> list[StorageSpec]:
     """How each piece is kept, or was before it was given away."""
     return list(sharded.kinds)
 

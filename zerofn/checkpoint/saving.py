@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import alive, exchange, first_difference, on_rank_0, rank_and_size, together
-from ..sharding.codecs import Stored
 from ..sharding.sharded import Sharded, is_sharded
+from ..sharding.storage import Stored
 from ..util.errors import CheckpointError
 from . import folder
 from .contents import Part, describe, leaves_of, take_apart

@@ -38,7 +38,7 @@ _INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
         "print it outside the step",
     ),
     (
-        r"'Held'|not Held|got .*\bHeld\b",
+        r"'LocalShard'|not LocalShard|got .*\bLocalShard\b",
         TypeError,
         'state.params["name"] says what this rank holds of a leaf and is no tensor: write '
         'zerofn.gather(state.params)["name"] for the leaf, or .local for this rank\'s part',

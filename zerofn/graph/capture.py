@@ -23,9 +23,9 @@ from .._torch_compat import (
     proxies_of,
     quiet_fakes,
 )
-from ..sharding.codecs import Stored
 from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.state_tree import as_tensor
+from ..sharding.storage import Stored
 from ..util.errors import note
 from ..util.patches import uncollected
 from .advice import instead, note_dtypes

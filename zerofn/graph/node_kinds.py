@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, cast
 
 import torch
 from torch.fx import Node
 
 from .._torch_compat import OpOverload
-from ..ops.registry import Traits, argument_places, base_name, codec_pairs, traits_of
+from ..ops.codecs import DECODES
+from ..ops.registry import Traits, argument_places, base_name, traits_of
 from .alias import writes
 
 ops = torch.ops.zerofn
+_DECODERS = {encode: decode for decode, encode in DECODES.items()}
 ASIDE = "aside"  # among the meta of what the host does on the updates' own thread
 UPDATE = "update"  # among the meta of a read from a drive: it is for an update rule
 
@@ -75,29 +76,23 @@ def casts(node: Node) -> bool:
 
 
 def decodes(node: Node) -> bool:
-    """Whether `node` makes a shard of what keeps it."""
-    return bool(traits(node).encoded_by)
+    """Whether `node` makes a shard of what stores it."""
+    return isinstance(node.target, OpOverload) and node.target in DECODES
 
 
 def encodes(node: Node) -> bool:
-    """Whether `node` makes of a shard what keeps it."""
-    return isinstance(node.target, OpOverload) and node.target in _encoders()
-
-
-@functools.cache
-def _encoders() -> dict[OpOverload, OpOverload]:
-    """What encodes a shard -> what decodes it."""
-    return {getattr(ops, encode).default: getattr(ops, decode).default for decode, encode in codec_pairs()}
+    """Whether `node` makes of a shard what stores it."""
+    return isinstance(node.target, OpOverload) and node.target in _DECODERS
 
 
 def codec_operations() -> set[OpOverload]:
     """What decodes and encodes shards."""
-    return {*_encoders(), *_encoders().values()}
+    return {*DECODES, *_DECODERS}
 
 
 def decoder_of(node: Node) -> OpOverload:
     """What decodes what `node` encodes."""
-    return _encoders()[cast(OpOverload, node.target)]
+    return _DECODERS[cast(OpOverload, node.target)]
 
 
 def stores(node: Node) -> bool:

@@ -12,8 +12,8 @@ from torch.fx import GraphModule, Node
 
 from .. import tree
 from ..comm.mesh import Axis
-from ..sharding.codecs import Kind, Stored
 from ..sharding.sharded import Sharded, Spec, is_sharded
+from ..sharding.storage import StorageSpec, Stored
 from .buffers import BufferSpec, DriveSpec
 
 
@@ -22,7 +22,7 @@ class Cut:
     """What is static about a `Sharded` and the pieces it has."""
 
     spec: Spec
-    kinds: tuple[Kind, ...]
+    kinds: tuple[StorageSpec, ...]
 
     def pieces(self, tensors: Iterator[Tensor]) -> list[Stored]:
         """Its pieces, of the next tensors."""
@@ -52,9 +52,9 @@ class Flat:
                 nodes.append(Cut(leaf.spec, tuple(x.kind for x in leaf.stored)))
                 tensors.extend(leaf.parts)
                 names.extend(
-                    f"{name}[{u.name!r}]{suffix}"
+                    f"{name}[{u.name!r}]{part.suffix}"
                     for u, x in zip(leaf.layout.units, leaf.stored, strict=True)
-                    for suffix in x.kind.codec.suffixes
+                    for part in x.kind.codec.parts
                 )
             elif isinstance(leaf, Tensor):
                 nodes.append(None)

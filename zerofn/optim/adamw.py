@@ -81,7 +81,7 @@ def _adam(
         grads: Any, state: AdamState, params: Any, factor: Tensor | None, finite: Tensor | None
     ) -> tuple[Any, AdamState]:
         def call(tensors: list[Tensor], runs: tuple[Any, ...], offset: int) -> Any:
-            hyper = (b1, b2, eps, name == "adamw", moments == "8bit")
+            hyper = (b1, b2, eps, name == "adamw", moments)
             return torch.ops.zerofn.adamw(*tensors, *runs, *hyper, offset)
 
         trees = [params, grads, state.mu, state.nu]

@@ -22,21 +22,6 @@ class LionState(NamedTuple):
     mu: Any
 
 
-class LionBf16(LionState):
-    """`LionState` with the momentum in bfloat16."""
-
-    kept = {"mu": "bf16"}
-
-
-class LionBlocks(LionState):
-    """`LionState` with the momentum in 8-bit blocks; as numbers they are float32."""
-
-    kept = {"mu": "signed"}
-
-
-_STATES = {None: LionState, "bf16": LionBf16, "8bit": LionBlocks}
-
-
 def lion(
     learning_rate: ScalarOrSchedule,
     b1: float = 0.9,
@@ -62,7 +47,7 @@ def lion(
     constants = LeafConstants(weight_decay, mask, lr_scale)
 
     def init(params: Any) -> LionState:
-        return _STATES[moments](count_zero(params), formats.initial(params, moments))
+        return formats.state_type(LionState, moments)(count_zero(params), formats.initial(params, moments))
 
     def update(grads: Any, state: LionState, params: Any) -> tuple[Any, LionState]:
         rate = rate_at(learning_rate, state.count)
@@ -78,7 +63,7 @@ def lion(
         grads: Any, state: LionState, params: Any, factor: Tensor | None, finite: Tensor | None
     ) -> tuple[Any, LionState]:
         def call(tensors: list[Tensor], runs: tuple[Any, ...], offset: int) -> Any:
-            return torch.ops.zerofn.lion(*tensors, *runs, b1, b2, moments == "8bit", offset)
+            return torch.ops.zerofn.lion(*tensors, *runs, b1, b2, moments, offset)
 
         trees = [params, grads, state.mu]
         count, (p, mu) = fused_step(call, learning_rate, constants, state.count, trees, factor, finite)

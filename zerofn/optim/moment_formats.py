@@ -1,31 +1,58 @@
-"""In which formats an optimizer keeps its moments.
+"""In which formats an optimizer stores its moments: those of `ops.codecs.MOMENTS`.
 
 `None` is the parameters' dtype. "bf16" and "8bit" (blocks of 256 with one scale, see `ops/csrc/formats.h`) are rounded
 stochastically after every update: to nearest, a second moment that decays by a thousandth a step would never fall. The
-type of a state says how `shard` keeps its fields; the random bits are a function of the count of applied updates and
+type of a state says how `shard` stores its fields; the random bits are a function of the count of applied updates and
 the element's place, so every stage, number of ranks and tier gives the same.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from .. import tree
-
-FORMATS = (None, "bf16", "8bit")
+from ..ops.codecs import MOMENTS
 
 
 def check(where: str, moments: str | None) -> None:
     """Raise `ValueError` for a format that there is none of."""
-    if moments not in FORMATS:
+    if moments not in MOMENTS:
+        *others, last = [repr(name) for name in MOMENTS if name is not None]
         raise ValueError(
-            f"{where}: moments={moments!r} is not known; there are None (the parameters' dtype), 'bf16' and '8bit'."
+            f"{where}: moments={moments!r} is not known; there are None (the parameters' dtype), "
+            f"{', '.join(others)} and {last}."
         )
 
 
 def initial(params: Any, moments: str | None, value: float = 0.0) -> Any:
     """Moments of `value` for a tree of parameters."""
-    dtype = torch.bfloat16 if moments == "bf16" else None
+    dtype = MOMENTS[moments].dtype
     return tree.tree_map(lambda p: torch.full_like(p, value, dtype=dtype), params)
+
+
+@functools.cache
+def state_type(base: Any, moments: str | None) -> Any:
+    """The type of an optimizer's state with moments in a format: `base`, or a subclass of it whose attribute
+    `moment_storage`
+    says by which codec and in which dtype `shard` stores a field.
+
+    `base`: a namedtuple type whose first field is the count of updates; the others are the moments, in the order in
+    which the update rule takes them.
+    """
+    form = MOMENTS[moments]
+    if not form.encoded and form.dtype is None:
+        return base
+    storage = {field: (codec, form.dtype) for field, codec in zip(base._fields[1:], form.codecs, strict=False)}
+
+    def reduce(self: Any) -> tuple[Any, ...]:  # the subclass has no name that pickle could find
+        return _state, (base, moments, tuple(self))
+
+    members = {"__slots__": (), "__module__": base.__module__, "__reduce__": reduce, "moment_storage": storage}
+    return type(f"{base.__name__}[{moments}]", (base,), members)
+
+
+def _state(base: Any, moments: str | None, fields: tuple[Any, ...]) -> Any:
+    return state_type(base, moments)(*fields)

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import tree
 from . import checks
 from .base import GradientTransformation, count_zero
-from .moment_formats import initial
+from .moment_formats import initial, state_type
 
 
 class AdamState(NamedTuple):
@@ -19,21 +19,6 @@ class AdamState(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # tuple.count gives way
     mu: Any
     nu: Any
-
-
-class AdamBf16(AdamState):
-    """`AdamState` with moments in bfloat16."""
-
-    kept = {"mu": "bf16", "nu": "bf16"}
-
-
-class AdamBlocks(AdamState):
-    """`AdamState` with moments in 8-bit blocks; as numbers they are float32."""
-
-    kept = {"mu": "signed", "nu": "unsigned"}
-
-
-_STATES = {None: AdamState, "bf16": AdamBf16, "8bit": AdamBlocks}
 
 
 def scale_by_adam(
@@ -52,8 +37,8 @@ def scale_by_adam(
 
 
 def init_moments(params: Any, moments: str | None = None) -> AdamState:
-    """Zero moments, kept in a format of `optim.moments`."""
-    return _STATES[moments](count_zero(params), initial(params, moments), initial(params, moments))
+    """Zero moments, in a format of `optim.moment_formats`."""
+    return state_type(AdamState, moments)(count_zero(params), initial(params, moments), initial(params, moments))
 
 
 def direction(

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from .. import tree
-from ..sharding.codecs import stored
 from ..sharding.layout import restrict
 from ..sharding.sharded import Sharded, is_sharded
+from ..sharding.storage import stored
 from .base import Mask
 from .leaf_runs import leaf_info
 

@@ -23,21 +23,6 @@ class SgdState(NamedTuple):
     trace: Any
 
 
-class SgdBf16(SgdState):
-    """`SgdState` with the momentum in bfloat16."""
-
-    kept = {"trace": "bf16"}
-
-
-class SgdBlocks(SgdState):
-    """`SgdState` with the momentum in 8-bit blocks; as numbers they are float32."""
-
-    kept = {"trace": "signed"}
-
-
-_STATES = {None: SgdState, "bf16": SgdBf16, "8bit": SgdBlocks}
-
-
 def sgd(
     learning_rate: ScalarOrSchedule,
     momentum: float | None = None,
@@ -69,7 +54,7 @@ def sgd(
     def init(params: Any) -> SgdState:
         # Minus zero: adding the first gradient to it gives that gradient, the sign of its zeros included.
         trace = formats.initial(params, moments, -0.0) if momentum else None
-        return _STATES[moments](count_zero(params), trace)
+        return formats.state_type(SgdState, moments)(count_zero(params), trace)
 
     def update(grads: Any, state: SgdState, params: Any) -> tuple[Any, SgdState]:
         rate = rate_at(learning_rate, state.count)
@@ -87,8 +72,8 @@ def sgd(
     ) -> tuple[Any, SgdState]:
         def call(tensors: list[Tensor], runs: tuple[Any, ...], offset: int) -> Any:
             if momentum:
-                return torch.ops.zerofn.sgd_momentum(*tensors, *runs, momentum, nesterov, moments == "8bit", offset)
-            return (torch.ops.zerofn.sgd(*tensors, *runs, False, offset),)
+                return torch.ops.zerofn.sgd_momentum(*tensors, *runs, momentum, nesterov, moments, offset)
+            return (torch.ops.zerofn.sgd(*tensors, *runs, None, offset),)
 
         trees = [params, grads, *([state.trace] if momentum else [])]
         count, (p, *fresh) = fused_step(call, learning_rate, constants, state.count, trees, factor, finite)

@@ -182,12 +182,12 @@ def _update_in_place(graph: Graph, outputs: list[Node], mine: dict[int, Node], s
         }
         with graph.inserting_before(rule):
             graph.call_function(target, tuple(given.get(k, x) for k, x in enumerate(rule.args)), rule.kwargs)
-        for result, end, parts in zip(results, ends, kept, strict=True):
+        for k, result, end, parts in zip(written, results, ends, kept, strict=True):
             for x, memory in zip(end, parts, strict=True):
                 _return(outputs, numbers, x, memory)
                 # Later reads see the new values. What is returned is told at last: one change there takes all of it.
                 x.replace_all_uses_with(memory, lambda user: user.op != "output")
-            if len(parts) > 1 and (again := _decoded_again(rule, result, parts)) is not None:  # type: ignore[arg-type]
+            if decodes(rule.args[k]) and (again := _decoded_again(rule, result, parts)) is not None:  # type: ignore[arg-type]
                 _return(outputs, numbers, result, again)  # type: ignore[arg-type]
 
 

@@ -22,11 +22,11 @@ from ..graph.program import Program
 from ..offload.drive_tensor import Spilled
 from ..passes.budget.decision import Choice
 from ..passes.budget.search import OverBudget
-from ..sharding.codecs import Part
 from ..sharding.precision import resolve
 from ..sharding.shard import imagine, initial
 from ..sharding.shard_plan import STAGES, check_stage
 from ..sharding.sharded import is_sharded
+from ..sharding.storage import StoredPart
 from ..util.sizes import num_bytes
 from .plan import Plan
 from .table import Config, Needs, Row, Table, lacking
@@ -199,7 +199,7 @@ def _state_needs(state: Any) -> Needs:
     device: dict[Any, int] = {}  # pieces may lie in a gathered copy
     host = disk = 0
     for x in tree.leaves(state, is_leaf=is_sharded):
-        parts: list[Part] = [part for piece in x.stored for part in piece.parts] if is_sharded(x) else [x]
+        parts: list[StoredPart] = [part for piece in x.stored for part in piece.parts] if is_sharded(x) else [x]
         for part in (*parts, *(x.copies or ())) if is_sharded(x) else parts:
             if isinstance(part, Tensor):
                 device[storage_key(part)] = part.untyped_storage().nbytes()

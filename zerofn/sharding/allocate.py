@@ -16,8 +16,9 @@ from ..memory.host_allocator import zeros
 from ..offload.disk import Store, pages, scratch_space
 from ..offload.drive_tensor import Spilled, ticket_of
 from ..offload.host_tensor import Hosted, on_host
-from .codecs import PLAIN, SPLIT, Kind, Part, Stored
+from ..ops.codecs import PLAIN, SPLIT
 from .sharded import Sharded, Spec
+from .storage import StorageSpec, Stored, StoredPart
 
 HELD = 2  # units that are partly filled in memory before they are written to a drive
 
@@ -26,7 +27,7 @@ def allocate(
     spec: Spec,
     device: torch.device,
     cached: bool,
-    kinds: Sequence[Kind] | None = None,
+    kinds: Sequence[StorageSpec] | None = None,
     scratch: Store | None = None,
     name: str = "",
 ) -> Sharded:
@@ -39,9 +40,11 @@ def allocate(
         pending().wait_for_all()  # for the copies of states that were dropped, among others: nobody else will
     pieces: list[Stored] = []
     full: list[Tensor] = []
-    for unit, kind in zip(spec.layout.units, kinds or [Kind(PLAIN, u.dtype) for u in spec.layout.units], strict=True):
+    for unit, kind in zip(
+        spec.layout.units, kinds or [StorageSpec(PLAIN, u.dtype) for u in spec.layout.units], strict=True
+    ):
         a, b = spec.bounds(unit)
-        parts: list[Part] = []
+        parts: list[StoredPart] = []
         if cached:
             full.append(zeros(unit.size, spec.precision.computes(kind.dtype), device))
         if cached and kind.lies_in(full[-1].dtype):
@@ -50,7 +53,7 @@ def allocate(
             if tier == "cpu":
                 parts.append(Hosted(on_host(size, dtype, device), device))
             elif tier == "nvme" and scratch is not None:
-                region = scratch.allocate(size * dtype.itemsize, f"{name}[{unit.name!r}]{kind.codec.suffixes[k]}")
+                region = scratch.allocate(size * dtype.itemsize, f"{name}[{unit.name!r}]{kind.codec.parts[k].suffix}")
                 parts.append(Spilled(ticket_of(region), dtype, size, device))
             else:
                 parts.append(zeros(size, dtype, device))
@@ -58,7 +61,7 @@ def allocate(
     return Sharded(spec, pieces, full if cached else None)
 
 
-def scratch_for(parts: Iterable[tuple[Spec, Sequence[Kind]]]) -> Store | None:
+def scratch_for(parts: Iterable[tuple[Spec, Sequence[StorageSpec]]]) -> Store | None:
     """Space on drives for what of these is to lie there; None where nothing is. Raises `disk.DiskError`."""
     parts = list(parts)
     nbytes = sum(
@@ -133,11 +136,13 @@ def refill(sharded: Sharded) -> None:
 def keep_halves(sharded: Sharded) -> None:
     """Keep parameters as split masters where their precision asks for it and an unflatten has joined them."""
 
-    def joined(kind: Kind) -> bool:
+    def joined(kind: StorageSpec) -> bool:
         return kind.codec == PLAIN and sharded.spec.precision.splits(kind.dtype)
 
     if sharded.spec.halves and any(map(joined, sharded.kinds)):
-        sharded.move([Kind(SPLIT, x.dtype).keep(x.decode()) if joined(x.kind) else x for x in sharded.stored], None)
+        sharded.move(
+            [StorageSpec(SPLIT, x.dtype).keep(x.decode()) if joined(x.kind) else x for x in sharded.stored], None
+        )
 
 
 def settle(sharded: Sharded) -> None:

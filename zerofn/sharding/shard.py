@@ -6,7 +6,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from .allocate import Filler, allocate, equalize, scratch_for, settle
 from .gather_scatter import gather_leaves
 from .layout import Layout
 from .precision import Precision, resolve
-from .shard_plan import ReplicatedPart, ShardedPart, ShardOptions, description
+from .shard_plan import ReplicatedPart, ShardedPart, ShardPolicy, check_stage, description, plan_state
 from .sharded import Sharded, Spec, check_whole, is_sharded
 from .state_tree import adapted, device_of
 
@@ -73,8 +72,8 @@ def shard(
         rehearsal.shards(state, state_or_init, {"precision": precision, "unit": unit})
         return state
     map_large_blocks()
-    options, values, parts, treedef = agree_on(
-        "zerofn.shard", lambda: _plan(state_or_init, ShardOptions(stage, where, precision, unit, device, offload))
+    policy, values, parts, treedef = agree_on(
+        "zerofn.shard", lambda: _plan(state_or_init, stage, where.axis(), precision, unit, device, offload)
     )
     scratch = (
         agree_on(
@@ -84,10 +83,10 @@ def shard(
                 "",
             ),
         )
-        if options.offload.on_disk
+        if policy.offload.on_disk
         else None
     )
-    return _place(options, values, parts, treedef, scratch)
+    return _place(policy, values, parts, treedef, scratch)
 
 
 def _planned(stage: Any, precision: Any, offload: Any, plan: Any, num_ranks: int) -> tuple[int, Any, Any]:
@@ -129,23 +128,43 @@ def imagine(
     without memory."""
     machine = imagining()
     assert machine is not None
-    options, parts, treedef = _laid_out(state, ShardOptions(stage, mesh, precision, unit, None, offload).checked())
+    check_stage(stage)
+    policy = _policy(state, stage, mesh.axis(), resolve(precision), unit, None, offload)
+    parts, treedef = plan_state(state, policy)
     scratch = scratch_for((p.spec, p.kinds) for p in parts if isinstance(p, ShardedPart))
     return tree.unflatten(
-        treedef,
-        [_allocate(options, p, scratch) if isinstance(p, ShardedPart) else machine.like(p.value) for p in parts],
+        treedef, [_allocate(policy, p, scratch) if isinstance(p, ShardedPart) else machine.like(p.value) for p in parts]
     )
 
 
-def _plan(state_or_init: Any, given: ShardOptions) -> tuple[Any, str]:
+def _plan(
+    state_or_init: Any, stage: Any, axis: Axis, precision: Any, unit: Any, device: Any, offload: Any
+) -> tuple[Any, str]:
     """Everything that can be wrong is found here, before anything is allocated or sent."""
-    options = given.checked()
-    precision = resolve(options.precision)
+    check_stage(stage)
+    precision, device = resolve(precision), _numbered(device)
     state, values = _initial(state_or_init, precision)
-    options, parts, treedef = _laid_out(state, options)
-    if given.offload is not None:
-        _check_offload(options.offload, [p for p in parts if isinstance(p, ShardedPart)], options.home)
-    return (options, values, parts, treedef), description(options.stage, precision, parts)
+    policy = _policy(state, stage, axis, precision, unit, device, offload)
+    parts, treedef = plan_state(state, policy)
+    if offload is not None:
+        _check_offload(policy.offload, [p for p in parts if isinstance(p, ShardedPart)], policy.home)
+    return (policy, values, parts, treedef), description(stage, precision, parts)
+
+
+def _numbered(device: Any) -> torch.device | None:
+    """The device with its number. Raises `ValueError` for one that is not there."""
+    try:
+        return None if device is None else torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"shard: device={device!r} cannot be had: {error}") from None
+
+
+def _policy(
+    state: Any, stage: int, axis: Axis, precision: Precision, unit: Any, device: torch.device | None, offload: Any
+) -> ShardPolicy:
+    """The policy, with what follows from where the state is."""
+    home = device or device_of(state)
+    return ShardPolicy(stage, axis, precision, unit, device, resolve_offload(offload, stage, axis.size, home), home)
 
 
 def _initial(state_or_init: Any, precision: Precision) -> tuple[Any, Iterator[tuple[int, Any]]]:
@@ -156,13 +175,6 @@ def _initial(state_or_init: Any, precision: Precision) -> tuple[Any, Iterator[tu
         return recorded.output, recorded.run()
     state = adapted(state_or_init, precision)
     return state, enumerate(tree.leaves(state))
-
-
-def _laid_out(state: Any, options: ShardOptions) -> tuple[ShardOptions, list[Any], Any]:
-    """Options with what follows from the state, its parts, and its structure."""
-    home, size = options.device or device_of(state), options.mesh.axis().size
-    options = replace(options, home=home, offload=resolve_offload(options.offload, options.stage, size, home))
-    return (options, *options.parts(state))
 
 
 def _check_offload(offload: Offload, cuts: list[ShardedPart], home: torch.device) -> None:
@@ -220,19 +232,19 @@ def _single(layout: Layout, index: int) -> Layout:
 
 
 def _place(
-    options: ShardOptions,
+    policy: ShardPolicy,
     values: Iterable[tuple[int, Tensor]],
     parts: list[ShardedPart | ReplicatedPart],
     treedef: tree.PyTreeSpec,
     scratch: Store | None,
 ) -> Any:
     """Allocate every part, and take the values as they come."""
-    made: list[Any] = [_allocate(options, p, scratch) if isinstance(p, ShardedPart) else None for p in parts]
+    made: list[Any] = [_allocate(policy, p, scratch) if isinstance(p, ShardedPart) else None for p in parts]
     into: dict[int, Callable[[Tensor], Any]] = {}
     out: list[Any] = list(made)
     for k, part in enumerate(parts):
         if isinstance(part, ReplicatedPart):  # a number that lies on the host would be mixed with the device's
-            there = options.device or (None if part.value.dim() else options.home)
+            there = policy.device or (None if part.value.dim() else policy.home)
             into[part.first] = _keeper(out, k, None if part.on_host else there)
         else:
             filler = Filler(made[k])
@@ -244,14 +256,14 @@ def _place(
         for part, sharded in zip(parts, made, strict=True):
             if isinstance(part, ShardedPart):
                 settle(sharded)
-        equalize([out[k] for k, part in enumerate(parts) if isinstance(part, ReplicatedPart)], options.mesh.axis())
+        equalize([out[k] for k, part in enumerate(parts) if isinstance(part, ReplicatedPart)], policy.axis)
     return tree.unflatten(treedef, out)
 
 
-def _allocate(options: ShardOptions, part: ShardedPart, scratch: Store | None) -> Sharded:
-    device = options.device or part.device
+def _allocate(policy: ShardPolicy, part: ShardedPart, scratch: Store | None) -> Sharded:
+    device = policy.device or part.device
     device = torch.device("cpu") if device is None or device.type == "meta" else device
-    cached = part.is_params and options.stage in (1, 2) and part.spec.axis.size > 1
+    cached = part.is_params and policy.stage in (1, 2) and part.spec.axis.size > 1
     return allocate(part.spec, device, cached, part.kinds, scratch, part.name)
 
 

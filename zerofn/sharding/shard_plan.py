@@ -1,9 +1,9 @@
-"""What becomes of every leaf of a state, decided before anything is allocated."""
+"""What becomes of every leaf of a state: pure functions of the state and a policy. `allocate` makes it so."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..comm.mesh import Mesh
-from ..offload.policy import of_units
+from ..comm.mesh import Axis
+from ..offload.policy import Offload, of_units
+from ..ops.codecs import PLAIN, SPLIT, Codec
 from ..util.errors import nearest
-from .codecs import PLAIN, SIGNED, SPLIT, UNSIGNED, Away, Kind
 from .layout import Layout, LeafInfo, make_layout
-from .precision import Precision, resolve
+from .precision import Precision
 from .sharded import Spec
 from .state_tree import is_state, layout_like, params_of, signature_of, sublayouts
+from .storage import Placement, StorageSpec
 
 STAGES = (0, 1, 2, 3)
 
@@ -44,7 +45,7 @@ class ShardedPart:
     spec: Spec
     first: int
     device: torch.device | None
-    kinds: list[Kind]  # of the pieces
+    kinds: list[StorageSpec]  # by unit
     is_params: bool
 
 
@@ -58,119 +59,132 @@ class ReplicatedPart:
 
 
 @dataclass(frozen=True)
-class ShardOptions:
-    """What `shard` was given, and what follows from it."""
+class ShardPolicy:
+    """What `shard` was asked for, resolved. `axis`: the ranks that the state is cut over; `unit`: leaf name -> unit
+    name; `device`: where shards are to live, None for where the parameters are; `home`: where the model computes."""
 
     stage: int
-    mesh: Mesh
-    precision: Any  # a name or None until `checked`
+    axis: Axis
+    precision: Precision
     unit: Callable[[str], str] | None
-    device: Any
-    offload: Any = None  # as given until it is resolved
-    home: Any = None  # where the model computes
+    device: torch.device | None
+    offload: Offload
+    home: torch.device
 
-    def checked(self) -> ShardOptions:
-        """The same with precision and device resolved; raises for what is unknown."""
-        check_stage(self.stage)
-        return replace(self, precision=resolve(self.precision), device=self._numbered())
+    def spec(self, layout: Layout, halves: bool = False) -> Spec:
+        """The spec of a `Sharded` that is laid out so."""
+        return Spec(layout, self.axis, self.stage, self.precision, halves)
 
-    def _numbered(self) -> torch.device | None:
-        """The device with its number. Raises `ValueError` for one that is not there."""
-        try:
-            return None if self.device is None else torch.empty(0, device=self.device).device
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"shard: device={self.device!r} cannot be had: {error}") from None
 
-    def parts(self, state: Any) -> tuple[list[ShardedPart | ReplicatedPart], tree.PyTreeSpec]:
-        """What becomes of every subtree, in the state's order."""
-        layouts: list[tuple[Layout, bool]] = []
-        states = [x for x in tree.leaves(state, is_leaf=is_state) if is_state(x)]
-        for x in states:
-            layout = self._layout(x)
-            layouts.append((layout, True))
-        known = {}
-        masters = {x.dtype for s in states for x in tree.leaves(params_of(s)) if x.is_floating_point()}
-        for layout, _ in layouts:
-            known.update({signature_of(part): part for part in sublayouts(layout, self._spec(layout))})
-        owners = {id(params_of(x)) for x in states}
+def plan_state(state: Any, policy: ShardPolicy) -> tuple[list[ShardedPart | ReplicatedPart], tree.PyTreeSpec]:
+    """What becomes of every subtree, in the state's order, and the treedef that puts them together again.
 
-        def layout_of(x: Any) -> Layout | None:
-            return None if isinstance(x, Tensor) else layout_like(x, known)
+    Raises `ValueError` for parameters that are no container, and for moments whose format does not hold their dtype.
+    """
+    states = _nodes(state, is_state)
+    layouts = [params_layout(x, policy) for x in states.values()]
+    known = {signature_of(part): part for layout in layouts for part in sublayouts(layout, policy.spec(layout))}
+    masters = {x.dtype for s in states.values() for x in tree.leaves(params_of(s)) if x.is_floating_point()}
+    formats = moment_storage(state)
 
-        formats = _formats(state)
-        nodes, treedef = tree.flatten(state, is_leaf=lambda x: layout_of(x) is not None)
-        parts: list[ShardedPart | ReplicatedPart] = []
-        first = 0
-        for name, node in zip(tree.field_names(treedef), nodes, strict=True):
-            like, last = layout_of(node), name.rpartition(".")[2]
-            if like is None:
-                parts.append(ReplicatedPart(first, node, last in _ON_HOST))
-                first += 1
-            else:
-                is_params = id(node) in owners and last == "params"
-                leaves = tree.leaves(node)
-                dtypes = [self._dtype([leaves[x.index].dtype for x in u.leaves], masters) for u in like.units]
-                kinds = [self._kind(name, dtype, is_params, formats.get(id(node))) for dtype in dtypes]
-                kinds = self._offloaded(like, kinds, is_params)
-                spec = replace(self._spec(like), halves=is_params)
-                parts.append(ShardedPart(name, spec, first, leaves[0].device if leaves else None, kinds, is_params))
-                first += len(leaves)
-        return parts, treedef
+    def layout_of(x: Any) -> Layout | None:
+        return None if isinstance(x, Tensor) else layout_like(x, known)
 
-    def _layout(self, state: Any) -> Layout:
-        params = params_of(state)
-        leaves = tree.leaves(params)
-        if not leaves or isinstance(params, Tensor):
-            raise ValueError(
-                "shard: 'params' must be a container with at least one tensor, such as "
-                f"dict(model.named_parameters()); got {type(params).__name__}."
-            )
-        frozen, label = getattr(state, "frozen", None), getattr(getattr(state, "tx", None), "label", None)
-        return make_layout(
-            params,
-            self.mesh.axis().size,
-            axis=self.mesh.axis().name,
-            unit=self.unit,
-            dtype=self.precision.param,
-            trainable=(lambda name: not frozen(name)) if frozen else lambda name: True,
-            label=(lambda name, leaf: label(LeafInfo(name, tuple(leaf.shape), leaf.dtype))) if label else lambda *_: (),
+    nodes, treedef = tree.flatten(state, is_leaf=lambda x: layout_of(x) is not None)
+    parts: list[ShardedPart | ReplicatedPart] = []
+    first = 0
+    for path, name, node in zip(treedef.paths(), tree.field_names(treedef), nodes, strict=True):
+        layout, last = layout_of(node), name.rpartition(".")[2]
+        if layout is None:
+            parts.append(ReplicatedPart(first, node, last in _ON_HOST))
+            first += 1
+            continue
+        is_params = last == "params" and path[:-1] in states
+        how = next((found for above, found in formats.items() if path[: len(above)] == above), None)
+        leaves = tree.leaves(node)
+        kinds = []
+        for unit in layout.units:
+            dtype = public_dtype([leaves[x.index].dtype for x in unit.leaves], masters, policy.precision)
+            kinds.append(storage_of(name, dtype, is_params, how, policy.precision))
+        kinds = place(layout, kinds, is_params, policy)
+        device = leaves[0].device if leaves else None
+        parts.append(ShardedPart(name, policy.spec(layout, is_params), first, device, kinds, is_params))
+        first += len(leaves)
+    return parts, treedef
+
+
+def params_layout(state: Any, policy: ShardPolicy) -> Layout:
+    """How the parameters of a container that `is_state` are laid out. Raises `ValueError` where there are none."""
+    params = params_of(state)
+    if isinstance(params, Tensor) or not tree.leaves(params):
+        raise ValueError(
+            "shard: 'params' must be a container with at least one tensor, such as "
+            f"dict(model.named_parameters()); got {type(params).__name__}."
         )
-
-    def _spec(self, layout: Layout) -> Spec:
-        return Spec(layout, self.mesh.axis(), self.stage, self.precision)
-
-    def _dtype(self, dtypes: list[torch.dtype], masters: set[torch.dtype]) -> torch.dtype:
-        """The dtype of a piece: the master's for what has a dtype that parameters had, else its own."""
-        own = functools.reduce(torch.promote_types, dtypes)
-        return self.precision.param if self.precision.param is not None and own in masters else own
-
-    def _kind(self, name: str, dtype: torch.dtype, is_params: bool, how: str | None) -> Kind:
-        if how == "bf16":
-            return Kind(PLAIN, torch.bfloat16)
-        if how is not None and dtype != torch.float32:
-            raise ValueError(
-                f"shard: {name!r} is to be kept in 8-bit blocks, which hold float32, and the parameters "
-                f"are {str(dtype).removeprefix('torch.')}; write precision='fp32', or leave moments out."
-            )
-        if how is not None:
-            return Kind(SIGNED if how == "signed" else UNSIGNED, dtype)
-        return Kind(SPLIT if is_params and self.precision.splits(dtype) else PLAIN, dtype)
-
-    def _offloaded(self, layout: Layout, kinds: list[Kind], is_params: bool) -> list[Kind]:
-        """The same with where each unit is to lie."""
-        out = []
-        for kind, offload in zip(kinds, of_units(self.offload, [u.size for u in layout.units]), strict=True):
-            first = offload.params if is_params else offload.optimizer
-            tiers = (first, *[offload.optimizer] * (kind.num_parts - 1))
-            paths = tuple(offload.paths) if "nvme" in tiers else ()
-            out.append(replace(kind, away=Away(tiers, paths, str(self.home), offload.update)) if any(tiers) else kind)
-        return out
+    frozen, label = getattr(state, "frozen", None), getattr(getattr(state, "tx", None), "label", None)
+    return make_layout(
+        params,
+        policy.axis.size,
+        axis=policy.axis.name,
+        unit=policy.unit,
+        dtype=policy.precision.param,
+        trainable=(lambda name: not frozen(name)) if frozen else lambda name: True,
+        label=(lambda name, leaf: label(LeafInfo(name, tuple(leaf.shape), leaf.dtype))) if label else lambda *_: (),
+    )
 
 
-def _formats(state: Any) -> dict[int, str]:
-    """How subtrees of optimizer states whose types say so are kept, by id."""
-    found = tree.leaves(state, is_leaf=lambda x: hasattr(type(x), "kept"))
-    return {id(getattr(x, name)): how for x in found for name, how in getattr(type(x), "kept", {}).items()}
+def public_dtype(dtypes: Iterable[torch.dtype], masters: set[torch.dtype], precision: Precision) -> torch.dtype:
+    """The public dtype of a shard of leaves in `dtypes`: the master's where parameters have theirs, else their own."""
+    own = functools.reduce(torch.promote_types, dtypes)
+    return precision.param if precision.param is not None and own in masters else own
+
+
+def storage_of(
+    name: str, dtype: torch.dtype, is_params: bool, how: tuple[Codec, torch.dtype | None] | None, precision: Precision
+) -> StorageSpec:
+    """How a shard is stored, wherever it lies. `how`: the codec and the dtype that a moment format asks for.
+
+    Raises `ValueError` for a codec that does not hold `dtype`.
+    """
+    if how is None:
+        return StorageSpec(SPLIT if is_params and precision.splits(dtype) else PLAIN, dtype)
+    codec, asked = how
+    dtype = asked or dtype
+    if codec.holds not in (None, dtype):
+        held, given = (str(x).removeprefix("torch.") for x in (codec.holds, dtype))
+        raise ValueError(
+            f"shard: {name!r} is to be kept{codec.note}, which hold {held}, and the parameters are {given}; write "
+            "precision='fp32', or leave moments out."
+        )
+    return StorageSpec(codec, dtype)
+
+
+def place(layout: Layout, kinds: list[StorageSpec], is_params: bool, policy: ShardPolicy) -> list[StorageSpec]:
+    """The same with where each unit's parts are to lie: of parameters the first part where parameters do, all else
+    where the optimizer's state does."""
+    out = []
+    for kind, offload in zip(kinds, of_units(policy.offload, [u.size for u in layout.units]), strict=True):
+        first = offload.params if is_params else offload.optimizer
+        tiers = (first, *[offload.optimizer] * (kind.num_parts - 1))
+        paths = tuple(offload.paths) if "nvme" in tiers else ()
+        away = Placement(tiers, paths, str(policy.home), offload.update) if any(tiers) else None
+        out.append(replace(kind, away=away))
+    return out
+
+
+def moment_storage(state: Any) -> dict[tree.Path, tuple[Codec, torch.dtype | None]]:
+    """Path of a field -> the codec and the dtype in which the type of an optimizer's state says it is stored."""
+    return {
+        (*path, type(x)._fields.index(field)): how
+        for path, x in _nodes(state, lambda x: hasattr(type(x), "moment_storage")).items()
+        for field, how in type(x).moment_storage.items()
+    }
+
+
+def _nodes(state: Any, wanted: Callable[[Any], bool]) -> dict[tree.Path, Any]:
+    """Path -> node, of the outermost nodes that are `wanted`."""
+    nodes, treedef = tree.flatten(state, is_leaf=wanted)
+    return {path: x for path, x in zip(treedef.paths(), nodes, strict=True) if wanted(x)}
 
 
 def description(stage: int, precision: Precision, parts: list[ShardedPart | ReplicatedPart]) -> str:

@@ -15,9 +15,9 @@ from ..comm.pending import pending
 from ..comm.transport import wait_
 from ..memory import donation
 from ..offload.host_worker import worker
-from .codecs import Kind, Stored, stored
 from .layout import Layout, Leaf, Unit, restrict
 from .precision import Precision
+from .storage import StorageSpec, Stored, stored
 
 _signatures: dict[Any, int] = {}
 
@@ -77,7 +77,7 @@ class Sharded:
         self._kept = tuple(pieces)
         self._copies = full  # stages 1 and 2: the gathered copy, a cache beside the tree
         self._arriving = 0  # the generation of the transfers that fill it, while nobody has waited for them
-        self._kinds: tuple[Kind, ...] = ()  # once the pieces were given away
+        self._kinds: tuple[StorageSpec, ...] = ()  # once the pieces were given away
         self._lost: str | None = None
 
     @property
@@ -99,7 +99,7 @@ class Sharded:
         return self._kept
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[StorageSpec, ...]:
         """How each piece is kept, or was before it was given away."""
         return self._kinds or tuple([stored(x).kind for x in self._kept])
 
@@ -158,13 +158,13 @@ class Sharded:
             raise AttributeError(f"a Sharded has no {name!r}: {_NO_DICT}")
         raise AttributeError(f"a Sharded has no {name!r}.")
 
-    def __getitem__(self, name: str) -> Sharded | Held:
+    def __getitem__(self, name: str) -> Sharded | LocalShard:
         """A leaf's name -> what this rank holds of it; a prefix -> the `Sharded` of the units under it."""
         if not isinstance(name, str):  # as whoever iterates asks
             raise TypeError(f"a Sharded has no entry {name!r}: {_NO_DICT}")
         place = self.layout.where.get(name)
         if place is not None:
-            return Held.of(self, *place)
+            return LocalShard.of(self, *place)
         layout = self.layout.subset(name)
         kept = self._positions(layout)
         full = None if self.full is None else [self.full[i] for i in kept]
@@ -200,7 +200,7 @@ def _parts(kept: Iterable[Tensor | Stored]) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalShard:
     """What this rank holds of one leaf: `local` is the flat part, elements [start, stop) of the raveled leaf."""
 
     name: str
@@ -211,15 +211,15 @@ class Held:
     local: Tensor = field(repr=False, compare=False)
 
     @staticmethod
-    def of(sharded: Sharded, index: int, leaf: Leaf) -> Held:
+    def of(sharded: Sharded, index: int, leaf: Leaf) -> LocalShard:
         """The held part of `leaf` of the index-th unit."""
         unit, piece = sharded.layout.units[index], sharded.stored[index]
         begin, end = sharded.spec.bounds(unit)
         for found, a, b in unit.intervals(begin, end):
             if found is leaf:
                 first = begin + a - leaf.offset
-                return Held(leaf.name, leaf.shape, unit.name, first, first + b - a, piece.read(a, b))
-        return Held(leaf.name, leaf.shape, unit.name, 0, 0, piece.read(0, 0))
+                return LocalShard(leaf.name, leaf.shape, unit.name, first, first + b - a, piece.read(a, b))
+        return LocalShard(leaf.name, leaf.shape, unit.name, 0, 0, piece.read(0, 0))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copy and pickle ask before there are fields
@@ -251,8 +251,8 @@ def is_sharded(x: Any) -> bool:
 
 def check_whole(values: Any, what: str) -> None:
     """Raise `TypeError` for a tree with what a rank holds of a leaf: that cannot be gathered by itself."""
-    for x in tree.leaves(values, is_leaf=lambda x: isinstance(x, Sharded | Held)):
-        if isinstance(x, Held):
+    for x in tree.leaves(values, is_leaf=lambda x: isinstance(x, Sharded | LocalShard)):
+        if isinstance(x, LocalShard):
             raise TypeError(
                 f"{what}: params[{x.name!r}] is what this rank holds of a leaf, and cannot be gathered by "
                 f"itself; write zerofn.{what}(params)[{x.name!r}]."

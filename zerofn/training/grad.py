@@ -20,10 +20,10 @@ from ..graph.advice import instead
 from ..graph.loop import loop
 from ..graph.phase import BACKWARD, FORWARD, phase
 from ..random import fold_in, randomness
-from ..sharding.codecs import Stored
 from ..sharding.gather_scatter import gather_leaves, ravel, reduce_unit
 from ..sharding.layout import ask_names, check_effect, is_learned
 from ..sharding.sharded import Sharded, is_sharded
+from ..sharding.storage import Stored
 from .checkpoint_params import same_parameters
 from .loss_scale import NoLossScale
 

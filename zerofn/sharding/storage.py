@@ -1,99 +1,32 @@
-"""How a piece is kept: codecs between a public tensor and the tensors that hold it.
+"""How a shard is stored: by which codec, and where each of its parts lies.
 
-A step, an optimizer and a checkpoint see one tensor a piece, in the master's dtype. What lies in memory may be
-something else: two halves, eight-bit blocks, a place on a disk. `compile` gives a step what lies in memory, decodes
-at its start and encodes at its end, and the passes let update rules work on it as it is.
+A step, an optimizer and a checkpoint see one public tensor a shard, in the master's dtype. What lies in memory may be
+something else: two halves, 8-bit blocks (the codecs of `ops.codecs`), a handle of a place on a drive. `compile` gives
+a step what lies in memory, decodes at its start and encodes at its end, and the passes let update rules work on it as
+it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..offload.drive_tensor import Spilled
 from ..offload.host_tensor import Hosted
-from ..ops import formats as _formats  # noqa: F401  (defines zerofn::split and its like)
-from ..ops.formats import BLOCK, HALF, LOW
+from ..ops.codecs import PLAIN, Codec
 
 ops = torch.ops.zerofn
+StoredPart = Tensor | Spilled | Hosted
 
 
 @dataclass(frozen=True)
-class Plain:
-    """One tensor of the public dtype."""
-
-    suffixes: ClassVar[tuple[str, ...]] = ("",)
-    note: ClassVar[str] = ""
-    grain: ClassVar[int] = 1  # elements that can be kept by themselves
-
-    def parts(self, dtype: torch.dtype, size: int) -> list[tuple[torch.dtype, int]]:
-        """(dtype, elements) of what holds `size` elements."""
-        return [(dtype, size)]
-
-    def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """The public tensor."""
-        return parts[0]
-
-    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What holds `x`."""
-        return (x,)
-
-
-@dataclass(frozen=True)
-class Split(Plain):
-    """float32 as its bfloat16 rounding and an int16 remainder. See [Note: split master] in `ops.formats`."""
-
-    suffixes: ClassVar[tuple[str, ...]] = (".hi", ".lo")
-    note = " in two halves"
-
-    def parts(self, dtype: torch.dtype, size: int) -> list[tuple[torch.dtype, int]]:
-        """2 + 2 bytes an element."""
-        return [(HALF, size), (LOW, size)]
-
-    def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """Bit for bit what was encoded."""
-        return ops.join(*parts)
-
-    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        """(hi, lo)."""
-        return tuple(ops.split(x))
-
-
-@dataclass(frozen=True)
-class Blocks(Plain):
-    """float32 in 8-bit blocks, with one scale for 256. See `ops/csrc/formats.h`."""
-
-    signed: bool
-    suffixes: ClassVar[tuple[str, ...]] = (".codes", ".scales")
-    note = " in 8-bit blocks"
-    grain = BLOCK
-
-    def parts(self, dtype: torch.dtype, size: int) -> list[tuple[torch.dtype, int]]:
-        """1 + 4 / 256 bytes an element."""
-        return [(torch.uint8, size), (torch.float32, -(-size // BLOCK))]
-
-    def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """The numbers that codes and scales stand for."""
-        return ops.decode(*parts, self.signed)
-
-    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        """(codes, scales), rounded to nearest."""
-        return tuple(ops.encode(x, self.signed))
-
-
-PLAIN, SPLIT, SIGNED, UNSIGNED = Plain(), Split(), Blocks(True), Blocks(False)
-
-
-Part = Tensor | Spilled | Hosted
-
-
-@dataclass(frozen=True)
-class Away:
-    """Where parts of a piece lie, each where the model computes (None), in host memory ("cpu") or on drives ("nvme").
+class Placement:
+    """Where the parts of a shard lie. `tiers`: of each part, None where the model computes, "cpu" in host memory,
+    "nvme" on drives.
 
     `paths`: the folders on drives; `device`: where the model computes; `update`: see `Offload`.
     """
@@ -105,12 +38,13 @@ class Away:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What of a kept piece a captured step depends on: the codec, the public dtype, and where its parts lie."""
+class StorageSpec:
+    """How a shard is stored, as far as a captured step depends on it: the codec, the public dtype, and where its
+    parts lie."""
 
-    codec: Plain
+    codec: Codec
     dtype: torch.dtype
-    away: Away | None = None  # None: all of it lies where the model computes
+    away: Placement | None = None  # None: all of it lies where the model computes
 
     @property
     def described(self) -> str:
@@ -121,11 +55,11 @@ class Kind:
 
     def lies_in(self, dtype: torch.dtype) -> bool:
         """Whether its first part is what is gathered and used in `dtype`, so that it may lie in the gathered copy."""
-        return self.codec.parts(self.dtype, 0)[0][0] == dtype
+        return self.codec.sizes(self.dtype, 0)[0][0] == dtype
 
     def parts(self, size: int) -> list[tuple[torch.dtype, int, str | None]]:
-        """(dtype, elements, tier) of what keeps `size` elements."""
-        found = self.codec.parts(self.dtype, size)
+        """(dtype, elements, tier) of the parts that store `size` elements."""
+        found = self.codec.sizes(self.dtype, size)
         tiers = [None] * len(found) if self.away is None else self.away.tiers
         return [(*part, tier) for part, tier in zip(found, tiers, strict=True)]
 
@@ -133,7 +67,7 @@ class Kind:
         """A piece of `size` elements kept in the next tensors, which are tickets for what lies on a drive."""
         return Stored(self, tuple(self._part(next(tensors), *part) for part in self.parts(size)))
 
-    def _part(self, x: Tensor, dtype: torch.dtype, size: int, tier: str | None) -> Part:
+    def _part(self, x: Tensor, dtype: torch.dtype, size: int, tier: str | None) -> StoredPart:
         if tier is None or self.away is None:
             return x
         device = torch.device(self.away.device)
@@ -141,7 +75,7 @@ class Kind:
 
     def keep(self, x: Tensor, old: Stored | None = None) -> Stored:
         """A public tensor as a piece of this kind; in a captured step, one on a drive takes the place of `old`."""
-        parts: list[Part] = []
+        parts: list[StoredPart] = []
         for k, (fresh, (dtype, n, tier)) in enumerate(zip(self.codec.encode(x), self.parts(x.numel()), strict=True)):
             before = old.parts[k] if old is not None else fresh
             if not isinstance(before, Tensor):
@@ -151,8 +85,8 @@ class Kind:
 
     @property
     def num_parts(self) -> int:
-        """How many tensors keep a piece."""
-        return len(self.codec.suffixes)
+        """How many tensors store a shard."""
+        return len(self.codec.parts)
 
     @property
     def note(self) -> str:
@@ -167,8 +101,8 @@ class Kind:
 class Stored:
     """A piece as it is kept."""
 
-    kind: Kind
-    parts: tuple[Part, ...]
+    kind: StorageSpec
+    parts: tuple[StoredPart, ...]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -232,10 +166,10 @@ class Stored:
     def _around(self, start: int, stop: int) -> tuple[int, list[Tensor]]:
         """What keeps elements [start, stop), and a few more where they cannot be kept by themselves: (the first
         element, its parts)."""
-        grain, sizes = self.kind.codec.grain, [x.numel() for x in self.tensors]
-        first, last = start // grain * grain, min(-(-stop // grain) * grain, sizes[0])
-        per = [1 if n == sizes[0] else grain for n in sizes]
-        return first, [x[first // k : -(-last // k)] for x, k in zip(self.tensors, per, strict=True)]
+        codec = self.kind.codec
+        first, last = start // codec.grain * codec.grain, min(-(-stop // codec.grain) * codec.grain, self.size)
+        grains = [part.grain for part in codec.parts]
+        return first, [x[first // k : -(-last // k)] for x, k in zip(self.tensors, grains, strict=True)]
 
     def fill(self, start: int, stop: int, read: Callable[[Tensor], Any]) -> None:
         """Let `read` fill elements [start, stop), given a public tensor of their size; what is kept is in memory."""
@@ -259,4 +193,4 @@ class Stored:
 
 def stored(x: Tensor | Stored) -> Stored:
     """A tensor as a piece that is kept as it is."""
-    return x if isinstance(x, Stored) else Stored(Kind(PLAIN, x.dtype), (x,))
+    return x if isinstance(x, Stored) else Stored(StorageSpec(PLAIN, x.dtype), (x,))

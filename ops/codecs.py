@@ -1,0 +1,148 @@
+"""Codecs: how a tensor that a step sees is stored. Each is declared here, once.
+
+A codec says which tensors store a public one (its parts), which operation reads them and which makes them, and what to
+call it in messages. A moment format says which codecs an optimizer's moments get, and which kernels take them stored.
+Everybody else asks these declarations: allocation, capture, the update rules, the passes, checkpoints, offload.
+
+To add a codec, write its two operations in a file of their own, import that file and declare the codec here, and test
+it beside `tests/optim/test_moments.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._torch_compat import OpOverload
+from . import formats as _formats  # noqa: F401  (defines zerofn::split, join, encode and decode)
+from .formats import HALF, LOW
+from .kernel_args import BLOCK, RULES
+
+Parts = Sequence[Tensor]  # what stores one tensor: itself, or a codec's parts
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the tensors that store a public one.
+
+    `suffix`: what its name ends with, in errors; `dtype`: None for the public tensor's; `grain`: how many public
+    elements one element of it serves.
+    """
+
+    suffix: str = ""
+    dtype: torch.dtype | None = None
+    grain: int = 1
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How a flat tensor is stored.
+
+    The first part has an element for each public one. `holds`: the dtype of the public tensors that it can store, None
+    for any. `decodes` names `zerofn::decodes(*parts, *arguments) -> public`, `encodes` names
+    `zerofn::encodes(public, *arguments, random) -> parts`, rounded to nearest. Encoding what was decoded must give the
+    same public numbers again, whatever `random` is. `note`: words that follow the dtype in messages.
+    """
+
+    name: str
+    parts: tuple[Part, ...] = (Part(),)
+    holds: torch.dtype | None = None
+    decodes: str = ""
+    encodes: str = ""
+    arguments: tuple[bool, ...] = ()
+    note: str = ""
+
+    @property
+    def grain(self) -> int:
+        """How many elements are stored together: a shard is read and written in multiples of it."""
+        return max(part.grain for part in self.parts)
+
+    @property
+    def operations(self) -> tuple[OpOverload, OpOverload]:
+        """(what decodes, what encodes); there are none for `PLAIN`."""
+        decodes, encodes = (getattr(torch.ops.zerofn, name).default for name in (self.decodes, self.encodes))
+        return decodes, encodes
+
+    def sizes(self, dtype: torch.dtype, size: int) -> list[tuple[torch.dtype, int]]:
+        """(dtype, elements) of each part of a public tensor of `size` elements in `dtype`."""
+        return [(part.dtype or dtype, -(-size // part.grain)) for part in self.parts]
+
+    def stores(self, tensors: Parts) -> bool:
+        """Whether these can be its parts, by their number and dtypes."""
+        wanted = [part.dtype for part in self.parts]
+        return len(tensors) == len(wanted) and all(
+            dtype in (None, x.dtype) for x, dtype in zip(tensors, wanted, strict=True)
+        )
+
+    def decode(self, parts: Parts) -> Tensor:
+        """The public tensor; memory of its own but under `PLAIN`."""
+        return self.operations[0](*parts, *self.arguments) if self.decodes else parts[0]
+
+    def encode(self, x: Tensor, random: Tensor | None = None) -> tuple[Tensor, ...]:
+        """The parts that store `x`, each element rounded to nearest; or up or down by `random`, int64 of the size of
+        `x` with 32 bits for each element, where the codec's operation takes that."""
+        if not self.encodes:
+            return (x,)
+        given = () if random is None else (random,)
+        return tuple(self.operations[1](x, *self.arguments, *given))
+
+
+def _blocks(name: str, signed: bool) -> Codec:
+    """float32 in 8-bit blocks, with one scale for 256: 1 + 4/256 bytes an element. See `ops/csrc/formats.h`."""
+    parts = (Part(".codes", torch.uint8), Part(".scales", torch.float32, BLOCK))
+    return Codec(name, parts, torch.float32, "decode", "encode", (signed,), " in 8-bit blocks")
+
+
+PLAIN = Codec("plain")
+# Every bit of float32, in 2 + 2 bytes. See [Note: split master] in `formats`.
+SPLIT = Codec("split", (Part(".hi", HALF), Part(".lo", LOW)), torch.float32, "join", "split", note=" in two halves")
+SIGNED, UNSIGNED = _blocks("signed blocks", True), _blocks("unsigned blocks", False)
+CODECS = (PLAIN, SPLIT, SIGNED, UNSIGNED)
+MASTERS = (PLAIN, SPLIT)  # what parameters are stored by, and update rules take as it is
+
+# What reads parts -> what makes them.
+DECODES = dict(codec.operations for codec in CODECS if codec.decodes)
+
+
+@dataclass(frozen=True)
+class MomentFormat:
+    """How an optimizer's moments are stored.
+
+    `first`, `second`: the codec of the first moment, of any sign, and of the second, which is never negative. `dtype`:
+    the public one, None for the parameters'. `kernels`: the rules whose kernels take the parts as they are, and round
+    stochastically; without one, torch's operations decode, update and encode.
+    """
+
+    first: Codec = PLAIN
+    second: Codec = PLAIN
+    dtype: torch.dtype | None = None
+    kernels: frozenset[str] = frozenset()
+
+    @property
+    def codecs(self) -> tuple[Codec, Codec]:
+        """Of each moment, in the order in which update rules take them."""
+        return self.first, self.second
+
+    @property
+    def encoded(self) -> bool:
+        """Whether moments are stored as something else than themselves."""
+        return PLAIN not in self.codecs
+
+
+MOMENTS = {
+    None: MomentFormat(kernels=frozenset(RULES)),
+    "bf16": MomentFormat(dtype=torch.bfloat16, kernels=frozenset(RULES)),
+    "8bit": MomentFormat(SIGNED, UNSIGNED, kernels=frozenset(RULES)),
+}
+
+
+def master_of(p: Parts) -> Codec:
+    """The codec by which a parameter is stored. Raises `TypeError` where it is none that update rules take."""
+    found = next((codec for codec in MASTERS if codec.stores(p)), None)
+    if found is None:
+        known = " or ".join(codec.name for codec in MASTERS)
+        raise TypeError(f"a parameter is stored {known}, and tensors of {[x.dtype for x in p]} came.")
+    return found
