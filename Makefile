@@ -14,17 +14,22 @@ torch_stamp := torch-$(subst /,_,$(subst :,_,$(TORCH))).stamp
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint bench clean
+.PHONY: demo check test lint bench architecture clean
 .NOTPARALLEL:
 
 demo: $(VENV)/examples.stamp
 	$(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) examples/gpt.py
+
+# What to run while working: everything that needs no ranks and starts no programs.
+check: lint
+	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not ranks and not slow"
 
 test: lint
 	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 
 bench: $(VENV)/examples.stamp $(PEERS)/peers.stamp

@@ -1,6 +1,9 @@
-"""Set before torch is imported, here and in the ranks: few threads, no network, no screen."""
+"""Set before torch is imported, here and in the ranks: few threads, no network, no screen. And which tests are slow."""
 
 import os
+from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -10,3 +13,16 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 pytest_plugins = ["tests.support.ranks"]
+
+# Every test here runs a program as a user does, in a process of its own.
+SLOW_FOLDERS = ("examples", "benchmarks")
+TESTS = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items):
+    """Mark what `make check` leaves to `make test`: tests on real ranks, and whole programs."""
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.ranks)
+        if any(item.path.is_relative_to(TESTS / folder) for folder in SLOW_FOLDERS):
+            item.add_marker(pytest.mark.slow)

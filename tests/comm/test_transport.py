@@ -163,6 +163,7 @@ def of_one_process(program):
     return done.stdout.split()
 
 
+@pytest.mark.slow
 def test_posting_when_the_main_thread_has_ended():
     assert of_one_process("""
 import threading, time
@@ -174,6 +175,7 @@ threading.Thread(target=late).start()
 """) == ["posted"]
 
 
+@pytest.mark.slow
 def test_posting_in_a_forked_process():
     assert of_one_process("""
 import os
@@ -187,6 +189,7 @@ os.waitpid(child, 0)
 """) == ["parent", "child"]
 
 
+@pytest.mark.slow
 def test_who_leaves_has_sent_what_it_started_to(tmp_path):
     """Of two processes that swap, the first ends at once and the other comes late. A fork has no part in it."""
     assert sorted(

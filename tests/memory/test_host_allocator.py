@@ -39,12 +39,14 @@ def mapped_and_kept(told):
     return done[0], int(done[1]), int(done[2])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
 def test_malloc_keeps_what_was_freed():
     said, mapped, kept = mapped_and_kept("keep_freed_memory()")
     assert said == "True" and mapped == 0 and kept >= 191
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
 def test_malloc_gives_it_back_if_it_is_not_told():
     """What the test above would see if nothing had been said."""
@@ -76,6 +78,7 @@ print(now("RssAnon") - before, 24 * 12 << 21)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
 def test_skeletons_and_new_states_leave_no_holes_in_the_heap():
     done = subprocess.run([sys.executable, "-c", CREATION], capture_output=True, text=True, check=True, timeout=120)

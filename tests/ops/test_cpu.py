@@ -280,6 +280,7 @@ def run_program(**environment):
     return done.stdout.splitlines(), done.stderr
 
 
+@pytest.mark.slow
 def test_without_the_library_torch_does_it():
     (reason, result), _ = run_program(ZEROFN_NATIVE="0")
     assert reason == "The CPU kernels are not used: ZEROFN_NATIVE is 0."
@@ -289,12 +290,14 @@ def test_without_the_library_torch_does_it():
         assert run_program()[0][1].split(" ", 1)[1] == rest
 
 
+@pytest.mark.slow
 @needs_library
 def test_an_isa_that_is_not_there_is_refused():
     _, error = run_program(ZEROFN_ISA="z80")
     assert "ZEROFN_ISA is 'z80', and this machine has" in error
 
 
+@pytest.mark.slow
 def test_a_thread_updates_after_the_main_thread_has_ended():
     """Python's executors refuse work by then."""
     script = """if True:

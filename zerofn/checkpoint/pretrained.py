@@ -35,8 +35,7 @@ def load_safetensors(
     twice, say). With `strict=False` leaves that the files lack keep `like`'s values, and what only the
     files have is left out; one log line says which. `like` is not changed.
 
-    >>> params = load_safetensors("bert/", like=state.params,
-    ...                           rename=lambda name: name.removeprefix("bert."))  # doctest: +SKIP
+        params = load_safetensors("bert/", like=state.params, rename=lambda name: name.removeprefix("bert."))
 
     Raises on every rank: `CheckpointError` for files that are missing, damaged or pickled, a leaf without a
     tensor or (with `strict`) a tensor without a leaf, and shapes that differ.

@@ -82,6 +82,7 @@ def test_this_drive(tmp_path):
         assert store.block == drive.block and store.describe().count(drive.describe()) == 2
 
 
+@pytest.mark.slow
 def test_measured_once_for_all_processes(monkeypatch, tmp_path):
     drive = measured(monkeypatch, tmp_path, lambda *_: 1 * GB)
     assert probe.probe(tmp_path) == drive
