@@ -20,9 +20,16 @@ TESTS = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items):
-    """Mark what `make check` leaves to `make test`: tests on real ranks, and whole programs."""
+    """Mark what `make check` leaves to `make test`: tests on real ranks, whole programs, and the cases of large
+    products that `quick` does not name."""
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
-        if any(item.path.is_relative_to(TESTS / folder) for folder in SLOW_FOLDERS):
+        if any(item.path.is_relative_to(TESTS / folder) for folder in SLOW_FOLDERS) or not _is_quick(item):
             item.add_marker(pytest.mark.slow)
+
+
+def _is_quick(item):
+    """Whether a test's parameters are those that its `quick(name=[values])` marks name."""
+    marks = item.iter_markers("quick")
+    return all(item.callspec.params[name] in values for mark in marks for name, values in mark.kwargs.items())

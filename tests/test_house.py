@@ -2,91 +2,19 @@
 
 import ast
 import importlib
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-LIBRARY = ROOT / "zerofn"
+from tests.support.library import FILES, LIBRARY, ORDER, ROOT, imported_modules, parse, room, room_imported
+
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
-# A module may import those before it and, where it is a package, its own; never those after it.
-ORDER = [
-    "_torch_compat",
-    "util",
-    "ops",
-    "tree",
-    "random",
-    "dry_run",
-    "memory",
-    "comm",
-    "deferred_init",
-    "collectives",
-    "offload",
-    "parallel",
-    "sharding",
-    "graph",
-    "optim",
-    "training",
-    "runtime",
-    "cost",
-    "checkpoint",
-    "passes",
-    "planning",
-    "compile",
-    "cli",
-    "interop",
-    "integrations",
-    "notebook",
-    "__init__",
-]
+# What stands beside the packages.
+TOP_LEVEL = {"__init__", "_torch_compat", "cli", "collectives", "compile", "tree"}
 
 
-def library_files():
-    """`(module name, path)` of the library's Python files; `ops/` is `zerofn.ops`."""
-    for folder, package in ((LIBRARY, "zerofn"), (ROOT / "ops", "zerofn.ops")):
-        for path in sorted(folder.rglob("*.py")):
-            inner = path.relative_to(folder).with_suffix("").parts
-            if package == "zerofn" and inner[0] == "ops":
-                continue  # the link to ops/, which comes by itself
-            yield ".".join((package, *inner)).removesuffix(".__init__"), path
-
-
-FILES = dict(library_files())
 each_file = pytest.mark.parametrize("module", FILES)
-
-
-def parse(module):
-    return ast.parse(FILES[module].read_text(), str(FILES[module]))
-
-
-def room(module):
-    """The name in `ORDER` that stands for a module: `zerofn.graph.capture` is in `graph`."""
-    return module.split(".")[1] if "." in module else "__init__"
-
-
-def imported_modules(module, tree):
-    """`(line, dotted name)` of everything imported anywhere in a file, relative names resolved."""
-    package = module.split(".")
-    if FILES[module].name != "__init__.py":
-        package = package[:-1]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            base = ".".join([*base, *(node.module or "").split(".")]).strip(".")
-            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
-
-
-def room_imported(name):
-    """The room that `import name` enters, or None outside the library."""
-    first, *rest = name.split(".")
-    if first != "zerofn":
-        return None
-    # `from zerofn import shard` takes a public name, which lives in __init__
-    return rest[0] if rest and rest[0] in ORDER else "__init__"
 
 
 def upward_imports(module, tree):
@@ -117,6 +45,46 @@ def test_upward_imports_are_seen(monkeypatch):
     for line in bad + good:
         tree = ast.parse(f"def f():\n    {line}")
         assert bool(list(upward_imports("zerofn.optim.adam", tree))) == (line in bad), line
+
+
+def test_top_level_files_are_few():
+    """All else has a room: a new file at the top is one more name for every reader."""
+    assert {path.stem for path in LIBRARY.glob("*.py")} == TOP_LEVEL
+
+
+# Those that behave otherwise on a machine that is not there; all others treat its tensors as any.
+KNOW_DRY_RUNS = {
+    "zerofn.cli": "runs a script up to its step",
+    "zerofn.compile": "stops a script at its step",
+    "zerofn.sharding.shard": "lays a state out without memory for it",
+    "zerofn.planning.plan": "makes the machine that is not there",
+    "zerofn.planning.planner": "makes the machine that is not there",
+    "zerofn.graph.resident": "asks which tensors lie on the host",
+    "zerofn.graph.liveness": "asks which tensors lie on the host",
+    "zerofn.cost.simulator": "asks which tensors lie on the host",
+    "zerofn.cost.op_cost": "asks which tensors lie on the host",
+    "zerofn.cost.host_share": "measures nothing for a machine that is not there",
+    "zerofn.offload.policy": "asks which tensors lie on the host",
+    "zerofn.offload.drive_tensor": "names the host's device",
+    "zerofn.offload.host_tensor": "names the host's device",
+    "zerofn.offload.disk.store": "makes no file",
+    "zerofn.memory.arena": "takes no memory",
+    "zerofn.memory.host_allocator": "leaves malloc as it is",
+    "zerofn.passes.offload_activations": "names the host's device",
+    "zerofn.passes.offload_gradients": "names the host's device",
+    "zerofn.passes.update_on_host": "names the host's device",
+    "zerofn.passes.read_local_shards": "takes the shards of no rank",
+    "zerofn.passes.budget.search": "asks which tensors lie on the host",
+}
+
+
+def test_few_files_know_of_dry_runs():
+    def knows(module):
+        return any(name.startswith("zerofn.dry_run") for _, name in imported_modules(module, parse(module)))
+
+    found = {module for module in FILES if room(module) != "dry_run" and knows(module)}
+    assert found - set(KNOW_DRY_RUNS) == set(), "say in KNOW_DRY_RUNS what these need it for"
+    assert set(KNOW_DRY_RUNS) - found == set(), "take these from KNOW_DRY_RUNS"
 
 
 # --- private torch names ----------------------------------------------------------------------

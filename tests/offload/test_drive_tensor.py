@@ -46,6 +46,7 @@ def same_as_in_memory(path, tiers, step, make):
     assert all(len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.quick(tiers=TIERS[1:2])
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("on_nonfinite", ["skip", "ignore"])
 def test_old_values_that_are_read_after_the_update(tmp_path, tiers, on_nonfinite):
@@ -61,6 +62,7 @@ def test_old_values_that_are_read_after_the_update(tmp_path, tiers, on_nonfinite
     same_as_in_memory(tmp_path, tiers, step, lambda **options: state_of(module, 3, **options))
 
 
+@pytest.mark.quick(tiers=TIERS[1:2])
 @pytest.mark.parametrize("tiers", TIERS)
 def test_old_values_that_are_returned(tmp_path, tiers):
     """They lie in memory of their own: the arena that drives read to is used again by the next step."""
@@ -84,6 +86,7 @@ def test_what_an_evaluation_returns_stays(tmp_path, what):
     assert all(map(torch.equal, found, copied)) and not all(map(torch.equal, found, after))
 
 
+@pytest.mark.quick(tiers=TIERS[1:2])
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("on_nonfinite", ["skip", "ignore"])
 @pytest.mark.parametrize("kept", ["old", "new", "swapped"])

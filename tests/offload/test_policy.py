@@ -22,6 +22,18 @@ NORMED = optim.chain(optim.clip_by_global_norm(0.05), optim.adamw(1e-2, weight_d
 TIERS = [{"optimizer": "nvme"}, {"optimizer": "nvme", "params": "nvme"}, {"params": "nvme"}]
 
 
+RULES = [
+    optim.adamw(1e-2, moments="8bit"),
+    optim.adamw(1e-2, moments="bf16"),
+    optim.lion(1e-3, moments="8bit"),
+    optim.sgd(0.1, 0.9),
+    optim.lamb(1e-2),
+    optim.multi_transform(
+        {"a": optim.adamw(1e-2), "b": optim.sgd(0.1, 0.9)}, lambda leaf: "a" if leaf.name.startswith("0") else "b"
+    ),
+]
+
+
 def rank():
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -68,6 +80,7 @@ def every_tier(path, stage, precision, num_microbatches):
     return [the_bits_of_memory(path, stage, t, precision, num_microbatches, NORMED) for t in tiers]
 
 
+@pytest.mark.quick(stage=[3])
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
 @pytest.mark.parametrize("stage", range(4))
 def test_one_rank_has_the_bits_of_memory(tmp_path, stage, precision):
@@ -93,20 +106,9 @@ def test_several_ranks_have_the_bits_of_memory(ranks, tmp_path, num_ranks, stage
         assert all(equal)
 
 
+@pytest.mark.quick(tiers=TIERS[1:2], tx=RULES[::4])
 @pytest.mark.parametrize("tiers", TIERS)
-@pytest.mark.parametrize(
-    "tx",
-    [
-        optim.adamw(1e-2, moments="8bit"),
-        optim.adamw(1e-2, moments="bf16"),
-        optim.lion(1e-3, moments="8bit"),
-        optim.sgd(0.1, 0.9),
-        optim.lamb(1e-2),
-        optim.multi_transform(
-            {"a": optim.adamw(1e-2), "b": optim.sgd(0.1, 0.9)}, lambda leaf: "a" if leaf.name.startswith("0") else "b"
-        ),
-    ],
-)
+@pytest.mark.parametrize("tx", RULES)
 def test_every_rule_has_the_bits_of_memory(tmp_path, tx, tiers):
     for precision in ("fp32", "bf16"):
         assert the_bits_of_memory(tmp_path, 3, tiers, precision, 1, tx)
@@ -138,6 +140,7 @@ def drive_buffers(program):
     return [x.nbytes for x in program.buffers if x.device is None]
 
 
+@pytest.mark.quick(tiers=TIERS[1:2], world=[2])
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("on_nonfinite", ["skip", "ignore"])
 @pytest.mark.parametrize("tiers", TIERS[:2])
@@ -206,6 +209,7 @@ def hosted(path, stage, precision, num_microbatches, share):
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
 def test_what_is_brought_and_put_has_the_bits_of_memory(tmp_path, precision, share):

@@ -62,6 +62,7 @@ def programs():
         return dict(zip(ARCHITECTURES, pool.map(compiled, ARCHITECTURES), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_kernels_compile_without_a_warning(programs, architecture):
     result, log, cubin, ptx = programs[architecture]

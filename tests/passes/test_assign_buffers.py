@@ -50,6 +50,7 @@ def placed(graph):
             yield place, at, where[touched[node][-1]], node.meta["val"].nbytes
 
 
+@pytest.mark.quick(stage=[3])
 @pytest.mark.parametrize(("stage", "num_microbatches"), [(0, 1), (1, 1), (2, 1), (2, 2), (3, 1), (3, 2)])
 def test_what_is_there_at_one_time_lies_apart(stage, num_microbatches):
     module = build(DEEP, dropout=0.1)
@@ -75,6 +76,7 @@ def peak(program):
     return max(sum(live.values()) for _, live in moments(program.gm, resident(program).device))
 
 
+@pytest.mark.quick(stage=[3])
 @pytest.mark.parametrize("stage", range(4))
 def test_the_peak_is_hardly_higher(stage):
     """And what is reserved but not in use is told, at every moment."""

@@ -176,6 +176,7 @@ def test_the_bits_are_the_same(monkeypatch, num_microbatches, drop):
     assert num_back(plan) == told[0] > 5 or drop and num_back(plan) > 2
 
 
+@pytest.mark.quick(name=["gpt2"])
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_models(monkeypatch, name):
     """Whose backward passes read views of what was kept."""

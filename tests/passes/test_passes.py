@@ -40,6 +40,7 @@ def per_element(stage, num_microbatches, **options):
     return {name: total / sizes[name] for name, total in sent(program.gm).items()}
 
 
+@pytest.mark.quick(n=[1, 2], options=[{}])
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}])
 def test_communicated_elements(n, options):

@@ -71,6 +71,7 @@ def one_step(name, remat):
     return [loss, *tree.leaves(zerofn.unshard(state.params))]
 
 
+@pytest.mark.quick(name=["gpt2"])
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_models(name):
     """With dropout where the model has it."""
@@ -102,6 +103,7 @@ def t5():
     return hf.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "times"), [(gpt2, 5), (t5, 4)])
 def test_a_deep_model_keeps_little(model, times):
     """Of transformers with dropout, beside the loss: what crosses layers, and one layer's."""

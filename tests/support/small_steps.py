@@ -130,11 +130,12 @@ def trained(
     stage: int = 3,
     num_microbatches: int = 1,
     precision: Any = None,
+    offload: Any = None,
     **options: Any,
 ) -> tuple[Any, list[torch.Tensor]]:
     """(plan, losses and parameters) after some steps of the everyday step, with dropout, compiled with `options`."""
     module = build(num_layers, dropout=0.1)
-    state = state_of(module, stage, tx, precision=precision)
+    state = state_of(module, stage, tx, precision=precision, offload=offload)
     step = zerofn.compile(train_step_of(module, num_microbatches), **options)
     rank = dist.get_rank() if dist.is_initialized() else 0
     plan = step.lower(state, batch_of(rank, rows=rows))

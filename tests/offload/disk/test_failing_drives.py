@@ -277,6 +277,7 @@ def program(text, folder, *before):
                             env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_nothing(tmp_path):
     writing = """
     for turn in range(10_000):
@@ -292,6 +293,7 @@ def test_a_killed_process_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_requests_under_way(tmp_path):
     child = program("for _ in range(100): [store.write(r, b) for r, b in zip(regions, buffers)]", tmp_path)
     start = time.monotonic()
@@ -301,6 +303,7 @@ def test_a_process_ends_with_requests_under_way(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_forked_process_is_told_and_leaves_the_store_alone(tmp_path):
     forking = """
     store.write(regions[0], buffers[0]).wait()
@@ -320,6 +323,7 @@ def test_a_forked_process_is_told_and_leaves_the_store_alone(tmp_path):
     assert told.startswith("moments: its threads are in process ") and right == "True"
 
 
+@pytest.mark.slow
 def test_a_drive_that_is_really_full(tmp_path):
     """A mounted file system of 8 MB, in a mount namespace of its own."""
     mount = f'mount -t tmpfs -o size=8m none {tmp_path} && exec "$@"'

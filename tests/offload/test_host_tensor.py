@@ -111,6 +111,7 @@ def mixed(gm):
     return found
 
 
+@pytest.mark.quick(tiers=TIERS[:2])
 @pytest.mark.parametrize("tiers", TIERS, ids=str)
 @pytest.mark.parametrize(
     ("precision", "tx", "on_nonfinite"),

@@ -1,0 +1,116 @@
+"""What makes a step be captured again, and what the log says of it."""
+
+import logging
+
+import pytest
+import torch
+
+import zerofn
+from tests.support.same import assert_same_trees
+from tests.support.small_steps import WIDTH, batch_of, build, state_of, train_step_of
+from zerofn import optim
+
+
+def messages(caplog):
+    return [r.getMessage() for r in caplog.records if "captured (" in r.getMessage()]
+
+
+def test_a_new_signature_is_captured_and_says_what_changed(caplog):
+    module = build()
+
+    def train(state, batch):
+        new, aux = train_step_of(module)(state, {k: batch[k] for k in ("x", "y")})
+        return new, aux["loss"] * batch.get("weight", 1)
+
+    step, state = zerofn.compile(train), state_of(module, 3)
+    weighted = [{**batch_of(), "weight": w} for w in (2, 2, 3, torch.tensor(2.0))]
+    with caplog.at_level(logging.INFO, "zerofn"):
+        for batch in (batch_of(), batch_of(seed=2), batch_of(rows=3), batch_of(), *weighted):
+            state, _ = step(state, batch)
+    first, rows, *weights = messages(caplog)
+    assert "train: captured (first call): training step, state donated" in first
+    assert "batch.x [4, 16] float32 -> [3, 16] float32; batch.y [4, 16] float32 -> [3, 16] float32)" in rows
+    assert "batch.x [3, 16] float32 -> [4, 16] float32" in weights[0] and "batch.weight nothing -> 2" in weights[0]
+    assert "captured (batch.weight 2 -> 3)" in weights[1]
+    assert "captured (batch.weight 3 -> [] float32)" in weights[2]
+    assert len(weights) == 3
+
+
+def test_numbers_of_another_type_are_another_signature():
+    """Where they are equal too: 1 == 1.0 == True."""
+    call = zerofn.compile(lambda state, batch: batch["x"] * batch["by"])
+    x = torch.arange(4)
+    for by in (1, 1.0, True, 1):
+        found, expected = call({"params": torch.ones(2)}, {"x": x, "by": by}), x * by
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+    assert len(call._entries) == 3
+
+
+def test_a_transposed_batch_of_the_same_shape_is_another_signature():
+    call = zerofn.compile(lambda state, batch: batch["x"].reshape(-1) * 2)  # a view of the one, a copy of the other
+    rows, columns = batch_of()["x"], batch_of()["x"].view(WIDTH, 4).t()
+    for x in (rows, columns, rows):
+        assert torch.equal(call({"params": torch.ones(2)}, {"x": x}), x.reshape(-1) * 2)
+    assert len(call._entries) == 2
+
+
+def test_evaluation_and_constants_are_named_in_the_log(caplog):
+    table = torch.arange(16.0)
+    with caplog.at_level(logging.INFO, "zerofn"):
+        zerofn.compile(lambda s, b: (b["x"] * table).sum())({"params": torch.ones(2)}, batch_of())
+        zerofn.compile(lambda s, b: (s, b["x"].sum()), donate=False)({"params": torch.ones(2)}, batch_of())
+    first, second = messages(caplog)
+    assert "evaluation step" in first and "1 closed-over tensors baked in, shapes [(16,)]" in first
+    assert "training step," in second and "donated" not in second
+
+
+def test_numbers_in_a_state_grow_without_a_new_capture():
+    def step(state, batch):
+        return {**state, "seen": state["seen"] + 4, "rate": state["rate"] * 0.5}, batch["x"].sum()
+
+    call, state = zerofn.compile(step), {"params": torch.ones(32), "seen": 0, "rate": 1.0, "flag": True, "none": None}
+    for _ in range(3):
+        state, _ = call(state, batch_of())
+    assert state["seen"].item() == 12 and state["rate"].item() == 0.125 and state["rate"].dtype == torch.float64
+    assert state["flag"].item() is True and state["none"] is None and len(call._entries) == 1
+
+
+def total_of(shape, stage, **options):
+    """A state whose parameter has this shape, and what a step makes of it that depends on the shape."""
+    params = {"w": torch.arange(24.0).reshape(shape) + 0.001}
+
+    def step(state, batch):
+        loss, grads = state.value_and_grad(lambda p, x: (p["w"].square().sum(0) * x).square().sum())(batch)
+        return state.apply_gradients(grads), loss
+
+    make = lambda: zerofn.shard(zerofn.TrainState.create(params=params, tx=optim.sgd(1e-6)), stage=stage, **options)  # noqa: E731
+    return step, make
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_another_layout_of_as_many_elements_is_another_signature(stage):
+    step, first = total_of((4, 6), stage)
+    _, second = total_of((6, 4), stage)
+    call = zerofn.compile(step)
+    for make in (first, second, first):
+        ours, theirs = call(make(), torch.tensor(1.0)), step(make(), torch.tensor(1.0))
+        assert_same_trees(zerofn.unshard(ours), zerofn.unshard(theirs))
+
+
+def test_another_precision_is_another_signature():
+    step, plain = total_of((4, 6), 3)
+    _, half = total_of((4, 6), 3, precision="bf16")
+    call = zerofn.compile(step)
+    assert all(p.dtype == torch.float32 for make in (plain, half) for p in make().params.pieces)
+    for make in (plain, half):
+        ours, theirs = call(make(), torch.tensor(1.0)), step(make(), torch.tensor(1.0))
+        assert_same_trees(zerofn.unshard(ours), zerofn.unshard(theirs))
+        assert ours[0].params.spec.precision == make().params.spec.precision
+
+
+def test_timings_are_kept():
+    module = build()
+    step = zerofn.compile(train_step_of(module))
+    step(state_of(module, 3), batch_of())
+    assert step.timings["nodes"] > 50 and step.timings["capture"] > 0 and "donate" in step.timings["passes"]
+    assert step.__name__ == "train_step"

@@ -1,0 +1,162 @@
+"""Every file of the library, and every pass, has a test where its name says."""
+
+import ast
+import importlib
+import itertools
+
+import pytest
+
+from tests.support.library import FILES, LIBRARY, ROOT, parse
+
+# Library file -> the tests that hold it, where no test mirrors its name.
+TESTED_BY = {
+    "_torch_compat": "test_house.py",
+    "checkpoint.contents": "checkpoint/test_save_load.py",
+    "checkpoint.filling": "checkpoint/test_save_load.py",
+    "checkpoint.folder": "checkpoint/test_interrupted_saves.py",
+    "checkpoint.loading": "checkpoint/test_save_load.py",
+    "checkpoint.manifest": "checkpoint/test_bad_checkpoints.py",
+    "checkpoint.saving": "checkpoint/test_interrupted_saves.py",
+    "checkpoint.sources": "checkpoint/test_tensor_file.py",
+    "comm.pending": "comm/test_transport.py",
+    "cost.calibrate": "test_cli.py",
+    "cost.host_share": "offload/test_policy.py",
+    "cost.machine": "planning/test_planner.py",
+    "cost.op_cost": "cost/test_simulator.py",
+    "deferred_init.call_log": "deferred_init/test_record.py",
+    "deferred_init.effects": "deferred_init/test_record.py",
+    "deferred_init.materialize": "deferred_init/test_record.py",
+    "deferred_init.rng_marks": "deferred_init/test_record.py",
+    "dry_run.fake_machine": "planning/test_planner.py",
+    "dry_run.script": "test_cli.py",
+    "graph.captured": "planning/test_planner.py",
+    "graph.edit": "graph/test_loop.py",
+    "graph.node_kinds": "graph/test_loop.py",
+    "graph.fingerprint": "graph/test_verify.py",
+    "graph.host_rng": "random/test_draws.py",
+    "graph.phase": "passes/test_offload_activations.py",
+    "graph.program": "graph/test_capture.py",
+    "graph.resident": "graph/test_liveness.py",
+    "graph.source_lines": "graph/test_advice.py",
+    "memory.arena": "passes/test_assign_buffers.py",
+    "memory.donation": "compile/test_donation.py",
+    "memory.pinned": "offload/test_host_tensor.py",
+    "offload.disk.checksum": "offload/disk/test_store.py",
+    "offload.disk.engine": "offload/disk/test_failing_drives.py",
+    "offload.disk.files": "offload/disk/test_failing_drives.py",
+    "offload.disk.transfer": "offload/disk/test_store.py",
+    "ops.adamw": "optim/test_rules.py",
+    "ops.kernel_args": "ops/test_cpu.py",
+    "ops.lion": "optim/test_rules.py",
+    "ops.part_reductions": "sharding/test_reductions.py",
+    "ops.ravel": "sharding/test_layout.py",
+    "ops.reference": "ops/test_formats.py",
+    "ops.runs": "ops/test_cpu.py",
+    "ops.sgd": "optim/test_rules.py",
+    "ops.update_rule": "ops/test_cuda.py",
+    "optim.adamw": "optim/test_rules.py",
+    "optim.base": "optim/test_transformations.py",
+    "optim.chain": "optim/test_transformations.py",
+    "optim.checks": "optim/test_transformations.py",
+    "optim.clip": "optim/test_transformations.py",
+    "optim.decay": "optim/test_rules.py",
+    "optim.fused": "optim/test_rules.py",
+    "optim.groups": "optim/test_masks.py",
+    "optim.identity": "optim/test_transformations.py",
+    "optim.lamb": "optim/test_rules.py",
+    "optim.leaf_runs": "optim/test_masks.py",
+    "optim.lion": "optim/test_rules.py",
+    "optim.masked": "optim/test_masks.py",
+    "optim.multi_transform": "optim/test_masks.py",
+    "optim.scale": "optim/test_rules.py",
+    "optim.scale_by_adam": "optim/test_rules.py",
+    "optim.select": "optim/test_transformations.py",
+    "optim.sgd": "optim/test_rules.py",
+    "optim.trace": "optim/test_rules.py",
+    "optim.trust_ratio": "optim/test_rules.py",
+    "optim.warmup": "optim/test_schedules.py",
+    "passes._packing": "passes/test_assign_buffers.py",
+    "passes.budget.decision": "passes/test_offload_activations.py",
+    "passes.budget.eviction": "passes/budget/test_search.py",
+    "planning.picture": "planning/test_plan.py",
+    "planning.table": "planning/test_planner.py",
+    "random.mode": "random/test_draws.py",
+    "random.rng_state": "random/test_draws.py",
+    "runtime.inputs": "compile/test_signatures.py",
+    "sharding.allocate": "offload/test_drive_tensor.py",
+    "sharding.gather_scatter": "sharding/test_sharded.py",
+    "sharding.shard_plan": "sharding/test_shard.py",
+    "sharding.state_tree": "sharding/test_shard.py",
+    "training.checkpoint_params": "random/test_draws.py",
+    "util.errors": "graph/test_advice.py",
+    "util.patches": "random/test_draws.py",
+    "util.sizes": "passes/budget/test_search.py",
+    "util.user_line": "graph/test_advice.py",
+}
+
+
+def mirror(module):
+    """Where the test of a library's file is looked for: zerofn.passes.reshard in tests/passes/test_reshard.py, or
+    in the folder tests/passes/reshard where one file would be too long."""
+    *folder, name = module.split(".")[1:]
+    return ROOT.joinpath("tests", *folder, f"test_{name}.py"), ROOT.joinpath("tests", *folder, name)
+
+
+def has_mirror(module):
+    file, folder = mirror(module)
+    return file.exists() or any(folder.glob("test_*.py"))
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_files_have_a_test(module):
+    if FILES[module].name == "__init__.py":
+        return  # names of others, and what a package holds
+    entry = TESTED_BY.get(module.removeprefix("zerofn."))
+    if entry is None:
+        assert has_mirror(module), (
+            f"write {mirror(module)[0].relative_to(ROOT)}, or say in TESTED_BY which test holds it"
+        )
+    else:
+        assert not has_mirror(module), f"take {module} from TESTED_BY: it has a test of its own"
+        assert (ROOT / "tests" / entry).exists(), f"TESTED_BY names {entry}, which is not there"
+
+
+def test_entries_of_files_without_a_mirror_name_files():
+    assert {f"zerofn.{name}" for name in TESTED_BY} - set(FILES) == set()
+
+
+# What the search over budgets shares with a pass, so that it chooses by the numbers by which the pass then acts.
+SHARED_WITH_THE_SEARCH = {
+    "offload_activations": {"Stay", "stays"},
+    "prefetch": {"Source", "sources_in", "Bound", "Run", "early", "few_alive"},
+    "reshard": {"uses_of_gathers", "num_others"},
+}
+
+
+def pass_files():
+    folder = LIBRARY / "passes"
+    return [p.stem for p in sorted(folder.glob("*.py")) if not p.stem.startswith("_")]
+
+
+@pytest.mark.parametrize("name", pass_files())
+def test_a_pass_is_one_function_of_its_files_name(name):
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    public = {n.name for n in parse(f"zerofn.passes.{name}").body if isinstance(n, kinds) and n.name[0] != "_"}
+    assert public == {name} | SHARED_WITH_THE_SEARCH.get(name, set())
+
+
+@pytest.mark.parametrize("name", pass_files())
+def test_a_pass_stands_in_the_list(name):
+    assert getattr(importlib.import_module(f"zerofn.passes.{name}"), name) in listed_passes()
+
+
+@pytest.mark.parametrize("name", pass_files())
+def test_a_pass_has_a_test_of_its_name(name):
+    assert has_mirror(f"zerofn.passes.{name}"), f"write tests/passes/test_{name}.py"
+
+
+def listed_passes():
+    """The functions of all passes that some step runs."""
+    passes = importlib.import_module("zerofn.passes")
+    lists = (passes.SCHEDULE, passes.WHOLE_STEP, passes.DONATION, passes.NO_DONATION, passes.LAST)
+    return [getattr(each, "fn", each) for each in itertools.chain(*lists)]
