@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import itertools
 
 import pytest
 
@@ -29,11 +28,12 @@ TESTED_BY = {
     "deferred_init.rng_marks": "deferred_init/test_record.py",
     "dry_run.fake_machine": "planning/test_planner.py",
     "dry_run.script": "test_cli.py",
+    "graph.buffers": "runtime/test_buffers.py",
     "graph.captured": "planning/test_planner.py",
     "graph.edit": "graph/test_loop.py",
-    "graph.node_kinds": "graph/test_loop.py",
     "graph.fingerprint": "graph/test_verify.py",
     "graph.host_rng": "random/test_draws.py",
+    "graph.node_kinds": "graph/test_loop.py",
     "graph.phase": "passes/test_offload_activations.py",
     "graph.program": "graph/test_capture.py",
     "graph.resident": "graph/test_liveness.py",
@@ -41,11 +41,14 @@ TESTED_BY = {
     "memory.arena": "passes/test_assign_buffers.py",
     "memory.donation": "compile/test_donation.py",
     "memory.pinned": "offload/test_host_tensor.py",
+    "offload.copy_engine": "offload/test_host_tensor.py",
     "offload.disk.checksum": "offload/disk/test_store.py",
     "offload.disk.engine": "offload/disk/test_failing_drives.py",
     "offload.disk.files": "offload/disk/test_failing_drives.py",
     "offload.disk.transfer": "offload/disk/test_store.py",
+    "offload.host_worker": "offload/test_host_tensor.py",
     "ops.adamw": "optim/test_rules.py",
+    "ops.codecs": "optim/test_moment_formats.py",
     "ops.kernel_args": "ops/test_cpu.py",
     "ops.lion": "optim/test_rules.py",
     "ops.part_reductions": "sharding/test_reductions.py",
@@ -75,14 +78,21 @@ TESTED_BY = {
     "optim.trace": "optim/test_rules.py",
     "optim.trust_ratio": "optim/test_rules.py",
     "optim.warmup": "optim/test_schedules.py",
+    "passes._checked": "passes/test_pass.py",
     "passes._packing": "passes/test_assign_buffers.py",
+    "passes._pass": "passes/test_pass.py",
+    "passes._pipeline": "passes/test_passes.py",
     "passes.budget.decision": "passes/test_offload_activations.py",
     "passes.budget.eviction": "passes/budget/test_search.py",
     "planning.picture": "planning/test_plan.py",
     "planning.table": "planning/test_planner.py",
     "random.mode": "random/test_draws.py",
     "random.rng_state": "random/test_draws.py",
+    "runtime.capture_log": "compile/test_signatures.py",
+    "runtime.entry": "runtime/test_backend.py",
+    "runtime.errors": "graph/test_advice.py",
     "runtime.inputs": "compile/test_signatures.py",
+    "runtime.outputs": "compile/test_donation.py",
     "sharding.allocate": "offload/test_drive_tensor.py",
     "sharding.gather_scatter": "sharding/test_sharded.py",
     "sharding.shard_plan": "sharding/test_shard.py",
@@ -90,6 +100,7 @@ TESTED_BY = {
     "training.checkpoint_params": "random/test_draws.py",
     "util.errors": "graph/test_advice.py",
     "util.patches": "random/test_draws.py",
+    "util.process": "offload/test_host_tensor.py",
     "util.sizes": "passes/budget/test_search.py",
     "util.user_line": "graph/test_advice.py",
 }
@@ -157,6 +168,5 @@ def test_a_pass_has_a_test_of_its_name(name):
 
 def listed_passes():
     """The functions of all passes that some step runs."""
-    passes = importlib.import_module("zerofn.passes")
-    lists = (passes.SCHEDULE, passes.WHOLE_STEP, passes.DONATION, passes.NO_DONATION, passes.LAST)
-    return [getattr(each, "fn", each) for each in itertools.chain(*lists)]
+    standard = importlib.import_module("zerofn.passes").standard
+    return [each.fn for donating in (True, False) for each in standard(donating)]
