@@ -8,7 +8,6 @@ the tables at the end of this file. Of any other operation nothing is known: it 
 from __future__ import annotations
 
 import enum
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -110,11 +109,22 @@ def define(
     torch.library.register_fake(f"zerofn::{name}", fake, lib=_lib)
 
 
-@functools.cache
+# By id, because an operation's hash is a call in Python: (it, what is known of it).
+_known: dict[int, tuple[object, Traits]] = {}
+_places: dict[int, tuple[object, dict[str, tuple[int, Any]]]] = {}
+
+
 def traits_of(target: object) -> Traits:
     """The traits of an operation; `UNKNOWN`'s where nothing says what becomes of a shard."""
-    if not isinstance(target, OpOverload):
-        return UNKNOWN
+    known = _known.get(id(target))
+    if known is None:
+        if not isinstance(target, OpOverload):
+            return UNKNOWN
+        known = _known[id(target)] = target, _find_traits(target)
+    return known[1]
+
+
+def _find_traits(target: OpOverload) -> Traits:
     if target.namespace == "zerofn":
         return _traits[base_name(target)]
     if target in _ATEN:
@@ -140,10 +150,13 @@ def base_name(target: OpOverload) -> str:
     return target._schema.name.split("::")[1]
 
 
-@functools.cache
 def argument_places(target: OpOverload) -> dict[str, tuple[int, Any]]:
     """Argument name -> (its position, its default value), from the schema."""
-    return {a.name: (k, a.default_value) for k, a in enumerate(schema_arguments(target))}
+    known = _places.get(id(target))
+    if known is None:
+        places = {a.name: (k, a.default_value) for k, a in enumerate(schema_arguments(target))}
+        known = _places[id(target)] = target, places
+    return known[1]
 
 
 # --- ATen, where schema and tags do not say it ---------------------------------------------------------------------

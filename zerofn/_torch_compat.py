@@ -40,6 +40,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazy_code
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing as outside_trace
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as current_trace
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import _ProxyTensor
 from torch.fx.experimental.proxy_tensor import track_tensor_tree as bind_outputs
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as DataDependentBranch
 
@@ -155,3 +156,90 @@ def inside_functorch() -> bool:
 def is_functorch_tensor(x: torch.Tensor) -> bool:
     """Whether `x` is tracked by a `torch.func` transform."""
     return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+# What a capture that knows an operation's results already needs of torch's: see `shortcut`.
+no_dispatch = torch._C._DisableTorchDispatch  # inside, neither modes nor subclasses of tensors see a call
+_FAKE, _PROXY, _FUNCTIONAL = (getattr(torch._C._TorchDispatchModeKey, key) for key in ("FAKE", "PROXY", "FUNCTIONAL"))
+
+
+def lower_modes() -> tuple[Any, Any, Any]:
+    """The modes of fake tensors, of a trace, and of functionalisation that would see the next call, or None each."""
+    mode = torch._C._get_dispatch_mode
+    return mode(_FAKE), mode(_PROXY), mode(_FUNCTIONAL)
+
+
+def is_implicit(op: OpOverload) -> bool:
+    """Whether autograd may see an operation as others, whatever else it has kernels for."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+class Fakes:
+    """Fake tensors of one mode, made in a fifth of the time that their constructor takes."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self._states: dict[torch.device, dict[str, Any]] = {}
+        unsafe = getattr(mode, "_allow_unsafe_data_ptr_access", True)
+        self._guard = (
+            torch._C._set_warn_deprecated_on_mutable_data_ptr if unsafe else (torch._C._set_throw_on_mutable_data_ptr)
+        )
+
+    def of(self, elem: torch.Tensor, device: torch.device) -> FakeTensor:
+        """A fake tensor on `device` with the memory of `elem`, which is on "meta"."""
+        state = self._states.get(device)
+        if state is None:  # what the constructor writes down of one
+            state = self._states[device] = dict(vars(FakeTensor(self.mode, elem, device)))
+        x: Any = torch.Tensor._make_subclass(
+            FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        self._guard(x)
+        x.__dict__.update(state)
+        return x
+
+    def elem(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor on "meta" with the memory of a fake one; call it with `no_dispatch`."""
+        out = torch.empty(0, dtype=x.dtype, device="meta")
+        return out.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+
+    def simple(self, x: Any) -> bool:
+        """Whether a fake tensor is one of this mode that only its shape, strides, dtype and device tell of."""
+        return (
+            x.fake_mode is self.mode
+            and x.constant is None
+            and x.real_tensor is None
+            and x.device.type != "meta"
+            and x.layout is torch.strided
+            and not x._has_symbolic_sizes_strides
+            and not x.is_quantized
+            and not x.is_conj()
+            and not x.is_neg()
+            and not x.is_inference()
+        )
+
+
+def bind(tracer: Any, x: torch.Tensor, node: torch.fx.Node) -> None:
+    """Let a trace know `x` as the result of `node`."""
+    tracer.tensor_tracker[x] = _ProxyTensor(torch.fx.Proxy(node, tracer), None)
+
+
+def bound_node(tracer: Any, x: torch.Tensor) -> torch.fx.Node | None:
+    """The node that a trace knows `x` by; None for what it does not know, or knows the value of."""
+    slot = tracer.tensor_tracker.get(x)
+    return slot.proxy.node if slot is not None and slot.constant is None else None
+
+
+def name_of_node(op: OpOverload) -> str:
+    """What capture calls the nodes of an operation."""
+    return torch.fx.Graph()._target_to_str(op.overloadpacket.__name__)
+
+
+def new_node(
+    graph: torch.fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str
+) -> torch.fx.Node:
+    """A call of a function, at the end of a graph."""
+    node = graph.create_node("call_function", target, (), {}, name)
+    node.args = args  # given at once, each would be looked at in Python, for symbolic numbers
+    if kwargs:
+        node.kwargs = kwargs
+    return node

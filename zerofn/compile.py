@@ -36,6 +36,7 @@ from .sharding.allocate import keep_halves
 from .sharding.sharded import is_sharded
 from .sharding.state_tree import as_tensor
 from .util.errors import said
+from .util.patches import uncollected
 from .util.sizes import num_bytes
 
 
@@ -206,6 +207,7 @@ class CompiledStep:
         first, *_ = exchange(what, as_text(mine.choices))  # ranks may differ by a few bytes: all take the first's
         return agree_on(what, lambda: self._scheduled(mine, from_text(first)))
 
+    @uncollected()
     def _captured(self, state: Any, batch: Any) -> _Captured:
         began = time.perf_counter()
         pending().wait_for_all()  # of another state, perhaps, that nobody will use again
@@ -224,6 +226,7 @@ class CompiledStep:
     def _donates(self, program: Program) -> bool:
         return self._options.donate and program.new_state is not None
 
+    @uncollected()
     def _scheduled(self, captured: _Captured, choices: Sequence[Choice]) -> tuple[Entry, str]:
         """-> (what will run, what must be the same on all ranks)."""
         program, donating = captured.program, self._donates(captured.program)

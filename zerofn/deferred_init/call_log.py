@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from .._torch_compat import tree_leaves, tree_map
+from .._torch_compat import tree_leaves
+from .effects import mapped
 from .rng_marks import SavedState
 
 
@@ -86,7 +87,7 @@ class Call:
         ambient = torch.get_default_dtype()
         try:
             torch.set_default_dtype(self.default_dtype)
-            result = self.func(*tree_map(tensor, self.args), **tree_map(tensor, self.kwargs))
+            result = self.func(*mapped(tensor, self.args), **mapped(tensor, self.kwargs))
         finally:
             torch.set_default_dtype(ambient)
         for region, out in zip(self.outputs, tree_leaves(result), strict=False):

@@ -4,12 +4,13 @@ into, whether it reads what it overwrites, whether it draws.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .._torch_compat import OpOverload, schema_arguments, tree_leaves
+from .._torch_compat import OpOverload, schema_arguments
 
 aten = torch.ops.aten
 
@@ -40,10 +41,18 @@ _OVERWRITE = frozenset(
 def written_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensor arguments that `func`'s schema says it writes into."""
     written: list[torch.Tensor] = []
-    for i, argument in enumerate(schema_arguments(func)):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written += tensors(args[i] if i < len(args) else kwargs.get(argument.name))
+    for i, name in _written_arguments(func):
+        written += tensors(args[i] if i < len(args) else kwargs.get(name))
     return written
+
+
+@functools.cache
+def _written_arguments(func: OpOverload) -> list[tuple[int, str]]:
+    return [
+        (i, argument.name)
+        for i, argument in enumerate(schema_arguments(func))
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def overwrites(func: Any, kwargs: Any, tensor: torch.Tensor) -> bool:
@@ -71,4 +80,19 @@ def is_random(func: Any) -> bool:
 
 def tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors among the arguments or results of an operation."""
-    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        return []
+    return [x for part in tree for x in tensors(part)]
+
+
+def mapped(f: Callable[[Any], Any], tree: Any) -> Any:
+    """The arguments of an operation with `f` applied to all that is no list, tuple or dict."""
+    if isinstance(tree, dict):
+        return {key: mapped(f, x) for key, x in tree.items()}
+    if type(tree) is list or type(tree) is tuple:
+        return type(tree)(mapped(f, x) for x in tree)
+    return f(tree)

@@ -31,9 +31,10 @@ from .._torch_compat import (
     tree_map,
     without_dispatch_modes,
 )
+from ..tracing.shortcut import Shortcut
 from ..util.user_line import user_place
 from .call_log import Call, Region, Version, closure
-from .effects import ALLOCATE, FILL_LIKE, covers, is_random, overwrites, tensors, written_tensors
+from .effects import ALLOCATE, FILL_LIKE, covers, is_random, mapped, overwrites, tensors, written_tensors
 from .rng_marks import Restore, SavedState, Watch
 
 aten = torch.ops.aten
@@ -61,9 +62,13 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map(self.as_fake, (tuple(args), kwargs or {}))
+        kwargs = kwargs or {}
+        if not all(map(_is_fake, tensors((args, kwargs)))):
+            args, kwargs = tree_map(self.as_fake, (tuple(args), kwargs))
         if func is aten.lift_fresh.default:
             return args[0]
+        if func is aten.detach.default:  # no operation, as said above: the most frequent one
+            return func(*args)
         if func is aten._local_scalar_dense.default:
             return self.evaluate(func, args, kwargs)
         try:
@@ -146,7 +151,7 @@ class Recorder(TorchDispatchMode):
             if storage_key(tensor) not in written_keys:
                 self._reads(call, index, self.region(tensor).version)
         self._writes(call, index, func, args, kwargs, written)
-        call.args, call.kwargs = tree_map(self._as_region, (tuple(args), dict(kwargs)))
+        call.args, call.kwargs = mapped(self._as_region, (tuple(args), dict(kwargs)))
         for tensor in tree_leaves(out):
             is_new = isinstance(tensor, torch.Tensor) and storage_key(tensor) not in self._current
             if is_new:
@@ -242,6 +247,10 @@ class Recorder(TorchDispatchMode):
         return result
 
 
+def _is_fake(x: torch.Tensor) -> bool:
+    return isinstance(x, FakeTensor)
+
+
 def _require_plain(x: torch.Tensor) -> None:
     own = (torch.Tensor.__torch_dispatch__, FakeTensor.__torch_dispatch__)
     if x.layout != torch.strided or type(x).__torch_dispatch__ not in own:
@@ -300,7 +309,7 @@ def recording() -> Iterator[Recorder]:
                 setattr(module, name, _as_one_call(recorder, function))
             originals.append((torch.utils, "swap_tensors", torch.utils.swap_tensors))
             torch.utils.swap_tensors = _set_data
-            with recorder.fake_mode, recorder, _Conversions(recorder):
+            with recorder.fake_mode, Shortcut(), recorder, _Conversions(recorder):
                 yield recorder
             for restore in recorder.watch.finish():
                 recorder.log_restore(restore)

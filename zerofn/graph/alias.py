@@ -11,21 +11,28 @@ from .._torch_compat import OpOverload, aliased_arguments, schema_arguments
 from ..ops.registry import UNDECLARED_VIEWS, UNDECLARED_WRITES, traits_of
 from .loop import body_of, given_to_body, run_loop
 
-_views: dict[OpOverload, list[tuple[int, str]]] = {}
+# By id, because an operation's hash is a call in Python: (it, the arguments whose memory its results share).
+_views: dict[int, tuple[OpOverload, list[tuple[int, str]]]] = {}
+_pure: dict[int, OpOverload] = {}  # those that write nothing
 
 
 def sources(node: Node) -> list[Node]:
     """The nodes whose memory `node`'s value shares: empty for fresh memory."""
     if node.op != "call_function":
         return []
-    if node.target is operator.getitem:
-        first = node.args[0]
-        return sources(first) if isinstance(first, Node) else []
-    if not isinstance(node.target, OpOverload):
+    target = node.target
+    known = _views.get(id(target))
+    if known is None:
+        if target is operator.getitem:
+            first = node.args[0]
+            return sources(first) if isinstance(first, Node) else []
+        if not isinstance(target, OpOverload):
+            return []
+        known = _views[id(target)] = target, [(0, "self")] if target in UNDECLARED_VIEWS else aliased_arguments(target)
+    if not known[1]:
         return []
-    if node.target not in _views:
-        _views[node.target] = [(0, "self")] if node.target in UNDECLARED_VIEWS else aliased_arguments(node.target)
-    found = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in _views[node.target]]
+    args = node.args
+    found = [args[i] if i < len(args) else node.kwargs.get(name) for i, name in known[1]]
     return [x for x in found if isinstance(x, Node)]
 
 
@@ -51,11 +58,14 @@ def writes(node: Node) -> list[Node]:
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return []
     target = node.target
+    if id(target) in _pure:
+        return []
     if target in UNDECLARED_WRITES:
         given = {a.name: x for a, x in zip(schema_arguments(target), node.args, strict=False)}
         found = [given.get(name) for name in UNDECLARED_WRITES[target]] if given.get("training", True) else []
         return [x for x in found if isinstance(x, Node)]
     if not target._schema.is_mutable:
+        _pure[id(target)] = target
         return []
     out: list[Node] = []
     for k, argument in enumerate(schema_arguments(target)):
@@ -78,7 +88,8 @@ def roots(graph: Graph) -> dict[Node, Node]:
     """Every node -> the node that made the memory it stands on."""
     found: dict[Node, Node] = {}
     for node in graph.nodes:
-        source = sources(node)
+        known = _views.get(id(node.target))
+        source = None if known is not None and not known[1] else sources(node)
         found[node] = found[source[0]] if source else node
     return found
 

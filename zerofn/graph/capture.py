@@ -26,6 +26,7 @@ from .._torch_compat import (
 from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.state_tree import as_tensor
 from ..sharding.storage import Stored
+from ..tracing.shortcut import Shortcut
 from ..util.errors import note
 from ..util.patches import uncollected
 from .advice import instead, note_dtypes
@@ -58,6 +59,10 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
     seen: dict[str, Any] = {}
 
     def run(*flat: Tensor) -> list[Tensor]:
+        with Shortcut():
+            return recorded(*flat)
+
+    def recorded(*flat: Tensor) -> list[Tensor]:
         num_state, num_copies = len(state_tensors), len(flat_copies)
         full = {k: list(flat[num_state + a : num_state + b]) for k, (a, b) in spans.items()}
         decoded: dict[int, tuple[Tensor, Stored]] = {}

@@ -178,4 +178,6 @@ def memory_bytes(value: Any) -> int:
 
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in a node's value."""
+    if isinstance(value, Tensor):
+        return [value]
     return [x for x in tree_leaves(value) if isinstance(x, Tensor)]

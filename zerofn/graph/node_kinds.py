@@ -107,7 +107,9 @@ def stores_in_place(node: Node) -> bool:
 
 def place_of_store(store: Node) -> Node:
     """Where a value is put that `stores`: a handle on a drive, or a tensor of the host."""
-    return cast(Node, argument(store, "ticket" if "ticket" in argument_places(store.target) else "host"))
+    return cast(
+        Node, argument(store, "ticket" if "ticket" in argument_places(cast(OpOverload, store.target)) else "host")
+    )
 
 
 def makes_bucket(node: Node) -> bool:

@@ -31,9 +31,11 @@ def _place(graph: Graph, ravel: Node, where: dict[Node, int]) -> None:
     leaves: list[Node | None] = argument(ravel, "leaves")
     offsets, size, dtype = (argument(ravel, name) for name in ("offsets", "size", "dtype"))
     makers: list[Node | None] = []
+    seen: set[Node | None] = set()
     for leaf in leaves:
         maker = _maker(leaf, dtype)
-        makers.append(None if maker in makers else maker)  # it writes to one place
+        makers.append(None if maker in seen else maker)  # it writes to one place
+        seen.add(maker)
     last = max((_memory(x) for x in leaves if x is not None), key=where.__getitem__)
     if last.op == "placeholder":
         return
@@ -46,16 +48,22 @@ def _place(graph: Graph, ravel: Node, where: dict[Node, int]) -> None:
     flat.meta["val"] = ravel.meta["val"]
     where[flat] = where[first]
     numels = [0 if x is None else tensor_of(x).numel() for x in leaves]  # type: ignore[union-attr]
+    parts: dict[Node, Node] = {}
     for maker, offset in zip(makers, offsets, strict=True):
         if maker is not None:
-            where[_write_to(graph, maker, flat, offset)] = where[maker]
-    # Read anew: a leaf whose maker writes for another leaf is by now a part of the flat buffer, and copied from it.
-    now: list[Node | None] = argument(ravel, "leaves")
-    rest = [None if m is not None else x for x, m in zip(now, makers, strict=True)]
+            parts[maker] = _write_to(graph, maker, flat, offset)
+            where[parts[maker]] = where[maker]
+    # A leaf whose maker writes for another leaf is by now a part of the flat buffer, and copied from it.
+    rest = [
+        None if m is not None else None if x is None else parts.get(x, x) for x, m in zip(leaves, makers, strict=True)
+    ]
     with graph.inserting_before(ravel):
         graph.call_function(ops.fill_.default, (flat, rest, offsets, numels, [m is not None for m in makers]))
     ravel.replace_all_uses_with(flat)
     graph.erase_node(ravel)
+    for maker, part in parts.items():  # now, because each would have changed all arguments of `ravel`
+        maker.replace_all_uses_with(part)
+        graph.erase_node(maker)
 
 
 def _memory(node: Node) -> Node:
@@ -84,13 +92,11 @@ def _maker(leaf: Node | None, dtype: torch.dtype) -> Node | None:
 
 
 def _write_to(graph: Graph, maker: Node, flat: Node, offset: int) -> Node:
-    """Let `maker` write to a part of a flat buffer; -> that part."""
+    """Let the operation of `maker` write to a part of a flat buffer; -> that part, which is to take its place."""
     value = tensor_of(maker)
     with graph.inserting_before(maker):
         part = graph.call_function(ops.part.default, (flat, offset, list(value.shape)))  # type: ignore[union-attr]
         part.meta["val"] = value
         out = graph.call_function(OUT_GRADIENT[maker.target], maker.args, {**maker.kwargs, "out": part})  # type: ignore[index]
     out.meta.update(maker.meta)
-    maker.replace_all_uses_with(part)
-    graph.erase_node(maker)
     return part

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_compat import OpOverload, TorchDispatchMode, is_composite, schema_arguments
+from .._torch_compat import FakeTensor, OpOverload, TorchDispatchMode, is_composite, schema_arguments
 from ..util.user_line import user_line
 from . import draws
 from .draws import key as key
@@ -103,6 +103,8 @@ _rules = _Rules()
 
 
 def _find_rule(func: Any) -> Rule | None:
+    if func is torch.ops.prim.device.default:
+        return _device_of
     if not isinstance(func, OpOverload):  # a higher-order operator
         return None
     if is_composite(func):  # seen whole only in inference mode; its parts may draw
@@ -142,6 +144,11 @@ def _bind(func: OpOverload, args: Any, kwargs: Any) -> Bound:
     bound.update(zip(bound, args, strict=False))
     bound.update(kwargs)
     return bound
+
+
+def _device_of(mode: _Randomness, func: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Autograd asks a dozen times a fake tensor, which knows it."""
+    return args[0].device if type(args[0]) is FakeTensor else func(*args)
 
 
 def _by_parts(mode: _Randomness, func: OpOverload, args: Any, kwargs: Any) -> Any:

@@ -137,6 +137,7 @@ def imagine(
     )
 
 
+@uncollected()
 def _plan(
     state_or_init: Any, stage: Any, axis: Axis, precision: Any, unit: Any, device: Any, offload: Any
 ) -> tuple[Any, str]:
@@ -250,7 +251,7 @@ def _place(
             filler = Filler(made[k])
             for leaf in part.spec.layout.leaves:
                 into[part.first + leaf.index] = _filler(made[k], filler, leaf)
-    with torch.no_grad():
+    with torch.no_grad(), uncollected():
         for index, value in values:
             into[index](value)
         for part, sharded in zip(parts, made, strict=True):

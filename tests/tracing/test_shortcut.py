@@ -1,0 +1,148 @@
+"""Operations of known kinds are recorded as torch would, and how long a capture takes grows with leaves alone."""
+
+import sys
+
+import pytest
+import torch
+
+import zerofn
+from zerofn import shortcut
+from zerofn.graph.capture import capture
+from zerofn.graph.program import tensor_of
+from zerofn.passes.canonicalize import canonicalize
+
+
+class Without:
+    """In the place of a `Shortcut`: torch records everything."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+
+class Net(torch.nn.Module):
+    """Operations of many kinds: views with dims of size 1, results in tuples, random ones, writes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp = torch.nn.Linear(8, 24)
+        self.norm = torch.nn.LayerNorm(8)
+        self.out = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = self.inp(x).view(1, -1, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        h = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        h = self.norm(h.transpose(1, 2).reshape(1, -1, 8))
+        h = torch.nn.functional.dropout(h, 0.5, self.training)
+        h = h * torch.tensor(2.0) + torch.arange(8) + 1
+        h[:, 0].add_(1)
+        return self.out(h).split(4, -1)[0].square().mean()
+
+
+def steps_of(net):
+    """A step, and one over microbatches."""
+
+    def loss_fn(params, x):
+        return torch.func.functional_call(net, params, (x,))
+
+    def step(state, batch):
+        loss, grads = state.value_and_grad(loss_fn)(batch)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    def loop_step(state, batch):
+        loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), 2)(batch)
+        return state.apply_gradients(grads), {"loss": loss}
+
+    return step, loop_step
+
+
+def make_state(make=lambda: dict(Net().named_parameters())):
+    tx = zerofn.optim.chain(zerofn.optim.clip_by_global_norm(1.0), zerofn.optim.adamw(1e-3))
+    return zerofn.shard(lambda: zerofn.TrainState.create(params=make(), tx=tx), stage=3)
+
+
+def described(gm):
+    """Every node in words: what it does to which nodes, and what comes out."""
+    number = {node: k for k, node in enumerate(gm.graph.nodes)}
+
+    def value(node):
+        x = tensor_of(node)
+        return (
+            None
+            if x is None
+            else (tuple(x.shape), x.stride(), x.dtype, x.device, x.storage_offset(), x.untyped_storage().nbytes())
+        )
+
+    return [
+        (
+            node.op,
+            str(node.target) if node.op == "call_function" else "",
+            value(node),
+            str(torch.fx.node.map_arg((node.args, node.kwargs), number.__getitem__)),
+        )
+        for node in gm.graph.nodes
+    ]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_graph_is_the_one_that_torch_records(which, monkeypatch):
+    step = steps_of(zerofn.skeleton(Net))[which]
+    state, batch = make_state(), torch.randn(2, 3, 8)
+    ours = capture(step, state, batch).gm
+    monkeypatch.setattr(sys.modules["zerofn.graph.capture"], "Shortcut", Without)
+    theirs = capture(step, state, batch).gm
+    assert len(ours.graph.nodes) < len(theirs.graph.nodes)  # without detaches
+    for gm in (ours, theirs):
+        for body in (gm, *gm.children()):
+            canonicalize(body)
+    for a, b in zip((ours, *ours.children()), (theirs, *theirs.children()), strict=True):
+        assert described(a) == described(b)
+
+
+def test_a_repeated_operation_is_not_shown_to_torch(monkeypatch):
+    """On this version of torch the shortcut is taken."""
+    seen = []
+    original = shortcut._long_way
+    monkeypatch.setattr(shortcut, "_long_way", lambda func, *rest: seen.append(str(func)) or original(func, *rest))
+    capture(step_over, make_state(leaves(40)), torch.ones(16))
+    assert len(seen) < 40
+
+
+def leaves(num_leaves):
+    return lambda: {f"layers.{k // 10}.w{k}": torch.randn(16) for k in range(num_leaves)}
+
+
+def step_over(state, batch):
+    """A loss that uses all leaves."""
+    loss, grads = state.value_and_grad(lambda params, x: sum((p * x).sum() for p in params.values()))(batch)
+    return state.apply_gradients(grads), {"loss": loss}
+
+
+def calls_of(run):
+    """How many functions a call of `run` calls, of Python and of C."""
+    count = 0
+
+    def note(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_work_of_a_capture_grows_as_the_leaves_do(stage):
+    def capture_of(num_leaves):
+        tx = zerofn.optim.chain(zerofn.optim.clip_by_global_norm(1.0), zerofn.optim.adamw(1e-3))
+        init = lambda: zerofn.TrainState.create(params=leaves(num_leaves)(), tx=tx)  # noqa: E731
+        zerofn.compile(step_over).lower(zerofn.shard(init, stage=stage), torch.ones(16))
+
+    capture_of(20)  # what is found once a process
+    some, twice = (calls_of(lambda n=n: capture_of(n)) for n in (150, 300))
+    assert twice / some <= 2.3

@@ -1,0 +1,384 @@
+"""Most operations of a step, recorded in some microseconds each.
+
+torch's capture takes half a millisecond an operation: proxies are made for all arguments, metadata is hashed field by
+field, results and notes of them are detached through the dispatcher. Steps repeat few kinds of operations, so here the
+result of one on tensors of the same shapes is made as it was the first time. Whatever is not as simple as that goes to
+torch, which sees all tensors that were made here as its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from .._torch_compat import (
+    Fakes,
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    bind,
+    bound_node,
+    is_composite,
+    is_implicit,
+    lower_modes,
+    name_of_node,
+    new_node,
+    no_dispatch,
+    outside_trace,
+    storage_key,
+    tree_leaves,
+)
+
+aten = torch.ops.aten
+_KNOWN = "_zerofn_known"  # the attribute of a fake tensor
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_LOST = object()  # what a way gives where it leads nowhere
+
+
+class _Known:
+    """What is known of a fake tensor: where it stands in which graph, and what operations on it depend on."""
+
+    __slots__ = ("device", "elem", "kind", "node", "tracer")
+
+    def __init__(self, tracer: Any, node: Node | None, device: torch.device, elem: Tensor | None, kind: Any) -> None:
+        self.tracer, self.node, self.device = tracer, node, device
+        self.elem = elem  # a plain tensor on "meta" with the same memory
+        self.kind = kind  # (shape, strides, dtype, device); None until somebody asks
+
+
+class _Result(NamedTuple):
+    """One tensor that an operation makes."""
+
+    kind: tuple[Any, ...]
+    note: Tensor  # what stands for it in the graph, wherever it is made
+
+
+class _Kind(NamedTuple):
+    """What an operation makes of arguments of one kind; `container` is None, list or tuple."""
+
+    container: Any
+    results: list[_Result | None]
+
+
+class Shortcut(TorchDispatchMode):
+    """Inside a capture, above its own modes. What it learns is kept for as long as it is."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Libraries that refuse to run under a mode need not know of this one."""
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fakes: Fakes | None = None
+        self._kinds: dict[Any, _Kind | None] = {}  # None: what torch alone can make
+        self._views: dict[Any, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        way = _ways[func]
+        if way is not None:
+            fake, trace, functional = lower_modes()
+            if fake is not None and functional is None and not torch.is_inference_mode_enabled():
+                if self._fakes is None:
+                    self._fakes = Fakes(fake)
+                if self._fakes.mode is fake:
+                    out = way(_Call(self, self._fakes, None if trace is None else trace.tracer, func), args, kwargs)
+                    if out is not _LOST:
+                        return out
+        return _long_way(func, args, kwargs or {})
+
+
+def _long_way(func: Any, args: Any, kwargs: Any) -> Any:
+    """As torch does it. What was known of tensors that it may have written is forgotten."""
+    out = func(*args, **kwargs)
+    for x in tree_leaves((args, kwargs)):
+        if type(x) is FakeTensor:
+            x.__dict__.pop(_KNOWN, None)
+    return out
+
+
+class _Call:
+    """One call of an operation."""
+
+    __slots__ = ("fakes", "func", "key", "owner", "tensors", "tracer")
+
+    def __init__(self, owner: Shortcut, fakes: Fakes, tracer: Any, func: OpOverload) -> None:
+        self.owner, self.fakes, self.tracer, self.func = owner, fakes, tracer, func
+        self.key: list[Any] = []
+        self.tensors: list[Tensor] = []
+
+    def known(self, x: Tensor) -> _Known | None:
+        """What is known of an argument; None where torch has to see it."""
+        if self.tracer is None:  # `x.data = y`, which nobody hears of, is allowed there
+            return _Known(None, None, x.device, None, None) if self.fakes.simple(x) else None
+        found = x.__dict__.get(_KNOWN)
+        if found is not None and found.tracer is self.tracer:
+            return found
+        node = bound_node(self.tracer, x)
+        if node is None or not self.fakes.simple(x):
+            return None
+        found = x.__dict__[_KNOWN] = _Known(self.tracer, node, x.device, None, None)
+        return found
+
+    def read(self, args: Any) -> Any:
+        """Arguments with nodes in the place of tensors; `key` gets what their kind is. `_LOST` for other things."""
+        out: list[Any] = []
+        key = self.key
+        for x in args:
+            cls = type(x)
+            if cls is FakeTensor:
+                known = self.known(x)
+                if known is None:
+                    return _LOST
+                if known.kind is None:
+                    known.kind = _kind_of(x, known.device)
+                key.append(known.kind)
+                self.tensors.append(x)
+                out.append(known.node)
+            elif cls in _PLAIN:
+                key.append(cls)  # 1, 1.0 and True are one key otherwise
+                key.append(x)
+                out.append(x)
+            elif cls is list or cls is tuple:
+                key.append(cls)
+                key.append(len(x))
+                inner = self.read(x)
+                if inner is _LOST:
+                    return _LOST
+                out.append(inner if cls is list else tuple(inner))
+            else:
+                return _LOST
+        return out
+
+    def made(self, elem: Tensor, device: torch.device, kind: Any, node: Node | None) -> Tensor:
+        """The tensor that `node` makes."""
+        x = self.fakes.of(elem, device)
+        if node is not None:
+            x.__dict__[_KNOWN] = _Known(self.tracer, node, device, elem, kind)
+            bind(self.tracer, x, node)
+        return x
+
+    def note(self, args: Any, kwargs: Any, val: Any) -> Node | None:
+        """A new node, where something is traced."""
+        if self.tracer is None:
+            return None
+        node = new_node(self.tracer.graph, self.func, tuple(args), kwargs, _names[self.func])
+        node.meta["val"] = val
+        return node
+
+    def item(self, node: Node | None, k: int, val: Tensor) -> Node | None:
+        """A node for one of several results."""
+        if node is None:
+            return None
+        one = new_node(self.tracer.graph, operator.getitem, (node, k), {}, "getitem")
+        one.meta["val"] = val
+        return one
+
+
+def _kind_of(x: Tensor, device: torch.device) -> tuple[Any, ...]:
+    return tuple(x.shape), x.stride(), x.dtype, device
+
+
+def _detach(call: _Call, args: Any, kwargs: Any) -> Any:
+    """Another tensor that is the same value: no node of its own."""
+    x = args[0]
+    known = call.known(x) if type(x) is FakeTensor and len(args) == 1 and not kwargs else None
+    if known is None:
+        return _LOST
+    with no_dispatch():
+        elem = known.elem = call.fakes.elem(x) if known.elem is None else known.elem
+        return call.made(elem, known.device, known.kind, known.node)
+
+
+def _view(call: _Call, args: Any, kwargs: Any) -> Any:
+    """What looks at the memory of its first argument: as on "meta"."""
+    x: Any = args[0] if args else None
+    known = call.known(x) if type(x) is FakeTensor else None
+    if known is None or any(isinstance(a, Tensor) or type(a) not in _PLAIN and not _is_ints(a) for a in args[1:]):
+        return _LOST
+    if kwargs and any(type(a) not in _PLAIN for a in kwargs.values()):
+        return _LOST
+    with no_dispatch():
+        elem = known.elem = call.fakes.elem(x) if known.elem is None else known.elem
+        try:
+            made = call.func(elem, *args[1:], **(kwargs or {}))
+        except Exception:
+            return _LOST  # torch says what is wrong
+        several = made if isinstance(made, list | tuple) else [made]
+        if not all(type(m) is Tensor for m in several):
+            return _LOST
+        notes = [call.fakes.of(m, known.device) for m in several]
+        whole = notes[0] if several is not made else type(made)(notes)
+        node = call.note((known.node, *args[1:]), kwargs or {}, whole)
+        if several is not made:
+            return call.made(made, known.device, None, node)
+        return type(made)(
+            [call.made(m, known.device, None, call.item(node, k, notes[k])) for k, m in enumerate(several)]
+        )
+
+
+def _reshape(call: _Call, args: Any, kwargs: Any) -> Any:
+    """A view of other shape. torch's fake tensors and "meta" choose other strides for dims of size 1: as the first of
+    its kind."""
+    known = call.known(args[0]) if args and type(args[0]) is FakeTensor else None
+    if known is None or kwargs or len(args) != 2 or not _is_ints(args[1]):
+        return _LOST
+    x = args[0]
+    if known.kind is None:
+        known.kind = _kind_of(x, known.device)
+    key = (call.func, known.kind, tuple(args[1]))
+    kinds = call.owner._views
+    if key not in kinds:
+        out = _long_way(call.func, args, {})
+        seen = type(out) is FakeTensor and call.fakes.simple(out) and storage_key(out) == storage_key(x)
+        kinds[key] = _kind_of(out, known.device) if seen and out.storage_offset() == x.storage_offset() else None
+        return out
+    kind = kinds[key]
+    if kind is None:
+        return _LOST
+    with no_dispatch():
+        elem = known.elem = call.fakes.elem(x) if known.elem is None else known.elem
+        made = elem.as_strided(kind[0], kind[1])
+        node = call.note((known.node, args[1]), {}, call.fakes.of(made, known.device))
+        return call.made(made, known.device, kind, node)
+
+
+def _parts(call: _Call, args: Any, kwargs: Any) -> Any:
+    """What is only written in terms of other operations: these, as below autograd torch's capture does."""
+    if call.tracer is None:
+        return _LOST
+    with call.owner:
+        out = call.func.decompose(*args, **(kwargs or {}))
+    return _LOST if out is NotImplemented else out
+
+
+def _device(call: _Call, args: Any, kwargs: Any) -> Any:
+    """Autograd asks a dozen times a tensor."""
+    return args[0].device if type(args[0]) is FakeTensor else _LOST
+
+
+def _is_ints(x: Any) -> bool:
+    return type(x) in (list, tuple) and all(type(i) is int for i in x)
+
+
+def _fresh(call: _Call, args: Any, kwargs: Any) -> Any:
+    """What makes memory of its own: as it was made of arguments of the same kind."""
+    call.key += (call.func, torch.get_default_dtype())
+    given = call.read(args)
+    if given is _LOST:
+        return _LOST
+    named: dict[str, Any] = {}
+    if kwargs:
+        call.key += kwargs
+        values = call.read(kwargs.values())
+        if values is _LOST:
+            return _LOST
+        named = dict(zip(kwargs, values, strict=True))
+    key = tuple(call.key)
+    kinds = call.owner._kinds
+    if key not in kinds:
+        with contextlib.nullcontext() if call.tracer is None else outside_trace():
+            out = call.func(*args, **(kwargs or {}))
+        kinds[key] = _learned(call, out)
+    kind = kinds[key]
+    return _LOST if kind is None else _again(call, kind, given, named)
+
+
+def _again(call: _Call, kind: _Kind, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The results of an operation, made as those of the first of its kind."""
+    first = kind.results[0]
+    if kind.container is None:
+        assert first is not None
+        node = call.note(args, kwargs, first.note)
+        with no_dispatch():
+            return _like(call, first, node)
+    node = call.note(args, kwargs, kind.container([x and x.note for x in kind.results]))
+    with no_dispatch():
+        return kind.container(
+            [None if x is None else _like(call, x, call.item(node, k, x.note)) for k, x in enumerate(kind.results)]
+        )
+
+
+def _like(call: _Call, result: _Result, node: Node | None) -> Tensor:
+    shape, strides, dtype, device = result.kind
+    elem = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    return call.made(elem, device, result.kind, node)
+
+
+def _learned(call: _Call, out: Any) -> _Kind | None:
+    """What an operation makes, from what it made; None where that cannot be made again from shapes alone."""
+    container = type(out) if isinstance(out, list | tuple) else None
+    if container not in (None, list, tuple):
+        return None
+    several = out if container is not None else [out]
+    if not several or not any(type(x) is FakeTensor for x in several) or container is None and out is None:
+        return None
+    results: list[_Result | None] = []
+    places = {storage_key(x) for x in call.tensors}
+    for x in several:
+        if x is None:
+            results.append(None)
+            continue
+        if type(x) is not FakeTensor or not call.fakes.simple(x) or storage_key(x) in places or x.storage_offset():
+            return None
+        places.add(storage_key(x))
+        kind = _kind_of(x, x.device)
+        with no_dispatch():
+            elem = torch.empty_strided(kind[0], kind[1], dtype=x.dtype, device="meta")
+            if elem.untyped_storage().nbytes() != x.untyped_storage().nbytes():
+                return None
+            results.append(_Result(kind, call.fakes.of(elem, x.device)))
+    return _Kind(container, results)
+
+
+# ---- which way an operation goes: None for all that only torch knows
+
+_Way = Callable[[_Call, Any, Any], Any]
+_ASKED = {aten.size.default, aten.stride.default, aten.storage_offset.default, aten.is_nonzero.default}
+_LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default}
+_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+
+
+class _Ways(dict[Any, "_Way | None"]):
+    """`ways[func]`, found once for each operation."""
+
+    def __missing__(self, func: Any) -> _Way | None:
+        way = self[func] = _find_way(func)
+        return way
+
+
+class _Names(dict[Any, str]):
+    """`names[func]`: what its nodes are called."""
+
+    def __missing__(self, func: Any) -> str:
+        name = self[func] = name_of_node(func)
+        return name
+
+
+_ways, _names = _Ways(), _Names()
+
+
+def _find_way(func: Any) -> _Way | None:
+    if func is torch.ops.prim.device.default:
+        return _device
+    if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims", "zerofn"):
+        return None
+    if func in (aten.detach.default, aten.alias.default):
+        return _detach
+    if func in (aten.view.default, aten._unsafe_view.default):
+        return _reshape
+    if is_composite(func):
+        return None if func in _ASKED else _parts
+    if _TAGS & set(func.tags) or func in _LIFTS or func._schema.is_mutable or is_implicit(func):
+        return None
+    if func.is_view:
+        return _view if func.namespace == "aten" else None
+    return _fresh
