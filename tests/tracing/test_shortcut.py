@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import zerofn
-from zerofn import shortcut
 from zerofn.graph.capture import capture
 from zerofn.graph.program import tensor_of
 from zerofn.passes.canonicalize import canonicalize
+from zerofn.tracing import shortcut
 
 
 class Without:
