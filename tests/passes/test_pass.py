@@ -7,6 +7,7 @@ import zerofn
 from tests.support.small_steps import WIDTH, batch_of, build, fake_ranks, state_of, train_step_of
 from zerofn import Pass, optim, tree
 from zerofn.graph.capture import capture
+from zerofn.graph.edit import copied
 from zerofn.graph.phase import phase_of
 from zerofn.passes import REQUIRED, PassError, pipeline, standard
 
@@ -91,6 +92,10 @@ def lowered(fn, place=first, scope="step"):
 
 def returns_a_graph(program):
     return program.gm
+
+
+def replaces_the_graph(program):
+    program.gm = copied(program.gm)
 
 
 def uses_what_is_gone(program):
@@ -178,6 +183,7 @@ def sums_a_shard(program):
 
 REFUSED = {
     returns_a_graph: "its function returned a value; change program.gm, and return None",
+    replaces_the_graph: "it put another module in the place of program.gm; change program.gm.graph in place",
     uses_what_is_gone: "torch.fx finds its graph broken",
     writes_to_the_batch: "it writes to '.*', which is not the step's own",
     writes_to_what_is_gathered: "it writes to '.*', which is not the step's own",
@@ -192,7 +198,7 @@ REFUSED = {
     reads_nothing: "torch.fx finds its graph broken|reads 'missing', which program.gm does not have",
     sums_a_shard: "could not have been captured: .*is applied to this rank's piece of state entry",
 }
-EARLY = (writes_to_what_is_gathered, sums_a_shard)  # once passes have run these cannot be told from what is ours
+EARLY = (sums_a_shard,)  # once the state is donated the step is no pure function any more
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -304,3 +310,29 @@ def written_by_rank():
 def test_transfers_are_agreed_on(ranks):
     a, b = ranks(2, written_by_rank)
     assert a == b
+
+
+def nothing(program):
+    pass
+
+
+ANYWHERE = [
+    (0, 1, True, {}),
+    (1, 2, True, {"precision": "bf16"}),
+    (2, 1, True, {"precision": "fp16"}),
+    (3, 2, True, {"tier": "nvme"}),
+    (3, 1, False, {}),
+]
+
+
+@pytest.mark.parametrize(("stage", "n", "donating", "options"), ANYWHERE)
+def test_a_pass_that_changes_nothing_can_stand_anywhere(stage, n, donating, options, tmp_path):
+    if tier := options.get("tier"):
+        options = {"offload": zerofn.Offload(optimizer=tier, params=tier, path=tmp_path)}
+    edit = lambda known: [x for each in known for x in (Pass(nothing, each.scope), each)] + [Pass(nothing)]  # noqa: E731
+    with fake_ranks(2):
+        state, step = state_of(MODULE, stage, **options), train_step_of(MODULE, n)
+        plain, ours = (capture(step, state, batch_of()) for _ in range(2))
+        pipeline(donating).run(plain)
+        pipeline(donating, edit).run(ours)
+    assert [n.name for n in ours.gm.graph.nodes] == [n.name for n in plain.gm.graph.nodes]

@@ -66,12 +66,8 @@ class _Facts:
 
     def __init__(self, program: Program) -> None:
         self.graphs = {gm: _GraphFacts(gm.graph) for gm in (program.gm, *bodies(program.gm))}
-        self.step = self.graphs[program.gm]
+        self.gm = program.gm
         self.pure = _impurity(program) is None
-
-    def of(self, program: Program, gm: GraphModule) -> _GraphFacts | None:
-        """What was true of a graph; of another one in the step's place, what was true of the step."""
-        return self.step if gm is program.gm else self.graphs.get(gm)
 
 
 class _GraphFacts:
@@ -93,13 +89,13 @@ def _impurity(program: Program) -> CaptureError | None:
 
 
 def _check(program: Program, before: _Facts) -> None:
-    if not isinstance(program.gm, GraphModule):
-        raise _Unsound(f"it made program.gm a {type(program.gm).__name__}; leave it a torch.fx.GraphModule")
+    if program.gm is not before.gm:  # what was decided about it is noted there
+        raise _Unsound("it put another module in the place of program.gm; change program.gm.graph in place")
     for gm in (program.gm, *bodies(program.gm)):
-        _check_nodes(gm, before.of(program, gm))
-        _complete(gm, before.of(program, gm))
+        _check_nodes(gm, before.graphs.get(gm))
+        _complete(gm, before.graphs.get(gm))
     for gm in (program.gm, *bodies(program.gm)):
-        was, now = before.of(program, gm), _GraphFacts(gm.graph)
+        was, now = before.graphs.get(gm), _GraphFacts(gm.graph)
         if was is not None:
             _check_signature(was, now)
         if new := now.written - (was.written if was is not None else set()):

@@ -34,7 +34,7 @@ class Pipeline:
     """Passes in order. `own`: functions of the library's own passes; what others leave is checked after each."""
 
     def __init__(self, passes: Sequence[Pass], own: Sequence[Callable[..., Any]]) -> None:
-        self.passes, self._own = list(passes), frozenset(own)
+        self.passes, self._own = list(passes), tuple(own)
         at = (k for k, each in enumerate(self.passes) if each.fn in CARRY_OUT_CHOICES)
         self._num_prepare = next(at, len(self.passes))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -125,14 +125,6 @@ def _read_for(value: Node) -> Node | None:
     return next((x for x in reads if start_of(x).meta.get(UPDATE)), None)  # type: ignore[union-attr]
 
 
-def _return(outputs: list[Node], numbers: dict[Node, list[int]], old: Node, new: Node) -> None:
-    """Return another value; `numbers`: of the places where each value is returned."""
-    moved = numbers.pop(old, [])
-    numbers[new] += moved
-    for j in moved:
-        outputs[j] = new
-
-
 def _decoded_again(rule: Node, result: Node, parts: list[Node]) -> Node | None:
     """Let those who read a new value that is now in place, encoded, decode it there; -> what they read now."""
     encode = next(filter(encodes, result.users))
@@ -154,41 +146,99 @@ def _rule_of(value: Node) -> tuple[Node, int] | None:
     return (maker, index) if in_place_of(maker.target) else None  # type: ignore[union-attr,return-value]
 
 
+class _Outputs:
+    """The values a graph returns. `replace` changes all places in the list where one stands."""
+
+    def __init__(self, values: list[Node]) -> None:
+        self.values = values
+        self._places: dict[Node, list[int]] = defaultdict(list)
+        for j, value in enumerate(values):
+            self._places[value].append(j)
+
+    def replace(self, old: Node, new: Node) -> None:
+        places = self._places.pop(old, [])
+        self._places[new] += places
+        for j in places:
+            self.values[j] = new
+
+
+class _Written(NamedTuple):
+    """A tensor that an update rule writes: `argument`, its position; `old`, what keeps it, one node or its parts;
+    `result`, its new value, None where nobody reads that; `new`, what that is encoded to, part by part."""
+
+    argument: int
+    old: list[Node]
+    result: Node | None
+    new: list[Node]
+
+
+class _Places:
+    """Where the values of a graph lie, as they did before any rule was rewritten. `place`: new value -> the input whose
+    memory it is to take over; `shared`: see `_shared`."""
+
+    def __init__(self, graph: Graph, place: dict[Node, Node], shared: dict[Node, Node]) -> None:
+        self._where, self._root = positions(graph), roots(graph)
+        self._last = last_uses(graph, self._where, self._root)
+        self._place, self._shared = place, shared
+
+    def match(self, rule: Node) -> list[_Written]:
+        """What a rule writes if it is done in place, where every new value is to lie where the old one does; else
+        nothing."""
+        written = _written_by(rule)
+        meant = [[self._place.get(x, _read_for(x)) for x in each.new] for each in written]
+        return written if meant == [each.old for each in written] else []
+
+    def are_free(self, rule: Node, written: list[_Written]) -> bool:
+        """Whether nothing reads the old values later, nor this very rule, which may write p before it reads g."""
+        root = self._root
+        places = {m for each in written for x in each.old for m in (root[x], self._shared.get(x, x))}
+        arguments = {each.argument for each in written}
+        read = [x for k, x in enumerate(rule.args) if isinstance(x, Node) and k not in arguments]
+        late = any(self._last.get(m, -1) > self._where[rule] for m in places)
+        return not late and not any(root.get(x, x) in places for x in read)
+
+
 def _update_in_place(graph: Graph, outputs: list[Node], mine: dict[int, Node], shared: dict[Node, Node]) -> None:
-    where, root = positions(graph), roots(graph)
-    last = last_uses(graph, where, root)
-    place = {outputs[j]: old for j, old in mine.items()}
-    numbers: dict[Node, list[int]] = defaultdict(list)
-    for j, value in enumerate(outputs):
-        numbers[value].append(j)
+    """Let update rules whose new values take over the old ones' memory write there. `mine`: the numbers of outputs ->
+    the inputs whose memory they take over."""
+    places = _Places(graph, {outputs[j]: old for j, old in mine.items()}, shared)
+    returned = _Outputs(outputs)
     for rule in [node for node in graph.nodes if in_place_of(node.target) is not None]:
-        target = in_place_of(rule.target)
-        assert target is not None
-        arguments = schema_arguments(target)
-        written = [k for k, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
-        kept = [_kept_as(rule.args[k]) for k in written]
-        results = _results(rule, len(written))
-        ends = [_ends_as(x) if x is not None else [] for x in results]
-        if [[place.get(x, _read_for(x)) for x in end] for end in ends] != kept:
-            continue
-        places = {m for parts in kept for x in parts for m in (root[x], shared.get(x, x))}
-        read = [x for k, x in enumerate(rule.args) if isinstance(x, Node) and k not in written]
-        # Nothing reads the old values later, nor this very rule, which may write p before it reads g.
-        if any(last.get(m, -1) > where[rule] for m in places) or any(root.get(x, x) in places for x in read):
-            continue
-        given: dict[int, Any] = {
-            k: parts if isinstance(arguments[k].type, torch.ListType) else parts[0]
-            for k, parts in zip(written, kept, strict=True)
-        }
-        with graph.inserting_before(rule):
-            graph.call_function(target, tuple(given.get(k, x) for k, x in enumerate(rule.args)), rule.kwargs)
-        for k, result, end, parts in zip(written, results, ends, kept, strict=True):
-            for x, memory in zip(end, parts, strict=True):
-                _return(outputs, numbers, x, memory)
-                # Later reads see the new values. What is returned is told at last: one change there takes all of it.
-                x.replace_all_uses_with(memory, lambda user: user.op != "output")
-            if decodes(rule.args[k]) and (again := _decoded_again(rule, result, parts)) is not None:  # type: ignore[arg-type]
-                _return(outputs, numbers, result, again)  # type: ignore[arg-type]
+        written = places.match(rule)
+        if written and places.are_free(rule, written):
+            _rewrite(rule, written, returned)
+
+
+def _written_by(rule: Node) -> list[_Written]:
+    """What the in-place form of a rule writes."""
+    arguments = schema_arguments(in_place_of(rule.target))  # type: ignore[arg-type]
+    written = [k for k, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    results = _results(rule, len(written))
+    return [
+        _Written(k, _kept_as(rule.args[k]), result, _ends_as(result) if result is not None else [])  # type: ignore[arg-type]
+        for k, result in zip(written, results, strict=True)
+    ]
+
+
+def _rewrite(rule: Node, written: list[_Written], returned: _Outputs) -> None:
+    """Put the in-place form before a rule, which is dead then: who read new values reads the old ones' memory."""
+    target = in_place_of(rule.target)
+    assert target is not None
+    arguments, args = schema_arguments(target), list(rule.args)
+    for each in written:
+        is_list = isinstance(arguments[each.argument].type, torch.ListType)
+        args[each.argument] = each.old if is_list else each.old[0]
+    with rule.graph.inserting_before(rule):
+        rule.graph.call_function(target, tuple(args), rule.kwargs)
+    for each in written:
+        for x, memory in zip(each.new, each.old, strict=True):
+            returned.replace(x, memory)
+            # The output node is told at last: one change there takes all of it.
+            x.replace_all_uses_with(memory, lambda user: user.op != "output")
+        if decodes(rule.args[each.argument]) and each.result is not None:  # type: ignore[arg-type]
+            again = _decoded_again(rule, each.result, each.old)
+            if again is not None:
+                returned.replace(each.result, again)
 
 
 def _copy_back(
