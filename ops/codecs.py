@@ -5,7 +5,7 @@ call it in messages. A moment format says which codecs an optimizer's moments ge
 Everybody else asks these declarations: allocation, capture, the update rules, the passes, checkpoints, offload.
 
 To add a codec, write its two operations in a file of their own, import that file and declare the codec here, and test
-it beside `tests/optim/test_moments.py`.
+it beside `tests/optim/test_moments.py`. `fp8` is an example.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .._torch_compat import OpOverload
 from . import formats as _formats  # noqa: F401  (defines zerofn::split, join, encode and decode)
+from . import fp8 as _fp8  # noqa: F401  (defines zerofn::fp8_encode and fp8_decode)
 from .formats import HALF, LOW
 from .kernel_args import BLOCK, RULES
 
@@ -96,11 +97,18 @@ def _blocks(name: str, signed: bool) -> Codec:
     return Codec(name, parts, torch.float32, "decode", "encode", (signed,), " in 8-bit blocks")
 
 
+def _float8(name: str, signed: bool) -> Codec:
+    """float32 in float8, with one scale for 256: 1 + 4/256 bytes an element. See [Note: float8 moments] in `fp8`."""
+    parts = (Part(".codes", torch.uint8), Part(".scales", torch.float32, BLOCK))
+    return Codec(name, parts, torch.float32, "fp8_decode", "fp8_encode", (signed,), " in float8 blocks")
+
+
 PLAIN = Codec("plain")
 # Every bit of float32, in 2 + 2 bytes. See [Note: split master] in `formats`.
 SPLIT = Codec("split", (Part(".hi", HALF), Part(".lo", LOW)), torch.float32, "join", "split", note=" in two halves")
 SIGNED, UNSIGNED = _blocks("signed blocks", True), _blocks("unsigned blocks", False)
-CODECS = (PLAIN, SPLIT, SIGNED, UNSIGNED)
+E4M3, E5M2 = _float8("e4m3 blocks", True), _float8("e5m2 blocks", False)
+CODECS = (PLAIN, SPLIT, SIGNED, UNSIGNED, E4M3, E5M2)
 MASTERS = (PLAIN, SPLIT)  # what parameters are stored by, and update rules take as it is
 
 # What reads parts -> what makes them.
@@ -136,6 +144,7 @@ MOMENTS = {
     None: MomentFormat(kernels=frozenset(RULES)),
     "bf16": MomentFormat(dtype=torch.bfloat16, kernels=frozenset(RULES)),
     "8bit": MomentFormat(SIGNED, UNSIGNED, kernels=frozenset(RULES)),
+    "fp8": MomentFormat(E4M3, E5M2),
 }
 
 

@@ -177,8 +177,11 @@ _SHAPE_ONLY = (
 )
 _ELEMENTWISE = (aten.clone.default, aten.copy_.default, aten.lift_fresh_copy.default, aten.where.self, aten.fill.Scalar)
 SAME = (aten.detach.default, aten.alias.default)  # the very same value
+VIEWS = (aten.view.default, aten._unsafe_view.default)  # the same memory in another shape
 # A shard where the shape stays; see `graph.verify`.
-RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default)
+RESHAPES = (*VIEWS, aten.reshape.default, aten.expand.default)
+ASKS_METADATA = (aten.size.default, aten.stride.default, aten.storage_offset.default, aten.is_nonzero.default)
+LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default)  # constants into a trace
 _ATEN: dict[OpOverload, Traits] = {
     **dict.fromkeys(_SHAPE_ONLY, Traits(OnShard.SHAPE, even=True)),
     **dict.fromkeys((aten.zeros.default, aten.ones.default, aten.full.default), Traits(OnShard.REFUSED, even=True)),

@@ -1,6 +1,8 @@
-"""Moments in bfloat16 and 8-bit blocks: the same at every stage and number of ranks, close to float32's, and small."""
+"""Moments in bfloat16, 8-bit and float8 blocks: at every stage and number of ranks the same, small, near float32's."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ RULES = {
     "sgd": lambda moments: optim.sgd(0.1, 0.9, moments=moments),
 }
 each_rule = pytest.mark.parametrize("name", RULES)
-each_format = pytest.mark.parametrize("moments", ["bf16", "8bit"])
+each_format = pytest.mark.parametrize("moments", ["bf16", "8bit", "fp8"])
 
 
 def rank():
@@ -58,7 +60,9 @@ def test_every_stage_has_the_same_bits(ranks, num_ranks, moments):
         assert all(ranks(num_ranks, at_all_stages, name, moments))
 
 
-@pytest.mark.parametrize(("moments", "nbytes"), [(None, 8.0), ("bf16", 4.0), ("8bit", 2 * (1 + 4 / 256))])
+@pytest.mark.parametrize(
+    ("moments", "nbytes"), [(None, 8.0), ("bf16", 4.0), ("8bit", 2 * (1 + 4 / 256)), ("fp8", 2 * (1 + 4 / 256))]
+)
 def test_bytes_an_element(moments, nbytes):
     state = state_of(build(3), 3, RULES["adamw"](moments)).opt_state
     held = sum(x.nbytes for m in (state.mu, state.nu) for x in m.stored)
@@ -108,7 +112,7 @@ def test_training_goes_on_as_with_float32(moments):
 
 def test_a_second_moment_falls_when_gradients_do():
     """Rounded to nearest it would stay: a thousandth a step is less than half of what lies between two numbers."""
-    for moments in ("bf16", "8bit"):
+    for moments in ("bf16", "8bit", "fp8"):
         tx = optim.adamw(0.0, b2=0.999, weight_decay=0.0, moments=moments)
         params = zerofn.shard({"params": {"w": torch.zeros(4096)}})["params"]
         state, finite = tx.init(params), None
@@ -141,11 +145,59 @@ def checkpointed(path, first, second):
         ("8bit", None, 0.0),
         (None, "8bit", 1 / 16),
         (None, "bf16", 1 / 256),
+        ("fp8", "fp8", 0.0),
+        ("fp8", None, 0.0),
+        (None, "fp8", 1 / 8),
     ],
 )
 def test_checkpoints_between_formats(ranks, tmp_path, first, second, error):
     for num_ranks in (1, 2):
         assert max(ranks(num_ranks, checkpointed, tmp_path, first, second)) <= error * 1.0001
+
+
+def saved_at(path, moments):
+    """The second moment of a state that was saved, and the bits of its codes at rank 0."""
+    module = build(2)
+    state, _ = zerofn.compile(train_step_of(module))(state_of(module, 3, RULES["adamw"](moments)), batch_of(rank()))
+    zerofn.save(path, state)
+    return zerofn.unshard(state.opt_state)
+
+
+def loaded_at(path, moments, stage):
+    module = build(2)
+    state = zerofn.load(path, like=state_of(module, stage, RULES["adamw"](moments)))
+    assert all(x.kind.codec.note for x in state.opt_state.nu.stored)
+    return zerofn.unshard(state.opt_state)
+
+
+@pytest.mark.parametrize("moments", ["8bit", "fp8"])
+def test_blocks_do_not_move_with_the_number_of_ranks(ranks, tmp_path, moments):
+    saved = ranks(2, saved_at, tmp_path / "x", moments)[0]
+    for num_ranks, stage in ((1, 3), (3, 3), (3, 1)):
+        for loaded in ranks(num_ranks, loaded_at, tmp_path / "x", moments, stage):
+            assert all(map(torch.equal, tree.leaves(loaded), tree.leaves(saved)))
+
+
+@each_format
+def test_a_skipped_step_changes_no_bit_of_what_is_stored(moments):
+    module = build(2)
+    state, step = state_of(module, 3, RULES["adamw"](moments)), zerofn.compile(train_step_of(module))
+    state, _ = step(state, batch_of())
+    before = [part.clone() for x in (state.params, state.opt_state.mu, state.opt_state.nu) for part in x.parts]
+    state, _ = step(state, tree.tree_map(lambda x: x * torch.inf, batch_of()))
+    after = [part for x in (state.params, state.opt_state.mu, state.opt_state.nu) for part in x.parts]
+    assert int(state.skipped) == 1 and all(map(torch.equal, before, after))
+
+
+@each_format
+def test_a_state_in_a_format_is_copied_and_pickled(moments):
+    state = RULES["adamw"](moments).init({"w": torch.ones(3)})
+    for again in (copy.deepcopy(state), pickle.loads(pickle.dumps(state)), tree.tree_map(lambda x: x, state)):
+        assert (
+            type(again) is type(state)
+            and isinstance(again, optim.AdamState)
+            and torch.equal(again.nu["w"], state.nu["w"])
+        )
 
 
 def test_what_cannot_be_is_a_sentence():
@@ -156,6 +208,12 @@ def test_what_cannot_be_is_a_sentence():
     module = build(2, dtype=torch.float64)
     with pytest.raises(ValueError, match="8-bit blocks, which hold float32, and the parameters are float64"):
         state_of(module, 3, RULES["adamw"]("8bit"))
+    with pytest.raises(ValueError, match="float8 blocks, which hold float32, and the parameters are float64"):
+        state_of(module, 3, RULES["adamw"]("fp8"))
+    params = {"w": torch.ones(3, dtype=torch.float64)}
+    tx = RULES["lion"]("fp8")
+    with pytest.raises(TypeError, match="float8 blocks go with a float32 master; got a float64 one"):
+        tx.apply(params, tx.init(params), params, None, None)
     state = state_of(module, 3, RULES["adamw"]("bf16"))
     with pytest.raises(TypeError, match="go with a float32 master"):
         zerofn.compile(train_step_of(module))(state, batch_of(dtype=torch.float64))

@@ -14,11 +14,11 @@ LIBRARY = ROOT / "zerofn"
 ORDER = [
     "_torch_compat",
     "util",
-    "tracing",
     "ops",
     "tree",
     "random",
     "dry_run",
+    "tracing",
     "memory",
     "comm",
     "deferred_init",

@@ -30,8 +30,9 @@ def adamw(
     """AdamW (Loshchilov and Hutter 2019, Algorithm 2), in the arithmetic of `torch.optim.AdamW(fused=True)`.
 
     `mask(leaf) -> bool` says which leaves decay; all do without one. `lr_scale(leaf) -> float` multiplies a
-    leaf's learning rate. Moments are zero at first, and kept in the parameters' dtype or, with `moments`, in
-    "bf16" or "8bit" blocks: 4 or 2.03 bytes a parameter for both instead of 8, beside a float32 master.
+    leaf's learning rate. Moments are zero at first, and stored in the parameters' dtype or, with `moments`, in
+    "bf16", "8bit" blocks or "fp8" (e4m3 and e5m2 with a scale for each 256): 4, 2.03 or 2.03 bytes a parameter for
+    both instead of 8, beside a float32 master. No kernel takes "fp8", so torch's operations update it, more slowly.
     Raises `ValueError` for hyperparameters out of range.
     """
     return _adam("adamw", learning_rate, b1, b2, eps, weight_decay, mask, lr_scale, moments)

@@ -1,9 +1,10 @@
 """In which formats an optimizer stores its moments: those of `ops.codecs.MOMENTS`.
 
-`None` is the parameters' dtype. "bf16" and "8bit" (blocks of 256 with one scale, see `ops/csrc/formats.h`) are rounded
-stochastically after every update: to nearest, a second moment that decays by a thousandth a step would never fall. The
-type of a state says how `shard` stores its fields; the random bits are a function of the count of applied updates and
-the element's place, so every stage, number of ranks and tier gives the same.
+`None` is the parameters' dtype. "bf16", "8bit" (blocks of 256 with one scale, see `ops/csrc/formats.h`) and "fp8" (the
+same with float8, see [Note: float8 moments] in `ops/fp8.py`) are rounded stochastically after every update: to nearest,
+a second moment that decays by a thousandth a step would never fall. The type of a state says how `shard` stores its
+fields; the random bits are a function of the count of applied updates and the element's place, so every stage, number
+of ranks and tier gives the same.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from .._torch_compat import (
     storage_key,
     tree_leaves,
 )
+from ..ops.registry import ASKS_METADATA, LIFTS, SAME, VIEWS
 
 aten = torch.ops.aten
 _KNOWN = "_zerofn_known"  # the attribute of a fake tensor
@@ -342,8 +343,6 @@ def _learned(call: _Call, out: Any) -> _Kind | None:
 # ---- which way an operation goes: None for all that only torch knows
 
 _Way = Callable[[_Call, Any, Any], Any]
-_ASKED = {aten.size.default, aten.stride.default, aten.storage_offset.default, aten.is_nonzero.default}
-_LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default}
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 
@@ -371,13 +370,13 @@ def _find_way(func: Any) -> _Way | None:
         return _device
     if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims", "zerofn"):
         return None
-    if func in (aten.detach.default, aten.alias.default):
+    if func in SAME:
         return _detach
-    if func in (aten.view.default, aten._unsafe_view.default):
+    if func in VIEWS:
         return _reshape
     if is_composite(func):
-        return None if func in _ASKED else _parts
-    if _TAGS & set(func.tags) or func in _LIFTS or func._schema.is_mutable or is_implicit(func):
+        return None if func in ASKS_METADATA else _parts
+    if _TAGS & set(func.tags) or func in LIFTS or func._schema.is_mutable or is_implicit(func):
         return None
     if func.is_view:
         return _view if func.namespace == "aten" else None
