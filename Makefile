@@ -41,6 +41,10 @@ bench: $(VENV)/examples.stamp $(PEERS)/peers.stamp
 	$(VENV)/bin/python benchmarks/offload.py
 	$(VENV)/bin/python benchmarks/nvme.py
 
+# Writes the picture of the rooms into design.md, from the imports; a test says whether it is today's.
+architecture:
+	$(PYTHON) -m tests.support.architecture design.md
+
 clean:
 	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 

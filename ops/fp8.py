@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .kernel_args import BLOCK, num_blocks
-from .registry import define
+from .registry import OnShard, Traits, define
 
 
 class _Float8(NamedTuple):
@@ -93,9 +93,11 @@ define(
         x.new_empty(x.shape, dtype=torch.uint8),
         x.new_empty(num_blocks(x.numel()), dtype=torch.float32),
     ),
+    traits=Traits(OnShard.KEEPS),
 )
 define(
     "fp8_decode(Tensor codes, Tensor scales, bool signed) -> Tensor",
     fp8_decode,
     lambda codes, scales, signed: codes.new_empty(codes.shape, dtype=torch.float32),
+    traits=Traits(OnShard.KEEPS),
 )

@@ -48,7 +48,6 @@ TESTED_BY = {
     "offload.disk.transfer": "offload/disk/test_store.py",
     "offload.host_worker": "offload/test_host_tensor.py",
     "ops.adamw": "optim/test_rules.py",
-    "ops.codecs": "optim/test_moment_formats.py",
     "ops.kernel_args": "ops/test_cpu.py",
     "ops.lion": "optim/test_rules.py",
     "ops.part_reductions": "sharding/test_reductions.py",

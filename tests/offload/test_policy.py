@@ -27,6 +27,7 @@ RULES = [
     optim.adamw(1e-2, moments="bf16"),
     optim.lion(1e-3, moments="8bit"),
     optim.adamw(1e-2, moments="fp8"),
+    optim.adamw(1e-2, moments="fp8"),
     optim.sgd(0.1, 0.9),
     optim.lamb(1e-2),
     optim.multi_transform(

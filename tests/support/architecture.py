@@ -14,7 +14,7 @@ from tests.support.library import FILES, ORDER, imported_modules, parse, room, r
 
 BEGIN = "<!-- architecture: written by `make architecture` -->"
 END = "<!-- end of architecture -->"
-SHOWN = {"__init__": "zerofn", "_torch_compat": "_torch_compat"}
+SHOWN = {"__init__": "zerofn"}
 
 
 def imports() -> dict[str, set[str]]:
@@ -41,9 +41,9 @@ def summary(name: str) -> str:
 
 
 def rooms() -> list[str]:
-    """Rooms, and the rooms inside them as `room/inner`, in the order in which they may import each other."""
+    """Rooms, those that import most first, each followed by the rooms inside it, as `room/inner`."""
     packages = {module for module, path in FILES.items() if path.name == "__init__.py" and module.count(".") == 2}
-    inner = {name: sorted(m for m in packages if room(m) == name) for name in imports()}
+    inner = {name: sorted(m for m in packages if room(m) == name) for name in reversed(imports())}
     return [x for name in inner for x in (name, *(m.split(".", 1)[1].replace(".", "/") for m in inner[name]))]
 
 
@@ -51,11 +51,11 @@ def picture() -> str:
     """The diagram, drawn by GitHub from Mermaid, and a table of the rooms."""
     arrows = reduced(imports())
     lines = ["```mermaid", "flowchart TD"]
-    for name in reversed(arrows):
-        lines.append(f"    {name}[{SHOWN.get(name, name)}]")
-        lines += [f"    {name} --> {x}" for x in sorted(arrows[name], key=ORDER.index)]
+    for name in reversed(arrows):  # `graph` is a word of Mermaid's, `graph_` is not
+        lines.append(f"    {name}_[{SHOWN.get(name, name)}]")
+        lines += [f"    {name}_ --> {x}_" for x in sorted(arrows[name], key=ORDER.index)]
     lines += ["```", "", "| room | what it holds |", "|---|---|"]
-    lines += [f"| `{SHOWN.get(name, name)}` | {summary(name)} |" for name in reversed(rooms())]
+    lines += [f"| `{SHOWN.get(name, name)}` | {summary(name)} |" for name in rooms()]
     return "\n".join(lines)
 
 
