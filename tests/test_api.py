@@ -1,6 +1,8 @@
 """The names that ZeroFn promises, and where a person finds them."""
 
 import pydoc
+import subprocess
+import sys
 
 import pytest
 
@@ -9,8 +11,8 @@ from zerofn import optim
 
 PUBLIC = {
     zerofn: "accumulate all_finite collectives compile export first_nonfinite gather global_norm leaf_norms "
-    "load load_safetensors optim plan remat save scatter shard skeleton this_machine tree_map "
-    "unshard value_and_grad vdot CheckpointError DynamicLossScale Machine Mesh NoLossScale Offload "
+    "load load_safetensors optim plan random remat save scatter shard skeleton this_machine tree_map "
+    "unshard value_and_grad vdot CaptureError CheckpointError DynamicLossScale Machine Mesh NoLossScale Offload Pass "
     "Precision Sharded StaticLossScale TrainState",
     optim: "adam adamw add_decayed_weights apply_updates chain clip clip_by_global_norm constant_schedule "
     "cosine_decay_schedule exponential_decay identity join_schedules lamb linear_schedule lion masked "
@@ -43,3 +45,43 @@ def test_help_shows_them(package):
 )
 def test_what_all_ranks_must_call_says_so(name):
     assert "ll ranks must call it" in " ".join(getattr(zerofn, name).__doc__.split())
+
+
+def in_a_new_process(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+HEAVY = "tensordict torch._dynamo sympy rich matplotlib transformers".split()
+
+
+@pytest.mark.slow
+def test_import_brings_nothing_heavy():
+    """Nor does the first use of every public name."""
+    code = f"""
+import sys, torch
+before = set(sys.modules)
+import zerofn
+print(sorted(m for m in set(sys.modules) - before if not m.startswith("zerofn") and m != "importlib.util"))
+for name in zerofn.__all__:
+    getattr(zerofn, name)
+print(sorted(m for m in {HEAVY} if m in set(sys.modules) - before))
+"""
+    assert in_a_new_process(code) == "[]\n[]"
+
+
+@pytest.mark.slow
+def test_submodules_do_not_take_the_names_of_functions():
+    code = """
+import zerofn.compile, zerofn.planning.planner, zerofn.training.remat, zerofn.deferred_init.skeleton, zerofn.collectives
+from zerofn import compile
+assert zerofn.compile is compile and callable(zerofn.compile) and callable(zerofn.plan) and callable(zerofn.remat)
+assert zerofn.tree.leaves({"a": 1}) == [1] and zerofn.collectives.__name__ == "zerofn.collectives"
+assert dir(zerofn) == sorted([*zerofn.__all__, "__version__"])
+try:
+    zerofn.shrad
+except AttributeError as error:
+    print(error)
+"""
+    assert in_a_new_process(code) == "module 'zerofn' has no attribute 'shrad'"

@@ -101,6 +101,7 @@ TESTED_BY = {
     "util.patches": "random/test_draws.py",
     "util.process": "offload/test_host_tensor.py",
     "util.sizes": "passes/budget/test_search.py",
+    "util.version": "test_api.py",
     "util.user_line": "graph/test_advice.py",
 }
 

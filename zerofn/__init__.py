@@ -1,25 +1,70 @@
-"""ZeroFn: a JAX-style functional trainer for PyTorch models that do not fit."""
+"""ZeroFn: a JAX-style functional trainer for PyTorch models that do not fit.
 
-from . import collectives, optim
-from .checkpoint import CheckpointError, export, load, load_safetensors, save
-from .comm.mesh import Mesh
-from .compile import compile
-from .cost.calibrate import this_machine
-from .cost.machine import Machine
-from .deferred_init.skeleton import skeleton
-from .offload.policy import Offload
-from .passes import Pass
-from .planning.planner import plan
-from .sharding.gather_scatter import gather, scatter
-from .sharding.precision import Precision
-from .sharding.reductions import all_finite, first_nonfinite, global_norm, leaf_norms, vdot
-from .sharding.shard import shard, unshard
-from .sharding.sharded import Sharded
-from .training.grad import accumulate, value_and_grad
-from .training.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
-from .training.remat import remat
-from .training.train_state import TrainState
-from .tree import tree_map
+    state = zerofn.shard(init_state, stage=3)
+    step = zerofn.compile(train_step)          # train_step(state, batch) is your own pure function
+    state, metrics = step(state, batch)
+
+Names are loaded when they are first used, so that `import zerofn` costs next to nothing beside `import torch`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from .util.version import VERSION
+
+if TYPE_CHECKING:
+    from . import collectives, optim, random
+    from .checkpoint import CheckpointError, export, load, load_safetensors, save
+    from .comm.mesh import Mesh
+    from .compile import compile
+    from .cost.calibrate import this_machine
+    from .cost.machine import Machine
+    from .deferred_init.skeleton import skeleton
+    from .graph.capture import CaptureError
+    from .offload.policy import Offload
+    from .passes import Pass
+    from .planning.planner import plan
+    from .sharding.gather_scatter import gather, scatter
+    from .sharding.precision import Precision
+    from .sharding.reductions import all_finite, first_nonfinite, global_norm, leaf_norms, vdot
+    from .sharding.shard import shard, unshard
+    from .sharding.sharded import Sharded
+    from .training.grad import accumulate, value_and_grad
+    from .training.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+    from .training.remat import remat
+    from .training.train_state import TrainState
+    from .tree import tree_map
+
+__version__ = VERSION
+
+# Where each public name is defined; an empty text for a public module.
+_WHERE = {
+    **dict.fromkeys(("collectives", "optim", "random"), ""),
+    **dict.fromkeys(("CheckpointError", "export", "load", "load_safetensors", "save"), "checkpoint"),
+    **dict.fromkeys(("all_finite", "first_nonfinite", "global_norm", "leaf_norms", "vdot"), "sharding.reductions"),
+    **dict.fromkeys(("gather", "scatter"), "sharding.gather_scatter"),
+    **dict.fromkeys(("shard", "unshard"), "sharding.shard"),
+    **dict.fromkeys(("accumulate", "value_and_grad"), "training.grad"),
+    **dict.fromkeys(("DynamicLossScale", "NoLossScale", "StaticLossScale"), "training.loss_scale"),
+    "CaptureError": "graph.capture",
+    "Machine": "cost.machine",
+    "Mesh": "comm.mesh",
+    "Offload": "offload.policy",
+    "Pass": "passes",
+    "Precision": "sharding.precision",
+    "Sharded": "sharding.sharded",
+    "TrainState": "training.train_state",
+    "compile": "compile",
+    "plan": "planning.planner",
+    "remat": "training.remat",
+    "skeleton": "deferred_init.skeleton",
+    "this_machine": "cost.calibrate",
+    "tree_map": "tree",
+}
 
 __all__ = [
     "accumulate",
@@ -35,6 +80,7 @@ __all__ = [
     "load_safetensors",
     "optim",
     "plan",
+    "random",
     "remat",
     "save",
     "scatter",
@@ -45,6 +91,7 @@ __all__ = [
     "unshard",
     "value_and_grad",
     "vdot",
+    "CaptureError",
     "CheckpointError",
     "DynamicLossScale",
     "Machine",
@@ -57,3 +104,30 @@ __all__ = [
     "StaticLossScale",
     "TrainState",
 ]
+
+
+class _Package(ModuleType):
+    """A package whose public functions keep their names: the import system binds a submodule such as `zerofn.compile`
+    to its parent when it is imported, over the function of that name."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, ModuleType) and _WHERE.get(name):
+            return
+        super().__setattr__(name, value)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE and (name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    where = _WHERE.get(name, "")
+    module = importlib.import_module(f".{where or name}", __name__)
+    found = getattr(module, name) if where else module
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+sys.modules[__name__].__class__ = _Package

@@ -42,10 +42,16 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode as current_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.proxy_tensor import _ProxyTensor
 from torch.fx.experimental.proxy_tensor import track_tensor_tree as bind_outputs
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as DataDependentBranch
 
 # Calls inside do not enter autograd again: collectives below our own autograd.Function.
 below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+def data_dependent_errors() -> tuple[type[Exception], ...]:
+    """What a trace raises where the step depends on a tensor's value. The last of them comes with sympy."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return DataDependentError, GuardOnDataDependentSymNode, DynamicShapeError
 
 
 def resolve_process_group(name: str) -> torch.distributed.ProcessGroup:

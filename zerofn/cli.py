@@ -13,11 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .cost.calibrate import this_machine
 from .cost.machine import KNOWN, machine_of
 from .dry_run.script import Reached, Rehearsal
 from .graph.capture import CaptureError
 from .planning.planner import ALL, plan
+from .util.version import VERSION
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="zerofn", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"zerofn {VERSION}, torch {torch.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser(
         "plan",

@@ -8,12 +8,12 @@ Every tree in ZeroFn is flattened here, with optree, so that leaves have the sam
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import optree
 import torch
-from tensordict import TensorDict, TensorDictBase
 
 from ._torch_compat import register_torch_pytree_node
 
@@ -62,8 +62,14 @@ def register_dataclass(cls: Any, static: tuple[str, ...] = ()) -> None:
     _register(cls, flatten, unflatten, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)
 
 
+def _is_tensordict(cls: type) -> bool:
+    """Whether a class is a TensorDict's. tensordict takes a second to import: whoever has one has imported it."""
+    base = getattr(sys.modules.get("tensordict"), "TensorDictBase", None)  # None while it is being imported
+    return base is not None and issubclass(cls, base)
+
+
 def _register_tensordict(cls: Any) -> None:
-    def flatten(x: TensorDictBase) -> tuple[list[Any], Any, tuple[str, ...]]:
+    def flatten(x: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
         keys = tuple(sorted(x.keys()))
         return [x.get(k) for k in keys], (keys, tuple(x.batch_size)), keys
 
@@ -75,13 +81,13 @@ def _tensordict(aux: tuple[tuple[str, ...], tuple[int, ...]], children: Iterable
     which no TensorDict can hold. Leaves may have been cut or stacked: the batch size keeps what they share."""
     keys, batch_size = aux
     items = dict(zip(keys, children, strict=True))
-    if not all(isinstance(v, torch.Tensor | TensorDictBase) for v in items.values()):
+    if not all(isinstance(v, torch.Tensor) or _is_tensordict(type(v)) for v in items.values()):
         return items
     shapes = [tuple(v.shape) for v in items.values()]
     dims = len(batch_size)
     while dims and len({s[:dims] if len(s) >= dims else None for s in shapes}) != 1:
         dims -= 1
-    return TensorDict(items, batch_size=shapes[0][:dims] if shapes else batch_size)
+    return sys.modules["tensordict"].TensorDict(items, batch_size=shapes[0][:dims] if shapes else batch_size)
 
 
 _seen: set[type] = set()
@@ -94,7 +100,7 @@ def _adopt(leaves: Iterable[Any]) -> bool:
         cls = type(leaf)
         if cls in _seen or isinstance(leaf, torch.Tensor):
             continue
-        if isinstance(leaf, TensorDictBase):
+        if _is_tensordict(cls):
             _register_tensordict(cls)
         elif dataclasses.is_dataclass(cls):
             register_dataclass(cls)

@@ -12,17 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Proxy
 
 from .. import tree
-from .._torch_compat import (
-    DataDependentBranch,
-    DataDependentError,
-    DynamicShapeError,
-    compiling,
-    current_trace,
-    lazy_code,
-    make_fx,
-    proxies_of,
-    quiet_fakes,
-)
+from .._torch_compat import compiling, current_trace, data_dependent_errors, lazy_code, make_fx, proxies_of, quiet_fakes
 from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.state_tree import as_tensor
 from ..sharding.storage import Stored
@@ -125,7 +115,7 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
             with compiling():
                 return tracer(*inputs)
         except RuntimeError as error:
-            kinds = (DataDependentError, DataDependentBranch, DynamicShapeError)
+            kinds = data_dependent_errors()
             if isinstance(error, kinds) or ".numpy()" in str(error) or "data pointer" in str(error):
                 raise CaptureError(_data_dependent(error)).with_traceback(error.__traceback__) from None
             if "has_fw_view" in str(error):
