@@ -6,6 +6,9 @@ of a linear map is the map itself forwards and its transpose backwards.
 
 Here transposes are those of the plain sum over ranks. `zerofn.gather` and `zerofn.scatter` are each other's
 transposes under another inner product; see `sharding`.
+
+All ranks of the axis must call a collective, in the same order, with tensors of one shape and dtype. Nothing is written
+to an argument.
 """
 
 from __future__ import annotations
@@ -204,14 +207,35 @@ def _last(x: Tensor, dim: int, what: str) -> Tensor:
 
 
 def all_gather(x: Tensor, axis: str | Axis = DATA, *, dim: int = 0) -> Tensor:
-    """Concatenate every rank's `x` along `dim`, in rank order. Transpose: a summing `reduce_scatter`."""
+    """Concatenate every rank's `x` along `dim`, in rank order.
+
+    `x` [..., s, ...]: any dtype, of one shape and dtype on all ranks, at least one dim. `axis`: the ranks that take
+    part, "data" for all of the job, or an `Axis` of another mesh (`Mesh.of(device_mesh).axis("name")`). `dim`: which
+    dim to concatenate along, negative ones counted from the last.
+
+    -> [..., size * s, ...] in the dtype and on the device of `x`, the same on all ranks. At one rank a view of `x`.
+    Transpose: `reduce_scatter`, a sum. Raises `ValueError` for a scalar and for an axis that is not there, `IndexError`
+    for a dim that is not there.
+
+    >>> all_gather(torch.tensor([1.0, 2.0]))
+    tensor([1., 2.])
+    """
     return Linear.apply(AllGather(_axis(axis)), _last(x, dim, "all_gather"))[0].movedim(-1, dim)
 
 
 def reduce_scatter(x: Tensor, axis: str | Axis = DATA, *, dim: int = 0) -> Tensor:
-    """Sum `x` over ranks and keep this rank's equal part along `dim`. Transpose: `all_gather`.
+    """Sum `x` over ranks and keep this rank's equal part along `dim`.
 
-    Raises `ValueError` when the size of `dim` is no multiple of the axis' size.
+    `x` [..., size * s, ...]: of one shape and dtype on all ranks, at least one dim. `axis`: see `all_gather`. `dim`:
+    which dim to cut, negative ones counted from the last.
+
+    -> [..., s, ...]: rank r gets elements [r * s, (r + 1) * s) of the sum along `dim`, added up in the dtype of `x`, on
+    gloo in rank order, on its device. At one rank a view of `x`. Transpose: `all_gather`. Raises `ValueError` for a
+    scalar, where the size of `dim` is no multiple of the number of ranks, and for an axis that is not there;
+    `IndexError` for a dim that is not there.
+
+    >>> reduce_scatter(torch.tensor([1.0, 2.0]))
+    tensor([1., 2.])
     """
     where = _axis(axis)
     moved = _last(x, dim, "reduce_scatter")
@@ -224,12 +248,32 @@ def reduce_scatter(x: Tensor, axis: str | Axis = DATA, *, dim: int = 0) -> Tenso
 
 
 def all_reduce(x: Tensor, axis: str | Axis = DATA) -> Tensor:
-    """The sum over ranks, the same bits on each. Transpose: itself."""
+    """Sum `x` over ranks.
+
+    `x` [...]: of one shape and dtype on all ranks. `axis`: see `all_gather`.
+
+    -> [...] in the dtype of `x`, added up in rank order, so that all ranks have the same bits, on its device. At one
+    rank a view of `x`. Each rank receives the values of all others: meant for losses and norms, not for gradients of a
+    model, which `scatter` averages. Transpose: itself. Raises `ValueError` for an axis that is not there.
+
+    >>> all_reduce(torch.tensor(3.0), axis="data")
+    tensor(3.)
+    """
     return Linear.apply(AllReduce(_axis(axis)), x)[0]
 
 
 def all_to_all(x: Tensor, axis: str | Axis = DATA) -> Tensor:
-    """x [size, ...]: row r goes to rank r, and row r of the result came from rank r. Transpose: itself."""
+    """Send row r of `x` to rank r.
+
+    `x` [size, ...]: any dtype, of one shape and dtype on all ranks, a row for each rank of the axis. `axis`: see
+    `all_gather`.
+
+    -> [size, ...] in the dtype and on the device of `x`: row r is what came from rank r. At one rank a view of `x`.
+    Transpose: itself. Raises `ValueError` for another number of rows and for an axis that is not there.
+
+    >>> all_to_all(torch.tensor([[1, 2]]))
+    tensor([[1, 2]])
+    """
     where = _axis(axis)
     if x.dim() == 0 or x.shape[0] != where.size:
         raise ValueError(
@@ -240,7 +284,17 @@ def all_to_all(x: Tensor, axis: str | Axis = DATA) -> Tensor:
 
 
 def permute(x: Tensor, sources: Sequence[int], axis: str | Axis = DATA) -> Tensor:
-    """Rank r receives rank `sources[r]`'s `x`. Transpose: the inverse permutation."""
+    """Hand each rank another rank's `x`: rank r receives what rank `sources[r]` holds.
+
+    `x` [...]: any dtype, of one shape and dtype on all ranks. `sources`: the ranks of the axis, each once, the same on
+    all ranks. `axis`: see `all_gather`.
+
+    -> [...] in the dtype and on the device of `x`. At one rank a view of `x`. Transpose: the inverse permutation.
+    Raises `ValueError` unless `sources` names each rank once, and for an axis that is not there.
+
+    >>> permute(torch.tensor([1.0, 2.0]), sources=[0])
+    tensor([1., 2.])
+    """
     where = _axis(axis)
     if sorted(sources) != list(range(where.size)):
         raise ValueError(

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 import zerofn
 from zerofn import Precision, Sharded, gather, scatter, shard, tree, unshard
 from zerofn._torch_compat import make_fx
+from zerofn.comm.mesh import Axis, Mesh
 
 STAGES = (0, 1, 2, 3)
 BIG = 70_000  # elements: a unit of its own
@@ -347,6 +348,22 @@ def test_scatter_refuses_other_trees():
     renamed = {("1.v" if k == "1.w" else k): v for k, v in values.items()}
     with pytest.raises(ValueError, match="differ in .*'1.v', '1.w'"):
         scatter(renamed, p)
+
+
+def test_gather_and_scatter_name_their_axis():
+    values = params()
+    for name in ("data", "rows"):
+        p = shard({"params": values}, mesh=Mesh((Axis(name, 1),)))["params"]
+        for axis in (None, name, Axis(name, 1)):
+            again = gather(scatter(values, like=p, axis=axis), axis=axis)
+            assert all(torch.equal(again[k], values[k]) for k in values)
+        said = f"there is no axis 'expert' here; the tree is sharded over '{name}' alone. Write axis='{name}'"
+        with pytest.raises(ValueError, match=f"^gather: {said}"):
+            gather({"plain": values, "cut": p}, axis="expert")
+        with pytest.raises(ValueError, match=f"^scatter: {said}"):
+            scatter(values, like=p, axis=Axis("expert", 1))
+    with pytest.raises(ValueError, match="no axis 'data' here"):
+        torch.func.grad(lambda q: gather(q, axis="data")["0.w"].sum())(p)
 
 
 def test_plain_trees_pass():

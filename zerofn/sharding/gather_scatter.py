@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .. import tree
 from ..collectives import AllGather, Linear, ReduceScatter, ops
+from ..comm.mesh import Axis
 from ..ops import ravel as _flat  # noqa: F401  (defines zerofn::ravel)
 from .layout import Unit, unravel
 from .sharded import Sharded, Spec, check_whole, is_sharded
@@ -136,27 +137,57 @@ def gather_leaves(sharded: Sharded) -> list[Tensor]:
     return out
 
 
-def gather(values: Any) -> Any:
-    """Every `Sharded` in a tree -> the tree of full tensors it stands for, in the compute dtype.
+def gather(values: Any, *, axis: str | Axis | None = None) -> Any:
+    """Every `Sharded` in a tree -> the tree of full tensors it stands for: one all-gather a unit.
 
-    All ranks must call it. A pure function, differentiable to every order; its transpose is `scatter`. Plain tensors
-    pass unchanged. At stages 1 and 2 the gathered copy that hangs on the parameters is returned without communication.
-    There, and at one rank, the result shares the state's memory: clone what is to outlive the next compiled step.
+    `values`: a tree; plain tensors and other leaves in it pass unchanged. `axis`: the mesh axis to gather over, by name
+    or as an `Axis`; it must be the one that the tree is sharded over, which None stands for.
+
+    Each leaf comes back in its full shape, on the shards' device, in the precision's compute dtype (the stored one
+    without a precision), the same on all ranks. At stages 1 and 2 the gathered copy that hangs on the parameters is
+    returned without communication. There, and at one rank, the result shares the state's memory: clone what is to
+    outlive the next compiled step.
+
+    A pure function, differentiable to every order; its transpose is `scatter`. All ranks must call it.
+    Raises `ValueError` for an axis that the tree is not sharded over, `TypeError` for `params["name"]`, which is one
+    rank's part of a leaf, `RuntimeError` for a state that was given to a compiled step or lies on a drive.
+
+    >>> import zerofn
+    >>> params = zerofn.shard({"params": {"w": torch.arange(3.0)}})["params"]
+    >>> zerofn.gather(params, axis="data")
+    {'w': tensor([0., 1., 2.])}
     """
     check_whole(values, "gather")
 
     def full(x: Any) -> Any:
-        return tree.unflatten(x.layout.treedef, gather_leaves(x)) if is_sharded(x) else x
+        if not is_sharded(x):
+            return x
+        x.spec.check_axis(axis, "gather")
+        return tree.unflatten(x.layout.treedef, gather_leaves(x))
 
     return tree.tree_map(full, values, is_leaf=is_sharded)
 
 
-def scatter(values: Any, like: Sharded) -> Sharded:
-    """A tree of full tensors on each rank -> this rank's pieces of their mean over ranks, laid out as `like`.
+def scatter(values: Any, like: Sharded, *, axis: str | Axis | None = None) -> Sharded:
+    """A tree of full tensors on each rank -> this rank's shards of their mean over ranks, laid out as `like`: one
+    reduce-scatter a unit.
 
-    A pure function, differentiable to every order; its transpose is `gather`. All ranks must call it. Raises
-    `ValueError` where structure or shapes are not those of `like`.
+    `values`: a tree with the leaves of `like`, each a floating tensor in its full shape, different on every rank.
+    `like`: the tree whose layout the result gets, usually the parameters. `axis`: the mesh axis to average over, by
+    name or as an `Axis`; it must be the one that `like` is sharded over, which None stands for.
+
+    Shards come back on the values' device, in the precision's reduce dtype (its compute dtype, or the stored one,
+    where it has none). Ranks are summed in their order, so every stage gives the same bits.
+
+    A pure function, differentiable to every order; its transpose is `gather`. All ranks must call it.
+    Raises `ValueError` where names or shapes are not those of `like`, and for an axis that it is not sharded over.
+
+    >>> import zerofn
+    >>> params = zerofn.shard({"params": {"w": torch.zeros(3)}})["params"]
+    >>> zerofn.gather(zerofn.scatter({"w": torch.arange(3.0)}, like=params, axis="data"))
+    {'w': tensor([0., 1., 2.])}
     """
+    like.spec.check_axis(axis, "scatter")
     leaves, treedef = tree.flatten(values)
     expected = like.layout.leaves
     names = list(map(tree.name_of, treedef.paths()))

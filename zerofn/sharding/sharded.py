@@ -43,6 +43,15 @@ class Spec:
             return 0, unit.size
         return self.layout.cut(unit, self.axis.rank)
 
+    def check_axis(self, axis: str | Axis | None, what: str) -> None:
+        """Raise `ValueError` unless `axis` is the one that this layout was cut over, or None, which stands for it."""
+        name = axis.name if isinstance(axis, Axis) else axis
+        if name not in (None, self.axis.name):
+            raise ValueError(
+                f"{what}: there is no axis {name!r} here; the tree is sharded over {self.axis.name!r} alone. Write "
+                f"axis={self.axis.name!r}, or leave axis out."
+            )
+
     @cached_property
     def signature(self) -> int:
         """A number that two specs share if a step captured with one may run with the other on this rank."""
