@@ -145,7 +145,7 @@ def stash_all(monkeypatch, drop=False):
     """Let a budget choose to stash everything; with `drop`, every other one is computed again."""
     told = []
 
-    def decide(program, **options):
+    def decide(self, program, **options):
         found = [[x.memory.name for x in stays(gm.graph)] for gm in graphs(program.gm)]
         again = [{x.name for x in Segments(gm.graph).activations} for gm in graphs(program.gm)]
         names = [
@@ -155,7 +155,7 @@ def stash_all(monkeypatch, drop=False):
         told.append(sum(map(len, found)) - sum(map(len, names)))
         return [Choice(stashed=frozenset(x) - y, dropped=y) for x, y in zip(found, names, strict=True)]
 
-    monkeypatch.setattr(passes, "decide", decide)
+    monkeypatch.setattr(passes.Pipeline, "decide", decide)
     return told
 
 
