@@ -102,6 +102,19 @@ OPTAX = {
         optim.chain(optim.scale_by_trust_ratio(0.5, 0.3, 0.1), optim.identity(), optim.scale(-0.1)),
         optax.chain(optax.scale_by_trust_ratio(0.5, 0.3, 0.1), optax.identity(), optax.scale(-0.1)),
     ),
+    "rmsprop": (optim.rmsprop(0.01), optax.rmsprop(0.01)),
+    "rmsprop, momentum": (
+        optim.rmsprop(0.01, 0.8, 1e-4, 0.1, False, momentum=0.9, nesterov=True, bias_correction=True),
+        optax.rmsprop(0.01, 0.8, 1e-4, 0.1, False, momentum=0.9, nesterov=True, bias_correction=True),
+    ),
+    "rmsprop, centered": (
+        optim.rmsprop(0.01, eps=1e-4, initial_scale=0.1, centered=True, bias_correction=True),
+        optax.rmsprop(0.01, eps=1e-4, initial_scale=0.1, centered=True, bias_correction=True),
+    ),
+    "adagrad": (optim.adagrad(0.1), optax.adagrad(0.1)),
+    "nadamw": (optim.nadamw(0.01, 0.8, weight_decay=0.1), optax.nadamw(0.01, 0.8, weight_decay=0.1)),
+    "radam": (optim.radam(0.01, b2=0.9), optax.radam(0.01, b2=0.9)),
+    "radam, nesterov": (optim.radam(0.01, nesterov=True), optax.radam(0.01, nesterov=True)),
 }
 RULES = {
     **{name: tx for name, (tx, _) in TORCH.items()},

@@ -11,6 +11,7 @@ from zerofn import optim
 from zerofn._torch_compat import make_fx
 
 COUNTS = [0, 1, 2, 3, 4, 5, 9, 10, 11, 19, 20, 21, 50, 99, 100, 101, 1000, 10**6]
+CYCLE = {"init_value": 0.0, "peak_value": 1.0, "warmup_steps": 5, "decay_steps": 20}
 CASES = {
     "constant_schedule": [(0.3,)],
     "linear_schedule": [(0.1, 1.0, 20), (1.0, 0.0, 10, 5), (0.5, 1.0, 0), (0.5, 1.0, 10, -3)],
@@ -27,6 +28,8 @@ CASES = {
     "piecewise_constant_schedule": [(1.0, {20: 0.1, 10: 0.5}), (1.0,)],
     "warmup_constant_schedule": [(0.0, 1.0, 10)],
     "warmup_cosine_decay_schedule": [(0.0, 1.0, 10, 100, 0.1), (0.1, 0.0, 10, 100), (0.0, 1.0, 10, 100, 0.0, 2.0)],
+    "cosine_onecycle_schedule": [(100, 1.0), (50, 0.1, 0.5, 10.0, 100.0), (20, 0.5, 0.0), (1, 0.5)],
+    "sgdr_schedule": [([CYCLE, CYCLE | {"peak_value": 0.5, "decay_steps": 30, "end_value": 0.1}],), ([CYCLE],)],
     "warmup_exponential_decay_schedule": [(0.0, 1.0, 10, 20, 0.5), (0.0, 1.0, 10, 20, 0.5, 5, True, 0.2)],
 }
 ALL = [(name, args) for name, cases in CASES.items() for args in cases]
@@ -101,6 +104,10 @@ def test_equal_when_name_and_arguments_are(name, args):
         (lambda: optim.warmup_lr(warmup_num_steps=0), "warmup_num_steps must be positive"),
         (lambda: optim.warmup_lr(warmup_type="cosine"), "must be 'log' or 'linear', got 'cosine'"),
         (lambda: optim.warmup_decay_lr(0), "total_num_steps must be positive"),
+        (lambda: optim.cosine_onecycle_schedule(0, 1.0), "transition_steps must be positive, got 0"),
+        (lambda: optim.cosine_onecycle_schedule(9, 1.0, 1.0), r"pct_start must lie in \[0, 1\), got 1.0"),
+        (lambda: optim.sgdr_schedule([]), "at least one dict of arguments of a cycle, got none"),
+        (lambda: optim.sgdr_schedule([CYCLE | {"decay_steps": 5}]), "must be more than warmup_steps=5; got 5"),
         (lambda: optim.exponential_decay(1.0, 10, -0.5), "decay_rate must be zero or more"),
     ],
 )
@@ -112,5 +119,7 @@ def test_what_makes_no_sense_is_refused(call, message):
 def test_what_is_no_number_or_schedule_is_refused():
     with pytest.raises(TypeError, match="init_value must be a number, got 'x'"):
         optim.linear_schedule("x", 1.0, 10)
+    with pytest.raises(TypeError, match=r"sgdr_schedule: cosine_kwargs\[1\]: .*'steps'"):
+        optim.sgdr_schedule([CYCLE, {"steps": 3}])
     with pytest.raises(TypeError, match=r"use constant_schedule\(0.1\)"):
         optim.join_schedules([0.1, optim.constant_schedule(1.0)], [3])

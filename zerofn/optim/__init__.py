@@ -1,15 +1,21 @@
 """Optimizers as pairs of pure functions, with optax's names and shapes."""
 
+from .adagrad import ScaleByRssState, adagrad, scale_by_rss
 from .adamw import adam, adamw
 from .base import EmptyState, GradientTransformation, LeafInfo, apply_updates
 from .chain import chain
 from .clip import clip, clip_by_global_norm
+from .cycles import cosine_onecycle_schedule, sgdr_schedule
 from .decay import add_decayed_weights
 from .identity import identity, set_to_zero
 from .lamb import lamb
 from .lion import LionState, lion
 from .masked import MaskedState, masked
 from .multi_transform import MultiTransformState, multi_transform
+from .nadamw import nadamw
+from .radam import radam, scale_by_radam
+from .rms import ScaleByRmsState, ScaleByRStdDevState, scale_by_rms, scale_by_stddev
+from .rmsprop import rmsprop
 from .scale import ScaleByScheduleState, scale, scale_by_learning_rate, scale_by_schedule
 from .scale_by_adam import AdamState, scale_by_adam
 from .schedules import (
@@ -34,6 +40,7 @@ from .warmup import (
 )
 
 __all__ = [
+    "adagrad",
     "adam",
     "adamw",
     "add_decayed_weights",
@@ -43,6 +50,7 @@ __all__ = [
     "clip_by_global_norm",
     "constant_schedule",
     "cosine_decay_schedule",
+    "cosine_onecycle_schedule",
     "exponential_decay",
     "identity",
     "join_schedules",
@@ -51,15 +59,23 @@ __all__ = [
     "lion",
     "masked",
     "multi_transform",
+    "nadamw",
     "piecewise_constant_schedule",
     "polynomial_schedule",
+    "radam",
+    "rmsprop",
     "scale",
     "scale_by_adam",
     "scale_by_learning_rate",
+    "scale_by_radam",
+    "scale_by_rms",
+    "scale_by_rss",
     "scale_by_schedule",
+    "scale_by_stddev",
     "scale_by_trust_ratio",
     "set_to_zero",
     "sgd",
+    "sgdr_schedule",
     "trace",
     "warmup_constant_schedule",
     "warmup_cosine_decay_schedule",
@@ -73,6 +89,9 @@ __all__ = [
     "LionState",
     "MaskedState",
     "MultiTransformState",
+    "ScaleByRStdDevState",
+    "ScaleByRmsState",
+    "ScaleByRssState",
     "ScaleByScheduleState",
     "Schedule",
     "SgdState",

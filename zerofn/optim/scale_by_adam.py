@@ -22,18 +22,19 @@ class AdamState(NamedTuple):
 
 
 def scale_by_adam(
-    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, eps_root: float = 0.0
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, eps_root: float = 0.0, *, nesterov: bool = False
 ) -> GradientTransformation:
     """Gradients -> Adam's direction (Kingma and Ba 2015, Algorithm 1): m / (sqrt(v + eps_root) + eps), both
-    moments corrected for their start at zero. Raises `ValueError` for hyperparameters out of range.
+    moments corrected for their start at zero. With `nesterov` m is that of the next step, if this gradient came again
+    (Dozat 2016). Raises `ValueError` for hyperparameters out of range.
     """
     check_moments("scale_by_adam", b1, b2, eps)
     checks.number("scale_by_adam", 0.0, eps_root=eps_root)
 
     def update(grads: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
-        return direction(grads, state, b1, b2, eps, eps_root)
+        return direction(grads, state, b1, b2, eps, eps_root, nesterov)
 
-    return GradientTransformation(init_moments, update, "scale_by_adam", (b1, b2, eps, eps_root))
+    return GradientTransformation(init_moments, update, "scale_by_adam", (b1, b2, eps, eps_root, nesterov))
 
 
 def init_moments(params: Any, moments: str | None = None) -> AdamState:
@@ -42,21 +43,50 @@ def init_moments(params: Any, moments: str | None = None) -> AdamState:
 
 
 def direction(
-    grads: Any, state: AdamState, b1: float, b2: float, eps: float, eps_root: float = 0.0
+    grads: Any, state: AdamState, b1: float, b2: float, eps: float, eps_root: float = 0.0, nesterov: bool = False
 ) -> tuple[Any, AdamState]:
     """-> the direction, in the moments' dtype, and the next state."""
-    count = state.count + 1
-    mu = tree.tree_map(lambda m, g: (m + (1 - b1) * (_wide(g, m) - m)).to(m.dtype), state.mu, grads)
-    nu = tree.tree_map(lambda v, g: (b2 * v + (1 - b2) * _wide(g, v).square()).to(v.dtype), state.nu, grads)
-    c1, c2 = 1 - b1 ** count.double(), 1 - b2 ** count.double()
+    state = next_moments(grads, state, b1, b2)
+    c2 = 1 - b2 ** state.count.double()
 
     def one(m: Tensor, v: Tensor) -> Tensor:
-        return (m / c1.to(m.dtype)) / ((v / c2.to(v.dtype) + eps_root).sqrt() + eps)
+        return m / ((v / c2.to(v.dtype) + eps_root).sqrt() + eps)
 
-    return tree.tree_map(one, mu, nu), type(state)(count, mu, nu)
+    return tree.tree_map(one, first_moments(grads, state, b1, nesterov), state.nu), state
 
 
-def _wide(g: Tensor, moment: Tensor) -> Tensor:
+def next_moments(grads: Any, state: AdamState, b1: float, b2: float) -> AdamState:
+    """The state with both moments of one more gradient."""
+    mu = tree.tree_map(lambda m, g: (m + (1 - b1) * (wide(g, m) - m)).to(m.dtype), state.mu, grads)
+    nu = tree.tree_map(lambda v, g: (b2 * v + (1 - b2) * wide(g, v).square()).to(v.dtype), state.nu, grads)
+    return type(state)(state.count + 1, mu, nu)
+
+
+def first_moments(grads: Any, state: AdamState, b1: float, nesterov: bool) -> Any:
+    """The corrected first moments of a state that has seen `grads`; with `nesterov` those of the next step."""
+    return look_ahead(grads, state.mu, b1, state.count) if nesterov else corrected(state.mu, b1, state.count)
+
+
+def look_ahead(grads: Any, moments: Any, decay: float, count: Tensor) -> Any:
+    """What averages that have seen `grads` would be, corrected, if the same gradients came again (Dozat 2016)."""
+    now, then = 1 - decay ** count.double(), 1 - decay ** (count.double() + 1)
+
+    def one(m: Tensor, g: Tensor) -> Tensor:
+        g = wide(g, m).to(m.dtype)
+        return decay * (m / then.to(m.dtype)) + (1 - decay) * (g / now.to(m.dtype))
+
+    return tree.tree_map(one, moments, grads)
+
+
+def corrected(moments: Any, decay: float, count: Tensor | None) -> Any:
+    """Averages that began at zero, divided by 1 - decay^count; as they are, where `count` is None."""
+    if count is None:
+        return moments
+    rest = 1 - decay ** count.double()
+    return tree.tree_map(lambda m: m / rest.to(m.dtype), moments)
+
+
+def wide(g: Tensor, moment: Tensor) -> Tensor:
     """A gradient in its moment's dtype, or float32 where that is bfloat16."""
     return g.to(torch.promote_types(moment.dtype, torch.float32))
 

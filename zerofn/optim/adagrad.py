@@ -1,0 +1,55 @@
+"""Adagrad: division by the root of the sum of all squared gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from . import checks
+from .base import GradientTransformation, ScalarOrSchedule
+from .chain import chain
+from .scale import scale_by_learning_rate
+from .scale_by_adam import wide
+
+
+class ScaleByRssState(NamedTuple):
+    """`sum_of_squares`: of all gradients so far, in the parameters' structure and dtype."""
+
+    sum_of_squares: Any
+
+
+def scale_by_rss(initial_accumulator_value: float = 0.1, eps: float = 1e-7) -> GradientTransformation:
+    """g / sqrt(s + eps) with s = s + g^2, s being `initial_accumulator_value` at first; zero where s is zero.
+
+    Raises `ValueError` for a negative argument.
+    """
+    checks.number("scale_by_rss", 0.0, initial_accumulator_value=initial_accumulator_value, eps=eps)
+
+    def init(params: Any) -> ScaleByRssState:
+        return ScaleByRssState(tree.tree_map(lambda p: torch.full_like(p, initial_accumulator_value), params))
+
+    def one(g: Tensor, s: Tensor) -> Tensor:
+        return torch.where(s > 0, (s + eps).rsqrt() * g, 0.0).to(g.dtype)
+
+    def update(grads: Any, state: ScaleByRssState, params: Any = None) -> tuple[Any, ScaleByRssState]:
+        total = tree.tree_map(lambda s, g: (s + wide(g, s).square()).to(s.dtype), state.sum_of_squares, grads)
+        return tree.tree_map(one, grads, total), ScaleByRssState(total)
+
+    return GradientTransformation(init, update, "scale_by_rss", (initial_accumulator_value, eps))
+
+
+def adagrad(
+    learning_rate: ScalarOrSchedule, initial_accumulator_value: float = 0.1, eps: float = 1e-7
+) -> GradientTransformation:
+    """Adagrad (Duchi et al. 2011): a chain of `scale_by_rss` and `scale_by_learning_rate`.
+
+    Raises `ValueError` for hyperparameters out of range.
+    """
+    checks.learning_rate("adagrad", learning_rate)
+    checks.number("adagrad", 0.0, initial_accumulator_value=initial_accumulator_value, eps=eps)
+    parts = chain(scale_by_rss(initial_accumulator_value, eps), scale_by_learning_rate(learning_rate))
+    return dataclasses.replace(parts, name="adagrad", args=(learning_rate, initial_accumulator_value, eps))

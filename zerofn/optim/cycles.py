@@ -1,0 +1,74 @@
+"""Schedules that rise and fall: one cycle, and cosines one after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .schedules import Schedule, join_schedules
+from .warmup import warmup_cosine_decay_schedule
+
+
+def cosine_onecycle_schedule(
+    transition_steps: int,
+    peak_value: float,
+    pct_start: float = 0.3,
+    div_factor: float = 25.0,
+    final_div_factor: float = 1e4,
+) -> Schedule:
+    """Half a cosine up, half a cosine down (Smith and Topin 2018).
+
+    From peak_value / div_factor to `peak_value` over the first `pct_start` of `transition_steps`, then down to
+    peak_value / (div_factor * final_div_factor), which it keeps; as optax and `torch.optim.lr_scheduler.OneCycleLR`
+    have it. Raises `ValueError` unless `transition_steps` and both factors are positive and `pct_start` lies in [0, 1).
+
+        >>> schedule = cosine_onecycle_schedule(100, 1.0)
+        >>> [round(schedule(count), 6) for count in (0, 30, 100)]
+        [0.04, 1.0, 4e-06]
+    """
+    where = "cosine_onecycle_schedule"
+    checks.number(where, peak_value=peak_value)
+    checks.number(where, 0, above=True, transition_steps=transition_steps)
+    checks.number(where, 0.0, above=True, div_factor=div_factor, final_div_factor=final_div_factor)
+    checks.number(where, 0.0, below=1.0, pct_start=pct_start)
+    top, end = int(pct_start * transition_steps), int(transition_steps)
+    low, last = peak_value / div_factor, peak_value / (div_factor * final_div_factor)
+
+    def between(a: float, b: float, t: Tensor) -> Tensor:
+        return b + (a - b) / 2 * (torch.cos(math.pi * t) + 1)
+
+    def fn(count: Tensor) -> Tensor:
+        up = between(low, peak_value, count / max(top, 1))
+        down = between(peak_value, last, (count - top) / max(end - top, 1))
+        return torch.where(count < top, up, torch.where(count < end, down, torch.full_like(count, last)))
+
+    return Schedule(where, (transition_steps, peak_value, pct_start, div_factor, final_div_factor), fn)
+
+
+def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
+    """Warm restarts (Loshchilov and Hutter 2017): a `warmup_cosine_decay_schedule` for each dict of its arguments, one
+    after the other, each `decay_steps` long.
+
+    Raises `ValueError` where there is none, `TypeError` for arguments that it does not have.
+
+        >>> cycle = {"init_value": 0.0, "peak_value": 1.0, "warmup_steps": 10, "decay_steps": 100}
+        >>> [sgdr_schedule([cycle, cycle])(count) for count in (10, 100, 110)]
+        [1.0, 0.0, 1.0]
+    """
+    cycles = tuple(dict(kwargs) for kwargs in cosine_kwargs)
+    if not cycles:
+        raise ValueError("sgdr_schedule: expected a list of at least one dict of arguments of a cycle, got none.")
+    schedules, boundaries = [], [0]
+    for k, kwargs in enumerate(cycles):
+        try:
+            schedules.append(warmup_cosine_decay_schedule(**kwargs))
+        except TypeError as error:
+            raise TypeError(f"sgdr_schedule: cosine_kwargs[{k}]: {error}") from None
+        boundaries.append(boundaries[-1] + kwargs["decay_steps"])
+    args = tuple(tuple(sorted(kwargs.items())) for kwargs in cycles)
+    return Schedule("sgdr_schedule", args, join_schedules(schedules, boundaries[1:-1]).fn)

@@ -1,0 +1,39 @@
+"""AdamW with Nesterov's momentum."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from . import checks
+from .base import GradientTransformation, Mask, ScalarOrSchedule
+from .chain import chain
+from .decay import add_decayed_weights
+from .scale import scale_by_learning_rate
+from .scale_by_adam import check_moments, scale_by_adam
+
+
+def nadamw(
+    learning_rate: ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    weight_decay: float = 1e-4,
+    mask: Mask | None = None,
+) -> GradientTransformation:
+    """NAdamW (Dozat 2016, with decoupled weight decay): a chain of `scale_by_adam(nesterov=True)`,
+    `add_decayed_weights` and `scale_by_learning_rate`.
+
+    `mask(leaf) -> bool` says which leaves decay; all do without one. With `weight_decay=0.0` it is optax's `nadam`.
+    Raises `ValueError` for hyperparameters out of range.
+    """
+    checks.learning_rate("nadamw", learning_rate)
+    checks.number("nadamw", 0.0, eps_root=eps_root, weight_decay=weight_decay)
+    checks.mask("nadamw", mask)
+    check_moments("nadamw", b1, b2, eps)
+    parts = chain(
+        scale_by_adam(b1, b2, eps, eps_root, nesterov=True),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
+    return dataclasses.replace(parts, name="nadamw", args=(learning_rate, b1, b2, eps, eps_root, weight_decay, mask))

@@ -1,0 +1,82 @@
+"""RAdam: Adam that waits with its second moment until that is worth something."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from . import checks
+from .base import GradientTransformation, ScalarOrSchedule
+from .chain import chain
+from .scale import scale_by_learning_rate
+from .scale_by_adam import AdamState, check_moments, first_moments, init_moments, next_moments
+
+
+def scale_by_radam(
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    threshold: float = 5.0,
+    *,
+    nesterov: bool = False,
+) -> GradientTransformation:
+    """Adam's direction times the rectification of Liu et al. (2020, Algorithm 2) where the length of the second
+    moment's average is at least `threshold`; the corrected first moment before. Raises `ValueError` for hyperparameters
+    out of range.
+    """
+    _check("scale_by_radam", b1, b2, eps, eps_root, threshold)
+    longest = 2 / (1 - b2) - 1
+
+    def update(grads: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
+        state = next_moments(grads, state, b1, b2)
+        count = state.count.double()
+        faded = b2**count
+        length = longest - 2 * count * faded / (1 - faded)
+        grown = length.clamp(min=4.0)  # below, the root would be NaN, and is not used
+        factor = ((grown - 4) * (grown - 2) * longest / ((longest - 4) * (longest - 2) * grown)).sqrt()
+
+        def one(m: Tensor, v: Tensor) -> Tensor:
+            adams = factor.to(m.dtype) * m / ((v / (1 - faded).to(v.dtype) + eps_root).sqrt() + eps)
+            return torch.where(length >= threshold, adams, m)
+
+        return tree.tree_map(one, first_moments(grads, state, b1, nesterov), state.nu), state
+
+    args = (b1, b2, eps, eps_root, threshold, nesterov)
+    return GradientTransformation(init_moments, update, "scale_by_radam", args)
+
+
+def radam(
+    learning_rate: ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    threshold: float = 5.0,
+    *,
+    nesterov: bool = False,
+) -> GradientTransformation:
+    """Rectified Adam (Liu et al. 2020): a chain of `scale_by_radam` and `scale_by_learning_rate`.
+
+    Raises `ValueError` for hyperparameters out of range.
+    """
+    checks.learning_rate("radam", learning_rate)
+    _check("radam", b1, b2, eps, eps_root, threshold)
+    scaled = scale_by_radam(b1, b2, eps, eps_root, threshold, nesterov=nesterov)
+    args = (learning_rate, b1, b2, eps, eps_root, threshold, nesterov)
+    return dataclasses.replace(chain(scaled, scale_by_learning_rate(learning_rate)), name="radam", args=args)
+
+
+def _check(where: str, b1: float, b2: float, eps: float, eps_root: float, threshold: float) -> None:
+    check_moments(where, b1, b2, eps)
+    checks.number(where, 0.0, eps_root=eps_root)
+    checks.number(where, 4.0, threshold=threshold)  # the rectification has a root of length - 4
+    if not b2 > 0.6:
+        raise ValueError(
+            f"{where}: b2 must be more than 0.6, got {b2!r}: the average is then never longer than 4 steps, for which "
+            "there is no rectification."
+        )

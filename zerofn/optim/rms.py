@@ -1,0 +1,108 @@
+"""Division by a running root mean square, or standard deviation, of past gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from . import checks
+from .base import GradientTransformation, count_zero
+from .scale_by_adam import corrected, wide
+
+
+class ScaleByRmsState(NamedTuple):
+    """`nu`: the average of squared gradients, in the parameters' structure and dtype; `count`: applied updates, int64
+    scalar, None without `bias_correction`."""
+
+    nu: Any
+    count: Any = None  # type: ignore[assignment]  # tuple.count gives way
+
+
+class ScaleByRStdDevState(NamedTuple):
+    """`mu`, `nu`: the averages of gradients and of their squares, in the parameters' structure and dtype; `count`:
+    applied updates, int64 scalar, None without `bias_correction`."""
+
+    mu: Any
+    nu: Any
+    count: Any = None  # type: ignore[assignment]
+
+
+def scale_by_rms(
+    decay: float = 0.9,
+    eps: float = 1e-8,
+    initial_scale: float = 0.0,
+    eps_in_sqrt: bool = True,
+    bias_correction: bool = False,
+) -> GradientTransformation:
+    """g / sqrt(v + eps) with v = decay * v + (1 - decay) * g^2 (Hinton 2012), v being `initial_scale` at first.
+
+    Without `eps_in_sqrt`, g / (sqrt(v) + eps), as torch has it. `bias_correction` divides v by 1 - decay^count.
+    Raises `ValueError` for hyperparameters out of range.
+    """
+    check_average("scale_by_rms", decay, eps, initial_scale)
+
+    def init(params: Any) -> ScaleByRmsState:
+        count = count_zero(params) if bias_correction else None
+        return ScaleByRmsState(_full(params, initial_scale), count)
+
+    def update(grads: Any, state: ScaleByRmsState, params: Any = None) -> tuple[Any, ScaleByRmsState]:
+        count = state.count + 1 if bias_correction else None
+        nu = tree.tree_map(lambda v, g: (decay * v + (1 - decay) * wide(g, v).square()).to(v.dtype), state.nu, grads)
+        updates = tree.tree_map(_divided(eps, eps_in_sqrt), grads, corrected(nu, decay, count))
+        return updates, ScaleByRmsState(nu, count)
+
+    args = (decay, eps, initial_scale, eps_in_sqrt, bias_correction)
+    return GradientTransformation(init, update, "scale_by_rms", args)
+
+
+def scale_by_stddev(
+    decay: float = 0.9,
+    eps: float = 1e-8,
+    initial_scale: float = 0.0,
+    eps_in_sqrt: bool = True,
+    bias_correction: bool = False,
+) -> GradientTransformation:
+    """g / sqrt(v - m^2 + eps): `scale_by_rms` with the mean m of past gradients taken off (Graves 2013).
+
+    The arguments and what is raised are those of `scale_by_rms`; `bias_correction` is of m as well.
+    """
+    check_average("scale_by_stddev", decay, eps, initial_scale)
+
+    def init(params: Any) -> ScaleByRStdDevState:
+        count = count_zero(params) if bias_correction else None
+        return ScaleByRStdDevState(_full(params, 0.0), _full(params, initial_scale), count)
+
+    def update(grads: Any, state: ScaleByRStdDevState, params: Any = None) -> tuple[Any, ScaleByRStdDevState]:
+        count = state.count + 1 if bias_correction else None
+        mu = tree.tree_map(lambda m, g: (decay * m + (1 - decay) * wide(g, m)).to(m.dtype), state.mu, grads)
+        nu = tree.tree_map(lambda v, g: (decay * v + (1 - decay) * wide(g, v).square()).to(v.dtype), state.nu, grads)
+        means, squares = corrected(mu, decay, count), corrected(nu, decay, count)
+        variances = tree.tree_map(lambda m, v: v - m.square(), means, squares)
+        updates = tree.tree_map(_divided(eps, eps_in_sqrt), grads, variances)
+        return updates, ScaleByRStdDevState(mu, nu, count)
+
+    args = (decay, eps, initial_scale, eps_in_sqrt, bias_correction)
+    return GradientTransformation(init, update, "scale_by_stddev", args)
+
+
+def check_average(where: str, decay: float, eps: float, initial_scale: float) -> None:
+    """Raise `ValueError` unless `decay` lies in [0, 1) and the others are not negative."""
+    checks.number(where, 0.0, below=1.0, decay=decay)
+    checks.number(where, 0.0, eps=eps, initial_scale=initial_scale)
+
+
+def _full(params: Any, value: float) -> Any:
+    return tree.tree_map(lambda p: torch.full_like(p, value), params)
+
+
+def _divided(eps: float, in_sqrt: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    """g, v -> g / sqrt(v), in g's dtype."""
+
+    def one(g: Tensor, v: Tensor) -> Tensor:
+        return ((v + eps).rsqrt() * g if in_sqrt else g / (v.sqrt() + eps)).to(g.dtype)
+
+    return one

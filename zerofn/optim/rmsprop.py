@@ -1,0 +1,45 @@
+"""RMSProp."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from . import checks
+from .base import GradientTransformation, ScalarOrSchedule
+from .chain import chain
+from .rms import check_average, scale_by_rms, scale_by_stddev
+from .scale import scale_by_learning_rate
+from .trace import trace
+
+
+def rmsprop(
+    learning_rate: ScalarOrSchedule,
+    decay: float = 0.9,
+    eps: float = 1e-8,
+    initial_scale: float = 0.0,
+    eps_in_sqrt: bool = True,
+    centered: bool = False,
+    momentum: float | None = None,
+    nesterov: bool = False,
+    bias_correction: bool = False,
+) -> GradientTransformation:
+    """RMSProp (Hinton 2012), with optax's arguments: a chain of `scale_by_rms` (`scale_by_stddev` where `centered`),
+    `scale_by_learning_rate` and, with `momentum`, `trace`.
+
+    `torch.optim.RMSprop(alpha=decay)` is `eps_in_sqrt=False`. Raises `ValueError` for hyperparameters out of range, and
+    for `nesterov` without momentum.
+
+        >>> rmsprop(1e-3, eps_in_sqrt=False, momentum=0.9)
+        rmsprop(0.001, 0.9, 1e-08, 0.0, False, False, 0.9, False, False)
+    """
+    checks.learning_rate("rmsprop", learning_rate)
+    check_average("rmsprop", decay, eps, initial_scale)
+    checks.number("rmsprop", 0.0, momentum=momentum or 0.0)
+    if nesterov and momentum is None:
+        raise ValueError("rmsprop: nesterov=True needs momentum, such as momentum=0.9; got momentum=None.")
+    scaled = scale_by_stddev if centered else scale_by_rms
+    parts = [scaled(decay, eps, initial_scale, eps_in_sqrt, bias_correction), scale_by_learning_rate(learning_rate)]
+    if momentum is not None:
+        parts.append(trace(momentum, nesterov))
+    args = (learning_rate, decay, eps, initial_scale, eps_in_sqrt, centered, momentum, nesterov, bias_correction)
+    return dataclasses.replace(chain(*parts), name="rmsprop", args=args)
