@@ -14,14 +14,16 @@ PUBLIC = {
     "load load_safetensors optim plan random remat save scatter shard skeleton this_machine tree_map "
     "unshard value_and_grad vdot CaptureError CheckpointError DynamicLossScale Machine Mesh NoLossScale Offload Pass "
     "Precision Sharded StaticLossScale TrainState",
-    optim: "adagrad adam adamw add_decayed_weights apply_updates chain clip clip_by_global_norm constant_schedule "
-    "cosine_decay_schedule cosine_onecycle_schedule exponential_decay identity join_schedules lamb "
-    "linear_schedule lion masked multi_transform nadamw piecewise_constant_schedule polynomial_schedule radam "
-    "rmsprop scale scale_by_adam scale_by_learning_rate scale_by_radam scale_by_rms scale_by_rss "
-    "scale_by_schedule scale_by_stddev scale_by_trust_ratio set_to_zero sgd sgdr_schedule trace "
-    "warmup_constant_schedule warmup_cosine_decay_schedule warmup_decay_lr warmup_exponential_decay_schedule "
-    "warmup_lr AdamState EmptyState GradientTransformation LeafInfo LionState MaskedState MultiTransformState "
-    "ScaleByRStdDevState ScaleByRmsState ScaleByRssState ScaleByScheduleState Schedule SgdState TraceState",
+    optim: "adafactor adagrad adam adamw adaptive_grad_clip add_decayed_weights apply_updates chain clip "
+    "clip_by_block_rms clip_by_global_norm constant_schedule cosine_decay_schedule cosine_onecycle_schedule "
+    "ema exponential_decay identity join_schedules lamb linear_schedule lion masked multi_transform muon "
+    "nadamw piecewise_constant_schedule polynomial_schedule radam rmsprop scale scale_by_adam "
+    "scale_by_factored_rms scale_by_learning_rate scale_by_muon scale_by_param_block_rms scale_by_radam "
+    "scale_by_rms scale_by_rss scale_by_schedule scale_by_shape scale_by_stddev scale_by_trust_ratio "
+    "set_to_zero sgd sgdr_schedule trace warmup_constant_schedule warmup_cosine_decay_schedule "
+    "warmup_decay_lr warmup_exponential_decay_schedule warmup_lr AdamState EmaState EmptyState FactoredState "
+    "GradientTransformation LeafInfo LionState MaskedState MultiTransformState MuonState ScaleByRStdDevState "
+    "ScaleByRmsState ScaleByRssState ScaleByScheduleState Schedule SgdState TraceState",
 }
 each_package = pytest.mark.parametrize("package", PUBLIC, ids=lambda p: p.__name__)
 

@@ -114,12 +114,28 @@ OPTAX = {
     "adagrad": (optim.adagrad(0.1), optax.adagrad(0.1)),
     "nadamw": (optim.nadamw(0.01, 0.8, weight_decay=0.1), optax.nadamw(0.01, 0.8, weight_decay=0.1)),
     "radam": (optim.radam(0.01, b2=0.9), optax.radam(0.01, b2=0.9)),
+    "adafactor": (
+        optim.adafactor(0.1, 50, weight_decay_rate=0.01, momentum=0.9),
+        optax.adafactor(0.1, 50, weight_decay_rate=0.01, momentum=0.9, dtype_momentum=np.float64),
+    ),
+    "adafactor, bare": (
+        optim.adafactor(0.1, 128, 0.7, -2, False, None, eps=1e-8),
+        optax.adafactor(0.1, 128, 0.7, -2, False, None, eps=1e-8),
+    ),
+    "adafactor, not factored": (optim.adafactor(0.1, factored=False), optax.adafactor(0.1, factored=False)),
+    "ema": (
+        optim.chain(optim.ema(0.9), optim.clip_by_block_rms(0.5), optim.ema(0.5, debias=False), optim.scale(-0.1)),
+        optax.chain(optax.ema(0.9), optax.clip_by_block_rms(0.5), optax.ema(0.5, debias=False), optax.scale(-0.1)),
+    ),
     "radam, nesterov": (optim.radam(0.01, nesterov=True), optax.radam(0.01, nesterov=True)),
 }
 RULES = {
     **{name: tx for name, (tx, _) in TORCH.items()},
     **{name: tx for name, (tx, _) in OPTAX.items()},
     "clipped sgd": optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.1, 0.9)),
+    "adaptive_grad_clip": optim.chain(optim.adaptive_grad_clip(0.01), optim.sgd(0.1)),
+    "muon": optim.muon(0.1, weight_decay=0.1),
+    "muon, adaptive": optim.muon(0.1, ns_steps=2, nesterov=False, adaptive=True, consistent_rms=0.2),
     "clipped lion": optim.chain(optim.scale(0.5), optim.chain(optim.clip_by_global_norm(1.0)), optim.lion(0.1)),
 }
 
@@ -190,7 +206,7 @@ def test_rules_are_those_of_optax(name):
             updates, state = other.update(g, state, values)
             values = optax.apply_updates(values, updates)
         expected = {k: torch.from_numpy(np.array(v)) for k, v in values.items()}
-    tol = 1e-7 if "schedule" in name else 1e-9  # optax's schedules are float32
+    tol = 1e-7 if "schedule" in name or "adafactor" in name else 1e-9  # whose rates are float32 in optax
     trees.assert_close(trees.plain(tx).params, expected, tol=tol)
 
 

@@ -1,23 +1,30 @@
 """Optimizers as pairs of pure functions, with optax's names and shapes."""
 
+from .adafactor import adafactor
 from .adagrad import ScaleByRssState, adagrad, scale_by_rss
 from .adamw import adam, adamw
+from .adaptive_clip import adaptive_grad_clip
 from .base import EmptyState, GradientTransformation, LeafInfo, apply_updates
+from .block_rms import clip_by_block_rms, scale_by_param_block_rms
 from .chain import chain
 from .clip import clip, clip_by_global_norm
 from .cycles import cosine_onecycle_schedule, sgdr_schedule
 from .decay import add_decayed_weights
+from .ema import EmaState, ema
+from .factored_rms import FactoredState, scale_by_factored_rms
 from .identity import identity, set_to_zero
 from .lamb import lamb
 from .lion import LionState, lion
 from .masked import MaskedState, masked
 from .multi_transform import MultiTransformState, multi_transform
+from .muon import muon
 from .nadamw import nadamw
 from .radam import radam, scale_by_radam
 from .rms import ScaleByRmsState, ScaleByRStdDevState, scale_by_rms, scale_by_stddev
 from .rmsprop import rmsprop
 from .scale import ScaleByScheduleState, scale, scale_by_learning_rate, scale_by_schedule
 from .scale_by_adam import AdamState, scale_by_adam
+from .scale_by_muon import MuonState, scale_by_muon, scale_by_shape
 from .schedules import (
     Schedule,
     constant_schedule,
@@ -40,17 +47,21 @@ from .warmup import (
 )
 
 __all__ = [
+    "adafactor",
     "adagrad",
     "adam",
     "adamw",
+    "adaptive_grad_clip",
     "add_decayed_weights",
     "apply_updates",
     "chain",
     "clip",
+    "clip_by_block_rms",
     "clip_by_global_norm",
     "constant_schedule",
     "cosine_decay_schedule",
     "cosine_onecycle_schedule",
+    "ema",
     "exponential_decay",
     "identity",
     "join_schedules",
@@ -59,6 +70,7 @@ __all__ = [
     "lion",
     "masked",
     "multi_transform",
+    "muon",
     "nadamw",
     "piecewise_constant_schedule",
     "polynomial_schedule",
@@ -66,11 +78,15 @@ __all__ = [
     "rmsprop",
     "scale",
     "scale_by_adam",
+    "scale_by_factored_rms",
     "scale_by_learning_rate",
+    "scale_by_muon",
+    "scale_by_param_block_rms",
     "scale_by_radam",
     "scale_by_rms",
     "scale_by_rss",
     "scale_by_schedule",
+    "scale_by_shape",
     "scale_by_stddev",
     "scale_by_trust_ratio",
     "set_to_zero",
@@ -83,12 +99,15 @@ __all__ = [
     "warmup_exponential_decay_schedule",
     "warmup_lr",
     "AdamState",
+    "EmaState",
     "EmptyState",
+    "FactoredState",
     "GradientTransformation",
     "LeafInfo",
     "LionState",
     "MaskedState",
     "MultiTransformState",
+    "MuonState",
     "ScaleByRStdDevState",
     "ScaleByRmsState",
     "ScaleByRssState",

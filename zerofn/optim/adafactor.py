@@ -1,0 +1,54 @@
+"""Adafactor: the step of Adam with second moments of rows and columns alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from . import checks
+from .base import GradientTransformation, Mask, ScalarOrSchedule
+from .block_rms import clip_by_block_rms, scale_by_param_block_rms
+from .chain import chain
+from .decay import add_decayed_weights
+from .ema import ema
+from .factored_rms import scale_by_factored_rms
+from .scale import scale, scale_by_learning_rate
+
+
+def adafactor(
+    learning_rate: ScalarOrSchedule | None = None,
+    min_dim_size_to_factor: int = 128,
+    decay_rate: float = 0.8,
+    decay_offset: int = 0,
+    multiply_by_parameter_scale: bool = True,
+    clipping_threshold: float | None = 1.0,
+    momentum: float | None = None,
+    weight_decay_rate: float | None = None,
+    eps: float = 1e-30,
+    factored: bool = True,
+    weight_decay_mask: Mask | None = None,
+) -> GradientTransformation:
+    """Adafactor (Shazeer and Stern 2018), with optax's arguments: a chain of `scale_by_factored_rms`,
+    `clip_by_block_rms`, `scale_by_learning_rate`, `scale_by_param_block_rms`, `ema` and `add_decayed_weights`, of which
+    each is left out where its argument is None or False.
+
+    As in optax the decayed weights are not multiplied by the learning rate. On shards nothing is gathered: a step adds
+    up to three small all-gathers, of a number for each row and column, and of one or two for each leaf. Raises
+    `ValueError` for hyperparameters out of range.
+    """
+    if learning_rate is not None:
+        checks.learning_rate("adafactor", learning_rate)
+    checks.mask("adafactor", weight_decay_mask)
+    parts = [scale_by_factored_rms(factored, decay_rate, decay_offset, min_dim_size_to_factor, eps)]
+    if clipping_threshold is not None:
+        parts.append(clip_by_block_rms(clipping_threshold))
+    if learning_rate is not None:
+        parts.append(scale_by_learning_rate(learning_rate, flip_sign=False))
+    if multiply_by_parameter_scale:
+        parts.append(scale_by_param_block_rms())
+    if momentum is not None:
+        parts.append(ema(momentum, debias=False))
+    if weight_decay_rate is not None:
+        parts.append(add_decayed_weights(weight_decay_rate, weight_decay_mask))
+    args = (learning_rate, min_dim_size_to_factor, decay_rate, decay_offset, multiply_by_parameter_scale)
+    args += (clipping_threshold, momentum, weight_decay_rate, eps, factored, weight_decay_mask)
+    return dataclasses.replace(chain(*parts, scale(-1.0)), name="adafactor", args=args)

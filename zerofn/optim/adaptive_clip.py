@@ -1,0 +1,61 @@
+"""Clipping of every unit of a layer by the norm of its own weights."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ..sharding.axis_reductions import Group, Kept, axis_scale, axis_squares, groups_of, logical_leaves
+from . import checks
+from .base import EmptyState, GradientTransformation, no_state
+
+
+def adaptive_grad_clip(
+    clipping: float, eps: float = 1e-3, axis: int | tuple[int, ...] | None = None
+) -> GradientTransformation:
+    """Clip each unit of each leaf to `clipping` times the norm of its weights, or `eps` if that is more (Brock et al.
+    2021, equation 3).
+
+    A unit is what makes one output: norms are over all dims but the first, in which torch's weights have their outputs
+    (optax has them last); a leaf with no more than one dim longer than 1 is one unit. `axis` names the dims that norms
+    are over instead. On shards norms are of whole units, over all ranks, and nothing is gathered: each rank sends two
+    numbers for every unit, in one all-gather. Raises `ValueError` unless `clipping` is positive and `eps` is not
+    negative, and for an `axis` that a leaf does not have.
+    """
+    checks.number("adaptive_grad_clip", 0.0, above=True, clipping=clipping)
+    checks.number("adaptive_grad_clip", 0.0, eps=eps)
+    axes = None if axis is None else tuple(axis) if isinstance(axis, tuple | list) else (axis,)
+
+    def update(updates: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
+        if params is None:
+            raise ValueError("adaptive_grad_clip: update needs the parameters: tx.update(grads, state, params).")
+        leaves = [(x.name, x.shape) for x in logical_leaves(updates)]
+        norms = axis_squares((params, updates), _groups((*leaves, *leaves), axes)).sqrt()
+        weights, found = norms.chunk(2)
+        most = clipping * weights.clamp(min=eps)
+        factors = torch.where(found < most, 1.0, most / found.clamp(min=1e-6))
+        return axis_scale(updates, _groups(tuple(leaves), axes), factors), state
+
+    return GradientTransformation(no_state, update, "adaptive_grad_clip", (clipping, eps, axes))
+
+
+@functools.lru_cache(maxsize=64)
+def _groups(leaves: tuple[tuple[str, tuple[int, ...]], ...], axes: tuple[int, ...] | None) -> list[Group]:
+    return groups_of([shape for _, shape in leaves], [[_kept(name, shape, axes)] for name, shape in leaves])
+
+
+def _kept(name: str, shape: tuple[int, ...], axes: tuple[int, ...] | None) -> Kept:
+    """The dims along which units lie."""
+    ndim = len(shape)
+    if axes is None:
+        one = sum(n != 1 for n in shape) <= 1
+        return tuple(d == 0 and not one for d in range(ndim))
+    if any(not -ndim <= d < ndim for d in axes):
+        raise ValueError(
+            f"adaptive_grad_clip: axis={axes} names a dim that leaf {name!r} of shape {list(shape)} does not have; "
+            "leave axis out, or select the leaves that have it: optim.masked(adaptive_grad_clip(...), mask)."
+        )
+    over = {d % ndim for d in axes}
+    return tuple(d not in over for d in range(ndim))

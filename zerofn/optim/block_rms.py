@@ -1,0 +1,52 @@
+"""The root mean square of whole leaves: clip by it, scale by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..sharding.axis_reductions import logical_leaves
+from ..sharding.reductions import norms
+from . import checks
+from .base import EmptyState, GradientTransformation, no_state
+from .trust_ratio import scale_leaves
+
+
+def clip_by_block_rms(threshold: float) -> GradientTransformation:
+    """Divide each leaf by max(1, rms / threshold), with the root mean square of the whole leaf, over all ranks.
+
+    One small all-gather serves all leaves. Raises `ValueError` unless `threshold` is positive.
+    """
+    checks.number("clip_by_block_rms", 0.0, above=True, threshold=threshold)
+
+    def update(updates: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
+        names, rms = _rms(updates)
+        return scale_leaves(updates, names, 1 / (rms / threshold).clamp(min=1.0)), state
+
+    return GradientTransformation(no_state, update, "clip_by_block_rms", (threshold,))
+
+
+def scale_by_param_block_rms(min_scale: float = 1e-3) -> GradientTransformation:
+    """Multiply each leaf's update by its parameter's root mean square, over all ranks, or `min_scale` if that is more.
+
+    One small all-gather serves all leaves. Raises `ValueError` for a negative `min_scale`.
+    """
+    checks.number("scale_by_param_block_rms", 0.0, min_scale=min_scale)
+
+    def update(updates: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
+        if params is None:
+            raise ValueError("scale_by_param_block_rms: update needs the parameters: tx.update(grads, state, params).")
+        names, rms = _rms(params)
+        return scale_leaves(updates, names, rms.clamp(min=min_scale)), state
+
+    return GradientTransformation(no_state, update, "scale_by_param_block_rms", (min_scale,))
+
+
+def _rms(values: Any) -> tuple[dict[str, int], Tensor]:
+    """-> what `scale_leaves` needs to find a leaf's number, and the numbers [leaves]."""
+    names, found = norms((values,))
+    sizes = [max(1, leaf.numel()) for leaf in logical_leaves(values)]
+    roots = torch.tensor(sizes, dtype=found.dtype, device=found.device).sqrt()
+    return {name: k for k, name in enumerate(names)}, found / roots

@@ -1,0 +1,39 @@
+"""An exponential average of past updates."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from . import checks
+from .base import GradientTransformation, count_zero
+from .scale_by_adam import corrected, wide
+
+
+class EmaState(NamedTuple):
+    """`count`: applied updates, int64 scalar; `ema`: the average, in the parameters' structure and dtype."""
+
+    count: Tensor  # type: ignore[assignment]  # tuple.count gives way
+    ema: Any
+
+
+def ema(decay: float, debias: bool = True) -> GradientTransformation:
+    """The average e = decay * e + (1 - decay) * u of the updates u, zero at first; divided by 1 - decay^count with
+    `debias`. `trace` sums instead. For an average of the parameters see `params_ema`.
+
+    Raises `ValueError` unless `decay` lies in [0, 1).
+    """
+    checks.number("ema", 0.0, below=1.0, decay=decay)
+
+    def init(params: Any) -> EmaState:
+        return EmaState(count_zero(params), tree.tree_map(torch.zeros_like, params))
+
+    def update(updates: Any, state: EmaState, params: Any = None) -> tuple[Any, EmaState]:
+        count = state.count + 1
+        fresh = tree.tree_map(lambda e, u: (decay * e + (1 - decay) * wide(u, e)).to(e.dtype), state.ema, updates)
+        return corrected(fresh, decay, count) if debias else fresh, EmaState(count, fresh)
+
+    return GradientTransformation(init, update, "ema", (decay, debias))

@@ -1,0 +1,110 @@
+"""Division by a root mean square of which only rows and columns are kept."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..ops import runs as _runs  # noqa: F401  (defines zerofn::fill_runs)
+from ..sharding.axis_reductions import Group, Kept, axis_scale, axis_squares, groups_of, logical_leaves, num_columns
+from . import checks
+from .base import GradientTransformation, count_zero
+from .scale_by_adam import wide
+
+ops = torch.ops.zerofn
+
+
+class FactoredState(NamedTuple):
+    """`count`: applied updates, int64 scalar. `v`: averages of squared gradients, [numbers] in float32 at least and the
+    same on every rank. Leaf by leaf, these are the means over the longest dim and over the second longest; or all
+    squares, where a leaf is not factored. One element more follows, so that no parameter has this shape. With
+    `factored=False`, v is a tree in the parameters' structure and dtype."""
+
+    count: Tensor  # type: ignore[assignment]  # tuple.count gives way
+    v: Any
+
+
+def scale_by_factored_rms(
+    factored: bool = True,
+    decay_rate: float = 0.8,
+    step_offset: int = 0,
+    min_dim_size_to_factor: int = 128,
+    epsilon: float = 1e-30,
+) -> GradientTransformation:
+    """g / sqrt(v), where v is the outer product of the averages of g^2 over rows and over columns (Shazeer and Stern
+    2018, Algorithm 4), the two longest dims of a leaf, if both have `min_dim_size_to_factor`.
+
+    The average after t updates decays by 1 - (t + 1 - step_offset)^-decay_rate. A matrix [n, m] keeps n + m numbers, a
+    leaf that is not factored all of its squares, both on every rank; with `factored=False` v is sharded as parameters
+    are. Of shards nothing is gathered: each rank sends its part of all those sums, in one all-gather. Raises
+    `ValueError` for hyperparameters out of range.
+    """
+    where = "scale_by_factored_rms"
+    checks.number(where, 0.0, decay_rate=decay_rate, epsilon=epsilon)
+    checks.number(where, step_offset=step_offset)
+    checks.number(where, 1, min_dim_size_to_factor=min_dim_size_to_factor)
+
+    def init(params: Any) -> FactoredState:
+        if not factored:
+            return FactoredState(count_zero(params), tree.tree_map(torch.zeros_like, params))
+        leaves = logical_leaves(params)
+        numbers = num_columns(_groups(tuple(leaf.shape for leaf in leaves), min_dim_size_to_factor))
+        dtype = functools.reduce(torch.promote_types, (leaf.dtype for leaf in leaves), torch.float32)
+        count = count_zero(params)
+        return FactoredState(count, torch.zeros(numbers + 1, dtype=dtype, device=count.device))
+
+    def update(grads: Any, state: FactoredState, params: Any = None) -> tuple[Any, FactoredState]:
+        decay = 1 - (state.count.double() + (1 - step_offset)) ** -decay_rate
+        if not factored:
+            v = tree.tree_map(
+                lambda v, g: (decay * v + (1 - decay) * (wide(g, v).square() + epsilon)).to(v.dtype), state.v, grads
+            )
+            scaled = tree.tree_map(lambda g, v: (g * v.rsqrt()).to(g.dtype), grads, v)
+            return scaled, FactoredState(state.count + 1, v)
+        groups = _groups(tuple(leaf.shape for leaf in logical_leaves(grads)), min_dim_size_to_factor)
+        means = _means(axis_squares(grads, groups), groups)
+        kept = state.v[:-1]
+        kept = (decay * kept + (1 - decay) * (means + epsilon)).to(kept.dtype)
+        scaled = axis_scale(grads, groups, _factors(kept, groups))
+        return scaled, FactoredState(state.count + 1, torch.nn.functional.pad(kept, (0, 1)))
+
+    args = (factored, decay_rate, step_offset, min_dim_size_to_factor, epsilon)
+    return GradientTransformation(init, update, where, args)
+
+
+@functools.lru_cache(maxsize=64)
+def _groups(shapes: tuple[tuple[int, ...], ...], least: int) -> list[Group]:
+    return groups_of(shapes, [_kept(shape, least) for shape in shapes])
+
+
+def _kept(shape: tuple[int, ...], least: int) -> list[Kept]:
+    """Along which dims the averages of a leaf vary: all but the longest, all but the second longest; or all."""
+    order = sorted(range(len(shape)), key=shape.__getitem__)
+    if len(shape) < 2 or shape[order[-2]] < least:
+        return [(True,) * len(shape)]
+    return [tuple(d != off for d in range(len(shape))) for off in (order[-1], order[-2])]
+
+
+def _means(squares: Tensor, groups: Sequence[Group]) -> Tensor:
+    """Sums of squares [numbers] as means."""
+    ends = [g.column + g.numel for g in groups]
+    terms = ops.fill_runs(squares, [g.column for g in groups], ends, [float(g.terms) for g in groups])
+    return squares / terms
+
+
+def _factors(v: Tensor, groups: Sequence[Group]) -> Tensor:
+    """What gradients are multiplied by [numbers]: of rows relative to their mean, which the columns have."""
+    roots = v.rsqrt()
+    parts, done = [], 0
+    for rows, columns in zip(groups, groups[1:], strict=False):
+        if rows.leaf == columns.leaf:
+            longest, second = rows.kept.index(False), columns.kept.index(False)
+            means = rows.of(v).mean(second - (second > longest), keepdim=True)
+            parts += [roots[done : rows.column], (rows.of(roots) * means.sqrt()).reshape(-1)]
+            done = rows.column + rows.numel
+    return torch.cat([*parts, roots[done:]])

@@ -1,0 +1,84 @@
+"""Muon for matrices, AdamW for what is none."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from . import checks
+from .base import GradientTransformation, LeafInfo, Mask, ScalarOrSchedule
+from .chain import chain
+from .decay import add_decayed_weights
+from .multi_transform import multi_transform
+from .scale import scale_by_learning_rate
+from .scale_by_adam import check_moments, scale_by_adam
+from .scale_by_muon import QUINTIC, Coefficients, hashable, scale_by_muon, scale_by_shape
+
+
+def _is_matrix(leaf: LeafInfo) -> bool:
+    return leaf.ndim == 2
+
+
+def muon(
+    learning_rate: ScalarOrSchedule,
+    ns_coeffs: Coefficients | Sequence[Coefficients] = QUINTIC,
+    ns_steps: int = 5,
+    beta: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    weight_decay_mask: Mask | None = None,
+    *,
+    nesterov: bool = True,
+    adaptive: bool = False,
+    adam_b1: float = 0.9,
+    adam_b2: float = 0.999,
+    adam_eps_root: float = 0.0,
+    adam_weight_decay: float = 0.0,
+    adam_learning_rate: ScalarOrSchedule | None = None,
+    matrices: Mask = _is_matrix,
+    consistent_rms: float | None = None,
+) -> GradientTransformation:
+    """Muon (Jordan 2024), with the arguments of optax.contrib.muon: a `multi_transform` of leaves "muon", through
+    `scale_by_muon`, the factor of their shape, decoupled weight decay and the learning rate; and leaves "adam", through
+    AdamW (NAdamW with `nesterov`) with `adam_learning_rate`, by default the same.
+
+    `matrices(leaf) -> bool` says which leaves are "muon": those with two dims, without one. Embeddings and the last
+    layer do better with Adam: `lambda leaf: leaf.ndim == 2 and "embed" not in leaf.name`. An update [out, in] is
+    multiplied by sqrt(max(1, out / in)), torch's weights having outputs first, or by consistent_rms *
+    sqrt(max(out, in)). On shards every unit's momentum is gathered once a step, see `scale_by_muon`; moments are held
+    for whole units, see `multi_transform`: with matrices in units of their own, `shard(unit=...)`, one moment is held
+    for them instead of three. Raises `ValueError` for hyperparameters out of range.
+    """
+    adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    checks.learning_rate("muon", learning_rate)
+    checks.learning_rate("muon: adam", adam_rate)
+    checks.leaf_function("muon", "matrices", matrices)
+    checks.mask("muon", weight_decay_mask)
+    checks.number("muon", 0.0, weight_decay=weight_decay, adam_weight_decay=adam_weight_decay)
+    checks.number("muon", 0.0, adam_eps_root=adam_eps_root)
+    check_moments("muon: adam", adam_b1, adam_b2, eps)
+    parts = chain(
+        scale_by_muon(ns_coeffs, ns_steps, beta, eps, nesterov=nesterov, adaptive=adaptive),
+        scale_by_shape(consistent_rms),
+        add_decayed_weights(weight_decay, weight_decay_mask),
+        scale_by_learning_rate(learning_rate),
+    )
+    adam = chain(
+        scale_by_adam(adam_b1, adam_b2, eps, adam_eps_root, nesterov=nesterov),
+        add_decayed_weights(adam_weight_decay),
+        scale_by_learning_rate(adam_rate),
+    )
+    both = multi_transform({"muon": parts, "adam": adam}, lambda leaf: "muon" if matrices(leaf) else "adam")
+    args = (
+        learning_rate,
+        hashable(ns_coeffs),
+        ns_steps,
+        beta,
+        eps,
+        weight_decay,
+        weight_decay_mask,
+        nesterov,
+        adaptive,
+    )
+    args += (adam_b1, adam_b2, adam_eps_root, adam_weight_decay, adam_learning_rate, matrices, consistent_rms)
+    return dataclasses.replace(both, name="muon", args=args)

@@ -1,0 +1,124 @@
+"""Momentum whose matrices are made orthogonal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..sharding.axis_reductions import logical_leaves
+from ..sharding.whole_leaves import map_whole
+from . import checks
+from .base import EmptyState, GradientTransformation, LeafInfo, count_zero, no_state
+from .leaf_runs import spread
+from .scale_by_adam import corrected, look_ahead, wide
+
+Coefficients = tuple[float, float, float]
+QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)  # of the steepest slope at zero (Jordan 2024)
+
+
+class MuonState(NamedTuple):
+    """`count`: applied updates, int64 scalar; `mu`: the momentum, in the parameters' structure and dtype."""
+
+    count: Tensor  # type: ignore[assignment]  # tuple.count gives way
+    mu: Any
+
+
+def scale_by_muon(
+    ns_coeffs: Coefficients | Sequence[Coefficients] = QUINTIC,
+    ns_steps: int = 5,
+    beta: float = 0.95,
+    eps: float = 1e-8,
+    *,
+    nesterov: bool = True,
+    adaptive: bool = False,
+) -> GradientTransformation:
+    """The momentum of every matrix with its singular values brought near one, by `ns_steps` Newton-Schulz iterations
+    x <- a x + (b x x^T + c (x x^T)^2) x (Jordan 2024).
+
+    `ns_coeffs`: a, b, c, or such a triple for each step. `adaptive` multiplies by the dual norm of the momentum
+    (Bernstein and Newhouse 2024). Every leaf must have two dims. On shards whole matrices are needed: at stages 1 to 3
+    the momentum of every unit is gathered, one all-gather a unit and step of its bytes in the parameters' dtype, as
+    much again as one gather of the parameters. A rank iterates on those matrices of which it has a part. Raises
+    `ValueError` for hyperparameters out of range, and in `init` for a leaf that is no matrix.
+    """
+    triples = _triples("scale_by_muon", ns_coeffs, ns_steps)
+    checks.number("scale_by_muon", 0.0, below=1.0, beta=beta)
+    checks.number("scale_by_muon", 0.0, eps=eps)
+
+    def init(params: Any) -> MuonState:
+        for leaf in logical_leaves(params):
+            _check_matrix(leaf)
+        return MuonState(count_zero(params), tree.tree_map(torch.zeros_like, params))
+
+    def update(grads: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
+        count = state.count + 1
+        mu = tree.tree_map(lambda m, g: (beta * m + (1 - beta) * wide(g, m)).to(m.dtype), state.mu, grads)
+        ahead = look_ahead(grads, mu, beta, count) if nesterov else corrected(mu, beta, count)
+
+        def rule(x: Tensor) -> Tensor:
+            found = orthogonal(x, triples, eps)
+            return (x * found).sum() * found if adaptive else found
+
+        return map_whole(rule, ahead), MuonState(count, mu)
+
+    args = (hashable(ns_coeffs), ns_steps, beta, eps, nesterov, adaptive)
+    return GradientTransformation(init, update, "scale_by_muon", args)
+
+
+def orthogonal(x: Tensor, triples: Sequence[Coefficients], eps: float) -> Tensor:
+    """A matrix [n, m] with singular values near one and the same singular vectors, in its dtype."""
+    tall = x.shape[0] > x.shape[1]
+    x = x.t() if tall else x
+    x = x / (torch.linalg.matrix_norm(x) + eps)
+    for a, b, c in triples:
+        gram = x @ x.t()
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.t() if tall else x
+
+
+def scale_by_shape(consistent_rms: float | None = None) -> GradientTransformation:
+    """Multiply a matrix [out, in] by sqrt(max(1, out / in)) (Bernstein and Newhouse 2024), or by
+    consistent_rms * sqrt(max(out, in)) (Liu et al. 2025: 0.2 gives the size of AdamW's updates)."""
+    if consistent_rms is not None:
+        checks.number("scale_by_shape", 0.0, consistent_rms=consistent_rms)
+
+    def factor(leaf: LeafInfo) -> float:
+        rows, columns = leaf.shape
+        if consistent_rms is not None:
+            return float(consistent_rms * max(rows, columns) ** 0.5)
+        return float(max(1.0, rows / max(1, columns)) ** 0.5)
+
+    def update(updates: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
+        return tree.tree_map(lambda u, f: (u * f).to(u.dtype), updates, spread(updates, factor)), state
+
+    return GradientTransformation(no_state, update, "scale_by_shape", (consistent_rms,), label=factor)
+
+
+def _check_matrix(leaf: LeafInfo) -> None:
+    if leaf.ndim != 2:
+        raise ValueError(
+            f"scale_by_muon: leaf {leaf.name!r} has shape {list(leaf.shape)} and is no matrix; optim.muon gives such "
+            "leaves to AdamW, and optim.masked(scale_by_muon(), lambda leaf: leaf.ndim == 2) leaves them out."
+        )
+
+
+def hashable(coefficients: Any) -> Any:
+    """Coefficients as tuples, for transformations to be compared by."""
+    return tuple(tuple(x) if isinstance(x, list | tuple) else x for x in coefficients)
+
+
+def _triples(where: str, coefficients: Any, steps: int) -> list[Coefficients]:
+    """a, b, c of every step. The last of those given, as optax takes them."""
+    checks.number(where, 1, ns_steps=steps)
+    given = [coefficients] * steps if isinstance(coefficients[0], int | float) else list(coefficients)[-steps:]
+    for triple in given:
+        if len(triple) != 3:
+            raise ValueError(f"{where}: ns_coeffs must be three numbers, or three for each step; got {coefficients!r}.")
+        checks.number(where, **dict(zip("abc", triple, strict=True)))
+    if len(given) < steps:
+        raise ValueError(f"{where}: ns_coeffs has {len(given)} triples for ns_steps={steps}.")
+    return [tuple(triple) for triple in given]

@@ -1,0 +1,163 @@
+"""Sums over some dims of logical leaves, and products with what varies along the others, without gathering them.
+
+A piece holds consecutive elements of a leaf, so it knows its part of every sum. Only the sums go over the wire. Parts
+are cut where ranks' pieces are, at every stage, and added in rank order: see [Note: order of sums] in `reductions`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..collectives import ops, rows_over
+from ..comm.mesh import Axis
+from ..ops import leaf_axes as _ops  # noqa: F401  (defines zerofn::squares_along and its like)
+from .layout import LeafInfo
+from .sharded import Sharded, is_sharded
+
+Kept = tuple[bool, ...]  # for each dim of a leaf: whether numbers vary along it
+
+
+class Group(NamedTuple):
+    """Numbers of the `leaf`-th logical leaf, one for every place along the dims that are kept, from `column` on."""
+
+    leaf: int
+    shape: tuple[int, ...]  # the leaf's
+    kept: Kept
+    column: int
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The numbers' shape: the leaf's without the dims that are not kept."""
+        return tuple(n for n, keep in zip(self.shape, self.kept, strict=True) if keep)
+
+    @property
+    def numel(self) -> int:
+        """How many numbers."""
+        return math.prod(self.own_shape)
+
+    @property
+    def terms(self) -> int:
+        """How many elements of the leaf each number stands for."""
+        return math.prod(self.shape) // max(1, self.numel)
+
+    def of(self, numbers: Tensor) -> Tensor:
+        """This group's of all numbers [columns], in their shape."""
+        return numbers[self.column : self.column + self.numel].view(self.own_shape)
+
+
+class _Run(NamedTuple):
+    """Elements [start, stop) of the `tensor`-th tensor, of a leaf whose `first`-th element is the first of them."""
+
+    tensor: int
+    start: int
+    stop: int
+    first: int
+    row: int
+    leaf: int
+    counts: bool  # False for a replicated leaf that another rank counts
+
+
+def logical_leaves(values: Any) -> list[LeafInfo]:
+    """The logical leaves of a tree, `Sharded` or plain, in its order, under the names they have in the plain tree."""
+    paths, nodes, _ = tree.flatten_with_path(values, is_leaf=is_sharded)
+    out = []
+    for path, node in zip(paths, nodes, strict=True):
+        if is_sharded(node):
+            out += [LeafInfo(tree.name_of((*path, x.name)), x.shape, x.dtype) for x in node.layout.leaves]
+        else:
+            out.append(LeafInfo(tree.name_of(path), tuple(node.shape), node.dtype))
+    return out
+
+
+def groups_of(shapes: Sequence[tuple[int, ...]], kept: Sequence[Sequence[Kept]]) -> list[Group]:
+    """The groups of leaves of `shapes`: `kept[k]` are those of the k-th."""
+    out, column = [], 0
+    for k, (shape, each) in enumerate(zip(shapes, kept, strict=True)):
+        for one in each:
+            out.append(Group(k, shape, one, column))
+            column += out[-1].numel
+    return out
+
+
+def num_columns(groups: Sequence[Group]) -> int:
+    """How many numbers groups have together."""
+    return groups[-1].column + groups[-1].numel if groups else 0
+
+
+def axis_squares(values: Any, groups: Sequence[Group]) -> Tensor:
+    """Sums of squares over the dims that are not kept [columns], float32 at least, the same bits on every rank.
+
+    One all-gather of so many numbers from each rank serves the whole tree. All ranks must call it.
+    """
+    flat, runs, axis, complete = _runs(values)
+    size = 1 if axis is None else axis.size
+    if not flat or not groups:
+        return torch.zeros(0)
+    chosen = [(run, g) for g in groups for run in runs[g.leaf] if run.counts]
+    lists = ([getattr(run, name) for run, _ in chosen] for name in ("tensor", "start", "stop", "first", "row"))
+    rows = size if complete else 1
+    grid = ops.squares_along(flat, *lists, *_columns([g for _, g in chosen]), rows, num_columns(groups))
+    grid = grid if complete or axis is None else rows_over(grid[0], axis)
+    total = grid[0]
+    for row in grid[1:]:
+        total = total + row
+    return total
+
+
+def axis_scale(values: Any, groups: Sequence[Group], factors: Tensor) -> Any:
+    """Every leaf times the numbers of all its groups, of `factors` [columns]; in the leaves' dtypes."""
+    flat, runs, _, _ = _runs(values)
+    out = []
+    for k, x in enumerate(flat):
+        chosen = [(run, g) for g in groups for run in runs[g.leaf] if run.tensor == k]
+        lists = ([getattr(run, name) for run, _ in chosen] for name in ("start", "stop", "first"))
+        out.append(ops.scale_along(x, *lists, *_columns([g for _, g in chosen]), factors))
+    return tree.unflatten(tree.structure(values), out)
+
+
+def _columns(groups: Sequence[Group]) -> tuple[list[int], list[int], list[int], list[bool]]:
+    """`column`, `ndim`, `sizes` and `kept` of the operations; a scalar counts as one dim."""
+    shapes = [g.shape or (1,) for g in groups]
+    kept = [g.kept or (True,) for g in groups]
+    sizes = [n for shape in shapes for n in shape]
+    return [g.column for g in groups], list(map(len, shapes)), sizes, [k for each in kept for k in each]
+
+
+def _runs(values: Any) -> tuple[list[Tensor], dict[int, list[_Run]], Axis | None, bool]:
+    """The flat tensors of a tree, the runs of each leaf in them, the axis, and whether all of every leaf is here."""
+    nodes = tree.leaves(values, is_leaf=is_sharded)
+    axis = next((n.spec.axis for n in nodes if is_sharded(n)), None)
+    complete = all(n.spec.num_pieces == 1 for n in nodes if is_sharded(n))
+    counts = complete or axis is None or axis.rank == 0
+    flat: list[Tensor] = []
+    runs: dict[int, list[_Run]] = {}
+    for node in nodes:
+        first, leaf = len(flat), len(runs)
+        if is_sharded(node):
+            runs.update({leaf + k: [] for k in range(len(node.layout.leaves))})
+            for run in _sharded_runs(node, first, leaf):
+                runs[run.leaf].append(run)
+            flat.extend(node.pieces)
+        else:
+            runs[leaf] = [_Run(first, 0, node.numel(), 0, 0, leaf, counts)] if node.numel() else []
+            flat.append(node)
+    return flat, runs, axis, complete
+
+
+def _sharded_runs(sharded: Sharded, tensor: int, leaf: int) -> Iterator[_Run]:
+    spec = sharded.spec
+    whole = spec.num_pieces == 1
+    for k, unit in enumerate(spec.layout.units):
+        begin = spec.bounds(unit)[0]
+        for rank in range(spec.axis.size) if whole else [spec.axis.rank]:
+            start, stop = spec.layout.cut(unit, rank)
+            for x, a, b in unit.intervals(start, stop):
+                shift = start - begin
+                row = rank if whole else 0
+                yield _Run(tensor + k, a + shift, b + shift, start + a - x.offset, row, leaf + x.index, True)

@@ -1,0 +1,42 @@
+"""What needs whole leaves: a unit is gathered, computed with, and this rank's shard of the result taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .. import tree
+from ..collectives import AllGather, ops
+from ..ops import leaf_axes as _ops  # noqa: F401  (defines zerofn::take_shard)
+from .layout import Unit, unravel
+from .sharded import Sharded, Spec, is_sharded
+
+
+def map_whole(rule: Callable[[Tensor], Tensor], values: Any) -> Any:
+    """`rule(leaf)` on every whole leaf of a tree, `Sharded` or plain; a result has its leaf's shape.
+
+    Of a `Sharded` every unit is gathered in its own dtype, one all-gather a unit, (N - 1) / N of its bytes received by
+    each of N ranks; none at stage 0. A rank runs the rule on those leaves of which it has a part, and keeps that part
+    of the result: that costs no communication. Not differentiable. All ranks must call it.
+    """
+    return tree.tree_map(lambda x: _on_shards(rule, x) if is_sharded(x) else rule(x), values, is_leaf=is_sharded)
+
+
+def _on_shards(rule: Callable[[Tensor], Tensor], values: Sharded) -> Sharded:
+    pieces = []
+    for unit, piece in zip(values.layout.units, values.pieces, strict=True):
+        start, stop = values.spec.bounds(unit)
+        whole = unravel(_whole(values.spec, unit, piece), unit)
+        mine = {leaf.index for leaf, _, _ in unit.intervals(start, stop)}
+        leaves = [rule(x) if leaf.index in mine else None for leaf, x in zip(unit.leaves, whole, strict=True)]
+        if not mine:  # what is gathered must have a use on every rank
+            leaves[0] = whole[0]
+        offsets = [leaf.offset for leaf in unit.leaves]
+        pieces.append(ops.take_shard(leaves, offsets, start, stop, piece.dtype))
+    return Sharded(values.spec, pieces)
+
+
+def _whole(spec: Spec, unit: Unit, piece: Tensor) -> Tensor:
+    return ops.whole(piece) if spec.num_pieces == 1 else AllGather(spec.axis, unit.name)(piece)[0]
