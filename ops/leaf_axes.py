@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,7 +54,20 @@ def _blocks(
         at += n
 
 
-def squares_along(tensors, piece, start, stop, first, row, column, ndim, sizes, kept, num_rows, num_columns):
+def squares_along(
+    tensors: Sequence[Tensor],
+    piece: Sequence[int],
+    start: Sequence[int],
+    stop: Sequence[int],
+    first: Sequence[int],
+    row: Sequence[int],
+    column: Sequence[int],
+    ndim: Sequence[int],
+    sizes: Sequence[int],
+    kept: Sequence[bool],
+    num_rows: int,
+    num_columns: int,
+) -> Tensor:
     """[num_rows, num_columns], float32 at least: the sums of squares of part i over the dims that are not kept, added
     to `row[i]` from `column[i]` on, where its leaf's numbers are."""
     dtype = dtype_over(tensors)
@@ -70,7 +83,17 @@ def squares_along(tensors, piece, start, stop, first, row, column, ndim, sizes, 
     return out
 
 
-def scale_along(x, start, stop, first, column, ndim, sizes, kept, factors):
+def scale_along(
+    x: Tensor,
+    start: Sequence[int],
+    stop: Sequence[int],
+    first: Sequence[int],
+    column: Sequence[int],
+    ndim: Sequence[int],
+    sizes: Sequence[int],
+    kept: Sequence[bool],
+    factors: Tensor,
+) -> Tensor:
     """`x` with part i times the numbers of `factors` from `column[i]` on, which vary along the dims that are kept; the
     rest as it is."""
     out = x.clone(memory_format=torch.contiguous_format)
@@ -87,7 +110,7 @@ def scale_along(x, start, stop, first, column, ndim, sizes, kept, factors):
     return out
 
 
-def _fake_squares(tensors: Sequence[Tensor], *rest):
+def _fake_squares(tensors: Sequence[Tensor], *rest: Any) -> Tensor:
     return tensors[0].new_empty(rest[-2:], dtype=dtype_over(tensors))
 
 

@@ -16,14 +16,15 @@ PUBLIC = {
     "Precision Sharded StaticLossScale TrainState",
     optim: "adafactor adagrad adam adamw adaptive_grad_clip add_decayed_weights apply_updates chain clip "
     "clip_by_block_rms clip_by_global_norm constant_schedule cosine_decay_schedule cosine_onecycle_schedule "
-    "ema exponential_decay identity join_schedules lamb linear_schedule lion masked multi_transform muon "
-    "nadamw piecewise_constant_schedule polynomial_schedule radam rmsprop scale scale_by_adam "
-    "scale_by_factored_rms scale_by_learning_rate scale_by_muon scale_by_param_block_rms scale_by_radam "
-    "scale_by_rms scale_by_rss scale_by_schedule scale_by_shape scale_by_stddev scale_by_trust_ratio "
-    "set_to_zero sgd sgdr_schedule trace warmup_constant_schedule warmup_cosine_decay_schedule "
-    "warmup_decay_lr warmup_exponential_decay_schedule warmup_lr AdamState EmaState EmptyState FactoredState "
-    "GradientTransformation LeafInfo LionState MaskedState MultiTransformState MuonState ScaleByRStdDevState "
-    "ScaleByRmsState ScaleByRssState ScaleByScheduleState Schedule SgdState TraceState",
+    "ema exponential_decay from_functions identity inject_hyperparams join_schedules lamb linear_schedule "
+    "lion lookahead masked multi_transform muon nadamw params_ema piecewise_constant_schedule "
+    "polynomial_schedule radam rmsprop scale scale_by_adam scale_by_factored_rms scale_by_learning_rate "
+    "scale_by_muon scale_by_param_block_rms scale_by_radam scale_by_rms scale_by_rss scale_by_schedule "
+    "scale_by_shape scale_by_stddev scale_by_trust_ratio set_to_zero sgd sgdr_schedule trace "
+    "warmup_constant_schedule warmup_cosine_decay_schedule warmup_decay_lr warmup_exponential_decay_schedule "
+    "warmup_lr AdamState EmaState EmptyState FactoredState GradientTransformation InjectHyperparamsState "
+    "LeafInfo LionState LookaheadState MaskedState MultiTransformState MuonState ParamsEmaState "
+    "ScaleByRStdDevState ScaleByRmsState ScaleByRssState ScaleByScheduleState Schedule SgdState TraceState",
 }
 each_package = pytest.mark.parametrize("package", PUBLIC, ids=lambda p: p.__name__)
 

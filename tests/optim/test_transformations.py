@@ -1,5 +1,6 @@
 """The contract every transformation keeps: skipping, scaling, equality, errors; and ones that users write."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,6 +11,7 @@ from tests.support import optim_trees as trees
 from zerofn import optim
 
 INF = float("inf")
+SGD = optim.sgd(0.1, 0.9)
 FUSED = {
     "sgd": optim.sgd(0.1),
     "momentum": optim.sgd(0.1, 0.9, weight_decay=0.1, mask=trees.is_matrix),
@@ -22,13 +24,48 @@ FUSED = {
 }
 
 
+class RmsState(NamedTuple):
+    nu: Any
+
+
+def rmsprop(rate, decay=0.9, eps=1e-8):
+    """As a user would write it: optree's or torch's tree_map would do as well."""
+
+    def init(params):
+        return RmsState(zerofn.tree_map(torch.zeros_like, params))
+
+    def update(grads, state, params=None):
+        nu = zerofn.tree_map(lambda v, g: decay * v + (1 - decay) * g * g, state.nu, grads)
+        return zerofn.tree_map(lambda g, v: -rate * g / (v.sqrt() + eps), grads, nu), RmsState(nu)
+
+    return optim.GradientTransformation(init, update)
+
+
+MORE = {
+    "rmsprop, centered": optim.rmsprop(0.01, centered=True, bias_correction=True, momentum=0.9),
+    "adagrad": optim.adagrad(0.1),
+    "nadamw": optim.nadamw(0.01, mask=trees.is_matrix, weight_decay=0.1),
+    "radam": optim.radam(optim.linear_schedule(0.1, 0.0, 10), b2=0.9),
+    "adafactor": optim.adafactor(0.1, 50, momentum=0.9),
+    "adafactor, not factored": optim.adafactor(0.1, factored=False),
+    "muon": optim.muon(0.1, weight_decay=0.1),
+    "adaptive_grad_clip": optim.chain(optim.adaptive_grad_clip(0.01), optim.ema(0.9), optim.sgd(0.1)),
+    "lookahead": optim.lookahead(optim.adamw(0.1), 2, 0.5),
+    "lookahead, reset": optim.lookahead(optim.radam(0.1), 2, 0.5, reset_state=True),
+    "params_ema": optim.params_ema(optim.multi_transform({True: optim.muon(0.1), False: SGD}, trees.is_matrix), 0.9),
+    "inject_hyperparams": optim.inject_hyperparams(optim.adamw)(optim.linear_schedule(0.1, 0.0, 10)),
+    "inject_hyperparams of one's own": optim.inject_hyperparams(rmsprop)(0.01),
+    "from_functions": optim.from_functions(rmsprop(0.01).init, rmsprop(0.01).update),
+}
+
+
 def bits(tree):
     return [x.clone().reshape(-1).view(torch.uint8) for x in zerofn.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", [*FUSED, *MORE])
 def test_a_gradient_that_is_not_finite_changes_no_bit(name):
-    state = trees.plain(FUSED[name], torch.float32, 2)
+    state = trees.plain((FUSED | MORE)[name], torch.float32, 2)
     g = trees.grads(2, torch.float32)
     g["norm"][3] = INF
     after = state.apply_gradients(g)
@@ -41,9 +78,9 @@ def test_a_gradient_that_is_not_finite_changes_no_bit(name):
 
 
 @pytest.mark.parametrize("finite", [None, torch.tensor(True), torch.tensor(False)])
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", [*FUSED, *MORE])
 def test_apply_multiplies_by_the_factor_and_heeds_the_verdict(name, finite):
-    tx = FUSED[name]
+    tx = (FUSED | MORE)[name]
     params, g = trees.params(), trees.grads(0)
     state = tx.init(params)
     ours, fresh = optim.base.step(tx, g, state, params, torch.tensor(0.5), finite)
@@ -86,23 +123,6 @@ def test_clipping_is_torchs(scale, room):
         optim.apply_updates(params, tx.update(g, tx.init(params), params)[0]),
     ):
         trees.assert_close(ours, {k: p.detach() for k, p in leaves.items()}, tol=1e-12 * scale)
-
-
-class RmsState(NamedTuple):
-    nu: Any
-
-
-def rmsprop(rate, decay=0.9, eps=1e-8):
-    """As a user would write it: optree's or torch's tree_map would do as well."""
-
-    def init(params):
-        return RmsState(zerofn.tree_map(torch.zeros_like, params))
-
-    def update(grads, state, params=None):
-        nu = zerofn.tree_map(lambda v, g: decay * v + (1 - decay) * g * g, state.nu, grads)
-        return zerofn.tree_map(lambda g, v: -rate * g / (v.sqrt() + eps), grads, nu), RmsState(nu)
-
-    return optim.GradientTransformation(init, update)
 
 
 def _rmsprop_at_ranks():
@@ -151,24 +171,35 @@ def _step(state, batch):
     return state.apply_gradients(grads), {"loss": loss}
 
 
-def _compiled_at_ranks(names):
-    for name in names:
+COMPILED |= MORE
+
+
+def _compiled_at_ranks(names, stages=(3,)):
+    for name, stage in itertools.product(names, stages):
         tx = COMPILED[name]
         state = zerofn.TrainState.create(params=trees.params(torch.float32), tx=tx)
-        eager, compiled = (zerofn.shard(state, stage=3, unit=trees.unit_of) for _ in range(2))
+        eager, compiled = (zerofn.shard(state, stage=stage, unit=trees.unit_of) for _ in range(2))
         step = zerofn.compile(_step)
         for k in range(3):
             batch = {"x": torch.tensor(float("nan") if k == 1 else 0.1 * (k + 1))}
+            before = bits((eager.params, eager.opt_state))
             eager, _ = _step(eager, batch)
+            stayed = map(torch.equal, before, bits((eager.params, eager.opt_state)))
+            assert k != 1 or all(stayed), (name, stage)
             compiled, _ = step(compiled, batch)
-        trees.assert_equal(zerofn.unshard(compiled.params), zerofn.unshard(eager.params), name)
+        trees.assert_equal(zerofn.unshard(compiled.params), zerofn.unshard(eager.params), (name, stage))
         for a, b in zip(zerofn.tree.leaves(compiled.opt_state), zerofn.tree.leaves(eager.opt_state), strict=True):
-            assert torch.equal(a, b), name
+            assert torch.equal(a, b), (name, stage)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_captured_steps_are_the_eager_ones(ranks, size):
-    ranks(size, _compiled_at_ranks, list(COMPILED))
+    ranks(size, _compiled_at_ranks, list(COMPILED), timeout=300.0)
+
+
+@pytest.mark.parametrize(("size", "stages"), [(2, (0, 1, 2)), (3, (1, 3))])
+def test_captured_steps_are_the_eager_ones_at_every_stage(ranks, size, stages):
+    ranks(size, _compiled_at_ranks, ["adafactor", "muon", "adaptive_grad_clip", "lookahead"], stages, timeout=300.0)
 
 
 def test_transformations_are_equal_by_name_and_arguments():

@@ -12,13 +12,17 @@ from .cycles import cosine_onecycle_schedule, sgdr_schedule
 from .decay import add_decayed_weights
 from .ema import EmaState, ema
 from .factored_rms import FactoredState, scale_by_factored_rms
+from .functions import from_functions
 from .identity import identity, set_to_zero
+from .inject import InjectHyperparamsState, inject_hyperparams
 from .lamb import lamb
 from .lion import LionState, lion
+from .lookahead import LookaheadState, lookahead
 from .masked import MaskedState, masked
 from .multi_transform import MultiTransformState, multi_transform
 from .muon import muon
 from .nadamw import nadamw
+from .params_ema import ParamsEmaState, params_ema
 from .radam import radam, scale_by_radam
 from .rms import ScaleByRmsState, ScaleByRStdDevState, scale_by_rms, scale_by_stddev
 from .rmsprop import rmsprop
@@ -63,15 +67,19 @@ __all__ = [
     "cosine_onecycle_schedule",
     "ema",
     "exponential_decay",
+    "from_functions",
     "identity",
+    "inject_hyperparams",
     "join_schedules",
     "lamb",
     "linear_schedule",
     "lion",
+    "lookahead",
     "masked",
     "multi_transform",
     "muon",
     "nadamw",
+    "params_ema",
     "piecewise_constant_schedule",
     "polynomial_schedule",
     "radam",
@@ -103,11 +111,14 @@ __all__ = [
     "EmptyState",
     "FactoredState",
     "GradientTransformation",
+    "InjectHyperparamsState",
     "LeafInfo",
     "LionState",
+    "LookaheadState",
     "MaskedState",
     "MultiTransformState",
     "MuonState",
+    "ParamsEmaState",
     "ScaleByRStdDevState",
     "ScaleByRmsState",
     "ScaleByRssState",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from . import checks
 from .base import GradientTransformation, Mask, ScalarOrSchedule
@@ -49,6 +50,12 @@ def adafactor(
         parts.append(ema(momentum, debias=False))
     if weight_decay_rate is not None:
         parts.append(add_decayed_weights(weight_decay_rate, weight_decay_mask))
-    args = (learning_rate, min_dim_size_to_factor, decay_rate, decay_offset, multiply_by_parameter_scale)
+    args: tuple[Any, ...] = (
+        learning_rate,
+        min_dim_size_to_factor,
+        decay_rate,
+        decay_offset,
+        multiply_by_parameter_scale,
+    )
     args += (clipping_threshold, momentum, weight_decay_rate, eps, factored, weight_decay_mask)
     return dataclasses.replace(chain(*parts, scale(-1.0)), name="adafactor", args=args)

@@ -66,7 +66,7 @@ def masks(tx: GradientTransformation) -> Iterator[tuple[str, Mask]]:
     """(its name, mask) of a transformation that was given one, and of those inside it."""
     made_by = getattr(sys.modules[__package__], tx.name, None)
     names = inspect.signature(made_by).parameters if inspect.isfunction(made_by) else ()
-    yield from ((tx.name, x) for name, x in zip(names, tx.args, strict=False) if name == "mask" and callable(x))
+    yield from ((tx.name, x) for name, x in zip(names, tx.args, strict=False) if name.endswith("mask") and callable(x))
     todo = list(tx.args)
     while todo:
         x = todo.pop(0)

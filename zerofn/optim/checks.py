@@ -6,6 +6,8 @@ import inspect
 import numbers
 from typing import Any
 
+from . import torch_optimizers
+
 
 def number(
     where: str, low: float | None = None, *, above: bool = False, below: float | None = None, **values: Any
@@ -37,7 +39,7 @@ def learning_rate(where: str, value: Any) -> None:
 
 def leaf_function(where: str, name: str, value: Any, gives: str = "bool") -> None:
     """Raise `TypeError` unless `value` can be called with one leaf."""
-    if not callable(value) or not _takes_one(value):
+    if not callable(value) or not _takes(value, 1):
         got = f"{value!r}, which takes {inspect.signature(value)}" if callable(value) else repr(value)
         raise TypeError(
             f"{where}: {name} must be a function of one logical leaf (with name, shape and dtype) that "
@@ -45,9 +47,9 @@ def leaf_function(where: str, name: str, value: Any, gives: str = "bool") -> Non
         )
 
 
-def _takes_one(function: Any) -> bool:
+def _takes(function: Any, count: int) -> bool:
     try:
-        inspect.signature(function).bind(None)
+        inspect.signature(function).bind(*[None] * count)
     except TypeError:
         return False
     except ValueError:  # a builtin that tells no signature
@@ -73,6 +75,15 @@ def leaf_constants(where: str, decays: Any, lr_scale: Any) -> None:
 
 
 def transformation(where: str, value: Any) -> None:
-    """Raise `TypeError` unless `value` is a gradient transformation."""
+    """Raise `TypeError` unless `value` is a gradient transformation; of torch's optimizers it tells the counterpart."""
+    if torch_optimizers.is_torchs(value):
+        raise TypeError(f"{where}: expected a gradient transformation, got {torch_optimizers.advice(value)}")
     if not (hasattr(value, "init") and hasattr(value, "update")):
         raise TypeError(f"{where}: expected a gradient transformation such as optim.sgd(0.1), got {value!r}.")
+
+
+def takes(where: str, name: str, value: Any, count: int, shape: str) -> None:
+    """Raise `TypeError` unless `value` is a function that can be called with `count` arguments."""
+    if not callable(value) or not _takes(value, count):
+        got = f"{value!r}, which takes {inspect.signature(value)}" if callable(value) else repr(value)
+        raise TypeError(f"{where}: {name} must be a function {shape}; got {got}.")

@@ -27,7 +27,8 @@ def cosine_onecycle_schedule(
     peak_value / (div_factor * final_div_factor), which it keeps; as optax and `torch.optim.lr_scheduler.OneCycleLR`
     have it. Raises `ValueError` unless `transition_steps` and both factors are positive and `pct_start` lies in [0, 1).
 
-        >>> schedule = cosine_onecycle_schedule(100, 1.0)
+        >>> from zerofn import optim
+        >>> schedule = optim.cosine_onecycle_schedule(100, 1.0)
         >>> [round(schedule(count), 6) for count in (0, 30, 100)]
         [0.04, 1.0, 4e-06]
     """
@@ -56,8 +57,9 @@ def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
 
     Raises `ValueError` where there is none, `TypeError` for arguments that it does not have.
 
+        >>> from zerofn import optim
         >>> cycle = {"init_value": 0.0, "peak_value": 1.0, "warmup_steps": 10, "decay_steps": 100}
-        >>> [sgdr_schedule([cycle, cycle])(count) for count in (10, 100, 110)]
+        >>> [optim.sgdr_schedule([cycle, cycle])(count) for count in (10, 100, 110)]
         [1.0, 0.0, 1.0]
     """
     cycles = tuple(dict(kwargs) for kwargs in cosine_kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from . import checks
 from .base import GradientTransformation, LeafInfo, Mask, ScalarOrSchedule
@@ -69,7 +70,7 @@ def muon(
         scale_by_learning_rate(adam_rate),
     )
     both = multi_transform({"muon": parts, "adam": adam}, lambda leaf: "muon" if matrices(leaf) else "adam")
-    args = (
+    args: tuple[Any, ...] = (
         learning_rate,
         hashable(ns_coeffs),
         ns_steps,

@@ -19,7 +19,7 @@ class ScaleByRmsState(NamedTuple):
     scalar, None without `bias_correction`."""
 
     nu: Any
-    count: Any = None  # type: ignore[assignment]  # tuple.count gives way
+    count: Any = None
 
 
 class ScaleByRStdDevState(NamedTuple):
@@ -28,7 +28,7 @@ class ScaleByRStdDevState(NamedTuple):
 
     mu: Any
     nu: Any
-    count: Any = None  # type: ignore[assignment]
+    count: Any = None
 
 
 def scale_by_rms(
@@ -68,7 +68,8 @@ def scale_by_stddev(
 ) -> GradientTransformation:
     """g / sqrt(v - m^2 + eps): `scale_by_rms` with the mean m of past gradients taken off (Graves 2013).
 
-    The arguments and what is raised are those of `scale_by_rms`; `bias_correction` is of m as well.
+    A variance that rounding makes negative counts as zero. The arguments and what is raised are those of
+    `scale_by_rms`; `bias_correction` is of m as well.
     """
     check_average("scale_by_stddev", decay, eps, initial_scale)
 
@@ -81,7 +82,7 @@ def scale_by_stddev(
         mu = tree.tree_map(lambda m, g: (decay * m + (1 - decay) * wide(g, m)).to(m.dtype), state.mu, grads)
         nu = tree.tree_map(lambda v, g: (decay * v + (1 - decay) * wide(g, v).square()).to(v.dtype), state.nu, grads)
         means, squares = corrected(mu, decay, count), corrected(nu, decay, count)
-        variances = tree.tree_map(lambda m, v: v - m.square(), means, squares)
+        variances = tree.tree_map(lambda m, v: (v - m.square()).clamp(min=0), means, squares)
         updates = tree.tree_map(_divided(eps, eps_in_sqrt), grads, variances)
         return updates, ScaleByRStdDevState(mu, nu, count)
 

@@ -29,7 +29,8 @@ def rmsprop(
     `torch.optim.RMSprop(alpha=decay)` is `eps_in_sqrt=False`. Raises `ValueError` for hyperparameters out of range, and
     for `nesterov` without momentum.
 
-        >>> rmsprop(1e-3, eps_in_sqrt=False, momentum=0.9)
+        >>> from zerofn import optim
+        >>> optim.rmsprop(1e-3, eps_in_sqrt=False, momentum=0.9)
         rmsprop(0.001, 0.9, 1e-08, 0.0, False, False, 0.9, False, False)
     """
     checks.learning_rate("rmsprop", learning_rate)

@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import tree
 from ..optim.base import GradientTransformation, masks, step
 from ..optim.leaf_runs import leaf_info
+from ..optim.torch_optimizers import advice, is_torchs
 from ..random import fold_in
 from ..sharding.layout import ask_names, check_effect
 from ..sharding.precision import Precision
@@ -58,6 +59,8 @@ class TrainState:
         Raises `TypeError` when `tx` is no gradient transformation, `ValueError` for a `frozen` or a mask in `tx` that
         selects no leaf.
         """
+        if is_torchs(tx):
+            raise TypeError(f"TrainState.create: tx must be a zerofn.optim.GradientTransformation, got {advice(tx)}")
         if not isinstance(tx, GradientTransformation):
             raise TypeError(
                 f"TrainState.create: tx must be a zerofn.optim.GradientTransformation such as "

@@ -1,0 +1,165 @@
+"""Hyperparameters that lie in the state, where they can be looked at and changed."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .base import GradientTransformation, count_zero, step
+
+_OWN = (__package__ or "").split(".", 1)[0]
+_OF_LEAVES = ("mask", "weight_decay_mask", "lr_scale", "matrices", "labels")  # functions, and no schedules
+
+
+class InjectHyperparamsState(NamedTuple):
+    """`count`: applied updates, int64 scalar; `hyperparams`: name -> the value that the last update used, or the next
+    one will if it was set by hand, a float64 scalar; `inner_state`: the transformation's."""
+
+    count: Tensor  # type: ignore[assignment]  # tuple.count gives way
+    hyperparams: dict[str, Tensor]
+    inner_state: Any
+
+    def with_hyperparams(self, **values: float) -> InjectHyperparamsState:
+        """The state with some hyperparameters set. Raises `KeyError` for a name that is not among them."""
+        for name, value in values.items():
+            if name not in self.hyperparams:
+                raise KeyError(f"with_hyperparams: {name!r} is not injected; there are {list(self.hyperparams)}.")
+            checks.number(f"with_hyperparams: {name}", value=value)
+        fresh = {name: torch.full_like(self.hyperparams[name], value) for name, value in values.items()}
+        return self._replace(hyperparams={**self.hyperparams, **fresh})
+
+
+def inject_hyperparams(
+    inner_factory: Callable[..., GradientTransformation], static_args: str | Iterable[str] = ()
+) -> Callable[..., GradientTransformation]:
+    """`inner_factory` with its hyperparameters in the state, so that they can be changed between steps without another
+    capture.
+
+        tx = optim.inject_hyperparams(optim.adamw)(3e-4, weight_decay=0.1)
+        ...
+        state = state.replace(opt_state=state.opt_state.with_hyperparams(learning_rate=1e-4))
+
+    Of ZeroFn's own transformations these are learning rates, and whatever else takes a schedule; their other
+    hyperparameters are constants of their kernels. Of a factory of one's own they are all floats and all functions but
+    those named in `static_args`: it is called with float64 scalar tensors in their place. Functions are schedules of
+    the count of applied updates, whose values the state tells; what is set by hand for one has no effect. Raises
+    `ValueError` for a name in `static_args` that is no argument, `TypeError` for a schedule in place of a constant.
+
+        >>> from zerofn import optim
+        >>> tx = optim.inject_hyperparams(optim.sgd)(0.5)
+        >>> state = tx.init({"w": torch.ones(1)})
+        >>> float(state.with_hyperparams(learning_rate=0.25).hyperparams["learning_rate"])
+        0.25
+    """
+    static = {static_args} if isinstance(static_args, str) else set(static_args)
+    signature = inspect.signature(inner_factory)
+    unknown = sorted(static - set(signature.parameters))
+    if unknown:
+        raise ValueError(
+            f"inject_hyperparams: static_args names {unknown}, which are no arguments of {inner_factory.__name__}; "
+            f"it takes {list(signature.parameters)}."
+        )
+
+    @functools.wraps(inner_factory)
+    def factory(*args: Any, **kwargs: Any) -> GradientTransformation:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return _injected(_Factory(inner_factory, signature, dict(bound.arguments), frozenset(static)))
+
+    return factory
+
+
+class _Factory:
+    """A factory and its arguments: which of them are injected."""
+
+    def __init__(
+        self, make: Callable[..., Any], signature: inspect.Signature, given: Mapping[str, Any], static: frozenset[str]
+    ) -> None:
+        self.make, self.signature, self.given, self.static = make, signature, given, static
+        own = make.__module__.split(".", 1)[0] == _OWN
+        takes = {n: "ScalarOrSchedule" in str(p.annotation) for n, p in signature.parameters.items()}
+        self.as_schedule = {name for name in given if own and takes[name]}
+        chosen = [n for n in given if n not in static and n not in _OF_LEAVES]
+        self.schedules = {n: given[n] for n in chosen if callable(given[n]) and _is_schedule(given[n])}
+        wrong = [n for n in self.schedules if own and n not in self.as_schedule]
+        if wrong:
+            raise TypeError(
+                f"inject_hyperparams: {wrong[0]} of {make.__name__} is a constant of its kernel and cannot be a "
+                f"schedule; those that can are {sorted(self.as_schedule)}."
+            )
+        names = [n for n in chosen if n in self.as_schedule] if own else chosen
+        self.numbers = {n: given[n] for n in names if isinstance(given[n], float) or n in self.as_schedule}
+        self.numbers = {n: float(v) for n, v in self.numbers.items() if v is not None and n not in self.schedules}
+
+    def values(self, state: InjectHyperparamsState) -> dict[str, Tensor]:
+        """The hyperparameters of the next update."""
+        fresh = {name: _scalar(schedule(state.count), state.count) for name, schedule in self.schedules.items()}
+        return {**state.hyperparams, **fresh}
+
+    def __call__(self, values: Mapping[str, Any]) -> GradientTransformation:
+        """The transformation with these in place of its arguments."""
+        changed = {n: _constant(v) if n in self.as_schedule else v for n, v in values.items()}
+        bound = self.signature.bind_partial()
+        bound.arguments.update({**self.given, **changed})
+        return self.make(*bound.args, **bound.kwargs)
+
+
+def _injected(factory: _Factory) -> GradientTransformation:
+    prototype = factory({})  # with the values that were given: they are checked here
+
+    def init(params: Any) -> InjectHyperparamsState:
+        count = count_zero(params)
+        values = {name: _scalar(value, count) for name, value in factory.numbers.items()}
+        values |= {name: _scalar(schedule(count), count) for name, schedule in factory.schedules.items()}
+        return InjectHyperparamsState(count, values, factory(values).init(params))
+
+    def update(grads: Any, state: InjectHyperparamsState, params: Any = None) -> tuple[Any, InjectHyperparamsState]:
+        values = factory.values(state)
+        updates, inner = factory(values).update(grads, state.inner_state, params)
+        return updates, InjectHyperparamsState(state.count + 1, values, inner)
+
+    def apply(
+        grads: Any, state: InjectHyperparamsState, params: Any, factor: Tensor | None, finite: Tensor | None
+    ) -> tuple[Any, InjectHyperparamsState]:
+        values = factory.values(state)
+        params, inner = step(factory(values), grads, state.inner_state, params, factor, finite)
+        if finite is not None:
+            values = {name: torch.where(finite, x, state.hyperparams[name]) for name, x in values.items()}
+        return params, InjectHyperparamsState(state.count + (1 if finite is None else finite), values, inner)
+
+    def learning_rate(state: InjectHyperparamsState) -> Any:
+        return factory.values(state)["learning_rate"]
+
+    name = f"inject_hyperparams({factory.make.__name__})"
+    return GradientTransformation(
+        init,
+        update,
+        name,
+        (factory.make, *factory.given.values(), factory.static),
+        apply=apply,
+        label=prototype.label,
+        by_runs=prototype.apply is not None and prototype.by_runs,
+        learning_rate=learning_rate if "learning_rate" in {*factory.numbers, *factory.schedules} else None,
+    )
+
+
+def _is_schedule(value: Any) -> bool:
+    return not isinstance(value, type | GradientTransformation)
+
+
+def _scalar(value: Any, like: Tensor) -> Tensor:
+    """A number as a float64 scalar tensor where `like` is."""
+    if isinstance(value, Tensor):
+        return value.to(torch.float64)
+    return torch.full_like(like, value, dtype=torch.float64)
+
+
+def _constant(value: Any) -> Any:
+    """The schedule that is always `value`: a number stays one."""
+    return (lambda count: value) if isinstance(value, Tensor) else value

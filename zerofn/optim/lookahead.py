@@ -1,0 +1,83 @@
+"""Lookahead: slow weights that follow an optimizer's fast ones."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from . import checks
+from .base import GradientTransformation, apply_updates, count_zero, step
+
+
+class LookaheadState(NamedTuple):
+    """`fast_state`: the fast optimizer's; `steps_since_sync`: int64 scalar; `slow`: the slow weights, in the
+    parameters' structure and dtype."""
+
+    fast_state: Any
+    steps_since_sync: Tensor
+    slow: Any
+
+
+def lookahead(
+    fast_optimizer: GradientTransformation, sync_period: int, slow_step_size: float, reset_state: bool = False
+) -> GradientTransformation:
+    """Every `sync_period` steps of `fast_optimizer` the slow weights go `slow_step_size` of the way to the fast ones,
+    which then start again from there (Zhang et al. 2019, Algorithm 1).
+
+    The parameters are the fast weights: gradients are taken at them. The slow ones, which are those to evaluate, are
+    `opt_state.slow`: `zerofn.gather(state.opt_state.slow)`, or `state.replace(params=state.opt_state.slow)` where
+    nothing is frozen (optax keeps both in the parameters). It is the whole optimizer, not a part of a `chain`: what
+    changed its updates would part fast weights from slow. `reset_state` starts the fast optimizer's state anew after
+    each synchronization. Raises `ValueError` unless `sync_period` is at least 1 and `slow_step_size` lies in [0, 1].
+    """
+    checks.transformation("lookahead", fast_optimizer)
+    checks.number("lookahead", 1, sync_period=sync_period)
+    checks.number("lookahead", 0.0, slow_step_size=slow_step_size)
+    if slow_step_size > 1:
+        raise ValueError(f"lookahead: slow_step_size must be at most 1, got {slow_step_size!r}.")
+
+    def init(params: Any) -> LookaheadState:
+        slow = tree.tree_map(torch.clone, params)
+        return LookaheadState(fast_optimizer.init(params), count_zero(params), slow)
+
+    def follow(fast: Any, fast_state: Any, state: LookaheadState, params: Any, count: Tensor) -> tuple[Any, Any]:
+        """Fast weights and the state after a step, `count` since the last synchronization."""
+        sync = count >= sync_period
+
+        def nearer(s: Tensor, f: Tensor) -> Tensor:
+            return torch.where(sync, s + slow_step_size * (f - s), s).to(s.dtype)
+
+        slow = tree.tree_map(nearer, state.slow, fast)
+        fast = tree.tree_map(lambda f, s: torch.where(sync, s, f).to(f.dtype), fast, slow)
+        if reset_state:
+            anew = fast_optimizer.init(params)
+            fast_state = tree.tree_map(lambda a, x: torch.where(sync, a, x), anew, fast_state)
+        return fast, LookaheadState(fast_state, torch.where(sync, 0, count), slow)
+
+    def update(grads: Any, state: LookaheadState, params: Any) -> tuple[Any, LookaheadState]:
+        updates, fast_state = fast_optimizer.update(grads, state.fast_state, params)
+        fast = apply_updates(params, updates)
+        moved, fresh = follow(fast, fast_state, state, params, state.steps_since_sync + 1)
+        return tree.tree_map(lambda u, f, m: u + (m - f), updates, fast, moved), fresh
+
+    def apply(
+        grads: Any, state: LookaheadState, params: Any, factor: Tensor | None, finite: Tensor | None
+    ) -> tuple[Any, LookaheadState]:
+        fast, fast_state = step(fast_optimizer, grads, state.fast_state, params, factor, finite)
+        # A step that is not applied does not count, so it synchronizes nothing either.
+        count = state.steps_since_sync + (1 if finite is None else finite)
+        return follow(fast, fast_state, state, params, count)
+
+    rate = fast_optimizer.learning_rate
+    return GradientTransformation(
+        init,
+        update,
+        "lookahead",
+        (fast_optimizer, sync_period, slow_step_size, reset_state),
+        apply=apply,
+        label=fast_optimizer.label,
+        learning_rate=(lambda state: rate(state.fast_state)) if rate else None,
+    )

@@ -1,0 +1,69 @@
+"""An exponential average of the parameters, for evaluation."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from . import checks
+from .base import GradientTransformation, apply_updates, step
+
+
+class ParamsEmaState(NamedTuple):
+    """`inner_state`: the optimizer's; `ema`: the average, in the parameters' structure and dtype."""
+
+    inner_state: Any
+    ema: Any
+
+
+def params_ema(optimizer: GradientTransformation, decay: float) -> GradientTransformation:
+    """`optimizer`, with the average e = decay * e + (1 - decay) * p of the parameters p after each applied step, the
+    parameters themselves at first (Polyak and Juditsky 1992).
+
+    Training is that of `optimizer`, bit for bit. The average is `opt_state.ema`, sharded as the parameters are. To
+    evaluate take `zerofn.gather(state.opt_state.ema)`, or `state.replace(params=state.opt_state.ema)` where nothing is
+    frozen: frozen parameters have no average. The optimizer comes inside, because the average is of parameters after
+    the step, and whatever followed in a `chain` would change them unseen. Raises `ValueError` unless `decay` lies in
+    [0, 1).
+
+        >>> from zerofn import optim
+        >>> params, tx = {"w": torch.zeros(1)}, optim.params_ema(optim.sgd(1.0), 0.75)
+        >>> params, state = tx.apply({"w": -torch.ones(1)}, tx.init(params), params, None, None)
+        >>> params["w"].item(), state.ema["w"].item()
+        (1.0, 0.25)
+    """
+    checks.transformation("params_ema", optimizer)
+    checks.number("params_ema", 0.0, below=1.0, decay=decay)
+
+    def init(params: Any) -> ParamsEmaState:
+        return ParamsEmaState(optimizer.init(params), tree.tree_map(torch.clone, params))
+
+    def average(ema: Any, params: Any) -> Any:
+        return tree.tree_map(lambda e, p: (decay * e + (1 - decay) * p).to(e.dtype), ema, params)
+
+    def update(grads: Any, state: ParamsEmaState, params: Any) -> tuple[Any, ParamsEmaState]:
+        updates, inner = optimizer.update(grads, state.inner_state, params)
+        return updates, ParamsEmaState(inner, average(state.ema, apply_updates(params, updates)))
+
+    def apply(
+        grads: Any, state: ParamsEmaState, params: Any, factor: Tensor | None, finite: Tensor | None
+    ) -> tuple[Any, ParamsEmaState]:
+        params, inner = step(optimizer, grads, state.inner_state, params, factor, finite)
+        ema = average(state.ema, params)
+        if finite is not None:
+            ema = tree.tree_map(lambda new, old: torch.where(finite, new, old), ema, state.ema)
+        return params, ParamsEmaState(inner, ema)
+
+    rate = optimizer.learning_rate
+    return GradientTransformation(
+        init,
+        update,
+        "params_ema",
+        (optimizer, decay),
+        apply=apply,
+        label=optimizer.label,
+        learning_rate=(lambda state: rate(state.inner_state)) if rate else None,
+    )

@@ -1,0 +1,65 @@
+"""What to write instead of an optimizer of torch's, which changes parameters in place and keeps its state itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+# torch's name -> (ours, torch's hyperparameter -> our argument); `betas` stands for b1 and b2.
+_BETAS = {"lr": "learning_rate", "betas": "b1, b2", "eps": "eps"}
+_COUNTERPARTS: dict[str, tuple[str, Mapping[str, str]]] = {
+    "Adafactor": ("adafactor", {"lr": "learning_rate"}),
+    "Adagrad": ("adagrad", {"lr": "learning_rate", "initial_accumulator_value": "initial_accumulator_value"}),
+    "Adam": ("adam", _BETAS),
+    "AdamW": ("adamw", {**_BETAS, "weight_decay": "weight_decay"}),
+    "Muon": ("muon", {"lr": "learning_rate", "momentum": "beta", "weight_decay": "weight_decay"}),
+    "NAdam": ("nadamw", _BETAS),
+    "RAdam": ("radam", _BETAS),
+    "RMSprop": (
+        "rmsprop",
+        {"lr": "learning_rate", "alpha": "decay", "eps": "eps", "momentum": "momentum", "centered": "centered"},
+    ),
+    "SGD": (
+        "sgd",
+        {"lr": "learning_rate", "momentum": "momentum", "nesterov": "nesterov", "weight_decay": "weight_decay"},
+    ),
+}
+_OFF_AT_ZERO = ("momentum", "nesterov", "centered")
+_ALWAYS = {"rmsprop": ["eps_in_sqrt=False"], "nadamw": ["weight_decay=0.0"]}
+
+
+def is_torchs(value: Any) -> bool:
+    """Whether `value` is an optimizer of torch's, or a class of them."""
+    kind = torch.optim.Optimizer
+    return isinstance(value, kind) or (isinstance(value, type) and issubclass(value, kind))
+
+
+def advice(value: Any) -> str:
+    """What to write instead, as the end of a sentence that says what came."""
+    kind = value if isinstance(value, type) else type(value)
+    names = [c.__name__ for c in kind.__mro__ if c.__module__.startswith("torch.") and c.__name__ in _COUNTERPARTS]
+    shown = f"torch.optim.{kind.__name__}" if kind.__module__.startswith("torch.") else kind.__name__
+    why = f"{shown}, which changes parameters in place and holds its state itself"
+    if not names:
+        return f"{why}; zerofn.optim has no counterpart: write it as two functions, optim.from_functions(init, update)."
+    return f"{why}; write {_counterpart(value, *_COUNTERPARTS[names[0]])} instead."
+
+
+def _counterpart(value: Any, ours: str, names: Mapping[str, str]) -> str:
+    """Ours with an optimizer's hyperparameters; with a class, the learning rate alone."""
+    if isinstance(value, type):
+        return f"optim.{ours}(learning_rate)"
+    out = []
+    for theirs, own in names.items():
+        found = value.defaults.get(theirs)
+        values = found if isinstance(found, tuple | list) else [found]
+        if all(isinstance(x, int | float) for x in values) and (theirs not in _OFF_AT_ZERO or found):
+            pairs = zip(own.split(", "), values, strict=True)
+            out += [repr(x) if n == "learning_rate" else f"{n}={x!r}" for n, x in pairs]
+    text = f"optim.{ours}({', '.join(out + _ALWAYS.get(ours, []))})"
+    decay = value.defaults.get("weight_decay")
+    if decay and "weight_decay" not in names:
+        return f"optim.chain(optim.add_decayed_weights({decay!r}), {text})"
+    return text
