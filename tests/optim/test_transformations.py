@@ -238,6 +238,29 @@ def test_transformations_are_equal_by_name_and_arguments():
         (lambda: optim.scale("x"), TypeError, "scale: step_size must be a number"),
         (lambda: optim.scale_by_schedule(0.1), TypeError, r"for a constant use scale\(0.1\)"),
         (lambda: optim.chain(optim.sgd(0.1), 3), TypeError, "chain: expected a gradient transformation"),
+        (lambda: optim.rmsprop(0.1, decay=1.0), ValueError, r"rmsprop: decay must lie in \[0, 1\), got 1.0"),
+        (lambda: optim.rmsprop(0.1, nesterov=True), ValueError, "rmsprop: nesterov=True needs momentum"),
+        (lambda: optim.scale_by_stddev(eps=-1.0), ValueError, "scale_by_stddev: eps must be zero or more"),
+        (lambda: optim.adagrad(0.1, -0.1), ValueError, "adagrad: initial_accumulator_value must be zero or more"),
+        (lambda: optim.nadamw(0.1, b1=1), ValueError, r"nadamw: b1 must lie in \[0, 1\), got 1"),
+        (lambda: optim.radam("0.1"), TypeError, "radam: learning_rate must be a number, or a schedule"),
+        (lambda: optim.radam(0.1, threshold=3), ValueError, "radam: threshold must be at least 4, got 3"),
+        (lambda: optim.radam(0.1, b2=0.5), ValueError, "radam: b2 must be more than 0.6, got 0.5"),
+        (lambda: optim.adafactor(-0.1), ValueError, "adafactor: learning_rate must be zero or more"),
+        (lambda: optim.adafactor(min_dim_size_to_factor=0), ValueError, "min_dim_size_to_factor must be at least 1"),
+        (lambda: optim.adafactor(clipping_threshold=0.0), ValueError, "clip_by_block_rms: threshold must be positive"),
+        (lambda: optim.adafactor(momentum=1.0), ValueError, r"ema: decay must lie in \[0, 1\), got 1.0"),
+        (lambda: optim.muon(0.1, beta=1.0), ValueError, r"beta must lie in \[0, 1\), got 1.0"),
+        (lambda: optim.muon(0.1, (1.0, 2.0)), ValueError, "ns_coeffs must be three numbers, or three for each step"),
+        (lambda: optim.muon(0.1, [(1.0, 2.0, 3.0)]), ValueError, "ns_coeffs has 1 triples for ns_steps=5"),
+        (lambda: optim.muon(0.1, ns_steps=0), ValueError, "ns_steps must be at least 1, got 0"),
+        (lambda: optim.muon(0.1, matrices=["w"]), TypeError, "matrices must be a function of one logical leaf"),
+        (lambda: optim.muon(0.1, adam_learning_rate=-1.0), ValueError, "muon: adam: learning_rate must be zero"),
+        (lambda: optim.adaptive_grad_clip(0.0), ValueError, "adaptive_grad_clip: clipping must be positive"),
+        (lambda: optim.lookahead(optim.sgd(0.1), 0, 0.5), ValueError, "lookahead: sync_period must be at least 1"),
+        (lambda: optim.lookahead(optim.sgd(0.1), 2, 1.5), ValueError, "slow_step_size must be at most 1, got 1.5"),
+        (lambda: optim.lookahead(0.1, 2, 0.5), TypeError, "lookahead: expected a gradient transformation"),
+        (lambda: optim.params_ema(optim.sgd(0.1), 1.0), ValueError, r"params_ema: decay must lie in \[0, 1\)"),
         (lambda: optim.scale_by_trust_ratio(min_norm=-1.0), ValueError, "min_norm must be zero or more"),
     ],
 )
@@ -248,7 +271,8 @@ def test_hyperparameters_out_of_range_are_refused(call, error, message):
 
 def test_what_update_needs_is_told():
     g = {"w": torch.ones(2)}
-    for tx in (optim.add_decayed_weights(0.1), optim.scale_by_trust_ratio()):
+    needy = [optim.add_decayed_weights(0.1), optim.scale_by_trust_ratio(), optim.scale_by_param_block_rms()]
+    for tx in (*needy, optim.adaptive_grad_clip(0.1)):
         with pytest.raises(ValueError, match=r"update needs the parameters: tx.update\(grads, state, params\)"):
             tx.update(g, tx.init(g))
     tx = optim.adamw(0.1)

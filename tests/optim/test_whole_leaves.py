@@ -6,6 +6,7 @@ import optax
 import pytest
 import torch
 
+import zerofn
 from tests.support import optim_trees as trees
 from zerofn import optim
 
@@ -110,6 +111,38 @@ def test_units_are_clipped_by_hand():
     found, _ = optim.adaptive_grad_clip(0.1, eps=0.5).update(g, (), p)
     torch.testing.assert_close(found["w"], torch.tensor([[0.3, 0.4], [0.03, 0.04]]))
     assert torch.equal(found["b"], g["b"])
+
+
+def test_dims_that_are_not_there_are_told():
+    w = {"w": torch.ones(3, 2)}
+    with pytest.raises(ValueError, match=r"axis=\(2,\) names a dim that leaf 'w' of shape \[3, 2\] does not have"):
+        optim.adaptive_grad_clip(0.1, axis=2).update(w, (), w)
+    with pytest.raises(ValueError, match=r"scale_by_muon: leaf 'b' has shape \[3\] and is no matrix"):
+        optim.scale_by_muon().init({"b": torch.ones(3)})
+
+
+@pytest.mark.parametrize("params", [{}, {"b": torch.ones(3), "none": torch.ones(0, 4)}, {"s": torch.ones(())}])
+def test_trees_without_matrices(params):
+    for tx in (optim.muon(0.1), optim.adafactor(0.1), optim.chain(optim.adaptive_grad_clip(0.1), optim.sgd(0.1))):
+        state = zerofn.TrainState.create(params=params, tx=tx)
+        grads = zerofn.tree_map(torch.ones_like, params)
+        after = state.apply_gradients(grads).params
+        assert all(x.isfinite().all() and (x < 1).all() for x in after.values())
+        if params:
+            sharded = zerofn.shard(state, stage=3)
+            trees.assert_equal(
+                zerofn.gather(sharded.apply_gradients(zerofn.scatter(grads, like=sharded.params)).params), after
+            )
+
+
+@pytest.mark.parametrize("make", [optim.muon, optim.adafactor])
+def test_states_of_shards_are_shards_of_states(make):
+    start = zerofn.TrainState.create(params=trees.params(), tx=make(0.1))
+    state = zerofn.shard(start, stage=3, unit=trees.unit_of)
+    fresh = state.tx.init(state.params)
+    assert zerofn.tree.structure(fresh) == zerofn.tree.structure(state.opt_state)
+    pairs = zip(zerofn.tree.leaves(fresh), zerofn.tree.leaves(state.opt_state), strict=True)
+    assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
 
 
 def test_adafactor_keeps_rows_and_columns():

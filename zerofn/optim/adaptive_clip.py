@@ -33,7 +33,7 @@ def adaptive_grad_clip(
             raise ValueError("adaptive_grad_clip: update needs the parameters: tx.update(grads, state, params).")
         leaves = [(x.name, x.shape) for x in logical_leaves(updates)]
         norms = axis_squares((params, updates), _groups((*leaves, *leaves), axes)).sqrt()
-        weights, found = norms.chunk(2)
+        weights, found = norms[: len(norms) // 2], norms[len(norms) // 2 :]
         most = clipping * weights.clamp(min=eps)
         factors = torch.where(found < most, 1.0, most / found.clamp(min=1e-6))
         return axis_scale(updates, _groups(tuple(leaves), axes), factors), state

@@ -39,8 +39,8 @@ def scale_by_factored_rms(
     """g / sqrt(v), where v is the outer product of the averages of g^2 over rows and over columns (Shazeer and Stern
     2018, Algorithm 4), the two longest dims of a leaf, if both have `min_dim_size_to_factor`.
 
-    The average after t updates decays by 1 - (t + 1 - step_offset)^-decay_rate. A matrix [n, m] keeps n + m numbers, a
-    leaf that is not factored all of its squares, both on every rank; with `factored=False` v is sharded as parameters
+    The average after t updates decays by 1 - max(1, t + 1 - step_offset)^-decay_rate. A matrix [n, m] keeps n + m
+    numbers, a leaf that is not factored all of its squares, both on every rank; with `factored=False` v is sharded as parameters
     are. Of shards nothing is gathered: each rank sends its part of all those sums, in one all-gather. Raises
     `ValueError` for hyperparameters out of range.
     """
@@ -59,7 +59,7 @@ def scale_by_factored_rms(
         return FactoredState(count, torch.zeros(numbers + 1, dtype=dtype, device=count.device))
 
     def update(grads: Any, state: FactoredState, params: Any = None) -> tuple[Any, FactoredState]:
-        decay = 1 - (state.count.double() + (1 - step_offset)) ** -decay_rate
+        decay = 1 - (state.count.double() + (1 - step_offset)).clamp(min=1) ** -decay_rate
         if not factored:
             v = tree.tree_map(
                 lambda v, g: (decay * v + (1 - decay) * (wide(g, v).square() + epsilon)).to(v.dtype), state.v, grads

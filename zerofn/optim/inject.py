@@ -62,8 +62,8 @@ def inject_hyperparams(
     unknown = sorted(static - set(signature.parameters))
     if unknown:
         raise ValueError(
-            f"inject_hyperparams: static_args names {unknown}, which are no arguments of {inner_factory.__name__}; "
-            f"it takes {list(signature.parameters)}."
+            f"inject_hyperparams: static_args names {unknown}, which are no arguments of "
+            f"{_unwrapped(inner_factory).__name__}; it takes {list(signature.parameters)}."
         )
 
     @functools.wraps(inner_factory)
@@ -82,7 +82,7 @@ class _Factory:
         self, make: Callable[..., Any], signature: inspect.Signature, given: Mapping[str, Any], static: frozenset[str]
     ) -> None:
         self.make, self.signature, self.given, self.static = make, signature, given, static
-        own = make.__module__.split(".", 1)[0] == _OWN
+        own = _unwrapped(make).__module__.split(".", 1)[0] == _OWN
         takes = {n: "ScalarOrSchedule" in str(p.annotation) for n, p in signature.parameters.items()}
         self.as_schedule = {name for name in given if own and takes[name]}
         chosen = [n for n in given if n not in static and n not in _OF_LEAVES]
@@ -90,8 +90,8 @@ class _Factory:
         wrong = [n for n in self.schedules if own and n not in self.as_schedule]
         if wrong:
             raise TypeError(
-                f"inject_hyperparams: {wrong[0]} of {make.__name__} is a constant of its kernel and cannot be a "
-                f"schedule; those that can are {sorted(self.as_schedule)}."
+                f"inject_hyperparams: {wrong[0]} of {_unwrapped(make).__name__} is a constant of its kernel and cannot "
+                f"be a schedule; those that can are {sorted(self.as_schedule)}."
             )
         names = [n for n in chosen if n in self.as_schedule] if own else chosen
         self.numbers = {n: given[n] for n in names if isinstance(given[n], float) or n in self.as_schedule}
@@ -136,17 +136,28 @@ def _injected(factory: _Factory) -> GradientTransformation:
     def learning_rate(state: InjectHyperparamsState) -> Any:
         return factory.values(state)["learning_rate"]
 
-    name = f"inject_hyperparams({factory.make.__name__})"
+    name = f"inject_hyperparams({_unwrapped(factory.make).__name__})"
     return GradientTransformation(
         init,
         update,
         name,
-        (factory.make, *factory.given.values(), factory.static),
+        (factory.make, *map(_hashable, factory.given.values()), factory.static),
         apply=apply,
         label=prototype.label,
         by_runs=prototype.apply is not None and prototype.by_runs,
         learning_rate=learning_rate if "learning_rate" in {*factory.numbers, *factory.schedules} else None,
     )
+
+
+def _unwrapped(make: Any) -> Any:
+    """The function of a `functools.partial`."""
+    return _unwrapped(make.func) if isinstance(make, functools.partial) else make
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return tuple(value.items())
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _is_schedule(value: Any) -> bool:

@@ -76,6 +76,8 @@ def map_runs(rule: Callable[..., Any], constant: Callable[[LeafInfo], Hashable],
                 "from value_and_grad at these parameters, the state from init of this transformation."
             )
     fresh = [rule([f[slot.place] for f in flat], slot.offset, *slot.columns) for slot in slots(trees[0], constant)]
+    if not fresh:
+        return []
     own = [treedefs[0], *treedefs[2:]]  # not the parameters' for all: what is kept how hangs on it
     return [tree.unflatten(treedef, column) for treedef, column in zip(own, zip(*fresh, strict=True), strict=True)]
 
