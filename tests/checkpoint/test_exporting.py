@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 import zerofn
 from tests.support.checkpoint_states import train_state
+from tests.support.same import assert_same_trees
 from zerofn.checkpoint import CheckpointError, exporting
 
 
@@ -16,14 +17,10 @@ def save_shards(path) -> None:
     zerofn.save(path, zerofn.shard(train_state(7), stage=3))
 
 
-def same(a: dict, b: dict) -> bool:
-    return set(a) == set(b) and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
-
-
 def test_one_file(ranks, tmp_path):
     ranks(3, save_shards, tmp_path / "a")
     assert zerofn.export(tmp_path / "a", tmp_path / "b" / "w.safetensors") == [tmp_path / "b" / "w.safetensors"]
-    assert same(load_file(tmp_path / "b" / "w.safetensors"), train_state(7).params)
+    assert_same_trees(load_file(tmp_path / "b" / "w.safetensors"), train_state(7).params)
     assert [p.name for p in (tmp_path / "b").iterdir()] == ["w.safetensors"]
 
 
@@ -35,11 +32,11 @@ def test_several_files_and_back_to_one(tmp_path):
     loaded = {}
     for file in files:
         loaded |= load_file(file)
-    assert same(loaded, train_state(7).params)
+    assert_same_trees(loaded, train_state(7).params)
     assert {n: (tmp_path / "b" / f) for n, f in index["weight_map"].items()}.keys() == loaded.keys()
     assert index["metadata"]["total_size"] == sum(x.numel() * x.element_size() for x in loaded.values())
     read = zerofn.load_safetensors(tmp_path / "b", like=train_state(1).params)
-    assert same(read, train_state(7).params)
+    assert_same_trees(read, train_state(7).params)
 
     assert [f.name for f in zerofn.export(tmp_path / "a", tmp_path / "b")] == ["model.safetensors"]
     assert not (tmp_path / "b" / "model.safetensors.index.json").exists()
@@ -51,7 +48,7 @@ def test_part_dtype_and_rename(tmp_path):
                             rename=lambda name: None if name.startswith("h.0") else "x." + name)  # fmt: skip
     mu = train_state(7).opt_state.mu
     expected = {f"x.{n}": t.bfloat16() for n, t in mu.items() if t is not None and not n.startswith("h.0")}
-    assert same(load_file(file), expected)
+    assert_same_trees(load_file(file), expected)
     with pytest.raises(ValueError, match="no leaf 'param'.*Its parts are .*'params'"):
         zerofn.export(tmp_path / "a", tmp_path / "b", part="param")
     with pytest.raises(ValueError, match="two leaves the name 'x'"):
@@ -60,7 +57,7 @@ def test_part_dtype_and_rename(tmp_path):
 
 def test_a_tree_without_params_is_written_whole(tmp_path):
     zerofn.save(tmp_path / "a", {"w": torch.ones(3)})
-    assert same(load_file(*zerofn.export(tmp_path / "a", tmp_path / "b")), {"w": torch.ones(3)})
+    assert_same_trees(load_file(*zerofn.export(tmp_path / "a", tmp_path / "b")), {"w": torch.ones(3)})
 
 
 def test_bad_arguments(tmp_path):

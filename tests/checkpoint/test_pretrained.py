@@ -13,6 +13,7 @@ import transformers as hf
 from safetensors.torch import save_file
 
 import zerofn
+from tests.support.same import assert_same_trees
 from zerofn.checkpoint import CheckpointError
 from zerofn.checkpoint.tensor_file import TensorFile
 
@@ -30,24 +31,22 @@ def like(stage: int = 3, **options) -> zerofn.Sharded:
     return zerofn.shard({"params": zeros}, stage=stage, **options)["params"]
 
 
-def same(a: dict, b: dict) -> bool:
-    return set(a) == set(b) and all(torch.equal(a[k], b[k]) for k in a)
-
-
-def load_at_stages(path: Path) -> bool:
+def load_at_stages(path: Path) -> None:
     for stage in range(4):
         before = like(stage)
         params = zerofn.load_safetensors(path, like=before)
-        assert same(zerofn.unshard(params), weights()) and same(zerofn.gather(params), weights())
+        for whole in (zerofn.unshard(params), zerofn.gather(params)):
+            assert_same_trees(whole, weights(), f"stage {stage}")
         assert not before.pieces[0].any()
     params = zerofn.load_safetensors(path, like=like(precision="bf16"))
-    return same(zerofn.gather(params), {n: torch.ops.zerofn.high(x) for n, x in weights().items()})
+    halves = {n: torch.ops.zerofn.high(x) for n, x in weights().items()}
+    assert_same_trees(zerofn.gather(params), halves, "bf16")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_shards_at_every_stage(ranks, tmp_path, num_ranks):
     save_file(weights(), tmp_path / "model.safetensors")
-    assert ranks(num_ranks, load_at_stages, tmp_path) == [True] * num_ranks
+    ranks(num_ranks, load_at_stages, tmp_path)
 
 
 def bytes_read(path: Path, num_layers: int) -> int:
@@ -70,9 +69,9 @@ def test_each_rank_reads_its_part(ranks, tmp_path):
 def test_paths(tmp_path):
     save_file(weights(), tmp_path / "anything.safetensors")
     for path in (tmp_path, tmp_path / "anything.safetensors", str(tmp_path)):
-        assert same(zerofn.unshard(zerofn.load_safetensors(path, like=like())), weights())
+        assert_same_trees(zerofn.unshard(zerofn.load_safetensors(path, like=like())), weights())
     plain = zerofn.load_safetensors(tmp_path, like={n: x.to("meta") for n, x in weights().items()})
-    assert same(plain, weights())
+    assert_same_trees(plain, weights())
 
 
 def test_names_inside_a_nested_tree(tmp_path):
@@ -99,7 +98,7 @@ def test_prefixes_are_offered(tmp_path):
         r"rename=lambda name: name.removeprefix\('bert.'\)\.$",
     )
     params = zerofn.load_safetensors(tmp_path, like=like(), rename=lambda name: name.removeprefix("bert."))
-    assert same(zerofn.unshard(params), weights())
+    assert_same_trees(zerofn.unshard(params), weights())
     bare = {n.removeprefix("h."): x for n, x in weights().items() if n != "emb.w"}
     save_file(bare, tmp_path / "b.safetensors")
     fails(tmp_path / "b.safetensors", r"adding the prefix 'h.'; .*'h.' \+ name, and strict=False")
@@ -115,10 +114,10 @@ def test_missing_and_unexpected(tmp_path, caplog):
     fails(tmp_path / "more.safetensors", r"`like` has no leaf 'lm_head.w'.*rename=lambda name: None if")
     path = tmp_path / "more.safetensors"
     left_out = zerofn.load_safetensors(path, like=like(), rename=lambda n: None if n == "lm_head.w" else n)
-    assert same(zerofn.unshard(left_out), weights())
+    assert_same_trees(zerofn.unshard(left_out), weights())
     with caplog.at_level(logging.INFO, logger="zerofn"):
         kept = zerofn.load_safetensors(tmp_path / "missing.safetensors", like=like(), strict=False)
-    assert same(zerofn.unshard(kept), without | {"h.0.b": torch.zeros(301)})
+    assert_same_trees(zerofn.unshard(kept), without | {"h.0.b": torch.zeros(301)})
     assert "1 of 4 leaves keep their values (h.0.b)" in caplog.text
     save_file({"x": torch.ones(1)}, tmp_path / "other.safetensors")
     fails(tmp_path / "other.safetensors", r"no leaf 'emb.w' \(and 3 more\)", strict=False)

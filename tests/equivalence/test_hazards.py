@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import zerofn
+from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, loss_of, state_of
 from zerofn import optim, tree
 
@@ -199,7 +200,7 @@ def test_a_value_that_is_returned_in_two_entries_and_beside_them(donate):
         return [state["w"], state["same"], aux]
 
     ours = both_steps(zerofn.compile(grow, donate=donate), zerofn.compile(scale))
-    assert all(map(torch.equal, ours, both_steps(grow, scale)))
+    assert_same_trees(ours, both_steps(grow, scale))
 
 
 def test_norms_before_and_after_a_gradient_is_written():
@@ -213,5 +214,5 @@ def test_norms_before_and_after_a_gradient_is_written():
         return state.apply_gradients(grads), {"before": before, "after": zerofn.global_norm(grads)}
 
     (state, aux), (expected, numbers) = (each(state_of(module, 3), batch_of()) for each in (zerofn.compile(step), step))
-    assert all(map(torch.equal, tree.leaves((aux, state.params)), tree.leaves((numbers, expected.params))))
+    assert_same_trees((aux, state.params), (numbers, expected.params))
     assert aux["before"] == 2 * aux["after"]

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 import zerofn
+from tests.support.same import assert_same_trees
 from tests.support.small_steps import (
     Normed,
     batch_of,
@@ -60,9 +61,9 @@ def test_captured_it_is_one_node_whatever_the_number_of_rounds(n):
     assert node.args[1] == n and node.args[4] == 1
     assert sum(x.target is aten.mv.default for x in body.graph.nodes) == 1
     assert all(x.target is not aten.mv.default for x in program.gm.graph.nodes)
-    assert same(results(program, state, batch), tree.leaves(stepped(n)(state, batch)))
+    assert_same_trees(results(program, state, batch), tree.leaves(stepped(n)(state, batch)))
     with torch.no_grad():
-        assert same(program.gm(*inputs_of(state, batch)), results(program, state, batch))
+        assert_same_trees(program.gm(*inputs_of(state, batch)), results(program, state, batch))
 
 
 def carrying(state, batch):
@@ -82,7 +83,7 @@ def test_what_the_body_writes_is_carried_in_order():
     program = captured(carrying, state, batch)
     ((node, _),) = loops(program.gm)
     assert len(writes(node)) == 1
-    assert same(results(program, state, batch), tree.leaves(carrying(state, batch)))
+    assert_same_trees(results(program, state, batch), tree.leaves(carrying(state, batch)))
     call = zerofn.compile(carrying)
     eager, state = carrying(state, batch)[0], call(state, batch)[0]
     assert torch.equal(eager["total"], state["total"])
@@ -97,7 +98,7 @@ def test_two_loops_have_two_bodies():
     state, batch = {"params": torch.randn(16)}, {"x": torch.randn(2, 16)}
     program = captured(step, state, batch)
     assert len(loops(program.gm)) == 2
-    assert same(results(program, state, batch), step(state, batch))
+    assert_same_trees(results(program, state, batch), step(state, batch))
 
 
 def test_gathers_stay_inside_the_body():
@@ -202,4 +203,4 @@ def test_strided_rows_and_strided_tensors_the_body_closes_over():
 
     wide = torch.randn(6, 9)
     state, batch = {"params": torch.ones(2)}, {"rows": wide[:, :4], "wide": wide}
-    assert same(tree.leaves(zerofn.compile(step)(state, batch)), tree.leaves(step(state, batch)))
+    assert_same_trees(zerofn.compile(step)(state, batch), step(state, batch))

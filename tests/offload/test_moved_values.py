@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import zerofn
+from tests.support.same import assert_same_trees
 from tests.support.small_steps import apart, batch_of, build, loss_of, ops, state_of
 from zerofn import Offload, tree
 from zerofn.offload.disk import Store, aligned
@@ -56,25 +57,27 @@ def results(change, on_nonfinite, precision, offload):
         batch = tree.tree_map(lambda x: x if precision is None else x.bfloat16(), batch_of(rank, seed=k))
         state, aux = step(state, batch)
         out.append(aux)
-    return tree.leaves((out, zerofn.unshard(state)))
+    return out, zerofn.unshard(state)
 
 
 def the_bits_of_memory(path, change, on_nonfinite, precision):
     run = partial(results, change, on_nonfinite, precision)
     expected = run(None)
-    return [all(map(torch.equal, run(Offload(path=path, **tiers)), expected)) for tiers in TIERS]
+    for tiers in TIERS:
+        what = f"{change.__name__}, {on_nonfinite=}, {precision=}, {tiers}"
+        assert_same_trees(run(Offload(path=path, **tiers)), expected, what)
 
 
 @pytest.mark.quick(on_nonfinite=["ignore"], precision=["bf16"], change=[swapped, averaged])
 @pytest.mark.parametrize(("on_nonfinite", "precision"), [("skip", "bf16"), ("ignore", "bf16"), ("ignore", None)])
 @pytest.mark.parametrize("change", [kept, copied, swapped, averaged, again])
 def test_what_goes_to_another_place_has_the_bits_of_memory(tmp_path, change, on_nonfinite, precision):
-    assert all(the_bits_of_memory(tmp_path, change, on_nonfinite, precision))
+    the_bits_of_memory(tmp_path, change, on_nonfinite, precision)
 
 
 @pytest.mark.parametrize("change", [kept, again])
 def test_on_two_ranks_too(ranks, tmp_path, change):
-    assert all(map(all, ranks(2, the_bits_of_memory, tmp_path, change, "ignore", "bf16")))
+    ranks(2, the_bits_of_memory, tmp_path, change, "ignore", "bf16")
 
 
 @pytest.mark.parametrize("tiers", [{"optimizer": "cpu"}, {"params": "cpu"}])
@@ -82,7 +85,7 @@ def test_what_the_step_reads_of_the_new_state_the_host_does_not_update_aside(mon
     """The host stands for a device beside it, as in `test_policy`."""
     expected = results(again, "skip", "bf16", None)
     apart(monkeypatch, 1.0)
-    assert all(map(torch.equal, results(again, "skip", "bf16", Offload(**tiers)), expected))
+    assert_same_trees(results(again, "skip", "bf16", Offload(**tiers)), expected)
 
 
 @pytest.mark.parametrize("change", [kept, swapped])
@@ -95,9 +98,9 @@ def test_a_split_master_stays_split_where_a_plain_value_comes(change):
     state, _ = step(state, batch_of())
     after = zerofn.unshard(state)
     assert (state.params.kinds, state.extra.kinds) == kinds
-    assert all(map(torch.equal, tree.leaves(after.extra), tree.leaves(before.params)))
+    assert_same_trees(after.extra, before.params)
     expected = before.extra if change is swapped else before.params
-    assert all(map(torch.equal, tree.leaves(after.params), tree.leaves(expected)))
+    assert_same_trees(after.params, expected)
 
 
 def test_what_lies_in_the_state_may_be_written_to_while_it_goes_to_the_drive(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import zerofn
+from tests.support.same import assert_same_trees
 from tests.support.small_steps import apart, batch_of, build, fake_ranks, loss_of, scheduled, state_of, train_step_of
 from zerofn import Offload, optim, tree
 from zerofn.cost import host_share
@@ -60,33 +61,35 @@ def results(make_state, step, batches):
     for batch in batches:
         state, aux = run(state, batch)
         losses.append(aux["loss"].clone())
-    return tree.leaves((losses, zerofn.unshard(state)))
+    return losses, zerofn.unshard(state)
 
 
-def the_bits_of_memory(path, stage, tiers, precision, num_microbatches, tx, on_nonfinite="skip"):
+def assert_bits_of_memory(path, stage, tiers, precision, num_microbatches, tx, on_nonfinite="skip"):
+    """A step with its state in each of these tiers against the step with all of it in memory."""
     module = build(4)
     batches = [half(batch_of(rank(), seed=k), precision) for k in range(4)]
     if precision == "fp16":
         batches[1] = tree.tree_map(lambda x: x * 1e4, batches[1])  # its gradients overflow: the step is skipped
     step = step_of(module, num_microbatches, on_nonfinite)
     make = partial(state_of, module, stage, tx, precision=precision)
-    ours = results(partial(make, offload=Offload(path=path, **tiers)), step, batches)
-    theirs = results(make, step, batches)
-    assert len(ours) == len(theirs)
-    return all(torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True) for a, b in zip(ours, theirs, strict=True))
+    expected = results(make, step, batches)
+    for each in tiers:
+        offload = Offload(path=path if "nvme" in each.values() else None, **each)
+        what = f"{stage=}, {each}, {precision=}, {num_microbatches=}, {on_nonfinite=}"
+        assert_same_trees(results(partial(make, offload=offload), step, batches), expected, what, equal_nan=True)
 
 
 def every_tier(path, stage, precision, num_microbatches):
     on_all = dist.get_world_size() if dist.is_initialized() else 1
     tiers = [t for t in TIERS if "params" not in t or stage in (0, 3) or on_all == 1]
-    return [the_bits_of_memory(path, stage, t, precision, num_microbatches, NORMED) for t in tiers]
+    assert_bits_of_memory(path, stage, tiers, precision, num_microbatches, NORMED)
 
 
 @pytest.mark.quick(stage=[3])
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
 @pytest.mark.parametrize("stage", range(4))
 def test_one_rank_has_the_bits_of_memory(tmp_path, stage, precision):
-    assert all(every_tier(tmp_path, stage, precision, 1))
+    every_tier(tmp_path, stage, precision, 1)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +107,7 @@ def test_one_rank_has_the_bits_of_memory(tmp_path, stage, precision):
     ],
 )
 def test_several_ranks_have_the_bits_of_memory(ranks, tmp_path, num_ranks, stage, precision, num_microbatches):
-    for equal in ranks(num_ranks, every_tier, tmp_path, stage, precision, num_microbatches):
-        assert all(equal)
+    ranks(num_ranks, every_tier, tmp_path, stage, precision, num_microbatches)
 
 
 @pytest.mark.quick(tiers=TIERS[1:2], tx=RULES[::4])
@@ -113,15 +115,15 @@ def test_several_ranks_have_the_bits_of_memory(ranks, tmp_path, num_ranks, stage
 @pytest.mark.parametrize("tx", RULES)
 def test_every_rule_has_the_bits_of_memory(tmp_path, tx, tiers):
     for precision in ("fp32", "bf16"):
-        assert the_bits_of_memory(tmp_path, 3, tiers, precision, 1, tx)
-        assert the_bits_of_memory(tmp_path, 3, tiers, precision, 1, tx, "ignore")
+        assert_bits_of_memory(tmp_path, 3, [tiers], precision, 1, tx)
+        assert_bits_of_memory(tmp_path, 3, [tiers], precision, 1, tx, "ignore")
 
 
 def test_a_fraction_takes_the_units_that_are_used_last(tmp_path):
     state = state_of(build(4), 3, offload=Offload(optimizer="nvme", path=tmp_path, fraction=0.5))
     away = [x.kind.away is not None for x in state.opt_state.mu.stored]
     assert away == [False, False, True, True] and not any(x.kind.away for x in state.params.stored)
-    assert the_bits_of_memory(tmp_path, 3, {"optimizer": "nvme", "fraction": 0.5}, None, 1, NORMED)
+    assert_bits_of_memory(tmp_path, 3, [{"optimizer": "nvme", "fraction": 0.5}], None, 1, NORMED)
 
 
 def lowered(path, num_layers, tiers, on_nonfinite="skip", precision="bf16", world=1):
@@ -201,14 +203,10 @@ HOSTED = [
 
 
 def hosted(path, stage, precision, num_microbatches, share):
+    tiers = [t for t in HOSTED if "params" not in t or stage in (0, 3)]
     with pytest.MonkeyPatch.context() as patch:
         apart(patch, share)
-        paths = [path if "nvme" in t.values() else None for t in HOSTED]
-        return [
-            the_bits_of_memory(p, stage, t, precision, num_microbatches, NORMED)
-            for p, t in zip(paths, HOSTED, strict=True)
-            if "params" not in t or stage in (0, 3)
-        ]
+        assert_bits_of_memory(path, stage, tiers, precision, num_microbatches, NORMED)
 
 
 @pytest.mark.slow
@@ -216,14 +214,13 @@ def hosted(path, stage, precision, num_microbatches, share):
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
 def test_what_is_brought_and_put_has_the_bits_of_memory(tmp_path, precision, share):
     for stage in (0, 3):
-        assert all(hosted(tmp_path, stage, precision, 1, share))
+        hosted(tmp_path, stage, precision, 1, share)
 
 
 @pytest.mark.parametrize(("num_ranks", "stage", "shares"), [(2, 3, (0.0, 1.0)), (2, 2, (1.0,)), (3, 3, (0.5,))])
 def test_on_several_ranks_too(ranks, tmp_path, num_ranks, stage, shares):
     for share in shares:
-        for equal in ranks(num_ranks, hosted, tmp_path, stage, "bf16", 2, share):
-            assert all(equal)
+        ranks(num_ranks, hosted, tmp_path, stage, "bf16", 2, share)
 
 
 def moved(path, share, tiers, on_nonfinite="ignore"):
@@ -326,7 +323,6 @@ def checkpoints(path, tiers):
     expected = make()
     for batch in batches:
         expected, _ = step(expected, batch)
-    equal = []
     for k, (first, second) in enumerate([(away, make), (make, away), (away, away)]):
         state = first()
         for batch in batches[:2]:
@@ -335,15 +331,13 @@ def checkpoints(path, tiers):
         state = zerofn.load(path / f"saved{k}", like=second())
         for batch in batches[2:]:
             state, _ = step(state, batch)
-        pairs = zip(tree.leaves(zerofn.unshard(state)), tree.leaves(zerofn.unshard(expected)), strict=True)
-        equal.append(all(torch.equal(a, b) for a, b in pairs))
-    return equal
+        assert_same_trees(zerofn.unshard(state), zerofn.unshard(expected), f"{tiers}, way {k}")
 
 
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_checkpoints_from_any_tier_to_any(ranks, tmp_path, num_ranks, tiers):
-    assert ranks(num_ranks, checkpoints, tmp_path, tiers) == [[True] * 3] * num_ranks
+    ranks(num_ranks, checkpoints, tmp_path, tiers)
 
 
 # --- bad input, and drives that fail ----------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 
 from tests.support import kernel_cases as cases
 from tests.support.kernel_cases import HYPER, RUNS, SIZE
+from tests.support.same import assert_same_trees
 from zerofn.ops import cpu, reference
 
 needs_library = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
@@ -100,7 +101,7 @@ def test_adam_in_fp32_is_torchs_fused_one(decoupled, b1, decay, size):
             hyper=hyper,
             count=count,
         )
-        assert all(map(torch.equal, ours, (p, m, v)))
+        assert_same_trees(ours, (p, m, v))
 
 
 @pytest.mark.parametrize("moment, tolerance", [("fp32", 1e-6), ("bf16", 1e-3), ("8-bit", 1e-3)])

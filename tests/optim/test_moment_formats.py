@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import zerofn
+from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, fake_ranks, scheduled, state_of, train_step_of
 from zerofn import optim, tree
 from zerofn.graph.node_kinds import codec_operations
@@ -38,26 +39,27 @@ def trained(name, moments, stage, num_steps=6, compiled=True, rows=12):
         whole = batch_of(0, rows=rows, seed=k)
         mine = tree.tree_map(lambda x: x.chunk(size)[rank()].clone(), whole)
         state, _ = step(state, mine)
-    return tree.leaves(zerofn.unshard((state.params, state.opt_state)))
+    return zerofn.unshard((state.params, state.opt_state))
 
 
 @each_format
 @each_rule
 def test_captured_is_eager(name, moments):
     ours, theirs = (trained(name, moments, 3, compiled=c) for c in (True, False))
-    assert all(map(torch.equal, ours, theirs))
+    assert_same_trees(ours, theirs)
 
 
 def at_all_stages(name, moments):
-    found = [trained(name, moments, stage) for stage in range(4)]
-    return all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    first, *others = (trained(name, moments, stage) for stage in range(4))
+    for stage, other in enumerate(others, 1):
+        assert_same_trees(other, first, f"{name}, moments in {moments}, stage {stage} beside stage 0")
 
 
 @each_format
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_every_stage_has_the_same_bits(ranks, num_ranks, moments):
     for name in ("adamw", "lion"):
-        assert all(ranks(num_ranks, at_all_stages, name, moments))
+        ranks(num_ranks, at_all_stages, name, moments)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch.func import functional_call
 from torch.fx import Graph
 
 import zerofn
+from tests.support.same import assert_same_trees
 from tests.support.small_steps import (
     adapted_loss_of,
     batch_of,
@@ -136,7 +137,7 @@ def test_values_stay(ranks, size):
     for stage in (0, 2, 3):
         found = [ranks(size, losses_and_parameters, stage, 2, edit) for edit in (None, without_buffers)]
         for ours, plain in zip(*found, strict=True):
-            assert all(map(torch.equal, ours, plain))
+            assert_same_trees(ours, plain)
 
 
 def adapted(edit):
@@ -155,7 +156,7 @@ def adapted(edit):
 
 def test_loops_in_loops(ranks):
     for ours, plain in zip(ranks(2, adapted, None), ranks(2, adapted, without_buffers), strict=True):
-        assert all(map(torch.equal, ours, plain))
+        assert_same_trees(ours, plain)
 
 
 def returned():
@@ -172,11 +173,12 @@ def returned():
         before = zerofn.unshard(state.params)
         state, aux = step(state, batch_of(dist.get_rank(), seed=seed))
         found.append((before, aux["whole"]))
-    return all(torch.equal(a, b) for pair in found for a, b in zip(*map(tree.leaves, pair), strict=True))
+    for k, (before, whole) in enumerate(found):
+        assert_same_trees(whole, before, f"step {k}")
 
 
 def test_what_leaves_the_step_is_not_written_over(ranks):
-    assert all(ranks(2, returned))
+    ranks(2, returned)
 
 
 def shared():

@@ -1,5 +1,6 @@
 import torch
 
+from tests.support.same import assert_same_trees
 from tests.support.small_steps import (
     batch_of,
     build,
@@ -8,7 +9,6 @@ from tests.support.small_steps import (
     gathers,
     loss_of,
     results,
-    same,
     state_of,
     train_step_of,
 )
@@ -29,7 +29,7 @@ def test_nodes_that_do_nothing_are_dropped_and_values_stay():
     nothing = (aten.detach.default, aten.alias.default, ops.whole.default, ops.piece.default)
     assert count(before, *nothing) > 0 and count(after, *nothing) == 0
     assert len(after.gm.graph.nodes) < len(before.gm.graph.nodes)
-    assert same(results(after, state, batch), results(before, state, batch))
+    assert_same_trees(results(after, state, batch), results(before, state, batch))
 
 
 def transposes(state, batch):
@@ -52,7 +52,7 @@ def test_transposes_that_cancel_and_views_that_change_nothing():
     untouched = [k for k, n in enumerate(added) if n.args[0].op == "placeholder"]
     assert untouched[:2] == [0, 1] and 3 in untouched and 5 in untouched
     assert not {4, 6} & set(untouched)
-    assert same(results(program, state, batch), transposes(state, batch))
+    assert_same_trees(results(program, state, batch), transposes(state, batch))
 
 
 def test_a_unit_gathered_twice_is_gathered_once():
@@ -79,7 +79,7 @@ def test_of_two_casts_one_that_is_written_stays_its_own():
     state, batch = {"params": torch.ones(2)}, batch_of()
     program = captured(step, state, batch, canonicalize)
     assert count(program, aten._to_copy.default) == 2
-    assert same(results(program, state, batch), step(state, batch))
+    assert_same_trees(results(program, state, batch), step(state, batch))
 
 
 def test_recomputation_is_not_merged():

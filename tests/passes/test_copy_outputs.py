@@ -1,6 +1,7 @@
 import torch
 
 import zerofn
+from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, state_of, train_step_of
 from zerofn import tree
 
@@ -31,7 +32,7 @@ def test_a_state_that_was_kept_is_not_written_with_the_next():
     kept, _ = zerofn.compile(train_step_of(module), donate=False)(state, batch_of())
     before = [x.clone() for x in tree.leaves(state)]
     zerofn.compile(touch)(kept, batch_of())
-    assert all(map(torch.equal, tree.leaves(state), before))
+    assert_same_trees(tree.leaves(state), before)
 
 
 def test_entries_of_the_new_state_share_nothing_with_each_other_or_the_rest():

@@ -5,7 +5,8 @@ import torch
 from torch.func import functional_call
 
 import zerofn
-from tests.support.small_steps import batch_of, build, captured, results, same, state_of, train_step_of
+from tests.support.same import assert_same_trees
+from tests.support.small_steps import batch_of, build, captured, results, state_of, train_step_of
 from zerofn import optim
 from zerofn.graph.alias import roots, writes
 from zerofn.passes.canonicalize import canonicalize
@@ -23,7 +24,7 @@ def test_masks_are_drawn_as_values():
     plain = captured(step, state, batch, canonicalize)
     pure = captured(step, state, batch, canonicalize, functionalize)
     assert written(plain.gm) and not written(pure.gm)
-    assert same(results(pure, state, batch), results(plain, state, batch))
+    assert_same_trees(results(pure, state, batch), results(plain, state, batch))
 
 
 def program_of(loss):
@@ -39,7 +40,7 @@ def program_of(loss):
     before = captured(step, state, batch, canonicalize)
     expected = results(before, state, batch)
     after = captured(step, state, batch, canonicalize, functionalize)
-    assert same(results(after, state, batch), expected)
+    assert_same_trees(results(after, state, batch), expected)
     return before.gm, after.gm
 
 
@@ -108,5 +109,5 @@ def test_no_write_into_state_is_touched():
     )
     batch = torch.randn(6, 4)
     plain, pure = captured(step, state, batch, canonicalize), captured(step, state, batch, canonicalize, functionalize)
-    assert same(results(pure, state, batch), results(plain, state, batch))
+    assert_same_trees(results(pure, state, batch), results(plain, state, batch))
     assert len(roots(pure.gm.graph)) <= len(roots(plain.gm.graph))

@@ -1,7 +1,8 @@
 import torch
 from torch.func import functional_call
 
-from tests.support.small_steps import batch_of, build, captured, loss_of, ops, results, same, state_of, train_step_of
+from tests.support.same import assert_same_trees
+from tests.support.small_steps import batch_of, build, captured, loss_of, ops, results, state_of, train_step_of
 from zerofn.passes.canonicalize import canonicalize
 from zerofn.passes.gradients_as_bucket_views import gradients_as_bucket_views
 from zerofn.passes.raise_reduce_scatters import raise_reduce_scatters
@@ -24,7 +25,7 @@ def test_linear_layers_need_no_copy():
     assert len(targets(after, aten.mm.out)) == 4 and len(targets(after, aten.sum.IntList_out)) == 4
     for node in targets(after, ops.fill_.default):
         assert node.args[1] == [None, None] and node.args[4] == [True, True]  # nothing is copied
-    assert same(results(after, state, batch), results(before, state, batch))
+    assert_same_trees(results(after, state, batch), results(before, state, batch))
 
 
 def test_a_gradient_that_something_else_reads_is_copied():
@@ -46,7 +47,7 @@ def test_a_gradient_that_something_else_reads_is_copied():
     after = captured(step, state, batch, *BEFORE, gradients_as_bucket_views)
     (fill,) = targets(after, ops.fill_.default)
     assert fill.args[4] == [True, False, True, True] and fill.args[1][1] is not None
-    assert same(results(after, state, batch), results(before, state, batch))
+    assert_same_trees(results(after, state, batch), results(before, state, batch))
 
 
 def test_one_gradient_of_two_leaves_is_made_once_and_copied():
@@ -59,7 +60,7 @@ def test_one_gradient_of_two_leaves_is_made_once_and_copied():
     after = captured(step, state, batch, *BEFORE, gradients_as_bucket_views)
     (made,), (fill,) = targets(after, aten.mm.out), targets(after, ops.fill_.default)
     assert fill.args[1] == [None, fill.args[1][1], made.kwargs["out"]] and fill.args[4] == [True, False, False]
-    assert same(results(after, state, batch), results(before, state, batch))
+    assert_same_trees(results(after, state, batch), results(before, state, batch))
 
 
 def test_what_is_cast_into_a_buffer_is_made_behind_it():
@@ -74,7 +75,7 @@ def test_what_is_cast_into_a_buffer_is_made_behind_it():
     after = captured(step, state, batch, *BEFORE, gradients_as_bucket_views)
     (flat,), (cast,) = targets(after, ops.flat.default), targets(after, aten._to_copy.default)
     assert flat.next is cast and not targets(after, ops.ravel.default)
-    assert same(results(after, state, batch), results(before, state, batch))
+    assert_same_trees(results(after, state, batch), results(before, state, batch))
 
 
 class Words(torch.nn.Module):
@@ -108,4 +109,4 @@ def test_other_layers_keep_their_bits():
         state = state_of(module, 3, precision=precision)
         before = captured(step, state, batch)
         after = captured(step, state, batch, *BEFORE, gradients_as_bucket_views)
-        assert same(results(after, state, batch), results(before, state, batch))
+        assert_same_trees(results(after, state, batch), results(before, state, batch))

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
+from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, captured, fake_ranks, ops, scheduled, state_of, train_step_of
 from zerofn.graph.capture import capture
 from zerofn.graph.edit import loops
@@ -99,7 +100,7 @@ def test_stages_compute_the_same_sums(ranks):
     first, *others = [ranks(2, _three_steps, stage) for stage in range(4)]
     for other in others:
         for ours, theirs in zip(other, first, strict=True):
-            assert all(map(torch.equal, ours, theirs))
+            assert_same_trees(ours, theirs)
 
 
 def _three_steps(stage):

@@ -9,6 +9,7 @@ from torch.fx import Graph, GraphModule
 import zerofn
 from tests.support.small_steps import (
     SCHEDULE,
+    assert_results_stay,
     batch_of,
     build,
     captured,
@@ -16,7 +17,6 @@ from tests.support.small_steps import (
     gathers,
     lowered,
     num_alive,
-    results_stay,
     state_of,
     users_of,
 )
@@ -194,4 +194,4 @@ def test_inside_a_loop_as_well():
 
 
 def test_values_stay_under_the_whole_schedule(ranks):
-    assert all(ranks(2, results_stay, *SCHEDULE))
+    ranks(2, assert_results_stay, *SCHEDULE)

@@ -4,17 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.small_steps import (
-    batch_of,
-    build,
-    captured,
-    lowered,
-    results,
-    same,
-    scatters,
-    state_of,
-    train_step_of,
-)
+from tests.support.same import assert_same_trees
+from tests.support.small_steps import batch_of, build, captured, lowered, results, scatters, state_of, train_step_of
 from zerofn import Precision
 from zerofn.graph.alias import positions
 from zerofn.graph.node_kinds import is_fetch, wait_of
@@ -50,9 +41,10 @@ def stays(precision):
     step, batch = train_step_of(build(6)), batch_of(dist.get_rank())
     state = state_of(build(6), 3, precision=precision)
     schedules = (canonicalize,), (canonicalize, raise_reduce_scatters, raise_unscale)
-    return same(*(results(captured(step, state, batch, *passes), state, batch) for passes in schedules))
+    before, after = (results(captured(step, state, batch, *passes), state, batch) for passes in schedules)
+    assert_same_trees(after, before, f"stage 3, {precision=}")
 
 
 @pytest.mark.parametrize("precision", ["fp16", HALF])
 def test_results_stay(ranks, precision):
-    assert all(ranks(2, stays, precision))
+    ranks(2, stays, precision)

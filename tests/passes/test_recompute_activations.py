@@ -7,6 +7,7 @@ from torch.func import functional_call
 
 import zerofn
 from tests.support import tiny_models
+from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, loss_of, state_of, trained
 from zerofn import optim, tree
 from zerofn.graph.edit import loops
@@ -37,9 +38,9 @@ def with_remat(remat, stage=3, num_microbatches=1, precision=None):
 def compared(stage, num_microbatches, precision):
     plain, expected = with_remat(None, stage, num_microbatches, precision)
     full, found = with_remat("full", stage, num_microbatches, precision)
-    assert all(map(torch.equal, found, expected))
+    assert_same_trees(found, expected)
     half, found = with_remat("auto", stage, num_microbatches, precision)
-    assert all(map(torch.equal, found, expected))
+    assert_same_trees(found, expected)
     assert kept(half) <= kept(plain) / 2
     return kept(plain) / kept(full)
 
@@ -77,7 +78,7 @@ def test_models(name):
     """With dropout where the model has it."""
     expected = one_step(name, None)
     for remat in ("full", "auto"):
-        assert all(map(torch.equal, one_step(name, remat), expected)), remat
+        assert_same_trees(one_step(name, remat), expected, str(remat))
 
 
 def layer_of(name):
@@ -127,7 +128,7 @@ def test_a_deep_model_keeps_little(model, times):
 
     (most, expected), (least, found) = run(None), run("full")
     assert least <= most / times
-    assert all(map(torch.equal, found, expected))
+    assert_same_trees(found, expected)
 
 
 def test_what_is_computed_again_is_marked_and_nothing_else_is_added():
@@ -151,7 +152,7 @@ def test_a_model_that_asks_for_it_itself():
         state, loss = zerofn.compile(step, **options)(state_of(module, 3), batch_of(rows=ROWS))
         return [loss, *tree.leaves(zerofn.unshard(state.params))]
 
-    assert all(map(torch.equal, run(), run(memory="1TB")))
+    assert_same_trees(run(), run(memory="1TB"))
 
 
 class Still(torch.nn.Module):
@@ -190,7 +191,7 @@ def test_what_has_no_elements_is_not_dropped():
     for options in ({"remat": "auto"}, {"memory": most * 9 // 10}):
         less, found = run(**options)
         assert less < most
-        assert all(map(torch.equal, found, expected))
+        assert_same_trees(found, expected)
 
 
 MODULE = build(2)

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from tests.support.small_steps import SCHEDULE, captured, results, same, state_of
+from tests.support.same import assert_same_trees
+from tests.support.small_steps import SCHEDULE, captured, results, state_of
 from zerofn.passes.reinplace import SMALLEST, reinplace
 
 aten = torch.ops.aten
@@ -26,7 +27,7 @@ def written(program):
 def both(fn):
     state, batch = {"params": {"a": torch.ones(2)}}, {"x": X}
     before, after = program_of(fn), program_of(fn, reinplace)
-    assert same(results(after, state, batch), results(before, state, batch))
+    assert_same_trees(results(after, state, batch), results(before, state, batch))
     return after
 
 
@@ -89,4 +90,4 @@ def test_a_whole_step_keeps_its_bits():
     before = captured(step, state, batch)
     after = captured(step, state, batch, *SCHEDULE)
     assert len(written(after)) > 4
-    assert same(results(after, state, batch), results(before, state, batch))
+    assert_same_trees(results(after, state, batch), results(before, state, batch))

@@ -1,6 +1,6 @@
 from collections import Counter
 
-from tests.support.small_steps import gathers, lowered, num_alive, results_stay, users_of
+from tests.support.small_steps import assert_results_stay, gathers, lowered, num_alive, users_of
 from zerofn.passes.canonicalize import canonicalize
 from zerofn.passes.reshard import reshard
 from zerofn.passes.sink_gathers import sink_gathers
@@ -30,4 +30,4 @@ def test_users_are_split_among_the_copies():
 
 
 def test_values_stay(ranks):
-    assert all(ranks(2, results_stay, *BEFORE, reshard))
+    ranks(2, assert_results_stay, *BEFORE, reshard)

@@ -2,12 +2,12 @@ import pytest
 import torch
 
 from tests.support.small_steps import (
+    assert_results_stay,
     batch_of,
     build,
     captured,
     fake_ranks,
     gathers,
-    results_stay,
     state_of,
     train_step_of,
     users_of,
@@ -39,4 +39,4 @@ def test_a_gather_stands_right_before_its_first_use(precision):
 
 
 def test_values_stay(ranks):
-    assert all(ranks(2, results_stay, canonicalize, sink_gathers))
+    ranks(2, assert_results_stay, canonicalize, sink_gathers)

@@ -1,6 +1,7 @@
 import torch
 
 import zerofn
+from tests.support.same import assert_same_trees
 from tests.support.small_steps import (
     batch_of,
     build,
@@ -47,7 +48,7 @@ def copies_after_steps(stage, precision):
         assert [x.data_ptr() for x in state.params.full] == places
         dropped = tree.tree_map(lambda p: p, state.params)
         assert dropped.full is None
-        assert same(tree.leaves(zerofn.gather(state.params)), tree.leaves(zerofn.gather(dropped)))
+        assert_same_trees(zerofn.gather(state.params), zerofn.gather(dropped))
         for unit, piece, full in zip(state.params.layout.units, state.params.pieces, state.params.full, strict=True):
             a, b = state.params.layout.cut(unit, rank)
             assert torch.equal(full[a:b], piece.to(full.dtype)) and full.numel() == size * (b - a)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import zerofn
+from tests.support.same import assert_same_trees
 from tests.support.small_steps import (
     batch_of,
     build,
@@ -40,18 +41,19 @@ def norms_and_params(stage, tx, precision):
     for _ in range(3):
         state, aux = step(state, batch)
         norms.append(aux["norm"])
-    return tree.leaves((norms, zerofn.unshard(state.params)))
+    return norms, zerofn.unshard(state.params)
 
 
 def same_at_every_stage(rule, precision):
     first, *others = [norms_and_params(stage, getattr(optim, rule)(1e-2), precision) for stage in range(4)]
-    return all(same(first, other) for other in others)
+    for stage, other in enumerate(others, 1):
+        assert_same_trees(other, first, f"{rule}, {precision=}, stage {stage} beside stage 0")
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("rule", ["adamw", "lamb"])
 def test_norms_of_what_lies_in_the_copy_wait_for_it(ranks, rule, precision):
-    assert all(ranks(2, same_at_every_stage, rule, precision))
+    ranks(2, same_at_every_stage, rule, precision)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -180,12 +182,12 @@ def copied():
     with slow_posts():
         state, _ = step(state, batch_of(rank))
         twin = deepcopy(state.params)
-        mine, theirs = (tree.leaves(zerofn.gather(x)) for x in (twin, state.params))
-    return all(map(torch.equal, mine, theirs))
+        mine, theirs = (zerofn.gather(x) for x in (twin, state.params))
+    assert_same_trees(mine, theirs)
 
 
 def test_a_copy_of_a_state_that_is_still_arriving(ranks):
-    assert ranks(2, copied) == [True, True]
+    ranks(2, copied)
 
 
 def cut_off():

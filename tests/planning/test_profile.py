@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import zerofn
-from tests.support.small_steps import batch_of, build, same, state_of, train_step_of, unit_of
+from tests.support.same import assert_same_trees
+from tests.support.small_steps import batch_of, build, state_of, train_step_of, unit_of
 from zerofn import optim
 from zerofn.cost.machine import this_hardware
 from zerofn.planning.profile import REST, kind_of
@@ -35,10 +36,10 @@ def test_it_is_two_steps():
     again = zerofn.compile(train_step_of(build(6)))
     for _ in range(2):
         plain, _ = again(plain, batch_of(rows=ROWS))
-    assert same(zerofn.tree.leaves(state), zerofn.tree.leaves(plain))
+    assert_same_trees(state, plain)
     state, _ = step(state, batch_of(rows=ROWS))  # as it was, not timed
     plain, _ = again(plain, batch_of(rows=ROWS))
-    assert same(zerofn.tree.leaves(state), zerofn.tree.leaves(plain))
+    assert_same_trees(state, plain)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])

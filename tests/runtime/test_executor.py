@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from tests.support.small_steps import batch_of, build, inputs_of, same, scheduled, state_of, train_step_of
+from tests.support.same import assert_same_trees
+from tests.support.small_steps import batch_of, build, inputs_of, scheduled, state_of, train_step_of
 from zerofn.runtime.executor import Executor
 
 aten = torch.ops.aten
@@ -20,7 +21,7 @@ def test_results_are_those_of_the_module(stage, n):
     clones = lambda: [x.clone() for x in inputs_of(state, batch)]  # noqa: E731
     with torch.no_grad():
         expected = program.gm(*clones())
-    assert same(Executor(program.gm).run(clones()), expected)
+    assert_same_trees(Executor(program.gm).run(clones()), expected)
 
 
 def chain(*functions):

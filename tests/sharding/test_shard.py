@@ -336,12 +336,12 @@ def unshards_where_nobody_is():
     for rank in (-1, dist.get_world_size(), "0"):
         with pytest.raises(ValueError, match=rf"unshard: rank={rank!r} is not there; the state lies on"):
             unshard(state, rank=rank)
-    return unshard(state, rank=0)["params"] is not None
+    assert (unshard(state, rank=0)["params"] is not None) == (dist.get_rank() == 0)
 
 
 def test_a_rank_that_is_not_there_is_refused_on_all(ranks):
-    assert ranks(1, unshards_where_nobody_is) == [True]
-    assert ranks(2, unshards_where_nobody_is) == [True, False]
+    ranks(1, unshards_where_nobody_is)
+    ranks(2, unshards_where_nobody_is)
 
 
 def raises():

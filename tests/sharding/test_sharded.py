@@ -9,6 +9,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 import zerofn
+from tests.support.same import assert_same_trees
 from zerofn import Precision, Sharded, gather, scatter, shard, tree, unshard
 from zerofn._torch_compat import make_fx
 from zerofn.comm.mesh import Axis, Mesh
@@ -68,9 +69,9 @@ def transposes(stage):
     # by torch.autograd too, and forwards
     pieces = [x.detach().clone().requires_grad_() for x in p.pieces]
     by_autograd = torch.autograd.grad(tree.leaves(gather(Sharded(p.spec, pieces))), pieces, tree.leaves(g))
-    assert all(torch.equal(a, b) for a, b in zip(by_autograd, s.pieces, strict=True))
+    assert_same_trees(by_autograd, s.pieces)
     primal, tangent = torch.func.jvp(gather, (p,), (v,))
-    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(tangent), tree.leaves(gather(v)), strict=True))
+    assert_same_trees(tangent, gather(v))
     share = size if stage == 0 else 1
     return inner(gather(v), g) / size, inner(v, s) / share, unshard(s), g
 
@@ -171,7 +172,7 @@ def captured(stage):
 
     graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*p.pieces)
     plain = Sharded(p.spec, p.pieces)
-    assert all(torch.equal(a, b) for a, b in zip(graph(*plain.pieces), step(*plain.pieces), strict=True))
+    assert_same_trees(graph(*plain.pieces), step(*plain.pieces))
     names = [str(n.target) for n in graph.graph.nodes]
     return sum("zerofn.all_gather" in n for n in names), sum("zerofn.reduce_scatter" in n for n in names)
 
@@ -200,7 +201,7 @@ def cached(stage):
         half = shard({"params": params(torch.float32)}, stage=stage, precision="bf16")["params"]
         assert {x.dtype for x in half.full} == {torch.bfloat16} and {x.dtype for x in half.pieces} == {torch.float32}
         again = gather(Sharded(half.spec, half.pieces))
-        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(gather(half)), tree.leaves(again), strict=True))
+        assert_same_trees(gather(half), again)
 
 
 @pytest.mark.parametrize("size, stage", [(1, 2), (2, 1), (3, 2)])
@@ -214,7 +215,7 @@ def copied(stage):
         assert twin.layout == p.layout and (twin.spec.stage, twin.spec.axis) == (stage, p.spec.axis)
         assert twin.full is None and all(map(torch.equal, twin.pieces, p.pieces))
         assert not {x.data_ptr() for x in twin.pieces if x.numel()} & {x.data_ptr() for x in p.pieces}
-        assert all(map(torch.equal, tree.leaves(gather(twin)), tree.leaves(gather(p))))
+        assert_same_trees(gather(twin), gather(p))
 
 
 @pytest.mark.parametrize("stage", [2, 3])

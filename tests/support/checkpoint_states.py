@@ -64,18 +64,3 @@ def mixed_state(seed: int = 0) -> dict[str, Any]:
         },
         seed,
     )
-
-
-def differences(a: Any, b: Any) -> list[str]:
-    """Names of leaves that are not the same bits."""
-    names = tree.field_names(tree.structure(a))
-    if names != tree.field_names(tree.structure(b)):
-        return ["structure"]
-
-    def same(x: Any, y: Any) -> bool:
-        if isinstance(x, torch.Tensor):
-            return isinstance(y, torch.Tensor) and x.dtype == y.dtype and torch.equal(x, y)
-        return type(x) is type(y) and x == y
-
-    pairs = zip(names, tree.leaves(a), tree.leaves(b), strict=True)
-    return [name for name, x, y in pairs if not same(x, y)]

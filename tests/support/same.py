@@ -27,8 +27,7 @@ def first_difference(got: Any, expected: Any, *, equal_nan: bool = False) -> str
         more, less = ([x for x in a if x not in b] for a, b in ((ours, theirs), (theirs, ours)))
         return f"the trees have other leaves: {more[:5]} are not expected, {less[:5]} are missing"
     for name, value, other in zip(ours, values, others, strict=True):
-        pair = isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)
-        found = _between(value, other, equal_nan) if pair else "" if value == other else f"{value!r}, not {other!r}"
+        found = _between(value, other, equal_nan)
         if found:
             return f"leaf {name!r}: {found}" if name else found
     return ""
@@ -38,7 +37,9 @@ def _names(value: Any) -> list[str]:
     return tree.field_names(tree.structure(value))
 
 
-def _between(a: torch.Tensor, b: torch.Tensor, equal_nan: bool) -> str:
+def _between(a: Any, b: Any, equal_nan: bool) -> str:
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return "" if type(a) is type(b) and a == b else f"{a!r}, not {b!r}"
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return f"{a.dtype} {list(a.shape)}, not {b.dtype} {list(b.shape)}"
     if torch.equal(a, b):

@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.fx import GraphModule, Node
 
 import zerofn
+from tests.support.same import assert_same_trees
 from zerofn import optim, passes
 from zerofn._torch_compat import join_fake_group
 from zerofn.graph.alias import positions
@@ -174,13 +175,13 @@ def lowered(
         return captured(step, state_of(module, stage, **options), batch_of(), *schedule).gm
 
 
-def results_stay(*schedule: Callable[[Program], None]) -> bool:
-    """On a real rank: whether the everyday step at stage 3 has the same bits after some passes."""
+def assert_results_stay(*schedule: Callable[[Program], None]) -> None:
+    """On a real rank: the everyday step at stage 3 has the same bits after some passes."""
     module = build(6)
     state, batch = state_of(module, 3), batch_of(dist.get_rank())
     step = train_step_of(module)
     before = results(captured(step, state, batch), state, batch)
-    return same(results(captured(step, state, batch, *schedule), state, batch), before)
+    assert_same_trees(results(captured(step, state, batch, *schedule), state, batch), before, "stage 3")
 
 
 def scheduled(step: Callable[..., Any], state: Any, batch: Any, *, donating: bool = False) -> Program:
