@@ -40,8 +40,8 @@ def scale_by_factored_rms(
     2018, Algorithm 4), the two longest dims of a leaf, if both have `min_dim_size_to_factor`.
 
     The average after t updates decays by 1 - max(1, t + 1 - step_offset)^-decay_rate. A matrix [n, m] keeps n + m
-    numbers, a leaf that is not factored all of its squares, both on every rank; with `factored=False` v is sharded as parameters
-    are. Of shards nothing is gathered: each rank sends its part of all those sums, in one all-gather. Raises
+    numbers, a leaf that is not factored all of its squares, both on every rank; with `factored=False` v is sharded as
+    parameters are. Of shards nothing is gathered: each rank sends its part of all those sums, in one all-gather. Raises
     `ValueError` for hyperparameters out of range.
     """
     where = "scale_by_factored_rms"

@@ -70,16 +70,7 @@ def muon(
         scale_by_learning_rate(adam_rate),
     )
     both = multi_transform({"muon": parts, "adam": adam}, lambda leaf: "muon" if matrices(leaf) else "adam")
-    args: tuple[Any, ...] = (
-        learning_rate,
-        hashable(ns_coeffs),
-        ns_steps,
-        beta,
-        eps,
-        weight_decay,
-        weight_decay_mask,
-        nesterov,
-        adaptive,
-    )
-    args += (adam_b1, adam_b2, adam_eps_root, adam_weight_decay, adam_learning_rate, matrices, consistent_rms)
+    args: tuple[Any, ...] = (learning_rate, hashable(ns_coeffs), ns_steps, beta, eps, weight_decay, weight_decay_mask)
+    args += (nesterov, adaptive, adam_b1, adam_b2, adam_eps_root, adam_weight_decay, adam_learning_rate, matrices)
+    args += (consistent_rms,)
     return dataclasses.replace(both, name="muon", args=args)
