@@ -236,7 +236,7 @@ class CompiledStep:
         self._log.report(program, captured.constants, time.perf_counter() - captured.began, donating)
         known = {**program.describe(), "machine": self._options.machine}
         text = "\n".join([*(f"{k}: {v}" for k, v in known.items()), fingerprint(program)])
-        return Entry(program, donating, captured.constants, self._options.backend), text
+        return Entry(program, donating, captured.constants, self._options.backend, text), text
 
     def _run(self, call: _Call, inputs: Inputs, batch: Any) -> list[Any]:
         entry = call.entry

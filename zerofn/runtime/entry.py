@@ -14,13 +14,16 @@ from .buffers import Buffers
 
 
 class Entry:
-    """A scheduled program. `constants`: the tensors that it closes over. Until `bind` nothing is allocated for it."""
+    """A scheduled program. `constants`: the tensors that it closes over; `agreed`: what all ranks said of it at its
+    capture. Until `bind` nothing is allocated for it."""
 
     buffers: Buffers
     runner: Runner
 
-    def __init__(self, program: Program, donating: bool, constants: Sequence[Tensor], backend: Backend) -> None:
-        self.program, self.donating, self.backend = program, donating, backend
+    def __init__(
+        self, program: Program, donating: bool, constants: Sequence[Tensor], backend: Backend, agreed: str
+    ) -> None:
+        self.program, self.donating, self.backend, self._agreed = program, donating, backend, agreed
         self._versions = [(x, x._version) for x in constants]
         self._bound = False
 
@@ -39,7 +42,7 @@ class Entry:
         if not hasattr(self, "runner"):
             self.runner = self.backend.bind(self.program)
             self._closing = weakref.finalize(self, self.runner.close)
-        return None, ""
+        return None, self._agreed  # again: a rank that waits in vain later tells what the others had last
 
     def close(self) -> None:
         """Have the runner closed now, rather than when the entry is collected. Again is fine."""
