@@ -252,6 +252,7 @@ def test_transformations_are_equal_by_name_and_arguments():
         (lambda: optim.adafactor(momentum=1.0), ValueError, r"ema: decay must lie in \[0, 1\), got 1.0"),
         (lambda: optim.muon(0.1, beta=1.0), ValueError, r"beta must lie in \[0, 1\), got 1.0"),
         (lambda: optim.muon(0.1, (1.0, 2.0)), ValueError, "ns_coeffs must be three numbers, or three for each step"),
+        (lambda: optim.muon(0.1, "dion"), ValueError, "ns_coeffs must be three numbers, .* got 'dion'"),
         (lambda: optim.muon(0.1, [(1.0, 2.0, 3.0)]), ValueError, "ns_coeffs has 1 triples for ns_steps=5"),
         (lambda: optim.muon(0.1, ns_steps=0), ValueError, "ns_steps must be at least 1, got 0"),
         (lambda: optim.muon(0.1, matrices=["w"]), TypeError, "matrices must be a function of one logical leaf"),

@@ -39,9 +39,9 @@ def muon(
     matrices: Mask = _is_matrix,
     consistent_rms: float | None = None,
 ) -> GradientTransformation:
-    """Muon (Jordan 2024), with the arguments of optax.contrib.muon: a `multi_transform` of leaves "muon", through
-    `scale_by_muon`, the factor of their shape, decoupled weight decay and the learning rate; and leaves "adam", through
-    AdamW (NAdamW with `nesterov`) with `adam_learning_rate`, by default the same.
+    """Muon (Jordan 2024), with the arguments of optax.contrib.muon but for `matrices`: a `multi_transform` with two
+    labels. Leaves "muon" go through `scale_by_muon`, `scale_by_shape`, decoupled weight decay and the learning rate;
+    leaves "adam" through AdamW (NAdamW with `nesterov`) with `adam_learning_rate`, by default the same.
 
     `matrices(leaf) -> bool` says which leaves are "muon": those with two dims, without one. Embeddings and the last
     layer do better with Adam: `lambda leaf: leaf.ndim == 2 and "embed" not in leaf.name`. An update [out, in] is
@@ -64,11 +64,8 @@ def muon(
         add_decayed_weights(weight_decay, weight_decay_mask),
         scale_by_learning_rate(learning_rate),
     )
-    adam = chain(
-        scale_by_adam(adam_b1, adam_b2, eps, adam_eps_root, nesterov=nesterov),
-        add_decayed_weights(adam_weight_decay),
-        scale_by_learning_rate(adam_rate),
-    )
+    scaled = scale_by_adam(adam_b1, adam_b2, eps, adam_eps_root, nesterov=nesterov)
+    adam = chain(scaled, add_decayed_weights(adam_weight_decay), scale_by_learning_rate(adam_rate))
     both = multi_transform({"muon": parts, "adam": adam}, lambda leaf: "muon" if matrices(leaf) else "adam")
     args: tuple[Any, ...] = (learning_rate, hashable(ns_coeffs), ns_steps, beta, eps, weight_decay, weight_decay_mask)
     args += (nesterov, adaptive, adam_b1, adam_b2, adam_eps_root, adam_weight_decay, adam_learning_rate, matrices)

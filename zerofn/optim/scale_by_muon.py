@@ -114,9 +114,11 @@ def hashable(coefficients: Any) -> Any:
 def _triples(where: str, coefficients: Any, steps: int) -> list[Coefficients]:
     """a, b, c of every step. The last of those given, as optax takes them."""
     checks.number(where, 1, ns_steps=steps)
+    if not isinstance(coefficients, tuple | list) or not coefficients:
+        raise ValueError(f"{where}: ns_coeffs must be three numbers, or three for each step; got {coefficients!r}.")
     given = [coefficients] * steps if isinstance(coefficients[0], int | float) else list(coefficients)[-steps:]
     for triple in given:
-        if len(triple) != 3:
+        if not isinstance(triple, tuple | list) or len(triple) != 3:
             raise ValueError(f"{where}: ns_coeffs must be three numbers, or three for each step; got {coefficients!r}.")
         checks.number(where, **dict(zip("abc", triple, strict=True)))
     if len(given) < steps:

@@ -1,7 +1,7 @@
 """Sums over some dims of logical leaves, and products with what varies along the others, without gathering them.
 
-A piece holds consecutive elements of a leaf, so it knows its part of every sum. Only the sums go over the wire. Parts
-are cut where ranks' pieces are, at every stage, and added in rank order: see [Note: order of sums] in `reductions`.
+A shard holds consecutive elements of a leaf, so it knows its part of every sum. Only the sums are sent. Leaves are cut
+where ranks' shards are, at every stage, and parts added in rank order: see [Note: order of sums] in `reductions`.
 """
 
 from __future__ import annotations
