@@ -33,13 +33,13 @@ lint: $(VENV)/test.stamp
 	$(VENV)/bin/mypy
 
 bench: $(VENV)/examples.stamp $(PEERS)/peers.stamp
-	$(VENV)/bin/python benchmarks/step.py
-	$(VENV)/bin/python benchmarks/memory.py
-	$(VENV)/bin/python benchmarks/foresight.py
-	$(VENV)/bin/python benchmarks/overhead.py
-	$(VENV)/bin/python benchmarks/optimizer.py
-	$(VENV)/bin/python benchmarks/offload.py
-	$(VENV)/bin/python benchmarks/nvme.py
+	$(VENV)/bin/python -m benchmarks.step.step
+	$(VENV)/bin/python -m benchmarks.memory.memory
+	$(VENV)/bin/python -m benchmarks.memory.foresight
+	$(VENV)/bin/python -m benchmarks.step.overhead
+	$(VENV)/bin/python -m benchmarks.optimizer.optimizer
+	$(VENV)/bin/python -m benchmarks.drives.offload
+	$(VENV)/bin/python -m benchmarks.drives.nvme
 
 # Writes the picture of the rooms into design.md, from the imports; a test says whether it is today's.
 architecture:

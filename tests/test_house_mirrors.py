@@ -136,18 +136,20 @@ def has_mirror(module):
     return file.exists() or any(folder.glob("test_*.py"))
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_files_have_a_test(module):
-    if FILES[module].name == "__init__.py":
-        return  # names of others, and what a package holds
-    entry = TESTED_BY.get(module.removeprefix("zerofn."))
+def wrong_about(module):
+    """What is wrong about where the test of a library's file is; "" where nothing is."""
+    entry, file = TESTED_BY.get(module.removeprefix("zerofn.")), mirror(module)[0].relative_to(ROOT)
     if entry is None:
-        assert has_mirror(module), (
-            f"write {mirror(module)[0].relative_to(ROOT)}, or say in TESTED_BY which test holds it"
-        )
-    else:
-        assert not has_mirror(module), f"take {module} from TESTED_BY: it has a test of its own"
-        assert (ROOT / "tests" / entry).exists(), f"TESTED_BY names {entry}, which is not there"
+        return "" if has_mirror(module) else f"write {file}, or say in TESTED_BY which test holds {module}"
+    if has_mirror(module):
+        return f"take {module} from TESTED_BY: it has a test of its own"
+    return "" if (ROOT / "tests" / entry).exists() else f"TESTED_BY names {entry}, which is not there"
+
+
+def test_files_have_a_test():
+    """Those of a package alone hold names of others, and what the package holds."""
+    modules = [module for module, path in FILES.items() if path.name != "__init__.py"]
+    assert list(filter(None, map(wrong_about, modules))) == []
 
 
 def test_entries_of_files_without_a_mirror_name_files():

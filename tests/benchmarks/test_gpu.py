@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py goes through all its parts without a GPU."""
+"""benchmarks/gpu/gpu.py goes through all its parts without a GPU."""
 
 import json
 import os
@@ -10,8 +10,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_part_runs_on_the_cpu(tmp_path):
-    command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--dry-run", "--minutes", "3", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = [sys.executable, "-m", "benchmarks.gpu.gpu", "--dry-run", "--minutes", "3", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     run = json.loads((tmp_path / "gpu.json").read_text())
     assert {name: part["why"] for name, part in run["parts"].items()} == dict.fromkeys(run["parts"], ""), done.stdout

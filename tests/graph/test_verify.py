@@ -353,7 +353,7 @@ def refused_and_let_through(state, bad, message, good):
         check_purity(captured(on_pieces(f), state, batch_of()))
 
 
-@pytest.mark.quick(world=[2])
+@pytest.mark.quick(world=[2], stage=[1, 3])
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", range(4))
 def test_what_is_local_is_refused_on_pieces_at_every_stage(stage, world):

@@ -45,6 +45,7 @@ def compared(stage, num_microbatches, precision):
     return kept(plain) / kept(full)
 
 
+@pytest.mark.quick(num_microbatches=[2])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_one_rank(num_microbatches):
     assert compared(3, num_microbatches, None) > 2  # of a linear layer, tanh and dropout not much is left out

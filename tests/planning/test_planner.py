@@ -227,6 +227,7 @@ def deep(**more):
                        machine=HERE, offload=None, precision=None, **more)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_planned_with_recomputation():
     whole = deep()[0]
     tight = deep(memory=whole.needs.device - 1)

@@ -1,0 +1,1 @@
+"""What several benchmarks share: processes, counters, statistics, tables, the models and the systems beside."""

@@ -1,0 +1,1 @@
+"""On one GPU: bits, kernels, and models that do not fit."""

@@ -1,0 +1,1 @@
+"""One AdamW update beside torch's and DeepSpeed's."""

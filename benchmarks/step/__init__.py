@@ -1,0 +1,1 @@
+"""A training step beside other systems', and what ZeroFn itself costs."""

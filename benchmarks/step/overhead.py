@@ -1,0 +1,174 @@
+"""python -m benchmarks.step.overhead   (make bench): what ZeroFn itself costs.
+
+Capture and passes: seconds, and seconds a node, for a 12- and a 48-layer Llama at stage 3 of two
+ranks, on a process group that moves nothing. Dispatch: the compiled step of a tiny model beside
+the hand-written loop in one process. Rounds are interleaved; every figure is a median over them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import processes, report
+from benchmarks.common.limits import ONE_RANK, Check
+from benchmarks.common.processes import HERE, BenchmarkError, program
+from benchmarks.common.statistic import interval, ratio
+from benchmarks.step.onerank import HANDWRITTEN
+
+LAYERS = (12, 48)
+WORLD, STAGE = 2, 3
+SECONDS_LIMIT, PER_NODE_LIMIT = 10.0, 1.3
+DISPATCH_TURNS, DISPATCH_BLOCK = 10, 20
+
+
+def capture(layers: int) -> dict[str, Any]:
+    """Compile a step of a Llama of that depth: `step.timings` and the first call, in seconds."""
+    import torch
+
+    from benchmarks.common.workload import DEEP, batches
+    from benchmarks.common.zerofn_rows import Compiled
+    from zerofn._torch_compat import join_fake_group
+
+    torch.set_num_threads(1)
+    join_fake_group(WORLD)
+    # A small model first: what is imported and built once a process is reported apart, as `cold`,
+    # or the 12-layer model's time per node would hold more of it than the 48-layer model's.
+    found = {}
+    for name, depth in (("cold", 2), ("warm", layers)):
+        tokens = batches(DEEP[depth], 0, WORLD, 1)[0]
+        compiled = Compiled(DEEP[depth], STAGE)
+        start = time.perf_counter()
+        compiled(tokens)
+        found[name] = dict(compiled.compiled.timings) | {"call": time.perf_counter() - start}
+    return found
+
+
+def capture_rounds(num_rounds: int, console: Console) -> dict[int, list[dict[str, Any]]]:
+    found: dict[int, list[dict[str, Any]]] = {layers: [] for layers in LAYERS}
+    for number in range(num_rounds):
+        for layers in LAYERS if number % 2 == 0 else reversed(LAYERS):
+            command = [*program(sys.executable, "benchmarks.step.overhead"), "--child", str(layers)]
+            (result,) = processes.run(f"capture of {layers} layers", [command])
+            found[layers].append(result)
+            seconds = total(result["warm"])
+            line = f"round {number + 1}/{num_rounds}  {layers} layers  {seconds:.2f} s"
+            console.print(line, highlight=False)
+    return found
+
+
+def total(timings: dict[str, Any]) -> float:
+    return timings["capture"] + sum(timings["passes"].values())
+
+
+def dispatch_rounds(num_rounds: int, console: Console) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds a step and per-round ratios to the hand-written loop, by loop."""
+    found: dict[str, dict[str, list[float]]] = {}
+    command = [*program(sys.executable, "benchmarks.step.onerank"), "--workload", "tiny"]
+    command += ["--turns", str(DISPATCH_TURNS), "--block", str(DISPATCH_BLOCK)]
+    for number in range(num_rounds):
+        (loops,) = processes.run("dispatch of a tiny model", [command])
+        by_hand = loops[HANDWRITTEN]["ms"]
+        for name, loop in loops.items():
+            series = found.setdefault(name, {"ms": [], "ratios": []})
+            pairs = zip(loop["ms"], by_hand, strict=True)
+            series["ms"].append(statistics.median(loop["ms"]))
+            series["ratios"].append(statistics.median(a / b for a, b in pairs))
+        console.print(f"round {number + 1}/{num_rounds}  dispatch", highlight=False)
+    return found
+
+
+def capture_table(captures: dict[int, list[dict[str, Any]]]) -> Table:
+    table = Table(
+        title=f"Capture and passes: Llama at stage {STAGE} of {WORLD} ranks (fake process group)",
+        caption="Seconds, medians over rounds. Once a process: the same for 2 layers, done first.",
+    )
+    names = list(captures[LAYERS[0]][0]["warm"]["passes"])
+    for name in ("", *(f"{layers} layers" for layers in LAYERS)):
+        table.add_column(name, justify="right" if name else "left")
+
+    def line(name: str, figure, form: str) -> None:
+        middles = (statistics.median(map(figure, captures[layers])) for layers in LAYERS)
+        table.add_row(name, *(format(value, form) for value in middles))
+
+    line("nodes", lambda r: r["warm"]["nodes"], ".0f")
+    line("capture", lambda r: r["warm"]["capture"], ".3f")
+    for name in names:
+        line(f"  pass {name}", lambda r, name=name: r["warm"]["passes"][name], ".3f")
+    line("capture and passes", lambda r: total(r["warm"]), ".3f")
+    line("microseconds a node", lambda r: 1e6 * per_node(r), ".1f")
+    line("first call, all of it", lambda r: r["warm"]["call"], ".3f")
+    line("once a process", lambda r: r["cold"]["call"], ".3f")
+    return table
+
+
+def per_node(result: dict[str, Any]) -> float:
+    return total(result["warm"]) / result["warm"]["nodes"]
+
+
+def dispatch_table(loops: dict[str, dict[str, list[float]]]) -> Table:
+    table = Table(title="Dispatch: a step of a tiny Llama, one process")
+    for name in ("loop", "microseconds a step", "ratio to hand-written"):
+        table.add_column(name, justify="left" if name == "loop" else "right")
+    for name, loop in loops.items():
+        microseconds = 1e3 * statistics.median(loop["ms"])
+        table.add_row(name, f"{microseconds:.0f}", str(interval(loop["ratios"])))
+    return table
+
+
+def checks(captures: dict[int, list[dict]], loops: dict[str, dict[str, list[float]]]) -> list[Check]:
+    low, high = LAYERS
+    seconds = interval([total(result["warm"]) for result in captures[high]])
+    growth = ratio([per_node(r) for r in captures[high]], [per_node(r) for r in captures[low]])
+    found = [
+        Check(f"capture and passes, {high} layers, s", str(seconds), seconds.median, SECONDS_LIMIT),
+        Check(f"time per node, {high} / {low} layers", str(growth), growth.median, PER_NODE_LIMIT),
+    ]
+    for name, loop in loops.items():
+        if name != HANDWRITTEN:
+            value, what = interval(loop["ratios"]), f"dispatch, {name} / hand-written"
+            found.append(Check(what, str(value), value.median, ONE_RANK["tiny"]))
+    return found
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--check", action="store_true", help="end with 1 if a limit is missed")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    return options
+
+
+def main() -> int:
+    options = arguments()
+    if options.child is not None:
+        print("RESULT " + json.dumps(capture(options.child)), flush=True)
+        return 0
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    try:
+        captures = capture_rounds(options.rounds, console)
+        loops = dispatch_rounds(options.rounds, console)
+    except BenchmarkError as error:
+        print(f"benchmark failed: {error}", file=sys.stderr)
+        return 1
+    found = checks(captures, loops)
+    for table in (capture_table(captures), dispatch_table(loops), report.check_table(found)):
+        console.print(table)
+    run = {"surroundings": report.surroundings(), "capture": captures, "dispatch": loops}
+    return report.conclude(options.out / "overhead.json", run, found, options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
