@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerofn
 from zerofn.graph.capture import capture
@@ -109,6 +110,22 @@ def test_a_repeated_operation_is_not_shown_to_torch(monkeypatch):
     monkeypatch.setattr(shortcut, "_long_way", lambda func, *rest: seen.append(str(func)) or original(func, *rest))
     capture(step_over, make_state(leaves(40)), torch.ones(16))
     assert len(seen) < 40
+
+
+def test_a_mode_around_a_capture_sees_every_operation():
+    class Seen(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    state = make_state(leaves(40))
+    with Seen() as seen:
+        capture(step_over, state, torch.ones(16))
+    assert seen.names.count("aten.mul.Tensor") >= 80  # forwards and backwards
 
 
 def leaves(num_leaves):

@@ -30,6 +30,7 @@ from .._torch_compat import (
     name_of_node,
     new_node,
     no_dispatch,
+    num_dispatch_modes,
     outside_trace,
     storage_key,
     tree_leaves,
@@ -87,7 +88,8 @@ class Shortcut(TorchDispatchMode):
         way = _ways[func]
         if way is not None:
             fake, trace, functional = lower_modes()
-            if fake is not None and functional is None and not torch.is_inference_mode_enabled():
+            alone = functional is None and num_dispatch_modes() == 1 + (trace is not None)  # no mode of a user's below
+            if fake is not None and alone and not torch.is_inference_mode_enabled():
                 if self._fakes is None:
                     self._fakes = Fakes(fake)
                 if self._fakes.mode is fake:
