@@ -1,5 +1,6 @@
 """The names that ZeroFn promises, and where a person finds them."""
 
+import json
 import pydoc
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import sys
 import pytest
 
 import zerofn
-from zerofn import optim
+from zerofn import collectives, optim, random
 
 PUBLIC = {
     zerofn: "accumulate all_finite collectives compile export first_nonfinite gather global_norm leaf_norms "
@@ -26,6 +27,9 @@ PUBLIC = {
     "LeafInfo LionState LookaheadState MaskedState MultiTransformState MuonState ParamsEmaState "
     "ScaleByRStdDevState ScaleByRmsState ScaleByRssState ScaleByScheduleState Schedule SgdState TraceState",
 }
+PACKAGES = {"collectives", "optim", "random"}
+# Slow or large, and needed by some programs only, or later. torch's first fake tensor brings dynamo and sympy.
+LATER = ["tensordict", "torch._dynamo", "sympy", "rich", "psutil", "matplotlib", "transformers", "safetensors", "cupy"]
 each_package = pytest.mark.parametrize("package", PUBLIC, ids=lambda p: p.__name__)
 
 
@@ -33,6 +37,45 @@ each_package = pytest.mark.parametrize("package", PUBLIC, ids=lambda p: p.__name
 def test_the_public_names(package):
     assert sorted(package.__all__) == sorted(PUBLIC[package].split())
     assert [name for name in package.__all__ if not hasattr(package, name)] == []
+    assert dir(package) == sorted(package.__all__)  # what completion offers
+
+
+def fresh(program):
+    """What a program prints as JSON in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_import_brings_only_what_every_program_needs():
+    imported = fresh(
+        "import json, sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import zerofn\n"
+        "print(json.dumps(sorted(set(sys.modules) - before)))"
+    )
+    assert "zerofn.compile" in imported
+    assert [name for name in imported if name in LATER] == []
+    others = {name.partition(".")[0] for name in imported} - {"zerofn", "torch", "numpy", "optree"}
+    assert others <= set(sys.stdlib_module_names) | {"typing_extensions"}, "import these where needed"
+
+
+def test_no_module_takes_a_public_names_place():
+    kinds = fresh(
+        "import importlib, json, pkgutil\n"
+        "import zerofn.compile, zerofn.optim.adamw\n"
+        "import zerofn\n"
+        "for found in pkgutil.walk_packages(zerofn.__path__, 'zerofn.'):\n"
+        "    found.name.endswith('.libzerofn') or importlib.import_module(found.name)\n"
+        "packages = (zerofn, zerofn.optim)\n"
+        "print(json.dumps([[n, type(getattr(p, n)).__name__] for p in packages for n in p.__all__]))"
+    )
+    assert {name for name, kind in kinds if kind == types.ModuleType.__name__} == PACKAGES
+
+
+def test_the_version():
+    assert zerofn.__version__.count(".") == 2
+    assert f"VERSION\n    {zerofn.__version__}" in pydoc.render_doc(zerofn, renderer=pydoc.plaintext)
 
 
 @each_package

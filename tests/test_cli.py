@@ -5,7 +5,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+import zerofn
 from zerofn.cli import main
 from zerofn.cost.machine import machine_of
 
@@ -52,6 +54,13 @@ def script(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     return path
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"zerofn {zerofn.__version__}, torch {torch.__version__}\n"
 
 
 @pytest.mark.parametrize("function", ["", ":train_step"])

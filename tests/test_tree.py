@@ -1,5 +1,7 @@
 """Tree order and key paths, against torch's own pytrees and by hand."""
 
+import subprocess
+import sys
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,6 +100,46 @@ def test_tensordict_keeps_a_batch_size_that_fits():
     assert summed.batch_size == ()
     uneven = tree.unflatten(tree.structure(value), [torch.ones(4, 3), torch.ones(5)])
     assert uneven.batch_size == ()
+
+
+TRAINS_ON_A_TENSORDICT = """
+import sys
+import torch
+import zerofn
+from zerofn import optim
+
+
+def loss_fn(params, batch):
+    return ((batch["x"] @ params["w"]["a"] - batch["y"]) ** 2).mean()
+
+
+def train_step(state, batch):
+    loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), 2)(batch)
+    return state.apply_gradients(grads), {"loss": loss, "seen": batch}
+
+
+def trained(of, batch_of):
+    def init():
+        return zerofn.TrainState.create(params=of({"w": of({"a": torch.ones(3, 2)})}), tx=optim.adamw(0.1))
+
+    state, batch = zerofn.shard(init, stage=3), batch_of({"x": torch.ones(4, 3), "y": torch.zeros(4, 2)})
+    step = zerofn.compile(train_step)
+    for _ in range(2):
+        state, metrics = step(state, batch)
+    assert type(metrics["seen"]) is type(batch)
+    return zerofn.unshard(state).params["w"]["a"]
+
+
+expected = trained(dict, dict)
+assert "tensordict" not in sys.modules
+from tensordict import TensorDict
+
+assert torch.equal(trained(TensorDict, lambda x: TensorDict(x, [4])), expected)
+"""
+
+
+def test_a_tensordict_may_be_imported_after_the_first_tree():
+    subprocess.run([sys.executable, "-c", TRAINS_ON_A_TENSORDICT], check=True, timeout=120)
 
 
 def test_is_leaf_stops():

@@ -91,6 +91,16 @@ def join_fake_group(world: int, rank: int = 0) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
 
 
+def data_dependent_errors() -> tuple[type[Exception], ...]:
+    """What a trace raises where Python needs a number or a shape that depends on data.
+
+    Imported where it is asked: `symbolic_shapes` brings sympy, most of what `import zerofn` would otherwise cost.
+    """
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return DataDependentError, DynamicShapeError, GuardOnDataDependentSymNode
+
+
 @contextlib.contextmanager
 def quiet_fakes() -> Iterator[None]:
     """Fake tensors log every operation that fails, with a traceback of its own, before they raise."""

@@ -25,6 +25,11 @@ from .comm import transport  # noqa: F401  (defines the operations)
 from .comm.mesh import DATA, Axis, Mesh
 
 ops = torch.ops.zerofn
+__all__ = ["all_gather", "all_reduce", "all_to_all", "permute", "reduce_scatter", "Linear", "LinearMap"]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
 
 
 class LinearMap(Protocol):

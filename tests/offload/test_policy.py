@@ -4,6 +4,7 @@ import os
 import types
 from functools import partial
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -391,7 +392,7 @@ def test_what_keeps_nothing_has_nothing_to_offload(tmp_path):
 
 def test_a_folder_in_memory_is_told(caplog, monkeypatch):
     where = types.SimpleNamespace(mountpoint="/", fstype="tmpfs")
-    monkeypatch.setattr(zerofn.offload.policy.psutil, "disk_partitions", lambda all: [where])
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: [where])
     state_of(build(2), 3, offload=Offload(optimizer="nvme", path="/tmp"))
     assert "/tmp lies in memory itself (tmpfs)" in caplog.text
 

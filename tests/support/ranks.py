@@ -36,7 +36,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-# Imported once in the fork server; only what the tests have imported anyway, so nothing can fail.
+# Imported once in the fork server; only what the tests have imported anyway, so nothing can fail, and dynamo, which
+# torch imports for the first fake tensor.
 PRELOAD = ("torch", "torch.distributed", "optree", "tensordict", "transformers", "zerofn")
 # What ranks other than the first to fail get for saying why, before all are killed.
 GRACE_SECONDS = 1.0
@@ -268,7 +269,7 @@ class RankPool:
         if self._store is None:
             # The session holds the rendezvous store, as torchrun's agent does: it outlives ranks.
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            self._context.set_forkserver_preload([m for m in PRELOAD if m in sys.modules])
+            self._context.set_forkserver_preload([*(m for m in PRELOAD if m in sys.modules), "torch._dynamo"])
         while len(self._workers) < num_ranks:
             ours, theirs = multiprocessing.Pipe()
             log = Path(self._logs.name) / f"worker{self._num_started}.log"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from ..comm.agreement import alive, exchange, first_difference, on_rank_0, rank_
 from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.storage import Stored
 from ..util.errors import CheckpointError
+from ..util.version import __version__
 from . import folder
 from .contents import Part, describe, leaves_of, take_apart
 from .manifest import Manifest, SavedLeaf, SavedTree, SavedUnit
@@ -216,11 +216,7 @@ def _file(rank: int) -> str:
 
 
 def _versions() -> dict[str, str]:
-    try:
-        own = importlib.metadata.version("zerofn")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
-        own = "not installed"
-    return {"zerofn": own, "torch": str(torch.__version__)}
+    return {"zerofn": __version__, "torch": str(torch.__version__)}
 
 
 def _unique(name: str, used: set[str]) -> str:

@@ -7,11 +7,11 @@ import itertools
 import json
 import os
 import platform
+import shutil
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from ..comm.agreement import exchange
 from ..comm.mesh import Axis, Mesh
 from ..comm.transport import all_gather_start, wait_
 from ..offload.disk.probe import probe
+from ..offload.policy import total_memory
 from .host_share import dram_rate, link_rate
 from .machine import Machine, hops, this_hardware
 from .op_timer import once
@@ -47,7 +48,7 @@ def this_machine(folder: str | os.PathLike[str] | None = None) -> Machine:
     slowest = _slowest(axis, device)
     drive = probe(Path(folder)) if folder is not None else None
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", axis.size))
-    host = psutil.virtual_memory().total
+    host = total_memory()
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host / ranks
     host_link, host_rate = (link_rate(device), dram_rate()) if device.type == "cuda" else (0.0, memory_rate)
     found = Machine(
@@ -78,7 +79,7 @@ def this_machine(folder: str | os.PathLike[str] | None = None) -> Machine:
 
 
 def _free(folder: str | os.PathLike[str] | None) -> float:
-    return float(psutil.disk_usage(os.fspath(folder)).free) if folder is not None else 0.0
+    return float(shutil.disk_usage(folder).free) if folder is not None else 0.0
 
 
 def _seconds(run: Callable[[], object]) -> float:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
 
 from ..util.errors import nearest
@@ -142,7 +141,7 @@ def this_hardware() -> str:
     """What this process runs on: a profile of something else says nothing about it."""
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    return f"{psutil.cpu_count()} x {_processor()}, {torch.get_num_threads()} thread(s) a rank"
+    return f"{os.cpu_count()} x {_processor()}, {torch.get_num_threads()} thread(s) a rank"
 
 
 def _processor() -> str:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
 import torch
 
 from ..dry_run.fake_machine import imagining, is_host
@@ -149,6 +148,8 @@ def _check(offload: Offload, whole: bool, device: torch.device) -> None:
 def _in_memory(path: str) -> bool:
     """Whether a folder's file system has no drive behind it."""
     real = Path(os.path.realpath(path))
+    import psutil  # type: ignore[import-untyped]
+
     mounts = [x for x in psutil.disk_partitions(all=True) if real.is_relative_to(x.mountpoint)]
     return max(mounts, key=lambda x: len(x.mountpoint)).fstype in ("tmpfs", "ramfs") if mounts else False
 
@@ -184,6 +185,8 @@ def check_memory(offload: Offload, kept: Mapping[str, int], num_ranks: int) -> N
 
 def free_memory() -> int:
     """Bytes of host memory that this process may still take, its control group's limit included."""
+    import psutil
+
     free = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):  # no control groups, or no limit
         group = Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
@@ -191,6 +194,13 @@ def free_memory() -> int:
         limit, used = ((folder / name).read_text() for name in ("memory.max", "memory.current"))
         free = min(free, int(limit) - int(used))
     return free
+
+
+def total_memory() -> int:
+    """Bytes of host memory that this machine has."""
+    import psutil
+
+    return int(psutil.virtual_memory().total)
 
 
 def lies_there(tier: str | None, device: torch.device) -> bool:

@@ -127,3 +127,7 @@ __all__ = [
     "SgdState",
     "TraceState",
 ]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -62,7 +62,7 @@ def plan(
     of such; `remat="budget"` is `compile(memory=...)` with what a device has. "all" are those that differ there.
     `memory`: of a device, "24GiB" or bytes, in the place of the machine's, of which CUDA itself is left 1 GiB.
 
-    Raises `ValueError` for what is unknown, `graph.capture.CaptureError` for a step that cannot be captured.
+    Raises `ValueError` for what is unknown, `zerofn.CaptureError` for a step that cannot be captured.
     """
     where = machine_of(machine)
     usable = where.memory - (CONTEXT if where.device == "cuda" else 0)
