@@ -4,11 +4,12 @@ import json
 import pydoc
 import subprocess
 import sys
+import types
 
 import pytest
 
 import zerofn
-from zerofn import collectives, optim, random
+from zerofn import optim
 
 PUBLIC = {
     zerofn: "accumulate all_finite collectives compile export first_nonfinite gather global_norm leaf_norms "
@@ -28,8 +29,6 @@ PUBLIC = {
     "ScaleByRStdDevState ScaleByRmsState ScaleByRssState ScaleByScheduleState Schedule SgdState TraceState",
 }
 PACKAGES = {"collectives", "optim", "random"}
-# Slow or large, and needed by some programs only, or later. torch's first fake tensor brings dynamo and sympy.
-LATER = ["tensordict", "torch._dynamo", "sympy", "rich", "psutil", "matplotlib", "transformers", "safetensors", "cupy"]
 each_package = pytest.mark.parametrize("package", PUBLIC, ids=lambda p: p.__name__)
 
 
@@ -45,19 +44,6 @@ def fresh(program):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
-
-
-def test_import_brings_only_what_every_program_needs():
-    imported = fresh(
-        "import json, sys, torch\n"
-        "before = set(sys.modules)\n"
-        "import zerofn\n"
-        "print(json.dumps(sorted(set(sys.modules) - before)))"
-    )
-    assert "zerofn.compile" in imported
-    assert [name for name in imported if name in LATER] == []
-    others = {name.partition(".")[0] for name in imported} - {"zerofn", "torch", "numpy", "optree"}
-    assert others <= set(sys.stdlib_module_names) | {"typing_extensions"}, "import these where needed"
 
 
 def test_no_module_takes_a_public_names_place():
@@ -100,7 +86,8 @@ def in_a_new_process(code):
     return done.stdout.strip()
 
 
-HEAVY = "tensordict torch._dynamo sympy rich matplotlib transformers".split()
+# Slow or large, and needed by some programs only, or later. torch's first fake tensor brings dynamo and sympy.
+HEAVY = "tensordict torch._dynamo sympy rich psutil matplotlib transformers cupy".split()
 
 
 @pytest.mark.slow
@@ -125,7 +112,7 @@ import zerofn.compile, zerofn.planning.planner, zerofn.training.remat, zerofn.de
 from zerofn import compile
 assert zerofn.compile is compile and callable(zerofn.compile) and callable(zerofn.plan) and callable(zerofn.remat)
 assert zerofn.tree.leaves({"a": 1}) == [1] and zerofn.collectives.__name__ == "zerofn.collectives"
-assert dir(zerofn) == sorted([*zerofn.__all__, "__version__"])
+assert dir(zerofn) == sorted(zerofn.__all__)
 try:
     zerofn.shrad
 except AttributeError as error:

@@ -14,7 +14,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .util.version import VERSION
+from .util.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import collectives, optim, random
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from .training.train_state import TrainState
     from .tree import tree_map
 
-__version__ = VERSION
 
 # Where each public name is defined; an empty text for a public module.
 _WHERE = {
@@ -127,7 +126,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return list(__all__)
 
 
 sys.modules[__name__].__class__ = _Package

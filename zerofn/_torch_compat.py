@@ -47,13 +47,6 @@ from torch.fx.experimental.proxy_tensor import track_tensor_tree as bind_outputs
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
-def data_dependent_errors() -> tuple[type[Exception], ...]:
-    """What a trace raises where the step depends on a tensor's value. The last of them comes with sympy."""
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-    return DataDependentError, GuardOnDataDependentSymNode, DynamicShapeError
-
-
 def resolve_process_group(name: str) -> torch.distributed.ProcessGroup:
     """Group name -> ProcessGroup."""
     return _resolve_process_group(name)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from .cost.machine import KNOWN, machine_of
 from .dry_run.script import Reached, Rehearsal
 from .graph.capture import CaptureError
 from .planning.planner import ALL, plan
-from .util.version import VERSION
+from .util.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="zerofn", description=__doc__)
-    parser.add_argument("--version", action="version", version=f"zerofn {VERSION}, torch {torch.__version__}")
+    parser.add_argument("--version", action="version", version=f"zerofn {__version__}, torch {torch.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser(
         "plan",

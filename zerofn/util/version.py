@@ -1,3 +1,3 @@
 """The version, in one place: pyproject.toml reads it here."""
 
-VERSION = "0.1.0"
+__version__ = "0.1.0"
