@@ -1,4 +1,4 @@
-"""`zerofn::adamw`: one AdamW or Adam step on a flat piece, in torch's fused arithmetic.
+"""`zerofn::adamw`: one AdamW or Adam step on a flat shard, in torch's fused arithmetic.
 
 Weight decay is decoupled (Loshchilov and Hutter 2019, Algorithm 2) or added to the gradient (Kingma and Ba 2015 with
 L2).

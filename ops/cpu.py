@@ -165,7 +165,7 @@ def update_(
     count: int,
     offset: int = 0,
 ) -> None:
-    """One step of `rule` on a piece, in place: `adamw`, `adam`, `lion`, `sgd` or `sgd_momentum`.
+    """One step of `rule` on a shard, in place: `adamw`, `adam`, `lion`, `sgd` or `sgd_momentum`.
 
     `p`: [fp32 [size]], or a split master [bfloat16 [size], int16 [size]]. `g`: [size], fp32, bf16 or fp16, made fp32
     and then multiplied by each of up to two `factors`. `moments`: as many as the rule has, each [fp32], [bf16] or

@@ -12,7 +12,7 @@ from torch import Tensor
 
 BLOCK = 256  # elements with one scale and one seed
 CPU = torch.device("cpu")
-UNIT = 2048  # elements; pieces start at a multiple
+UNIT = 2048  # elements; shards start at a multiple
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -1,6 +1,6 @@
-"""Runs of a flat piece: fill them, scale them, take them from another.
+"""Runs of a flat shard: fill them, scale them, take them from another.
 
-Run i is elements [starts[i], stops[i]). All three are elementwise in the piece, so what they return on a
+Run i is elements [starts[i], stops[i]). All three are elementwise in the shard, so what they return on a
 shard is the shard of what they return on the whole.
 """
 

@@ -1,4 +1,4 @@
-"""What elementwise update rules share: runs of constants, the gradient's factor, the verdict, two forms, two makers.
+"""What elementwise update rules share: runs of constants, the gradient's factor, the finite check, two forms.
 
 `define_rule` makes `zerofn::name`, which returns new tensors, and `zerofn::name_`, which writes, in the same order, the
 arguments the other returns, each given as the list of tensors that store it (`Parts`). The kernels (`cpu`, or `cuda` on

@@ -96,7 +96,7 @@ class AllGather:
         return ReduceScatter(self.axis, self.unit)
 
     def __call__(self, x: Tensor) -> tuple[Tensor]:
-        """Pieces in rank order."""
+        """Shards in rank order."""
         if self.axis.size == 1:
             return (x.view_as(x),)
         full = ops.wait(ops.all_gather(x.reshape(-1), self.axis.size, self.axis.group, self.unit))
@@ -108,7 +108,7 @@ class AllGather:
 
 @dataclass(frozen=True)
 class ReduceScatter:
-    """[..., size * s] on each rank -> [..., s]: the sum over ranks, in rank order, of one's own piece."""
+    """[..., size * s] on each rank -> [..., s]: the sum over ranks, in rank order, of one's own shard."""
 
     axis: Axis
     unit: str = ""

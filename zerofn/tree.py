@@ -146,7 +146,7 @@ def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]
 def tree_map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """`f` at every leaf of `tree` (and of `rest`, which must have the same structure).
 
-    On `Sharded` trees the leaves are this rank's pieces, so an elementwise `f` is the partitioned update.
+    On `Sharded` trees the leaves are this rank's shards, so an elementwise `f` is the partitioned update.
 
     >>> tree_map(lambda a, b: a + b, {"x": 1, "y": (2, 3)}, {"x": 10, "y": (20, 30)})
     {'x': 11, 'y': (22, 33)}

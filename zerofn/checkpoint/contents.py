@@ -82,7 +82,7 @@ def leaves_of(part: Part) -> list[LeafInfo]:
 
 
 def kinds_of(sharded: Sharded) -> list[StorageSpec]:
-    """How each piece is kept, or was before it was given away."""
+    """How each shard is kept, or was before it was given away."""
     return list(sharded.kinds)
 
 

@@ -22,7 +22,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class SavedUnit:
-    """A flat buffer; its pieces are the tensors called `tensor` of its tree's files."""
+    """A flat buffer; its shards are the tensors called `tensor` of its tree's files."""
 
     name: str
     size: int  # elements, padding included
@@ -33,7 +33,7 @@ class SavedUnit:
 
 @dataclass(frozen=True)
 class SavedTree:
-    """A `Sharded`: its key path, units and leaves. `files[p]` has the p-th of `num_pieces` equal pieces of
+    """A `Sharded`: its key path, units and leaves. `files[p]` has the p-th of `num_pieces` equal shards of
     each unit; a leaf is elements [offset, offset + numel) of its unit.
     """
 

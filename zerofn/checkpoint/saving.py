@@ -1,4 +1,4 @@
-"""`save`: every rank writes its own pieces; the checkpoint is there once all of them are."""
+"""`save`: every rank writes its own shards; the checkpoint is there once all of them are."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WHAT = "zerofn.save"
 def save(path: str | os.PathLike[str], state: Any) -> None:
     """Write a state to the folder `path`, where `load` finds it. Every rank must call it; nothing is pickled.
 
-    Each rank writes one safetensors file with its pieces, one MiB in memory at a time; rank 0 also what is
+    Each rank writes one safetensors file with its shards, one MiB in memory at a time; rank 0 also what is
     replicated, and a JSON manifest of logical names. At stage 0 each rank writes its N-th part, so nothing is
     written twice. All ranks must see `path` (a shared file system, on several machines). A checkpoint that is
     already at `path` stays until the new one is complete; a process that is killed leaves one or the other.
@@ -67,7 +67,7 @@ def _plan(state: Any) -> list[Part]:
 
 @dataclass(frozen=True)
 class _Job:
-    """One save. Ranks are those of the whole job; `owners[k][p]` writes piece p of the k-th `Sharded`."""
+    """One save. Ranks are those of the whole job; `owners[k][p]` writes shard p of the k-th `Sharded`."""
 
     path: Path
     parts: list[Part]
@@ -117,7 +117,7 @@ class _Job:
                         yield leaf.name, _digest(whole.read(leaf.offset, leaf.offset + _numel(leaf.shape)))
 
     def owners(self) -> list[list[int]]:
-        """Of ranks that hold the same piece (a mesh of several axes has them) the first writes it."""
+        """Of ranks that hold the same shard (a mesh of several axes has them) the first writes it."""
         mine = [p.value.spec.axis.rank for p in self.trees]
         held = [json.loads(text) for text in exchange(WHAT, json.dumps(mine))]
         out = []

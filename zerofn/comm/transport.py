@@ -55,7 +55,7 @@ def _is_gloo(group: str, tensor: Tensor) -> bool:
 def all_gather_start(
     piece: Tensor, size: int, group: str, unit: str, own: Sequence[int] | None = None, place: Sequence[int] = ()
 ) -> Tensor:
-    """piece [s] on each rank -> [size * s], pieces in rank order. `own`: the interval of this rank's piece that is
+    """shard [s] on each rank -> [size * s], shards in rank order. `own`: the interval of this rank's shard that is
     needed there; by default all of it. `place`: in an arena; by default it is memory of its own."""
     full = empty(size * piece.numel(), piece.dtype, piece.device, place)
     if not _is_gloo(group, piece):
@@ -72,7 +72,7 @@ def all_gather_start(
 
 
 def refresh_start(full: Tensor, rank: int, size: int, group: str, unit: str) -> None:
-    """All-gather in place: `full`'s rank-th piece is current, the others are filled from their ranks."""
+    """All-gather in place: `full`'s rank-th shard is current, the others are filled from their ranks."""
     rows = full.view(size, -1)
     if not _is_gloo(group, full):
         torch.ops._c10d_functional.all_gather_into_tensor_out(rows[rank], size, group, out=full)
@@ -83,7 +83,7 @@ def refresh_start(full: Tensor, rank: int, size: int, group: str, unit: str) -> 
 
 
 def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str) -> Tensor:
-    """flat [size * s] -> [s]: the sum over ranks, in rank order, of this rank's piece."""
+    """flat [size * s] -> [s]: the sum over ranks, in rank order, of this rank's shard."""
     if not _is_gloo(group, flat):
         return torch.ops._c10d_functional.reduce_scatter_tensor(flat, "sum", size, group)
     rows, rank = flat.view(size, -1), dist.get_rank(group_named(group))

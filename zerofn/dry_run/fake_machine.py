@@ -1,7 +1,6 @@
 """Planning for machines that are not there.
 
-Inside a machine that is imagined a state's tensors are fake, shapes without memory; no drive is touched and no other
-rank is asked.
+Inside a fake machine a state's tensors are fake: shapes without memory. No drive is touched, no other rank is asked.
 Fake CUDA tensors cannot be differentiated without a GPU. So an accelerator that is not there is stood for by the device
 "cpu", for which torch has every operation that it has for a GPU, and its host's memory by "meta".
 """
@@ -43,7 +42,7 @@ class Imagined:
     mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True), compare=False)
 
     def __call__(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, this machine is imagined."""
+        """Inside, the process plans for this machine."""
         return inside(_current, self)
 
     def zeros(self, size: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -60,7 +59,7 @@ class Imagined:
 
 
 def imagining() -> Imagined | None:
-    """The machine that is imagined; None where things are what they are."""
+    """The fake machine that is planned for; None where things are what they are."""
     return _current.get()
 
 

@@ -24,7 +24,7 @@ class Rehearsal:
         self._passed: list[Callable[..., Any]] = []  # other functions that were called
 
     def __call__(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, scripts are rehearsed."""
+        """Inside, scripts run dry."""
         return inside(_rehearsal, self)
 
     def shards(self, state: Any, init: Any, options: dict[str, Any]) -> None:
@@ -55,7 +55,7 @@ class Rehearsal:
 
 
 class Reached(BaseException):
-    """A rehearsal has come to the step: `step` and its `batch`, `init` and `options` as `shard` was given them."""
+    """A dry run has come to the step: `step` and its `batch`, `init` and `options` as `shard` was given them."""
 
     def __init__(self, step: Callable[..., Any], batch: Any, init: Any, options: dict[str, Any]) -> None:
         super().__init__("the rehearsed script has come to its step")
@@ -63,5 +63,5 @@ class Reached(BaseException):
 
 
 def rehearsing() -> Rehearsal | None:
-    """The rehearsal that goes on."""
+    """The dry run that is under way."""
     return _rehearsal.get()

@@ -90,7 +90,7 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
 def _placed_alike(x: Tensor) -> Tensor:
     """`x`, or where it is part of a larger buffer, a tensor that looks like it and is not.
 
-    A piece may be a view of its gathered copy and then begins elsewhere on each rank. Forward-mode differentiation
+    A shard may be a view of its gathered copy and then begins elsewhere on each rank. Forward-mode differentiation
     copies tangents that are placed otherwise than their primals, so ranks would get different graphs. Tracing reads
     no elements: what is allocated here is never touched.
     """
@@ -210,7 +210,7 @@ def _numbers_as_tensors(new: Any, old: Any) -> Any:
 
 
 def _check_pieces(flat: Flat, new: Any) -> None:
-    """Raise where a piece comes back in another dtype or size: it could not take its place."""
+    """Raise where a shard comes back in another dtype or size: it could not take its place."""
     nodes, treedef = tree.flatten(new, is_leaf=is_sharded)
     for name, cut, x in zip(tree.field_names(treedef), flat.nodes, nodes, strict=True):
         for unit, kind, piece in zip(x.layout.units, cut.kinds, x.pieces, strict=True) if is_sharded(x) else ():
@@ -223,7 +223,7 @@ def _check_pieces(flat: Flat, new: Any) -> None:
 
 
 def _decode(value: Any, decoded: dict[int, tuple[Tensor, Stored]]) -> Any:
-    """A tree with all pieces as the step sees them. `decoded` is told what each was decoded from."""
+    """A tree with all shards as the step sees them. `decoded` is told what each was decoded from."""
 
     def seen(x: Any) -> Any:
         if not is_sharded(x):

@@ -27,7 +27,7 @@ def captured(
 
 
 def dry_result(step: Callable[[Any, Any], Any], state: Any, batch: Any) -> Any:
-    """What a step returns that is not the one that a rehearsal looks for: the state as it is, and ones."""
+    """What a dry run returns for a step that it does not look for: the state as it is, and ones."""
     program, _ = captured(step, state, batch)
     values = [node.meta["val"] for node in program.output.args[0][program.num_new :]]  # type: ignore[index,union-attr]
     aux = program.aux.spread([torch.ones(x.shape, dtype=x.dtype) for x in values])

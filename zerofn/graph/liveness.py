@@ -143,7 +143,7 @@ def _nbytes(node: Node) -> int:
 
 
 def _held(node: Node) -> int:
-    """What gloo's reduce-scatter receives beside its result, until it is waited for: a piece of each further rank."""
+    """What gloo's reduce-scatter receives beside its result, until it is waited for: a shard of each further rank."""
     if not reduces(node) or not is_host(node.meta["val"].device):
         return 0
     return max(0, argument(node, "size") - 2) * node.meta["val"].nbytes

@@ -19,20 +19,20 @@ from .buffers import BufferSpec, DriveSpec
 
 @dataclass(frozen=True)
 class Cut:
-    """What is static about a `Sharded` and the pieces it has."""
+    """What is static about a `Sharded` and the shards it has."""
 
     spec: Spec
     kinds: tuple[StorageSpec, ...]
 
     def pieces(self, tensors: Iterator[Tensor]) -> list[Stored]:
-        """Its pieces, of the next tensors."""
+        """Its shards, of the next tensors."""
         bounds = [self.spec.bounds(unit) for unit in self.spec.layout.units]
         return [kind.of(tensors, stop - start) for kind, (start, stop) in zip(self.kinds, bounds, strict=True)]
 
 
 @dataclass(frozen=True)
 class Flat:
-    """A tree of tensors, `Sharded` nodes included, as a flat list, a `Sharded` as what keeps its pieces; `spread` is
+    """A tree of tensors, `Sharded` nodes included, as a flat list, a `Sharded` as what keeps its shards; `spread` is
     the way back. Leaves that are no tensors are kept here, as they are."""
 
     treedef: tree.PyTreeSpec
@@ -65,8 +65,8 @@ class Flat:
         return Flat(treedef, tuple(nodes), tuple(names)), tensors
 
     def keep(self, value: Any, old: Any, decoded: dict[int, tuple[Tensor, Stored]]) -> Any:
-        """A tree of this structure with pieces kept as those of `old` are, in the place of what lies on a drive.
-        `decoded`: id of a piece -> the piece, and what it was decoded from: that keeps it if it comes back untouched,
+        """A tree of this structure with shards kept as those of `old` are, in the place of what lies on a drive.
+        `decoded`: id of a shard -> the shard, and what it was decoded from: that keeps it if it comes back untouched,
         and to where it was: another place may keep it otherwise, or both may be written later.
         """
 
@@ -164,7 +164,7 @@ class Program:
         return {**out, **{f"batch.{name}": repr(value) for name, value in self.batch.baked.items()}}
 
     def copies(self) -> list[tuple[Node, Node, bool]]:
-        """(piece, gathered copy, whether the piece is a view of it) for every unit that has a copy."""
+        """(shard, gathered copy, whether the shard is a view of it) for every unit that has a copy."""
         out, at = [], 0
         nodes = self.placeholders
         for k, cut in enumerate(self.state.nodes):
@@ -194,7 +194,7 @@ class Program:
 
 
 def owners(nodes: tuple[Any, ...]) -> list[tuple[Any, Any]]:
-    """`Flat.nodes` -> per tensor: (spec, unit), or (None, None) for one that is no piece."""
+    """`Flat.nodes` -> per tensor: (spec, unit), or (None, None) for one that is no shard."""
     out: list[tuple[Any, Any]] = []
     for cut in nodes:
         if cut is None:

@@ -81,7 +81,7 @@ class Segments:
         return not any(self._root[x] in self._written for n in again for x in (n, *n.all_input_nodes))
 
     def _is_parameter(self, memory: Node) -> bool:
-        """Whether memory is there for the forward pass: a piece, or what is gathered."""
+        """Whether memory is there for the forward pass: a shard, or what is gathered."""
         value = tensor_of(memory)
         return not phase_of(memory) and memory.op != "get_attr" and value is not None and value.is_floating_point()
 

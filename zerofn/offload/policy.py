@@ -90,9 +90,9 @@ class Offload:
 
 def resolve(offload: Offload | str | None, stage: int, num_ranks: int, device: torch.device) -> Offload:
     """An `Offload` from what `shard` accepts. "cpu" and "nvme" mean the optimizer's state, and the parameters where
-    they lie in pieces. Raises `ValueError`/`TypeError` for what is unknown, and for what would have no effect.
+    they are sharded. Raises `ValueError`/`TypeError` for what is unknown, and for what would have no effect.
     """
-    whole = stage in (1, 2) and num_ranks > 1  # a gathered copy lies beside the pieces
+    whole = stage in (1, 2) and num_ranks > 1  # a gathered copy lies beside the shards
     if offload is None:
         return Offload()
     if isinstance(offload, str):

@@ -41,7 +41,7 @@ class GradientTransformation:
     arguments; without a name, when their functions are the same. Optional: `apply` (see `Apply`); `factor`
     (`(grads, factor so far) -> factor`, for transformations that only multiply by one scalar); `label` (a
     hashable per leaf; leaves with equal labels lie side by side in a unit); `learning_rate(state)`;
-    `by_runs` (`apply` leaves alone what lies between a piece's leaves).
+    `by_runs` (`apply` leaves alone what lies between a shard's leaves).
     """
 
     init: Callable[[Any], Any] = field(compare=False)

@@ -1,6 +1,6 @@
-"""Per-leaf constants of an update rule, as runs of elements on this rank's pieces.
+"""Per-leaf constants of an update rule, as runs of elements on this rank's shards.
 
-Masks and labels are callables on the logical tree; a flat piece is cut where their answer changes.
+Masks and labels are callables on the logical tree; a flat shard is cut where their answer changes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .base import LeafInfo
 
 
 class Slot(NamedTuple):
-    """One tensor of a tree (a piece, or a plain leaf), and the runs of equal constants in it."""
+    """One tensor of a tree (a shard, or a plain leaf), and the runs of equal constants in it."""
 
     place: int  # among the tree's flat tensors
     runs: list[tuple[int, int, Any]]  # (start, stop, constant)

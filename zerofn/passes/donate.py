@@ -71,7 +71,7 @@ def _fits(new: Node, old: Node) -> bool:
 
 
 def _shared(program: Program) -> dict[Node, Node]:
-    """Pieces -> the gathered copy that is written with them: at once where they are views of it, else right after."""
+    """Shards -> the gathered copy that is written with them: at once where they are views of it, else right after."""
     return {piece: whole for piece, whole, _ in program.copies()}
 
 

@@ -24,7 +24,7 @@ UNDER_WAY = 2  # on one link: one that goes on, and one that follows at once
 
 
 def prefetch(program: Program) -> None:
-    """Start every gather, with what prepares its piece, as soon as a simulated run has its link free, and the gathered
+    """Start every gather, with what prepares its shard, as soon as a simulated run has its link free, and the gathered
     units that are there, and not yet used for the last time, take no more than three that follow each other do; where
     starts were chosen, there. What it sends of a drive or the host is read before, as soon as that link is free. None
     before what it needs is there, nor before the one ahead of it. Moves are local, so the order of transfers is the
@@ -184,7 +184,7 @@ def _chosen(graph: Graph, names: frozenset[tuple[str, str]]) -> dict[Node, int]:
 
 
 def _chain(start: Node, where: dict[Node, int]) -> list[Node]:
-    """A gather and what prepares its piece, nobody else reading that: what is read, decoded and cast."""
+    """A gather and what prepares its shard, nobody else reading that: what is read, decoded and cast."""
     found, todo = [start], [start]
     while todo:
         for node in todo.pop().all_input_nodes:

@@ -15,7 +15,7 @@ ops = torch.ops.zerofn
 
 def raise_updates(program: Program) -> None:
     """Raise every update in place to where its gradient is reduced, after all that still reads the old values: inside
-    the backward pass, where it need not wait for a verdict on all gradients. Those that do wait run in the order in
+    the backward pass, where it need not wait for the finite check or the norm. Those that do wait run in the order in
     which the next step uses what they write.
     """
     gm = program.gm
@@ -39,7 +39,7 @@ def raise_updates(program: Program) -> None:
     def memory(rule: Node) -> set[Node]:
         places = {root[x] for x in writes(rule)}
         places |= {root[place_of_store(spill)] for spill in spills[rule]}
-        return places | {copies[x] for x in places if x in copies}  # a piece may lie in its gathered copy
+        return places | {copies[x] for x in places if x in copies}  # a shard may lie in its gathered copy
 
     reads = set(_reads(graph))
 
@@ -76,7 +76,7 @@ def _reads(graph: Graph) -> list[Node]:
 
 
 def _scalars(graph: Graph, rules: list[Node]) -> list[Node]:
-    """What rules read beside tensors of many elements, in order: counts, rates, the verdict, and what makes them."""
+    """What rules read beside large tensors, in order: counts, rates, the finite check, and what makes them."""
     found: set[Node] = set()
     todo = [x for rule in rules for x in rule.all_input_nodes]
     while todo:

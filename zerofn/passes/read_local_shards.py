@@ -17,10 +17,10 @@ _slice = torch.ops.aten.slice.Tensor
 
 
 def read_local_shards(program: Program) -> None:
-    """Let a leaf that lies wholly in this rank's piece be a view of the piece, and the gather copy of the piece only
+    """Let a leaf that lies wholly in this rank's shard be a view of the shard, and the gather copy of the shard only
     what leaves on its edges need. Transfers stay as they are; which leaves are so read differs from rank to rank.
 
-    Only pieces that are there all through the step: one that is cast for the gather would live longer.
+    Only shards that are there all through the step: one that is cast for the gather would live longer.
     """
     gm = program.gm
     root = roots(gm.graph)
@@ -36,7 +36,7 @@ def _read(start: Node, piece: Node) -> None:
     size, group = tensor_of(piece).numel(), argument(start, "group")  # type: ignore[union-attr]
     low = 0 if imagining() else dist.get_rank(resolve_process_group(group)) * size
     inside: list[tuple[Node, int, int]] = []
-    edges: list[tuple[int, int]] = []  # what others need of the piece
+    edges: list[tuple[int, int]] = []  # what others need of the shard
     users = list(wait_of(start).users)
     for user in users:
         read = _interval(user)

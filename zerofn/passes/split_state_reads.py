@@ -14,7 +14,7 @@ from ..graph.program import Program
 
 
 def split_state_reads(program: Program) -> None:
-    """Give the update of a piece a read of its own: in between, nobody needs it in memory. Such reads are marked. What
+    """Give the update of a shard a read of its own: in between, nobody needs it in memory. Such reads are marked. What
     a loop computes with is read in each of its rounds.
     """
     gm = program.gm

@@ -13,9 +13,9 @@ ops, aten = torch.ops.zerofn, torch.ops.aten
 
 
 def start_param_gather(program: Program) -> None:
-    """After a unit's piece is updated, start to gather it into the copy that hangs on the parameters.
+    """After a unit's shard is updated, start to gather it into the copy that hangs on the parameters.
 
-    Where the dtypes agree the piece is a view of that copy and nothing is copied; else it is cast into its place.
+    Where the dtypes agree the shard is a view of that copy and nothing is copied; else it is cast into its place.
     Nobody waits here: `arrive` does, in the next step.
     """
     gm = program.gm

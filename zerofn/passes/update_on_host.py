@@ -92,7 +92,7 @@ def _move(graph: Graph, rule: Node, ready: Node, where: dict[Node, float], aside
     with graph.inserting_after(begun):  # at once: where it waits on a drive, it is on its way there before the next
         given = {gradient: _node(graph, ops.wait.default, (begun,), begun)}
     parts = [x for parts in kept_by(rule) for x in parts]
-    for x in [*parts, *(x for x in rule.args if isinstance(x, Node) and x is not gradient)]:  # counts, rates, verdict
+    for x in [*parts, *(x for x in rule.args if isinstance(x, Node) and x is not gradient)]:  # counts, rates, checks
         if _brought(x):
             given[x] = lies_at(cast(Node, start_of(x)))
         elif from_drive(x):

@@ -11,7 +11,7 @@ from ..graph.program import Program
 
 def wait_param_gather(program: Program) -> None:
     """Wait for every gathered copy that the step before may have left under way, just before the first node that uses
-    it or the piece that lies in it: the end-of-step gather hides behind the next forward pass.
+    it or the shard that lies in it: the end-of-step gather hides behind the next forward pass.
     """
     gm = program.gm
     where = positions(gm.graph)

@@ -89,7 +89,7 @@ class Plan:
         return found
 
     def _there(self) -> contextlib.AbstractContextManager[None]:
-        """The machine that was imagined when the step was captured."""
+        """The fake machine that the step was captured for."""
         return self._imagined() if self._imagined is not None else contextlib.nullcontext()
 
     def timeline(self, machine: Machine | str | os.PathLike[str] | None = None) -> Timeline:

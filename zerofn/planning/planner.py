@@ -196,7 +196,7 @@ class _Planner:
 
 def _state_needs(state: Any) -> Needs:
     """Bytes of a rank's state."""
-    device: dict[Any, int] = {}  # pieces may lie in a gathered copy
+    device: dict[Any, int] = {}  # shards may lie in a gathered copy
     host = disk = 0
     for x in tree.leaves(state, is_leaf=is_sharded):
         parts: list[StoredPart] = [part for piece in x.stored for part in piece.parts] if is_sharded(x) else [x]

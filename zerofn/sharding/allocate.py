@@ -31,9 +31,9 @@ def allocate(
     scratch: Store | None = None,
     name: str = "",
 ) -> Sharded:
-    """A `Sharded` of zeros. `cached`: with the gathered copy, of which pieces are views where dtypes agree.
+    """A `Sharded` of zeros. `cached`: with the gathered copy, of which shards are views where dtypes agree.
 
-    `kinds`: how pieces are kept, by unit; as they are, in the layout's dtypes, by default. `scratch`: where those lie
+    `kinds`: how shards are kept, by unit; as they are, in the layout's dtypes, by default. `scratch`: where those lie
     that are kept on a drive, under `name` in errors.
     """
     if cached:
@@ -86,7 +86,7 @@ class Filler:
         self._held: dict[int, Stored] = {}
 
     def write(self, index: int, start: int, values: Tensor) -> None:
-        """Keep elements of the index-th piece: of a leaf, all that is here of it."""
+        """Keep elements of the index-th shard: of a leaf, all that is here of it."""
         if index not in self._held:
             if len(self._held) == HELD:
                 first = next(iter(self._held))
@@ -119,7 +119,7 @@ def lacks_copy(sharded: Sharded) -> bool:
 def refill(sharded: Sharded) -> None:
     """Gather the copy that stages 1 and 2 keep beside parameters, anew, where an unflatten dropped it.
 
-    The pieces become views of it where dtypes agree, so nothing is held twice. All ranks call it.
+    The shards become views of it where dtypes agree, so nothing is held twice. All ranks call it.
     """
     pending().wait_for_all()
     spec, pieces, full = sharded.spec, [], []
@@ -146,7 +146,7 @@ def keep_halves(sharded: Sharded) -> None:
 
 
 def settle(sharded: Sharded) -> None:
-    """Make replicas equal: every rank's own piece counts, whatever others have there. All ranks call it."""
+    """Make replicas equal: every rank's own shard counts, whatever others have there. All ranks call it."""
     spec = sharded.spec
     if spec.axis.size == 1 or (spec.stage != 0 and sharded.full is None):
         return

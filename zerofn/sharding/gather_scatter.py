@@ -27,11 +27,11 @@ from .sharded import Sharded, Spec, check_whole, is_sharded
 
 @dataclass(frozen=True)
 class GatherUnit:
-    """piece -> the unit's flat buffer, in the compute dtype; `full` is that buffer where it is cached."""
+    """shard -> the unit's flat buffer, in the compute dtype; `full` is that buffer where it is cached."""
 
     spec: Spec
     unit: Unit
-    dtype: torch.dtype  # of the stored piece
+    dtype: torch.dtype  # of the stored shard
     full: Tensor | None = field(default=None, compare=False)
 
     @property
@@ -56,11 +56,11 @@ class GatherUnit:
 
 @dataclass(frozen=True)
 class ScatterUnit:
-    """The unit's flat buffer on each rank -> this rank's piece of the mean over ranks, in the reduce dtype."""
+    """The unit's flat buffer on each rank -> this rank's shard of the mean over ranks, in the reduce dtype."""
 
     spec: Spec
     unit: Unit
-    dtype: torch.dtype  # of the stored piece
+    dtype: torch.dtype  # of the stored shard
 
     @property
     def transpose(self) -> GatherUnit:
@@ -127,7 +127,7 @@ def ravel(leaves: Sequence[Tensor | None], unit: Unit, dtype: torch.dtype) -> Te
 
 
 def gather_leaves(sharded: Sharded) -> list[Tensor]:
-    """All logical leaves, in the tree's order, differentiable in the pieces."""
+    """All logical leaves, in the tree's order, differentiable in the shards."""
     out: list[Any] = [None] * len(sharded.layout.where)
     copies: Sequence[Tensor | None] = sharded.full or [None] * len(sharded.stored)
     for unit, kept, full in zip(sharded.layout.units, sharded.stored, copies, strict=True):

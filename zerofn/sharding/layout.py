@@ -1,8 +1,8 @@
 """Where every leaf lies: leaf <-> (unit, offset, shape). No communication here.
 
 [Note: layout] The leaves of one *unit* (a layer, usually) are raveled into one flat buffer, each leaf at a
-multiple of `ALIGN` elements, the whole padded so that it cuts into N equal pieces of a multiple of `PIECE`
-elements; rank r owns the r-th piece. Padding is never read: it may hold anything.
+multiple of `ALIGN` elements, the whole padded so that it cuts into N equal shards of a multiple of `PIECE`
+elements; rank r owns the r-th shard. Padding is never read: it may hold anything.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NO_NAME = "masks and labels are asked about a leaf, not its name"
 
 
 class LeafInfo(NamedTuple):
-    """What masks and labels are asked about: a logical leaf, never a flat piece."""
+    """What masks and labels are asked about: a logical leaf, never a flat shard."""
 
     name: str
     shape: tuple[int, ...]
@@ -161,7 +161,7 @@ class Layout:
         return tuple(sorted((leaf for unit in self.units for leaf in unit.leaves), key=lambda x: x.index))
 
     def cut(self, unit: Unit, shard: int) -> tuple[int, int]:
-        """[start, stop) of a shard's piece of `unit`, in elements."""
+        """[start, stop) of a rank's shard of `unit`, in elements."""
         piece = unit.size // self.num_shards
         return shard * piece, (shard + 1) * piece
 

@@ -37,7 +37,7 @@ class Precision:
         return stored is torch.float32 and self.computes(stored) is torch.bfloat16
 
     def narrow(self, piece: Tensor) -> Tensor:
-        """A stored piece in the compute dtype; a split master's is rounded to nearest, ties away from zero."""
+        """A stored shard in the compute dtype; a split master's is rounded to nearest, ties away from zero."""
         return torch.ops.zerofn.high(piece) if self.splits(piece.dtype) else piece.to(self.computes(piece.dtype))
 
 

@@ -1,6 +1,6 @@
 """Numbers over whole trees, sharded or plain: norms, dot products, finiteness.
 
-[Note: order of sums] A leaf is cut where ranks' pieces are cut, at every stage; each part is reduced by
+[Note: order of sums] A leaf is cut where ranks' shards are cut, at every stage; each part is reduced by
 itself, the parts are combined in rank order, the leaves in the tree's order. So every stage gives the same
 bits at a given number of ranks, and one rank gives those of `torch.nn.utils.get_total_norm`. Padding is
 never read. One small all-gather serves a whole tree.
@@ -42,7 +42,7 @@ class _Parts(NamedTuple):
     parts: list[_Part]
     axis: Axis | None
     complete: bool  # no other rank has parts that are not here
-    pieces: set[int]  # which tensors are pieces of a shard
+    pieces: set[int]  # which tensors are shards
 
     @staticmethod
     def of(*trees: Any) -> _Parts:
@@ -184,7 +184,7 @@ def _vdot_of(parts: _Parts) -> Tensor:
 
 
 # Their derivatives. Such a scalar is a sum over what ranks have, and is there on all of them: its derivative by this
-# rank's pieces needs no communication. See [Note: inner products] in sharding.
+# rank's shards needs no communication. See [Note: inner products] in sharding.
 
 
 class _Vdot(torch.autograd.Function):

@@ -54,7 +54,7 @@ def shard(
     tensors.
     The result never aliases the input. `stage`: 0 replicates; 1 and 2 cut the optimizer's state; 3 cuts the
     parameters too. `precision`: None, "fp32", "bf16", "fp16" or a `Precision`. `unit`: leaf name -> unit name.
-    `device`: where pieces live; where the parameters are by default. `offload`: None, "cpu", "nvme" or an `Offload`
+    `device`: where shards live; where the parameters are by default. `offload`: None, "cpu", "nvme" or an `Offload`
     keeps the optimizer's state, the parameters or both in host memory or on drives. `stage="auto"` with `plan`, what
     `zerofn.plan` returned, takes the stage, precision and offload that it recommends.
 

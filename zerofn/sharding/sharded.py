@@ -1,4 +1,4 @@
-"""`Sharded`: this rank's pieces of a tree of tensors."""
+"""`Sharded`: this rank's shards of a tree of tensors."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ _NO_DICT = (
 
 
 class Sharded:
-    """This rank's pieces of a tree of tensors: a pytree node whose leaves are flat tensors, one per unit.
+    """This rank's shards of a tree of tensors: a pytree node whose leaves are flat tensors, one per unit.
 
     `tree_map` over `Sharded` trees of one layout is the partitioned elementwise operation. Anything that is
     not elementwise goes through functions that know about ranks (`zerofn.global_norm`, `zerofn.gather`, ...).
-    Using one after a compiled step consumed it, or another one that holds the same pieces, raises `RuntimeError`.
+    Using one after a compiled step consumed it, or another one that holds the same shards, raises `RuntimeError`.
     """
 
     __slots__ = ("__weakref__", "_arriving", "_copies", "_kept", "_kinds", "_lost", "spec")
@@ -86,18 +86,18 @@ class Sharded:
         self._kept = tuple(pieces)
         self._copies = full  # stages 1 and 2: the gathered copy, a cache beside the tree
         self._arriving = 0  # the generation of the transfers that fill it, while nobody has waited for them
-        self._kinds: tuple[StorageSpec, ...] = ()  # once the pieces were given away
+        self._kinds: tuple[StorageSpec, ...] = ()  # once the shards were given away
         self._lost: str | None = None
 
     @property
     def pieces(self) -> tuple[Tensor, ...]:
-        """The local pieces, flat, in unit order: decoded where they are kept as something else."""
+        """The local shards, flat, in unit order: decoded where they are kept as something else."""
         worker().finish()
         return tuple([x.decode() if isinstance(x, Stored) else x for x in self._alive()])
 
     @property
     def stored(self) -> tuple[Stored, ...]:
-        """The local pieces as they are kept."""
+        """The local shards as they are kept."""
         worker().finish()
         return tuple(map(stored, self._alive()))
 
@@ -109,17 +109,17 @@ class Sharded:
 
     @property
     def kinds(self) -> tuple[StorageSpec, ...]:
-        """How each piece is kept, or was before it was given away."""
+        """How each shard is kept, or was before it was given away."""
         return self._kinds or tuple([stored(x).kind for x in self._kept])
 
     @property
     def parts(self) -> list[Tensor]:
-        """What a captured step is given of the local pieces, in unit order."""
+        """What a captured step is given of the local shards, in unit order."""
         return list(_parts(self._alive()))
 
     @property
     def lost(self) -> str | None:
-        """Why it can no longer be used, given away itself or by another one with the same pieces; None while it can."""
+        """Why it can no longer be used, given away itself or by another one with the same shards; None while it can."""
         return self._lost or donation.reason(_parts(self._kept))
 
     @property

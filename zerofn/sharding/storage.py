@@ -64,7 +64,7 @@ class StorageSpec:
         return [(*part, tier) for part, tier in zip(found, tiers, strict=True)]
 
     def of(self, tensors: Iterator[Tensor], size: int) -> Stored:
-        """A piece of `size` elements kept in the next tensors, which are tickets for what lies on a drive."""
+        """A shard of `size` elements kept in the next tensors, which are tickets for what lies on a drive."""
         return Stored(self, tuple(self._part(next(tensors), *part) for part in self.parts(size)))
 
     def _part(self, x: Tensor, dtype: torch.dtype, size: int, tier: str | None) -> StoredPart:
@@ -74,7 +74,7 @@ class StorageSpec:
         return Spilled(x, dtype, size, device) if tier == "nvme" else Hosted(x, device)
 
     def keep(self, x: Tensor, old: Stored | None = None) -> Stored:
-        """A public tensor as a piece of this kind; in a captured step, one on a drive takes the place of `old`."""
+        """A public tensor as a shard of this kind; in a captured step, one on a drive takes the place of `old`."""
         parts: list[StoredPart] = []
         for k, (fresh, (dtype, n, tier)) in enumerate(zip(self.codec.encode(x), self.parts(x.numel()), strict=True)):
             before = old.parts[k] if old is not None else fresh
@@ -90,7 +90,7 @@ class StorageSpec:
 
     @property
     def note(self) -> str:
-        """What to say of how a piece is kept, beside its dtype."""
+        """What to say of how a shard is kept, beside its dtype."""
         tiers = () if self.away is None else self.away.tiers
         where = [text for tier, text in (("cpu", "in host memory"), ("nvme", "on a drive")) if tier in tiers]
         partly = "partly " if None in tiers else ""
@@ -99,7 +99,7 @@ class StorageSpec:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A piece as it is kept."""
+    """A shard as it is kept."""
 
     kind: StorageSpec
     parts: tuple[StoredPart, ...]
@@ -192,5 +192,5 @@ class Stored:
 
 
 def stored(x: Tensor | Stored) -> Stored:
-    """A tensor as a piece that is kept as it is."""
+    """A tensor as a shard that is kept as it is."""
     return x if isinstance(x, Stored) else Stored(StorageSpec(PLAIN, x.dtype), (x,))
