@@ -45,6 +45,7 @@ TESTED_BY = {
     "offload.disk.checksum": "offload/disk/test_store.py",
     "offload.disk.engine": "offload/disk/test_failing_drives.py",
     "offload.disk.files": "offload/disk/test_failing_drives.py",
+    "offload.disk.region": "offload/disk/test_store.py",
     "offload.disk.transfer": "offload/disk/test_store.py",
     "offload.host_worker": "offload/test_host_tensor.py",
     "ops.adamw": "optim/test_rules.py",

@@ -4,7 +4,8 @@ from ...memory.pinned import aligned, locked
 from ...util.errors import DiskError
 from ...util.sizes import PAGE, pages
 from .engine import Request, Statistics
-from .store import Region, Store, scratch_space
+from .region import Region
+from .store import Store, scratch_space
 
 __all__ = [
     "PAGE",

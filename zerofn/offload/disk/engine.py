@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,10 +20,8 @@ from torch import Tensor
 from ...util.errors import DiskError
 from .checksum import checksum
 from .files import File
+from .region import Region
 from .transfer import transfer
-
-if TYPE_CHECKING:
-    from .store import Region
 
 PATIENCE = 10.0  # seconds that closing waits for a transfer under way
 INVALID = -1  # the check of a block whose write has begun and not ended well
