@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ from .sharding.sharded import is_sharded
 from .sharding.state_tree import as_tensor
 from .util.errors import said
 from .util.patches import uncollected
-from .util.sizes import num_bytes
+from .util.sizes import in_words, num_bytes, time_in_words
 
 
 def compile(
@@ -150,6 +151,21 @@ class CompiledStep:
         self.__name__ = getattr(train_step, "__name__", "step")
         self._log = CaptureLog(self.__name__)
 
+    def __repr__(self) -> str:
+        entries, o = self._entries.values(), self._options
+        told = ["not captured yet"]
+        if entries:
+            seconds = self.timings["capture"] + sum(self.timings["passes"].values())
+            signatures = f"{len(entries)} signature{'s' if len(entries) > 1 else ''}"
+            told = [f"captured for {signatures}, the last {self.timings['nodes']:,} nodes in {time_in_words(seconds)}"]
+        donates = any(x.donating for x in entries) if entries else o.donate
+        told.append("donates its state" if donates else "keeps its state")
+        if o.memory is not None:
+            told.append(f"at most {in_words(o.memory)} on a rank's device")
+        told += [f"remat={o.remat!r}"] if o.remat else []
+        told += [f"planned for {o.machine.name}"] if o.machine is not None else []
+        return f"<compiled {self.__name__}: {'; '.join(told)}>"
+
     def __call__(self, state: Any, batch: Any) -> Any:
         """Run one step."""
         if (dry_run := rehearsing()) is not None:
@@ -238,7 +254,10 @@ class CompiledStep:
         took = dict(program.timings)
         self.timings = {"capture": took.pop("capture"), "passes": took, "nodes": len(program.gm.graph.nodes)}
         self._log.report(program, captured.constants, time.perf_counter() - captured.began, donating)
-        known = {**program.describe(), "machine": self._options.machine}
+        machine = self._options.machine
+        known: dict[str, Any] = {**program.describe(), "machine": machine}
+        if machine is not None:  # whose repr is rounded
+            known["machine in full"] = dataclasses.asdict(machine)
         text = "\n".join([*(f"{k}: {v}" for k, v in known.items()), fingerprint(program)])
         return Entry(program, donating, captured.constants, self._options.backend, text), text
 

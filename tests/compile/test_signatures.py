@@ -9,6 +9,7 @@ import zerofn
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import WIDTH, batch_of, build, state_of, train_step_of
 from zerofn import optim
+from zerofn.util.sizes import time_in_words
 
 
 def messages(caplog):
@@ -114,3 +115,22 @@ def test_timings_are_kept():
     step(state_of(module, 3), batch_of())
     assert step.timings["nodes"] > 50 and step.timings["capture"] > 0 and "donate" in step.timings["passes"]
     assert step.__name__ == "train_step"
+
+
+def test_a_compiled_step_reads_with_units():
+    step = zerofn.compile(train_step_of(module := build()), memory="1GiB", machine="A100-8")
+    name, limits = step.__name__, "at most 1.07 GB on a rank's device; planned for A100-8"
+    assert repr(step) == f"<compiled {name}: not captured yet; donates its state; {limits}>"
+    state = state_of(module, 3)
+    for rows in (4, 4, 3):
+        state, _ = step(state, batch_of(rows=rows))
+    seconds = time_in_words(step.timings["capture"] + sum(step.timings["passes"].values()))
+    assert repr(step) == (
+        f"<compiled {name}: captured for 2 signatures, the last {step.timings['nodes']:,} nodes in {seconds}; "
+        f"donates its state; {limits}>"
+    )
+    named = "<compiled len: not captured yet; keeps its state; remat='full'>"
+    assert repr(zerofn.compile(len, donate=False, remat="full")) == named
+    keeps = zerofn.compile(lambda state, batch: batch["x"].sum())  # an evaluation step
+    keeps(state, batch_of())
+    assert "captured for 1 signature, the last " in repr(keeps) and repr(keeps).endswith("; keeps its state>")

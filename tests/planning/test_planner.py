@@ -14,6 +14,7 @@ from tests.support.small_steps import WIDTH, batch_of, build, loss_of, state_of,
 from zerofn import Offload, optim
 from zerofn.cost.machine import KNOWN, machine_of
 from zerofn.graph.capture import CaptureError
+from zerofn.util.sizes import in_words, time_in_words
 
 NORMED = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
 HERE = zerofn.Machine("here", "cpu", 4, 8e9, 1e10, {"float32": 1e10}, link=1e9, network=1e9, host_memory=32e9,
@@ -73,10 +74,13 @@ def test_budgets_choose_for_the_machine_that_is_named(ranks):
 
 
 def named_apart():
-    machine = "H100-8" if dist.get_rank() else "A100-8"
-    step = zerofn.compile(train_step_of(build(2)), machine=machine)
-    with pytest.raises(RuntimeError, match=r"(?s)ranks differ.*rank 1: machine: Machine\(name='H100-8'"):
-        step.lower(state_of(build(2), 3), batch_of())
+    by_name = "H100-8" if dist.get_rank() else "A100-8"
+    nearly_equal = dataclasses.replace(HERE, link=1e9 + dist.get_rank())
+    told = {"machine: H100-8: 8 x cuda, ": by_name, "machine in full: .*1000000001.0": nearly_equal}
+    for which, machine in told.items():
+        step = zerofn.compile(train_step_of(build(2)), machine=machine)
+        with pytest.raises(RuntimeError, match=f"(?s)ranks differ.*rank 1: {which}"):
+            step.lower(state_of(build(2), 3), batch_of())
 
 
 def test_ranks_that_name_different_machines_are_told(ranks):
@@ -328,3 +332,31 @@ def test_pictures_and_pages(tmp_path):
     table.picture(tmp_path / "table.png")
     assert (tmp_path / "table.png").stat().st_size > 5000
     assert "stage" in table._repr_html_() and "bound by" in repr(table.best.plan)
+
+
+def test_reprs_have_units():
+    row = planned(world=2, stage=3, precision="bf16", offload=Offload(optimizer="nvme"))[0]
+    time = row.plan.timeline()
+    assert repr(row) == (
+        f"stage 3, offload optimizer=nvme, bf16, 4 rows: {row.needs}; {time_in_words(time.seconds)} a step, "
+        f"bound by {time.bound}, {row.rate}; fits"
+    )
+    needs = row.needs
+    assert repr(needs) == (f"{in_words(needs.device)} on the device, {in_words(needs.disk)} on drives")
+    assert repr(needs._replace(host=1500, disk=0)) == f"{in_words(needs.device)} on the device, 1.5 kB in host memory"
+    assert repr(time).startswith(f"{time_in_words(time.seconds)} a step on here, bound by {time.bound} (")
+    memory = row.plan.memory()
+    assert repr(memory).startswith(f"{in_words(memory.total)} at the peak, in {memory.where} (state ")
+    assert repr(memory).endswith(" on drives")
+    small = planned(world=1, stage=0, machine=dataclasses.replace(HERE, memory=1000.0))[0]
+    assert repr(small) == f"stage 0, 4 rows: more than {small.needs}; {small.lacks}"
+
+
+def test_a_machine_reads_with_units():
+    assert repr(KNOWN["A100-8"]) == (
+        "A100-8: 8 x cuda, 85.9 GB at 2 TB/s each; bfloat16 155 TFLOP/s, float16 155 TFLOP/s, float32 75 TFLOP/s, "
+        "float64 37.5 TFLOP/s; between ranks 240 GB/s, between nodes 25 GB/s, host to device 26 GB/s; "
+        "host 2 TB at 330 GB/s; drives 15 TB, read at 25 GB/s, written at 12 GB/s"
+    )
+    plain = zerofn.Machine("plain", "cpu", 1, 8e9, 1e10, {"float32": 1e10}, 0, 0, measured_on="2 x CPU")
+    assert repr(plain) == "plain: 1 x cpu, 8 GB at 10 GB/s each; float32 10 GFLOP/s; measured on 2 x CPU"

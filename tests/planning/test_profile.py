@@ -68,6 +68,9 @@ def test_memory_is_what_was_predicted():
 def test_what_it_tells(tmp_path):
     _, found, _ = profiled(machine=here())
     assert "by unit" in found.text() and "predicted" in repr(found)
+    took = found.by_kind()["forward"]
+    assert repr(took) == f"{took.measured * 1e3:.2f} ms measured, predicted {took.predicted * 1e3:.2f} ms"
+    assert repr(took._replace(predicted=None)) == f"{took.measured * 1e3:.2f} ms measured"
     assert json.loads(json.dumps(found.json()))["peak"] == found.peak
     found.trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

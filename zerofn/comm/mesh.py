@@ -38,6 +38,9 @@ class Mesh:
 
     axes: tuple[Axis, ...]
 
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{x.name}: rank {x.rank} of {x.size}' for x in self.axes)})"
+
     @staticmethod
     def of(mesh: Mesh | DeviceMesh | None) -> Mesh:
         """A `Mesh` from what a user gives: a `Mesh`, a `DeviceMesh`, or None for every rank.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..util.errors import nearest
+from ..util.sizes import in_words
 
 GB, GIB, TB = 1e9, 1 << 30, 1e12
 
@@ -59,6 +60,23 @@ class Machine:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
                 raise ValueError(f"Machine({name}={value!r}): expected a number, {least} or more.")
+
+    def __repr__(self) -> str:
+        memory = {"": (self.memory, self.memory_rate), "host ": (self.host_memory, self.host_rate)}
+        device, host = (f"{what}{in_words(n)} at {in_words(rate, 'B/s')}" for what, (n, rate) in memory.items())
+        links = {"between ranks": self.link, "between nodes": self.network, "host to device": self.host_link}
+        drives = {"read at": self.disk_read, "written at": self.disk_write}
+        told = [
+            f"{self.ranks} x {self.device}, {device} each",
+            ", ".join(f"{dtype} {in_words(x, 'FLOP/s')}" for dtype, x in self.flops.items()),
+            ", ".join(f"{what} {in_words(x, 'B/s')}" for what, x in links.items() if x),
+            host if self.host_memory else "",
+            ", ".join([f"drives {in_words(self.disk)}", *(f"{k} {in_words(x, 'B/s')}" for k, x in drives.items())])
+            if self.disk
+            else "",
+            f"measured on {self.measured_on}" if self.measured_on else "",
+        ]
+        return f"{self.name}: {'; '.join(filter(None, told))}"
 
     def to_json(self) -> str:
         """All of it, as JSON."""

@@ -22,6 +22,7 @@ from ..graph.edit import loops
 from ..graph.liveness import complete_values, tensors_of
 from ..graph.loop import LoopCall, body_of, run_loop
 from ..graph.node_kinds import ASIDE, reduces
+from ..util.sizes import time_in_words
 from .machine import Machine, hops, usual
 from .op_cost import DOWN, READ, SENT, UP, WRITTEN, flops, moved, touched_bytes
 
@@ -145,6 +146,11 @@ class Timeline(Lanes):
         self.seconds = max(self.free[COMPUTE] - first, *self.busy.values(), 0.0)
         self.spans = [Span(x.lane, x.node, x.start - first, x.stop - first) for x in self.spans]
         self.starts = [(node, start - first) for node, start in self.starts]
+
+    def __repr__(self) -> str:
+        lanes = sorted(self.busy.items(), key=lambda x: -x[1])
+        busy = ", ".join(f"{lane} {time_in_words(seconds)}" for lane, seconds in lanes)
+        return f"{time_in_words(self.seconds)} a step on {self.machine.name}, bound by {self.bound} ({busy})"
 
     @property
     def bound(self) -> str:

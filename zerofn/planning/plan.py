@@ -41,6 +41,12 @@ class Memory:
     used: int
     over_time: list[Moment] = field(repr=False)
 
+    def __repr__(self) -> str:
+        kinds = ", ".join(f"{kind} {in_words(n)}" for kind, n in self.peak.items() if n)
+        away = {"in host memory": self.host, "on drives": self.disk}
+        rest = "".join(f"; {in_words(n)} {name}" for name, n in away.items() if n)
+        return f"{in_words(self.total)} at the peak, in {self.where} ({kinds}){rest}"
+
     @property
     def total(self) -> int:
         """The device's peak."""

@@ -37,6 +37,10 @@ class Took(NamedTuple):
     measured: float
     predicted: float | None
 
+    def __repr__(self) -> str:
+        expected = "" if self.predicted is None else f", predicted {_ms(self.predicted)}"
+        return f"{_ms(self.measured)} measured{expected}"
+
 
 class Clock:
     """When each operation of a step begins: what an executor ticks."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..cost.machine import Machine
 from ..graph.liveness import KINDS
-from ..util.sizes import in_words
+from ..util.sizes import in_words, time_in_words
 from .picture import File, draw_rows, page
 from .plan import Plan
 
@@ -51,6 +51,14 @@ class Config(NamedTuple):
         given = {"stage": self.stage, "precision": self.precision, "offload": self.offload}
         return {name: value for name, value in given.items() if value is not None}
 
+    def label(self, with_rows: bool = True) -> str:
+        """The same in a few words."""
+        offload = self.offload and f"offload {_short(self.offload)}"
+        remat = self.remat and f"remat {self.remat}"
+        rows = f"{self.rows} rows" if with_rows else ""
+        parts = (f"stage {self.stage}", offload, self.precision and _short(self.precision), remat, rows)
+        return ", ".join(str(x) for x in parts if x)
+
     def call(self) -> str:
         """What to write."""
         options = ", ".join(f"{name}={_written(value)}" for name, value in self.options.items())
@@ -76,6 +84,11 @@ class Needs(NamedTuple):
     device: int
     host: int
     disk: int
+
+    def __repr__(self) -> str:
+        away = {"in host memory": self.host, "on drives": self.disk}
+        kept = {"on the device": self.device, **{where: n for where, n in away.items() if n}}
+        return ", ".join(f"{in_words(n)} {where}" for where, n in kept.items())
 
 
 @dataclass(frozen=True)
@@ -135,6 +148,14 @@ class Row:
             **known,
         }
 
+    def __repr__(self) -> str:
+        c = self.config
+        if self.plan is None:
+            return f"{c.label()}: more than {self.needs}; {self.lacks}"
+        time = self.plan.timeline()
+        took = f"{time_in_words(time.seconds)} a step, bound by {time.bound}, {self.rate}"
+        return f"{c.label()}: {self.needs}; {took}; {self.lacks or 'fits'}"
+
     def cells(self) -> list[str]:
         """What a table says of it."""
         c, plan = self.config, self.plan
@@ -149,7 +170,7 @@ class Row:
         return [
             *out,
             in_words(plan.sent) if plan.sent else "",
-            _seconds(time.seconds),
+            time_in_words(time.seconds),
             time.bound,
             self.rate,
             self.lacks or "fits",
@@ -276,21 +297,15 @@ class Table:
         self._draw(path)
 
     def _draw(self, file: File) -> None:
+        several = len({row.config.rows for row in self.rows}) > 1
         draw_rows(
-            [self._label(row) for row in self.rows],
+            [row.config.label(several) for row in self.rows],
             [row.plan.memory().peak if row.plan else {"state": row.needs.device} for row in self.rows],
             [row.rate if row.fits else row.lacks.split(" too")[0] for row in self.rows],
             self.machine.memory,
             file,
             title=f"{self.name} on {self.world} rank(s) of {self.machine.name}",
         )
-
-    def _label(self, row: Row) -> str:
-        c = row.config
-        offload = c.offload and f"offload {_short(c.offload)}"
-        parts = (f"stage {c.stage}", offload, c.precision and _short(c.precision), c.remat and f"remat {c.remat}")
-        rows = f"{c.rows} rows" if len({x.config.rows for x in self.rows}) > 1 else ""
-        return ", ".join(str(x) for x in (*parts, rows) if x)
 
     def _repr_html_(self) -> str:
         return page(self.text(), self._draw)
@@ -306,7 +321,3 @@ class Table:
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

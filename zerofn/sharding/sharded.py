@@ -276,7 +276,7 @@ def describe(sharded: Sharded) -> str:
     held = sum(x.nbytes for x in sharded.stored)
     total = sum(u.numel for u in spec.layout.units)
     lines = [
-        f"Sharded: {len(spec.layout.where)} leaves, {total:,} elements in {len(spec.layout.units)} units; "
+        f"Sharded: {len(spec.layout.where)} leaves, {total:,} elements in {len(spec.layout.units)} unit(s); "
         f"stage {spec.stage}, rank {spec.axis.rank} of {spec.axis.size} holds {held:,} bytes"
     ]
     width = max((len(u.name) for u in spec.layout.units), default=0)

@@ -1,4 +1,4 @@
-"""Amounts of memory, in bytes and in words."""
+"""Amounts of memory, rates and times, as numbers and in words."""
 
 from __future__ import annotations
 
@@ -29,16 +29,26 @@ def num_bytes(given: int | str) -> int:
     return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
-def in_words(nbytes: float) -> str:
+def in_words(amount: float, unit: str = "B") -> str:
+    """Three digits of an amount, by default of bytes.
+
+    >>> in_words(1536), in_words(2.5e10), in_words(4e14, "FLOP/s")
+    ('1.54 kB', '25 GB', '400 TFLOP/s')
     """
-    >>> in_words(1536), in_words(2.5e10)
-    ('1.54 kB', '25 GB')
-    """
-    units = ("B", "kB", "MB", "GB", "TB", "PB")
+    prefixes = ("", "k", "M", "G", "T", "P")
     k = 0
-    while abs(nbytes) >= 1000 and k + 1 < len(units):
-        nbytes, k = nbytes / 1000, k + 1
-    return f"{nbytes:.3g} {units[k]}"
+    while abs(amount) >= 1000 and k + 1 < len(prefixes):
+        amount, k = amount / 1000, k + 1
+    return f"{amount:.3g} {prefixes[k]}{unit}"
+
+
+def time_in_words(seconds: float) -> str:
+    """Three digits of a time.
+
+    >>> time_in_words(0.0836), time_in_words(1.889)
+    ('83.6 ms', '1.89 s')
+    """
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 PAGE = 4096  # bytes: where direct transfers begin and end, in memory and on the drive
