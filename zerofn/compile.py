@@ -85,7 +85,7 @@ def compile(
     >>> step({"w": torch.ones(2)}, torch.ones(2))  # 0.8413 by the exact one
     tensor([0.8412, 0.8412])
 
-    Raises `graph.capture.CaptureError` for a step that is not a pure function, `MemoryError` below the least memory
+    Raises `zerofn.CaptureError` for a step that is not a pure function, `MemoryError` below the least memory
     that any schedule takes, `passes.PassError`, which names the pass, where an added one leaves a graph that is not
     sound: each at the first call, on every rank. `ValueError` for options that are not known or contradict each other.
     """
@@ -95,15 +95,9 @@ def compile(
         raise ValueError(f"compile(memory={memory!r}) decides what is computed again; leave remat={remat!r} out.")
     if passes is not None and not callable(passes):
         raise TypeError(f"compile: passes={passes!r} is no function; give one that takes the list of passes.")
-    options = _Options(
-        donate,
-        None if memory is None else num_bytes(memory),
-        remat,
-        None if machine is None else machine_of(machine),
-        backend_of(backend),
-        passes,
-    )
-    return CompiledStep(train_step, options)
+    budget = None if memory is None else num_bytes(memory)
+    where = None if machine is None else machine_of(machine)
+    return CompiledStep(train_step, _Options(donate, budget, remat, where, backend_of(backend), passes))
 
 
 class _Options(NamedTuple):

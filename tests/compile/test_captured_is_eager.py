@@ -127,7 +127,9 @@ def gpt2_with_checkpointing():
     getattr(module, "activation_checkpointing_enable", module.gradient_checkpointing_enable)()
     assert_captured_is_eager(gpt2_step(module), make_state, batches)
     recomputed = run(gpt2_step(module), make_state(), batches)
-    torch.testing.assert_close(tree.leaves(recomputed), tree.leaves(plain))  # gradients of tied weights are added in another order
+    torch.testing.assert_close(
+        tree.leaves(recomputed), tree.leaves(plain)
+    )  # gradients of tied weights are added in another order
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
