@@ -223,6 +223,7 @@ class Fakes:
             and not x.is_quantized
             and not x.is_conj()
             and not x.is_neg()
+            and not x._is_zerotensor()  # an immutable zero of forward-mode differentiation: operations drop it
             and not x.is_inference()
         )
 

@@ -24,7 +24,7 @@ ROOT = HERE.parent
 # What each part may take of the time that is left, beside the parts after it.
 PARTS = {"correct": 110, "kernels": 40, "large_offload": 95, "big_24": 95, "big_10": 90, "tokens": 60,
          "large_resident": 50}  # fmt: skip
-NEEDED = ("torch", "optree", "tensordict", "safetensors", "numpy", "rich", "psutil")
+NEEDED = ("torch", "optree", "safetensors", "numpy", "rich", "psutil")
 
 
 def build(folder: Path) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zerofn.comm import transport as _transport  # noqa: F401  (defines torch.ops.zerofn.wait and its like)
 from zerofn.comm.mesh import Mesh
 from zerofn.comm.pending import pending
 
@@ -195,6 +196,7 @@ def test_who_leaves_has_sent_what_it_started_to(tmp_path):
     assert sorted(
         of_one_process(f"""
 import os, time, torch, torch.distributed as dist
+import zerofn.comm.transport
 from zerofn.comm.pending import pending
 from zerofn.comm.mesh import Mesh
 rank = int(os.fork() == 0)

@@ -196,7 +196,7 @@ REFUSED = {
     reads_without_waiting: "starts a transfer whose result is read without torch.ops.zerofn.wait",
     adds_a_matrix_and_a_vector: "its operations do not fit together",
     reads_nothing: "torch.fx finds its graph broken|reads 'missing', which program.gm does not have",
-    sums_a_shard: "could not have been captured: .*is applied to this rank's piece of state entry",
+    sums_a_shard: "could not have been captured: .*is applied to this rank's shard of state entry",
 }
 EARLY = (sums_a_shard,)  # once the state is donated the step is no pure function any more
 

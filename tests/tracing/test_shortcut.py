@@ -87,6 +87,30 @@ def described(gm):
     ]
 
 
+def test_zeros_of_forward_mode_differentiation_stay_immutable_zeros(monkeypatch):
+    """Operations on one drop it, as torch's own capture records: a graph that computed with it might write over it."""
+    net = Net().eval()
+
+    def hvp(state, batch):
+        def loss(p):
+            return torch.func.functional_call(net, p, (batch,))
+
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            v = {k: torch.ones_like(x) for k, x in state["p"].items()}
+            return torch.func.jvp(torch.func.grad(loss), (state["p"],), (v,))[1]
+
+    def zeros_used():
+        graph = capture(hvp, {"p": params}, batch).gm.graph
+        zeros = [n for n in graph.nodes if "_efficientzerotensor" in str(n.target)]
+        return sorted(str(user.target) for n in zeros for user in n.users if user.op == "call_function")
+
+    params, batch = {k: x.detach() for k, x in net.named_parameters()}, torch.randn(2, 3, 8)
+    ours = zeros_used()
+    monkeypatch.setattr(sys.modules["zerofn.graph.capture"], "Shortcut", Without)
+    theirs = zeros_used()
+    assert [x for x in ours if "detach" not in x] == [x for x in theirs if "detach" not in x]
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_the_graph_is_the_one_that_torch_records(which, monkeypatch):
     step = steps_of(zerofn.skeleton(Net))[which]

@@ -370,6 +370,8 @@ _ways, _names = _Ways(), _Names()
 def _find_way(func: Any) -> _Way | None:
     if func is torch.ops.prim.device.default:
         return _device
+    if func is aten._efficientzerotensor.default:  # its result is no plain tensor
+        return None
     if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims", "zerofn"):
         return None
     if func in SAME:
