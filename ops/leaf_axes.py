@@ -56,7 +56,7 @@ def _blocks(
 
 def squares_along(
     tensors: Sequence[Tensor],
-    piece: Sequence[int],
+    shard: Sequence[int],
     start: Sequence[int],
     stop: Sequence[int],
     first: Sequence[int],
@@ -73,7 +73,7 @@ def squares_along(
     dtype = dtype_over(tensors)
     out = torch.zeros(num_rows, num_columns, dtype=dtype, device=tensors[0].device)
     for k, block in enumerate(_blocks(start, stop, first, ndim, sizes, kept)):
-        squares = tensors[piece[k]].reshape(-1)[start[k] : stop[k]].to(dtype).square()
+        squares = tensors[shard[k]].reshape(-1)[start[k] : stop[k]].to(dtype).square()
         if squares.numel() < block.numel:
             squares = torch.nn.functional.pad(squares, (block.lead, block.numel - block.lead - squares.numel()))
         over = [d for d, keep in enumerate(block.kept) if not keep]
@@ -116,7 +116,7 @@ def _fake_squares(tensors: Sequence[Tensor], *rest: Any) -> Tensor:
 
 _PARTS = "int[] ndim, int[] sizes, bool[] kept"
 define(
-    "squares_along(Tensor[] tensors, int[] piece, int[] start, int[] stop, int[] first, int[] row, int[] column, "
+    "squares_along(Tensor[] tensors, int[] shard, int[] start, int[] stop, int[] first, int[] row, int[] column, "
     f"{_PARTS}, int num_rows, int num_columns) -> Tensor",
     squares_along,
     _fake_squares,

@@ -16,7 +16,7 @@ from . import cpu, cuda
 from .kernel_args import GRADIENTS
 from .registry import OnShard, Traits, define
 
-_SIGNATURE = "int[] piece, int[] start, int[] stop, int[] row, int[] column, int num_rows, int num_columns) -> Tensor"
+_SIGNATURE = "int[] shard, int[] start, int[] stop, int[] row, int[] column, int num_rows, int num_columns) -> Tensor"
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -74,8 +74,8 @@ def _by_row(
 def _one_of(k: int) -> Callable[..., Tensor]:
     """One of the two numbers of parts of many tensors, as a grid."""
 
-    def run(tensors, piece, start, stop, row, column, num_rows, num_columns):
-        numbers = [part_numbers(tensors[i], [a], [b])[k] for i, a, b in zip(piece, start, stop, strict=True)]
+    def run(tensors, shard, start, stop, row, column, num_rows, num_columns):
+        numbers = [part_numbers(tensors[i], [a], [b])[k] for i, a, b in zip(shard, start, stop, strict=True)]
         return _by_row(numbers, row, column, num_rows, num_columns, tensors)
 
     return run
@@ -93,9 +93,9 @@ def _extreme(x: Tensor) -> Tensor:
     return torch.maximum(low.neg(), high).to(_wide(x.dtype))
 
 
-def _dots(a, b, piece, start, stop, row, column, num_rows, num_columns):
+def _dots(a, b, shard, start, stop, row, column, num_rows, num_columns):
     dtype = dtype_over([*a, *b])
-    numbers = [torch.dot(a[i][s:e].to(dtype), b[i][s:e].to(dtype)) for i, s, e in zip(piece, start, stop, strict=True)]
+    numbers = [torch.dot(a[i][s:e].to(dtype), b[i][s:e].to(dtype)) for i, s, e in zip(shard, start, stop, strict=True)]
     return _by_row(numbers, row, column, num_rows, num_columns, [*a, *b])
 
 

@@ -1,6 +1,6 @@
 """`zerofn::ravel`: leaves -> one flat buffer, cast and copied in one pass; and two marks.
 
-`whole` and `piece` return their argument. Where a unit is stored whole nothing has to be gathered or reduced, and
+`as_whole` and `as_shard` return their argument. Where a unit is stored whole nothing has to be gathered or reduced, and
 they say in the captured graph where a shard ends being one and begins to be one.
 """
 
@@ -60,11 +60,11 @@ define(
 )
 
 # What at stage 0 stands for a gather and for a cut: the same memory, marked.
-for _mark, _on_shard in (("whole", OnShard.LEAVES), ("piece", OnShard.MAKES)):
+for _mark, _on_shard in (("as_whole", OnShard.LEAVES), ("as_shard", OnShard.MAKES)):
     define(
         f"{_mark}(Tensor(a) x) -> Tensor(a)", lambda x: x.view_as(x), lambda x: x.view_as(x), traits=Traits(_on_shard)
     )
-MARKS = tuple(getattr(ops, _mark).default for _mark in ("whole", "piece"))
+MARKS = tuple(getattr(ops, _mark).default for _mark in ("as_whole", "as_shard"))
 
 
 def fill_(

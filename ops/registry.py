@@ -57,12 +57,12 @@ class Traits:
     """What passes, checks and plans know of an operation.
 
     `on_shard`: see `OnShard`. `moves`: the transfer it starts, which `wait` ends. `collective`: "gather", "scatter",
-    "refresh", "exchange" or "permute", where that is between ranks. `lends`: its result lies in an arena, which the
-    next step uses again. `bucket`: its result is the flat buffer of a unit's gradient. `fills_bucket`: it writes one.
-    `stores`: "new" where it puts a new value where the old one lies, "in place" where it only writes out what was
-    changed there. `casts`: the same numbers in
-    another dtype. `passes_on`: the result is the value that came in. `even`: the same number at every place.
-    `equal`: the result is the same on all ranks of its axis. `free`: it takes no time of its own.
+    "gather in place", "exchange" or "permute", if it is one between ranks. `lends`: its result lies in an arena, which
+    the next step uses again. `bucket`: its result is the flat buffer of a unit's gradient. `fills_bucket`: it writes
+    one. `stores`: "new" if it writes a new value over the old one, "in place" if it only writes out what was changed
+    there. `casts`: the same numbers in another dtype. `passes_on`: the result is the value that came in. `even`: the
+    same number at every place. `equal`: the result is the same on all ranks of its axis. `free`: it takes no time of
+    its own.
     """
 
     on_shard: OnShard

@@ -17,7 +17,7 @@ import torch
 
 from .cost.calibrate import this_machine
 from .cost.machine import KNOWN, machine_of
-from .dry_run.script import Reached, Rehearsal
+from .dry_run.script import DryRun, Reached
 from .graph.capture import CaptureError
 from .planning.planner import ALL, plan
 from .util.version import __version__
@@ -85,7 +85,7 @@ def _plan(args: argparse.Namespace) -> int:
     if not Path(script).is_file():
         raise ValueError(f"there is no script {script!r}.")
     machine_of(args.machine)  # before the script runs
-    found = _rehearsed(script, function, args.arguments)
+    found = _dry_run(script, function, args.arguments)
     given: dict[str, Any] = {
         name: [None if x == "none" else x for x in values]
         for name, values in vars(args).items()
@@ -111,12 +111,12 @@ def _plan(args: argparse.Namespace) -> int:
     return int(not any(row.fits for row in table))
 
 
-def _rehearsed(script: str, function: str, arguments: Sequence[str]) -> Reached:
+def _dry_run(script: str, function: str, arguments: Sequence[str]) -> Reached:
     """The script, run up to its step."""
     before, sys.argv = sys.argv, [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
-        with Rehearsal(function)(), contextlib.redirect_stdout(sys.stderr):  # what it prints is not the plan
+        with DryRun(function)(), contextlib.redirect_stdout(sys.stderr):  # what it prints is not the plan
             runpy.run_path(script, run_name="__main__")
     except Reached as found:
         return found

@@ -123,8 +123,8 @@ class ReduceScatter:
         if self.axis.size == 1:
             return (x.view_as(x),)
         flat = _rows_first(x, self.axis.size) if x.dim() > 1 else x.contiguous()
-        piece = ops.wait(ops.reduce_scatter(flat, self.axis.size, self.axis.group, self.unit))
-        return (piece.view(*x.shape[:-1], x.shape[-1] // self.axis.size),)
+        shard = ops.wait(ops.reduce_scatter(flat, self.axis.size, self.axis.group, self.unit))
+        return (shard.view(*x.shape[:-1], x.shape[-1] // self.axis.size),)
 
 
 @dataclass(frozen=True)

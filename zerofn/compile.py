@@ -15,7 +15,7 @@ from . import passes, tree
 from .comm.agreement import abandon, agree_on, exchange
 from .comm.pending import pending
 from .cost.machine import Machine, machine_of
-from .dry_run.script import rehearsing
+from .dry_run.script import current_dry_run
 from .graph.advice import no_leaf
 from .graph.captured import captured, dry_result
 from .graph.fingerprint import fingerprint
@@ -162,7 +162,7 @@ class CompiledStep:
 
     def __call__(self, state: Any, batch: Any) -> Any:
         """Run one step."""
-        if (dry_run := rehearsing()) is not None:
+        if (dry_run := current_dry_run()) is not None:
             dry_run.come_to(self._step, state, batch)
             return dry_result(self._step, state, batch)
         deliver()

@@ -131,9 +131,9 @@ def deepspeed(stage: int) -> Callable[[Workload, int, int], Row]:
         def state() -> list[torch.Tensor]:
             # At stage 3 a parameter's piece hangs on it, and the optimizer's groups point at a
             # sub-group of the masters only while it is updated.
-            pieces = [p.ds_tensor for p in engine.module.parameters() if hasattr(p, "ds_tensor")]
+            shards = [p.ds_tensor for p in engine.module.parameters() if hasattr(p, "ds_tensor")]
             masters = list(getattr(engine.optimizer, "fp32_partitioned_groups_flat", ()))
-            return pieces + masters + state_of(engine.module, engine.optimizer.optimizer)
+            return shards + masters + state_of(engine.module, engine.optimizer.optimizer)
 
         return Row(step, state)
 

@@ -151,7 +151,7 @@ def errors_of_save(folder: Path, case: str) -> str:
         state["extra"]["mean"][1] = rank
     if case == "stage 0":
         state = zerofn.shard(state, stage=0)
-        state["params"].pieces[0][7] = rank
+        state["params"].shards[0][7] = rank
     if case == "structure" and rank:
         state["extra"]["more"] = torch.ones(3)
     if case == "bad leaf" and rank:

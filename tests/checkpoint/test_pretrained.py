@@ -37,7 +37,7 @@ def load_at_stages(path: Path) -> None:
         params = zerofn.load_safetensors(path, like=before)
         for whole in (zerofn.unshard(params), zerofn.gather(params)):
             assert_same_trees(whole, weights(), f"stage {stage}")
-        assert not before.pieces[0].any()
+        assert not before.shards[0].any()
     params = zerofn.load_safetensors(path, like=like(precision="bf16"))
     halves = {n: torch.ops.zerofn.high(x) for n, x in weights().items()}
     assert_same_trees(zerofn.gather(params), halves, "bf16")

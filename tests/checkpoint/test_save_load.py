@@ -89,7 +89,7 @@ def test_the_manifest_says_where_everything_is(tmp_path):
     state = train_state(7)
     zerofn.save(tmp_path / "a", zerofn.shard(state.replace(step=torch.tensor(12))))
     manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
-    assert manifest["step"] == 12 and manifest["world_size"] == 1 and manifest["version"] == 1
+    assert manifest["step"] == 12 and manifest["world_size"] == 1 and manifest["version"] == 2
     paths = [t["path"] for t in manifest["trees"]]
     assert {"params", "opt_state.mu", "opt_state.nu", "extra.extra.average"} <= set(paths)
     params = manifest["trees"][paths.index("params")]
@@ -103,6 +103,16 @@ def test_the_manifest_says_where_everything_is(tmp_path):
     with safe_open(tmp_path / "a" / params["files"][0], framework="pt") as file:
         flat = file.get_slice(unit["tensor"])[leaf["offset"] : leaf["offset"] + 301 * 300]
     assert torch.equal(flat.view(301, 300), state.params["h.1.w"])
+
+
+def test_a_checkpoint_of_version_1_still_loads(tmp_path):
+    zerofn.save(tmp_path / "a", zerofn.shard(train_state(7)))
+    manifest = tmp_path / "a" / "manifest.json"
+    data = json.loads(manifest.read_text())
+    for tree_saved in data["trees"]:
+        tree_saved["num_pieces"] = tree_saved.pop("num_shards")
+    manifest.write_text(json.dumps(data | {"version": 1}))
+    assert_same_trees(zerofn.load(tmp_path / "a", like=train_state(1)), train_state(7))
 
 
 # --- precision ---------------------------------------------------------------------------------

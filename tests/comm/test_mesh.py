@@ -46,10 +46,10 @@ def grid():
     x = torch.tensor([float(rank)])
     sums = [c.all_reduce(x, mesh.axis(name)).item() for name in ("replica", "data")]
     state = zerofn.shard({"params": {"w": torch.arange(5000.0)}}, stage=3, mesh=device_mesh)
-    piece = state["params"].pieces[0].numel()
+    shard = state["params"].shards[0].numel()
     assert torch.equal(zerofn.unshard(state)["params"]["w"], torch.arange(5000.0))
     plain = Mesh.of(init_device_mesh("cpu", (4,)))
-    return sums, piece, (plain.axis().size, plain.axis().rank)
+    return sums, shard, (plain.axis().size, plain.axis().rank)
 
 
 def test_a_device_mesh_of_two_axes(ranks):

@@ -23,9 +23,9 @@ def group():
 
 def many_at_once():
     rank, size, name = group()
-    pieces = [torch.full((5 + i,), float(10 * rank + i)) for i in range(6)]
+    shards = [torch.full((5 + i,), float(10 * rank + i)) for i in range(6)]
     flats = [torch.arange(float(size * (3 + i))) * (rank + 1) for i in range(6)]
-    gathers = [ops.all_gather(x, size, name, "u") for x in pieces]
+    gathers = [ops.all_gather(x, size, name, "u") for x in shards]
     scatters = [ops.reduce_scatter(x, size, name, "u") for x in flats]
     order = torch.randperm(12, generator=torch.Generator().manual_seed(rank)).tolist()  # ranks wait as they like
     for i in order:
@@ -48,15 +48,15 @@ def in_rank_order():
     rank, size, name = group()
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(size, 4 * size, generator=generator) * 10.0 ** torch.arange(size).view(-1, 1)
-    piece = ops.wait(ops.reduce_scatter(rows[rank].clone(), size, name, "u"))
+    shard = ops.wait(ops.reduce_scatter(rows[rank].clone(), size, name, "u"))
     expected = rows[0]
     for row in rows[1:]:
         expected = expected + row
-    assert torch.equal(piece, expected.chunk(size)[rank])
-    assert piece.untyped_storage().nbytes() == piece.nbytes  # what came from the others is gone
+    assert torch.equal(shard, expected.chunk(size)[rank])
+    assert shard.untyped_storage().nbytes() == shard.nbytes  # what came from the others is gone
     full = torch.full((size * 3,), -1.0)
     full.view(size, -1)[rank] = float(rank)
-    ops.refresh_(full, rank, size, name, "u")
+    ops.all_gather_into_(full, rank, size, name, "u")
     ops.wait(full)
     assert torch.equal(full, torch.arange(float(size)).repeat_interleave(3))
 

@@ -79,11 +79,11 @@ def holders(stage):
     state = state_of(module, stage)
     kept, part = tree.tree_map(lambda x: x, state), state.params["0"]
     state, _ = zerofn.compile(train_step_of(module))(state, batch_of(rank()))
-    for use in (lambda: zerofn.unshard(kept), lambda: part.pieces, lambda: zerofn.gather(kept.params)):
+    for use in (lambda: zerofn.unshard(kept), lambda: part.shards, lambda: zerofn.gather(kept.params)):
         with pytest.raises(RuntimeError, match="given to train_step"):
             use()
     assert "donated: This state was given to train_step" in repr(kept.params) and "donated" in repr(kept)
-    assert state.params.pieces[0].isfinite().all()
+    assert state.params.shards[0].isfinite().all()
 
 
 @pytest.mark.parametrize("size", [1, 2])

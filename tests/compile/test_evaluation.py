@@ -34,11 +34,11 @@ def evaluations(stage, precision):
         other, theirs = eager(other, batch)
         assert_same_trees(ours, theirs, f"{stage=}, {precision=}, step {k}")
         assert (state.params.full is not None) == (stage in (1, 2))
-        for piece, full, unit in zip(
-            state.params.pieces, state.params.full or [], state.params.layout.units, strict=stage in (1, 2)
+        for shard, full, unit in zip(
+            state.params.shards, state.params.full or [], state.params.layout.units, strict=stage in (1, 2)
         ):
             first = full[state.params.spec.bounds(unit)[0] :].data_ptr()
-            assert (piece.data_ptr() == first) == (piece.dtype == full.dtype)
+            assert (shard.data_ptr() == first) == (shard.dtype == full.dtype)
     assert_same_trees(state, other, f"{stage=}, {precision=}")
     return [len(step._entries) for step in (of_state, of_params, of_pair, train)]
 
@@ -54,13 +54,13 @@ def count_refills():
     module = build(3)
     evaluate = zerofn.compile(lambda state, batch: loss_of(module)(zerofn.gather(state.params), batch))
     state = tree.tree_map(lambda x: x, state_of(module, 2))
-    pieces = [p.clone() for p in state.params.pieces]
+    shards = [p.clone() for p in state.params.shards]
     assert state.params.full is None
     evaluate(state, batch_of(rank()))
     full = state.params.full
     evaluate(state, batch_of(rank()))
     assert state.params.full is full
-    assert_same_trees(list(state.params.pieces), pieces)
+    assert_same_trees(list(state.params.shards), shards)
 
 
 def test_a_dropped_copy_is_made_once(ranks):

@@ -20,7 +20,7 @@ def impure(module):
         return inner(state, batch)
 
     def writes_to_the_state(state, batch):
-        state.params.pieces[0].mul_(2)
+        state.params.shards[0].mul_(2)
         return inner(state, batch)
 
     def writes_to_what_it_closes_over(state, batch):
@@ -37,9 +37,9 @@ def impure(module):
         new, aux = inner(state, batch)
         return new.replace(extra={"seen": new.step}), aux
 
-    def adds_up_a_piece(state, batch):
+    def adds_up_a_shard(state, batch):
         new, aux = inner(state, batch)
-        return new, {**aux, "sum": sum(p.sum() for p in state.params.pieces)}
+        return new, {**aux, "sum": sum(p.sum() for p in state.params.shards)}
 
     return {
         writes_to_the_batch: "writes to batch entry 'x'",
@@ -48,7 +48,7 @@ def impure(module):
         closes_over_what_learns: "requires grad",
         branches: "cannot branch on data",
         returns_another_structure: "returns a state of another structure",
-        adds_up_a_piece: "sum",
+        adds_up_a_shard: "sum",
     }
 
 

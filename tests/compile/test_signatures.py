@@ -102,7 +102,7 @@ def test_another_precision_is_another_signature():
     step, plain = total_of((4, 6), 3)
     _, half = total_of((4, 6), 3, precision="bf16")
     call = zerofn.compile(step)
-    assert all(p.dtype == torch.float32 for make in (plain, half) for p in make().params.pieces)
+    assert all(p.dtype == torch.float32 for make in (plain, half) for p in make().params.shards)
     for make in (plain, half):
         ours, theirs = call(make(), torch.tensor(1.0)), step(make(), torch.tensor(1.0))
         assert_same_trees(zerofn.unshard(ours), zerofn.unshard(theirs))

@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule
 import zerofn
 from zerofn.cost.machine import KNOWN
 from zerofn.cost.simulator import COMPUTE, UPDATES, Timeline, roofline
-from zerofn.dry_run.fake_machine import Imagined
+from zerofn.dry_run.fake_machine import FakeMachine
 from zerofn.graph.node_kinds import ASIDE
 
 ops = torch.ops.zerofn
@@ -20,9 +20,9 @@ SIZE = 10  # elements of a piece: 40 bytes
 def graph_of(*, waits_late, again=False):
     """A gather of a piece, some work, a wait, and more work."""
     graph = Graph()
-    piece, x = graph.placeholder("piece"), graph.placeholder("x")
-    piece.meta["val"], x.meta["val"] = torch.zeros(SIZE), torch.zeros(1)
-    start = graph.call_function(ops.all_gather.default, (piece, 2, "g", "unit"))
+    shard, x = graph.placeholder("piece"), graph.placeholder("x")
+    shard.meta["val"], x.meta["val"] = torch.zeros(SIZE), torch.zeros(1)
+    start = graph.call_function(ops.all_gather.default, (shard, 2, "g", "unit"))
     start.meta["val"] = torch.zeros(2 * SIZE)
 
     def work():
@@ -97,7 +97,7 @@ def test_a_product_takes_its_arithmetic_and_a_sum_its_bytes():
     total = graph.call_function(torch.ops.aten.add.Tensor, (a, product))
     product.meta["val"] = total.meta["val"] = torch.zeros(1000, 1000)
     machine = dataclasses.replace(KNOWN["H100-8"], launch=0.0)
-    with Imagined(True, 1e9, 1e9)():
+    with FakeMachine(True, 1e9, 1e9)():
         assert roofline(machine)(product) == pytest.approx(2e9 / machine.flops["float32"])
         assert roofline(machine)(total) == pytest.approx(12e6 / machine.memory_rate)
 
@@ -110,5 +110,5 @@ def test_what_leaves_a_number_takes_as_long_as_what_it_reads():
     machine = dataclasses.replace(KNOWN["H100-8"], launch=0.0)
     for device, rate in (("cpu", machine.memory_rate), ("meta", machine.host_rate / machine.ranks)):
         x.meta["val"] = torch.zeros(1000, 1000, device=device)
-        with Imagined(True, 1e9, 1e9)():
+        with FakeMachine(True, 1e9, 1e9)():
             assert roofline(machine)(total) == pytest.approx(4e6 / rate, rel=1e-5)

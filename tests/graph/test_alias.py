@@ -54,8 +54,8 @@ def test_results_that_share_nothing():
 
 def test_what_is_sent_is_in_use_until_it_was_waited_for():
     def fn(x):
-        piece = x.cos().view(-1)
-        full = zerofn.collectives.all_gather(piece)
+        shard = x.cos().view(-1)
+        full = zerofn.collectives.all_gather(shard)
         return (full + 1).sum()
 
     with fake_ranks(2):

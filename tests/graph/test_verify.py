@@ -40,7 +40,7 @@ def writers():
     def counter(state, batch):
         state.step.add_(1)
 
-    def piece(state, batch):
+    def shard(state, batch):
         tree.tree_map(lambda p: p.mul_(0.5), state.params)
 
     def gathered(state, batch):
@@ -58,12 +58,12 @@ def writers():
     def out(state, batch):
         torch.add(batch["y"], 1, out=batch["x"])
 
-    return [counter, piece, gathered, input, view, part, out]
+    return [counter, shard, gathered, input, view, part, out]
 
 
 ENTRIES = {
     "counter": "state entry 'step'",
-    "piece": r"state entry \"params\['0'\]\"",
+    "shard": r"state entry \"params\['0'\]\"",
     "gathered": r"state entry \"params\['0'\]\"",
     "input": "batch entry 'x'",
     "view": "batch entry 'x'",
@@ -339,18 +339,18 @@ EVEN = {
 }
 
 
-def on_pieces(f):
-    return lambda state, batch: (state, [f(p) for p in state.params.pieces])
+def on_shards(f):
+    return lambda state, batch: (state, [f(p) for p in state.params.shards])
 
 
 def refused_and_let_through(state, bad, message, good):
     """On pieces of the state every function of `bad` is refused with `message`, every one of `good` is not."""
     for name, f in bad.items():
         with pytest.raises(CaptureError, match=message):
-            check_purity(captured(on_pieces(f), state, batch_of()))
+            check_purity(captured(on_shards(f), state, batch_of()))
             pytest.fail(f"{name} was let through")
     for f in good.values():
-        check_purity(captured(on_pieces(f), state, batch_of()))
+        check_purity(captured(on_shards(f), state, batch_of()))
 
 
 @pytest.mark.quick(world=[2], stage=[1, 3])

@@ -76,7 +76,7 @@ def test_old_values_that_are_returned(tmp_path, tiers):
     same_as_in_memory(tmp_path, tiers, step, lambda **options: state_of(module, 3, **options))
 
 
-@pytest.mark.parametrize("what", [lambda state, _: state.params.pieces, lambda state, _: zerofn.gather(state.params)])
+@pytest.mark.parametrize("what", [lambda state, _: state.params.shards, lambda state, _: zerofn.gather(state.params)])
 def test_what_an_evaluation_returns_stays(tmp_path, what):
     module = build(6)
     state, read = state_of(module, 3, offload=Offload(params="nvme", path=tmp_path)), zerofn.compile(what)

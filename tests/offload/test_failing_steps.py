@@ -36,7 +36,7 @@ def failing(at):
 
 def test_a_state_whose_update_fails_aside_is_lost(on_host, monkeypatch):
     """The step has returned it, and the next one, or whoever looks at it, hears of the failure: once as it was."""
-    for look in (zerofn.compile(train_step_of(build(4))), lambda state, batch: state.params.pieces):
+    for look in (zerofn.compile(train_step_of(build(4))), lambda state, batch: state.params.shards):
         state = state_of(build(4), 3, offload=Offload(optimizer="cpu"))
         with monkeypatch.context() as patch:
             patch.setattr(cpu, "update_", failing(1))

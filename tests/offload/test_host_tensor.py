@@ -17,8 +17,8 @@ from zerofn import Offload, optim, passes, tree
 from zerofn.graph.capture import capture
 from zerofn.offload.copy_engine import CopyEngine
 from zerofn.offload.disk import PAGE, locked
-from zerofn.offload.drive_tensor import Spilled
-from zerofn.offload.host_tensor import Hosted
+from zerofn.offload.drive_tensor import DriveTensor
+from zerofn.offload.host_tensor import HostTensor
 from zerofn.offload.host_worker import BEHIND, HostWorker
 from zerofn.sharding.sharded import Sharded, is_sharded
 from zerofn.sharding.storage import Stored
@@ -53,22 +53,24 @@ def moved(state, mode):
             return torch.empty(x.shape, dtype=x.dtype, device=device)
 
     def part(x):
-        if isinstance(x, Hosted):
-            return Hosted(fake(x.ticket, "cpu"), DEVICE)
-        if isinstance(x, Spilled):
-            there = Spilled(x.ticket, x.dtype, x.size, DEVICE)
-            there.ticket = fake(x.ticket, "cpu")
+        if isinstance(x, HostTensor):
+            return HostTensor(fake(x.handle, "cpu"), DEVICE)
+        if isinstance(x, DriveTensor):
+            there = DriveTensor(x.handle, x.dtype, x.size, DEVICE)
+            there.handle = fake(x.handle, "cpu")
             return there
         return fake(x, DEVICE)
 
     def one(x):
         if not is_sharded(x):
             return x if x is state.step or x is state.rng else fake(x, DEVICE)
-        kinds = [
-            k if k.away is None else dataclasses.replace(k, away=dataclasses.replace(k.away, device="meta"))
-            for k in x.kinds
+        storages = [
+            k
+            if k.placement is None
+            else dataclasses.replace(k, placement=dataclasses.replace(k.placement, device="meta"))
+            for k in x.storages
         ]
-        return Sharded(x.spec, [Stored(k, tuple(map(part, y.parts))) for k, y in zip(kinds, x.stored, strict=True)])
+        return Sharded(x.spec, [Stored(k, tuple(map(part, y.parts))) for k, y in zip(storages, x.stored, strict=True)])
 
     new = tree.tree_map(one, state, is_leaf=is_sharded)
     return new.replace(step=fake(new.step, "cpu"), rng=fake(new.rng, "cpu"))
@@ -105,7 +107,10 @@ def mixed(gm):
             elif node.op == "call_function":
                 args, kwargs = (torch.fx.node.map_arg(x, values.__getitem__) for x in (node.args, node.kwargs))
                 given = [x for x in tree.leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
-                if node.target not in (ops.put_.default, ops.spill_.default) and len({x.device for x in given}) > 1:
+                if (
+                    node.target not in (ops.put_.default, ops.write_drive_.default)
+                    and len({x.device for x in given}) > 1
+                ):
                     found.append(node)
                 values[node] = node.target(*args, **kwargs)
     return found
@@ -133,10 +138,12 @@ def test_what_lies_on_a_drive_is_updated_on_the_host(tmp_path, monkeypatch):
     nodes = list(gm.graph.nodes)
     assert {n.args[4].type for n in nodes if n.target is ops.fetch.default} == {"cpu"}
     norm = [k for k, n in enumerate(nodes) if n.target is ops.part_numbers.default]
-    parked = [
-        k for k, n in enumerate(nodes) if n.target is ops.spill_.default and n.args[0].target is ops.ticket.default
+    offloaded = [
+        k
+        for k, n in enumerate(nodes)
+        if n.target is ops.write_drive_.default and n.args[0].target is ops.drive_handle.default
     ]
-    assert len(parked) == 2 and max(parked) < norm[-1]
+    assert len(offloaded) == 2 and max(offloaded) < norm[-1]
 
 
 def test_numbers_of_a_state_lie_with_its_parameters(monkeypatch):

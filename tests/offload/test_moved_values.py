@@ -13,7 +13,7 @@ from tests.support.same import assert_same_trees
 from tests.support.small_steps import apart, batch_of, build, loss_of, ops, state_of
 from zerofn import Offload, tree
 from zerofn.offload.disk import Store, aligned
-from zerofn.offload.drive_tensor import ticket_of
+from zerofn.offload.drive_tensor import handle_of
 
 LAYERS = 8  # units enough that some are read again for each part of the step
 MODULE = build(LAYERS)
@@ -94,10 +94,10 @@ def test_a_split_master_stays_split_where_a_plain_value_comes(change):
     step = zerofn.compile(lambda state, batch: change(state, state.replace(step=state.step + 1), batch))
     extra = {name: 0.5 * p.detach() for name, p in MODULE.named_parameters()}
     state = state_of(MODULE, 3, precision="bf16", extra=extra)
-    before, kinds = zerofn.unshard(state), (state.params.kinds, state.extra.kinds)
+    before, storages = zerofn.unshard(state), (state.params.storages, state.extra.storages)
     state, _ = step(state, batch_of())
     after = zerofn.unshard(state)
-    assert (state.params.kinds, state.extra.kinds) == kinds
+    assert (state.params.storages, state.extra.storages) == storages
     assert_same_trees(after.extra, before.params)
     expected = before.extra if change is swapped else before.params
     assert_same_trees(after.params, expected)
@@ -108,9 +108,9 @@ def test_what_lies_in_the_state_may_be_written_to_while_it_goes_to_the_drive(tmp
     monkeypatch.setattr(os, "pwritev", lambda *args: (time.sleep(0.1), write(*args))[1])
     size = 2048
     with Store(tmp_path, 4 * size, name="test") as store:
-        ticket = ticket_of(region := store.allocate(4 * size, "a piece"))
+        handle = handle_of(region := store.allocate(4 * size, "a piece"))
         x = aligned(4 * size).view(torch.float32).copy_(torch.arange(size))
-        ops.spill_(ticket, x)
+        ops.write_drive_(handle, x)
         x.zero_()
         store.read(region, found := aligned(4 * size)).wait()
         assert torch.equal(found.view(torch.float32), torch.arange(size, dtype=torch.float32))

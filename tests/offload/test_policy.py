@@ -122,8 +122,8 @@ def test_every_rule_has_the_bits_of_memory(tmp_path, tx, tiers):
 
 def test_a_fraction_takes_the_units_that_are_used_last(tmp_path):
     state = state_of(build(4), 3, offload=Offload(optimizer="nvme", path=tmp_path, fraction=0.5))
-    away = [x.kind.away is not None for x in state.opt_state.mu.stored]
-    assert away == [False, False, True, True] and not any(x.kind.away for x in state.params.stored)
+    placement = [x.storage.placement is not None for x in state.opt_state.mu.stored]
+    assert placement == [False, False, True, True] and not any(x.storage.placement for x in state.params.stored)
     assert_bits_of_memory(tmp_path, 3, [{"optimizer": "nvme", "fraction": 0.5}], None, 1, NORMED)
 
 
@@ -178,7 +178,7 @@ def test_updates_work_in_the_buffers():
     """Nothing is decoded, copied or cast on its way from the drive and back."""
     gm = lowered(os.environ.get("TMPDIR", "/tmp"), 4, TIERS[1]).gm
     targets = [n.target for n in gm.graph.nodes]
-    assert targets.count(ops.adamw_.default) == 4 and ops.spill.default not in targets
+    assert targets.count(ops.adamw_.default) == 4 and ops.write_drive.default not in targets
     assert not {*codec_operations(), aten.copy_.default} & set(targets)
     fetches = [n for n in gm.graph.nodes if is_fetch(n)]
     assert all(len(n.args[3]) == 2 for n in fetches)  # each has its place
@@ -319,12 +319,12 @@ def checkpoints(path, tiers):
     module, step = build(3), None
     step = zerofn.compile(train_step_of(module))
     make = partial(state_of, module, 3, NORMED, precision="bf16")
-    away = partial(make, offload=Offload(path=path, **tiers))
+    placement = partial(make, offload=Offload(path=path, **tiers))
     batches = [half(batch_of(rank(), seed=k), "bf16") for k in range(4)]
     expected = make()
     for batch in batches:
         expected, _ = step(expected, batch)
-    for k, (first, second) in enumerate([(away, make), (make, away), (away, away)]):
+    for k, (first, second) in enumerate([(placement, make), (make, placement), (placement, placement)]):
         state = first()
         for batch in batches[:2]:
             state, _ = step(state, batch)

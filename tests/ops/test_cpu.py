@@ -34,7 +34,7 @@ def stepped(case, options, update=cpu.update_):
 @pytest.mark.parametrize("rule, master, moment, gradient", cases.COMBINATIONS)
 def test_every_form_equals_torchs_operations(rule, master, moment, gradient, isa, monkeypatch):
     monkeypatch.setenv("ZEROFN_ISA", isa)
-    case, options = cases.piece(rule, master, moment, gradient), cases.options(rule) | {"rule": rule}
+    case, options = cases.shard(rule, master, moment, gradient), cases.options(rule) | {"rule": rule}
     expected = stepped(case, dict(options), reference.update_)
     for new, want, old in zip(stepped(case, options), expected, cases.tensors(*case[::2]), strict=True):
         assert cases.same_bits(new, want)
@@ -45,7 +45,7 @@ def test_every_form_equals_torchs_operations(rule, master, moment, gradient, isa
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 255, 256, 257, 513, 2048 + 17])
 @pytest.mark.parametrize("moment", cases.MOMENTS)
 def test_odd_sizes(size, moment):
-    case = cases.piece("adamw", "split", moment, torch.bfloat16, size)
+    case = cases.shard("adamw", "split", moment, torch.bfloat16, size)
     options = cases.options("adamw", [(0, size)]) | {"rule": "adamw"}
     expected = stepped(case, dict(options), reference.update_)
     assert all(map(cases.same_bits, stepped(case, options), expected))
@@ -55,7 +55,7 @@ def test_odd_sizes(size, moment):
 @pytest.mark.parametrize("moment", cases.MOMENTS)
 def test_the_number_of_threads_changes_no_bit(moment, threads):
     size = 300_001
-    case = cases.piece("adamw", "split", moment, torch.bfloat16, size)
+    case = cases.shard("adamw", "split", moment, torch.bfloat16, size)
     options = cases.options("adamw", [(0, 100_003), (100_010, size)]) | {"rule": "adamw"}
     threads(1)
     expected = stepped(case, dict(options))
@@ -107,7 +107,7 @@ def test_adam_in_fp32_is_torchs_fused_one(decoupled, b1, decay, size):
 @pytest.mark.parametrize("moment, tolerance", [("fp32", 1e-6), ("bf16", 1e-3), ("8-bit", 1e-3)])
 def test_adamw_is_the_papers_in_float64(moment, tolerance):
     """Loshchilov and Hutter 2019, Algorithm 2, from what the moments are when decoded."""
-    p, g, moments = cases.piece("adamw", "fp32", moment, torch.float32)
+    p, g, moments = cases.shard("adamw", "fp32", moment, torch.float32)
     rng = torch.Generator().manual_seed(5)
     g.copy_(torch.randn(SIZE, generator=rng))
     wide = []
@@ -133,7 +133,7 @@ def test_adamw_is_the_papers_in_float64(moment, tolerance):
 @pytest.mark.parametrize("moment", cases.MOMENTS)
 @pytest.mark.parametrize("master", cases.MASTERS)
 def test_what_is_in_no_run_stays(master, moment):
-    case = cases.piece("adamw", master, moment, torch.float32)
+    case = cases.shard("adamw", master, moment, torch.float32)
     p, g, moments = cases.copies(*case)
     outside = torch.ones(SIZE, dtype=torch.bool)
     for start, stop in RUNS:
@@ -152,7 +152,7 @@ def test_what_is_in_no_run_stays(master, moment):
 
 @needs_library
 def test_misaligned_memory():
-    case = cases.piece("adamw", "split", "8-bit", torch.bfloat16)
+    case = cases.shard("adamw", "split", "8-bit", torch.bfloat16)
     shifted = (
         [cases.odd_address(x) for x in case[0]],
         cases.odd_address(case[1]),
@@ -168,7 +168,7 @@ def test_misaligned_memory():
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_what_is_not_finite_shows(bad, moment):
     """In p and in its moments; nowhere else but in its block of 8-bit codes."""
-    p, g, moments = cases.piece("adamw", "split", moment, torch.bfloat16)
+    p, g, moments = cases.shard("adamw", "split", moment, torch.bfloat16)
     g[600] = bad
     cpu.update_("adamw", p, g, moments, **cases.options("adamw"))
     decoded = [cpu.decode(*x, i == 0) if moment == "8-bit" else x[0] for i, x in enumerate(moments)]
@@ -249,7 +249,7 @@ def test_other_counts_and_places_draw_other_bits():
     ],
 )
 def test_mistakes_raise_before_anything_is_written(change, error, words):
-    p, g, moments = cases.piece("adamw", "fp32", "fp32", torch.float32)
+    p, g, moments = cases.shard("adamw", "fp32", "fp32", torch.float32)
     before = p[0].clone()
     given = {"rule": "adamw", "p": p, "g": g, "moments": moments} | cases.options("adamw") | change
     with pytest.raises(error, match=words):
@@ -258,7 +258,7 @@ def test_mistakes_raise_before_anything_is_written(change, error, words):
 
 
 def test_can_update():
-    p, g, moments = cases.piece("adamw", "split", "8-bit", torch.bfloat16)
+    p, g, moments = cases.shard("adamw", "split", "8-bit", torch.bfloat16)
     assert cpu.can_update("adamw", p, g, moments)
     assert not cpu.can_update("adamw", [p[0].double()], g.double(), [[g.double()], [g.double()]])
     assert not cpu.can_update("adamw", p, g.to("meta"), moments)

@@ -174,7 +174,7 @@ def test_leaves_that_no_mask_orders_are_left_alone_too():
     tx = optim.masked(optim.sgd(1.0, 0.5, weight_decay=0.1), lambda leaf: leaf.name in ("a", "c", "e"))
     values = {k: torch.arange(5.0) + i for i, k in enumerate("abcde")}
     params = zerofn.shard({"params": values}, stage=3, unit=lambda name: "all")["params"]
-    assert len(params.pieces) == 1
+    assert len(params.shards) == 1
     g = zerofn.scatter({k: torch.ones(5) for k in values}, like=params)
     ours, _ = tx.apply(g, tx.init(params), params, None, None)
     expected, _ = tx.apply({k: torch.ones(5) for k in values}, tx.init(values), values, None, None)

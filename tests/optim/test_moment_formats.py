@@ -168,7 +168,7 @@ def saved_at(path, moments):
 def loaded_at(path, moments, stage):
     module = build(2)
     state = zerofn.load(path, like=state_of(module, stage, RULES["adamw"](moments)))
-    assert all(x.kind.codec.note for x in state.opt_state.nu.stored)
+    assert all(x.storage.codec.note for x in state.opt_state.nu.stored)
     return zerofn.unshard(state.opt_state)
 
 

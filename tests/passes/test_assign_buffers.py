@@ -207,7 +207,7 @@ def beside_a_larger_one(budget):
     """Bytes of the arena while a step with a budget runs after one that needs more."""
     module, batch = build(DEEP), batch_of(rows=1024)
     state, bound = state_of(module, 3, precision="bf16"), zerofn.compile(train_step_of(module), memory=budget)
-    reserved = bound.lower(state, batch).memory().rings
+    reserved = bound.lower(state, batch).memory().static_buffers
     state, _ = bound(state, batch)
     (arena,) = {arena for entry in bound._entries.values() for arena in entry.buffers.arenas}
     zerofn.compile(train_step_of(module), memory=budget)(state_of(module, 3), batch)  # its units take twice as much
@@ -221,7 +221,7 @@ def only_planned():
     module, batch = build(DEEP), batch_of(rows=1024)
     state, steps = state_of(module, 3), [zerofn.compile(train_step_of(module), memory=m) for m in (None, "1GB")]
     plans = [step.lower(state, batch) for step in steps]
-    return [plan.memory().rings > 0 for plan in plans], len(arenas._shared)
+    return [plan.memory().static_buffers > 0 for plan in plans], len(arenas._shared)
 
 
 def test_plans_allocate_nothing(ranks):
@@ -234,7 +234,7 @@ def within_budgets():
 
     def planned(budget):
         memory = zerofn.compile(train_step_of(module), memory=budget).lower(state_of(module, 3), batch).memory()
-        return memory.total, memory.rings
+        return memory.total, memory.static_buffers
 
     most, _ = planned("1GB")
     for share in (100, 95, 90):

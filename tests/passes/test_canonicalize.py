@@ -26,7 +26,7 @@ def test_nodes_that_do_nothing_are_dropped_and_values_stay():
     state, batch = state_of(module, 3), batch_of()
     before = captured(train_step_of(module), state, batch)
     after = captured(train_step_of(module), state, batch, canonicalize)
-    nothing = (aten.detach.default, aten.alias.default, ops.whole.default, ops.piece.default)
+    nothing = (aten.detach.default, aten.alias.default, ops.as_whole.default, ops.as_shard.default)
     assert count(before, *nothing) > 0 and count(after, *nothing) == 0
     assert len(after.gm.graph.nodes) < len(before.gm.graph.nodes)
     assert_same_trees(results(after, state, batch), results(before, state, batch))

@@ -218,9 +218,9 @@ def test_no_piece_is_updated_while_it_is_sent():
     where = positions(gm.graph)
     sent = [(g.args[0], where[g], where[wait_of(g)]) for g in gathers(gm)]
     updates = [n for n in gm.graph.nodes if n.target in (ops.adamw_.default, aten.copy_.default)]
-    assert len(sent) > 4 and sum(writes(n)[0] in {piece for piece, *_ in sent} for n in updates) == 4
+    assert len(sent) > 4 and sum(writes(n)[0] in {shard for shard, *_ in sent} for n in updates) == 4
     for node in updates:
-        assert not any(piece in writes(node) and where[node] < stop for piece, _, stop in sent)
+        assert not any(shard in writes(node) and where[node] < stop for shard, _, stop in sent)
 
 
 def test_a_rule_that_reads_what_it_would_write_is_not_run_in_place():

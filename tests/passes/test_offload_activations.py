@@ -20,7 +20,7 @@ from zerofn.comm import transport
 from zerofn.comm.mesh import DATA, Axis, Mesh
 from zerofn.cost import simulator
 from zerofn.cost.op_cost import DOWN, UP
-from zerofn.dry_run.fake_machine import Imagined
+from zerofn.dry_run.fake_machine import FakeMachine
 from zerofn.graph.alias import positions, roots, touches
 from zerofn.graph.captured import captured
 from zerofn.graph.edit import loops
@@ -35,12 +35,12 @@ from zerofn.passes.budget.search import graphs
 from zerofn.passes.offload_activations import UNDER_WAY, stays
 from zerofn.planning.plan import Plan
 from zerofn.sharding.precision import Precision
-from zerofn.sharding.shard import imagine, initial
+from zerofn.sharding.shard import initial, shard_fake
 
 ops = torch.ops.zerofn
 LAYERS, ROWS = 8, 1 << 16
 ACTIVATION = ROWS * WIDTH * 4
-LINK = Imagined(True, 1e11, 1e10)
+LINK = FakeMachine(True, 1e11, 1e10)
 PIPELINE = passes.pipeline(donating=True)
 
 
@@ -53,7 +53,7 @@ def prepared(num_microbatches=1):
     def init():
         return zerofn.TrainState.create(params=dict(module.named_parameters()), tx=optim.adamw(1e-2))
 
-    state = imagine(initial(init, Precision()), 3, Mesh((Axis(DATA, 1, 0, "imagined"),)), None, None, unit_of)
+    state = shard_fake(initial(init, Precision()), 3, Mesh((Axis(DATA, 1, 0, "fake machine"),)), None, None, unit_of)
     batch = {k: LINK.zeros((ROWS * num_microbatches, WIDTH), torch.float32, torch.device("cpu")) for k in "xy"}
     program, _ = captured(train_step_of(module, num_microbatches), state, batch)
     PIPELINE.prepare(program)
@@ -74,7 +74,7 @@ def keep(program):
 
 
 def all_away(program):
-    return [Choice(stashed=frozenset(x.memory.name for x in stays(gm.graph))) for gm in graphs(program.gm)]
+    return [Choice(offloaded=frozenset(x.memory.name for x in stays(gm.graph))) for gm in graphs(program.gm)]
 
 
 def kept(plan):
@@ -96,7 +96,7 @@ def moves(gm):
 def test_what_is_away_takes_nothing(num_microbatches):
     plain, _ = planned(keep, num_microbatches)
     plan, choices = planned(all_away, num_microbatches)
-    nbytes = sum(len(choice.stashed) for choice in choices) * ACTIVATION
+    nbytes = sum(len(choice.offloaded) for choice in choices) * ACTIVATION
     assert kept(plain) == nbytes == plan.memory().host >= LAYERS * ACTIVATION
     assert ACTIVATION <= kept(plan) <= (UNDER_WAY + 1) * ACTIVATION
     assert not any(x.live["staging"] for x in plan.memory().over_time)  # what is back is an activation again
@@ -142,7 +142,7 @@ def test_where_computing_takes_long_nothing_is_back_before_it_is_needed(monkeypa
 # --- the values --------------------------------------------------------------------------------------------------
 
 
-def stash_all(monkeypatch, drop=False):
+def offload_all(monkeypatch, drop=False):
     """Let a budget choose to stash everything; with `drop`, every other one is computed again."""
     told = []
 
@@ -154,7 +154,7 @@ def stash_all(monkeypatch, drop=False):
             for x, y in zip(found, again, strict=True)
         ]
         told.append(sum(map(len, found)) - sum(map(len, names)))
-        return [Choice(stashed=frozenset(x) - y, dropped=y) for x, y in zip(found, names, strict=True)]
+        return [Choice(offloaded=frozenset(x) - y, dropped=y) for x, y in zip(found, names, strict=True)]
 
     monkeypatch.setattr(passes.Pipeline, "decide", decide)
     return told
@@ -171,7 +171,7 @@ def test_the_bits_are_the_same(monkeypatch, num_microbatches, drop):
     """With dropout; and where others are computed again, from what comes back."""
     options = {"num_microbatches": num_microbatches, "memory": "1TB"}
     _, expected = trained(6, 64, optim.adamw(1e-2), 3, **options)
-    told = stash_all(monkeypatch, drop)
+    told = offload_all(monkeypatch, drop)
     plan, found = trained(6, 64, optim.adamw(1e-2), 3, **options)
     assert_same_trees(found, expected)
     assert num_back(plan) == told[0] > 5 or drop and num_back(plan) > 2
@@ -199,7 +199,7 @@ def test_models(monkeypatch, name):
         return plan, [loss, *tree.leaves(zerofn.unshard(state.params))]
 
     _, expected = one_step()
-    told = stash_all(monkeypatch)
+    told = offload_all(monkeypatch)
     plan, found = one_step()
     assert_same_trees(found, expected)
     assert num_back(plan) == told[0] > 10
@@ -229,13 +229,13 @@ def within(memory):
 def test_a_budget_takes_what_costs_least(monkeypatch):
     most = planned(keep)[0].memory().total
     plan, (choice,) = planned(within(most * 3 // 4))
-    assert choice.dropped and not choice.stashed  # a hyperbolic tangent is cheaper than its transfer
+    assert choice.dropped and not choice.offloaded  # a hyperbolic tangent is cheaper than its transfer
     assert plan.memory().total <= most * 3 // 4
 
     real = simulator.roofline
     monkeypatch.setattr(simulator, "roofline", lambda machine: lambda node: 1e3 * real(machine)(node))
     plan, (choice,) = planned(within(most * 3 // 4))
-    assert choice.stashed and not choice.dropped & choice.stashed
+    assert choice.offloaded and not choice.dropped & choice.offloaded
     assert plan.memory().total <= most * 3 // 4 and plan.memory().host >= ACTIVATION
 
 
@@ -248,7 +248,7 @@ def least():
 def test_what_layers_begin_with_can_be_away_too(monkeypatch):
     low = least()
     plan, (choice,) = planned(within(low))
-    assert choice.stashed and plan.memory().total <= low
+    assert choice.offloaded and plan.memory().total <= low
     monkeypatch.setattr(search, "stays", lambda graph: [])
     assert low < least() - ACTIVATION
 
@@ -257,7 +257,7 @@ def test_in_host_memory_nothing_is_sent_there():
     program, _ = captured(train_step_of(build(4)), state_of(build(4), 3), batch_of(rows=512))
     PIPELINE.prepare(program)
     gm = program.gm
-    assert stays(gm.graph) and not list(search._stashes(gm, positions(gm.graph), []))
+    assert stays(gm.graph) and not list(search._offloads(gm, positions(gm.graph), []))
 
 
 def test_one_way_is_enough_for_a_value():
@@ -278,7 +278,7 @@ def test_what_links_take_for_nothing_is_what_is_dearest_to_compute_again(monkeyp
         num = sum(phase_of(n) == "forward" for n in gm.graph.nodes)
         monkeypatch.setattr(simulator, "roofline", lambda machine: lambda node: away / num)
         computed = [Drop("", 0, 0, 1, float(k), name) for k, name in enumerate(again)]
-        found = {x.of: x.seconds for x in search._stashes(gm, where, computed)}
+        found = {x.of: x.seconds for x in search._offloads(gm, where, computed)}
     cheap = sorted(found, key=found.__getitem__)[:2]
     assert cheap == list(again)[:-3:-1]
     assert max(map(found.get, cheap)) < min(seconds for x, seconds in found.items() if x not in cheap)
@@ -325,8 +325,8 @@ class Stream:
         return types.SimpleNamespace(name=self.name, synchronize=lambda: self.told.append(("host waits",)))
 
 
-@pytest.mark.parametrize("parked", [True, False])
-def test_the_host_goes_on_while_activations_leave(monkeypatch, parked):
+@pytest.mark.parametrize("offloaded", [True, False])
+def test_the_host_goes_on_while_activations_leave(monkeypatch, offloaded):
     told, gpu = [], torch.device("cuda")
     fake = types.SimpleNamespace(
         empty_like=lambda x, device, pin_memory: There(told, device.type, id(x)),
@@ -338,14 +338,14 @@ def test_the_host_goes_on_while_activations_leave(monkeypatch, parked):
     monkeypatch.setattr(copy_engine, "torch", fake)
     monkeypatch.setattr(copy_engine.CopyEngine, "stream", lambda self, device, towards: Stream(told, f"to {towards}"))
     x = There(told, "cuda", 1)
-    there = transport.wait_(host_tensor.bring(x, torch.device("cpu"), parked=parked))
-    assert told[-1] == (("device", "waits for", "to cpu") if parked else ("host waits",))
-    begun = host_tensor.bring(there, gpu, parked=parked)
+    there = transport.wait_(host_tensor.bring(x, torch.device("cpu"), offloaded=offloaded))
+    assert told[-1] == (("device", "waits for", "to cpu") if offloaded else ("host waits",))
+    begun = host_tensor.bring(there, gpu, offloaded=offloaded)
     back = transport.wait_(begun)
     assert told[-1] == ("device", "waits for", "to cuda") and back is begun
     copies = [t for t in told if t[0] == "copy"]
     assert copies == [("copy", "cuda", "cpu", True), ("copy", "cpu", "cuda", True)]
     assert told.index(("to cuda", "after", "device")) < told.index(copies[1])  # which has waited for the copy down
-    assert (("record",) in told) != parked
-    assert (there.data_ptr() in copy_engine.copies().leaving) != parked
+    assert (("record",) in told) != offloaded
+    assert (there.data_ptr() in copy_engine.copies().leaving) != offloaded
     copy_engine.copies().leaving.pop(there.data_ptr(), None)

@@ -44,7 +44,7 @@ def test_all_but_the_first_updates_gradients_wait_on_the_drive(tmp_path, tiers):
 def test_a_gradient_is_written_before_the_check_is_complete(tmp_path):
     gm = graph_of(Offload(optimizer="nvme", path=tmp_path))
     where, handles = positions(gm.graph), set(read_again(gm).values())
-    writes = [n for n in gm.graph.nodes if n.target is ops.spill_.default and n.args[0] in handles]
+    writes = [n for n in gm.graph.nodes if n.target is ops.write_drive_.default and n.args[0] in handles]
     assert len(writes) == len(handles) == NUM_LAYERS - IN_MEMORY
     assert max(where[n] for n in writes) < where[rules(gm)[0]]
 

@@ -23,7 +23,7 @@ def sent(gm, times=1):
             total[node.args[3]] += times * node.args[0].meta["val"].numel() * NUM_RANKS
         elif is_scatter(node):
             total[node.args[3]] += times * node.args[0].meta["val"].numel()
-        elif node.target is ops.refresh_.default:
+        elif node.target is ops.all_gather_into_.default:
             total[node.args[4]] += times * node.args[0].meta["val"].numel()
     for node, body in loops(gm):
         total += sent(body, times * node.args[1])
@@ -90,7 +90,7 @@ def test_the_graph_after_each_pass_is_written_down(tmp_path, monkeypatch):
         f"train_step.{k:02}.{name}.rank0.py" for k, name in enumerate(names)
     ]
     first, last = ((tmp_path / f"train_step.{k:02}.{names[k]}.rank0.py").read_text() for k in (0, len(names) - 1))
-    assert "run_loop" in first and "zerofn.piece" in first and "addmm" in first  # the loop's body as well
+    assert "run_loop" in first and "zerofn.as_shard" in first and "addmm" in first  # the loop's body as well
     assert "adamw_" in last and len(last) < len(first)
     assert set(program.timings) == set(names[1:]) and all(t >= 0 for t in program.timings.values())
 

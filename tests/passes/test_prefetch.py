@@ -65,12 +65,12 @@ def seconds(monkeypatch):
 def layered(sizes, *, num_ops=4):
     """A graph of layers with a unit of so many elements each, gathered where it is used, and operations between."""
     graph = Graph()
-    pieces = [graph.placeholder(f"piece{k}") for k in range(len(sizes))]
+    shards = [graph.placeholder(f"piece{k}") for k in range(len(sizes))]
     x = graph.placeholder("x")
     x.meta["val"] = torch.zeros(1)
-    for k, (piece, size) in enumerate(zip(pieces, sizes, strict=True)):
-        piece.meta["val"] = torch.zeros(size // 2)
-        start = graph.call_function(ops.all_gather.default, (piece, 2, "g", f"unit{k}"), name=f"gather{k}")
+    for k, (shard, size) in enumerate(zip(shards, sizes, strict=True)):
+        shard.meta["val"] = torch.zeros(size // 2)
+        start = graph.call_function(ops.all_gather.default, (shard, 2, "g", f"unit{k}"), name=f"gather{k}")
         wait = graph.call_function(ops.wait.default, (start,), name=f"wait{k}")
         start.meta["val"] = wait.meta["val"] = torch.zeros(size)
         for _ in range(num_ops):

@@ -27,7 +27,7 @@ def test_every_unit_is_sent_once_right_after_its_update():
     for stage in (1, 2):
         gm = graph_of(stage)
         nodes, where = list(gm.graph.nodes), positions(gm.graph)
-        starts = [n for n in nodes if n.target is ops.refresh_.default]
+        starts = [n for n in nodes if n.target is ops.all_gather_into_.default]
         updates = [n for n in nodes if n.target is ops.adamw_.default]
         assert [s.args[4] for s in starts] == ["0", "3", "6", "9"] and not gathers(gm)
         assert [where[s] - where[u] for s, u in zip(starts, updates, strict=True)] == [1] * 4
@@ -35,7 +35,7 @@ def test_every_unit_is_sent_once_right_after_its_update():
 
 def test_other_stages_have_none():
     for stage in (0, 3):
-        assert all(n.target is not ops.refresh_.default for n in graph_of(stage).graph.nodes)
+        assert all(n.target is not ops.all_gather_into_.default for n in graph_of(stage).graph.nodes)
 
 
 def copies_after_steps(stage, precision):
@@ -49,10 +49,10 @@ def copies_after_steps(stage, precision):
         dropped = tree.tree_map(lambda p: p, state.params)
         assert dropped.full is None
         assert_same_trees(zerofn.gather(state.params), zerofn.gather(dropped))
-        for unit, piece, full in zip(state.params.layout.units, state.params.pieces, state.params.full, strict=True):
+        for unit, shard, full in zip(state.params.layout.units, state.params.shards, state.params.full, strict=True):
             a, b = state.params.layout.cut(unit, rank)
-            assert torch.equal(full[a:b], piece.to(full.dtype)) and full.numel() == size * (b - a)
-            assert (piece.data_ptr() == full[a:].data_ptr()) == (precision is None)
+            assert torch.equal(full[a:b], shard.to(full.dtype)) and full.numel() == size * (b - a)
+            assert (shard.data_ptr() == full[a:].data_ptr()) == (precision is None)
     return zerofn.unshard(state.params)
 
 

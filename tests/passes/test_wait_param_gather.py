@@ -63,12 +63,12 @@ def test_each_copy_is_waited_for_just_before_its_first_use(stage, donating):
     with fake_ranks(2):
         program = scheduled(train_step_of(module), state_of(module, stage), batch_of(), donating=donating)
     where, waited = positions(program.gm.graph), []
-    for piece, copy, _ in program.copies():
+    for shard, copy, _ in program.copies():
         waits = [n for n in copy.users if n.target is ops.wait.default]
-        uses = [n for n in (*copy.users, *piece.users) if n not in waits]
+        uses = [n for n in (*copy.users, *shard.users) if n not in waits]
         assert len(waits) == 1 and where[waits[0]] == min(map(where.__getitem__, uses)) - 1
         waited.append(where[waits[0]])
-    started = [where[n] for n in program.gm.graph.nodes if n.target is ops.refresh_.default]
+    started = [where[n] for n in program.gm.graph.nodes if n.target is ops.all_gather_into_.default]
     assert len(waited) == 4 and len(started) == (4 if donating else 0)
     assert not started or min(started) > max(waited)
 
@@ -201,7 +201,7 @@ def cut_off():
         with pytest.raises((RuntimeError, ValueError)):
             failing(other, batch_of(rank))
         assert state.params.full is None
-    assert all(p.isfinite().all() for p in state.params.pieces)  # its own pieces are whole
+    assert all(p.isfinite().all() for p in state.params.shards)  # its own pieces are whole
     return "told"
 
 

@@ -259,7 +259,7 @@ def test_arguments_are_written_as_they_are_given():
 def test_the_state_alone_is_what_the_plan_says_of_it():
     for stage in range(4):
         memory = planned(world=3, stage=stage, rows=8)[0].plan.memory()
-        there = memory.there - memory.rings - 2 * 8 * WIDTH * 4  # but for the batch
+        there = memory.there - memory.static_buffers - 2 * 8 * WIDTH * 4  # but for the batch
         too_little = planned(world=3, stage=stage, rows=8, memory=1000)[0]
         assert too_little.needs.device == there and "for the state alone" in too_little.lacks
 

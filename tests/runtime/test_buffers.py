@@ -43,8 +43,8 @@ def test_passes_allocate_nothing_and_graphs_refer_by_index(tmp_path):
     assert len(drive_tensor._regions) == before and not arenas._shared and state
     assert program.drive_space and all(isinstance(x, DriveSpec) for x in program.drive_space)
     assert all(isinstance(x, BufferSpec) for x in program.buffers)
-    tickets = [n.args[0] for n in program.gm.graph.nodes if n.target is ops.ticket.default]
-    assert sorted(tickets) == list(range(len(program.drive_space)))
+    handles = [n.args[0] for n in program.gm.graph.nodes if n.target is ops.drive_handle.default]
+    assert sorted(handles) == list(range(len(program.drive_space)))
     places = [n.args[3][0] for n in program.gm.graph.nodes if n.target is ops.fetch.default]
     assert set(places) <= set(range(len(program.buffers)))
 
@@ -56,7 +56,7 @@ def test_a_bound_graph_refers_to_what_was_allocated(tmp_path):
     buffers.bind(gm)
     pairs = list(zip(program.gm.graph.nodes, gm.graph.nodes, strict=True))
     for planned, bound in pairs:
-        if planned.target is ops.ticket.default:
+        if planned.target is ops.drive_handle.default:
             region = drive_tensor.region_of(torch.tensor([bound.args[0]]))
             spec = program.drive_space[planned.args[0]]
             assert region is buffers.regions[planned.args[0]] and (region.nbytes, region.label) == (

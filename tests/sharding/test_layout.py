@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from zerofn import tree
-from zerofn.sharding.layout import ALIGN, PIECE, SMALL, make_layout, restrict, unravel
+from zerofn.sharding.layout import ALIGN, SHARD_MULTIPLE, SMALL, make_layout, restrict, unravel
 
 Twins = namedtuple("Twins", "one two")
 
@@ -49,12 +49,15 @@ def check(layout, params):
     assert [leaf.shape for leaf in layout.leaves] == [tuple(x.shape) for x in leaves]
     assert len({u.name for u in layout.units}) == len(layout.units)
     for unit in layout.units:
-        assert unit.size % (PIECE * layout.num_shards) == 0 and unit.size > 0
+        assert unit.size % (SHARD_MULTIPLE * layout.num_shards) == 0 and unit.size > 0
         end = 0
         for leaf in unit.leaves:
             assert leaf.offset % ALIGN == 0 and end <= leaf.offset < end + ALIGN
             end = leaf.stop
-        assert end <= unit.size < end + ALIGN + PIECE * layout.num_shards or unit.size == PIECE * layout.num_shards
+        assert (
+            end <= unit.size < end + ALIGN + SHARD_MULTIPLE * layout.num_shards
+            or unit.size == SHARD_MULTIPLE * layout.num_shards
+        )
         assert len({leaves[leaf.index].dtype for leaf in unit.leaves}) == 1
         # a shard's intervals, put side by side, are the leaves again
         seen = {leaf.index: [] for leaf in unit.leaves}
@@ -201,7 +204,7 @@ def test_scalars_and_empty_leaves():
     layout = make_layout(params, 3)
     check(layout, params)
     (unit,) = layout.units
-    assert unit.size == 3 * PIECE and unit.numel == 6
+    assert unit.size == 3 * SHARD_MULTIPLE and unit.numel == 6
     check(make_layout({"e": z(0)}, 2), {"e": z(0)})
 
 

@@ -106,12 +106,12 @@ def test_one_bad_element_is_seen_by_all_and_named(ranks, stage):
 
 def padding_is_not_read():
     x = cut(values(), 3)
-    for unit, piece in zip(x.layout.units, x.pieces, strict=True):
-        valid = torch.zeros(piece.shape, dtype=torch.bool)
+    for unit, part in zip(x.layout.units, x.shards, strict=True):
+        valid = torch.zeros(part.shape, dtype=torch.bool)
         start, stop = x.spec.bounds(unit)
         for _, a, b in unit.intervals(start, stop):
             valid[a:b] = True
-        piece[~valid] = float("nan")
+        part[~valid] = float("nan")
     names = zerofn.leaf_norms(x)
     return zerofn.all_finite(x).item(), zerofn.global_norm(x), zerofn.vdot(x, x), names["1.w"]
 
@@ -170,9 +170,9 @@ def test_capture_agrees_about_dtypes():
         x = cut(make(), 3)
         functions = [zerofn.global_norm, zerofn.all_finite, lambda t: zerofn.vdot(t, t)]
         for f in functions:
-            graph = make_fx(lambda *p, f=f, x=x: f(type(x)(x.spec, p)), tracing_mode="fake")(*x.pieces)
+            graph = make_fx(lambda *p, f=f, x=x: f(type(x)(x.spec, p)), tracing_mode="fake")(*x.shards)
             (out,) = (n for n in graph.graph.nodes if n.op == "output")
-            assert torch.equal(graph(*x.pieces), f(x))
+            assert torch.equal(graph(*x.shards), f(x))
             assert out.args[0].meta["val"].dtype == f(x).dtype
 
 

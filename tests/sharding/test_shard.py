@@ -92,8 +92,8 @@ def round_trips(stage):
         assert not memory_of(state) & memory_of(placed), f"{name}: the result aliases its input"
         counts[name] = len(sharded_nodes(placed))
         for node in sharded_nodes(placed):
-            for unit, piece in zip(node.layout.units, node.pieces, strict=True):
-                assert piece.numel() == unit.size // (size if stage else 1)
+            for unit, cut in zip(node.layout.units, node.shards, strict=True):
+                assert cut.numel() == unit.size // (size if stage else 1)
         back = unshard(placed)
         same(back, kept)
         assert type(back) is (dict if isinstance(kept, TensorDict) else type(kept))
@@ -138,7 +138,7 @@ def dtypes_of_moments(precision):
     back = unshard(placed)
     for name in ("fp32", "fp64", "mask", "count"):
         same(back[name], state[name])
-    return {name: {str(p.dtype) for p in x.pieces} for name, x in placed.items()}
+    return {name: {str(p.dtype) for p in x.shards} for name, x in placed.items()}
 
 
 @pytest.mark.parametrize("precision, params", [(None, "bfloat16"), ("bf16", "float32"), ("fp16", "float32")])
@@ -166,9 +166,9 @@ def shared_storage():
     replicated = shard(state, stage=0)
     base.fill_(0)
     assert replicated["params"]["tied"].local.abs().sum() > 0
-    piece = replicated["params"]["tied"].local
+    local = replicated["params"]["tied"].local
     before = replicated["params"]["again"].local.clone()
-    piece.zero_()
+    local.zero_()
     assert torch.equal(replicated["params"]["again"].local, before)
     parameter = nn.Parameter(torch.randn(3))
     (out,) = tree.leaves(shard({"params": {"p": parameter}}, stage=1))
@@ -227,7 +227,7 @@ def function_equals_value(stage):
         assert torch.equal(after, torch.get_rng_state())
         assert tree.structure(value) == tree.structure(found)
         for x, y in zip(sharded_nodes(value), sharded_nodes(found), strict=True):
-            for unit, a, b in zip(x.layout.units, x.pieces, y.pieces, strict=True):
+            for unit, a, b in zip(x.layout.units, x.shards, y.shards, strict=True):
                 assert a.dtype == b.dtype, unit.name
         same(unshard(found), unshard(value))
         torch.manual_seed(9)
@@ -279,8 +279,8 @@ def peak_of(stage):
     held = sum(x.nbytes for x in tree.leaves(state))
     with Real() as whole_peak:
         whole = unshard(state.params)
-    pieces = sum(x.nbytes for x in state.params.pieces)  # were there before, and are met as views
-    return peak.peak, held, whole_peak.peak - pieces, sum(x.nbytes for x in tree.leaves(whole))
+    shards = sum(x.nbytes for x in state.params.shards)  # were there before, and are met as views
+    return peak.peak, held, whole_peak.peak - shards, sum(x.nbytes for x in tree.leaves(whole))
 
 
 WIDTH, DEPTH = 256, 12

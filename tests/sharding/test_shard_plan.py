@@ -40,7 +40,9 @@ def planned(state, *args, **kwargs):
 def test_a_state_is_planned_without_memory():
     tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3, moments="fp8"))
     parts = planned(TrainState.create(params=params(), tx=tx), precision=NAMED["bf16"])
-    found = {name: {kind.codec for kind in part.kinds} for name, part in parts.items() if hasattr(part, "kinds")}
+    found = {
+        name: {storage.codec for storage in part.storages} for name, part in parts.items() if hasattr(part, "storages")
+    }
     assert found == {"params": {SPLIT}, "opt_state.1.mu": {E4M3}, "opt_state.1.nu": {E5M2}}
     assert [part.first for part in parts.values()] == sorted(part.first for part in parts.values())
     assert parts["params"].spec.halves and not parts["opt_state.1.mu"].spec.halves
@@ -53,7 +55,7 @@ def test_only_the_states_own_params_are_parameters():
     for other in (own, params()):
         parts = planned({"params": own, "old": {"params": other}}, precision=NAMED["bf16"])
         assert [parts[name].is_params for name in ("params", "old.params")] == [True, False]
-        assert parts["old.params"].kinds[0] == StorageSpec(PLAIN, torch.float32)
+        assert parts["old.params"].storages[0] == StorageSpec(PLAIN, torch.float32)
 
 
 def test_formats_are_found_by_path():
@@ -86,11 +88,11 @@ def test_public_dtypes():
 
 def test_places():
     layout = planned({"params": params()})["params"].spec.layout
-    kinds = [StorageSpec(SPLIT, torch.float32) for _ in layout.units]
-    assert place(layout, kinds, True, policy()) == kinds
-    there = place(layout, kinds, True, policy(offload=Offload(optimizer="cpu")))
-    assert {kind.away.tiers for kind in there} == {(None, "cpu")}
-    there = place(layout, kinds, False, policy(offload=Offload(optimizer="cpu")))
-    assert {kind.away.tiers for kind in there} == {("cpu", "cpu")}
-    there = place(layout, kinds, True, policy(offload=Offload(optimizer="nvme", params="cpu", path="/x")))
-    assert {(kind.away.tiers, kind.away.paths) for kind in there} == {(("cpu", "nvme"), ("/x",))}
+    storages = [StorageSpec(SPLIT, torch.float32) for _ in layout.units]
+    assert place(layout, storages, True, policy()) == storages
+    there = place(layout, storages, True, policy(offload=Offload(optimizer="cpu")))
+    assert {storage.placement.tiers for storage in there} == {(None, "cpu")}
+    there = place(layout, storages, False, policy(offload=Offload(optimizer="cpu")))
+    assert {storage.placement.tiers for storage in there} == {("cpu", "cpu")}
+    there = place(layout, storages, True, policy(offload=Offload(optimizer="nvme", params="cpu", path="/x")))
+    assert {(storage.placement.tiers, storage.placement.paths) for storage in there} == {(("cpu", "nvme"), ("/x",))}

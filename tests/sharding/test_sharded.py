@@ -67,9 +67,9 @@ def transposes(stage):
     bits = zip(tree.leaves((back, out, forward)), tree.leaves((s, s, gather(v))), strict=True)
     assert all(torch.equal(a, b) for a, b in bits), "each is the other's transpose, bit for bit"
     # by torch.autograd too, and forwards
-    pieces = [x.detach().clone().requires_grad_() for x in p.pieces]
-    by_autograd = torch.autograd.grad(tree.leaves(gather(Sharded(p.spec, pieces))), pieces, tree.leaves(g))
-    assert_same_trees(by_autograd, s.pieces)
+    shards = [x.detach().clone().requires_grad_() for x in p.shards]
+    by_autograd = torch.autograd.grad(tree.leaves(gather(Sharded(p.spec, shards))), shards, tree.leaves(g))
+    assert_same_trees(by_autograd, s.shards)
     primal, tangent = torch.func.jvp(gather, (p,), (v,))
     assert_same_trees(tangent, gather(v))
     share = size if stage == 0 else 1
@@ -100,9 +100,9 @@ def derivatives(stage):
         return loss(gather(p), x)
 
     def by_autograd(p):
-        pieces = [piece.detach().requires_grad_() for piece in p.pieces]
-        grads = torch.autograd.grad(local(Sharded(p.spec, pieces)), pieces, create_graph=True)
-        products = torch.autograd.grad(sum((g * t).sum() for g, t in zip(grads, v.pieces, strict=True)), pieces)
+        shards = [shard.detach().requires_grad_() for shard in p.shards]
+        grads = torch.autograd.grad(local(Sharded(p.spec, shards)), shards, create_graph=True)
+        products = torch.autograd.grad(sum((g * t).sum() for g, t in zip(grads, v.shards, strict=True)), shards)
         return Sharded(p.spec, [g.detach() for g in grads]), Sharded(p.spec, products)
 
     grad, hvp = by_autograd(p)
@@ -112,7 +112,7 @@ def derivatives(stage):
     third = torch.func.grad(
         lambda p: sum(
             (a * b).sum()
-            for a, b in zip(torch.func.jvp(torch.func.grad(local), (p,), (v,))[1].pieces, v.pieces, strict=True)
+            for a, b in zip(torch.func.jvp(torch.func.grad(local), (p,), (v,))[1].shards, v.shards, strict=True)
         )
     )(p)
     return [unshard(t) for t in (grad, functional, hvp, forward, reverse, third)]
@@ -142,8 +142,8 @@ def per_sample(stage):
     p = sharded(params(), stage)
     x = batch(dist.get_rank())
     grads = torch.vmap(torch.func.grad(lambda p, row: loss(gather(p), row[None])), in_dims=(None, 0))(p, x)
-    norms = torch.vmap(lambda *pieces: sum(q.pow(2).sum() for q in pieces))(*grads.pieces)
-    each = [unshard(Sharded(p.spec, [q[i] for q in grads.pieces])) for i in range(len(x))]
+    norms = torch.vmap(lambda *shards: sum(q.pow(2).sum() for q in shards))(*grads.shards)
+    each = [unshard(Sharded(p.spec, [q[i] for q in grads.shards])) for i in range(len(x))]
     samples = torch.vmap(lambda row: model(gather(p), row[None]))(x)
     return each, norms, samples
 
@@ -165,14 +165,14 @@ def captured(stage):
     p = sharded(params(), stage)
     x = batch(dist.get_rank())
 
-    def step(*pieces):
-        q = Sharded(p.spec, pieces)
+    def step(*shards):
+        q = Sharded(p.spec, shards)
         grads = torch.func.grad(lambda q: loss(gather(q), x))(q)
-        return [a - 0.1 * b for a, b in zip(q.pieces, grads.pieces, strict=True)]
+        return [a - 0.1 * b for a, b in zip(q.shards, grads.shards, strict=True)]
 
-    graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*p.pieces)
-    plain = Sharded(p.spec, p.pieces)
-    assert_same_trees(graph(*plain.pieces), step(*plain.pieces))
+    graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*p.shards)
+    plain = Sharded(p.spec, p.shards)
+    assert_same_trees(graph(*plain.shards), step(*plain.shards))
     names = [str(n.target) for n in graph.graph.nodes]
     return sum("zerofn.all_gather" in n for n in names), sum("zerofn.reduce_scatter" in n for n in names)
 
@@ -193,14 +193,14 @@ def cached(stage):
     assert fresh.full is None, "any unflatten drops it"
     for a, b in zip(tree.leaves(gather(p)), tree.leaves(gather(fresh)), strict=True):
         assert torch.equal(a, b)
-    grads = [torch.func.grad(lambda q: loss(gather(q), batch(0).float()))(q).pieces for q in (p, fresh)]
+    grads = [torch.func.grad(lambda q: loss(gather(q), batch(0).float()))(q).shards for q in (p, fresh)]
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
     if size > 1:
-        pieces = {x.untyped_storage().data_ptr() for x in p.pieces}
-        assert pieces == {x.untyped_storage().data_ptr() for x in p.full}, "the piece is a view of it"
+        shards = {x.untyped_storage().data_ptr() for x in p.shards}
+        assert shards == {x.untyped_storage().data_ptr() for x in p.full}, "the piece is a view of it"
         half = shard({"params": params(torch.float32)}, stage=stage, precision="bf16")["params"]
-        assert {x.dtype for x in half.full} == {torch.bfloat16} and {x.dtype for x in half.pieces} == {torch.float32}
-        again = gather(Sharded(half.spec, half.pieces))
+        assert {x.dtype for x in half.full} == {torch.bfloat16} and {x.dtype for x in half.shards} == {torch.float32}
+        again = gather(Sharded(half.spec, half.shards))
         assert_same_trees(gather(half), again)
 
 
@@ -213,8 +213,8 @@ def copied(stage):
     p = sharded(params(), stage)
     for twin in (pickle.loads(pickle.dumps(p)), copy.deepcopy(p)):
         assert twin.layout == p.layout and (twin.spec.stage, twin.spec.axis) == (stage, p.spec.axis)
-        assert twin.full is None and all(map(torch.equal, twin.pieces, p.pieces))
-        assert not {x.data_ptr() for x in twin.pieces if x.numel()} & {x.data_ptr() for x in p.pieces}
+        assert twin.full is None and all(map(torch.equal, twin.shards, p.shards))
+        assert not {x.data_ptr() for x in twin.shards if x.numel()} & {x.data_ptr() for x in p.shards}
         assert_same_trees(gather(twin), gather(p))
 
 
@@ -267,7 +267,7 @@ def test_cast_before_the_gather_and_before_the_reduction(ranks, name, computes, 
 # --- parts, updates, what is where
 
 
-def update_of_pieces(stage):
+def update_of_shards(stage):
     p, g = sharded(params(), stage), sharded(like(params(), 3), stage)
     new = tree.tree_map(lambda a, b: a - 0.5 * b, p, g)
     assert isinstance(new, Sharded)
@@ -278,7 +278,7 @@ def update_of_pieces(stage):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_tree_map_is_the_partitioned_update(ranks, stage):
-    for found in ranks(3, update_of_pieces, stage):
+    for found in ranks(3, update_of_shards, stage):
         for key, p, g in zip(params(), params().values(), like(params(), 3).values(), strict=True):
             torch.testing.assert_close(found[key], p - 0.5 * g, rtol=0, atol=1e-15)
 

@@ -37,7 +37,7 @@ def wild(size, seed, scale=1.0):
     return x
 
 
-def piece(rule, master, moment, gradient, size=SIZE, seed=0):
+def shard(rule, master, moment, gradient, size=SIZE, seed=0):
     """(p, g, moments) as `update_` takes them."""
     p, g = wild(size, seed), wild(size, seed + 1).clamp(-6e4, 6e4).to(gradient)
     decoded = [wild(size, seed + 2), wild(size, seed + 3).square().clamp(max=1e30)][: NUM_MOMENTS[rule]]

@@ -175,7 +175,7 @@ def frozen_and_unused(stage):
         return mean_loss(q, x, y)
 
     loss, grads = state.value_and_grad(loss_fn)(*rows(dist.get_rank()))
-    strides = {u.name: g.stride() for u, g in zip(grads.layout.units, grads.pieces, strict=True) if not u.trainable}
+    strides = {u.name: g.stride() for u, g in zip(grads.layout.units, grads.shards, strict=True) if not u.trainable}
     return seen, strides, (loss, unshard(grads))
 
 
@@ -388,7 +388,7 @@ def in_precision(precision, scale, n):
     vg = value_and_grad(loss_fn, scale=scale)
     x, y = rows(dist.get_rank())
     loss, grads = accumulate(vg, n)(p, x, y)
-    return seen[0], {g.dtype for g in grads.pieces}, loss, unshard(grads)
+    return seen[0], {g.dtype for g in grads.shards}, loss, unshard(grads)
 
 
 @pytest.mark.parametrize(
@@ -489,7 +489,7 @@ def inside(stage):
         loss, grads = value_and_grad(mean_loss)(p, x, y)
     wide = tree.tree_map(torch.Tensor.double, cut(stage, params(torch.float32)))
     _, fine = value_and_grad(mean_loss)(wide, x, y)
-    return loss, unshard(grads), {g.dtype for g in fine.pieces}
+    return loss, unshard(grads), {g.dtype for g in fine.shards}
 
 
 def test_under_no_grad_and_with_pieces_of_another_dtype(ranks):

@@ -290,7 +290,7 @@ def moving_average(stage):
     state = TrainState.create(params=params(), tx=optim.sgd(0.5), extra={"ema": ema, "seen": 0, "position": [1, 2]})
     state = shard(state, stage=stage)
     size = dist.get_world_size() if stage else 1
-    assert state.extra["ema"].pieces[0].numel() == state.extra["ema"].layout.units[0].size // size
+    assert state.extra["ema"].shards[0].numel() == state.extra["ema"].layout.units[0].size // size
     for i in range(3):
         _, grads = state.value_and_grad(loss_fn)(*batch(i, dist.get_rank()))
         state = state.apply_gradients(grads)

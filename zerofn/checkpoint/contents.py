@@ -73,17 +73,17 @@ def leaves_of(part: Part) -> list[LeafInfo]:
         dtype = part.value.dtype if isinstance(part.value, Tensor) else as_tensor(part.value).dtype
         return [LeafInfo(part.name, tuple(getattr(part.value, "shape", ())), dtype, optional=part.optional)]
     layout = part.value.layout
-    names, kinds = tree.field_names(layout.treedef), kinds_of(part.value)
+    names, storages = tree.field_names(layout.treedef), storages_of(part.value)
     return [
-        LeafInfo(join(part.name, names[leaf.index]), leaf.shape, kinds[i].dtype, i, leaf.offset, part.optional)
+        LeafInfo(join(part.name, names[leaf.index]), leaf.shape, storages[i].dtype, i, leaf.offset, part.optional)
         for i, unit in enumerate(layout.units)
         for leaf in unit.leaves
     ]
 
 
-def kinds_of(sharded: Sharded) -> list[StorageSpec]:
+def storages_of(sharded: Sharded) -> list[StorageSpec]:
     """How each shard is kept, or was before it was given away."""
-    return list(sharded.kinds)
+    return list(sharded.storages)
 
 
 def join(prefix: str, name: str) -> str:

@@ -16,7 +16,7 @@ from ..offload.disk import Store
 from ..sharding.allocate import allocate, scratch_for, settle
 from ..sharding.sharded import Sharded, is_sharded
 from ..util.errors import CheckpointError
-from .contents import LeafInfo, Part, join, kinds_of, leaves_of
+from .contents import LeafInfo, Part, join, leaves_of, storages_of
 from .sources import Source
 
 log = logging.getLogger("zerofn")
@@ -35,7 +35,7 @@ class Filling:
         Raises `CheckpointError` where a shape differs or a dtype cannot be cast; nothing is allocated before.
         """
         _check(list(self._wanted()), source.leaves, where)
-        scratch = scratch_for((p.value.spec, kinds_of(p.value)) for p in self.parts if is_sharded(p.value))
+        scratch = scratch_for((p.value.spec, storages_of(p.value)) for p in self.parts if is_sharded(p.value))
         return [self._sharded(p, source, scratch) if is_sharded(p.value) else self._leaf(p, source) for p in self.parts]
 
     def _wanted(self) -> Iterator[LeafInfo]:
@@ -93,7 +93,7 @@ def _allocate_like(part: Part, scratch: Store | None) -> Sharded:
     is_params = part.name.rpartition(".")[2] == "params"
     cached = like.full is not None or (is_params and spec.stage in (1, 2) and spec.axis.size > 1)
     return allocate(
-        spec, torch.device("cpu") if device.type == "meta" else device, cached, kinds_of(like), scratch, part.name
+        spec, torch.device("cpu") if device.type == "meta" else device, cached, storages_of(like), scratch, part.name
     )
 
 

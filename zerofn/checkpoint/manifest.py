@@ -17,7 +17,7 @@ from .folder import MANIFEST, flush
 from .tensor_file import CODES, DTYPES, Written
 
 FORMAT = "zerofn-checkpoint"
-VERSION = 1
+VERSION = 2  # 1 called `num_shards` `num_pieces`
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class SavedUnit:
 
 @dataclass(frozen=True)
 class SavedTree:
-    """A `Sharded`: its key path, units and leaves. `files[p]` has the p-th of `num_pieces` equal shards of
+    """A `Sharded`: its key path, units and leaves. `files[p]` has the p-th of `num_shards` equal shards of
     each unit; a leaf is elements [offset, offset + numel) of its unit.
     """
 
     path: str
     stage: int
-    num_pieces: int
+    num_shards: int
     files: tuple[str, ...]
     units: tuple[SavedUnit, ...]
     leaves: tuple[LeafInfo, ...]
@@ -121,7 +121,7 @@ def _tree(t: dict[str, Any]) -> SavedTree:
     return SavedTree(
         t["path"],
         t["stage"],
-        t["num_pieces"],
+        t["num_shards"] if "num_shards" in t else t["num_pieces"],
         tuple(t["files"]),
         tuple(map(_unit, t["units"])),
         tuple(map(_leaf, t["leaves"])),

@@ -188,19 +188,19 @@ class _Job:
 
 def _own(name: str, sharded: Sharded, index: int) -> Entry:
     """This rank's N-th of a unit; at stage 0 a part of the whole that is here."""
-    spec, piece, unit = sharded.spec, sharded.stored[index], sharded.layout.units[index]
+    spec, shard, unit = sharded.spec, sharded.stored[index], sharded.layout.units[index]
     start, stop = spec.layout.cut(unit, spec.axis.rank)
     shift = start - spec.bounds(unit)[0]
     held: list[Stored] = []  # what lies on a drive, while it is being written
 
     def read(a: int, b: int) -> Tensor:
-        held[:] = held or [piece.loaded()]
+        held[:] = held or [shard.loaded()]
         values = held[0].read(shift + a, shift + b)
         if b == stop - start:
             held.clear()
         return values
 
-    return Entry(name, piece.dtype, (stop - start,), read)
+    return Entry(name, shard.dtype, (stop - start,), read)
 
 
 def _collect(written: Written | None) -> dict[str, Written]:

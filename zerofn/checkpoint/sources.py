@@ -88,11 +88,11 @@ class Checkpoint:
             return
         leaf = self.leaves[name]
         unit = place.units[leaf.unit]
-        piece = unit.size // place.num_pieces
+        shard = unit.size // place.num_shards
         at, done = leaf.offset + start, 0
         while done < into.numel():
-            p, first = divmod(at + done, piece)
-            count = min(piece - first, into.numel() - done)
+            p, first = divmod(at + done, shard)
+            count = min(shard - first, into.numel() - done)
             self._files[place.files[p]].read(unit.tensor, first, into[done : done + count])
             done += count
 

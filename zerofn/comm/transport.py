@@ -53,25 +53,25 @@ def _is_gloo(group: str, tensor: Tensor) -> bool:
 
 
 def all_gather_start(
-    piece: Tensor, size: int, group: str, unit: str, own: Sequence[int] | None = None, place: Sequence[int] = ()
+    shard: Tensor, size: int, group: str, unit: str, own: Sequence[int] | None = None, place: Sequence[int] = ()
 ) -> Tensor:
     """shard [s] on each rank -> [size * s], shards in rank order. `own`: the interval of this rank's shard that is
     needed there; by default all of it. `place`: in an arena; by default it is memory of its own."""
-    full = empty(size * piece.numel(), piece.dtype, piece.device, place)
-    if not _is_gloo(group, piece):
+    full = empty(size * shard.numel(), shard.dtype, shard.device, place)
+    if not _is_gloo(group, shard):
         # `_c10d_functional` keeps what is under way by storage, and an arena is one: a wait would wait for all of it.
-        work = dist.all_gather_into_tensor(full, piece, group=group_named(group), async_op=True)
-        return pending().start(full, lambda: [work], (piece,))
-    piece = piece.contiguous()  # the gradient of what is frozen is one zero, repeated
+        work = dist.all_gather_into_tensor(full, shard, group=group_named(group), async_op=True)
+        return pending().start(full, lambda: [work], (shard,))
+    shard = shard.contiguous()  # the gradient of what is frozen is one zero, repeated
     rows, rank = full.view(size, -1), dist.get_rank(group_named(group))
     others = [r for r in range(size) if r != rank]
-    works = _point_to_point(group, dict.fromkeys(others, piece), {r: rows[r] for r in others})
-    start, stop = own or (0, piece.numel())
-    rows[rank, start:stop].copy_(piece[start:stop])
-    return pending().start(full, works, (piece,))
+    works = _point_to_point(group, dict.fromkeys(others, shard), {r: rows[r] for r in others})
+    start, stop = own or (0, shard.numel())
+    rows[rank, start:stop].copy_(shard[start:stop])
+    return pending().start(full, works, (shard,))
 
 
-def refresh_start(full: Tensor, rank: int, size: int, group: str, unit: str) -> None:
+def all_gather_in_place_start(full: Tensor, rank: int, size: int, group: str, unit: str) -> None:
     """All-gather in place: `full`'s rank-th shard is current, the others are filled from their ranks."""
     rows = full.view(size, -1)
     if not _is_gloo(group, full):
@@ -140,12 +140,12 @@ def _to_others(whole: Tensor, size: int) -> int:
 
 
 define(
-    "all_gather(Tensor piece, int size, str group, str unit, *, int[]? own=None, int[] place=[]) -> Tensor",
+    "all_gather(Tensor shard, int size, str group, str unit, *, int[]? own=None, int[] place=[]) -> Tensor",
     all_gather_start,
-    lambda piece, size, group, unit, own=None, place=(): piece.new_empty(piece.numel() * size),
+    lambda shard, size, group, unit, own=None, place=(): shard.new_empty(shard.numel() * size),
     traits=Traits(
         OnShard.LEAVES,
-        Moves(Lane.LINK, lambda given, _: given["piece"].nbytes * (given["size"] - 1)),
+        Moves(Lane.LINK, lambda given, _: given["shard"].nbytes * (given["size"] - 1)),
         "gather",
         equal=True,
     ),
@@ -162,11 +162,11 @@ define(
     ),
 )
 define(
-    "refresh_(Tensor(a!) full, int rank, int size, str group, str unit) -> ()",
-    refresh_start,
+    "all_gather_into_(Tensor(a!) full, int rank, int size, str group, str unit) -> ()",
+    all_gather_in_place_start,
     lambda full, rank, size, group, unit: None,
     traits=Traits(
-        OnShard.LEAVES, Moves(Lane.LINK, lambda given, _: _to_others(given["full"], given["size"])), "refresh"
+        OnShard.LEAVES, Moves(Lane.LINK, lambda given, _: _to_others(given["full"], given["size"])), "gather in place"
     ),
 )
 define(

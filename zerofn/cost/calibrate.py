@@ -105,20 +105,20 @@ def _link(axis: Axis, device: torch.device) -> tuple[float, float, float]:
     """(seconds before the first byte, bytes a second, seconds of computing that a byte takes away) of transfers."""
     if axis.size == 1:
         return 0.0, 0.0, 0.0  # it is not known
-    pieces = [torch.ones(n // 4 // (axis.size - 1), device=device) for n in SENT]
-    small, large = (_seconds(functools.partial(_transfer, piece, axis)) for piece in pieces)
-    sent = [piece.nbytes * (axis.size - 1) for piece in pieces]
+    shards = [torch.ones(n // 4 // (axis.size - 1), device=device) for n in SENT]
+    small, large = (_seconds(functools.partial(_transfer, shard, axis)) for shard in shards)
+    sent = [shard.nbytes * (axis.size - 1) for shard in shards]
     rate = (sent[1] - sent[0]) / max(large - small, 1e-9)
     a = torch.ones(256, 256, device=device)
     rounds = max(1, int(3 * large / _seconds(lambda: a @ a)))
 
-    def work(piece: Tensor | None) -> None:
-        under_way = None if piece is None else _start(piece, axis)
+    def work(shard: Tensor | None) -> None:
+        under_way = None if shard is None else _start(shard, axis)
         _multiply(a, rounds)
         if under_way is not None:
             wait_(under_way)
 
-    longer = statistics.median(once(lambda: work(pieces[1])) - once(lambda: work(None)) for _ in range(ROUNDS))
+    longer = statistics.median(once(lambda: work(shards[1])) - once(lambda: work(None)) for _ in range(ROUNDS))
     before = max(0.0, small - sent[0] / rate) / hops(axis.size)
     # No more than if whoever computes stood still for all of it.
     return before, rate, min(max(0.0, longer) / sent[1], 1 / rate)
@@ -143,9 +143,9 @@ def _multiply(a: Tensor, times: int) -> None:
         a @ a
 
 
-def _transfer(piece: Tensor, axis: Axis) -> None:
-    wait_(_start(piece, axis))
+def _transfer(shard: Tensor, axis: Axis) -> None:
+    wait_(_start(shard, axis))
 
 
-def _start(piece: Tensor, axis: Axis) -> Tensor:
-    return all_gather_start(piece, axis.size, axis.group, "")
+def _start(shard: Tensor, axis: Axis) -> Tensor:
+    return all_gather_start(shard, axis.size, axis.group, "")

@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from ..dry_run.fake_machine import imagining
+from ..dry_run.fake_machine import fake_machine
 from ..ops import cpu
 
 ELEMENTS = 1 << 22  # of what is timed: 64 MiB of state, more than caches hold
@@ -74,7 +74,7 @@ def link_rate(device: torch.device) -> float:
 def share_of(update: str, device: torch.device, on_host: float, streamed: float) -> float:
     """The share of units that the host updates, for an `Offload.update`: all for "cpu", none for "gpu", by the rates of
     this machine for "split", and for "auto" all, none or that, whatever is fastest by more than a twentieth."""
-    machine = imagining()
+    machine = fake_machine()
     if update in ("cpu", "gpu") or machine is None and device.type != "cuda":
         return float(update != "gpu")
     dram, link = (dram_rate(), link_rate(device)) if machine is None else (machine.dram, machine.link)

@@ -30,7 +30,10 @@ ops = torch.ops.zerofn
 COMPUTE, UPDATES = "computing", "updates on the host"
 _KEY = "machine"  # among a graph module's meta
 Cost = Callable[[Node], float]
-_NOTHING = (operator.getitem, *(getattr(ops, x).default for x in ("part", "flat", "room", "bucket", "ticket")))
+_NOTHING = (
+    operator.getitem,
+    *(getattr(ops, x).default for x in ("part", "flat", "drive_buffer", "bucket", "drive_handle")),
+)
 
 
 class Span(NamedTuple):

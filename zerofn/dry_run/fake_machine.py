@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._torch_compat import FakeTensorMode
 
-_current: ContextVar[Imagined | None] = ContextVar("imagined", default=None)
+_current: ContextVar[FakeMachine | None] = ContextVar("fake_machine", default=None)
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def inside(variable: ContextVar[Any], value: object) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Imagined:
+class FakeMachine:
     """`accelerator`: whether models compute on a device with memory of its own. `dram`, `link`: bytes a second that a
     rank has of its host's memory, and between host and device."""
 
@@ -58,14 +58,14 @@ class Imagined:
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
 
 
-def imagining() -> Imagined | None:
+def fake_machine() -> FakeMachine | None:
     """The fake machine that is planned for; None where things are what they are."""
     return _current.get()
 
 
 def host() -> torch.device:
     """The device that host memory is."""
-    machine = imagining()
+    machine = fake_machine()
     return torch.device("meta" if machine is not None and machine.accelerator else "cpu")
 
 

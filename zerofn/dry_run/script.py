@@ -10,10 +10,10 @@ from typing import Any
 from .. import tree
 from .fake_machine import inside
 
-_rehearsal: ContextVar[Rehearsal | None] = ContextVar("rehearsal", default=None)
+_current: ContextVar[DryRun | None] = ContextVar("dry_run", default=None)
 
 
-class Rehearsal:
+class DryRun:
     """A script that runs to see what it would train: `zerofn.shard` notes what it is given and makes a state without
     memory, and the first call of the compiled step named `name` ends the script; without a name, of one that is given
     such a state. Other compiled functions return ones."""
@@ -25,7 +25,7 @@ class Rehearsal:
 
     def __call__(self) -> contextlib.AbstractContextManager[None]:
         """Inside, scripts run dry."""
-        return inside(_rehearsal, self)
+        return inside(_current, self)
 
     def shards(self, state: Any, init: Any, options: dict[str, Any]) -> None:
         """Note a state without memory, and what `zerofn.shard` was given for it."""
@@ -58,10 +58,10 @@ class Reached(BaseException):
     """A dry run has come to the step: `step` and its `batch`, `init` and `options` as `shard` was given them."""
 
     def __init__(self, step: Callable[..., Any], batch: Any, init: Any, options: dict[str, Any]) -> None:
-        super().__init__("the rehearsed script has come to its step")
+        super().__init__("the dry run has reached its step")
         self.step, self.batch, self.init, self.options = step, batch, init, options
 
 
-def rehearsing() -> Rehearsal | None:
+def current_dry_run() -> DryRun | None:
     """The dry run that is under way."""
-    return _rehearsal.get()
+    return _current.get()

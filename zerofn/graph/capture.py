@@ -70,7 +70,7 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
         seen["state"] = None
         if new_state is not None:
             new_state = _numbers_as_tensors(new_state, fake_state)
-            _check_pieces(state_flat, new_state)
+            _check_shards(state_flat, new_state)
             seen["state"], new = Flat.of(state_flat.keep(new_state, kept_state, decoded))
         seen["aux"], rest = Flat.of(aux)
         seen["num_new"] = len(new)
@@ -209,16 +209,16 @@ def _numbers_as_tensors(new: Any, old: Any) -> Any:
     return tree.unflatten(treedef, out)
 
 
-def _check_pieces(flat: Flat, new: Any) -> None:
+def _check_shards(flat: Flat, new: Any) -> None:
     """Raise where a shard comes back in another dtype or size: it could not take its place."""
     nodes, treedef = tree.flatten(new, is_leaf=is_sharded)
     for name, cut, x in zip(tree.field_names(treedef), flat.nodes, nodes, strict=True):
-        for unit, kind, piece in zip(x.layout.units, cut.kinds, x.pieces, strict=True) if is_sharded(x) else ():
+        for unit, storage, shard in zip(x.layout.units, cut.storages, x.shards, strict=True) if is_sharded(x) else ():
             a, b = cut.spec.bounds(unit)
-            if (piece.dtype, piece.shape) != (kind.dtype, (b - a,)):
+            if (shard.dtype, shard.shape) != (storage.dtype, (b - a,)):
                 raise CaptureError(
-                    f"the step returns state entry {name}[{unit.name!r}] as {piece.dtype} {list(piece.shape)}; it was "
-                    f"{kind.dtype} {[b - a]}. Write .to(p.dtype) where it is computed."
+                    f"the step returns state entry {name}[{unit.name!r}] as {shard.dtype} {list(shard.shape)}; it was "
+                    f"{storage.dtype} {[b - a]}. Write .to(p.dtype) where it is computed."
                 )
 
 
@@ -228,9 +228,9 @@ def _decode(value: Any, decoded: dict[int, tuple[Tensor, Stored]]) -> Any:
     def seen(x: Any) -> Any:
         if not is_sharded(x):
             return x
-        pieces = x.pieces
-        decoded.update((id(piece), (piece, kept)) for piece, kept in zip(pieces, x.stored, strict=True))
-        return Sharded(x.spec, pieces, x.copies)
+        shards = x.shards
+        decoded.update((id(shard), (shard, kept)) for shard, kept in zip(shards, x.stored, strict=True))
+        return Sharded(x.spec, shards, x.copies)
 
     return tree.tree_map(seen, value, is_leaf=is_sharded)
 

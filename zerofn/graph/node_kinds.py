@@ -108,7 +108,7 @@ def stores_in_place(node: Node) -> bool:
 def place_of_store(store: Node) -> Node:
     """Where a value is put that `stores`: a handle on a drive, or a tensor of the host."""
     return cast(
-        Node, argument(store, "ticket" if "ticket" in argument_places(cast(OpOverload, store.target)) else "host")
+        Node, argument(store, "handle" if "handle" in argument_places(cast(OpOverload, store.target)) else "host")
     )
 
 
@@ -172,7 +172,7 @@ def from_drive(node: Node) -> bool:
 
 def lies_at(fetch: Node) -> Node:
     """The input from which a fetch reads: a handle on a drive, or a tensor of the host."""
-    return cast(Node, argument(fetch, "ticket" if fetch.target is ops.fetch.default else "x"))
+    return cast(Node, argument(fetch, "handle" if fetch.target is ops.fetch.default else "x"))
 
 
 def kept_by(node: Node) -> list[list[Node]]:

@@ -22,12 +22,12 @@ class Cut:
     """What is static about a `Sharded` and the shards it has."""
 
     spec: Spec
-    kinds: tuple[StorageSpec, ...]
+    storages: tuple[StorageSpec, ...]
 
-    def pieces(self, tensors: Iterator[Tensor]) -> list[Stored]:
+    def shards(self, tensors: Iterator[Tensor]) -> list[Stored]:
         """Its shards, of the next tensors."""
         bounds = [self.spec.bounds(unit) for unit in self.spec.layout.units]
-        return [kind.of(tensors, stop - start) for kind, (start, stop) in zip(self.kinds, bounds, strict=True)]
+        return [storage.of(tensors, stop - start) for storage, (start, stop) in zip(self.storages, bounds, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Flat:
         for path, leaf in zip(paths, leaves, strict=True):
             name = tree.name_of(path)
             if is_sharded(leaf):
-                nodes.append(Cut(leaf.spec, tuple(x.kind for x in leaf.stored)))
+                nodes.append(Cut(leaf.spec, tuple(x.storage for x in leaf.stored)))
                 tensors.extend(leaf.parts)
                 names.extend(
                     f"{name}[{u.name!r}]{part.suffix}"
                     for u, x in zip(leaf.layout.units, leaf.stored, strict=True)
-                    for part in x.kind.codec.parts
+                    for part in x.storage.codec.parts
                 )
             elif isinstance(leaf, Tensor):
                 nodes.append(None)
@@ -73,11 +73,11 @@ class Flat:
         def kept(x: Any, before: Any) -> Any:
             if not is_sharded(x):
                 return x
-            return Sharded(before.spec, [piece_kept(*pair) for pair in zip(x.pieces, before.stored, strict=True)])
+            return Sharded(before.spec, [shard_kept(*pair) for pair in zip(x.shards, before.stored, strict=True)])
 
-        def piece_kept(piece: Tensor, was: Stored) -> Stored:
-            source = decoded[id(piece)][1] if id(piece) in decoded else None
-            return was if source is was else was.kind.keep(piece if source is None else piece.clone(), was)
+        def shard_kept(shard: Tensor, was: Stored) -> Stored:
+            source = decoded[id(shard)][1] if id(shard) in decoded else None
+            return was if source is was else was.storage.keep(shard if source is None else shard.clone(), was)
 
         leaves, treedef = tree.flatten(value, is_leaf=is_sharded)
         before = tree.leaves(old, is_leaf=is_sharded)
@@ -89,7 +89,7 @@ class Flat:
         paths = self.treedef.paths()
         return {tree.name_of(p): x[0] for p, x in zip(paths, self.nodes, strict=True) if isinstance(x, tuple)}
 
-    def spread(self, tensors: Any, full: dict[int, list[Tensor]] | None = None, arriving: bool = False) -> Any:
+    def spread(self, tensors: Any, full: dict[int, list[Tensor]] | None = None, pending: bool = False) -> Any:
         """The tree again; `full[k]` is the gathered copy that hangs on the k-th node, perhaps still `arriving`."""
         fresh = iter(tensors)
         leaves: list[Any] = []
@@ -99,8 +99,8 @@ class Flat:
             elif isinstance(node, tuple):
                 leaves.append(node[0])
             else:
-                leaves.append(Sharded(node.spec, node.pieces(fresh), None if full is None else full.get(k)))
-                if arriving:
+                leaves.append(Sharded(node.spec, node.shards(fresh), None if full is None else full.get(k)))
+                if pending:
                     leaves[-1].expect_copies()
         return tree.unflatten(self.treedef, leaves)
 
@@ -169,11 +169,11 @@ class Program:
         nodes = self.placeholders
         for k, cut in enumerate(self.state.nodes):
             first, _ = self.full.get(k, (None, None))
-            for i, kind in enumerate(cut.kinds if isinstance(cut, Cut) else ()):
+            for i, storage in enumerate(cut.storages if isinstance(cut, Cut) else ()):
                 if first is not None:
                     whole = nodes[self.num_state + first + i]
-                    out.append((nodes[at], whole, kind.lies_in(whole.meta["val"].dtype)))
-                at += kind.num_parts
+                    out.append((nodes[at], whole, storage.lies_in(whole.meta["val"].dtype)))
+                at += storage.num_parts
             at += cut is None
         return out
 
@@ -200,8 +200,8 @@ def owners(nodes: tuple[Any, ...]) -> list[tuple[Any, Any]]:
         if cut is None:
             out.append((None, None))
         elif isinstance(cut, Cut):
-            for unit, kind in zip(cut.spec.layout.units, cut.kinds, strict=True):
-                out += [(cut.spec, unit)] * kind.num_parts
+            for unit, storage in zip(cut.spec.layout.units, cut.storages, strict=True):
+                out += [(cut.spec, unit)] * storage.num_parts
     return out
 
 

@@ -35,14 +35,14 @@ def resident(program: Program) -> Resident:
     """Where the state and the batch lie, with what offloading keeps beside them; and the most that waits in host memory
     for the backward pass."""
     device: Live = dict.fromkeys(KINDS, 0)
-    host, disk = parked(program.gm), 0
+    host, disk = offloaded(program.gm), 0
     placeholders = iter(program.placeholders)
     for cut in program.state.nodes:
         if cut is None:
             device["state"] += memory_bytes(next(placeholders).meta["val"])
-        for unit, kind in zip(cut.spec.layout.units, cut.kinds, strict=True) if isinstance(cut, Cut) else ():
+        for unit, storage in zip(cut.spec.layout.units, cut.storages, strict=True) if isinstance(cut, Cut) else ():
             start, stop = cut.spec.bounds(unit)
-            for dtype, size, tier in kind.parts(stop - start):
+            for dtype, size, tier in storage.parts(stop - start):
                 nbytes = size * dtype.itemsize
                 next(placeholders)
                 if tier == "nvme":
@@ -51,14 +51,20 @@ def resident(program: Program) -> Resident:
                     host += nbytes
                 else:
                     device["state"] += nbytes
-    for piece, whole, shared in program.copies():
+    for shard, whole, shared in program.copies():
         device["gathered"] += memory_bytes(whole.meta["val"])
-        device["state"] -= tensor_of(piece).nbytes if shared else 0  # type: ignore[union-attr]
+        device["state"] -= tensor_of(shard).nbytes if shared else 0  # type: ignore[union-attr]
     device["other"] += sum(memory_bytes(x.meta["val"]) for x in program.batch_placeholders)
     device["other"] += sum(constants(program.gm).values())
     arenas = sum(x.nbytes for x in program.buffers if x.device is None)
-    away = [kind.away for cut in program.state.nodes if isinstance(cut, Cut) for kind in cut.kinds if kind.away]
-    on_host = any(not is_host(torch.device(x.device)) for x in away)
+    placements = [
+        storage.placement
+        for cut in program.state.nodes
+        if isinstance(cut, Cut)
+        for storage in cut.storages
+        if storage.placement
+    ]
+    on_host = any(not is_host(torch.device(x.device)) for x in placements)
     if on_host:
         host += arenas
     else:
@@ -79,22 +85,24 @@ def constants(gm: GraphModule) -> dict[int, int]:
     return {storage_key(x): x.untyped_storage().nbytes() for x in values if isinstance(x, Tensor) and x.dim()}
 
 
-def parked(gm: GraphModule) -> int:
+def offloaded(gm: GraphModule) -> int:
     """The most bytes of activations that wait at a time in the memory of a host beside the device."""
     nodes = list(gm.graph.nodes)
-    away = [
-        n for n in nodes if n.target is ops.bring.default and argument(n, "parked") and is_host(argument(n, "device"))
+    waiting = [
+        n
+        for n in nodes
+        if n.target is ops.bring.default and argument(n, "offloaded") and is_host(argument(n, "device"))
     ]
-    apart = not all(is_host(x.device) for n in away for x in tensors_of(argument(n, "x").meta["val"]))
+    apart = not all(is_host(x.device) for n in waiting for x in tensors_of(argument(n, "x").meta["val"]))
     touched = touches(gm.graph, roots(gm.graph)) if apart else {}
     change: dict[Node, int] = defaultdict(int)  # behind a node
-    for node in away if apart else ():
+    for node in waiting if apart else ():
         change[node] += memory_bytes(node.meta["val"])
         change[touched[node][-1]] -= memory_bytes(node.meta["val"])
     now = most = 0
     for node in nodes:
         if node.target is run_loop:
-            most = max(most, now + parked(body_of(node)))
+            most = max(most, now + offloaded(body_of(node)))
         now += change[node]
         most = max(most, now)
     return most

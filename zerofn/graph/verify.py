@@ -69,10 +69,10 @@ def _check_writes(gm: GraphModule, names: dict[Node, str]) -> None:
         source = sources(node)
         if node.op == "get_attr":
             whose[node] = _CLOSED_OVER
-        elif is_gather(node) or (node.target is ops.whole.default and source[0] not in whose):
+        elif is_gather(node) or (node.target is ops.as_whole.default and source[0] not in whose):
             # What is written there another gather, in the backward pass say, does not have.
             whose[node] = f"what it gathered of {names.get(_origin(node), 'the state')}"
-        elif source and source[0] in whose and node.target is not ops.piece.default:  # stage 0 gathers gradients
+        elif source and source[0] in whose and node.target is not ops.as_shard.default:  # stage 0 gathers gradients
             whose[node] = whose[source[0]]
         if node.target is run_loop:
             _check_writes(body_of(node), _names_inside(node, whose))

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..dry_run.fake_machine import imagining
+from ..dry_run.fake_machine import fake_machine
 
 # glibc's malloc.h. Blocks from MMAP_THRESHOLD on are mapped one by one and unmapped when freed; what is free at the
 # end of the heap goes back to the system when it is more than TRIM_THRESHOLD.
@@ -29,7 +29,7 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     An update reads and writes up to nine streams at once, and with pages of 4 KiB looks for a page every few hundred
     elements: in huge pages an update with bf16 moments took 0.86 of the time.
     """
-    machine = imagining()
+    machine = fake_machine()
     if machine is not None:
         return machine.zeros(size, dtype, device)
     if device.type != "cpu" or size * dtype.itemsize < _LARGE:

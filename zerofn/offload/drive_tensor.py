@@ -30,24 +30,24 @@ _loose: deque[Request] = deque()  # writes from memory of their own
 LOOSE = 2  # of them at a time
 
 
-def ticket_of(region: Region) -> Tensor:
+def handle_of(region: Region) -> Tensor:
     """A new ticket, good for as long as somebody holds the region."""
     number = next(_numbers)
     _regions[number] = region
     return torch.tensor([number])
 
 
-def region_of(ticket: Tensor) -> Region:
+def region_of(handle: Tensor) -> Region:
     """What a ticket stands for."""
-    return _regions[int(ticket)]
+    return _regions[int(handle)]
 
 
-class Spilled:
+class DriveTensor:
     """A tensor [size] that lies on a drive, for a model that computes on `device`."""
 
-    def __init__(self, ticket: Tensor, dtype: torch.dtype, size: int, device: torch.device | None = None) -> None:
-        self.ticket, self.dtype, self.size, self.device = ticket, dtype, size, device or host()
-        self._region = None if current_trace() is not None else region_of(ticket)  # held, so that it stays
+    def __init__(self, handle: Tensor, dtype: torch.dtype, size: int, device: torch.device | None = None) -> None:
+        self.handle, self.dtype, self.size, self.device = handle, dtype, size, device or host()
+        self._region = None if current_trace() is not None else region_of(handle)  # held, so that it stays
 
     def __reduce__(self) -> Any:
         raise RuntimeError(
@@ -73,7 +73,7 @@ class Spilled:
                 f"{self.region.label} lies on a drive ({self.region.store.name}), where only compiled "
                 "steps work on it: write zerofn.compile(step), or zerofn.unshard(state) first."
             )
-        return ops.wait(ops.fetch(self.ticket, self.size, self.dtype, [], self.device))
+        return ops.wait(ops.fetch(self.handle, self.size, self.dtype, [], self.device))
 
     def load(self) -> Tensor:
         """Its value, read now."""
@@ -99,10 +99,10 @@ class _Work:
         self._request.wait()
 
 
-def fetch(ticket: Tensor, size: int, dtype: torch.dtype, place: Sequence[int], device: torch.device) -> Tensor:
+def fetch(handle: Tensor, size: int, dtype: torch.dtype, place: Sequence[int], device: torch.device) -> Tensor:
     """Start to read `size` elements; `place`: [arena, byte], or nothing for memory of its own. Wait before use: that
     copies them to `device` where it is not the host."""
-    region, nbytes = region_of(ticket), size * dtype.itemsize
+    region, nbytes = region_of(handle), size * dtype.itemsize
     buffer = memory_at(place, pages(nbytes)) if place else aligned(nbytes)
     work, held = _Work(region.store.read(region, buffer)), buffer[:nbytes].view(dtype)
     if device.type == "cpu":
@@ -115,16 +115,16 @@ def fetch(ticket: Tensor, size: int, dtype: torch.dtype, place: Sequence[int], d
     return pending().start(out, lambda: [work], (buffer,), finish)
 
 
-def room(size: int, dtype: torch.dtype, place: Sequence[int]) -> Tensor:
+def drive_buffer(size: int, dtype: torch.dtype, place: Sequence[int]) -> Tensor:
     """Memory [size] in an arena, for what is to be written to a drive; `place`: [arena, byte]."""
     nbytes = size * dtype.itemsize
     return memory_at(place, pages(nbytes))[:nbytes].view(dtype)
 
 
-def spill_(ticket: Tensor, x: Tensor) -> None:
+def write_drive_(handle: Tensor, x: Tensor) -> None:
     """Start to write `x` [size]. In an arena it must not be written to until a fetch takes its place; what lies
     elsewhere, in the state perhaps, anyone may write to at once: it is copied first."""
-    region, nbytes = region_of(ticket), x.numel() * x.element_size()
+    region, nbytes = region_of(handle), x.numel() * x.element_size()
     arena = arena_of(x)
     if arena is None or x.data_ptr() % PAGE:
         while len(_loose) >= LOOSE:
@@ -139,40 +139,40 @@ def spill_(ticket: Tensor, x: Tensor) -> None:
     arena.leave(x, pages(nbytes), region.store.write(region, whole))
 
 
-def _no_copy(ticket: Tensor, x: Tensor) -> Tensor:
+def _no_copy(handle: Tensor, x: Tensor) -> Tensor:
     raise RuntimeError(
-        f"{region_of(ticket).label} lies on a drive, in one place: a step that keeps the old state "
+        f"{region_of(handle).label} lies on a drive, in one place: a step that keeps the old state "
         "beside the new one has none for it. Leave out donate=False, or keep the state in memory."
     )
 
 
 define(
-    "fetch(Tensor ticket, int size, ScalarType dtype, int[] place, Device device) -> Tensor",
+    "fetch(Tensor handle, int size, ScalarType dtype, int[] place, Device device) -> Tensor",
     fetch,
-    lambda ticket, size, dtype, place, device: ticket.new_empty(size, dtype=dtype, device=device),
+    lambda handle, size, dtype, place, device: handle.new_empty(size, dtype=dtype, device=device),
     traits=Traits(OnShard.KEEPS, Moves(Lane.READ, lambda _, result: result.nbytes), lends=True),
 )
 define(
-    "room(int size, ScalarType dtype, int[] place) -> Tensor",
-    room,
+    "drive_buffer(int size, ScalarType dtype, int[] place) -> Tensor",
+    drive_buffer,
     lambda size, dtype, place: torch.empty(size, dtype=dtype),
     traits=Traits(OnShard.REFUSED, lends=True, bucket=True, free=True),
 )
 define(
-    "ticket(int number) -> Tensor",
+    "drive_handle(int number) -> Tensor",
     lambda number: torch.tensor([number]),
     lambda number: torch.empty(1).long(),
     traits=Traits(OnShard.REFUSED, free=True),
 )
 define(
-    "spill(Tensor ticket, Tensor x) -> Tensor",
+    "write_drive(Tensor handle, Tensor x) -> Tensor",
     _no_copy,
-    lambda ticket, x: ticket.new_empty(ticket.shape),
+    lambda handle, x: handle.new_empty(handle.shape),
     traits=Traits(OnShard.KEEPS, stores="new"),
 )
 define(
-    "spill_(Tensor(a!) ticket, Tensor x) -> ()",
-    spill_,
-    lambda ticket, x: None,
+    "write_drive_(Tensor(a!) handle, Tensor x) -> ()",
+    write_drive_,
+    lambda handle, x: None,
     traits=Traits(OnShard.KEEPS, Moves(Lane.WRITE, lambda given, _: given["x"].nbytes), stores="in place"),
 )

@@ -23,26 +23,26 @@ from .host_worker import worker
 ops = torch.ops.zerofn
 
 
-class Hosted:
+class HostTensor:
     """A tensor [size] in host memory, for a model that computes on `device`."""
 
     def __init__(self, host: Tensor, device: torch.device) -> None:
-        self.ticket, self.device = host, device
+        self.handle, self.device = host, device
         self.dtype, self.size, self.nbytes = host.dtype, host.numel(), host.nbytes
 
     def fetched(self) -> Tensor:
         """Its value on the device."""
-        return ops.wait(ops.bring(self.ticket, self.device))
+        return ops.wait(ops.bring(self.handle, self.device))
 
     def load(self) -> Tensor:
         """Its value where it lies."""
-        copies().settle(self.ticket)
-        return self.ticket
+        copies().settle(self.handle)
+        return self.handle
 
     def save(self, x: Tensor) -> None:
         """Write its value."""
-        if x is not self.ticket:
-            self.ticket.copy_(x)
+        if x is not self.handle:
+            self.handle.copy_(x)
 
 
 def on_host(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -50,7 +50,7 @@ def on_host(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return locked(size, dtype) if device.type == "cuda" else zeros(size, dtype, host())
 
 
-def bring(x: Tensor, device: torch.device, *, parked: bool = False) -> Tensor:
+def bring(x: Tensor, device: torch.device, *, offloaded: bool = False) -> Tensor:
     """Start to copy `x` to `device`, after all that was asked of it before. Wait before use.
 
     `parked`: on the host nobody reads it, it waits there to be brought back. Then waiting for it does not let the host
@@ -61,13 +61,13 @@ def bring(x: Tensor, device: torch.device, *, parked: bool = False) -> Tensor:
     if accelerator is None:
         copies().settle(x)
         return pending().start(x.to(device, copy=True), tuple, (x,))
-    if device.type == "cpu" and x.dim() and not parked:
+    if device.type == "cpu" and x.dim() and not offloaded:
         worker().hold_back()
     out = torch.empty_like(x, device=device, pin_memory=device.type == "cpu")
-    event = copies().copy(out, x, accelerator, waited=parked)
-    if x.device.type == "cpu" and not parked:
+    event = copies().copy(out, x, accelerator, waited=offloaded)
+    if x.device.type == "cpu" and not offloaded:
         copies().leaving[x.data_ptr()] = event
-    return pending().start(out, lambda: [Landed(event, accelerator if parked else device)], (x,))
+    return pending().start(out, lambda: [Landed(event, accelerator if offloaded else device)], (x,))
 
 
 def put_(host: Tensor, x: Tensor) -> None:
@@ -97,9 +97,9 @@ def _nothing(*args: Any) -> None:
 
 define("updated_(Tensor(a!) x) -> ()", _nothing, _nothing, traits=Traits(OnShard.KEEPS), aside=aside_updated_)
 define(
-    "bring(Tensor x, Device device, *, bool parked=False) -> Tensor",
+    "bring(Tensor x, Device device, *, bool offloaded=False) -> Tensor",
     bring,
-    lambda x, device, parked=False: torch.empty_like(x, device=device),
+    lambda x, device, offloaded=False: torch.empty_like(x, device=device),
     traits=Traits(OnShard.KEEPS, Moves(Lane.COPY, lambda _, result: result.nbytes, lambda given: given["device"])),
 )
 define(

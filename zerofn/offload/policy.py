@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..dry_run.fake_machine import imagining, is_host
+from ..dry_run.fake_machine import fake_machine, is_host
 from ..util.errors import nearest
 
 log = logging.getLogger("zerofn")
@@ -106,7 +106,7 @@ def resolve(offload: Offload | str | None, stage: int, num_ranks: int, device: t
     if not isinstance(offload, Offload):
         raise TypeError(f"offload: expected None, 'cpu', 'nvme' or a zerofn.Offload, got {type(offload).__name__}.")
     _check(offload, whole, device)
-    if imagining():
+    if fake_machine():
         return offload
     for path in offload.paths if offload.on_disk else ():
         if _in_memory(path):

@@ -32,8 +32,8 @@ def _select(path: tree.Path, x: Any, keep: Mask) -> Any:
         return x if keep(leaf_info(path, x)) else None
     layout = restrict(x.layout, lambda _, leaf: bool(keep(leaf_info(path, leaf))))
     names = {unit.name for unit in layout.units}
-    pieces = [p for unit, p in zip(x.layout.units, x.stored, strict=True) if unit.name in names]
-    return Sharded(dataclasses.replace(x.spec, layout=layout), pieces)
+    shards = [p for unit, p in zip(x.layout.units, x.stored, strict=True) if unit.name in names]
+    return Sharded(dataclasses.replace(x.spec, layout=layout), shards)
 
 
 def merge(whole: Any, part: Any, keep: Mask, by_runs: bool = False) -> Any:
@@ -53,13 +53,13 @@ def merge(whole: Any, part: Any, keep: Mask, by_runs: bool = False) -> Any:
 
 
 def _merge(whole: Sharded, part: Sharded, by_runs: bool) -> Sharded:
-    fresh = {unit.name: (unit, piece) for unit, piece in zip(part.layout.units, part.stored, strict=True)}
-    pieces = []
+    fresh = {unit.name: (unit, shard) for unit, shard in zip(part.layout.units, part.stored, strict=True)}
+    shards = []
     for unit, old in zip(whole.layout.units, whole.stored, strict=True):
         mine, new = fresh.get(unit.name, (unit, old))
         if not by_runs and len(mine.leaves) < len(unit.leaves):
             runs = mine.runs(*whole.spec.bounds(unit), lambda leaf: True)
             starts, stops = [a for a, _, _ in runs], [b for _, b, _ in runs]
             new = stored(torch.ops.zerofn.take_runs(old.decode(), new.decode(), starts, stops))
-        pieces.append(new)
-    return Sharded(whole.spec, pieces)
+        shards.append(new)
+    return Sharded(whole.spec, shards)

@@ -38,7 +38,7 @@ def _tiers(program: Program) -> list[str | None]:
     out: list[str | None] = []
     for cut in program.state.nodes:
         if isinstance(cut, Cut):
-            out += [tier for kind in cut.kinds for *_, tier in kind.parts(0)]
+            out += [tier for storage in cut.storages for *_, tier in storage.parts(0)]
         else:
             out += [None] if cut is None else []
     return out

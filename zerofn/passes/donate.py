@@ -57,10 +57,10 @@ def donate(program: Program) -> None:
 def _read_first(graph: Graph) -> None:
     """Let what is read for another place be read before its own is written: in the old state that was no matter."""
     where = positions(graph)
-    for spill in list(filter(stores, graph.nodes)):
-        for start in list(filter(is_fetch, place_of_store(spill).users)):
-            for late in [x for x in (start, wait_of(start)) if where[x] > where[spill]]:
-                spill.prepend(late)
+    for store in list(filter(stores, graph.nodes)):
+        for start in list(filter(is_fetch, place_of_store(store).users)):
+            for late in [x for x in (start, wait_of(start)) if where[x] > where[store]]:
+                store.prepend(late)
 
 
 def _fits(new: Node, old: Node) -> bool:
@@ -72,7 +72,7 @@ def _fits(new: Node, old: Node) -> bool:
 
 def _shared(program: Program) -> dict[Node, Node]:
     """Shards -> the gathered copy that is written with them: at once where they are views of it, else right after."""
-    return {piece: whole for piece, whole, _ in program.copies()}
+    return {shard: whole for shard, whole, _ in program.copies()}
 
 
 def _save_aux(graph: Graph, program: Program, outputs: list[Node], shared: dict[Node, Node]) -> None:
@@ -118,10 +118,10 @@ def _ends_as(value: Node) -> list[Node]:
 
 def _read_for(value: Node) -> Node | None:
     """What was read from the drive that `value` alone is to be written to: its memory may be updated."""
-    spill = next(iter(value.users), None)
-    if spill is None or len(value.users) > 1 or not stores(spill):
+    store = next(iter(value.users), None)
+    if store is None or len(value.users) > 1 or not stores(store):
         return None
-    reads = [wait for fetch in place_of_store(spill).users for wait in fetch.users if fetched(wait)]
+    reads = [wait for fetch in place_of_store(store).users for wait in fetch.users if fetched(wait)]
     return next((x for x in reads if start_of(x).meta.get(UPDATE)), None)  # type: ignore[union-attr]
 
 

@@ -54,10 +54,10 @@ def fuse_norms(program: Program) -> None:
 def _by_tensor(node: Node) -> list[tuple[Node, tuple[tuple[int, int], ...], list[int]]]:
     """For each tensor that a reduction reads: (it, its parts, where their numbers go in the result)."""
     given = arguments(node)
-    tensors, piece, start, stop = (given[name] for name in ("tensors", "piece", "start", "stop"))
+    tensors, shard, start, stop = (given[name] for name in ("tensors", "shard", "start", "stop"))
     row, column, num_columns = given["row"], given["column"], given["num_columns"]
     parts: dict[int, list[int]] = {k: [] for k in range(len(tensors))}  # those, too, that have none on this rank
-    for i, k in enumerate(piece):
+    for i, k in enumerate(shard):
         parts[k].append(i)
     return [
         (tensors[k], tuple((start[i], stop[i]) for i in mine), [row[i] * num_columns + column[i] for i in mine])

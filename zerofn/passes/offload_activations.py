@@ -64,7 +64,7 @@ def offload_activations(program: Program) -> None:
     """Send the activations that were chosen to host memory, and bring them back. No more than `UNDER_WAY` are leaving
     at a time, none is back before it is needed but as early as its transfer, and those after it, take."""
     gm = program.gm
-    chosen = choice_of(gm).stashed
+    chosen = choice_of(gm).offloaded
     found = [x for x in stays(gm.graph) if x.memory.name in chosen] if chosen else []
     if not found:
         return
@@ -148,7 +148,7 @@ class _Views:
 
 def _move(graph: Graph, x: Node, device: torch.device, before: Node, phase: str) -> Node:
     """Start to copy `x` to a device."""
-    node = _call(graph, ops.bring.default, (x, device), {"parked": True}, before, phase)
+    node = _call(graph, ops.bring.default, (x, device), {"offloaded": True}, before, phase)
     node.meta["val"] = x.meta["val"].to(device)
     if phase == BACKWARD:
         node.meta[AGAIN] = True

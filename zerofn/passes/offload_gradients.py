@@ -52,8 +52,8 @@ def _waits(node: Node) -> bool:
 
 def _space_for(program: Program, rule: Node) -> DriveSpec:
     """Space for a gradient, on the drives where the state lies."""
-    kinds = [kind for cut in program.state.nodes if isinstance(cut, Cut) for kind in cut.kinds]
-    paths = next(kind.away.paths for kind in kinds if kind.away and kind.away.paths)
+    storages = [storage for cut in program.state.nodes if isinstance(cut, Cut) for storage in cut.storages]
+    paths = next(storage.placement.paths for storage in storages if storage.placement and storage.placement.paths)
     names = dict(zip(program.placeholders, program.state.names, strict=False))
     nbytes = tensor_of(_gradient(rule)).nbytes  # type: ignore[union-attr]
     return DriveSpec(paths, nbytes, f"the gradient of {names[_updated(rule)]}")
@@ -74,12 +74,12 @@ def _offload(graph: Graph, rule: Node, memory: Node, after: Node, space: int) ->
     gradient = held = _gradient(rule)
     with graph.inserting_before(then):
         if not there:
-            held = graph.call_function(ops.room.default, (value.numel(), value.dtype, []))
+            held = graph.call_function(ops.drive_buffer.default, (value.numel(), value.dtype, []))
             aside += [held, graph.call_function(torch.ops.aten.copy_.default, (held, gradient))]
-        ticket = graph.call_function(ops.ticket.default, (space,))
-        aside.append(graph.call_function(ops.spill_.default, (ticket, held)))
+        handle = graph.call_function(ops.drive_handle.default, (space,))
+        aside.append(graph.call_function(ops.write_drive_.default, (handle, held)))
     with graph.inserting_before(rule):
-        fetch = graph.call_function(ops.fetch.default, (ticket, value.numel(), value.dtype, [], host()))
+        fetch = graph.call_function(ops.fetch.default, (handle, value.numel(), value.dtype, [], host()))
         wait = graph.call_function(ops.wait.default, (fetch,))
     fetch.meta[UPDATE] = True
     for node in (*aside, fetch, wait) if rule.meta.get(ASIDE) else ():
@@ -94,5 +94,5 @@ def _write_there(gradient: Node, memory: Node) -> bool:
         return False
     if memory.target is not ops.flat.default and (memory.target is not ops.ravel.default or is_batched(memory)):
         return False
-    made_by(memory, ops.room.default, whole.numel(), whole.dtype, [])
+    made_by(memory, ops.drive_buffer.default, whole.numel(), whole.dtype, [])
     return True

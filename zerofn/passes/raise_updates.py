@@ -20,7 +20,7 @@ def raise_updates(program: Program) -> None:
     """
     gm = program.gm
     graph = gm.graph
-    copies = {piece: whole for piece, whole, _ in program.copies()}
+    copies = {shard: whole for shard, whole, _ in program.copies()}
     rules = [n for n in graph.nodes if _is_update(n)]
     raise_up(graph, [*_reads(graph), *_scalars(graph, rules)])
     where, root = positions(graph), roots(graph)
@@ -31,14 +31,14 @@ def raise_updates(program: Program) -> None:
             writers.setdefault(root[x], []).append(node)
 
     makers = {root[x]: rule for rule in rules for x in writes(rule)}
-    spills: dict[Node, list[Node]] = {rule: [] for rule in rules}  # rule -> what takes its results to where they lie
+    stores_of: dict[Node, list[Node]] = {rule: [] for rule in rules}  # rule -> what takes its results to where they lie
     for node in graph.nodes:
         if stores_in_place(node) and root[argument(node, "x")] in makers:
-            spills[makers[root[argument(node, "x")]]].append(node)
+            stores_of[makers[root[argument(node, "x")]]].append(node)
 
     def memory(rule: Node) -> set[Node]:
         places = {root[x] for x in writes(rule)}
-        places |= {root[place_of_store(spill)] for spill in spills[rule]}
+        places |= {root[place_of_store(store)] for store in stores_of[rule]}
         return places | {copies[x] for x in places if x in copies}  # a shard may lie in its gathered copy
 
     reads = set(_reads(graph))
@@ -56,11 +56,11 @@ def raise_updates(program: Program) -> None:
         )
     for rule in sorted(rules, key=first_use, reverse=True):
         anchors[rule].append(rule)
-    for rule, mine in spills.items():
-        for spill in mine:  # not before what still reads the old value from there
-            place = root[place_of_store(spill)]
-            if not [n for n in touched[place] if where[rule] < where[n] < where[spill]]:
-                rule.append(spill)
+    for rule, mine in stores_of.items():
+        for store in mine:  # not before what still reads the old value from there
+            place = root[place_of_store(store)]
+            if not [n for n in touched[place] if where[rule] < where[n] < where[store]]:
+                rule.append(store)
     clean(gm)
 
 

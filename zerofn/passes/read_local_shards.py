@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.fx import Node
 
 from .._torch_compat import resolve_process_group
-from ..dry_run.fake_machine import imagining
+from ..dry_run.fake_machine import fake_machine
 from ..graph.alias import is_given, roots, written_memory
 from ..graph.edit import clean
 from ..graph.node_kinds import argument, is_gather, wait_of
@@ -26,15 +26,15 @@ def read_local_shards(program: Program) -> None:
     root = roots(gm.graph)
     written = written_memory(root)
     for start in filter(is_gather, gm.graph.nodes):
-        piece = argument(start, "piece")
-        if is_given(root[piece]) and root[piece] not in written:
-            _read(start, piece)
+        shard = argument(start, "shard")
+        if is_given(root[shard]) and root[shard] not in written:
+            _read(start, shard)
     clean(gm)
 
 
-def _read(start: Node, piece: Node) -> None:
-    size, group = tensor_of(piece).numel(), argument(start, "group")  # type: ignore[union-attr]
-    low = 0 if imagining() else dist.get_rank(resolve_process_group(group)) * size
+def _read(start: Node, shard: Node) -> None:
+    size, group = tensor_of(shard).numel(), argument(start, "group")  # type: ignore[union-attr]
+    low = 0 if fake_machine() else dist.get_rank(resolve_process_group(group)) * size
     inside: list[tuple[Node, int, int]] = []
     edges: list[tuple[int, int]] = []  # what others need of the shard
     users = list(wait_of(start).users)
@@ -48,7 +48,7 @@ def _read(start: Node, piece: Node) -> None:
     if len(inside) == len(users):
         return  # nobody would wait for the gather any more; other ranks need it
     for user, a, b in inside:
-        user.args = (piece, -1, a, b)
+        user.args = (shard, -1, a, b)
     start.kwargs = {"own": [min(a for a, _ in edges), max(b for _, b in edges)] if edges else [0, 0]}
 
 

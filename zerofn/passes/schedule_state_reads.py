@@ -75,11 +75,11 @@ def _spans(graph: Graph, groups: list[list[Node]]) -> list[Span]:
     for fetch in [n for n in graph.nodes if n.target is ops.fetch.default]:
         _, size, dtype = fetch.args[:3]
         last = touched[fetch][-1]
-        stop = max(where[last], written.get(fetch, 0) if last.target is ops.spill_.default else 0)
+        stop = max(where[last], written.get(fetch, 0) if last.target is ops.write_drive_.default else 0)
         out.append(Span(fetch, where[fetch], stop, pages(size * dtype.itemsize)))
-    rooms = [n for n in graph.nodes if n.target is ops.room.default]
-    for k, room in enumerate(rooms):
-        size, dtype = room.args[:2]
-        stop = max(where[rooms[min(k + WRITING, len(rooms) - 1)]], where[touched[room][-1]])
-        out.append(Span(room, where[room], stop, pages(size * dtype.itemsize)))
+    buffers = [n for n in graph.nodes if n.target is ops.drive_buffer.default]
+    for k, buffer in enumerate(buffers):
+        size, dtype = buffer.args[:2]
+        stop = max(where[buffers[min(k + WRITING, len(buffers) - 1)]], where[touched[buffer][-1]])
+        out.append(Span(buffer, where[buffer], stop, pages(size * dtype.itemsize)))
     return out

@@ -22,23 +22,23 @@ def start_param_gather(program: Program) -> None:
     graph = gm.graph
     writers = last_writers(roots(graph))
     owners = dict(zip(program.placeholders, program.owners, strict=False))
-    for piece, whole, aliased in program.copies():
-        writer = writers.get(piece)
+    for shard, whole, aliased in program.copies():
+        writer = writers.get(shard)
         if writer is None:
             continue
-        spec, unit = owners[piece]
+        spec, unit = owners[shard]
         start, stop = spec.layout.cut(unit, spec.axis.rank)
         with graph.inserting_after(writer):
             fetch = graph.call_function(
-                ops.refresh_.default, (whole, spec.axis.rank, spec.axis.size, spec.axis.group, unit.name)
+                ops.all_gather_into_.default, (whole, spec.axis.rank, spec.axis.size, spec.axis.group, unit.name)
             )
         if writer.meta.get(ASIDE):
             with graph.inserting_before(fetch):
-                graph.call_function(ops.wait.default, (piece,))
+                graph.call_function(ops.wait.default, (shard,))
         if not aliased:
             with graph.inserting_before(fetch):
                 part = graph.call_function(aten.slice.Tensor, (whole, 0, start, stop))
                 value = tensor_of(whole)
                 part.meta["val"] = None if value is None else value[start:stop]
-                graph.call_function(aten.copy_.default, (part, piece))
+                graph.call_function(aten.copy_.default, (part, shard))
     clean(gm)

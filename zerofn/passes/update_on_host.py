@@ -52,14 +52,18 @@ def update_on_host(program: Program) -> None:
 
 def _share(program: Program, rule: Node) -> float:
     """The share of the units that the host updates, by what a rule reads and writes of each element."""
-    away = next(
-        kind.away for cut in program.state.nodes if isinstance(cut, Cut) for kind in cut.kinds if kind.away is not None
+    placement = next(
+        storage.placement
+        for cut in program.state.nodes
+        if isinstance(cut, Cut)
+        for storage in cut.storages
+        if storage.placement is not None
     )
     gradient, parts = _bytes(argument(rule, "g")), [x for parts in kept_by(rule) for x in parts]
     size = tensor_of(argument(rule, "g")).numel()  # type: ignore[union-attr]
     moved = sum(_bytes(x) for x in parts if _brought(x))
     on_host = gradient + 2 * sum(map(_bytes, parts))
-    return share_of(away.update, torch.device(away.device), on_host / size, moved / size)
+    return share_of(placement.update, torch.device(placement.device), on_host / size, moved / size)
 
 
 def _bytes(node: Any) -> int:

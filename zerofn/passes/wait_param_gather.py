@@ -15,8 +15,8 @@ def wait_param_gather(program: Program) -> None:
     """
     gm = program.gm
     where = positions(gm.graph)
-    for piece, whole, _ in program.copies():
-        users = [*whole.users, *piece.users]
+    for shard, whole, _ in program.copies():
+        users = [*whole.users, *shard.users]
         first = min(users, key=where.__getitem__, default=None)
         if first is not None and first.op != "output":
             with gm.graph.inserting_before(first):

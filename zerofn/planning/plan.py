@@ -16,7 +16,7 @@ from ..cost.machine import Machine, machine_of
 from ..cost.op_cost import SENT, Moved, moved, transfers
 from ..cost.op_timer import measured
 from ..cost.simulator import Timeline
-from ..dry_run.fake_machine import Imagined
+from ..dry_run.fake_machine import FakeMachine
 from ..graph.liveness import Live, Moment, moments
 from ..graph.phase import phase_of
 from ..graph.program import Program
@@ -27,17 +27,20 @@ from .picture import File, draw, page
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. `peak`: by kind, at the moment when the device holds most; `where`: that operation; `host` and
-    `disk`: what lies there all the time, as does `there` on the device; `rings`: of that, what is reserved for gathered
-    units and gradients, `used`: the most of it that is in use at a time; `over_time`: bytes on the device while each
-    operation runs, by kind."""
+    """Bytes of one rank.
+
+    `peak`: by kind, at the moment when the device holds most; `where`: the operation at that moment. `there`, `host`
+    and `disk`: what lies on the device, in host memory and on drives all the time. `static_buffers`: the part of
+    `there` that is reserved for gathered units and gradients; `used`: the most of it in use at one time. `over_time`:
+    bytes on the device while each operation runs, by kind.
+    """
 
     peak: Live
     where: str
     host: int
     disk: int
     there: int
-    rings: int
+    static_buffers: int
     used: int
     over_time: list[Moment] = field(repr=False)
 
@@ -57,8 +60,8 @@ class Plan:
     """What a captured and scheduled step needs and does, on one of `world` ranks. `machine`: where it was planned to
     run; None for a step of this process."""
 
-    def __init__(self, program: Program, machine: Machine | None = None, imagined: Imagined | None = None) -> None:
-        self.program, self.machine, self._imagined = program, machine, imagined
+    def __init__(self, program: Program, machine: Machine | None = None, fake: FakeMachine | None = None) -> None:
+        self.program, self.machine, self._fake = program, machine, fake
         self.world = 1 if program.axis is None else program.axis.size
         self._timelines: dict[Machine, Timeline] = {}
 
@@ -73,10 +76,17 @@ class Plan:
             there = resident(self.program)
             over_time = list(moments(self.program.gm, there.device))
         most = max(over_time, key=lambda x: x.nbytes)
-        rings = there.device["reserved"]
-        used = rings - min(x.live["reserved"] for x in over_time)
+        static_buffers = there.device["reserved"]
+        used = static_buffers - min(x.live["reserved"] for x in over_time)
         return Memory(
-            most.live, place(most.node), there.host, there.disk, sum(there.device.values()), rings, used, over_time
+            most.live,
+            place(most.node),
+            there.host,
+            there.disk,
+            sum(there.device.values()),
+            static_buffers,
+            used,
+            over_time,
         )
 
     def memory(self) -> Memory:
@@ -96,7 +106,7 @@ class Plan:
 
     def _there(self) -> contextlib.AbstractContextManager[None]:
         """The fake machine that the step was captured for."""
-        return self._imagined() if self._imagined is not None else contextlib.nullcontext()
+        return self._fake() if self._fake is not None else contextlib.nullcontext()
 
     def timeline(self, machine: Machine | str | os.PathLike[str] | None = None) -> Timeline:
         """A step, simulated: when what is computed and sent. `machine`: for a step of this process what
@@ -143,8 +153,8 @@ class Plan:
         lines += [f"    {name:<12} {in_words(n)}" for name, n in away.items() if n]
         if m.used:
             lines.append(
-                f"  made once for gathered units and gradients: {in_words(m.rings)}, of which "
-                f"{in_words(m.used)} are used at a time ({m.rings / m.used:.2f} reserved over allocated)"
+                f"  made once for gathered units and gradients: {in_words(m.static_buffers)}, of which "
+                f"{in_words(m.used)} are used at a time ({m.static_buffers / m.used:.2f} reserved over allocated)"
             )
         per = Counter[str]()
         for x, times in self.transfers().items():
@@ -167,7 +177,7 @@ class Plan:
             "where": m.where,
             "host": m.host,
             "disk": m.disk,
-            "rings": m.rings,
+            "static_buffers": m.static_buffers,
             "used": m.used,
             "transfers": [{**x._asdict(), "times": n} for x, n in self.transfers().items()],
         }

@@ -16,14 +16,14 @@ from .. import passes, tree
 from .._torch_compat import storage_key
 from ..comm.mesh import DATA, Axis, Mesh
 from ..cost.machine import KNOWN, Machine, machine_of
-from ..dry_run.fake_machine import Imagined
+from ..dry_run.fake_machine import FakeMachine
 from ..graph.captured import captured
 from ..graph.program import Program
-from ..offload.drive_tensor import Spilled
+from ..offload.drive_tensor import DriveTensor
 from ..passes.budget.decision import Choice
 from ..passes.budget.search import OverBudget
 from ..sharding.precision import resolve
-from ..sharding.shard import imagine, initial
+from ..sharding.shard import initial, shard_fake
 from ..sharding.shard_plan import STAGES, check_stage
 from ..sharding.sharded import is_sharded
 from ..sharding.storage import StoredPart
@@ -146,16 +146,16 @@ class _Planner:
         """What comes of one way to train."""
         m = self._machine
         num_ranks = min(self._world, m.ranks)
-        imagined = Imagined(m.device != "cpu", m.host_rate / m.ranks, m.host_link)
-        with imagined():
-            mesh = Mesh((Axis(DATA, self._world, 0, "imagined"),))
+        fake = FakeMachine(m.device != "cpu", m.host_rate / m.ranks, m.host_link)
+        with fake():
+            mesh = Mesh((Axis(DATA, self._world, 0, "fake machine"),))
             first = self._initial(resolve(config.precision))
-            state = imagine(first, config.stage, mesh, config.precision, config.offload, self._unit)
+            state = shard_fake(first, config.stage, mesh, config.precision, config.offload, self._unit)
             needs = _state_needs(state)
             lacks = lacking(needs, m, num_ranks)
             if lacks:
                 return Row(config, needs, f"{lacks} for the state alone", None)
-            batch, tokens, unit = self._scaled(imagined, config.rows)
+            batch, tokens, unit = self._scaled(fake, config.rows)
             program, _ = captured(self._step, state, batch)
             program.name = getattr(self._step, "__name__", "step")
             donating = program.new_state is not None
@@ -166,7 +166,7 @@ class _Planner:
             except OverBudget as error:
                 return Row(config, needs, f"the least that it takes is {error.least:,}", None)
             pipeline.finish(program, choices=choices, budget=self._budget(config.remat))
-            found = Plan(program, m, imagined)
+            found = Plan(program, m, fake)
         memory = found.memory()
         needs = Needs(memory.total, memory.host, memory.disk)
         return Row(config, needs, lacking(needs, m, num_ranks), found, tokens, unit)
@@ -179,19 +179,19 @@ class _Planner:
     def _budget(self, remat: str | None) -> int | None:
         return int(self._machine.memory) if remat == BUDGET else None
 
-    def _scaled(self, imagined: Imagined, rows: int) -> tuple[Any, int, str]:
+    def _scaled(self, fake: FakeMachine, rows: int) -> tuple[Any, int, str]:
         """The batch with so many rows, without memory, how many tokens it has, and that they are tokens, or rows."""
         leaves, treedef = tree.flatten(self._batch, is_leaf=is_sharded)
-        made = [self._leaf(imagined, x, rows) for x in leaves]
+        made = [self._leaf(fake, x, rows) for x in leaves]
         whole = [x for x in made if isinstance(x, Tensor) and x.dim() > 1 and not x.is_floating_point()]
         number, unit = (whole[0].numel(), "tokens") if whole else (rows, "rows")
         return tree.unflatten(treedef, made), number, unit
 
-    def _leaf(self, imagined: Imagined, x: Any, rows: int) -> Any:
+    def _leaf(self, fake: FakeMachine, x: Any, rows: int) -> Any:
         if not isinstance(x, Tensor):
             return x
         shape = (rows, *x.shape[1:]) if x.dim() and x.shape[0] == self.num_rows else tuple(x.shape)
-        return imagined.zeros(shape, x.dtype, torch.device("cpu"))
+        return fake.zeros(shape, x.dtype, torch.device("cpu"))
 
 
 def _state_needs(state: Any) -> Needs:
@@ -199,11 +199,11 @@ def _state_needs(state: Any) -> Needs:
     device: dict[Any, int] = {}  # shards may lie in a gathered copy
     host = disk = 0
     for x in tree.leaves(state, is_leaf=is_sharded):
-        parts: list[StoredPart] = [part for piece in x.stored for part in piece.parts] if is_sharded(x) else [x]
+        parts: list[StoredPart] = [part for shard in x.stored for part in shard.parts] if is_sharded(x) else [x]
         for part in (*parts, *(x.copies or ())) if is_sharded(x) else parts:
             if isinstance(part, Tensor):
                 device[storage_key(part)] = part.untyped_storage().nbytes()
-            elif isinstance(part, Spilled):
+            elif isinstance(part, DriveTensor):
                 disk += part.nbytes
             else:
                 host += part.nbytes

@@ -246,8 +246,8 @@ def units_of(program: Program) -> dict[Node, str]:
     for node, (_, unit) in zip(program.placeholders, program.owners, strict=False):
         if unit is not None:
             out[node] = unit.name
-    for piece, whole, _ in program.copies():
-        out[whole] = out[piece]
+    for shard, whole, _ in program.copies():
+        out[whole] = out[shard]
     last = ""
     holds = dict(out)  # what is a unit's own value, through views and transfers
     for node in program.gm.graph.nodes:

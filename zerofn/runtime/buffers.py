@@ -15,7 +15,7 @@ from ..graph.program import Program
 from ..memory.arena import arena_for, reserve
 from ..memory.host_allocator import return_freed_memory
 from ..offload.disk import Region, scratch_space
-from ..offload.drive_tensor import ticket_of
+from ..offload.drive_tensor import handle_of
 from ..ops.registry import argument_places
 from ..util.sizes import pages
 
@@ -48,7 +48,7 @@ class Buffers:
     def bind(self, gm: GraphModule) -> None:
         """Put what was allocated, numbers of arenas and of handles, into the nodes in the place of indices. Once for
         each graph."""
-        handles = [int(ticket_of(region)) for region in self.regions]
+        handles = [int(handle_of(region)) for region in self.regions]
         for each in (gm, *bodies(gm)) if self.arenas or handles else ():
             _substitute(each, [arena.number for arena in self.arenas], handles)
 
@@ -75,7 +75,7 @@ def _regions(specs: tuple[DriveSpec, ...]) -> _Space:
 
 def _substitute(gm: GraphModule, arenas: Sequence[int], handles: Sequence[int]) -> None:
     for node in gm.graph.nodes:
-        if node.target is torch.ops.zerofn.ticket.default:
+        if node.target is torch.ops.zerofn.drive_handle.default:
             set_argument(node, "number", handles[argument(node, "number")])
         elif is_ours(node) and "place" in argument_places(node.target) and (place := argument(node, "place")):
             set_argument(node, "place", [arenas[place[0]], place[1]])

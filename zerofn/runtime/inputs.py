@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import tree
 from .._torch_compat import storage_key
 from ..memory import donation
-from ..offload.drive_tensor import Spilled
+from ..offload.drive_tensor import DriveTensor
 from ..sharding.allocate import lacks_copy, refill
 from ..sharding.sharded import is_sharded
 
@@ -66,10 +66,10 @@ def _state_tensors(leaves: list[Any]) -> tuple[list[Tensor], list[int]]:
 def _part_entries(name: str, tensors: list[Tensor], places: list[Any], fixed: list[int], leaves: list[Any]) -> None:
     """Clone what shares memory with another entry of the state."""
     seen = {places[j] for j in fixed}
-    tickets = drive_tickets(leaves)
+    handles = drive_handles(leaves)
     for j in sorted(set(range(len(tensors))) - set(fixed)):
         if places[j] in seen:
-            _refuse_drive(name, tensors[j], tickets, "two entries of the state")
+            _refuse_drive(name, tensors[j], handles, "two entries of the state")
             tensors[j] = tensors[j].clone()
         seen.add(places[j])
 
@@ -79,16 +79,16 @@ def _apart(name: str, tensors: list[Tensor], given: set[Any], leaves: list[Any])
     shared = [storage_key(x) in given for x in tensors]
     if not any(shared):
         return tensors
-    tickets = drive_tickets(leaves)
+    handles = drive_handles(leaves)
     for x in [x for x, is_shared in zip(tensors, shared, strict=True) if is_shared]:
-        _refuse_drive(name, x, tickets, "the state and the batch")
+        _refuse_drive(name, x, handles, "the state and the batch")
     return [x.clone() if is_shared else x for x, is_shared in zip(tensors, shared, strict=True)]
 
 
-def _refuse_drive(name: str, x: Tensor, tickets: dict[int, str], who: str) -> None:
-    if id(x) in tickets:
+def _refuse_drive(name: str, x: Tensor, handles: dict[int, str], who: str) -> None:
+    if id(x) in handles:
         raise RuntimeError(
-            f"{name}: {who} are one place on a drive, {tickets[id(x)]}, which the step "
+            f"{name}: {who} are one place on a drive, {handles[id(x)]}, which the step "
             "would write to for one of them. Keep the other in an entry of its own, and fill it in "
             "a compiled step: state.replace(extra=state.params)."
         )
@@ -106,15 +106,15 @@ def refill_copies(leaves: list[Any], positions: Iterable[int]) -> None:
             refill(leaves[k])
 
 
-def drive_tickets(leaves: Iterable[Any]) -> dict[int, str]:
+def drive_handles(leaves: Iterable[Any]) -> dict[int, str]:
     """The tickets among the tensors of leaves, by identity -> what lies there."""
     return {
-        id(part.ticket): part.region.label
+        id(part.handle): part.region.label
         for x in leaves
         if is_sharded(x)
-        for piece in x.stored
-        for part in piece.parts
-        if isinstance(part, Spilled)
+        for shard in x.stored
+        for part in shard.parts
+        if isinstance(part, DriveTensor)
     }
 
 
@@ -125,7 +125,7 @@ def signature_of(leaves: Iterable[Any]) -> tuple[Any, ...]:
 
 def _signature_of_leaf(x: Any) -> Any:
     if is_sharded(x):
-        return x.spec.signature, x.kinds, tuple([t.device for t in x.parts])
+        return x.spec.signature, x.storages, tuple([t.device for t in x.parts])
     if isinstance(x, Tensor):
         return x.shape, x.dtype, x.device, x.stride()
     return type(x), x

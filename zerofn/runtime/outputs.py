@@ -35,7 +35,7 @@ def returned(
     kept = set(program.kept)
     new = [next(fresh) if j in kept else _taken_over(t, why) for j, t in enumerate(inputs.state)]
     full = {k: inputs.copies[a:b] for k, (a, b) in program.full.items()}
-    state = program.new_state.spread(new, full, arriving=True)
+    state = program.new_state.spread(new, full, pending=True)
     worker().owe(lambda: filter(is_sharded, tree.leaves(state, is_leaf=is_sharded)))
     for x in state_leaves:
         if is_sharded(x):

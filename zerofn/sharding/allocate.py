@@ -14,8 +14,8 @@ from ..comm.mesh import Axis
 from ..comm.pending import pending
 from ..memory.host_allocator import zeros
 from ..offload.disk import Store, pages, scratch_space
-from ..offload.drive_tensor import Spilled, ticket_of
-from ..offload.host_tensor import Hosted, on_host
+from ..offload.drive_tensor import DriveTensor, handle_of
+from ..offload.host_tensor import HostTensor, on_host
 from ..ops.codecs import PLAIN, SPLIT
 from .sharded import Sharded, Spec
 from .storage import StorageSpec, Stored, StoredPart
@@ -27,7 +27,7 @@ def allocate(
     spec: Spec,
     device: torch.device,
     cached: bool,
-    kinds: Sequence[StorageSpec] | None = None,
+    storages: Sequence[StorageSpec] | None = None,
     scratch: Store | None = None,
     name: str = "",
 ) -> Sharded:
@@ -38,27 +38,29 @@ def allocate(
     """
     if cached:
         pending().wait_for_all()  # for the copies of states that were dropped, among others: nobody else will
-    pieces: list[Stored] = []
+    shards: list[Stored] = []
     full: list[Tensor] = []
-    for unit, kind in zip(
-        spec.layout.units, kinds or [StorageSpec(PLAIN, u.dtype) for u in spec.layout.units], strict=True
+    for unit, storage in zip(
+        spec.layout.units, storages or [StorageSpec(PLAIN, u.dtype) for u in spec.layout.units], strict=True
     ):
         a, b = spec.bounds(unit)
         parts: list[StoredPart] = []
         if cached:
-            full.append(zeros(unit.size, spec.precision.computes(kind.dtype), device))
-        if cached and kind.lies_in(full[-1].dtype):
+            full.append(zeros(unit.size, spec.precision.computes(storage.dtype), device))
+        if cached and storage.lies_in(full[-1].dtype):
             parts.append(full[-1][a:b])
-        for k, (dtype, size, tier) in list(enumerate(kind.parts(b - a)))[len(parts) :]:
+        for k, (dtype, size, tier) in list(enumerate(storage.parts(b - a)))[len(parts) :]:
             if tier == "cpu":
-                parts.append(Hosted(on_host(size, dtype, device), device))
+                parts.append(HostTensor(on_host(size, dtype, device), device))
             elif tier == "nvme" and scratch is not None:
-                region = scratch.allocate(size * dtype.itemsize, f"{name}[{unit.name!r}]{kind.codec.parts[k].suffix}")
-                parts.append(Spilled(ticket_of(region), dtype, size, device))
+                region = scratch.allocate(
+                    size * dtype.itemsize, f"{name}[{unit.name!r}]{storage.codec.parts[k].suffix}"
+                )
+                parts.append(DriveTensor(handle_of(region), dtype, size, device))
             else:
                 parts.append(zeros(size, dtype, device))
-        pieces.append(Stored(kind, tuple(parts)))
-    return Sharded(spec, pieces, full if cached else None)
+        shards.append(Stored(storage, tuple(parts)))
+    return Sharded(spec, shards, full if cached else None)
 
 
 def scratch_for(parts: Iterable[tuple[Spec, Sequence[StorageSpec]]]) -> Store | None:
@@ -66,12 +68,20 @@ def scratch_for(parts: Iterable[tuple[Spec, Sequence[StorageSpec]]]) -> Store | 
     parts = list(parts)
     nbytes = sum(
         pages(size * dtype.itemsize)
-        for spec, kinds in parts
-        for unit, kind in zip(spec.layout.units, kinds, strict=True)
-        for dtype, size, tier in kind.parts(spec.bounds(unit)[1] - spec.bounds(unit)[0])
+        for spec, storages in parts
+        for unit, storage in zip(spec.layout.units, storages, strict=True)
+        for dtype, size, tier in storage.parts(spec.bounds(unit)[1] - spec.bounds(unit)[0])
         if tier == "nvme"
     )
-    paths = next((kind.away.paths for _, kinds in parts for kind in kinds if kind.away and kind.away.paths), ())
+    paths = next(
+        (
+            storage.placement.paths
+            for _, storages in parts
+            for storage in storages
+            if storage.placement and storage.placement.paths
+        ),
+        (),
+    )
     return scratch_space(paths, nbytes) if nbytes else None
 
 
@@ -80,7 +90,7 @@ class Filler:
     being filled: leaves come in the order in which they can be made, and constants can all be made at once."""
 
     def __init__(self, sharded: Sharded) -> None:
-        self._pieces = sharded.stored
+        self._shards = sharded.stored
         bounds = [sharded.spec.bounds(unit) for unit in sharded.layout.units]
         self._left = [len(list(u.intervals(*b))) for u, b in zip(sharded.layout.units, bounds, strict=True)]
         self._held: dict[int, Stored] = {}
@@ -90,12 +100,12 @@ class Filler:
         if index not in self._held:
             if len(self._held) == HELD:
                 first = next(iter(self._held))
-                self._pieces[first].save(self._held.pop(first))
-            self._held[index] = self._pieces[index].loaded()
+                self._shards[first].save(self._held.pop(first))
+            self._held[index] = self._shards[index].loaded()
         self._held[index].write(start, values)
         self._left[index] -= 1
         if not self._left[index]:
-            self._pieces[index].save(self._held.pop(index))
+            self._shards[index].save(self._held.pop(index))
 
 
 def equalize(values: Sequence[Tensor], axis: Axis) -> None:
@@ -122,26 +132,26 @@ def refill(sharded: Sharded) -> None:
     The shards become views of it where dtypes agree, so nothing is held twice. All ranks call it.
     """
     pending().wait_for_all()
-    spec, pieces, full = sharded.spec, [], []
+    spec, shards, full = sharded.spec, [], []
     for unit, x in zip(spec.layout.units, sharded.stored, strict=True):
         full.append(zeros(unit.size, spec.precision.computes(x.dtype), x.device))
-        if x.kind.lies_in(full[-1].dtype):
+        if x.storage.lies_in(full[-1].dtype):
             part = full[-1][slice(*spec.bounds(unit))].copy_(x.tensors[0].detach())
-            x = Stored(x.kind, (part, *x.parts[1:]))
-        pieces.append(x)
-    settle(Sharded(spec, pieces, full))
-    sharded.move(pieces, full)
+            x = Stored(x.storage, (part, *x.parts[1:]))
+        shards.append(x)
+    settle(Sharded(spec, shards, full))
+    sharded.move(shards, full)
 
 
 def keep_halves(sharded: Sharded) -> None:
     """Keep parameters as split masters where their precision asks for it and an unflatten has joined them."""
 
-    def joined(kind: StorageSpec) -> bool:
-        return kind.codec == PLAIN and sharded.spec.precision.splits(kind.dtype)
+    def joined(storage: StorageSpec) -> bool:
+        return storage.codec == PLAIN and sharded.spec.precision.splits(storage.dtype)
 
-    if sharded.spec.halves and any(map(joined, sharded.kinds)):
+    if sharded.spec.halves and any(map(joined, sharded.storages)):
         sharded.move(
-            [StorageSpec(SPLIT, x.dtype).keep(x.decode()) if joined(x.kind) else x for x in sharded.stored], None
+            [StorageSpec(SPLIT, x.dtype).keep(x.decode()) if joined(x.storage) else x for x in sharded.stored], None
         )
 
 
@@ -150,13 +160,13 @@ def settle(sharded: Sharded) -> None:
     spec = sharded.spec
     if spec.axis.size == 1 or (spec.stage != 0 and sharded.full is None):
         return
-    for i, (unit, piece) in enumerate(zip(spec.layout.units, sharded.stored, strict=True)):
+    for i, (unit, shard) in enumerate(zip(spec.layout.units, sharded.stored, strict=True)):
         a, b = spec.layout.cut(unit, spec.axis.rank)
-        if sharded.full is not None and not piece.kind.lies_in(sharded.full[i].dtype):
-            sharded.full[i][a:b].copy_(spec.precision.narrow(piece.decode()))
-        held = piece.loaded()
+        if sharded.full is not None and not shard.storage.lies_in(sharded.full[i].dtype):
+            sharded.full[i][a:b].copy_(spec.precision.narrow(shard.decode()))
+        held = shard.loaded()
         for whole in held.tensors if sharded.full is None else [sharded.full[i]]:
-            ops.refresh_(whole, spec.axis.rank, spec.axis.size, spec.axis.group, unit.name)
+            ops.all_gather_into_(whole, spec.axis.rank, spec.axis.size, spec.axis.group, unit.name)
             ops.wait(whole)
         if sharded.full is None:
-            piece.save(held)
+            shard.save(held)

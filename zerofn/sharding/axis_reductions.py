@@ -133,7 +133,7 @@ def _runs(values: Any) -> tuple[list[Tensor], dict[int, list[_Run]], Axis | None
     """The flat tensors of a tree, the runs of each leaf in them, the axis, and whether all of every leaf is here."""
     nodes = tree.leaves(values, is_leaf=is_sharded)
     axis = next((n.spec.axis for n in nodes if is_sharded(n)), None)
-    complete = all(n.spec.num_pieces == 1 for n in nodes if is_sharded(n))
+    complete = all(n.spec.num_shards == 1 for n in nodes if is_sharded(n))
     counts = complete or axis is None or axis.rank == 0
     flat: list[Tensor] = []
     runs: dict[int, list[_Run]] = {}
@@ -143,7 +143,7 @@ def _runs(values: Any) -> tuple[list[Tensor], dict[int, list[_Run]], Axis | None
             runs.update({leaf + k: [] for k in range(len(node.layout.leaves))})
             for run in _sharded_runs(node, first, leaf):
                 runs[run.leaf].append(run)
-            flat.extend(node.pieces)
+            flat.extend(node.shards)
         else:
             runs[leaf] = [_Run(first, 0, node.numel(), 0, 0, leaf, counts)] if node.numel() else []
             flat.append(node)
@@ -152,7 +152,7 @@ def _runs(values: Any) -> tuple[list[Tensor], dict[int, list[_Run]], Axis | None
 
 def _sharded_runs(sharded: Sharded, tensor: int, leaf: int) -> Iterator[_Run]:
     spec = sharded.spec
-    whole = spec.num_pieces == 1
+    whole = spec.num_shards == 1
     for k, unit in enumerate(spec.layout.units):
         begin = spec.bounds(unit)[0]
         for rank in range(spec.axis.size) if whole else [spec.axis.rank]:

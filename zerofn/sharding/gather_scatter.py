@@ -44,14 +44,14 @@ class GatherUnit:
         """Tangents are never cached."""
         return GatherUnit(self.spec, self.unit, self.dtype)
 
-    def __call__(self, piece: Tensor) -> tuple[Tensor]:
+    def __call__(self, shard: Tensor) -> tuple[Tensor]:
         """Cast on the shard, then gather."""
         if self.full is not None:
             return (self.full.view_as(self.full),)
-        piece = self.spec.precision.narrow(piece)
-        if self.spec.num_pieces == 1:
-            return (ops.whole(piece),)
-        return AllGather(self.spec.axis, self.unit.name)(piece)
+        shard = self.spec.precision.narrow(shard)
+        if self.spec.num_shards == 1:
+            return (ops.as_whole(shard),)
+        return AllGather(self.spec.axis, self.unit.name)(shard)
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,17 @@ class ScatterUnit:
         """Reduce, then divide."""
         size = self.spec.axis.size
         flat = flat.to(self.spec.precision.reduces(self.dtype))
-        piece = reduce_unit(self.spec, self.unit, flat)
-        return (piece.div(size) if size > 1 else piece,)
+        shard = reduce_unit(self.spec, self.unit, flat)
+        return (shard.div(size) if size > 1 else shard,)
 
 
 def reduce_unit(spec: Spec, unit: Unit, flat: Tensor) -> Tensor:
     """flat [..., size] on each rank -> what this rank stores of the sum over ranks, summed in rank order."""
     if spec.axis.size == 1:
-        return ops.piece(flat)
-    (piece,) = ReduceScatter(spec.axis, unit.name)(flat)
+        return ops.as_shard(flat)
+    (shard,) = ReduceScatter(spec.axis, unit.name)(flat)
     # Stage 0 in the same two halves, so that its sums have the same bits as every other stage's.
-    return piece if spec.num_pieces > 1 else ops.piece(AllGather(spec.axis, unit.name)(piece)[0])
+    return shard if spec.num_shards > 1 else ops.as_shard(AllGather(spec.axis, unit.name)(shard)[0])
 
 
 @dataclass(frozen=True)
@@ -199,10 +199,10 @@ def scatter(values: Any, like: Sharded, *, axis: str | Axis | None = None) -> Sh
     for value, leaf in zip(leaves, expected, strict=True):
         if tuple(value.shape) != leaf.shape:
             raise ValueError(f"scatter: {leaf.name!r} has shape {tuple(value.shape)}, expected {leaf.shape}.")
-    pieces = []
-    for unit, piece in zip(like.layout.units, like.stored, strict=True):
+    shards = []
+    for unit, shard in zip(like.layout.units, like.stored, strict=True):
         mine = [leaves[leaf.index] for leaf in unit.leaves]
         dtype = functools.reduce(torch.promote_types, [x.dtype for x in mine])
         (flat,) = Linear.apply(Ravel(unit, dtype), *mine)
-        pieces.append(Linear.apply(ScatterUnit(like.spec, unit, piece.dtype), flat)[0])
-    return Sharded(like.spec, pieces)
+        shards.append(Linear.apply(ScatterUnit(like.spec, unit, shard.dtype), flat)[0])
+    return Sharded(like.spec, shards)

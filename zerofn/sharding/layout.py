@@ -1,7 +1,7 @@
 """Where every leaf lies: leaf <-> (unit, offset, shape). No communication here.
 
 [Note: layout] The leaves of one *unit* (a layer, usually) are raveled into one flat buffer, each leaf at a
-multiple of `ALIGN` elements, the whole padded so that it cuts into N equal shards of a multiple of `PIECE`
+multiple of `ALIGN` elements, the whole padded so that it cuts into N equal shards of a multiple of `SHARD_MULTIPLE`
 elements; rank r owns the r-th shard. Padding is never read: it may hold anything.
 """
 
@@ -21,7 +21,7 @@ from ..tree import Path, PyTreeSpec
 from ..util.errors import nearest, note, some, words_of
 
 ALIGN = 32  # elements: 64 bytes in bf16, what torch's own allocator gives a tensor
-PIECE = 2048  # elements: a whole number of 256-element quantisation blocks and of vector widths
+SHARD_MULTIPLE = 2048  # elements: a whole number of 256-element quantisation blocks and of vector widths
 SMALL = 1 << 16  # elements: smaller units are not worth a collective of their own
 _NO_NAME = "masks and labels are asked about a leaf, not its name"
 
@@ -162,8 +162,8 @@ class Layout:
 
     def cut(self, unit: Unit, shard: int) -> tuple[int, int]:
         """[start, stop) of a rank's shard of `unit`, in elements."""
-        piece = unit.size // self.num_shards
-        return shard * piece, (shard + 1) * piece
+        size = unit.size // self.num_shards
+        return shard * size, (shard + 1) * size
 
     def subset(self, prefix: str) -> Layout:
         """The layout of the units under `prefix`; raises KeyError where a unit is only partly under it."""
@@ -338,7 +338,7 @@ def _unit(
         leaf = Leaf(leaf_name, shape, index, offset, dtype)
         leaves.append(leaf)
         offset = -(-leaf.stop // ALIGN) * ALIGN
-    block = PIECE * num_shards
+    block = SHARD_MULTIPLE * num_shards
     return Unit(name, tuple(leaves), max(1, -(-offset // block)) * block, trainable, dtype)
 
 

@@ -36,9 +36,9 @@ class Precision:
         """Whether a parameter stored as `stored` is kept as a split master."""
         return stored is torch.float32 and self.computes(stored) is torch.bfloat16
 
-    def narrow(self, piece: Tensor) -> Tensor:
+    def narrow(self, shard: Tensor) -> Tensor:
         """A stored shard in the compute dtype; a split master's is rounded to nearest, ties away from zero."""
-        return torch.ops.zerofn.high(piece) if self.splits(piece.dtype) else piece.to(self.computes(piece.dtype))
+        return torch.ops.zerofn.high(shard) if self.splits(shard.dtype) else shard.to(self.computes(shard.dtype))
 
 
 NAMED = {

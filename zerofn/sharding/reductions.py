@@ -42,7 +42,7 @@ class _Parts(NamedTuple):
     parts: list[_Part]
     axis: Axis | None
     complete: bool  # no other rank has parts that are not here
-    pieces: set[int]  # which tensors are shards
+    shards: set[int]  # which tensors are shards
 
     @staticmethod
     def of(*trees: Any) -> _Parts:
@@ -53,7 +53,7 @@ class _Parts(NamedTuple):
             [[] for _ in trees],
             [],
             next((n.spec.axis for n in nodes if is_sharded(n)), None),
-            all(n.spec.num_pieces == 1 for n in nodes if is_sharded(n)),
+            all(n.spec.num_shards == 1 for n in nodes if is_sharded(n)),
             set(),
         )
         for k, node in enumerate(nodes):
@@ -64,7 +64,7 @@ class _Parts(NamedTuple):
         first = len(self.tensors[0])
         if is_sharded(group[0]):
             self.parts.extend(_sharded_parts(group[0], first, len(self.names)))
-            self.pieces.update(range(first, first + len(group[0].stored)))
+            self.shards.update(range(first, first + len(group[0].stored)))
             prefix = f"{name}." if name else ""
             self.names.extend(prefix + leaf.name for leaf in group[0].layout.leaves)
         else:
@@ -72,7 +72,7 @@ class _Parts(NamedTuple):
                 self.parts.append(_Part(first, 0, group[0].numel(), 0, len(self.names)))
             self.names.append(name)
         for tensors, x in zip(self.tensors, group, strict=True):
-            tensors.extend(x.pieces if is_sharded(x) else [x.reshape(-1)])
+            tensors.extend(x.shards if is_sharded(x) else [x.reshape(-1)])
 
     @property
     def tracked(self) -> bool:
@@ -91,7 +91,7 @@ class _Parts(NamedTuple):
     def without_padding(self, k: int, x: Tensor) -> Tensor:
         """The k-th tensor of a tree with zeros where nothing is read. At the first order it would not matter what
         derivatives are there; at the second they would be counted."""
-        if k not in self.pieces:
+        if k not in self.shards:
             return x
         runs = [(p.start, p.stop) for p in self.parts if p.tensor == k]
         if sum(b - a for a, b in runs) == x.numel():
@@ -115,7 +115,7 @@ class _Parts(NamedTuple):
 
 def _sharded_parts(sharded: Sharded, first: int, column: int) -> Iterator[_Part]:
     spec = sharded.spec
-    whole = spec.num_pieces == 1
+    whole = spec.num_shards == 1
     for i, unit in enumerate(spec.layout.units):
         begin = spec.bounds(unit)[0]
         for rank in range(spec.axis.size) if whole else [spec.axis.rank]:

@@ -16,8 +16,8 @@ from .. import tree
 from ..comm.agreement import agree_on
 from ..comm.mesh import DATA, Axis, Mesh
 from ..deferred_init import record
-from ..dry_run.fake_machine import Imagined, imagining
-from ..dry_run.script import rehearsing
+from ..dry_run.fake_machine import FakeMachine, fake_machine
+from ..dry_run.script import current_dry_run
 from ..memory.host_allocator import map_large_blocks
 from ..offload.disk import Store
 from ..offload.policy import Offload, check_memory
@@ -65,11 +65,11 @@ def shard(
     if stage == "auto" or plan is not None:
         stage, precision, offload = _planned(stage, precision, offload, plan, Mesh.of(mesh).axis().size)
     where = Mesh.of(mesh)
-    if (rehearsal := rehearsing()) is not None:
-        with Imagined(False, 1.0, 1.0)():
+    if (dry_run := current_dry_run()) is not None:
+        with FakeMachine(False, 1.0, 1.0)():
             first = initial(state_or_init, resolve(precision))
-            state = imagine(first, stage, Mesh((Axis(DATA, 1),)), precision, None, unit)
-        rehearsal.shards(state, state_or_init, {"precision": precision, "unit": unit})
+            state = shard_fake(first, stage, Mesh((Axis(DATA, 1),)), precision, None, unit)
+        dry_run.shards(state, state_or_init, {"precision": precision, "unit": unit})
         return state
     map_large_blocks()
     policy, values, parts, treedef = agree_on(
@@ -79,7 +79,7 @@ def shard(
         agree_on(
             "zerofn.shard",
             lambda: (  # a rank whose drive is full is not waited for
-                scratch_for((p.spec, p.kinds) for p in parts if isinstance(p, ShardedPart)),
+                scratch_for((p.spec, p.storages) for p in parts if isinstance(p, ShardedPart)),
                 "",
             ),
         )
@@ -116,7 +116,7 @@ def initial(state_or_init: Any, precision: Precision) -> Any:
     return _initial(state_or_init, precision)[0]
 
 
-def imagine(
+def shard_fake(
     state: Any,
     stage: int,
     mesh: Mesh,
@@ -126,12 +126,12 @@ def imagine(
 ) -> Any:
     """The state, as `initial` gives it, as rank 0 of an imagined machine would hold it: the same layout, tensors
     without memory."""
-    machine = imagining()
+    machine = fake_machine()
     assert machine is not None
     check_stage(stage)
     policy = _policy(state, stage, mesh.axis(), resolve(precision), unit, None, offload)
     parts, treedef = plan_state(state, policy)
-    scratch = scratch_for((p.spec, p.kinds) for p in parts if isinstance(p, ShardedPart))
+    scratch = scratch_for((p.spec, p.storages) for p in parts if isinstance(p, ShardedPart))
     return tree.unflatten(
         treedef, [_allocate(policy, p, scratch) if isinstance(p, ShardedPart) else machine.like(p.value) for p in parts]
     )
@@ -179,15 +179,15 @@ def _initial(state_or_init: Any, precision: Precision) -> tuple[Any, Iterator[tu
 
 
 def _check_offload(offload: Offload, cuts: list[ShardedPart], home: torch.device) -> None:
-    if not any(kind.away for cut in cuts for kind in cut.kinds):
+    if not any(storage.placement for cut in cuts for storage in cut.storages):
         raise ValueError(
             f"{offload} has no effect: the optimizer keeps nothing per parameter. Leave it out, or "
             "offload the parameters: Offload(params=...)."
         )
     kept: Counter[str] = Counter()
     for cut in cuts:
-        for unit, kind in zip(cut.spec.layout.units, cut.kinds, strict=True):
-            for k, (dtype, size, tier) in enumerate(kind.parts(unit.size // cut.spec.num_pieces)):
+        for unit, storage in zip(cut.spec.layout.units, cut.storages, strict=True):
+            for k, (dtype, size, tier) in enumerate(storage.parts(unit.size // cut.spec.num_shards)):
                 what = "parameters" if cut.is_params and k == 0 else "optimizer"
                 kept[f"{what} on {tier or home.type}"] += size * dtype.itemsize
     check_memory(offload, kept, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -265,7 +265,7 @@ def _allocate(policy: ShardPolicy, part: ShardedPart, scratch: Store | None) -> 
     device = policy.device or part.device
     device = torch.device("cpu") if device is None or device.type == "meta" else device
     cached = part.is_params and policy.stage in (1, 2) and part.spec.axis.size > 1
-    return allocate(part.spec, device, cached, part.kinds, scratch, part.name)
+    return allocate(part.spec, device, cached, part.storages, scratch, part.name)
 
 
 def _keeper(out: list[Any], k: int, device: torch.device | None) -> Callable[[Tensor], None]:

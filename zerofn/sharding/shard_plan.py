@@ -45,7 +45,7 @@ class ShardedPart:
     spec: Spec
     first: int
     device: torch.device | None
-    kinds: list[StorageSpec]  # by unit
+    storages: list[StorageSpec]  # by unit
     is_params: bool
 
 
@@ -102,13 +102,13 @@ def plan_state(state: Any, policy: ShardPolicy) -> tuple[list[ShardedPart | Repl
         is_params = last == "params" and path[:-1] in states
         how = next((found for above, found in formats.items() if path[: len(above)] == above), None)
         leaves = tree.leaves(node)
-        kinds = []
+        storages = []
         for unit in layout.units:
             dtype = public_dtype([leaves[x.index].dtype for x in unit.leaves], masters, policy.precision)
-            kinds.append(storage_of(name, dtype, is_params, how, policy.precision))
-        kinds = place(layout, kinds, is_params, policy)
+            storages.append(storage_of(name, dtype, is_params, how, policy.precision))
+        storages = place(layout, storages, is_params, policy)
         device = leaves[0].device if leaves else None
-        parts.append(ShardedPart(name, policy.spec(layout, is_params), first, device, kinds, is_params))
+        parts.append(ShardedPart(name, policy.spec(layout, is_params), first, device, storages, is_params))
         first += len(leaves)
     return parts, treedef
 
@@ -159,16 +159,16 @@ def storage_of(
     return StorageSpec(codec, dtype)
 
 
-def place(layout: Layout, kinds: list[StorageSpec], is_params: bool, policy: ShardPolicy) -> list[StorageSpec]:
+def place(layout: Layout, storages: list[StorageSpec], is_params: bool, policy: ShardPolicy) -> list[StorageSpec]:
     """The same with where each unit's parts are to lie: of parameters the first part where parameters do, all else
     where the optimizer's state does."""
     out = []
-    for kind, offload in zip(kinds, of_units(policy.offload, [u.size for u in layout.units]), strict=True):
+    for storage, offload in zip(storages, of_units(policy.offload, [u.size for u in layout.units]), strict=True):
         first = offload.params if is_params else offload.optimizer
-        tiers = (first, *[offload.optimizer] * (kind.num_parts - 1))
+        tiers = (first, *[offload.optimizer] * (storage.num_parts - 1))
         paths = tuple(offload.paths) if "nvme" in tiers else ()
-        away = Placement(tiers, paths, str(policy.home), offload.update) if any(tiers) else None
-        out.append(replace(kind, away=away))
+        placement = Placement(tiers, paths, str(policy.home), offload.update) if any(tiers) else None
+        out.append(replace(storage, placement=placement))
     return out
 
 
@@ -195,8 +195,8 @@ def description(stage: int, precision: Precision, parts: list[ShardedPart | Repl
             lines.append(f"replicated {tuple(part.value.shape)} {part.value.dtype}")
         else:
             lines += [
-                f"{leaf.name} {list(leaf.shape)} {leaf.dtype} in unit {u.name!r}, kept {kind.described}"
-                for u, kind in zip(part.spec.layout.units, part.kinds, strict=True)
+                f"{leaf.name} {list(leaf.shape)} {leaf.dtype} in unit {u.name!r}, kept {storage.described}"
+                for u, storage in zip(part.spec.layout.units, part.storages, strict=True)
                 for leaf in u.leaves
             ]
     return "\n".join(lines)

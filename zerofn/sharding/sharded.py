@@ -33,13 +33,13 @@ class Spec:
     halves: bool = field(default=False, compare=False)  # parameters: whether they are to be kept as split masters
 
     @property
-    def num_pieces(self) -> int:
+    def num_shards(self) -> int:
         """How many parts a unit is stored in: 1 at stage 0."""
         return 1 if self.stage == 0 else self.axis.size
 
     def bounds(self, unit: Unit) -> tuple[int, int]:
         """[start, stop) of what this rank stores of `unit`, in elements."""
-        if self.num_pieces == 1:
+        if self.num_shards == 1:
             return 0, unit.size
         return self.layout.cut(unit, self.axis.rank)
 
@@ -79,18 +79,18 @@ class Sharded:
     Using one after a compiled step consumed it, or another one that holds the same shards, raises `RuntimeError`.
     """
 
-    __slots__ = ("__weakref__", "_arriving", "_copies", "_kept", "_kinds", "_lost", "spec")
+    __slots__ = ("__weakref__", "_copies", "_kept", "_lost", "_pending", "_storages", "spec")
 
-    def __init__(self, spec: Spec, pieces: Iterable[Tensor | Stored], full: Sequence[Tensor] | None = None) -> None:
+    def __init__(self, spec: Spec, shards: Iterable[Tensor | Stored], full: Sequence[Tensor] | None = None) -> None:
         self.spec = spec
-        self._kept = tuple(pieces)
+        self._kept = tuple(shards)
         self._copies = full  # stages 1 and 2: the gathered copy, a cache beside the tree
-        self._arriving = 0  # the generation of the transfers that fill it, while nobody has waited for them
-        self._kinds: tuple[StorageSpec, ...] = ()  # once the shards were given away
+        self._pending = 0  # the generation of the transfers that fill it, while nobody has waited for them
+        self._storages: tuple[StorageSpec, ...] = ()  # once the shards were given away
         self._lost: str | None = None
 
     @property
-    def pieces(self) -> tuple[Tensor, ...]:
+    def shards(self) -> tuple[Tensor, ...]:
         """The local shards, flat, in unit order: decoded where they are kept as something else."""
         worker().finish()
         return tuple([x.decode() if isinstance(x, Stored) else x for x in self._alive()])
@@ -108,9 +108,9 @@ class Sharded:
         return self._kept
 
     @property
-    def kinds(self) -> tuple[StorageSpec, ...]:
+    def storages(self) -> tuple[StorageSpec, ...]:
         """How each shard is kept, or was before it was given away."""
-        return self._kinds or tuple([stored(x).kind for x in self._kept])
+        return self._storages or tuple([stored(x).storage for x in self._kept])
 
     @property
     def parts(self) -> list[Tensor]:
@@ -125,7 +125,7 @@ class Sharded:
     @property
     def copies(self) -> Sequence[Tensor] | None:
         """The gathered copy of every unit, perhaps still arriving; None where there is none."""
-        if self._arriving and self._arriving != pending().generation:
+        if self._pending and self._pending != pending().generation:
             self.forget_copies()  # a failed step has cut off all transfers, or this is a forked process
         return self._copies
 
@@ -133,10 +133,10 @@ class Sharded:
     def full(self) -> Sequence[Tensor] | None:
         """The gathered copy of every unit, complete; None where there is none."""
         copies = self.copies
-        if self._arriving and copies is not None:
+        if self._pending and copies is not None:
             for copy in copies:
                 wait_(copy)
-            self._arriving = 0
+            self._pending = 0
         return copies
 
     @property
@@ -144,21 +144,21 @@ class Sharded:
         """Where every leaf lies."""
         return self.spec.layout
 
-    def move(self, pieces: Iterable[Stored], full: Sequence[Tensor] | None) -> None:
+    def move(self, shards: Iterable[Stored], full: Sequence[Tensor] | None) -> None:
         """Hold the same values in other buffers, with a gathered copy beside them."""
-        self._kept, self._copies, self._arriving = tuple(pieces), full, 0
+        self._kept, self._copies, self._pending = tuple(shards), full, 0
 
     def expect_copies(self) -> None:
         """Say that transfers into the gathered copy are under way, for whoever needs it first to wait for."""
-        self._arriving = pending().generation
+        self._pending = pending().generation
 
     def forget_copies(self) -> None:
         """Drop the gathered copy, whatever has arrived of it."""
-        self._copies, self._arriving = None, 0
+        self._copies, self._pending = None, 0
 
     def donate(self, why: str) -> None:
         """Give the buffers away; from here on any use raises `why`."""
-        self._kinds = self.kinds
+        self._storages = self.storages
         self._lost, self._kept = why, ()
         self.forget_copies()
 
@@ -186,14 +186,14 @@ class Sharded:
 
     def replace(self, parts: dict[str, Sharded]) -> Sharded:
         """The same tree with `self[prefix]` replaced for every prefix of `parts`."""
-        pieces = list(self.stored)
+        shards = list(self.stored)
         for prefix, part in parts.items():
             mine = self[prefix]
             if not isinstance(mine, Sharded) or mine.layout != part.layout:
                 raise ValueError(f"replace: what is given for {prefix!r} is not laid out like params[{prefix!r}].")
-            for i, piece in zip(self._positions(mine.layout), part.stored, strict=True):
-                pieces[i] = piece
-        return Sharded(self.spec, pieces)
+            for i, shard in zip(self._positions(mine.layout), part.stored, strict=True):
+                shards[i] = shard
+        return Sharded(self.spec, shards)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # For copy and pickle: the gathered copy may be half there, and can be made again.
@@ -222,13 +222,13 @@ class LocalShard:
     @staticmethod
     def of(sharded: Sharded, index: int, leaf: Leaf) -> LocalShard:
         """The held part of `leaf` of the index-th unit."""
-        unit, piece = sharded.layout.units[index], sharded.stored[index]
+        unit, shard = sharded.layout.units[index], sharded.stored[index]
         begin, end = sharded.spec.bounds(unit)
         for found, a, b in unit.intervals(begin, end):
             if found is leaf:
                 first = begin + a - leaf.offset
-                return LocalShard(leaf.name, leaf.shape, unit.name, first, first + b - a, piece.read(a, b))
-        return LocalShard(leaf.name, leaf.shape, unit.name, 0, 0, piece.read(0, 0))
+                return LocalShard(leaf.name, leaf.shape, unit.name, first, first + b - a, shard.read(a, b))
+        return LocalShard(leaf.name, leaf.shape, unit.name, 0, 0, shard.read(0, 0))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copy and pickle ask before there are fields
@@ -250,7 +250,7 @@ class LocalShard:
         return f"{self.name} {list(self.shape)} {dtype}, unit {self.unit!r}; here: {share} ({size:,} bytes)"
 
 
-tree.register_node(Sharded, lambda s: (s.pieces, s.spec), lambda spec, pieces: Sharded(spec, pieces))
+tree.register_node(Sharded, lambda s: (s.shards, s.spec), lambda spec, shards: Sharded(spec, shards))
 
 
 def is_sharded(x: Any) -> bool:
@@ -280,9 +280,9 @@ def describe(sharded: Sharded) -> str:
         f"stage {spec.stage}, rank {spec.axis.rank} of {spec.axis.size} holds {held:,} bytes"
     ]
     width = max((len(u.name) for u in spec.layout.units), default=0)
-    for unit, piece in zip(spec.layout.units, sharded.stored, strict=True):
+    for unit, shard in zip(spec.layout.units, sharded.stored, strict=True):
         a, b = spec.bounds(unit)
-        dtype = str(piece.dtype).removeprefix("torch.") + piece.kind.note
+        dtype = str(shard.dtype).removeprefix("torch.") + shard.storage.note
         lines.append(
             f"  {unit.name:<{width}}  {len(unit.leaves):>3} leaves  {unit.numel:>12,} x {dtype}  "
             f"here [{a:,}:{b:,}]{'' if unit.trainable else '  frozen'}"
@@ -305,5 +305,5 @@ def with_trainable(sharded: Sharded, part: Sharded) -> Sharded:
     if len(part.layout.units) == len(sharded.layout.units):
         return Sharded(sharded.spec, part.stored)
     fresh = iter(part.stored)
-    pieces = [next(fresh) if u.trainable else p for u, p in zip(sharded.layout.units, sharded.stored, strict=True)]
-    return Sharded(sharded.spec, pieces)
+    shards = [next(fresh) if u.trainable else p for u, p in zip(sharded.layout.units, sharded.stored, strict=True)]
+    return Sharded(sharded.spec, shards)

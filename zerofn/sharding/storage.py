@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..offload.drive_tensor import Spilled
-from ..offload.host_tensor import Hosted
+from ..offload.drive_tensor import DriveTensor
+from ..offload.host_tensor import HostTensor
 from ..ops.codecs import PLAIN, Codec
 
 ops = torch.ops.zerofn
-StoredPart = Tensor | Spilled | Hosted
+StoredPart = Tensor | DriveTensor | HostTensor
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class StorageSpec:
 
     codec: Codec
     dtype: torch.dtype
-    away: Placement | None = None  # None: all of it lies where the model computes
+    placement: Placement | None = None  # None: all of it lies where the model computes
 
     @property
     def described(self) -> str:
         """The same in words, without what differs from rank to rank."""
-        tiers = [] if self.away is None else [tier or "the model's device" for tier in self.away.tiers]
+        tiers = [] if self.placement is None else [tier or "the model's device" for tier in self.placement.tiers]
         where = f", on {' and '.join(dict.fromkeys(tiers))}" if tiers else ""
         return f"as {str(self.dtype).removeprefix('torch.')}{self.codec.note}{where}"
 
@@ -60,7 +60,7 @@ class StorageSpec:
     def parts(self, size: int) -> list[tuple[torch.dtype, int, str | None]]:
         """(dtype, elements, tier) of the parts that store `size` elements."""
         found = self.codec.sizes(self.dtype, size)
-        tiers = [None] * len(found) if self.away is None else self.away.tiers
+        tiers = [None] * len(found) if self.placement is None else self.placement.tiers
         return [(*part, tier) for part, tier in zip(found, tiers, strict=True)]
 
     def of(self, tensors: Iterator[Tensor], size: int) -> Stored:
@@ -68,10 +68,10 @@ class StorageSpec:
         return Stored(self, tuple(self._part(next(tensors), *part) for part in self.parts(size)))
 
     def _part(self, x: Tensor, dtype: torch.dtype, size: int, tier: str | None) -> StoredPart:
-        if tier is None or self.away is None:
+        if tier is None or self.placement is None:
             return x
-        device = torch.device(self.away.device)
-        return Spilled(x, dtype, size, device) if tier == "nvme" else Hosted(x, device)
+        device = torch.device(self.placement.device)
+        return DriveTensor(x, dtype, size, device) if tier == "nvme" else HostTensor(x, device)
 
     def keep(self, x: Tensor, old: Stored | None = None) -> Stored:
         """A public tensor as a shard of this kind; in a captured step, one on a drive takes the place of `old`."""
@@ -79,7 +79,7 @@ class StorageSpec:
         for k, (fresh, (dtype, n, tier)) in enumerate(zip(self.codec.encode(x), self.parts(x.numel()), strict=True)):
             before = old.parts[k] if old is not None else fresh
             if not isinstance(before, Tensor):
-                fresh = (ops.spill if tier == "nvme" else ops.put)(before.ticket, fresh)
+                fresh = (ops.write_drive if tier == "nvme" else ops.put)(before.handle, fresh)
             parts.append(self._part(fresh, dtype, n, tier))
         return Stored(self, tuple(parts))
 
@@ -91,7 +91,7 @@ class StorageSpec:
     @property
     def note(self) -> str:
         """What to say of how a shard is kept, beside its dtype."""
-        tiers = () if self.away is None else self.away.tiers
+        tiers = () if self.placement is None else self.placement.tiers
         where = [text for tier, text in (("cpu", "in host memory"), ("nvme", "on a drive")) if tier in tiers]
         partly = "partly " if None in tiers else ""
         return self.codec.note + (f", {partly}{' and '.join(where)}" if where else "")
@@ -101,20 +101,20 @@ class StorageSpec:
 class Stored:
     """A shard as it is kept."""
 
-    kind: StorageSpec
+    storage: StorageSpec
     parts: tuple[StoredPart, ...]
 
     @property
     def dtype(self) -> torch.dtype:
         """The public dtype."""
-        return self.kind.dtype
+        return self.storage.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the first part lies: what a forward pass reads."""
-        away = self.kind.away
+        placement = self.storage.placement
         first = self.parts[0]
-        return first.device if isinstance(first, Tensor) else torch.device(away.device if away else "cpu")
+        return first.device if isinstance(first, Tensor) else torch.device(placement.device if placement else "cpu")
 
     @property
     def size(self) -> int:
@@ -125,29 +125,30 @@ class Stored:
     @property
     def nbytes(self) -> int:
         """Bytes in memory, on the host or the device."""
-        return sum(x.nbytes for x in self.parts if not isinstance(x, Spilled))
+        return sum(x.nbytes for x in self.parts if not isinstance(x, DriveTensor))
 
     @property
-    def spilled(self) -> int:
+    def on_drives(self) -> int:
         """Bytes on drives."""
-        return sum(x.nbytes for x in self.parts if isinstance(x, Spilled))
+        return sum(x.nbytes for x in self.parts if isinstance(x, DriveTensor))
 
     @property
     def tensors(self) -> list[Tensor]:
         """What a captured step is given: the parts, and tickets for those on a drive."""
-        return [x if isinstance(x, Tensor) else x.ticket for x in self.parts]
+        return [x if isinstance(x, Tensor) else x.handle for x in self.parts]
 
     def decode(self) -> Tensor:
         """The public tensor [size]; memory of its own unless it is kept as it is. Raises `RuntimeError` for what lies
         on a drive, but in a step that is being captured."""
-        return self.kind.codec.decode([x if isinstance(x, Tensor) else x.fetched() for x in self.parts])
+        return self.storage.codec.decode([x if isinstance(x, Tensor) else x.fetched() for x in self.parts])
 
     def loaded(self) -> Stored:
         """The same in host memory, if any of it lies elsewhere than where the model computes."""
-        if self.kind.away is None:
+        if self.storage.placement is None:
             return self
         return Stored(
-            replace(self.kind, away=None), tuple(x.cpu() if isinstance(x, Tensor) else x.load() for x in self.parts)
+            replace(self.storage, placement=None),
+            tuple(x.cpu() if isinstance(x, Tensor) else x.load() for x in self.parts),
         )
 
     def save(self, values: Stored) -> None:
@@ -161,19 +162,19 @@ class Stored:
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the public tensor."""
         first, parts = self.loaded()._around(start, stop)
-        return self.kind.codec.decode(parts)[start - first : stop - first]
+        return self.storage.codec.decode(parts)[start - first : stop - first]
 
     def _around(self, start: int, stop: int) -> tuple[int, list[Tensor]]:
         """What keeps elements [start, stop), and a few more where they cannot be kept by themselves: (the first
         element, its parts)."""
-        codec = self.kind.codec
+        codec = self.storage.codec
         first, last = start // codec.grain * codec.grain, min(-(-stop // codec.grain) * codec.grain, self.size)
         grains = [part.grain for part in codec.parts]
         return first, [x[first // k : -(-last // k)] for x, k in zip(self.tensors, grains, strict=True)]
 
     def fill(self, start: int, stop: int, read: Callable[[Tensor], Any]) -> None:
         """Let `read` fill elements [start, stop), given a public tensor of their size; what is kept is in memory."""
-        if self.kind.codec == PLAIN:
+        if self.storage.codec == PLAIN:
             read(self.tensors[0][start:stop])
         else:
             values = torch.empty(stop - start, dtype=self.dtype, device=self.device)
@@ -183,11 +184,11 @@ class Stored:
     def write(self, start: int, values: Tensor) -> None:
         """Keep `values` [n] as elements [start, start + n), in memory."""
         first, parts = self._around(start, start + values.numel())
-        if self.kind.codec.grain > 1:  # some of its neighbours are kept with it
-            whole = self.kind.codec.decode(parts)
+        if self.storage.codec.grain > 1:  # some of its neighbours are kept with it
+            whole = self.storage.codec.decode(parts)
             whole[start - first : start - first + values.numel()] = values
             values = whole
-        for part, fresh in zip(parts, self.kind.codec.encode(values.to(self.dtype)), strict=True):
+        for part, fresh in zip(parts, self.storage.codec.encode(values.to(self.dtype)), strict=True):
             part.copy_(fresh)
 
 

@@ -25,18 +25,18 @@ def map_whole(rule: Callable[[Tensor], Tensor], values: Any) -> Any:
 
 
 def _on_shards(rule: Callable[[Tensor], Tensor], values: Sharded) -> Sharded:
-    pieces = []
-    for unit, piece in zip(values.layout.units, values.pieces, strict=True):
+    shards = []
+    for unit, shard in zip(values.layout.units, values.shards, strict=True):
         start, stop = values.spec.bounds(unit)
-        whole = unravel(_whole(values.spec, unit, piece), unit)
+        whole = unravel(_whole(values.spec, unit, shard), unit)
         mine = {leaf.index for leaf, _, _ in unit.intervals(start, stop)}
         leaves = [rule(x) if leaf.index in mine else None for leaf, x in zip(unit.leaves, whole, strict=True)]
         if not mine:  # what is gathered must have a use on every rank
             leaves[0] = whole[0]
         offsets = [leaf.offset for leaf in unit.leaves]
-        pieces.append(ops.take_shard(leaves, offsets, start, stop, piece.dtype))
-    return Sharded(values.spec, pieces)
+        shards.append(ops.take_shard(leaves, offsets, start, stop, shard.dtype))
+    return Sharded(values.spec, shards)
 
 
-def _whole(spec: Spec, unit: Unit, piece: Tensor) -> Tensor:
-    return ops.whole(piece) if spec.num_pieces == 1 else AllGather(spec.axis, unit.name)(piece)[0]
+def _whole(spec: Spec, unit: Unit, shard: Tensor) -> Tensor:
+    return ops.as_whole(shard) if spec.num_shards == 1 else AllGather(spec.axis, unit.name)(shard)[0]

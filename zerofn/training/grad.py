@@ -241,10 +241,10 @@ class _Work:
             if not is_sharded(x):
                 out.append(next(found) if learns[0] else _no_gradient(x))
                 continue
-            pieces = [
+            shards = [
                 next(found) if u.trainable else _no_gradient(p) for u, p in zip(x.layout.units, x.stored, strict=True)
             ]
-            out.append(Sharded(x.spec, pieces))
+            out.append(Sharded(x.spec, shards))
         return total, tree.unflatten(self.treedef, out)
 
 
@@ -256,10 +256,10 @@ def _detached(loss: _Loss) -> tuple[Tensor, Tensor | None]:
     return loss.total.detach(), loss.weight
 
 
-def _no_gradient(piece: Tensor | Stored) -> Tensor:
+def _no_gradient(shard: Tensor | Stored) -> Tensor:
     """A zero that takes no memory, for what is frozen or a whole number."""
-    shape = (piece.size,) if isinstance(piece, Stored) else piece.shape
-    return torch.zeros((), dtype=piece.dtype, device=piece.device).expand(shape)
+    shape = (shard.size,) if isinstance(shard, Stored) else shard.shape
+    return torch.zeros((), dtype=shard.dtype, device=shard.device).expand(shape)
 
 
 def _trainable(name: str, node: Any, frozen: Callable[[str], bool] | None) -> list[bool]:
@@ -286,10 +286,10 @@ def _flat_gradients(
     flats: list[Tensor] = []
     for x, ts in zip(nodes, leaves, strict=True):
         if is_sharded(x):
-            for unit, piece in zip(x.layout.units, x.stored, strict=True):
+            for unit, shard in zip(x.layout.units, x.stored, strict=True):
                 if unit.trainable:
                     mine = [found[id(ts[leaf.index])] for leaf in unit.leaves]
-                    dtype = x.spec.precision.reduces(piece.dtype)
+                    dtype = x.spec.precision.reduces(shard.dtype)
                     flats.append(
                         ravel(mine, unit, dtype)
                         if any(g is not None for g in mine)

@@ -238,8 +238,8 @@ def _short(x: Any) -> str:
     if trees:
         there = [n for n in trees if n.lost is None]
         donated = f", {len(trees) - len(there)} donated" if len(there) < len(trees) else ""
-        kept = [piece for n in there for piece in n.stored]
-        here, spilled = sum(p.nbytes for p in kept), sum(p.spilled for p in kept)
-        away = f", {spilled:,} on drives" if spilled else ""
+        kept = [shard for n in there for shard in n.stored]
+        here, on_drives = sum(p.nbytes for p in kept), sum(p.on_drives for p in kept)
+        away = f", {on_drives:,} on drives" if on_drives else ""
         return f"{type(x).__name__} with {len(trees)} Sharded trees{donated}, {here:,} bytes here{away}"
     return f"{type(x).__name__} of {len(nodes)} leaves" if len(nodes) > 3 else repr(x)

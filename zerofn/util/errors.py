@@ -30,13 +30,13 @@ def said(error: BaseException) -> str:
     return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
 
 
-def nearest(word: object, known: Iterable[object], most: int = 2, likeness: float = 0.7) -> list[str]:
+def nearest(word: object, known: Iterable[object], most: int = 2, cutoff: float = 0.7) -> list[str]:
     """What may have been meant by `word`, the likeliest first; `likeness` from 0 (anything) to 1 (the same).
 
     >>> nearest("a.wieght", ["a.weight", "b.weight", "step"])
     ['a.weight', 'b.weight']
     """
-    return difflib.get_close_matches(str(word), list(map(str, known)), most, likeness)
+    return difflib.get_close_matches(str(word), list(map(str, known)), most, cutoff)
 
 
 def some(names: Collection[str], most: int = 4) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ...dry_run.fake_machine import imagining
+from ...dry_run.fake_machine import fake_machine
 from ...util.sizes import PAGE, pages
 from .engine import Engine, Request, Statistics
 from .files import check_folders, gigabytes, open_files
@@ -140,7 +140,7 @@ class Store:
         self.close()
 
 
-class _ImaginedStore(Store):
+class _FakeStore(Store):
     """Space on the drives of a machine that is not there."""
 
     def __init__(self) -> None:
@@ -153,4 +153,4 @@ class _ImaginedStore(Store):
 
 def scratch_space(paths: str | os.PathLike | Sequence[str | os.PathLike], nbytes: int) -> Store:
     """A store for what is offloaded."""
-    return Store(paths, nbytes, name="offload") if imagining() is None else _ImaginedStore()
+    return Store(paths, nbytes, name="offload") if fake_machine() is None else _FakeStore()

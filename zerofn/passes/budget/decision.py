@@ -20,7 +20,7 @@ class Choice(NamedTuple):
     dropped: frozenset[str] = frozenset()
     cuts: frozenset[tuple[str, str]] | None = None
     starts: frozenset[tuple[str, str]] | None = None
-    stashed: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
 
 
 def choice_of(gm: GraphModule) -> Choice:
@@ -41,8 +41,8 @@ def as_text(choices: list[Choice]) -> str:
 def from_text(text: str) -> list[Choice]:
     """What `as_text` has written."""
     return [
-        Choice(frozenset(dropped), _pairs(cuts), _pairs(starts), frozenset(stashed))
-        for dropped, cuts, starts, stashed in json.loads(text)
+        Choice(frozenset(dropped), _pairs(cuts), _pairs(starts), frozenset(offloaded))
+        for dropped, cuts, starts, offloaded in json.loads(text)
     ]
 
 

@@ -272,11 +272,11 @@ def _drops(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
     """All that may be dropped, and each way to bring it back."""
     again = list(_activations(gm, where))
     yield from again
-    yield from _stashes(gm, where, again)
+    yield from _offloads(gm, where, again)
     yield from _gathers(gm, where)
 
 
-def _stashes(gm: GraphModule, where: dict[Node, int], computed: list[Drop]) -> Iterator[Drop]:
+def _offloads(gm: GraphModule, where: dict[Node, int], computed: list[Drop]) -> Iterator[Drop]:
     """What may wait in host memory, at positions of the scheduled graph; nothing where models compute there.
 
     For a share `HIDDEN` of the time of the forward pass transfers cost no more than the device's memory's own time:
