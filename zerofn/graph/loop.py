@@ -9,16 +9,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from .._torch_compat import (
-    TorchDispatchMode,
-    bind_outputs,
-    current_trace,
-    outside_trace,
-    proxies_of,
-    trace_inner,
-    tree_leaves,
-    tree_map,
-)
+from .._torch_compat import TorchDispatchMode, bind_outputs, current_trace, outside_trace, proxies_of, trace_inner
+from ..util.nested import tensors_in, with_tensors
 
 # body(index, slices) -> (terms of the sums, rows to stack, static), the same static in every round
 Body = Callable[[Tensor, list[Tensor]], tuple[list[Tensor], list[Any], Any]]
@@ -108,12 +100,12 @@ class _Reads(TorchDispatchMode):
         self.found: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for x in tree_leaves((args, kwargs)):
-            if isinstance(x, Tensor) and id(x) not in self.made:
+        for x in tensors_in((args, kwargs)):
+            if id(x) not in self.made:
                 self.found[id(x)] = x
         out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and id(x) not in self.found:
+        for x in tensors_in(out):
+            if id(x) not in self.found:
                 self.made[id(x)] = x  # kept alive, so that no other tensor gets this id
         return out
 
@@ -126,10 +118,10 @@ class _Replaced(TorchDispatchMode):
         self.pairs = pairs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def mine(x: Any) -> Any:
-            return self.pairs.get(id(x), x) if isinstance(x, Tensor) else x
+        def mine(x: Tensor) -> Tensor:
+            return self.pairs.get(id(x), x)
 
-        return func(*tree_map(mine, args), **tree_map(mine, kwargs or {}))
+        return func(*with_tensors(args, mine), **with_tensors(kwargs or {}, mine))
 
 
 def _captured(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor], list[Any], Any]:

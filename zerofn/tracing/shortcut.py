@@ -33,9 +33,9 @@ from .._torch_compat import (
     num_dispatch_modes,
     outside_trace,
     storage_key,
-    tree_leaves,
 )
 from ..ops.registry import ASKS_METADATA, LIFTS, SAME, VIEWS
+from ..util.nested import tensors_in
 
 aten = torch.ops.aten
 _KNOWN = "_zerofn_known"  # the attribute of a fake tensor
@@ -102,7 +102,7 @@ class Shortcut(TorchDispatchMode):
 def _long_way(func: Any, args: Any, kwargs: Any) -> Any:
     """As torch does it. What was known of tensors that it may have written is forgotten."""
     out = func(*args, **kwargs)
-    for x in tree_leaves((args, kwargs)):
+    for x in tensors_in((args, kwargs)):
         if type(x) is FakeTensor:
             x.__dict__.pop(_KNOWN, None)
     return out
@@ -256,8 +256,6 @@ def _reshape(call: _Call, args: Any, kwargs: Any) -> Any:
 
 def _parts(call: _Call, args: Any, kwargs: Any) -> Any:
     """What is only written in terms of other operations: these, as below autograd torch's capture does."""
-    if call.tracer is None:
-        return _LOST
     with call.owner:
         out = call.func.decompose(*args, **(kwargs or {}))
     return _LOST if out is NotImplemented else out
