@@ -165,6 +165,83 @@ def test_what_the_compat_file_offers_is_there():
     assert [name for name in sorted(offered) if not hasattr(compat, name)] == []
 
 
+# --- state of the process ---------------------------------------------------------------------
+
+FACT, IMPORT = "facts that do not change", "filled while the library is imported"
+ONE_THREAD, PATCH = "one of each thread or context", "guards patches, which are global"
+MEASURED = "what was measured once"
+# What lives as long as the process and may change is an object that `util.process.the` gives, or stands here.
+PROCESS_WIDE = {
+    "zerofn.util.process._objects": "the one place for it",
+    "zerofn.util.process._lock": "the one place for it",
+    "zerofn.ops.registry._implementations": IMPORT,
+    "zerofn.ops.registry._aside": IMPORT,
+    "zerofn.ops.registry._traits": IMPORT,
+    "zerofn.ops.registry._known": FACT,
+    "zerofn.ops.registry._places": FACT,
+    "zerofn.graph.alias._views": FACT,
+    "zerofn.graph.alias._pure": FACT,
+    "zerofn.graph.edit._impure": FACT,
+    "zerofn.tracing.shortcut._ways": FACT,
+    "zerofn.tracing.shortcut._names": FACT,
+    "zerofn.random.mode._rules": FACT,
+    "zerofn.tree._seen": FACT,
+    "zerofn.sharding.sharded._signatures": FACT,
+    "zerofn.offload.disk.files._buffered": "warns once a folder",
+    "zerofn.offload.disk.probe._known": MEASURED,
+    "zerofn.cost.op_timer._known": MEASURED,
+    "zerofn.training.checkpoint_params._lent": ONE_THREAD,
+    "zerofn.random.rng_state._active": ONE_THREAD,
+    "zerofn.dry_run.fake_machine._current": ONE_THREAD,
+    "zerofn.dry_run.script._current": ONE_THREAD,
+    "zerofn.deferred_init.record._recording": PATCH,
+    "zerofn.deferred_init.skeleton._building": PATCH,
+}
+CONTAINERS = {"dict", "list", "set", "deque", "defaultdict", "count", "Counter", "OrderedDict", "ContextVar", "RLock"}
+CONTAINERS |= {"Lock", "local", "WeakValueDictionary", "WeakKeyDictionary", "WeakSet"}
+
+
+def keeps(value, classes):
+    """Whether an expression makes an object in which something may be kept: empty as yet, or of a class of the file."""
+    if isinstance(value, ast.Dict | ast.List | ast.Set):
+        return not (value.keys if isinstance(value, ast.Dict) else value.elts)
+    if not isinstance(value, ast.Call):
+        return False
+    called = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
+    return called in classes or called in CONTAINERS and not any(isinstance(x, ast.Call) for x in value.args)
+
+
+def process_wide(tree):
+    """Names at the top of a file that hold what may change later."""
+    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield from node.names
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                names = target.elts if isinstance(target, ast.Tuple) else [target]
+                values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value] * len(names)
+                yield from (
+                    x.id for x, v in zip(names, values, strict=False) if isinstance(x, ast.Name) and keeps(v, classes)
+                )
+
+
+def test_what_lives_as_long_as_the_process_is_known():
+    found = {f"{module}.{name}" for module in FILES for name in process_wide(parse(module))}
+    assert found - set(PROCESS_WIDE) == set(), "make these objects that util.process.the gives"
+    assert set(PROCESS_WIDE) - found == set(), "take these from PROCESS_WIDE"
+
+
+def test_state_of_the_process_is_seen():
+    bad = ["x = {}", "x: list[int] = []", "x = deque()", "def f():\n    global x\n    x = 1"]
+    bad += ["class A: ...\nx, y = A(), 2", "x = weakref.WeakValueDictionary()"]
+    good = ["x = {1: 2}", "x = (1, 2)", "def f():\n    x = {}", "x = dict(zip(A, B))", "x: int = 3"]
+    assert all(list(process_wide(ast.parse(code))) for code in bad)
+    assert not any(list(process_wide(ast.parse(code))) for code in good)
+
+
 # --- sizes and words --------------------------------------------------------------------------
 
 

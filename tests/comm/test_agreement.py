@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import zerofn
 from zerofn.comm import agreement
+from zerofn.util.process import the
 
 
 def agreeing():
@@ -98,7 +99,7 @@ def slow_but_alive():
     if dist.get_rank() == 1:
         for _ in range(30):
             time.sleep(0.1)
-            agreement._last_sign = 0.0  # or there is one a second
+            the(agreement.Signs).last = 0.0  # or there is one a second
             agreement.alive()
     agreement.agree("after a long save", "z")
 

@@ -29,8 +29,10 @@ from zerofn.graph.liveness import moments
 from zerofn.graph.node_kinds import is_gather, is_scatter
 from zerofn.graph.resident import resident
 from zerofn.memory import arena as arenas
+from zerofn.memory.arena import Arenas
 from zerofn.passes._packing import Span, pack
 from zerofn.passes.assign_buffers import MORE, assign_buffers
+from zerofn.util.process import the
 
 ops = torch.ops.zerofn
 DEEP = 24
@@ -221,7 +223,7 @@ def only_planned():
     module, batch = build(DEEP), batch_of(rows=1024)
     state, steps = state_of(module, 3), [zerofn.compile(train_step_of(module), memory=m) for m in (None, "1GB")]
     plans = [step.lower(state, batch) for step in steps]
-    return [plan.memory().static_buffers > 0 for plan in plans], len(arenas._shared)
+    return [plan.memory().static_buffers > 0 for plan in plans], len(the(Arenas).shared)
 
 
 def test_plans_allocate_nothing(ranks):

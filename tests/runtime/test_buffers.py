@@ -9,8 +9,11 @@ from zerofn import Offload, optim, passes
 from zerofn.graph.buffers import BufferSpec, DriveSpec, add_buffer
 from zerofn.graph.edit import copied
 from zerofn.memory import arena as arenas
+from zerofn.memory.arena import Arenas
 from zerofn.offload import drive_tensor
+from zerofn.offload.drive_tensor import Handles
 from zerofn.runtime.buffers import Buffers
+from zerofn.util.process import the
 
 ops = torch.ops.zerofn
 CPU = torch.device("cpu")
@@ -38,9 +41,9 @@ def test_buffers_are_numbered_by_device():
 
 def test_passes_allocate_nothing_and_graphs_refer_by_index(tmp_path):
     state, scheduled = on_drives(tmp_path)
-    before = len(drive_tensor._regions)
+    before = len(the(Handles).regions)
     program = scheduled()
-    assert len(drive_tensor._regions) == before and not arenas._shared and state
+    assert len(the(Handles).regions) == before and not the(Arenas).shared and state
     assert program.drive_space and all(isinstance(x, DriveSpec) for x in program.drive_space)
     assert all(isinstance(x, BufferSpec) for x in program.buffers)
     handles = [n.args[0] for n in program.gm.graph.nodes if n.target is ops.drive_handle.default]

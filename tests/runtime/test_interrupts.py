@@ -7,6 +7,7 @@ import pytest
 
 from zerofn.runtime import interrupts
 from zerofn.runtime.interrupts import SOON, deliver, whole_steps
+from zerofn.util.process import the
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +16,7 @@ def handler(monkeypatch):
     monkeypatch.setattr(interrupts, "SOON", 60.0)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    interrupts._held.clear()
+    the(interrupts.HeldInterrupts).clear()
     signal.signal(signal.SIGINT, before)
 
 

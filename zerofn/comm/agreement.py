@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from .._torch_compat import default_store, resolve_process_group
 from ..util.errors import CheckpointError, said
+from ..util.process import the
 
 
 def _patience(text: str) -> float:
@@ -34,16 +35,26 @@ PATIENCE = _patience(os.environ.get("ZEROFN_PATIENCE", "30"))  # seconds until a
 _FAILED = "zerofn/failed"
 _RAISED = "\1"  # begins the text of a rank that could not come to one
 _SHOWN = 3  # lines of a long text
-_last_sign = 0.0
-_taken_down: str | None = None  # why this process has taken its group down
+
+
+class Signs:
+    """What this rank has told the others. `last`: when it last said that it is at work, in seconds of a monotonic
+    clock. `taken_down`: why it has taken its process group down, if it has."""
+
+    def __init__(self) -> None:
+        self.last = 0.0
+        self.taken_down: str | None = None
+
+
 T = TypeVar("T")
 
 
 def refuse_after_failure() -> None:
     """Raise `RuntimeError` once this process has taken its group down: alone, it is no rank of the job."""
-    if _taken_down is not None and not dist.is_initialized():
+    taken_down = the(Signs).taken_down
+    if taken_down is not None and not dist.is_initialized():
         raise RuntimeError(
-            f"the process group was taken down because {_taken_down}\n"
+            f"the process group was taken down because {taken_down}\n"
             "Restart the processes and load the last checkpoint."
         )
 
@@ -123,12 +134,11 @@ def agree_on(what: str, make: Callable[[], tuple[T, str]]) -> T:
 
 def abandon(message: str) -> None:
     """Leave `message` for the other ranks and take this rank's process group down, which ends their transfers."""
-    global _taken_down
     if not dist.is_initialized():
         return
     publish_failure(message)
     if _store() is not None:
-        _taken_down = published_failure() or message
+        the(Signs).taken_down = published_failure() or message
         dist.destroy_process_group()
 
 
@@ -163,13 +173,13 @@ def tell_others() -> None:
 
 def alive() -> None:
     """Say that this rank is at work, so that the others' patience begins anew. At most once a second."""
-    global _last_sign
-    if time.monotonic() - _last_sign < 1.0:
+    signs = the(Signs)
+    if time.monotonic() - signs.last < 1.0:
         return
-    _last_sign = time.monotonic()
+    signs.last = time.monotonic()
     store = _store()
     if store is not None:
-        store.set(f"zerofn/alive/{dist.get_rank()}", str(_last_sign))
+        store.set(f"zerofn/alive/{dist.get_rank()}", str(signs.last))
 
 
 def _round(what: str, text: str) -> list[str]:

@@ -17,13 +17,26 @@ from torch import Tensor
 
 from ..ops.registry import OnShard, Traits, define
 from ..util.errors import DiskError
+from ..util.process import the
 from ..util.sizes import pages
 from .host_allocator import zeros
 from .pinned import aligned, locked
 
-_arenas: WeakValueDictionary[int, Arena] = WeakValueDictionary()
-_shared: WeakValueDictionary[tuple[int, torch.device | None], Arena] = WeakValueDictionary()
-_numbers = itertools.count(1)
+
+class Arenas:
+    """The arenas of the process, held weakly. `numbered`: by the number that graphs know them by. `shared`: by their
+    position among a step's arenas and their device; steps run one after the other, so all share them."""
+
+    def __init__(self) -> None:
+        self.numbered: WeakValueDictionary[int, Arena] = WeakValueDictionary()
+        self.shared: WeakValueDictionary[tuple[int, torch.device | None], Arena] = WeakValueDictionary()
+        self._numbers = itertools.count(1)
+
+    def add(self, arena: Arena) -> int:
+        """Return a number for a new arena."""
+        number = next(self._numbers)
+        self.numbered[number] = arena
+        return number
 
 
 class Request(Protocol):
@@ -41,10 +54,10 @@ class Arena:
     """`nbytes` of a device's memory, or of the host's, made at its first use."""
 
     def __init__(self, nbytes: int, device: torch.device | None = None) -> None:
-        self.nbytes, self.number, self.device = pages(nbytes), next(_numbers), device
+        self.nbytes, self.device = pages(nbytes), device
         self._memory: Tensor | None = None
         self._leaving: list[tuple[int, int, Request]] = []  # [start, stop) is being written from
-        _arenas[self.number] = self
+        self.number = the(Arenas).add(self)
 
     def part(self, start: int, nbytes: int) -> Tensor:
         """uint8 [nbytes] from `start` on, when nothing of it is being written any more."""
@@ -89,9 +102,10 @@ class Arena:
 def arena_for(number: int, nbytes: int, device: torch.device | None = None) -> Arena:
     """A step's `number`-th arena on a device (None: what drives read to), the same for all steps: they run one after
     the other."""
-    found = _shared.get((number, device))
+    shared = the(Arenas).shared
+    found = shared.get((number, device))
     if found is None:
-        found = _shared[number, device] = Arena(nbytes, device)
+        found = shared[number, device] = Arena(nbytes, device)
     found.resize(max(nbytes, found.nbytes))
     return found
 
@@ -103,19 +117,20 @@ def reserve(needs: Sequence[tuple[Arena, int]], exactly: bool) -> None:
         if exactly or arena.nbytes < nbytes:
             arena.resize(nbytes)
     mine = [arena for arena, _ in needs]
-    for (_, device), arena in list(_shared.items()) if exactly else ():
-        if device is not None and arena not in mine:
-            arena.resize(0)
+    if exactly:
+        for (_, device), arena in list(the(Arenas).shared.items()):
+            if device is not None and arena not in mine:
+                arena.resize(0)
 
 
 def arena_of(x: Tensor) -> Arena | None:
     """Where a tensor of the host lies."""
-    return next((a for a in list(_arenas.values()) if x.device.type == "cpu" and a.holds(x)), None)
+    return next((a for a in list(the(Arenas).numbered.values()) if x.device.type == "cpu" and a.holds(x)), None)
 
 
 def memory_at(place: Sequence[int], nbytes: int) -> Tensor:
     """uint8 [nbytes] at a place."""
-    return _arenas[place[0]].part(place[1], nbytes)
+    return the(Arenas).numbered[place[0]].part(place[1], nbytes)
 
 
 def empty(size: int, dtype: torch.dtype, device: torch.device, place: Sequence[int]) -> Tensor:

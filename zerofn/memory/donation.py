@@ -7,21 +7,26 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-_given: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+from ..util.process import the
+
+
+class Given(dict[int, tuple[weakref.ref[Tensor], str]]):
+    """The tensors that were given away and still exist, by id, and why."""
 
 
 def give(x: Tensor, why: str) -> None:
     """From here on `check` raises `why` for this very tensor."""
-    key = id(x)
-    _given[key] = weakref.ref(x, lambda _: _given.pop(key, None)), why
+    key, given = id(x), the(Given)
+    given[key] = weakref.ref(x, lambda _: given.pop(key, None)), why
 
 
 def reason(tensors: Iterable[Tensor]) -> str | None:
     """Why one of them, which was given away, can no longer be used; None where all can."""
-    if not _given:  # nearly always: who gives a state away drops it
+    given = the(Given)
+    if not given:  # nearly always: who gives a state away drops it
         return None
     for x in tensors:
-        ref, why = _given.get(id(x), (None, None))
+        ref, why = given.get(id(x), (None, None))
         if ref is not None and ref() is x:
             return why
     return None

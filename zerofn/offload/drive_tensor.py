@@ -21,25 +21,36 @@ from ..comm.pending import pending
 from ..dry_run.fake_machine import host
 from ..memory.arena import arena_of, end, memory_at
 from ..ops.registry import Lane, Moves, OnShard, Traits, define
+from ..util.process import the
 from .disk import PAGE, Region, Request, aligned, pages
 
 ops = torch.ops.zerofn
-_regions: WeakValueDictionary[int, Region] = WeakValueDictionary()
-_numbers = itertools.count(1)
-_loose: deque[Request] = deque()  # writes from memory of their own
-LOOSE = 2  # of them at a time
+LOOSE = 2  # writes at a time from memory of their own
+
+
+class Handles:
+    """The regions that handles stand for, held weakly, and the writes under way from memory of their own."""
+
+    def __init__(self) -> None:
+        self.regions: WeakValueDictionary[int, Region] = WeakValueDictionary()
+        self.loose: deque[Request] = deque()
+        self._numbers = itertools.count(1)
+
+    def add(self, region: Region) -> int:
+        """Return a number for a region."""
+        number = next(self._numbers)
+        self.regions[number] = region
+        return number
 
 
 def handle_of(region: Region) -> Tensor:
     """A new ticket, good for as long as somebody holds the region."""
-    number = next(_numbers)
-    _regions[number] = region
-    return torch.tensor([number])
+    return torch.tensor([the(Handles).add(region)])
 
 
 def region_of(handle: Tensor) -> Region:
     """What a ticket stands for."""
-    return _regions[int(handle)]
+    return the(Handles).regions[int(handle)]
 
 
 class DriveTensor:
@@ -127,11 +138,12 @@ def write_drive_(handle: Tensor, x: Tensor) -> None:
     region, nbytes = region_of(handle), x.numel() * x.element_size()
     arena = arena_of(x)
     if arena is None or x.data_ptr() % PAGE:
-        while len(_loose) >= LOOSE:
-            end(_loose.popleft())
+        loose = the(Handles).loose
+        while len(loose) >= LOOSE:
+            end(loose.popleft())
         buffer = aligned(nbytes)
         buffer[:nbytes].view(x.dtype).copy_(x)
-        _loose.append(region.store.write(region, buffer))
+        loose.append(region.store.write(region, buffer))
         return
     whole = torch.empty(0, dtype=torch.uint8).set_(
         x.untyped_storage(), x.storage_offset() * x.element_size(), (pages(nbytes),), (1,)

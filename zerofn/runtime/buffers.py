@@ -17,6 +17,7 @@ from ..memory.host_allocator import return_freed_memory
 from ..offload.disk import Region, scratch_space
 from ..offload.drive_tensor import handle_of
 from ..ops.registry import argument_places
+from ..util.process import the
 from ..util.sizes import pages
 
 
@@ -24,7 +25,8 @@ class _Space(list[Region]):
     """Regions of one store. A list of one's own class, as weak references need."""
 
 
-_spaces: WeakValueDictionary[tuple[DriveSpec, ...], _Space] = WeakValueDictionary()
+class _Spaces(WeakValueDictionary[tuple[DriveSpec, ...], _Space]):
+    """The drive space of the process's steps, by what they asked for."""
 
 
 class Buffers:
@@ -66,10 +68,11 @@ def _regions(specs: tuple[DriveSpec, ...]) -> _Space:
     """Regions for these, the same for all steps that ask for the same: they run one after the other."""
     if not specs:
         return _Space()
-    found = _spaces.get(specs)
+    spaces = the(_Spaces)
+    found = spaces.get(specs)
     if found is None or found[0].store.failed:
         store = scratch_space(specs[0].paths, sum(pages(x.nbytes) for x in specs))
-        found = _spaces[specs] = _Space(store.allocate(x.nbytes, x.label) for x in specs)
+        found = spaces[specs] = _Space(store.allocate(x.nbytes, x.label) for x in specs)
     return found
 
 

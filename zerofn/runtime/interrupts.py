@@ -9,8 +9,13 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ..util.process import the
+
 SOON = 0.05  # seconds
-_held: list[Callable[[], Any]] = []  # an interrupt that came during a step
+
+
+class HeldInterrupts(list[Callable[[], Any]]):
+    """What interrupts that came during a step ask for, until `deliver` does it."""
 
 
 @contextlib.contextmanager
@@ -31,7 +36,7 @@ def whole_steps() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if caught and callable(before):
             number, frame = caught[0]
-            _held.append(lambda: before(number, frame))
+            the(HeldInterrupts).append(lambda: before(number, frame))
             timer = threading.Timer(SOON, _interrupt)
             timer.daemon = True
             timer.start()
@@ -39,13 +44,15 @@ def whole_steps() -> Iterator[None]:
 
 def deliver() -> None:
     """Do what an interrupt that was held back asks for, in the main thread."""
-    if _held and threading.current_thread() is threading.main_thread():
-        held = _held.pop()
-        _held.clear()
-        held()
+    held = the(HeldInterrupts)
+    if held and threading.current_thread() is threading.main_thread():
+        interrupt = held.pop()
+        held.clear()
+        interrupt()
 
 
 def _interrupt() -> None:
-    if _held:
-        _held.clear()
+    held = the(HeldInterrupts)
+    if held:
+        held.clear()
         _thread.interrupt_main()
