@@ -212,7 +212,7 @@ def keeps(value, classes):
 
 
 def process_wide(tree):
-    """Names at the top of a file that hold what may change later."""
+    """Names at the top of a file that hold what may change later; NAMES are constants."""
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
@@ -223,9 +223,9 @@ def process_wide(tree):
             for target in targets:
                 names = target.elts if isinstance(target, ast.Tuple) else [target]
                 values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value] * len(names)
-                yield from (
-                    x.id for x, v in zip(names, values, strict=False) if isinstance(x, ast.Name) and keeps(v, classes)
-                )
+                for name, value in zip(names, values, strict=False):
+                    if isinstance(name, ast.Name) and not name.id.isupper() and keeps(value, classes):
+                        yield name.id
 
 
 def test_what_lives_as_long_as_the_process_is_known():
