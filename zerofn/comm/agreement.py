@@ -33,13 +33,16 @@ def _patience(text: str) -> float:
 
 PATIENCE = _patience(os.environ.get("ZEROFN_PATIENCE", "30"))  # seconds until a missing rank is reported
 _FAILED = "zerofn/failed"
-_RAISED = "\1"  # begins the text of a rank that could not come to one
+_RAISED = "\1"  # begins the text of a rank that failed
 _SHOWN = 3  # lines of a long text
 
 
 class Signs:
-    """What this rank has told the others. `last`: when it last said that it is at work, in seconds of a monotonic
-    clock. `taken_down`: why it has taken its process group down, if it has."""
+    """What this rank has told the others.
+
+    `last`: when it last said that it is at work (seconds, monotonic clock). `taken_down`: why it has taken its
+    process group down, if it has.
+    """
 
     def __init__(self) -> None:
         self.last = 0.0
@@ -50,7 +53,7 @@ T = TypeVar("T")
 
 
 def refuse_after_failure() -> None:
-    """Raise `RuntimeError` once this process has taken its group down: alone, it is no rank of the job."""
+    """Raise `RuntimeError` if this process has taken its group down: alone it is not part of the job."""
     taken_down = the(Signs).taken_down
     if taken_down is not None and not dist.is_initialized():
         raise RuntimeError(
@@ -60,7 +63,7 @@ def refuse_after_failure() -> None:
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """The process group of an axis. Raises `RuntimeError` saying why where it was taken down."""
+    """Return the process group of an axis. Raises `RuntimeError`, with the reason, if it was taken down."""
     try:
         return resolve_process_group(name)
     except (RuntimeError, KeyError):
@@ -76,14 +79,14 @@ def _store() -> dist.Store | None:
 
 
 def publish_failure(message: str) -> None:
-    """Leave `message` for the other ranks; the first one stays."""
+    """Leave `message` for the other ranks. The first one stays."""
     store = _store()
     if store is not None:
         store.compare_set(_FAILED, "", f"rank {dist.get_rank()}: {message}")
 
 
 def published_failure() -> str | None:
-    """What another rank left, if one failed."""
+    """Return the message of a rank that failed, or None."""
     store = _store()
     if store is None or not store.check([_FAILED]):
         return None
@@ -91,10 +94,10 @@ def published_failure() -> str | None:
 
 
 def agree(what: str, text: str) -> None:
-    """Raise `RuntimeError` on every rank unless all ranks come here with the same `what` and `text`.
+    """Raise `RuntimeError` on every rank unless all ranks call this with the same `what` and `text`.
 
-    Waits `PATIENCE` seconds for ranks that are elsewhere, then names them; a rank that failed meanwhile ends
-    the wait at once with its message.
+    Waits up to `PATIENCE` seconds for missing ranks, then names them. If a rank fails meanwhile, its message ends
+    the wait.
     """
     for r, other in enumerate(_round(what, text)):
         if other != f"{what}\0{text}":
@@ -102,7 +105,7 @@ def agree(what: str, text: str) -> None:
 
 
 def exchange(what: str, text: str) -> list[str]:
-    """Every rank's `text`, by rank; waits and raises as `agree` does, but texts may differ."""
+    """Return every rank's `text`, by rank. Waits and raises as `agree` does, but texts may differ."""
     theirs = _round(what, text)
     for r, other in enumerate(theirs):
         if not other.startswith(f"{what}\0"):
@@ -111,10 +114,10 @@ def exchange(what: str, text: str) -> list[str]:
 
 
 def agree_on(what: str, make: Callable[[], tuple[T, str]]) -> T:
-    """`make() -> (value, text)`: the value, once every rank has come here with the same text.
+    """Return the value of `make() -> (value, text)` once every rank has come here with the same text.
 
-    Where `make` raises on some ranks, they raise that, and the others `RuntimeError` with its message: nobody is
-    left waiting, and everyone can go on with what it had.
+    If `make` raises on some ranks, they raise that, and the others `RuntimeError` with its message. No rank is left
+    waiting, and every rank can go on with its old state.
     """
     error: Exception | None = None
     try:
@@ -133,7 +136,7 @@ def agree_on(what: str, make: Callable[[], tuple[T, str]]) -> T:
 
 
 def abandon(message: str) -> None:
-    """Leave `message` for the other ranks and take this rank's process group down, which ends their transfers."""
+    """Leave `message` for the other ranks, and take this rank's process group down, which ends their transfers."""
     if not dist.is_initialized():
         return
     publish_failure(message)
@@ -143,7 +146,7 @@ def abandon(message: str) -> None:
 
 
 def explained(error: BaseException) -> BaseException:
-    """`error` of a transfer, or what another rank left about why it ended."""
+    """Return the failed rank's message if a transfer ended because of it; otherwise `error`."""
     try:
         message = published_failure()
     except (RuntimeError, dist.DistStoreError):  # the store went down with the rank that held it
@@ -160,7 +163,7 @@ def explained(error: BaseException) -> BaseException:
 
 @functools.cache
 def tell_others() -> None:
-    """From here on an error that ends this process is left for the other ranks, whatever it came from."""
+    """From now on, leave a message for the other ranks when any error ends this process."""
     before = sys.excepthook
 
     def leave(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -172,7 +175,7 @@ def tell_others() -> None:
 
 
 def alive() -> None:
-    """Say that this rank is at work, so that the others' patience begins anew. At most once a second."""
+    """Tell the other ranks that this one is at work, which restarts their patience. At most once a second."""
     signs = the(Signs)
     if time.monotonic() - signs.last < 1.0:
         return
@@ -183,15 +186,15 @@ def alive() -> None:
 
 
 def _round(what: str, text: str) -> list[str]:
-    """What every rank says this time, by rank: `what`, a zero byte, `text`."""
+    """Exchange one text with every rank; return all, by rank: `what`, a zero byte, `text`."""
     mine = f"{what}\0{text}"
     store = _store()
     if store is None:
         return [mine]
     tell_others()
-    _raise_published(what)  # the others may have waited for this rank, and gone
+    _raise_published(what)  # the others may have given up on this rank
     rank, size = dist.get_rank(), dist.get_world_size()
-    number = store.add(f"zerofn/rounds/{rank}", 1)  # in the store: a group that is made anew begins anew
+    number = store.add(f"zerofn/rounds/{rank}", 1)  # counted in the store, so that a new group starts again
     store.set(f"zerofn/agree/{number}/{rank}", mine)
     store.set(f"zerofn/last/{rank}", mine)
     return [_await(store, number, r, what, text) for r in range(size)]
@@ -238,13 +241,13 @@ def _arrives(store: dist.Store, key: str, seconds: float) -> bool:
 
 
 def _sign_of(store: dist.Store, rank: int) -> str:
-    """The last sign of life of a rank."""
+    """Return a rank's last sign of life."""
     key = f"zerofn/alive/{rank}"
     return store.get(key).decode() if store.check([key]) else ""
 
 
 def _apart(text: str, other: str) -> str:
-    """The lines of a text that another has not, the first few; those of all where it has them."""
+    """Return the first lines of a text that the other lacks; its first lines if it lacks none."""
     known = set(other.split("\n"))
     lines = [x for x in text.split("\n") if x not in known] or text.split("\n")
     more = [f"(and {len(lines) - _SHOWN} lines more)"] if len(lines) > _SHOWN else []
@@ -268,7 +271,7 @@ def _difference(what: str, text: str, rank: int, other: str) -> str:
 
 
 def fingerprint(text: str) -> str:
-    """A short hash of a long description.
+    """Return a short hash of a long description.
 
     >>> fingerprint("a") == fingerprint("a") != fingerprint("b")
     True
@@ -277,16 +280,16 @@ def fingerprint(text: str) -> str:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This rank among all of the job, and how many there are; a fake group has one."""
+    """Return this rank, and the number of ranks, of the whole job; a fake group has one rank."""
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
 
 
 def together(what: str, work: Callable[[], T]) -> T:
-    """What `work()` returns, once it has succeeded on every rank.
+    """Return the result of `work()` once it has succeeded on every rank.
 
-    Where it raised, that rank raises the same and all others a `CheckpointError` with its message. Ranks that
+    If it raises, that rank raises the same, and all others raise `CheckpointError` with its message. Ranks that
     work longer than others call `agreement.alive`.
     """
     error: Exception | None = None
@@ -313,12 +316,12 @@ def _told(error: Exception) -> str:
 
 
 def on_rank_0(what: str, work: Callable[[], None]) -> None:
-    """`together`, with `work` on the first rank alone."""
+    """Run `work` on the first rank alone, as `together` does."""
     together(what, work if rank_and_size()[0] == 0 else lambda: None)
 
 
 def first_difference(what: str, lines: Sequence[str]) -> tuple[int, str, str] | None:
-    """(rank, line here, line there) of the first line that differs on another rank; None where none does."""
+    """Return (rank, line here, line there) of the first line that differs on another rank; None if all are equal."""
     text = "\n".join(lines)
     if len(set(exchange(what, fingerprint(text)))) == 1:
         return None

@@ -17,7 +17,7 @@ DATA = "data"
 
 @dataclass(frozen=True)
 class Axis:
-    """One named axis of ranks. Equal axes have one name and size; rank and group are where we stand."""
+    """One named axis of ranks. Axes are equal if name and size are; rank and group say where this process is on it."""
 
     name: str
     size: int
@@ -43,9 +43,9 @@ class Mesh:
 
     @staticmethod
     def of(mesh: Mesh | DeviceMesh | None) -> Mesh:
-        """A `Mesh` from what a user gives: a `Mesh`, a `DeviceMesh`, or None for every rank.
+        """Return a `Mesh` for a `Mesh`, a `DeviceMesh`, or None, which means every rank.
 
-        Raises `TypeError` for anything else. Under torchrun the process group is made here if need be.
+        Under torchrun, makes the process group if there is none yet. Raises `TypeError` for anything else.
         """
         if isinstance(mesh, Mesh):
             return mesh
@@ -61,7 +61,7 @@ class Mesh:
         return Mesh((Axis(DATA, dist.get_world_size(), dist.get_rank(), world.group_name),))
 
     def axis(self, name: str = DATA) -> Axis:
-        """The axis called `name`; a mesh of one axis answers to "data" whatever it is called."""
+        """Return the axis called `name`. The only axis of a mesh also answers to "data"."""
         for axis in self.axes:
             if axis.name == name:
                 return axis
@@ -79,7 +79,7 @@ def _axis_of(mesh: DeviceMesh) -> Callable[[str], Axis]:
 
 
 def join() -> None:
-    """Make the default process group if torchrun started this process and nobody has made it yet."""
+    """Make the default process group if torchrun started this process and there is none yet."""
     refuse_after_failure()
     if dist.is_initialized() or not dist.is_available() or "WORLD_SIZE" not in os.environ:
         return

@@ -1,4 +1,4 @@
-"""Transfers that were started and not yet waited for, and the thread that posts them."""
+"""Transfers under way, and the thread that posts them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torch import Tensor
 from ..util.process import the
 from .agreement import explained
 
-Works = Callable[[], Sequence[Any]]  # `dist.Work` and its like: what to wait for, once all of it was posted
-LEAVING = timedelta(seconds=10)  # at most, for other ranks that do not take what was sent to them
+Works = Callable[[], Sequence[Any]]  # `dist.Work` and the like: what to wait for once everything was posted
+LEAVING = timedelta(seconds=10)  # seconds, at most, for ranks that do not take what was sent to them
 
 
 class Transfer(NamedTuple):
-    """`works` are waited for, then `finish` is called; `kept` lives until then."""
+    """`wait` waits for `works`, then calls `finish`. `kept` stays alive until then."""
 
     works: Works
     kept: tuple[Tensor, ...]
@@ -35,7 +35,9 @@ def _nothing() -> None:
 
 
 class PendingTransfers:
-    """What is under way. `generation`, from 1: what was under way in an earlier one never came."""
+    """The transfers under way. `generation`, from 1, grows when a failed step drops its transfers: what they should
+    have filled is invalid.
+    """
 
     def __init__(self) -> None:
         # By the address of the result, which the entry keeps alive: an address cannot be reused before its wait.
@@ -49,12 +51,12 @@ class PendingTransfers:
     def start(
         self, out: Tensor, works: Works, kept: tuple[Tensor, ...], finish: Callable[[], Any] = _nothing
     ) -> Tensor:
-        """`out`, which `wait` makes good: it waits for `works`, then calls `finish`."""
+        """Return `out` at once. `wait` on it waits for `works`, then calls `finish`."""
         self.transfers[out.data_ptr()] = Transfer(works, (out, *kept), finish)
         return out
 
     def wait(self, tensor: Tensor) -> bool:
-        """Wait for the transfer into `tensor`; -> whether one was under way."""
+        """Wait for the transfer into `tensor`, and return whether there was one."""
         transfer = self.transfers.pop(tensor.data_ptr(), None)
         if transfer is None:
             return False
@@ -67,24 +69,25 @@ class PendingTransfers:
         return True
 
     def wait_for_all(self) -> None:
-        """Wait for every transfer that is under way: what the last step left of its end-of-step gather."""
+        """Wait for every transfer under way, such as the last step's all-gather of parameters."""
         for transfer in list(self.transfers.values()):
             self.wait(transfer.kept[0])
 
     def forget(self) -> None:
-        """Let go of transfers that will not be waited for: they would keep the connections of their group open, and
-        other ranks waiting, when it is taken down. What they were to fill is of an earlier generation from here on."""
+        """Drop transfers that nobody will wait for, and begin a new generation.
+
+        Otherwise they would keep their group's connections open when it is taken down, and other ranks waiting.
+        """
         self.generation += 1
         self.transfers.clear()
 
     def next_tag(self, group: dist.ProcessGroup) -> int:
-        """The number of a group's next transfer."""
+        """Return the number of a group's next transfer."""
         tag = self._tags[group] = (self._tags.get(group, 0) + 1) % (1 << 30)
         return tag
 
     def post(self, task: Callable[[], Any]) -> Callable[[], Any]:
-        """Have `task` called by a thread, after those that were given before, so that the step goes on computing
-        meanwhile; -> the way to wait for its result."""
+        """Call `task` on a thread, after earlier tasks, and return a function that waits for its result."""
         if self._tasks is None:
             # An executor of `concurrent.futures` would refuse work as soon as the main thread has ended, though another
             # one may still train.
@@ -95,12 +98,12 @@ class PendingTransfers:
         return done.result
 
     def forked(self) -> None:
-        """What is under way goes on in the process that started it, as does the thread."""
+        """Drop everything in a forked process: the parent has the transfers and the thread."""
         self.forget()
         self._tasks = None
 
     def _leave(self) -> None:
-        """At the end of the process: other ranks may wait for what this one has started to send."""
+        """At the end of the process, finish what other ranks may wait for."""
         with contextlib.suppress(RuntimeError):  # they may be gone
             for transfer in list(self.transfers.values()):
                 for work in transfer.works():
@@ -112,11 +115,11 @@ def _work(tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]) -> No
         done, task = tasks.get()
         try:
             done.set_result(task())
-        except BaseException as error:  # for whoever asks for the result
+        except BaseException as error:  # raised where the result is asked for
             done.set_exception(error)
-        del done, task  # or what they hold would live until the next ones come
+        del done, task  # otherwise their tensors would live until the next task
 
 
 def pending() -> PendingTransfers:
-    """The process's transfers."""
+    """Return the process's transfers."""
     return the(PendingTransfers)

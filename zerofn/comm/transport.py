@@ -1,15 +1,15 @@
 """How bytes move: each transfer is a *start* and a *wait*, two nodes in a captured graph.
 
-On gloo a start posts `isend`/`irecv` pairs and the wait sums what arrived in rank order (gloo's own
-reduce-scatter is an all-reduce and a slice: twice the wire). Elsewhere it is `_c10d_functional`. The started
-operation returns the tensor that will hold the result; until it was waited for, its contents are undefined.
+On gloo a start posts `isend`/`irecv` pairs, and the wait sums what arrived in rank order (gloo's own reduce-scatter is
+an all-reduce and a slice, which sends twice as much). Other backends use `_c10d_functional`. A start returns the tensor
+that will hold the result; its contents are undefined until the wait.
 
-[Note: order] Tags count the transfers of a group, so transfers match in the order they were started: every
-rank must start the same ones in the same order. `compile` compares fingerprints of that order over ranks.
+[Note: order] Tags count the transfers of a group, so transfers match in the order of their starts: every rank must
+start the same ones in the same order. `compile` compares fingerprints of that order over ranks.
 
 [Note: posting] gloo's `isend` and `irecv` take a lock that its own thread holds while it copies bytes, and a send
-writes what fits into the socket before it returns: 2 to 4 % of a step on two cores, in which the caller computes
-nothing. So one thread does all the posting; the tags are given where the transfer is started.
+writes what fits into the socket before it returns. On two cores that stalled the caller for 2 to 4 % of a step. So one
+thread does all the posting; the tag is assigned where the transfer starts.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from .pending import Works, pending
 
 
 def wait_(tensor: Tensor) -> Tensor:
-    """Wait for the transfer into `tensor`; nothing to do where none is under way."""
+    """Wait for the transfer into `tensor`, if there is one."""
     return tensor if pending().wait(tensor) else torch.ops._c10d_functional.wait_tensor(tensor)
 
 
 def _point_to_point(group: str, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Works:
-    """Post transfers to and from ranks; see [Note: posting]. Every rank counts it, also one that has no part in it."""
+    """Post transfers to and from ranks; see [Note: posting]. Every rank counts it, also one that takes no part."""
     pg = group_named(group)
     tag = pending().next_tag(pg)
     if not any(t.numel() for t in (*sends.values(), *receives.values())):
         return tuple  # nothing to wait for: empty tensors all have one address
-    # Each rank begins with its right neighbour, so that no rank is everyone's first.
+    # Each rank begins with its right neighbour, so that no rank is first for all.
     rank, size = pg.rank(), pg.size()
     peers = sorted(sends, key=lambda p: (p - rank) % size)
 
@@ -55,11 +55,14 @@ def _is_gloo(group: str, tensor: Tensor) -> bool:
 def all_gather_start(
     shard: Tensor, size: int, group: str, unit: str, own: Sequence[int] | None = None, place: Sequence[int] = ()
 ) -> Tensor:
-    """shard [s] on each rank -> [size * s], shards in rank order. `own`: the interval of this rank's shard that is
-    needed there; by default all of it. `place`: in an arena; by default it is memory of its own."""
+    """shard [s] on each rank -> [size * s], shards in rank order.
+
+    `own`: copy only this interval of the local shard; other elements of it are not read. `place`: in an arena;
+    memory of its own if empty.
+    """
     full = empty(size * shard.numel(), shard.dtype, shard.device, place)
     if not _is_gloo(group, shard):
-        # `_c10d_functional` keeps what is under way by storage, and an arena is one: a wait would wait for all of it.
+        # `_c10d_functional` tracks transfers by storage, and an arena is one storage: a wait would wait for all of it.
         work = dist.all_gather_into_tensor(full, shard, group=group_named(group), async_op=True)
         return pending().start(full, lambda: [work], (shard,))
     shard = shard.contiguous()  # the gradient of what is frozen is one zero, repeated
@@ -72,7 +75,7 @@ def all_gather_start(
 
 
 def all_gather_in_place_start(full: Tensor, rank: int, size: int, group: str, unit: str) -> None:
-    """All-gather in place: `full`'s rank-th shard is current, the others are filled from their ranks."""
+    """All-gather in place: `full` [size * s] has this rank's current shard; the others are filled in."""
     rows = full.view(size, -1)
     if not _is_gloo(group, full):
         torch.ops._c10d_functional.all_gather_into_tensor_out(rows[rank], size, group, out=full)
@@ -88,10 +91,10 @@ def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str) -> Tens
         return torch.ops._c10d_functional.reduce_scatter_tensor(flat, "sum", size, group)
     rows, rank = flat.view(size, -1), dist.get_rank(group_named(group))
     others = [r for r in range(size) if r != rank]
-    parts = {r: flat.new_empty(rows.shape[1]) for r in others}  # each alone: one of them outlives the others
+    parts = {r: flat.new_empty(rows.shape[1]) for r in others}  # separate buffers: one of them outlives the others
     works = _point_to_point(group, {r: rows[r] for r in others}, parts)
     first = 1 if rank == 0 else 0
-    out = parts[first]  # summed where it arrived
+    out = parts[first]  # summed in the receive buffer
 
     def finish() -> None:
         torch.add(rows[0] if rank == 0 else out, parts[1] if rank == 0 else _part(1), out=out)
@@ -105,7 +108,7 @@ def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str) -> Tens
 
 
 def exchange_start(rows: Tensor, size: int, group: str) -> Tensor:
-    """rows [size, s] -> [size, s]: row r goes to rank r, and what rank r sent arrives in row r."""
+    """rows [size, s] -> [size, s]: row r goes to rank r, and row r of the result comes from rank r."""
     if not _is_gloo(group, rows):
         return torch.ops._c10d_functional.all_to_all_single(rows, None, None, group)
     rank = dist.get_rank(group_named(group))
@@ -117,7 +120,7 @@ def exchange_start(rows: Tensor, size: int, group: str) -> Tensor:
 
 
 def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
-    """Rank r receives what rank `sources[r]` holds."""
+    """Rank r receives the tensor of rank `sources[r]`."""
     pg = group_named(group)
     rank = pg.rank()
     out = torch.empty_like(x)
@@ -135,7 +138,7 @@ def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
 
 
 def _to_others(whole: Tensor, size: int) -> int:
-    """Bytes of a tensor but for this rank's own share of it."""
+    """Return the bytes of a tensor without this rank's own part."""
     return whole.nbytes // size * (size - 1)
 
 

@@ -1,1 +1,1 @@
-"""Where bytes lie: the host's allocator, page-locked buffers, arenas, what was given away."""
+"""Memory: the host's allocator, page-locked buffers, arenas, and donated tensors."""

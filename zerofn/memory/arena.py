@@ -1,6 +1,6 @@
-"""Memory that is made once for captured steps, in which passes give values their places.
+"""Arenas: memory that is allocated once for captured steps, in which passes place values.
 
-What lives shortly then never lies between what lives long, and no allocator is asked for it. A *place* is [arena, first
+Short-lived values then leave no holes between long-lived ones, and cost no allocation. A *place* is [arena, first
 byte], a constant of the graph.
 """
 
@@ -24,8 +24,11 @@ from .pinned import aligned, locked
 
 
 class Arenas:
-    """The arenas of the process, held weakly. `numbered`: by the number that graphs know them by. `shared`: by their
-    position among a step's arenas and their device; steps run one after the other, so all share them."""
+    """The arenas of the process, held weakly.
+
+    `numbered`: by the number in graphs. `shared`: by position among a step's arenas and device; steps run one after
+    the other, so all share them.
+    """
 
     def __init__(self) -> None:
         self.numbered: WeakValueDictionary[int, Arena] = WeakValueDictionary()
@@ -33,7 +36,7 @@ class Arenas:
         self._numbers = itertools.count(1)
 
     def add(self, arena: Arena) -> int:
-        """Return a number for a new arena."""
+        """Return the number of a new arena."""
         number = next(self._numbers)
         self.numbered[number] = arena
         return number
@@ -47,11 +50,11 @@ class Request(Protocol):
         """Whether it has ended."""
 
     def wait(self) -> Any:
-        """Until it has ended. Raises `DiskError` where it failed."""
+        """Wait until it has ended. Raises `DiskError` if it failed."""
 
 
 class Arena:
-    """`nbytes` of a device's memory, or of the host's, made at its first use."""
+    """`nbytes` of a device's memory, or of the host's (device None), allocated at the first use."""
 
     def __init__(self, nbytes: int, device: torch.device | None = None) -> None:
         self.nbytes, self.device = pages(nbytes), device
@@ -60,7 +63,7 @@ class Arena:
         self.number = the(Arenas).add(self)
 
     def part(self, start: int, nbytes: int) -> Tensor:
-        """uint8 [nbytes] from `start` on, when nothing of it is being written any more."""
+        """Return uint8 [nbytes] from `start` on, once no write reads from there."""
         if self._memory is None:
             self._memory = self._made()
         stop = start + nbytes
@@ -72,12 +75,12 @@ class Arena:
         return self._memory[start:stop]
 
     def _made(self) -> Tensor:
-        if self.device is not None:  # no byte more than a plan counts
+        if self.device is not None:  # exactly the bytes that a plan counts
             return zeros(self.nbytes, torch.uint8, self.device)
         return locked(self.nbytes, torch.uint8) if torch.cuda.is_available() else aligned(self.nbytes)
 
     def resize(self, nbytes: int) -> None:
-        """Have so much: between steps, since what lies there is lost."""
+        """Change the size. Its contents are lost, so only between steps."""
         if pages(nbytes) != self.nbytes:
             for *_, request in self._leaving:
                 end(request)
@@ -85,23 +88,24 @@ class Arena:
             self.nbytes = pages(nbytes)
 
     def renew(self) -> None:
-        """Take other memory: after a step that failed drives, or other ranks, may still read and write there."""
+        """Use new memory: after a failed step, drives or other ranks may still read and write the old memory."""
         self._memory, self._leaving = None, []
 
     def holds(self, x: Tensor) -> bool:
-        """Whether `x` lies here."""
+        """Return whether `x` is in this arena."""
         return self._memory is not None and 0 <= x.data_ptr() - self._memory.data_ptr() < self.nbytes
 
     def leave(self, x: Tensor, nbytes: int, request: Request) -> None:
-        """Note that `x`, which lies here, is being written."""
+        """Note that `x`, which is in this arena, is being written to a drive."""
         assert self._memory is not None
         start = x.data_ptr() - self._memory.data_ptr()
         self._leaving.append((start, start + nbytes, request))
 
 
 def arena_for(number: int, nbytes: int, device: torch.device | None = None) -> Arena:
-    """A step's `number`-th arena on a device (None: what drives read to), the same for all steps: they run one after
-    the other."""
+    """Return a step's `number`-th arena on a device (None: for drives). All steps share it: they run one after the
+    other.
+    """
     shared = the(Arenas).shared
     found = shared.get((number, device))
     if found is None:
@@ -111,8 +115,9 @@ def arena_for(number: int, nbytes: int, device: torch.device | None = None) -> A
 
 
 def reserve(needs: Sequence[tuple[Arena, int]], exactly: bool) -> None:
-    """Have the bytes of each arena that a step which is about to run needs. `exactly`: and no more than that, for no
-    other step either."""
+    """Give each arena at least the bytes that the next step needs. `exactly`: and no more, also in arenas of other
+    steps.
+    """
     for arena, nbytes in needs:
         if exactly or arena.nbytes < nbytes:
             arena.resize(nbytes)
@@ -124,24 +129,24 @@ def reserve(needs: Sequence[tuple[Arena, int]], exactly: bool) -> None:
 
 
 def arena_of(x: Tensor) -> Arena | None:
-    """Where a tensor of the host lies."""
+    """Return the arena that holds a host tensor, or None."""
     return next((a for a in list(the(Arenas).numbered.values()) if x.device.type == "cpu" and a.holds(x)), None)
 
 
 def memory_at(place: Sequence[int], nbytes: int) -> Tensor:
-    """uint8 [nbytes] at a place."""
+    """Return uint8 [nbytes] at a place."""
     return the(Arenas).numbered[place[0]].part(place[1], nbytes)
 
 
 def empty(size: int, dtype: torch.dtype, device: torch.device, place: Sequence[int]) -> Tensor:
-    """Memory [size] at a place, or of its own where that is empty."""
+    """Return memory [size] at a place, or of its own if the place is empty."""
     if not place:
         return torch.empty(size, dtype=dtype, device=device)
     return memory_at(place, size * dtype.itemsize).view(dtype)
 
 
 def end(request: Request) -> None:
-    """Wait for a write, perhaps of another state's. One that fails is told by its store, at every further request."""
+    """Wait for a write, perhaps of another state. A failure is raised by its store, at every later request."""
     with contextlib.suppress(DiskError):
         request.wait()
 

@@ -1,4 +1,4 @@
-"""Tensors whose memory belongs to somebody else now: known by identity, held weakly."""
+"""Donated tensors: their memory belongs to another tensor. Known by identity, held weakly."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ..util.process import the
 
 
 class Given(dict[int, tuple[weakref.ref[Tensor], str]]):
-    """The tensors that were given away and still exist, by id, and why."""
+    """The donated tensors that still exist, by id, and why they cannot be used."""
 
 
 def give(x: Tensor, why: str) -> None:
-    """From here on `check` raises `why` for this very tensor."""
+    """From now on `check` raises `why` for this very tensor."""
     key, given = id(x), the(Given)
     given[key] = weakref.ref(x, lambda _: given.pop(key, None)), why
 
 
 def reason(tensors: Iterable[Tensor]) -> str | None:
-    """Why one of them, which was given away, can no longer be used; None where all can."""
+    """Return why one of these tensors can no longer be used; None if all can."""
     given = the(Given)
-    if not given:  # nearly always: who gives a state away drops it
+    if not given:  # nearly always: callers drop a donated state
         return None
     for x in tensors:
         ref, why = given.get(id(x), (None, None))
@@ -33,7 +33,7 @@ def reason(tensors: Iterable[Tensor]) -> str | None:
 
 
 def check(tensors: Iterable[Tensor]) -> None:
-    """Raise `RuntimeError` for a tensor that was given away."""
+    """Raise `RuntimeError` for a donated tensor."""
     why = reason(tensors)
     if why is not None:
         raise RuntimeError(why)

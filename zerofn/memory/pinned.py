@@ -1,4 +1,4 @@
-"""Memory that drives read from and write to without a copy."""
+"""Host memory that drives read from and write to without a copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HUGE = 2 << 20  # bytes of a huge page
 
 
 def aligned(nbytes: int) -> Tensor:
-    """uint8 [pages(nbytes)] on the host, beginning at a page; page-locked where there is CUDA. Any content.
+    """Return uint8 [pages(nbytes)] on the host, page-aligned, page-locked if there is CUDA, with any content.
 
     `buffer[:n].view(dtype)` is a tensor of another dtype in it.
     """
@@ -31,8 +31,10 @@ def aligned(nbytes: int) -> Tensor:
 
 
 def locked(size: int, dtype: torch.dtype) -> Tensor:
-    """Zeros [size] on the host, beginning at a page; page-locked where there is CUDA, and no byte more than whole
-    pages: torch's own allocator of such memory gives the next power of two, up to twice as much.
+    """Return zeros [size] on the host, page-aligned, page-locked if there is CUDA.
+
+    It takes whole pages and no more. torch's own allocator of page-locked memory rounds up to the next power of
+    two.
     """
     if not size:
         return torch.zeros(0, dtype=dtype)
@@ -44,12 +46,12 @@ def locked(size: int, dtype: torch.dtype) -> Tensor:
 
 
 class _Mapped(mmap.mmap):
-    """Memory that CUDA's copies may read and write by themselves once it is locked; tensors in it keep it alive."""
+    """Memory that CUDA may copy directly once it is locked. Tensors in it keep it alive."""
 
     address = 0
 
     def lock(self, address: int) -> bool:
-        """Page-lock all of it, which begins at `address`; -> whether the driver did."""
+        """Page-lock the mapping, which begins at `address`. Return whether the driver did."""
         runtime = torch.cuda.cudart()
         if int(runtime.cudaHostRegister(address, len(self), 0)):
             return False
@@ -58,10 +60,12 @@ class _Mapped(mmap.mmap):
 
     def __del__(self) -> None:
         if self.address and not sys.is_finalizing():
-            torch.cuda.synchronize()  # a copy may be on its way
+            torch.cuda.synchronize()  # a copy may be under way
             torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
 def _in_huge_pages(nbytes: int) -> Tensor:
-    """Drives are told of memory page by page: with pages of 2 MiB transfers were 1.5 times as fast as with 4 KiB."""
+    """Use huge pages: drives get memory page by page, and with 2 MiB pages transfers were 1.5 times as fast as with 4
+    KiB.
+    """
     return torch.frombuffer(in_huge_pages(mmap.mmap, nbytes), dtype=torch.uint8)

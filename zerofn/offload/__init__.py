@@ -1,1 +1,1 @@
-"""State that lies in host memory or on drives."""
+"""State in host memory or on drives."""

@@ -1,8 +1,8 @@
-"""Places on drives as values of a graph: a *ticket*, int64 [1], stands for a region that holds one tensor.
+"""Tensors on drives as values of a graph: a *handle*, int64 [1], stands for a region that holds one tensor.
 
-`zerofn::fetch` starts to read it, `zerofn::wait` waits for that as for any transfer, `zerofn::spill_` starts to write
-it and returns at once. What is read, to be written again perhaps, goes through one arena: a pass gives every fetch its
-place there, and a fetch into a place that is still being written from waits for that.
+`zerofn::fetch` starts a read, `zerofn::wait` waits for it as for any transfer, `zerofn::write_drive_` starts a write
+and returns at once. Reads go through one arena, in which a pass gives every fetch a place. A fetch into a place that is
+still being written from waits for that write.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOOSE = 2  # writes at a time from memory of their own
 
 
 class Handles:
-    """The regions that handles stand for, held weakly, and the writes under way from memory of their own."""
+    """The regions of all handles, held weakly, and the writes under way from memory outside arenas."""
 
     def __init__(self) -> None:
         self.regions: WeakValueDictionary[int, Region] = WeakValueDictionary()
@@ -37,24 +37,24 @@ class Handles:
         self._numbers = itertools.count(1)
 
     def add(self, region: Region) -> int:
-        """Return a number for a region."""
+        """Return the number of a new region."""
         number = next(self._numbers)
         self.regions[number] = region
         return number
 
 
 def handle_of(region: Region) -> Tensor:
-    """A new ticket, good for as long as somebody holds the region."""
+    """Return a new handle, valid while somebody holds the region."""
     return torch.tensor([the(Handles).add(region)])
 
 
 def region_of(handle: Tensor) -> Region:
-    """What a ticket stands for."""
+    """Return the region of a handle."""
     return the(Handles).regions[int(handle)]
 
 
 class DriveTensor:
-    """A tensor [size] that lies on a drive, for a model that computes on `device`."""
+    """A tensor [size] on a drive, for a model that computes on `device`."""
 
     def __init__(self, handle: Tensor, dtype: torch.dtype, size: int, device: torch.device | None = None) -> None:
         self.handle, self.dtype, self.size, self.device = handle, dtype, size, device or host()
@@ -73,12 +73,14 @@ class DriveTensor:
 
     @property
     def region(self) -> Region:
-        """Where it lies."""
+        """The region that stores it."""
         assert self._region is not None
         return self._region
 
     def fetched(self) -> Tensor:
-        """Its value in a step that is being captured. Raises `RuntimeError` elsewhere: it would be read unasked."""
+        """Return its value in a step that is being captured. Raises `RuntimeError` elsewhere, where nobody asked
+        for a read.
+        """
         if current_trace() is None:
             raise RuntimeError(
                 f"{self.region.label} lies on a drive ({self.region.store.name}), where only compiled "
@@ -87,7 +89,7 @@ class DriveTensor:
         return ops.wait(ops.fetch(self.handle, self.size, self.dtype, [], self.device))
 
     def load(self) -> Tensor:
-        """Its value, read now."""
+        """Read its value now."""
         buffer = aligned(self.nbytes)
         self.region.store.read(self.region, buffer).wait()
         return buffer[: self.nbytes].view(self.dtype)
@@ -100,19 +102,21 @@ class DriveTensor:
 
 
 class _Work:
-    """A request in the words of a transfer."""
+    """A request with the interface of a transfer."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
 
     def wait(self, timeout: Any = None) -> None:
-        """Until it is done."""
+        """Wait until it is done."""
         self._request.wait()
 
 
 def fetch(handle: Tensor, size: int, dtype: torch.dtype, place: Sequence[int], device: torch.device) -> Tensor:
-    """Start to read `size` elements; `place`: [arena, byte], or nothing for memory of its own. Wait before use: that
-    copies them to `device` where it is not the host."""
+    """Start to read `size` elements. The wait copies them to `device` if that is not the host.
+
+    `place`: [arena, byte]; empty for memory of its own.
+    """
     region, nbytes = region_of(handle), size * dtype.itemsize
     buffer = memory_at(place, pages(nbytes)) if place else aligned(nbytes)
     work, held = _Work(region.store.read(region, buffer)), buffer[:nbytes].view(dtype)
@@ -127,14 +131,17 @@ def fetch(handle: Tensor, size: int, dtype: torch.dtype, place: Sequence[int], d
 
 
 def drive_buffer(size: int, dtype: torch.dtype, place: Sequence[int]) -> Tensor:
-    """Memory [size] in an arena, for what is to be written to a drive; `place`: [arena, byte]."""
+    """Return memory [size] in an arena, for a value that will be written to a drive. `place`: [arena, byte]."""
     nbytes = size * dtype.itemsize
     return memory_at(place, pages(nbytes))[:nbytes].view(dtype)
 
 
 def write_drive_(handle: Tensor, x: Tensor) -> None:
-    """Start to write `x` [size]. In an arena it must not be written to until a fetch takes its place; what lies
-    elsewhere, in the state perhaps, anyone may write to at once: it is copied first."""
+    """Start to write `x` [size].
+
+    In an arena, `x` must not change until a fetch takes its place. Other memory, such as the state's, may be
+    written at any time, so it is copied first.
+    """
     region, nbytes = region_of(handle), x.numel() * x.element_size()
     arena = arena_of(x)
     if arena is None or x.data_ptr() % PAGE:

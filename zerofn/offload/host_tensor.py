@@ -1,8 +1,8 @@
-"""Tensors that lie in host memory while the model computes on a device, as values of a graph.
+"""Tensors in host memory, for a model that computes on a device, as values of a graph.
 
-`zerofn::bring` starts to copy one to the device, or one of the device to the host; `zerofn::wait` waits for that as for
-any transfer; `zerofn::put_` starts to copy back. On CUDA each direction has a stream of its own, and what lies on the
-host is page-locked. What the host updates it updates on a thread of its own: see `host_worker`.
+`zerofn::bring` starts a copy to or from the device, `zerofn::wait` waits for it as for any transfer, `zerofn::put_`
+starts a copy back. On CUDA each direction has its own stream, and host memory is page-locked. The host updates state on
+a thread of its own: see `host_worker`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class HostTensor:
         self.dtype, self.size, self.nbytes = host.dtype, host.numel(), host.nbytes
 
     def fetched(self) -> Tensor:
-        """Its value on the device."""
+        """Return its value on the device."""
         return ops.wait(ops.bring(self.handle, self.device))
 
     def load(self) -> Tensor:
-        """Its value where it lies."""
+        """Return its value in host memory."""
         copies().settle(self.handle)
         return self.handle
 
@@ -46,16 +46,15 @@ class HostTensor:
 
 
 def on_host(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros [size] in host memory, page-locked for a CUDA device."""
+    """Return zeros [size] in host memory, page-locked for a CUDA device."""
     return locked(size, dtype) if device.type == "cuda" else zeros(size, dtype, host())
 
 
 def bring(x: Tensor, device: torch.device, *, offloaded: bool = False) -> Tensor:
-    """Start to copy `x` to `device`, after all that was asked of it before. Wait before use.
+    """Start to copy `x` to `device`, after earlier work on it. Wait before use.
 
-    `parked`: on the host nobody reads it, it waits there to be brought back. Then waiting for it does not let the host
-    wait, but the device's stream: behind that `x` may be let go, its memory is the device's again when the copy has
-    read it, and what brings it back, which is waited for before that is let go, comes after it.
+    `offloaded`: nobody reads the copy on the host; it waits there to be copied back. Then the wait blocks the
+    device's stream and not the host. After the wait, `x` may be freed: the stream orders its reuse after the copy.
     """
     accelerator = next((d for d in (x.device, device) if d.type == "cuda"), None)
     if accelerator is None:
@@ -71,23 +70,23 @@ def bring(x: Tensor, device: torch.device, *, offloaded: bool = False) -> Tensor
 
 
 def put_(host: Tensor, x: Tensor) -> None:
-    """Start to copy `x` to where it belongs, on the host or on the device."""
+    """Start to copy `x` to its place on the host or the device."""
     accelerator = next((t.device for t in (host, x) if t.device.type == "cuda"), None)
     if accelerator is None:
         host.copy_(x)
         return
     event = copies().landing[host.data_ptr()] = copies().copy(host, x, accelerator)
-    if host.device == accelerator:  # whoever computes with it waits
+    if host.device == accelerator:  # the next reader waits
         pending().start(host, lambda: [Landed(event, accelerator)], (x,))
 
 
 def aside_put_(place: Tensor, x: Tensor) -> None:
-    """`put_` on the updates' thread; whoever uses `place` next waits for it."""
+    """Run `put_` on the thread for updates; the next user of `place` waits for it."""
     worker().submit_for(place, put_, place, x)
 
 
 def aside_updated_(place: Tensor) -> None:
-    """Whoever uses `place` next waits for what was given to the updates' thread before."""
+    """Let the next user of `place` wait for the earlier jobs of the thread for updates."""
     worker().submit_for(place, _nothing)
 
 

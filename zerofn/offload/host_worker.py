@@ -1,4 +1,4 @@
-"""The thread that updates state on the host, *aside*, so that the caller goes on launching kernels."""
+"""The thread that updates state on the host (*aside*), while the caller goes on launching kernels."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ..util.errors import said
 from ..util.process import the
 from .copy_engine import Landed, copies
 
-BEHIND = 12  # jobs that may wait for the thread while more gradients are sent to it: two or three units' updates
+BEHIND = 12  # jobs that may queue while more gradients are sent: two or three units' updates
 
 
 class HostWorker:
-    """One thread; what was given to it runs in order. Where a job fails, those after it do not run."""
+    """One thread that runs jobs in order. After a job fails, later ones do not run."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
-        self.jobs: deque[Future[Any]] = deque()  # all but those that are known to be done
-        self._failed: list[BaseException] = []  # what a job has raised, until it is told
+        self.jobs: deque[Future[Any]] = deque()  # jobs that are not known to be done
+        self._failed: list[BaseException] = []  # what a job has raised, until `tell` raises it
         self._owed: WeakSet[Any] = WeakSet()  # the `Sharded`s that jobs write to
 
     def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call it on the thread, after what was given to that before. Results of those may be arguments."""
+        """Run a function on the thread, after earlier jobs. Their results may be arguments."""
         while self.jobs and self.jobs[0].done() and not self.jobs[0].exception():
             self.jobs.popleft()
         if self._thread is None:
@@ -38,32 +38,35 @@ class HostWorker:
         return self.jobs[-1]
 
     def submit_for(self, place: Tensor, function: Callable[..., Any], *args: Any) -> None:
-        """`submit`, and let whoever uses `place` next wait for it."""
+        """Submit a job, and let the next user of `place` wait for it."""
         future = self.submit(function, *args)
         pending().start(place, lambda: [_Job(self, future, place)], tuple(x for x in args if x is not place))
 
     def hold_back(self) -> None:
-        """Let the caller wait while the thread is far behind: each gradient that waits for it takes memory."""
+        """Block the caller while the thread is far behind: each gradient in the queue takes memory."""
         while len(self.jobs) > BEHIND and not self._failed:
             wait([self.jobs.popleft()])
 
     def finish(self) -> None:
-        """Wait for all jobs, and let the host wait for what they put elsewhere. Raises what one raised."""
+        """Wait for all jobs and for their copies. Raises what a job raised."""
         while self.jobs:
             self.tell(self.jobs.popleft())
         self._owed.clear()
         copies().wait_for_all()
 
     def owe(self, states: Callable[[], Iterable[Any]]) -> None:
-        """Say which `Sharded`s a step returns that jobs write to: they are lost where one of those fails. Asked for
-        where there are any."""
+        """Note the `Sharded`s, returned by a step, that jobs write to: they are lost if a job fails. `Sharded`
+        asks here.
+        """
         if self.jobs:
             self._owed.update(states())
 
     def end(self) -> None:
-        """Wait for all jobs, also for those of the step before one that failed: its state is to be whole. And for
-        copies into memory that a failed step has let go without waiting: the next one may get it. Nothing is raised;
-        where something failed, what came after it was left out and the states are lost."""
+        """Finish the previous step's updates, so that its state is complete, and the copies of a failed step.
+
+        The next step may get the memory of such a copy. Raises nothing: after a failure, later jobs did not
+        run, and the states are lost.
+        """
         wait(self.jobs)
         self.jobs.clear()
         copies().end()
@@ -74,7 +77,7 @@ class HostWorker:
         self._failed.clear()
 
     def tell(self, future: Future[Any]) -> None:
-        """Wait for a job; raise what the first that failed has raised, once."""
+        """Wait for a job, and raise the first failure, once."""
         wait([future])
         if self._failed:
             error = self._failed[0]
@@ -94,13 +97,13 @@ class HostWorker:
 
 
 class _Job:
-    """What is done aside, and the tensor that it ends with writing."""
+    """A job, and the tensor that it writes last."""
 
     def __init__(self, worker: HostWorker, future: Future[Any], written: Tensor) -> None:
         self._worker, self._future, self._written = worker, future, written
 
     def wait(self, timeout: Any = None) -> None:
-        """Until it is done; raises what it raised."""
+        """Wait until it is done; raise what it raised."""
         self._worker.tell(self._future)
         event = copies().landing.pop(self._written.data_ptr(), None)
         if event is not None:
@@ -117,10 +120,10 @@ def _value(x: Any) -> Any:
 
 
 def worker() -> HostWorker:
-    """The process's worker."""
+    """Return the process's worker."""
     return the(HostWorker)
 
 
 def aside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-    """Call it on the process's worker: what generated code says."""
+    """Run a function on the process's worker. Generated code calls this."""
     return worker().submit(function, *args, **kwargs)

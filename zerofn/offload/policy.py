@@ -1,4 +1,4 @@
-"""Which parts of a state lie where: `Offload`."""
+"""`Offload`: which parts of a state are stored where."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 class Offload:
     """Tiers of memory for a state.
 
-    `optimizer`, `params`: None (where the model computes), "cpu" (host memory) or "nvme" (files on drives). `path`: the
-    folder, or folders, to stripe over, for "nvme"; the system's temporary folder by default. `fraction`: the share of
-    the units' bytes that is offloaded, the last by name first, which most models use last. `update`: which processor
-    updates what is offloaded: "cpu", "gpu" (state is streamed through it), "split", or "auto", what measured rates say.
+    `optimizer`, `params`: None (where the model computes), "cpu" (host memory) or "nvme" (files on drives). `path`:
+    the folder or folders to stripe over, for "nvme"; default is the system's temporary folder. `fraction`: the
+    share of the units' bytes to offload, last units by name first; most models use those last. `update`: the
+    processor that updates offloaded state: "cpu", "gpu" (state is streamed through it), "split", or "auto", which
+    follows measured rates.
 
-    Raises `ValueError`/`TypeError` for what is unknown.
+    Raises `ValueError` or `TypeError` for unknown values.
     """
 
     optimizer: str | None = None
@@ -76,7 +77,7 @@ class Offload:
 
     @property
     def paths(self) -> list[str]:
-        """The folders."""
+        """The folders on drives."""
         if self.path is None:
             return [tempfile.gettempdir()]
         given = [self.path] if isinstance(self.path, str | os.PathLike) else self.path
@@ -84,15 +85,17 @@ class Offload:
 
     @property
     def on_disk(self) -> bool:
-        """Whether anything lies on a drive."""
+        """Whether anything is stored on a drive."""
         return "nvme" in (self.optimizer, self.params)
 
 
 def resolve(offload: Offload | str | None, stage: int, num_ranks: int, device: torch.device) -> Offload:
-    """An `Offload` from what `shard` accepts. "cpu" and "nvme" mean the optimizer's state, and the parameters where
-    they are sharded. Raises `ValueError`/`TypeError` for what is unknown, and for what would have no effect.
+    """Return the `Offload` that `shard` was asked for.
+
+    "cpu" and "nvme" mean the optimizer's state, and the parameters if they are sharded. Raises `ValueError` or
+    `TypeError` for unknown values and for values without effect.
     """
-    whole = stage in (1, 2) and num_ranks > 1  # a gathered copy lies beside the shards
+    whole = stage in (1, 2) and num_ranks > 1  # a gathered copy exists beside the shards
     if offload is None:
         return Offload()
     if isinstance(offload, str):
@@ -146,7 +149,7 @@ def _check(offload: Offload, whole: bool, device: torch.device) -> None:
 
 
 def _in_memory(path: str) -> bool:
-    """Whether a folder's file system has no drive behind it."""
+    """Return whether a folder's file system has no drive behind it."""
     real = Path(os.path.realpath(path))
     import psutil  # type: ignore[import-untyped]
 
@@ -155,8 +158,9 @@ def _in_memory(path: str) -> bool:
 
 
 def check_memory(offload: Offload, kept: Mapping[str, int], num_ranks: int) -> None:
-    """Raise `MemoryError`, with a table of what would fit, if this machine's ranks ask for more host memory than there
-    is. `kept`: bytes a rank, by what they are ("parameters", "optimizer") and tier, such as "optimizer on cpu".
+    """Raise `MemoryError`, with a table of what would fit, if this machine's ranks need more host memory than it has.
+
+    `kept`: bytes a rank, by name and tier, such as "optimizer on cpu".
     """
     needed, free = sum(n for what, n in kept.items() if what.endswith(" on cpu")) * num_ranks, free_memory()
     if needed <= free:

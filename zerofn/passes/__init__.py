@@ -1,4 +1,4 @@
-"""Transformations of a captured step, in the order in which they run."""
+"""The passes: transformations of a captured step, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .wait_param_gather import wait_param_gather
 
 __all__ = ["Edit", "Pass", "PassError", "Pipeline", "pipeline", "run", "standard"]
 
-# Left out, or run in another order, these would make results wrong, not only slow.
+# Results are wrong, and not only slow, if one of these is left out or moved.
 REQUIRED = (
     functionalize,
     sync_replicated_state,
@@ -47,15 +47,15 @@ REQUIRED = (
 
 
 def standard(donating: bool) -> list[Pass]:
-    """All passes, in order. What a memory budget keeps is decided before `recompute_activations`."""
+    """Return all passes in order. The search for a memory budget makes its decisions before `recompute_activations`."""
     return [
-        # what the user wrote, in a form that the others expect
+        # bring what the user wrote into the form that the other passes expect
         Pass(fold_split_master, "body"),
         Pass(canonicalize, "body"),
         Pass(functionalize, "body"),
         Pass(split_state_reads, "body"),
         Pass(sink_gathers, "body"),
-        # what is kept for the backward pass, and when transfers start
+        # decide what is saved for the backward pass, and when transfers start
         Pass(recompute_activations, "body"),
         Pass(offload_activations, "body"),
         Pass(reshard, "body"),
@@ -66,14 +66,14 @@ def standard(donating: bool) -> list[Pass]:
         Pass(read_local_shards, "body"),
         Pass(fuse_norms, "body"),
         Pass(reinplace, "body"),
-        # what becomes of the new state
+        # write the new state
         Pass(sync_replicated_state),
         *(
             [Pass(donate), Pass(raise_updates), Pass(update_on_host), Pass(offload_gradients), Pass(start_param_gather)]
             if donating
             else [Pass(copy_outputs)]
         ),
-        # waits and places
+        # place waits and buffers
         Pass(wait_param_gather),
         Pass(schedule_state_reads),
         Pass(assign_buffers),
@@ -81,12 +81,14 @@ def standard(donating: bool) -> list[Pass]:
 
 
 def pipeline(donating: bool, edit: Edit | None = None) -> Pipeline:
-    """The passes of a step. `edit`: given the list, returns the one to run; see `zerofn.compile(passes=)`."""
+    """Return the passes of a step. `edit` takes the standard list and returns the list to run; see
+    `zerofn.compile(passes=)`.
+    """
     ours = standard(donating)
     return Pipeline(ours if edit is None else edited(ours, edit, REQUIRED), [each.fn for each in ours])
 
 
 def run(program: Program, *, donating: bool) -> Program:
-    """Apply all passes to a captured program; -> the same program."""
+    """Apply all passes to a captured program and return it."""
     pipeline(donating).run(program)
     return program

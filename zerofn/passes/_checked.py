@@ -1,4 +1,4 @@
-"""What is checked after each pass that is a user's own: what our passes promise by their tests."""
+"""Checks after each of a user's own passes, for what the library's passes promise by their tests."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class PassError(RuntimeError):
 
 
 def apply_checked(program: Program, each: Pass) -> None:
-    """Apply a user's pass, and check what it left.
+    """Apply a user's pass, and check the graph that it leaves.
 
-    - The graph is sound: it passes FX's lint, and calls overloads of `torch.ops` only.
-    - The step takes and returns tensors of the shapes, dtypes and devices that it did.
-    - It writes to no memory that is not its own (the state, the batch, constants, gathered units), but for what it
-      wrote to before: where the state is donated.
-    - Every transfer it starts is waited for before anybody reads the result.
-    - While the graph is still as a user could have written it, before the passes that donate and schedule: it is a
-      pure function, and no shard goes through an operation that needs the whole (`graph.verify.check_purity`).
+    - The graph passes FX's lint, and calls overloads of `torch.ops` only.
+    - The step takes and returns tensors of the same shapes, dtypes and devices as before.
+    - It writes only to its own memory, or where it wrote before. The state, the batch, constants and gathered units are
+      not its own, except where the state is donated.
+    - Every transfer is waited for before its result is read.
+    - Before donation and scheduling, the step is still a pure function, and no shard enters an operation that needs the
+      whole tensor (`graph.verify.check_purity`).
 
-    That ranks send the same in the same order is checked when all passes have run, as it is without passes of users.
-    Raises `PassError`, or what the pass raises with a note that names it.
+    The order of transfers, which must be the same on all ranks, is compared after the last pass, as always. Raises
+    `PassError`, or what the pass raised with a note that names it.
     """
     before = _Facts(program)
     try:
@@ -58,11 +58,11 @@ def apply_checked(program: Program, each: Pass) -> None:
 
 
 class _Unsound(Exception):
-    """What is wrong, as the end of a sentence."""
+    """The reason, as the end of a sentence."""
 
 
 class _Facts:
-    """What a pass must leave as it was."""
+    """What a pass must not change."""
 
     def __init__(self, program: Program) -> None:
         self.graphs = {gm: _GraphFacts(gm.graph) for gm in (program.gm, *bodies(program.gm))}
@@ -132,7 +132,7 @@ def _check_attribute(gm: GraphModule, node: Node) -> None:
 
 
 def _check_target(node: Node) -> None:
-    """Passes know from an overload's schema what it reads and writes; of other functions they would know nothing."""
+    """Accept overloads only: their schema tells other passes what they read and write."""
     if not isinstance(node.target, OpOverload) and node.target not in (operator.getitem, run_loop):
         packet = isinstance(node.target, type(torch.ops.aten.add))
         name = f"{node.target}.default" if packet else getattr(node.target, "__name__", node.target)
@@ -143,10 +143,10 @@ def _check_target(node: Node) -> None:
 
 
 def _complete(gm: GraphModule, before: _GraphFacts | None) -> None:
-    """Let new nodes say what passes ask for: their values' shapes, and to which phase they belong."""
+    """Give new nodes the metadata that other passes read: the shape of their value, and their phase."""
     for node in gm.graph.nodes:
         if node.target is run_loop:
-            node.meta.pop("writes", None)  # of its body, which may be another now
+            node.meta.pop("writes", None)  # of its body, which the pass may have replaced
     clean(gm)
     known = before.calls if before is not None else {}
     changed = {n for n in gm.graph.nodes if n.op == "call_function" and n in known and known[n] != _call(n)}
@@ -162,8 +162,10 @@ def _call(node: Node) -> tuple[Any, ...]:
 
 
 def _update_values(graph: Graph, changed: set[Node]) -> None:
-    """Give new nodes their values, changed ones theirs anew, and those that read one of another kind. Values that are
-    as they were stay: views know theirs by its storage."""
+    """Compute the fake values of new and changed nodes, and of those that read a value whose kind has changed.
+
+    Other values stay, because views recognise their memory by its storage.
+    """
     complete_values(graph)
     while changed:
         before = {node: node.meta.pop("val") for node in changed}
@@ -189,7 +191,7 @@ def _check_signature(was: _GraphFacts, now: _GraphFacts) -> None:
 
 
 def _signature(x: Any) -> str | None:
-    """A value in words; None where no pass has said yet what it is."""
+    """Return a value's type in words; None if no pass has set it yet."""
     value = tensor_of(x) if isinstance(x, Node) else None
     if value is None:
         return repr(x) if not isinstance(x, Node) else None
@@ -202,12 +204,12 @@ def _outputs(graph: Graph) -> list[Any]:
 
 
 def _written(graph: Graph) -> set[str]:
-    """The memory a graph writes to that is not its own."""
+    """Return the memory that a graph writes to and does not own."""
     return {x.name for x in written_memory(roots(graph)) if is_given(x) or is_gather(x)}
 
 
 def _unwaited(graph: Graph) -> set[str]:
-    """What starts a transfer, and somebody reads without waiting, or nobody waits for."""
+    """Return the starts of transfers that nobody waits for, or whose result is read without a wait."""
     wait = torch.ops.zerofn.wait.default
     starts = [n for n in graph.nodes if (is_start(n) or is_fetch(n)) and isinstance(n.meta.get("val"), Tensor)]
     return {n.name for n in starts if not n.users or any(user.target is not wait for user in n.users)}

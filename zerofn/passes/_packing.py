@@ -1,4 +1,4 @@
-"""Places in one piece of memory for values that need it at different times, as registers are given."""
+"""Share one buffer among values that need memory at different times, as a compiler assigns registers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.fx import Node
 
 
 class Span(NamedTuple):
-    """Where in the step a value needs its memory: from node `start` to node `stop`, both included."""
+    """The nodes, from `start` to `stop` inclusive, during which a value needs `nbytes` of memory."""
 
     node: Node
     start: int
@@ -19,15 +19,19 @@ class Span(NamedTuple):
 
 
 def pack(spans: Sequence[Span]) -> tuple[list[int], int]:
-    """A first byte for each span such that those which overlap in time lie apart, and the bytes of all. Each goes where
-    there is room first: those that begin first before others, or the largest before others, whichever takes less."""
+    """Return the first byte of each span, and the size of the buffer. Spans that overlap in time do not overlap in
+    memory.
+
+    Each span takes the first gap that is large enough. Two orders are tried, by start and by size; the smaller
+    buffer wins.
+    """
     orders = (lambda k: (spans[k].start, -spans[k].nbytes), lambda k: (-spans[k].nbytes, spans[k].start))
     found = [_packed(spans, sorted(range(len(spans)), key=order)) for order in orders]
     return min(found, key=lambda x: x[1])
 
 
 def _packed(spans: Sequence[Span], order: Sequence[int]) -> tuple[list[int], int]:
-    """Places for spans that are given theirs in this order."""
+    """Place spans in this order."""
     times = np.array([spans[k][1:3] for k in order], dtype=np.int64).reshape(-1, 2)
     places, most = [0] * len(spans), 0
     for num, k in enumerate(order):

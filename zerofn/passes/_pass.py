@@ -1,4 +1,4 @@
-"""`Pass`: a transformation of a captured step, and on which of its graphs it works."""
+"""`Pass`: a transformation of a captured step, and the graphs that it works on."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Pass:
             object.__setattr__(self, "name", getattr(self.fn, "__name__", type(self.fn).__name__))
 
     def __call__(self, program: Program) -> list[Any]:
-        """Apply it to all that its scope says; -> what `fn` returned, which should be None each time."""
+        """Apply the pass to every graph in its scope, and return what `fn` returned each time, which should be None."""
         returned = [self.fn(program)]  # type: ignore[func-returns-value]
         if self.scope == "body":
             returned += [self.fn(program.inside(body)) for body in bodies(program.gm)]  # type: ignore[func-returns-value]
@@ -48,8 +48,10 @@ Edit = Callable[[list[Pass]], list[Pass]]
 
 
 def edited(ours: list[Pass], edit: Edit, required: Sequence[Callable[..., Any]]) -> list[Pass]:
-    """What `compile(passes=)` makes of our passes. Raises `ValueError` where that is no list of passes, or where one of
-    `required`, which other code relies on, is left out or runs in another order."""
+    """Return the list that the function given as `compile(passes=)` makes of the standard one.
+
+    Raises `ValueError` if that is no list of passes, or if one of `required` is missing or out of order.
+    """
     found = edit(list(ours))
     if not isinstance(found, list | tuple):
         raise ValueError(

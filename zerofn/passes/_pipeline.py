@@ -1,4 +1,4 @@
-"""Runs a list of passes over a program: those before memory is decided on, the search, and those that follow."""
+"""Run a list of passes: those before the decisions about memory, the search, and those after it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .recompute_activations import recompute_activations
 from .reshard import reshard
 
 CARRY_OUT_CHOICES = (recompute_activations, offload_activations, reshard, prefetch)
-# What the search leaves out: the result of the one differs by rank, and choices must not; the other takes no more
-# memory than is left.
+# The search skips these two. `read_local_shards` differs by rank, and decisions must not; `reinplace` only
+# lowers memory.
 NOT_SEARCHED = (read_local_shards, assign_buffers)
 
 
 class Pipeline:
-    """Passes in order. `own`: functions of the library's own passes; what others leave is checked after each."""
+    """Passes in order. `own`: functions of the library's own passes. Others are checked after each run."""
 
     def __init__(self, passes: Sequence[Pass], own: Sequence[Callable[..., Any]]) -> None:
         self.passes, self._own = list(passes), tuple(own)
@@ -39,13 +39,16 @@ class Pipeline:
         self._num_prepare = next(at, len(self.passes))
 
     def run(self, program: Program) -> None:
-        """Apply all; `program.timings` gets seconds per pass. ZEROFN_DUMP=dir writes the graph after each."""
+        """Apply all passes. `program.timings` gets the seconds of each. ZEROFN_DUMP=dir writes the graph after each."""
         self.prepare(program)
         self.finish(program)
 
     def prepare(self, program: Program, machine: Machine | None = None) -> None:
-        """Apply those passes that come before anything is chosen. `machine`: by whose rates transfers are placed, and
-        what is cheaper is told; a usual one of its kind where it is not known."""
+        """Apply the passes that run before the decisions about memory.
+
+        `machine`: the cost model that schedules transfers and compares alternatives. None takes a typical
+        machine with the same kind of device.
+        """
         world = 1 if program.axis is None else program.axis.size
         if machine is not None:
             machine.check_ranks(world)
@@ -54,9 +57,11 @@ class Pipeline:
         self._apply(program, self.passes[: self._num_prepare], 1)
 
     def decide(self, program: Program, *, memory: int | None, remat: str | None) -> list[Choice]:
-        """What to choose for the graphs of a prepared program; see `budget`. Ranks may come to other choices, by a few
-        bytes that are other on each: let all take those of one. Raises `MemoryError` where no schedule keeps to
-        `memory` bytes."""
+        """Return the decisions about memory for the graphs of a prepared program; see `budget`.
+
+        Ranks may differ by a few bytes and so decide differently: use the decisions of one rank on all. Raises
+        `MemoryError` if no schedule fits into `memory` bytes.
+        """
         start = time.perf_counter()
         passes = [each for each in self.passes[self._num_prepare :] if each.fn not in NOT_SEARCHED]
 
@@ -73,8 +78,9 @@ class Pipeline:
         return choices
 
     def finish(self, program: Program, *, choices: Sequence[Choice] = (), budget: int | None = None) -> None:
-        """Apply the other passes to a prepared program, with what was chosen for its graphs. `budget`: bytes that
-        static buffers must not exceed, with all else."""
+        """Apply the remaining passes with the decisions in `choices`. `budget`: bytes that the step, with its
+        static buffers, must not exceed.
+        """
         program.budget = budget
         if choices:  # these name nodes as copies do: a graph's own names go on behind those that it has lost
             program.gm = copied(program.gm)
@@ -83,7 +89,7 @@ class Pipeline:
         self._apply(program, self.passes[self._num_prepare :], self._num_prepare + 1)
 
     def _apply(self, program: Program, passes: Sequence[Pass], first: int | None = None) -> None:
-        """Apply passes, and write down what comes of each, which is numbered from `first` on."""
+        """Apply passes, and dump the graph after each, numbered from `first` on."""
         for k, each in enumerate(passes, first or 0):
             start = time.perf_counter()
             with uncollected():

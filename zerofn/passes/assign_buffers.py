@@ -1,8 +1,7 @@
-"""Gathered units and gradients that wait to be sent lie in memory that is made once.
+"""Give gathered units, and gradients that wait to be sent, places in memory that is allocated once.
 
-An allocator that is asked for a unit and for an activation in turn ends with holes that fit neither; what a step needs
-is then there, and cannot be had. Here short-lived buffers have their places, as registers have, and only activations
-are asked for.
+If an allocator serves units and activations in turn, it ends with holes that fit neither: the memory is free and cannot
+be used. Here short-lived buffers share static memory, and only activations come from the allocator.
 """
 
 from __future__ import annotations
@@ -25,14 +24,15 @@ from ..graph.resident import resident
 from ._packing import Span, pack
 
 ops = torch.ops.zerofn
-MORE = 1 / 16  # of a peak: what holes cost, at least
+MORE = 1 / 16  # of a peak: fragmentation costs at least this much
 ALIGNED = 512  # bytes: where allocators of devices begin a tensor, too
 
 
 def assign_buffers(program: Program) -> None:
-    """Give gathered units, and the buffers in which gradients are sent, places in one buffer for each graph: all of
-    them, but for the largest, or for gradients, where a step's peak would be higher by more than `MORE`, or than its
-    budget, with their places kept free all the time.
+    """Assign each graph's gathered units and reduce-scatter buckets to one static buffer.
+
+    Static memory is reserved for the whole step. If that would raise the peak by more than `MORE`, or over the
+    budget, the largest units, or all buckets, stay with the allocator.
     """
     gm = program.gm
     graphs = [gm, *bodies(gm)]
@@ -77,7 +77,7 @@ class _Weights:
         self.most = max(nbytes for _, nbytes in self._moments)
 
     def peak(self, spans: list[list[Span]], nbytes: int) -> int:
-        """The peak where these have places in `nbytes` that are there all the time."""
+        """Return the peak if these values have places in `nbytes` of static memory."""
         alive = [_alive(found, size) for found, size in zip(spans, self._sizes, strict=True)]
         return nbytes + max(there - sum(alive[k][at] for k, at in places) for places, there in self._moments)
 
@@ -85,7 +85,7 @@ class _Weights:
 def _places(
     gm: GraphModule, number: dict[GraphModule, int], outside: tuple[tuple[int, int], ...] = ()
 ) -> Iterator[tuple[Node, tuple[tuple[int, int], ...]]]:
-    """Every node -> (number of its graph, position there), and those of the loops around it."""
+    """Map every node to (number of its graph, position there), followed by the places of the loops around it."""
     for at, node in enumerate(gm.graph.nodes):
         here = (*outside, (number[gm], at)) if gm in number else outside
         yield node, here
@@ -94,7 +94,7 @@ def _places(
 
 
 def _alive(spans: list[Span], size: int) -> list[int]:
-    """Bytes of these at each position of a graph."""
+    """Return the bytes of these values at each position of a graph."""
     change = [0] * (size + 1)
     for span in spans:
         change[span.start] += memory_bytes(span.node.meta["val"])
@@ -103,7 +103,7 @@ def _alive(spans: list[Span], size: int) -> list[int]:
 
 
 def _spans(graph: Graph) -> Iterator[Span]:
-    """What may lie in a static buffer: gathered units, and flat gradients to be sent, unless they leave the graph."""
+    """Return what may lie in a static buffer: gathered units and gradient buckets that do not leave the graph."""
     where, root = positions(graph), roots(graph)
     touched = touches(graph, root)
     leaves = {root[x] for x in next(iter(reversed(graph.nodes))).all_input_nodes}
@@ -116,12 +116,12 @@ def _spans(graph: Graph) -> Iterator[Span]:
 
 
 def _is_unit(node: Node, root: dict[Node, Node]) -> bool:
-    """Whether a node gathers parameters: at stage 0 gradients are gathered, too, and wait for the update."""
+    """Return whether a node gathers parameters. Stage 0 also gathers gradients, which then wait for the update."""
     return is_gather(node) and not reduces(root[node.all_input_nodes[0]])
 
 
 def _put(node: Node, place: list[int]) -> None:
-    """Let a node make its memory at a place."""
+    """Set the place of a node's result."""
     if is_gather(node):
         node.kwargs = {**node.kwargs, "place": place}
     else:

@@ -1,4 +1,4 @@
-"""Drop what does nothing: detaches, views that change nothing, gathers and casts asked for twice, dead nodes."""
+"""Drop nodes that do nothing: detaches, views without effect, repeated gathers and casts, dead nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def canonicalize(program: Program) -> None:
-    """The same values with fewer nodes. No recomputation is merged: a model may have asked for it."""
+    """Compute the same values with fewer nodes. Repeated computation stays: a model may recompute on purpose."""
     gm = program.gm
     for node in list(gm.graph.nodes):
         same = _same_value(node)
@@ -29,7 +29,7 @@ def canonicalize(program: Program) -> None:
 
 
 def _same_value(node: Node) -> Node | None:
-    """An earlier node with the value of `node`, seen from its shape and target alone."""
+    """Return an earlier node with the value of `node`, judged by shape and target alone."""
     if node.op != "call_function" or not node.all_input_nodes or node.args[:1] != (node.all_input_nodes[0],):
         return None
     source = node.all_input_nodes[0]
@@ -47,7 +47,7 @@ def _same_value(node: Node) -> Node | None:
 
 
 def _merge_fetches(gm: GraphModule) -> None:
-    """One gather for a parameter asked for twice. Only what fetches parameters is merged."""
+    """Merge repeated gathers of one parameter, and nothing else."""
     seen: dict[Any, Node] = {}
     for node in weight_chain(gm.graph):
         key = (node.target, _frozen(node.args), _frozen(node.kwargs))

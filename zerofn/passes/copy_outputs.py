@@ -1,4 +1,4 @@
-"""What a step that donates nothing returns is its caller's own."""
+"""Give the caller of a step without donation outputs that nobody else writes to."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from ..graph.program import Cut, Program
 
 
 def copy_outputs(program: Program) -> None:
-    """Copy outputs that stand on memory which was there before, or on that of an entry of the new state: another step
-    may be given either state, and would write there; and those on memory that the next step uses again."""
+    """Copy outputs that share memory with an input, with another entry of the new state, or with a static buffer.
+
+    A later step may be given either state and write there; static buffers are overwritten by the next step.
+    """
     gm = program.gm
     root = roots(gm.graph)
     outputs = list(program.output.args[0])  # type: ignore[arg-type]
@@ -34,7 +36,7 @@ def copy_outputs(program: Program) -> None:
 
 
 def _tiers(program: Program) -> list[str | None]:
-    """Where each of the state's tensors lies."""
+    """Return the tier of each of the state's tensors."""
     out: list[str | None] = []
     for cut in program.state.nodes:
         if isinstance(cut, Cut):

@@ -1,4 +1,4 @@
-"""The new state takes over the old state's memory."""
+"""Write the new state into the old state's memory."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from ..graph.node_kinds import (
 from ..graph.program import Program, tensor_of
 
 aten, ops = torch.ops.aten, torch.ops.zerofn
-TINY = 4  # elements: copying so few into place costs more than handing out a new tensor
+TINY = 4  # elements: below, copying costs more than returning a new tensor
 
 
 def donate(program: Program) -> None:
     """Write every new state tensor into the memory of the old one.
 
-    An update rule of ours becomes its in-place form where nothing reads the old values afterwards; anything else
-    is copied at the end of the step. Aux values that alias donated memory are copied before it is written. The
-    graph then returns only what it did not write in place: `program.kept` says which outputs those are.
+    An update rule becomes its in-place form if nothing reads the old values afterwards. Any other new value is
+    copied at the end of the step. Aux values that share donated memory are copied before it is written. The graph
+    then returns only what it did not write in place: `program.kept` lists those outputs.
     """
     gm = program.gm
     graph = gm.graph
@@ -55,7 +55,7 @@ def donate(program: Program) -> None:
 
 
 def _read_first(graph: Graph) -> None:
-    """Let what is read for another place be read before its own is written: in the old state that was no matter."""
+    """Read a drive or the host before the same place is written: with donation, both are one place."""
     where = positions(graph)
     for store in list(filter(stores, graph.nodes)):
         for start in list(filter(is_fetch, place_of_store(store).users)):
@@ -64,20 +64,25 @@ def _read_first(graph: Graph) -> None:
 
 
 def _fits(new: Node, old: Node) -> bool:
-    """Whether a new value is to be put where the old one is: large enough to matter, and of the same kind."""
+    """Return whether a new value may replace the old one in memory: it is large enough, and has the same shape and
+    dtype.
+    """
     a, b = tensor_of(new), tensor_of(old)
     worth = a is not None and (a.numel() > TINY or stores(new))
     return a is not None and b is not None and worth and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
 def _shared(program: Program) -> dict[Node, Node]:
-    """Shards -> the gathered copy that is written with them: at once where they are views of it, else right after."""
+    """Map shards to the gathered copy that is written with them: at once if they are views of it, else right
+    afterwards.
+    """
     return {shard: whole for shard, whole, _ in program.copies()}
 
 
 def _save_aux(graph: Graph, program: Program, outputs: list[Node], shared: dict[Node, Node]) -> None:
-    """Copy aux values, and kept state values, that stand on memory which is written now or at the next step; and kept
-    ones on memory that is not the step's to give: the batch, a constant, another entry's."""
+    """Copy outputs that would change later: aux and kept state values in memory that this step or the next one writes,
+    and kept values in memory of the batch, a constant or another entry.
+    """
     root = roots(graph)
     old = {*program.placeholders[: program.num_state], *shared.values()}
     taken = {x for x in outputs[: program.num_new] if _rule_of(x) is not None}
@@ -85,10 +90,10 @@ def _save_aux(graph: Graph, program: Program, outputs: list[Node], shared: dict[
         is_aux, memory = j >= program.num_new, root[value]
         if not is_aux and j not in program.kept:
             continue
-        if memory in old or is_lent(memory):  # now, before it is written
+        if memory in old or is_lent(memory):  # before the write
             with graph.inserting_after(behind(value)):
                 outputs[j] = copy_of(value)
-        elif memory in taken or (not is_aux and is_given(memory)):  # when all that the step writes there is written
+        elif memory in taken or (not is_aux and is_given(memory)):  # after the step's last write there
             with graph.inserting_before(program.output):
                 outputs[j] = copy_of(value)
         elif not is_aux:
@@ -96,7 +101,7 @@ def _save_aux(graph: Graph, program: Program, outputs: list[Node], shared: dict[
 
 
 def _results(rule: Node, num: int) -> list[Node | None]:
-    """What a rule returns, each as the node that stands for it."""
+    """Return the node of each result of a rule."""
     if num == 1:
         return [rule]
     found = {x.args[1]: x for x in rule.users if x.target is operator.getitem}
@@ -104,12 +109,12 @@ def _results(rule: Node, num: int) -> list[Node | None]:
 
 
 def _kept_as(value: Node) -> list[Node]:
-    """What a value is decoded from; itself if it is kept as it is."""
+    """Return what a value is decoded from; the value itself if it has no codec."""
     return value.all_input_nodes if decodes(value) else [value]
 
 
 def _ends_as(value: Node) -> list[Node]:
-    """What a value is encoded to; itself if it is kept as it is."""
+    """Return what a value is encoded to; the value itself if it has no codec."""
     encoder = next(filter(encodes, value.users), None)
     if encoder is None:
         return [value]
@@ -117,7 +122,7 @@ def _ends_as(value: Node) -> list[Node]:
 
 
 def _read_for(value: Node) -> Node | None:
-    """What was read from the drive that `value` alone is to be written to: its memory may be updated."""
+    """Return what was read from the drive place that only `value` is written to: it may be updated in place."""
     store = next(iter(value.users), None)
     if store is None or len(value.users) > 1 or not stores(store):
         return None
@@ -126,7 +131,7 @@ def _read_for(value: Node) -> Node | None:
 
 
 def _decoded_again(rule: Node, result: Node, parts: list[Node]) -> Node | None:
-    """Let those who read a new value that is now in place, encoded, decode it there; -> what they read now."""
+    """Decode a new value where it is now stored for those who read it, and return what they read."""
     encode = next(filter(encodes, result.users))
     readers = [x for x in result.users if x is not encode]
     if not readers:
@@ -141,13 +146,13 @@ def _decoded_again(rule: Node, result: Node, parts: list[Node]) -> Node | None:
 
 
 def _rule_of(value: Node) -> tuple[Node, int] | None:
-    """(the update rule, which of its results) that made `value`, where it has an in-place form."""
+    """Return (the update rule that made `value`, the number of its result), if that rule has an in-place form."""
     maker, index = (value.args[0], value.args[1]) if value.target is operator.getitem else (value, 0)
     return (maker, index) if in_place_of(maker.target) else None  # type: ignore[union-attr,return-value]
 
 
 class _Outputs:
-    """The values a graph returns. `replace` changes all places in the list where one stands."""
+    """The values that a graph returns. `replace` changes every position that holds one."""
 
     def __init__(self, values: list[Node]) -> None:
         self.values = values
@@ -163,8 +168,11 @@ class _Outputs:
 
 
 class _Written(NamedTuple):
-    """A tensor that an update rule writes: `argument`, its position; `old`, what keeps it, one node or its parts;
-    `result`, its new value, None where nobody reads that; `new`, what that is encoded to, part by part."""
+    """A tensor that an update rule writes.
+
+    `argument`: its position. `old`: the node, or the parts, that store it. `result`: its new value, None if nobody
+    reads that. `new`: the encoded parts of the new value.
+    """
 
     argument: int
     old: list[Node]
@@ -173,8 +181,9 @@ class _Written(NamedTuple):
 
 
 class _Places:
-    """Where the values of a graph lie, as they did before any rule was rewritten. `place`: new value -> the input whose
-    memory it is to take over; `shared`: see `_shared`."""
+    """Where the values of a graph are stored before any rule is rewritten. `place`: new value -> the input whose
+    memory it takes over. `shared`: see `_shared`.
+    """
 
     def __init__(self, graph: Graph, place: dict[Node, Node], shared: dict[Node, Node]) -> None:
         self._where, self._root = positions(graph), roots(graph)
@@ -182,14 +191,17 @@ class _Places:
         self._place, self._shared = place, shared
 
     def match(self, rule: Node) -> list[_Written]:
-        """What a rule writes if it is done in place, where every new value is to lie where the old one does; else
-        nothing."""
+        """Return what a rule would write in place; nothing if one of its new values may not take over the old
+        one's memory.
+        """
         written = _written_by(rule)
         meant = [[self._place.get(x, _read_for(x)) for x in each.new] for each in written]
         return written if meant == [each.old for each in written] else []
 
     def are_free(self, rule: Node, written: list[_Written]) -> bool:
-        """Whether nothing reads the old values later, nor this very rule, which may write p before it reads g."""
+        """Return whether nothing reads the old values later. The rule itself counts: it may write p before it
+        reads g.
+        """
         root = self._root
         places = {m for each in written for x in each.old for m in (root[x], self._shared.get(x, x))}
         arguments = {each.argument for each in written}
@@ -199,8 +211,9 @@ class _Places:
 
 
 def _update_in_place(graph: Graph, outputs: list[Node], mine: dict[int, Node], shared: dict[Node, Node]) -> None:
-    """Let update rules whose new values take over the old ones' memory write there. `mine`: the numbers of outputs ->
-    the inputs whose memory they take over."""
+    """Rewrite rules whose new values take over the old ones' memory. `mine`: output number -> the input whose memory
+    it takes.
+    """
     places = _Places(graph, {outputs[j]: old for j, old in mine.items()}, shared)
     returned = _Outputs(outputs)
     for rule in [node for node in graph.nodes if in_place_of(node.target) is not None]:
@@ -210,7 +223,7 @@ def _update_in_place(graph: Graph, outputs: list[Node], mine: dict[int, Node], s
 
 
 def _written_by(rule: Node) -> list[_Written]:
-    """What the in-place form of a rule writes."""
+    """Return what the in-place form of a rule writes."""
     arguments = schema_arguments(in_place_of(rule.target))  # type: ignore[arg-type]
     written = [k for k, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
     results = _results(rule, len(written))
@@ -221,7 +234,7 @@ def _written_by(rule: Node) -> list[_Written]:
 
 
 def _rewrite(rule: Node, written: list[_Written], returned: _Outputs) -> None:
-    """Put the in-place form before a rule, which is dead then: who read new values reads the old ones' memory."""
+    """Insert the in-place form before a rule. Readers of new values read the old ones' memory, and the rule is dead."""
     target = in_place_of(rule.target)
     assert target is not None
     arguments, args = schema_arguments(target), list(rule.args)
@@ -233,7 +246,7 @@ def _rewrite(rule: Node, written: list[_Written], returned: _Outputs) -> None:
     for each in written:
         for x, memory in zip(each.new, each.old, strict=True):
             returned.replace(x, memory)
-            # The output node is told at last: one change there takes all of it.
+            # The output node is changed last and once: each change rebuilds all of it.
             x.replace_all_uses_with(memory, lambda user: user.op != "output")
         if decodes(rule.args[each.argument]) and each.result is not None:  # type: ignore[arg-type]
             again = _decoded_again(rule, each.result, each.old)
@@ -244,12 +257,12 @@ def _rewrite(rule: Node, written: list[_Written], returned: _Outputs) -> None:
 def _copy_back(
     graph: Graph, program: Program, outputs: list[Node], mine: dict[int, Node], shared: dict[Node, Node]
 ) -> None:
-    """At the end of the step, copy what was not updated in place."""
+    """At the end of the step, copy into place what was not updated in place."""
     root = roots(graph)
     late = {j: place for j, place in mine.items() if outputs[j] is not place}
     targets = {x for place in late.values() for x in (place, shared.get(place, place))}
     with graph.inserting_before(program.output):
-        for j in late:  # a value that stands on memory written here is read first
+        for j in late:  # read a value before its memory is written here
             if root.get(outputs[j], outputs[j]) in targets:
                 outputs[j] = copy_of(outputs[j])
         for j, place in late.items():

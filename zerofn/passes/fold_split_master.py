@@ -1,4 +1,4 @@
-"""What is computed with in bfloat16 is the upper half of a split master, which is there already."""
+"""Compute in bfloat16 with the upper half of the split master, which is already in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ops = torch.ops.zerofn
 
 
 def fold_split_master(program: Program) -> None:
-    """`high(join(hi, lo))` is `hi`, in the step and in the bodies of its loops: a gather sends what lies in memory."""
+    """Replace `high(join(hi, lo))` by `hi`, in the step and in its loops: a gather then sends memory as it is."""
     gm = program.gm
     for loop, body in loops(gm):
         for inside, given in given_to_body(loop).items():
@@ -28,7 +28,7 @@ def fold_split_master(program: Program) -> None:
 
 
 def _give(loop: Node, inside: Node, joined: Node) -> None:
-    """Give a loop's body the upper half instead of the joined number, of which it reads nothing else."""
+    """Pass the upper half instead of the joined number to a loop whose body reads nothing else of it."""
     half = argument(joined, "hi")
     give_to_loop(loop, joined, half)
     inside.meta["val"] = half.meta["val"]

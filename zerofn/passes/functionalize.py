@@ -1,4 +1,4 @@
-"""What is written to memory of the step's own becomes a value of its own."""
+"""Turn writes to the step's own memory into new values."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ aten = torch.ops.aten
 
 
 def functionalize(program: Program) -> None:
-    """Replace operations in place by those that give a new value, where nothing else looks at the memory they write:
-    dropout's mask, for one, is drawn into an empty tensor and scaled there. What is pure can be computed again, and
-    what may as well be done in place is done so later, by `reuse`.
+    """Replace in-place operations by pure ones, if nothing else looks at the memory they write.
+
+    An example is dropout's mask: it is drawn into an empty tensor and scaled there. Pure values can be recomputed;
+    `reinplace` later writes in place again where that is free.
     """
     gm = program.gm
     complete_values(gm.graph)
@@ -40,14 +41,15 @@ def _is_aten(node: Node) -> bool:
 
 
 def _is_alone(touched: list[Node], written: list[Node]) -> bool:
-    """Whether memory is only written as a whole, and has no view before it is written for the last time."""
+    """Return whether memory is only written as a whole, and has no view before its last write."""
     before = touched[: touched.index(written[-1])]
     return not any(map(is_view, before)) and all(writes(n) == [n.all_input_nodes[0]] for n in written)
 
 
 def _pure(node: Node, stays: Callable[[Node], bool]) -> Any:
-    """What gives as a new value what `node` writes: an operation, or "given", what it copies, where that `stays` as it
-    is; None if nothing does."""
+    """Return what computes the value that `node` writes: a pure operation, "given" for the source of a copy that
+    `stays` unchanged, or None.
+    """
     value, given = tensor_of(node.all_input_nodes[0]), values_of(node)[0]
     if not _is_aten(node) or node.kwargs or value is None or not hasattr(value, "fake_mode"):
         return None
@@ -64,7 +66,7 @@ def _pure(node: Node, stays: Callable[[Node], bool]) -> Any:
 
 
 def _replace(graph: Graph, touched: list[Node], pure: dict[Node, Any]) -> None:
-    """Let every node see the value that was there when it ran."""
+    """Let every node read the value that was current when it ran."""
     now = touched[0]
     stands = {now}
     for node in touched[1:]:

@@ -1,4 +1,4 @@
-"""A gradient's norm, and whether it is finite, are taken as soon as it is complete."""
+"""Take each gradient's norm and finite check as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from ..graph.program import Program
 from ..ops.part_reductions import NORMS_AND_EXTREMES
 
 ops = torch.ops.zerofn
-# A tensor, [start, stop) of its parts, and what wrote to it last before it is reduced.
+# A tensor, [start, stop) of its parts, and its last writer before the reduction.
 _Key = tuple[Node, tuple[tuple[int, int], ...], Node | None]
 
 
 def fuse_norms(program: Program) -> None:
-    """Cut reductions over many tensors into one for each, which reads it in one pass for its norms and extremes while
-    it is in the cache; what is left for the end is to put the numbers together. The values are the same, bit for bit.
+    """Split reductions over many tensors into one for each tensor.
+
+    It reads the tensor once, for norms and extremes, while it is in the cache. At the end only the numbers are
+    combined. The values are the same, bit for bit.
     """
     gm = program.gm
     graph = gm.graph
     where, root = positions(graph), roots(graph)
-    writer: dict[Node, Node] = {}  # memory -> what wrote it last
+    writer: dict[Node, Node] = {}  # memory -> its last writer
     tensors: dict[Node, list[tuple[_Key, list[int]]]] = {}
     for node in graph.nodes:
         if node.target in NORMS_AND_EXTREMES:
@@ -52,11 +54,11 @@ def fuse_norms(program: Program) -> None:
 
 
 def _by_tensor(node: Node) -> list[tuple[Node, tuple[tuple[int, int], ...], list[int]]]:
-    """For each tensor that a reduction reads: (it, its parts, where their numbers go in the result)."""
+    """For each tensor of a reduction, return (it, its parts, the positions of their numbers in the result)."""
     given = arguments(node)
     tensors, shard, start, stop = (given[name] for name in ("tensors", "shard", "start", "stop"))
     row, column, num_columns = given["row"], given["column"], given["num_columns"]
-    parts: dict[int, list[int]] = {k: [] for k in range(len(tensors))}  # those, too, that have none on this rank
+    parts: dict[int, list[int]] = {k: [] for k in range(len(tensors))}  # also tensors without parts on this rank
     for i, k in enumerate(shard):
         parts[k].append(i)
     return [
@@ -66,7 +68,7 @@ def _by_tensor(node: Node) -> list[tuple[Node, tuple[tuple[int, int], ...], list
 
 
 def _reduce(graph: Graph, key: _Key, where: dict[Node, int]) -> dict[Any, Node]:
-    """Reductions of one tensor, right after it is there: kind -> its numbers. `clean` drops what nobody asks for."""
+    """Reduce one tensor right after it is complete; return kind -> its numbers. `clean` drops what nobody reads."""
     tensor, parts, complete = key
     starts, stops = [a for a, _ in parts], [b for _, b in parts]
     after = max([tensor, *([complete] if complete else [])], key=where.__getitem__)

@@ -1,4 +1,4 @@
-"""Gradients are computed where they are sent from."""
+"""Compute gradients directly in the bucket from which they are sent."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ ops = torch.ops.zerofn
 
 
 def gradients_as_bucket_views(program: Program) -> None:
-    """Where the operation that makes a leaf's gradient can write to given memory, let it write into the unit's flat
-    buffer; the copy into that buffer, which is made before them, is left for the rest. The values are the same, bit
-    for bit."""
+    """Let the operation that makes a leaf's gradient write into the unit's flat bucket, if it can write to given
+    memory.
+
+    The bucket is made before those operations. Other leaves are still copied into it. The values are the same, bit
+    for bit.
+    """
     gm = program.gm
     where = positions(gm.graph)
     for node in list(where):
@@ -27,20 +30,20 @@ def gradients_as_bucket_views(program: Program) -> None:
 
 
 def _place(graph: Graph, ravel: Node, where: dict[Node, int]) -> None:
-    """`where`: positions; what is made here gets that of the node before which it is."""
+    """`where`: positions; a new node takes the position of the node that it is put before."""
     leaves: list[Node | None] = argument(ravel, "leaves")
     offsets, size, dtype = (argument(ravel, name) for name in ("offsets", "size", "dtype"))
     makers: list[Node | None] = []
     seen: set[Node | None] = set()
     for leaf in leaves:
         maker = _maker(leaf, dtype)
-        makers.append(None if maker in seen else maker)  # it writes to one place
+        makers.append(None if maker in seen else maker)  # an operation writes to one place
         seen.add(maker)
     last = max((_memory(x) for x in leaves if x is not None), key=where.__getitem__)
     if last.op == "placeholder":
         return
-    # Before the last leaf where none is made there: freed behind the buffer, what is cast into it leaves no hole in the
-    # heap, which malloc, for want of some bytes for the alignment, could not give to the next one of its size.
+    # If no leaf is made in the bucket, make it before the last leaf. Values cast into it are then freed behind it,
+    # and leave no hole that malloc, a few alignment bytes short, could not reuse for the next bucket of this size.
     first = min((m for m in makers if m is not None), key=where.__getitem__, default=last)
     device = tensor_of(ravel).device  # type: ignore[union-attr]
     with graph.inserting_before(first):
@@ -53,7 +56,7 @@ def _place(graph: Graph, ravel: Node, where: dict[Node, int]) -> None:
         if maker is not None:
             parts[maker] = _write_to(graph, maker, flat, offset)
             where[parts[maker]] = where[maker]
-    # A leaf whose maker writes for another leaf is by now a part of the flat buffer, and copied from it.
+    # A leaf whose maker writes for another leaf is already a part of the bucket, and is copied from there.
     rest = [
         None if m is not None else None if x is None else parts.get(x, x) for x, m in zip(leaves, makers, strict=True)
     ]
@@ -61,20 +64,20 @@ def _place(graph: Graph, ravel: Node, where: dict[Node, int]) -> None:
         graph.call_function(ops.fill_.default, (flat, rest, offsets, numels, [m is not None for m in makers]))
     ravel.replace_all_uses_with(flat)
     graph.erase_node(ravel)
-    for maker, part in parts.items():  # now, because each would have changed all arguments of `ravel`
+    for maker, part in parts.items():  # once: each change would rebuild all arguments of `ravel`
         maker.replace_all_uses_with(part)
         graph.erase_node(maker)
 
 
 def _memory(node: Node) -> Node:
-    """What made the memory that a node stands on."""
+    """Return the node that made the memory of `node`."""
     while is_view(node):
         node = sources(node)[0]
     return node
 
 
 def _maker(leaf: Node | None, dtype: torch.dtype) -> Node | None:
-    """The operation that makes this gradient, if nothing else reads it and it can write to given memory."""
+    """Return the operation that makes this gradient, if nothing else reads it and it can write to given memory."""
     node = leaf
     while node is not None and len(node.users) == 1 and is_view(node):
         value, source = tensor_of(node), tensor_of(sources(node)[0])
@@ -92,7 +95,7 @@ def _maker(leaf: Node | None, dtype: torch.dtype) -> Node | None:
 
 
 def _write_to(graph: Graph, maker: Node, flat: Node, offset: int) -> Node:
-    """Let the operation of `maker` write to a part of a flat buffer; -> that part, which is to take its place."""
+    """Let `maker` write to a part of a bucket, and return that part, which replaces its result."""
     value = tensor_of(maker)
     with graph.inserting_before(maker):
         part = graph.call_function(ops.part.default, (flat, offset, list(value.shape)))  # type: ignore[union-attr]

@@ -1,7 +1,7 @@
-"""Activations wait in host memory between their last use in the forward pass and their first one in the backward pass.
+"""Offload activations to host memory between the forward and the backward pass.
 
-Each is sent as soon as the forward pass has used it for the last time, and brought back just in time, by simulated
-costs; both while the device computes. While it is away it takes nothing there.
+Each is sent after its last use in the forward pass and copied back just in time, by simulated costs. Both transfers
+overlap computation. Meanwhile it takes no device memory.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ..graph.program import Program, tensor_of
 from .budget.decision import choice_of
 
 ops = torch.ops.zerofn
-UNDER_WAY = 2  # activations that may be on their way to the host at a time; or back, and not used yet
+UNDER_WAY = 2  # activations that may be in transfer to the host at a time; or on the way back and not used yet
 
 
 class Stay(NamedTuple):
-    """Memory that may be away between its last use in the forward pass and its first one in the backward pass."""
+    """Memory that may be offloaded between its last use in the forward pass and its first use in the backward pass."""
 
     memory: Node
     last: Node
@@ -37,8 +37,9 @@ class Stay(NamedTuple):
 
 
 def stays(graph: Graph) -> list[Stay]:
-    """All that may be stashed, in order of making: what the forward pass makes and nobody writes to, that nobody reads
-    but it and then the backward pass."""
+    """Return what may be offloaded, in order of creation: values of the forward pass that are never written to, and
+    that only the forward and then the backward pass read.
+    """
     root = roots(graph)
     touched, written = touches(graph, root), written_memory(root)
     out: list[Stay] = []
@@ -53,7 +54,7 @@ def stays(graph: Graph) -> list[Stay]:
 
 
 def _can_leave(node: Node) -> bool:
-    """Whether a copy of a node's value stands for its memory: it is all of that, and its own."""
+    """Return whether a copy of a node's value can replace its memory: the value fills and owns it."""
     if node.op != "call_function" or is_start(node) or is_lent(node) or node.target is ops.bring.default:
         return False
     value = tensor_of(node)
@@ -61,8 +62,11 @@ def _can_leave(node: Node) -> bool:
 
 
 def offload_activations(program: Program) -> None:
-    """Send the activations that were chosen to host memory, and bring them back. No more than `UNDER_WAY` are leaving
-    at a time, none is back before it is needed but as early as its transfer, and those after it, take."""
+    """Send the chosen activations to host memory, and copy them back.
+
+    At most `UNDER_WAY` leave at a time. Each starts to come back just early enough for its own transfer and for
+    those behind it.
+    """
     gm = program.gm
     chosen = choice_of(gm).offloaded
     found = [x for x in stays(gm.graph) if x.memory.name in chosen] if chosen else []
@@ -86,7 +90,7 @@ def offload_activations(program: Program) -> None:
 
 
 class _Places:
-    """Where transfers begin and are waited for, as indices of `nodes`; each is put before the node there."""
+    """Where transfers start and are waited for, as indices of `nodes`; each goes before the node there."""
 
     def __init__(self, graph: Graph, lanes: Lanes) -> None:
         self.nodes, self.where, self._lanes = list(graph.nodes), positions(graph), lanes
@@ -94,7 +98,9 @@ class _Places:
         self._time = [0.0, *accumulate(computes)]  # when each node begins
 
     def back(self, found: list[Stay]) -> dict[Stay, int]:
-        """Where each starts to come back: as late as lets it, and those used after it, arrive before their use."""
+        """Return where each copy back starts: just in time for its first use, after the copies that are needed
+        earlier.
+        """
         order = sorted(found, key=lambda x: self.where[x.first])
         free = self._time[-1]  # from when on the link is taken
         out: dict[Stay, int] = {}
@@ -109,8 +115,9 @@ class _Places:
         return self._lanes.seconds_of(UP, memory_bytes(x.memory.meta["val"]))
 
     def left(self, found: list[Stay], begins: dict[Stay, int]) -> dict[Stay, int]:
-        """Where it is waited for that each has left: when it should have, before too many others leave, and before it
-        is brought back."""
+        """Return where the wait for each copy to the host goes: when the copy should be complete, before too many
+        others leave, and before the value comes back.
+        """
         order = sorted(found, key=lambda x: self.where[x.last])
         free = 0.0  # until when the link is taken
         out: dict[Stay, int] = {}
@@ -124,14 +131,14 @@ class _Places:
 
 
 class _Views:
-    """What the backward pass reads of one activation, made of what came back."""
+    """What the backward pass reads of one activation, rebuilt from its copy."""
 
     def __init__(self, graph: Graph, root: dict[Node, Node], memory: Node, back: Node) -> None:
         self._graph, self._root, self._memory = graph, root, memory
         self._copies = {memory: back}
 
     def feed(self, user: Node) -> None:
-        """Let a node of the backward pass read what came back."""
+        """Let a node of the backward pass read the copy."""
         for x in user.all_input_nodes:
             if phase_of(x) == FORWARD and self._root[x] is self._memory:
                 user.replace_input_with(x, self._copy(x, user))

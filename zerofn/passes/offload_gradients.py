@@ -1,4 +1,4 @@
-"""Gradients that wait for the norm of all, or for the finite check, wait on the drives where their state lies."""
+"""Let gradients that wait for the norm or the finite check wait on drives, if their state is stored there."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..graph.node_kinds import ASIDE, UPDATE, argument, fetched, from_drive, is_
 from ..graph.program import Cut, Program, tensor_of
 
 ops = torch.ops.zerofn
-HELD = 2  # gradients that stay in memory: those of the first updates, which were made last
+HELD = 2  # gradients that stay in memory: those of the first updates, which the backward pass makes last
 
 
 def offload_gradients(program: Program) -> None:
-    """Write a reduced gradient out once its norm is taken, and read it again with the state it updates: of the
-    gradients that wait, as of the state, no more than three units' are in memory.
+    """Write each reduced gradient to a drive once its norm is taken, and read it again with the state that it updates.
 
-    The space is only asked for: `program.drive_space`.
+    At most three units' gradients are in memory, as of the state. The pass only requests the space:
+    `program.drive_space`.
     """
     gm = program.gm
     rules = [n for n in gm.graph.nodes if _waits(n)][HELD:]
@@ -30,7 +30,7 @@ def offload_gradients(program: Program) -> None:
     touched = touches(gm.graph, root)
     for rule in rules:
         memory = root[_gradient(rule)]
-        # Who else reads a gradient after its norm was taken needs it in memory.
+        # Any other reader after the norm needs the gradient in memory.
         if touched[memory][-1] is rule and memory.op != "placeholder":
             program.drive_space.append(_space_for(program, rule))
             _offload(gm.graph, rule, memory, touched[memory][-2], len(program.drive_space) - 1)
@@ -42,8 +42,9 @@ def _gradient(rule: Node) -> Node:
 
 
 def _waits(node: Node) -> bool:
-    """Whether a node is an update in place of what was read from a drive, and its gradient waits for the finite check
-    or for the factor that clips it."""
+    """Return whether a node updates, in place, what was read from a drive, with a gradient that waits for the finite
+    check or the clipping factor.
+    """
     kept = kept_by(node)
     if not any(from_drive(x) for parts in kept for x in parts):
         return False
@@ -51,7 +52,7 @@ def _waits(node: Node) -> bool:
 
 
 def _space_for(program: Program, rule: Node) -> DriveSpec:
-    """Space for a gradient, on the drives where the state lies."""
+    """Request space for a gradient, on the drives of the state."""
     storages = [storage for cut in program.state.nodes if isinstance(cut, Cut) for storage in cut.storages]
     paths = next(storage.placement.paths for storage in storages if storage.placement and storage.placement.paths)
     names = dict(zip(program.placeholders, program.state.names, strict=False))
@@ -60,13 +61,13 @@ def _space_for(program: Program, rule: Node) -> DriveSpec:
 
 
 def _updated(rule: Node) -> Node:
-    """The input that a rule updates."""
+    """Return the input that a rule updates."""
     first = cast(list[Node], argument(rule, "p"))[0]
     return lies_at(cast(Node, start_of(first))) if fetched(first) else first
 
 
 def _offload(graph: Graph, rule: Node, memory: Node, after: Node, space: int) -> None:
-    """Write a rule's gradient, which lies in `memory`, to a drive right after `after`, and read it for the rule."""
+    """Write a rule's gradient, which is in `memory`, to a drive right after `after`, and read it for the rule."""
     value, then = tensor_of(_gradient(rule)), after.next
     assert value is not None
     aside: list[Node] = []
@@ -88,7 +89,7 @@ def _offload(graph: Graph, rule: Node, memory: Node, after: Node, space: int) ->
 
 
 def _write_there(gradient: Node, memory: Node) -> bool:
-    """Let what makes a gradient make it where drives write from; -> whether it can."""
+    """Make a gradient in the buffer from which drives write, and return whether that is possible."""
     value, whole = tensor_of(gradient), tensor_of(memory)
     if value is None or whole is None or not is_host(value.device) or value.numel() != whole.numel():
         return False

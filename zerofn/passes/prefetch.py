@@ -1,4 +1,4 @@
-"""Gathers and reads start ahead of their use, as early as links and memory allow."""
+"""Start gathers and drive reads ahead of their use, as early as links and memory allow."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from ..graph.program import Program
 from .budget.decision import choice_of
 from .reshard import ALIVE
 
-UNDER_WAY = 2  # on one link: one that goes on, and one that follows at once
+UNDER_WAY = 2  # on one link: one under way, and one that follows at once
 
 
 def prefetch(program: Program) -> None:
-    """Start every gather, with what prepares its shard, as soon as a simulated run has its link free, and the gathered
-    units that are there, and not yet used for the last time, take no more than three that follow each other do; where
-    starts were chosen, there. What it sends of a drive or the host is read before, as soon as that link is free. None
-    before what it needs is there, nor before the one ahead of it. Moves are local, so the order of transfers is the
-    same on every rank.
+    """Start every gather early, together with the operations that prepare its shard.
+
+    A simulated run starts a gather when its link is free and the units in memory are no more than three consecutive
+    ones. Where the memory search has chosen starts, those are used. What a gather sends from a drive or the host is
+    read before, as soon as that link is free. A gather never moves above its inputs, or above the gather ahead of
+    it: moves are local, so the order of transfers is the same on every rank.
     """
     gm = program.gm
     names, sources = choice_of(gm).starts, sources_in(gm.graph)
@@ -40,8 +41,11 @@ def prefetch(program: Program) -> None:
 
 
 class Source(NamedTuple):
-    """A gather, or a read where nothing is gathered. `chain`: what moves with it, itself the last; `reads`: of what it
-    sends; `at`: where they are, `earliest`: where they may be, as positions."""
+    """A gather, or a drive read where nothing is gathered.
+
+    `chain`: the nodes that move with it, itself last. `reads`: the reads of what it sends. `at`: its position;
+    `earliest`: the first possible one.
+    """
 
     start: Node
     chain: list[Node]
@@ -52,7 +56,7 @@ class Source(NamedTuple):
 
 
 def sources_in(graph: Graph) -> list[Source]:
-    """The gathers of a graph, and reads where nothing is gathered, in order."""
+    """Return the sources of a graph in order."""
     where = positions(graph)
     writer = written_before(graph, where, roots(graph))
     first = sum(n.op == "placeholder" for n in graph.nodes)
@@ -69,24 +73,27 @@ def sources_in(graph: Graph) -> list[Source]:
 
 
 class Bound(NamedTuple):
-    """Bytes at each node of a graph, and how many may be there."""
+    """Bytes at each node of a graph, and the most that are allowed."""
 
     level: npt.NDArray[np.int64]
     limit: float
 
 
 class Run(NamedTuple):
-    """`starts`: gather, or read for one -> position of the node before which it may start; `seconds` that the run
-    takes."""
+    """A simulated run. `starts`: gather, or read for one -> position of the node before which it may start. `seconds`:
+    its duration.
+    """
 
     starts: dict[Node, int]
     seconds: float
 
 
 def early(gm: GraphModule, sources: Sequence[Source], *bounds: Bound) -> Run:
-    """A simulated run with gathers as early as they may be: what they send has been read, no more than `UNDER_WAY` go
-    on at a time on a link, and no level, which is that of gathers that start where they are used, grows beyond its
-    limit. What the next one sends is read meanwhile."""
+    """Simulate a run with gathers as early as possible.
+
+    What a gather sends has been read before; reads for the next one go on meanwhile. At most `UNDER_WAY` gathers
+    are in flight on a link. No level of memory, counted from gathers at their first use, exceeds its limit.
+    """
     complete_values(gm.graph)
     run, todo = _Early(gm), deque(sources)
     bounds = tuple(Bound(level.copy(), limit) for level, limit in bounds)
@@ -107,25 +114,27 @@ def early(gm: GraphModule, sources: Sequence[Source], *bounds: Bound) -> Run:
 
 
 class _Early:
-    """A run that goes on, in which gathers and reads start."""
+    """A run in progress, in which gathers and reads start."""
 
     def __init__(self, gm: GraphModule) -> None:
         self.lanes, self.root = lanes_of(gm), roots(gm.graph)
         self.starts: dict[Node, int] = {}
-        self._ends: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * UNDER_WAY)  # of what links have carried
+        self._ends: defaultdict[str, list[float]] = defaultdict(
+            lambda: [0.0] * UNDER_WAY
+        )  # of the bytes that links have carried
 
     def is_ready(self, x: Source) -> bool:
-        """Whether a gather's link is free, and what it sends is there."""
+        """Return whether a gather's link is free, and its input is in memory."""
         there = all(n in self.starts and self.lanes.done(n) <= self.lanes.free[COMPUTE] for n in x.reads)
         return there and self._is_free(x.start)
 
     def gather(self, x: Source, at: int) -> None:
-        """Start a gather, and what it sends to be read if it is not yet."""
+        """Start a gather, after the reads that it still needs."""
         for node in (*(n for n in x.reads if n not in self.starts), *x.chain):
             self._step(node, at)
 
     def read(self, todo: Sequence[Source], at: int) -> None:
-        """Start the reads for the gather that comes next."""
+        """Start the reads for the next gather."""
         for node in todo[0].reads if todo else ():
             if node not in self.starts and at >= todo[0].earliest and self._is_free(node):
                 self._step(node, at)
@@ -144,12 +153,12 @@ class _Early:
 
 
 def _moving(sources: Sequence[Source]) -> set[Node]:
-    """All gathers and reads, and what moves with them."""
+    """Return all gathers and reads, and the nodes that move with them."""
     return {node for x in sources for node in (*x.reads, *x.chain)}
 
 
 def _least(todo: Sequence[Source], bounds: Sequence[Bound]) -> int:
-    """From where on the source that comes next may start for memory's sake."""
+    """Return the first position at which memory allows the next source to start."""
     if not todo:
         return 0
     x = todo[0]
@@ -158,14 +167,13 @@ def _least(todo: Sequence[Source], bounds: Sequence[Bound]) -> int:
 
 
 def _move(graph: Graph, sources: Sequence[Source], starts: dict[Node, int]) -> None:
-    """Put each gather and read before the node at its position in `starts`, or where it may be first; behind the one
-    before it."""
+    """Put each gather and read before the node at its position in `starts`, or at its earliest one, in their order."""
     nodes, moves = list(graph.nodes), []
     inside = _moving(sources)
     at = early_at = 0
     for x in sources:
         at = max(at, min(x.at, max(x.earliest, starts.get(x.start, x.at))))
-        while at < x.at and nodes[at] in inside:  # behind those before it
+        while at < x.at and nodes[at] in inside:  # after the earlier ones
             at += 1
         for node in x.reads:
             early_at = max(early_at, min(at, max(x.earliest, starts.get(node, at))))
@@ -178,13 +186,13 @@ def _move(graph: Graph, sources: Sequence[Source], starts: dict[Node, int]) -> N
 
 
 def _chosen(graph: Graph, names: frozenset[tuple[str, str]]) -> dict[Node, int]:
-    """Gather -> the position that was chosen, by names."""
+    """Return gather -> its chosen position, from names."""
     before, nodes = dict(names), {n.name: k for k, n in enumerate(graph.nodes)}
     return {n: nodes[before[n.name]] for n in graph.nodes if before.get(n.name) in nodes}
 
 
 def _chain(start: Node, where: dict[Node, int]) -> list[Node]:
-    """A gather and what prepares its shard, nobody else reading that: what is read, decoded and cast."""
+    """Return a gather with the nodes that only prepare its shard: reads, decodes and casts."""
     found, todo = [start], [start]
     while todo:
         for node in todo.pop().all_input_nodes:
@@ -196,7 +204,7 @@ def _chain(start: Node, where: dict[Node, int]) -> list[Node]:
 
 
 def few_alive(gm: GraphModule, sources: Sequence[Source]) -> Bound:
-    """That gathered units take no more than three that follow each other do, or than they do anyhow."""
+    """Return the limit for gathered units: three consecutive ones, or what the graph holds anyway."""
     where, root = positions(gm.graph), roots(gm.graph)
     last = last_uses(gm.graph, where, root)
     level = np.zeros(len(where), dtype=np.int64)

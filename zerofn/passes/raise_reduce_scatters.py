@@ -1,4 +1,4 @@
-"""Scatters start when their gradient is there, and are waited for late."""
+"""Start reduce-scatters as soon as their gradient is complete, and wait for them late."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from ..graph.edit import clean, raise_up
 from ..graph.node_kinds import casts, is_scatter, wait_of
 from ..graph.program import Program
 
-IN_FLIGHT = 2  # scatters under way at a time: each holds a unit's whole gradient
+IN_FLIGHT = 2  # reduce-scatters in flight: each holds a unit's whole gradient
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
 
 
 def raise_reduce_scatters(program: Program) -> None:
-    """Raise every reduce-scatter, with the copy into its flat buffer, to where its last gradient is made; sink its
-    wait to its first use, or to where the second scatter after it starts.
+    """Move every reduce-scatter, with the copy into its bucket, up to where its last gradient is made.
+
+    Its wait moves down to the first use, or to where the second reduce-scatter after it starts.
     """
     gm = program.gm
     graph = gm.graph
@@ -40,7 +41,7 @@ def raise_reduce_scatters(program: Program) -> None:
 
 
 def _preparation(node: Node) -> dict[Node, None]:
-    """The chain of views, casts and products by a weight between a ravel and its scatter."""
+    """Return the chain of views, casts and scalings between a ravel and its reduce-scatter."""
     out: dict[Node, None] = {}
     while node.all_input_nodes:
         node = node.all_input_nodes[0]
@@ -53,5 +54,5 @@ def _preparation(node: Node) -> dict[Node, None]:
 
 
 def _prepares(node: Node) -> bool:
-    """Whether a node only brings a gradient into the form in which it is sent."""
+    """Return whether a node only brings a gradient into the form in which it is sent."""
     return casts(node) or node.target is ops.ravel.default or node.target is aten.mul.Tensor

@@ -1,4 +1,4 @@
-"""A gradient is unscaled as soon as it is reduced, so that what comes after need not wait for the last one."""
+"""Unscale each gradient as soon as it is reduced, so that later steps need not wait for the last one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ ops = torch.ops.zerofn
 
 
 def raise_unscale(program: Program) -> None:
-    """Raise products of whole gradients with a number, and what computes that number, to where both are there: a
-    gradient that goes elsewhere, to the host or a drive, does so while the next ones are made. One that stays keeps
-    its narrower dtype until its update."""
+    """Move products of whole gradients with a number, and what computes the number, up to where both are known.
+
+    A gradient that goes to the host or a drive can leave while the next ones are made. A gradient that stays in
+    memory keeps its narrower dtype until its update.
+    """
     gm = program.gm
     goes = any(map(is_fetch, gm.graph.nodes))
     moved: dict[Node, None] = {}
@@ -34,7 +36,7 @@ def raise_unscale(program: Program) -> None:
 
 
 def _is_gradient(x: object) -> bool:
-    """Whether `x` is a unit's gradient, complete and reduced."""
+    """Return whether `x` is a unit's complete, reduced gradient."""
     if not isinstance(x, Node):
         return False
     if x.target is ops.wait.default:
@@ -43,7 +45,7 @@ def _is_gradient(x: object) -> bool:
 
 
 def _number(x: object) -> dict[Node, None]:
-    """The operations on numbers alone that make the number `x`."""
+    """Return the scalar operations that make the number `x`."""
     value = tensor_of(x) if isinstance(x, Node) else None
     if not isinstance(x, Node) or value is None or value.dim() or x.op != "call_function":
         return {}

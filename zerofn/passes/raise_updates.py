@@ -1,4 +1,4 @@
-"""Update rules run as soon as they can."""
+"""Run update rules as early as possible."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ ops = torch.ops.zerofn
 
 
 def raise_updates(program: Program) -> None:
-    """Raise every update in place to where its gradient is reduced, after all that still reads the old values: inside
-    the backward pass, where it need not wait for the finite check or the norm. Those that do wait run in the order in
-    which the next step uses what they write.
+    """Move every in-place update up to where its gradient is reduced, after the last read of the old values.
+
+    Updates that need neither the finite check nor the norm run inside the backward pass. The others run in the
+    order in which the next step uses the parameters.
     """
     gm = program.gm
     graph = gm.graph
@@ -31,7 +32,7 @@ def raise_updates(program: Program) -> None:
             writers.setdefault(root[x], []).append(node)
 
     makers = {root[x]: rule for rule in rules for x in writes(rule)}
-    stores_of: dict[Node, list[Node]] = {rule: [] for rule in rules}  # rule -> what takes its results to where they lie
+    stores_of: dict[Node, list[Node]] = {rule: [] for rule in rules}  # rule -> the stores of its results
     for node in graph.nodes:
         if stores_in_place(node) and root[argument(node, "x")] in makers:
             stores_of[makers[root[argument(node, "x")]]].append(node)
@@ -39,7 +40,7 @@ def raise_updates(program: Program) -> None:
     def memory(rule: Node) -> set[Node]:
         places = {root[x] for x in writes(rule)}
         places |= {root[place_of_store(store)] for store in stores_of[rule]}
-        return places | {copies[x] for x in places if x in copies}  # a shard may lie in its gathered copy
+        return places | {copies[x] for x in places if x in copies}  # a shard may be a view of its gathered copy
 
     reads = set(_reads(graph))
 
@@ -57,7 +58,7 @@ def raise_updates(program: Program) -> None:
     for rule in sorted(rules, key=first_use, reverse=True):
         anchors[rule].append(rule)
     for rule, mine in stores_of.items():
-        for store in mine:  # not before what still reads the old value from there
+        for store in mine:  # not above reads of the old value there
             place = root[place_of_store(store)]
             if not [n for n in touched[place] if where[rule] < where[n] < where[store]]:
                 rule.append(store)
@@ -65,18 +66,18 @@ def raise_updates(program: Program) -> None:
 
 
 def _is_update(node: Node) -> bool:
-    """Whether a node is an update rule of ours, in place in the state."""
+    """Return whether a node is an in-place update rule of ours on the state."""
     return bool(kept_by(node)) and all(x.op == "placeholder" or fetched(x) for x in writes(node))
 
 
 def _reads(graph: Graph) -> list[Node]:
-    """Reads from drives for updates, with their waits."""
+    """Return the drive reads for updates, with their waits."""
     starts = [n for n in graph.nodes if is_fetch(n) and n.meta.get(UPDATE)]
     return [n for start in starts for n in (start, wait_of(start))]
 
 
 def _scalars(graph: Graph, rules: list[Node]) -> list[Node]:
-    """What rules read beside large tensors, in order: counts, rates, the finite check, and what makes them."""
+    """Return, in order, what computes the scalars that rules read: counts, rates, the finite check."""
     found: set[Node] = set()
     todo = [x for rule in rules for x in rule.all_input_nodes]
     while todo:

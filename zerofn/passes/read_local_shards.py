@@ -1,4 +1,4 @@
-"""What of a gathered unit this rank holds itself is read where it lies."""
+"""Read this rank's own part of a gathered unit from its shard."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _slice = torch.ops.aten.slice.Tensor
 
 
 def read_local_shards(program: Program) -> None:
-    """Let a leaf that lies wholly in this rank's shard be a view of the shard, and the gather copy of the shard only
-    what leaves on its edges need. Transfers stay as they are; which leaves are so read differs from rank to rank.
+    """Make a leaf that is wholly in this rank's shard a view of the shard.
 
-    Only shards that are there all through the step: one that is cast for the gather would live longer.
+    The gather then copies only the part of the shard that leaves across its edges need. What is sent stays the
+    same. The result differs by rank. Shards that are cast for the gather are left alone: they would have to live
+    longer.
     """
     gm = program.gm
     root = roots(gm.graph)
@@ -36,7 +37,7 @@ def _read(start: Node, shard: Node) -> None:
     size, group = tensor_of(shard).numel(), argument(start, "group")  # type: ignore[union-attr]
     low = 0 if fake_machine() else dist.get_rank(resolve_process_group(group)) * size
     inside: list[tuple[Node, int, int]] = []
-    edges: list[tuple[int, int]] = []  # what others need of the shard
+    edges: list[tuple[int, int]] = []  # the part that leaves across the shard's edges need
     users = list(wait_of(start).users)
     for user in users:
         read = _interval(user)
@@ -46,14 +47,14 @@ def _read(start: Node, shard: Node) -> None:
         elif a < size and b > 0:
             edges.append((max(a, 0), min(b, size)))
     if len(inside) == len(users):
-        return  # nobody would wait for the gather any more; other ranks need it
+        return  # nothing else would wait for the gather, which other ranks need
     for user, a, b in inside:
         user.args = (shard, -1, a, b)
     start.kwargs = {"own": [min(a for a, _ in edges), max(b for _, b in edges)] if edges else [0, 0]}
 
 
 def _interval(user: Node) -> tuple[int, int] | None:
-    """What a user reads of a unit, where it is a plain slice of it."""
+    """Return the interval that a user reads of a unit, if it is a plain slice."""
     if user.target is not _slice or argument(user, "step") != 1 or argument(user, "dim") not in (0, -1):
         return None
     a, b = argument(user, "start"), argument(user, "end")

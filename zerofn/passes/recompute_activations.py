@@ -1,4 +1,4 @@
-"""Activations that are not kept are computed again where the backward pass needs them."""
+"""Recompute activations in the backward pass instead of saving them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from .budget.decision import choice_of
 
 
 def recompute_activations(program: Program) -> None:
-    """Drop the activations that were chosen: before its first use in the backward pass each is computed again, from
-    what is kept, by the operations that made it. Random ones are functions of their key and draw the same again.
+    """Drop the chosen activations, and compute each again before its first use in the backward pass.
+
+    Copies of the forward operations do that, from values that are saved. Random operations depend on their key
+    alone and draw the same numbers again.
     """
     gm = program.gm
     dropped = choice_of(gm).dropped
@@ -30,7 +32,7 @@ def recompute_activations(program: Program) -> None:
 
 
 class _Again:
-    """Second copies of forward operations, made where they are first needed."""
+    """Copies of forward operations, made where they are first needed."""
 
     def __init__(self, graph: Graph, segments: Segments, dropped: set[Node]) -> None:
         self._graph, self._segments, self._dropped = graph, segments, dropped
@@ -38,7 +40,7 @@ class _Again:
         self._where = positions(graph)
 
     def feed(self, node: Node) -> None:
-        """Give a node of the backward pass copies of what is dropped."""
+        """Replace dropped inputs of a backward node by copies."""
         for x in node.all_input_nodes:
             if phase_of(x) == FORWARD and self._segments.memory(x) in self._dropped:
                 node.replace_input_with(x, self._copy(x, node))

@@ -1,4 +1,4 @@
-"""Elementwise operations write over an operand that nobody needs any more."""
+"""Let elementwise operations overwrite an operand that is not needed afterwards."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from ..graph.edit import clean
 from ..graph.program import Program, alike, tensor_of
 from ..ops.registry import OUT_ELEMENTWISE
 
-SMALLEST = 1 << 12  # elements; below, fresh memory is in the cache anyway
+SMALLEST = 1 << 12  # elements; below, new memory is in the cache anyway
 
 
 def reinplace(program: Program) -> None:
-    """Let an elementwise operation whose operand is used for the last time write its result there: less memory, and
-    memory that is in the cache. The values are the same, bit for bit.
+    """Let an elementwise operation write into an operand that it is the last to use.
+
+    That takes less memory, and memory that is in the cache. The values are the same, bit for bit.
     """
     gm = program.gm
     where, root = positions(gm.graph), roots(gm.graph)
     last = last_uses(gm.graph, where, root)
-    moved: dict[Node, Node] = {}  # what was fresh memory -> the memory it is now in
+    moved: dict[Node, Node] = {}  # a node that made memory -> the memory that it uses now
 
     def memory(node: Node) -> Node:
         return moved.get(root[node], root[node])
@@ -41,12 +42,12 @@ def reinplace(program: Program) -> None:
 
 
 def _is_fresh(memory: Node) -> bool:
-    """Whether memory is the step's own, made by an operation of which we know all that shares it."""
+    """Return whether the step made this memory, by an operation whose aliasing is known."""
     return isinstance(memory.target, OpOverload) and memory.target.namespace == "aten"
 
 
 def _fits(node: Node, operand: Node, memory: Node) -> bool:
-    """Whether the operand is all of its memory, and lies in it as the result would."""
+    """Return whether the operand fills its memory, with the result's shape and strides."""
     value, given, whole = tensor_of(node), tensor_of(operand), tensor_of(memory)
     if value is None or given is None or whole is None or value.numel() < SMALLEST:
         return False

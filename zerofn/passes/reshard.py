@@ -1,4 +1,4 @@
-"""Stage 3: a gathered unit is dropped between uses and gathered again."""
+"""Stage 3: drop a gathered unit between uses, and gather it again."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from ..graph.node_kinds import is_source, wait_of
 from ..graph.program import Program
 from .budget.decision import choice_of
 
-ALIVE = 3  # gathered units at a time: one in use, and two that are kept, or under way
+ALIVE = 3  # gathered units at a time: one in use, and two in memory or in flight
 
 
 def reshard(program: Program) -> None:
-    """Cut the uses of every gathered unit where `ALIVE` or more other units are used in between, so that it and those
-    could not all be alive, and give each region after the first a gather of its own. Forward and backward of a layer
-    are two regions; those of the last layers are one. Where it was chosen which units are dropped, those are.
+    """Cut the uses of a gathered unit where `ALIVE` or more other units are used in between, and gather it again for
+    each later region.
+
+    Forward and backward of a layer are then two regions; those of the last layers stay one. Where the memory search
+    has chosen the cuts, those are used.
     """
     gm = program.gm
     graph = gm.graph
@@ -41,13 +43,13 @@ def reshard(program: Program) -> None:
 
 
 def uses_of_gathers(graph: Graph, chain: list[Node], where: dict[Node, int]) -> dict[Node, list[Node]]:
-    """Where each gathered unit begins to be there -> the nodes that compute with it, in order."""
+    """Map the source of each gathered unit to the nodes that compute with it, in order."""
     inside = set(chain)
     return {n: sorted(_uses(wait_of(n), inside), key=where.__getitem__) for n in chain if is_source(n)}
 
 
 def _uses(wait: Node, inside: set[Node]) -> set[Node]:
-    """The nodes outside the chain that read what `wait` yields, through any view."""
+    """Return the nodes outside the chain that read what `wait` yields, through any view."""
     out: set[Node] = set()
     todo = [wait]
     while todo:
@@ -69,7 +71,9 @@ def _regions(uses: list[Node], cut: Callable[[Node, Node], bool]) -> list[list[N
 
 
 def num_others(own: int, timeline: list[tuple[int, int]], start: int, stop: int) -> int:
-    """How many other units are used in (start, stop), counted up to ALIVE. `timeline`: (position, unit) of all uses."""
+    """Return how many other units are used in (start, stop), counted up to ALIVE. `timeline`: (position, unit) of all
+    uses.
+    """
     seen: set[int] = set()
     for at in range(bisect_right(timeline, (start, len(timeline) + own)), len(timeline)):
         position, unit = timeline[at]
@@ -81,7 +85,7 @@ def num_others(own: int, timeline: list[tuple[int, int]], start: int, stop: int)
 
 
 def _refetch(graph: Graph, region: list[Node], inside: set[Node]) -> None:
-    """Give the users in `region` a copy of the chain they read from."""
+    """Give the users in `region` a copy of the chain that they read from."""
     copies: dict[Node, Node] = {}
 
     def copy(node: Node) -> Node:

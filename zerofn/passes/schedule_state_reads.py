@@ -1,4 +1,4 @@
-"""Reads from drives have their places in a buffer, and those for updates start ahead of their use."""
+"""Schedule reads from drives for updates, and give all drive reads places in one buffer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from ..util.sizes import pages
 from ._packing import Span, pack
 
 ops = torch.ops.zerofn
-WRITING = 3  # gradients that may be on their way to the drive while one is made
+WRITING = 3  # gradients that may be on the way to the drive while one is made
 
 
 def schedule_state_reads(program: Program) -> None:
-    """While a unit is updated, the next one's state is read and the last one's is written. All that is read goes to a
-    buffer that is made once.
+    """While one unit is updated, read the next unit's state and write the previous one's.
+
+    All reads go to one buffer that is allocated once.
     """
     gm = program.gm
     for each in (gm, *bodies(gm)):
@@ -40,8 +41,9 @@ def _place(graph: Graph, program: Program) -> None:
 
 
 def _start_updates(graph: Graph, fetches: list[Node]) -> list[list[Node]]:
-    """Waits sink to the update that reads them; the reads for one update start when the one before is waited for.
-    -> the reads, update by update."""
+    """Move waits down to the update that reads them, and start the reads of each update at the wait of the previous
+    one. Return the reads, update by update.
+    """
     where = positions(graph)
     writer = written_before(graph, where, roots(graph))
     groups: dict[Node, list[Node]] = {}
@@ -50,17 +52,17 @@ def _start_updates(graph: Graph, fetches: list[Node]) -> list[list[Node]]:
         groups.setdefault(reader, []).append(fetch)
     readers = sorted(groups, key=where.__getitem__)
     before = next((n for n in graph.nodes if makes_bucket(n) or is_scatter(n)), None)  # the backward pass has begun
-    if before and readers and where[readers[0]] < where[before]:  # it is over: a loop held it
+    if before and readers and where[readers[0]] < where[before]:  # the backward pass was in a loop, and is over
         before = None
     at = where[before] if before else 0
     for k, reader in enumerate(readers):
         for fetch in groups[reader]:
             reader.prepend(wait_of(fetch))
-            if fetch in writer and at <= where[writer[fetch]]:  # it is written first
+            if fetch in writer and at <= where[writer[fetch]]:  # it is written before it is read
                 writer[fetch].append(fetch)
             else:
                 (before or wait_of(fetch)).prepend(fetch)
-        if k or not before:  # two are read while the first gradients are computed
+        if k or not before:  # read two while the first gradients are computed
             before, at = wait_of(groups[reader][0]), where[reader]
     return [groups[reader] for reader in readers]
 
@@ -68,7 +70,7 @@ def _start_updates(graph: Graph, fetches: list[Node]) -> list[list[Node]]:
 def _spans(graph: Graph, groups: list[list[Node]]) -> list[Span]:
     where, touched = positions(graph), touches(graph, roots(graph))
     ends = [max(where[touched[fetch][-1]] for fetch in group) for group in groups]
-    # What one update has changed is being written during the next; it may be read until later, and written after.
+    # The result of one update is written during the next one. Other readers may delay that write.
     ends = [max(pair) for pair in zip(ends, [*ends[1:], len(where)], strict=False)]
     written = {fetch: end for group, end in zip(groups, ends, strict=True) for fetch in group}
     out = []

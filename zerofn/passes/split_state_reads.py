@@ -1,4 +1,4 @@
-"""What lies on a drive is read once for computing with it, and once for updating it."""
+"""Read state on a drive once to compute with it, and once to update it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from ..graph.program import Program
 
 
 def split_state_reads(program: Program) -> None:
-    """Give the update of a shard a read of its own: in between, nobody needs it in memory. Such reads are marked. What
-    a loop computes with is read in each of its rounds.
+    """Give the update of a shard a marked read of its own: in between, nobody needs the shard in memory.
+
+    What a loop computes with is read in each of its rounds.
     """
     gm = program.gm
     for loop, body in loops(gm):
@@ -37,7 +38,7 @@ def split_state_reads(program: Program) -> None:
 
 
 def _read_again(start: Node, wait: Node, users: list[Node], where: dict[Node, int]) -> Node:
-    """Give these users a read of their own; -> its start."""
+    """Give these users a read of their own, and return its start."""
     with start.graph.inserting_before(min(users, key=where.__getitem__)):
         again = start.graph.node_copy(start)
         held = start.graph.node_copy(wait, {start: again}.__getitem__)
@@ -47,7 +48,7 @@ def _read_again(start: Node, wait: Node, users: list[Node], where: dict[Node, in
 
 
 def _read_inside(loop: Node, body: Graph, inside: Node, held: Node) -> None:
-    """Give a loop's body the handle of what was read before it, to read itself."""
+    """Pass a loop's body the handle of what was read before the loop, so that the body reads it."""
     start = cast(Node, start_of(held))
     handle = lies_at(start)
     give_to_loop(loop, held, handle)
@@ -64,7 +65,7 @@ def _read_inside(loop: Node, body: Graph, inside: Node, held: Node) -> None:
 
 
 def _is_update(node: Node) -> bool:
-    """Whether a node is an update rule, or decodes what one updates."""
+    """Return whether a node is an update rule, or decodes a rule's input."""
     return _is_rule(node) or (decodes(node) and any(map(_is_rule, node.users)))
 
 

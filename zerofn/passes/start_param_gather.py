@@ -1,4 +1,4 @@
-"""Stages 1 and 2: the gathered copies are brought up to date, from the end of one step into the next."""
+"""Stages 1 and 2: all-gather updated parameters at the end of a step, for the next one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ops, aten = torch.ops.zerofn, torch.ops.aten
 
 
 def start_param_gather(program: Program) -> None:
-    """After a unit's shard is updated, start to gather it into the copy that hangs on the parameters.
+    """After each shard's update, start to all-gather it into the copy that the parameters hold.
 
-    Where the dtypes agree the shard is a view of that copy and nothing is copied; else it is cast into its place.
-    Nobody waits here: `arrive` does, in the next step.
+    If the dtypes agree, the shard is a view of that copy and nothing is copied; otherwise it is cast into its
+    place. The next step waits (`wait_param_gather`).
     """
     gm = program.gm
     graph = gm.graph

@@ -1,4 +1,4 @@
-"""Replicated state stays equal on all ranks."""
+"""Keep replicated state equal on all ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ ops, aten = torch.ops.zerofn, torch.ops.aten
 
 
 def sync_replicated_state(program: Program) -> None:
-    """Average over ranks every replicated new state tensor that depends on this rank's own batch: batch norm's
-    running values, say. One transfer per dtype. Raises `CaptureError` where there is no mean (whole numbers).
+    """Average over ranks every replicated state tensor that depends on a rank's own batch, such as batch-norm
+    statistics.
+
+    There is one transfer for each dtype. Raises `CaptureError` where a mean does not exist (whole numbers).
     """
     gm = program.gm
     axis = program.axis
@@ -45,9 +47,9 @@ def sync_replicated_state(program: Program) -> None:
 
 
 def _depends(graph: Graph, given: set[Node], root: dict[Node, Node]) -> set[Node]:
-    """Memory whose contents depend on that of `given`, other than through what all ranks have together."""
+    """Return the memory whose contents depend on that of `given`, except through values that are equal on all ranks."""
     own = set(given)
-    of_loops: dict[Node, set[int]] = {}  # the outputs of a loop that do
+    of_loops: dict[Node, set[int]] = {}  # the outputs of a loop that depend on it
     for node in graph.nodes:
         if node.target is run_loop:
             written, of_loops[node] = _through(node, {x for x in node.all_input_nodes if root[x] in own})
@@ -60,11 +62,11 @@ def _depends(graph: Graph, given: set[Node], root: dict[Node, Node]) -> set[Node
 
 
 def _through(loop: Node, given: set[Node]) -> tuple[list[Node], set[int]]:
-    """Where the inputs `given` of a loop hold such values: (all inputs that come to hold them, the outputs that do)."""
+    """Return (inputs, outputs) of a loop that hold values which differ by rank, if the inputs `given` do."""
     inputs, graph = given_to_body(loop), body_of(loop).graph
     root = roots(graph)
     inside = {x for x, outer in inputs.items() if outer in given}
-    while True:  # what a round writes, the next one reads
+    while True:  # the next round reads what a round writes
         own = _depends(graph, inside, root)
         written = [x for x in inputs if x in own and x not in inside]
         if not written:
@@ -75,7 +77,7 @@ def _through(loop: Node, given: set[Node]) -> tuple[list[Node], set[int]]:
 
 
 def _means(graph: Graph, program: Program, values: list[Node], dtype: torch.dtype) -> list[Node]:
-    """The means over ranks of `values`, through one flat buffer."""
+    """Return the means over ranks of `values`, computed in one flat buffer."""
     shapes = [tensor_of(v).shape for v in values]  # type: ignore[union-attr]
     offsets = [sum(s.numel() for s in shapes[:k]) for k in range(len(shapes))]
     total, axis = sum(s.numel() for s in shapes), program.axis

@@ -1,4 +1,4 @@
-"""State in host memory is updated where it lies: gradients come down, parameters go up."""
+"""Update state in host memory on the host: gradients are copied down, parameters up."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ ops = torch.ops.zerofn
 
 
 def update_on_host(program: Program) -> None:
-    """Let the processor that is faster there update what lies in host memory: the device, to which it is streamed and
-    back, as captured, or the host, for a share of the units, which measured rates say.
+    """Let the faster processor update what is stored in host memory.
+
+    That is the device, to which state is streamed and back, as captured; or the host, for a share of the units that
+    follows from measured rates.
     """
     gm = program.gm
     graph = gm.graph
@@ -42,16 +44,16 @@ def update_on_host(program: Program) -> None:
     for k, rule in enumerate(rules):
         drive = any(from_drive(x) for parts in kept_by(rule) for x in parts)
         after = [n for parts in kept_by(rule) for x in parts for n in touched[root[x]] if where[n] > where[rule]]
-        if not all(map(stores_in_place, after)):  # the step reads what is new: it would not be there yet
+        if not all(map(stores_in_place, after)):  # the step reads the new value, which the host would not have yet
             continue
-        if k < number or (drive and _on_device(rule)):  # what is read from a drive is on the host
+        if k < number or (drive and _on_device(rule)):  # drive reads arrive in host memory
             before = [n for n in touched[root[argument(rule, "g")]] if where[n] < where[rule]]
             _move(graph, rule, before[-1], where, not drive)
     clean(gm)
 
 
 def _share(program: Program, rule: Node) -> float:
-    """The share of the units that the host updates, by what a rule reads and writes of each element."""
+    """Return the share of units that the host updates, from the bytes that a rule reads and writes for each element."""
     placement = next(
         storage.placement
         for cut in program.state.nodes
@@ -71,13 +73,13 @@ def _bytes(node: Any) -> int:
 
 
 def _brought(node: Node) -> bool:
-    """Whether a node waits for a state tensor that is brought from the host."""
+    """Return whether a node waits for a state tensor that is copied from the host."""
     start = start_of(node)
     return start is not None and brings_input(start)
 
 
 def _streamed(node: Node) -> bool:
-    """Whether a node is an update of what lies in host memory, or of what a drive is read to host memory from."""
+    """Return whether a node updates what is stored in host memory, or read from a drive to there."""
     parts = [x for parts in kept_by(node) for x in parts]
     return any(map(_brought, parts)) or (any(map(from_drive, parts)) and _on_device(node))
 
@@ -87,13 +89,15 @@ def _on_device(rule: Node) -> bool:
 
 
 def _move(graph: Graph, rule: Node, ready: Node, where: dict[Node, float], aside: bool) -> None:
-    """Make an update on the device one on the host, aside but where it works in places that later reads get.
-    `ready`: its gradient is complete behind that. `where`: positions, to which those of new users of state are added.
+    """Turn an update on the device into one on the host, on the thread for updates unless later reads use its buffers.
+
+    `ready`: the node after which its gradient is complete. `where`: positions, to which new users of state are
+    added.
     """
     gradient = cast(Node, argument(rule, "g"))
     with graph.inserting_after(ready):
         begun = _node(graph, ops.bring.default, (gradient, host()), gradient)  # as soon as it is reduced
-    with graph.inserting_after(begun):  # at once: where it waits on a drive, it is on its way there before the next
+    with graph.inserting_after(begun):  # at once: a gradient that waits on a drive must leave before the next one
         given = {gradient: _node(graph, ops.wait.default, (begun,), begun)}
     parts = [x for parts in kept_by(rule) for x in parts]
     for x in [*parts, *(x for x in rule.args if isinstance(x, Node) and x is not gradient)]:  # counts, rates, checks
@@ -114,10 +118,10 @@ def _move(graph: Graph, rule: Node, ready: Node, where: dict[Node, float], aside
 
 
 def _end(graph: Graph, rule: Node, part: Node, place: Node, where: dict[Node, float]) -> Node | None:
-    """What tells others, or gives them, what the host has made of a part."""
+    """End the host's update of a part: signal that it is done, or hand out its result."""
     for put in [u for u in part.users if _brought(part) and u.target is ops.put_.default]:
         graph.erase_node(put)
-    if _brought(part) and len(place.users) == 1:  # nobody else uses it
+    if _brought(part) and len(place.users) == 1:  # it has no other user
         return None
     with graph.inserting_after(rule):
         end = (
@@ -127,7 +131,7 @@ def _end(graph: Graph, rule: Node, part: Node, place: Node, where: dict[Node, fl
         )
     where[end] = where[rule] + 0.5
     written = place if _brought(part) else part
-    with graph.inserting_before(min(written.users, key=where.__getitem__)):  # the next step waits for what is put there
+    with graph.inserting_before(min(written.users, key=where.__getitem__)):  # the next step waits for this copy
         _node(graph, ops.wait.default, (written,), written)
     return end
 

@@ -1,4 +1,4 @@
-"""Stages 1 and 2: a unit's gathered copy is waited for where it is first needed."""
+"""Stages 1 and 2: wait for a unit's gathered copy at its first use."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from ..graph.program import Program
 
 
 def wait_param_gather(program: Program) -> None:
-    """Wait for every gathered copy that the step before may have left under way, just before the first node that uses
-    it or the shard that lies in it: the end-of-step gather hides behind the next forward pass.
+    """Wait for every gathered copy that the previous step may have left in flight, just before the first node that
+    uses it or the shard that is a view of it.
+
+    The all-gather at the end of a step thus overlaps the next forward pass.
     """
     gm = program.gm
     where = positions(gm.graph)

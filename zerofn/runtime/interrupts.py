@@ -1,4 +1,4 @@
-"""A step is done whole or not at all."""
+"""A step runs completely or not at all."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ SOON = 0.05  # seconds
 
 
 class HeldInterrupts(list[Callable[[], Any]]):
-    """What interrupts that came during a step ask for, until `deliver` does it."""
+    """Interrupts that came during a step, until `deliver` runs their handlers."""
 
 
 @contextlib.contextmanager
 def whole_steps() -> Iterator[None]:
-    """Ctrl-C inside waits: a step that stops halfway has written half of the state.
+    """Delay Ctrl-C: a step that stops halfway has written half of the state.
 
-    Raised at once at the end, it would leave the caller without the new state while the old one is given away. So it
-    comes a moment later, or before the next step, whichever is first (`deliver`), when `state, aux = step(...)` holds.
+    Raised right at the end of the step, it would leave the caller with a donated state and without the new one. So
+    it comes a moment later, or before the next step if that is earlier (`deliver`), when `state, aux = step(...)`
+    has been assigned.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -43,7 +44,7 @@ def whole_steps() -> Iterator[None]:
 
 
 def deliver() -> None:
-    """Do what an interrupt that was held back asks for, in the main thread."""
+    """Run the handler of a delayed interrupt, in the main thread."""
     held = the(HeldInterrupts)
     if held and threading.current_thread() is threading.main_thread():
         interrupt = held.pop()

@@ -1,4 +1,4 @@
-"""What a compiled step returns: the values of its graph, as the step's own structure."""
+"""Turn the values of a step's graph into what the step returns."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .inputs import Inputs
 def returned(
     name: str, program: Program, donating: bool, outputs: list[Tensor], inputs: Inputs, state_leaves: list[Any]
 ) -> Any:
-    """`(new state, aux)`, or what an evaluation step returns, of a graph's `outputs`.
+    """Return `(new state, aux)`, or the result of an evaluation step, from a graph's `outputs`.
 
-    With `donating` the new state lies in the tensors of `inputs`, but for what `program.kept` names, and whoever uses
-    the old one from here on, by a tensor or by a `Sharded` of `state_leaves`, is told why that cannot be.
+    With `donating`, the new state is in the tensors of `inputs`, except for what `program.kept` lists. From here
+    on, using the old state, by a tensor or by a `Sharded` of `state_leaves`, raises an error that says why.
     """
     if program.new_state is None:
         return program.aux.spread(outputs)
@@ -44,6 +44,6 @@ def returned(
 
 
 def _taken_over(x: Tensor, why: str) -> Tensor:
-    """Another tensor in the same memory; `x` itself is known by identity, so that others who hold it hear of it."""
+    """Return another tensor on the same memory: `x` itself is marked as donated for others who hold it."""
     donation.give(x, why)
     return x.detach()

@@ -1,4 +1,4 @@
-"""Scratch space on drives: what a training step reads, changes and writes back while it computes."""
+"""Scratch space on drives, which a training step reads, changes and writes back while it computes."""
 
 from ...memory.pinned import aligned, locked
 from ...util.errors import DiskError

@@ -1,4 +1,4 @@
-"""Checksums of blocks: a drive that returns other bytes than it was given is noticed."""
+"""Checksums of blocks, to notice a drive that returns other bytes than were written."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 
 def checksum(address: int, nbytes: int) -> int:
-    """A checksum of host memory, 0 or more; the same value within a process only, so it is never stored."""
+    """Return a checksum of host memory, 0 or more. It is the same within one process only, so it is never stored."""
     return function()(address, nbytes)
 
 
 @functools.cache
 def function() -> Callable[[int, int], int]:
-    """The compiled checksum where there is one, else CRC-32, which is several times slower."""
+    """Return the compiled checksum if there is one, else CRC-32, which is several times slower."""
     try:
         native = importlib.import_module("zerofn.ops.cpu")
     except ImportError:

@@ -1,7 +1,7 @@
-"""Requests, and the threads of each drive that carry them out, block by block.
+"""Requests, and the threads of each drive that carry them out block by block.
 
-`os.preadv` and `os.pwritev` leave Python's lock to others while the drive works, and so does the checksum: a few
-threads a drive keep it as busy as it can be, straight from and to the caller's memory.
+`os.preadv` and `os.pwritev` release Python's lock while the drive works, and so does the checksum. A few threads a
+drive keep it busy, with no copy between the drive and the caller's memory.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .files import File
 from .region import Region
 from .transfer import transfer
 
-PATIENCE = 10.0  # seconds that closing waits for a transfer under way
-INVALID = -1  # the check of a block whose write has begun and not ended well
+PATIENCE = 10.0  # seconds that `close` waits for a transfer under way
+INVALID = -1  # the checksum of a block whose write began and did not succeed
 Jobs = SimpleQueue["tuple[Request, int] | None"]
 
 
 @dataclass
 class Statistics:
-    """What a store did: bytes moved, seconds with a request under way, seconds spent in `Request.wait`."""
+    """What a store did: bytes moved, seconds with a request under way, seconds in `Request.wait`."""
 
     bytes_read: int = 0
     bytes_written: int = 0
@@ -39,12 +39,12 @@ class Statistics:
 
 
 class Request:
-    """A read or a write under way; its buffer belongs to it until it is done."""
+    """A read or write under way. It owns its buffer until it is done."""
 
     def __init__(self, engine: Engine, region: Region, buffer: Tensor, writes: bool) -> None:
         self.region, self.writes = region, writes
         self.left = len(region.blocks)  # blocks
-        self.num_before, self.next = 0, list[Request]()  # requests this one waits for; those that wait for it
+        self.num_before, self.next = 0, list[Request]()  # requests that this one waits for; requests that wait for it
         self._engine, self._done = engine, threading.Event()
         self._memory = buffer.view(-1).view(torch.uint8).numpy().data  # keeps the buffer
         self._address = buffer.data_ptr()
@@ -52,11 +52,11 @@ class Request:
 
     @property
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Whether `wait` would return or raise at once."""
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Return once it is done; raises `DiskError` for what went wrong, each time."""
+        """Wait until the request is done. Raises `DiskError` for a failure, at every call."""
         if not self._done.is_set():
             start = time.perf_counter()
             self._done.wait()
@@ -65,7 +65,7 @@ class Request:
             raise again(self._error)
 
     def end(self, error: DiskError | None) -> None:
-        """Let those who wait go on."""
+        """Wake up those who wait."""
         self._error = self._error or error
         self._memory = memoryview(b"")
         self._done.set()
@@ -116,11 +116,11 @@ class Request:
 
 
 class _Damaged(DiskError):
-    """A block that reads as other bytes than were written."""
+    """A block read back with other bytes than were written."""
 
 
 class Engine:
-    """The files of a store, their threads, and what its requests share."""
+    """The files of a store, their threads, and the state that requests share."""
 
     def __init__(self, name: str, files: Sequence[File], depths: Sequence[int]) -> None:
         self.name, self.files = name, files
@@ -139,7 +139,7 @@ class Engine:
 
     @property
     def statistics(self) -> Statistics:
-        """A copy of the counts so far."""
+        """Return a copy of the counts so far."""
         with self._lock:
             return replace(self._statistics)
 
@@ -151,7 +151,7 @@ class Engine:
             self._statistics.seconds_waited += waited
 
     def submit(self, request: Request) -> None:
-        """Start a request when those before it on its region are done: a write after all, a read after writes."""
+        """Start a request when earlier ones on its region are done: a write waits for all, a read for writes."""
         if os.getpid() != self._pid:
             raise DiskError(
                 f"{self.name}: its threads are in process {self._pid}, which this one was forked from; "
@@ -175,7 +175,7 @@ class Engine:
             self._jobs[block.drive].put((request, number))
 
     def end_block(self, request: Request) -> None:
-        """One block less; the last one ends the request and starts those that waited for it."""
+        """Count down a request's blocks. The last one ends it and starts the requests that waited for it."""
         with self._lock:
             request.left -= 1
             if request.left:
@@ -196,30 +196,30 @@ class Engine:
                         self._start(other)
 
     def fail(self, error: DiskError) -> DiskError:
-        """From here on every request raises `error`, or the one that came first."""
+        """Make every later request raise `error`, or the error that came first."""
         with self._lock:
             self.failure = self.failure or error
             return self.failure
 
     def close(self) -> None:
-        """End the threads, after the transfers under way and without those that wait, and close the files."""
+        """End the threads after the transfers under way, drop waiting requests, and close the files."""
         if os.getpid() == self._pid:
             self.fail(DiskError(f"{self.name}: this store is closed."))
             for jobs in self._jobs:
-                for _ in self._threads:  # more than its own are too many, which does no harm
+                for _ in self._threads:  # one for each thread of the store; too many do no harm
                     jobs.put(None)
             end = time.monotonic() + PATIENCE
             others = [thread for thread in self._threads if thread is not threading.current_thread()]
             for thread in others:
                 thread.join(max(0.0, end - time.monotonic()))
             if any(thread.is_alive() for thread in others):
-                return  # a drive that does not answer: its descriptor must not become another file's
+                return  # the drive does not answer: keep its descriptor, so that no other file gets it
         for file in self.files:
             file.close()
 
 
 def _serve(file: File, jobs: Jobs) -> None:
-    """A thread: jobs until there is None. It keeps no request, and so no store, while it waits."""
+    """Run jobs in a thread until there is None. While it waits it holds no request, and so keeps no store alive."""
     while _do(file, jobs.get()):
         pass
 
@@ -233,5 +233,5 @@ def _do(file: File, job: tuple[Request, int] | None) -> bool:
 
 
 def again(error: DiskError) -> DiskError:
-    """The same error, to be raised once more."""
+    """Return a copy of an error that can be raised once more."""
     return DiskError(str(error), error.errno)

@@ -1,4 +1,4 @@
-"""Scratch files: one in each folder, of full size from the start, gone when the process is."""
+"""Scratch files: one in each folder, of full size from the start, deleted when the process ends."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ...util.errors import DiskError
 from ...util.sizes import PAGE
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_buffered: set[Path] = set()  # folders whose missing O_DIRECT was told
+_buffered: set[Path] = set()  # folders that were warned about for their missing O_DIRECT
 
 
 class File:
-    """An open scratch file. `direct`: it passes by the page cache (O_DIRECT)."""
+    """An open scratch file. `direct`: it bypasses the page cache (O_DIRECT)."""
 
     def __init__(self, folder: Path, nbytes: int, name: str) -> None:
         self.folder, self.nbytes = folder, nbytes
@@ -33,7 +33,7 @@ class File:
             self.fd, self.direct = _open(self.path, os.O_CREAT | os.O_EXCL)
         except OSError as error:
             raise _unusable(name, folder, error) from error
-        with contextlib.suppress(OSError):  # a name that nobody needs, and that a crash would leave behind
+        with contextlib.suppress(OSError):  # nobody needs the name, and a crash would leave it behind
             self.path.unlink()
             self._linked = False
         try:
@@ -46,7 +46,7 @@ class File:
             raise _unusable(name, folder, error) from error
 
     def _try_direct(self) -> None:
-        """Some file systems open with O_DIRECT and refuse the first transfer."""
+        """Try one transfer: some file systems open with O_DIRECT and then refuse it."""
         page = mmap.mmap(-1, PAGE)
         try:
             if self.direct:
@@ -68,7 +68,7 @@ class File:
             )
 
     def close(self) -> None:
-        """Give the file's space back; again is fine."""
+        """Release the file's space. Calling it again is harmless."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -77,7 +77,7 @@ class File:
 
 
 def open_files(folders: Sequence[Path], nbytes: int, name: str) -> list[File]:
-    """A scratch file of `nbytes` in each folder; raises `DiskError` with nothing left behind."""
+    """Open a scratch file of `nbytes` in each folder. Raises `DiskError`, with nothing left behind."""
     check_folders(folders, nbytes, name)
     with contextlib.ExitStack() as opened:
         files = []
@@ -112,7 +112,7 @@ def check_folders(folders: Sequence[Path], nbytes: int, name: str) -> None:
 
 
 def _open(path: Path, flags: int) -> tuple[int, bool]:
-    """A descriptor, and whether it is direct."""
+    """Return a descriptor, and whether it is direct."""
     flags |= os.O_RDWR | os.O_CLOEXEC
     if _DIRECT:
         try:
@@ -120,7 +120,7 @@ def _open(path: Path, flags: int) -> tuple[int, bool]:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            path.unlink(missing_ok=True)  # some create it and refuse afterwards
+            path.unlink(missing_ok=True)  # some file systems create the file and then refuse
     return os.open(path, flags, 0o600), False
 
 
@@ -150,7 +150,7 @@ def _unwritable(name: str, folder: Path, number: int) -> DiskError:
 
 
 def gigabytes(nbytes: int) -> str:
-    """Bytes for people.
+    """Return bytes as gigabytes, for people.
 
     >>> gigabytes(2_500_000_000)
     '2.500 GB'

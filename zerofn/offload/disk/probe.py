@@ -1,8 +1,7 @@
-"""How a drive is best used: block size and transfers under way, measured once a boot.
+"""Measure the best block size and number of transfers in flight of a drive, once a boot.
 
-What is timed is what the engine's threads do, checksums included. The result is kept for the process, and for
-others in the user's cache folder, by device: ranks of one machine wait for the first to measure instead of
-disturbing each other.
+The measurement times what the engine's threads do, checksums included. The process keeps the result, and writes it to
+the user's cache folder, by device. Ranks of one machine wait for the first one's measurement instead of disturbing it.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from .checksum import checksum, function
 from .files import File
 from .transfer import transfer
 
-SPACE = 64 << 20  # bytes of scratch; no more than this is under way at a time
+SPACE = 64 << 20  # bytes of scratch; at most this is in flight
 BLOCKS, DEPTHS = (1 << 20, 2 << 20, 4 << 20, 8 << 20), (2, 4, 8, 16)
-ROUNDS, SECONDS = 3, 0.008  # of each trial: the machine does other things, too, so medians of several
-LONGEST = 1.2  # seconds; on slow drives later trials, which have more under way, are left out
+ROUNDS, SECONDS = 3, 0.008  # of each trial; medians, because the machine also does other things
+LONGEST = 1.2  # seconds; on slow drives later trials, with more in flight, are left out
 ENOUGH = 0.95  # of the best rate
 _known: dict[str, Drive] = {}
 
 
 @dataclass(frozen=True)
 class Drive:
-    """What was found: block (bytes), depth (transfers under way), the rates with them (bytes/s), and O_DIRECT."""
+    """The result: block size (bytes), depth (transfers in flight), the rates with these (bytes/s), and O_DIRECT."""
 
     block: int
     depth: int
@@ -48,11 +47,11 @@ class Drive:
 
     @property
     def rate(self) -> float:
-        """Bytes/s of reading and writing as many."""
+        """Bytes/s when as much is read as written."""
         return 2 / (1 / self.read + 1 / self.write)
 
     def describe(self) -> str:
-        """The drive in words."""
+        """Describe the drive."""
         return (
             f"reads {self.read / 1e9:.2f} GB/s, writes {self.write / 1e9:.2f} GB/s with {self.depth} blocks of "
             f"{self.block >> 20} MiB under way{'' if self.direct else ', without O_DIRECT'}"
@@ -60,10 +59,9 @@ class Drive:
 
 
 def probe(folder: Path, name: str = "probe") -> Drive:
-    """The drive that `folder` is on, measured (1 to 2 s, 64 MiB) unless it was since the machine started. `name` begins
-    error messages.
+    """Return the drive of `folder`, measured (1 to 2 s, 64 MiB) unless that was done since the machine started.
 
-    Raises `DiskError` where no scratch file can be made.
+    `name` begins error messages. Raises `DiskError` if no scratch file can be made.
     """
     key = _key(folder)
     if key not in _known:
@@ -72,7 +70,7 @@ def probe(folder: Path, name: str = "probe") -> Drive:
             if key not in stored:
                 stored[key] = measure(folder, name)
                 if file is not None:
-                    with contextlib.suppress(OSError):  # the home folder is full: measured again next time
+                    with contextlib.suppress(OSError):  # the home folder is full: measure again next time
                         os.ftruncate(file.fileno(), 0)
                         os.write(file.fileno(), json.dumps({k: asdict(drive) for k, drive in stored.items()}).encode())
             _known[key] = stored[key]
@@ -80,15 +78,15 @@ def probe(folder: Path, name: str = "probe") -> Drive:
 
 
 def measure(folder: Path, name: str = "probe") -> Drive:
-    """Try block sizes and depths; the one with the least under way that is about as fast as any."""
+    """Try block sizes and depths, and return the smallest that is about as fast as the best."""
     memory = aligned(SPACE)
-    memory.view(torch.int64).random_()  # zeros are a drive's favourite
+    memory.view(torch.int64).random_()  # some drives compress zeros
     file = File(folder, SPACE, name)
     pairs = [pair for pair in itertools.product(BLOCKS, DEPTHS) if pair[0] * pair[1] <= SPACE]
     pairs.sort(key=lambda pair: (pair[0] * pair[1], pair[1]))
     found: dict[tuple[int, int], list[tuple[float, float]]] = {}
     try:
-        transfer(file, memory.numpy().data, 0, writes=True)  # the first write to a place is slow
+        transfer(file, memory.numpy().data, 0, writes=True)  # the first write to a block is slow
         end = time.monotonic() + LONGEST
         for _, pair in itertools.product(range(ROUNDS), pairs):
             if not found or time.monotonic() < end:
@@ -107,7 +105,7 @@ def measure(folder: Path, name: str = "probe") -> Drive:
 
 
 def _trial(file: File, memory: torch.Tensor, block: int, depth: int, writes: bool) -> float:
-    """Bytes a second, with `depth` threads."""
+    """Return bytes a second with `depth` threads."""
     address, view = memory.data_ptr(), memory.numpy().data
     places, moved, errors = itertools.cycle(range(0, SPACE, block)), [0] * depth, list[OSError]()
 
@@ -134,7 +132,7 @@ def _trial(file: File, memory: torch.Tensor, block: int, depth: int, writes: boo
 
 @contextlib.contextmanager
 def _cache() -> Iterator[IO[str] | None]:
-    """The file of what other processes found, for this one alone; None where it cannot be had."""
+    """Return the path of the user's private cache file; None if there can be none."""
     with contextlib.ExitStack() as opened:
         file = None
         with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
@@ -150,17 +148,17 @@ def _cache() -> Iterator[IO[str] | None]:
 def _stored(file: IO[str] | None) -> dict[str, Drive]:
     try:
         return {name: Drive(**drive) for name, drive in json.loads(file.read()).items()} if file is not None else {}
-    except (ValueError, TypeError, AttributeError):  # empty, cut off by a crash, or of another version
+    except (ValueError, TypeError, AttributeError):  # empty, truncated by a crash, or of another version
         return {}
 
 
 def _key(folder: Path) -> str:
-    """The device, the machine's start, and whose checksums are part of what is timed."""
+    """Identify the device, the machine's boot, and the checksum, which is part of what is timed."""
     return f"{os.stat(folder).st_dev} {_boot()} {function().__module__}"
 
 
 def _boot() -> str:
-    """Which start of which machine: device numbers mean something else after the next."""
+    """Identify the machine's boot: device numbers may change with the next one."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return str(os.getpid())

@@ -1,4 +1,4 @@
-"""A place in a store: its blocks, and the requests that are under way there."""
+"""A part of a store: its blocks, and the requests under way on it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Request(Protocol):
-    """A read or a write under way."""
+    """A read or write under way."""
 
     writes: bool
 
@@ -24,20 +24,20 @@ class Block:
 
 
 class Region:
-    """A place for `nbytes` in a `store`, on all its drives; zeros until it is written. From `Store.allocate`."""
+    """`nbytes` in a `store`, spread over all its drives; zeros until it is written. Made by `Store.allocate`."""
 
     def __init__(self, store: Any, label: str, nbytes: int, blocks: list[Block]) -> None:
         self.store, self.label, self.nbytes, self.blocks = store, label, nbytes, blocks
         self._under_way: list[Any] = []  # in the order of calls
 
     def line_up(self, request: Request) -> list[Any]:
-        """Take a request in; those that it has to wait for: of two on one region, one of them a write."""
+        """Queue a request, and return those that it must wait for: of two requests on one region, one is a write."""
         before = [earlier for earlier in self._under_way if earlier.writes or request.writes]
         self._under_way.append(request)
         return before
 
     def forget(self, request: Request) -> None:
-        """A request is done."""
+        """Remove a request that is done."""
         self._under_way.remove(request)
 
     def __repr__(self) -> str:

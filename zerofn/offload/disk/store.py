@@ -19,11 +19,11 @@ from .region import Block, Region
 
 
 class Store:
-    """`nbytes` of scratch space on the drives that `paths` (folders) are on, cut over them in blocks.
+    """`nbytes` of scratch space, striped in blocks over the drives of the folders in `paths`.
 
-    The space is taken at once and given back when the store is closed or collected, or the process ends, however
-    it ends. `name` begins error messages. `block` (bytes, whole pages) and `depth` (transfers under way a drive) come
-    from a short measurement of each drive where they are not given. Requests may come from any thread.
+    The space is allocated at once. It is released when the store is closed or collected, or when the process ends
+    in any way. `name` begins error messages. `block` (bytes, whole pages) and `depth` (transfers in flight a drive)
+    come from a short measurement of each drive if they are not given. Any thread may make requests.
 
     Raises `DiskError`, with nothing written, for a path that is missing, no folder, not writable or too full.
     """
@@ -51,16 +51,16 @@ class Store:
         self._drives = [probe(folder, name) for folder in folders] if block is None or depth is None else []
         self.block = block or max(drive.block for drive in self._drives)
         depths = [depth or drive.depth for drive in self._drives] or [depth or 1] * len(folders)
-        # A block goes to the file with the least in it, so none gets more than a block above its share.
+        # A block goes to the file with the fewest blocks, so each gets at most one above its share.
         share = self.nbytes if len(folders) == 1 else pages(-(-self.nbytes // len(folders))) + self.block
         self._engine = Engine(name, open_files(folders, share, name), depths)
         self._filled, self._filling = [0] * len(folders), threading.Lock()
         self._closing = weakref.finalize(self, self._engine.close)
 
     def allocate(self, nbytes: int, label: str) -> Region:
-        """A region of `nbytes`, which takes `pages(nbytes)`; `label` is what errors call it.
+        """Return a region of `nbytes`, which takes `pages(nbytes)`. Errors call it `label`.
 
-        Raises `ValueError` where the store has no such room left.
+        Raises `ValueError` if the store has not enough room.
         """
         if nbytes < 1:
             raise ValueError(f"{self.name}: {label} must have 1 byte or more, not {nbytes}.")
@@ -80,15 +80,15 @@ class Store:
         return Region(self, label, nbytes, blocks)
 
     def read(self, region: Region, buffer: Tensor) -> Request:
-        """Begin to fill `buffer` with the region; what lies behind its `nbytes` in the last page is filled too.
+        """Start to fill `buffer` with the region, up to the end of its last page.
 
-        buffer: from `aligned`, or a contiguous part of one that begins at a page; any dtype, with
-        `pages(region.nbytes)` bytes or more. Comes after writes to the region that were asked for earlier.
+        `buffer`: contiguous, page-aligned (see `aligned`), any dtype, at least `pages(region.nbytes)` bytes.
+        The read follows earlier writes to the region.
         """
         return self._begin(region, buffer, writes=False)
 
     def write(self, region: Region, buffer: Tensor) -> Request:
-        """Begin to write `buffer` (as for `read`) to the region, after what was asked of the region earlier."""
+        """Start to write `buffer` (as for `read`) to the region, after earlier requests on it."""
         return self._begin(region, buffer, writes=True)
 
     def _begin(self, region: Region, buffer: Tensor, writes: bool) -> Request:
@@ -111,7 +111,7 @@ class Store:
 
     @property
     def failed(self) -> bool:
-        """Whether a drive has failed, or the store was closed: every further request raises what was wrong."""
+        """Whether a drive has failed or the store was closed. Every later request then raises the reason."""
         return self._engine.failure is not None
 
     @property
@@ -120,7 +120,7 @@ class Store:
         return self._engine.statistics
 
     def describe(self) -> str:
-        """The store in words, a line a drive."""
+        """Describe the store, one line a drive."""
         lines = [f"{self.name}: {gigabytes(self.nbytes)} in blocks of {self.block >> 10:,} KiB"]
         for k, file in enumerate(self._engine.files):
             how = "directly" if file.direct else "through the page cache"
@@ -130,7 +130,7 @@ class Store:
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Give the space back; requests under way end with an error. Again is fine."""
+        """Release the space. Requests under way end with an error. Calling it again is harmless."""
         self._closing()
 
     def __enter__(self) -> Store:
@@ -141,16 +141,16 @@ class Store:
 
 
 class _FakeStore(Store):
-    """Space on the drives of a machine that is not there."""
+    """Space on the drives of a fake machine."""
 
     def __init__(self) -> None:
         self.name = "offload"
 
     def allocate(self, nbytes: int, label: str) -> Region:
-        """A region that holds nothing."""
+        """Return a region without space."""
         return Region(self, label, nbytes, [])
 
 
 def scratch_space(paths: str | os.PathLike | Sequence[str | os.PathLike], nbytes: int) -> Store:
-    """A store for what is offloaded."""
+    """Return a store for offloaded values."""
     return Store(paths, nbytes, name="offload") if fake_machine() is None else _FakeStore()

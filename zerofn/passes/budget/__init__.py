@@ -1,1 +1,1 @@
-"""Which values a budget of memory keeps, and which are dropped and brought back."""
+"""Decide which values a memory budget keeps, and which are dropped and brought back."""

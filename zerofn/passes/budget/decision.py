@@ -1,4 +1,4 @@
-"""What is decided about the values of a graph before passes carry it out."""
+"""The decisions about a graph's values, which passes carry out."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ _KEY = "choice"  # among a graph module's meta
 
 
 class Choice(NamedTuple):
-    """`dropped`: names of activations that are computed again for the backward pass. `cuts`: (gather, the use before),
-    by name, after which a gathered unit is dropped and gathered again. `starts`: (gather, the node before which it
-    starts), by name; others start where they are used. None leaves these two to their passes. `stashed`: names of
-    activations that wait in host memory.
+    """Decisions about one graph. Nodes are given by name.
+
+    `dropped`: activations that the backward pass recomputes. `cuts`: (gather, the last use before the unit is
+    dropped and gathered again). `starts`: (gather, the node before which it starts); other gathers start at their
+    first use. `offloaded`: activations that wait in host memory. None leaves `cuts` or `starts` to the passes.
     """
 
     dropped: frozenset[str] = frozenset()
@@ -24,22 +25,22 @@ class Choice(NamedTuple):
 
 
 def choice_of(gm: GraphModule) -> Choice:
-    """What was decided about a graph."""
+    """Return the decisions about a graph."""
     return gm.meta.get(_KEY, Choice())
 
 
 def choose(gm: GraphModule, choice: Choice) -> None:
-    """Decide about a graph."""
+    """Attach decisions to a graph."""
     gm.meta[_KEY] = choice
 
 
 def as_text(choices: list[Choice]) -> str:
-    """Choices as a text, from which `from_text` has them again: ranks tell each other."""
+    """Return decisions as a text that ranks exchange; `from_text` reads it."""
     return json.dumps([[None if names is None else sorted(names) for names in x] for x in choices])
 
 
 def from_text(text: str) -> list[Choice]:
-    """What `as_text` has written."""
+    """Return the decisions that `as_text` wrote."""
     return [
         Choice(frozenset(dropped), _pairs(cuts), _pairs(starts), frozenset(offloaded))
         for dropped, cuts, starts, offloaded in json.loads(text)

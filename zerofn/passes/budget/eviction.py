@@ -1,4 +1,4 @@
-"""Which values are dropped and brought back, so that a step keeps to a budget of memory."""
+"""Select values to drop and bring back until a step fits a memory budget."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import numpy as np
 
 
 class Drop(NamedTuple):
-    """A value that may be away while nodes (start, stop), both excluded, run: `nbytes` less there, for `seconds` of
-    work or transfer to bring it back. Of those that name one value, `of`, one is enough."""
+    """A value that may leave memory while nodes in (start, stop) run: it frees `nbytes` there and costs `seconds` to
+    bring back.
+
+    `of` names the value. Different drops of one value exclude each other.
+    """
 
     key: object
     start: int
@@ -21,11 +24,11 @@ class Drop(NamedTuple):
 
 
 def cheapest(live: Sequence[int], drops: Iterable[Drop], budget: int) -> tuple[list[Drop], int]:
-    """Drops after which no entry of `live`, bytes at each node, exceeds `budget`, and the peak that is left: above the
-    budget if all of them are not enough.
+    """Return drops that bring every entry of `live`, bytes at each node, below `budget`, and the peak that remains.
 
-    Those that free most, for longest, for each second come first, where there is too much (Belady's rule, weighted by
-    what bringing back costs); then those that were not needed after all are taken back, the dearest first.
+    The peak stays above the budget if all drops are not enough. Drops that free the most bytes for the longest time
+    at the least cost come first (Belady's rule, weighted by the cost of bringing the value back). Then drops that
+    turned out not to be needed are undone, the most expensive first.
     """
     level = np.array(live, dtype=np.int64)
     taken: list[Drop] = []

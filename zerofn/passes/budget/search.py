@@ -1,4 +1,4 @@
-"""Schedules that keep to a budget of memory: which values are kept, and which are dropped and brought back."""
+"""Search for a schedule that fits a memory budget: which values stay, and which are dropped and brought back."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from ..reshard import num_others, uses_of_gathers
 from .decision import Choice, choose
 from .eviction import Drop, cheapest
 
-TRIES = 8  # schedules that are made before a budget is given up
-SHORT = 0.01  # of a step's time: so much is not worth more schedules
+TRIES = 8  # schedules to try before giving up
+SHORT = 0.01  # of a step's time: a smaller gain is not worth another schedule
 # Transfers come in bursts, and devices may be faster than simulated. On a simulated H100, GPT-2 of 6 layers of 2,048 in
 # half of its memory took 172.6 ms with all of the time, 163.6 with a quarter, 163.7 without transfers.
 HIDDEN = 0.25
-AGAIN, GATHERED, STASHED = "computed again", "gathered again", "brought back"  # how a value that is dropped comes back
+AGAIN, GATHERED, STASHED = "computed again", "gathered again", "brought back"  # how a dropped value comes back
 Schedule = Callable[[Program], None]
 
 
 def within(program: Program, budgets: Sequence[int], schedule: Schedule) -> list[Choice]:
-    """What to choose, for each of a program's `graphs`, such that no more bytes are alive on the device at any time
-    than the first of `budgets` that any schedule keeps to. With ample memory every unit is gathered once and nothing is
-    computed again.
+    """Return decisions for each of a program's `graphs` that keep the device's memory within the first of `budgets`
+    that any schedule reaches.
 
-    Raises `MemoryError` below what the least schedule needs. `schedule` must be the same on all ranks.
+    With ample memory every unit is gathered once and nothing is recomputed. Raises `MemoryError` if the least
+    schedule needs more. `schedule` must be the same on all ranks.
     """
     search = _Search(program, schedule, lambda live: sum(live.values()))
     whole = search.attempt([_choice([]) for _ in search.graphs])
@@ -72,10 +72,11 @@ def within(program: Program, budgets: Sequence[int], schedule: Schedule) -> list
 
 
 def recomputed(program: Program, how: str, schedule: Schedule) -> list[Choice]:
-    """What to choose for activations to be computed again for the backward pass: all but what segments begin with, and
-    the last one's ("full"), or those for which it costs least, until what is kept takes half of the memory ("auto").
+    """Return decisions about which activations the backward pass recomputes.
 
-    Raises `ValueError` where there are none. `schedule` must be the same on all ranks.
+    "full" keeps only the first values of each segment, and all of the last segment. "auto" recomputes the cheapest
+    activations until the saved ones take half of the memory. Raises `ValueError` if there are no activations.
+    `schedule` must be the same on all ranks.
     """
     search = _Search(program, schedule, lambda live: live["activations"])
     names = [
@@ -97,7 +98,7 @@ def recomputed(program: Program, how: str, schedule: Schedule) -> list[Choice]:
 
 
 class OverBudget(MemoryError):
-    """No schedule keeps to a budget. `least`: bytes that would do."""
+    """No schedule fits the budget. `least`: bytes that would be enough."""
 
     def __init__(self, least: int, message: str) -> None:
         super().__init__(message)
@@ -106,15 +107,14 @@ class OverBudget(MemoryError):
 
 @dataclass(frozen=True)
 class _Levels:
-    """A scheduled graph and what weighs at each of its nodes."""
+    """A scheduled graph, and the bytes on the device at each of its nodes."""
 
     gm: GraphModule
     level: list[int]
     _runs: dict[float, Run] = field(default_factory=dict)
 
     def early(self, limit: float) -> Run:
-        """A run with gathers as early as `limit` allows, and static buffers that have no more room than there must
-        be."""
+        """Return a run that starts gathers as early as `limit` allows, with static buffers no larger than necessary."""
         if limit not in self._runs:
             sources, few = self._gathers
             whole = Bound(np.array(self.level, dtype=np.int64), limit)
@@ -129,25 +129,26 @@ class _Levels:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """Choices for a program's graphs, and what these are with them."""
+    """Decisions for a program's graphs, and the resulting schedules."""
 
     choices: list[Choice]
     graphs: list[_Levels]
 
     @property
     def peak(self) -> int:
-        """The most that weighs at once."""
+        """The most bytes at one time."""
         return max(max(x.level) for x in self.graphs)
 
     @functools.cached_property
     def run(self) -> Timeline:
-        """The step, simulated."""
+        """Return the simulated step."""
         return simulated(self.graphs[-1].gm)
 
 
 class _Search:
-    """Schedules of a program with other choices, weighed by `weigh`, bytes by kind -> bytes; `least`: the least peak of
-    all that were tried."""
+    """Schedules of one program with different decisions. `weigh` turns bytes by kind into bytes; `least` is the lowest
+    peak of all attempts.
+    """
 
     least = 1 << 62
 
@@ -156,7 +157,7 @@ class _Search:
         self.graphs = graphs(program.gm)
 
     def attempt(self, choices: list[Choice]) -> _Attempt:
-        """What comes of a choice for each graph."""
+        """Schedule the program with one decision for each graph."""
         tried = replace(
             self._program,
             gm=copied(self._program.gm),
@@ -176,14 +177,16 @@ class _Search:
         return found
 
     def pairs(self, attempt: _Attempt) -> Iterator[tuple[GraphModule, _Levels]]:
-        """Each graph and its scheduled form."""
+        """Return each graph with its scheduled form."""
         return zip(self.graphs, attempt.graphs, strict=True)
 
     def fit(
         self, whole: _Attempt, drops: list[list[Drop]], budget: int, choice: Callable[[list[Drop]], Choice]
     ) -> _Attempt | None:
-        """One within the budget, with the cheapest of these drops; None if there is none. What scheduling adds is known
-        afterwards: then it is tried again with so much less."""
+        """Return an attempt within the budget that uses the cheapest of these drops; None if there is none.
+
+        Scheduling adds bytes that are known only afterwards: the next try aims that much lower.
+        """
         target, less, last, num_tries = budget, 0, whole, 0
         while num_tries < TRIES:
             chosen = [cheapest(x.level, found, target) for found, x in zip(drops, whole.graphs, strict=True)]
@@ -200,14 +203,16 @@ class _Search:
         return None
 
     def ways(self, whole: _Attempt, drops: list[list[Drop]]) -> list[_Attempt]:
-        """Where `fit` finds nothing: what takes least, and all in one way and in another."""
+        """Yield alternatives for when `fit` finds nothing: the least memory, and everything recomputed, gathered
+        again or offloaded.
+        """
         chosen = [[_least(x.level, found) for found, x in zip(drops, whole.graphs, strict=True)]]
         chosen += ([_all_of(found, how) for found in drops] for how in (AGAIN, STASHED))
         choices = [list(map(_choice, way)) for way in chosen]
         return [self.attempt(x) for k, x in enumerate(choices) if x not in choices[:k]]
 
     def ahead(self, found: _Attempt, budget: int) -> _Attempt:
-        """The same with gathers as early as links and the budget allow."""
+        """Return the attempt with gathers as early as links and the budget allow."""
         limit, less = budget, 0
         for _ in range(TRIES):
             starts = [_starts(x, gm, limit) for gm, x in self.pairs(found)]
@@ -221,8 +226,9 @@ class _Search:
         return found
 
     def soonest(self, found: _Attempt, whole: _Attempt, drops: list[list[Drop]], budget: int) -> list[Choice]:
-        """What to choose: that, with gathers ahead, or, where these have too little room, what drops more for two of
-        them if that takes less time."""
+        """Return the faster of two attempts: this one with early gathers, or one that drops more to make room for
+        two units ahead.
+        """
         first = self.ahead(found, budget)
         sizes = sorted(x.nbytes for gm in self.graphs for x in sources_in(gm.graph))
         longer = [x.early(budget).seconds / x.early(math.inf).seconds for x in found.graphs]
@@ -235,12 +241,12 @@ class _Search:
 
 
 def graphs(gm: GraphModule) -> list[GraphModule]:
-    """The bodies of all loops, then the step."""
+    """Return the bodies of all loops, then the step."""
     return [*bodies(gm), gm]
 
 
 def _choice(drops: list[Drop]) -> Choice:
-    """What to do where these are dropped, all units being gathered where they are used."""
+    """Return the decisions for these drops, with every gather at its first use."""
     keys: dict[str, set[Any]] = {how: set() for how in (AGAIN, GATHERED, STASHED)}
     for drop in drops:
         how, key = cast(tuple[str, Any], drop.key)
@@ -249,7 +255,7 @@ def _choice(drops: list[Drop]) -> Choice:
 
 
 def _starts(scheduled: _Levels, gm: GraphModule, limit: float) -> frozenset[tuple[str, str]]:
-    """(gather, the node before which it may start), by names; only such nodes as all ranks have."""
+    """Return (gather, the node before which it may start) by name, using only nodes that all ranks have."""
     graph, starts = scheduled.gm.graph, scheduled.early(limit).starts
     known, waits = {n.name for n in gm.graph.nodes if phase_of(n)}, {wait_of(n) for n in starts if is_source(n)}
     nodes = [n if n in waits or phase_of(n) and n.name in known else None for n in graph.nodes]
@@ -258,7 +264,7 @@ def _starts(scheduled: _Levels, gm: GraphModule, limit: float) -> frozenset[tupl
 
 
 def _activations(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
-    """What may be computed again, at positions of the scheduled graph."""
+    """Return the activations that may be recomputed, at positions of the scheduled graph."""
     segments, lanes = Segments(gm.graph), lanes_of(gm)
     for memory in segments.activations:
         last, first = segments.gap(memory)
@@ -269,7 +275,7 @@ def _activations(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
 
 
 def _drops(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
-    """All that may be dropped, and each way to bring it back."""
+    """Yield every value that may be dropped, once for each way to bring it back."""
     again = list(_activations(gm, where))
     yield from again
     yield from _offloads(gm, where, again)
@@ -277,10 +283,12 @@ def _drops(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
 
 
 def _offloads(gm: GraphModule, where: dict[Node, int], computed: list[Drop]) -> Iterator[Drop]:
-    """What may wait in host memory, at positions of the scheduled graph; nothing where models compute there.
+    """Yield activations that may wait in host memory, at positions of the scheduled graph; none where models compute
+    on the host.
 
-    For a share `HIDDEN` of the time of the forward pass transfers cost no more than the device's memory's own time:
-    those of what is dearest to compute again. All others are taken to hold the device up, both ways.
+    Transfers that fit into the share `HIDDEN` of the forward pass are free, but for the time of device memory. The
+    activations that are the most expensive to recompute get that share. All others are assumed to stall the device,
+    both ways.
     """
     found = [x for x in stays(gm.graph) if not is_host(tensor_of(x.memory).device)]  # type: ignore[union-attr]
     lanes = lanes_of(gm)
@@ -295,19 +303,19 @@ def _offloads(gm: GraphModule, where: dict[Node, int], computed: list[Drop]) -> 
 
 
 def _least(level: list[int], drops: list[Drop]) -> list[Drop]:
-    """What it takes to have the lowest peak."""
+    """Return the drops that give the lowest peak."""
     _, left = cheapest(level, drops, 0)
     return cheapest(level, drops, left)[0]
 
 
 def _all_of(drops: list[Drop], how: str) -> list[Drop]:
-    """All, of several of one value that which is brought back so."""
+    """Return all drops, and for a value with several the one that brings it back this way."""
     first = {drop.of or drop.key: drop for drop in sorted(drops, key=lambda x: x.key[0] == how)}  # type: ignore[index]
     return [drop for drop in drops if first[drop.of or drop.key] is drop]
 
 
 def _gathers(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
-    """What may be gathered again, between uses with another unit's use between them."""
+    """Yield units that may be gathered again: between two uses, another unit is used."""
     uses = uses_of_gathers(gm.graph, weight_chain(gm.graph), positions(gm.graph))
     lanes = lanes_of(gm)
     timeline = sorted((where[u], k) for k, found in enumerate(uses.values()) for u in found)
@@ -322,7 +330,9 @@ def _gathers(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
 
 
 def _positions_in(graph: Graph, final: Graph) -> dict[Node, int]:
-    """Node of a graph -> its place in the scheduled one; of what was replaced there, that of the node before it."""
+    """Map each node of a graph to its position in the scheduled graph; a node that was replaced takes the position of
+    the one before it.
+    """
     there = {node.name: k for k, node in enumerate(final.nodes)}
     out: dict[Node, int] = {}
     at = 0
