@@ -1,11 +1,11 @@
 """Codecs: how a tensor that a step sees is stored. Each is declared here, once.
 
-A codec says which tensors store a public one (its parts), which operation reads them and which makes them, and what to
-call it in messages. A moment format says which codecs an optimizer's moments get, and which kernels take them stored.
-Everybody else asks these declarations: allocation, capture, the update rules, the passes, checkpoints, offload.
+A codec declares which tensors store a public one (its parts), the operations that decode and encode them, and its name
+in messages. A moment format declares the codecs of an optimizer's moments, and the kernels that take them as stored.
+All others read these declarations: allocation, capture, update rules, passes, checkpoints, offload.
 
 To add a codec, write its two operations in a file of their own, import that file and declare the codec here, and test
-it beside `tests/optim/test_moments.py`. `fp8` is an example.
+it beside `tests/optim/test_moment_formats.py`. `fp8` is an example.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Parts = Sequence[Tensor]  # what stores one tensor: itself, or a codec's parts
 class Part:
     """One of the tensors that store a public one.
 
-    `suffix`: what its name ends with, in errors; `dtype`: None for the public tensor's; `grain`: how many public
-    elements one element of it serves.
+    `suffix`: the end of its name in errors. `dtype`: None for the public tensor's. `grain`: the number of public
+    elements for each of its elements.
     """
 
     suffix: str = ""
@@ -42,10 +42,10 @@ class Part:
 class Codec:
     """How a flat tensor is stored.
 
-    The first part has an element for each public one. `holds`: the dtype of the public tensors that it can store, None
+    The first part has an element for each public one. `holds`: the dtype of public tensors that it can store, None
     for any. `decodes` names `zerofn::decodes(*parts, *arguments) -> public`, `encodes` names
-    `zerofn::encodes(public, *arguments, random) -> parts`, rounded to nearest. Encoding what was decoded must give the
-    same public numbers again, whatever `random` is. `note`: words that follow the dtype in messages.
+    `zerofn::encodes(public, *arguments, random) -> parts`, rounded to nearest. Encoding a decoded tensor must give
+    the same public numbers again, whatever `random` is. `note`: words after the dtype in messages.
     """
 
     name: str
@@ -58,12 +58,12 @@ class Codec:
 
     @property
     def grain(self) -> int:
-        """How many elements are stored together: a shard is read and written in multiples of it."""
+        """The number of elements that are stored together: a shard is read and written in multiples of it."""
         return max(part.grain for part in self.parts)
 
     @property
     def operations(self) -> tuple[OpOverload, OpOverload]:
-        """(what decodes, what encodes); there are none for `PLAIN`."""
+        """(what decodes, what encodes); none for `PLAIN`."""
         decodes, encodes = (getattr(torch.ops.zerofn, name).default for name in (self.decodes, self.encodes))
         return decodes, encodes
 
@@ -72,19 +72,22 @@ class Codec:
         return [(part.dtype or dtype, -(-size // part.grain)) for part in self.parts]
 
     def stores(self, tensors: Parts) -> bool:
-        """Whether these can be its parts, by their number and dtypes."""
+        """Return whether these can be its parts, by number and dtypes."""
         wanted = [part.dtype for part in self.parts]
         return len(tensors) == len(wanted) and all(
             dtype in (None, x.dtype) for x, dtype in zip(tensors, wanted, strict=True)
         )
 
     def decode(self, parts: Parts) -> Tensor:
-        """The public tensor; memory of its own but under `PLAIN`."""
+        """Return the public tensor, in new memory except under `PLAIN`."""
         return self.operations[0](*parts, *self.arguments) if self.decodes else parts[0]
 
     def encode(self, x: Tensor, random: Tensor | None = None) -> tuple[Tensor, ...]:
-        """The parts that store `x`, each element rounded to nearest; or up or down by `random`, int64 of the size of
-        `x` with 32 bits for each element, where the codec's operation takes that."""
+        """Return the parts that store `x`, rounded to nearest; or up or down by `random`, if the codec's operation
+        takes it.
+
+        `random`: int64 of the size of `x`, with 32 bits for each element.
+        """
         if not self.encodes:
             return (x,)
         given = () if random is None else (random,)
@@ -119,9 +122,9 @@ DECODES = dict(codec.operations for codec in CODECS if codec.decodes)
 class MomentFormat:
     """How an optimizer's moments are stored.
 
-    `first`, `second`: the codec of the first moment, of any sign, and of the second, which is never negative. `dtype`:
-    the public one, None for the parameters'. `kernels`: the rules whose kernels take the parts as they are, and round
-    stochastically; without one, torch's operations decode, update and encode.
+    `first`, `second`: the codecs of the first moment, of any sign, and of the second, which is never negative.
+    `dtype`: the public one, None for the parameters'. `kernels`: the rules whose kernels take the parts as stored,
+    and round stochastically; for other rules torch's operations decode, update and encode.
     """
 
     first: Codec = PLAIN
@@ -131,12 +134,12 @@ class MomentFormat:
 
     @property
     def codecs(self) -> tuple[Codec, Codec]:
-        """Of each moment, in the order in which update rules take them."""
+        """Return the codec of each moment, in the order in which update rules take them."""
         return self.first, self.second
 
     @property
     def encoded(self) -> bool:
-        """Whether moments are stored as something else than themselves."""
+        """Whether moments have a codec other than `PLAIN`."""
         return PLAIN not in self.codecs
 
 
@@ -149,7 +152,7 @@ MOMENTS = {
 
 
 def master_of(p: Parts) -> Codec:
-    """The codec by which a parameter is stored. Raises `TypeError` where it is none that update rules take."""
+    """Return the codec of a parameter's storage. Raises `TypeError` for one that update rules do not take."""
     found = next((codec for codec in MASTERS if codec.stores(p)), None)
     if found is None:
         known = " or ".join(codec.name for codec in MASTERS)

@@ -1,8 +1,8 @@
-"""Parts of leaves that know their dims: sums of squares over some dims, and products with what varies along others.
+"""Parts of leaves that know their dims: sums of squares over some dims, and scaling along the others.
 
-Part i is elements [start[i], stop[i]) of a flat tensor; in its leaf, of `ndim[i]` dims with the next of `sizes`, the
-first of them has the place `first[i]`. `kept` says for each dim whether numbers vary along it. So the answer does not
-depend on how a leaf is cut.
+Part i is elements [start[i], stop[i]) of a flat tensor. Its leaf has `ndim[i]` dims, the next of `sizes`, and its first
+element has the position `first[i]` in the leaf. `kept` says for each dim whether numbers vary along it. So results do
+not depend on how a leaf is cut.
 """
 
 from __future__ import annotations

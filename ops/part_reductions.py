@@ -42,7 +42,7 @@ def part_numbers(x: Tensor, start: Sequence[int], stop: Sequence[int]) -> tuple[
 
 
 def grid(numbers: Sequence[Tensor], at: Sequence[int], num_rows: int, num_columns: int) -> Tensor:
-    """[num_rows, num_columns]: all `numbers` in order at places `at` (row * num_columns + column), zero elsewhere."""
+    """[num_rows, num_columns]: `numbers` in order at positions `at` (row * num_columns + column), zero elsewhere."""
     dtype = dtype_over(numbers)
     out = torch.zeros(num_rows * num_columns, dtype=dtype, device=numbers[0].device)
     out[_places(out.device, tuple(at))] = torch.cat([x.reshape(-1).to(dtype) for x in numbers])
@@ -51,7 +51,7 @@ def grid(numbers: Sequence[Tensor], at: Sequence[int], num_rows: int, num_column
 
 @functools.lru_cache(maxsize=256)
 def _places(device: torch.device, place: tuple[int, ...]) -> Tensor:
-    """Indices [places], which are copied to a device once: the host would wait for it at every step."""
+    """Return indices [places], copied to a device once: each copy would block the host."""
     return torch.tensor(place, dtype=torch.int64, device=device)
 
 

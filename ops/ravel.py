@@ -1,7 +1,7 @@
 """`zerofn::ravel`: leaves -> one flat buffer, cast and copied in one pass; and two marks.
 
-`as_whole` and `as_shard` return their argument. Where a unit is stored whole nothing has to be gathered or reduced, and
-they say in the captured graph where a shard ends being one and begins to be one.
+`as_whole` and `as_shard` return their argument. Where a unit is stored whole, nothing is gathered or reduced; in the
+captured graph they mark where a shard becomes a unit and where a unit becomes a shard.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .registry import OnShard, Traits, define
 
-ops = torch.ops.zerofn  # whoever needs those below takes it from here, so that they are there
+ops = torch.ops.zerofn  # import it from here to have the operations below defined
 
 
 def ravel(
@@ -59,7 +59,7 @@ define(
     traits=Traits(OnShard.REFUSED, bucket=True),
 )
 
-# What at stage 0 stands for a gather and for a cut: the same memory, marked.
+# Stage 0 has these instead of a gather and a cut: the same memory, marked.
 for _mark, _on_shard in (("as_whole", OnShard.LEAVES), ("as_shard", OnShard.MAKES)):
     define(
         f"{_mark}(Tensor(a) x) -> Tensor(a)", lambda x: x.view_as(x), lambda x: x.view_as(x), traits=Traits(_on_shard)
@@ -70,8 +70,9 @@ MARKS = tuple(getattr(ops, _mark).default for _mark in ("as_whole", "as_shard"))
 def fill_(
     flat: Tensor, leaves: Sequence[Tensor | None], offsets: Sequence[int], numels: Sequence[int], there: Sequence[bool]
 ) -> None:
-    """Complete a flat buffer [size] some of whose leaves were written where they lie (`there`): copy the others, None
-    as zeros, and zero what lies between leaves."""
+    """Complete a bucket [size], some of whose leaves were written in place (`there`): copy the others, None as zeros,
+    and zero the gaps between leaves.
+    """
     end = 0
     for leaf, offset, numel, done in zip(leaves, offsets, numels, there, strict=True):
         if leaf is None and not done:

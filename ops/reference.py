@@ -1,6 +1,7 @@
-"""The formats of `ops/csrc/formats.h` and `native.update_` in torch's operations: without the library, and to check it.
+"""The formats of `ops/csrc/formats.h` and `cpu.update_` in torch's operations: used without the library, and to check
+it.
 
-Bit for bit the library's results, on one thread and on x86 with AVX2, where its Adam is torch's fused one.
+The results are the library's, bit for bit, on one thread and on x86 with AVX2, where its Adam is torch's fused one.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def update_(
     count: int,
     offset: int,
 ) -> None:
-    """`native.update_`: everything decoded, updated in fp32, encoded."""
+    """`cpu.update_`: decode everything, update in fp32, encode."""
     size = g.numel()
     lossy = any(map(moment_format, moments))
     wide = _scaled(g.reshape(-1).float(), factors, lossy)

@@ -1,8 +1,8 @@
-"""What an operation is, said once: how it runs, what it makes of shards, what it moves, whose memory it gives.
+"""One registry of operations: how each runs, what it makes of shards, what it moves, whose memory its result has.
 
-Ours say it when they are defined, and cannot be defined without. Of ATen's it follows from schema and tags, and from
-the tables at the end of this file. Of any other operation nothing is known: it may work on gathered values, and
-`graph.verify` refuses it on a shard.
+Our operations declare this when they are defined, and cannot be defined without. For ATen's it follows from schema and
+tags, and from the tables at the end of this file. Any other operation may work on gathered values; `graph.verify`
+refuses it on a shard.
 """
 
 from __future__ import annotations

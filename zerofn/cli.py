@@ -24,7 +24,7 @@ from .util.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; -> the exit status. What is wrong is told in a sentence."""
+    """Run a command, and return the exit status. Errors are printed as a sentence."""
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--") if "--" in given else len(given)
     parser = _parser()
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    """The exit status: 1 where nothing fits."""
+    """Return the exit status: 1 if nothing fits."""
     script, _, function = args.script.rpartition(":") if ":" in args.script else (args.script, "", "")
     if not Path(script).is_file():
         raise ValueError(f"there is no script {script!r}.")
@@ -112,11 +112,11 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _dry_run(script: str, function: str, arguments: Sequence[str]) -> Reached:
-    """The script, run up to its step."""
+    """Run the script up to its step."""
     before, sys.argv = sys.argv, [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
-        with DryRun(function)(), contextlib.redirect_stdout(sys.stderr):  # what it prints is not the plan
+        with DryRun(function)(), contextlib.redirect_stdout(sys.stderr):  # the script's output is not the plan
             runpy.run_path(script, run_name="__main__")
     except Reached as found:
         return found

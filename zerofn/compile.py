@@ -1,4 +1,4 @@
-"""`compile`: a pure step -> the same step, captured once per input signature, scheduled, and run in place."""
+"""`compile`: capture a pure step once per input signature, schedule it, and run it in place."""
 
 from __future__ import annotations
 
@@ -51,29 +51,31 @@ def compile(
     backend: str | Backend = "eager",
     passes: Callable[[list[Pass]], list[Pass]] | None = None,
 ) -> CompiledStep:
-    """A callable `(state, batch) -> (state, aux)` that runs `train_step` captured and scheduled.
+    """Return a callable `(state, batch) -> (state, aux)` that runs `train_step`, captured and scheduled.
 
-    The step is captured at its first call and again for every new signature (structure, shapes, dtypes, ints and
+    The step is captured at its first call, and again for every new signature (structure, shapes, dtypes, ints and
     floats of the batch), each time with one log line that names what changed. With `donate` the new state is
-    written into the old one's memory and using the old one afterwards raises `RuntimeError`. A step whose output
-    is no pair beginning with a state of its argument's structure is an evaluation step: nothing is donated.
-    Floating replicated state that depends on a rank's own batch (batch norm's running values in `extra`, say) is
-    averaged over ranks at the end of the step. The step run eagerly does not: there each rank keeps its own.
+    written into the old one's memory, and using the old one afterwards raises `RuntimeError`. A step whose result
+    is not a pair that begins with a state of its argument's structure is an evaluation step, which donates nothing.
+    ZeroFn averages floating-point state that differs by rank, such as batch-norm statistics in `extra`, at the end
+    of each step; run eagerly, each rank keeps its own.
 
-    `memory`: bytes of the device, or a text such as "24GiB", that a step may take on a rank, its state included, but
-    for what operations take for themselves while they run. Gathered units are kept, or dropped and gathered again, and
-    activations kept, computed again, or sent to host memory and back, as that asks; the values are the same, bit for
-    bit. `remat`: "full" computes every activation again but what crosses from one unit's part of the model to the next;
-    "auto" those for which it costs least, until the kept ones take half of the memory. `machine`: the cost model that
-    schedules transfers and says what is cheapest to do again; give what `zerofn.plan` was given. None is a usual one.
+    `memory`: bytes of the device that a step may take on a rank, or a text such as "24GiB". It includes the state,
+    but not the workspace that operations allocate while they run. To stay below it, ZeroFn drops gathered units and
+    gathers them again, and recomputes or offloads activations; the values are the same, bit for bit. `remat`:
+    "full" recomputes every activation except those that cross from one unit's part of the model to the next; "auto"
+    recomputes the cheapest ones until the saved ones take half of the memory. `machine`: the cost model that
+    schedules transfers and says what is cheap to recompute; give what `zerofn.plan` was given. None is a typical
+    machine.
 
-    `backend`: "eager" runs operation by operation. An instance with `bind(program) -> Runner` runs the scheduled graph
-    its own way: `bind` is called before the first run of each signature, `Runner.run(inputs) -> outputs` at each step,
-    `Runner.close()` once, when the compiled step is collected (`zerofn.runtime.backend` has the protocol).
+    `backend`: "eager" runs operation by operation. An instance with `bind(program) -> Runner` runs the scheduled
+    graph its own way: `bind` is called before the first run of each signature, `Runner.run(inputs) -> outputs` at
+    each step, `Runner.close()` once, when the compiled step is collected (`zerofn.runtime.backend` has the
+    protocol).
 
-    `passes`: a function that takes the list of passes (`zerofn.Pass`) that schedule a step, and returns the list to
-    run: with some of them left out, or with others added. Each added one is checked: the graph that it leaves must be
-    sound, take and return what it did, and still be a pure function.
+    `passes`: a function that takes the list of passes (`zerofn.Pass`) that schedule a step and returns the list to
+    run, with passes left out or added. Each added pass is checked: the graph that it leaves must be sound, take and
+    return what it did, and still be a pure function.
 
     >>> import torch, zerofn
     >>> def tanh_gelu(program):
@@ -85,9 +87,10 @@ def compile(
     >>> step({"w": torch.ones(2)}, torch.ones(2))  # 0.8413 by the exact one
     tensor([0.8412, 0.8412])
 
-    Raises `zerofn.CaptureError` for a step that is not a pure function, `MemoryError` below the least memory
-    that any schedule takes, `passes.PassError`, which names the pass, where an added one leaves a graph that is not
-    sound: each at the first call, on every rank. `ValueError` for options that are not known or contradict each other.
+    Raises at the first call, on every rank: `zerofn.CaptureError` for a step that is not a pure function,
+    `MemoryError` if `memory` is below what the least schedule takes, and `passes.PassError`, which names the pass,
+    if an added pass leaves a graph that is not sound. Raises `ValueError` for options that are unknown or
+    contradict each other.
     """
     if remat not in (None, "full", "auto"):
         raise ValueError(f"compile: remat={remat!r} is not known; there are 'full', 'auto' and None.")
@@ -101,7 +104,7 @@ def compile(
 
 
 class _Options(NamedTuple):
-    """What `compile` was given. `memory`: bytes."""
+    """The arguments of `compile`. `memory`: bytes."""
 
     donate: bool
     memory: int | None
@@ -112,12 +115,12 @@ class _Options(NamedTuple):
 
     @property
     def chooses(self) -> bool:
-        """Whether it is decided what is kept in memory."""
+        """Whether a search decides what stays in memory."""
         return self.memory is not None or self.remat is not None
 
 
 class _Captured(NamedTuple):
-    """A step that was captured on this rank and not scheduled yet; `choices`: what this rank would keep in memory."""
+    """A step captured on this rank and not scheduled yet. `choices`: this rank's decisions about memory."""
 
     program: Program
     constants: list[Tensor]
@@ -127,7 +130,7 @@ class _Captured(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A step's arguments, flat, and what was captured for them."""
+    """A step's flat arguments, and the entry for them."""
 
     entry: Entry
     state_leaves: list[Any]
@@ -136,7 +139,7 @@ class _Call(NamedTuple):
 
 
 class CompiledStep:
-    """A compiled step. `timings`: seconds its last capture and passes took, and the number of nodes."""
+    """A compiled step. `timings`: seconds of its last capture and passes, and its number of nodes."""
 
     def __init__(self, train_step: Callable[[Any, Any], Any], options: _Options) -> None:
         self._step, self._options = train_step, options
@@ -176,25 +179,28 @@ class CompiledStep:
         return returned(self.__name__, entry.program, entry.donating, outputs, inputs, leaves)
 
     def lower(self, state: Any, batch: Any) -> Plan:
-        """What a step on this state and batch will need and do, known before it runs: it is captured and scheduled, and
-        the next call runs what was planned. Nothing is allocated. All ranks must call it.
+        """Return the `Plan` of a step on this state and batch: what it needs and does, known before it runs.
+
+        The step is captured and scheduled, and the next call runs what was planned. Nothing is allocated. All
+        ranks must call it.
         """
         return Plan(self._entry_for(state, batch).entry.program)
 
     def profile(
         self, state: Any, batch: Any, machine: Machine | str | os.PathLike[str] | None = None
     ) -> tuple[Any, Profile]:
-        """Run two steps on this batch, -> (what the second returns, `Profile`). In the first every operation is timed,
-        in the second memory is followed. `machine`: what `zerofn profile` wrote here, or `zerofn.this_machine()`; then
-        times are predicted, too. All ranks must call it.
+        """Run two steps on this batch, and return (what the second returns, `Profile`).
 
-        Raises `ValueError` for another backend than "eager": only that one tells when each operation begins.
+        The first step measures every operation, the second one follows memory. `machine`: the profile that
+        `zerofn profile` wrote here, or `zerofn.this_machine()`; then times are predicted, too. All ranks must
+        call it. Raises `ValueError` for another backend than "eager": only that one tells when each operation
+        begins.
         """
         entry = self._entry_for(state, batch).entry
         return profiled(self, Plan(entry.program), entry, state, batch, machine)
 
     def _entry_for(self, state: Any, batch: Any) -> _Call:
-        """The arguments, flat, and what was captured for their signature: now, where nothing was yet."""
+        """Return the flat arguments, and the entry for their signature, captured now if it is new."""
         state_leaves, state_def = tree.flatten(state, is_leaf=is_sharded)
         batch_leaves, batch_def = tree.flatten(batch, is_leaf=is_sharded)
         state_leaves = [as_tensor(x) if isinstance(x, int | float) else x for x in state_leaves]
@@ -213,18 +219,20 @@ class CompiledStep:
         return _Call(entry, state_leaves, state_def, batch_leaves)
 
     def _compiled_by_all(self, state: Any, batch: Any) -> Entry:
-        """Capture and schedule on all ranks or on none: one that fails makes the others raise its message."""
+        """Capture and schedule on all ranks or on none: if one fails, the others raise its message."""
         what = f"zerofn.compile({self.__name__})"
         if not self._options.chooses:
             return agree_on(what, lambda: self._scheduled(self._captured(state, batch), []))
         mine = agree_on(what, lambda: (self._captured(state, batch), ""))
-        first, *_ = exchange(what, as_text(mine.choices))  # ranks may differ by a few bytes: all take the first's
+        first, *_ = exchange(
+            what, as_text(mine.choices)
+        )  # ranks may differ by a few bytes: all use the first rank's choices
         return agree_on(what, lambda: self._scheduled(mine, from_text(first)))
 
     @uncollected()
     def _captured(self, state: Any, batch: Any) -> _Captured:
         began = time.perf_counter()
-        pending().wait_for_all()  # of another state, perhaps, that nobody will use again
+        pending().wait_for_all()  # perhaps of another state that nobody will use again
         program, constants = captured(self._step, state, batch)
         program.name = self.__name__
         program.timings["capture"] = time.perf_counter() - began
@@ -242,7 +250,7 @@ class CompiledStep:
 
     @uncollected()
     def _scheduled(self, captured: _Captured, choices: Sequence[Choice]) -> tuple[Entry, str]:
-        """-> (what will run, what must be the same on all ranks)."""
+        """Return (what will run, what must be the same on all ranks)."""
         program, donating = captured.program, self._donates(captured.program)
         captured.pipeline.finish(program, choices=choices, budget=self._options.memory)
         took = dict(program.timings)
@@ -276,7 +284,7 @@ class CompiledStep:
             raise
 
     def _recover(self, entry: Entry) -> None:
-        """Make sure that what the step that failed has left under way is in nobody's way."""
+        """Clean up the transfers and jobs that a failed step has left."""
         pending().forget()
         worker().end()
         entry.buffers.renew()

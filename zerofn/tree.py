@@ -1,9 +1,9 @@
-"""The one owner of tree order and key paths.
+"""Tree order and key paths, in one place.
 
-Every tree in ZeroFn is flattened here, with optree, so that leaves have the same order on every rank
-(dict keys are sorted; `torch.utils._pytree` keeps insertion order, which may differ between ranks).
-`None` is a leafless node. Dataclasses and TensorDicts become nodes the first time they are seen. ZeroFn never imports
-tensordict: whoever has a TensorDict has imported it, and it takes longer to import than all of ZeroFn.
+ZeroFn flattens every tree here, with optree, so that leaves have the same order on every rank: dict keys are sorted,
+while `torch.utils._pytree` keeps insertion order, which may differ between ranks. `None` is a node without leaves.
+Dataclasses and TensorDicts become nodes when they are first seen. ZeroFn never imports tensordict, which takes longer
+to import than all of ZeroFn: who has a TensorDict has imported it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def register_dataclass(cls: Any, static: tuple[str, ...] = ()) -> None:
 
 
 def _is_tensordict(cls: type) -> bool:
-    """Whether a class is a TensorDict's. tensordict takes a second to import: whoever has one has imported it."""
+    """Return whether a class is TensorDict's, without importing tensordict."""
     base = getattr(sys.modules.get("tensordict"), "TensorDictBase", None)  # None while it is being imported
     return base is not None and issubclass(cls, base)
 
@@ -78,8 +78,10 @@ def _register_tensordict(cls: Any) -> None:
 
 
 def _tensordict(aux: tuple[tuple[str, ...], tuple[int, ...]], children: Iterable[Any]) -> Any:
-    """A TensorDict again; a plain dict where a child is neither tensor nor TensorDict (a `Sharded`, say),
-    which no TensorDict can hold. Leaves may have been cut or stacked: the batch size keeps what they share."""
+    """Rebuild a TensorDict, or a plain dict if a child is neither tensor nor TensorDict (such as a `Sharded`).
+
+    Leaves may have been cut or stacked: the batch size becomes their common leading shape.
+    """
     keys, batch_size = aux
     items = dict(zip(keys, children, strict=True))
     if not all(isinstance(v, torch.Tensor) or _is_tensordict(type(v)) for v in items.values()):
@@ -95,7 +97,7 @@ _seen: set[type] = set()
 
 
 def _adopt(leaves: Iterable[Any]) -> bool:
-    """Register the containers among `leaves` that are nodes in disguise; whether there were any."""
+    """Register containers among `leaves` that can be nodes; return whether there were any."""
     found = False
     for leaf in leaves:
         cls = type(leaf)
@@ -129,7 +131,7 @@ def flatten_with_path(
     tree: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[Path], list[Any], PyTreeSpec]:
     """`tree` -> (key paths, leaves, treedef)."""
-    flatten(tree, is_leaf)  # registers what has to be
+    flatten(tree, is_leaf)  # registers new containers
     return optree.tree_flatten_with_path(tree, is_leaf=is_leaf, namespace=NAMESPACE)
 
 
@@ -157,7 +159,7 @@ def tree_map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[An
 
 
 def name_of(path: Path) -> str:
-    """A key path as people write it: components joined with dots.
+    """Return a key path as people write it: components joined with dots.
 
     >>> name_of(("params", "h.0.attn.weight")), name_of(("layers", 0, "w"))
     ('params.h.0.attn.weight', 'layers.0.w')

@@ -1,7 +1,7 @@
 """Checkpoints: a folder with one safetensors file per rank and a JSON manifest of logical names.
 
-`tensor_file` is the format, `manifest` what lies where, `folder` how a checkpoint comes to be at once; the
-four public functions each have a file of their own.
+`tensor_file` is the file format, `manifest` says what is in which file, `folder` makes a checkpoint appear at once.
+Each of the four public functions has a file of its own.
 """
 
 from ..util.errors import CheckpointError as CheckpointError

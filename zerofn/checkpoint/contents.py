@@ -1,4 +1,4 @@
-"""A state as what a checkpoint knows of it: named parts, and the named leaves in them."""
+"""A state as a checkpoint sees it: named parts, and the named leaves in them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .tensor_file import CODES
 
 @dataclass(frozen=True)
 class Part:
-    """A `Sharded` or a replicated leaf of a state. `optional`: of a loss scale, which not every state has."""
+    """A `Sharded` or a replicated leaf of a state. `optional`: it belongs to a loss scale, which a state may lack."""
 
     name: str
     value: Any
@@ -35,7 +35,7 @@ class Part:
 
 @dataclass(frozen=True)
 class LeafInfo:
-    """A logical leaf; `unit` and `offset` say where it lies in a `Sharded`."""
+    """A logical leaf. `unit` and `offset`: its place in a `Sharded`."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,9 +46,9 @@ class LeafInfo:
 
 
 def take_apart(state: Any, what: str) -> tuple[list[Part], PyTreeSpec]:
-    """The parts of a state in tree order, and the treedef that puts parts together again.
+    """Return the parts of a state in tree order, and the treedef that puts them together again.
 
-    Raises `TypeError` for a leaf that no checkpoint can hold, `ValueError` where two leaves have one name.
+    Raises `TypeError` for a leaf that a checkpoint cannot store, `ValueError` if two leaves have one name.
     """
     nodes, treedef = tree.flatten(state, is_leaf=is_sharded)
     names = tree.field_names(treedef)
@@ -82,7 +82,7 @@ def leaves_of(part: Part) -> list[LeafInfo]:
 
 
 def storages_of(sharded: Sharded) -> list[StorageSpec]:
-    """How each shard is kept, or was before it was given away."""
+    """Return how each shard is, or was before its donation, stored."""
     return list(sharded.storages)
 
 
@@ -96,7 +96,7 @@ def join(prefix: str, name: str) -> str:
 
 
 def describe(parts: Iterable[Part]) -> list[str]:
-    """What ranks must agree about before they save or load, a line each."""
+    """Describe what ranks must agree about before they save or load, one line each."""
     lines = []
     for part in parts:
         if is_sharded(part.value):
@@ -110,7 +110,7 @@ def describe(parts: Iterable[Part]) -> list[str]:
 
 
 def missing_leaf(name: str, where: str, names: Mapping[str, Any], count: int) -> str:
-    """The sentence about a name that was not found among `names`, nearest name offered."""
+    """Return the sentence about a name that is not among `names`, with the nearest name."""
     near = nearest(name, names, 1, 0.6)
     more = f" (and {count - 1} more)" if count > 1 else ""
     return f"{where} has no leaf {name!r}{more}{f'; the nearest is {near[0]!r}' if near else ''}."

@@ -1,4 +1,4 @@
-"""`export`: a checkpoint's parameters as the plain safetensors files that other libraries read."""
+"""`export`: write a checkpoint's parameters as plain safetensors files, which other libraries read."""
 
 from __future__ import annotations
 
@@ -33,17 +33,16 @@ def export(
     max_shard_size: int | str | None = None,
     rename: Callable[[str], str | None] | None = None,
 ) -> list[Path]:
-    """Write the full parameters of a checkpoint under their logical names; returns the files.
+    """Write the full parameters of a checkpoint under their logical names, and return the files.
 
-    `out`: a file that ends in .safetensors, or a folder that gets `model.safetensors`; with
-    `max_shard_size` (bytes, or a string such as "5GB") as many files as that takes, with the index that
-    Hugging Face's libraries read. `part`: the key path whose leaves are written, with names from there on;
-    "params" by default where there is one. `dtype`: of floating-point leaves, as stored by default.
-    `rename`: name -> name in the file, None to leave a leaf out. One MiB is in memory at a time. Call it in
-    one process; no other rank is needed.
+    `out`: a file that ends in .safetensors, or a folder that gets `model.safetensors`. `max_shard_size` (bytes, or
+    a string such as "5GB") splits them over several files in a folder, with the index that Hugging Face's libraries
+    read. `part`: the key path whose leaves are written, with names from there on; "params" by default if there is
+    one. `dtype`: of floating-point leaves; as stored by default. `rename`: name -> name in the file, None to leave
+    a leaf out. One MiB is in memory at a time. Call it in one process; no other rank is needed.
 
-    Raises `CheckpointError` for a checkpoint that cannot be read, `ValueError` for a part or size that is
-    none.
+    Raises `CheckpointError` for a checkpoint that cannot be read, `ValueError` for a part or size that does not
+    exist.
     """
     checkpoint, target = Checkpoint(Path(path).resolve()), Path(out)
     try:
@@ -62,7 +61,7 @@ def export(
 
 
 def _part(checkpoint: Checkpoint, part: str | None) -> dict[str, LeafInfo]:
-    """The leaves to be written, by their names there."""
+    """Return the leaves to write, by their names in the file."""
     chosen = "params." if part is None else part + "." if part else ""
     found = {n.removeprefix(chosen): leaf for n, leaf in checkpoint.leaves.items() if n.startswith(chosen)}
     if part is None and not found:
@@ -99,7 +98,7 @@ def _entries(
 
 
 def _split(entries: list[Entry], limit: int | None) -> list[list[Entry]]:
-    """Entries in order, in groups of at most `limit` bytes; a larger one is alone."""
+    """Group entries, in order, into at most `limit` bytes; a larger entry is alone."""
     groups: list[list[Entry]] = [[]]
     size = 0
     for e in entries:
@@ -125,13 +124,13 @@ def _write_folder(folder: Path, groups: list[list[Entry]]) -> list[Path]:
     fresh = folder / f"{INDEX}.{os.getpid()}"
     fresh.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     os.replace(fresh, folder / INDEX)
-    (folder / SINGLE).unlink(missing_ok=True)  # readers would prefer it
+    (folder / SINGLE).unlink(missing_ok=True)  # readers would prefer the old file
     flush(folder)
     return files
 
 
 def _write(target: Path, entries: list[Entry]) -> Path:
-    """The file appears under its name when it is complete."""
+    """Write a file that appears under its name when it is complete."""
     fresh = target.with_name(f"{target.name}.{os.getpid()}")
     try:
         write_file(fresh, entries, checks=False)

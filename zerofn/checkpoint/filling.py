@@ -1,4 +1,4 @@
-"""Fresh buffers laid out as a state is, filled from a source: every rank reads its own intervals only."""
+"""Fill new buffers, laid out as a state, from a source: every rank reads only its own intervals."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ log = logging.getLogger("zerofn")
 
 @dataclass
 class Filling:
-    """The parts of a state, to be filled anew. Leaves a source lacks (`absent`) keep their values."""
+    """The parts of a state to fill. Leaves that the source lacks (`absent`) keep their values."""
 
     parts: Sequence[Part]
     absent: frozenset[str] = frozenset()
 
     def fill(self, source: Source, where: str) -> list[Any]:
-        """New values of all parts, in order; replicas are not equal yet. `where` names the source in errors.
+        """Return new values of all parts, in order; replicas are not equal yet. `where` names the source in
+        errors.
 
-        Raises `CheckpointError` where a shape differs or a dtype cannot be cast; nothing is allocated before.
+        Raises `CheckpointError` for a shape that differs or a dtype that cannot be cast, before anything is
+        allocated.
         """
         _check(list(self._wanted()), source.leaves, where)
         scratch = scratch_for((p.value.spec, storages_of(p.value)) for p in self.parts if is_sharded(p.value))
@@ -76,7 +78,7 @@ class Filling:
 
 
 def settle_all(values: Sequence[Any]) -> None:
-    """Fill replicas and gathered copies from other ranks. All ranks call it."""
+    """Fill replicas and gathered copies from other ranks. All ranks must call it."""
     for x in values:
         if is_sharded(x):
             settle(x)
@@ -88,7 +90,7 @@ def _allocate_like(part: Part, scratch: Store | None) -> Sharded:
     if like.lost is None:
         devices = {p.device for p in like.stored}
         device = devices.pop() if devices else torch.device("cpu")
-    else:  # it was given away; where it was is not known any more
+    else:  # it was donated, and its device is unknown
         device = torch.accelerator.current_accelerator() or torch.device("cpu")
     is_params = part.name.rpartition(".")[2] == "params"
     cached = like.full is not None or (is_params and spec.stage in (1, 2) and spec.axis.size > 1)

@@ -1,9 +1,8 @@
-"""The folder of a checkpoint: complete or not there, whenever a process is killed.
+"""The folder of a checkpoint: complete or absent, whenever a process is killed.
 
-[Note: replacing] A save fills `NAME.saving`; the manifest is written last, when every other file is on the
-disk. Then `NAME` is renamed to `NAME.old`, `NAME.saving` to `NAME`, and `NAME.old` is removed. Between the
-two renames there is no `NAME`, but a complete `NAME.saving` and `NAME.old`: loading finds the first, the
-next save renames it.
+[Note: replacing] A save fills `NAME.saving`; the manifest is written last, when every other file is on the disk. Then
+`NAME` is renamed to `NAME.old`, `NAME.saving` to `NAME`, and `NAME.old` is removed. Between the two renames there is no
+`NAME`, but a complete `NAME.saving` and `NAME.old`: loading finds the first, the next save renames it.
 """
 
 from __future__ import annotations
@@ -36,24 +35,24 @@ def _is_ours(name: str) -> bool:
 
 
 def saving(path: Path) -> Path:
-    """Where a checkpoint is while it is not complete."""
+    """Return the folder that holds a checkpoint until it is complete."""
     return path.with_name(path.name + ".saving")
 
 
 def old(path: Path) -> Path:
-    """Where the checkpoint that is being replaced is."""
+    """Return the folder that holds the replaced checkpoint."""
     return path.with_name(path.name + ".old")
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a folder's manifest was written."""
+    """Return whether a folder has a manifest."""
     return (folder / MANIFEST).is_file()
 
 
 def start(path: Path) -> None:
-    """Finish what an interrupted save left, and make the empty folder of the next.
+    """Finish what an interrupted save left, and make the empty folder of the next one.
 
-    Raises `CheckpointError` where `path` is something else than a checkpoint or an empty folder.
+    Raises `CheckpointError` if `path` is neither a checkpoint nor an empty folder.
     """
     if path.exists() and not is_complete(path) and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(f"save: {path} is there and is no checkpoint; choose another path, or move it away.")
@@ -67,7 +66,7 @@ def start(path: Path) -> None:
 
 
 def put_in_place(path: Path) -> None:
-    """Let the complete `saving(path)` be `path`. [Note: replacing]"""
+    """Rename the complete `saving(path)` to `path`. [Note: replacing]"""
     flush(saving(path))
     if path.exists():
         _remove(old(path))
@@ -96,9 +95,9 @@ def clean_up(path: Path) -> None:
 
 
 def find(path: Path) -> Path:
-    """The complete checkpoint that `path` stands for. [Note: replacing]
+    """Return the complete checkpoint that `path` stands for. [Note: replacing]
 
-    Raises `CheckpointError` where there is none, and says what is there.
+    Raises `CheckpointError`, which says what is there, if there is none.
     """
     for folder in (path,) if path.exists() else (saving(path), old(path)):
         if is_complete(folder):
@@ -132,7 +131,7 @@ def _those_in(folder: Path) -> str:
 
 
 def flush(folder: Path) -> None:
-    """Bring a folder's own entries to the disk, where the system can."""
+    """Flush a folder's own entries to the disk, if the system can."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

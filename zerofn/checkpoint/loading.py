@@ -1,4 +1,4 @@
-"""`load`: a checkpoint in, a state laid out as another one is out."""
+"""`load`: read a checkpoint into a state that is laid out as another one."""
 
 from __future__ import annotations
 
@@ -23,17 +23,15 @@ WHAT = "zerofn.load"
 
 
 def load(path: str | os.PathLike[str], like: Any) -> Any:
-    """The state that was saved at `path`, laid out as `like` is.
+    """Return the state that was saved at `path`, laid out as `like`.
 
-    World size, stage, units, precision and whether a tree is sharded at all may differ from the saved
-    state's: values are the same bits, cast (with one log line) where the dtype of a leaf of `like` is
-    another. Every rank must call it; each reads only the intervals it needs. `like` is not changed and
-    shares no memory with the result; one whose memory a step was given will do. A loss scale that the
-    checkpoint lacks is `like`'s own.
+    World size, stage, units, precision, and which trees are sharded may differ from the saved state. Values are the
+    same bits, or are cast (with one log line) to the dtypes of `like`. Every rank must call it; each reads only the
+    intervals that it needs. `like` is not changed and shares no memory with the result; a donated state will do. A
+    loss scale that the checkpoint lacks is taken from `like`.
 
-    Raises `CheckpointError`, on every rank and with `like` still usable, where there is no complete
-    checkpoint, a file is missing, truncated or damaged, or names, shapes or kinds of leaves are not those
-    of `like`.
+    Raises `CheckpointError`, on every rank and with `like` still usable, if there is no complete checkpoint, if a
+    file is missing, truncated or damaged, or if names, shapes or types of leaves differ from those of `like`.
     """
     parts, treedef = together(WHAT, lambda: take_apart(like, WHAT))
     same_everywhere(WHAT, path, parts)
@@ -65,7 +63,7 @@ def _read(path: Path, parts: list[Part]) -> list[Any]:
 
 
 def _match(checkpoint: Checkpoint, parts: list[Part]) -> frozenset[str]:
-    """The leaves of a loss scale in `like` that were not saved. Raises unless all other names agree."""
+    """Return the leaves of a loss scale in `like` that were not saved. Raises unless all other names agree."""
     wanted = {leaf.name: leaf for part in parts for leaf in leaves_of(part)}
     saved = checkpoint.leaves
     fix = "Build `like` with the model, optimizer and extras of the state that was saved."

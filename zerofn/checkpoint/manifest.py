@@ -1,4 +1,4 @@
-"""The manifest: which logical leaf lies where in which file, as JSON."""
+"""The manifest: which logical leaf is where in which file, as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VERSION = 2  # 1 called `num_shards` `num_pieces`
 
 @dataclass(frozen=True)
 class SavedUnit:
-    """A flat buffer; its shards are the tensors called `tensor` of its tree's files."""
+    """A flat buffer. Its shards are the tensors called `tensor` in its tree's files."""
 
     name: str
     size: int  # elements, padding included
@@ -56,7 +56,7 @@ class SavedLeaf:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a checkpoint but its numbers. `step`: the state's, where it has one."""
+    """Everything about a checkpoint except its numbers. `step`: the state's step, if it has one."""
 
     world_size: int
     trees: tuple[SavedTree, ...]
@@ -73,7 +73,7 @@ class Manifest:
             yield r.leaf
 
     def write(self, folder: Path) -> None:
-        """Write it into `folder`, down to the disk."""
+        """Write it into `folder`, and flush it to the disk."""
         data = {"format": FORMAT, "version": VERSION, **_plain(asdict(self))}
         with open(folder / MANIFEST, "w") as file:
             file.write(_lines(data) + "\n")
@@ -83,7 +83,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises `CheckpointError` for one that cannot be understood."""
+    """Return the manifest of a checkpoint. Raises `CheckpointError` for one that cannot be understood."""
     path = folder / MANIFEST
     try:
         data = json.loads(path.read_text())
@@ -137,7 +137,7 @@ def _leaf(x: dict[str, Any]) -> LeafInfo:
 
 
 def _plain(x: Any) -> Any:
-    """`x` with dtypes as the codes safetensors has for them."""
+    """Return `x` with dtypes as safetensors codes."""
     if isinstance(x, dict):
         return {k: _plain(v) for k, v in x.items()}
     if isinstance(x, list | tuple):
@@ -146,7 +146,7 @@ def _plain(x: Any) -> Any:
 
 
 def _lines(x: Any, indent: str = "") -> str:
-    """JSON for people: what holds no further object is one line."""
+    """Return JSON for people: an object without inner objects is one line."""
     items = list(x.values()) if isinstance(x, dict) else x if isinstance(x, list) else []
     inner = [w for v in items for w in (v if isinstance(v, list) else [v])]
     if not any(isinstance(w, dict) for w in inner):

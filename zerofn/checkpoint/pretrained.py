@@ -1,4 +1,4 @@
-"""`load_safetensors`: weights in plain safetensors files, straight into shards."""
+"""`load_safetensors`: read plain safetensors files straight into shards."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ WHAT = "zerofn.load_safetensors"
 def load_safetensors(
     path: str | os.PathLike[str], like: Any, *, strict: bool = True, rename: Callable[[str], str | None] | None = None
 ) -> Any:
-    """Pretrained weights, laid out as the parameters `like` are (`Sharded`, or a plain tree), in their
-    dtypes.
+    """Return pretrained weights, laid out as the parameters `like` (`Sharded` or a plain tree), in their dtypes.
 
-    `path`: a .safetensors file, or a folder with `model.safetensors` or `model.safetensors.index.json`.
-    Every rank must call it; each reads only the intervals it needs, so no rank ever holds the whole.
-    `rename` gives the leaf's name for a name in the file, None to leave a tensor out (a tied weight stored
-    twice, say). With `strict=False` leaves that the files lack keep `like`'s values, and what only the
-    files have is left out; one log line says which. `like` is not changed.
+    `path`: a .safetensors file, or a folder with `model.safetensors` or `model.safetensors.index.json`. Every rank
+    must call it; each reads only the intervals that it needs, so no rank ever holds all weights. `rename`: name in
+    the file -> name of the leaf, None to leave a tensor out (a tied weight stored twice, for example). With
+    `strict=False`, leaves that the files lack keep the values of `like`, and tensors without a leaf are ignored;
+    one log line names both. `like` is not changed.
 
         params = load_safetensors("bert/", like=state.params, rename=lambda name: name.removeprefix("bert."))
 
-    Raises on every rank: `CheckpointError` for files that are missing, damaged or pickled, a leaf without a
-    tensor or (with `strict`) a tensor without a leaf, and shapes that differ.
+    Raises `CheckpointError` on every rank for files that are missing, damaged or pickled, a leaf without a tensor
+    or (with `strict`) a tensor without a leaf, and shapes that differ.
     """
     parts, treedef = together(WHAT, lambda: take_apart(like, WHAT))
     same_everywhere(WHAT, path, parts)
@@ -59,7 +58,7 @@ def _read(path: Path, parts: list[Part], strict: bool, rename: Callable[[str], s
 
 
 def _match(weights: Weights, parts: list[Part], path: Path, strict: bool) -> frozenset[str]:
-    """The leaves that keep their values. Raises where names do not agree and `strict` forbids it."""
+    """Return the leaves that keep their values. Raises if names do not agree and `strict` forbids it."""
     wanted = {leaf.name: None for part in parts for leaf in leaves_of(part)}
     missing = [n for n in wanted if n not in weights.leaves]
     unexpected = [n for n in weights.leaves if n not in wanted]
@@ -97,7 +96,7 @@ def _mismatch(
 
 
 def _hint(wanted: list[str], found: list[str]) -> str:
-    """What to write where names differ by a prefix alone."""
+    """Say what to write if names differ only by a prefix."""
     for prefix in _prefixes(found, wanted):
         bare = {n.removeprefix(prefix) for n in found}
         if bare >= set(wanted):
@@ -122,7 +121,7 @@ def _rest(left: set[str]) -> str:
 
 
 def _prefixes(longer: list[str], shorter: list[str]) -> list[str]:
-    """What names of `longer` have before the first name of `shorter` that any of them ends with."""
+    """Return what names in `longer` have before a name in `shorter` that they end with."""
     for name in shorter:
         ends = sorted({n[: -len(name)] for n in longer if n.endswith("." + name)}, key=len)
         if ends:

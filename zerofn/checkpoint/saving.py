@@ -1,4 +1,4 @@
-"""`save`: every rank writes its own shards; the checkpoint is there once all of them are."""
+"""`save`: every rank writes its own shards; the checkpoint appears once all of them are written."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ WHAT = "zerofn.save"
 
 
 def save(path: str | os.PathLike[str], state: Any) -> None:
-    """Write a state to the folder `path`, where `load` finds it. Every rank must call it; nothing is pickled.
+    """Write a state to the folder `path`, where `load` finds it. Every rank must call it. Nothing is pickled.
 
-    Each rank writes one safetensors file with its shards, one MiB in memory at a time; rank 0 also what is
-    replicated, and a JSON manifest of logical names. At stage 0 each rank writes its N-th part, so nothing is
-    written twice. All ranks must see `path` (a shared file system, on several machines). A checkpoint that is
-    already at `path` stays until the new one is complete; a process that is killed leaves one or the other.
+    Each rank writes one safetensors file with its shards, with one MiB in memory at a time. Rank 0 also writes what
+    is replicated, and a JSON manifest of logical names. At stage 0 each rank writes its N-th part, so nothing is
+    written twice. All ranks must see `path` (a shared file system, on several machines). An older checkpoint at
+    `path` stays until the new one is complete; a process that is killed leaves one or the other.
 
-    Raises, on every rank: `TypeError` for a leaf that cannot be stored, `ValueError` where two leaves have
-    one name or a replicated leaf differs between ranks, `CheckpointError` where the disk fails or `path` is
-    no checkpoint; `RuntimeError` within 30 s where a rank does not come.
+    Raises, on every rank: `TypeError` for a leaf that cannot be stored, `ValueError` if two leaves have one name or
+    a replicated leaf differs between ranks, `CheckpointError` if the disk fails or `path` is no checkpoint, and
+    `RuntimeError` within 30 s if a rank does not come.
     """
     target, (rank, _) = Path(path).resolve(), rank_and_size()
     job = together(WHAT, lambda: _Job(target, _plan(state)))
@@ -83,7 +83,7 @@ class _Job:
         return [p for p in self.parts if not is_sharded(p.value)]
 
     def compare(self, given: str) -> None:
-        """Raise unless all ranks save the same thing, and what is replicated is equal on all."""
+        """Raise unless all ranks save the same, and replicated leaves are equal on all."""
         lines = [f"path {given}", *describe(self.parts)]
         if rank_and_size()[1] > 1:
             lines += [f"{name} = {digest}" for name, digest in self._replicas()]
@@ -117,7 +117,7 @@ class _Job:
                         yield leaf.name, _digest(whole.read(leaf.offset, leaf.offset + _numel(leaf.shape)))
 
     def owners(self) -> list[list[int]]:
-        """Of ranks that hold the same shard (a mesh of several axes has them) the first writes it."""
+        """Return who writes each shard: the first of the ranks that hold it (on a mesh of several axes several do)."""
         mine = [p.value.spec.axis.rank for p in self.trees]
         held = [json.loads(text) for text in exchange(WHAT, json.dumps(mine))]
         out = []
@@ -187,11 +187,11 @@ class _Job:
 
 
 def _own(name: str, sharded: Sharded, index: int) -> Entry:
-    """This rank's N-th of a unit; at stage 0 a part of the whole that is here."""
+    """Return this rank's N-th of a unit; at stage 0 a part of the whole unit, which it has."""
     spec, shard, unit = sharded.spec, sharded.stored[index], sharded.layout.units[index]
     start, stop = spec.layout.cut(unit, spec.axis.rank)
     shift = start - spec.bounds(unit)[0]
-    held: list[Stored] = []  # what lies on a drive, while it is being written
+    held: list[Stored] = []  # a shard from a drive, while it is being written
 
     def read(a: int, b: int) -> Tensor:
         held[:] = held or [shard.loaded()]
@@ -204,7 +204,7 @@ def _own(name: str, sharded: Sharded, index: int) -> Entry:
 
 
 def _collect(written: Written | None) -> dict[str, Written]:
-    """What every rank has written, by file name."""
+    """Return what every rank has written, by file name."""
     mine = None if written is None else [written.nbytes, written.header]
     texts = exchange(WHAT, json.dumps(mine))
     found = {_file(r): json.loads(text) for r, text in enumerate(texts)}

@@ -31,8 +31,7 @@ class Source(Protocol):
 
 
 class _Files:
-    """The files of one folder, at most `MAX_OPEN` of them open. Ask here for a file at every read: one that was not
-    asked for since all were closed is not open."""
+    """The files of one folder, at most `MAX_OPEN` of them open. Ask for a file at every read; it may be closed."""
 
     def __init__(self, folder: Path, expected: dict[str, Written] | None, fix: str) -> None:
         self.folder, self._expected, self._fix = folder, expected, fix
@@ -56,10 +55,9 @@ class _Files:
 
 
 class Checkpoint:
-    """A checkpoint that `save` made.
+    """A checkpoint that `save` wrote.
 
-    Raises `CheckpointError` where it is not there, not complete, or one of its files is missing or has
-    another size than it was written with.
+    Raises `CheckpointError` if it does not exist, is incomplete, or has a file that is missing or of another size.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,9 +1,9 @@
 """safetensors files, written as a stream and read by intervals.
 
-The library's own functions want all tensors of a file in memory at once, and map whole files. Here one
-block is held at a time, and each block of a file ZeroFn wrote is checked against its CRC-32, which lies in
-the file's metadata. The format: 8 bytes with the header's length, the header (JSON: name -> dtype, shape
-and byte offsets), the bytes of all tensors without gaps. https://github.com/huggingface/safetensors#format
+The library's own functions need all tensors of a file in memory at once, and map whole files. Here one block is held at
+a time, and each block of a file that ZeroFn wrote is checked against its CRC-32 in the file's metadata. The format: 8
+bytes with the header's length, the header (JSON: name -> dtype, shape and byte offsets), the bytes of all tensors
+without gaps. https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Written:
-    """What tells a file that was written from another one: its size in bytes, and its header's CRC-32."""
+    """What identifies a written file: its size in bytes, and its header's CRC-32."""
 
     nbytes: int
     header: str
 
 
 def write_file(path: Path, entries: Iterable[Entry], *, checks: bool = True) -> Written:
-    """Write a safetensors file, one block in memory at a time, and bring it to the disk.
+    """Write a safetensors file, one block in memory at a time, and flush it to the disk.
 
-    `checks`: with the CRC-32 of every block. Raises `OSError` where the disk does.
+    `checks`: with the CRC-32 of every block. Raises `OSError` as the disk does.
     """
     ordered = sorted(entries, key=lambda e: -e.dtype.itemsize)  # so that each lies at a multiple of its size
     blank = {e.name: "0" * 8 * -(-e.nbytes // BLOCK) for e in ordered}
@@ -103,7 +103,7 @@ def _header(entries: list[Entry], checks: dict[str, str] | None) -> bytes:
 
 
 def _write(file: BinaryIO, entry: Entry, checks: bool) -> str:
-    """The CRC-32 of each block, in hexadecimal."""
+    """Write blocks, and return the CRC-32 of each, in hexadecimal."""
     step, found = BLOCK // entry.dtype.itemsize, []
     for k, start in enumerate(range(0, entry.numel, step)):
         data = as_bytes(entry.read(start, min(start + step, entry.numel)))
@@ -118,7 +118,7 @@ def _write(file: BinaryIO, entry: Entry, checks: bool) -> str:
 
 
 def as_bytes(flat: Tensor) -> memoryview:
-    """The bytes of a 1-d tensor; no copy where it lies in one run of host memory."""
+    """Return the bytes of a 1-d tensor, without a copy if it is contiguous in host memory."""
     plain = flat.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return plain.view(torch.uint8).numpy().data
 
@@ -126,8 +126,8 @@ def as_bytes(flat: Tensor) -> memoryview:
 class TensorFile:
     """A safetensors file, read by intervals of raveled tensors.
 
-    Raises `CheckpointError` for a file that is cut off, is not what `expected` says, or has a damaged block;
-    `fix` ends those messages.
+    Raises `CheckpointError` for a file that is truncated, differs from `expected`, or has a damaged block. `fix`
+    ends these messages.
     """
 
     def __init__(self, path: Path, expected: Written | None = None, fix: str = "Copy or download it again.") -> None:
@@ -163,13 +163,13 @@ class TensorFile:
             alive()
 
     def close(self) -> None:
-        """Give the file descriptor back; the next read opens the file again."""
+        """Close the file; the next read opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _load(self, name: str, k: int) -> Tensor:
-        """The k-th block of a tensor, as bytes; neighbours in one block are read once."""
+        """Return the k-th block of a tensor as bytes. Reads of one block in a row read it once."""
         if self._held == (name, k):
             return self._block
         first, last = self._entries[name]["data_offsets"]

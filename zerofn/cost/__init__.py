@@ -1,1 +1,1 @@
-"""What operations and transfers cost, on a machine known by name or measured here, and the simulated step."""
+"""The cost of operations and transfers on a machine, known by name or measured, and the simulated step."""

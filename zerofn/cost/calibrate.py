@@ -1,4 +1,4 @@
-"""This machine, measured: what `zerofn profile` writes."""
+"""Measure this machine: the profile that `zerofn profile` writes."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ from .machine import Machine, hops, this_hardware
 from .op_timer import once
 
 ROUNDS = 7
-SIDE = {"cpu": 768, "cuda": 8192}  # rows and columns of the matrices that are multiplied
+SIDE = {"cpu": 768, "cuda": 8192}  # rows and columns of the matrices to multiply
 LARGE = 1 << 26  # bytes, more than caches hold
 SENT = (1 << 12, 1 << 23)  # bytes a rank sends in transfers that are timed
 SMALL_OPS = 200
-# What ranks compute before one waits for another, about 10 ms: rows of matrices, and products; and how often.
+# The work of a rank before it waits for another, about 10 ms: rows of matrices, and products; and repetitions.
 STRETCH, STRETCHES = {"cpu": (256, 40), "cuda": (8192, 1)}, 40
 
 
 def this_machine(folder: str | os.PathLike[str] | None = None) -> Machine:
-    """The machine this runs on, as all ranks together load it: every rank must call it, and all get what the first one
-    measured. `folder`: on the drive to be measured; none is without it.
+    """Measure this machine under the load of all ranks, and return it as a `Machine`.
+
+    Every rank must call it; all get the first rank's result. `folder`: a folder on the drive to measure; None
+    measures none.
     """
     axis = Mesh.of(None).axis()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -89,20 +91,20 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def _products(dtype: torch.dtype, device: torch.device) -> float:
-    """Operations a second of products of square matrices."""
+    """Return operations per second of products of square matrices."""
     side = SIDE[device.type]
     a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
     return 2 * side**3 / _seconds(lambda: a @ b)
 
 
 def _launch(device: torch.device) -> float:
-    """Seconds of an operation that does next to nothing."""
+    """Return the seconds of an operation that does almost nothing."""
     small = torch.zeros(16, device=device)
     return _seconds(lambda: [small.add_(1.0) for _ in range(SMALL_OPS)]) / SMALL_OPS
 
 
 def _link(axis: Axis, device: torch.device) -> tuple[float, float, float]:
-    """(seconds before the first byte, bytes a second, seconds of computing that a byte takes away) of transfers."""
+    """Return (seconds before the first byte, bytes per second, seconds of computation lost per byte) of transfers."""
     if axis.size == 1:
         return 0.0, 0.0, 0.0  # it is not known
     shards = [torch.ones(n // 4 // (axis.size - 1), device=device) for n in SENT]
@@ -120,13 +122,14 @@ def _link(axis: Axis, device: torch.device) -> tuple[float, float, float]:
 
     longer = statistics.median(once(lambda: work(shards[1])) - once(lambda: work(None)) for _ in range(ROUNDS))
     before = max(0.0, small - sent[0] / rate) / hops(axis.size)
-    # No more than if whoever computes stood still for all of it.
+    # At most as much as if computation stopped for the whole transfer.
     return before, rate, min(max(0.0, longer) / sent[1], 1 / rate)
 
 
 def _slowest(axis: Axis, device: torch.device) -> float:
-    """How many times longer the slowest of ranks that do the same takes than they do on average: cores differ, and so
-    do the neighbours that each of them has."""
+    """Return how much longer the slowest of ranks with equal work takes than the average. Cores differ, and so does
+    the load that each shares its hardware with.
+    """
     if axis.size == 1:
         return 1.0
     side, products = STRETCH[device.type]

@@ -1,10 +1,12 @@
-"""How fast this machine updates state that lies in host memory, and what share of it the host should update.
+"""How fast this machine updates state in host memory, and the share of the updates that the host should do.
 
-[Note: shares] With f the share that the host updates, b its bytes of host memory an element there, s the bytes of state
-that are streamed each way an element otherwise, an element takes
+[Note: shares] Let f be the share that the host updates, b its bytes of host memory per element there, and s the bytes
+of state per element that are streamed each way otherwise. An element takes
+
     T(f) = max(f b / DRAM, (2 f + (1 - f) s) / link, (f (b + 4) + (1 - f) 2 s) / DRAM)
+
 seconds: the host's arithmetic, the link in one direction (gradients down and parameters up, or state), and the host's
-memory, which both use. Where host memory is less than about twice as fast as the link the device alone is fastest.
+memory, which both use. If host memory is less than about twice as fast as the link, the device alone is fastest.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ import torch
 from ..dry_run.fake_machine import fake_machine
 from ..ops import cpu
 
-ELEMENTS = 1 << 22  # of what is timed: 64 MiB of state, more than caches hold
+ELEMENTS = 1 << 22  # elements to time: 64 MiB of state, more than caches hold
 
 
 def seconds(share: float, on_host: float, streamed: float, dram: float, link: float) -> float:
-    """T(f) of [Note: shares], seconds an element; bytes an element and bytes a second given."""
+    """Return T(f) of [Note: shares], in seconds per element, from bytes per element and bytes per second."""
     return max(
         share * on_host / dram,
         (2 * share + (1 - share) * streamed) / link,
@@ -30,13 +32,13 @@ def seconds(share: float, on_host: float, streamed: float, dram: float, link: fl
 
 
 def best_share(on_host: float, streamed: float, dram: float, link: float) -> float:
-    """The share of the host with the least T, in hundredths; the smaller of equals."""
+    """Return the host's share with the least T, in hundredths; of equal ones the smallest."""
     return min((k / 100 for k in range(101)), key=lambda f: seconds(f, on_host, streamed, dram, link))
 
 
 @functools.cache
 def dram_rate() -> float:
-    """Bytes a second of an AdamW update on the host, all threads."""
+    """Return bytes per second of an AdamW update on the host with all threads."""
     p, g, m, v = (torch.zeros(ELEMENTS) for _ in range(4))
     best = float("inf")
     for _ in range(3):
@@ -59,7 +61,7 @@ def dram_rate() -> float:
 
 @functools.cache
 def link_rate(device: torch.device) -> float:
-    """Bytes a second from page-locked host memory to a CUDA device."""
+    """Return bytes per second from page-locked host memory to a CUDA device."""
     host, there = torch.empty(ELEMENTS, pin_memory=True), torch.empty(ELEMENTS, device=device)
     best = float("inf")
     for _ in range(3):
@@ -72,8 +74,11 @@ def link_rate(device: torch.device) -> float:
 
 
 def share_of(update: str, device: torch.device, on_host: float, streamed: float) -> float:
-    """The share of units that the host updates, for an `Offload.update`: all for "cpu", none for "gpu", by the rates of
-    this machine for "split", and for "auto" all, none or that, whatever is fastest by more than a twentieth."""
+    """Return the share of units that the host updates, for an `Offload.update`.
+
+    "cpu" is all, "gpu" none, "split" the best share by this machine's rates. "auto" takes whichever of these is
+    faster than the others by more than a twentieth.
+    """
     machine = fake_machine()
     if update in ("cpu", "gpu") or machine is None and device.type != "cuda":
         return float(update != "gpu")

@@ -1,4 +1,4 @@
-"""What a machine can do, in a few numbers: by name, or measured by `zerofn profile`."""
+"""A machine's rates in a few numbers, known by name or measured by `zerofn profile`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ GB, GIB, TB = 1e9, 1 << 30, 1e12
 
 @dataclass(frozen=True, eq=False)
 class Machine:
-    """One kind of node of a cluster. Bytes, bytes a second, operations a second, seconds; of one rank where nothing
-    else is said. What is shared by the ranks of a node is given for the node.
+    """One type of node of a cluster. Units are bytes, bytes/s, operations/s and seconds, of one rank unless a field
+    says otherwise. What the ranks of a node share is given for the node.
 
-    `flops`: of matrix products, by dtype, as trained models reach them, not as data sheets say. `measured_on`: the
-    machine that `zerofn profile` measured, empty for one that is known by name.
+    `flops`: of matrix products, by dtype, as trained models reach them; less than data sheets promise.
+    `measured_on`: the hardware that `zerofn profile` measured, empty for a machine known by name.
     """
 
     name: str
@@ -44,8 +44,8 @@ class Machine:
     disk_write: float = 0.0
     launch: float = 5e-6  # at least, for one operation
     latency: float = 20e-6  # of a transfer between ranks
-    busy: float = 0.0  # seconds a byte that a transfer takes from whoever computes: gloo copies with the same cores
-    slowest: float = 1.0  # of ranks that do the same: how many times longer the slowest takes than all on average
+    busy: float = 0.0  # seconds of computation that a byte of a transfer costs: gloo copies with the same cores
+    slowest: float = 1.0  # the slowest rank's time over the average, for equal work
     measured_on: str = ""
 
     def __post_init__(self) -> None:
@@ -79,16 +79,16 @@ class Machine:
         return f"{self.name}: {'; '.join(filter(None, told))}"
 
     def to_json(self) -> str:
-        """All of it, as JSON."""
+        """Return all fields as JSON."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> Machine:
-        """What `to_json` told."""
+        """Return the machine that `to_json` wrote."""
         return Machine(**json.loads(text))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON, whole or not at all."""
+        """Write it as JSON, atomically."""
         target = Path(path)
         if not target.parent.is_dir():
             raise ValueError(f"there is no folder {os.fspath(target.parent)!r} for {target.name}.")
@@ -98,7 +98,7 @@ class Machine:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Machine:
-        """One that was saved. Raises `ValueError` for a file that is none."""
+        """Read a machine that `save` wrote. Raises `ValueError` for another file."""
         try:
             return Machine.from_json(Path(path).read_text())
         except (TypeError, ValueError) as error:
@@ -108,16 +108,16 @@ class Machine:
             ) from None
 
     def rate_of(self, dtype: torch.dtype) -> float:
-        """Operations a second of matrix products of a dtype; of one that is not known, of float32."""
+        """Return operations per second of matrix products in a dtype; in an unknown one, those of float32."""
         name = str(dtype).removeprefix("torch.")
         return self.flops.get(name) or self.flops["float32"]
 
     def rank_link(self, world: int) -> float:
-        """Bytes a second, in one direction, that each of `world` ranks gets when all of them talk to all."""
+        """Return bytes per second, in one direction, of each of `world` ranks when all send to all."""
         return self.link if world <= self.ranks else min(self.link, self.network)
 
     def known(self, rate: str) -> float:
-        """`host_link`, `host_rate`, `disk_read` or `disk_write`. Raises `ValueError` where that is not known."""
+        """Return `host_link`, `host_rate`, `disk_read` or `disk_write`. Raises `ValueError` if it is unknown."""
         if not getattr(self, rate):
             how = "`zerofn profile FILE --folder DIR`" if rate.startswith("disk") else "`zerofn profile FILE` there"
             raise ValueError(
@@ -127,7 +127,7 @@ class Machine:
         return float(getattr(self, rate))
 
     def check_ranks(self, world: int) -> None:
-        """Raise `ValueError` where it is not known how fast so many ranks send to each other."""
+        """Raise `ValueError` if the rate between that many ranks is unknown."""
         if world > 1 and not self.link:
             raise ValueError(
                 f"machine {self.name!r} was measured by one rank, so how fast ranks send to each other is "
@@ -151,12 +151,14 @@ class Machine:
 
 
 def hops(world: int) -> int:
-    """How many times it takes until each of `world` ranks has what all of them had, if those that have it double."""
+    """Return the rounds until each of `world` ranks has the data of all, if the number of ranks that have it doubles
+    each round.
+    """
     return math.ceil(math.log2(max(2, world)))
 
 
 def this_hardware() -> str:
-    """What this process runs on: a profile of something else says nothing about it."""
+    """Identify this process's hardware: a profile of other hardware does not apply."""
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     return f"{os.cpu_count()} x {_processor()}, {torch.get_num_threads()} thread(s) a rank"
@@ -185,7 +187,7 @@ def _gpu(
     return Machine(name, "cuda", ranks, memory, memory_rate, flops, link, network, host_link, **more)
 
 
-# Sustained in training, not peak: 400 of an H100's 989 TFLOP/s in bfloat16, 155 of an A100's 312, and so on.
+# Sustained in training, below the peak: 400 of an H100's 989 TFLOP/s in bfloat16, 155 of an A100's 312, and so on.
 _KNOWN = [
     _gpu(
         "H100-8",
@@ -352,7 +354,7 @@ KNOWN = {machine.name: machine for machine in _KNOWN}
 KNOWN["3090-2"] = dataclasses.replace(KNOWN["3090"], name="3090-2", ranks=2)
 
 
-# A host of some cores whose ranks talk through its memory, where nothing better is known.
+# The default: a host with some cores, whose ranks communicate through memory.
 _HOST = Machine(
     "host",
     "cpu",
@@ -370,14 +372,14 @@ _HOST = Machine(
 
 
 def usual(accelerated: bool) -> Machine:
-    """What passes take a machine to be that nobody has described: they compare what costs less, on every rank alike."""
+    """Return the machine that passes assume if none is given: all ranks compare costs with the same one."""
     return KNOWN["A100-8"] if accelerated else _HOST
 
 
 def machine_of(given: Machine | str | os.PathLike[str]) -> Machine:
-    """A machine as it is, by its name, or from the file that `zerofn profile` wrote.
+    """Return a `Machine`: as given, by name, or from a file that `zerofn profile` wrote.
 
-    Raises `ValueError` for a name that is not known.
+    Raises `ValueError` for an unknown name.
     """
     if isinstance(given, Machine):
         return given

@@ -1,4 +1,4 @@
-"""What one node of a graph costs: operations of arithmetic, bytes of memory, bytes over links and drives."""
+"""The cost of one node: arithmetic operations, bytes of memory, bytes over links and drives."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ _HOW = {Lane.LINK: SENT, Lane.READ: READ, Lane.WRITE: WRITTEN}
 
 
 class Moved(NamedTuple):
-    """Bytes that a node moves, and how: `SENT` to other ranks (as many come), `READ` from or `WRITTEN` to drives,
-    `DOWN` to the host or `UP` to the device. `what`: the operation; `unit`: whose, of gathers and scatters."""
+    """Bytes that a node moves: `SENT` to other ranks (which send as many), `READ` from or `WRITTEN` to drives, `DOWN`
+    to the host or `UP` to the device.
+
+    `what`: the operation. `unit`: the unit of a gather or reduce-scatter.
+    """
 
     how: str
     what: str
@@ -33,7 +36,7 @@ class Moved(NamedTuple):
 
 
 def flops(node: Node) -> int:
-    """Operations of matrix products, convolutions and attention; 0 for all else."""
+    """Return the operations of matrix products, convolutions and attention; 0 for everything else."""
     if not isinstance(node.target, OpOverload):
         return 0
     formula = flop_registry.get(packet_of(node.target))
@@ -47,8 +50,9 @@ def flops(node: Node) -> int:
 
 
 class Groups(NamedTuple):
-    """What a product of rows with one matrix for each of some groups of them, a mixture of experts', is given: the
-    number of groups, rows, elements of a matrix, and which argument says where groups end."""
+    """The inputs of a grouped product (mixture of experts), in which each group of rows meets its own matrix: number
+    of groups, rows, elements of a matrix, and the argument that says where groups end.
+    """
 
     number: int
     rows: int
@@ -57,7 +61,7 @@ class Groups(NamedTuple):
 
 
 def groups_of(node: Node) -> Groups | None:
-    """What a grouped matrix product is given, forward or backward; None for other nodes."""
+    """Return the groups of a grouped matrix product, forward or backward; None for other nodes."""
     if not isinstance(node.target, OpOverload):
         return None
     names = argument_places(node.target)
@@ -70,14 +74,14 @@ def groups_of(node: Node) -> Groups | None:
 
 
 def touched_bytes(node: Node) -> int:
-    """Bytes of memory that a node reads and writes: of its tensors, each element once."""
+    """Return the bytes of memory that a node reads and writes, each element of its tensors once."""
     if node.op != "call_function" or is_view(node):
         return 0
     return sum(map(_dense, [x for n in (*node.all_input_nodes, node) for x in tensors_of(n.meta.get("val"))]))
 
 
 def _dense(x: Tensor) -> int:
-    """Bytes of a tensor, what is repeated (stride 0) counted once."""
+    """Return the bytes of a tensor, repeated elements (stride 0) once."""
     numel = 1
     for size, stride in zip(x.shape, x.stride(), strict=True):
         numel *= size if stride else 1
@@ -85,7 +89,7 @@ def _dense(x: Tensor) -> int:
 
 
 def moved(node: Node) -> Moved | None:
-    """What a node sends to others, reads from or writes to drives, or copies between host and device."""
+    """Return what a node sends to other ranks, reads from or writes to drives, or copies between host and device."""
     moves = traits(node).moves
     if moves is None:
         return None
@@ -101,7 +105,7 @@ def _value(x: Any) -> Any:
 
 
 def transfers(gm: GraphModule, times: int = 1) -> Iterator[tuple[Moved, int]]:
-    """Everything that a scheduled graph moves, in order, and how often."""
+    """Return all transfers of a scheduled graph, in order, and how often each happens."""
     complete_values(gm.graph)
     for node in gm.graph.nodes:
         if node.target is run_loop:

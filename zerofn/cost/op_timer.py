@@ -1,4 +1,4 @@
-"""How long the operations of a step take on this machine: each distinct one is run, on made-up values."""
+"""Measure the operations of a step on this machine: each distinct one is run on made-up values."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ from .simulator import Cost, roofline
 
 ROUNDS = 5
 LARGE = 1 << 30
-# An operation finds in caches what was touched not long before. Between its inputs' last use and its run as many bytes
-# are written here as the step touches then, in powers of two: as good as none below NEAR, no more than FAR.
+# Caches hold what was touched recently. To reproduce that, the timer writes as many bytes before an operation runs as
+# the step touches since the inputs' last use, rounded to a power of two; below NEAR that is nothing, above FAR no more.
 NEAR, FAR = 1 << 18, 1 << 25
 _known: dict[Hashable, float] = {}
 
 
 def measured(gms: Iterable[GraphModule], machine: Machine) -> Cost:
-    """Seconds of the nodes of these graphs and of their loops' bodies, on this `machine`: those of more than `LARGE`
-    bytes by its rates. What was run before is not run again.
+    """Return the seconds of nodes of these graphs and of their loops' bodies that touch more than `LARGE` bytes by the
+    rates of `machine`.
 
-    Ranks that compute side by side share caches and memory: call it on all of them at once.
+    What was measured before is not run again. Call it on all ranks of a machine at once: they share caches and
+    memory.
     """
     found: dict[Node, float] = {}
     for gm in gms:
@@ -44,7 +45,7 @@ def measured(gms: Iterable[GraphModule], machine: Machine) -> Cost:
 
 
 def forget() -> None:
-    """Run everything again when it is asked for next: a machine may do other things now."""
+    """Measure everything again when it is next needed: the machine's load may have changed."""
     _known.clear()
 
 
@@ -71,7 +72,7 @@ def _measure(gm: GraphModule, otherwise: Cost, found: dict[Node, float]) -> None
 
 
 class _Touch(NamedTuple):
-    """Bytes [start, stop) of some memory were touched; `then`: how many of any memory were until this was done."""
+    """Bytes [start, stop) of some memory were touched; `then`: the bytes of all memory touched up to that point."""
 
     start: int
     stop: int
@@ -79,7 +80,7 @@ class _Touch(NamedTuple):
 
 
 def _since(touches: list[_Touch], start: int, stop: int, now: int) -> int:
-    """How many bytes of any memory were touched since most of [start, stop) was; `FAR` if that never was."""
+    """Return the bytes touched anywhere since most of [start, stop) was touched; `FAR` if it never was."""
     left = (stop - start + 1) // 2
     for touch in reversed(touches):
         left -= max(0, min(stop, touch.stop) - max(start, touch.start))
@@ -89,14 +90,14 @@ def _since(touches: list[_Touch], start: int, stop: int, now: int) -> int:
 
 
 def _extent(x: Tensor) -> tuple[int, int]:
-    """The bytes of its memory that a tensor spans."""
+    """Return the bytes of its memory that a tensor spans."""
     start = int(x.storage_offset())
     length = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
     return start * x.element_size(), (start + length) * x.element_size()
 
 
 def _inputs(node: Node) -> list[tuple[Node, Tensor]]:
-    """The tensors that a node is given, and what made them, in the order of its arguments."""
+    """Return a node's input tensors and the nodes that made them, in the order of its arguments."""
     found: list[tuple[Node, Tensor]] = []
     map_arg((node.args, node.kwargs), lambda n: found.extend((n, x) for x in tensors_of(n.meta["val"])))
     return found
@@ -107,7 +108,7 @@ def _rounded(nbytes: int) -> int:
 
 
 def _counts(node: Node) -> bool:
-    """Whether a node takes time of its own on the processor."""
+    """Return whether a node takes time on the processor."""
     return (
         node.op == "call_function"
         and node.target not in (operator.getitem, run_loop)
@@ -124,8 +125,7 @@ def _key(node: Node) -> Hashable:
 
 
 def _seconds(node: Node, ago: list[int]) -> float:
-    """The median of some runs, after one that makes what the first one makes. `ago`: bytes that were touched since each
-    of the inputs was."""
+    """Return the median of some runs, after a warm-up. `ago`: bytes touched since the last use of each input."""
     args, kwargs = tree_map(_made_up, values_of(node))
     if (groups := groups_of(node)) is not None:
         args[groups.at].copy_(torch.arange(1, groups.number + 1) * groups.rows // groups.number)
@@ -145,10 +145,10 @@ def _seconds(node: Node, ago: list[int]) -> float:
 
 
 def once(run: Callable[[], object]) -> float:
-    """Seconds of a call, and of what it asks of a device."""
+    """Return the seconds of a call, including its work on a device."""
     _synchronize()
     start = time.perf_counter()
-    kept = run()  # what it made is let go afterwards
+    kept = run()  # its result is freed afterwards
     _synchronize()
     seconds = time.perf_counter() - start
     del kept
@@ -161,7 +161,7 @@ def _synchronize() -> None:
 
 
 def _made_up(x: Any) -> Any:
-    """A real tensor for a fake one: numbers that index anything, verdicts that let updates be made."""
+    """Return a real tensor for a fake one: numbers are valid indices, and finite checks allow updates."""
     if not isinstance(x, Tensor):
         return x
     out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)

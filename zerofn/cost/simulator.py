@@ -1,9 +1,9 @@
-"""A simulated run of a graph: when each node begins and ends, on the processor and on every link.
+"""Simulate a run of a graph: when each node begins and ends, on the processor and on every link.
 
-Each *lane* does one thing at a time, in the order in which the graph starts them: the processor that computes, the
-links to other ranks, to and from host memory, and to and from drives, and the host's own updates. A wait lets the
-processor stand still until what it waits for has come. All ranks are taken to be alike. Passes place transfers by it,
-and plans tell from it how long a step takes.
+Each *lane* does one thing at a time, in the order in which the graph starts them. Lanes are the processor that
+computes, the links to other ranks, to and from host memory and to and from drives, and the host's updates. At a wait
+the processor idles until the transfer ends. All ranks are assumed equal. Passes schedule transfers with it, and plans
+predict a step's time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .op_cost import DOWN, READ, SENT, UP, WRITTEN, flops, moved, touched_bytes
 
 ops = torch.ops.zerofn
 COMPUTE, UPDATES = "computing", "updates on the host"
-_KEY = "machine"  # among a graph module's meta
+_KEY = "machine"  # a meta key of graph modules
 Cost = Callable[[Node], float]
 _NOTHING = (
     operator.getitem,
@@ -37,7 +37,7 @@ _NOTHING = (
 
 
 class Span(NamedTuple):
-    """Node `node` takes a lane from `start` to `stop`, in seconds from the beginning of the step."""
+    """Node `node` occupies a lane from `start` to `stop`, in seconds from the start of the step."""
 
     lane: str
     node: Node
@@ -46,12 +46,11 @@ class Span(NamedTuple):
 
 
 class Lanes:
-    """A run of nodes, one after the other, on `machine` by one of `world` ranks; `cost`: seconds of a node on a
-    processor, by the machine's rates where it is not given.
+    """A simulated run of nodes on `machine`, by one of `world` ranks.
 
-    `free`: lane -> when it has nothing to do, in seconds from the beginning; `spans`: what takes which lane when;
-    `starts`: when each node that ran began, in order; `busy`: seconds by lane; `waited`: seconds that the processor
-    stood still, by what for.
+    `cost`: seconds of a node on the processor; by the machine's rates if None. `free`: lane -> when it becomes
+    idle, in seconds from the start. `spans`: the use of lanes. `starts`: when each node began, in order. `busy`:
+    seconds by lane. `waited`: seconds that the processor idled, by what it waited for.
     """
 
     def __init__(self, machine: Machine, world: int, cost: Cost | None = None) -> None:
@@ -61,7 +60,7 @@ class Lanes:
         self.busy: defaultdict[str, float] = defaultdict(float)
         self.waited: defaultdict[str, float] = defaultdict(float)
         self.free: defaultdict[str, float] = defaultdict(float)
-        self._ready: dict[Node, tuple[str, float]] = {}  # memory -> on which lane it is being made, and until when
+        self._ready: dict[Node, tuple[str, float]] = {}  # memory -> the lane that fills it, and until when
 
     def run(self, gm: GraphModule) -> None:
         """Run a graph."""
@@ -95,11 +94,11 @@ class Lanes:
             self._meanwhile(how, node, self.seconds_of(how, nbytes), root)
 
     def done(self, memory: Node) -> float:
-        """When what was started to be made there is."""
+        """Return when the transfer into some memory ends."""
         return self._ready.get(memory, ("", 0.0))[1]
 
     def seconds_of(self, how: str, nbytes: int) -> float:
-        """Seconds that a transfer takes on its lane."""
+        """Return the seconds of a transfer on its lane."""
         m = self.machine
         if how == SENT:
             return m.latency * hops(self.world) + nbytes / m.rank_link(self.world)
@@ -112,7 +111,7 @@ class Lanes:
         return nbytes / (m.known(field) / sharing)
 
     def _meanwhile(self, lane: str, node: Node, seconds: float, root: dict[Node, Node]) -> None:
-        """Do something on another lane than the processor's, once its inputs are there."""
+        """Use a lane beside the processor's, once the inputs are complete."""
         given = max([self.free[COMPUTE], *(self.done(root[x]) for x in node.all_input_nodes)])
         self._take(lane, node, given, seconds)
         for written in [root[x] for x in writes(node)] or [node]:
@@ -120,12 +119,12 @@ class Lanes:
 
     def _wait(self, node: Node, memory: Node) -> None:
         lane, done = self._ready.get(memory, ("", 0.0))
-        if node.meta.get(ASIDE):  # the host's own thread waits, not the one that launches
+        if node.meta.get(ASIDE):  # the host's thread for updates waits, and not the one that launches
             return
         if done > self.free[COMPUTE]:
             self.waited[lane] += done - self.free[COMPUTE]
             self.free[COMPUTE] = done
-        if reduces(memory) and is_host(memory.meta["val"].device):  # we sum what has come
+        if reduces(memory) and is_host(memory.meta["val"].device):  # the wait sums what arrived
             self._take(COMPUTE, node, 0.0, (self.world + 1) * memory.meta["val"].nbytes / self.machine.memory_rate)
 
     def _take(self, lane: str, node: Node, after: float, seconds: float) -> None:
@@ -137,12 +136,12 @@ class Lanes:
 
 
 class Timeline(Lanes):
-    """A scheduled graph's step that follows another. `seconds`: what it takes."""
+    """The step of a scheduled graph, directly after another step. `seconds`: its duration."""
 
     def __init__(self, gm: GraphModule, machine: Machine, world: int, cost: Cost | None = None) -> None:
         super().__init__(machine, world, cost)
         self.run(gm)
-        first = self.free[COMPUTE]  # what is still under way goes on while the next step begins
+        first = self.free[COMPUTE]  # transfers in flight continue while the next step begins
         for told in (self.spans, self.starts, self.busy, self.waited):
             told.clear()
         self.run(gm)
@@ -157,12 +156,12 @@ class Timeline(Lanes):
 
     @property
     def bound(self) -> str:
-        """What takes longest: the lane that is busiest while the processor computes, or waits for it."""
+        """The lane that limits the step: the busiest one."""
         return max(self.busy, key=self.busy.__getitem__, default=COMPUTE)
 
 
 def roofline(machine: Machine) -> Cost:
-    """Seconds of a node: by its arithmetic or by the bytes of memory that it touches, whichever takes longer."""
+    """Return the seconds of a node: for its arithmetic or for the memory that it touches, whichever is longer."""
 
     def cost(node: Node) -> float:
         nbytes = touched_bytes(node)
@@ -170,7 +169,9 @@ def roofline(machine: Machine) -> Cost:
             return 0.0
         given = [x for n in node.all_input_nodes for x in tensors_of(n.meta["val"])]
         values = tensors_of(node.meta.get("val")) or given
-        large = [x for x in values if x.dim()] or [x for x in given if x.dim()] or values  # numbers lie where they like
+        large = (
+            [x for x in values if x.dim()] or [x for x in given if x.dim()] or values
+        )  # numbers may be on either device
         on_host = machine.device != "cpu" and all(is_host(x.device) for x in large)
         rate = machine.known("host_rate") / machine.ranks if on_host else machine.memory_rate
         return max(machine.launch, flops(node) / machine.rate_of(values[0].dtype), nbytes / rate)
@@ -179,8 +180,9 @@ def roofline(machine: Machine) -> Cost:
 
 
 def note_machine(gm: GraphModule, machine: Machine | None, world: int) -> None:
-    """Note for the passes on what machine, by how many ranks, a graph and its loops' bodies will be run. None: a usual
-    machine of its kind."""
+    """Note, for passes, the machine and number of ranks that will run a graph and its loops. None: a typical machine
+    of its kind.
+    """
     if machine is None:
         inputs = [x for n in gm.graph.nodes if n.op == "placeholder" for x in tensors_of(n.meta.get("val")) if x.dim()]
         machine = usual(accelerated=not all(is_host(x.device) for x in inputs))
@@ -190,13 +192,13 @@ def note_machine(gm: GraphModule, machine: Machine | None, world: int) -> None:
 
 
 def lanes_of(gm: GraphModule) -> Lanes:
-    """A run that is about to begin, on the machine that was noted for a graph."""
+    """Return an empty run on the machine that was noted for a graph."""
     if _KEY not in gm.meta:
         note_machine(gm, None, 1)
     return Lanes(*gm.meta[_KEY])
 
 
 def simulated(gm: GraphModule) -> Timeline:
-    """A step on the machine that was noted for its graph."""
+    """Simulate a step on the machine that was noted for its graph."""
     lanes = lanes_of(gm)
     return Timeline(gm, lanes.machine, lanes.world)

@@ -1,4 +1,6 @@
-"""An initialisation function, run leaf by leaf: `record` notes what it does, `Replay.run` does it holding little."""
+"""Deferred initialisation: `record` logs what a function does, `Replay.run` does it leaf by leaf, with little in
+memory.
+"""
 
 from .materialize import Replay as Replay
 from .materialize import record as record

@@ -1,8 +1,7 @@
-"""What a recording is made of: calls on buffer versions, and how one call is executed.
+"""A recording: calls on buffer versions, and how one call is executed.
 
-A tensor is logged as a `Region`, a geometry on a *buffer version*: the content of a piece of memory
-from one whole overwrite to the next (static single assignment). Calls are tied together by the
-versions they touch.
+A tensor is logged as a `Region`, a geometry on a *buffer version*: the content of a buffer from one complete overwrite
+to the next (static single assignment). The versions that calls touch tie them together.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Region:
 
 @dataclass
 class Version:
-    """The content of a buffer from one whole overwrite to the next."""
+    """The content of a buffer from one complete overwrite to the next."""
 
     fake_storage: torch.UntypedStorage
     device: torch.device
@@ -59,7 +58,7 @@ class Version:
 
 @dataclass
 class Call:
-    """One logged operation; tensors in `args` and `kwargs` are `Region`s."""
+    """One logged operation. Tensors in `args` and `kwargs` are `Region`s."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -109,7 +108,7 @@ def closure(calls: list[Call], roots: Iterable[int]) -> set[int]:
 
 
 def _with_geometry(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """`tensor`, copied if the operation laid it out otherwise than its fake twin said."""
+    """Return `tensor`, copied if its layout differs from that of its fake twin."""
     found = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.is_conj())
     if found == (region.size, region.stride, region.offset, region.conj):
         return tensor

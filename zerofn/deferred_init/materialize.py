@@ -26,22 +26,17 @@ Flatten = Callable[[Any], tuple[list[Any], Any]]
 
 
 def record(init: Callable[[], Any], flatten: Flatten = tree.flatten) -> Replay:
-    """Run `init()` without computing anything.
+    """Log what `init()` does with tensors, without computing anything.
 
-    Args:
-        init: makes a pytree of tensors (parameters, moments, buffers) and other values, in any way
-            that does not ask for the value of a random tensor.
-        flatten: pytree -> (leaves, treedef), where `treedef.unflatten(leaves)` is the way back.
+    `init`: makes a pytree of tensors (parameters, moments, buffers) and other values, in any way that does not need
+    the value of a random tensor. `flatten`: pytree -> (leaves, treedef); `treedef.unflatten(leaves)` is its inverse.
 
-    Neither memory for tensors is used nor a generator advanced; what `init` does besides (a file,
-    NumPy's generator) happens now, and tensors it brings along from there are kept until
-    `Replay.run` has used them.
+    No memory for tensors is used, and no generator advances. Everything else that `init` does (reading a file, drawing
+    from NumPy's generator) happens now, and tensors that come from there stay alive until `Replay.run` has used them.
 
-    Raises:
-        RuntimeError: naming the line, if `init` branches on a random value, uses tensors that
-            cannot be replayed (sparse ones, subclasses, `torch.load` under the function), or seeds
-            while drawing on a GPU.
-        TypeError: if a leaf is a module.
+    Raises `RuntimeError`, which names the line, if `init` branches on a random value, uses tensors that cannot be
+    replayed (sparse ones, subclasses, `torch.load` under the function), or seeds while drawing on a GPU; `TypeError` if
+    a leaf is a module.
 
     >>> replay = record(lambda: {"w": torch.randn(2, 3), "name": "x"})
     >>> replay.output["name"], replay.output["w"].shape
@@ -89,13 +84,9 @@ class Replay:
         """Execute, and yield (index into `leaves`, its tensor) as soon as a leaf has its final
         value.
 
-        The tensor is the caller's alone, except that leaves which share memory (tied weights) come
-        one right after the other and share it still: copy, do not write. Random draws between two
-        yields would come between those of the initialisation. Can be run once, since constants are
-        freed on the way.
-
-        Raises:
-            RuntimeError: at a second run.
+        The tensor is the caller's alone, except that leaves which share memory (tied weights) come one after the other
+        and still share it: copy, do not write. Random draws between two yields would come between those of the
+        initialisation. It can run once, because it frees constants on the way. Raises `RuntimeError` at a second run.
         """
         if self._was_run:
             raise RuntimeError("this initialisation was replayed before, which freed its constants; record it again.")

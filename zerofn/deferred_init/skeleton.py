@@ -1,9 +1,9 @@
 """A module's shapes without its weights.
 
-While `build()` runs, every parameter a module registers is replaced by one on the `meta` device, so
-the real one is freed at once (the idea of accelerate's `init_empty_weights`). What is not a
-parameter is computed as always. Draws on meta tensors do not move a generator, so they are noted,
-and made up for if a real draw follows: a random buffer is the plain build's, bit for bit.
+While `build()` runs, every parameter that a module registers is replaced by one on the `meta` device, so the real one
+is freed at once (the idea of accelerate's `init_empty_weights`). Everything else is computed as always. Draws on meta
+tensors do not advance a generator, so they are recorded, and made up for if a real draw follows: a random buffer has
+the bits of the plain build.
 """
 
 from __future__ import annotations
@@ -27,20 +27,16 @@ from .materialize import record
 
 
 def skeleton(build: Callable[[], nn.Module]) -> nn.Module:
-    """The module that `build()` makes, with the shapes of its parameters and its real buffers.
+    """Return the module that `build()` makes, with its real buffers, and with the shapes of its parameters only.
 
-    Parameters are on the `meta` device, with their dtypes, strides, `requires_grad` and class; tied
-    ones stay one object. Buffers, and tensors that are plain attributes, have the values of a plain
-    `build()` under the present generator state. At most one real parameter exists at a time. The
-    generators are left as they are. For use with `torch.func.functional_call`.
+    Parameters are on the `meta` device, with their dtypes, strides, `requires_grad` and class; tied ones stay one
+    object. Buffers, and tensors that are plain attributes, have the values of a plain `build()` under the present
+    generator state. At most one real parameter exists at a time. The generators are left as they are. `build` is
+    called a second time if a buffer is computed from a parameter (a running copy of a weight, for example). For use
+    with `torch.func.functional_call`.
 
-    Args:
-        build: makes the module. It is called a second time where a buffer is computed from a
-            parameter (a running copy of a weight, say).
-
-    Raises:
-        TypeError: if `build()` returns no module.
-        RuntimeError: if a parameter is still lazy, or building needs the value of a parameter.
+    Raises `TypeError` if `build()` returns no module, `RuntimeError` if a parameter is still lazy, or building
+    needs the value of a parameter.
 
     >>> module = skeleton(lambda: nn.Linear(2, 3))
     >>> module.weight.shape, module.weight.device

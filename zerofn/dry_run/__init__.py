@@ -1,1 +1,1 @@
-"""Machines that are not there, and scripts that run up to their first training step."""
+"""Dry runs: fake machines to plan for, and scripts that run up to their first training step."""

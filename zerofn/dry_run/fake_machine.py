@@ -1,8 +1,8 @@
-"""Planning for machines that are not there.
+"""Plan for machines that need not exist.
 
-Inside a fake machine a state's tensors are fake: shapes without memory. No drive is touched, no other rank is asked.
-Fake CUDA tensors cannot be differentiated without a GPU. So an accelerator that is not there is stood for by the device
-"cpu", for which torch has every operation that it has for a GPU, and its host's memory by "meta".
+Inside a fake machine, a state's tensors are fake: shapes without memory. No drive is touched, and no other rank is
+asked. Fake CUDA tensors cannot be differentiated without a GPU. So the device "cpu", for which torch has every
+operation of a GPU, stands for an accelerator, and "meta" for its host's memory.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def inside(variable: ContextVar[Any], value: object) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class FakeMachine:
-    """`accelerator`: whether models compute on a device with memory of its own. `dram`, `link`: bytes a second that a
-    rank has of its host's memory, and between host and device."""
+    """`accelerator`: whether models compute on a device with memory of its own. `dram`, `link`: bytes per second that
+    a rank has of its host's memory, and between host and device.
+    """
 
     accelerator: bool
     dram: float
@@ -59,16 +60,16 @@ class FakeMachine:
 
 
 def fake_machine() -> FakeMachine | None:
-    """The fake machine that is planned for; None where things are what they are."""
+    """Return the fake machine that is planned for; None outside a dry run."""
     return _current.get()
 
 
 def host() -> torch.device:
-    """The device that host memory is."""
+    """Return the device that stands for host memory."""
     machine = fake_machine()
     return torch.device("meta" if machine is not None and machine.accelerator else "cpu")
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether a device is the host, and its memory host memory."""
+    """Return whether a device is the host."""
     return device.type == host().type

@@ -1,4 +1,4 @@
-"""Scripts that are run to see what they would train, up to their first training step."""
+"""Run a script up to its first training step, to see what it would train."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ _current: ContextVar[DryRun | None] = ContextVar("dry_run", default=None)
 
 
 class DryRun:
-    """A script that runs to see what it would train: `zerofn.shard` notes what it is given and makes a state without
-    memory, and the first call of the compiled step named `name` ends the script; without a name, of one that is given
-    such a state. Other compiled functions return ones."""
+    """The dry run of a script.
+
+    `zerofn.shard` records its arguments and makes a state without memory. The first call of the compiled step named
+    `name`, or without a name the first one with such a state, ends the script. Other compiled functions return
+    ones.
+    """
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -28,11 +31,11 @@ class DryRun:
         return inside(_current, self)
 
     def shards(self, state: Any, init: Any, options: dict[str, Any]) -> None:
-        """Note a state without memory, and what `zerofn.shard` was given for it."""
+        """Record a state without memory, and the arguments of `zerofn.shard`."""
         self._sharded.append((state, init, options))
 
     def come_to(self, step: Callable[..., Any], state: Any, batch: Any) -> None:
-        """Raise `Reached` where this is the step that is looked for."""
+        """Raise `Reached` at the step that the dry run looks for."""
         same = [x for x in self._sharded if x[0] is state]
         if self.name == getattr(step, "__name__", "") or not self.name and same:
             raise Reached(step, batch, *(same or self._alike(state))[-1][1:])
@@ -42,7 +45,7 @@ class DryRun:
         self._passed.append(step)
 
     def _alike(self, state: Any) -> list[tuple[Any, Any, dict[str, Any]]]:
-        """What was sharded with the structure of a state, or all, if it is one."""
+        """Return the recorded states with the structure of this one; the only recorded one if none matches."""
         if not self._sharded:
             raise ValueError("the script calls its step without zerofn.shard(init_state) before.")
         alike = [x for x in self._sharded if tree.structure(x[0]) == tree.structure(state)]
@@ -55,7 +58,7 @@ class DryRun:
 
 
 class Reached(BaseException):
-    """A dry run has come to the step: `step` and its `batch`, `init` and `options` as `shard` was given them."""
+    """The dry run has reached the step: `step` and its `batch`, and the arguments of `shard`."""
 
     def __init__(self, step: Callable[..., Any], batch: Any, init: Any, options: dict[str, Any]) -> None:
         super().__init__("the dry run has reached its step")
@@ -63,5 +66,5 @@ class Reached(BaseException):
 
 
 def current_dry_run() -> DryRun | None:
-    """The dry run that is under way."""
+    """Return the dry run in progress, or None."""
     return _current.get()

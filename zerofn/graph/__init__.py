@@ -1,1 +1,1 @@
-"""What a step is (capture), what it does to memory (alias), and what may be done to it (edit, verify)."""
+"""The captured step: capture, aliasing, liveness, edits and checks of its graph."""

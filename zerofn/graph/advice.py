@@ -1,4 +1,4 @@
-"""What other libraries say of common mistakes in a step -> what to write instead."""
+"""What to write instead, for errors of other libraries that come from common mistakes in a step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _DTYPES = re.compile(r"to have the same dtype|must have the same dtype|expected 
 
 
 def instead(error: BaseException) -> Exception | None:
-    """What to raise for an error that does not say what to write instead; None for others."""
+    """Return the error to raise, with advice, for an error without it; None for others."""
     text = said(error)
     if any(advice in text for _, _, advice in _INSTEAD):
         return None
@@ -65,7 +65,7 @@ def instead(error: BaseException) -> Exception | None:
 
 
 def note_dtypes(error: BaseException, state: Any, batch: Any) -> None:
-    """Where dtypes met that do not fit: which one the parameters are computed in, and what of the batch is not."""
+    """If dtypes do not match, note the parameters' compute dtype, and the batch's entries in other dtypes."""
     if not _DTYPES.search(str(error)):
         return
     sharded = [x for x in tree.leaves(state, is_leaf=is_sharded) if is_sharded(x)]
@@ -88,7 +88,7 @@ def _name(dtype: Any) -> str:
 
 
 def no_leaf(name: str, state: Any, batch: Any) -> TypeError:
-    """What to say of a leaf that is neither a tensor nor a value that a signature can hold."""
+    """Return the error for a leaf that is neither a tensor nor a hashable value."""
     for what, value in (("state", state), ("batch", batch)):
         for path, x in zip(*tree.flatten_with_path(value, is_leaf=is_sharded)[:2], strict=True):
             if not isinstance(x, Hashable):

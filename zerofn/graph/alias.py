@@ -1,4 +1,4 @@
-"""Which nodes share memory, and which nodes write it."""
+"""Which nodes share memory, and which nodes write to it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .._torch_compat import OpOverload, aliased_arguments, schema_arguments
 from ..ops.registry import UNDECLARED_VIEWS, UNDECLARED_WRITES, traits_of
 from .loop import body_of, given_to_body, run_loop
 
-# By id, because an operation's hash is a call in Python: (it, the arguments whose memory its results share).
+# By id, because hashing an operation is a call in Python: (it, the arguments whose memory its results share).
 _views: dict[int, tuple[OpOverload, list[tuple[int, str]]]] = {}
-_pure: dict[int, OpOverload] = {}  # those that write nothing
+_pure: dict[int, OpOverload] = {}  # operations that write nothing
 
 
 def sources(node: Node) -> list[Node]:
-    """The nodes whose memory `node`'s value shares: empty for fresh memory."""
+    """Return the nodes whose memory `node`'s value shares; none if it has memory of its own."""
     if node.op != "call_function":
         return []
     target = node.target
@@ -37,22 +37,22 @@ def sources(node: Node) -> list[Node]:
 
 
 def is_given(memory: Node) -> bool:
-    """Whether memory is there before the graph runs: an input's, or a constant's."""
+    """Return whether memory exists before the graph runs: an input's or a constant's."""
     return memory.op in ("placeholder", "get_attr")
 
 
 def is_lent(memory: Node) -> bool:
-    """Whether memory is an arena's, which the next step uses again."""
+    """Return whether memory belongs to an arena, which the next step uses again."""
     return traits_of(memory.target).lends
 
 
 def is_view(node: Node) -> bool:
-    """Whether `node` only looks at memory another node has."""
+    """Return whether `node` is a view of another node's memory."""
     return bool(sources(node)) and not writes(node)
 
 
 def writes(node: Node) -> list[Node]:
-    """The arguments `node` writes to; a loop writes what its body does."""
+    """Return the arguments that `node` writes to. A loop writes what its body writes."""
     if node.target is run_loop:
         return _written_by_loop(node)
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
@@ -77,7 +77,7 @@ def writes(node: Node) -> list[Node]:
 
 
 def _written_by_loop(node: Node) -> list[Node]:
-    if "writes" not in node.meta:  # by position: what is given may change
+    if "writes" not in node.meta:  # by position, because the loop's arguments may change
         written = written_memory(roots(body_of(node).graph))
         node.meta["writes"] = [i for i, x in enumerate(given_to_body(node)) if x in written]
     given = [*node.args[2], *node.args[3]]  # type: ignore[misc]
@@ -85,7 +85,7 @@ def _written_by_loop(node: Node) -> list[Node]:
 
 
 def roots(graph: Graph) -> dict[Node, Node]:
-    """Every node -> the node that made the memory it stands on."""
+    """Map every node to the node that made its memory."""
     found: dict[Node, Node] = {}
     for node in graph.nodes:
         known = _views.get(id(node.target))
@@ -95,15 +95,15 @@ def roots(graph: Graph) -> dict[Node, Node]:
 
 
 def positions(graph: Graph) -> dict[Node, int]:
-    """Node -> its place in the order of execution."""
+    """Map every node to its position in the order of execution."""
     return {node: i for i, node in enumerate(graph.nodes)}
 
 
 def touches(graph: Graph, root: dict[Node, Node]) -> dict[Node, list[Node]]:
-    """Memory -> the nodes that touch it, through any view, in order: that make it, read it or write it."""
+    """Map memory to the nodes that make, read or write it, through any view, in order."""
     found: dict[Node, list[Node]] = {}
     for node in graph.nodes:
-        # A transfer reads what it sends until it was waited for.
+        # A transfer reads its input until it is waited for.
         sent = node.args[0].all_input_nodes if node.target is torch.ops.zerofn.wait.default else []
         for memory in {root[used]: None for used in (node, *node.all_input_nodes, *sent)}:
             found.setdefault(memory, []).append(node)
@@ -111,13 +111,15 @@ def touches(graph: Graph, root: dict[Node, Node]) -> dict[Node, list[Node]]:
 
 
 def last_uses(graph: Graph, where: dict[Node, int], root: dict[Node, Node]) -> dict[Node, int]:
-    """Memory -> the position of the last node that touches it, through any view."""
+    """Map memory to the position of the last node that touches it, through any view."""
     return {memory: where[nodes[-1]] for memory, nodes in touches(graph, root).items()}
 
 
 def written_before(graph: Graph, where: dict[Node, int], root: dict[Node, Node]) -> dict[Node, Node]:
-    """Node -> the last node before it that writes to memory it reads, through any view: it cannot move above that."""
-    writer: dict[Node, Node] = {}  # memory -> what wrote it last
+    """Map a node to the last node before it that writes memory which it reads, through any view: it cannot move above
+    that.
+    """
+    writer: dict[Node, Node] = {}  # memory -> its last writer
     found: dict[Node, Node] = {}
     for node in graph.nodes:
         earlier = [writer[root[x]] for x in node.all_input_nodes if root[x] in writer]
@@ -128,10 +130,10 @@ def written_before(graph: Graph, where: dict[Node, int], root: dict[Node, Node])
 
 
 def last_writers(root: dict[Node, Node]) -> dict[Node, Node]:
-    """Memory, as `roots` of a graph names it -> the last node of that graph that writes to it, through any view."""
+    """Map memory to the last node that writes to it, through any view. `root`: `roots` of a graph."""
     return {root[x]: node for node in root for x in writes(node)}
 
 
 def written_memory(root: dict[Node, Node]) -> set[Node]:
-    """The memory, as `roots` of a graph names it, that some node of that graph writes to."""
+    """Return the memory that a graph writes to. `root`: `roots` of the graph."""
     return set(last_writers(root))

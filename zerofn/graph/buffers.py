@@ -1,7 +1,7 @@
-"""What a scheduled step needs beside its state: memory and drive space that are made once, before it first runs.
+"""Requests for memory and drive space that a scheduled step needs beside its state.
 
-Passes only write these specs down, on `Program`, and let nodes refer to them by their index there. So a schedule can be
-planned, or tried and dropped, without anything being allocated. `runtime.buffers.Buffers` allocates.
+Passes append these specs to `Program`, and nodes refer to them by index. So a schedule can be planned, or tried and
+dropped, without any allocation. `runtime.buffers.Buffers` allocates before the first run.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 class BufferSpec:
     """`nbytes` of memory in which nodes have places, each [index of the buffer, first byte].
 
-    `device`: where it lies; None for host memory that drives read to and write from. `number`: which of a step's
-    buffers on that device it is. Steps run one after the other, so all of a process share the buffer of one number.
+    `device`: its device; None for host memory that drives read to and write from. `number`: its number among the
+    step's buffers on that device. Steps run one after the other, so all steps of a process share the buffer of one
+    number.
     """
 
     device: torch.device | None
@@ -26,7 +27,7 @@ class BufferSpec:
 
 @dataclass(frozen=True)
 class DriveSpec:
-    """`nbytes` on the drives that the folders `paths` are on. `label`: what errors call what lies there."""
+    """`nbytes` on the drives of the folders `paths`. Errors call the contents `label`."""
 
     paths: tuple[str, ...]
     nbytes: int
@@ -34,7 +35,7 @@ class DriveSpec:
 
 
 def add_buffer(buffers: list[BufferSpec], device: torch.device | None, nbytes: int) -> int:
-    """Ask for one more buffer on a device; -> its index."""
+    """Request one more buffer on a device, and return its index."""
     number = sum(x.device == device for x in buffers)
     buffers.append(BufferSpec(device, number, nbytes))
     return len(buffers) - 1

@@ -1,4 +1,4 @@
-"""A step -> one FX graph of local operations: forward, backward and update."""
+"""Capture a step as one FX graph of local operations: forward, backward and update."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class CaptureError(RuntimeError):
 
 
 def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: bool = False) -> Program:
-    """Run `step(state, batch)` on fake tensors and record what it does.
+    """Run `step(state, batch)` on fake tensors, and record its operations.
 
-    With `traces` every node knows the user's line it comes from (slower; used to explain a refusal).
-    Numbers in the new state become the tensors they are in the old one. Raises `CaptureError` for a step that branches
-    on data, or returns a state of another structure or other kinds of entries.
+    With `traces` every node knows the user's line that it comes from; this is slower, and explains a refusal.
+    Numbers in the new state become tensors, as in the old one. Raises `CaptureError` for a step that branches on
+    data, or that returns a state of another structure or with entries of other types.
     """
     state_flat, state_tensors = Flat.of(state)
     batch_flat, batch_tensors = Flat.of(batch)
@@ -88,11 +88,11 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
 
 
 def _placed_alike(x: Tensor) -> Tensor:
-    """`x`, or where it is part of a larger buffer, a tensor that looks like it and is not.
+    """Return `x`, or a copy of its form in memory of its own if it is part of a larger buffer.
 
-    A shard may be a view of its gathered copy and then begins elsewhere on each rank. Forward-mode differentiation
-    copies tangents that are placed otherwise than their primals, so ranks would get different graphs. Tracing reads
-    no elements: what is allocated here is never touched.
+    A shard may be a view of its gathered copy, at a different offset on each rank. Forward-mode differentiation
+    copies tangents whose offset differs from their primals', so ranks would get different graphs. Tracing reads no
+    elements: this memory is never touched.
     """
     if x.layout is not torch.strided or x.untyped_storage().nbytes() == x.numel() * x.element_size():
         return x
@@ -100,9 +100,10 @@ def _placed_alike(x: Tensor) -> Tensor:
 
 
 def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphModule:
-    """The graph. What fails is traced again with `torch.compiler.is_compiling()` true: libraries then leave out
-    their checks of data, and kernels that fake tensors do not know. Not at once, because some choose another
-    algorithm then, with other rounding than in the eager step.
+    """Return the graph. If tracing fails, try again with `torch.compiler.is_compiling()` true.
+
+    Libraries then skip their checks of data, and kernels that fake tensors do not support. That is not the first
+    try, because some libraries then choose another algorithm, which rounds differently from the eager step.
     """
     with torch.no_grad(), lazy_code(True), quiet_fakes(), uncollected():
         try:
@@ -133,10 +134,11 @@ def _spans(copies: dict[int, list[Tensor]]) -> tuple[dict[int, tuple[int, int]],
 
 
 def _split(out: Any, state: Any) -> tuple[Any, Any]:
-    """(new state, aux); the new state is None for an evaluation step.
+    """Return (new state, aux); the new state is None for an evaluation step.
 
-    A step trains if it returns a pair whose first item has the structure of its first argument; one of that
-    type with another structure is a mistake, unless it has nothing of the state's (a dict of metrics, say).
+    A step trains if it returns a pair whose first item has the structure of its first argument. A first item of
+    that type with another structure is a mistake, unless it has nothing of the state (a dict of metrics, for
+    example).
     """
     if not (isinstance(out, tuple) and len(out) == 2 and not hasattr(out, "_fields")):
         return None, out
@@ -174,7 +176,7 @@ def _difference(a: Any, b: Any) -> str:
 
 
 def _check_values(out: Any) -> None:
-    """Raise for a result that is a number taken from a tensor: it would stay what it is at capture."""
+    """Raise for a result that is a number taken from a tensor: it would never change after capture."""
     for path, leaf in zip(*tree.flatten_with_path(out)[:2], strict=True):
         if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise CaptureError(
@@ -184,7 +186,7 @@ def _check_values(out: Any) -> None:
 
 
 def _taken(number: Any) -> str:
-    """The user's line where a number was taken from a tensor, while lines are noted."""
+    """Return the user's line at which a number was taken from a tensor, if lines are recorded."""
     proxy = proxies_of(current_trace(), number)
     node = proxy.node if isinstance(proxy, Proxy) else None
     while node is not None and "line" not in node.meta:
@@ -193,7 +195,7 @@ def _taken(number: Any) -> str:
 
 
 def _numbers_as_tensors(new: Any, old: Any) -> Any:
-    """A new state with a tensor wherever the old one, of the same structure, has one."""
+    """Return the new state with a tensor wherever the old one, of the same structure, has one."""
     paths, leaves, treedef = tree.flatten_with_path(new, is_leaf=is_sharded)
     out: list[Any] = []
     for path, x, before in zip(paths, leaves, tree.leaves(old, is_leaf=is_sharded), strict=True):
@@ -210,7 +212,7 @@ def _numbers_as_tensors(new: Any, old: Any) -> Any:
 
 
 def _check_shards(flat: Flat, new: Any) -> None:
-    """Raise where a shard comes back in another dtype or size: it could not take its place."""
+    """Raise for a shard that comes back with another dtype or size: it could not replace the old one."""
     nodes, treedef = tree.flatten(new, is_leaf=is_sharded)
     for name, cut, x in zip(tree.field_names(treedef), flat.nodes, nodes, strict=True):
         for unit, storage, shard in zip(x.layout.units, cut.storages, x.shards, strict=True) if is_sharded(x) else ():
@@ -223,7 +225,7 @@ def _check_shards(flat: Flat, new: Any) -> None:
 
 
 def _decode(value: Any, decoded: dict[int, tuple[Tensor, Stored]]) -> Any:
-    """A tree with all shards as the step sees them. `decoded` is told what each was decoded from."""
+    """Return a tree with all shards decoded. `decoded` gets what each was decoded from."""
 
     def seen(x: Any) -> Any:
         if not is_sharded(x):
@@ -236,7 +238,7 @@ def _decode(value: Any, decoded: dict[int, tuple[Tensor, Stored]]) -> Any:
 
 
 def _readable(error: Exception, name: str) -> Exception:
-    """What to raise for it: in words that help, with the user's line, and a traceback of the user's frames."""
+    """Return the error to raise: with advice, the user's line, and a traceback of the user's frames."""
     place = where(error)
     told = instead(error) or error
     if place not in str(told):

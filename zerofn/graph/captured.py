@@ -1,4 +1,4 @@
-"""A step's graph and what it closes over: what compiling and planning capture with."""
+"""Capture for `compile` and `plan`: a step's graph and the tensors that it closes over."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .verify import check_purity
 def captured(
     step: Callable[[Any, Any], Any], state: Any, batch: Any, traces: bool = False
 ) -> tuple[Program, list[Tensor]]:
-    """A step's graph and what it closes over. Raises `CaptureError`, which names the user's line."""
+    """Return a step's graph and the tensors that it closes over. Raises `CaptureError`, which names the user's line."""
     try:
         program = capture(step, state, batch, traces=traces)
         return program, check_purity(program)
     except CaptureError:
         if traces:
             raise
-    return captured(step, state, batch, traces=True)  # the same again, knowing the lines
+    return captured(step, state, batch, traces=True)  # again, with lines recorded
 
 
 def dry_result(step: Callable[[Any, Any], Any], state: Any, batch: Any) -> Any:
-    """What a dry run returns for a step that it does not look for: the state as it is, and ones."""
+    """Return what a dry run gives for a step that it does not look for: the old state, and ones."""
     program, _ = captured(step, state, batch)
     values = [node.meta["val"] for node in program.output.args[0][program.num_new :]]  # type: ignore[index,union-attr]
     aux = program.aux.spread([torch.ones(x.shape, dtype=x.dtype) for x in values])

@@ -1,4 +1,4 @@
-"""Local edits: nodes move, one at a time, only as far as their inputs, users and writers allow."""
+"""Local edits: a node moves only as far as its inputs, its users and writers to its memory allow."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ _impure: dict[OpOverload, bool] = {}
 
 
 def loops(gm: GraphModule) -> list[tuple[Node, GraphModule]]:
-    """(node, body) of every loop."""
+    """Return (node, body) of every loop."""
     return [(n, body_of(n)) for n in gm.graph.nodes if n.target is run_loop]
 
 
 def bodies(gm: GraphModule) -> list[GraphModule]:
-    """The bodies of all loops, and of loops inside these, each once: a loop may be computed again."""
+    """Return the bodies of all loops, nested ones included, each once: recomputation repeats loops."""
     return list(dict.fromkeys(each for _, body in loops(gm) for each in (body, *bodies(body))))
 
 
 def give_to_loop(loop: Node, old: Node, new: Node) -> None:
-    """Let a loop give `new` to its body wherever it gave `old`."""
+    """Pass `new` to a loop's body wherever it passed `old`."""
     loop.args = tuple([new if x is old else x for x in a] if isinstance(a, list | tuple) else a for a in loop.args)
 
 
 def weight_chain(graph: Graph) -> list[Node]:
-    """Nodes that only fetch parameters, in order: gathers, their waits, casts before them and views after them.
+    """Return, in order, the nodes that only fetch parameters: gathers, their waits, casts before them and views after
+    them.
 
-    None that reads, or stands on, memory that anything writes: when it runs, and whether twice, would then matter.
+    Nodes whose memory is written anywhere are excluded: for them it matters when, and how often, they run.
     """
     chain: dict[Node, None] = {}
     root = roots(graph)
@@ -54,15 +55,17 @@ def weight_chain(graph: Graph) -> list[Node]:
 
 
 def _prepares(node: Node) -> bool:
-    """A cast, a view, or what is decoded, of whole placeholders, or of what was read from a drive."""
+    """Return whether a node casts, views or decodes whole placeholders, or values read from a drive."""
     given = all(x.op == "placeholder" or fetched(x) for x in node.all_input_nodes)
     joined = all(map(decodes, node.all_input_nodes))
     return (given or joined) and (casts(node) or decodes(node) or is_view(node))
 
 
 def sink(graph: Graph, nodes: Iterable[Node]) -> None:
-    """Move each of `nodes` to just before the first node outside that needs it, or writes over what it reads from a
-    drive or the host, keeping their mutual order."""
+    """Move each of `nodes` down to just before its first user outside of them, in their order.
+
+    A node also stays above a store to the place on the drive or the host that it reads.
+    """
     where, order = positions(graph), list(nodes)
     inside = set(order)
     anchor: dict[Node, Node] = {}
@@ -79,8 +82,9 @@ def sink(graph: Graph, nodes: Iterable[Node]) -> None:
 
 
 def raise_up(graph: Graph, nodes: Iterable[Node]) -> None:
-    """Move each of `nodes`, which write nothing, to just after the last of its inputs and of what writes to their
-    memory before it, keeping their mutual order."""
+    """Move each of `nodes`, which write nothing, up to just after the last of its inputs and of the earlier writers to
+    its memory, in their order.
+    """
     where, order = positions(graph), list(nodes)
     writer = written_before(graph, where, roots(graph))
     anchor: dict[Node, Node] = {}
@@ -95,21 +99,23 @@ def raise_up(graph: Graph, nodes: Iterable[Node]) -> None:
 
 
 def behind(node: Node) -> Node:
-    """Where what comes right after `node` is put: after the last input for an input, so that all of them are there
-    for what other passes put before it."""
+    """Return the node after which to insert what follows `node`: for an input that is the last input, so that all
+    inputs come first.
+    """
     return [n for n in node.graph.nodes if n.op == "placeholder"][-1] if node.op == "placeholder" else node
 
 
 def copy_of(value: Node) -> Node:
-    """A clone of a value, where its graph inserts now."""
+    """Return a clone of a value, where its graph inserts now."""
     node = value.graph.call_function(torch.ops.aten.clone.default, (value,))
     node.meta["val"] = value.meta.get("val")
     return node
 
 
 def made_by(buffer: Node, target: OpOverload, *args: Any) -> Node:
-    """Let another operation make the memory of a unit's flat gradient: of `flat`, or of a `ravel` without batch
-    dimensions, whose leaves are copied there."""
+    """Let another operation make the memory of a unit's bucket: of `flat`, or of a `ravel` without batch dimensions,
+    whose leaves are then copied into it.
+    """
     graph = buffer.graph
     with graph.inserting_before(buffer):
         made = graph.call_function(target, args)
@@ -124,8 +130,8 @@ def made_by(buffer: Node, target: OpOverload, *args: Any) -> Node:
 
 
 def clean(gm: GraphModule) -> GraphModule:
-    """Drop nodes nobody uses, and make its code anew."""
-    # As `Graph.eliminate_dead_code`, which checks the graph first: half of its time. The passes do that at last.
+    """Drop nodes without users, and generate the code again."""
+    # `Graph.eliminate_dead_code` lints first, which is half of its time. The passes lint once, at the end.
     for node in reversed(gm.graph.nodes):
         if not node.users and not _is_impure(node):
             gm.graph.erase_node(node)
@@ -134,7 +140,7 @@ def clean(gm: GraphModule) -> GraphModule:
 
 
 def _is_impure(node: Node) -> bool:
-    """What writes matters without users, and so do waits for transfers into memory that was there before."""
+    """Return whether a node matters without users: it writes, or waits for a transfer into existing memory."""
     target = node.target
     if not isinstance(target, OpOverload):
         return node.is_impure() or bool(writes(node))
@@ -146,7 +152,7 @@ def _is_impure(node: Node) -> bool:
 
 
 def copied(gm: GraphModule) -> GraphModule:
-    """A graph of its own, with its loops' bodies; constants are the same tensors."""
+    """Return a copy of a graph with its loops' bodies. Constants are the same tensors."""
     new = LazyGraphModule(gm, copy.deepcopy(gm.graph))
     new.meta.update(gm.meta)
     for node, body in loops(new):

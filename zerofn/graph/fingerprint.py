@@ -1,4 +1,4 @@
-"""What ranks compare before they run a step: its transfers, in order."""
+"""The fingerprint that ranks compare before they run a step: its transfers, in order."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ops, aten = torch.ops.zerofn, torch.ops.aten
 
 
 def fingerprint(program: Program) -> str:
-    """The sequence of transfers, a line each: what must be the same on every rank, in this order."""
+    """Return the transfers, one line each, in the order that must be the same on every rank."""
     return _transfers(program.gm, _names(program), {})
 
 
 def _transfers(gm: GraphModule, names: dict[Node, str], groups: dict[Any, int]) -> str:
-    """`groups` numbers them as they come: a group of a part of the ranks has another name in every part."""
+    """`groups` numbers process groups in order of use: a group of some ranks has a different name on other ranks."""
     lines = []
     for node in gm.graph.nodes:
         if is_start(node):

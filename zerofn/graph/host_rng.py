@@ -1,4 +1,4 @@
-"""What a step draws from the host while it is captured would be a constant of its graph."""
+"""Refuse draws from the host's generators during capture: they would be constants of the graph."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 
 
 class HostDraw(RuntimeError):
-    """A generator of the host was drawn from; the message names it."""
+    """The step drew from a generator of the host; the message names it."""
 
 
 @contextlib.contextmanager
 def no_draws() -> Iterator[None]:
-    """Raise `HostDraw` if Python's or NumPy's global generator has moved at the end."""
+    """Raise `HostDraw` if Python's or NumPy's global generator has advanced inside."""
     before = _generators()
     yield
     for name, state in _generators().items():

@@ -20,13 +20,15 @@ from .node_kinds import argument, casts, decodes, is_fetch, is_gather, makes_buc
 from .phase import BACKWARD, FORWARD, phase_of
 
 KINDS = ("state", "gathered", "gradients", "activations", "staging", "other", "reserved")
-AGAIN = "again"  # among the meta of what is computed once more for the backward pass, or brought back for it
+AGAIN = "again"  # a meta key of nodes that are recomputed, or copied back, for the backward pass
 Live = dict[str, int]  # kind -> bytes
 
 
 class Block(NamedTuple):
-    """Memory that an operation makes: it is there from when node `born` runs until node `dies` has run. `placed`: it is
-    part of what is reserved all the time."""
+    """Memory that an operation makes. It is alive from when node `born` starts until node `dies` has run.
+
+    `placed`: it is part of static memory.
+    """
 
     node: Node
     nbytes: int
@@ -37,7 +39,7 @@ class Block(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """While one node runs: bytes alive by kind, what it makes included."""
+    """The bytes alive by kind while one node runs, its result included."""
 
     node: Node
     live: Live
@@ -82,8 +84,7 @@ def _round(loop: Node, before: Live, after: Live) -> Iterator[Moment]:
 
 
 def blocks(graph: Graph) -> list[Block]:
-    """Every piece of memory that the operations of a graph make for themselves, in order: where models compute, be that
-    the host or a device."""
+    """Return, in order, all memory that the operations of a graph make, on the device where models compute."""
     complete_values(graph)
     where, root = positions(graph), roots(graph)
     touched = touches(graph, root)
@@ -102,9 +103,9 @@ def blocks(graph: Graph) -> list[Block]:
 
 
 def _kind(node: Node, touched: list[Node], root: dict[Node, Node]) -> str:
-    """What the memory that `node` makes is for, by who touches it."""
+    """Return the kind of the memory that `node` makes, judged by the nodes that touch it."""
     sources = [root[x] for x in node.all_input_nodes]
-    if is_gather(node):  # a unit's parameters, or at stage 0 its gradient
+    if is_gather(node):  # a unit's parameters; at stage 0 also its gradient
         return "gradients" if reduces(sources[0]) else "gathered"
     if (casts(node) or decodes(node)) and not phase_of(node) and all(is_given(x) or is_fetch(x) for x in sources):
         return "gathered"
@@ -120,7 +121,7 @@ def _kind(node: Node, touched: list[Node], root: dict[Node, Node]) -> str:
 
 
 def _makes_gradient(node: Node) -> bool:
-    """Whether a node makes a unit's gradient: its flat buffer, or this rank's part of the sum."""
+    """Return whether a node makes a unit's gradient: its bucket, or this rank's part of the sum."""
     return makes_bucket(node) or reduces(node)
 
 
@@ -129,12 +130,12 @@ def _takes_gradients(node: Node) -> bool:
 
 
 def _on_host(node: Node) -> bool:
-    """Whether what a node makes lies in host memory; numbers lie anywhere."""
+    """Return whether a node's result is in host memory. Numbers may be anywhere."""
     return all(is_host(x.device) or not x.dim() for x in tensors_of(node.meta.get("val")))
 
 
 def _nbytes(node: Node) -> int:
-    """Bytes of the memory that a node makes; of several results those that nobody takes."""
+    """Return the bytes of the memory that a node makes; for several results, of those without a node of their own."""
     value = node.meta["val"]
     if isinstance(value, list | tuple):
         taken = {user.args[1] for user in node.users if user.target is operator.getitem}
@@ -143,14 +144,16 @@ def _nbytes(node: Node) -> int:
 
 
 def _held(node: Node) -> int:
-    """What gloo's reduce-scatter receives beside its result, until it is waited for: a shard of each further rank."""
+    """Return the bytes that gloo's reduce-scatter receives beside its result, until its wait: a shard from each other
+    rank.
+    """
     if not reduces(node) or not is_host(node.meta["val"].device):
         return 0
     return max(0, argument(node, "size") - 2) * node.meta["val"].nbytes
 
 
 def complete_values(graph: Graph) -> None:
-    """Give nodes that passes made, and constants, the fake values they stand for."""
+    """Give fake values to constants and to nodes that passes made."""
     known = [x for node in graph.nodes for x in tensors_of(node.meta.get("val"))]
     mode = next((x.fake_mode for x in known if hasattr(x, "fake_mode")), None) or FakeTensorMode()
     with mode:
@@ -166,18 +169,18 @@ def complete_values(graph: Graph) -> None:
 
 
 def values_of(node: Node) -> tuple[Any, Any]:
-    """The arguments of a node, with fake values in the place of nodes."""
+    """Return a node's arguments with fake values in place of nodes."""
     args: Any = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
     return args
 
 
 def memory_bytes(value: Any) -> int:
-    """Bytes of the memory that the tensors in a node's value stand on."""
+    """Return the bytes of the memory of all tensors in a node's value."""
     return sum(x.untyped_storage().nbytes() for x in tensors_of(value))
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in a node's value."""
+    """Return the tensors in a node's value."""
     if isinstance(value, Tensor):
         return [value]
     return [x for x in tree_leaves(value) if isinstance(x, Tensor)]

@@ -1,4 +1,4 @@
-"""A loop over microbatches that is one node of a captured graph, its body a graph of its own."""
+"""A loop over microbatches: one node of a captured graph, whose body is a graph of its own."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Body = Callable[[Tensor, list[Tensor]], tuple[list[Tensor], list[Any], Any]]
 
 
 def loop(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor], list[Any], Any]:
-    """Run `body` for each of the `n` rows of `sequences`: (sums over rounds, stacks over rounds, static).
+    """Run `body` for each of the `n` rows of `sequences`; return (sums over rounds, stacks over rounds, static).
 
-    `index` is an int64 scalar. Tensors the body closes over are read anew in each round, and what it writes to
-    them is there in the next one. Under capture this is one node, `run_loop`.
+    `index` is an int64 scalar. Tensors that the body closes over are read again in each round, and the next round
+    sees what it writes to them. Under capture this is one node, `run_loop`.
     """
     if current_trace() is not None:
         return _captured(body, n, sequences)
@@ -38,8 +38,11 @@ def loop(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor], lis
 def run_loop(
     body: Callable[..., Sequence[Any]], n: int, sequences: Sequence[Tensor], closed: Sequence[Tensor], num_sums: int
 ) -> list[Any]:
-    """What the node does: `body(index, *slices, *closed)`, summed over the first `num_sums` outputs, stacked over
-    the others. All results are fresh memory."""
+    """Run the node: `body(index, *slices, *closed)`, summed over its first `num_sums` outputs, stacked over the
+    others.
+
+    All results are new memory.
+    """
 
     def once(index: Tensor, *slices: Tensor) -> tuple[list[Tensor], list[Any]]:
         out = list(body(index, *slices, *closed))
@@ -52,21 +55,25 @@ def run_loop(
 def _fold(
     once: Callable[..., tuple[list[Tensor], list[Any]]], n: int, sequences: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Any]]:
-    """Sums and stacks of what `n` rounds give, in memory of their own. A round's tensors are only read: they may be
-    the caller's batch, one tensor twice, one number expanded, or (rows) a buffer that the next round writes."""
+    """Return the sums and stacks of `n` rounds, in memory of their own.
+
+    A round's tensors are only read. They may be the caller's batch, one tensor twice, one expanded number, or
+    (rows) a buffer that the next round writes.
+    """
     sums: list[Tensor] = []
     rows: list[Any] = []
     for i in range(n):
         terms, row = once(torch.tensor(i), *(s[i] for s in sequences))
         _add(sums, terms, i, n)
         _store(rows, row, i, n)
-        del terms, row  # or they would be held while the next round runs
+        del terms, row  # otherwise they stay alive while the next round runs
     return sums, rows
 
 
 def _add(sums: list[Tensor], terms: list[Tensor], i: int, n: int) -> None:
-    """Add round i's terms. The first addition makes the memory of the sums, a term at a time: a copy of the first
-    round's would be another pass over all of them."""
+    """Add round i's terms. The first addition allocates the sums, one term at a time: copying the first round's terms
+    would be another pass over memory.
+    """
     if i == 0:
         sums += [t.clone() for t in terms] if n == 1 else terms
         return
@@ -75,7 +82,7 @@ def _add(sums: list[Tensor], terms: list[Tensor], i: int, n: int) -> None:
 
 
 def _store(rows: list[Any], row: list[Any], i: int, n: int) -> None:
-    """Copy round i's rows into the stacks; what is no tensor is listed."""
+    """Copy round i's rows into the stacks. What is no tensor goes to a list."""
     if i == 0:
         rows += [_stack_of(x, n) if isinstance(x, Tensor) else [None] * n for x in row]
     for stack, x in zip(rows, row, strict=True):
@@ -92,7 +99,7 @@ def _stack_of(x: Tensor, n: int) -> Tensor:
 
 
 class _Reads(TorchDispatchMode):
-    """Notes the tensors that come from outside."""
+    """Records the tensors that come from outside."""
 
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()
@@ -106,7 +113,7 @@ class _Reads(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for x in tensors_in(out):
             if id(x) not in self.found:
-                self.made[id(x)] = x  # kept alive, so that no other tensor gets this id
+                self.made[id(x)] = x  # kept alive, so that no other tensor gets its id
         return out
 
 
@@ -134,7 +141,7 @@ def _captured(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor]
         with reads:
             terms, row, static = _seen(*body(index, slices))
         known = [x for x in reads.found.values() if _is_traced(trace, x)]
-        results = [t.clone() if n == 1 else t + t for t in terms]  # with the strides that sums have
+        results = [t.clone() if n == 1 else t + t for t in terms]  # with the strides of the sums
         results += [_stack_of(x, n) for x in row if isinstance(x, Tensor)]
         num_slices = len(slices)
 
@@ -149,7 +156,9 @@ def _captured(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor]
 
 
 def _seen(terms: list[Tensor], row: list[Any], static: Any) -> tuple[list[Tensor], list[Any], Any]:
-    """What a body returns, through an operation: a tensor it closes over and hands on unread is noted as well."""
+    """Return a body's results after one more operation, so that a closed-over tensor that is returned unread is
+    recorded, too.
+    """
     return [t.detach() for t in terms], [x.detach() if isinstance(x, Tensor) else x for x in row], static
 
 
@@ -158,7 +167,7 @@ def _is_traced(trace: Any, x: Tensor) -> bool:
 
 
 def _like(x: Tensor) -> Tensor:
-    """A stand-in for `x` of the very same strides: what is traced may depend on them, as a view does."""
+    """Return a tensor with exactly the strides of `x`: views in the trace may depend on them."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
@@ -173,7 +182,7 @@ def _node(
     row: list[Any],
     static: Any,
 ) -> tuple[list[Tensor], list[Any], Any]:
-    """Put the body on the traced module, the node into the graph; `results` stand for what the node gives."""
+    """Attach the body to the traced module, and add the node. `results` stand for its results."""
     name = f"body_{sum(1 for k in vars(trace.tracer.root)['_modules'] if k.startswith('body_'))}"
     trace.tracer.root.register_module(name, gm)
     where = trace.tracer.create_proxy("get_attr", name, (), {})
@@ -200,17 +209,17 @@ class LoopCall(NamedTuple):
 
     @property
     def given(self) -> list[Node]:
-        """What the body is given, whole or row by row, after the index."""
+        """What the body gets after the index, whole or row by row."""
         return [*self.sequences, *self.closed]
 
 
 def body_of(node: Node) -> GraphModule:
-    """The graph a loop node repeats."""
+    """Return the graph that a loop's node repeats."""
     module = node.graph.owning_module
     return module.get_submodule(str(LoopCall.of(node).body.target))  # type: ignore[union-attr,return-value]
 
 
 def given_to_body(node: Node) -> dict[Node, Node]:
-    """The inputs of a loop's body -> what the loop gives them, whole or row by row; the index is given by none."""
+    """Map the inputs of a loop's body to what the loop passes, whole or row by row. The index is not among them."""
     inputs = [x for x in body_of(node).graph.nodes if x.op == "placeholder"]
     return dict(zip(inputs[1:], LoopCall.of(node).given, strict=True))

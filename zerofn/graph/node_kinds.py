@@ -1,4 +1,4 @@
-"""What a node is, by the traits of its operation and by its arguments' names."""
+"""What a node is, from the traits of its operation and from its arguments' names."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from .alias import writes
 
 ops = torch.ops.zerofn
 _DECODERS = {encode: decode for decode, encode in DECODES.items()}
-ASIDE = "aside"  # among the meta of what the host does on the updates' own thread
-UPDATE = "update"  # among the meta of a read from a drive: it is for an update rule
+ASIDE = "aside"  # a meta key of nodes that run on the host's thread for updates
+UPDATE = "update"  # a meta key of drive reads for an update rule
 
 
 def argument(node: Node, name: str) -> Any:
-    """A node's argument by its name in the operation's schema, or its default. Raises `KeyError` for another name."""
+    """Return a node's argument by its name in the operation's schema, or its default. Raises `KeyError` for another
+    name.
+    """
     place, default = argument_places(cast(OpOverload, node.target))[name]
     if name in node.kwargs:
         return node.kwargs[name]
@@ -27,7 +29,7 @@ def argument(node: Node, name: str) -> Any:
 
 
 def set_argument(node: Node, name: str, value: Any) -> None:
-    """Give a node another argument, by its name in the schema."""
+    """Set a node's argument by its name in the schema."""
     place, _ = argument_places(cast(OpOverload, node.target))[name]
     if place < len(node.args):
         node.args = (*node.args[:place], value, *node.args[place + 1 :])
@@ -36,12 +38,12 @@ def set_argument(node: Node, name: str, value: Any) -> None:
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """All of a node's arguments, by their names in the operation's schema."""
+    """Return all of a node's arguments by their names in the schema."""
     return {name: argument(node, name) for name in argument_places(cast(OpOverload, node.target))}
 
 
 def traits(node: Node) -> Traits:
-    """What is known of a node's operation."""
+    """Return the traits of a node's operation."""
     return traits_of(node.target)
 
 
@@ -86,34 +88,34 @@ def encodes(node: Node) -> bool:
 
 
 def codec_operations() -> set[OpOverload]:
-    """What decodes and encodes shards."""
+    """Return the operations that decode and encode shards."""
     return {*DECODES, *_DECODERS}
 
 
 def decoder_of(node: Node) -> OpOverload:
-    """What decodes what `node` encodes."""
+    """Return the operation that decodes what `node` encodes."""
     return _DECODERS[cast(OpOverload, node.target)]
 
 
 def stores(node: Node) -> bool:
-    """Whether `node` puts a new value where the old one lies, on a drive or the host."""
+    """Return whether `node` replaces a value on a drive or in host memory."""
     return traits(node).stores == "new"
 
 
 def stores_in_place(node: Node) -> bool:
-    """Whether `node` writes out what was changed in place, once the state is donated."""
+    """Return whether `node` writes out a value that was changed in place, in a donated state."""
     return traits(node).stores == "in place"
 
 
 def place_of_store(store: Node) -> Node:
-    """Where a value is put that `stores`: a handle on a drive, or a tensor of the host."""
+    """Return where a node that `stores` writes: a handle on a drive, or a tensor of the host."""
     return cast(
         Node, argument(store, "handle" if "handle" in argument_places(cast(OpOverload, store.target)) else "host")
     )
 
 
 def makes_bucket(node: Node) -> bool:
-    """Whether `node` makes the flat buffer of a unit's gradient."""
+    """Return whether `node` makes a unit's gradient bucket."""
     return traits(node).bucket
 
 
@@ -123,7 +125,9 @@ def is_batched(node: Node) -> bool:
 
 
 def in_place_of(target: object) -> OpOverload | None:
-    """`zerofn::rule_` for `zerofn::rule`: it writes, in order, the arguments the pure one returns anew."""
+    """Return `zerofn::rule_` for `zerofn::rule`, or None. It writes, in order, the arguments that the pure form
+    returns anew.
+    """
     if not isinstance(target, OpOverload) or target.namespace != "zerofn":
         return None
     packet = getattr(ops, base_name(target) + "_", None)
@@ -131,8 +135,9 @@ def in_place_of(target: object) -> OpOverload | None:
 
 
 def is_source(node: Node) -> bool:
-    """Whether a unit that is computed with begins to be there with `node`: its gather, or its read from a drive where
-    nothing is gathered."""
+    """Return whether `node` starts to fetch a unit for computation: its gather, or its drive read where nothing is
+    gathered.
+    """
     if not is_fetch(node) or node.meta.get(UPDATE):
         return is_gather(node)
     readers = list(wait_of(node).users)
@@ -142,41 +147,41 @@ def is_source(node: Node) -> bool:
 
 
 def is_fetch(node: Node) -> bool:
-    """Whether `node` starts to read from a drive, or to bring what lies in host memory."""
+    """Return whether `node` starts to read from a drive, or to copy an input from host memory."""
     return node.target is ops.fetch.default or brings_input(node)
 
 
 def brings_input(node: Node) -> bool:
-    """Whether `node` starts to bring an input that lies in host memory."""
+    """Return whether `node` starts to copy an input from host memory."""
     return node.target is ops.bring.default and argument(node, "x").op == "placeholder"
 
 
 def start_of(node: Node) -> Node | None:
-    """What starts the transfer that `node` waits for; None for another node."""
+    """Return the start of the transfer that `node` waits for; None if it is no wait."""
     if node.target is not ops.wait.default:
         return None
     return cast(Node, argument(node, "x"))
 
 
 def fetched(node: Node) -> bool:
-    """Whether `node` waits for what is read from a drive or brought from host memory."""
+    """Return whether `node` waits for a read from a drive or a copy from host memory."""
     start = start_of(node)
     return start is not None and is_fetch(start)
 
 
 def from_drive(node: Node) -> bool:
-    """Whether `node` waits for what is read from a drive."""
+    """Return whether `node` waits for a read from a drive."""
     start = start_of(node)
     return start is not None and start.target is ops.fetch.default
 
 
 def lies_at(fetch: Node) -> Node:
-    """The input from which a fetch reads: a handle on a drive, or a tensor of the host."""
+    """Return the input that a fetch reads from: a handle on a drive, or a tensor of the host."""
     return cast(Node, argument(fetch, "handle" if fetch.target is ops.fetch.default else "x"))
 
 
 def kept_by(node: Node) -> list[list[Node]]:
-    """What keeps the tensors that an update rule in place writes, tensor by tensor; nothing for another node."""
+    """Return what stores each tensor that an in-place update rule writes; nothing for another node."""
     if not node.args or not isinstance(node.args[0], list | tuple) or not writes(node):
         return []
     lists = [x for x in node.args if isinstance(x, list | tuple) and x and isinstance(x[0], Node)]
@@ -184,5 +189,5 @@ def kept_by(node: Node) -> list[list[Node]]:
 
 
 def wait_of(start: Node) -> Node:
-    """The node that waits for `start`."""
+    """Return the node that waits for `start`."""
     return next(user for user in start.users if user.target is ops.wait.default)

@@ -1,4 +1,4 @@
-"""Which part of a step an operation belongs to: noted on the nodes of a captured graph."""
+"""Phases: the part of a step that an operation belongs to, recorded on the nodes of a captured graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEY = "phase"
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Inside, what is captured belongs to `name`, but for what an inner phase takes."""
+    """Captured nodes inside belong to phase `name`, except in an inner phase."""
     trace = current_trace()
     if trace is None:
         yield
@@ -30,12 +30,12 @@ def phase(name: str) -> Iterator[None]:
 
 
 def phase_of(node: object) -> str:
-    """The phase of a node; empty where it has none."""
+    """Return a node's phase, empty if it has none."""
     return node.meta.get(_KEY, "")  # type: ignore[attr-defined]
 
 
 def continue_phases(graph: Graph, known: Collection[Node]) -> None:
-    """Let each node that is not among `known`, and has no phase, belong to that of the node before it."""
+    """Give each node without a phase, and not among `known`, the phase of the node before it."""
     before = ""
     for node in graph.nodes:
         if before and node not in known and node.op == "call_function":

@@ -1,4 +1,4 @@
-"""The captured step: one FX graph of local operations, and what its inputs and outputs are."""
+"""The captured step: one FX graph of local operations, and the meaning of its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -19,29 +19,31 @@ from .buffers import BufferSpec, DriveSpec
 
 @dataclass(frozen=True)
 class Cut:
-    """What is static about a `Sharded` and the shards it has."""
+    """The static part of a `Sharded`: its spec, and the storage of its shards."""
 
     spec: Spec
     storages: tuple[StorageSpec, ...]
 
     def shards(self, tensors: Iterator[Tensor]) -> list[Stored]:
-        """Its shards, of the next tensors."""
+        """Return its shards, made of the next tensors."""
         bounds = [self.spec.bounds(unit) for unit in self.spec.layout.units]
         return [storage.of(tensors, stop - start) for storage, (start, stop) in zip(self.storages, bounds, strict=True)]
 
 
 @dataclass(frozen=True)
 class Flat:
-    """A tree of tensors, `Sharded` nodes included, as a flat list, a `Sharded` as what keeps its shards; `spread` is
-    the way back. Leaves that are no tensors are kept here, as they are."""
+    """A tree as a flat list of tensors, with a `Sharded` as its stored parts. `spread` is the inverse.
+
+    Leaves that are no tensors are stored here.
+    """
 
     treedef: tree.PyTreeSpec
-    nodes: tuple[Any, ...]  # per node: a Cut, or None for a tensor, or (value,) for another leaf
+    nodes: tuple[Any, ...]  # for each node: a Cut, None for a tensor, or (value,) for another leaf
     names: tuple[str, ...]  # per tensor: its key path
 
     @staticmethod
     def of(value: Any) -> tuple[Flat, list[Tensor]]:
-        """-> (structure, tensors in order)."""
+        """Return (structure, tensors in order)."""
         paths, leaves, treedef = tree.flatten_with_path(value, is_leaf=is_sharded)
         tensors: list[Tensor] = []
         nodes: list[Any] = []
@@ -65,9 +67,11 @@ class Flat:
         return Flat(treedef, tuple(nodes), tuple(names)), tensors
 
     def keep(self, value: Any, old: Any, decoded: dict[int, tuple[Tensor, Stored]]) -> Any:
-        """A tree of this structure with shards kept as those of `old` are, in the place of what lies on a drive.
-        `decoded`: id of a shard -> the shard, and what it was decoded from: that keeps it if it comes back untouched,
-        and to where it was: another place may keep it otherwise, or both may be written later.
+        """Return a tree of this structure with shards stored as those of `old`, in their places on drives.
+
+        `decoded`: id of a shard -> (the shard, what it was decoded from). A shard that the step returns
+        unchanged, in its own place, is not encoded again. In another place it is: that place may have another
+        storage, or both may be written later.
         """
 
         def kept(x: Any, before: Any) -> Any:
@@ -85,12 +89,12 @@ class Flat:
 
     @property
     def baked(self) -> dict[str, Any]:
-        """Key path -> value of the leaves that are no tensors: a graph is captured for them."""
+        """Map key paths to the values of leaves that are no tensors: a graph is captured for these values."""
         paths = self.treedef.paths()
         return {tree.name_of(p): x[0] for p, x in zip(paths, self.nodes, strict=True) if isinstance(x, tuple)}
 
     def spread(self, tensors: Any, full: dict[int, list[Tensor]] | None = None, pending: bool = False) -> Any:
-        """The tree again; `full[k]` is the gathered copy that hangs on the k-th node, perhaps still `arriving`."""
+        """Return the tree. `full[k]`: the gathered copy of the k-th node, perhaps still `pending`."""
         fresh = iter(tensors)
         leaves: list[Any] = []
         for k, node in enumerate(self.nodes):
@@ -106,7 +110,9 @@ class Flat:
 
 
 def cached(value: Any) -> dict[int, list[Tensor]]:
-    """Node position -> gathered copy, perhaps still arriving, for the nodes of a tree that have it (stages 1 and 2)."""
+    """Map node positions to gathered copies, perhaps still in flight, for the nodes of a tree that have one (stages 1
+    and 2).
+    """
     leaves = tree.leaves(value, is_leaf=is_sharded)
     return {k: list(x.copies) for k, x in enumerate(leaves) if is_sharded(x) and x.copies is not None}
 
@@ -115,7 +121,7 @@ def cached(value: Any) -> dict[int, list[Tensor]]:
 class Program:
     """One captured step.
 
-    Placeholders are, in order: the state's tensors, the gathered copies, the batch's tensors. Outputs: the new
+    Placeholders are, in order: the state's tensors, the gathered copies, the batch's tensors. Outputs are the new
     state's tensors (none in an evaluation step; after `donate` those in `kept`), then aux's.
     """
 
@@ -128,16 +134,19 @@ class Program:
     num_new: int
     # Position of a node of the state -> [first, stop) among the gathered copies.
     full: dict[int, tuple[int, int]] = field(default_factory=dict)
-    kept: list[int] = field(default_factory=list)  # where donated: new state tensors it returns; the rest is in place
+    kept: list[int] = field(
+        default_factory=list
+    )  # with donation: the new state tensors that it returns; the others are in place
     timings: dict[str, float] = field(default_factory=dict)
     name: str = "step"
     buffers: list[BufferSpec] = field(default_factory=list)  # nodes have places in these
-    drive_space: list[DriveSpec] = field(default_factory=list)  # for gradients that wait there, by tickets
-    budget: int | None = None  # bytes that it may take of the device
+    drive_space: list[DriveSpec] = field(default_factory=list)  # for gradients that wait on drives, by handles
+    budget: int | None = None  # bytes that the step may take on the device
 
     def inside(self, body: GraphModule) -> Program:
-        """The same with the body of a loop in the place of the step's graph. Only `gm` describes the body: its inputs
-        and outputs are the loop's, not those that `state`, `batch` and `aux` name."""
+        """Return the program with a loop's body in place of the step's graph. Only `gm` describes the body: its
+        inputs and outputs are the loop's.
+        """
         return replace(self, gm=body)
 
     @property
@@ -147,12 +156,12 @@ class Program:
 
     @property
     def batch_placeholders(self) -> list[Node]:
-        """Those that take the batch's tensors: the last."""
+        """The last placeholders, for the batch's tensors."""
         nodes = self.placeholders
         return nodes[len(nodes) - len(self.batch.names) :]
 
     def describe(self) -> dict[str, str]:
-        """Entry -> shape and dtype, of everything that goes in."""
+        """Return entry -> shape and dtype, for every input."""
         pairs = [
             *zip(self.placeholders, self.state.names, strict=False),
             *zip(self.batch_placeholders, self.batch.names, strict=True),
@@ -164,7 +173,7 @@ class Program:
         return {**out, **{f"batch.{name}": repr(value) for name, value in self.batch.baked.items()}}
 
     def copies(self) -> list[tuple[Node, Node, bool]]:
-        """(shard, gathered copy, whether the shard is a view of it) for every unit that has a copy."""
+        """Return (shard, gathered copy, whether the shard is a view of it) for every unit that has a copy."""
         out, at = [], 0
         nodes = self.placeholders
         for k, cut in enumerate(self.state.nodes):
@@ -179,12 +188,12 @@ class Program:
 
     @property
     def axis(self) -> Axis | None:
-        """The axis the state is cut along, None for a plain state."""
+        """The axis that the state is sharded over, None for a plain state."""
         return next((x.spec.axis for x in self.state.nodes if isinstance(x, Cut)), None)
 
     @property
     def owners(self) -> list[tuple[Any, Any]]:
-        """Per state placeholder: (spec, unit), or (None, None) for a replicated tensor."""
+        """For each state placeholder: (spec, unit), or (None, None) for a replicated tensor."""
         return owners(self.state.nodes)
 
     @property
@@ -194,7 +203,7 @@ class Program:
 
 
 def owners(nodes: tuple[Any, ...]) -> list[tuple[Any, Any]]:
-    """`Flat.nodes` -> per tensor: (spec, unit), or (None, None) for one that is no shard."""
+    """For each tensor of `Flat.nodes`: (spec, unit), or (None, None) if it is no shard."""
     out: list[tuple[Any, Any]] = []
     for cut in nodes:
         if cut is None:
@@ -206,13 +215,13 @@ def owners(nodes: tuple[Any, ...]) -> list[tuple[Any, Any]]:
 
 
 def tensor_of(node: Node) -> torch.Tensor | None:
-    """The fake tensor of a node's value: shape, dtype, device."""
+    """Return the fake tensor of a node's value: shape, dtype, device."""
     value = node.meta.get("val")
     return value if isinstance(value, torch.Tensor) else None
 
 
 def alike(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Whether two values have one shape, strides, dtype and device: one can stand for the other."""
+    """Return whether two values have equal shape, strides, dtype and device, so that one can replace the other."""
     return (
         a is not None
         and b is not None

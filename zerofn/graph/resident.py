@@ -1,4 +1,4 @@
-"""What of a step's inputs is there all the time, where it lies, and how many bytes it takes."""
+"""Memory that a step holds all the time: which of its inputs are where, and how many bytes they take."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ops = torch.ops.zerofn
 
 
 class Resident(NamedTuple):
-    """Bytes that are there before, during and after a step: on the device by kind, in host memory, on drives."""
+    """Bytes held before, during and after a step: on the device by kind, in host memory, on drives."""
 
     device: Live
     host: int
@@ -32,8 +32,9 @@ class Resident(NamedTuple):
 
 
 def resident(program: Program) -> Resident:
-    """Where the state and the batch lie, with what offloading keeps beside them; and the most that waits in host memory
-    for the backward pass."""
+    """Return the memory of the state and the batch, with the buffers of offloading and the most activations offloaded
+    at a time.
+    """
     device: Live = dict.fromkeys(KINDS, 0)
     host, disk = offloaded(program.gm), 0
     placeholders = iter(program.placeholders)
@@ -75,7 +76,7 @@ def resident(program: Program) -> Resident:
 
 
 def constants(gm: GraphModule) -> dict[int, int]:
-    """Bytes of the tensors that the step brings along from outside, such as another model's parameters, by storage."""
+    """Return the bytes of tensors that the step closes over, such as another model's parameters, by storage."""
     values = [
         operator.attrgetter(str(node.target))(each)
         for each in (gm, *bodies(gm))
@@ -86,7 +87,7 @@ def constants(gm: GraphModule) -> dict[int, int]:
 
 
 def offloaded(gm: GraphModule) -> int:
-    """The most bytes of activations that wait at a time in the memory of a host beside the device."""
+    """Return the most bytes of activations that are offloaded to host memory at one time."""
     nodes = list(gm.graph.nodes)
     waiting = [
         n
@@ -95,7 +96,7 @@ def offloaded(gm: GraphModule) -> int:
     ]
     apart = not all(is_host(x.device) for n in waiting for x in tensors_of(argument(n, "x").meta["val"]))
     touched = touches(gm.graph, roots(gm.graph)) if apart else {}
-    change: dict[Node, int] = defaultdict(int)  # behind a node
+    change: dict[Node, int] = defaultdict(int)  # after a node
     for node in waiting if apart else ():
         change[node] += memory_bytes(node.meta["val"])
         change[touched[node][-1]] -= memory_bytes(node.meta["val"])

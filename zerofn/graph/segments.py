@@ -1,8 +1,8 @@
-"""The forward pass of a graph in segments, what each keeps for the backward pass, and what it takes to make that again.
+"""Segments of the forward pass, what each saves for the backward pass, and what recomputes the rest.
 
-A segment begins where a unit's parameters are used for the first time, and little crosses: for most models it is a
-layer, also where a layer has several units. What crosses from one segment to the next is kept; so what is made again is
-made from its own segment's inputs, whatever else is not kept.
+A segment begins where a unit's parameters are first used, and where few bytes cross. For most models it is a layer,
+also if a layer has several units. What crosses from one segment to the next is saved. So anything else is recomputed
+from its own segment's inputs, whatever other segments drop.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .program import tensor_of
 
 
 class Segments:
-    """`activations`: memory that the forward pass makes and the backward pass reads, in order of making, but for what
-    crosses segments, what leaves the step, and what cannot be made again. `crossing`: the former of these.
+    """`activations`: memory that the forward pass makes and the backward pass reads, in order. Excluded are
+    `crossing`, what crosses segments, what leaves the step, and what cannot be recomputed.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -38,21 +38,21 @@ class Segments:
         self.activations = [n for n in made if n not in self._fixed and self._is_kept(n) and self._can_be_made(n)]
 
     def memory(self, node: Node) -> Node:
-        """Whose memory a node's value is in."""
+        """Return the memory of a node's value."""
         return self._root[node]
 
     def gap(self, activation: Node) -> tuple[Node, Node]:
-        """(its last use in the forward pass, its first one in the backward pass)."""
+        """Return (last use in the forward pass, first use in the backward pass)."""
         touched = self.touched[activation]
         first = next(k for k, n in enumerate(touched) if phase_of(n) == BACKWARD)
         return touched[first - 1], touched[first]
 
     def is_last(self, activation: Node) -> bool:
-        """Whether it is of the last segment, whose backward pass comes right after its forward pass."""
+        """Return whether it belongs to the last segment, whose backward pass directly follows its forward pass."""
         return self._segment[activation] == self._last
 
     def missing(self, value: Node, dropped: Container[Node], there: Container[Node] = ()) -> list[Node]:
-        """The forward operations that make `value` again, from what is kept and what is already `there`."""
+        """Return the forward operations that recompute `value` from saved values and from what is already `there`."""
         found: dict[Node, None] = {}
         todo = [value]
         while todo:
@@ -64,7 +64,7 @@ class Segments:
         return list(found)
 
     def _is_made(self, node: Node, dropped: Container[Node]) -> bool:
-        """Whether a node has to run again for its value to be there in the backward pass."""
+        """Return whether a node must run again to have its value in the backward pass."""
         memory = self._root[node]
         if phase_of(node) != FORWARD or is_given(memory) or memory in self._fixed:
             return False
@@ -74,14 +74,16 @@ class Segments:
         return any(phase_of(n) == BACKWARD for n in self.touched.get(memory, ()))
 
     def _can_be_made(self, memory: Node) -> bool:
-        """Whether nobody but forward and backward passes reads it, and none of what makes it writes to anything."""
+        """Return whether only forward and backward passes read it, and no operation that makes it writes to
+        anything.
+        """
         if any(phase_of(n) not in (FORWARD, BACKWARD) for n in self.touched[memory]):
             return False
         again = self.missing(memory, {memory})
         return not any(self._root[x] in self._written for n in again for x in (n, *n.all_input_nodes))
 
     def _is_parameter(self, memory: Node) -> bool:
-        """Whether memory is there for the forward pass: a shard, or what is gathered."""
+        """Return whether memory exists throughout the forward pass: a shard, or a gathered unit."""
         value = tensor_of(memory)
         return not phase_of(memory) and memory.op != "get_attr" and value is not None and value.is_floating_point()
 
@@ -90,7 +92,7 @@ class Segments:
         return any(self._segment.get(n, own) > own for n in self.touched[memory])
 
     def _joined(self, segment: dict[Node, int]) -> dict[Node, int]:
-        """Fewer segments: those that end where much crosses go on."""
+        """Join segments at boundaries where many bytes cross."""
         made = {x: own for x, own in segment.items() if self._root[x] is x}
         spans = [
             Span(own, max(segment.get(n, own) for n in self.touched[x]), memory_bytes(x.meta["val"]), self._is_kept(x))
@@ -100,7 +102,7 @@ class Segments:
         return {node: numbers[own] for node, own in segment.items()}
 
     def _segments(self, graph: Graph) -> dict[Node, int]:
-        """Forward node -> its segment."""
+        """Map each forward node to its segment."""
         seen: set[Node] = set()
         out: dict[Node, int] = {}
         number = 0
@@ -115,17 +117,17 @@ class Segments:
         return out
 
 
-WIDE = 32  # segments that are joined at most: what a layer may have of units
+WIDE = 32  # segments to join at most: the units that one layer may have
 
 
-FINER = 1.25  # times the least memory, for segments as small as they can be: their units are gathered for less long
+FINER = 1.25  # times the least memory: smaller segments gather their units for a shorter time
 
 
-STEP = 1.2  # from one size of segments that is tried to the next
+STEP = 1.2  # factor between sizes of segments that are tried
 
 
 class Span(NamedTuple):
-    """Memory that is made in one segment and used until another; `kept`: whether the backward pass reads it."""
+    """Memory that is made in one segment and used until another. `kept`: whether the backward pass reads it."""
 
     made: int
     used: int
@@ -134,10 +136,11 @@ class Span(NamedTuple):
 
 
 def joined(spans: Iterable[Span], count: int) -> list[int]:
-    """For each of `count` segments the number of that which it becomes a part of.
+    """Return, for each of `count` segments, the number of the joined segment that it is part of.
 
-    What is made before the end of a segment and used behind it is kept, once, however many ends it crosses; all else
-    is made again, a segment at a time. Segments are so large that both together take little memory, and no larger.
+    What is made before a boundary and used behind it is saved, once for all boundaries it crosses. Everything else
+    is recomputed, one segment at a time. Segments are chosen so that both together take little memory, and no
+    larger than that needs.
     """
     crossing, inner = (np.cumsum(x, axis=1) for x in _bytes(spans, count))
     largest = int(inner[:-1, 0].max(initial=0))
@@ -150,7 +153,7 @@ def joined(spans: Iterable[Span], count: int) -> list[int]:
 
 
 def _bytes(spans: Iterable[Span], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """[k, w]: bytes made in segment k - w that are used behind k, and those that are not but kept."""
+    """Return [k, w]: bytes made in segment k - w that are used behind k, and bytes saved but not used there."""
     crossing, inner = np.zeros((2, count, WIDE), dtype=np.int64)
     for x in spans:
         for k in range(x.made, min(count, x.made + WIDE)):
@@ -162,10 +165,12 @@ def _bytes(spans: Iterable[Span], count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _least(crossing: np.ndarray, inner: np.ndarray, largest: int) -> tuple[int, list[int]]:
-    """The least that is kept between segments of `largest` bytes at most, and these; the last one, which is not made
-    again, may be larger. Arguments: [k, w], bytes when segments k - w to k are one."""
+    """Return the least that is saved between segments of at most `largest` bytes, and these segments.
+
+    The last segment is not recomputed and may be larger. Arguments: [k, w], bytes if segments k - w to k are one.
+    """
     count = len(inner)
-    kept = np.zeros(count + 1, dtype=np.int64)  # [k]: between the segments before k
+    kept = np.zeros(count + 1, dtype=np.int64)  # [k]: saved between the segments before k
     first = [0] * count
     for k in range(count):
         wide = min(k + 1, WIDE)

@@ -1,4 +1,4 @@
-"""Which line of the user's code an operation comes from."""
+"""The line of the user's code that an operation comes from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .edit import bodies
 
 
 class Lines(TorchDispatchMode):
-    """While a step is captured: every node gets `meta["line"]`, the innermost line that is the user's."""
+    """During capture, give every node `meta["line"]`: the innermost line of the user's code."""
 
     supports_higher_order_operators = True
 
@@ -27,7 +27,7 @@ class Lines(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run it, and mark what it put into the graph."""
+        """Run the operation, and mark the nodes that it adds."""
         trace = current_trace()
         nodes = None if trace is None else trace.tracer.graph.nodes
         before = None if nodes is None else next(iter(reversed(nodes)), None)
@@ -52,14 +52,14 @@ def _shown(file: str, number: int) -> str:
 
 
 def where(error: BaseException) -> str:
-    """' at file:line (code)' of the user's line that an error comes from, or ''."""
+    """Return ' at file:line (code)' of the user's line that an error comes from, or ''."""
     skipped = (OURS, *library_prefixes())
     rows = reversed(traceback.extract_tb(error.__traceback__))
     return next((_shown(x.filename, x.lineno or 0) for x in rows if not x.filename.startswith(skipped)), "")
 
 
 def readable(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames of libraries; where one of them raised, it ends in the user's line."""
+    """Return a traceback without library frames. If a library raised, it ends in the user's line."""
     rows, libraries = [], library_prefixes()
     while trace is not None:
         rows.append(trace)
@@ -79,8 +79,11 @@ def _file(row: TracebackType) -> str:
 
 
 def place_of(node: Node, program: Any, traced: Callable[[], Any]) -> str:
-    """'aten.addmm at file:line (code)' of a node of a scheduled program; `traced()` is the program as captured with
-    lines, from which scheduling has kept the names of nodes. Without the line where that cannot be had."""
+    """Return 'aten.addmm at file:line (code)' for a node of a scheduled program.
+
+    `traced()` returns the program captured with lines, whose nodes' names scheduling has preserved. Without the
+    line if there is none.
+    """
     what = str(node.target).removesuffix(".default") if isinstance(node.target, OpOverload) else node.name
     with contextlib.suppress(Exception):
         graphs = [program.gm, *bodies(program.gm)]

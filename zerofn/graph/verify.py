@@ -1,4 +1,4 @@
-"""What a captured step may not do, and the fingerprint ranks compare before they run it."""
+"""Refuse what a captured step may not do."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _CLOSED_OVER = "a tensor it closes over"
 
 
 def check_purity(program: Program) -> list[Tensor]:
-    """Raise `CaptureError` unless the step is a pure function; -> its baked constants.
+    """Raise `CaptureError` unless the step is a pure function; return its baked constants.
 
-    Refused: writing to the state, the batch or what was gathered, closing over a tensor that requires grad or is
-    written, on shards anything that is neither elementwise nor one of zerofn's reductions, and draws from
-    the global generator.
+    Refused are: writes to the state, the batch or gathered units; closing over a tensor that requires grad or is
+    written; on shards, anything that is neither elementwise nor one of ZeroFn's reductions; draws from the global
+    generator.
     """
     names = _names(program)
     _check_writes(program.gm, names)
@@ -39,7 +39,7 @@ def check_purity(program: Program) -> list[Tensor]:
 
 
 def _shards(program: Program) -> set[Node]:
-    """The inputs that are shards of a `Sharded`, of the state or of the batch."""
+    """Return the inputs that are shards of a `Sharded`, in the state or the batch."""
     ends = [(program.placeholders, program.state.nodes), (program.batch_placeholders, program.batch.nodes)]
     pairs = [pair for inputs, kinds in ends for pair in zip(inputs, owners(kinds), strict=False)]
     return {node for node, (spec, _) in pairs if spec is not None}
@@ -55,7 +55,7 @@ def _names(program: Program) -> dict[Node, str]:
 
 
 def _names_inside(loop: Node, names: dict[Node, str]) -> dict[Node, str]:
-    """The names of what a loop gives to its body."""
+    """Return the names of what a loop passes to its body."""
     found = {
         x: _origin(given) if given.target is ops.join.default else given for x, given in given_to_body(loop).items()
     }
@@ -63,14 +63,14 @@ def _names_inside(loop: Node, names: dict[Node, str]) -> dict[Node, str]:
 
 
 def _check_writes(gm: GraphModule, names: dict[Node, str]) -> None:
-    """Raise at the first write to what is not the step's own, in the body of a loop as well."""
-    whose = dict(names)  # of values that look at inputs, constants and gathered units
+    """Raise at the first write to memory that is not the step's own, also in the body of a loop."""
+    whose = dict(names)  # of views of inputs, constants and gathered units
     for node in gm.graph.nodes:
         source = sources(node)
         if node.op == "get_attr":
             whose[node] = _CLOSED_OVER
         elif is_gather(node) or (node.target is ops.as_whole.default and source[0] not in whose):
-            # What is written there another gather, in the backward pass say, does not have.
+            # A second gather, in the backward pass for example, would not have what was written.
             whose[node] = f"what it gathered of {names.get(_origin(node), 'the state')}"
         elif source and source[0] in whose and node.target is not ops.as_shard.default:  # stage 0 gathers gradients
             whose[node] = whose[source[0]]
@@ -92,8 +92,8 @@ def _check_write(node: Node, name: str | None) -> None:
 
 
 def _check_shards(gm: GraphModule, shards: set[Node], names: dict[Node, str]) -> set[Node]:
-    """Raise at the first operation that no shard may go through; -> all nodes that are shards."""
-    even: set[Node] = set()  # values that are the same at every place
+    """Raise at the first operation that may not be applied to a shard; return all nodes that are shards."""
+    even: set[Node] = set()  # values that are the same number at every position
     for node in gm.graph.nodes:
         if _is_even(node, even):
             even.add(node)
@@ -112,14 +112,16 @@ def _check_shards(gm: GraphModule, shards: set[Node], names: dict[Node, str]) ->
 
 
 def _makes_shard(node: Node) -> bool:
-    """Whether the result is a shard, whatever came in; transfers of small values, which name no unit, give none."""
+    """Return whether the result is a shard whatever the inputs are. Transfers of small values, which name no unit,
+    make none.
+    """
     if traits(node).on_shard is not OnShard.MAKES:
         return False
     return not traits(node).collective or bool(argument(node, "unit"))
 
 
 def _is_even(node: Node, even: set[Node]) -> bool:
-    """Whether all elements of a value are one number, or what was made of such values alone."""
+    """Return whether all elements of a value are one number, or it is made of such values alone."""
     value = tensor_of(node)
     if value is not None and isinstance(value.numel(), int) and value.numel() == 1:
         return True
@@ -128,7 +130,7 @@ def _is_even(node: Node, even: set[Node]) -> bool:
 
 
 def _check_body(node: Node, shards: set[Node], names: dict[Node, str]) -> set[int]:
-    """The outputs of a loop that are shards."""
+    """Return the outputs of a loop that are shards."""
     body = body_of(node)
     inside = {x for x, given in given_to_body(node).items() if given in shards}
     found = _check_shards(body, inside, _names_inside(node, names))
@@ -137,8 +139,10 @@ def _check_body(node: Node, shards: set[Node], names: dict[Node, str]) -> set[in
 
 
 def _keeps(node: Node, used: list[Node], shards: set[Node], even: set[Node], names: dict[Node, str]) -> bool:
-    """Whether the result of an operation on shards is one. Raises `CaptureError` where it would be a local answer: also
-    for an operation of which nothing is known."""
+    """Return whether an operation on shards makes a shard.
+
+    Raises `CaptureError` if the result would be a local answer, also for an operation without traits.
+    """
     if traits(node).on_shard in (OnShard.SHAPE, OnShard.LEAVES, OnShard.MAKES):
         return False
     origin = names.get(_origin(used[0]), "a value computed from it")
@@ -159,12 +163,12 @@ def _keeps(node: Node, used: list[Node], shards: set[Node], even: set[Node], nam
 
 
 def _keeps_places(node: Node) -> bool:
-    """Whether an operation works element by element."""
+    """Return whether an operation is elementwise."""
     return traits(node).on_shard is OnShard.KEEPS
 
 
 def _keeps_shape(node: Node, shard: Node) -> bool:
-    """Whether a reshape leaves a shard as it is, or repeats one number."""
+    """Return whether a reshape leaves a shard unchanged, or repeats one number."""
     if node.target not in RESHAPES:
         return False
     a, b = tensor_of(node), tensor_of(shard)
@@ -172,7 +176,7 @@ def _keeps_shape(node: Node, shard: Node) -> bool:
 
 
 def _advice(node: Node) -> str:
-    """What to do about a custom operation."""
+    """Say what to do about a custom operation."""
     if not isinstance(node.target, OpOverload) or node.target.namespace in ("aten", "zerofn"):
         return ""
     return " An operation of your own that works element by element says so: torch.library's tags=torch.Tag.pointwise."
@@ -189,7 +193,7 @@ def _check_draws(gm: GraphModule) -> None:
 
 
 def _draws(node: Node) -> bool:
-    """Whether an ATen operation takes from a generator; dropout of nothing does not."""
+    """Return whether an ATen operation draws from a generator. Dropout with probability 0 does not."""
     if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags or "_backward" in node.target.name():
@@ -206,7 +210,7 @@ def _origin(node: Node) -> Node:
 
 
 def _constants(gm: GraphModule) -> list[Tensor]:
-    """Closed-over tensors that are baked in. One that requires grad raises."""
+    """Return the tensors that the step closes over. Raises for one that requires grad."""
     found = []
     for node in gm.graph.nodes:
         if node.op != "get_attr":
@@ -230,5 +234,5 @@ def _op(node: Node) -> str:
 
 
 def _line(node: Node) -> str:
-    """The user's line that a node comes from, where it was captured with lines."""
+    """Return the user's line of a node, if lines were recorded."""
     return node.meta.get("line", "")

@@ -1,4 +1,4 @@
-"""Adafactor: the step of Adam with second moments of rows and columns alone."""
+"""Adafactor: Adam with second moments of rows and columns only."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def adafactor(
     factored: bool = True,
     weight_decay_mask: Mask | None = None,
 ) -> GradientTransformation:
-    """Adafactor (Shazeer and Stern 2018), with optax's arguments: a chain of `scale_by_factored_rms`,
-    `clip_by_block_rms`, `scale_by_learning_rate`, `scale_by_param_block_rms`, `ema` and `add_decayed_weights`, of which
-    each is left out where its argument is None or False.
+    """Adafactor (Shazeer and Stern 2018), with optax's arguments.
 
-    As in optax the decayed weights are not multiplied by the learning rate. On shards nothing is gathered: a step adds
-    up to three small all-gathers, of a number for each row and column, and of one or two for each leaf. Raises
-    `ValueError` for hyperparameters out of range.
+    A chain of `scale_by_factored_rms`, `clip_by_block_rms`, `scale_by_learning_rate`, `scale_by_param_block_rms`,
+    `ema` and `add_decayed_weights`, without those whose argument is None or False. As in optax, decayed weights are
+    not multiplied by the learning rate. On shards nothing is gathered: a step adds up to three small all-gathers,
+    of a number for each row and column, and of one or two for each leaf. Raises `ValueError` for hyperparameters
+    out of range.
     """
     if learning_rate is not None:
         checks.learning_rate("adafactor", learning_rate)

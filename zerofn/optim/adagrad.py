@@ -1,4 +1,4 @@
-"""Adagrad: division by the root of the sum of all squared gradients."""
+"""Adagrad: divide by the root of the sum of all squared gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ScaleByRssState(NamedTuple):
 
 
 def scale_by_rss(initial_accumulator_value: float = 0.1, eps: float = 1e-7) -> GradientTransformation:
-    """g / sqrt(s + eps) with s = s + g^2, s being `initial_accumulator_value` at first; zero where s is zero.
+    """g / sqrt(s + eps) with s = s + g^2, zero where s is zero. s starts at `initial_accumulator_value`.
 
     Raises `ValueError` for a negative argument.
     """

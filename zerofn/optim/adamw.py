@@ -29,11 +29,11 @@ def adamw(
 ) -> GradientTransformation:
     """AdamW (Loshchilov and Hutter 2019, Algorithm 2), in the arithmetic of `torch.optim.AdamW(fused=True)`.
 
-    `mask(leaf) -> bool` says which leaves decay; all do without one. `lr_scale(leaf) -> float` multiplies a
-    leaf's learning rate. Moments are zero at first, and stored in the parameters' dtype or, with `moments`, in
-    "bf16", "8bit" blocks or "fp8" (e4m3 and e5m2 with a scale for each 256): 4, 2.03 or 2.03 bytes a parameter for
-    both instead of 8, beside a float32 master. No kernel takes "fp8", so torch's operations update it, more slowly.
-    Raises `ValueError` for hyperparameters out of range.
+    `mask(leaf) -> bool`: which leaves decay; all by default. `lr_scale(leaf) -> float`: a factor of each leaf's
+    learning rate. `moments`: None stores them in the parameters' dtype (8 bytes a parameter for both), "bf16" takes
+    4, "8bit" blocks 2.03, and "fp8" (e4m3 and e5m2 with a scale for each 256) 2.03 bytes, beside a float32 master.
+    "fp8" has no kernel: torch's operations update it, more slowly. Moments start at zero. Raises `ValueError` for
+    hyperparameters out of range.
     """
     return _adam("adamw", learning_rate, b1, b2, eps, weight_decay, mask, lr_scale, moments)
 

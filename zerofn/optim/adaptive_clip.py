@@ -1,4 +1,4 @@
-"""Clipping of every unit of a layer by the norm of its own weights."""
+"""Clip each output unit of a layer by the norm of its own weights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .base import EmptyState, GradientTransformation, no_state
 def adaptive_grad_clip(
     clipping: float, eps: float = 1e-3, axis: int | tuple[int, ...] | None = None
 ) -> GradientTransformation:
-    """Clip each unit of each leaf to `clipping` times the norm of its weights, or `eps` if that is more (Brock et al.
-    2021, equation 3).
+    """Clip each output unit of each leaf to `clipping` times the norm of its weights, or `eps` if that is more (Brock
+    et al. 2021, equation 3).
 
-    A unit is what makes one output: norms are over all dims but the first, in which torch's weights have their outputs
-    (optax has them last); a leaf with no more than one dim longer than 1 is one unit. `axis` names the dims that norms
-    are over instead. On shards norms are of whole units, over all ranks, and nothing is gathered: each rank sends two
-    numbers for every unit, in one all-gather. Raises `ValueError` unless `clipping` is positive and `eps` is not
-    negative, and for an `axis` that a leaf does not have.
+    An output unit is a slice along the first dim, in which torch's weights have their outputs (optax has them
+    last). A leaf with at most one dim longer than 1 is one unit. `axis`: the dims that norms are over, instead. On
+    shards, norms are of complete slices over all ranks, and nothing is gathered: each rank sends two numbers for
+    every slice, in one all-gather. Raises `ValueError` unless `clipping` is positive and `eps` is not negative, and
+    for an `axis` that a leaf does not have.
     """
     checks.number("adaptive_grad_clip", 0.0, above=True, clipping=clipping)
     checks.number("adaptive_grad_clip", 0.0, eps=eps)
@@ -47,7 +47,7 @@ def _groups(leaves: tuple[tuple[str, tuple[int, ...]], ...], axes: tuple[int, ..
 
 
 def _kept(name: str, shape: tuple[int, ...], axes: tuple[int, ...] | None) -> Kept:
-    """The dims along which units lie."""
+    """Return the dims along which norms vary."""
     ndim = len(shape)
     if axes is None:
         one = sum(n != 1 for n in shape) <= 1

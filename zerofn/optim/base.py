@@ -23,8 +23,8 @@ Mask = Callable[[LeafInfo], bool]
 class Apply(Protocol):
     """Clip, unscale, skip and update at once: `(grads, state, params, factor, finite) -> (params, state)`.
 
-    `factor`: None or a float scalar tensor every gradient is multiplied by; `finite`: None or a bool scalar
-    tensor, False leaves parameters and state as they were, bit for bit.
+    `factor`: None, or a float scalar tensor that multiplies every gradient. `finite`: None, or a bool scalar
+    tensor; False leaves parameters and state unchanged, bit for bit.
     """
 
     def __call__(
@@ -35,13 +35,13 @@ class Apply(Protocol):
 
 @dataclass(frozen=True)
 class GradientTransformation:
-    """`init(params) -> state` and `update(grads, state, params) -> (updates, state)`, optax's pair.
+    """optax's pair: `init(params) -> state` and `update(grads, state, params) -> (updates, state)`.
 
-    Updates are added to the parameters (`apply_updates`). Two are equal when they have one name and equal
-    arguments; without a name, when their functions are the same. Optional: `apply` (see `Apply`); `factor`
-    (`(grads, factor so far) -> factor`, for transformations that only multiply by one scalar); `label` (a
-    hashable per leaf; leaves with equal labels lie side by side in a unit); `learning_rate(state)`;
-    `by_runs` (`apply` leaves alone what lies between a shard's leaves).
+    Updates are added to the parameters (`apply_updates`). Two are equal if name and arguments are; without a name,
+    if their functions are. Optional: `apply` (see `Apply`); `factor` (`(grads, factor so far) -> factor`, for
+    transformations that multiply by one scalar); `label` (a hashable per leaf; leaves with equal labels are
+    neighbours in a unit); `learning_rate(state)`; `by_runs` (`apply` does not touch what is between a shard's
+    leaves).
     """
 
     init: Callable[[Any], Any] = field(compare=False)
@@ -63,7 +63,7 @@ class GradientTransformation:
 
 
 def masks(tx: GradientTransformation) -> Iterator[tuple[str, Mask]]:
-    """(its name, mask) of a transformation that was given one, and of those inside it."""
+    """Return (its name, mask) of a transformation with a mask, and of those inside it."""
     made_by = getattr(sys.modules[__package__], tx.name, None)
     names = inspect.signature(made_by).parameters if inspect.isfunction(made_by) else ()
     yield from ((tx.name, x) for name, x in zip(names, tx.args, strict=False) if name.endswith("mask") and callable(x))
@@ -77,7 +77,7 @@ def masks(tx: GradientTransformation) -> Iterator[tuple[str, Mask]]:
 
 
 def shown(x: Any) -> str:
-    """A hyperparameter as a person would write it: functions by their names."""
+    """Return a hyperparameter as a person would write it; functions by name."""
     return x.__qualname__.rpartition("<locals>.")[2] if inspect.isroutine(x) else repr(x)
 
 
@@ -103,7 +103,9 @@ def step(
     factor: Tensor | None = None,
     finite: Tensor | None = None,
 ) -> tuple[Any, Any]:
-    """One step with the semantics of `Apply`: tx's own `apply`, or `update`, `apply_updates` and a where."""
+    """Run one step with the semantics of `Apply`: by the transformation's own `apply`, or by `update`, `apply_updates`
+    and a where.
+    """
     if tx.apply is not None:
         return tx.apply(grads, state, params, factor, finite)
     if factor is not None:
@@ -120,11 +122,11 @@ def step(
 
 
 def rate_at(learning_rate: ScalarOrSchedule, count: Tensor) -> float | Tensor:
-    """The learning rate after `count` applied updates: a float, or a schedule's float64 scalar tensor."""
+    """Return the learning rate after `count` applied updates: a float, or a schedule's float64 scalar tensor."""
     return learning_rate(count) if callable(learning_rate) else learning_rate
 
 
 def count_zero(params: Any) -> Tensor:
-    """A counter of applied updates: int64 scalar, where the parameters are."""
+    """Return a counter of applied updates: int64 scalar, on the parameters' device."""
     device = next((p.device for p in tree.leaves(params)), None)
     return torch.zeros((), dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""The root mean square of whole leaves: clip by it, scale by it."""
+"""Clip or scale by the root mean square of whole leaves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .trust_ratio import scale_leaves
 
 
 def clip_by_block_rms(threshold: float) -> GradientTransformation:
-    """Divide each leaf by max(1, rms / threshold), with the root mean square of the whole leaf, over all ranks.
+    """Divide each leaf by max(1, rms / threshold). rms is the root mean square of the whole leaf, over all ranks.
 
     One small all-gather serves all leaves. Raises `ValueError` unless `threshold` is positive.
     """
@@ -29,7 +29,8 @@ def clip_by_block_rms(threshold: float) -> GradientTransformation:
 
 
 def scale_by_param_block_rms(min_scale: float = 1e-3) -> GradientTransformation:
-    """Multiply each leaf's update by its parameter's root mean square, over all ranks, or `min_scale` if that is more.
+    """Multiply each leaf's update by its parameter's root mean square over all ranks, or by `min_scale` if that is
+    larger.
 
     One small all-gather serves all leaves. Raises `ValueError` for a negative `min_scale`.
     """

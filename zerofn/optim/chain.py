@@ -1,4 +1,4 @@
-"""`chain`: transformations one after the other."""
+"""`chain`: apply transformations one after the other."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .identity import identity
 
 
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
-    """Apply `transformations` in order; the state is the tuple of theirs (optax.chain).
+    """Apply `transformations` in order; the state is the tuple of their states (optax.chain).
 
-    When all but the last only multiply the gradient by a scalar (clipping by global norm, say), that scalar
-    is handed to the last one's `apply`, and the step stays one pass over memory. Raises `TypeError` for what
-    is no transformation.
+    If all but the last only multiply the gradient by a scalar (clipping by global norm, for example), the last
+    one's `apply` gets that scalar, and the step remains one pass over memory. Raises `TypeError` for what is no
+    transformation.
     """
     for t in transformations:
         checks.transformation("chain", t)

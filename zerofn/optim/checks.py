@@ -1,4 +1,4 @@
-"""Hyperparameters are checked where they are given, before anything is traced or allocated."""
+"""Check hyperparameters where they are given, before anything is traced or allocated."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def leaf_constants(where: str, decays: Any, lr_scale: Any) -> None:
 
 
 def transformation(where: str, value: Any) -> None:
-    """Raise `TypeError` unless `value` is a gradient transformation; of torch's optimizers it tells the counterpart."""
+    """Raise `TypeError` unless `value` is a gradient transformation; for torch's optimizers the message names the
+    counterpart.
+    """
     if torch_optimizers.is_torchs(value):
         raise TypeError(f"{where}: expected a gradient transformation, got {torch_optimizers.advice(value)}")
     if not (hasattr(value, "init") and hasattr(value, "update")):

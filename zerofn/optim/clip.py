@@ -1,4 +1,4 @@
-"""Clipping, of the whole gradient by its norm and of every element by itself."""
+"""Clip the whole gradient by its norm, or every element."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules that rise and fall: one cycle, and cosines one after the other."""
+"""Schedules that rise and fall: one cycle, or cosines one after the other."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def cosine_onecycle_schedule(
     """Half a cosine up, half a cosine down (Smith and Topin 2018).
 
     From peak_value / div_factor to `peak_value` over the first `pct_start` of `transition_steps`, then down to
-    peak_value / (div_factor * final_div_factor), which it keeps; as optax and `torch.optim.lr_scheduler.OneCycleLR`
-    have it. Raises `ValueError` unless `transition_steps` and both factors are positive and `pct_start` lies in [0, 1).
+    peak_value / (div_factor * final_div_factor), where it stays; as optax and `torch.optim.lr_scheduler.OneCycleLR`
+    do. Raises `ValueError` unless `transition_steps` and both factors are positive and `pct_start` is in [0, 1).
 
-        >>> from zerofn import optim
-        >>> schedule = optim.cosine_onecycle_schedule(100, 1.0)
-        >>> [round(schedule(count), 6) for count in (0, 30, 100)]
-        [0.04, 1.0, 4e-06]
+    >>> from zerofn import optim
+    >>> schedule = optim.cosine_onecycle_schedule(100, 1.0)
+    >>> [round(schedule(count), 6) for count in (0, 30, 100)]
+    [0.04, 1.0, 4e-06]
     """
     where = "cosine_onecycle_schedule"
     checks.number(where, peak_value=peak_value)

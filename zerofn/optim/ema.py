@@ -21,10 +21,11 @@ class EmaState(NamedTuple):
 
 
 def ema(decay: float, debias: bool = True) -> GradientTransformation:
-    """The average e = decay * e + (1 - decay) * u of the updates u, zero at first; divided by 1 - decay^count with
-    `debias`. `trace` sums instead. For an average of the parameters see `params_ema`.
+    """The average e = decay * e + (1 - decay) * u of the updates u, from zero; with `debias` divided by 1 -
+    decay^count.
 
-    Raises `ValueError` unless `decay` lies in [0, 1).
+    `trace` sums instead of averaging. For an average of the parameters see `params_ema`. Raises `ValueError` unless
+    `decay` is in [0, 1).
     """
     checks.number("ema", 0.0, below=1.0, decay=decay)
 

@@ -1,4 +1,4 @@
-"""Division by a root mean square of which only rows and columns are kept."""
+"""Divide by a root mean square of which only rows and columns are stored."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ ops = torch.ops.zerofn
 
 
 class FactoredState(NamedTuple):
-    """`count`: applied updates, int64 scalar. `v`: averages of squared gradients, [numbers] in float32 at least and the
-    same on every rank. Leaf by leaf, these are the means over the longest dim and over the second longest; or all
-    squares, where a leaf is not factored. One element more follows, so that no parameter has this shape. With
-    `factored=False`, v is a tree in the parameters' structure and dtype."""
+    """`count`: applied updates, int64 scalar. `v`: averages of squared gradients, [numbers], float32 at least, the
+    same on every rank.
+
+    Leaf by leaf, `v` has the means over the longest dim and over the second longest; or all squares, if a leaf is
+    not factored. One more element at the end ensures that no parameter has its shape. With `factored=False`, `v` is
+    a tree in the parameters' structure and dtype.
+    """
 
     count: Tensor  # type: ignore[assignment]  # tuple.count gives way
     v: Any
@@ -37,11 +40,12 @@ def scale_by_factored_rms(
     epsilon: float = 1e-30,
 ) -> GradientTransformation:
     """g / sqrt(v), where v is the outer product of the averages of g^2 over rows and over columns (Shazeer and Stern
-    2018, Algorithm 4), the two longest dims of a leaf, if both have `min_dim_size_to_factor`.
+    2018, Algorithm 4).
 
-    The average after t updates decays by 1 - max(1, t + 1 - step_offset)^-decay_rate. A matrix [n, m] keeps n + m
-    numbers, a leaf that is not factored all of its squares, both on every rank; with `factored=False` v is sharded as
-    parameters are. Of shards nothing is gathered: each rank sends its part of all those sums, in one all-gather. Raises
+    Rows and columns are the two longest dims of a leaf, if both have at least `min_dim_size_to_factor` elements.
+    The average after t updates decays by 1 - max(1, t + 1 - step_offset)^-decay_rate. A matrix [n, m] stores n + m
+    numbers, a leaf that is not factored all of its squares, both on every rank; with `factored=False`, v is sharded
+    like the parameters. Shards are not gathered: each rank sends its part of all sums, in one all-gather. Raises
     `ValueError` for hyperparameters out of range.
     """
     where = "scale_by_factored_rms"
@@ -83,7 +87,7 @@ def _groups(shapes: tuple[tuple[int, ...], ...], least: int) -> list[Group]:
 
 
 def _kept(shape: tuple[int, ...], least: int) -> list[Kept]:
-    """Along which dims the averages of a leaf vary: all but the longest, all but the second longest; or all."""
+    """Return the dims along which a leaf's averages vary: all but the longest, all but the second longest; or all."""
     order = sorted(range(len(shape)), key=shape.__getitem__)
     if len(shape) < 2 or shape[order[-2]] < least:
         return [(True,) * len(shape)]
@@ -91,14 +95,14 @@ def _kept(shape: tuple[int, ...], least: int) -> list[Kept]:
 
 
 def _means(squares: Tensor, groups: Sequence[Group]) -> Tensor:
-    """Sums of squares [numbers] as means."""
+    """Return sums of squares [numbers] as means."""
     ends = [g.column + g.numel for g in groups]
     terms = ops.fill_runs(squares, [g.column for g in groups], ends, [float(g.terms) for g in groups])
     return squares / terms
 
 
 def _factors(v: Tensor, groups: Sequence[Group]) -> Tensor:
-    """What gradients are multiplied by [numbers]: of rows relative to their mean, which the columns have."""
+    """Return the factors of gradients [numbers]: rows relative to their mean, which the columns contain."""
     roots = v.rsqrt()
     parts, done = [], 0
     for rows, columns in zip(groups, groups[1:], strict=False):

@@ -1,4 +1,4 @@
-"""An optimizer in two functions of one's own."""
+"""An optimizer from two functions of the user's."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from .base import GradientTransformation
 def from_functions(
     init: Callable[[Any], Any], update: Callable[..., tuple[Any, Any]], name: str = ""
 ) -> GradientTransformation:
-    """The transformation of a pair of pure functions on torch tensors, in optax's shape: `init(params) -> state`,
-    `update(grads, state, params) -> (updates, state)`, where updates are added to the parameters.
+    """Return the transformation of two pure functions on torch tensors: `init(params) -> state` and `update(grads,
+    state, params) -> (updates, state)`. Updates are added to the parameters, as in optax.
 
-    The state is any pytree of tensors. What is written with `zerofn.tree_map` and elementwise operations holds on
-    `Sharded` trees as it stands; for what is not elementwise use `zerofn.global_norm`, `leaf_norms`, `vdot` or
-    `gather`. Steps whose gradients are not finite change nothing: that is taken care of. `name` is for its repr. Raises
-    `TypeError` for what is no function or does not take these arguments, and when `update` returns no pair.
+    The state is any pytree of tensors. Functions written with `zerofn.tree_map` and elementwise operations work on
+    `Sharded` trees as they are; for anything else use `zerofn.global_norm`, `leaf_norms`, `vdot` or `gather`. A
+    step whose gradients are not finite changes nothing, without code of yours. `name`: for its repr. Raises
+    `TypeError` for what is no function or does not take these arguments, and if `update` returns no pair.
 
-        >>> import torch, zerofn
-        >>> def init(params):
-        ...     return zerofn.tree_map(torch.zeros_like, params)
-        >>> def update(grads, state, params):
-        ...     state = zerofn.tree_map(lambda m, g: 0.9 * m + g, state, grads)
-        ...     return zerofn.tree_map(lambda m: -0.1 * m, state), state
-        >>> zerofn.optim.from_functions(init, update, "momentum")
-        momentum(init, update)
+    >>> import torch, zerofn
+    >>> def init(params):
+    ...     return zerofn.tree_map(torch.zeros_like, params)
+    >>> def update(grads, state, params):
+    ...     state = zerofn.tree_map(lambda m, g: 0.9 * m + g, state, grads)
+    ...     return zerofn.tree_map(lambda m: -0.1 * m, state), state
+    >>> zerofn.optim.from_functions(init, update, "momentum")
+    momentum(init, update)
     """
     checks.takes("from_functions", "init", init, 1, "init(params) -> state")
     checks.takes("from_functions", "update", update, 3, "update(grads, state, params) -> (updates, state)")

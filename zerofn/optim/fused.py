@@ -1,4 +1,4 @@
-"""What rules with one operation a unit share: AdamW, SGD, Lion."""
+"""What update rules with one operation a unit share: AdamW, SGD, Lion."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LeafScale = Callable[[LeafInfo], float]
 
 
 class LeafConstants(NamedTuple):
-    """What differs among leaves: one operation takes them as runs of its unit."""
+    """Constants that differ among leaves; an operation takes them as runs of its unit."""
 
     weight_decay: float
-    mask: Mask | None  # which leaves decay; all without one
-    lr_scale: LeafScale | None  # what the learning rate is multiplied by; 1 without one
+    mask: Mask | None  # which leaves decay; all by default
+    lr_scale: LeafScale | None  # factor of the learning rate; 1 by default
 
     def decay(self, leaf: LeafInfo) -> float:
         """The weight decay of a leaf."""
@@ -33,7 +33,7 @@ class LeafConstants(NamedTuple):
         return self.decay(leaf), self.scale(leaf)
 
     def over(self, params: Any) -> tuple[Any, Any]:
-        """Decays and scales as trees of floats and tensors that go with `params`."""
+        """Return decays and scales as trees of floats and tensors that match `params`."""
         return spread(params, self.decay), spread(params, self.scale)
 
 
@@ -46,9 +46,10 @@ def fused_step(
     factor: Tensor | None,
     finite: Tensor | None,
 ) -> tuple[Tensor, list[Any]]:
-    """`call(tensors, runs, offset)` on every unit of `trees` (parameters, gradients, moments).
+    """Call `call(tensors, runs, offset)` on every unit of `trees` (parameters, gradients, moments), and return the
+    next count, the new parameters and moments.
 
-    `runs` and `offset` are the arguments of `ops.rule`. -> the next count, the new parameters and moments.
+    `runs` and `offset` are the arguments of `ops.rule`.
     """
     rate = rate_at(learning_rate, count)
     lr, base = (rate, 1.0) if isinstance(rate, Tensor) else (None, float(rate))
@@ -71,7 +72,7 @@ def fused_rule(
     learning_rate: ScalarOrSchedule,
     constants: LeafConstants,
 ) -> GradientTransformation:
-    """The transformation around `apply`."""
+    """Return the transformation around `apply`."""
     return GradientTransformation(
         init,
         update,

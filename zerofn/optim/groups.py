@@ -1,4 +1,4 @@
-"""Several transformations on one tree, each on its own leaves: what `masked` and `multi_transform` share."""
+"""Several transformations on one tree, each on its own leaves: shared by `masked` and `multi_transform`."""
 
 from __future__ import annotations
 

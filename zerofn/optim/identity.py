@@ -1,4 +1,4 @@
-"""Transformations that do nothing, and that undo everything."""
+"""Transformations that change nothing, or set updates to zero."""
 
 from __future__ import annotations
 

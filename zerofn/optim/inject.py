@@ -1,4 +1,4 @@
-"""Hyperparameters that lie in the state, where they can be looked at and changed."""
+"""Hyperparameters in the state, where they can be read and changed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _OF_LEAVES = ("mask", "weight_decay_mask", "lr_scale", "matrices", "labels")  # 
 
 
 class InjectHyperparamsState(NamedTuple):
-    """`count`: applied updates, int64 scalar; `hyperparams`: name -> the value that the last update used, or the next
-    one will if it was set by hand, a float64 scalar; `inner_state`: the transformation's."""
+    """`count`: applied updates, int64 scalar. `hyperparams`: name -> float64 scalar, the value that the last update
+    used, or that the next one will use if it was set by hand. `inner_state`: the transformation's.
+    """
 
     count: Tensor  # type: ignore[assignment]  # tuple.count gives way
     hyperparams: dict[str, Tensor]
@@ -38,24 +39,24 @@ class InjectHyperparamsState(NamedTuple):
 def inject_hyperparams(
     inner_factory: Callable[..., GradientTransformation], static_args: str | Iterable[str] = ()
 ) -> Callable[..., GradientTransformation]:
-    """`inner_factory` with its hyperparameters in the state, so that they can be changed between steps without another
+    """Return `inner_factory` with its hyperparameters in the state: they can change between steps without another
     capture.
 
         tx = optim.inject_hyperparams(optim.adamw)(3e-4, weight_decay=0.1)
         ...
         state = state.replace(opt_state=state.opt_state.with_hyperparams(learning_rate=1e-4))
 
-    Of ZeroFn's own transformations these are learning rates, and whatever else takes a schedule; their other
-    hyperparameters are constants of their kernels. Of a factory of one's own they are all floats and all functions but
-    those named in `static_args`: it is called with float64 scalar tensors in their place. Functions are schedules of
-    the count of applied updates, whose values the state tells; what is set by hand for one has no effect. Raises
+    For ZeroFn's own transformations these are learning rates, and whatever else takes a schedule; their other
+    hyperparameters are constants of their kernels. For a factory of your own they are all floats and all functions,
+    except those named in `static_args`: it is called with float64 scalar tensors. Functions are schedules of the
+    count of applied updates; the state shows their values, and setting one by hand has no effect. Raises
     `ValueError` for a name in `static_args` that is no argument, `TypeError` for a schedule in place of a constant.
 
-        >>> from zerofn import optim
-        >>> tx = optim.inject_hyperparams(optim.sgd)(0.5)
-        >>> state = tx.init({"w": torch.ones(1)})
-        >>> float(state.with_hyperparams(learning_rate=0.25).hyperparams["learning_rate"])
-        0.25
+    >>> from zerofn import optim
+    >>> tx = optim.inject_hyperparams(optim.sgd)(0.5)
+    >>> state = tx.init({"w": torch.ones(1)})
+    >>> float(state.with_hyperparams(learning_rate=0.25).hyperparams["learning_rate"])
+    0.25
     """
     static = {static_args} if isinstance(static_args, str) else set(static_args)
     signature = inspect.signature(inner_factory)

@@ -33,7 +33,7 @@ class Slot(NamedTuple):
 
 
 def leaf_info(path: tree.Path, leaf: Tensor | Leaf) -> LeafInfo:
-    """A plain leaf at `path`, or a leaf of the `Sharded` there, under the name it has in the plain tree."""
+    """Return a plain leaf at `path`, or a leaf of the `Sharded` there, with its name in the plain tree."""
     path = (*path, leaf.name) if isinstance(leaf, Leaf) else path
     return LeafInfo(tree.name_of(path), tuple(leaf.shape), leaf.dtype)
 
@@ -59,11 +59,12 @@ def _ask(constant: Callable[[LeafInfo], Hashable], path: tree.Path, leaf: Leaf) 
 
 
 def map_runs(rule: Callable[..., Any], constant: Callable[[LeafInfo], Hashable], *trees: Any) -> list[Any]:
-    """`rule(tensors, offset, starts, stops, constants)` on the tensors of every place of `trees`, parameters first.
+    """Call `rule(tensors, offset, starts, stops, constants)` on the tensors at every position of `trees`, parameters
+    first.
 
-    `rule` returns a tuple of tensors; the trees of its first, second, ... results are returned, in the
-    structure of the parameters, of the first moments, ... (or none, where there are no leaves). Raises
-    `ValueError` where the trees are not of one structure.
+    `rule` returns a tuple of tensors. The trees of its first, second, ... results are returned, in the structure of
+    the parameters, of the first moments, ... (or none, if there are no leaves). Raises `ValueError` if the trees
+    differ in structure.
     """
     flat, treedefs = zip(*map(tree.flatten, trees), strict=True)
     first = flat[0]
@@ -78,7 +79,7 @@ def map_runs(rule: Callable[..., Any], constant: Callable[[LeafInfo], Hashable],
     fresh = [rule([f[slot.place] for f in flat], slot.offset, *slot.columns) for slot in slots(trees[0], constant)]
     if not fresh:
         return []
-    own = [treedefs[0], *treedefs[2:]]  # not the parameters' for all: what is kept how hangs on it
+    own = [treedefs[0], *treedefs[2:]]  # each its own structure: it says how shards are stored
     return [tree.unflatten(treedef, column) for treedef, column in zip(own, zip(*fresh, strict=True), strict=True)]
 
 

@@ -33,10 +33,9 @@ def lion(
 ) -> GradientTransformation:
     """Lion (Chen et al. 2023, Algorithm 2), with decoupled weight decay.
 
-    p -= learning_rate * (sign(b1 * m + (1 - b1) * g) + weight_decay * p); m = b2 * m + (1 - b2) * g.
-    `mask(leaf) -> bool` says which leaves decay; all do without one. `lr_scale(leaf) -> float` multiplies a
-    leaf's learning rate; `moments` is the momentum's format, as in `adamw`. Raises `ValueError` for
-    hyperparameters out of range.
+    p -= learning_rate * (sign(b1 * m + (1 - b1) * g) + weight_decay * p); m = b2 * m + (1 - b2) * g. `mask(leaf) ->
+    bool`: which leaves decay; all by default. `lr_scale(leaf) -> float`: a factor of each leaf's learning rate.
+    `moments`: the momentum's format, as in `adamw`. Raises `ValueError` for hyperparameters out of range.
     """
     checks.learning_rate("lion", learning_rate)
     checks.number("lion", 0.0, below=1.0, b1=b1, b2=b2)

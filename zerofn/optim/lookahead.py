@@ -24,14 +24,14 @@ class LookaheadState(NamedTuple):
 def lookahead(
     fast_optimizer: GradientTransformation, sync_period: int, slow_step_size: float, reset_state: bool = False
 ) -> GradientTransformation:
-    """Every `sync_period` steps of `fast_optimizer` the slow weights go `slow_step_size` of the way to the fast ones,
-    which then start again from there (Zhang et al. 2019, Algorithm 1).
+    """Every `sync_period` steps of `fast_optimizer`, move slow weights `slow_step_size` of the way to the fast ones,
+    which restart from there (Zhang et al. 2019, Algorithm 1).
 
-    The parameters are the fast weights: gradients are taken at them. The slow ones, which are those to evaluate, are
-    `opt_state.slow`: `zerofn.gather(state.opt_state.slow)`, or `state.replace(params=state.opt_state.slow)` where
-    nothing is frozen (optax keeps both in the parameters). It is the whole optimizer, not a part of a `chain`: what
-    changed its updates would part fast weights from slow. `reset_state` starts the fast optimizer's state anew after
-    each synchronization. Raises `ValueError` unless `sync_period` is at least 1 and `slow_step_size` lies in [0, 1].
+    The parameters are the fast weights: gradients are taken at them. The slow weights are those to evaluate:
+    `zerofn.gather(state.opt_state.slow)`, or `state.replace(params=state.opt_state.slow)` if nothing is frozen
+    (optax keeps both in the parameters). `lookahead` is the whole optimizer and not part of a `chain`, which would
+    change updates behind its back. `reset_state` resets the fast optimizer's state after each synchronisation.
+    Raises `ValueError` unless `sync_period` is at least 1 and `slow_step_size` is in [0, 1].
     """
     checks.transformation("lookahead", fast_optimizer)
     checks.number("lookahead", 1, sync_period=sync_period)
@@ -44,7 +44,7 @@ def lookahead(
         return LookaheadState(fast_optimizer.init(params), count_zero(params), slow)
 
     def follow(fast: Any, fast_state: Any, state: LookaheadState, params: Any, count: Tensor) -> tuple[Any, Any]:
-        """Fast weights and the state after a step, `count` since the last synchronization."""
+        """Return fast weights and the state after a step, `count` steps since the last synchronisation."""
         sync = count >= sync_period
 
         def nearer(s: Tensor, f: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A transformation of some of the leaves."""
+"""A transformation of some leaves."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class MaskedState(NamedTuple):
 
 
 def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
-    """`inner` on the leaves where `mask(leaf)` is true (optax.masked); for the others there is no state.
+    """Apply `inner` to the leaves where `mask(leaf)` is true (optax.masked); the others have no state.
 
-    As in optax the gradients of the other leaves pass through unchanged, for what follows in a `chain`: a
-    masked optimizer alone adds them to the parameters. To leave parameters alone use
-    `multi_transform({..., "frozen": set_to_zero()}, labels)`, or `TrainState.create(frozen=...)`, which
-    saves their gradients too. On `Sharded` trees see [Note: selections] in `select`.
+    As in optax, the gradients of the other leaves pass through unchanged, for what follows in a `chain`: a masked
+    optimizer alone adds them to the parameters. To leave parameters unchanged use `multi_transform({..., "frozen":
+    set_to_zero()}, labels)`, or `TrainState.create(frozen=...)`, which saves their gradients too. On `Sharded`
+    trees see [Note: selections] in `select`.
     """
     checks.transformation("masked", inner)
     checks.leaf_function("masked", "mask", mask)

@@ -21,14 +21,14 @@ class MultiTransformState(NamedTuple):
 def multi_transform(
     transforms: Mapping[Hashable, GradientTransformation], labels: Callable[[LeafInfo], Hashable]
 ) -> GradientTransformation:
-    """Each leaf through `transforms[labels(leaf)]` (optax.multi_transform): learning rates per group, say.
+    """Apply `transforms[labels(leaf)]` to each leaf (optax.multi_transform): learning rates per group, for example.
 
         multi_transform({"body": adamw(3e-4), "head": adamw(3e-3), "fixed": set_to_zero()},
                         lambda leaf: "head" if leaf.name.startswith("head.") else "body")
 
-    For one rule whose learning rates alone differ its `lr_scale` does the same in one pass, with no moments
-    held twice. Norms inside one are over its own leaves. Fused rules stay fused. On `Sharded` trees see
-    [Note: selections] in `select`. Raises `ValueError` for a label without a transformation.
+    If only learning rates differ, `lr_scale` of one rule does the same in one pass, and holds no moments twice.
+    Norms inside a transformation are over its own leaves. Fused rules stay fused. On `Sharded` trees see [Note:
+    selections] in `select`. Raises `ValueError` for a label without a transformation.
     """
     checks.leaf_function("multi_transform", "labels", labels, "label")
     if not isinstance(transforms, Mapping) or not transforms:

@@ -24,8 +24,8 @@ def nadamw(
     """NAdamW (Dozat 2016, with decoupled weight decay): a chain of `scale_by_adam(nesterov=True)`,
     `add_decayed_weights` and `scale_by_learning_rate`.
 
-    `mask(leaf) -> bool` says which leaves decay; all do without one. With `weight_decay=0.0` it is optax's `nadam`.
-    Raises `ValueError` for hyperparameters out of range.
+    `mask(leaf) -> bool`: which leaves decay; all by default. With `weight_decay=0.0` it is optax's `nadam`. Raises
+    `ValueError` for hyperparameters out of range.
     """
     checks.learning_rate("nadamw", learning_rate)
     checks.number("nadamw", 0.0, eps_root=eps_root, weight_decay=weight_decay)

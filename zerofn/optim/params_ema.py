@@ -20,20 +20,20 @@ class ParamsEmaState(NamedTuple):
 
 
 def params_ema(optimizer: GradientTransformation, decay: float) -> GradientTransformation:
-    """`optimizer`, with the average e = decay * e + (1 - decay) * p of the parameters p after each applied step, the
-    parameters themselves at first (Polyak and Juditsky 1992).
+    """Run `optimizer`, and average the parameters after each applied step: e = decay * e + (1 - decay) * p (Polyak and
+    Juditsky 1992).
 
-    Training is that of `optimizer`, bit for bit. The average is `opt_state.ema`, sharded as the parameters are. To
-    evaluate take `zerofn.gather(state.opt_state.ema)`, or `state.replace(params=state.opt_state.ema)` where nothing is
-    frozen: frozen parameters have no average. The optimizer comes inside, because the average is of parameters after
-    the step, and whatever followed in a `chain` would change them unseen. Raises `ValueError` unless `decay` lies in
-    [0, 1).
+    The average starts at the parameters. Training is that of `optimizer`, bit for bit. The average is
+    `opt_state.ema`, sharded like the parameters. To evaluate, take `zerofn.gather(state.opt_state.ema)`, or
+    `state.replace(params=state.opt_state.ema)` if nothing is frozen: frozen parameters have no average. The
+    optimizer is inside, because the average is of parameters after the step, which a later part of a `chain` would
+    change unseen. Raises `ValueError` unless `decay` is in [0, 1).
 
-        >>> from zerofn import optim
-        >>> params, tx = {"w": torch.zeros(1)}, optim.params_ema(optim.sgd(1.0), 0.75)
-        >>> params, state = tx.apply({"w": -torch.ones(1)}, tx.init(params), params, None, None)
-        >>> params["w"].item(), state.ema["w"].item()
-        (1.0, 0.25)
+    >>> from zerofn import optim
+    >>> params, tx = {"w": torch.zeros(1)}, optim.params_ema(optim.sgd(1.0), 0.75)
+    >>> params, state = tx.apply({"w": -torch.ones(1)}, tx.init(params), params, None, None)
+    >>> params["w"].item(), state.ema["w"].item()
+    (1.0, 0.25)
     """
     checks.transformation("params_ema", optimizer)
     checks.number("params_ema", 0.0, below=1.0, decay=decay)

@@ -1,4 +1,4 @@
-"""RAdam: Adam that waits with its second moment until that is worth something."""
+"""RAdam: Adam that uses its second moment only once it has enough samples."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def scale_by_radam(
     *,
     nesterov: bool = False,
 ) -> GradientTransformation:
-    """Adam's direction times the rectification of Liu et al. (2020, Algorithm 2) where the length of the second
-    moment's average is at least `threshold`; the corrected first moment before. Raises `ValueError` for hyperparameters
-    out of range.
+    """Adam's direction times the rectification of Liu et al. (2020, Algorithm 2), once the length of the second
+    moment's average reaches `threshold`; before that the corrected first moment.
+
+    Raises `ValueError` for hyperparameters out of range.
     """
     _check("scale_by_radam", b1, b2, eps, eps_root, threshold)
     longest = 2 / (1 - b2) - 1

@@ -1,4 +1,4 @@
-"""Division by a running root mean square, or standard deviation, of past gradients."""
+"""Divide by a running root mean square, or standard deviation, of past gradients."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def scale_by_rms(
     eps_in_sqrt: bool = True,
     bias_correction: bool = False,
 ) -> GradientTransformation:
-    """g / sqrt(v + eps) with v = decay * v + (1 - decay) * g^2 (Hinton 2012), v being `initial_scale` at first.
+    """g / sqrt(v + eps) with v = decay * v + (1 - decay) * g^2 (Hinton 2012). v starts at `initial_scale`.
 
-    Without `eps_in_sqrt`, g / (sqrt(v) + eps), as torch has it. `bias_correction` divides v by 1 - decay^count.
-    Raises `ValueError` for hyperparameters out of range.
+    Without `eps_in_sqrt`, g / (sqrt(v) + eps), as in torch. `bias_correction` divides v by 1 - decay^count. Raises
+    `ValueError` for hyperparameters out of range.
     """
     check_average("scale_by_rms", decay, eps, initial_scale)
 
@@ -66,10 +66,10 @@ def scale_by_stddev(
     eps_in_sqrt: bool = True,
     bias_correction: bool = False,
 ) -> GradientTransformation:
-    """g / sqrt(v - m^2 + eps): `scale_by_rms` with the mean m of past gradients taken off (Graves 2013).
+    """g / sqrt(v - m^2 + eps): `scale_by_rms` without the mean m of past gradients (Graves 2013).
 
-    A variance that rounding makes negative counts as zero. The arguments and what is raised are those of
-    `scale_by_rms`; `bias_correction` is of m as well.
+    A variance that rounding makes negative counts as zero. `bias_correction` also corrects m. Other arguments and
+    errors are those of `scale_by_rms`.
     """
     check_average("scale_by_stddev", decay, eps, initial_scale)
 
@@ -101,7 +101,7 @@ def _full(params: Any, value: float) -> Any:
 
 
 def _divided(eps: float, in_sqrt: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    """g, v -> g / sqrt(v), in g's dtype."""
+    """Return g / sqrt(v), in g's dtype."""
 
     def one(g: Tensor, v: Tensor) -> Tensor:
         return ((v + eps).rsqrt() * g if in_sqrt else g / (v.sqrt() + eps)).to(g.dtype)

@@ -23,15 +23,15 @@ def rmsprop(
     nesterov: bool = False,
     bias_correction: bool = False,
 ) -> GradientTransformation:
-    """RMSProp (Hinton 2012), with optax's arguments: a chain of `scale_by_rms` (`scale_by_stddev` where `centered`),
+    """RMSProp (Hinton 2012), with optax's arguments: a chain of `scale_by_rms` (`scale_by_stddev` if `centered`),
     `scale_by_learning_rate` and, with `momentum`, `trace`.
 
-    `torch.optim.RMSprop(alpha=decay)` is `eps_in_sqrt=False`. Raises `ValueError` for hyperparameters out of range, and
-    for `nesterov` without momentum.
+    `torch.optim.RMSprop(alpha=decay)` is `eps_in_sqrt=False`. Raises `ValueError` for hyperparameters out of range,
+    and for `nesterov` without momentum.
 
-        >>> from zerofn import optim
-        >>> optim.rmsprop(1e-3, eps_in_sqrt=False, momentum=0.9)
-        rmsprop(0.001, 0.9, 1e-08, 0.0, False, False, 0.9, False, False)
+    >>> from zerofn import optim
+    >>> optim.rmsprop(1e-3, eps_in_sqrt=False, momentum=0.9)
+    rmsprop(0.001, 0.9, 1e-08, 0.0, False, False, 0.9, False, False)
     """
     checks.learning_rate("rmsprop", learning_rate)
     check_average("rmsprop", decay, eps, initial_scale)

@@ -1,4 +1,4 @@
-"""Multiply by a number, or by a schedule's."""
+"""Multiply by a number or a schedule."""
 
 from __future__ import annotations
 

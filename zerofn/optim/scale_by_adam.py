@@ -1,4 +1,4 @@
-"""Adam's moments, and the direction they give."""
+"""Adam's moments and direction."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class AdamState(NamedTuple):
 def scale_by_adam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, eps_root: float = 0.0, *, nesterov: bool = False
 ) -> GradientTransformation:
-    """Gradients -> Adam's direction (Kingma and Ba 2015, Algorithm 1): m / (sqrt(v + eps_root) + eps), both
-    moments corrected for their start at zero. With `nesterov` m is that of the next step, if this gradient came again
-    (Dozat 2016). Raises `ValueError` for hyperparameters out of range.
+    """Adam's direction (Kingma and Ba 2015, Algorithm 1): m / (sqrt(v + eps_root) + eps), both moments bias-corrected.
+
+    With `nesterov`, m is that of the next step if this gradient came again (Dozat 2016). Raises `ValueError` for
+    hyperparameters out of range.
     """
     check_moments("scale_by_adam", b1, b2, eps)
     checks.number("scale_by_adam", 0.0, eps_root=eps_root)
@@ -38,14 +39,14 @@ def scale_by_adam(
 
 
 def init_moments(params: Any, moments: str | None = None) -> AdamState:
-    """Zero moments, in a format of `optim.moment_formats`."""
+    """Return zero moments in a format of `optim.moment_formats`."""
     return state_type(AdamState, moments)(count_zero(params), initial(params, moments), initial(params, moments))
 
 
 def direction(
     grads: Any, state: AdamState, b1: float, b2: float, eps: float, eps_root: float = 0.0, nesterov: bool = False
 ) -> tuple[Any, AdamState]:
-    """-> the direction, in the moments' dtype, and the next state."""
+    """Return the direction, in the moments' dtype, and the next state."""
     state = next_moments(grads, state, b1, b2)
     c2 = 1 - b2 ** state.count.double()
 
@@ -56,19 +57,19 @@ def direction(
 
 
 def next_moments(grads: Any, state: AdamState, b1: float, b2: float) -> AdamState:
-    """The state with both moments of one more gradient."""
+    """Return the state with both moments updated by one more gradient."""
     mu = tree.tree_map(lambda m, g: (m + (1 - b1) * (wide(g, m) - m)).to(m.dtype), state.mu, grads)
     nu = tree.tree_map(lambda v, g: (b2 * v + (1 - b2) * wide(g, v).square()).to(v.dtype), state.nu, grads)
     return type(state)(state.count + 1, mu, nu)
 
 
 def first_moments(grads: Any, state: AdamState, b1: float, nesterov: bool) -> Any:
-    """The corrected first moments of a state that has seen `grads`; with `nesterov` those of the next step."""
+    """Return the corrected first moments of a state that has seen `grads`; with `nesterov` those of the next step."""
     return look_ahead(grads, state.mu, b1, state.count) if nesterov else corrected(state.mu, b1, state.count)
 
 
 def look_ahead(grads: Any, moments: Any, decay: float, count: Tensor) -> Any:
-    """What averages that have seen `grads` would be, corrected, if the same gradients came again (Dozat 2016)."""
+    """Return corrected averages as if the same gradients came again (Dozat 2016)."""
     now, then = 1 - decay ** count.double(), 1 - decay ** (count.double() + 1)
 
     def one(m: Tensor, g: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ def look_ahead(grads: Any, moments: Any, decay: float, count: Tensor) -> Any:
 
 
 def corrected(moments: Any, decay: float, count: Tensor | None) -> Any:
-    """Averages that began at zero, divided by 1 - decay^count; as they are, where `count` is None."""
+    """Return averages that started at zero, divided by 1 - decay^count; unchanged if `count` is None."""
     if count is None:
         return moments
     rest = 1 - decay ** count.double()
@@ -87,7 +88,7 @@ def corrected(moments: Any, decay: float, count: Tensor | None) -> Any:
 
 
 def wide(g: Tensor, moment: Tensor) -> Tensor:
-    """A gradient in its moment's dtype, or float32 where that is bfloat16."""
+    """Return a gradient in its moment's dtype, or in float32 if that is bfloat16."""
     return g.to(torch.promote_types(moment.dtype, torch.float32))
 
 

@@ -1,4 +1,4 @@
-"""Momentum whose matrices are made orthogonal."""
+"""Momentum with orthogonalised matrices."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def scale_by_muon(
     nesterov: bool = True,
     adaptive: bool = False,
 ) -> GradientTransformation:
-    """The momentum of every matrix with its singular values brought near one, by `ns_steps` Newton-Schulz iterations
-    x <- a x + (b x x^T + c (x x^T)^2) x (Jordan 2024).
+    """Bring the singular values of every matrix of the momentum near one, by `ns_steps` Newton-Schulz iterations x <-
+    a x + (b x x^T + c (x x^T)^2) x (Jordan 2024).
 
     `ns_coeffs`: a, b, c, or such a triple for each step. `adaptive` multiplies by the dual norm of the momentum
-    (Bernstein and Newhouse 2024). Every leaf must have two dims. On shards whole matrices are needed: at stages 1 to 3
-    the momentum of every unit is gathered, one all-gather a unit and step of its bytes in the parameters' dtype, as
-    much again as one gather of the parameters. A rank iterates on those matrices of which it has a part. Raises
-    `ValueError` for hyperparameters out of range, and in `init` for a leaf that is no matrix.
+    (Bernstein and Newhouse 2024). Every leaf must have two dims. Shards need whole matrices: at stages 1 to 3 the
+    momentum of every unit is gathered once a step, in the parameters' dtype, which sends as much as one gather of
+    the parameters. A rank iterates on the matrices of which it has a part. Raises `ValueError` for hyperparameters
+    out of range, and in `init` for a leaf that is no matrix.
     """
     triples = _triples("scale_by_muon", ns_coeffs, ns_steps)
     checks.number("scale_by_muon", 0.0, below=1.0, beta=beta)
@@ -70,7 +70,7 @@ def scale_by_muon(
 
 
 def orthogonal(x: Tensor, triples: Sequence[Coefficients], eps: float) -> Tensor:
-    """A matrix [n, m] with singular values near one and the same singular vectors, in its dtype."""
+    """Return a matrix [n, m] with the same singular vectors and singular values near one, in its dtype."""
     tall = x.shape[0] > x.shape[1]
     x = x.t() if tall else x
     x = x / (torch.linalg.matrix_norm(x) + eps)
@@ -107,12 +107,12 @@ def _check_matrix(leaf: LeafInfo) -> None:
 
 
 def hashable(coefficients: Any) -> Any:
-    """Coefficients as tuples, for transformations to be compared by."""
+    """Return coefficients as tuples, so that transformations can be compared."""
     return tuple(tuple(x) if isinstance(x, list | tuple) else x for x in coefficients)
 
 
 def _triples(where: str, coefficients: Any, steps: int) -> list[Coefficients]:
-    """a, b, c of every step. The last of those given, as optax takes them."""
+    """Return a, b, c of every step. Of a longer list the last ones count, as in optax."""
     checks.number(where, 1, ns_steps=steps)
     if not isinstance(coefficients, tuple | list) or not coefficients:
         raise ValueError(f"{where}: ns_coeffs must be three numbers, or three for each step; got {coefficients!r}.")

@@ -35,9 +35,9 @@ def sgd(
     """SGD with momentum (Sutskever et al. 2013), in the arithmetic of `torch.optim.SGD(foreach=False)`.
 
     d = g + weight_decay * p; m = momentum * m + d; p -= learning_rate * m (d + momentum * m with `nesterov`).
-    `mask(leaf) -> bool` says which leaves decay; all do without one. `lr_scale(leaf) -> float` multiplies a
-    leaf's learning rate; `moments` is the momentum's format, as in `adamw`. Raises `ValueError` for
-    hyperparameters out of range, and for `nesterov` or `moments` without momentum.
+    `mask(leaf) -> bool`: which leaves decay; all by default. `lr_scale(leaf) -> float`: a factor of each leaf's
+    learning rate. `moments`: the momentum's format, as in `adamw`. Raises `ValueError` for hyperparameters out of
+    range, and for `nesterov` or `moments` without momentum.
     """
     checks.learning_rate("sgd", learning_rate)
     checks.number("sgd", 0.0, weight_decay=weight_decay, momentum=momentum or 0.0)

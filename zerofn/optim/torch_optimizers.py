@@ -1,4 +1,4 @@
-"""What to write instead of an optimizer of torch's, which changes parameters in place and keeps its state itself."""
+"""What to write instead of torch's optimizers, which change parameters in place and store their state themselves."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _ALWAYS = {"rmsprop": ["eps_in_sqrt=False"], "nadamw": ["weight_decay=0.0"]}
 
 
 def is_torchs(value: Any) -> bool:
-    """Whether `value` is an optimizer of torch's, or a class of them."""
+    """Return whether `value` is a torch optimizer or a class of one."""
     kind = torch.optim.Optimizer
     return isinstance(value, kind) or (isinstance(value, type) and issubclass(value, kind))
 
 
 def advice(value: Any) -> str:
-    """What to write instead, as the end of a sentence that says what came."""
+    """Return what to write instead, as the end of a sentence."""
     kind = value if isinstance(value, type) else type(value)
     names = [c.__name__ for c in kind.__mro__ if c.__module__.startswith("torch.") and c.__name__ in _COUNTERPARTS]
     shown = f"torch.optim.{kind.__name__}" if kind.__module__.startswith("torch.") else kind.__name__
@@ -48,7 +48,7 @@ def advice(value: Any) -> str:
 
 
 def _counterpart(value: Any, ours: str, names: Mapping[str, str]) -> str:
-    """Ours with an optimizer's hyperparameters; with a class, the learning rate alone."""
+    """Return our counterpart with an optimizer's hyperparameters; for a class, with the learning rate alone."""
     if isinstance(value, type):
         return f"optim.{ours}(learning_rate)"
     out = []

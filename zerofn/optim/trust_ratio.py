@@ -1,4 +1,4 @@
-"""The trust ratio of layer-wise adaptive methods: one number per logical leaf, over all ranks."""
+"""The trust ratio of layer-wise adaptive methods: one number for each logical leaf, over all ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .leaf_runs import map_runs
 def scale_by_trust_ratio(
     min_norm: float = 0.0, trust_coefficient: float = 1.0, eps: float = 0.0
 ) -> GradientTransformation:
-    """Multiply each leaf's update u by trust_coefficient * |p| / (|u| + eps), by 1 where |p| or |u| is zero.
+    """Multiply each leaf's update u by trust_coefficient * |p| / (|u| + eps), or by 1 if |p| or |u| is zero.
 
-    You et al. 2020, Algorithm 2, with optax's arguments: norms are no smaller than `min_norm`. They are of
-    whole logical leaves, over all ranks, the same bits at every stage; one small all-gather serves all.
+    You et al. 2020, Algorithm 2, with optax's arguments: norms are at least `min_norm`. They are of whole logical
+    leaves, over all ranks, with the same bits at every stage; one small all-gather serves all.
     """
     checks.number("scale_by_trust_ratio", 0.0, min_norm=min_norm, trust_coefficient=trust_coefficient, eps=eps)
 
@@ -36,7 +36,7 @@ def scale_by_trust_ratio(
 
 
 def scale_leaves(values: Any, columns: dict[str, int], factors: Tensor) -> Any:
-    """Every logical leaf of a tree, `Sharded` or plain, times its own number of `factors` [leaves]."""
+    """Multiply every logical leaf of a tree, `Sharded` or plain, by its own number of `factors` [leaves]."""
 
     def rule(tensors: list[Tensor], _: int, starts: list[int], stops: list[int], found: list[int]) -> tuple[Tensor]:
         return (torch.ops.zerofn.scale_runs(*tensors, starts, stops, found, factors),)

@@ -1,4 +1,4 @@
-"""Schedules that begin small: optax's, and DeepSpeed's by formula."""
+"""Schedules with a warm-up: optax's, and DeepSpeed's by formula."""
 
 from __future__ import annotations
 

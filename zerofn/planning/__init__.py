@@ -1,1 +1,1 @@
-"""What a step will need and do, before it runs: plans, tables, pictures, and profiles beside them."""
+"""What a step needs and does, before it runs: plans, tables, pictures, and profiles to compare."""

@@ -1,4 +1,4 @@
-"""Memory over a step, as a picture."""
+"""Pictures of memory over a step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ..graph.liveness import KINDS, Moment
 
 _COLOURS = dict(zip(KINDS, ("#4c566a", "#5e81ac", "#bf616a", "#a3be8c", "#d08770", "#c8ccd4", "#ebcb8b"), strict=True))
 MB, GB = 1e6, 1e9
-FAR = 8  # times what is needed: a limit that is not drawn
+FAR = 8  # times the need: a limit beyond that is not drawn
 File = str | os.PathLike[str] | io.BytesIO
 
 
 def draw(
     moments: Sequence[Moment], sent: Sequence[int], file: File, *, title: str, measured: Sequence[int] = ()
 ) -> None:
-    """Write the bytes that are on the device while each operation of a step runs, by kind, and below them when
-    transfers to other ranks start, at the operations numbered in `sent`. A name's ending says of what format the file
-    is; what is no name gets SVG. `measured`: bytes that were there, a line.
+    """Draw the bytes on the device while each operation of a step runs, by kind, with the starts of transfers below.
 
-    Raises `ImportError` where matplotlib is missing.
+    `sent`: the indices of operations that start transfers to other ranks. The file's ending names the format; a
+    file object gets SVG. `measured`: bytes that were allocated, drawn as a line. Raises `ImportError` if matplotlib
+    is missing.
     """
     figure, axes = _pyplot().subplots(figsize=(9, 4), layout="constrained")
     shown = [kind for kind in KINDS if any(x.live[kind] for x in moments)]
@@ -68,10 +68,10 @@ def draw_rows(
     *,
     title: str,
 ) -> None:
-    """Write a bar for each row, its bytes by kind, with a note behind it, and a line where `limit` bytes are, unless
-    that is far beyond all of them.
+    """Draw a bar for each row, its bytes by kind, with a note, and a line at `limit` bytes, unless that is far beyond
+    all rows.
 
-    Raises `ImportError` where matplotlib is missing.
+    Raises `ImportError` if matplotlib is missing.
     """
     figure, axes = _pyplot().subplots(figsize=(9, 1.2 + 0.32 * len(labels)), layout="constrained")
     where, most = range(len(labels)), max((sum(peak.values()) for peak in peaks), default=0)
@@ -106,7 +106,7 @@ def _save(figure: Any, axes: Any, file: File) -> None:
 
 
 def page(text: str, draw_to: Callable[[File], None]) -> str:
-    """HTML for notebooks: a text, and what `draw_to` draws where matplotlib is there."""
+    """Return HTML for notebooks: a text and, if matplotlib is installed, the drawing of `draw_to`."""
     out = io.BytesIO()
     with contextlib.suppress(ImportError):
         draw_to(out)

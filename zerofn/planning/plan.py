@@ -1,4 +1,4 @@
-"""`Plan`: what a step will need and do, known before it runs."""
+"""`Plan`: what a step needs and does, known before it runs."""
 
 from __future__ import annotations
 
@@ -57,8 +57,10 @@ class Memory:
 
 
 class Plan:
-    """What a captured and scheduled step needs and does, on one of `world` ranks. `machine`: where it was planned to
-    run; None for a step of this process."""
+    """What a captured and scheduled step needs and does on one of `world` ranks.
+
+    `machine`: the machine that it was planned for; None for a step of this process.
+    """
 
     def __init__(self, program: Program, machine: Machine | None = None, fake: FakeMachine | None = None) -> None:
         self.program, self.machine, self._fake = program, machine, fake
@@ -90,14 +92,18 @@ class Plan:
         )
 
     def memory(self) -> Memory:
-        """Bytes by kind: `state`, `gathered` parameters, `gradients`, `activations` kept for the backward pass,
-        `staging` buffers of offloading, `other`, and what is `reserved` for gathered units and gradients and not in use
-        just then. What operations take for themselves while they run is not known."""
+        """Return bytes by kind: `state`, `gathered` parameters, `gradients`, `activations` saved for the backward
+        pass, `staging` buffers of offloading, `other`, and static buffers that are `reserved` and not in use at
+        the moment.
+
+        Workspace that operations allocate while they run is not known.
+        """
         return self._memory
 
     def transfers(self) -> Counter[Moved]:
-        """What the step moves -> how often: bytes sent to other ranks, read from and written to drives, copied to and
-        from host memory."""
+        """Return what the step moves -> how often: bytes sent to other ranks, read from and written to drives,
+        copied to and from host memory.
+        """
         found: Counter[Moved] = Counter()
         with self._there():
             for x, times in transfers(self.program.gm):
@@ -105,15 +111,17 @@ class Plan:
         return found
 
     def _there(self) -> contextlib.AbstractContextManager[None]:
-        """The fake machine that the step was captured for."""
+        """Enter the fake machine that the step was captured for."""
         return self._fake() if self._fake is not None else contextlib.nullcontext()
 
     def timeline(self, machine: Machine | str | os.PathLike[str] | None = None) -> Timeline:
-        """A step, simulated: when what is computed and sent. `machine`: for a step of this process what
-        `zerofn profile` wrote here; then every operation is run once, on made-up values, to know how long it takes, and
-        all ranks must call it. For other machines it is known from the plan.
+        """Return a simulated step: when each operation and transfer runs.
 
-        Raises `ValueError` for another machine than the one it was planned for, or that this is.
+        `machine`: for a step of this process, the profile that `zerofn profile` wrote here. Every operation is
+        then run once, on made-up values, to measure its time, and all ranks must call it. For another machine
+        the plan already names it.
+
+        Raises `ValueError` for a machine that is neither the planned one nor this one.
         """
         if self.machine is not None and machine is not None:
             raise ValueError(f"planned for {self.machine.name}; for another write zerofn.plan(..., machine=...).")
@@ -133,16 +141,18 @@ class Plan:
             return self._timelines[where]
 
     def collectives(self) -> dict[Moved, int]:
-        """Transfers between ranks -> times a step, in order of first use; bytes are what a rank sends each time."""
+        """Return transfers between ranks -> times a step, in order of first use. Bytes are those that a rank sends
+        each time.
+        """
         return {x: times for x, times in self.transfers().items() if x.how == SENT}
 
     @property
     def sent(self) -> int:
-        """Bytes that a rank sends to others in a step; as many come."""
+        """Return the bytes that a rank sends to others in a step; it receives as many."""
         return sum(x.nbytes * times for x, times in self.collectives().items())
 
     def text(self) -> str:
-        """All of it, to be read."""
+        """Return the whole plan as text."""
         m = self.memory()
         lines = [
             f"{self.program.name} on {self.world} rank(s)",
@@ -167,7 +177,7 @@ class Plan:
         return "\n".join(lines)
 
     def json(self) -> dict[str, Any]:
-        """The same as numbers and texts, for other programs: bytes everywhere."""
+        """Return the whole plan as numbers (bytes) and texts, for other programs."""
         m = self.memory()
         return {
             "name": self.program.name,
@@ -183,10 +193,10 @@ class Plan:
         }
 
     def picture(self, path: str | os.PathLike[str], measured: Sequence[int] = ()) -> None:
-        """Draw memory over the step, and when transfers start, to a file such as "plan.png" or "plan.svg". `measured`:
-        bytes while each operation runs, see `Profile.picture`.
+        """Draw memory over the step, with the starts of transfers, to a file such as "plan.png" or "plan.svg".
 
-        Raises `ImportError` where matplotlib is missing.
+        `measured`: bytes while each operation runs, see `Profile.picture`. Raises `ImportError` if matplotlib
+        is missing.
         """
         self._draw(path, measured)
 
@@ -203,6 +213,6 @@ class Plan:
 
 
 def place(node: Node) -> str:
-    """A node in words."""
+    """Describe a node."""
     what = str(node.target).removesuffix(".default")
     return " ".join(filter(None, (what, phase_of(node) and f"in the {phase_of(node)} pass")))

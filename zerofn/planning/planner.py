@@ -1,4 +1,4 @@
-"""`plan`: what a step will need and do on a cluster that is not there."""
+"""`plan`: what a step needs and does on a cluster that need not exist."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .plan import Plan
 from .table import Config, Needs, Row, Table, lacking
 
 ALL = "all"
-CONTEXT = 1 << 30  # bytes that CUDA and its libraries take of a device
+CONTEXT = 1 << 30  # bytes of a device that CUDA and its libraries take
 BUDGET = "budget"
 REMATS = (None, "full", "auto", BUDGET)
 
@@ -52,17 +52,18 @@ def plan(
     memory: int | str | None = None,
     unit: Callable[[str], str] | None = None,
 ) -> Table:
-    """What `train_step(state, batch)` needs and does on each of `world` ranks that need not be there, in each of the
-    ways that are asked for: a `Table`, of which `best` is the one to take.
+    """Plan `train_step(state, batch)` on `world` ranks, in every requested way, and return a `Table` whose `best` is
+    recommended.
 
-    The user's own step is captured on tensors without memory, on any machine: no data is read, nothing is allocated or
-    sent. `init_state`: as for `shard`. `batch`: one rank's, of tensors with or without memory; `rows` gives it other
-    sizes in dimension 0. `machine`: a name such as "H100-8", a file that `zerofn profile` wrote, or a
-    `zerofn.Machine`. `stage`, `offload`, `precision` and `remat` are one of what `shard` and `compile` take, or a list
-    of such; `remat="budget"` is `compile(memory=...)` with what a device has. "all" are those that differ there.
-    `memory`: of a device, "24GiB" or bytes, in the place of the machine's, of which CUDA itself is left 1 GiB.
+    The user's own step is captured on tensors without memory: no data is read, nothing is allocated or sent, and
+    neither ranks nor devices need exist. `init_state`: as for `shard`. `batch`: one rank's batch, of tensors with
+    or without memory; `rows` replaces its size in dim 0. `machine`: a name such as "H100-8", a file from `zerofn
+    profile`, or a `zerofn.Machine`. `stage`, `offload`, `precision` and `remat` take one argument of `shard` or
+    `compile`, or a list of them; "all" tries every one that makes a difference. `remat="budget"` is
+    `compile(memory=...)` with the device's memory. `memory`: bytes of a device, or a text such as "24GiB", instead
+    of the machine's; 1 GiB of it is left to CUDA.
 
-    Raises `ValueError` for what is unknown, `zerofn.CaptureError` for a step that cannot be captured.
+    Raises `ValueError` for unknown arguments, `zerofn.CaptureError` for a step that cannot be captured.
     """
     where = machine_of(machine)
     usable = where.memory - (CONTEXT if where.device == "cuda" else 0)
@@ -78,7 +79,7 @@ def plan(
             row = planner.row(config._replace(machine=_written(machine)))
             found.append(row)
             if not row.fits and remat == ALL and row.plan is not None:
-                with contextlib.suppress(ValueError):  # there is nothing that could be computed again
+                with contextlib.suppress(ValueError):  # there is nothing to recompute
                     found += [planner.row(row.config._replace(remat=how)) for how in ("auto", "full")]
     return Table(found, where, world, getattr(train_step, "__name__", "step"))
 
@@ -88,7 +89,7 @@ def _listed(x: Any) -> list[Any]:
 
 
 def _written(machine: Machine | str | os.PathLike[str]) -> str:
-    """A machine as an argument is written."""
+    """Return a machine as it is written in an argument."""
     if isinstance(machine, Machine):
         return repr(machine.name) if KNOWN.get(machine.name) is machine else "machine"
     return repr(os.fspath(machine))
@@ -101,7 +102,7 @@ def _count(name: str, x: Any) -> int:
 
 
 def _configs(asked: dict[str, Any], machine: Machine, world: int, rows: int) -> Iterator[Config]:
-    """Every way that is asked for, those left out that are the same as others."""
+    """Return every requested configuration, without those that equal another one."""
     stages = (STAGES if world > 1 else (3,)) if asked["stage"] == ALL else _listed(asked["stage"])
     for stage in stages:
         check_stage(stage)
@@ -120,12 +121,12 @@ def _configs(asked: dict[str, Any], machine: Machine, world: int, rows: int) -> 
 
 
 def _tiers(stage: int, machine: Machine) -> list[str | None]:
-    """Where state may lie at a stage: further away the more the stage saves."""
+    """Return the tiers to try at a stage: the more the stage saves, the farther from the device."""
     return [None, *["cpu"] * (stage >= 2 and machine.device != "cpu"), *["nvme"] * (stage == 3 and machine.disk > 0)]
 
 
 class _Planner:
-    """Rows for one step."""
+    """Makes the rows of one step."""
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class _Planner:
         self.num_rows = next((x.shape[0] for x in tensors if x.dim()), 1)
 
     def row(self, config: Config) -> Row:
-        """What comes of one way to train."""
+        """Plan one configuration."""
         m = self._machine
         num_ranks = min(self._world, m.ranks)
         fake = FakeMachine(m.device != "cpu", m.host_rate / m.ranks, m.host_link)
@@ -180,7 +181,9 @@ class _Planner:
         return int(self._machine.memory) if remat == BUDGET else None
 
     def _scaled(self, fake: FakeMachine, rows: int) -> tuple[Any, int, str]:
-        """The batch with so many rows, without memory, how many tokens it has, and that they are tokens, or rows."""
+        """Return the batch with that many rows, without memory; its number of tokens, or of rows if it has none;
+        and which it is.
+        """
         leaves, treedef = tree.flatten(self._batch, is_leaf=is_sharded)
         made = [self._leaf(fake, x, rows) for x in leaves]
         whole = [x for x in made if isinstance(x, Tensor) and x.dim() > 1 and not x.is_floating_point()]
@@ -195,8 +198,8 @@ class _Planner:
 
 
 def _state_needs(state: Any) -> Needs:
-    """Bytes of a rank's state."""
-    device: dict[Any, int] = {}  # shards may lie in a gathered copy
+    """Return the bytes of a rank's state."""
+    device: dict[Any, int] = {}  # shards may be views of a gathered copy
     host = disk = 0
     for x in tree.leaves(state, is_leaf=is_sharded):
         parts: list[StoredPart] = [part for shard in x.stored for part in shard.parts] if is_sharded(x) else [x]

@@ -1,4 +1,4 @@
-"""`Profile`: what a step was measured to take, beside what was predicted."""
+"""`Profile`: the measured time and memory of a step, beside the predicted ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WAITING, SENDING, REST = "waiting", "starting transfers", "update and rest"
 
 
 class Took(NamedTuple):
-    """Seconds of a step, measured and predicted; the latter is None where no machine's profile was given."""
+    """Seconds of a step, measured and predicted. Predicted is None without a machine's profile."""
 
     measured: float
     predicted: float | None
@@ -43,7 +43,7 @@ class Took(NamedTuple):
 
 
 class Clock:
-    """When each operation of a step begins: what an executor ticks."""
+    """Records when each operation of a step begins; an executor ticks it."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device if device.type == "cuda" else None
@@ -51,21 +51,24 @@ class Clock:
         self.allocated: list[int] = []
 
     def __call__(self, node: Node | None) -> None:
-        if self._cuda is not None:  # one operation after the other: what overlaps otherwise does not here
+        if self._cuda is not None:  # synchronise, so that operations do not overlap
             torch.cuda.synchronize(self._cuda)
             self.allocated.append(torch.cuda.memory_allocated(self._cuda))
         self.ticks.append((node, time.time_ns()))
 
     @property
     def reserved(self) -> int | None:
-        """Bytes that torch's allocator has taken of a GPU, for all that was allocated; None on the host."""
+        """Return the bytes of a GPU that torch's allocator holds; None on the host."""
         return None if self._cuda is None else torch.cuda.max_memory_reserved(self._cuda)
 
 
 class Profile:
-    """A step, measured. `seconds`: all of it, as it runs between others; `nodes`: (operation, beginning, seconds), from
-    the step's beginning; `memory`: the most bytes that were allocated while each ran, beside what is there all the
-    time; `reserved`: what the allocator of a GPU took for it, None on the host."""
+    """A measured step.
+
+    `seconds`: its whole time, between other steps. `nodes`: (operation, start, seconds), from the start of the
+    step. `memory`: the most bytes allocated while each operation ran, beyond what is held all the time. `reserved`:
+    bytes that the allocator of a GPU held, None on the host.
+    """
 
     def __init__(self, plan: Plan, seconds: float, clock: Clock, memory: list[int], predicted: Timeline | None) -> None:
         self.plan, self.seconds, self.memory, self.predicted = plan, seconds, memory, predicted
@@ -77,11 +80,11 @@ class Profile:
         ]
 
     def by_kind(self) -> dict[str, Took]:
-        """What time goes to: the forward and backward passes, waiting for transfers, starting them, and the rest."""
+        """Return time by kind: the forward and backward passes, waiting for transfers, starting them, and the rest."""
         return self._sums(kind_of)
 
     def by_unit(self) -> dict[str, Took]:
-        """The same by unit: whose parameters an operation computes with, or did last."""
+        """Return time by the unit whose parameters an operation uses, or the operation before it used."""
         units = units_of(self.plan.program)
         return self._sums(lambda node: units.get(node, ""))
 
@@ -101,12 +104,12 @@ class Profile:
 
     @property
     def peak(self) -> int:
-        """The most bytes that were allocated, with what is there all the time."""
+        """The most bytes allocated, including what is held all the time."""
         return max(self.memory, default=0) + self.plan.memory().there
 
     @property
     def workspace(self) -> int:
-        """The most that an operation took for itself, while it ran: beyond what its values take."""
+        """The most bytes that one operation allocated beyond its results."""
         own, values, most = {node for node, *_ in self.nodes}, 0, 0
         held = {node: n + self.plan.memory().there for (node, *_), n in zip(self.nodes, self.memory, strict=True)}
         for moment in self.plan.memory().over_time:
@@ -116,7 +119,7 @@ class Profile:
         return most
 
     def text(self) -> str:
-        """All of it, to be read."""
+        """Return the whole profile as text."""
         expected = f", predicted {_ms(self.predicted.seconds)}" if self.predicted else ""
         lines = [
             f"{self.plan.program.name}: {_ms(self.seconds)} a step{expected}; peak {in_words(self.peak)}, "
@@ -136,7 +139,7 @@ class Profile:
         return "\n".join(lines)
 
     def json(self) -> dict[str, Any]:
-        """The same as numbers: seconds and bytes."""
+        """Return the whole profile as numbers: seconds and bytes."""
         return {
             "name": self.plan.program.name,
             "seconds": self.seconds,
@@ -149,8 +152,9 @@ class Profile:
         }
 
     def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write what was measured, and predicted, as a trace that ui.perfetto.dev and chrome://tracing show: a row for
-        what computes, waits and is sent, and the bytes that are allocated."""
+        """Write a trace for ui.perfetto.dev and chrome://tracing, measured and predicted: rows for computing,
+        waiting and sending, and the allocated bytes.
+        """
         with open(path, "w") as file:
             json.dump({"traceEvents": list(self._events()), "displayTimeUnit": "ms"}, file)
 
@@ -168,8 +172,7 @@ class Profile:
                 yield {"ph": "C", "pid": 1, "name": "bytes", "ts": where[moment.node] * 1e6, "args": moment.live}
 
     def picture(self, path: str | os.PathLike[str]) -> None:
-        """Draw memory over the step as it was predicted, and as it was measured. Raises `ImportError` where matplotlib
-        is missing."""
+        """Draw memory over the step, predicted and measured. Raises `ImportError` if matplotlib is missing."""
         there = self.plan.memory().there
         held = {node: x + there for (node, *_), x in zip(self.nodes, self.memory, strict=True)}
         measured, last = [], there
@@ -190,9 +193,9 @@ def profiled(
     batch: Any,
     machine: Machine | str | os.PathLike[str] | None,
 ) -> tuple[Any, Profile]:
-    """Two calls of a compiled step, whose `entry.runner` runs its plan: (what the second returns, the profile)."""
+    """Call a compiled step twice, and return (the second result, the profile). `entry.runner` runs its plan."""
     eager = eager_of(entry.backend, "profile()")
-    forget()  # what operations take now is asked
+    forget()  # measure operations again, as the machine is now
     predicted = plan.timeline(machine) if machine is not None else None
     values = [x for x in map(tensor_of, plan.program.placeholders) if x is not None and x.dim()]
     device = values[0].device if values else torch.device("cpu")
@@ -213,7 +216,9 @@ def profiled(
 
 
 def _followed(run: Callable[[], Any], clock: Clock) -> tuple[Any, list[int]]:
-    """(what `run` returns, the most that was allocated while each operation ran), by the allocator's own events."""
+    """Return (the result of `run`, the most bytes allocated while each operation ran), from the allocator's own
+    events.
+    """
     if torch.cuda.is_initialized():
         out = run()
         counts = [x - clock.allocated[0] for x in clock.allocated]
@@ -233,15 +238,16 @@ def _followed(run: Callable[[], Any], clock: Clock) -> tuple[Any, list[int]]:
 
 
 def kind_of(node: Node) -> str:
-    """What a node's time goes to."""
+    """Return the kind of work that a node's time counts as."""
     if node.target is ops.wait.default:
         return WAITING
     return SENDING if moved(node) is not None else phase_of(node) or REST
 
 
 def units_of(program: Program) -> dict[Node, str]:
-    """Node -> the unit whose parameters, gradient or state it works on; of one that works on none, that of the node
-    before it."""
+    """Map each node to the unit whose parameters, gradient or state it uses; without one, to that of the node before
+    it.
+    """
     out: dict[Node, str] = {}
     for node, (_, unit) in zip(program.placeholders, program.owners, strict=False):
         if unit is not None:
@@ -249,7 +255,7 @@ def units_of(program: Program) -> dict[Node, str]:
     for shard, whole, _ in program.copies():
         out[whole] = out[shard]
     last = ""
-    holds = dict(out)  # what is a unit's own value, through views and transfers
+    holds = dict(out)  # values of a unit, through views and transfers
     for node in program.gm.graph.nodes:
         if node.op != "call_function":
             continue
@@ -266,7 +272,7 @@ def units_of(program: Program) -> dict[Node, str]:
 
 
 def _rows(process: int, name: str, spans: list[tuple[str, Node, float, float]]) -> Iterator[dict[str, Any]]:
-    """What took which row when, (row, operation, start, seconds), in the words of a trace."""
+    """Return (row, operation, start, seconds) for a trace."""
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
     rows = {row: k for k, row in enumerate(dict.fromkeys(row for row, *_ in spans))}
     for row, k in rows.items():

@@ -1,4 +1,4 @@
-"""Plans beside each other: what fits on a machine, how fast it is, and what to write for it."""
+"""Tables of plans: what fits on a machine, how fast it is, and what to write for it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ _HEAD = (
 
 
 class Config(NamedTuple):
-    """What one row of a table is asked for: `shard`'s and `compile`'s arguments ("budget" for one of memory), and the
-    rows of a rank's batch."""
+    """The arguments of `shard` and `compile` for one row of a table ("budget" for a memory budget), and the rows of a
+    rank's batch.
+    """
 
     stage: int
     offload: Any
@@ -43,16 +44,16 @@ class Config(NamedTuple):
     remat: str | None
     rows: int
     memory: float = 0.0  # of a device
-    machine: str = "machine"  # as it is written
+    machine: str = "machine"  # as written in an argument
 
     @property
     def options(self) -> dict[str, Any]:
-        """What to give `shard`."""
+        """Return the arguments for `shard`."""
         given = {"stage": self.stage, "precision": self.precision, "offload": self.offload}
         return {name: value for name, value in given.items() if value is not None}
 
     def label(self, with_rows: bool = True) -> str:
-        """The same in a few words."""
+        """Describe it in a few words."""
         offload = self.offload and f"offload {_short(self.offload)}"
         remat = self.remat and f"remat {self.remat}"
         rows = f"{self.rows} rows" if with_rows else ""
@@ -60,7 +61,7 @@ class Config(NamedTuple):
         return ", ".join(str(x) for x in parts if x)
 
     def call(self) -> str:
-        """What to write."""
+        """Return the code to write."""
         options = ", ".join(f"{name}={_written(value)}" for name, value in self.options.items())
         remat = f", remat={self.remat!r}" if self.remat else ""
         remat = f", memory={int(self.memory)}" if self.remat == "budget" else remat
@@ -71,7 +72,7 @@ class Config(NamedTuple):
 
 
 def _written(value: Any) -> str:
-    """An argument as it is written; of a dataclass what is not its default."""
+    """Return an argument as code; of a dataclass, what differs from the defaults."""
     if not dataclasses.is_dataclass(value):
         return repr(value)
     given = ((x.name, getattr(value, x.name)) for x in dataclasses.fields(value) if getattr(value, x.name) != x.default)
@@ -93,8 +94,11 @@ class Needs(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train. `plan`: None where the state alone takes more than there is, and nothing else was looked at.
-    `lacks`: what there is too little of, in words; empty where it fits."""
+    """One way to train.
+
+    `plan`: None if the state alone is too large, and nothing else was tried. `lacks`: what the machine has too
+    little of, empty if it fits.
+    """
 
     config: Config
     needs: Needs
@@ -105,17 +109,17 @@ class Row:
 
     @property
     def fits(self) -> bool:
-        """Whether a machine has what it needs."""
+        """Whether the machine has enough of everything."""
         return not self.lacks
 
     @property
     def seconds(self) -> float:
-        """Of a step; infinity where it was not looked at."""
+        """Seconds of a step; infinity without a plan."""
         return self.plan.timeline().seconds if self.plan is not None else float("inf")
 
     @property
     def speed(self) -> float:
-        """Tokens, or rows, a second, of all ranks."""
+        """Tokens, or rows, per second of all ranks."""
         return self.tokens * self.plan.world / self.seconds if self.plan is not None else 0.0
 
     @property
@@ -157,7 +161,7 @@ class Row:
         return f"{c.label()}: {self.needs}; {took}; {self.lacks or 'fits'}"
 
     def cells(self) -> list[str]:
-        """What a table says of it."""
+        """Return its cells of the table."""
         c, plan = self.config, self.plan
         out = [str(c.stage), _short(c.offload), _short(c.precision), c.remat or "-", str(c.rows)]
         out.append(f"{'' if plan else '> '}{in_words(self.needs.device)}")
@@ -178,14 +182,14 @@ class Row:
 
 
 def _short(value: Any) -> str:
-    """An argument in a table."""
+    """Return an argument as a table shows it."""
     if value is None or isinstance(value, str):
         return value or "-"
     return _written(value).partition("(")[2].rstrip(")").replace("'", "").replace("torch.", "")
 
 
 def lacking(needs: Needs, machine: Machine, num_ranks: int) -> str:
-    """What a machine with that many ranks on a node has too little of; nothing where there is enough."""
+    """Say what a machine with that many ranks on a node has too little of; empty if it has enough."""
     pairs = [
         ("memory" if machine.device == "cpu" else "device memory", needs.device, machine.memory),
         ("host memory", needs.host * num_ranks, machine.host_memory),
@@ -197,15 +201,17 @@ def lacking(needs: Needs, machine: Machine, num_ranks: int) -> str:
 
 
 class Table:
-    """Rows of plans for `world` ranks of `machine`; `best` is the one to take. What a `Plan` tells it tells of that."""
+    """Plans for `world` ranks of `machine`, one a row; `best` is recommended. Methods of `Plan` speak of that row."""
 
     def __init__(self, rows: Sequence[Row], machine: Machine, world: int, name: str) -> None:
         self.rows, self.machine, self.world, self.name = list(rows), machine, world, name
 
     @property
     def best(self) -> Row:
-        """The fastest row that fits; of about equal ones the one that takes least memory. Raises `MemoryError` where
-        none fits, naming the nearest miss."""
+        """The fastest row that fits; of about equally fast ones, the one with the least memory.
+
+        Raises `MemoryError`, which names the nearest miss, if none fits.
+        """
         found = self._best
         if found is None:
             near = self.nearest
@@ -225,20 +231,22 @@ class Table:
 
     @property
     def nearest(self) -> Row:
-        """The row that lacks least of device memory, of those that were looked at where there are any."""
+        """The row that lacks the least device memory, among planned rows if there are any."""
         looked_at = [row for row in self.rows if row.plan is not None] or self.rows
         return min(looked_at, key=lambda row: (row.needs.device, row.needs.host))
 
     @property
     def plan(self) -> Plan:
-        """The best row's, or the nearest one's where nothing fits."""
+        """The plan of the best row, or of the nearest one if none fits."""
         plan = (self._best or self.nearest).plan
         if plan is None:
             raise MemoryError(f"{self.name}: the state alone does not fit in any row; see the table.")
         return plan
 
     def options(self) -> dict[str, Any]:
-        """What `shard(..., stage="auto", plan=table)` takes. Raises `MemoryError` where nothing fits."""
+        """Return the arguments that `shard(..., stage="auto", plan=table)` uses. Raises `MemoryError` if nothing
+        fits.
+        """
         return self.best.config.options
 
     def memory(self) -> Any:
@@ -259,7 +267,7 @@ class Table:
         return self.plan.graph
 
     def text(self) -> str:
-        """All rows, and what to write for the best."""
+        """Return all rows, and the code for the best one."""
         cells = [list(_HEAD), *(row.cells() for row in self.rows)]
         shown = [k for k in range(len(_HEAD)) if k == len(_HEAD) - 1 or any(row[k].strip("-") for row in cells[1:])]
         widths = [max(len(row[k]) for row in cells) for k in shown]
@@ -279,7 +287,7 @@ class Table:
         return "\n".join(lines)
 
     def json(self) -> dict[str, Any]:
-        """The same as numbers and texts: bytes and seconds."""
+        """Return the whole table as numbers (bytes, seconds) and texts."""
         best = None if self._best is None else self.rows.index(self._best)
         return {
             "name": self.name,
@@ -290,9 +298,9 @@ class Table:
         }
 
     def picture(self, path: str | os.PathLike[str]) -> None:
-        """Draw what each row takes of the device, by kind, and how fast it is, to a file such as "plan.png".
+        """Draw the device memory of each row, by kind, and its speed, to a file such as "plan.png".
 
-        Raises `ImportError` where matplotlib is missing.
+        Raises `ImportError` if matplotlib is missing.
         """
         self._draw(path)
 

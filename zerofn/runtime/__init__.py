@@ -1,1 +1,1 @@
-"""What runs a scheduled graph."""
+"""The run of a scheduled graph: backends, inputs and outputs, buffers."""

@@ -1,4 +1,4 @@
-"""What runs a scheduled graph: the protocol of backends, and the one that is built in."""
+"""Backends, which run scheduled graphs: the protocol, and the one that is built in."""
 
 from __future__ import annotations
 
@@ -16,32 +16,41 @@ from .executor import Executor
 class Runner(Protocol):
     """One scheduled graph, ready to run.
 
-    It may also have `wrote`, a bool: whether its last run came to where the graph writes to its inputs. Where a run
-    fails before that, the state that was given to it can be used again; without `wrote` it is taken to be lost.
+    It may have `wrote`, a bool: whether its last run reached a write to the graph's inputs. If a run fails before
+    that, its state can still be used. Without `wrote`, the state counts as lost.
     """
 
     def run(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Run the graph once. `inputs`: a tensor for each placeholder of `program.gm`, in order; the runner may empty
-        the list, to free each value at its last use. -> the values that the graph's output node lists, in order. What
-        the graph writes to its inputs must be written when this returns, or by operations in the same CUDA stream."""
+        """Run the graph once, and return the values that its output node lists, in order.
+
+        `inputs`: a tensor for each placeholder of `program.gm`, in order; the runner may empty the list, to
+        free each value at its last use. Writes to inputs must be done when this returns, or be queued on the
+        same CUDA stream.
+        """
 
     def close(self) -> None:
-        """Free what `bind` made; nothing is run afterwards. It is called once: when the compiled step is collected, at
-        the end of the process, or when the step captures anew after a drive failed."""
+        """Free what `bind` made; nothing runs afterwards.
+
+        It is called once: when the compiled step is collected, at the end of the process, or before the step is
+        captured again after a drive failed.
+        """
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """Makes runners: what `zerofn.compile(backend=)` takes beside names."""
+    """Makes runners. `zerofn.compile(backend=)` takes one, or a name."""
 
     def bind(self, program: Program) -> Runner:
-        """A runner of `program.gm`, whose memory is allocated. It is called on every rank before the first run of each
-        captured signature. The graph must not be changed: plans and errors read it. Operations `torch.ops.zerofn` have
-        kernels like any other; those that send must run in the graph's order."""
+        """Return a runner of `program.gm`, whose memory is allocated.
+
+        It is called on every rank before the first run of each captured signature. It must not change the
+        graph, which plans and errors read. Operations of `torch.ops.zerofn` have kernels like any others; those
+        that communicate must run in the graph's order.
+        """
 
 
 class Eager:
-    """Operation by operation, from one generated Python function: `backend="eager"`."""
+    """`backend="eager"`: run operation by operation, from one generated Python function."""
 
     def bind(self, program: Program, tick: Callable[[Node | None], None] | None = None) -> Executor:
         """`tick`: see `Executor`."""
@@ -52,8 +61,9 @@ _NAMED: dict[str, Callable[[], Backend]] = {"eager": Eager}
 
 
 def backend_of(backend: str | Backend) -> Backend:
-    """A backend by name, or the one given. Raises `ValueError` for a name that is not known, `TypeError` for another
-    object without `bind`."""
+    """Return a backend by name, or the given one. Raises `ValueError` for an unknown name, `TypeError` for an object
+    without `bind`.
+    """
     if isinstance(backend, str):
         if backend not in _NAMED:
             known = ", ".join(map(repr, _NAMED))
@@ -67,7 +77,9 @@ def backend_of(backend: str | Backend) -> Backend:
 
 
 def eager_of(backend: Any, what: str) -> Eager:
-    """The eager backend. Raises `ValueError` where `what`, which follows single operations, is asked of another."""
+    """Return the eager backend. Raises `ValueError` if another one is asked for `what`, which observes single
+    operations.
+    """
     if not isinstance(backend, Eager):
         raise ValueError(
             f"{what} times every operation as the eager backend runs it; this step runs on "

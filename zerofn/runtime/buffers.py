@@ -1,4 +1,4 @@
-"""Allocates the buffers that passes asked for, and lets the graph refer to what was allocated."""
+"""Allocate the buffers that passes requested, and write their numbers into the graph."""
 
 from __future__ import annotations
 
@@ -22,50 +22,48 @@ from ..util.sizes import pages
 
 
 class _Space(list[Region]):
-    """Regions of one store. A list of one's own class, as weak references need."""
+    """Regions of one store. A subclass of list, because lists have no weak references."""
 
 
 class _Spaces(WeakValueDictionary[tuple[DriveSpec, ...], _Space]):
-    """The drive space of the process's steps, by what they asked for."""
+    """The drive space of the process's steps, by request."""
 
 
 class Buffers:
-    """What was allocated for a program: arenas, in the order of its `buffers`, and regions, of its `drive_space`. The
-    graph is good for as long as somebody holds this.
+    """The allocations of a program: arenas, in the order of its `buffers`, and regions, of its `drive_space`.
 
-    Raises `DiskError` where a drive has no room.
+    The graph is valid while this object lives. Raises `DiskError` if a drive has no room.
     """
 
     def __init__(self, program: Program) -> None:
-        if any(x.device is None for x in program.buffers):  # a state lies on drives: memory is short
+        if any(x.device is None for x in program.buffers):  # state is on drives, so memory is short
             return_freed_memory()
         self.arenas = [arena_for(x.number, x.nbytes, x.device) for x in program.buffers]
         self.regions = _regions(tuple(program.drive_space))
         self._static = [
             (arena, x.nbytes)
             for arena, x in zip(self.arenas, program.buffers, strict=True)
-            if x.device is not None  # what drives read to is no part of a budget of the device
+            if x.device is not None  # buffers for drives do not count in a device's budget
         ]
 
     def bind(self, gm: GraphModule) -> None:
-        """Put what was allocated, numbers of arenas and of handles, into the nodes in the place of indices. Once for
-        each graph."""
+        """Replace indices in the nodes by the numbers of arenas and handles. Once for each graph."""
         handles = [int(handle_of(region)) for region in self.regions]
         for each in (gm, *bodies(gm)) if self.arenas or handles else ():
             _substitute(each, [arena.number for arena in self.arenas], handles)
 
     def reserve(self, exactly: bool) -> None:
-        """Have what the step needs, just before it runs: other steps share it. `exactly`: and no more than that."""
+        """Make room for the step just before it runs: steps share arenas. `exactly`: and no more than that."""
         reserve(self._static, exactly)
 
     def renew(self) -> None:
-        """Take other memory: after a step that failed, drives or other ranks may still read and write there."""
+        """Use new memory: after a failed step, drives or other ranks may still read and write the old memory."""
         for arena in self.arenas:
             arena.renew()
 
 
 def _regions(specs: tuple[DriveSpec, ...]) -> _Space:
-    """Regions for these, the same for all steps that ask for the same: they run one after the other."""
+    """Return regions for these requests. All steps with equal requests share them: they run one after the other."""
     if not specs:
         return _Space()
     spaces = the(_Spaces)

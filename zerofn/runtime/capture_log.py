@@ -1,4 +1,4 @@
-"""The log lines of a compiled step: one for each capture, and a warning where captures go on and on."""
+"""The log lines of a compiled step: one for each capture, and a warning if captures do not end."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from ..graph.program import Program, tensor_of
 from ..ops import cpu, cuda
 
 log = logging.getLogger("zerofn")
-MANY = 8  # captures of one step, after which it is said what keeps changing
+MANY = 8  # captures of one step before a warning says what keeps changing
 
 
 class CaptureLog:
-    """What is said of the captures of one step."""
+    """Logs the captures of one step."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._before: dict[str, str] = {}  # what the last capture was given: entry -> shape and dtype, or number
-        self._changes: Counter[str] = Counter()  # in how many captures an entry was another than in the one before
+        self._before: dict[str, str] = {}  # inputs of the last capture: entry -> shape and dtype, or number
+        self._changes: Counter[str] = (
+            Counter()
+        )  # entry -> number of captures in which it differed from the previous one
         self._num_captures = 0
 
     def report(self, program: Program, constants: Sequence[Tensor], seconds: float, donating: bool) -> None:
-        """The one log line: what changed, what was baked in, what it cost."""
+        """Log one line: what changed, what was baked in, what it cost."""
         now = program.describe()
         pairs = {k: (self._before.get(k, "nothing"), now.get(k, "nothing")) for k in {**now, **self._before}}
         changes = {k: f"{k} {was} -> {is_now}" for k, (was, is_now) in pairs.items() if was != is_now}
@@ -48,8 +50,9 @@ class CaptureLog:
         )
 
     def _warn(self, changes: dict[str, str], numbers: set[str]) -> None:
-        """Once, after many captures, say which entry keeps changing and what to do about it. `numbers`: the entries
-        that are no tensors."""
+        """Once, after many captures, say which entry keeps changing and what to do. `numbers`: the entries that
+        are no tensors.
+        """
         self._num_captures += 1
         self._changes.update(changes.keys() if self._before else ())
         if self._num_captures != MANY or not self._changes:
@@ -85,7 +88,7 @@ def _baked(constants: Sequence[Tensor]) -> str:
 
 @functools.cache
 def _tell_of_kernels(device: str) -> None:
-    """Once, where update rules run in torch's operations for want of the kernels: why."""
+    """Once, if update rules run as torch operations because there are no kernels, say why."""
     kernels = {"cpu": cpu, "cuda": cuda}.get(device)
     why = kernels.missing() if kernels is not None else None
     if why:

@@ -1,4 +1,4 @@
-"""One capture of a step: its program and, from its first run on, its memory and what runs it."""
+"""One capture of a step: its program and, from the first run on, its memory and its runner."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from .buffers import Buffers
 
 
 class Entry:
-    """A scheduled program. `constants`: the tensors that it closes over; `agreed`: what all ranks said of it at its
-    capture. Until `bind` nothing is allocated for it."""
+    """A scheduled program. Nothing is allocated until `bind`.
+
+    `constants`: the tensors that the step closes over. `agreed`: the description that all ranks agreed on.
+    """
 
     buffers: Buffers
     runner: Runner
@@ -28,8 +30,10 @@ class Entry:
         self._bound = False
 
     def bind(self) -> None:
-        """Allocate its buffers and let the backend make its runner, once: all ranks must call it. One that fails makes
-        the others raise its message, and the next call tries again."""
+        """Allocate its buffers and let the backend make its runner, once. All ranks must call it.
+
+        If one rank fails, the others raise its message, and the next call tries again.
+        """
         if not self._bound:
             agree_on(f"zerofn.compile({self.program.name})", self._bind)
             self._bound = True
@@ -42,15 +46,15 @@ class Entry:
         if not hasattr(self, "runner"):
             self.runner = self.backend.bind(self.program)
             self._closing = weakref.finalize(self, self.runner.close)
-        return None, self._agreed  # again: a rank that waits in vain later tells what the others had last
+        return None, self._agreed  # again, because a rank that waits in vain later reports what the others had last
 
     def close(self) -> None:
-        """Have the runner closed now, rather than when the entry is collected. Again is fine."""
+        """Close the runner now, rather than when the entry is collected. Calling it again is harmless."""
         if hasattr(self, "_closing"):
             self._closing()
 
     def check_constants(self) -> None:
-        """Raise where a tensor that the step closes over was changed: its values are part of the graph."""
+        """Raise if a tensor that the step closes over was changed: its values are part of the graph."""
         for constant, version in self._versions:
             if constant._version != version:
                 raise RuntimeError(

@@ -1,4 +1,4 @@
-"""What is added to an error that is raised while a captured step runs."""
+"""Add the user's line to an error that a captured step raises while it runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .executor import failed_node
 def explain(
     error: Exception, step: Callable[[Any, Any], Any], name: str, program: Program, state: Any, batch: Any
 ) -> None:
-    """Note which operation of the user's failed, on which line. Ours say it themselves."""
+    """Note which of the user's operations failed, and on which line. Errors of ZeroFn's own operations say it."""
     node = failed_node(error)
     if node is not None:
         if isinstance(node.target, OpOverload) and node.target.namespace == "zerofn":

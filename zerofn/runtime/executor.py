@@ -1,8 +1,9 @@
-"""A scheduled graph -> one Python function that runs it, top to bottom, and frees every value at its last use.
+"""Turn a scheduled graph into one Python function that runs it from top to bottom and frees every value at its last
+use.
 
-FX's own code looks each operation up by four attributes and goes through autograd's dispatch keys. Here every
-operation is a local name bound to the dispatcher's handle, ours to their implementation, and the function runs
-below autograd. What it does is the graph, nothing else: `source` is there to be read.
+FX's own code looks each operation up by four attributes and passes through autograd's dispatch keys. Here every
+operation is a local name bound to the dispatcher's handle, ours to their implementation, and the function runs below
+autograd. It does what the graph says and nothing else; read it in `source`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from ..graph.node_kinds import ASIDE
 from ..offload.host_worker import aside
 from ..ops.registry import aside_of, implementation_of
 
-_NODES = "<nodes>"  # among the globals of generated code: line -> node. No identifier, so nothing is hidden by it
+_NODES = "<nodes>"  # a global of generated code: line -> node. It is no identifier, so it hides no name
 
 
 class Executor:
-    """Runs a graph: a `Runner`, see `backend`. It empties the list of inputs, which are freed at their last use, too.
+    """Runs a graph: a `Runner`, see `backend`. It empties the list of inputs, so that they, too, are freed at their
+    last use.
 
-    `wrote` says whether the last run came to where it writes to its inputs; until then a failure changed nothing.
-    `tick` is told of each operation before it runs, of a loop as a whole, and of None at the end.
+    `wrote`: whether the last run reached a write to its inputs; before that, a failure changes nothing. `tick`:
+    called with each operation before it runs, with a loop as a whole, and with None at the end.
     """
 
     def __init__(self, gm: GraphModule, tick: Callable[[Node | None], None] | None = None) -> None:
@@ -37,13 +39,13 @@ class Executor:
         self._run: Callable[[list[Any]], list[Any]] = self._names["run"]
 
     def run(self, inputs: list[Any]) -> list[Any]:
-        """Run the step; the outputs in the graph's order."""
+        """Run the step, and return its outputs in the graph's order."""
         self.wrote = False
         with below_autograd():
             return self._run(inputs)
 
     def close(self) -> None:
-        """Let go of the graph's constants."""
+        """Release the graph's constants."""
         self._names.clear()
 
     def _begin_writing(self) -> None:
@@ -51,7 +53,7 @@ class Executor:
 
 
 def failed_node(error: BaseException) -> Node | None:
-    """The operation of a graph that raised, the innermost where one ran inside another; None if none did."""
+    """Return the operation that raised, the innermost one if they are nested; None if none did."""
     found, at = None, error.__traceback__
     while at is not None:
         found = at.tb_frame.f_globals.get(_NODES, {}).get(at.tb_lineno, found)
@@ -69,7 +71,7 @@ def _generate(
     def bind(value: Any, hint: str) -> str:
         key = (type(value), value) if isinstance(value, torch.dtype | torch.device) else id(value)
         if key not in bound:
-            kept.append(value)  # or another value could get its id
+            kept.append(value)  # otherwise another value could get its id
             name = bound[key] = f"F{len(bound)}_{hint}"  # no node has such a name
             names[name] = value
         return bound[key]
@@ -100,7 +102,7 @@ def _generate(
 
 
 def _last_uses(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
-    """Node -> what it is the last to use."""
+    """Map each node to the values that it is the last to use."""
     seen: set[Node] = set()
     free: dict[Node, list[Node]] = {}
     for node in reversed(nodes):
@@ -135,7 +137,7 @@ def _body(gm: GraphModule) -> Callable[..., list[Any]]:
 
 
 def callable_of(target: Any) -> Callable[..., Any]:
-    """What runs a node's target: ours by itself, without the dispatcher."""
+    """Return the function that runs a node's target: ours without the dispatcher."""
     if isinstance(target, OpOverload):
         return implementation_of(target) or target._op
     return target

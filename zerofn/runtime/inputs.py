@@ -1,4 +1,4 @@
-"""What a compiled step is given: what of it a capture depends on, and the tensors that its graph takes."""
+"""The inputs of a compiled step: what a capture depends on, and the tensors that its graph takes."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class Inputs(NamedTuple):
     batch: list[Tensor]
 
     def flat(self) -> list[Tensor]:
-        """In the order of the graph's placeholders."""
+        """Return all, in the order of the graph's placeholders."""
         return [*self.state, *self.copies, *self.batch]
 
 
 def collect(
     name: str, state_leaves: list[Any], batch_leaves: list[Any], copied: Iterable[int], donating: bool
 ) -> Inputs:
-    """The tensors of a step's arguments. `copied`: the leaves that have gathered copies.
+    """Return the tensors of a step's arguments. `copied`: the leaves that have gathered copies.
 
-    With `donating` the state's memory is written to. So of tensors that share it, entries of the state or of the state
-    and the batch, all but one are cloned. Raises `RuntimeError` where such a tensor is a place on a drive, and for a
-    tensor that was given away by an earlier step.
+    With `donating` the state's memory is written. Of tensors that share memory, within the state or between state
+    and batch, all but one are cloned. Raises `RuntimeError` if such a tensor is on a drive, and for a tensor that
+    an earlier step took over.
     """
     state, in_copies = _state_tensors(state_leaves)
     donation.check(state)
@@ -50,7 +50,7 @@ def collect(
 
 
 def _state_tensors(leaves: list[Any]) -> tuple[list[Tensor], list[int]]:
-    """The state's tensors, and the positions of shards that lie in a gathered copy, and must stay there."""
+    """Return the state's tensors, and the positions of shards that are views of a gathered copy and must stay so."""
     out: list[Tensor] = []
     fixed: list[int] = []
     for x in leaves:
@@ -64,7 +64,7 @@ def _state_tensors(leaves: list[Any]) -> tuple[list[Tensor], list[int]]:
 
 
 def _part_entries(name: str, tensors: list[Tensor], places: list[Any], fixed: list[int], leaves: list[Any]) -> None:
-    """Clone what shares memory with another entry of the state."""
+    """Clone tensors that share memory with another entry of the state."""
     seen = {places[j] for j in fixed}
     handles = drive_handles(leaves)
     for j in sorted(set(range(len(tensors))) - set(fixed)):
@@ -75,7 +75,7 @@ def _part_entries(name: str, tensors: list[Tensor], places: list[Any], fixed: li
 
 
 def _apart(name: str, tensors: list[Tensor], given: set[Any], leaves: list[Any]) -> list[Tensor]:
-    """The batch's tensors, with clones of those that lie in memory which is given away: it is written early."""
+    """Return the batch's tensors, with clones of those in donated memory, which the step writes."""
     shared = [storage_key(x) in given for x in tensors]
     if not any(shared):
         return tensors
@@ -95,19 +95,19 @@ def _refuse_drive(name: str, x: Tensor, handles: dict[int, str], who: str) -> No
 
 
 def params_among(state_def: tree.PyTreeSpec) -> list[int]:
-    """The nodes of a state that are parameters: named so, or the whole of what was given."""
+    """Return the nodes of a state that are parameters: entries with that name, or the whole argument."""
     return [k for k, name in enumerate(tree.field_names(state_def)) if name.split(".")[-1] in ("", "params")]
 
 
 def refill_copies(leaves: list[Any], positions: Iterable[int]) -> None:
-    """Gather the copies that an unflatten has dropped, so that the graph always finds what it was captured with."""
+    """Gather copies again that an unflatten has dropped: the graph needs what it was captured with."""
     for k in positions:
         if is_sharded(leaves[k]) and lacks_copy(leaves[k]):
             refill(leaves[k])
 
 
 def drive_handles(leaves: Iterable[Any]) -> dict[int, str]:
-    """The tickets among the tensors of leaves, by identity -> what lies there."""
+    """Map each handle among the leaves' tensors, by identity, to the label of its region."""
     return {
         id(part.handle): part.region.label
         for x in leaves
@@ -119,7 +119,7 @@ def drive_handles(leaves: Iterable[Any]) -> dict[int, str]:
 
 
 def signature_of(leaves: Iterable[Any]) -> tuple[Any, ...]:
-    """What of leaves a capture depends on."""
+    """Return the properties of leaves that a capture depends on."""
     return tuple(map(_signature_of_leaf, leaves))
 
 

@@ -1,1 +1,1 @@
-"""What a shard is: layout, codecs, the `Sharded` tree node, gather and scatter, `shard` and `unshard`."""
+"""Sharding: layout, codecs, the `Sharded` tree node, gather and scatter, `shard` and `unshard`."""

@@ -1,4 +1,4 @@
-"""The buffers of a `Sharded`: how they are allocated, and how replicas are made equal."""
+"""Allocate the buffers of a `Sharded`, and make replicas equal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..ops.codecs import PLAIN, SPLIT
 from .sharded import Sharded, Spec
 from .storage import StorageSpec, Stored, StoredPart
 
-HELD = 2  # units that are partly filled in memory before they are written to a drive
+HELD = 2  # units that may be partly filled in memory before they are written to a drive
 
 
 def allocate(
@@ -31,10 +31,11 @@ def allocate(
     scratch: Store | None = None,
     name: str = "",
 ) -> Sharded:
-    """A `Sharded` of zeros. `cached`: with the gathered copy, of which shards are views where dtypes agree.
+    """Return a `Sharded` of zeros.
 
-    `kinds`: how shards are kept, by unit; as they are, in the layout's dtypes, by default. `scratch`: where those lie
-    that are kept on a drive, under `name` in errors.
+    `cached`: allocate the gathered copy, too; shards are views of it if dtypes agree. `storages`: the storage of
+    each unit's shard; plain tensors in the layout's dtypes by default. `scratch`: the store for parts on drives.
+    Errors call them `name`.
     """
     if cached:
         pending().wait_for_all()  # for the copies of states that were dropped, among others: nobody else will
@@ -64,7 +65,7 @@ def allocate(
 
 
 def scratch_for(parts: Iterable[tuple[Spec, Sequence[StorageSpec]]]) -> Store | None:
-    """Space on drives for what of these is to lie there; None where nothing is. Raises `disk.DiskError`."""
+    """Return a store for the parts that go to drives, None if there are none. Raises `disk.DiskError`."""
     parts = list(parts)
     nbytes = sum(
         pages(size * dtype.itemsize)
@@ -86,8 +87,11 @@ def scratch_for(parts: Iterable[tuple[Spec, Sequence[StorageSpec]]]) -> Store | 
 
 
 class Filler:
-    """Fills a fresh `Sharded` leaf by leaf. What lies on a drive is held until its unit is complete, or others are
-    being filled: leaves come in the order in which they can be made, and constants can all be made at once."""
+    """Fill a new `Sharded` leaf by leaf.
+
+    A unit on a drive is held in memory until it is complete, or until too many are. Leaves come in the order in
+    which they can be made, and constants can all be made at once.
+    """
 
     def __init__(self, sharded: Sharded) -> None:
         self._shards = sharded.stored
@@ -96,7 +100,7 @@ class Filler:
         self._held: dict[int, Stored] = {}
 
     def write(self, index: int, start: int, values: Tensor) -> None:
-        """Keep elements of the index-th shard: of a leaf, all that is here of it."""
+        """Write all of a leaf that this rank stores in the index-th shard."""
         if index not in self._held:
             if len(self._held) == HELD:
                 first = next(iter(self._held))
@@ -109,11 +113,11 @@ class Filler:
 
 
 def equalize(values: Sequence[Tensor], axis: Axis) -> None:
-    """Write the first rank's values into replicated tensors on every rank, in one broadcast. All ranks call it."""
+    """Write the first rank's values into replicated tensors on every rank, in one broadcast. All ranks must call it."""
     values = [x for x in values if x.numel()]
     if axis.size == 1 or not values:
         return
-    # A group may know accelerators alone: where there is one, everything goes that way.
+    # A group may serve accelerators only: if there is one, everything goes that way.
     device = next((x.device for x in values if x.device.type != "cpu"), values[0].device)
     flat = torch.cat([x.contiguous().view(-1).view(torch.uint8).to(device) for x in values])
     dist.broadcast(flat, group=group_named(axis.group), group_src=0)
@@ -122,14 +126,14 @@ def equalize(values: Sequence[Tensor], axis: Axis) -> None:
 
 
 def lacks_copy(sharded: Sharded) -> bool:
-    """Whether parameters so laid out have a gathered copy, and this one has lost it."""
+    """Return whether parameters of this layout should have a gathered copy and have lost it."""
     return sharded.copies is None and sharded.spec.stage in (1, 2) and sharded.spec.axis.size > 1
 
 
 def refill(sharded: Sharded) -> None:
-    """Gather the copy that stages 1 and 2 keep beside parameters, anew, where an unflatten dropped it.
+    """Gather the copy that stages 1 and 2 hold beside parameters again, if an unflatten has dropped it.
 
-    The shards become views of it where dtypes agree, so nothing is held twice. All ranks call it.
+    The shards become views of it if dtypes agree, so nothing is held twice. All ranks must call it.
     """
     pending().wait_for_all()
     spec, shards, full = sharded.spec, [], []
@@ -144,7 +148,7 @@ def refill(sharded: Sharded) -> None:
 
 
 def keep_halves(sharded: Sharded) -> None:
-    """Keep parameters as split masters where their precision asks for it and an unflatten has joined them."""
+    """Store parameters as split masters again, if their precision asks for that and an unflatten has joined them."""
 
     def joined(storage: StorageSpec) -> bool:
         return storage.codec == PLAIN and sharded.spec.precision.splits(storage.dtype)
@@ -156,7 +160,7 @@ def keep_halves(sharded: Sharded) -> None:
 
 
 def settle(sharded: Sharded) -> None:
-    """Make replicas equal: every rank's own shard counts, whatever others have there. All ranks call it."""
+    """Make replicas equal: each shard takes the values of the rank that owns it. All ranks must call it."""
     spec = sharded.spec
     if spec.axis.size == 1 or (spec.stage != 0 and sharded.full is None):
         return

@@ -1,7 +1,8 @@
-"""Sums over some dims of logical leaves, and products with what varies along the others, without gathering them.
+"""Sums over some dims of logical leaves, and scaling along the others, without gathering the leaves.
 
-A shard holds consecutive elements of a leaf, so it knows its part of every sum. Only the sums are sent. Leaves are cut
-where ranks' shards are, at every stage, and parts added in rank order: see [Note: order of sums] in `reductions`.
+A shard holds consecutive elements of a leaf, so it can compute its part of every sum. Only sums are sent. Leaves are
+cut at the boundaries of ranks' shards at every stage, and parts are added in rank order: see [Note: order of sums] in
+`reductions`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from ..ops import leaf_axes as _ops  # noqa: F401  (defines zerofn::squares_alon
 from .layout import LeafInfo
 from .sharded import Sharded, is_sharded
 
-Kept = tuple[bool, ...]  # for each dim of a leaf: whether numbers vary along it
+Kept = tuple[bool, ...]  # for each dim of a leaf: whether the sums keep it
 
 
 class Group(NamedTuple):
-    """Numbers of the `leaf`-th logical leaf, one for every place along the dims that are kept, from `column` on."""
+    """Sums of the `leaf`-th logical leaf, one for each position along the kept dims, in columns from `column` on."""
 
     leaf: int
     shape: tuple[int, ...]  # the leaf's
@@ -33,26 +34,26 @@ class Group(NamedTuple):
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """The numbers' shape: the leaf's without the dims that are not kept."""
+        """The shape of the sums: the leaf's kept dims."""
         return tuple(n for n, keep in zip(self.shape, self.kept, strict=True) if keep)
 
     @property
     def numel(self) -> int:
-        """How many numbers."""
+        """The number of sums."""
         return math.prod(self.own_shape)
 
     @property
     def terms(self) -> int:
-        """How many elements of the leaf each number stands for."""
+        """The number of elements that each sum adds up."""
         return math.prod(self.shape) // max(1, self.numel)
 
     def of(self, numbers: Tensor) -> Tensor:
-        """This group's of all numbers [columns], in their shape."""
+        """Return this group's part of all sums [columns], in its shape."""
         return numbers[self.column : self.column + self.numel].view(self.own_shape)
 
 
 class _Run(NamedTuple):
-    """Elements [start, stop) of the `tensor`-th tensor, of a leaf whose `first`-th element is the first of them."""
+    """Elements [start, stop) of the `tensor`-th tensor. They belong to the leaf whose element `first` comes first."""
 
     tensor: int
     start: int
@@ -64,7 +65,7 @@ class _Run(NamedTuple):
 
 
 def logical_leaves(values: Any) -> list[LeafInfo]:
-    """The logical leaves of a tree, `Sharded` or plain, in its order, under the names they have in the plain tree."""
+    """Return the logical leaves of a tree, `Sharded` or plain, in order, with their names in the plain tree."""
     paths, nodes, _ = tree.flatten_with_path(values, is_leaf=is_sharded)
     out = []
     for path, node in zip(paths, nodes, strict=True):
@@ -76,7 +77,7 @@ def logical_leaves(values: Any) -> list[LeafInfo]:
 
 
 def groups_of(shapes: Sequence[tuple[int, ...]], kept: Sequence[Sequence[Kept]]) -> list[Group]:
-    """The groups of leaves of `shapes`: `kept[k]` are those of the k-th."""
+    """Return the groups of leaves with these `shapes`; `kept[k]` says which dims the k-th group keeps."""
     out, column = [], 0
     for k, (shape, each) in enumerate(zip(shapes, kept, strict=True)):
         for one in each:
@@ -86,14 +87,15 @@ def groups_of(shapes: Sequence[tuple[int, ...]], kept: Sequence[Sequence[Kept]])
 
 
 def num_columns(groups: Sequence[Group]) -> int:
-    """How many numbers groups have together."""
+    """Return the number of sums of all groups."""
     return groups[-1].column + groups[-1].numel if groups else 0
 
 
 def axis_squares(values: Any, groups: Sequence[Group]) -> Tensor:
-    """Sums of squares over the dims that are not kept [columns], float32 at least, the same bits on every rank.
+    """Return sums of squares over the dims that are not kept, [columns], in float32 at least, with the same bits on
+    every rank.
 
-    One all-gather of so many numbers from each rank serves the whole tree. All ranks must call it.
+    One all-gather of the sums serves the whole tree. All ranks must call it.
     """
     flat, runs, axis, complete = _runs(values)
     size = 1 if axis is None else axis.size
@@ -111,7 +113,7 @@ def axis_squares(values: Any, groups: Sequence[Group]) -> Tensor:
 
 
 def axis_scale(values: Any, groups: Sequence[Group], factors: Tensor) -> Any:
-    """Every leaf times the numbers of all its groups, of `factors` [columns]; in the leaves' dtypes."""
+    """Multiply every leaf by the numbers of all its groups, from `factors` [columns]. Leaves keep their dtypes."""
     flat, runs, _, _ = _runs(values)
     out = []
     for k, x in enumerate(flat):
@@ -122,7 +124,7 @@ def axis_scale(values: Any, groups: Sequence[Group], factors: Tensor) -> Any:
 
 
 def _columns(groups: Sequence[Group]) -> tuple[list[int], list[int], list[int], list[bool]]:
-    """`column`, `ndim`, `sizes` and `kept` of the operations; a scalar counts as one dim."""
+    """Return the operations' arguments `column`, `ndim`, `sizes` and `kept`; a scalar counts as one dim."""
     shapes = [g.shape or (1,) for g in groups]
     kept = [g.kept or (True,) for g in groups]
     sizes = [n for shape in shapes for n in shape]
@@ -130,7 +132,9 @@ def _columns(groups: Sequence[Group]) -> tuple[list[int], list[int], list[int], 
 
 
 def _runs(values: Any) -> tuple[list[Tensor], dict[int, list[_Run]], Axis | None, bool]:
-    """The flat tensors of a tree, the runs of each leaf in them, the axis, and whether all of every leaf is here."""
+    """Return a tree's flat tensors, the runs of each leaf in them, the axis, and whether this rank has every leaf
+    completely.
+    """
     nodes = tree.leaves(values, is_leaf=is_sharded)
     axis = next((n.spec.axis for n in nodes if is_sharded(n)), None)
     complete = all(n.spec.num_shards == 1 for n in nodes if is_sharded(n))

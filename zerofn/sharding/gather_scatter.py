@@ -1,10 +1,9 @@
-"""`gather` and `scatter`, each the other's transpose, and the four maps of which they are made.
+"""`gather` and `scatter`, transposes of each other, and the four linear maps that they consist of.
 
-[Note: inner products] Values on gathered parameters (a loss, its gradients) are one per rank and stand for
-their mean over the data axis; values on shards are parts of one whole and stand for their sum. Under these
-inner products the transpose of the all-gather is the averaging reduce-scatter, and the transpose of that is
-the plain all-gather. With derivatives defined so, gradients, Hessian-vector products and everything of
-higher order come out as those of the global batch.
+[Note: inner products] A value on gathered parameters (a loss, its gradients) exists once per rank and stands for the
+mean over the data axis. Values on shards are parts of one whole and stand for their sum. Under these inner products the
+transpose of the all-gather is the averaging reduce-scatter, whose transpose is the plain all-gather. With derivatives
+defined so, gradients, Hessian-vector products and all higher orders equal those of the global batch.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .sharded import Sharded, Spec, check_whole, is_sharded
 
 @dataclass(frozen=True)
 class GatherUnit:
-    """shard -> the unit's flat buffer, in the compute dtype; `full` is that buffer where it is cached."""
+    """shard -> the unit's flat buffer in the compute dtype. `full`: that buffer, if it is cached."""
 
     spec: Spec
     unit: Unit
@@ -76,11 +75,11 @@ class ScatterUnit:
 
 
 def reduce_unit(spec: Spec, unit: Unit, flat: Tensor) -> Tensor:
-    """flat [..., size] on each rank -> what this rank stores of the sum over ranks, summed in rank order."""
+    """flat [..., size] on each rank -> this rank's stored part of the sum over ranks, added in rank order."""
     if spec.axis.size == 1:
         return ops.as_shard(flat)
     (shard,) = ReduceScatter(spec.axis, unit.name)(flat)
-    # Stage 0 in the same two halves, so that its sums have the same bits as every other stage's.
+    # Stage 0 uses the same two steps, so that its sums have the bits of every other stage.
     return shard if spec.num_shards > 1 else ops.as_shard(AllGather(spec.axis, unit.name)(shard)[0])
 
 
@@ -93,7 +92,7 @@ class Unravel:
 
     @property
     def transpose(self) -> Ravel:
-        """Back into the flat buffer."""
+        """Back to the flat buffer."""
         return Ravel(self.unit, self.dtype)
 
     def __call__(self, flat: Tensor) -> tuple[Tensor, ...]:
@@ -103,14 +102,14 @@ class Unravel:
 
 @dataclass(frozen=True)
 class Ravel:
-    """Leaves [..., *shape] -> flat [..., size], zero where there is padding."""
+    """Leaves [..., *shape] -> flat [..., size], with zeros in the padding."""
 
     unit: Unit
     dtype: torch.dtype
 
     @property
     def transpose(self) -> Unravel:
-        """The leaves again; what lies in the padding is dropped."""
+        """Back to leaves, without the padding."""
         return Unravel(self.unit, self.dtype)
 
     def __call__(self, *leaves: Tensor) -> tuple[Tensor]:
@@ -127,7 +126,7 @@ def ravel(leaves: Sequence[Tensor | None], unit: Unit, dtype: torch.dtype) -> Te
 
 
 def gather_leaves(sharded: Sharded) -> list[Tensor]:
-    """All logical leaves, in the tree's order, differentiable in the shards."""
+    """Return all logical leaves in the tree's order, differentiable in the shards."""
     out: list[Any] = [None] * len(sharded.layout.where)
     copies: Sequence[Tensor | None] = sharded.full or [None] * len(sharded.stored)
     for unit, kept, full in zip(sharded.layout.units, sharded.stored, copies, strict=True):
@@ -138,19 +137,19 @@ def gather_leaves(sharded: Sharded) -> list[Tensor]:
 
 
 def gather(values: Any, *, axis: str | Axis | None = None) -> Any:
-    """Every `Sharded` in a tree -> the tree of full tensors it stands for: one all-gather a unit.
+    """Return a tree with the full tensors of every `Sharded` in it: one all-gather a unit.
 
-    `values`: a tree; plain tensors and other leaves in it pass unchanged. `axis`: the mesh axis to gather over, by name
-    or as an `Axis`; it must be the one that the tree is sharded over, which None stands for.
+    `values`: a tree; plain tensors and other leaves pass through. `axis`: the mesh axis to gather over, a name or
+    an `Axis`; it must be the axis that the tree is sharded over, which is also what None means.
 
-    Each leaf comes back in its full shape, on the shards' device, in the precision's compute dtype (the stored one
-    without a precision), the same on all ranks. At stages 1 and 2 the gathered copy that hangs on the parameters is
-    returned without communication. There, and at one rank, the result shares the state's memory: clone what is to
-    outlive the next compiled step.
+    Each leaf has its full shape, on the shards' device, in the precision's compute dtype (the stored dtype without
+    a precision), the same on all ranks. At stages 1 and 2 the parameters hold a gathered copy, which is returned
+    without communication. There, and with one rank, the result shares the state's memory: clone what must outlive
+    the next compiled step.
 
-    A pure function, differentiable to every order; its transpose is `scatter`. All ranks must call it.
-    Raises `ValueError` for an axis that the tree is not sharded over, `TypeError` for `params["name"]`, which is one
-    rank's part of a leaf, `RuntimeError` for a state that was given to a compiled step or lies on a drive.
+    A pure function, differentiable to every order; its transpose is `scatter`. All ranks must call it. Raises
+    `ValueError` for an axis that the tree is not sharded over, `TypeError` for `params["name"]`, which is one
+    rank's part of a leaf, and `RuntimeError` for a state that was donated or is on a drive.
 
     >>> import zerofn
     >>> params = zerofn.shard({"params": {"w": torch.arange(3.0)}})["params"]
@@ -169,18 +168,17 @@ def gather(values: Any, *, axis: str | Axis | None = None) -> Any:
 
 
 def scatter(values: Any, like: Sharded, *, axis: str | Axis | None = None) -> Sharded:
-    """A tree of full tensors on each rank -> this rank's shards of their mean over ranks, laid out as `like`: one
-    reduce-scatter a unit.
+    """Average a tree of full tensors over ranks, and return this rank's shards of the mean: one reduce-scatter a unit.
 
-    `values`: a tree with the leaves of `like`, each a floating tensor in its full shape, different on every rank.
-    `like`: the tree whose layout the result gets, usually the parameters. `axis`: the mesh axis to average over, by
-    name or as an `Axis`; it must be the one that `like` is sharded over, which None stands for.
+    `values`: a tree with the leaves of `like`, floating tensors in their full shapes, different on every rank.
+    `like`: the tree whose layout the result takes, usually the parameters. `axis`: the mesh axis to average over, a
+    name or an `Axis`; it must be the axis that `like` is sharded over, which is also what None means.
 
-    Shards come back on the values' device, in the precision's reduce dtype (its compute dtype, or the stored one,
-    where it has none). Ranks are summed in their order, so every stage gives the same bits.
+    Shards are on the values' device, in the precision's reduce dtype (by default its compute dtype, or the stored
+    one). Ranks are summed in order, so every stage gives the same bits.
 
-    A pure function, differentiable to every order; its transpose is `gather`. All ranks must call it.
-    Raises `ValueError` where names or shapes are not those of `like`, and for an axis that it is not sharded over.
+    A pure function, differentiable to every order; its transpose is `gather`. All ranks must call it. Raises
+    `ValueError` if names or shapes differ from those of `like`, or for an axis that it is not sharded over.
 
     >>> import zerofn
     >>> params = zerofn.shard({"params": {"w": torch.zeros(3)}})["params"]

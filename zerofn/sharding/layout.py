@@ -1,8 +1,8 @@
-"""Where every leaf lies: leaf <-> (unit, offset, shape). No communication here.
+"""The place of every leaf: leaf <-> (unit, offset, shape). No communication here.
 
-[Note: layout] The leaves of one *unit* (a layer, usually) are raveled into one flat buffer, each leaf at a
-multiple of `ALIGN` elements, the whole padded so that it cuts into N equal shards of a multiple of `SHARD_MULTIPLE`
-elements; rank r owns the r-th shard. Padding is never read: it may hold anything.
+[Note: layout] The leaves of one *unit* (usually a layer; FSDP's parameter group) are raveled into one flat buffer. Each
+leaf starts at a multiple of `ALIGN` elements. The buffer is padded so that it cuts into N equal shards of a multiple of
+`SHARD_MULTIPLE` elements; rank r owns the r-th shard. Padding is never read: it may hold anything.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .. import tree
 from ..tree import Path, PyTreeSpec
 from ..util.errors import nearest, note, some, words_of
 
-ALIGN = 32  # elements: 64 bytes in bf16, what torch's own allocator gives a tensor
+ALIGN = 32  # elements: 64 bytes in bf16, the alignment of torch's own allocator
 SHARD_MULTIPLE = 2048  # elements: a whole number of 256-element quantisation blocks and of vector widths
 SMALL = 1 << 16  # elements: smaller units are not worth a collective of their own
 _NO_NAME = "masks and labels are asked about a leaf, not its name"
 
 
 class LeafInfo(NamedTuple):
-    """What masks and labels are asked about: a logical leaf, never a flat shard."""
+    """A logical leaf, as functions for masks and labels see it; never a flat shard."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class LeafInfo(NamedTuple):
         """The number of elements."""
         return math.prod(self.shape)
 
-    # What a function of names would do with it has an answer for a tuple, and always the same one.
+    # Functions that expect a name would work on a tuple, and always give the same answer.
 
     def __contains__(self, x: object) -> bool:
         if isinstance(x, str):
@@ -70,7 +70,7 @@ class LeafInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Leaf:
-    """One logical tensor: its name, shape, place in the tree and in its unit's flat buffer."""
+    """One logical tensor: name, shape, and its place in the tree and in its unit's flat buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -93,7 +93,7 @@ class Leaf:
 class Unit:
     """One flat buffer: some leaves of one dtype, all trainable or all frozen. `size` counts padding."""
 
-    name: str = field(compare=False)  # two parts of one structure, twin critics say, are laid out alike
+    name: str = field(compare=False)  # two parts of one structure, such as twin critics, get equal layouts
     leaves: tuple[Leaf, ...]
     size: int
     trainable: bool
@@ -105,17 +105,17 @@ class Unit:
         return sum(leaf.numel for leaf in self.leaves)
 
     def intervals(self, start: int, stop: int) -> Iterator[tuple[Leaf, int, int]]:
-        """(leaf, a, b): the parts of leaves in [start, stop), as offsets from `start`."""
+        """Yield (leaf, a, b): the parts of leaves in [start, stop), as offsets from `start`."""
         for leaf in self.leaves:
             a, b = max(leaf.offset, start), min(leaf.stop, stop)
             if a < b:
                 yield leaf, a - start, b - start
 
     def runs(self, start: int, stop: int, value: Callable[[Leaf], Hashable]) -> list[tuple[int, int, Any]]:
-        """[start, stop) cut where `value` changes: [(a, b, value)].
+        """Return [start, stop) cut where `value` changes: [(a, b, value)].
 
-        What lies between two leaves ends a run: a kernel may round the last elements of what it is given otherwise
-        than those before them, and they are then those of the leaf alone, as in plain torch.
+        The gap between two leaves also ends a run. A kernel may round the last elements of its input
+        differently; these are then the last of one leaf, as in plain torch.
         """
         out: list[tuple[int, int, Any]] = []
         for leaf, a, b in self.intervals(start, stop):
@@ -129,7 +129,7 @@ class Unit:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How a tree of tensors is cut into units over the `num_shards` ranks of an axis."""
+    """The cut of a tree of tensors into units, over the `num_shards` ranks of an axis."""
 
     units: tuple[Unit, ...]
     treedef: PyTreeSpec
@@ -166,7 +166,7 @@ class Layout:
         return shard * size, (shard + 1) * size
 
     def subset(self, prefix: str) -> Layout:
-        """The layout of the units under `prefix`; raises KeyError where a unit is only partly under it."""
+        """Return the layout of the units under `prefix`. Raises `KeyError` if a unit is only partly under it."""
         names = {n for n in self.where if n == prefix or n.startswith(prefix + ".")}
         units = tuple(u for u in self.units if any(leaf.name in names for leaf in u.leaves))
         if not names:
@@ -214,7 +214,7 @@ def _nothing_under(name: str, layout: Layout) -> str:
 
 
 def restrict(layout: Layout, keep: Callable[[Unit, Leaf], bool]) -> Layout:
-    """The layout with None where leaves are not kept: what is left of their units is padding, others are gone."""
+    """Return the layout with None for leaves that are not kept. They become padding; units without leaves disappear."""
     kept = {leaf.index for unit in layout.units for leaf in unit.leaves if keep(unit, leaf)}
     if len(kept) == len(layout.where):
         return layout
@@ -230,7 +230,9 @@ def restrict(layout: Layout, keep: Callable[[Unit, Leaf], bool]) -> Layout:
 
 
 def ask_names(option: str, function: Callable[[str], Any], names: Iterable[str]) -> dict[str, Any]:
-    """Leaf name -> what a function of names says of it. One that expects a leaf is told what it gets."""
+    """Map each leaf's name to the answer of a user's function. One that expects a name gets an error that says what it
+    is given.
+    """
     out = {}
     for name in names:
         try:
@@ -243,7 +245,7 @@ def ask_names(option: str, function: Callable[[str], Any], names: Iterable[str])
 
 
 def check_effect(what: str, function: Callable[..., Any], answers: Mapping[str, Any]) -> None:
-    """Raise `ValueError` where a function of leaves, given to select some, selects none: leaf name -> its answer."""
+    """Raise `ValueError` if a function that should select leaves selects none. `answers`: leaf name -> its answer."""
     if not answers or any(answers.values()):
         return
     near = [name for word in words_of(function) for name in nearest(word.strip("."), _with_prefixes(answers))]
@@ -255,15 +257,15 @@ def check_effect(what: str, function: Callable[..., Any], answers: Mapping[str, 
 
 
 def _with_prefixes(names: Iterable[str]) -> list[str]:
-    """Leaf names, and the dotted names of what they lie in."""
+    """Return leaf names, and the dotted names of what contains them."""
     parts = [name.split(".") for name in names]
     return list(dict.fromkeys(".".join(p[:k]) for p in parts for k in range(len(p), 0, -1)))
 
 
 def is_learned(name: str, leaf: Tensor, trainable: Callable[[str], bool]) -> bool:
-    """Whether a parameter gets a gradient: a floating one of which `trainable(name)` says so.
+    """Return whether a parameter gets a gradient: it is floating, and `trainable(name)` is true.
 
-    Raises `TypeError` for a complex one of which it does: a step would leave it as it is.
+    Raises `TypeError` for a complex one with `trainable(name)`: a step would not change it.
     """
     if leaf.is_complex() and trainable(name):
         raise TypeError(
@@ -286,12 +288,13 @@ def make_layout(
 ) -> Layout:
     """Assign every tensor leaf of `params` a unit and an offset.
 
-    A unit is the key path up to its first integer component; leaves with none join by parent module; units
-    under 2^16 elements merge into the one before, within one top-level entry of a nested tree. `unit`
-    (leaf name -> unit name) overrides all of that. There is one buffer per (unit, dtype, trainable), and
-    within it leaves are ordered by (label, path), so that each label of an optimizer is one run of elements.
-    `dtype` replaces the leaves' floating dtype (the master's). Raises `TypeError` for a complex leaf that is to be
-    trained; whole numbers never are.
+    A unit is the key path up to its first integer component; leaves without one join by parent module. Units under
+    2^16 elements merge into the previous one, within one top-level entry of a nested tree. `unit` (leaf name ->
+    unit name) replaces these rules. There is one buffer per (unit, dtype, trainable). Within it, leaves are ordered
+    by (label, path), so that each label of an optimizer is one run of elements. `dtype` replaces the leaves'
+    floating dtype (the master's).
+
+    Raises `TypeError` for a complex leaf that is to be trained; integers never are.
     """
     paths, values, treedef = tree.flatten_with_path(params)
     order = sorted(range(len(paths)), key=lambda i: tree.natural_key(paths[i]))
@@ -319,7 +322,7 @@ def make_layout(
 
 
 def _buffer_names(keys: Iterable[tuple[str, torch.dtype, bool]]) -> dict[tuple[str, torch.dtype, bool], str]:
-    """Unit names; where one group has several buffers the later ones say why they are apart."""
+    """Return unit names. If one group has several buffers, the later names say what sets them apart."""
     names: dict[tuple[str, torch.dtype, bool], str] = {}
     for key in keys:
         group, dtype, learns = key
@@ -345,7 +348,7 @@ def _unit(
 def _groups(
     paths: list[Path], values: list[Tensor], order: list[int], unit: Callable[[str], str] | None
 ) -> dict[int, str]:
-    """Leaf index -> name of its group of leaves."""
+    """Map each leaf's index to the name of its group."""
     if unit is not None:
         names = ask_names("unit", unit, [tree.name_of(paths[i]) for i in order])
         wrong = next((name for name, group in names.items() if not isinstance(group, str)), None)
@@ -378,6 +381,6 @@ def _group(path: Path) -> str:
 
 
 def unravel(flat: Tensor, unit: Unit) -> list[Tensor]:
-    """The leaves of `unit` as views of `flat`, shape [..., unit.size] -> [..., *leaf.shape] each."""
+    """Return the leaves of `unit` as views of `flat`: [..., unit.size] -> [..., *leaf.shape] each."""
     lead = flat.shape[:-1]
     return [flat.narrow(-1, leaf.offset, leaf.numel).view((*lead, *leaf.shape)) for leaf in unit.leaves]

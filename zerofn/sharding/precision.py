@@ -1,4 +1,4 @@
-"""Which dtype each of a parameter's three lives has."""
+"""The dtypes of parameters: as stored, as computed with, and as reduced."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..util.errors import nearest
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of the stored parameter (the master), of what the model computes with, and of the reduction.
+    """Dtypes of the stored parameter (the master), of computation, and of the reduction of gradients.
 
-    `param=None` keeps each leaf's own dtype; `compute=None` is the stored dtype; `reduce=None` is the compute
-    dtype. Gradients accumulate over microbatches in the reduce dtype. A float32 parameter that is computed
-    with in bfloat16 is kept as a split master, whose upper half is what is gathered and used: 4 bytes for both.
+    `param=None` keeps each leaf's dtype, `compute=None` is the stored dtype, `reduce=None` is the compute dtype.
+    Gradients accumulate over microbatches in the reduce dtype. A float32 parameter with `compute=bfloat16` is
+    stored as a split master: its upper half is what is gathered and used, and both halves take 4 bytes.
     """
 
     param: torch.dtype | None = None
@@ -25,19 +25,19 @@ class Precision:
     reduce: torch.dtype | None = None
 
     def computes(self, stored: torch.dtype) -> torch.dtype:
-        """The dtype in which a parameter stored as `stored` is gathered and used."""
+        """Return the dtype in which a parameter stored as `stored` is gathered and used."""
         return self.compute if self.compute is not None and stored.is_floating_point else stored
 
     def reduces(self, stored: torch.dtype) -> torch.dtype:
-        """The dtype in which the gradient of a parameter stored as `stored` is reduced and accumulated."""
+        """Return the dtype in which the gradient of a parameter stored as `stored` is reduced and accumulated."""
         return self.reduce if self.reduce is not None and stored.is_floating_point else self.computes(stored)
 
     def splits(self, stored: torch.dtype) -> bool:
-        """Whether a parameter stored as `stored` is kept as a split master."""
+        """Return whether a parameter stored as `stored` is a split master."""
         return stored is torch.float32 and self.computes(stored) is torch.bfloat16
 
     def narrow(self, shard: Tensor) -> Tensor:
-        """A stored shard in the compute dtype; a split master's is rounded to nearest, ties away from zero."""
+        """Return a stored shard in the compute dtype. A split master is rounded to nearest, ties away from zero."""
         return torch.ops.zerofn.high(shard) if self.splits(shard.dtype) else shard.to(self.computes(shard.dtype))
 
 
@@ -49,7 +49,9 @@ NAMED = {
 
 
 def resolve(precision: Precision | str | None) -> Precision:
-    """A `Precision` from what `shard` accepts. Raises `ValueError`/`TypeError` offering the nearest name."""
+    """Return the `Precision` that `shard` was asked for. Raises `ValueError` or `TypeError` that offers the nearest
+    name.
+    """
     if precision is None:
         return Precision()
     if isinstance(precision, Precision):

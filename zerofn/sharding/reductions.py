@@ -1,9 +1,9 @@
-"""Numbers over whole trees, sharded or plain: norms, dot products, finiteness.
+"""Numbers over whole trees, sharded or plain: norms, dot products, the finite check.
 
-[Note: order of sums] A leaf is cut where ranks' shards are cut, at every stage; each part is reduced by
-itself, the parts are combined in rank order, the leaves in the tree's order. So every stage gives the same
-bits at a given number of ranks, and one rank gives those of `torch.nn.utils.get_total_norm`. Padding is
-never read. One small all-gather serves a whole tree.
+[Note: order of sums] A leaf is cut at the boundaries of ranks' shards, at every stage. Each part is reduced by itself,
+the parts are combined in rank order, then the leaves in the tree's order. So every stage gives the same bits at a given
+number of ranks, and one rank gives those of `torch.nn.utils.get_total_norm`. Padding is never read. One small
+all-gather serves a whole tree.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .sharded import Sharded, is_sharded
 
 
 class _Part(NamedTuple):
-    """Elements [start, stop) of the `tensor`-th tensor: of leaf `column`, on rank `row`."""
+    """Elements [start, stop) of the `tensor`-th tensor: the part of leaf `column` on rank `row`."""
 
     tensor: int
     start: int
@@ -35,7 +35,7 @@ class _Part(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """Every part of a tree that this rank has."""
+    """This rank's parts of a tree."""
 
     names: list[str]
     tensors: list[list[Tensor]]  # one list per tree
@@ -68,7 +68,7 @@ class _Parts(NamedTuple):
             prefix = f"{name}." if name else ""
             self.names.extend(prefix + leaf.name for leaf in group[0].layout.leaves)
         else:
-            if self.complete or self.axis is None or self.axis.rank == 0:  # replicated: one rank counts it
+            if self.complete or self.axis is None or self.axis.rank == 0:  # replicated: only one rank counts it
                 self.parts.append(_Part(first, 0, group[0].numel(), 0, len(self.names)))
             self.names.append(name)
         for tensors, x in zip(self.tensors, group, strict=True):
@@ -76,7 +76,7 @@ class _Parts(NamedTuple):
 
     @property
     def tracked(self) -> bool:
-        """Whether something is differentiated with respect to these tensors."""
+        """Return whether something is differentiated with respect to these tensors."""
         return any(
             is_functorch_tensor(x) or (x.requires_grad and torch.is_grad_enabled())
             for tensors in self.tensors
@@ -84,13 +84,12 @@ class _Parts(NamedTuple):
         )
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> _Parts:
-        """The same parts of other tensors, of one tree or of two."""
+        """Return the same parts with other tensors, of one tree or of two."""
         n = len(self.tensors[0]) or 1
         return self._replace(tensors=[list(tensors[k : k + n]) for k in range(0, len(tensors), n)])
 
     def without_padding(self, k: int, x: Tensor) -> Tensor:
-        """The k-th tensor of a tree with zeros where nothing is read. At the first order it would not matter what
-        derivatives are there; at the second they would be counted."""
+        """Return the k-th tensor of a tree with zeros in the padding: second derivatives would count what is there."""
         if k not in self.shards:
             return x
         runs = [(p.start, p.stop) for p in self.parts if p.tensor == k]
@@ -101,13 +100,13 @@ class _Parts(NamedTuple):
         return torch.where(read, x, torch.zeros_like(x))
 
     def reduce(self, op: Any) -> Tensor:
-        """One number per part -> [ranks, leaves], zero where a rank has nothing of a leaf."""
+        """Reduce each part to a number: [ranks, leaves], zero where a rank has no part of a leaf."""
         size = 1 if self.axis is None else self.axis.size
         rows = size if self.complete else 1
         parts = [p for p in self.parts if p.stop > p.start]
         if not self.tensors[0] or not self.names:
             grid = torch.zeros(rows, len(self.names))
-        else:  # also where this rank has no parts: graphs of ranks must not differ in what depends on what
+        else:  # also on a rank without parts: all ranks need the same graph
             columns = [[p[k] for p in parts] for k in range(len(_Part._fields))]
             grid = op(*self.tensors, *columns, rows, len(self.names))
         return grid if self.complete or self.axis is None else rows_over(grid[0], self.axis)
@@ -126,14 +125,16 @@ def _sharded_parts(sharded: Sharded, first: int, column: int) -> Iterator[_Part]
 
 
 def leaf_norms(values: Any) -> dict[str, Tensor]:
-    """The 2-norm of every leaf, by name, in float32 at least. All ranks must call it."""
+    """Return the 2-norm of every leaf by name, 0-d tensors in float32 at least. All ranks must call it."""
     names, numbers = norms(values)
     return dict(zip(names, numbers.unbind(), strict=True))
 
 
 def norms(values: Any) -> tuple[list[str], Tensor]:
-    """The names of all leaves, and their 2-norms [leaves], the same bits on every rank. Raises `RuntimeError` where
-    they would have to be differentiated."""
+    """Return the names of all leaves and their 2-norms [leaves], with the same bits on every rank.
+
+    Not differentiable: raises `RuntimeError` if a derivative is needed.
+    """
     parts = _Parts.of(values)
     if parts.tracked:
         raise RuntimeError(
@@ -149,7 +150,7 @@ def _norms(parts: _Parts) -> Tensor:
 
 
 def global_norm(values: Any) -> Tensor:
-    """The 2-norm over all leaves and ranks, a scalar, the same bits on every rank. Differentiable.
+    """Return the 2-norm over all leaves and ranks, a 0-d tensor with the same bits on every rank. Differentiable.
 
     All ranks must call it.
     """
@@ -158,9 +159,10 @@ def global_norm(values: Any) -> Tensor:
 
 
 def vdot(a: Any, b: Any) -> Tensor:
-    """The inner product of two trees of one structure, a scalar, the same bits on every rank. Differentiable.
+    """Return the inner product of two trees of one structure, a 0-d tensor with the same bits on every rank.
+    Differentiable.
 
-    All ranks must call it. Raises `ValueError` where structures or layouts differ.
+    All ranks must call it. Raises `ValueError` if structures or layouts differ.
     """
     if tree.structure(a) != tree.structure(b):
         raise ValueError(
@@ -183,7 +185,7 @@ def _vdot_of(parts: _Parts) -> Tensor:
     return total.sum()
 
 
-# Their derivatives. Such a scalar is a sum over what ranks have, and is there on all of them: its derivative by this
+# Derivatives. Such a scalar sums over ranks' shards, and all ranks have it. Its derivative with respect to this
 # rank's shards needs no communication. See [Note: inner products] in sharding.
 
 
@@ -242,7 +244,7 @@ def _products(parts: _Parts, g: Tensor, factors: Sequence[Tensor], likes: Sequen
 
 
 def _over(g: Tensor, norm: Tensor) -> Tensor:
-    """g / norm; zero where the norm is, as torch has it."""
+    """Return g / norm; zero where the norm is zero, as in torch."""
     return torch.where(norm == 0, torch.zeros_like(g), g / norm)
 
 
@@ -256,7 +258,7 @@ def _extremes(values: Any) -> tuple[list[str], Tensor]:
 
 
 def all_finite(values: Any) -> Tensor:
-    """Whether every element on every rank is finite: a bool scalar on the device, the same on every rank.
+    """Return whether every element on every rank is finite: a 0-d bool tensor on the device, the same on every rank.
 
     All ranks must call it.
     """
@@ -264,7 +266,7 @@ def all_finite(values: Any) -> Tensor:
 
 
 def first_nonfinite(values: Any) -> str | None:
-    """The name of the first leaf with a non-finite element on any rank, or None. Waits for the device.
+    """Return the name of the first leaf with a non-finite element on any rank, or None. Waits for the device.
 
     All ranks must call it.
     """

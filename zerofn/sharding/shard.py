@@ -45,22 +45,23 @@ def shard(
     device: torch.device | str | None = None,
     plan: Any = None,
 ) -> Any:
-    """A state with its partitioned parts as `Sharded`: 1/N of everything on each rank.
+    """Return a state whose partitioned parts are `Sharded`: each rank holds 1/N of them.
 
-    `state_or_init`: a pytree, or a zero-argument function that returns one. A function is replayed leaf by
-    leaf, so that no rank ever holds more full parameters than one unit, bit-equal to calling it with the same
-    seed. In a plain pytree the entry named `params` holds the parameters; every other subtree with their
-    structure and shapes is cut the same way; the rest is replicated, the first rank's on all, ints and floats as 0-d
-    tensors.
-    The result never aliases the input. `stage`: 0 replicates; 1 and 2 cut the optimizer's state; 3 cuts the
-    parameters too. `precision`: None, "fp32", "bf16", "fp16" or a `Precision`. `unit`: leaf name -> unit name.
-    `device`: where shards live; where the parameters are by default. `offload`: None, "cpu", "nvme" or an `Offload`
-    keeps the optimizer's state, the parameters or both in host memory or on drives. `stage="auto"` with `plan`, what
-    `zerofn.plan` returned, takes the stage, precision and offload that it recommends.
+    `state_or_init`: a pytree, or a function without arguments that returns one. A function is replayed leaf by
+    leaf, so that no rank ever holds more full parameters than one unit; the result is bit-equal to calling it with
+    the same seed. The entry named `params` holds the parameters. Every other subtree with their structure and
+    shapes is cut in the same way. The rest is replicated with the first rank's values; ints and floats become 0-d
+    tensors. The result never aliases the input.
 
-    Raises `ValueError`/`TypeError` for a state without `params`, a leaf that is no tensor or number, an unknown
-    option; `MemoryError` for a plan in which nothing fits; `RuntimeError` on every rank when ranks disagree about the
-    layout. Nothing is allocated before.
+    `stage`: 0 replicates; 1 and 2 shard the optimizer's state; 3 shards the parameters too. `stage="auto"` with
+    `plan`, a table from `zerofn.plan`, takes its recommended stage, precision and offload. `precision`: None,
+    "fp32", "bf16", "fp16" or a `Precision`. `unit`: leaf name -> unit name; a unit is gathered as one, and is
+    usually a layer. `device`: where shards are stored; by default where the parameters are. `offload`: None, "cpu",
+    "nvme" or an `Offload` stores the optimizer's state, the parameters, or both in host memory or on drives.
+
+    Raises `ValueError` or `TypeError` for a state without `params`, a leaf that is no tensor or number, or an
+    unknown option; `MemoryError` for a plan in which nothing fits; `RuntimeError` on every rank if ranks disagree
+    about the layout. Nothing is allocated before these checks.
     """
     if stage == "auto" or plan is not None:
         stage, precision, offload = _planned(stage, precision, offload, plan, Mesh.of(mesh).axis().size)
@@ -78,7 +79,7 @@ def shard(
     scratch = (
         agree_on(
             "zerofn.shard",
-            lambda: (  # a rank whose drive is full is not waited for
+            lambda: (  # the other ranks do not wait for one whose drive is full
                 scratch_for((p.spec, p.storages) for p in parts if isinstance(p, ShardedPart)),
                 "",
             ),
@@ -90,7 +91,7 @@ def shard(
 
 
 def _planned(stage: Any, precision: Any, offload: Any, plan: Any, num_ranks: int) -> tuple[int, Any, Any]:
-    """(stage, precision, offload) of a plan's recommended row."""
+    """Return (stage, precision, offload) of a plan's recommended row."""
     if stage != "auto" or not hasattr(plan, "options"):
         raise ValueError(
             "shard: stage='auto' and plan= go together: table = zerofn.plan(train_step, init_state, "
@@ -112,7 +113,7 @@ def _planned(stage: Any, precision: Any, offload: Any, plan: Any, num_ranks: int
 
 
 def initial(state_or_init: Any, precision: Precision) -> Any:
-    """The whole state that is to be sharded; without memory, if a function makes it."""
+    """Return the whole state to be sharded; without memory if a function makes it."""
     return _initial(state_or_init, precision)[0]
 
 
@@ -124,8 +125,9 @@ def shard_fake(
     offload: Offload | str | None,
     unit: Callable[[str], str] | None,
 ) -> Any:
-    """The state, as `initial` gives it, as rank 0 of an imagined machine would hold it: the same layout, tensors
-    without memory."""
+    """Return the state, from `initial`, as rank 0 of a fake machine would hold it: the same layout, tensors without
+    memory.
+    """
     machine = fake_machine()
     assert machine is not None
     check_stage(stage)
@@ -141,7 +143,7 @@ def shard_fake(
 def _plan(
     state_or_init: Any, stage: Any, axis: Axis, precision: Any, unit: Any, device: Any, offload: Any
 ) -> tuple[Any, str]:
-    """Everything that can be wrong is found here, before anything is allocated or sent."""
+    """Find every error before anything is allocated or sent."""
     check_stage(stage)
     precision, device = resolve(precision), _numbered(device)
     state, values = _initial(state_or_init, precision)
@@ -153,7 +155,7 @@ def _plan(
 
 
 def _numbered(device: Any) -> torch.device | None:
-    """The device with its number. Raises `ValueError` for one that is not there."""
+    """Return the device with its index. Raises `ValueError` if it does not exist."""
     try:
         return None if device is None else torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
@@ -163,13 +165,13 @@ def _numbered(device: Any) -> torch.device | None:
 def _policy(
     state: Any, stage: int, axis: Axis, precision: Precision, unit: Any, device: torch.device | None, offload: Any
 ) -> ShardPolicy:
-    """The policy, with what follows from where the state is."""
+    """Return the policy, completed by where the state is."""
     home = device or device_of(state)
     return ShardPolicy(stage, axis, precision, unit, device, resolve_offload(offload, stage, axis.size, home), home)
 
 
 def _initial(state_or_init: Any, precision: Precision) -> tuple[Any, Iterator[tuple[int, Any]]]:
-    """The state, and its leaves' numbers and values in the order in which they come to be."""
+    """Return the state, and its leaves' indices and values in the order in which they are made."""
     if callable(state_or_init) and not isinstance(state_or_init, torch.nn.Module):
         with uncollected():
             recorded = record(lambda: adapted(state_or_init(), precision), tree.flatten)
@@ -194,11 +196,11 @@ def _check_offload(offload: Offload, cuts: list[ShardedPart], home: torch.device
 
 
 def unshard(state: Any, rank: int | None = None) -> Any:
-    """The full state again, every `Sharded` as the tree it stands for, in the stored dtype.
+    """Return the full state: a plain tree in place of every `Sharded`, in the stored dtype.
 
-    On every rank; with `rank` on that rank alone, and None in place of each `Sharded` on the others. All ranks
-    must call it. At most one unit more than the result is held at a time. Raises `ValueError` for a rank that is not
-    there, on every rank and before anything is sent.
+    Every rank gets it; with `rank`, only that one, and the others get None in place of each `Sharded`. All ranks
+    must call it. At most one unit is held in addition to the result. Raises `ValueError`, on every rank and before
+    anything is sent, if `rank` does not exist.
     """
     check_whole(state, "unshard")
     for x in tree.leaves(state, is_leaf=is_sharded):
@@ -225,7 +227,7 @@ def unshard(state: Any, rank: int | None = None) -> Any:
 
 
 def _single(layout: Layout, index: int) -> Layout:
-    """The layout of one unit, its leaves numbered in its own order."""
+    """Return the layout of one unit, its leaves numbered in its own order."""
     unit = layout.units[index]
     leaves = tuple(type(x)(x.name, x.shape, k, x.offset, x.dtype) for k, x in enumerate(unit.leaves))
     own = type(unit)(unit.name, leaves, unit.size, unit.trainable, unit.dtype)
@@ -239,12 +241,12 @@ def _place(
     treedef: tree.PyTreeSpec,
     scratch: Store | None,
 ) -> Any:
-    """Allocate every part, and take the values as they come."""
+    """Allocate every part, and write values as they come."""
     made: list[Any] = [_allocate(policy, p, scratch) if isinstance(p, ShardedPart) else None for p in parts]
     into: dict[int, Callable[[Tensor], Any]] = {}
     out: list[Any] = list(made)
     for k, part in enumerate(parts):
-        if isinstance(part, ReplicatedPart):  # a number that lies on the host would be mixed with the device's
+        if isinstance(part, ReplicatedPart):  # a number on the host would be mixed with numbers on the device
             there = policy.device or (None if part.value.dim() else policy.home)
             into[part.first] = _keeper(out, k, None if part.on_host else there)
         else:

@@ -1,4 +1,4 @@
-"""What becomes of every leaf of a state: pure functions of the state and a policy. `allocate` makes it so."""
+"""Decide what becomes of every leaf of a state: pure functions of the state and a policy. `allocate` carries it out."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ from .storage import Placement, StorageSpec
 STAGES = (0, 1, 2, 3)
 
 
-_ON_HOST = ("step", "rng")  # of a TrainState: they seed host-side draws, and would otherwise cost a device sync
+_ON_HOST = (
+    "step",
+    "rng",
+)  # of a TrainState: they seed draws on the host; on a device each would cost a synchronisation
 
 
 def check_stage(stage: Any) -> None:
-    """Raise `ValueError` for a stage that is not there."""
+    """Raise `ValueError` for an unknown stage."""
     if stage not in STAGES or isinstance(stage, bool):
         near = nearest(stage, STAGES, 1, 0.0)
         raise ValueError(
@@ -60,8 +63,11 @@ class ReplicatedPart:
 
 @dataclass(frozen=True)
 class ShardPolicy:
-    """What `shard` was asked for, resolved. `axis`: the ranks that the state is cut over; `unit`: leaf name -> unit
-    name; `device`: where shards are to live, None for where the parameters are; `home`: where the model computes."""
+    """The arguments of `shard`, resolved.
+
+    `axis`: the ranks that share the state. `unit`: leaf name -> unit name. `device`: where shards are stored, None
+    for where the parameters are. `home`: where the model computes.
+    """
 
     stage: int
     axis: Axis
@@ -72,14 +78,14 @@ class ShardPolicy:
     home: torch.device
 
     def spec(self, layout: Layout, halves: bool = False) -> Spec:
-        """The spec of a `Sharded` that is laid out so."""
+        """Return the spec of a `Sharded` with this layout."""
         return Spec(layout, self.axis, self.stage, self.precision, halves)
 
 
 def plan_state(state: Any, policy: ShardPolicy) -> tuple[list[ShardedPart | ReplicatedPart], tree.PyTreeSpec]:
-    """What becomes of every subtree, in the state's order, and the treedef that puts them together again.
+    """Return the plan of every subtree, in the state's order, and the treedef that puts them together again.
 
-    Raises `ValueError` for parameters that are no container, and for moments whose format does not hold their dtype.
+    Raises `ValueError` for parameters that are no container, and for moments whose format cannot hold their dtype.
     """
     states = _nodes(state, is_state)
     layouts = [params_layout(x, policy) for x in states.values()]
@@ -114,7 +120,7 @@ def plan_state(state: Any, policy: ShardPolicy) -> tuple[list[ShardedPart | Repl
 
 
 def params_layout(state: Any, policy: ShardPolicy) -> Layout:
-    """How the parameters of a container that `is_state` are laid out. Raises `ValueError` where there are none."""
+    """Return the layout of the parameters of a container that `is_state`. Raises `ValueError` if there are none."""
     params = params_of(state)
     if isinstance(params, Tensor) or not tree.leaves(params):
         raise ValueError(
@@ -134,7 +140,9 @@ def params_layout(state: Any, policy: ShardPolicy) -> Layout:
 
 
 def public_dtype(dtypes: Iterable[torch.dtype], masters: set[torch.dtype], precision: Precision) -> torch.dtype:
-    """The public dtype of a shard of leaves in `dtypes`: the master's where parameters have theirs, else their own."""
+    """Return the public dtype of a shard of leaves in `dtypes`: the master's if these are the parameters' dtypes, else
+    their own.
+    """
     own = functools.reduce(torch.promote_types, dtypes)
     return precision.param if precision.param is not None and own in masters else own
 
@@ -142,9 +150,9 @@ def public_dtype(dtypes: Iterable[torch.dtype], masters: set[torch.dtype], preci
 def storage_of(
     name: str, dtype: torch.dtype, is_params: bool, how: tuple[Codec, torch.dtype | None] | None, precision: Precision
 ) -> StorageSpec:
-    """How a shard is stored, wherever it lies. `how`: the codec and the dtype that a moment format asks for.
+    """Return how a shard is stored, in any tier. `how`: the codec and dtype that a moment format asks for.
 
-    Raises `ValueError` for a codec that does not hold `dtype`.
+    Raises `ValueError` for a codec that cannot hold `dtype`.
     """
     if how is None:
         return StorageSpec(SPLIT if is_params and precision.splits(dtype) else PLAIN, dtype)
@@ -160,8 +168,9 @@ def storage_of(
 
 
 def place(layout: Layout, storages: list[StorageSpec], is_params: bool, policy: ShardPolicy) -> list[StorageSpec]:
-    """The same with where each unit's parts are to lie: of parameters the first part where parameters do, all else
-    where the optimizer's state does."""
+    """Return the storages with the tier of each part: the first part of parameters in the parameters' tier, all else
+    in the optimizer's.
+    """
     out = []
     for storage, offload in zip(storages, of_units(policy.offload, [u.size for u in layout.units]), strict=True):
         first = offload.params if is_params else offload.optimizer
@@ -173,7 +182,7 @@ def place(layout: Layout, storages: list[StorageSpec], is_params: bool, policy: 
 
 
 def moment_storage(state: Any) -> dict[tree.Path, tuple[Codec, torch.dtype | None]]:
-    """Path of a field -> the codec and the dtype in which the type of an optimizer's state says it is stored."""
+    """Map the path of a field to the codec and dtype that the type of an optimizer's state declares for it."""
     return {
         (*path, type(x)._fields.index(field)): how
         for path, x in _nodes(state, lambda x: hasattr(type(x), "moment_storage")).items()
@@ -182,13 +191,13 @@ def moment_storage(state: Any) -> dict[tree.Path, tuple[Codec, torch.dtype | Non
 
 
 def _nodes(state: Any, wanted: Callable[[Any], bool]) -> dict[tree.Path, Any]:
-    """Path -> node, of the outermost nodes that are `wanted`."""
+    """Map paths to the outermost nodes that are `wanted`."""
     nodes, treedef = tree.flatten(state, is_leaf=wanted)
     return {path: x for path, x in zip(treedef.paths(), nodes, strict=True) if wanted(x)}
 
 
 def description(stage: int, precision: Precision, parts: list[ShardedPart | ReplicatedPart]) -> str:
-    """What ranks must agree about, a line each, so that a difference can be shown."""
+    """Describe what ranks must agree about, one line each, so that a difference can be shown."""
     lines = [f"stage {stage}, {precision}"]
     for part in parts:
         if isinstance(part, ReplicatedPart):

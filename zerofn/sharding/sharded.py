@@ -24,27 +24,27 @@ _signatures: dict[Any, int] = {}
 
 @dataclass(frozen=True)
 class Spec:
-    """What is static about a `Sharded`. Equal specs have equal layouts: dtype, stage and rank do not count."""
+    """The static part of a `Sharded`. Equal specs have equal layouts: dtype, stage and rank do not count."""
 
     layout: Layout
     axis: Axis = field(compare=False)
     stage: int = field(compare=False)
     precision: Precision = field(compare=False)
-    halves: bool = field(default=False, compare=False)  # parameters: whether they are to be kept as split masters
+    halves: bool = field(default=False, compare=False)  # for parameters: whether they are stored as split masters
 
     @property
     def num_shards(self) -> int:
-        """How many parts a unit is stored in: 1 at stage 0."""
+        """The number of parts that a unit is stored in: 1 at stage 0."""
         return 1 if self.stage == 0 else self.axis.size
 
     def bounds(self, unit: Unit) -> tuple[int, int]:
-        """[start, stop) of what this rank stores of `unit`, in elements."""
+        """Return [start, stop) of this rank's stored part of `unit`, in elements."""
         if self.num_shards == 1:
             return 0, unit.size
         return self.layout.cut(unit, self.axis.rank)
 
     def check_axis(self, axis: str | Axis | None, what: str) -> None:
-        """Raise `ValueError` unless `axis` is the one that this layout was cut over, or None, which stands for it."""
+        """Raise `ValueError` unless `axis` is the one that this layout was cut over, or None."""
         name = axis.name if isinstance(axis, Axis) else axis
         if name not in (None, self.axis.name):
             raise ValueError(
@@ -85,19 +85,19 @@ class Sharded:
         self.spec = spec
         self._kept = tuple(shards)
         self._copies = full  # stages 1 and 2: the gathered copy, a cache beside the tree
-        self._pending = 0  # the generation of the transfers that fill it, while nobody has waited for them
-        self._storages: tuple[StorageSpec, ...] = ()  # once the shards were given away
+        self._pending = 0  # the generation of the transfers that fill it, until somebody waits for them
+        self._storages: tuple[StorageSpec, ...] = ()  # after the shards were donated
         self._lost: str | None = None
 
     @property
     def shards(self) -> tuple[Tensor, ...]:
-        """The local shards, flat, in unit order: decoded where they are kept as something else."""
+        """The local shards, flat, in unit order, decoded."""
         worker().finish()
         return tuple([x.decode() if isinstance(x, Stored) else x for x in self._alive()])
 
     @property
     def stored(self) -> tuple[Stored, ...]:
-        """The local shards as they are kept."""
+        """The local shards as stored."""
         worker().finish()
         return tuple(map(stored, self._alive()))
 
@@ -109,29 +109,31 @@ class Sharded:
 
     @property
     def storages(self) -> tuple[StorageSpec, ...]:
-        """How each shard is kept, or was before it was given away."""
+        """How each shard is, or was before its donation, stored."""
         return self._storages or tuple([stored(x).storage for x in self._kept])
 
     @property
     def parts(self) -> list[Tensor]:
-        """What a captured step is given of the local shards, in unit order."""
+        """The tensors of the local shards that a captured step takes, in unit order."""
         return list(_parts(self._alive()))
 
     @property
     def lost(self) -> str | None:
-        """Why it can no longer be used, given away itself or by another one with the same shards; None while it can."""
+        """Why it can no longer be used: it, or another one with the same shards, was donated. None while it can be
+        used.
+        """
         return self._lost or donation.reason(_parts(self._kept))
 
     @property
     def copies(self) -> Sequence[Tensor] | None:
-        """The gathered copy of every unit, perhaps still arriving; None where there is none."""
+        """The gathered copy of every unit, perhaps still in flight; None if there is none."""
         if self._pending and self._pending != pending().generation:
             self.forget_copies()  # a failed step has cut off all transfers, or this is a forked process
         return self._copies
 
     @property
     def full(self) -> Sequence[Tensor] | None:
-        """The gathered copy of every unit, complete; None where there is none."""
+        """The gathered copy of every unit, complete; None if there is none."""
         copies = self.copies
         if self._pending and copies is not None:
             for copy in copies:
@@ -141,23 +143,23 @@ class Sharded:
 
     @property
     def layout(self) -> Layout:
-        """Where every leaf lies."""
+        """The place of every leaf."""
         return self.spec.layout
 
     def move(self, shards: Iterable[Stored], full: Sequence[Tensor] | None) -> None:
-        """Hold the same values in other buffers, with a gathered copy beside them."""
+        """Store the same values in other buffers, with a gathered copy beside them."""
         self._kept, self._copies, self._pending = tuple(shards), full, 0
 
     def expect_copies(self) -> None:
-        """Say that transfers into the gathered copy are under way, for whoever needs it first to wait for."""
+        """Note that transfers fill the gathered copy; its first user waits for them."""
         self._pending = pending().generation
 
     def forget_copies(self) -> None:
-        """Drop the gathered copy, whatever has arrived of it."""
+        """Drop the gathered copy, complete or not."""
         self._copies, self._pending = None, 0
 
     def donate(self, why: str) -> None:
-        """Give the buffers away; from here on any use raises `why`."""
+        """Donate the buffers: from now on any use raises `why`."""
         self._storages = self.storages
         self._lost, self._kept = why, ()
         self.forget_copies()
@@ -168,8 +170,8 @@ class Sharded:
         raise AttributeError(f"a Sharded has no {name!r}.")
 
     def __getitem__(self, name: str) -> Sharded | LocalShard:
-        """A leaf's name -> what this rank holds of it; a prefix -> the `Sharded` of the units under it."""
-        if not isinstance(name, str):  # as whoever iterates asks
+        """Return this rank's part of a leaf, by name, or the `Sharded` of the units under a prefix."""
+        if not isinstance(name, str):  # as iteration does
             raise TypeError(f"a Sharded has no entry {name!r}: {_NO_DICT}")
         place = self.layout.where.get(name)
         if place is not None:
@@ -180,12 +182,12 @@ class Sharded:
         return Sharded(replace(self.spec, layout=layout), [self.stored[i] for i in kept], full)
 
     def _positions(self, part: Layout) -> list[int]:
-        """Where the units of a subset of the layout are."""
+        """Return the positions of the units of a subset of the layout."""
         index = {u.name: i for i, u in enumerate(self.layout.units)}
         return [index[u.name] for u in part.units]
 
     def replace(self, parts: dict[str, Sharded]) -> Sharded:
-        """The same tree with `self[prefix]` replaced for every prefix of `parts`."""
+        """Return the tree with `self[prefix]` replaced for every prefix of `parts`."""
         shards = list(self.stored)
         for prefix, part in parts.items():
             mine = self[prefix]
@@ -196,7 +198,7 @@ class Sharded:
         return Sharded(self.spec, shards)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # For copy and pickle: the gathered copy may be half there, and can be made again.
+        # For copy and pickle: the gathered copy may be incomplete, and can be made again.
         return Sharded, (self.spec, self.stored)
 
     def __repr__(self) -> str:
@@ -210,7 +212,7 @@ def _parts(kept: Iterable[Tensor | Stored]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """What this rank holds of one leaf: `local` is the flat part, elements [start, stop) of the raveled leaf."""
+    """This rank's part of one leaf. `local`: elements [start, stop) of the raveled leaf, a flat tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -221,7 +223,7 @@ class LocalShard:
 
     @staticmethod
     def of(sharded: Sharded, index: int, leaf: Leaf) -> LocalShard:
-        """The held part of `leaf` of the index-th unit."""
+        """Return the local part of `leaf` of the index-th unit."""
         unit, shard = sharded.layout.units[index], sharded.stored[index]
         begin, end = sharded.spec.bounds(unit)
         for found, a, b in unit.intervals(begin, end):
@@ -231,7 +233,7 @@ class LocalShard:
         return LocalShard(leaf.name, leaf.shape, unit.name, 0, 0, shard.read(0, 0))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copy and pickle ask before there are fields
+        if name.startswith("__"):  # copy and pickle ask before the fields exist
             raise AttributeError(name)
         advice = (
             (
@@ -254,12 +256,12 @@ tree.register_node(Sharded, lambda s: (s.shards, s.spec), lambda spec, shards: S
 
 
 def is_sharded(x: Any) -> bool:
-    """Whether `x` is a `Sharded` node."""
+    """Return whether `x` is a `Sharded` node."""
     return isinstance(x, Sharded)
 
 
 def check_whole(values: Any, what: str) -> None:
-    """Raise `TypeError` for a tree with what a rank holds of a leaf: that cannot be gathered by itself."""
+    """Raise `TypeError` for a tree with a `LocalShard`, which cannot be gathered by itself."""
     for x in tree.leaves(values, is_leaf=lambda x: isinstance(x, Sharded | LocalShard)):
         if isinstance(x, LocalShard):
             raise TypeError(
@@ -269,7 +271,7 @@ def check_whole(values: Any, what: str) -> None:
 
 
 def describe(sharded: Sharded) -> str:
-    """A table: one line per unit with its leaves, global elements, dtype and the bytes held here."""
+    """Return a table with one line per unit: its leaves, global elements, dtype, and bytes on this rank."""
     spec = sharded.spec
     if sharded.lost is not None:
         return f"Sharded(donated: {sharded.lost})"
@@ -291,7 +293,7 @@ def describe(sharded: Sharded) -> str:
 
 
 def trainable(sharded: Sharded) -> Sharded:
-    """The part an optimizer sees: without the frozen units."""
+    """Return the part that an optimizer sees: without the frozen units."""
     spec = sharded.spec.trainable
     if spec.layout is sharded.layout:
         return sharded
@@ -301,7 +303,7 @@ def trainable(sharded: Sharded) -> Sharded:
 
 
 def with_trainable(sharded: Sharded, part: Sharded) -> Sharded:
-    """`sharded` with its trainable units from `part`."""
+    """Return `sharded` with its trainable units from `part`."""
     if len(part.layout.units) == len(sharded.layout.units):
         return Sharded(sharded.spec, part.stored)
     fresh = iter(part.stored)

@@ -1,4 +1,4 @@
-"""Which subtrees of a state are laid out like its parameters, or like a part of them."""
+"""Find the subtrees of a state that have the layout of its parameters, or of a part of them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def _signature(x: Any) -> Any:
 
 
 def layout_like(x: Any, known: dict[Any, Layout]) -> Layout | None:
-    """The layout for a subtree: that of its signature, or of the known one whose leaves it has in part, with
-    None in place of the others (as moments have under a mask)."""
+    """Return the layout for a subtree: the known one with its signature, or one whose leaves it has in part, with None
+    for the others (as moments have under a mask).
+    """
     signature = _signature(x)
     if signature is None or signature in known:
         return known.get(signature)
@@ -37,12 +38,12 @@ def layout_like(x: Any, known: dict[Any, Layout]) -> Layout | None:
 
 
 def signature_of(layout: Layout) -> Any:
-    """The structure and shapes of a tree that is laid out so, as a key."""
+    """Return the structure and shapes of a tree with this layout, as a key."""
     return layout.treedef, tuple(leaf.shape for leaf in layout.leaves)
 
 
 def sublayouts(layout: Layout, spec: Spec) -> Iterable[Layout]:
-    """The layouts a subtree of the state may have: parts of params, its trainable part, params itself."""
+    """Return the layouts a subtree of the state may have: parts of `params`, its trainable part, `params` itself."""
     whole = tree.unflatten(layout.treedef, list(range(layout.treedef.num_leaves)))
     if isinstance(whole, Mapping):
         for key, value in whole.items():
@@ -50,20 +51,20 @@ def sublayouts(layout: Layout, spec: Spec) -> Iterable[Layout]:
                 try:
                     yield layout.subset(str(key))
                 except KeyError:
-                    continue  # shares a unit with its neighbour, so nothing can be cut like it
+                    continue  # it shares a unit with its neighbour, so nothing can have its layout
     yield spec.trainable.layout
     yield layout
 
 
 def device_of(state: Any) -> torch.device:
-    """Where the parameters are; where there are only shapes, or on several devices, the host."""
+    """Return the parameters' device; the host if there are only shapes, or several devices."""
     states = [x for x in tree.leaves(state, is_leaf=is_state) if is_state(x)]
     devices = {x.device for s in states for x in tree.leaves(params_of(s)) if isinstance(x, Tensor)}
     return devices.pop() if len(devices) == 1 and "meta" not in {d.type for d in devices} else torch.device("cpu")
 
 
 def is_state(x: Any) -> bool:
-    """Whether `x` is a container with an entry named `params`."""
+    """Return whether `x` is a container with an entry named `params`."""
     if isinstance(x, Mapping):
         return "params" in x
     if hasattr(x, "keys") and hasattr(x, "batch_size"):  # a TensorDict
@@ -72,12 +73,12 @@ def is_state(x: Any) -> bool:
 
 
 def params_of(state: Any) -> Any:
-    """What holds the parameters of a container that `is_state`."""
+    """Return the `params` entry of a container that `is_state`."""
     return state.params if hasattr(state, "params") else state["params"]
 
 
 def adapted(state: Any, precision: Precision) -> Any:
-    """The state with numbers as tensors, and what the precision needs added. Raises for what cannot be state."""
+    """Return the state with numbers as tensors, and with what the precision adds. Raises for what cannot be state."""
     nodes, treedef = tree.flatten(state, is_leaf=is_state)
     if not any(is_state(x) for x in nodes):
         raise ValueError(
@@ -103,5 +104,5 @@ def _tensor(name: str, x: Any) -> Tensor:
 
 
 def as_tensor(x: bool | int | float) -> Tensor:
-    """A number of a state as the 0-d tensor it becomes: bool, int64 or float64."""
+    """Return the 0-d tensor for a number of a state: bool, int64 or float64."""
     return torch.full((), x, dtype={bool: torch.bool, int: torch.int64, float: torch.float64}[type(x)])

@@ -1,9 +1,9 @@
-"""How a shard is stored: by which codec, and where each of its parts lies.
+"""How a shard is stored: by which codec, and in which tier each of its parts.
 
-A step, an optimizer and a checkpoint see one public tensor a shard, in the master's dtype. What lies in memory may be
-something else: two halves, 8-bit blocks (the codecs of `ops.codecs`), a handle of a place on a drive. `compile` gives
-a step what lies in memory, decodes at its start and encodes at its end, and the passes let update rules work on it as
-it is.
+A step, an optimizer and a checkpoint see one public tensor a shard, in the master's dtype. What is stored may be
+different: two halves, 8-bit blocks (the codecs of `ops.codecs`), a handle of a region on a drive. `compile` passes what
+is stored to the step, decodes it at the start and encodes it at the end, and passes let update rules work on the stored
+form directly.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ StoredPart = Tensor | DriveTensor | HostTensor
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the parts of a shard lie. `tiers`: of each part, None where the model computes, "cpu" in host memory,
-    "nvme" on drives.
+    """Where the parts of a shard are stored.
 
-    `paths`: the folders on drives; `device`: where the model computes; `update`: see `Offload`.
+    `tiers`: for each part None (where the model computes), "cpu" (host memory) or "nvme" (drives). `paths`: the
+    folders on drives. `device`: where the model computes. `update`: see `Offload`.
     """
 
     tiers: tuple[str | None, ...]
@@ -39,22 +39,23 @@ class Placement:
 
 @dataclass(frozen=True)
 class StorageSpec:
-    """How a shard is stored, as far as a captured step depends on it: the codec, the public dtype, and where its
-    parts lie."""
+    """How a shard is stored, as far as a captured step depends on it: codec, public dtype, placement."""
 
     codec: Codec
     dtype: torch.dtype
-    placement: Placement | None = None  # None: all of it lies where the model computes
+    placement: Placement | None = None  # None: everything is where the model computes
 
     @property
     def described(self) -> str:
-        """The same in words, without what differs from rank to rank."""
+        """Describe the storage, without what differs by rank."""
         tiers = [] if self.placement is None else [tier or "the model's device" for tier in self.placement.tiers]
         where = f", on {' and '.join(dict.fromkeys(tiers))}" if tiers else ""
         return f"as {str(self.dtype).removeprefix('torch.')}{self.codec.note}{where}"
 
     def lies_in(self, dtype: torch.dtype) -> bool:
-        """Whether its first part is what is gathered and used in `dtype`, so that it may lie in the gathered copy."""
+        """Return whether its first part is what is gathered and used in `dtype`, so that it may be a view of the
+        gathered copy.
+        """
         return self.codec.sizes(self.dtype, 0)[0][0] == dtype
 
     def parts(self, size: int) -> list[tuple[torch.dtype, int, str | None]]:
@@ -64,7 +65,9 @@ class StorageSpec:
         return [(*part, tier) for part, tier in zip(found, tiers, strict=True)]
 
     def of(self, tensors: Iterator[Tensor], size: int) -> Stored:
-        """A shard of `size` elements kept in the next tensors, which are tickets for what lies on a drive."""
+        """Return a shard of `size` elements stored in the next tensors: parts in memory, handles for parts on
+        drives.
+        """
         return Stored(self, tuple(self._part(next(tensors), *part) for part in self.parts(size)))
 
     def _part(self, x: Tensor, dtype: torch.dtype, size: int, tier: str | None) -> StoredPart:
@@ -74,7 +77,9 @@ class StorageSpec:
         return DriveTensor(x, dtype, size, device) if tier == "nvme" else HostTensor(x, device)
 
     def keep(self, x: Tensor, old: Stored | None = None) -> Stored:
-        """A public tensor as a shard of this kind; in a captured step, one on a drive takes the place of `old`."""
+        """Encode a public tensor as a shard of this storage. In a captured step, a part on a drive takes the place
+        of `old`.
+        """
         parts: list[StoredPart] = []
         for k, (fresh, (dtype, n, tier)) in enumerate(zip(self.codec.encode(x), self.parts(x.numel()), strict=True)):
             before = old.parts[k] if old is not None else fresh
@@ -90,7 +95,7 @@ class StorageSpec:
 
     @property
     def note(self) -> str:
-        """What to say of how a shard is kept, beside its dtype."""
+        """What to add to the dtype in a description of a shard."""
         tiers = () if self.placement is None else self.placement.tiers
         where = [text for tier, text in (("cpu", "in host memory"), ("nvme", "on a drive")) if tier in tiers]
         partly = "partly " if None in tiers else ""
@@ -99,7 +104,7 @@ class StorageSpec:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A shard as it is kept."""
+    """A shard as stored."""
 
     storage: StorageSpec
     parts: tuple[StoredPart, ...]
@@ -111,7 +116,7 @@ class Stored:
 
     @property
     def device(self) -> torch.device:
-        """Where the first part lies: what a forward pass reads."""
+        """The device of the first part, which a forward pass reads."""
         placement = self.storage.placement
         first = self.parts[0]
         return first.device if isinstance(first, Tensor) else torch.device(placement.device if placement else "cpu")
@@ -134,16 +139,18 @@ class Stored:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What a captured step is given: the parts, and tickets for those on a drive."""
+        """The inputs of a captured step: parts in memory, and handles for those on a drive."""
         return [x if isinstance(x, Tensor) else x.handle for x in self.parts]
 
     def decode(self) -> Tensor:
-        """The public tensor [size]; memory of its own unless it is kept as it is. Raises `RuntimeError` for what lies
-        on a drive, but in a step that is being captured."""
+        """Return the public tensor [size], in new memory unless the codec is plain.
+
+        Raises `RuntimeError` for a shard on a drive, except in a step that is being captured.
+        """
         return self.storage.codec.decode([x if isinstance(x, Tensor) else x.fetched() for x in self.parts])
 
     def loaded(self) -> Stored:
-        """The same in host memory, if any of it lies elsewhere than where the model computes."""
+        """Return the shard in host memory, if a part of it is offloaded; itself otherwise."""
         if self.storage.placement is None:
             return self
         return Stored(
@@ -152,7 +159,7 @@ class Stored:
         )
 
     def save(self, values: Stored) -> None:
-        """Write what was `loaded`, and changed, to where it lies."""
+        """Write what was `loaded`, and then changed, to where it is stored."""
         for mine, fresh in zip(self.parts, values.tensors, strict=True):
             if not isinstance(mine, Tensor):
                 mine.save(fresh)
@@ -160,20 +167,19 @@ class Stored:
                 mine.copy_(fresh)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the public tensor."""
+        """Return elements [start, stop) of the public tensor."""
         first, parts = self.loaded()._around(start, stop)
         return self.storage.codec.decode(parts)[start - first : stop - first]
 
     def _around(self, start: int, stop: int) -> tuple[int, list[Tensor]]:
-        """What keeps elements [start, stop), and a few more where they cannot be kept by themselves: (the first
-        element, its parts)."""
+        """Return (the first element, the parts) of elements [start, stop), extended to whole blocks of the codec."""
         codec = self.storage.codec
         first, last = start // codec.grain * codec.grain, min(-(-stop // codec.grain) * codec.grain, self.size)
         grains = [part.grain for part in codec.parts]
         return first, [x[first // k : -(-last // k)] for x, k in zip(self.tensors, grains, strict=True)]
 
     def fill(self, start: int, stop: int, read: Callable[[Tensor], Any]) -> None:
-        """Let `read` fill elements [start, stop), given a public tensor of their size; what is kept is in memory."""
+        """Let `read` fill elements [start, stop), given a public tensor of that size. The shard must be in memory."""
         if self.storage.codec == PLAIN:
             read(self.tensors[0][start:stop])
         else:
@@ -182,9 +188,9 @@ class Stored:
             self.write(start, values)
 
     def write(self, start: int, values: Tensor) -> None:
-        """Keep `values` [n] as elements [start, start + n), in memory."""
+        """Store `values` [n] as elements [start, start + n), in memory."""
         first, parts = self._around(start, start + values.numel())
-        if self.storage.codec.grain > 1:  # some of its neighbours are kept with it
+        if self.storage.codec.grain > 1:  # neighbours in the same blocks are encoded again
             whole = self.storage.codec.decode(parts)
             whole[start - first : start - first + values.numel()] = values
             values = whole
@@ -193,5 +199,5 @@ class Stored:
 
 
 def stored(x: Tensor | Stored) -> Stored:
-    """A tensor as a shard that is kept as it is."""
+    """Return a tensor as a plainly stored shard."""
     return x if isinstance(x, Stored) else Stored(StorageSpec(PLAIN, x.dtype), (x,))

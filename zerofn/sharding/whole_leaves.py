@@ -1,4 +1,4 @@
-"""What needs whole leaves: a unit is gathered, computed with, and this rank's shard of the result taken back."""
+"""Functions of whole leaves: gather a unit, compute, and keep this rank's shard of the result."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .sharded import Sharded, Spec, is_sharded
 
 
 def map_whole(rule: Callable[[Tensor], Tensor], values: Any) -> Any:
-    """`rule(leaf)` on every whole leaf of a tree, `Sharded` or plain; a result has its leaf's shape.
+    """Apply `rule(leaf)` to every whole leaf of a tree, `Sharded` or plain. A result has its leaf's shape.
 
-    Of a `Sharded` every unit is gathered in its own dtype, one all-gather a unit, (N - 1) / N of its bytes received by
-    each of N ranks; none at stage 0. A rank runs the rule on those leaves of which it has a part, and keeps that part
-    of the result: that costs no communication. Not differentiable. All ranks must call it.
+    Each unit of a `Sharded` is gathered in its own dtype: one all-gather a unit, with (N - 1) / N of its bytes
+    received by each of N ranks, and none at stage 0. A rank runs the rule on the leaves of which it has a part, and
+    keeps that part of the result, without further communication. Not differentiable. All ranks must call it.
     """
     return tree.tree_map(lambda x: _on_shards(rule, x) if is_sharded(x) else rule(x), values, is_leaf=is_sharded)
 
@@ -31,7 +31,7 @@ def _on_shards(rule: Callable[[Tensor], Tensor], values: Sharded) -> Sharded:
         whole = unravel(_whole(values.spec, unit, shard), unit)
         mine = {leaf.index for leaf, _, _ in unit.intervals(start, stop)}
         leaves = [rule(x) if leaf.index in mine else None for leaf, x in zip(unit.leaves, whole, strict=True)]
-        if not mine:  # what is gathered must have a use on every rank
+        if not mine:  # a gather needs a user on every rank
             leaves[0] = whole[0]
         offsets = [leaf.offset for leaf in unit.leaves]
         shards.append(ops.take_shard(leaves, offsets, start, stop, shard.dtype))

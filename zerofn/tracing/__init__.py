@@ -1,1 +1,1 @@
-"""Recording operations on fake tensors in some microseconds each: what capture and initialisation share."""
+"""Fast recording of operations on fake tensors, for capture and initialisation."""

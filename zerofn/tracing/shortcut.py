@@ -1,9 +1,9 @@
-"""Most operations of a step, recorded in some microseconds each.
+"""Record most operations of a step in some microseconds each.
 
-torch's capture takes half a millisecond an operation: proxies are made for all arguments, metadata is hashed field by
-field, results and notes of them are detached through the dispatcher. Steps repeat few kinds of operations, so here the
-result of one on tensors of the same shapes is made as it was the first time. Whatever is not as simple as that goes to
-torch, which sees all tensors that were made here as its own.
+torch's capture takes half a millisecond an operation: it makes proxies for all arguments, hashes metadata field by
+field, and detaches results and notes of them through the dispatcher. Steps repeat the same operations on the same
+shapes. So here a result is made like the first one of its kind. Anything less simple goes to torch, for which the
+tensors made here are its own.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from ..util.nested import tensors_in
 aten = torch.ops.aten
 _KNOWN = "_zerofn_known"  # the attribute of a fake tensor
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-_LOST = object()  # what a way gives where it leads nowhere
+_LOST = object()  # the answer of a way that cannot handle a call
 
 
 class _Known:
-    """What is known of a fake tensor: where it stands in which graph, and what operations on it depend on."""
+    """What is known of a fake tensor: its node and trace, and what operations on it depend on."""
 
     __slots__ = ("device", "elem", "kind", "node", "tracer")
 
@@ -58,18 +58,18 @@ class _Result(NamedTuple):
     """One tensor that an operation makes."""
 
     kind: tuple[Any, ...]
-    note: Tensor  # what stands for it in the graph, wherever it is made
+    note: Tensor  # its value in the graph, shared by all nodes of this kind
 
 
 class _Kind(NamedTuple):
-    """What an operation makes of arguments of one kind; `container` is None, list or tuple."""
+    """The results of an operation on arguments of one kind. `container`: None, list or tuple."""
 
     container: Any
     results: list[_Result | None]
 
 
 class Shortcut(TorchDispatchMode):
-    """Inside a capture, above its own modes. What it learns is kept for as long as it is."""
+    """A mode inside a capture, above its own modes. What it learns lives as long as it does."""
 
     supports_higher_order_operators = True
 
@@ -81,7 +81,7 @@ class Shortcut(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._fakes: Fakes | None = None
-        self._kinds: dict[Any, _Kind | None] = {}  # None: what torch alone can make
+        self._kinds: dict[Any, _Kind | None] = {}  # None: only torch can make it
         self._views: dict[Any, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,7 +100,7 @@ class Shortcut(TorchDispatchMode):
 
 
 def _long_way(func: Any, args: Any, kwargs: Any) -> Any:
-    """As torch does it. What was known of tensors that it may have written is forgotten."""
+    """Run the operation as torch does, and forget what was known of its arguments, which it may have written."""
     out = func(*args, **kwargs)
     for x in tensors_in((args, kwargs)):
         if type(x) is FakeTensor:
@@ -119,8 +119,8 @@ class _Call:
         self.tensors: list[Tensor] = []
 
     def known(self, x: Tensor) -> _Known | None:
-        """What is known of an argument; None where torch has to see it."""
-        if self.tracer is None:  # `x.data = y`, which nobody hears of, is allowed there
+        """Return what is known of an argument; None if torch must see it."""
+        if self.tracer is None:  # outside a trace `x.data = y` may change a tensor unseen
             return _Known(None, None, x.device, None, None) if self.fakes.simple(x) else None
         found = x.__dict__.get(_KNOWN)
         if found is not None and found.tracer is self.tracer:
@@ -132,7 +132,9 @@ class _Call:
         return found
 
     def read(self, args: Any) -> Any:
-        """Arguments with nodes in the place of tensors; `key` gets what their kind is. `_LOST` for other things."""
+        """Return arguments with nodes in place of tensors, and append their kinds to `key`. `_LOST` for anything
+        else.
+        """
         out: list[Any] = []
         key = self.key
         for x in args:
@@ -147,7 +149,7 @@ class _Call:
                 self.tensors.append(x)
                 out.append(known.node)
             elif cls in _PLAIN:
-                key.append(cls)  # 1, 1.0 and True are one key otherwise
+                key.append(cls)  # otherwise 1, 1.0 and True are equal keys
                 key.append(x)
                 out.append(x)
             elif cls is list or cls is tuple:
@@ -162,7 +164,7 @@ class _Call:
         return out
 
     def made(self, elem: Tensor, device: torch.device, kind: Any, node: Node | None) -> Tensor:
-        """The tensor that `node` makes."""
+        """Return the tensor that `node` makes."""
         x = self.fakes.of(elem, device)
         if node is not None:
             x.__dict__[_KNOWN] = _Known(self.tracer, node, device, elem, kind)
@@ -170,7 +172,7 @@ class _Call:
         return x
 
     def note(self, args: Any, kwargs: Any, val: Any) -> Node | None:
-        """A new node, where something is traced."""
+        """Add a node, if there is a trace."""
         if self.tracer is None:
             return None
         node = new_node(self.tracer.graph, self.func, tuple(args), kwargs, _names[self.func])
@@ -178,7 +180,7 @@ class _Call:
         return node
 
     def item(self, node: Node | None, k: int, val: Tensor) -> Node | None:
-        """A node for one of several results."""
+        """Add a node for one of several results."""
         if node is None:
             return None
         one = new_node(self.tracer.graph, operator.getitem, (node, k), {}, "getitem")
@@ -191,7 +193,7 @@ def _kind_of(x: Tensor, device: torch.device) -> tuple[Any, ...]:
 
 
 def _detach(call: _Call, args: Any, kwargs: Any) -> Any:
-    """Another tensor that is the same value: no node of its own."""
+    """Return another tensor with the same node."""
     x = args[0]
     known = call.known(x) if type(x) is FakeTensor and len(args) == 1 and not kwargs else None
     if known is None:
@@ -202,7 +204,7 @@ def _detach(call: _Call, args: Any, kwargs: Any) -> Any:
 
 
 def _view(call: _Call, args: Any, kwargs: Any) -> Any:
-    """What looks at the memory of its first argument: as on "meta"."""
+    """Make a view of the first argument's memory, as on "meta"."""
     x: Any = args[0] if args else None
     known = call.known(x) if type(x) is FakeTensor else None
     if known is None or any(isinstance(a, Tensor) or type(a) not in _PLAIN and not _is_ints(a) for a in args[1:]):
@@ -229,8 +231,9 @@ def _view(call: _Call, args: Any, kwargs: Any) -> Any:
 
 
 def _reshape(call: _Call, args: Any, kwargs: Any) -> Any:
-    """A view of other shape. torch's fake tensors and "meta" choose other strides for dims of size 1: as the first of
-    its kind."""
+    """Make a view of another shape like the first of its kind: for dims of size 1, fake tensors and "meta" choose
+    different strides.
+    """
     known = call.known(args[0]) if args and type(args[0]) is FakeTensor else None
     if known is None or kwargs or len(args) != 2 or not _is_ints(args[1]):
         return _LOST
@@ -255,14 +258,14 @@ def _reshape(call: _Call, args: Any, kwargs: Any) -> Any:
 
 
 def _parts(call: _Call, args: Any, kwargs: Any) -> Any:
-    """What is only written in terms of other operations: these, as below autograd torch's capture does."""
+    """Decompose a composite operation, as torch's capture does below autograd."""
     with call.owner:
         out = call.func.decompose(*args, **(kwargs or {}))
     return _LOST if out is NotImplemented else out
 
 
 def _device(call: _Call, args: Any, kwargs: Any) -> Any:
-    """Autograd asks a dozen times a tensor."""
+    """Return the device, which autograd asks for a dozen times a tensor."""
     return args[0].device if type(args[0]) is FakeTensor else _LOST
 
 
@@ -271,7 +274,7 @@ def _is_ints(x: Any) -> bool:
 
 
 def _fresh(call: _Call, args: Any, kwargs: Any) -> Any:
-    """What makes memory of its own: as it was made of arguments of the same kind."""
+    """Make a result in new memory like the first one on arguments of the same kind."""
     call.key += (call.func, torch.get_default_dtype())
     given = call.read(args)
     if given is _LOST:
@@ -294,7 +297,7 @@ def _fresh(call: _Call, args: Any, kwargs: Any) -> Any:
 
 
 def _again(call: _Call, kind: _Kind, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The results of an operation, made as those of the first of its kind."""
+    """Make the results of an operation like the first of its kind."""
     first = kind.results[0]
     if kind.container is None:
         assert first is not None
@@ -315,7 +318,7 @@ def _like(call: _Call, result: _Result, node: Node | None) -> Tensor:
 
 
 def _learned(call: _Call, out: Any) -> _Kind | None:
-    """What an operation makes, from what it made; None where that cannot be made again from shapes alone."""
+    """Return what an operation makes; None if shapes alone do not determine it."""
     container = type(out) if isinstance(out, list | tuple) else None
     if container not in (None, list, tuple):
         return None

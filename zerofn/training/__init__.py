@@ -1,1 +1,1 @@
-"""What a training step is written with: gradients, accumulation, loss scales, rematerialisation, `TrainState`."""
+"""What a training step is written with: gradients, accumulation, loss scales, recomputation, `TrainState`."""

@@ -1,8 +1,8 @@
-"""What is recomputed in the backward pass sees the parameters it saw in the forward pass.
+"""Let recomputation in the backward pass see the parameters of the forward pass.
 
-`torch.func.functional_call` lends parameters to a module for the length of one call. `torch.utils.checkpoint` calls
-parts of that module again when gradients are taken, after the call: by then the module has its own back, which are
-others, or have no data at all. Here a segment remembers what was lent when it first ran.
+`torch.func.functional_call` lends parameters to a module for one call. `torch.utils.checkpoint` calls parts of that
+module again when gradients are taken, after the call. By then the module has its own parameters back, which are others,
+or have no data. Here each segment remembers the parameters that were lent when it first ran.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ _lent = _Lent()
 
 
 def same_parameters() -> Patches:
-    """A context: inside, segments under `torch.utils.checkpoint` are recomputed with the parameters that
-    `functional_call` gave them. Take gradients inside as well.
+    """Inside, segments under `torch.utils.checkpoint` are recomputed with the parameters that `functional_call` gave
+    them.
+
+    Take gradients inside as well.
     """
     return _patches
 

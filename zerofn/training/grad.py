@@ -31,7 +31,7 @@ LossFn = Callable[..., Any]
 
 
 class _Loss(NamedTuple):
-    """One microbatch's loss: `mean` is what is differentiated; `weight` only for a (sum, weight) loss."""
+    """One microbatch's loss. `mean` is differentiated; `weight` is set for a (sum, weight) loss only."""
 
     mean: Tensor
     total: Tensor
@@ -46,22 +46,24 @@ def value_and_grad(
     rng: Tensor | None = None,
     frozen: Callable[[str], bool] | None = None,
 ) -> ValueAndGrad:
-    """`(params, *args) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`.
+    """Return `f(params, *args) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`.
 
-    `loss_fn(params, *args)` sees full parameters in the compute dtype and returns a scalar: this rank's mean.
-    It may return `(sum, weight)` instead, for a mean that is exactly weighted over ranks and microbatches.
-    `params` may be `Sharded`, plain, or a tree of both; gradients come back in its structure, unscaled, in the
-    reduce dtype, averaged over ranks; a plain tree never communicates. Unused parameters get zeros. The loss
-    is in float32 (float64 stays), the mean over the global batch; `aux` is this rank's own.
-    `scale` is a loss scale; `rng` the key for random operations, which raise without one. `frozen(leaf name)` says
-    which plain leaves get zeros, as whole numbers do; `Sharded` know theirs. A complex leaf raises `TypeError`.
+    `loss_fn(params, *args)` gets full parameters in the compute dtype, and returns a scalar: the mean over this
+    rank's batch. It may return `(sum, weight)` instead, for a mean that is weighted exactly over ranks and
+    microbatches. `params` is `Sharded`, plain, or a tree of both. Gradients have its structure, unscaled, in the
+    reduce dtype, averaged over ranks; a plain tree never communicates. Unused parameters get zeros. The loss is the
+    mean over the global batch, in float32 (float64 stays); `aux` is this rank's own.
+
+    `scale`: a loss scale. `rng`: the key for random operations, which raise without one. `frozen(leaf name)` says
+    which plain leaves get zeros, as integers do; `Sharded` trees know theirs. Raises `TypeError` for a complex
+    leaf.
     """
     return ValueAndGrad(loss_fn, has_aux, scale if scale is not None else NoLossScale(), rng, frozen)
 
 
 @dataclass(frozen=True)
 class ValueAndGrad:
-    """What `value_and_grad` returns; `num_microbatches` is set by `accumulate`."""
+    """The result of `value_and_grad`; `accumulate` sets `num_microbatches`."""
 
     loss_fn: LossFn
     has_aux: bool
@@ -71,11 +73,11 @@ class ValueAndGrad:
     num_microbatches: int = 1
 
     def with_microbatches(self, n: int) -> ValueAndGrad:
-        """The same over `n` microbatches for each that there was; see `accumulate`."""
+        """Return it with `n` times as many microbatches; see `accumulate`."""
         return replace(self, num_microbatches=n * self.num_microbatches)
 
     def __call__(self, params: Any, *args: Any) -> tuple[Any, Any]:
-        """-> (loss, grads) or ((loss, aux), grads)."""
+        """Return (loss, grads) or ((loss, aux), grads)."""
         paths, nodes, treedef = tree.flatten_with_path(params, is_leaf=is_sharded)
         if self.frozen is not None and not any(map(is_sharded, nodes)):
             names = [tree.name_of(p) for p in paths]
@@ -93,12 +95,14 @@ class ValueAndGrad:
 
 
 def accumulate(vg: Any, n: int) -> Any:
-    """`vg` over `n` microbatches, one after the other: a larger batch in the memory of a smaller one.
+    """Return `vg` over `n` microbatches, one after the other: a larger batch in the memory of a smaller one.
 
-    Every tensor leaf of the arguments after `params` is cut along dim 0 into `n` equal contiguous parts; one
-    that cannot be raises `ValueError`. Loss and gradients are averaged, aux is stacked along a new dim 0,
-    buffers that `loss_fn` writes are carried in order. What accumulates over `m` already does so over `m * n` then.
-    Captured once, looped, never unrolled.
+    Every tensor leaf of the arguments after `params` is cut along dim 0 into `n` equal contiguous parts. Loss and
+    gradients are averaged, aux is stacked along a new dim 0, and buffers that `loss_fn` writes pass from one
+    microbatch to the next. A `vg` that accumulates over `m` then accumulates over `m * n`. The body is captured
+    once and looped, never unrolled.
+
+    Raises `ValueError` for a leaf that cannot be cut so.
     """
     if not hasattr(vg, "with_microbatches"):
         raise TypeError(f"accumulate: expected what value_and_grad returned, got {type(vg).__name__}.")
@@ -113,11 +117,11 @@ def _axis_of(nodes: Sequence[Any]) -> Axis | None:
 
 @dataclass(frozen=True)
 class _Work:
-    """One call: the parameters' nodes (Sharded or plain tensors) and what is done with them."""
+    """One call: the parameters' nodes (`Sharded` or plain tensors), and the work on them."""
 
     vg: ValueAndGrad
     nodes: list[Any]
-    learns: list[list[bool]]  # of every node, which of its leaves get gradients
+    learns: list[list[bool]]  # for each node: which of its leaves get gradients
     treedef: tree.PyTreeSpec
     axis: Axis | None
 
@@ -126,7 +130,7 @@ class _Work:
         return 1 if self.axis is None else self.axis.size
 
     def microbatch(self, nodes: list[Any], args: Sequence[Any], index: Any) -> tuple[_Loss, list[Tensor]]:
-        """The local loss, and gradients: one flat tensor per trainable unit, one per plain leaf that learns."""
+        """Return the local loss and gradients: one flat tensor per trainable unit, one per trained plain leaf."""
         full = [gather_leaves(x) if is_sharded(x) else [x] for x in nodes]
         leaves = [
             [_leaf(t, ok) for t, ok in zip(ts, learns, strict=True)]
@@ -180,21 +184,21 @@ class _Work:
         if weight is None:
             return _Loss(total, total, None, aux)
         weight = torch.as_tensor(weight, device=total.device).detach().reshape(()).to(total.dtype)
-        # A rank without a single token has weight 0 and sum 0: it adds nothing, rather than 0 / 0.
+        # A rank without tokens has weight 0 and sum 0: it adds nothing, instead of 0 / 0.
         return _Loss(total / torch.where(weight == 0, torch.ones_like(weight), weight), total, weight, aux)
 
     def _seed(self, loss: _Loss) -> Tensor:
-        # The mean over ranks and microbatches is in the seed, so that no pass over the gradients is spent on it.
+        # The seed contains the mean over ranks and microbatches, which saves a pass over the gradients.
         parts = 1 if loss.weight is not None else self.num_ranks * self.vg.num_microbatches
         return self.vg.scale.scale(torch.full_like(loss.mean.detach(), 1.0 / parts))
 
     def reduce(self, flats: list[Tensor]) -> list[Tensor]:
-        """What this rank keeps of the sum over ranks."""
+        """Return this rank's part of the sum over ranks."""
         out, flat = [], iter(flats)
         for x, learns in zip(self.nodes, self.learns, strict=True):
             if is_sharded(x):
                 out += [reduce_unit(x.spec, u, next(flat)) for u in x.layout.units if u.trainable]
-            elif learns[0]:  # replicated, beside what is sharded: replicas must move alike
+            elif learns[0]:  # replicated beside sharded: replicas must stay equal
                 out.append(next(flat) if self.axis is None else sum_over(next(flat), self.axis))
         return out
 
@@ -203,7 +207,7 @@ class _Work:
         return all(x.spec.stage <= 1 for x in self.nodes if is_sharded(x))
 
     def loop(self, args: Sequence[Any]) -> tuple[tuple[Tensor, Tensor | None], Any, list[Tensor]]:
-        """All microbatches: ((sum of losses, sum of weights), stacked aux, sums of gradients)."""
+        """Run all microbatches; return ((sum of losses, sum of weights), stacked aux, sums of gradients)."""
         n, late = self.vg.num_microbatches, self._late()
         leaves, treedef = tree.flatten(args)
         parts = [_cut(x, n) if isinstance(x, Tensor) else x for x in leaves]
@@ -213,7 +217,7 @@ class _Work:
             fresh = iter(mine)
             values = tree.unflatten(treedef, [next(fresh) if isinstance(x, Tensor) else x for x in leaves])
             loss, flats = self.microbatch(nodes, values, index)
-            # Copies, since a buffer that the next microbatch writes may be what was returned as loss or weight.
+            # Copies: the loss or weight may be a buffer that the next microbatch writes.
             pair = [x.clone() for x in _detached(loss) if x is not None]
             aux_leaves, aux_treedef = tree.flatten(loss.aux)
             return pair + (flats if late else self.reduce(flats)), aux_leaves, (aux_treedef, len(pair) == 2)
@@ -225,7 +229,7 @@ class _Work:
         return (total, sums[1] if weighted else None), tree.unflatten(aux_treedef, stacked), grads
 
     def finish(self, loss: tuple[Tensor, Tensor | None], sums: list[Tensor]) -> tuple[Tensor, Any]:
-        """The global mean of the loss, and gradients in the structure of the parameters."""
+        """Return the global mean of the loss, and gradients in the structure of the parameters."""
         total, weight = loss
         if self.num_ranks > 1:
             assert self.axis is not None
@@ -257,7 +261,7 @@ def _detached(loss: _Loss) -> tuple[Tensor, Tensor | None]:
 
 
 def _no_gradient(shard: Tensor | Stored) -> Tensor:
-    """A zero that takes no memory, for what is frozen or a whole number."""
+    """Return a zero gradient without memory, for frozen parameters and integers."""
     shape = (shard.size,) if isinstance(shard, Stored) else shard.shape
     return torch.zeros((), dtype=shard.dtype, device=shard.device).expand(shape)
 

@@ -1,7 +1,7 @@
 """Loss scales: frozen pytrees, after jmp. No method waits for the device.
 
-float16 has gradients below 6e-8 come out as zero, so the loss is multiplied by a scale before the backward
-pass and gradients are divided by it afterwards (Micikevicius et al. 2018, Mixed Precision Training, 3.2).
+float16 gradients below 6e-8 are rounded to zero. So the loss is multiplied by a scale before the backward pass, and
+gradients are divided by it afterwards (Micikevicius et al. 2018, Mixed Precision Training, 3.2).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ class NoLossScale:
         return 1.0
 
     def scale(self, values: Any) -> Any:
-        """`values` as they are."""
+        """Return `values` unchanged."""
         return values
 
     def unscale(self, values: Any) -> Any:
-        """`values` as they are."""
+        """Return `values` unchanged."""
         return values
 
     def adjust(self, finite: Tensor) -> NoLossScale:
-        """Itself."""
+        """Return itself."""
         return self
 
 
 @dataclass(frozen=True)
 class StaticLossScale:
-    """A scale that stays. `loss_scale`: float32 scalar tensor (a float is made one)."""
+    """A constant scale. `loss_scale`: float32 scalar tensor, made from a float."""
 
     loss_scale: Any
 
@@ -47,11 +47,13 @@ class StaticLossScale:
         object.__setattr__(self, "loss_scale", _scalar(self.loss_scale, torch.float32))
 
     def scale(self, values: Any) -> Any:
-        """Every leaf times the scale."""
+        """Multiply every leaf by the scale."""
         return tree.tree_map(lambda x: x * self.loss_scale.to(x.dtype), values)
 
     def unscale(self, values: Any) -> Any:
-        """Every leaf times one over the scale; float16 ones become float32, since they need not fit unscaled."""
+        """Multiply every leaf by one over the scale. float16 leaves become float32, because unscaled they may not
+        fit.
+        """
         inverse = 1.0 / self.loss_scale
 
         def unscaled(x: Tensor) -> Tensor:
@@ -61,17 +63,17 @@ class StaticLossScale:
         return tree.tree_map(unscaled, values)
 
     def adjust(self, finite: Tensor) -> Any:
-        """Itself."""
+        """Return itself."""
         return self
 
 
 @dataclass(frozen=True)
 class DynamicLossScale(StaticLossScale):
-    """A scale that grows by `factor` after `period` finite steps and shrinks by it on a step that is not.
+    """A scale that grows by `factor` after `period` finite steps, and shrinks by it after a non-finite one.
 
-    With `hysteresis` it is the hysteresis-th of these that shrinks it, and each one after that: 1 forgives none
-    (DeepSpeed's, counted down in `left` and restored when the scale grows). It never goes below `min_loss_scale`.
-    `counter` is the number of finite steps since the last change.
+    `hysteresis`: the number of non-finite steps before it shrinks; after that, each further one shrinks it. 1
+    tolerates none. `left` counts down, and is restored when the scale grows (as in DeepSpeed). The scale never goes
+    below `min_loss_scale`. `counter`: finite steps since the last change.
     """
 
     loss_scale: Any = 2.0**16
@@ -80,7 +82,7 @@ class DynamicLossScale(StaticLossScale):
     factor: float = 2.0
     min_loss_scale: float = 1.0
     hysteresis: int = 1
-    left: Any = None  # how many more non-finite steps it takes to shrink
+    left: Any = None  # non-finite steps until it shrinks
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,7 +90,7 @@ class DynamicLossScale(StaticLossScale):
         object.__setattr__(self, "left", _scalar(self.hysteresis if self.left is None else self.left, torch.int64))
 
     def adjust(self, finite: Tensor) -> DynamicLossScale:
-        """The scale for the next step; `finite`: bool scalar, whether this step's gradients were all finite."""
+        """Return the scale for the next step. `finite`: bool scalar, whether all gradients of this step were finite."""
         grows = finite & (self.counter == self.period - 1)
         left = torch.where(finite, self.left, self.left - 1)
         shrinks = ~finite & (left <= 0)

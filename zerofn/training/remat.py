@@ -1,4 +1,4 @@
-"""`remat`: do not keep what a function computes on the way; compute it again for the backward pass."""
+"""`remat`: recompute a function's activations in the backward pass instead of saving them."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Call:
-    """`fn` as a function of its tensor arguments alone, to a tuple of tensors."""
+    """`fn` as a function of its tensor arguments alone, which returns a tuple of tensors."""
 
     def __init__(self, fn: Callable[..., Any], leaves: list[Any], at: list[int], treedef: tree.PyTreeSpec) -> None:
         self.fn, self.at, self.treedef = fn, at, treedef
         self.static = [None if isinstance(x, Tensor) else x for x in leaves]
         self.out: Any = None
-        self.state = torch.get_rng_state()  # here, because as an input a transform would wrap it
+        self.state = torch.get_rng_state()  # here, because a transform would wrap an input
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         leaves = list(self.static)
@@ -58,7 +58,7 @@ class _Call:
         return tuple(out)
 
     def again(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The same with the same draws; the generator goes on from where it was."""
+        """Run it again with the same draws; the generator continues from where it was."""
         before = torch.get_rng_state()
         torch.set_rng_state(self.state)
         try:

@@ -1,4 +1,4 @@
-"""`TrainState`: everything a step carries from one call to the next, as one pytree."""
+"""`TrainState`: everything that a step carries from one call to the next, as one pytree."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from .loss_scale import DynamicLossScale, StaticLossScale
 class TrainState:
     """Parameters, optimizer state and counters.
 
-    `step`: calls so far, int64 scalar; `skipped`: of those, how many were not applied; `params`: `Sharded` or a
-    plain tree; `opt_state`: `tx`'s; `loss_scale`: None or a loss scale; `rng`: the key of all random draws,
-    int64 scalar; `extra`: whatever else is carried (buffers, a moving average, the loader's position). `tx` and
-    `frozen` are static.
+    `step`: calls so far, int64 scalar. `skipped`: how many of these were not applied, int64 scalar. `params`:
+    `Sharded` or a plain tree. `opt_state`: the state of `tx`. `loss_scale`: None or a loss scale. `rng`: the key of
+    all random draws, int64 scalar. `extra`: anything else (buffers, a moving average, the loader's position). `tx`
+    and `frozen` are static.
     """
 
     step: Tensor
@@ -53,10 +53,12 @@ class TrainState:
         extra: Any = None,
         frozen: Callable[[str], bool] | None = None,
     ) -> TrainState:
-        """A state at step 0. `frozen(leaf name) -> bool` marks parameters that get no gradient and no moments;
-        an `nn.Parameter` with `requires_grad=False` is frozen too, and so are whole numbers.
+        """Return a state at step 0.
 
-        Raises `TypeError` when `tx` is no gradient transformation, `ValueError` for a `frozen` or a mask in `tx` that
+        `frozen(leaf name) -> bool` marks parameters without gradient and moments. An `nn.Parameter` with
+        `requires_grad=False` and integers are frozen, too.
+
+        Raises `TypeError` if `tx` is no gradient transformation, `ValueError` if `frozen`, or a mask in `tx`,
         selects no leaf.
         """
         if is_torchs(tx):
@@ -77,17 +79,19 @@ class TrainState:
         )
 
     def value_and_grad(self, loss_fn: LossFn, has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
-        """`f(*args) -> (loss, grads)` at this state's parameters, with its loss scale and random key."""
+        """Return `f(*args) -> (loss, grads)` at this state's parameters, with its loss scale and random key."""
         return _AtState(self, value_and_grad(loss_fn, has_aux, self.loss_scale, self.rng_at(), self.frozen))
 
     def rng_at(self) -> Tensor:
-        """The key of this step: a function of `rng` and `step`."""
+        """Return the random key of this step, a function of `rng` and `step`."""
         return fold_in(self.rng, self.step)
 
     def apply_gradients(self, grads: Any, *, on_nonfinite: str = "skip") -> TrainState:
-        """The next state. With `on_nonfinite="skip"`, when any gradient on any rank is not finite, parameters and
-        optimizer state stay as they were, bit for bit, `skipped` counts it and the loss scale shrinks; "ignore"
-        looks at nothing and updates always. Raises `ValueError` for another word.
+        """Return the next state.
+
+        `on_nonfinite="skip"`: if any gradient on any rank is not finite, parameters and optimizer state stay as
+        they are, bit for bit; `skipped` counts it, and the loss scale shrinks. "ignore" always updates, without
+        the finite check. Raises `ValueError` for another word.
         """
         if on_nonfinite not in ("skip", "ignore"):
             raise ValueError(f"apply_gradients: on_nonfinite must be 'skip' or 'ignore', got {on_nonfinite!r}.")
@@ -114,16 +118,16 @@ class TrainState:
         )
 
     def replace(self, **changes: Any) -> TrainState:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     @property
     def learning_rate(self) -> float | Tensor | None:
-        """The learning rate of the next applied update, None where `tx` does not tell."""
+        """The learning rate of the next applied update; None if `tx` does not tell."""
         return None if self.tx.learning_rate is None else self.tx.learning_rate(self.opt_state)
 
     def with_precision(self, precision: Precision) -> TrainState:
-        """What `shard` makes of the state for a precision: fp16 without a loss scale gets a dynamic one."""
+        """Return the state that `shard` needs for a precision: fp16 without a loss scale gets a dynamic one."""
         if precision.compute is torch.float16 and self.loss_scale is None:
             return self.replace(loss_scale=DynamicLossScale())
         return self
@@ -139,7 +143,7 @@ tree.register_dataclass(TrainState, static=("tx", "frozen"))
 
 @dataclass(frozen=True)
 class _AtState:
-    """`vg` at a state's parameters; `accumulate` reaches `vg` through it."""
+    """`vg` at a state's parameters, through which `accumulate` reaches `vg`."""
 
     state: TrainState
     vg: ValueAndGrad
@@ -154,7 +158,7 @@ class _AtState:
 
 @dataclass(frozen=True)
 class _Frozen:
-    """The frozen leaves: those named, and those a user's predicate says."""
+    """Selects frozen leaves: by name, and by a user's predicate."""
 
     names: frozenset[str]
     also: Callable[[str], bool] | None
@@ -176,7 +180,7 @@ def _check_params(params: Any) -> None:
 
 
 def _check_choices(params: Any, tx: GradientTransformation, frozen: Callable[[str], bool] | None) -> None:
-    """Raise where `frozen`, or a mask, is given and selects nothing: a name is misspelt, or it asks the wrong thing."""
+    """Raise if `frozen` or a mask selects nothing: a name may be misspelt, or the function expects something else."""
     paths, nodes, _ = tree.flatten_with_path(params, is_leaf=is_sharded)
     leaves = [
         leaf_info(p, x)
@@ -201,8 +205,9 @@ def _with_unlearned(params: Any, frozen: Callable[[str], bool] | None) -> Callab
 
 
 def _learning(params: Any, frozen: Callable[[str], bool] | None) -> Any:
-    """The part of a tree an optimizer sees: `Sharded` without frozen units, plain with None at frozen leaves and
-    whole numbers."""
+    """Return the part of a tree that an optimizer sees: `Sharded` without frozen units, plain trees with None at
+    frozen leaves and integers.
+    """
 
     def pick(name: str, x: Any) -> Any:
         if is_sharded(x):
@@ -215,7 +220,7 @@ def _learning(params: Any, frozen: Callable[[str], bool] | None) -> Any:
 
 
 def _whole(params: Any, part: Any) -> Any:
-    """`params` with its trainable part replaced."""
+    """Return `params` with its trainable part replaced."""
     paths, nodes, treedef = tree.flatten_with_path(params, is_leaf=is_sharded)
     fresh = dict(zip(*tree.flatten_with_path(part, is_leaf=is_sharded)[:2], strict=True))
     return tree.unflatten(

@@ -1,4 +1,4 @@
-"""Errors are for people: what is added to one that comes from elsewhere."""
+"""Helpers for errors: notes, nearest names, short lists."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from types import CellType
 from typing import Any
 
-_EMPTY = CellType()  # compares without a look at what a full one holds
+_EMPTY = CellType()  # compares equal whatever the notes hold
 
 
 def note(error: BaseException, text: str) -> None:
-    """Add a line to what an error says, keeping its type; before Python 3.11 it goes into the message."""
+    """Add a line to an error, and keep its type. Before Python 3.11 it goes into the message."""
     if not text or text in said(error):
         return
     if hasattr(error, "add_note"):
@@ -22,7 +22,7 @@ def note(error: BaseException, text: str) -> None:
 
 
 def said(error: BaseException) -> str:
-    """An error in words, with its notes.
+    """Return an error as text, with its notes.
 
     >>> said(KeyError("w"))
     "KeyError: 'w'"
@@ -31,7 +31,8 @@ def said(error: BaseException) -> str:
 
 
 def nearest(word: object, known: Iterable[object], most: int = 2, cutoff: float = 0.7) -> list[str]:
-    """What may have been meant by `word`, the likeliest first; `likeness` from 0 (anything) to 1 (the same).
+    """Return the known words that `word` may have meant, the likeliest first. `cutoff`: from 0 (anything) to 1
+    (equal).
 
     >>> nearest("a.wieght", ["a.weight", "b.weight", "step"])
     ['a.weight', 'b.weight']
@@ -50,7 +51,7 @@ def some(names: Collection[str], most: int = 4) -> str:
 
 
 def words_of(function: Callable[..., Any]) -> Iterator[str]:
-    """The strings that a function is written with, its own and those it closes over."""
+    """Return the strings in a function's code, and those it closes over."""
     if not inspect.isfunction(function):
         return
     closed = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
@@ -61,7 +62,7 @@ def words_of(function: Callable[..., Any]) -> Iterator[str]:
 
 
 class DiskError(OSError):
-    """A drive, or a folder on one, that cannot do what it is asked."""
+    """A drive, or a folder on one, failed or cannot be used."""
 
     def __init__(self, message: str, number: int | None = None) -> None:
         super().__init__(message)
@@ -69,4 +70,4 @@ class DiskError(OSError):
 
 
 class CheckpointError(RuntimeError):
-    """What lies on the disk cannot be used, or could not be written."""
+    """A checkpoint cannot be used, or could not be written."""

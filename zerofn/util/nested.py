@@ -1,4 +1,4 @@
-"""The tensors among an operation's arguments, which hold lists, tuples and dictionaries and no other containers.
+"""Find tensors among an operation's arguments, which contain lists, tuples and dictionaries only.
 
 `torch.utils._pytree` looks every container up in a registry; a capture asks this a hundred thousand times.
 """

@@ -1,4 +1,4 @@
-"""Functions of other libraries, replaced while somebody is inside; Python's garbage collector, which may rest."""
+"""Replace functions of other libraries inside a context; pause Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-Replacement = tuple[Any, str, Callable[[Any], Any]]  # owner, name, what is there -> what takes its place
+Replacement = tuple[Any, str, Callable[[Any], Any]]  # owner, name, the original -> its replacement
 
 
 class Patches:
-    """A context manager that may be entered again inside itself and from several threads: the first to enter replaces,
-    the last to leave puts back. `replacements` is asked each time the first one enters."""
+    """A reentrant, thread-safe context manager: the first to enter replaces, the last to leave restores.
+
+    `replacements` is called whenever the first one enters.
+    """
 
     def __init__(self, replacements: Callable[[], Iterable[Replacement]]) -> None:
         self._replacements = replacements
@@ -41,7 +43,9 @@ class Patches:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Inside, the collector rests: what a trace and passes make stays, and it would walk all of it again and again."""
+    """Inside, the garbage collector pauses. Traces and passes make objects that stay, and it would walk all of them
+    repeatedly.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

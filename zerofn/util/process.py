@@ -1,8 +1,8 @@
-"""What a process has once: the transfers under way, the thread that updates state on the host, the arenas.
+"""State of the process: the transfers under way, the thread that updates state on the host, the arenas.
 
-Each is an object of a class of its own, and `the` is the only way to it, so that whoever wants to know what outlives a
-step finds it here: `grep -rn "the(" zerofn`. Tests put another object in its place with `instead`. Caches of facts that
-do not change (a kernel library, a rate that was measured) are `functools.cache`s where they are used.
+Each is an object of its own class, and `the` is the only way to it: `grep -rn "the(" zerofn` lists what outlives a
+step. Tests replace one with `instead`. Caches of facts that do not change (a kernel library, a measured rate) are
+`functools.cache`s where they are used; `tests/test_house.py` lists the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _lock = threading.RLock()
 
 
 def the(kind: type[T]) -> T:
-    """The process's object of a class, made without arguments when it is first asked for."""
+    """Return the process's object of a class, made without arguments at the first call."""
     found = _objects.get(kind)
     if found is None:
         with _lock:
@@ -32,7 +32,7 @@ def the(kind: type[T]) -> T:
 
 @contextlib.contextmanager
 def instead(thing: T) -> Iterator[T]:
-    """Inside, `the` gives this object of its class."""
+    """Inside, `the` returns this object for its class."""
     before = _objects.get(type(thing))
     _objects[type(thing)] = thing
     try:
@@ -45,7 +45,7 @@ def instead(thing: T) -> Iterator[T]:
 
 
 def _forked() -> None:
-    """A forked process has neither the threads nor the transfers of the one that it comes from."""
+    """Tell the objects in a forked process: it has none of its parent's threads and transfers."""
     global _lock
     _lock = threading.RLock()
     for thing in list(_objects.values()):

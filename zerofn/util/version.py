@@ -1,3 +1,3 @@
-"""The version, in one place: pyproject.toml reads it here."""
+"""The version, which pyproject.toml reads from here."""
 
 __version__ = "0.1.0"
