@@ -1,5 +1,5 @@
 # torchrun --standalone --nproc-per-node 2 examples/explicit.py      (or: python examples/explicit.py)
-"""`gather` and `scatter` written out, and the curvature of a loss whose parameters lie in pieces.
+"""`gather` and `scatter` written out, and the curvature of a loss whose parameters are sharded.
 
 1. The step that `value_and_grad` writes for you, by hand with `torch.func`: the same parameters come out.
 2. A Hessian-vector product through the shards, `jvp(grad(loss))`, against plain torch on the full parameters.
@@ -108,9 +108,9 @@ def main() -> None:
         return state.apply_gradients(grads), {"loss": loss}
 
     def explicit_step(state, batch):
-        params = zerofn.gather(state.params)  # pieces -> full parameters
+        params = zerofn.gather(state.params)  # shards -> full parameters
         grads, loss = grad_and_value(loss_fn)(params, batch)  # local: this rank's rows
-        grads = zerofn.scatter(grads, like=state.params)  # the mean over ranks, this rank's piece of it
+        grads = zerofn.scatter(grads, like=state.params)  # the mean over ranks, this rank's shard of it
         loss = zerofn.collectives.all_reduce(loss) / axis.size
         return state.apply_gradients(grads), {"loss": loss}
 
@@ -128,7 +128,7 @@ def main() -> None:
         apart = gap(zerofn.unshard(other.params), zerofn.unshard(state.params))
         show(f"gather and scatter, {name}: loss {loss:.6f}, parameters differ by {apart:.1e}")
 
-    # ---- 2. a Hessian-vector product: jvp of grad, on trees of pieces
+    # ---- 2. a Hessian-vector product: jvp of grad, on trees of shards
 
     whole = windows(10_000, args.batch)
 

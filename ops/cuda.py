@@ -1,9 +1,9 @@
 """The GPU kernels of `csrc/cuda.cu`: what `native` does on the CPU, for tensors on one CUDA device, in torch's stream.
 
-CuPy holds the driver's functions; NVRTC compiles the kernels at their first use on a device (a second or so). Nothing
-here waits for the device: counts, learning rates, factors and verdicts are read there. Bit for bit the CPU library,
-except where `pow` of a device and of the host differ (`zf_runs`), which moves a constant by an ulp in rare counts.
-Without CuPy torch's operations serve. `ZEROFN_NATIVE=0` leaves the kernels alone, as it does on the CPU.
+CuPy has the driver's functions; NVRTC compiles the kernels at their first use on a device (about a second). Nothing
+waits for the device, which reads counts, learning rates, factors and finite checks itself. Results are those of the
+CPU library, bit for bit, except where `pow` of a device and of the host differ (`zf_runs`): at rare counts a constant
+differs by an ulp. Without CuPy torch's operations serve. `ZEROFN_NATIVE=0` disables the kernels, as on the CPU.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def deepspeed(stage: int) -> Callable[[Workload, int, int], Row]:
             return loss.detach()
 
         def state() -> list[torch.Tensor]:
-            # At stage 3 a parameter's piece hangs on it, and the optimizer's groups point at a
+            # At stage 3 a parameter's shard hangs on it, and the optimizer's groups point at a
             # sub-group of the masters only while it is updated.
             shards = [p.ds_tensor for p in engine.module.parameters() if hasattr(p, "ds_tensor")]
             masters = list(getattr(engine.optimizer, "fp32_partitioned_groups_flat", ()))

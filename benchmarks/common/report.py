@@ -140,8 +140,8 @@ def conclude(path: Path, run: dict[str, Any], found: Sequence[Check], check: boo
 
 
 def write_json(path: Path, run: dict[str, Any], found: Sequence[Check]) -> None:
-    verdicts = [
+    checks = [
         {"what": c.what, "measured": c.measured, "shown": c.shown, "limit": c.limit, "kept": c.kept} for c in found
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(run | {"must_hold": verdicts}, indent=1) + "\n")
+    path.write_text(json.dumps(run | {"must_hold": checks}, indent=1) + "\n")

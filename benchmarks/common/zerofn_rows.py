@@ -63,7 +63,7 @@ class Compiled:
         return metrics["loss"]
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """All the state keeps alive: pieces, moments, the gathered copies of stages 1 and 2."""
+        """All the state keeps alive: shards, moments, the gathered copies of stages 1 and 2."""
         return measure.reachable_tensors(self.state)
 
 

@@ -29,12 +29,12 @@ from zerofn.offload.disk import checksum
 
 FIO, SMALL, OURS, DEEPSPEED = "fio, huge pages", "fio, small pages", "ZeroFn", "DeepSpeed async_io"
 LIMIT = 1 / 0.90  # fio's rate to ours: at least 90 % of it
-# What lies on the drive, and whether updates wait for a verdict on all gradients: then little can be moved meanwhile.
+# What is on the drive, and whether updates wait for the finite check: then little can be moved meanwhile.
 STEPS: dict[str, dict[str, Any]] = {
-    "optimizer": {"verdict": False, "optimizer": "nvme"},
-    "optimizer, params": {"verdict": False, "optimizer": "nvme", "params": "nvme"},
-    "optimizer, verdict": {"verdict": True, "optimizer": "nvme"},
-    "optimizer, params, verdict": {"verdict": True, "optimizer": "nvme", "params": "nvme"},
+    "optimizer": {"finite_check": False, "optimizer": "nvme"},
+    "optimizer, params": {"finite_check": False, "optimizer": "nvme", "params": "nvme"},
+    "optimizer, finite check": {"finite_check": True, "optimizer": "nvme"},
+    "optimizer, params, finite check": {"finite_check": True, "optimizer": "nvme", "params": "nvme"},
 }
 
 

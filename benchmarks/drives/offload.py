@@ -49,13 +49,13 @@ class Row:
 
 
 ROWS = (
-    Row("host, exact, no verdict", {}, 12.2),
-    Row("host, exact, clipped and checked", {"verdict": True}, 14.2),
-    Row("host, precision='bf16', clipped and checked", {"verdict": True, "precision": "bf16"}, 16.2),
-    Row("host, 8-bit moments, no verdict", {"moments": "8bit"}, 6.3),
-    Row("host, 8-bit moments, clipped and checked", {"moments": "8bit", "verdict": True}, 8.3),
-    Row("drives, exact, no verdict", DRIVES, 0.2, unit=16),  # capture takes some 0.4 MB a unit
-    Row("drives, exact, clipped and checked", {**DRIVES, "verdict": True}, 0.2, unit=16),
+    Row("host, exact, no finite check", {}, 12.2),
+    Row("host, exact, clipped and checked", {"finite_check": True}, 14.2),
+    Row("host, precision='bf16', clipped and checked", {"finite_check": True, "precision": "bf16"}, 16.2),
+    Row("host, 8-bit moments, no finite check", {"moments": "8bit"}, 6.3),
+    Row("host, 8-bit moments, clipped and checked", {"moments": "8bit", "finite_check": True}, 8.3),
+    Row("drives, exact, no finite check", DRIVES, 0.2, unit=16),  # capture takes some 0.4 MB a unit
+    Row("drives, exact, clipped and checked", {**DRIVES, "finite_check": True}, 0.2, unit=16),
 )
 
 
@@ -64,7 +64,7 @@ class Trainer:
 
     def __init__(self, folder: str) -> None:
         self.folder, self.preload = folder, []
-        self.preload = self.run("a small run", units=2, width=64, verdict=True, **DRIVES)["late_imports"]
+        self.preload = self.run("a small run", units=2, width=64, finite_check=True, **DRIVES)["late_imports"]
 
     def run(self, label: str, **what: Any) -> dict[str, Any]:
         if "nvme" in (what.get("optimizer"), what.get("params")):
@@ -99,7 +99,7 @@ def sizes_of(trainer: Trainer, row: Row, console: Console) -> dict[str, Any]:
 
 def limited(trainer: Trainer, console: Console) -> dict[str, Any]:
     """The largest model with `LIMIT`, on drives and in memory."""
-    model = {"units": SIZES[-1], "width": WIDTH, "verdict": True, "limit": LIMIT}
+    model = {"units": SIZES[-1], "width": WIDTH, "finite_check": True, "limit": LIMIT}
     found = {"drives": trainer.run("limited, on drives", **model, **DRIVES),
              "memory": trainer.run("limited, in memory", **model)}  # fmt: skip
     for name, one in found.items():

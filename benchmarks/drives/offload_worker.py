@@ -35,7 +35,7 @@ class Run:
     units: int
     width: int
     moments: str | None = None
-    verdict: bool = False
+    finite_check: bool = False
     precision: str | None = None
     optimizer: str | None = None
     params: str | None = None
@@ -68,7 +68,7 @@ class Training:
     def __init__(self, run: Run) -> None:
         model = zerofn.skeleton(lambda: Net(run.units, run.width))
         tx = optim.adamw(1e-3, moments=run.moments)
-        if run.verdict:
+        if run.finite_check:
             tx = optim.chain(optim.clip_by_global_norm(1.0), tx)
 
         def loss_of(params: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -77,7 +77,7 @@ class Training:
 
         def train_step(state: Any, batch: tuple[Tensor, Tensor]) -> tuple[Any, Tensor]:
             loss, grads = state.value_and_grad(loss_of)(batch)
-            return state.apply_gradients(grads, on_nonfinite="skip" if run.verdict else "ignore"), loss
+            return state.apply_gradients(grads, on_nonfinite="skip" if run.finite_check else "ignore"), loss
 
         def create() -> Any:
             return zerofn.TrainState.create(params=dict(Net(run.units, run.width).named_parameters()), tx=tx)

@@ -19,7 +19,7 @@ import torch
 from benchmarks.common.processes import BenchmarkError, program, tail
 
 WORKS = ("write", "read", "mixed")  # mixed: half of the bytes read, half written, at the same time
-SHARD_MULTIPLE = 32 << 20  # bytes of a region: what a layer's state may have
+REGION = 32 << 20  # bytes of a region: what a layer's state may have
 
 
 class Engine:
@@ -29,8 +29,8 @@ class Engine:
         from zerofn.offload.disk import Store, aligned
 
         self.store = Store(folder, nbytes, name="benchmark")
-        self.regions = [self.store.allocate(SHARD_MULTIPLE, f"piece {k}") for k in range(nbytes // SHARD_MULTIPLE)]
-        self.buffers = [aligned(SHARD_MULTIPLE) for _ in range(4)]
+        self.regions = [self.store.allocate(REGION, f"region {k}") for k in range(nbytes // REGION)]
+        self.buffers = [aligned(REGION) for _ in range(4)]
         for buffer in self.buffers:
             buffer.view(torch.int64).random_()
 

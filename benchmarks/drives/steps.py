@@ -18,11 +18,11 @@ STEPS = 2  # timed at a time
 class Steps:
     """A model whose `tiers` lie on the drive; `rate` is what its steps move."""
 
-    def __init__(self, folder: Path, verdict: bool, **tiers: str) -> None:
+    def __init__(self, folder: Path, finite_check: bool, **tiers: str) -> None:
         torch.set_num_threads(1)
-        self.training = Training(Run(UNITS, WIDTH, verdict=verdict, folder=str(folder), **tiers))
+        self.training = Training(Run(UNITS, WIDTH, finite_check=finite_check, folder=str(folder), **tiers))
         self.training.step()
-        # One is the state's, one for gradients that wait for a verdict: it hangs on the compiled step.
+        # One is the state's, one for gradients that wait for the finite check: it hangs on the compiled step.
         self.stores = [x for x in gc.get_objects() if type(x) is Store and x.name == "offload"]
         read, written = self._moved()
         for _ in range(STEPS):

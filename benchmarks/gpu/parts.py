@@ -268,7 +268,7 @@ def big_24(run: Run) -> None:
 
 def big_10(run: Run) -> None:
     """Exact Adam for 2.85 G parameters in 10 GiB of device and 32 GiB of host memory: nine tenths of what is not
-    computed with lies on the host, and no gradient waits for a verdict on the others."""
+    computed with lies on the host, and no gradient waits for the finite check."""
     run.cap(10)
     memory = HostMemory(32 * GIB)
     tiers = offload_of(run, optimizer="cpu", fraction=0.9, update="cpu")

@@ -157,5 +157,5 @@ def surroundings(dry: bool) -> dict[str, Any]:
 
 def write(path: Path, run: dict[str, Any], held: list[Check]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    verdicts = [dataclasses.asdict(check) | {"kept": check.kept} for check in held]
-    path.write_text(json.dumps(run | {"must_hold": verdicts}, indent=1) + "\n")
+    checks = [dataclasses.asdict(check) | {"kept": check.kept} for check in held]
+    path.write_text(json.dumps(run | {"must_hold": checks}, indent=1) + "\n")

@@ -114,7 +114,7 @@ ZF_FN zf_u zf_to_bf16(zf_f x, zf_u random) { return zf_bits(x) + random; }
 /* --- random bits ----------------------------------------------------------------------------------------------- */
 
 #define ZF_BLOCK 256 /* elements with one scale */
-#define ZF_UNIT 2048 /* elements with one seed; pieces of a buffer start at a multiple */
+#define ZF_UNIT 2048 /* elements with one seed; shards start at a multiple */
 
 /* Unit `unit` (element / 2048) under `key`: the finalizer of splitmix64 (Steele, Lea and Flood 2014). Its element i
  * takes draw (i + the lowest 11 bits) % 2048 for m and draw (i + the highest 11) % 2048 for v. */

@@ -186,7 +186,7 @@ struct Momentum {
     ZF_FN zf_f step(zf_f p, zf_f g, zf_f *m, zf_f *, const zf_rates *r) { return zf_sgd_momentum(p, g, m, r); }
 };
 
-// Elements [at, at + n) of the piece, in one run; with lossy moments in one unit.
+// Elements [at, at + n) of the shard, in one run; with lossy moments in one unit.
 struct Part {
     const zf_update_args *a;
     const zf_rates *rates;
@@ -356,7 +356,7 @@ void update_lossy(const zf_update_args *a, zf_i64 first, zf_i64 last) {
 
 } // namespace
 
-// Elements [first, last) of the piece, both at a block or its end. Other calls at the same time have other elements.
+// Elements [first, last) of the shard, both at a block or its end. Other calls at the same time have other elements.
 ZF_API void ZF_NAME(zf_update)(const zf_update_args *a, zf_i64 first, zf_i64 last) {
     a->format == ZF_WHOLE ? update_whole(a, first, last) : update_lossy(a, first, last);
 }

@@ -11,7 +11,7 @@ enum zf_number { ZF_FP32, ZF_BF16, ZF_FP16 };
 enum zf_moment { ZF_WHOLE, ZF_HALF, ZF_BLOCKS };
 
 typedef struct {
-    zf_i64 start, stop; /* elements of the piece */
+    zf_i64 start, stop; /* elements of the shard */
     zf_rates rates;
 } zf_run;
 

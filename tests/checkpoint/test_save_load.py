@@ -164,7 +164,7 @@ def test_shapes_alone_will_do(tmp_path):
 
 
 def save_two_ways(folder: Path) -> None:
-    """A mesh of two axes: pieces that several ranks hold are written by one."""
+    """A mesh of two axes: shards that several ranks hold are written by one."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))

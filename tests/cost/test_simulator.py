@@ -14,13 +14,13 @@ from zerofn.graph.node_kinds import ASIDE
 
 ops = torch.ops.zerofn
 SLOW = zerofn.Machine("slow", "cpu", 4, 1e9, 1e3, {"float32": 1e3}, link=100.0, network=50.0, launch=0.0, latency=0.0)
-SIZE = 10  # elements of a piece: 40 bytes
+SIZE = 10  # elements of a shard: 40 bytes
 
 
 def graph_of(*, waits_late, again=False):
-    """A gather of a piece, some work, a wait, and more work."""
+    """A gather of a shard, some work, a wait, and more work."""
     graph = Graph()
-    shard, x = graph.placeholder("piece"), graph.placeholder("x")
+    shard, x = graph.placeholder("shard"), graph.placeholder("x")
     shard.meta["val"], x.meta["val"] = torch.zeros(SIZE), torch.zeros(1)
     start = graph.call_function(ops.all_gather.default, (shard, 2, "g", "unit"))
     start.meta["val"] = torch.zeros(2 * SIZE)

@@ -344,7 +344,7 @@ def on_shards(f):
 
 
 def refused_and_let_through(state, bad, message, good):
-    """On pieces of the state every function of `bad` is refused with `message`, every one of `good` is not."""
+    """On shards of the state every function of `bad` is refused with `message`, every one of `good` is not."""
     for name, f in bad.items():
         with pytest.raises(CaptureError, match=message):
             check_purity(captured(on_shards(f), state, batch_of()))

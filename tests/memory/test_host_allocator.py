@@ -93,5 +93,5 @@ def test_zeros_lie_on_the_host_large_or_small(nbytes):
 
 
 def test_memory_that_cannot_be_had_is_an_error_of_memory():
-    with pytest.raises(MemoryError, match=r"1,125,899,906,842,624 bytes of host memory cannot be had"):
+    with pytest.raises(MemoryError, match=r"1,125,899,906,842,624 bytes of host memory are not available"):
         zeros(1 << 48, torch.float32, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Old values that are asked for late, returned or kept: what lies on a drive has the bits of what lies in memory."""
+"""Old values that are asked for late, returned or kept: what is on a drive has the bits of what lies in memory."""
 
 import pytest
 import torch

@@ -133,7 +133,7 @@ def test_every_operation_has_its_tensors_in_one_place(tmp_path, monkeypatch, tie
 
 
 def test_what_lies_on_a_drive_is_updated_on_the_host(tmp_path, monkeypatch):
-    """Reads for updates stay on the host, and a gradient that waits for the verdict leaves at once, for the drive."""
+    """Reads for updates stay on the host, a gradient that waits for the finite check goes to the drive at once."""
     gm = scheduled(tmp_path, {"optimizer": "nvme"}, "bf16", CLIPPED, "skip", 0.0, monkeypatch)
     nodes = list(gm.graph.nodes)
     assert {n.args[4].type for n in nodes if n.target is ops.fetch.default} == {"cpu"}

@@ -108,7 +108,7 @@ def test_what_lies_in_the_state_may_be_written_to_while_it_goes_to_the_drive(tmp
     monkeypatch.setattr(os, "pwritev", lambda *args: (time.sleep(0.1), write(*args))[1])
     size = 2048
     with Store(tmp_path, 4 * size, name="test") as store:
-        handle = handle_of(region := store.allocate(4 * size, "a piece"))
+        handle = handle_of(region := store.allocate(4 * size, "a shard"))
         x = aligned(4 * size).view(torch.float32).copy_(torch.arange(size))
         ops.write_drive_(handle, x)
         x.zero_()

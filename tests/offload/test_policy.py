@@ -184,7 +184,7 @@ def test_updates_work_in_the_buffers():
     assert all(len(n.args[3]) == 2 for n in fetches)  # each has its place
 
 
-def test_without_a_verdict_units_are_updated_inside_the_backward_pass(tmp_path):
+def test_without_a_finite_check_units_are_updated_inside_the_backward_pass(tmp_path):
     nodes = list(lowered(tmp_path, 4, TIERS[0], "ignore").gm.graph.nodes)
     products = [k for k, n in enumerate(nodes) if n.target in (aten.mm.default, aten.mm.out)]
     updates = [k for k, n in enumerate(nodes) if n.target is ops.adamw_.default]
@@ -292,7 +292,7 @@ def test_which_processor_updates(dram, link, lossy, share, rate):
 
 def test_eager_arithmetic_says_what_to_write(tmp_path):
     state = state_of(build(2), 3, offload=Offload(optimizer="nvme", path=tmp_path))
-    with pytest.raises(RuntimeError, match=r"opt_state.mu\['0'\] lies on a drive.*zerofn.compile.*zerofn.unshard"):
+    with pytest.raises(RuntimeError, match=r"opt_state.mu\['0'\] is on a drive.*zerofn.compile.*zerofn.unshard"):
         train_step_of(build(2))(state, batch_of())
     assert "on a drive" in repr(state.opt_state.mu) and state.opt_state.mu.stored[0].nbytes == 0
 
@@ -300,7 +300,7 @@ def test_eager_arithmetic_says_what_to_write(tmp_path):
 def test_a_step_that_keeps_the_old_state_is_refused(tmp_path):
     state = state_of(build(2), 3, offload=Offload(optimizer="nvme", path=tmp_path))
     step = zerofn.compile(train_step_of(build(2)), donate=False)
-    with pytest.raises(RuntimeError, match="lies on a drive, in one place.*donate=False"):
+    with pytest.raises(RuntimeError, match="is on a drive, in one place.*donate=False"):
         step(state, batch_of())
     zerofn.unshard(state)  # it is as it was
 

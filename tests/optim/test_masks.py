@@ -1,4 +1,4 @@
-"""`masked` and `multi_transform`: each leaf its own rule, on plain trees and on pieces that hold several."""
+"""`masked` and `multi_transform`: each leaf its own rule, on plain trees and on shards that hold several."""
 
 import jax
 import numpy as np

@@ -79,7 +79,7 @@ def test_a_gradient_that_is_not_finite_changes_no_bit(name):
 
 @pytest.mark.parametrize("finite", [None, torch.tensor(True), torch.tensor(False)])
 @pytest.mark.parametrize("name", [*FUSED, *MORE])
-def test_apply_multiplies_by_the_factor_and_heeds_the_verdict(name, finite):
+def test_apply_multiplies_by_the_factor_and_skips_nonfinite_steps(name, finite):
     tx = (FUSED | MORE)[name]
     params, g = trees.params(), trees.grads(0)
     state = tx.init(params)

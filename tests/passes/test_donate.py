@@ -116,7 +116,7 @@ def aux_is_state(module):
     def step(state, batch):
         new, aux = train_step_of(module)(state, batch)
         full = zerofn.gather(state.params)
-        return new, {**aux, "old": full["0.weight"], "pieces": state.params, "new": new.params, "moment": new.opt_state}
+        return new, {**aux, "old": full["0.weight"], "shards": state.params, "new": new.params, "moment": new.opt_state}
 
     return step
 
@@ -165,7 +165,7 @@ def results_on_donated_memory(make, precision, stages):
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_results_that_stand_on_donated_memory_keep_their_values(ranks, make, precision):
     results_on_donated_memory(make, precision, [3])
-    ranks(2, results_on_donated_memory, make, precision, [1, 2])  # where a gathered copy is donated with the pieces
+    ranks(2, results_on_donated_memory, make, precision, [1, 2])  # where a gathered copy is donated with the shards
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -1,6 +1,6 @@
 """Activations that wait in host memory: the same bits, and on the device what is away takes nothing.
 
-A device is imagined, for which "cpu" stands, its host's memory being "meta"; or what is run has both in one place.
+On a fake machine "cpu" stands for the device, and "meta" for its host; or what is run has both in one place.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ PIPELINE = passes.pipeline(donating=True)
 
 
 def prepared(num_microbatches=1):
-    """The everyday step beside an imagined device."""
+    """The everyday step beside a fake device."""
     torch.manual_seed(0)
     layers = [(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.GELU()) for _ in range(LAYERS)]
     module = torch.nn.Sequential(*(x for layer in layers for x in layer))

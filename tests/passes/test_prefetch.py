@@ -65,7 +65,7 @@ def seconds(monkeypatch):
 def layered(sizes, *, num_ops=4):
     """A graph of layers with a unit of so many elements each, gathered where it is used, and operations between."""
     graph = Graph()
-    shards = [graph.placeholder(f"piece{k}") for k in range(len(sizes))]
+    shards = [graph.placeholder(f"shard{k}") for k in range(len(sizes))]
     x = graph.placeholder("x")
     x.meta["val"] = torch.zeros(1)
     for k, (shard, size) in enumerate(zip(shards, sizes, strict=True)):
@@ -155,7 +155,7 @@ def test_a_limit_is_kept(seconds, limit):
 
 
 def test_reads_start_ahead_too(tmp_path):
-    """Pieces that lie on drives are read, and then gathered, ahead of their use."""
+    """Shards that lie on drives are read, and then gathered, ahead of their use."""
     offload = zerofn.Offload(params="nvme", path=tmp_path)
     gm = lowered(*SCHEDULE, num_layers=6, offload=offload)
     where = positions(gm.graph)

@@ -1,4 +1,4 @@
-"""Updates run early, and those that wait for a verdict in the order in which the next step uses what they write."""
+"""Updates run early; those that wait for the finite check run in the order in which the next step uses the result."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def updated(stage, tx, num_ranks, on_nonfinite="skip", **options):
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_what_waits_for_a_verdict_is_updated_in_order_of_first_use(stage):
+def test_updates_that_wait_for_the_finite_check_run_in_order_of_first_use(stage):
     assert updated(stage, NORMED, 2) == ["b", "c", "a"]
 
 

@@ -9,7 +9,7 @@ from zerofn.graph.node_kinds import wait_of
 from zerofn.passes.read_local_shards import read_local_shards
 
 aten = torch.ops.aten
-# One unit of 7,200 elements, in pieces of 4,096 on two ranks: b lies across the cut.
+# One unit of 7,200 elements, in shards of 4,096 on two ranks: b lies across the cut.
 PARAMS = {"a": torch.arange(2400.0), "b": torch.arange(2400.0) + 1, "c": torch.arange(2400.0) + 2}
 
 
@@ -22,7 +22,7 @@ def state(**options):
 
 
 def reads(gm):
-    """(what is read of the piece, what of the gathered unit, what of the piece is copied into it), as intervals."""
+    """(what is read of the shard, what of the gathered unit, what of the shard is copied into it), as intervals."""
     (start,) = gathers(gm)
 
     def of(node):
@@ -80,7 +80,7 @@ def stay():
     plain, ours = (captured(written_later, state(), {}, *schedule) for schedule in ((), (read_local_shards,)))
     assert_same_trees(results(ours, state(), {}), results(plain, state(), {}))
     run, value = zerofn.compile(updated), state()
-    for k in range(3):  # what is read of a piece is read before the piece is updated
+    for k in range(3):  # what is read of a shard is read before the shard is updated
         value, seen = run(value, {})
         assert all(torch.equal(seen[name], (x - k).sin()) for name, x in PARAMS.items())
     assert_results_stay(*SCHEDULE)

@@ -1,4 +1,4 @@
-"""What lies on a drive is read for computing, and again for its update: in between it takes no memory."""
+"""What is on a drive is read for computing, and again for its update: in between it takes no memory."""
 
 import pytest
 import torch

@@ -201,7 +201,7 @@ def cut_off():
         with pytest.raises((RuntimeError, ValueError)):
             failing(other, batch_of(rank))
         assert state.params.full is None
-    assert all(p.isfinite().all() for p in state.params.shards)  # its own pieces are whole
+    assert all(p.isfinite().all() for p in state.params.shards)  # its own shards are whole
     return "told"
 
 

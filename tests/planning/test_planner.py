@@ -103,7 +103,7 @@ def test_bytes_of_state_are_those_of_the_closed_form():
     numel = sum(
         -(-sum(x.numel() for n, x in units.items() if unit_of(n) == u) // 8192) * 8192
         for u in dict.fromkeys(map(unit_of, units))
-    )  # pieces of 2,048 on each of 4 ranks
+    )  # shards of 2,048 on each of 4 ranks
     for stage, offload, kept in ((0, None, (12, 0, 0)), (3, None, (3, 0, 0)), (3, "cpu", (0, 3, 0))):
         row = planned(world=4, machine="H100-8", stage=stage, offload=offload)[0]
         state = row.plan.memory().peak["state"], row.needs.host, row.needs.disk

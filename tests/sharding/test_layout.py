@@ -162,7 +162,7 @@ def test_labels_are_runs():
     assert order == [f"h.0.{k}.{p}" for p in ("bias", "weight") for k in "abc"]
     runs = unit.runs(0, unit.size, lambda leaf: decays(leaf.name, None))
     assert runs == [(64 * k, 64 * k + 40, k >= 3) for k in range(6)]  # padding is in none
-    inside = unit.runs(50, 260, lambda leaf: decays(leaf.name, None))  # offsets from where the piece starts
+    inside = unit.runs(50, 260, lambda leaf: decays(leaf.name, None))  # offsets from where the shard starts
     assert inside == [(14, 54, False), (78, 118, False), (142, 182, True), (206, 210, True)]
     assert unit.runs(unit.size - 100, unit.size, lambda leaf: 0) == []
 

@@ -374,5 +374,5 @@ def test_ranks_that_differ_raise_everywhere_and_go_on(ranks):
 
 
 def test_a_device_that_is_not_there():
-    with pytest.raises(ValueError, match="shard: device='cuda:77' cannot be had: "):
+    with pytest.raises(ValueError, match="shard: device='cuda:77' is not available: "):
         zerofn.shard({"params": {"w": torch.ones(3)}}, device="cuda:77")

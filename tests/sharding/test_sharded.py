@@ -197,7 +197,7 @@ def cached(stage):
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
     if size > 1:
         shards = {x.untyped_storage().data_ptr() for x in p.shards}
-        assert shards == {x.untyped_storage().data_ptr() for x in p.full}, "the piece is a view of it"
+        assert shards == {x.untyped_storage().data_ptr() for x in p.full}, "the shard is a view of it"
         half = shard({"params": params(torch.float32)}, stage=stage, precision="bf16")["params"]
         assert {x.dtype for x in half.full} == {torch.bfloat16} and {x.dtype for x in half.shards} == {torch.float32}
         again = gather(Sharded(half.spec, half.shards))

@@ -1,4 +1,4 @@
-"""How pieces are kept: the split master, against an fp32 master with a bf16 copy that is rounded the same way."""
+"""How shards are kept: the split master, against an fp32 master with a bf16 copy that is rounded the same way."""
 
 import copy
 

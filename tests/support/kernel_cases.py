@@ -1,4 +1,4 @@
-"""Pieces, moments and runs for the tests of the CPU kernels."""
+"""Shards, moments and runs for the tests of the CPU kernels."""
 
 import itertools
 
@@ -50,7 +50,7 @@ def shard(rule, master, moment, gradient, size=SIZE, seed=0):
 
 
 def copies(p, g, moments):
-    """The same pieces in memory of their own."""
+    """The same shards in memory of their own."""
     return [x.clone() for x in p], g, [[x.clone() for x in moment] for moment in moments]
 
 

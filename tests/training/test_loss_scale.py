@@ -8,10 +8,10 @@ from zerofn import DynamicLossScale, NoLossScale, StaticLossScale, tree
 TREE = {"a": torch.tensor([1.0, -2.0]), "b": (torch.tensor(3.0, dtype=torch.float64), None)}
 
 
-def after(scale, verdicts):
-    """The scales after each verdict."""
+def after(scale, finites):
+    """The scales after each finite check."""
     out = []
-    for finite in verdicts:
+    for finite in finites:
         scale = scale.adjust(torch.tensor(finite))
         out.append(scale.loss_scale.item())
     return out
@@ -39,8 +39,8 @@ def test_static_stays():
 
 def test_grows_after_a_period_of_finite_steps_and_shrinks_at_once():
     scale = DynamicLossScale(8.0, period=3)
-    verdicts = [True] * 4 + [False] + [True] * 3 + [False, False]
-    assert after(scale, verdicts) == [8, 8, 16, 16, 8, 8, 8, 16, 8, 4]
+    finites = [True] * 4 + [False] + [True] * 3 + [False, False]
+    assert after(scale, finites) == [8, 8, 16, 16, 8, 8, 8, 16, 8, 4]
 
 
 def test_hysteresis_counts_the_step_that_shrinks():
@@ -95,7 +95,7 @@ class DeepSpeedScale:
         return self.scale
 
 
-def verdicts(seed, n=200):
+def finites(seed, n=200):
     return (torch.rand(n, generator=torch.Generator().manual_seed(seed)) > 0.15).tolist()
 
 
@@ -103,14 +103,14 @@ def verdicts(seed, n=200):
 def test_equals_jmp(seed, period, factor):
     jmp = JmpScale(2.0**10, period, factor, 0.5)
     ours = DynamicLossScale(2.0**10, period=period, factor=factor, min_loss_scale=0.5)
-    assert after(ours, verdicts(seed)) == [jmp.adjust(v) for v in verdicts(seed)]
+    assert after(ours, finites(seed)) == [jmp.adjust(v) for v in finites(seed)]
 
 
 @pytest.mark.parametrize("seed, hysteresis", [(3, 1), (4, 2), (5, 3)])
 def test_equals_deepspeed_with_hysteresis(seed, hysteresis):
     deepspeed = DeepSpeedScale(2.0**10, 5, 2.0, 0.25, hysteresis)
     ours = DynamicLossScale(2.0**10, period=5, min_loss_scale=0.25, hysteresis=hysteresis)
-    assert after(ours, verdicts(seed)) == [deepspeed.adjust(v) for v in verdicts(seed)]
+    assert after(ours, finites(seed)) == [deepspeed.adjust(v) for v in finites(seed)]
 
 
 def test_equals_torchs_grad_scaler():
@@ -118,13 +118,13 @@ def test_equals_torchs_grad_scaler():
     weight = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], 0.1)
     theirs = []
-    for finite in verdicts(6, 60):
+    for finite in finites(6, 60):
         weight.grad = torch.ones(1) if finite else torch.full((1,), float("inf"))
         scaler.scale(torch.ones(()))  # makes the scale, as a training loop does
         scaler.step(optimizer)
         scaler.update()
         theirs.append(scaler.get_scale())
-    assert after(DynamicLossScale(2.0**8, period=3, min_loss_scale=0.0), verdicts(6, 60)) == theirs
+    assert after(DynamicLossScale(2.0**8, period=3, min_loss_scale=0.0), finites(6, 60)) == theirs
 
 
 def test_is_a_tree_that_keeps_everything():

@@ -126,7 +126,7 @@ class _Job:
             size = part.value.spec.axis.size
             if len(first) != size:
                 raise CheckpointError(
-                    f"{WHAT}: {part.name!r} is in {size} pieces, but only ranks "
+                    f"{WHAT}: {part.name!r} is in {size} shards, but only ranks "
                     f"{sorted(first)} of its axis are here; every rank must call save."
                 )
             out.append([first[p] for p in range(size)])

@@ -51,8 +51,8 @@ class DryRun:
         alike = [x for x in self._sharded if tree.structure(x[0]) == tree.structure(state)]
         if not alike and len(self._sharded) > 1:
             raise ValueError(
-                f"the script calls its step with a state that is none of the {len(self._sharded)} that "
-                "zerofn.shard made, nor like one of them."
+                f"the script calls its step with a state that is not one of the {len(self._sharded)} that "
+                "zerofn.shard made, and has the structure of none."
             )
         return alike or self._sharded
 

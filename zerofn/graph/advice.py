@@ -22,7 +22,7 @@ _INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
     (
         r"parameter_and_buffer_dicts.*Sharded",
         TypeError,
-        "functional_call takes full parameters, and state.params are this rank's pieces: write "
+        "functional_call takes full parameters, and state.params are this rank's shards: write "
         "functional_call(model, zerofn.gather(state.params), ...), or take the params that the loss function of "
         "state.value_and_grad is given",
     ),

@@ -41,7 +41,7 @@ def in_huge_pages(kind: type[Mapping], nbytes: int) -> Mapping:
     try:
         memory = kind(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"{nbytes:,} bytes of host memory cannot be had: {error.strerror}.") from error
+        raise MemoryError(f"{nbytes:,} bytes of host memory are not available: {error.strerror}.") from error
     with contextlib.suppress(OSError, AttributeError):  # a system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -62,7 +62,7 @@ class DriveTensor:
 
     def __reduce__(self) -> Any:
         raise RuntimeError(
-            f"{self.region.label} lies on a drive, and cannot be copied or pickled: write "
+            f"{self.region.label} is on a drive, and cannot be copied or pickled: write "
             "zerofn.save(path, state), or zerofn.unshard(state) for a copy in memory."
         )
 
@@ -83,7 +83,7 @@ class DriveTensor:
         """
         if current_trace() is None:
             raise RuntimeError(
-                f"{self.region.label} lies on a drive ({self.region.store.name}), where only compiled "
+                f"{self.region.label} is on a drive ({self.region.store.name}), where only compiled "
                 "steps work on it: write zerofn.compile(step), or zerofn.unshard(state) first."
             )
         return ops.wait(ops.fetch(self.handle, self.size, self.dtype, [], self.device))
@@ -160,7 +160,7 @@ def write_drive_(handle: Tensor, x: Tensor) -> None:
 
 def _no_copy(handle: Tensor, x: Tensor) -> Tensor:
     raise RuntimeError(
-        f"{region_of(handle).label} lies on a drive, in one place: a step that keeps the old state "
+        f"{region_of(handle).label} is on a drive, in one place: a step that keeps the old state "
         "beside the new one has none for it. Leave out donate=False, or keep the state in memory."
     )
 

@@ -21,7 +21,7 @@ def copy_outputs(program: Program) -> None:
     for name, tier, value in zip(program.state.names, _tiers(program), outputs[: program.num_new], strict=False):
         if tier == "nvme" and value.op == "placeholder":
             raise CaptureError(
-                f"{name} lies on a drive, in one place: the state that is returned and the old one "
+                f"{name} is on a drive, in one place: the state that is returned and the old one "
                 "would share it. Leave out donate=False, or keep the state in memory."
             )
     taken: set[Node] = set()

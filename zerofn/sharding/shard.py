@@ -159,7 +159,7 @@ def _numbered(device: Any) -> torch.device | None:
     try:
         return None if device is None else torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"shard: device={device!r} cannot be had: {error}") from None
+        raise ValueError(f"shard: device={device!r} is not available: {error}") from None
 
 
 def _policy(

@@ -66,7 +66,7 @@ class Spec:
 
 
 _NO_DICT = (
-    "it is what this rank holds of a tree, cut into flat pieces. Write params['name'] for a leaf, tree_map for "
+    "it is what this rank holds of a tree, cut into flat shards. Write params['name'] for a leaf, tree_map for "
     "what is elementwise, and zerofn.gather(params), or zerofn.unshard(params), for the tree with its tensors."
 )
 

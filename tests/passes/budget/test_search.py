@@ -132,7 +132,7 @@ def lowered():
 
 
 def test_ranks_choose_alike(ranks):
-    """What is read in the own piece, and how many parts it has, is other on each rank, and so is what it takes."""
+    """What is read in the own shard, and how many parts it has, is other on each rank, and so is what it takes."""
     for found in ranks(2, lowered):
         assert all(peak <= search for search, peak in found)
 
