@@ -9,7 +9,6 @@ import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -171,187 +170,51 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _gpu(
-    name: str,
-    ranks: int,
-    memory: float,
-    memory_rate: float,
-    half: float,
-    single: float,
-    link: float,
-    network: float,
-    host_link: float,
-    **more: Any,
-) -> Machine:
-    flops = {"bfloat16": half, "float16": half, "float32": single, "float64": single / 2}
-    return Machine(name, "cuda", ranks, memory, memory_rate, flops, link, network, host_link, **more)
-
-
 # Sustained in training, below the peak: 400 of an H100's 989 TFLOP/s in bfloat16, 155 of an A100's 312, and so on.
-_KNOWN = [
-    _gpu(
-        "H100-8",
-        8,
-        80 * GIB,
-        3.35 * TB,
-        400e12,
-        200e12,
-        370 * GB,
-        50 * GB,
-        55 * GB,
-        host_memory=2 * TB,
-        host_rate=500 * GB,
-        disk=28 * TB,
-        disk_read=48 * GB,
-        disk_write=26 * GB,
-    ),
-    _gpu(
-        "A100-8",
-        8,
-        80 * GIB,
-        2.0 * TB,
-        155e12,
-        75e12,
-        240 * GB,
-        25 * GB,
-        26 * GB,
-        host_memory=2 * TB,
-        host_rate=330 * GB,
-        disk=15 * TB,
-        disk_read=25 * GB,
-        disk_write=12 * GB,
-    ),
-    _gpu(
-        "A100-40-8",
-        8,
-        40 * GIB,
-        1.55 * TB,
-        155e12,
-        75e12,
-        240 * GB,
-        12.5 * GB,
-        26 * GB,
-        host_memory=1.1 * TB,
-        host_rate=330 * GB,
-        disk=8 * TB,
-        disk_read=16 * GB,
-        disk_write=8 * GB,
-    ),
-    _gpu(
-        "V100-16",
-        16,
-        32 * GIB,
-        0.9 * TB,
-        50e12,
-        12e12,
-        120 * GB,
-        12.5 * GB,
-        12 * GB,
-        host_memory=1.5 * TB,
-        host_rate=200 * GB,
-        disk=28 * TB,
-        disk_read=28 * GB,
-        disk_write=20 * GB,
-    ),
-    _gpu(
-        "V100",
-        1,
-        32 * GIB,
-        0.9 * TB,
-        50e12,
-        12e12,
-        12 * GB,
-        12 * GB,
-        12 * GB,
-        host_memory=1.5 * TB,
-        host_rate=160 * GB,
-        disk=4 * TB,
-        disk_read=3.5 * GB,
-        disk_write=3 * GB,
-    ),
-    _gpu(
-        "GH200",
-        1,
-        96 * GIB,
-        4.0 * TB,
-        500e12,
-        250e12,
-        370 * GB,
-        50 * GB,
-        370 * GB,
-        host_memory=480 * GB,
-        host_rate=450 * GB,
-        disk=4 * TB,
-        disk_read=7 * GB,
-        disk_write=6 * GB,
-    ),
-    _gpu(
-        "4090",
-        1,
-        24 * GIB,
-        1.0 * TB,
-        130e12,
-        65e12,
-        20 * GB,
-        1 * GB,
-        26 * GB,
-        host_memory=64 * GB,
-        host_rate=40 * GB,
-        disk=2 * TB,
-        disk_read=7 * GB,
-        disk_write=6 * GB,
-    ),
-    _gpu(
-        "3090",
-        1,
-        24 * GIB,
-        0.94 * TB,
-        60e12,
-        30e12,
-        20 * GB,
-        1 * GB,
-        26 * GB,
-        host_memory=128 * GB,
-        host_rate=40 * GB,
-        disk=2 * TB,
-        disk_read=3.5 * GB,
-        disk_write=3 * GB,
-    ),
-    _gpu(
-        "TitanRTX-2",
-        2,
-        24 * GIB,
-        0.67 * TB,
-        50e12,
-        12e12,
-        40 * GB,
-        1 * GB,
-        12 * GB,
-        host_memory=128 * GB,
-        host_rate=40 * GB,
-        disk=2 * TB,
-        disk_read=3.5 * GB,
-        disk_write=3 * GB,
-    ),
-    _gpu(
-        "3080",
-        1,
-        10 * GIB,
-        0.76 * TB,
-        60e12,
-        30e12,
-        20 * GB,
-        1 * GB,
-        26 * GB,
-        host_memory=32 * GIB,
-        host_rate=40 * GB,
-        disk=2 * TB,
-        disk_read=3.5 * GB,
-        disk_write=3 * GB,
-    ),
-]
-KNOWN = {machine.name: machine for machine in _KNOWN}
-KNOWN["3090-2"] = dataclasses.replace(KNOWN["3090"], name="3090-2", ranks=2)
+# Memory, its rate, the link and the host link are of a device; host memory, host rate and drives of a node.
+_GPUS = """
+name        ranks  memory  rate  half  float32  link  network  host_link  host_memory  host_rate  disk  read  write
+                      GiB  GB/s  Tflop   Tflop  GB/s     GB/s       GB/s           GB       GB/s    TB  GB/s   GB/s
+H100-8          8      80  3350   400      200   370       50         55         2000        500    28    48     26
+A100-8          8      80  2000   155       75   240       25         26         2000        330    15    25     12
+A100-40-8       8      40  1550   155       75   240     12.5         26         1100        330     8    16      8
+V100-16        16      32   900    50       12   120     12.5         12         1500        200    28    28     20
+V100            1      32   900    50       12    12       12         12         1500        160     4   3.5      3
+GH200           1      96  4000   500      250   370       50        370          480        450     4     7      6
+4090            1      24  1000   130       65    20        1         26           64         40     2     7      6
+3090            1      24   940    60       30    20        1         26          128         40     2   3.5      3
+3090-2          2      24   940    60       30    20        1         26          128         40     2   3.5      3
+TitanRTX-2      2      24   670    50       12    40        1         12          128         40     2   3.5      3
+3080            1      10   760    60       30    20        1         26 34.359738368         40     2   3.5      3
+"""
+
+
+def _gpu(line: str) -> Machine:
+    """Return the machine of a line of `_GPUS`."""
+    name, *numbers = line.split()
+    ranks, memory, rate, half, single, link, network, host_link, host_memory, host_rate, disk, read, write = map(
+        float, numbers
+    )
+    flops = {"bfloat16": half, "float16": half, "float32": single, "float64": single / 2}
+    return Machine(
+        name,
+        "cuda",
+        int(ranks),
+        memory * GIB,
+        rate * GB,
+        {dtype: x * 1e12 for dtype, x in flops.items()},
+        link * GB,
+        network * GB,
+        host_link * GB,
+        host_memory=host_memory * GB,
+        host_rate=host_rate * GB,
+        disk=disk * TB,
+        disk_read=read * GB,
+        disk_write=write * GB,
+    )
+
+
+KNOWN = {machine.name: machine for machine in map(_gpu, _GPUS.strip().splitlines()[2:])}
 
 
 # The default: a host with some cores, whose ranks communicate through memory.
