@@ -1,4 +1,4 @@
-"""Checks after each of a user's own passes, for what the library's passes promise by their tests."""
+"""Check the graph after each of a user's own passes; the library's passes are checked by their tests."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _impurity(program: Program) -> CaptureError | None:
 
 
 def _check(program: Program, before: _Facts) -> None:
-    if program.gm is not before.gm:  # what was decided about it is noted there
+    if program.gm is not before.gm:  # the decisions about memory are in its metadata
         raise _Unsound("it put another module in the place of program.gm; change program.gm.graph in place")
     for gm in (program.gm, *bodies(program.gm)):
         _check_nodes(gm, before.graphs.get(gm))
@@ -209,7 +209,7 @@ def _written(graph: Graph) -> set[str]:
 
 
 def _unwaited(graph: Graph) -> set[str]:
-    """Return the starts of transfers that nobody waits for, or whose result is read without a wait."""
+    """Return the starts of transfers that have no wait, or whose result is read without it."""
     wait = torch.ops.zerofn.wait.default
     starts = [n for n in graph.nodes if (is_start(n) or is_fetch(n)) and isinstance(n.meta.get("val"), Tensor)]
     return {n.name for n in starts if not n.users or any(user.target is not wait for user in n.users)}

@@ -17,11 +17,11 @@ class Pass:
     """A transformation of a captured step: `fn(program) -> None` changes `program.gm`, an FX graph module, in place.
 
     `scope`: "step": `fn` is called once. "body": it is called for the step, then for the body of each of its loops
-    (microbatches), with `program.gm` that body; then `program.gm` is all of the program that `fn` may use. `name`: in
-    errors, timings and ZEROFN_DUMP's file names; the function's by default.
+    (microbatches). During the latter calls `program.gm` is the body, and `fn` may use nothing else of the program.
+    `name`: in errors, timings and ZEROFN_DUMP's file names; the function's by default.
 
-    A pass may run several times on copies, while `memory=` is searched for a schedule: it changes the graph that it is
-    given and nothing else.
+    The search for a schedule within `memory=` runs passes several times on copies. So a pass changes the program that
+    it is called with and nothing else.
     """
 
     fn: Callable[[Program], None]

@@ -25,8 +25,8 @@ from .recompute_activations import recompute_activations
 from .reshard import reshard
 
 CARRY_OUT_CHOICES = (recompute_activations, offload_activations, reshard, prefetch)
-# The search skips these two. `read_local_shards` differs by rank, and decisions must not; `reinplace` only
-# lowers memory.
+# The search skips these. The result of `read_local_shards` differs by rank, and decisions must not. `assign_buffers`
+# runs once, in the room that the search leaves for static buffers.
 NOT_SEARCHED = (read_local_shards, assign_buffers)
 
 
@@ -72,7 +72,7 @@ class Pipeline:
             choices = recomputed(program, remat, schedule)
         else:
             budget = memory or 0
-            # first with room for static buffers
+            # The first budget leaves room for static buffers.
             choices = within(program, (int(budget / (1 + MORE)), budget), schedule)
         program.timings["choices"] = time.perf_counter() - start
         return choices
@@ -82,7 +82,8 @@ class Pipeline:
         static buffers, must not exceed.
         """
         program.budget = budget
-        if choices:  # these name nodes as copies do: a graph's own names go on behind those that it has lost
+        # Choices use the names that nodes have in a copy. A graph never reuses names of deleted nodes; its copy does.
+        if choices:
             program.gm = copied(program.gm)
         for gm, choice in zip(graphs(program.gm), choices, strict=False):
             choose(gm, choice)

@@ -1,7 +1,7 @@
-"""Give gathered units, and gradients that wait to be sent, places in memory that is allocated once.
+"""Give gathered units, and the buckets that gradients are sent from, places in memory that is allocated once.
 
-If an allocator serves units and activations in turn, it ends with holes that fit neither: the memory is free and cannot
-be used. Here short-lived buffers share static memory, and only activations come from the allocator.
+An allocator that serves units and activations in turn leaves holes that fit neither: their memory is free but unusable.
+So short-lived buffers share static memory, and only activations come from the allocator.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ ALIGNED = 512  # bytes: where allocators of devices begin a tensor, too
 def assign_buffers(program: Program) -> None:
     """Assign each graph's gathered units and reduce-scatter buckets to one static buffer.
 
-    Static memory is reserved for the whole step. If that would raise the peak by more than `MORE`, or over the
-    budget, the largest units, or all buckets, stay with the allocator.
+    Static memory is reserved for the whole step. If it would raise the peak by more than `MORE`, or above the budget,
+    the largest values stay with the allocator, then also all buckets. The pass runs last: places depend on when values
+    are needed, so no node may move afterwards.
     """
     gm = program.gm
     graphs = [gm, *bodies(gm)]
@@ -103,7 +104,7 @@ def _alive(spans: list[Span], size: int) -> list[int]:
 
 
 def _spans(graph: Graph) -> Iterator[Span]:
-    """Return what may lie in a static buffer: gathered units and gradient buckets that do not leave the graph."""
+    """Yield what may be in a static buffer: gathered units and gradient buckets that do not leave the graph."""
     where, root = positions(graph), roots(graph)
     touched = touches(graph, root)
     leaves = {root[x] for x in next(iter(reversed(graph.nodes))).all_input_nodes}

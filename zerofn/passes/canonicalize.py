@@ -1,4 +1,4 @@
-"""Drop nodes that do nothing: detaches, views without effect, repeated gathers and casts, dead nodes."""
+"""Remove nodes that change no value: detaches, views without effect, repeated gathers, dead nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ aten = torch.ops.aten
 
 
 def canonicalize(program: Program) -> None:
-    """Compute the same values with fewer nodes. Repeated computation stays: a model may recompute on purpose."""
+    """Remove detaches and views without effect, and merge repeated gathers of one parameter with their casts and views.
+
+    Later passes then find each parameter gathered once. Repeated computation stays: a model may recompute on purpose.
+    """
     gm = program.gm
     for node in list(gm.graph.nodes):
         same = _same_value(node)

@@ -1,4 +1,4 @@
-"""Give the caller of a step without donation outputs that nobody else writes to."""
+"""Copy outputs, so that a step without donation returns memory of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from ..graph.program import Cut, Program
 def copy_outputs(program: Program) -> None:
     """Copy outputs that share memory with an input, with another entry of the new state, or with a static buffer.
 
-    A later step may be given either state and write there; static buffers are overwritten by the next step.
+    Both the old and the new state stay usable, so neither may change when a later step writes to the other. The next
+    step overwrites static buffers. The pass replaces `donate` and the passes that need in-place updates. Raises
+    `CaptureError` if state is on a drive: the old and the new state would share its place.
     """
     gm = program.gm
     root = roots(gm.graph)

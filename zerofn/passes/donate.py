@@ -34,9 +34,11 @@ TINY = 4  # elements: below, copying costs more than returning a new tensor
 def donate(program: Program) -> None:
     """Write every new state tensor into the memory of the old one.
 
-    An update rule becomes its in-place form if nothing reads the old values afterwards. Any other new value is
-    copied at the end of the step. Aux values that share donated memory are copied before it is written. The graph
-    then returns only what it did not write in place: `program.kept` lists those outputs.
+    An update rule becomes its in-place form if no later node reads the old values. Any other new value is copied at the
+    end of the step. Aux values that share donated memory are copied before it is written. The graph then returns the
+    aux values and only those state tensors that it did not write in place; `program.kept` lists these.
+
+    State on drives is updated in the buffer of its `UPDATE` read, which `split_state_reads` has made.
     """
     gm = program.gm
     graph = gm.graph
@@ -55,7 +57,7 @@ def donate(program: Program) -> None:
 
 
 def _read_first(graph: Graph) -> None:
-    """Read a drive or the host before the same place is written: with donation, both are one place."""
+    """Move reads from a drive or the host above writes to the same place: with donation, old and new state share it."""
     where = positions(graph)
     for store in list(filter(stores, graph.nodes)):
         for start in list(filter(is_fetch, place_of_store(store).users)):
@@ -73,8 +75,8 @@ def _fits(new: Node, old: Node) -> bool:
 
 
 def _shared(program: Program) -> dict[Node, Node]:
-    """Map shards to the gathered copy that is written with them: at once if they are views of it, else right
-    afterwards.
+    """Map each shard to its gathered copy. A write to a shard that is a view of the copy writes the copy, too; any
+    other copy is written right afterwards.
     """
     return {shard: whole for shard, whole, _ in program.copies()}
 
@@ -131,7 +133,9 @@ def _read_for(value: Node) -> Node | None:
 
 
 def _decoded_again(rule: Node, result: Node, parts: list[Node]) -> Node | None:
-    """Decode a new value where it is now stored for those who read it, and return what they read."""
+    """Decode a new value from the memory where it is stored, for the nodes that read it. Return the decoded value, or
+    None if no node reads it.
+    """
     encode = next(filter(encodes, result.users))
     readers = [x for x in result.users if x is not encode]
     if not readers:
@@ -170,8 +174,8 @@ class _Outputs:
 class _Written(NamedTuple):
     """A tensor that an update rule writes.
 
-    `argument`: its position. `old`: the node, or the parts, that store it. `result`: its new value, None if nobody
-    reads that. `new`: the encoded parts of the new value.
+    `argument`: its position. `old`: the node, or the parts, that store it. `result`: its new value, None if no node
+    reads it. `new`: the encoded parts of the new value.
     """
 
     argument: int

@@ -14,7 +14,11 @@ ops = torch.ops.zerofn
 
 
 def fold_split_master(program: Program) -> None:
-    """Replace `high(join(hi, lo))` by `hi`, in the step and in its loops: a gather then sends memory as it is."""
+    """Replace `high(join(hi, lo))` by `hi`, in the step and in the bodies of its loops.
+
+    A gather then sends the upper half from memory as it is, and nothing is joined or cast. The pass runs first: it
+    looks for these operations as capture wrote them.
+    """
     gm = program.gm
     for loop, body in loops(gm):
         for inside, given in given_to_body(loop).items():

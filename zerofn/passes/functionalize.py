@@ -19,10 +19,10 @@ aten = torch.ops.aten
 
 
 def functionalize(program: Program) -> None:
-    """Replace in-place operations by pure ones, if nothing else looks at the memory they write.
+    """Replace in-place operations by pure ones, if no other node sees the memory that they write.
 
-    An example is dropout's mask: it is drawn into an empty tensor and scaled there. Pure values can be recomputed;
-    `reinplace` later writes in place again where that is free.
+    An example is dropout's mask: it is drawn into an empty tensor and scaled in place. `recompute_activations` can
+    recompute only pure values. Later `reinplace` writes in place again where that is free.
     """
     gm = program.gm
     complete_values(gm.graph)
@@ -47,8 +47,9 @@ def _is_alone(touched: list[Node], written: list[Node]) -> bool:
 
 
 def _pure(node: Node, stays: Callable[[Node], bool]) -> Any:
-    """Return what computes the value that `node` writes: a pure operation, "given" for the source of a copy that
-    `stays` unchanged, or None.
+    """Return the pure operation that computes the value that `node` writes; None if there is none.
+
+    For a copy whose source `stays` unchanged, return "given": readers may read the source instead.
     """
     value, given = tensor_of(node.all_input_nodes[0]), values_of(node)[0]
     if not _is_aten(node) or node.kwargs or value is None or not hasattr(value, "fake_mode"):

@@ -20,10 +20,11 @@ _Key = tuple[Node, tuple[tuple[int, int], ...], Node | None]
 
 
 def fuse_norms(program: Program) -> None:
-    """Split reductions over many tensors into one for each tensor.
+    """Split reductions over many tensors into one for each tensor, right after the tensor is complete.
 
-    It reads the tensor once, for norms and extremes, while it is in the cache. At the end only the numbers are
-    combined. The values are the same, bit for bit.
+    This one reads the tensor once, for the norm and the finite check, while it is in the cache. The original place only
+    combines the numbers. The values are the same, bit for bit. `raise_unscale` runs before, so gradients are complete
+    early; `gradients_as_bucket_views` has made the writes that complete a bucket.
     """
     gm = program.gm
     graph = gm.graph
@@ -68,7 +69,7 @@ def _by_tensor(node: Node) -> list[tuple[Node, tuple[tuple[int, int], ...], list
 
 
 def _reduce(graph: Graph, key: _Key, where: dict[Node, int]) -> dict[Any, Node]:
-    """Reduce one tensor right after it is complete; return kind -> its numbers. `clean` drops what nobody reads."""
+    """Reduce one tensor right after it is complete; return kind -> its numbers. `clean` drops unread ones."""
     tensor, parts, complete = key
     starts, stops = [a for a, _ in parts], [b for _, b in parts]
     after = max([tensor, *([complete] if complete else [])], key=where.__getitem__)

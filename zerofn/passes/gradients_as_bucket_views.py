@@ -15,11 +15,10 @@ ops = torch.ops.zerofn
 
 
 def gradients_as_bucket_views(program: Program) -> None:
-    """Let the operation that makes a leaf's gradient write into the unit's flat bucket, if it can write to given
-    memory.
+    """Let the operation that makes a leaf's gradient write into the unit's flat bucket, if it has an out= form.
 
-    The bucket is made before those operations. Other leaves are still copied into it. The values are the same, bit
-    for bit.
+    This saves the copy into the bucket. The bucket is made before those operations. Other leaves are still copied into
+    it. The values are the same, bit for bit.
     """
     gm = program.gm
     where = positions(gm.graph)

@@ -25,7 +25,7 @@ from ..graph.program import Program, tensor_of
 from .budget.decision import choice_of
 
 ops = torch.ops.zerofn
-UNDER_WAY = 2  # activations that may be in transfer to the host at a time; or on the way back and not used yet
+UNDER_WAY = 2  # activations in transfer to the host at a time, and as many that are on the way back or not used yet
 
 
 class Stay(NamedTuple):
@@ -62,10 +62,11 @@ def _can_leave(node: Node) -> bool:
 
 
 def offload_activations(program: Program) -> None:
-    """Send the chosen activations to host memory, and copy them back.
+    """Copy the chosen activations to host memory after their last forward use, and back before their backward use.
 
-    At most `UNDER_WAY` leave at a time. Each starts to come back just early enough for its own transfer and for
-    those behind it.
+    At most `UNDER_WAY` copies to the host are in flight. Start each copy back just in time for its first use, and
+    early enough for the copies behind it on the link. The memory search makes the choice. `recompute_activations` runs
+    before: an activation that it recomputes has no backward use left.
     """
     gm = program.gm
     chosen = choice_of(gm).offloaded
@@ -90,7 +91,7 @@ def offload_activations(program: Program) -> None:
 
 
 class _Places:
-    """Where transfers start and are waited for, as indices of `nodes`; each goes before the node there."""
+    """Positions of transfers and of their waits, as indices of `nodes`: each is inserted before that node."""
 
     def __init__(self, graph: Graph, lanes: Lanes) -> None:
         self.nodes, self.where, self._lanes = list(graph.nodes), positions(graph), lanes
@@ -102,7 +103,7 @@ class _Places:
         earlier.
         """
         order = sorted(found, key=lambda x: self.where[x.first])
-        free = self._time[-1]  # from when on the link is taken
+        free = self._time[-1]  # the link is busy after this time
         out: dict[Stay, int] = {}
         for k, x in reversed(list(enumerate(order))):
             start = min(free, self._time[self.where[x.first]]) - self._seconds(x)
@@ -115,11 +116,13 @@ class _Places:
         return self._lanes.seconds_of(UP, memory_bytes(x.memory.meta["val"]))
 
     def left(self, found: list[Stay], begins: dict[Stay, int]) -> dict[Stay, int]:
-        """Return where the wait for each copy to the host goes: when the copy should be complete, before too many
-        others leave, and before the value comes back.
+        """Return where the wait for each copy to the host is placed.
+
+        That is where the copy should be complete, but before more than `UNDER_WAY` copies are in flight, and before the
+        value is copied back.
         """
         order = sorted(found, key=lambda x: self.where[x.last])
-        free = 0.0  # until when the link is taken
+        free = 0.0  # the link is busy until this time
         out: dict[Stay, int] = {}
         for k, x in enumerate(order):
             after = self.where[x.last] + 1

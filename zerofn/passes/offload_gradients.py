@@ -19,10 +19,11 @@ HELD = 2  # gradients that stay in memory: those of the first updates, which the
 
 
 def offload_gradients(program: Program) -> None:
-    """Write each reduced gradient to a drive once its norm is taken, and read it again with the state that it updates.
+    """Write each reduced gradient to a drive after its norm is taken, and read it back with the state that it updates.
 
-    At most three units' gradients are in memory, as of the state. The pass only requests the space:
-    `program.drive_space`.
+    At most three units' gradients are in memory at a time, as many as of the state. The pass only requests the space,
+    in `program.drive_space`. `fuse_norms` has taken each norm early, so no later node but the update reads the
+    gradient. `raise_updates` has ordered the updates: the gradients of the first `HELD` ones stay in memory.
     """
     gm = program.gm
     rules = [n for n in gm.graph.nodes if _waits(n)][HELD:]
@@ -71,10 +72,10 @@ def _offload(graph: Graph, rule: Node, memory: Node, after: Node, space: int) ->
     value, then = tensor_of(_gradient(rule)), after.next
     assert value is not None
     aside: list[Node] = []
-    there = _write_there(_gradient(rule), memory)
+    in_buffer = _make_in_drive_buffer(_gradient(rule), memory)
     gradient = held = _gradient(rule)
     with graph.inserting_before(then):
-        if not there:
+        if not in_buffer:
             held = graph.call_function(ops.drive_buffer.default, (value.numel(), value.dtype, []))
             aside += [held, graph.call_function(torch.ops.aten.copy_.default, (held, gradient))]
         handle = graph.call_function(ops.drive_handle.default, (space,))
@@ -83,13 +84,14 @@ def _offload(graph: Graph, rule: Node, memory: Node, after: Node, space: int) ->
         fetch = graph.call_function(ops.fetch.default, (handle, value.numel(), value.dtype, [], host()))
         wait = graph.call_function(ops.wait.default, (fetch,))
     fetch.meta[UPDATE] = True
-    for node in (*aside, fetch, wait) if rule.meta.get(ASIDE) else ():
-        node.meta[ASIDE] = True
+    if rule.meta.get(ASIDE):
+        for node in (*aside, fetch, wait):
+            node.meta[ASIDE] = True
     rule.replace_input_with(gradient, wait)
 
 
-def _write_there(gradient: Node, memory: Node) -> bool:
-    """Make a gradient in the buffer from which drives write, and return whether that is possible."""
+def _make_in_drive_buffer(gradient: Node, memory: Node) -> bool:
+    """Compute a gradient directly in the buffer that drives write from. Return whether that is possible."""
     value, whole = tensor_of(gradient), tensor_of(memory)
     if value is None or whole is None or not is_host(value.device) or value.numel() != whole.numel():
         return False

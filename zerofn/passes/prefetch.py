@@ -20,16 +20,18 @@ from ..graph.program import Program
 from .budget.decision import choice_of
 from .reshard import ALIVE
 
-UNDER_WAY = 2  # on one link: one under way, and one that follows at once
+UNDER_WAY = 2  # transfers on a link: one that runs, and one that follows without a gap
 
 
 def prefetch(program: Program) -> None:
-    """Start every gather early, together with the operations that prepare its shard.
+    """Move every gather up to where a simulated run can start it, with the operations that prepare its shard.
 
-    A simulated run starts a gather when its link is free and the units in memory are no more than three consecutive
-    ones. Where the memory search has chosen starts, those are used. What a gather sends from a drive or the host is
-    read before, as soon as that link is free. A gather never moves above its inputs, or above the gather ahead of
-    it: moves are local, so the order of transfers is the same on every rank.
+    Transfers then overlap computation. The simulated run starts a gather when its link is free and at most `ALIVE`
+    consecutive units are in memory. Starts that the memory search has chosen replace this rule. A gather's input on a
+    drive or the host is read earlier, as soon as that link is free.
+
+    A gather never moves above its inputs or the gather ahead of it, so the order of transfers is the same on every
+    rank. `sink_gathers` and `reshard` have left each gather at its first use, which is its latest position.
     """
     gm = program.gm
     names, sources = choice_of(gm).starts, sources_in(gm.graph)
@@ -91,8 +93,9 @@ class Run(NamedTuple):
 def early(gm: GraphModule, sources: Sequence[Source], *bounds: Bound) -> Run:
     """Simulate a run with gathers as early as possible.
 
-    What a gather sends has been read before; reads for the next one go on meanwhile. At most `UNDER_WAY` gathers
-    are in flight on a link. No level of memory, counted from gathers at their first use, exceeds its limit.
+    A gather starts when its input has been read; meanwhile the reads for the next gather go on. At most `UNDER_WAY`
+    transfers are in flight on a link. Each of `bounds` counts memory with gathers at their first use; an earlier start
+    may not raise it above its limit.
     """
     complete_values(gm.graph)
     run, todo = _Early(gm), deque(sources)
@@ -119,9 +122,8 @@ class _Early:
     def __init__(self, gm: GraphModule) -> None:
         self.lanes, self.root = lanes_of(gm), roots(gm.graph)
         self.starts: dict[Node, int] = {}
-        self._ends: defaultdict[str, list[float]] = defaultdict(
-            lambda: [0.0] * UNDER_WAY
-        )  # of the bytes that links have carried
+        # link -> the times at which its transfers end
+        self._ends: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * UNDER_WAY)
 
     def is_ready(self, x: Source) -> bool:
         """Return whether a gather's link is free, and its input is in memory."""
@@ -135,9 +137,10 @@ class _Early:
 
     def read(self, todo: Sequence[Source], at: int) -> None:
         """Start the reads for the next gather."""
-        for node in todo[0].reads if todo else ():
-            if node not in self.starts and at >= todo[0].earliest and self._is_free(node):
-                self._step(node, at)
+        if todo and at >= todo[0].earliest:
+            for node in todo[0].reads:
+                if node not in self.starts and self._is_free(node):
+                    self._step(node, at)
 
     def _step(self, node: Node, at: int) -> None:
         self.lanes.step(node, self.root)

@@ -18,7 +18,8 @@ ops, aten = torch.ops.zerofn, torch.ops.aten
 def raise_reduce_scatters(program: Program) -> None:
     """Move every reduce-scatter, with the copy into its bucket, up to where its last gradient is made.
 
-    Its wait moves down to the first use, or to where the second reduce-scatter after it starts.
+    Its wait moves down to the first use, or to where the second reduce-scatter after it starts. The transfer then
+    overlaps the rest of the backward pass; capture leaves all reduce-scatters at its end.
     """
     gm = program.gm
     graph = gm.graph

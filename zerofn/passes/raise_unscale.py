@@ -1,4 +1,4 @@
-"""Unscale each gradient as soon as it is reduced, so that later steps need not wait for the last one."""
+"""Unscale each gradient as soon as it is reduced."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ ops = torch.ops.zerofn
 
 
 def raise_unscale(program: Program) -> None:
-    """Move products of whole gradients with a number, and what computes the number, up to where both are known.
+    """Move each product of a unit's gradient with a number up to where both are known, with what computes the number.
 
-    A gradient that goes to the host or a drive can leave while the next ones are made. A gradient that stays in
-    memory keeps its narrower dtype until its update.
+    The norm, and transfers to the host or a drive, can then start before the last gradient is made. A gradient that
+    stays in memory keeps its narrower dtype until its update. `raise_reduce_scatters` has placed the waits after which
+    the gradients are known.
     """
     gm = program.gm
     goes = any(map(is_fetch, gm.graph.nodes))

@@ -16,8 +16,9 @@ ops = torch.ops.zerofn
 def raise_updates(program: Program) -> None:
     """Move every in-place update up to where its gradient is reduced, after the last read of the old values.
 
-    Updates that need neither the finite check nor the norm run inside the backward pass. The others run in the
-    order in which the next step uses the parameters.
+    A gradient then leaves memory early. Updates that need neither the finite check nor the norm run inside the backward
+    pass. The others run in the order in which the next step uses the parameters. `donate` has made the updates
+    in-place; later passes rely on this order.
     """
     gm = program.gm
     graph = gm.graph

@@ -17,11 +17,13 @@ _slice = torch.ops.aten.slice.Tensor
 
 
 def read_local_shards(program: Program) -> None:
-    """Make a leaf that is wholly in this rank's shard a view of the shard.
+    """Read each leaf that is wholly in this rank's shard from the shard instead of the gathered unit.
 
-    The gather then copies only the part of the shard that leaves across its edges need. What is sent stays the
-    same. The result differs by rank. Shards that are cast for the gather are left alone: they would have to live
-    longer.
+    The gather then copies only the part of the shard that is needed by leaves which cross the shard's edges. It sends
+    the same bytes as before. Shards that are cast for the gather are left alone: the cast would have to live longer.
+
+    The resulting graph differs by rank. So the memory search skips this pass, and it runs after the passes that decide
+    the order of transfers.
     """
     gm = program.gm
     root = roots(gm.graph)

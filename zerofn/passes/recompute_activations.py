@@ -14,10 +14,11 @@ from .budget.decision import choice_of
 
 
 def recompute_activations(program: Program) -> None:
-    """Drop the chosen activations, and compute each again before its first use in the backward pass.
+    """Copy the forward operations of the chosen activations to their first use in the backward pass.
 
-    Copies of the forward operations do that, from values that are saved. Random operations depend on their key
-    alone and draw the same numbers again.
+    The copies start from saved values, and the activations leave memory in between. Random operations depend on their
+    key alone and draw the same numbers again. The memory search makes the choice. `functionalize` has made values pure
+    where it could; only those can be chosen.
     """
     gm = program.gm
     dropped = choice_of(gm).dropped
@@ -32,7 +33,7 @@ def recompute_activations(program: Program) -> None:
 
 
 class _Again:
-    """Copies of forward operations, made where they are first needed."""
+    """Copies of forward operations, each inserted before its first user in the backward pass."""
 
     def __init__(self, graph: Graph, segments: Segments, dropped: set[Node]) -> None:
         self._graph, self._segments, self._dropped = graph, segments, dropped

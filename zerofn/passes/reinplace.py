@@ -1,4 +1,4 @@
-"""Let elementwise operations overwrite an operand that is not needed afterwards."""
+"""Let elementwise operations overwrite an operand that no later node reads."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ SMALLEST = 1 << 12  # elements; below, new memory is in the cache anyway
 
 
 def reinplace(program: Program) -> None:
-    """Let an elementwise operation write into an operand that it is the last to use.
+    """Let an elementwise operation write into an operand that no later node reads.
 
-    That takes less memory, and memory that is in the cache. The values are the same, bit for bit.
+    That takes less memory, and the memory is already in the cache. The values are the same, bit for bit. The pass runs
+    after those that move nodes of the forward and backward pass: a move could put a reader behind the write.
     """
     gm = program.gm
     where, root = positions(gm.graph), roots(gm.graph)

@@ -17,11 +17,11 @@ ALIVE = 3  # gathered units at a time: one in use, and two in memory or in fligh
 
 
 def reshard(program: Program) -> None:
-    """Cut the uses of a gathered unit where `ALIVE` or more other units are used in between, and gather it again for
-    each later region.
+    """Gather a unit again after every gap between two uses in which `ALIVE` or more other units are used.
 
-    Forward and backward of a layer are then two regions; those of the last layers stay one. Where the memory search
-    has chosen the cuts, those are used.
+    The unit leaves memory during the gap. Forward and backward of a layer are then two regions of use; those of the
+    last layers stay one. Cuts that the memory search has chosen replace this rule. `recompute_activations`
+    runs before, because its copies in the backward pass use units, too.
     """
     gm = program.gm
     graph = gm.graph
@@ -85,7 +85,7 @@ def num_others(own: int, timeline: list[tuple[int, int]], start: int, stop: int)
 
 
 def _refetch(graph: Graph, region: list[Node], inside: set[Node]) -> None:
-    """Give the users in `region` a copy of the chain that they read from."""
+    """Give the users in `region` a gather of their own: a copy of the nodes of the chain that they read."""
     copies: dict[Node, Node] = {}
 
     def copy(node: Node) -> Node:

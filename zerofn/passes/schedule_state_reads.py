@@ -14,13 +14,14 @@ from ..util.sizes import pages
 from ._packing import Span, pack
 
 ops = torch.ops.zerofn
-WRITING = 3  # gradients that may be on the way to the drive while one is made
+WRITING = 3  # gradients that may be in transfer to the drive while the next one is made
 
 
 def schedule_state_reads(program: Program) -> None:
-    """While one unit is updated, read the next unit's state and write the previous one's.
+    """Move the drive reads for each update up to the previous update, and give all drive reads places in one buffer.
 
-    All reads go to one buffer that is allocated once.
+    While one unit is updated, drives then read the next unit's state and write the previous one's. The buffer is
+    allocated once. `split_state_reads` has marked the reads for updates, and `raise_updates` has ordered the updates.
     """
     gm = program.gm
     for each in (gm, *bodies(gm)):

@@ -1,4 +1,4 @@
-"""Move gathers down to the first use of what they fetch."""
+"""Move gathers down to the first use of their unit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from ..graph.program import Program
 def sink_gathers(program: Program) -> None:
     """Move every gather, with its cast, wait and views, to just before the first node that computes with it.
 
-    Capture leaves all gathers at the top of the step, where every unit would be in memory at once.
+    Capture leaves all gathers at the top of the step, so every unit would be in memory at once. `canonicalize` has
+    merged repeated gathers, so each parameter has one.
     """
     gm = program.gm
     sink(gm.graph, weight_chain(gm.graph))

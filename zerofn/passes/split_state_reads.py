@@ -14,9 +14,10 @@ from ..graph.program import Program
 
 
 def split_state_reads(program: Program) -> None:
-    """Give the update of a shard a marked read of its own: in between, nobody needs the shard in memory.
+    """Read state on a drive once for the computation, and again for its update.
 
-    What a loop computes with is read in each of its rounds.
+    The shard need not stay in memory in between. A loop's body reads its inputs in every round. Reads for updates are
+    marked `UPDATE`: `donate`, `raise_updates` and `schedule_state_reads` rely on the mark.
     """
     gm = program.gm
     for loop, body in loops(gm):
@@ -48,7 +49,7 @@ def _read_again(start: Node, wait: Node, users: list[Node], where: dict[Node, in
 
 
 def _read_inside(loop: Node, body: Graph, inside: Node, held: Node) -> None:
-    """Pass a loop's body the handle of what was read before the loop, so that the body reads it."""
+    """Move a read from before a loop into its body: the loop passes the handle instead of the value."""
     start = cast(Node, start_of(held))
     handle = lies_at(start)
     give_to_loop(loop, held, handle)

@@ -13,10 +13,11 @@ ops, aten = torch.ops.zerofn, torch.ops.aten
 
 
 def start_param_gather(program: Program) -> None:
-    """After each shard's update, start to all-gather it into the copy that the parameters hold.
+    """Insert an all-gather of each shard after its update, into the copy of the unit that the parameters hold.
 
-    If the dtypes agree, the shard is a view of that copy and nothing is copied; otherwise it is cast into its
-    place. The next step waits (`wait_param_gather`).
+    If the dtypes agree, the shard is a view of that copy and nothing is copied; otherwise it is cast into its place.
+    The next step waits for the all-gather (`wait_param_gather`). `donate` has made the updates write the shards in
+    place; where `update_on_host` has moved one to the host's thread, the gather waits for it.
     """
     gm = program.gm
     graph = gm.graph

@@ -21,7 +21,8 @@ def sync_replicated_state(program: Program) -> None:
     """Average over ranks every replicated state tensor that depends on a rank's own batch, such as batch-norm
     statistics.
 
-    There is one transfer for each dtype. Raises `CaptureError` where a mean does not exist (whole numbers).
+    There is one transfer for each dtype. The pass runs before `donate`, while the graph still returns every new value.
+    Raises `CaptureError` for dtypes that are not floating-point: they have no mean.
     """
     gm = program.gm
     axis = program.axis

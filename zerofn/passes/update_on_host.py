@@ -28,10 +28,12 @@ ops = torch.ops.zerofn
 
 
 def update_on_host(program: Program) -> None:
-    """Let the faster processor update what is stored in host memory.
+    """Move updates of state in host memory from the device to the host, for a share of the units.
 
-    That is the device, to which state is streamed and back, as captured; or the host, for a share of the units that
-    follows from measured rates.
+    As captured, the device updates, and state is streamed to it and back. The share follows from the policy or from
+    measured rates; the host takes the first units in the order of `raise_updates`, and all units on drives, because
+    drives read into host memory. An update whose new value the step reads stays on the device. `donate` has made the
+    updates in-place.
     """
     gm = program.gm
     graph = gm.graph
@@ -112,9 +114,10 @@ def _move(graph: Graph, rule: Node, ready: Node, where: dict[Node, float], aside
             where[begun] = where[rule] - 0.5
     ends = [_end(graph, rule, part, given[part], where) for part in parts if part in given]
     rule.args = tuple(_swap(x, given) for x in rule.args)
-    for node in [rule, *ends, *(x for x in given.values() if x.target is ops.wait.default)] if aside else ():
-        if node is not None:
-            node.meta[ASIDE] = True
+    if aside:
+        for node in [rule, *ends, *(x for x in given.values() if x.target is ops.wait.default)]:
+            if node is not None:
+                node.meta[ASIDE] = True
 
 
 def _end(graph: Graph, rule: Node, part: Node, place: Node, where: dict[Node, float]) -> Node | None:

@@ -10,10 +10,10 @@ from ..graph.program import Program
 
 
 def wait_param_gather(program: Program) -> None:
-    """Wait for every gathered copy that the previous step may have left in flight, just before the first node that
-    uses it or the shard that is a view of it.
+    """Insert a wait for every gathered copy before the first node that uses the copy or its shard.
 
-    The all-gather at the end of a step thus overlaps the next forward pass.
+    The previous step may have left the all-gather of the copy in flight (`start_param_gather`), so that it overlaps
+    this step's forward pass. The pass runs after all others that move uses of parameters.
     """
     gm = program.gm
     where = positions(gm.graph)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch.fx import GraphModule
 
-_KEY = "choice"  # among a graph module's meta
+_KEY = "choice"  # a key of a graph module's metadata
 
 
 class Choice(NamedTuple):

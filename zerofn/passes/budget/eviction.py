@@ -32,13 +32,13 @@ def cheapest(live: Sequence[int], drops: Iterable[Drop], budget: int) -> tuple[l
     """
     level = np.array(live, dtype=np.int64)
     taken: list[Drop] = []
-    away: set[str] = set()
-    for drop in sorted(drops, key=_dearness):
+    evicted: set[str] = set()
+    for drop in sorted(drops, key=_cost):
         inside = level[drop.start + 1 : drop.stop]
-        if inside.size and inside.max() > budget and drop.of not in away:
+        if inside.size and inside.max() > budget and drop.of not in evicted:
             inside -= drop.nbytes
             taken.append(drop)
-            away.update({drop.of} - {""})
+            evicted.update({drop.of} - {""})
     for drop in sorted(taken, key=lambda x: -x.seconds):
         inside = level[drop.start + 1 : drop.stop]
         if inside.max() + drop.nbytes <= budget:
@@ -47,5 +47,6 @@ def cheapest(live: Sequence[int], drops: Iterable[Drop], budget: int) -> tuple[l
     return sorted(taken, key=lambda x: (x.start, x.stop), reverse=True), int(level.max())
 
 
-def _dearness(drop: Drop) -> tuple[float, int]:
+def _cost(drop: Drop) -> tuple[float, int]:
+    """Return the seconds for each byte and node that a drop frees; then its start, to break ties."""
     return drop.seconds / (drop.nbytes * max(1, drop.stop - drop.start)), drop.start

@@ -31,10 +31,11 @@ from .eviction import Drop, cheapest
 
 TRIES = 8  # schedules to try before giving up
 SHORT = 0.01  # of a step's time: a smaller gain is not worth another schedule
-# Transfers come in bursts, and devices may be faster than simulated. On a simulated H100, GPT-2 of 6 layers of 2,048 in
-# half of its memory took 172.6 ms with all of the time, 163.6 with a quarter, 163.7 without transfers.
+# The share of the forward pass that is assumed to hide transfers. It is less than 1, because transfers come in bursts
+# and devices may be faster than simulated. On a simulated H100, GPT-2 of 6 layers of 2,048 in half of its memory took
+# 172.6 ms with 1, 163.6 with 0.25, and 163.7 without transfers.
 HIDDEN = 0.25
-AGAIN, GATHERED, STASHED = "computed again", "gathered again", "brought back"  # how a dropped value comes back
+AGAIN, GATHERED, OFFLOADED = "recomputed", "gathered again", "copied back"  # how a dropped value comes back
 Schedule = Callable[[Program], None]
 
 
@@ -65,8 +66,8 @@ def within(program: Program, budgets: Sequence[int], schedule: Schedule) -> list
         least,
         (
             f"{program.name} cannot be scheduled within {budgets[-1]:,} bytes: the least that it takes is {least:,}. "
-            "It takes less with fewer rows a step, or more microbatches (zerofn.accumulate), at stage 3, with state "
-            "offloaded or moments='8bit', on more ranks."
+            "To take less, use fewer rows a step, more microbatches (zerofn.accumulate), stage 3, offloaded state, "
+            "moments='8bit', or more ranks."
         ),
     )
 
@@ -177,7 +178,7 @@ class _Search:
         return found
 
     def pairs(self, attempt: _Attempt) -> Iterator[tuple[GraphModule, _Levels]]:
-        """Return each graph with its scheduled form."""
+        """Yield each graph with its scheduled form."""
         return zip(self.graphs, attempt.graphs, strict=True)
 
     def fit(
@@ -203,11 +204,11 @@ class _Search:
         return None
 
     def ways(self, whole: _Attempt, drops: list[list[Drop]]) -> list[_Attempt]:
-        """Yield alternatives for when `fit` finds nothing: the least memory, and everything recomputed, gathered
-        again or offloaded.
+        """Return attempts to use when `fit` finds nothing: one with the least memory, and two that drop every value and
+        prefer to recompute or to offload it.
         """
         chosen = [[_least(x.level, found) for found, x in zip(drops, whole.graphs, strict=True)]]
-        chosen += ([_all_of(found, how) for found in drops] for how in (AGAIN, STASHED))
+        chosen += ([_all_of(found, how) for found in drops] for how in (AGAIN, OFFLOADED))
         choices = [list(map(_choice, way)) for way in chosen]
         return [self.attempt(x) for k, x in enumerate(choices) if x not in choices[:k]]
 
@@ -247,11 +248,11 @@ def graphs(gm: GraphModule) -> list[GraphModule]:
 
 def _choice(drops: list[Drop]) -> Choice:
     """Return the decisions for these drops, with every gather at its first use."""
-    keys: dict[str, set[Any]] = {how: set() for how in (AGAIN, GATHERED, STASHED)}
+    keys: dict[str, set[Any]] = {how: set() for how in (AGAIN, GATHERED, OFFLOADED)}
     for drop in drops:
         how, key = cast(tuple[str, Any], drop.key)
         keys[how].add(key)
-    return Choice(frozenset(keys[AGAIN]), frozenset(keys[GATHERED]), frozenset(), frozenset(keys[STASHED]))
+    return Choice(frozenset(keys[AGAIN]), frozenset(keys[GATHERED]), frozenset(), frozenset(keys[OFFLOADED]))
 
 
 def _starts(scheduled: _Levels, gm: GraphModule, limit: float) -> frozenset[tuple[str, str]]:
@@ -264,7 +265,7 @@ def _starts(scheduled: _Levels, gm: GraphModule, limit: float) -> frozenset[tupl
 
 
 def _activations(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
-    """Return the activations that may be recomputed, at positions of the scheduled graph."""
+    """Yield the activations that may be recomputed, at positions of the scheduled graph."""
     segments, lanes = Segments(gm.graph), lanes_of(gm)
     for memory in segments.activations:
         last, first = segments.gap(memory)
@@ -286,9 +287,9 @@ def _offloads(gm: GraphModule, where: dict[Node, int], computed: list[Drop]) -> 
     """Yield activations that may wait in host memory, at positions of the scheduled graph; none where models compute
     on the host.
 
-    Transfers that fit into the share `HIDDEN` of the forward pass are free, but for the time of device memory. The
-    activations that are the most expensive to recompute get that share. All others are assumed to stall the device,
-    both ways.
+    Transfers that fit into the share `HIDDEN` of the forward pass cost only the time that device memory takes to read
+    or write. The activations that are the most expensive to recompute get that share. All other transfers are assumed
+    to stall the device, in both directions.
     """
     found = [x for x in stays(gm.graph) if not is_host(tensor_of(x.memory).device)]  # type: ignore[union-attr]
     lanes = lanes_of(gm)
@@ -299,7 +300,7 @@ def _offloads(gm: GraphModule, where: dict[Node, int], computed: list[Drop]) -> 
         seconds = lanes.seconds_of(UP, nbytes)
         free -= seconds
         cost = nbytes / lanes.machine.memory_rate if free > 0 else seconds
-        yield Drop((STASHED, x.memory.name), where[x.last], where[x.first], nbytes, 2 * cost, x.memory.name)
+        yield Drop((OFFLOADED, x.memory.name), where[x.last], where[x.first], nbytes, 2 * cost, x.memory.name)
 
 
 def _least(level: list[int], drops: list[Drop]) -> list[Drop]:
@@ -309,13 +310,13 @@ def _least(level: list[int], drops: list[Drop]) -> list[Drop]:
 
 
 def _all_of(drops: list[Drop], how: str) -> list[Drop]:
-    """Return all drops, and for a value with several the one that brings it back this way."""
+    """Return one drop of every value; if a value has several, prefer the one that brings it back in this way."""
     first = {drop.of or drop.key: drop for drop in sorted(drops, key=lambda x: x.key[0] == how)}  # type: ignore[index]
     return [drop for drop in drops if first[drop.of or drop.key] is drop]
 
 
 def _gathers(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
-    """Yield units that may be gathered again: between two uses, another unit is used."""
+    """Yield units that may be gathered again, between two uses that have uses of another unit in between."""
     uses = uses_of_gathers(gm.graph, weight_chain(gm.graph), positions(gm.graph))
     lanes = lanes_of(gm)
     timeline = sorted((where[u], k) for k, found in enumerate(uses.values()) for u in found)
