@@ -366,8 +366,11 @@ def test_a_number_that_changes_is_named_and_warned_of_once(caplog):
     captured = [r.getMessage() for r in caplog.records if r.name == "zerofn" and r.levelno == logging.INFO]
     assert "captured (batch.deep.0 0.1 -> 0.2)" in captured[2] and len(captured) == 10
     (warned,) = [r.getMessage() for r in caplog.records if r.name == "zerofn" and r.levelno == logging.WARNING]
-    assert warned.startswith("train_step: captured 8 times so far, 7 of them because batch.deep.0 was another")
-    assert "(batch.deep.0 0.6 -> 0.7); a number" in warned and "pass torch.tensor(...) instead" in warned
+    assert warned.startswith("train_step: captured 8 times so far, 7 of them because batch.deep.0 changed")
+    assert (
+        "(batch.deep.0 0.6 -> 0.7); a step is captured again for every new number" in warned
+        and "pass torch.tensor(...) instead" in warned
+    )
 
 
 def test_a_shape_that_changes_is_warned_of_once(caplog):
@@ -375,7 +378,7 @@ def test_a_shape_that_changes_is_warned_of_once(caplog):
     for rows in range(1, 11):
         state, _ = call(state, {"x": torch.ones(rows, 4)})
     (warned,) = [r.getMessage() for r in caplog.records if r.name == "zerofn" and r.levelno == logging.WARNING]
-    assert "batch.x [7, 4] float32 -> [8, 4] float32" in warned and "pad to a few of them" in warned
+    assert "batch.x [7, 4] float32 -> [8, 4] float32" in warned and "pad to a few shapes" in warned
 
 
 # --- ranks that differ -----------------------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ def test_results_have_memory_of_their_own(how, n):
 
 
 def test_rows_of_other_shapes_are_refused():
-    with pytest.raises(ValueError, match=r"shape \(1,\) in microbatch 1, in those before \(2,\)"):
+    with pytest.raises(ValueError, match=r"shape \(1,\) in microbatch 1, but shape \(2,\) in earlier ones"):
         loop(lambda i, s: ([], [torch.ones(2 - int(i))], None), 2, [torch.ones(2)])
 
 

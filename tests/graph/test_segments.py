@@ -18,7 +18,7 @@ def taken(spans, starts, count):
     cuts = [end - 1 for end in ends[:-1]]
     between = [x for x in spans if any(x.made <= cut < x.used for cut in cuts)]
     inside = [
-        sum(x.nbytes for x in spans if x.kept and x not in between and start <= x.made < end)
+        sum(x.nbytes for x in spans if x.saved and x not in between and start <= x.made < end)
         for start, end in zip(starts, ends, strict=True)
     ]
     return sum(x.nbytes for x in between), inside

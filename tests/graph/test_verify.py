@@ -367,7 +367,7 @@ def test_a_piece_meets_only_what_is_cut_like_it():
     module = build(2)
     for world in (1, 2):
         with fake_ranks(world):
-            message = "is no shard and differs from place.*how the state is cut"
+            message = "is not a shard and whose elements differ.*how the state is sharded"
             refused_and_let_through(state_of(module, 3), UNEVEN, message, EVEN)
 
 

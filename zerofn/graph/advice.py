@@ -17,14 +17,14 @@ _INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
         r"device.*\bmeta\b|\bmeta\b.*device",
         RuntimeError,
         "a skeleton has shapes and no weights, so it cannot be called by itself: write "
-        "torch.func.functional_call(model, params, (x,)) with all parameters, as the loss function is given them",
+        "torch.func.functional_call(model, params, (x,)) with all parameters, as the loss function gets them",
     ),
     (
         r"parameter_and_buffer_dicts.*Sharded",
         TypeError,
         "functional_call takes full parameters, and state.params are this rank's shards: write "
-        "functional_call(model, zerofn.gather(state.params), ...), or take the params that the loss function of "
-        "state.value_and_grad is given",
+        "functional_call(model, zerofn.gather(state.params), ...), or take the params that "
+        "state.value_and_grad passes to the loss function",
     ),
     (
         r"does not require grad and does not have a grad_fn|backward through the graph a second time",
@@ -34,27 +34,27 @@ _INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
     (
         r"format string passed to FakeTensor",
         TypeError,
-        "a step has no numbers while it is captured, so a tensor cannot be formatted: return it among the metrics and "
-        "print it outside the step",
+        "while a step is captured its tensors have no values, so a tensor cannot be formatted: return it among the "
+        "metrics and print it outside the step",
     ),
     (
         r"'LocalShard'|not LocalShard|got .*\bLocalShard\b",
         TypeError,
-        'state.params["name"] says what this rank holds of a leaf and is no tensor: write '
+        'state.params["name"] describes this rank\'s part of a leaf and is not a tensor: write '
         'zerofn.gather(state.params)["name"] for the leaf, or .local for this rank\'s part',
     ),
     (
         r"object has no attribute '(value_and_grad|apply_gradients|rng_at|params|opt_state)'",
         TypeError,
-        "a step is called as step(state, batch), in this order, where state is what zerofn.shard gave, or the first of "
-        "the two things that the step before returned",
+        "a step is called as step(state, batch), in this order; state is the result of zerofn.shard, or the first of "
+        "the two values that the previous step returned",
     ),
 )
 _DTYPES = re.compile(r"to have the same dtype|must have the same dtype|expected scalar type|should be the same")
 
 
 def instead(error: BaseException) -> Exception | None:
-    """Return the error to raise, with advice, for an error without it; None for others."""
+    """Return an error that adds advice to `error`; None if there is no advice, or `error` contains it."""
     text = said(error)
     if any(advice in text for _, _, advice in _INSTEAD):
         return None
@@ -65,7 +65,7 @@ def instead(error: BaseException) -> Exception | None:
 
 
 def note_dtypes(error: BaseException, state: Any, batch: Any) -> None:
-    """If dtypes do not match, note the parameters' compute dtype, and the batch's entries in other dtypes."""
+    """If dtypes do not match, add a note: the parameters' compute dtype, and the batch entries of other dtypes."""
     if not _DTYPES.search(str(error)):
         return
     sharded = [x for x in tree.leaves(state, is_leaf=is_sharded) if is_sharded(x)]
@@ -74,12 +74,16 @@ def note_dtypes(error: BaseException, state: Any, batch: Any) -> None:
         return
     (dtype,) = dtypes
     paths, leaves, _ = tree.flatten_with_path(batch, is_leaf=is_sharded)
-    odd = [
+    others = [
         f"{tree.name_of(p)!r} ({_name(x.dtype)})"
         for p, x in zip(paths, leaves, strict=True)
         if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != dtype
     ]
-    what = f"inputs of the batch to it, here {', '.join(odd[:4])}" if odd else "values that meet them to it"
+    what = (
+        f"inputs of the batch to it, here {', '.join(others[:4])}"
+        if others
+        else "values that are combined with them to it"
+    )
     note(error, f"parameters are computed in {_name(dtype)}; cast floating {what}: x.to({dtype}).")
 
 
@@ -88,7 +92,7 @@ def _name(dtype: Any) -> str:
 
 
 def no_leaf(name: str, state: Any, batch: Any) -> TypeError:
-    """Return the error for a leaf that is neither a tensor nor a hashable value."""
+    """Return the error for the first leaf that is neither a tensor nor a hashable value. `name`: the step's."""
     for what, value in (("state", state), ("batch", batch)):
         for path, x in zip(*tree.flatten_with_path(value, is_leaf=is_sharded)[:2], strict=True):
             if not isinstance(x, Hashable):

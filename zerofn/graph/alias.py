@@ -11,13 +11,15 @@ from .._torch_compat import OpOverload, aliased_arguments, schema_arguments
 from ..ops.registry import UNDECLARED_VIEWS, UNDECLARED_WRITES, traits_of
 from .loop import body_of, given_to_body, run_loop
 
-# By id, because hashing an operation is a call in Python: (it, the arguments whose memory its results share).
+# Both caches are keyed by id, because hashing an operation is a slow call in Python. Their values hold the operation,
+# so that no other object gets its id.
+# Operation -> the arguments, by position and name, whose memory its results share.
 _views: dict[int, tuple[OpOverload, list[tuple[int, str]]]] = {}
 _pure: dict[int, OpOverload] = {}  # operations that write nothing
 
 
 def sources(node: Node) -> list[Node]:
-    """Return the nodes whose memory `node`'s value shares; none if it has memory of its own."""
+    """Return the nodes whose memory `node`'s value shares; an empty list if it has memory of its own."""
     if node.op != "call_function":
         return []
     target = node.target
@@ -37,7 +39,7 @@ def sources(node: Node) -> list[Node]:
 
 
 def is_given(memory: Node) -> bool:
-    """Return whether memory exists before the graph runs: an input's or a constant's."""
+    """Return whether memory exists before the graph runs: that of an input or a constant."""
     return memory.op in ("placeholder", "get_attr")
 
 
@@ -100,7 +102,10 @@ def positions(graph: Graph) -> dict[Node, int]:
 
 
 def touches(graph: Graph, root: dict[Node, Node]) -> dict[Node, list[Node]]:
-    """Map memory to the nodes that make, read or write it, through any view, in order."""
+    """Map memory to the nodes that make, read or write it, through any view, in order of execution.
+
+    Memory is named by the node that makes it. `root`: the result of `roots`.
+    """
     found: dict[Node, list[Node]] = {}
     for node in graph.nodes:
         # A transfer reads its input until it is waited for.
@@ -116,8 +121,9 @@ def last_uses(graph: Graph, where: dict[Node, int], root: dict[Node, Node]) -> d
 
 
 def written_before(graph: Graph, where: dict[Node, int], root: dict[Node, Node]) -> dict[Node, Node]:
-    """Map a node to the last node before it that writes memory which it reads, through any view: it cannot move above
-    that.
+    """Map each node to the last earlier node that writes to the memory of one of its inputs, through any view.
+
+    The node cannot move above that writer. Nodes without one are left out.
     """
     writer: dict[Node, Node] = {}  # memory -> its last writer
     found: dict[Node, Node] = {}
@@ -130,10 +136,10 @@ def written_before(graph: Graph, where: dict[Node, int], root: dict[Node, Node])
 
 
 def last_writers(root: dict[Node, Node]) -> dict[Node, Node]:
-    """Map memory to the last node that writes to it, through any view. `root`: `roots` of a graph."""
+    """Map memory to the last node that writes to it, through any view. `root`: the result of `roots`."""
     return {root[x]: node for node in root for x in writes(node)}
 
 
 def written_memory(root: dict[Node, Node]) -> set[Node]:
-    """Return the memory that a graph writes to. `root`: `roots` of the graph."""
+    """Return the memory that a graph writes to. `root`: the result of `roots`."""
     return set(last_writers(root))

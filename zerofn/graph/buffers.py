@@ -13,11 +13,11 @@ import torch
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """`nbytes` of memory in which nodes have places, each [index of the buffer, first byte].
+    """A request for one buffer of `nbytes`. Nodes have *places* in it: [index of the buffer, first byte].
 
-    `device`: its device; None for host memory that drives read to and write from. `number`: its number among the
-    step's buffers on that device. Steps run one after the other, so all steps of a process share the buffer of one
-    number.
+    `device`: the buffer's device; None for host memory that drives read to and write from. `number`: counts the
+    step's buffers on one device. Steps run one after the other, so the steps of a process share buffers of the same
+    device and number.
     """
 
     device: torch.device | None
@@ -27,7 +27,7 @@ class BufferSpec:
 
 @dataclass(frozen=True)
 class DriveSpec:
-    """`nbytes` on the drives of the folders `paths`. Errors call the contents `label`."""
+    """A request for `nbytes` on the drives of the folders `paths`. `label`: what errors call these bytes."""
 
     paths: tuple[str, ...]
     nbytes: int
@@ -35,7 +35,7 @@ class DriveSpec:
 
 
 def add_buffer(buffers: list[BufferSpec], device: torch.device | None, nbytes: int) -> int:
-    """Request one more buffer on a device, and return its index."""
+    """Append a request for one more buffer on a device, and return its index."""
     number = sum(x.device == device for x in buffers)
     buffers.append(BufferSpec(device, number, nbytes))
     return len(buffers) - 1

@@ -26,27 +26,30 @@ from .source_lines import Lines, readable, where
 
 log = logging.getLogger("zerofn")
 _DRAWN = (
-    "the step draws from {}: what it drew would stay as it was at capture, other on each rank. Draw outside "
-    "and pass it in the batch as a tensor, or draw with torch under zerofn.random.randomness(state.rng_at())."
+    "the step draws from {}: the drawn values would be constants of the captured step, different on each rank. Draw "
+    "outside the step and pass tensors in the batch, or draw with torch under "
+    "zerofn.random.randomness(state.rng_at())."
 )
 
 
 class CaptureError(RuntimeError):
-    """The step cannot be captured; the message says which line of it, why, and what to write."""
+    """The step cannot be captured. The message says which line is at fault, why, and what to write instead."""
 
 
 def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: bool = False) -> Program:
     """Run `step(state, batch)` on fake tensors, and record its operations.
 
-    With `traces` every node knows the user's line that it comes from; this is slower, and explains a refusal.
-    Numbers in the new state become tensors, as in the old one. Raises `CaptureError` for a step that branches on
-    data, or that returns a state of another structure or with entries of other types.
+    With `traces` every node records the user's line that it comes from. This is slower, so a step is captured with
+    it only to explain an error. A number in the new state becomes a tensor if the old state has a tensor there.
+
+    Raises `CaptureError` for a step that branches on data, draws from Python's or NumPy's generators, or returns a
+    state of another structure or with entries of other types.
     """
     state_flat, state_tensors = Flat.of(state)
     batch_flat, batch_tensors = Flat.of(batch)
     copies = cached(state)
     spans, flat_copies = _spans(copies)
-    seen: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
 
     def run(*flat: Tensor) -> list[Tensor]:
         with Shortcut():
@@ -56,8 +59,8 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
         num_state, num_copies = len(state_tensors), len(flat_copies)
         full = {k: list(flat[num_state + a : num_state + b]) for k, (a, b) in spans.items()}
         decoded: dict[int, tuple[Tensor, Stored]] = {}
-        kept_state = state_flat.spread(flat[:num_state], full)
-        fake_state = _decode(kept_state, decoded)
+        stored_state = state_flat.spread(flat[:num_state], full)
+        fake_state = _decode(stored_state, decoded)
         fake_batch = _decode(batch_flat.spread(flat[num_state + num_copies :]), {})
         try:
             with Lines() if traces else contextlib.nullcontext(), no_draws():
@@ -67,32 +70,34 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
         _check_values(out)
         new_state, aux = _split(out, fake_state)
         new: list[Tensor] = []
-        seen["state"] = None
+        outputs["state"] = None
         if new_state is not None:
             new_state = _numbers_as_tensors(new_state, fake_state)
             _check_shards(state_flat, new_state)
-            seen["state"], new = Flat.of(state_flat.keep(new_state, kept_state, decoded))
-        seen["aux"], rest = Flat.of(aux)
-        seen["num_new"] = len(new)
+            outputs["state"], new = Flat.of(state_flat.encode(new_state, stored_state, decoded))
+        outputs["aux"], rest = Flat.of(aux)
+        outputs["num_new"] = len(new)
         return [x.detach() for x in (*new, *rest)]
 
     inputs = [*state_tensors, *flat_copies, *batch_tensors]
     tracer = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)
     try:
-        gm = _trace(tracer, [_placed_alike(x.detach()) for x in inputs])
+        gm = _trace(tracer, [_at_offset_zero(x.detach()) for x in inputs])
     except Exception as error:
         log.debug("the step could not be captured", exc_info=True)
         note_dtypes(error, state, batch)
         raise _readable(error, getattr(step, "__name__", "the step")) from None
-    return Program(gm, state_flat, batch_flat, seen["state"], seen["aux"], len(state_tensors), seen["num_new"], spans)
+    return Program(
+        gm, state_flat, batch_flat, outputs["state"], outputs["aux"], len(state_tensors), outputs["num_new"], spans
+    )
 
 
-def _placed_alike(x: Tensor) -> Tensor:
-    """Return `x`, or a copy of its form in memory of its own if it is part of a larger buffer.
+def _at_offset_zero(x: Tensor) -> Tensor:
+    """Return `x` or, if it is part of a larger buffer, an empty tensor of its shape and strides, at offset 0.
 
     A shard may be a view of its gathered copy, at a different offset on each rank. Forward-mode differentiation
-    copies tangents whose offset differs from their primals', so ranks would get different graphs. Tracing reads no
-    elements: this memory is never touched.
+    copies a tangent whose offset differs from its primal's, so ranks would get different graphs. Tracing reads no
+    elements, so the new memory is never touched.
     """
     if x.layout is not torch.strided or x.untyped_storage().nbytes() == x.numel() * x.element_size():
         return x
@@ -100,10 +105,10 @@ def _placed_alike(x: Tensor) -> Tensor:
 
 
 def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphModule:
-    """Return the graph. If tracing fails, try again with `torch.compiler.is_compiling()` true.
+    """Return the graph. If tracing fails, trace again with `torch.compiler.is_compiling()` true.
 
-    Libraries then skip their checks of data, and kernels that fake tensors do not support. That is not the first
-    try, because some libraries then choose another algorithm, which rounds differently from the eager step.
+    Libraries then skip checks that read data, and kernels that fake tensors do not support. It is not the default,
+    because some libraries then choose another algorithm, which rounds differently from the eager step.
     """
     with torch.no_grad(), lazy_code(True), quiet_fakes(), uncollected():
         try:
@@ -125,6 +130,7 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
 
 
 def _spans(copies: dict[int, list[Tensor]]) -> tuple[dict[int, tuple[int, int]], list[Tensor]]:
+    """Return (key -> [first, stop) in the flat list, the flat list) of lists of tensors."""
     spans: dict[int, tuple[int, int]] = {}
     flat: list[Tensor] = []
     for k, tensors in copies.items():
@@ -136,9 +142,8 @@ def _spans(copies: dict[int, list[Tensor]]) -> tuple[dict[int, tuple[int, int]],
 def _split(out: Any, state: Any) -> tuple[Any, Any]:
     """Return (new state, aux); the new state is None for an evaluation step.
 
-    A step trains if it returns a pair whose first item has the structure of its first argument. A first item of
-    that type with another structure is a mistake, unless it has nothing of the state (a dict of metrics, for
-    example).
+    A training step returns a pair whose first item has the structure of the old state. A first item of the state's
+    type but of another structure is a mistake, unless they share no names: a dict of metrics, for example.
     """
     if not (isinstance(out, tuple) and len(out) == 2 and not hasattr(out, "_fields")):
         return None, out
@@ -148,9 +153,8 @@ def _split(out: Any, state: Any) -> tuple[Any, Any]:
         return new, aux
     if type(new) is type(state) and not isinstance(new, Tensor) and not is_sharded(new) and _shares_names(state, new):
         raise CaptureError(
-            "the step returns a state of another structure than the one it was given: "
-            + _difference(state, new)
-            + ". Return the same structure (state.replace(...)), or return (metrics, outputs) from an evaluation step."
+            f"the step returns a state of another structure than its argument: {_difference(state, new)}. "
+            "Return the same structure (state.replace(...)), or return (metrics, outputs) from an evaluation step."
         )
     return None, out
 
@@ -176,16 +180,16 @@ def _difference(a: Any, b: Any) -> str:
 
 
 def _check_values(out: Any) -> None:
-    """Raise for a result that is a number taken from a tensor: it would never change after capture."""
+    """Raise for a result that is a number taken from a tensor: it would be a constant of the captured step."""
     for path, leaf in zip(*tree.flatten_with_path(out)[:2], strict=True):
         if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise CaptureError(
                 f"the step returns {tree.name_of(path)!r} as a number taken from a tensor (.item(), "
-                f"float(...)){_taken(leaf)}. Return the tensor, and ask for its value outside."
+                f"float(...)){_line_of(leaf)}. Return the tensor, and read its value outside the step."
             )
 
 
-def _taken(number: Any) -> str:
+def _line_of(number: Any) -> str:
     """Return the user's line at which a number was taken from a tensor, if lines are recorded."""
     proxy = proxies_of(current_trace(), number)
     node = proxy.node if isinstance(proxy, Proxy) else None
@@ -205,7 +209,7 @@ def _numbers_as_tensors(new: Any, old: Any) -> Any:
             kind, was = ("tensor" if isinstance(v, Tensor) else type(v).__name__ for v in (x, before))
             raise CaptureError(
                 f"the step returns state entry {tree.name_of(path)!r} as a {kind}; it was a {was}. "
-                "Return a tensor or a number where there was one; keep other things outside the state."
+                "Return a tensor or a number where there was a tensor, and store other values outside the state."
             )
         out.append(x)
     return tree.unflatten(treedef, out)
@@ -215,41 +219,43 @@ def _check_shards(flat: Flat, new: Any) -> None:
     """Raise for a shard that comes back with another dtype or size: it could not replace the old one."""
     nodes, treedef = tree.flatten(new, is_leaf=is_sharded)
     for name, cut, x in zip(tree.field_names(treedef), flat.nodes, nodes, strict=True):
-        for unit, storage, shard in zip(x.layout.units, cut.storages, x.shards, strict=True) if is_sharded(x) else ():
+        if not is_sharded(x):
+            continue
+        for unit, storage, shard in zip(x.layout.units, cut.storages, x.shards, strict=True):
             a, b = cut.spec.bounds(unit)
             if (shard.dtype, shard.shape) != (storage.dtype, (b - a,)):
                 raise CaptureError(
                     f"the step returns state entry {name}[{unit.name!r}] as {shard.dtype} {list(shard.shape)}; it was "
-                    f"{storage.dtype} {[b - a]}. Write .to(p.dtype) where it is computed."
+                    f"{storage.dtype} {[b - a]}. Write .to(p.dtype) where the step computes it."
                 )
 
 
 def _decode(value: Any, decoded: dict[int, tuple[Tensor, Stored]]) -> Any:
-    """Return a tree with all shards decoded. `decoded` gets what each was decoded from."""
+    """Return a tree with all shards decoded. It adds to `decoded`: id of a shard -> (the shard, its stored form)."""
 
-    def seen(x: Any) -> Any:
+    def decode(x: Any) -> Any:
         if not is_sharded(x):
             return x
         shards = x.shards
-        decoded.update((id(shard), (shard, kept)) for shard, kept in zip(shards, x.stored, strict=True))
+        decoded.update((id(shard), (shard, source)) for shard, source in zip(shards, x.stored, strict=True))
         return Sharded(x.spec, shards, x.copies)
 
-    return tree.tree_map(seen, value, is_leaf=is_sharded)
+    return tree.tree_map(decode, value, is_leaf=is_sharded)
 
 
 def _readable(error: Exception, name: str) -> Exception:
     """Return the error to raise: with advice, the user's line, and a traceback of the user's frames."""
     place = where(error)
-    told = instead(error) or error
-    if place not in str(told):
-        note(told, f"in {name}{place}")
-    return told.with_traceback(readable(error.__traceback__))
+    advised = instead(error) or error
+    if place not in str(advised):
+        note(advised, f"in {name}{place}")
+    return advised.with_traceback(readable(error.__traceback__))
 
 
 def _forward_mode(error: BaseException) -> str:
     return (
-        f"torch cannot trace this forward-mode derivative{where(error)}: it is taken at tensors that are views, "
-        "as gathered parameters are. Take it at clones of them (tree_map(torch.clone, params)), or at the shards."
+        f"torch cannot trace this forward-mode derivative{where(error)}: its inputs are views, as gathered parameters "
+        "are. Differentiate with respect to clones of them (tree_map(torch.clone, params)), or to the shards."
     )
 
 

@@ -23,11 +23,14 @@ def captured(
     except CaptureError:
         if traces:
             raise
-    return captured(step, state, batch, traces=True)  # again, with lines recorded
+    return captured(step, state, batch, traces=True)  # once more, so that the error names the user's line
 
 
 def dry_result(step: Callable[[Any, Any], Any], state: Any, batch: Any) -> Any:
-    """Return what a dry run gives for a step that it does not look for: the old state, and ones."""
+    """Return what a dry run returns in place of a step's results: the same state, and ones in the shapes of aux.
+
+    `zerofn plan` uses it for the compiled steps of a script that are not the one to plan.
+    """
     program, _ = captured(step, state, batch)
     values = [node.meta["val"] for node in program.output.args[0][program.num_new :]]  # type: ignore[index,union-attr]
     aux = program.aux.spread([torch.ones(x.shape, dtype=x.dtype) for x in values])

@@ -24,19 +24,19 @@ def loops(gm: GraphModule) -> list[tuple[Node, GraphModule]]:
 
 
 def bodies(gm: GraphModule) -> list[GraphModule]:
-    """Return the bodies of all loops, nested ones included, each once: recomputation repeats loops."""
+    """Return the bodies of all loops, nested ones included, each once: a recomputed loop shares its body."""
     return list(dict.fromkeys(each for _, body in loops(gm) for each in (body, *bodies(body))))
 
 
 def give_to_loop(loop: Node, old: Node, new: Node) -> None:
-    """Pass `new` to a loop's body wherever it passed `old`."""
+    """Replace the value `old` by `new` in the inputs that a loop passes to its body."""
     loop.args = tuple([new if x is old else x for x in a] if isinstance(a, list | tuple) else a for a in loop.args)
 
 
 def weight_chain(graph: Graph) -> list[Node]:
-    """Return, in order, the nodes that only fetch parameters: gathers, their waits, casts before them and views after
-    them.
+    """Return, in order, the nodes that only fetch parameters.
 
+    These are reads from drives and the host, gathers, their waits, and the casts, decodings and views around them.
     Nodes whose memory is written anywhere are excluded: for them it matters when, and how often, they run.
     """
     chain: dict[Node, None] = {}
@@ -45,8 +45,7 @@ def weight_chain(graph: Graph) -> list[Node]:
     for node in graph.nodes:
         if node.op != "call_function" or not node.all_input_nodes or root[node] in written:
             continue
-        inputs_ok = all(x in chain or (x.op == "placeholder" and x not in written) for x in node.all_input_nodes)
-        if not inputs_ok:
+        if not all(x in chain or (x.op == "placeholder" and x not in written) for x in node.all_input_nodes):
             continue
         chained = any(x in chain for x in node.all_input_nodes)
         if is_gather(node) or is_fetch(node) or (chained and is_view(node)) or _prepares(node):
@@ -55,16 +54,16 @@ def weight_chain(graph: Graph) -> list[Node]:
 
 
 def _prepares(node: Node) -> bool:
-    """Return whether a node casts, views or decodes whole placeholders, or values read from a drive."""
-    given = all(x.op == "placeholder" or fetched(x) for x in node.all_input_nodes)
-    joined = all(map(decodes, node.all_input_nodes))
-    return (given or joined) and (casts(node) or decodes(node) or is_view(node))
+    """Return whether a node casts, views or decodes inputs of the graph, fetched values, or decoded ones."""
+    from_inputs = all(x.op == "placeholder" or fetched(x) for x in node.all_input_nodes)
+    from_decoded = all(map(decodes, node.all_input_nodes))
+    return (from_inputs or from_decoded) and (casts(node) or decodes(node) or is_view(node))
 
 
 def sink(graph: Graph, nodes: Iterable[Node]) -> None:
-    """Move each of `nodes` down to just before its first user outside of them, in their order.
+    """Move each of `nodes` down to just before its first user that is not one of them; their order stays the same.
 
-    A node also stays above a store to the place on the drive or the host that it reads.
+    A read from a drive or the host also stays above each store that overwrites what it reads.
     """
     where, order = positions(graph), list(nodes)
     inside = set(order)
@@ -82,8 +81,9 @@ def sink(graph: Graph, nodes: Iterable[Node]) -> None:
 
 
 def raise_up(graph: Graph, nodes: Iterable[Node]) -> None:
-    """Move each of `nodes`, which write nothing, up to just after the last of its inputs and of the earlier writers to
-    its memory, in their order.
+    """Move each of `nodes` up to just after its last input; their order stays the same.
+
+    The nodes must not write. A node also stays below the last earlier write to the memory that it reads.
     """
     where, order = positions(graph), list(nodes)
     writer = written_before(graph, where, roots(graph))
@@ -99,22 +99,24 @@ def raise_up(graph: Graph, nodes: Iterable[Node]) -> None:
 
 
 def behind(node: Node) -> Node:
-    """Return the node after which to insert what follows `node`: for an input that is the last input, so that all
-    inputs come first.
+    """Return the node after which to insert a node that must follow `node`.
+
+    For an input, that is the last input: all inputs come first in a graph.
     """
     return [n for n in node.graph.nodes if n.op == "placeholder"][-1] if node.op == "placeholder" else node
 
 
 def copy_of(value: Node) -> Node:
-    """Return a clone of a value, where its graph inserts now."""
+    """Insert a clone of a value at its graph's insertion point, and return it."""
     node = value.graph.call_function(torch.ops.aten.clone.default, (value,))
     node.meta["val"] = value.meta.get("val")
     return node
 
 
 def made_by(buffer: Node, target: OpOverload, *args: Any) -> Node:
-    """Let another operation make the memory of a unit's bucket: of `flat`, or of a `ravel` without batch dimensions,
-    whose leaves are then copied into it.
+    """Replace the node that makes a unit's bucket, and return the new node, `target(*args)`.
+
+    `buffer`: a `flat`, or a `ravel` without batch dimensions, whose leaves are then copied into the new bucket.
     """
     graph = buffer.graph
     with graph.inserting_before(buffer):
@@ -130,8 +132,8 @@ def made_by(buffer: Node, target: OpOverload, *args: Any) -> Node:
 
 
 def clean(gm: GraphModule) -> GraphModule:
-    """Drop nodes without users, and generate the code again."""
-    # `Graph.eliminate_dead_code` lints first, which is half of its time. The passes lint once, at the end.
+    """Erase nodes without users, unless they write, and generate the module's code again."""
+    # `Graph.eliminate_dead_code` spends half of its time on a lint. The passes lint once, at the end.
     for node in reversed(gm.graph.nodes):
         if not node.users and not _is_impure(node):
             gm.graph.erase_node(node)
@@ -140,7 +142,7 @@ def clean(gm: GraphModule) -> GraphModule:
 
 
 def _is_impure(node: Node) -> bool:
-    """Return whether a node matters without users: it writes, or waits for a transfer into existing memory."""
+    """Return whether a node has an effect without users: it writes, or waits for a transfer into existing memory."""
     target = node.target
     if not isinstance(target, OpOverload):
         return node.is_impure() or bool(writes(node))

@@ -22,7 +22,10 @@ def fingerprint(program: Program) -> str:
 
 
 def _transfers(gm: GraphModule, names: dict[Node, str], groups: dict[Any, int]) -> str:
-    """`groups` numbers process groups in order of use: a group of some ranks has a different name on other ranks."""
+    """Return the transfers of a graph, one line each.
+
+    `groups` maps process groups to numbers in order of first use: a group's own name may differ from rank to rank.
+    """
     lines = []
     for node in gm.graph.nodes:
         if is_start(node):

@@ -1,4 +1,4 @@
-"""Refuse draws from the host's generators during capture: they would be constants of the graph."""
+"""Refuse draws from Python's and NumPy's generators during capture: they would be constants of the graph."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 
 
 class HostDraw(RuntimeError):
-    """The step drew from a generator of the host; the message names it."""
+    """The step drew from one of these generators; the message is the generator's name."""
 
 
 @contextlib.contextmanager
 def no_draws() -> Iterator[None]:
-    """Raise `HostDraw` if Python's or NumPy's global generator has advanced inside."""
+    """Raise `HostDraw` at the end if the code inside advanced Python's or NumPy's global generator."""
     before = _generators()
     yield
     for name, state in _generators().items():

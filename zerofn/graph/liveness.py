@@ -1,4 +1,4 @@
-"""Which memory is alive at every node of a scheduled graph, how much of it, and of what kind."""
+"""The memory that is alive while each node of a scheduled graph runs, in bytes, by kind."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from .loop import LoopCall, body_of, run_loop
 from .node_kinds import argument, casts, decodes, is_fetch, is_gather, makes_bucket, reduces, traits, wait_of
 from .phase import BACKWARD, FORWARD, phase_of
 
+# "gathered": units. "staging": what drives and the host transfer through. "reserved": free bytes of static buffers.
 KINDS = ("state", "gathered", "gradients", "activations", "staging", "other", "reserved")
 AGAIN = "again"  # a meta key of nodes that are recomputed, or copied back, for the backward pass
 Live = dict[str, int]  # kind -> bytes
@@ -27,7 +28,7 @@ Live = dict[str, int]  # kind -> bytes
 class Block(NamedTuple):
     """Memory that an operation makes. It is alive from when node `born` starts until node `dies` has run.
 
-    `placed`: it is part of static memory.
+    `placed`: it has a place in a static buffer.
     """
 
     node: Node
@@ -46,13 +47,15 @@ class Moment(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of all kinds."""
+        """The bytes of all kinds together."""
         return sum(self.live.values())
 
 
 def moments(gm: GraphModule, base: Live) -> Iterator[Moment]:
-    """What is alive while each node runs, on top of `base`, in the order of execution. A loop is told by its body once,
-    as it runs in a round after the first."""
+    """Yield what is alive while each node runs, in the order of execution. `base`: bytes that are always alive.
+
+    A loop yields the moments of its body once, in a round after the first.
+    """
     born: dict[int, list[Block]] = defaultdict(list)
     dying: dict[int, list[Block]] = defaultdict(list)
     for block in blocks(gm.graph):
@@ -65,16 +68,18 @@ def moments(gm: GraphModule, base: Live) -> Iterator[Moment]:
             live[block.kind] += block.nbytes
             live["reserved"] -= block.nbytes * block.placed
         if node.target is run_loop:
-            yield from _round(node, before, live)
+            yield from _loop_moments(node, before, live)
         yield Moment(node, dict(live))
         for block in dying[k]:
             live[block.kind] -= block.nbytes
             live["reserved"] += block.nbytes * block.placed
 
 
-def _round(loop: Node, before: Live, after: Live) -> Iterator[Moment]:
-    """The body, with the sums and stacks of earlier rounds; and where its terms are added to the sums: the second round
-    makes new memory for each, one after the other."""
+def _loop_moments(loop: Node, before: Live, after: Live) -> Iterator[Moment]:
+    """Yield the moments of a loop's round: its body beside the sums and stacks of earlier rounds, then the addition.
+
+    The largest addition is in the second round, which makes new memory for each sum, one after the other.
+    """
     _, n, _, _, num_sums = LoopCall.of(loop)
     yield from moments(body_of(loop), after if n > 1 else before)
     sums = [x.nbytes for x in tensors_of(loop.meta["val"])[:num_sums]]
@@ -84,7 +89,7 @@ def _round(loop: Node, before: Live, after: Live) -> Iterator[Moment]:
 
 
 def blocks(graph: Graph) -> list[Block]:
-    """Return, in order, all memory that the operations of a graph make, on the device where models compute."""
+    """Return the memory that the operations of a graph make on the device where models compute, in order."""
     complete_values(graph)
     where, root = positions(graph), roots(graph)
     touched = touches(graph, root)
@@ -96,14 +101,14 @@ def blocks(graph: Graph) -> list[Block]:
         born = where[node.args[0]] if node.target is operator.getitem else at  # type: ignore[index]
         dies, placed = where[touched[node][-1]], node.target is ops.bucket.default or bool(node.kwargs.get("place"))
         out.append(Block(node, _nbytes(node), _kind(node, touched[node], root), born, dies, placed))
-        held = _held(node)
-        if held:
-            out.append(Block(node, held, "gradients", at, where[wait_of(node)]))
+        received = _receive_buffers(node)
+        if received:
+            out.append(Block(node, received, "gradients", at, where[wait_of(node)]))
     return [block for block in out if block.nbytes]
 
 
 def _kind(node: Node, touched: list[Node], root: dict[Node, Node]) -> str:
-    """Return the kind of the memory that `node` makes, judged by the nodes that touch it."""
+    """Return the kind of the memory that `node` makes. `touched`: the nodes that touch it."""
     sources = [root[x] for x in node.all_input_nodes]
     if is_gather(node):  # a unit's parameters; at stage 0 also its gradient
         return "gradients" if reduces(sources[0]) else "gathered"
@@ -121,7 +126,7 @@ def _kind(node: Node, touched: list[Node], root: dict[Node, Node]) -> str:
 
 
 def _makes_gradient(node: Node) -> bool:
-    """Return whether a node makes a unit's gradient: its bucket, or this rank's part of the sum."""
+    """Return whether a node makes a unit's gradient: its bucket, or this rank's shard of the reduced gradient."""
     return makes_bucket(node) or reduces(node)
 
 
@@ -130,12 +135,12 @@ def _takes_gradients(node: Node) -> bool:
 
 
 def _on_host(node: Node) -> bool:
-    """Return whether a node's result is in host memory. Numbers may be anywhere."""
+    """Return whether all tensors of a node's value are in host memory, except scalars, which may be anywhere."""
     return all(is_host(x.device) or not x.dim() for x in tensors_of(node.meta.get("val")))
 
 
 def _nbytes(node: Node) -> int:
-    """Return the bytes of the memory that a node makes; for several results, of those without a node of their own."""
+    """Return the bytes that a node makes. Of several results, those with a `getitem` count at that node instead."""
     value = node.meta["val"]
     if isinstance(value, list | tuple):
         taken = {user.args[1] for user in node.users if user.target is operator.getitem}
@@ -143,9 +148,10 @@ def _nbytes(node: Node) -> int:
     return memory_bytes(value)
 
 
-def _held(node: Node) -> int:
-    """Return the bytes that gloo's reduce-scatter receives beside its result, until its wait: a shard from each other
-    rank.
+def _receive_buffers(node: Node) -> int:
+    """Return the bytes of gloo's receive buffers: a reduce-scatter holds them, beside its result, until its wait.
+
+    At N ranks these are N - 2 shards.
     """
     if not reduces(node) or not is_host(node.meta["val"].device):
         return 0
@@ -153,7 +159,7 @@ def _held(node: Node) -> int:
 
 
 def complete_values(graph: Graph) -> None:
-    """Give fake values to constants and to nodes that passes made."""
+    """Give a fake value to each node without one: constants, and nodes that passes added."""
     known = [x for node in graph.nodes for x in tensors_of(node.meta.get("val"))]
     mode = next((x.fake_mode for x in known if hasattr(x, "fake_mode")), None) or FakeTensorMode()
     with mode:
@@ -175,7 +181,7 @@ def values_of(node: Node) -> tuple[Any, Any]:
 
 
 def memory_bytes(value: Any) -> int:
-    """Return the bytes of the memory of all tensors in a node's value."""
+    """Return the bytes of the storages of all tensors in a node's value."""
     return sum(x.untyped_storage().nbytes() for x in tensors_of(value))
 
 

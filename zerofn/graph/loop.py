@@ -12,15 +12,15 @@ from torch.fx import GraphModule, Node
 from .._torch_compat import TorchDispatchMode, bind_outputs, current_trace, outside_trace, proxies_of, trace_inner
 from ..util.nested import tensors_in, with_tensors
 
-# body(index, slices) -> (terms of the sums, rows to stack, static), the same static in every round
+# body(index, slices) -> (terms to sum, rows to stack, static). `static` is not a tensor; it is the same in every round.
 Body = Callable[[Tensor, list[Tensor]], tuple[list[Tensor], list[Any], Any]]
 
 
 def loop(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor], list[Any], Any]:
-    """Run `body` for each of the `n` rows of `sequences`; return (sums over rounds, stacks over rounds, static).
+    """Call `body(index, slices)` for each of the `n` rows of `sequences`; return (sums, stacks, static) of all rounds.
 
-    `index` is an int64 scalar. Tensors that the body closes over are read again in each round, and the next round
-    sees what it writes to them. Under capture this is one node, `run_loop`.
+    `index` is an int64 scalar tensor. A round sees what earlier rounds wrote to tensors that the body closes over.
+    Under capture the loop is one node, `run_loop`.
     """
     if current_trace() is not None:
         return _captured(body, n, sequences)
@@ -38,10 +38,10 @@ def loop(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor], lis
 def run_loop(
     body: Callable[..., Sequence[Any]], n: int, sequences: Sequence[Tensor], closed: Sequence[Tensor], num_sums: int
 ) -> list[Any]:
-    """Run the node: `body(index, *slices, *closed)`, summed over its first `num_sums` outputs, stacked over the
-    others.
+    """Run a loop's node: call `body(index, *slices, *closed)` for each of `n` rounds.
 
-    All results are new memory.
+    Return the sums of the body's first `num_sums` outputs, then the stacks of the others, all in new memory.
+    `closed`: the tensors that the body closes over.
     """
 
     def once(index: Tensor, *slices: Tensor) -> tuple[list[Tensor], list[Any]]:
@@ -55,10 +55,10 @@ def run_loop(
 def _fold(
     once: Callable[..., tuple[list[Tensor], list[Any]]], n: int, sequences: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Any]]:
-    """Return the sums and stacks of `n` rounds, in memory of their own.
+    """Return the sums and stacks of `n` rounds, in new memory.
 
-    A round's tensors are only read. They may be the caller's batch, one tensor twice, one expanded number, or
-    (rows) a buffer that the next round writes.
+    It never writes to a round's tensors: they may be the caller's batch, the same tensor twice, an expanded scalar
+    or, for rows, a buffer that the next round overwrites.
     """
     sums: list[Tensor] = []
     rows: list[Any] = []
@@ -71,8 +71,10 @@ def _fold(
 
 
 def _add(sums: list[Tensor], terms: list[Tensor], i: int, n: int) -> None:
-    """Add round i's terms. The first addition allocates the sums, one term at a time: copying the first round's terms
-    would be another pass over memory.
+    """Add round i's terms to the sums.
+
+    Round 0 stores its terms themselves, and round 1 allocates the sums: a copy of round 0's terms would be one more
+    pass over memory. With a single round there is no addition, so its terms are cloned.
     """
     if i == 0:
         sums += [t.clone() for t in terms] if n == 1 else terms
@@ -82,14 +84,14 @@ def _add(sums: list[Tensor], terms: list[Tensor], i: int, n: int) -> None:
 
 
 def _store(rows: list[Any], row: list[Any], i: int, n: int) -> None:
-    """Copy round i's rows into the stacks. What is no tensor goes to a list."""
+    """Copy round i's rows into the stacks. Values that are not tensors go into lists."""
     if i == 0:
         rows += [_stack_of(x, n) if isinstance(x, Tensor) else [None] * n for x in row]
     for stack, x in zip(rows, row, strict=True):
         if isinstance(x, Tensor) and x.shape != stack.shape[1:]:  # a copy would broadcast it
             raise ValueError(
-                f"accumulate: an aux leaf has shape {tuple(x.shape)} in microbatch {i}, in those before "
-                f"{tuple(stack.shape[1:])}; what is stacked must have one shape."
+                f"accumulate: an aux leaf has shape {tuple(x.shape)} in microbatch {i}, but shape "
+                f"{tuple(stack.shape[1:])} in earlier ones; it must have one shape, because microbatches are stacked."
             )
         stack[i] = x.detach() if isinstance(x, Tensor) else x
 
@@ -98,12 +100,12 @@ def _stack_of(x: Tensor, n: int) -> Tensor:
     return x.new_empty((n, *x.shape))
 
 
-class _Reads(TorchDispatchMode):
-    """Records the tensors that come from outside."""
+class _RecordReads(TorchDispatchMode):
+    """Records in `found` the tensors from outside: those that operations read, neither `inputs` nor made inside."""
 
-    def __init__(self, given: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.made = {id(x): x for x in given}
+        self.made = {id(x): x for x in inputs}
         self.found: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -117,48 +119,51 @@ class _Reads(TorchDispatchMode):
         return out
 
 
-class _Replaced(TorchDispatchMode):
-    """Puts the body's own inputs in place of the tensors it closes over."""
+class _ReplaceTensors(TorchDispatchMode):
+    """Replaces the tensors that the body closes over by the body's own inputs. `pairs`: id -> input."""
 
     def __init__(self, pairs: dict[int, Tensor]) -> None:
         super().__init__()
         self.pairs = pairs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def mine(x: Tensor) -> Tensor:
+        def replace(x: Tensor) -> Tensor:
             return self.pairs.get(id(x), x)
 
-        return func(*with_tensors(args, mine), **with_tensors(kwargs or {}, mine))
+        return func(*with_tensors(args, replace), **with_tensors(kwargs or {}, replace))
 
 
 def _captured(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor], list[Any], Any]:
+    """Capture the loop as one node.
+
+    A first run of the body finds the tensors that it closes over; a second one records its graph, with inputs in
+    their place.
+    """
     trace = current_trace()
     assert trace is not None
     with outside_trace():
         index = torch.zeros((), dtype=torch.int64)
-        slices = [_like(s[0]) for s in sequences]
-        reads = _Reads([index, *slices])
-        with reads:
-            terms, row, static = _seen(*body(index, slices))
-        known = [x for x in reads.found.values() if _is_traced(trace, x)]
+        slices = [_empty_like(s[0]) for s in sequences]
+        outside = _RecordReads([index, *slices])
+        with outside:
+            terms, row, static = _detached(*body(index, slices))
+        closed = [x for x in outside.found.values() if _is_traced(trace, x)]
         results = [t.clone() if n == 1 else t + t for t in terms]  # with the strides of the sums
         results += [_stack_of(x, n) for x in row if isinstance(x, Tensor)]
         num_slices = len(slices)
 
         def flat(index: Tensor, *rest: Tensor) -> list[Any]:
-            pairs = {id(x): y for x, y in zip(known, rest[num_slices:], strict=True)}
-            with _Replaced(pairs):
-                sums, rows, _ = _seen(*body(index, list(rest[:num_slices])))
+            pairs = {id(x): y for x, y in zip(closed, rest[num_slices:], strict=True)}
+            with _ReplaceTensors(pairs):
+                sums, rows, _ = _detached(*body(index, list(rest[:num_slices])))
             return [*sums, *(x for x in rows if isinstance(x, Tensor))]
 
-        gm = trace_inner(flat)(index, *slices, *map(_like, known))
-    return _node(trace, gm, n, sequences, known, len(terms), results, row, static)
+        gm = trace_inner(flat)(index, *slices, *map(_empty_like, closed))
+    return _node(trace, gm, n, sequences, closed, len(terms), results, row, static)
 
 
-def _seen(terms: list[Tensor], row: list[Any], static: Any) -> tuple[list[Tensor], list[Any], Any]:
-    """Return a body's results after one more operation, so that a closed-over tensor that is returned unread is
-    recorded, too.
-    """
+def _detached(terms: list[Tensor], row: list[Any], static: Any) -> tuple[list[Tensor], list[Any], Any]:
+    """Return a body's results, detached: then modes also see a closed-over tensor that the body only returns."""
     return [t.detach() for t in terms], [x.detach() if isinstance(x, Tensor) else x for x in row], static
 
 
@@ -166,8 +171,8 @@ def _is_traced(trace: Any, x: Tensor) -> bool:
     return not isinstance(proxies_of(trace, x), Tensor)
 
 
-def _like(x: Tensor) -> Tensor:
-    """Return a tensor with exactly the strides of `x`: views in the trace may depend on them."""
+def _empty_like(x: Tensor) -> Tensor:
+    """Return an empty tensor with exactly the strides of `x`: views in the trace may depend on them."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
@@ -182,7 +187,11 @@ def _node(
     row: list[Any],
     static: Any,
 ) -> tuple[list[Tensor], list[Any], Any]:
-    """Attach the body to the traced module, and add the node. `results` stand for its results."""
+    """Attach the body `gm` to the traced module, and add the loop's node; return what `loop` returns.
+
+    `results`: fake tensors in the form of the node's results. `row`: the rows of one round, for those that are not
+    tensors.
+    """
     name = f"body_{sum(1 for k in vars(trace.tracer.root)['_modules'] if k.startswith('body_'))}"
     trace.tracer.root.register_module(name, gm)
     where = trace.tracer.create_proxy("get_attr", name, (), {})
@@ -204,12 +213,12 @@ class LoopCall(NamedTuple):
 
     @staticmethod
     def of(node: Node) -> LoopCall:
-        """Those of a node."""
+        """Return the arguments of a loop's node."""
         return LoopCall(*node.args)  # type: ignore[arg-type]
 
     @property
     def given(self) -> list[Node]:
-        """What the body gets after the index, whole or row by row."""
+        """The body's inputs after the index: sequences, which it gets row by row, then closed-over tensors."""
         return [*self.sequences, *self.closed]
 
 
@@ -220,6 +229,6 @@ def body_of(node: Node) -> GraphModule:
 
 
 def given_to_body(node: Node) -> dict[Node, Node]:
-    """Map the inputs of a loop's body to what the loop passes, whole or row by row. The index is not among them."""
+    """Map each input of a loop's body, except the index, to the value that the loop passes, whole or row by row."""
     inputs = [x for x in body_of(node).graph.nodes if x.op == "placeholder"]
     return dict(zip(inputs[1:], LoopCall.of(node).given, strict=True))

@@ -1,4 +1,4 @@
-"""What a node is, from the traits of its operation and from its arguments' names."""
+"""Questions about one node, answered by its operation's traits and by its arguments, which are read by name."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from .alias import writes
 
 ops = torch.ops.zerofn
 _DECODERS = {encode: decode for decode, encode in DECODES.items()}
-ASIDE = "aside"  # a meta key of nodes that run on the host's thread for updates
-UPDATE = "update"  # a meta key of drive reads for an update rule
+ASIDE = "aside"  # meta key of nodes that run on the host's update thread
+UPDATE = "update"  # meta key of reads from drives for an update rule
 
 
 def argument(node: Node, name: str) -> Any:
-    """Return a node's argument by its name in the operation's schema, or its default. Raises `KeyError` for another
-    name.
+    """Return a node's argument, or its default, by its name in the operation's schema.
+
+    Raises `KeyError` for a name that is not in the schema.
     """
     place, default = argument_places(cast(OpOverload, node.target))[name]
     if name in node.kwargs:
@@ -48,42 +49,42 @@ def traits(node: Node) -> Traits:
 
 
 def is_ours(node: Node) -> bool:
-    """Whether a node's operation is one of ZeroFn's."""
+    """Return whether a node's operation is one of ZeroFn's."""
     return isinstance(node.target, OpOverload) and node.target.namespace == "zerofn"
 
 
 def is_start(node: Node) -> bool:
-    """Whether `node` starts a transfer between ranks."""
+    """Return whether `node` starts a transfer between ranks."""
     return bool(traits(node).collective)
 
 
 def is_gather(node: Node) -> bool:
-    """Whether `node` starts the gather of a unit (transfers of small values carry no unit)."""
+    """Return whether `node` starts the all-gather of a unit. Transfers of small values have an empty `unit`."""
     return traits(node).collective == "gather" and bool(argument(node, "unit"))
 
 
 def is_scatter(node: Node) -> bool:
-    """Whether `node` starts the reduce-scatter of a unit."""
+    """Return whether `node` starts the reduce-scatter of a unit."""
     return reduces(node) and bool(argument(node, "unit"))
 
 
 def reduces(node: Node) -> bool:
-    """Whether `node` starts a reduce-scatter, of a unit or of small values."""
+    """Return whether `node` starts a reduce-scatter, of a unit or of small values."""
     return traits(node).collective == "scatter"
 
 
 def casts(node: Node) -> bool:
-    """Whether `node` gives the same numbers in another dtype."""
+    """Return whether `node` casts: its result is the same numbers in another dtype."""
     return traits(node).casts
 
 
 def decodes(node: Node) -> bool:
-    """Whether `node` makes a shard of what stores it."""
+    """Return whether `node` decodes a shard from the parts that store it."""
     return isinstance(node.target, OpOverload) and node.target in DECODES
 
 
 def encodes(node: Node) -> bool:
-    """Whether `node` makes of a shard what stores it."""
+    """Return whether `node` encodes a shard as the parts that store it."""
     return isinstance(node.target, OpOverload) and node.target in _DECODERS
 
 
@@ -98,35 +99,35 @@ def decoder_of(node: Node) -> OpOverload:
 
 
 def stores(node: Node) -> bool:
-    """Return whether `node` replaces a value on a drive or in host memory."""
+    """Return whether `node` overwrites a value on a drive or in host memory with a new one."""
     return traits(node).stores == "new"
 
 
 def stores_in_place(node: Node) -> bool:
-    """Return whether `node` writes out a value that was changed in place, in a donated state."""
+    """Return whether `node` writes a value back to a drive or host memory that an update changed in place."""
     return traits(node).stores == "in place"
 
 
 def place_of_store(store: Node) -> Node:
-    """Return where a node that `stores` writes: a handle on a drive, or a tensor of the host."""
-    return cast(
-        Node, argument(store, "handle" if "handle" in argument_places(cast(OpOverload, store.target)) else "host")
-    )
+    """Return the input that a store overwrites: a drive's handle, or a tensor in host memory."""
+    on_drive = "handle" in argument_places(cast(OpOverload, store.target))
+    return cast(Node, argument(store, "handle" if on_drive else "host"))
 
 
 def makes_bucket(node: Node) -> bool:
-    """Return whether `node` makes a unit's gradient bucket."""
+    """Return whether `node` makes a unit's gradient bucket: the flat buffer that the reduce-scatter sends."""
     return traits(node).bucket
 
 
 def is_batched(node: Node) -> bool:
-    """Whether `node` ravels leaves with batch dimensions, of a `vmap`."""
+    """Return whether `node` ravels leaves that have batch dimensions, inside `vmap`."""
     return node.target is ops.ravel.default and bool(argument(node, "num_batch_dims"))
 
 
 def in_place_of(target: object) -> OpOverload | None:
-    """Return `zerofn::rule_` for `zerofn::rule`, or None. It writes, in order, the arguments that the pure form
-    returns anew.
+    """Return the in-place form `zerofn::rule_` of an operation `zerofn::rule`, or None if it has none.
+
+    It writes the arguments whose new values the pure form returns, in the same order.
     """
     if not isinstance(target, OpOverload) or target.namespace != "zerofn":
         return None
@@ -135,8 +136,9 @@ def in_place_of(target: object) -> OpOverload | None:
 
 
 def is_source(node: Node) -> bool:
-    """Return whether `node` starts to fetch a unit for computation: its gather, or its drive read where nothing is
-    gathered.
+    """Return whether `node` starts to fetch a unit for computation.
+
+    That is the unit's all-gather or, if it is not gathered, its read from a drive or the host.
     """
     if not is_fetch(node) or node.meta.get(UPDATE):
         return is_gather(node)
@@ -147,24 +149,24 @@ def is_source(node: Node) -> bool:
 
 
 def is_fetch(node: Node) -> bool:
-    """Return whether `node` starts to read from a drive, or to copy an input from host memory."""
+    """Return whether `node` starts a read of an input from a drive, or its copy from host memory."""
     return node.target is ops.fetch.default or brings_input(node)
 
 
 def brings_input(node: Node) -> bool:
-    """Return whether `node` starts to copy an input from host memory."""
+    """Return whether `node` starts the copy of an input from host memory."""
     return node.target is ops.bring.default and argument(node, "x").op == "placeholder"
 
 
 def start_of(node: Node) -> Node | None:
-    """Return the start of the transfer that `node` waits for; None if it is no wait."""
+    """Return the node that starts the transfer that `node` waits for, or None if `node` is not a wait."""
     if node.target is not ops.wait.default:
         return None
     return cast(Node, argument(node, "x"))
 
 
 def fetched(node: Node) -> bool:
-    """Return whether `node` waits for a read from a drive or a copy from host memory."""
+    """Return whether `node` waits for a read from a drive, or for an input's copy from host memory."""
     start = start_of(node)
     return start is not None and is_fetch(start)
 
@@ -176,12 +178,15 @@ def from_drive(node: Node) -> bool:
 
 
 def lies_at(fetch: Node) -> Node:
-    """Return the input that a fetch reads from: a handle on a drive, or a tensor of the host."""
+    """Return the input that a fetch reads: a drive's handle, or a tensor in host memory."""
     return cast(Node, argument(fetch, "handle" if fetch.target is ops.fetch.default else "x"))
 
 
 def kept_by(node: Node) -> list[list[Node]]:
-    """Return what stores each tensor that an in-place update rule writes; nothing for another node."""
+    """Return, for each tensor that an in-place update rule writes, the parts that store it.
+
+    Return an empty list for any other node.
+    """
     if not node.args or not isinstance(node.args[0], list | tuple) or not writes(node):
         return []
     lists = [x for x in node.args if isinstance(x, list | tuple) and x and isinstance(x[0], Node)]

@@ -15,7 +15,7 @@ _KEY = "phase"
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Captured nodes inside belong to phase `name`, except in an inner phase."""
+    """Give the nodes that are captured inside the phase `name`, unless an inner `phase` gives them another."""
     trace = current_trace()
     if trace is None:
         yield
@@ -30,12 +30,12 @@ def phase(name: str) -> Iterator[None]:
 
 
 def phase_of(node: object) -> str:
-    """Return a node's phase, empty if it has none."""
+    """Return a node's phase, or "" if it has none."""
     return node.meta.get(_KEY, "")  # type: ignore[attr-defined]
 
 
 def continue_phases(graph: Graph, known: Collection[Node]) -> None:
-    """Give each node without a phase, and not among `known`, the phase of the node before it."""
+    """Give each operation without a phase, and not among `known`, the phase of the operation before it."""
     before = ""
     for node in graph.nodes:
         if before and node not in known and node.op == "call_function":

@@ -19,31 +19,31 @@ from .buffers import BufferSpec, DriveSpec
 
 @dataclass(frozen=True)
 class Cut:
-    """The static part of a `Sharded`: its spec, and the storage of its shards."""
+    """What a graph is captured for in a `Sharded`: its spec, and how its shards are stored."""
 
     spec: Spec
     storages: tuple[StorageSpec, ...]
 
     def shards(self, tensors: Iterator[Tensor]) -> list[Stored]:
-        """Return its shards, made of the next tensors."""
+        """Return this rank's stored shards, made of the next of `tensors`."""
         bounds = [self.spec.bounds(unit) for unit in self.spec.layout.units]
         return [storage.of(tensors, stop - start) for storage, (start, stop) in zip(self.storages, bounds, strict=True)]
 
 
 @dataclass(frozen=True)
 class Flat:
-    """A tree as a flat list of tensors, with a `Sharded` as its stored parts. `spread` is the inverse.
+    """The structure of a tree whose tensors are in a flat list: `of` makes both, and `spread` is the inverse.
 
-    Leaves that are no tensors are stored here.
+    A `Sharded` is one node; its tensors are the parts that store its shards.
     """
 
     treedef: tree.PyTreeSpec
-    nodes: tuple[Any, ...]  # for each node: a Cut, None for a tensor, or (value,) for another leaf
-    names: tuple[str, ...]  # per tensor: its key path
+    nodes: tuple[Any, ...]  # for each node: a `Cut` for a `Sharded`, None for a tensor, (value,) for another leaf
+    names: tuple[str, ...]  # for each tensor: its key path
 
     @staticmethod
     def of(value: Any) -> tuple[Flat, list[Tensor]]:
-        """Return (structure, tensors in order)."""
+        """Return a tree's structure and its tensors, in order."""
         paths, leaves, treedef = tree.flatten_with_path(value, is_leaf=is_sharded)
         tensors: list[Tensor] = []
         nodes: list[Any] = []
@@ -66,35 +66,41 @@ class Flat:
                 nodes.append((leaf,))
         return Flat(treedef, tuple(nodes), tuple(names)), tensors
 
-    def keep(self, value: Any, old: Any, decoded: dict[int, tuple[Tensor, Stored]]) -> Any:
-        """Return a tree of this structure with shards stored as those of `old`, in their places on drives.
+    def encode(self, value: Any, old: Any, decoded: dict[int, tuple[Tensor, Stored]]) -> Any:
+        """Return the tree `value` with its shards encoded as those of `old` are, in the same places on drives.
 
-        `decoded`: id of a shard -> (the shard, what it was decoded from). A shard that the step returns
-        unchanged, in its own place, is not encoded again. In another place it is: that place may have another
-        storage, or both may be written later.
+        `decoded`: id of a shard -> (the shard, its stored form). A shard that the step returns unchanged in the same
+        entry is not encoded again. In another entry a copy of it is encoded: that entry may be stored differently, and
+        passes may write to both.
         """
 
-        def kept(x: Any, before: Any) -> Any:
+        def encode_node(x: Any, before: Any) -> Any:
             if not is_sharded(x):
                 return x
-            return Sharded(before.spec, [shard_kept(*pair) for pair in zip(x.shards, before.stored, strict=True)])
+            return Sharded(before.spec, [encode_shard(*pair) for pair in zip(x.shards, before.stored, strict=True)])
 
-        def shard_kept(shard: Tensor, was: Stored) -> Stored:
+        def encode_shard(shard: Tensor, before: Stored) -> Stored:
             source = decoded[id(shard)][1] if id(shard) in decoded else None
-            return was if source is was else was.storage.keep(shard if source is None else shard.clone(), was)
+            return (
+                before if source is before else before.storage.keep(shard if source is None else shard.clone(), before)
+            )
 
         leaves, treedef = tree.flatten(value, is_leaf=is_sharded)
-        before = tree.leaves(old, is_leaf=is_sharded)
-        return tree.unflatten(treedef, [kept(x, was) for x, was in zip(leaves, before, strict=True)])
+        old_leaves = tree.leaves(old, is_leaf=is_sharded)
+        return tree.unflatten(treedef, [encode_node(x, before) for x, before in zip(leaves, old_leaves, strict=True)])
 
     @property
     def baked(self) -> dict[str, Any]:
-        """Map key paths to the values of leaves that are no tensors: a graph is captured for these values."""
+        """Map key paths to the leaves that are not tensors. A graph is captured for their values."""
         paths = self.treedef.paths()
         return {tree.name_of(p): x[0] for p, x in zip(paths, self.nodes, strict=True) if isinstance(x, tuple)}
 
     def spread(self, tensors: Any, full: dict[int, list[Tensor]] | None = None, pending: bool = False) -> Any:
-        """Return the tree. `full[k]`: the gathered copy of the k-th node, perhaps still `pending`."""
+        """Return the tree with these tensors.
+
+        `full`: position of a node -> its gathered copy. `pending`: the all-gathers into these copies may not have
+        finished.
+        """
         fresh = iter(tensors)
         leaves: list[Any] = []
         for k, node in enumerate(self.nodes):
@@ -110,8 +116,9 @@ class Flat:
 
 
 def cached(value: Any) -> dict[int, list[Tensor]]:
-    """Map node positions to gathered copies, perhaps still in flight, for the nodes of a tree that have one (stages 1
-    and 2).
+    """Map the positions of a tree's `Sharded` nodes to their gathered copies; nodes without one are left out.
+
+    At stages 1 and 2 parameters have a gathered copy. Its all-gather may not have finished.
     """
     leaves = tree.leaves(value, is_leaf=is_sharded)
     return {k: list(x.copies) for k, x in enumerate(leaves) if is_sharded(x) and x.copies is not None}
@@ -121,8 +128,9 @@ def cached(value: Any) -> dict[int, list[Tensor]]:
 class Program:
     """One captured step.
 
-    Placeholders are, in order: the state's tensors, the gathered copies, the batch's tensors. Outputs are the new
-    state's tensors (none in an evaluation step; after `donate` those in `kept`), then aux's.
+    The graph's placeholders are, in order: the state's tensors, the gathered copies, the batch's tensors. Its outputs
+    are the new state's tensors, then those of aux. An evaluation step has no new state. After the pass `donate`, only
+    the new state's tensors in `kept` are outputs.
     """
 
     gm: GraphModule
@@ -134,18 +142,18 @@ class Program:
     num_new: int
     # Position of a node of the state -> [first, stop) among the gathered copies.
     full: dict[int, tuple[int, int]] = field(default_factory=dict)
-    kept: list[int] = field(
-        default_factory=list
-    )  # with donation: the new state tensors that it returns; the others are in place
+    # With donation: the new state's tensors that the graph returns. The others are written over the old ones.
+    kept: list[int] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     name: str = "step"
-    buffers: list[BufferSpec] = field(default_factory=list)  # nodes have places in these
-    drive_space: list[DriveSpec] = field(default_factory=list)  # for gradients that wait on drives, by handles
+    buffers: list[BufferSpec] = field(default_factory=list)  # static buffers, in which nodes have places
+    drive_space: list[DriveSpec] = field(default_factory=list)  # for gradients that are offloaded to drives
     budget: int | None = None  # bytes that the step may take on the device
 
     def inside(self, body: GraphModule) -> Program:
-        """Return the program with a loop's body in place of the step's graph. Only `gm` describes the body: its
-        inputs and outputs are the loop's.
+        """Return the program with the body of a loop in place of the step's graph.
+
+        Only `gm` describes the body: `state`, `batch` and `aux` still describe the step.
         """
         return replace(self, gm=body)
 
@@ -161,7 +169,7 @@ class Program:
         return nodes[len(nodes) - len(self.batch.names) :]
 
     def describe(self) -> dict[str, str]:
-        """Return entry -> shape and dtype, for every input."""
+        """Map every entry of the state and the batch to its shape and dtype, or to its value if it is not a tensor."""
         pairs = [
             *zip(self.placeholders, self.state.names, strict=False),
             *zip(self.batch_placeholders, self.batch.names, strict=True),
@@ -178,22 +186,24 @@ class Program:
         nodes = self.placeholders
         for k, cut in enumerate(self.state.nodes):
             first, _ = self.full.get(k, (None, None))
-            for i, storage in enumerate(cut.storages if isinstance(cut, Cut) else ()):
+            if not isinstance(cut, Cut):
+                at += cut is None  # a plain tensor is one placeholder, another leaf is none
+                continue
+            for i, storage in enumerate(cut.storages):
                 if first is not None:
                     whole = nodes[self.num_state + first + i]
                     out.append((nodes[at], whole, storage.lies_in(whole.meta["val"].dtype)))
                 at += storage.num_parts
-            at += cut is None
         return out
 
     @property
     def axis(self) -> Axis | None:
-        """The axis that the state is sharded over, None for a plain state."""
+        """The mesh axis that the state is sharded over, or None for a state without a `Sharded`."""
         return next((x.spec.axis for x in self.state.nodes if isinstance(x, Cut)), None)
 
     @property
     def owners(self) -> list[tuple[Any, Any]]:
-        """For each state placeholder: (spec, unit), or (None, None) for a replicated tensor."""
+        """For each state placeholder: (spec, unit) of a shard's part, (None, None) for a replicated tensor."""
         return owners(self.state.nodes)
 
     @property
@@ -203,7 +213,7 @@ class Program:
 
 
 def owners(nodes: tuple[Any, ...]) -> list[tuple[Any, Any]]:
-    """For each tensor of `Flat.nodes`: (spec, unit), or (None, None) if it is no shard."""
+    """Return, for each tensor of `Flat.nodes`: (spec, unit) of a shard's part, (None, None) for another tensor."""
     out: list[tuple[Any, Any]] = []
     for cut in nodes:
         if cut is None:
@@ -215,7 +225,7 @@ def owners(nodes: tuple[Any, ...]) -> list[tuple[Any, Any]]:
 
 
 def tensor_of(node: Node) -> torch.Tensor | None:
-    """Return the fake tensor of a node's value: shape, dtype, device."""
+    """Return the fake tensor that a node's value is, or None if the value is not one tensor."""
     value = node.meta.get("val")
     return value if isinstance(value, torch.Tensor) else None
 

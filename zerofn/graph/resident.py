@@ -1,4 +1,4 @@
-"""Memory that a step holds all the time: which of its inputs are where, and how many bytes they take."""
+"""The memory that a step holds all the time: its inputs' bytes on the device, in host memory and on drives."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class Resident(NamedTuple):
 
 
 def resident(program: Program) -> Resident:
-    """Return the memory of the state and the batch, with the buffers of offloading and the most activations offloaded
-    at a time.
+    """Return the bytes of the state, the batch, closed-over tensors and static buffers.
+
+    `host` also includes the most activations that are offloaded at one time.
     """
     device: Live = dict.fromkeys(KINDS, 0)
     host, disk = offloaded(program.gm), 0
@@ -41,7 +42,9 @@ def resident(program: Program) -> Resident:
     for cut in program.state.nodes:
         if cut is None:
             device["state"] += memory_bytes(next(placeholders).meta["val"])
-        for unit, storage in zip(cut.spec.layout.units, cut.storages, strict=True) if isinstance(cut, Cut) else ():
+        if not isinstance(cut, Cut):
+            continue
+        for unit, storage in zip(cut.spec.layout.units, cut.storages, strict=True):
             start, stop = cut.spec.bounds(unit)
             for dtype, size, tier in storage.parts(stop - start):
                 nbytes = size * dtype.itemsize
@@ -54,10 +57,11 @@ def resident(program: Program) -> Resident:
                     device["state"] += nbytes
     for shard, whole, shared in program.copies():
         device["gathered"] += memory_bytes(whole.meta["val"])
-        device["state"] -= tensor_of(shard).nbytes if shared else 0  # type: ignore[union-attr]
+        if shared:  # its bytes are those of the copy
+            device["state"] -= tensor_of(shard).nbytes  # type: ignore[union-attr]
     device["other"] += sum(memory_bytes(x.meta["val"]) for x in program.batch_placeholders)
     device["other"] += sum(constants(program.gm).values())
-    arenas = sum(x.nbytes for x in program.buffers if x.device is None)
+    staging = sum(x.nbytes for x in program.buffers if x.device is None)  # what drives read to and write from
     placements = [
         storage.placement
         for cut in program.state.nodes
@@ -65,11 +69,10 @@ def resident(program: Program) -> Resident:
         for storage in cut.storages
         if storage.placement
     ]
-    on_host = any(not is_host(torch.device(x.device)) for x in placements)
-    if on_host:
-        host += arenas
+    if any(not is_host(torch.device(x.device)) for x in placements):  # models compute on an accelerator
+        host += staging
     else:
-        device["staging"] += arenas
+        device["staging"] += staging
     device["reserved"] += sum(x.nbytes for x in program.buffers if x.device is not None)
     disk += sum(pages(x.nbytes) for x in program.drive_space)
     return Resident(device, host, disk)
@@ -89,17 +92,18 @@ def constants(gm: GraphModule) -> dict[int, int]:
 def offloaded(gm: GraphModule) -> int:
     """Return the most bytes of activations that are offloaded to host memory at one time."""
     nodes = list(gm.graph.nodes)
-    waiting = [
+    copies_to_host = [
         n
         for n in nodes
         if n.target is ops.bring.default and argument(n, "offloaded") and is_host(argument(n, "device"))
     ]
-    apart = not all(is_host(x.device) for n in waiting for x in tensors_of(argument(n, "x").meta["val"]))
-    touched = touches(gm.graph, roots(gm.graph)) if apart else {}
-    change: dict[Node, int] = defaultdict(int)  # after a node
-    for node in waiting if apart else ():
-        change[node] += memory_bytes(node.meta["val"])
-        change[touched[node][-1]] -= memory_bytes(node.meta["val"])
+    change: dict[Node, int] = defaultdict(int)  # node -> by how much the offloaded bytes change when it has run
+    # Where models compute on the host, an offloaded activation is counted like any other memory of the step.
+    if not all(is_host(x.device) for n in copies_to_host for x in tensors_of(argument(n, "x").meta["val"])):
+        touched = touches(gm.graph, roots(gm.graph))
+        for node in copies_to_host:
+            change[node] += memory_bytes(node.meta["val"])
+            change[touched[node][-1]] -= memory_bytes(node.meta["val"])
     now = most = 0
     for node in nodes:
         if node.target is run_loop:

@@ -17,13 +17,13 @@ from .edit import bodies
 
 
 class Lines(TorchDispatchMode):
-    """During capture, give every node `meta["line"]`: the innermost line of the user's code."""
+    """A mode for capture that writes the user's innermost line to `meta["line"]` of every node."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Libraries that refuse to run under a mode need not know of this one."""
+        """Return True: some libraries refuse to run under a mode, and this tells them to ignore this one."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,7 +47,7 @@ def _here() -> str:
 
 
 def _shown(file: str, number: int) -> str:
-    """' at file:line (code)'."""
+    """Return ' at file:line (code)'."""
     return f" at {file}:{number} ({linecache.getline(file, number).strip()})"
 
 
@@ -59,7 +59,7 @@ def where(error: BaseException) -> str:
 
 
 def readable(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without library frames. If a library raised, it ends in the user's line."""
+    """Return a traceback without library frames. If a library raised, the traceback ends at the user's line."""
     rows, libraries = [], library_prefixes()
     while trace is not None:
         rows.append(trace)
@@ -81,8 +81,8 @@ def _file(row: TracebackType) -> str:
 def place_of(node: Node, program: Any, traced: Callable[[], Any]) -> str:
     """Return 'aten.addmm at file:line (code)' for a node of a scheduled program.
 
-    `traced()` returns the program captured with lines, whose nodes' names scheduling has preserved. Without the
-    line if there is none.
+    `traced()` captures the program again with lines; its nodes have the same names, because passes preserve names. If
+    the line cannot be found, return 'aten.addmm' alone.
     """
     what = str(node.target).removesuffix(".default") if isinstance(node.target, OpOverload) else node.name
     with contextlib.suppress(Exception):

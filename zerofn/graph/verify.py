@@ -1,4 +1,4 @@
-"""Refuse what a captured step may not do."""
+"""Check that a captured step is a pure function, and that its results do not depend on how the state is sharded."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from .node_kinds import argument, arguments, is_gather, is_ours, traits
 from .program import Program, owners, tensor_of
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
-_CLOSED_OVER = "a tensor it closes over"
+_CLOSED_OVER = "a tensor it closes over"  # a name beside those of state and batch entries
 
 
 def check_purity(program: Program) -> list[Tensor]:
-    """Raise `CaptureError` unless the step is a pure function; return its baked constants.
+    """Return the tensors that the step closes over. Raises `CaptureError` unless the step is a pure function.
 
-    Refused are: writes to the state, the batch or gathered units; closing over a tensor that requires grad or is
-    written; on shards, anything that is neither elementwise nor one of ZeroFn's reductions; draws from the global
-    generator.
+    It may not write to the state, the batch, gathered units or closed-over tensors, close over a tensor that requires
+    grad, or draw from torch's global generator. To a shard it may apply only elementwise operations and ZeroFn's
+    reductions.
     """
     names = _names(program)
     _check_writes(program.gm, names)
@@ -46,6 +46,7 @@ def _shards(program: Program) -> set[Node]:
 
 
 def _names(program: Program) -> dict[Node, str]:
+    """Return what errors call each input of the graph."""
     nodes = program.placeholders
     out = {n: f"the gathered copy of a parameter unit ({n.name})" for n in nodes}
     out.update({n: f"state entry {name!r}" for n, name in zip(nodes, program.state.names, strict=False)})
@@ -55,30 +56,30 @@ def _names(program: Program) -> dict[Node, str]:
 
 
 def _names_inside(loop: Node, names: dict[Node, str]) -> dict[Node, str]:
-    """Return the names of what a loop passes to its body."""
+    """Return the names of the inputs of a loop's body. `names`: those of the nodes around the loop."""
     found = {
-        x: _origin(given) if given.target is ops.join.default else given for x, given in given_to_body(loop).items()
+        x: _origin(value) if value.target is ops.join.default else value for x, value in given_to_body(loop).items()
     }
-    return {x: names[given] for x, given in found.items() if given in names}
+    return {x: names[value] for x, value in found.items() if value in names}
 
 
 def _check_writes(gm: GraphModule, names: dict[Node, str]) -> None:
     """Raise at the first write to memory that is not the step's own, also in the body of a loop."""
-    whose = dict(names)  # of views of inputs, constants and gathered units
+    owner = dict(names)  # view of an input, a constant or a gathered unit -> that memory's name
     for node in gm.graph.nodes:
         source = sources(node)
         if node.op == "get_attr":
-            whose[node] = _CLOSED_OVER
-        elif is_gather(node) or (node.target is ops.as_whole.default and source[0] not in whose):
-            # A second gather, in the backward pass for example, would not have what was written.
-            whose[node] = f"what it gathered of {names.get(_origin(node), 'the state')}"
-        elif source and source[0] in whose and node.target is not ops.as_shard.default:  # stage 0 gathers gradients
-            whose[node] = whose[source[0]]
+            owner[node] = _CLOSED_OVER
+        elif is_gather(node) or (node.target is ops.as_whole.default and source[0] not in owner):
+            # Passes may gather the unit again, for the backward pass for example. That copy would lack the write.
+            owner[node] = f"what it gathered of {names.get(_origin(node), 'the state')}"
+        elif source and source[0] in owner and node.target is not ops.as_shard.default:  # stage 0 gathers gradients
+            owner[node] = owner[source[0]]
         if node.target is run_loop:
-            _check_writes(body_of(node), _names_inside(node, whose))
+            _check_writes(body_of(node), _names_inside(node, owner))
         else:
             for written in writes(node):
-                _check_write(node, whose.get(written))
+                _check_write(node, owner.get(written))
 
 
 def _check_write(node: Node, name: str | None) -> None:
@@ -93,7 +94,7 @@ def _check_write(node: Node, name: str | None) -> None:
 
 def _check_shards(gm: GraphModule, shards: set[Node], names: dict[Node, str]) -> set[Node]:
     """Raise at the first operation that may not be applied to a shard; return all nodes that are shards."""
-    even: set[Node] = set()  # values that are the same number at every position
+    even: set[Node] = set()  # tensors whose elements are all equal
     for node in gm.graph.nodes:
         if _is_even(node, even):
             even.add(node)
@@ -106,14 +107,15 @@ def _check_shards(gm: GraphModule, shards: set[Node], names: dict[Node, str]) ->
             shards.update([node] if node.args[1] in node.args[0].meta["shards"] else [])
         elif _makes_shard(node):
             shards.add(node)
-        elif used and _keeps(node, used, shards, even, names):
+        elif used and _stays_shard(node, used, shards, even, names):
             shards.add(node)
     return shards
 
 
 def _makes_shard(node: Node) -> bool:
-    """Return whether the result is a shard whatever the inputs are. Transfers of small values, which name no unit,
-    make none.
+    """Return whether the result is a shard whatever the inputs are.
+
+    A transfer of small values does not make one; its `unit` is empty.
     """
     if traits(node).on_shard is not OnShard.MAKES:
         return False
@@ -121,54 +123,57 @@ def _makes_shard(node: Node) -> bool:
 
 
 def _is_even(node: Node, even: set[Node]) -> bool:
-    """Return whether all elements of a value are one number, or it is made of such values alone."""
+    """Return whether all elements of a value are equal.
+
+    They are if there is one element, if the operation's traits say so, or if it is elementwise and its inputs are even.
+    """
     value = tensor_of(node)
     if value is not None and isinstance(value.numel(), int) and value.numel() == 1:
         return True
-    keeps = node.target in (operator.getitem, *RESHAPES) or (not is_ours(node) and _keeps_places(node))
-    return traits(node).even or (keeps and all(x in even for x in node.all_input_nodes))
+    preserves = node.target in (operator.getitem, *RESHAPES) or (not is_ours(node) and _is_elementwise(node))
+    return traits(node).even or (preserves and all(x in even for x in node.all_input_nodes))
 
 
 def _check_body(node: Node, shards: set[Node], names: dict[Node, str]) -> set[int]:
-    """Return the outputs of a loop that are shards."""
+    """Check a loop's body, and return the positions of its outputs that are shards."""
     body = body_of(node)
-    inside = {x for x, given in given_to_body(node).items() if given in shards}
+    inside = {x for x, value in given_to_body(node).items() if value in shards}
     found = _check_shards(body, inside, _names_inside(node, names))
     output = next(iter(reversed(body.graph.nodes)))
     return {i for i, x in enumerate(output.args[0]) if x in found}
 
 
-def _keeps(node: Node, used: list[Node], shards: set[Node], even: set[Node], names: dict[Node, str]) -> bool:
-    """Return whether an operation on shards makes a shard.
+def _stays_shard(node: Node, used: list[Node], shards: set[Node], even: set[Node], names: dict[Node, str]) -> bool:
+    """Return whether the result of an operation on shards is a shard. `used`: its inputs that are shards.
 
-    Raises `CaptureError` if the result would be a local answer, also for an operation without traits.
+    Raises `CaptureError` if the result would depend on how the state is sharded, and for an unknown operation.
     """
     if traits(node).on_shard in (OnShard.SHAPE, OnShard.LEAVES, OnShard.MAKES):
         return False
     origin = names.get(_origin(used[0]), "a value computed from it")
-    if not (node.target is operator.getitem or _keeps_places(node) or _keeps_shape(node, used[0])):
+    if not (node.target is operator.getitem or _is_elementwise(node) or _reshapes_nothing(node, used[0])):
         raise CaptureError(
-            f"{_op(node)}{_line(node)} is applied to this rank's shard of {origin}, where its answer would be a "
-            "local one. On shards use elementwise operations, or zerofn.global_norm, leaf_norms, vdot and "
-            f"all_finite, or zerofn.gather(tree) first.{_advice(node)}"
+            f"{_op(node)}{_line(node)} is applied to this rank's shard of {origin}, so its result would differ from "
+            "rank to rank. On shards use elementwise operations, or zerofn.global_norm, leaf_norms, vdot and "
+            f"all_finite; for other operations, call zerofn.gather(tree) first.{_advice(node)}"
         )
-    # Of ours it is known which arguments are shards.
+    # The traits of ZeroFn's own operations say which arguments are shards, so they are not checked here.
     if not is_ours(node) and any(x not in shards and x not in even for x in node.all_input_nodes):
         raise CaptureError(
-            f"{_op(node)}{_line(node)} combines this rank's shard of {origin} with a "
-            "tensor that is no shard and differs from place to place: which element meets which would depend on how "
-            "the state is cut. Put that tensor into the state, laid out like the parameters, or zerofn.scatter it."
+            f"{_op(node)}{_line(node)} combines this rank's shard of {origin} with a tensor that is not a shard and "
+            "whose elements differ: which elements are paired would depend on how the state is sharded. Put that "
+            "tensor into the state, as a tree like the parameters, or call zerofn.scatter on it."
         )
     return True
 
 
-def _keeps_places(node: Node) -> bool:
+def _is_elementwise(node: Node) -> bool:
     """Return whether an operation is elementwise."""
     return traits(node).on_shard is OnShard.KEEPS
 
 
-def _keeps_shape(node: Node, shard: Node) -> bool:
-    """Return whether a reshape leaves a shard unchanged, or repeats one number."""
+def _reshapes_nothing(node: Node, shard: Node) -> bool:
+    """Return whether a node is a reshape that keeps the shard's shape, or repeats a shard of one element."""
     if node.target not in RESHAPES:
         return False
     a, b = tensor_of(node), tensor_of(shard)
@@ -176,19 +181,20 @@ def _keeps_shape(node: Node, shard: Node) -> bool:
 
 
 def _advice(node: Node) -> str:
-    """Say what to do about a custom operation."""
+    """Return advice for a custom operation, or "" for other operations."""
     if not isinstance(node.target, OpOverload) or node.target.namespace in ("aten", "zerofn"):
         return ""
-    return " An operation of your own that works element by element says so: torch.library's tags=torch.Tag.pointwise."
+    return " If your own operation is elementwise, define it with torch.library's tags=torch.Tag.pointwise."
 
 
 def _check_draws(gm: GraphModule) -> None:
     for node in gm.graph.nodes:
         if _draws(node):
             raise CaptureError(
-                f"{_op(node)}{_line(node)} draws from the global generator, which is no part of the state: the same "
-                "step would give other results. Draw in the loss function of state.value_and_grad, or under "
-                "zerofn.random.randomness(state.rng_at()). An evaluation wants a module in eval(), without dropout."
+                f"{_op(node)}{_line(node)} draws from torch's global generator, which is not part of the state: the "
+                "same state and batch would give different results. Draw in the loss function of "
+                "state.value_and_grad, or under zerofn.random.randomness(state.rng_at()). To evaluate, use "
+                "a module in eval(), which has no dropout."
             )
 
 
@@ -198,19 +204,20 @@ def _draws(node: Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags or "_backward" in node.target.name():
         return False
-    given = arguments(node)
-    off = given.get("train", given.get("training", True)) is False
-    return not off and given.get("dropout_p", given.get("dropout", True)) != 0
+    args = arguments(node)
+    off = args.get("train", args.get("training", True)) is False
+    return not off and args.get("dropout_p", args.get("dropout", True)) != 0
 
 
 def _origin(node: Node) -> Node:
+    """Follow a node's first inputs back to a placeholder or constant, and return that."""
     while node.op != "placeholder" and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def _constants(gm: GraphModule) -> list[Tensor]:
-    """Return the tensors that the step closes over. Raises for one that requires grad."""
+    """Return the tensors that a graph closes over. Raises `CaptureError` for one that requires grad."""
     found = []
     for node in gm.graph.nodes:
         if node.op != "get_attr":
@@ -221,7 +228,7 @@ def _constants(gm: GraphModule) -> list[Tensor]:
         if value.requires_grad:
             raise CaptureError(
                 f"the step closes over a tensor of shape {tuple(value.shape)} that requires grad"
-                f"{_line(next(iter(node.users), node))}: it would be baked in as a constant and never "
+                f"{_line(next(iter(node.users), node))}: it would be a constant of the captured step and never "
                 "trained. Pass it in state.params (functional_call(model, params, ...))."
             )
         if any(u.target is not aten.lift_fresh_copy.default for u in node.users):
@@ -234,5 +241,5 @@ def _op(node: Node) -> str:
 
 
 def _line(node: Node) -> str:
-    """Return the user's line of a node, if lines were recorded."""
+    """Return ' at file:line (code)', the user's line of a node, or "" if lines were not recorded."""
     return node.meta.get("line", "")

@@ -16,44 +16,44 @@ from .executor import Executor
 class Runner(Protocol):
     """One scheduled graph, ready to run.
 
-    It may have `wrote`, a bool: whether its last run reached a write to the graph's inputs. If a run fails before
-    that, its state can still be used. Without `wrote`, the state counts as lost.
+    It may have an attribute `wrote`, a bool: whether its last run came to a write to the graph's inputs. If a run
+    fails before that, the caller can still use the state; without `wrote`, the state counts as lost.
     """
 
     def run(self, inputs: list[Tensor]) -> list[Tensor]:
         """Run the graph once, and return the values that its output node lists, in order.
 
-        `inputs`: a tensor for each placeholder of `program.gm`, in order; the runner may empty the list, to
-        free each value at its last use. Writes to inputs must be done when this returns, or be queued on the
-        same CUDA stream.
+        `inputs`: a tensor for each placeholder of `program.gm`, in order. The runner may empty this list, to free
+        each tensor at its last use. When `run` returns, writes to inputs must be done, or queued on the current CUDA
+        stream.
         """
 
     def close(self) -> None:
-        """Free what `bind` made; nothing runs afterwards.
+        """Free what `bind` allocated.
 
-        It is called once: when the compiled step is collected, at the end of the process, or before the step is
-        captured again after a drive failed.
+        It is called once, after the last run: when the compiled step is garbage-collected, at the end of the process,
+        or before the step is captured again because a drive failed.
         """
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """Makes runners. `zerofn.compile(backend=)` takes one, or a name."""
+    """Makes runners. `zerofn.compile(backend=)` takes an instance, or the name of a built-in backend."""
 
     def bind(self, program: Program) -> Runner:
-        """Return a runner of `program.gm`, whose memory is allocated.
+        """Return a runner of `program.gm`.
 
-        It is called on every rank before the first run of each captured signature. It must not change the
-        graph, which plans and errors read. Operations of `torch.ops.zerofn` have kernels like any others; those
-        that communicate must run in the graph's order.
+        Every rank calls it once for each captured signature: after static buffers are allocated, before the first run.
+        It must not change the graph, which plans and errors read. Operations of `torch.ops.zerofn` have kernels like
+        any other. Those that communicate must run in the graph's order, which is the same on all ranks.
         """
 
 
 class Eager:
-    """`backend="eager"`: run operation by operation, from one generated Python function."""
+    """`backend="eager"`: one generated Python function, which runs operation by operation."""
 
     def bind(self, program: Program, tick: Callable[[Node | None], None] | None = None) -> Executor:
-        """`tick`: see `Executor`."""
+        """Return an executor of the graph. `tick`: see `Executor`."""
         return Executor(program.gm, tick)
 
 
@@ -61,28 +61,30 @@ _NAMED: dict[str, Callable[[], Backend]] = {"eager": Eager}
 
 
 def backend_of(backend: str | Backend) -> Backend:
-    """Return a backend by name, or the given one. Raises `ValueError` for an unknown name, `TypeError` for an object
-    without `bind`.
+    """Return the backend with a name, or `backend` itself if it is one.
+
+    Raises `ValueError` for an unknown name, `TypeError` for a class or an object without `bind`.
     """
     if isinstance(backend, str):
         if backend not in _NAMED:
             known = ", ".join(map(repr, _NAMED))
-            raise ValueError(f"compile: backend={backend!r} is not known; there is {known}, or pass a Backend.")
+            raise ValueError(f"compile: backend={backend!r} is not known; write {known}, or pass a Backend.")
         return _NAMED[backend]()
     if isinstance(backend, type) or not isinstance(backend, Backend):
         raise TypeError(
-            f"compile: backend={backend!r} is no backend; pass 'eager', or an instance with bind(program) -> Runner."
+            f"compile: backend={backend!r} is not a backend; pass 'eager', or an instance with bind(program) -> Runner."
         )
     return backend
 
 
 def eager_of(backend: Any, what: str) -> Eager:
-    """Return the eager backend. Raises `ValueError` if another one is asked for `what`, which observes single
-    operations.
+    """Return `backend` if it is the eager one.
+
+    `what`: a feature that observes single operations. Raises `ValueError`, which names it, for another backend.
     """
     if not isinstance(backend, Eager):
         raise ValueError(
-            f"{what} times every operation as the eager backend runs it; this step runs on "
-            f"{type(backend).__name__}. Compile it with backend='eager' for that."
+            f"{what} times every operation as the eager backend runs it, but this step runs on "
+            f"{type(backend).__name__}. Compile the step with backend='eager'."
         )
     return backend

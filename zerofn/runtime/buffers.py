@@ -1,4 +1,4 @@
-"""Allocate the buffers that passes requested, and write their numbers into the graph."""
+"""Allocate the buffers and drive space that passes requested, and let the graph's nodes refer to them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from ..util.sizes import pages
 
 
 class _Space(list[Region]):
-    """Regions of one store. A subclass of list, because lists have no weak references."""
+    """Regions of one store: a subclass, because a plain list cannot be referenced weakly."""
 
 
 class _Spaces(WeakValueDictionary[tuple[DriveSpec, ...], _Space]):
-    """The drive space of the process's steps, by request."""
+    """The drive space that the process's steps use: requests -> regions."""
 
 
 class Buffers:
-    """The allocations of a program: arenas, in the order of its `buffers`, and regions, of its `drive_space`.
+    """The allocations of a program: an arena for each of its `buffers`, a region for each of its `drive_space`.
 
-    The graph is valid while this object lives. Raises `DiskError` if a drive has no room.
+    The graph may run only while this object is alive. Raises `DiskError` if a drive has no room.
     """
 
     def __init__(self, program: Program) -> None:
@@ -43,27 +43,34 @@ class Buffers:
         self._static = [
             (arena, x.nbytes)
             for arena, x in zip(self.arenas, program.buffers, strict=True)
-            if x.device is not None  # buffers for drives do not count in a device's budget
+            if x.device is not None  # what drives read to and write from is not part of a device's budget
         ]
 
     def bind(self, gm: GraphModule) -> None:
-        """Replace indices in the nodes by the numbers of arenas and handles. Once for each graph."""
+        """Replace the indices of requests, in the graph's nodes, by the numbers of arenas and handles.
+
+        Call it once for each graph.
+        """
         handles = [int(handle_of(region)) for region in self.regions]
-        for each in (gm, *bodies(gm)) if self.arenas or handles else ():
-            _substitute(each, [arena.number for arena in self.arenas], handles)
+        if self.arenas or handles:
+            for each in (gm, *bodies(gm)):
+                _substitute(each, [arena.number for arena in self.arenas], handles)
 
     def reserve(self, exactly: bool) -> None:
-        """Make room for the step just before it runs: steps share arenas. `exactly`: and no more than that."""
+        """Resize the arenas, which steps share, to at least what this step needs. Call it just before the step runs.
+
+        `exactly`: to exactly that, and other steps' arenas to nothing: the step has a memory budget.
+        """
         reserve(self._static, exactly)
 
     def renew(self) -> None:
-        """Use new memory: after a failed step, drives or other ranks may still read and write the old memory."""
+        """Replace the arenas' memory: after a failed step, drives or other ranks may still read and write the old."""
         for arena in self.arenas:
             arena.renew()
 
 
 def _regions(specs: tuple[DriveSpec, ...]) -> _Space:
-    """Return regions for these requests. All steps with equal requests share them: they run one after the other."""
+    """Return regions for these requests. Steps with equal requests share them, because they run one after the other."""
     if not specs:
         return _Space()
     spaces = the(_Spaces)

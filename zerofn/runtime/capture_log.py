@@ -1,4 +1,4 @@
-"""The log lines of a compiled step: one for each capture, and a warning if captures do not end."""
+"""The log lines of a compiled step: one for each capture, and a warning if it is captured again and again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..graph.program import Program, tensor_of
 from ..ops import cpu, cuda
 
 log = logging.getLogger("zerofn")
-MANY = 8  # captures of one step before a warning says what keeps changing
+MANY = 8  # captures of one step before a warning: a few shapes are normal
 
 
 class CaptureLog:
@@ -22,13 +22,11 @@ class CaptureLog:
     def __init__(self, name: str) -> None:
         self._name = name
         self._before: dict[str, str] = {}  # inputs of the last capture: entry -> shape and dtype, or number
-        self._changes: Counter[str] = (
-            Counter()
-        )  # entry -> number of captures in which it differed from the previous one
+        self._changes: Counter[str] = Counter()  # entry -> captures in which it differed from the one before
         self._num_captures = 0
 
     def report(self, program: Program, constants: Sequence[Tensor], seconds: float, donating: bool) -> None:
-        """Log one line: what changed, what was baked in, what it cost."""
+        """Log one line: what changed since the last capture, the closed-over tensors, and the time it took."""
         now = program.describe()
         pairs = {k: (self._before.get(k, "nothing"), now.get(k, "nothing")) for k in {**now, **self._before}}
         changes = {k: f"{k} {was} -> {is_now}" for k, (was, is_now) in pairs.items() if was != is_now}
@@ -50,8 +48,9 @@ class CaptureLog:
         )
 
     def _warn(self, changes: dict[str, str], numbers: set[str]) -> None:
-        """Once, after many captures, say which entry keeps changing and what to do. `numbers`: the entries that
-        are no tensors.
+        """At the `MANY`-th capture, warn: say which entry changed most often, and what to do about it.
+
+        `numbers`: the entries that are not tensors.
         """
         self._num_captures += 1
         self._changes.update(changes.keys() if self._before else ())
@@ -59,17 +58,17 @@ class CaptureLog:
             return
         key = self._changes.most_common(1)[0][0]
         advice = (
-            "a number is part of what a step is captured for: pass torch.tensor(...) instead"
+            "a step is captured again for every new number: pass torch.tensor(...) instead"
             if key in numbers
-            else "a step is captured for every new shape: pad to a few of them"
+            else "a step is captured again for every new shape: pad to a few shapes"
         )
         log.warning(
-            "%s: captured %d times so far, %d of them because %s was another (%s); %s.",
+            "%s: captured %d times so far, %d of them because %s changed (%s); %s.",
             self._name,
             MANY,
             self._changes[key],
             key,
-            changes.get(key, "not this time"),
+            changes.get(key, "not in this capture"),
             advice,
         )
 
@@ -88,7 +87,7 @@ def _baked(constants: Sequence[Tensor]) -> str:
 
 @functools.cache
 def _tell_of_kernels(device: str) -> None:
-    """Once, if update rules run as torch operations because there are no kernels, say why."""
+    """Log, once for each device type, why update rules run as torch operations: the kernels are missing."""
     kernels = {"cpu": cpu, "cuda": cuda}.get(device)
     why = kernels.missing() if kernels is not None else None
     if why:

@@ -14,9 +14,9 @@ from .buffers import Buffers
 
 
 class Entry:
-    """A scheduled program. Nothing is allocated until `bind`.
+    """A scheduled program and, once `bind` was called, its buffers and its runner.
 
-    `constants`: the tensors that the step closes over. `agreed`: the description that all ranks agreed on.
+    `constants`: the tensors that the step closes over. `agreed`: the text that all ranks agreed on at its capture.
     """
 
     buffers: Buffers
@@ -30,9 +30,9 @@ class Entry:
         self._bound = False
 
     def bind(self) -> None:
-        """Allocate its buffers and let the backend make its runner, once. All ranks must call it.
+        """Allocate the buffers and let the backend make the runner, at the first call. All ranks must call it.
 
-        If one rank fails, the others raise its message, and the next call tries again.
+        If it fails on one rank, all ranks raise that rank's message, and the next call tries again.
         """
         if not self._bound:
             agree_on(f"zerofn.compile({self.program.name})", self._bind)
@@ -46,20 +46,21 @@ class Entry:
         if not hasattr(self, "runner"):
             self.runner = self.backend.bind(self.program)
             self._closing = weakref.finalize(self, self.runner.close)
-        return None, self._agreed  # again, because a rank that waits in vain later reports what the others had last
+        # The same as at capture: if a rank later waits in vain, its error reports what the other ranks said last.
+        return None, self._agreed
 
     def close(self) -> None:
-        """Close the runner now, rather than when the entry is collected. Calling it again is harmless."""
+        """Close the runner now, rather than when the entry is garbage-collected. Calling it again is harmless."""
         if hasattr(self, "_closing"):
             self._closing()
 
     def check_constants(self) -> None:
-        """Raise if a tensor that the step closes over was changed: its values are part of the graph."""
+        """Raise `RuntimeError` if a closed-over tensor was changed since capture: it is a constant of the graph."""
         for constant, version in self._versions:
             if constant._version != version:
                 raise RuntimeError(
                     f"{self.program.name}: a tensor of shape {tuple(constant.shape)} that the step closes "
-                    "over was changed since capture; pass it in the state or the batch."
+                    "over was changed after the step was captured; pass it in the state or the batch."
                 )
 
     @property

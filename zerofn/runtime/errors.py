@@ -1,4 +1,4 @@
-"""Add the user's line to an error that a captured step raises while it runs."""
+"""Notes on an error that a captured step raises while it runs: the operation and the user's line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from .executor import failed_node
 def explain(
     error: Exception, step: Callable[[Any, Any], Any], name: str, program: Program, state: Any, batch: Any
 ) -> None:
-    """Note which of the user's operations failed, and on which line. Errors of ZeroFn's own operations say it."""
+    """Add notes to an error: which operation failed, on which line of the user's, and mismatched dtypes.
+
+    ZeroFn's own operations raise errors that need no note.
+    """
     node = failed_node(error)
     if node is not None:
         if isinstance(node.target, OpOverload) and node.target.namespace == "zerofn":

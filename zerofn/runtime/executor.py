@@ -1,9 +1,8 @@
-"""Turn a scheduled graph into one Python function that runs it from top to bottom and frees every value at its last
-use.
+"""Run a scheduled graph as one generated Python function, which frees every value at its last use.
 
-FX's own code looks each operation up by four attributes and passes through autograd's dispatch keys. Here every
-operation is a local name bound to the dispatcher's handle, ours to their implementation, and the function runs below
-autograd. It does what the graph says and nothing else; read it in `source`.
+FX's own code looks up each operation through four attributes and passes through autograd's dispatch keys. Here each
+operation has a name of its own, bound to the dispatcher's function or, for ZeroFn's operations, to their
+implementation, and the function runs below autograd. `Executor.source` is the generated code.
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ from ..graph.node_kinds import ASIDE
 from ..offload.host_worker import aside
 from ..ops.registry import aside_of, implementation_of
 
-_NODES = "<nodes>"  # a global of generated code: line -> node. It is no identifier, so it hides no name
+_NODES = "<nodes>"  # a global of the generated code: line -> node. No variable can have this name
 
 
 class Executor:
-    """Runs a graph: a `Runner`, see `backend`. It empties the list of inputs, so that they, too, are freed at their
-    last use.
+    """The eager backend's `Runner`, which empties the list of inputs to free each of them at its last use.
 
-    `wrote`: whether the last run reached a write to its inputs; before that, a failure changes nothing. `tick`:
-    called with each operation before it runs, with a loop as a whole, and with None at the end.
+    `wrote`: whether the last run came to a write to its inputs; a failure before that changes nothing. `tick` is
+    called with each node before it runs, and with None at the end. A loop counts as one node.
     """
 
     def __init__(self, gm: GraphModule, tick: Callable[[Node | None], None] | None = None) -> None:
@@ -53,7 +51,7 @@ class Executor:
 
 
 def failed_node(error: BaseException) -> Node | None:
-    """Return the operation that raised, the innermost one if they are nested; None if none did."""
+    """Return the node whose operation raised `error`, the innermost one in a loop; None if it came from elsewhere."""
     found, at = None, error.__traceback__
     while at is not None:
         found = at.tb_frame.f_globals.get(_NODES, {}).get(at.tb_lineno, found)
@@ -66,12 +64,12 @@ def _generate(
 ) -> tuple[str, dict[str, Any]]:
     names: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
     bound: dict[Any, str] = {}
-    kept: list[Any] = []
+    alive: list[Any] = []
 
     def bind(value: Any, hint: str) -> str:
         key = (type(value), value) if isinstance(value, torch.dtype | torch.device) else id(value)
         if key not in bound:
-            kept.append(value)  # otherwise another value could get its id
+            alive.append(value)  # otherwise another value could get its id
             name = bound[key] = f"F{len(bound)}_{hint}"  # no node has such a name
             names[name] = value
         return bound[key]
@@ -102,7 +100,7 @@ def _generate(
 
 
 def _last_uses(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
-    """Map each node to the values that it is the last to use."""
+    """Map each node to the values that are used there for the last time."""
     seen: set[Node] = set()
     free: dict[Node, list[Node]] = {}
     for node in reversed(nodes):
@@ -137,7 +135,7 @@ def _body(gm: GraphModule) -> Callable[..., list[Any]]:
 
 
 def callable_of(target: Any) -> Callable[..., Any]:
-    """Return the function that runs a node's target: ours without the dispatcher."""
+    """Return the function that runs a node's target. ZeroFn's own operations bypass the dispatcher."""
     if isinstance(target, OpOverload):
         return implementation_of(target) or target._op
     return target

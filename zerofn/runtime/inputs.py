@@ -1,4 +1,4 @@
-"""The inputs of a compiled step: what a capture depends on, and the tensors that its graph takes."""
+"""The inputs of a compiled step: the signature that a capture depends on, and the tensors that its graph takes."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ class Inputs(NamedTuple):
     batch: list[Tensor]
 
     def flat(self) -> list[Tensor]:
-        """Return all, in the order of the graph's placeholders."""
+        """Return all of them, in the order of the graph's placeholders."""
         return [*self.state, *self.copies, *self.batch]
 
 
 def collect(
     name: str, state_leaves: list[Any], batch_leaves: list[Any], copied: Iterable[int], donating: bool
 ) -> Inputs:
-    """Return the tensors of a step's arguments. `copied`: the leaves that have gathered copies.
+    """Return the tensors of a step's arguments. `copied`: positions of the state's leaves with gathered copies.
 
-    With `donating` the state's memory is written. Of tensors that share memory, within the state or between state
-    and batch, all but one are cloned. Raises `RuntimeError` if such a tensor is on a drive, and for a tensor that
-    an earlier step took over.
+    With `donating` the step writes to the state's memory. Of entries of the state that share memory all but one are
+    cloned, and so are batch entries that share memory with the state. Raises `RuntimeError` if an entry to clone is on
+    a drive, or if an earlier step took over a tensor's memory.
     """
     state, in_copies = _state_tensors(state_leaves)
     donation.check(state)
     copies = [t for k in copied for t in state_leaves[k].copies]
-    given = [x for x in batch_leaves if is_sharded(x) or isinstance(x, Tensor)]
-    batch = [t for x in given for t in (x.parts if is_sharded(x) else (x,))]
+    in_batch = [x for x in batch_leaves if is_sharded(x) or isinstance(x, Tensor)]
+    batch = [t for x in in_batch for t in (x.parts if is_sharded(x) else (x,))]
     if donating:
-        places = list(map(storage_key, state))
-        if len(set(places)) < len(places):
-            _part_entries(name, state, places, in_copies, state_leaves)
-        batch = _apart(name, batch, {*places, *map(storage_key, copies)}, batch_leaves)
+        storages = list(map(storage_key, state))
+        if len(set(storages)) < len(storages):
+            _clone_shared_entries(name, state, storages, in_copies, state_leaves)
+        batch = _clone_donated(name, batch, {*storages, *map(storage_key, copies)}, batch_leaves)
     return Inputs(state, copies, batch)
 
 
@@ -56,27 +56,30 @@ def _state_tensors(leaves: list[Any]) -> tuple[list[Tensor], list[int]]:
     for x in leaves:
         if is_sharded(x):
             parts = x.parts
-            fixed += range(len(out), len(out) + len(parts)) if x.copies is not None else ()
+            if x.copies is not None:
+                fixed += range(len(out), len(out) + len(parts))
             out += parts
         elif isinstance(x, Tensor):
             out.append(x)
     return out, fixed
 
 
-def _part_entries(name: str, tensors: list[Tensor], places: list[Any], fixed: list[int], leaves: list[Any]) -> None:
-    """Clone tensors that share memory with another entry of the state."""
-    seen = {places[j] for j in fixed}
+def _clone_shared_entries(
+    name: str, tensors: list[Tensor], storages: list[Any], fixed: list[int], leaves: list[Any]
+) -> None:
+    """Replace tensors that share memory with an earlier entry of the state, or with a `fixed` one, by clones."""
+    seen = {storages[j] for j in fixed}
     handles = drive_handles(leaves)
     for j in sorted(set(range(len(tensors))) - set(fixed)):
-        if places[j] in seen:
+        if storages[j] in seen:
             _refuse_drive(name, tensors[j], handles, "two entries of the state")
             tensors[j] = tensors[j].clone()
-        seen.add(places[j])
+        seen.add(storages[j])
 
 
-def _apart(name: str, tensors: list[Tensor], given: set[Any], leaves: list[Any]) -> list[Tensor]:
-    """Return the batch's tensors, with clones of those in donated memory, which the step writes."""
-    shared = [storage_key(x) in given for x in tensors]
+def _clone_donated(name: str, tensors: list[Tensor], donated: set[Any], leaves: list[Any]) -> list[Tensor]:
+    """Return the batch's tensors, with clones of those in donated memory: the step may write there before it reads."""
+    shared = [storage_key(x) in donated for x in tensors]
     if not any(shared):
         return tensors
     handles = drive_handles(leaves)
@@ -88,26 +91,26 @@ def _apart(name: str, tensors: list[Tensor], given: set[Any], leaves: list[Any])
 def _refuse_drive(name: str, x: Tensor, handles: dict[int, str], who: str) -> None:
     if id(x) in handles:
         raise RuntimeError(
-            f"{name}: {who} are one place on a drive, {handles[id(x)]}, which the step "
-            "would write to for one of them. Keep the other in an entry of its own, and fill it in "
-            "a compiled step: state.replace(extra=state.params)."
+            f"{name}: {who} are one place on a drive, {handles[id(x)]}, and the step's update of one would change "
+            "both. Give the other an entry of its own, filled by a compiled step that returns "
+            "state.replace(extra=state.params)."
         )
 
 
 def params_among(state_def: tree.PyTreeSpec) -> list[int]:
-    """Return the nodes of a state that are parameters: entries with that name, or the whole argument."""
+    """Return the positions of a state's parameters: the nodes that are named "params", or the state as a whole."""
     return [k for k, name in enumerate(tree.field_names(state_def)) if name.split(".")[-1] in ("", "params")]
 
 
 def refill_copies(leaves: list[Any], positions: Iterable[int]) -> None:
-    """Gather copies again that an unflatten has dropped: the graph needs what it was captured with."""
+    """Gather again the copies that an unflatten has dropped: the captured graph takes them as inputs."""
     for k in positions:
         if is_sharded(leaves[k]) and lacks_copy(leaves[k]):
             refill(leaves[k])
 
 
 def drive_handles(leaves: Iterable[Any]) -> dict[int, str]:
-    """Map each handle among the leaves' tensors, by identity, to the label of its region."""
+    """Map the id of each drive handle among the leaves' tensors to the label of its region."""
     return {
         id(part.handle): part.region.label
         for x in leaves

@@ -1,4 +1,4 @@
-"""A step runs completely or not at all."""
+"""Ctrl-C during a step is delayed until the caller has the new state."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from typing import Any
 
 from ..util.process import the
 
-SOON = 0.05  # seconds
+SOON = 0.05  # seconds: long enough to return to the caller and assign the result, too short to notice
 
 
 class HeldInterrupts(list[Callable[[], Any]]):
-    """Interrupts that came during a step, until `deliver` runs their handlers."""
+    """The handlers of interrupts that came during a step and were not run yet."""
 
 
 @contextlib.contextmanager
 def whole_steps() -> Iterator[None]:
-    """Delay Ctrl-C: a step that stops halfway has written half of the state.
+    """Delay Ctrl-C while the block runs: a step that stops halfway would leave half of the state written.
 
-    Raised right at the end of the step, it would leave the caller with a donated state and without the new one. So
-    it comes a moment later, or before the next step if that is earlier (`deliver`), when `state, aux = step(...)`
-    has been assigned.
+    An interrupt at the end of the block would still come before the caller assigns `state, aux = step(...)`, whose
+    old state is donated. So it comes `SOON` after the block, or at the next `deliver`, whichever is first.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -44,7 +43,7 @@ def whole_steps() -> Iterator[None]:
 
 
 def deliver() -> None:
-    """Run the handler of a delayed interrupt, in the main thread."""
+    """Run the handler of a delayed interrupt, if there is one and this is the main thread."""
     held = the(HeldInterrupts)
     if held and threading.current_thread() is threading.main_thread():
         interrupt = held.pop()

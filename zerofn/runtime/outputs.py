@@ -19,8 +19,8 @@ def returned(
 ) -> Any:
     """Return `(new state, aux)`, or the result of an evaluation step, from a graph's `outputs`.
 
-    With `donating`, the new state is in the tensors of `inputs`, except for what `program.kept` lists. From here
-    on, using the old state, by a tensor or by a `Sharded` of `state_leaves`, raises an error that says why.
+    With `donating`, the new state takes over the memory of the tensors in `inputs`, except those that `program.kept`
+    lists. Using the old state then raises an error, for its tensors and for the `Sharded` nodes in `state_leaves`.
     """
     if program.new_state is None:
         return program.aux.spread(outputs)
@@ -44,6 +44,6 @@ def returned(
 
 
 def _taken_over(x: Tensor, why: str) -> Tensor:
-    """Return another tensor on the same memory: `x` itself is marked as donated for others who hold it."""
+    """Return a new tensor on the memory of `x`, and mark `x` as donated, with the reason `why`."""
     donation.give(x, why)
     return x.detach()
