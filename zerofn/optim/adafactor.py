@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from . import checks
 from .base import GradientTransformation, Mask, ScalarOrSchedule
 from .block_rms import clip_by_block_rms, scale_by_param_block_rms
-from .chain import chain
+from .chain import named_chain
 from .decay import add_decayed_weights
 from .ema import ema
 from .factored_rms import scale_by_factored_rms
@@ -58,4 +57,4 @@ def adafactor(
         multiply_by_parameter_scale,
     )
     args += (clipping_threshold, momentum, weight_decay_rate, eps, factored, weight_decay_mask)
-    return dataclasses.replace(chain(*parts, scale(-1.0)), name="adafactor", args=args)
+    return named_chain("adafactor", args, *parts, scale(-1.0))

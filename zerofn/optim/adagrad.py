@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from .. import tree
 from . import checks
 from .base import GradientTransformation, ScalarOrSchedule
-from .chain import chain
+from .chain import named_chain
 from .scale import scale_by_learning_rate
 from .scale_by_adam import wide
 
@@ -51,5 +50,6 @@ def adagrad(
     """
     checks.learning_rate("adagrad", learning_rate)
     checks.number("adagrad", 0.0, initial_accumulator_value=initial_accumulator_value, eps=eps)
-    parts = chain(scale_by_rss(initial_accumulator_value, eps), scale_by_learning_rate(learning_rate))
-    return dataclasses.replace(parts, name="adagrad", args=(learning_rate, initial_accumulator_value, eps))
+    args = (learning_rate, initial_accumulator_value, eps)
+    scaled = scale_by_rss(initial_accumulator_value, eps)
+    return named_chain("adagrad", args, scaled, scale_by_learning_rate(learning_rate))

@@ -13,7 +13,7 @@ from ..ops import adamw as _op  # noqa: F401  (defines zerofn::adamw)
 from . import checks
 from . import moment_formats as formats
 from .base import GradientTransformation, Mask, ScalarOrSchedule, rate_at
-from .fused import LeafConstants, LeafScale, fused_rule, fused_step
+from .fused import LeafConstants, LeafScale, fused_rule
 from .scale_by_adam import AdamState, check_moments, direction, init_moments
 
 
@@ -78,17 +78,9 @@ def _adam(
 
         return tree.tree_map(decayed, directions, params, *constants.over(params)), state
 
-    def apply(
-        grads: Any, state: AdamState, params: Any, factor: Tensor | None, finite: Tensor | None
-    ) -> tuple[Any, AdamState]:
-        def call(tensors: list[Tensor], runs: tuple[Any, ...], offset: int) -> Any:
-            hyper = (b1, b2, eps, name == "adamw", moments)
-            return torch.ops.zerofn.adamw(*tensors, *runs, *hyper, offset)
-
-        trees = [params, grads, state.mu, state.nu]
-        count, (p, mu, nu) = fused_step(call, learning_rate, constants, state.count, trees, factor, finite)
-        return p, type(state)(count, mu, nu)
+    def call(tensors: list[Tensor], runs: tuple[Any, ...], offset: int) -> Any:
+        return torch.ops.zerofn.adamw(*tensors, *runs, b1, b2, eps, name == "adamw", moments, offset)
 
     args = (learning_rate, b1, b2, eps, weight_decay, mask, lr_scale, moments)
     init = partial(init_moments, moments=moments)
-    return fused_rule(name, args, init, update, apply, learning_rate, constants)
+    return fused_rule(name, args, init, update, call, ("mu", "nu"), learning_rate, constants)

@@ -29,8 +29,7 @@ def adaptive_grad_clip(
     axes = None if axis is None else tuple(axis) if isinstance(axis, tuple | list) else (axis,)
 
     def update(updates: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
-        if params is None:
-            raise ValueError("adaptive_grad_clip: update needs the parameters: tx.update(grads, state, params).")
+        checks.needs_params("adaptive_grad_clip", params)
         leaves = [(x.name, x.shape) for x in logical_leaves(updates)]
         norms = axis_squares((params, updates), _groups((*leaves, *leaves), axes)).sqrt()
         weights, found = norms[: len(norms) // 2], norms[len(norms) // 2 :]

@@ -37,8 +37,7 @@ def scale_by_param_block_rms(min_scale: float = 1e-3) -> GradientTransformation:
     checks.number("scale_by_param_block_rms", 0.0, min_scale=min_scale)
 
     def update(updates: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
-        if params is None:
-            raise ValueError("scale_by_param_block_rms: update needs the parameters: tx.update(grads, state, params).")
+        checks.needs_params("scale_by_param_block_rms", params)
         names, rms = _rms(params)
         return scale_leaves(updates, names, rms.clamp(min=min_scale)), state
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,11 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         learning_rate=(lambda state: rates[-1][1](state[rates[-1][0]])) if rates else None,
         by_runs=fused and last.by_runs,
     )
+
+
+def named_chain(name: str, args: tuple[Any, ...], *transformations: GradientTransformation) -> GradientTransformation:
+    """Return the chain of `transformations` that prints, and is compared, as `name` with `args`."""
+    return replace(chain(*transformations), name=name, args=args)
 
 
 def _fold(transformations: Sequence[GradientTransformation], grads: Any, so_far: Tensor | None) -> Tensor | None:

@@ -39,12 +39,8 @@ def learning_rate(where: str, value: Any) -> None:
 
 def leaf_function(where: str, name: str, value: Any, gives: str = "bool") -> None:
     """Raise `TypeError` unless `value` can be called with one leaf."""
-    if not callable(value) or not _takes(value, 1):
-        got = f"{value!r}, which takes {inspect.signature(value)}" if callable(value) else repr(value)
-        raise TypeError(
-            f"{where}: {name} must be a function of one logical leaf (with name, shape and dtype) that "
-            f"returns a {gives}, such as lambda leaf: leaf.ndim > 1; got {got}."
-        )
+    shape = f"of one logical leaf (with name, shape and dtype) that returns a {gives}"
+    takes(where, name, value, 1, f"{shape}, such as lambda leaf: leaf.ndim > 1")
 
 
 def _takes(function: Any, count: int) -> bool:
@@ -82,6 +78,12 @@ def transformation(where: str, value: Any) -> None:
         raise TypeError(f"{where}: expected a gradient transformation, got {torch_optimizers.advice(value)}")
     if not (hasattr(value, "init") and hasattr(value, "update")):
         raise TypeError(f"{where}: expected a gradient transformation such as optim.sgd(0.1), got {value!r}.")
+
+
+def needs_params(where: str, params: Any) -> None:
+    """Raise `ValueError` if `update` was called without the parameters."""
+    if params is None:
+        raise ValueError(f"{where}: update needs the parameters: tx.update(grads, state, params).")
 
 
 def takes(where: str, name: str, value: Any, count: int, shape: str) -> None:

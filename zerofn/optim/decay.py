@@ -19,8 +19,7 @@ def add_decayed_weights(weight_decay: float = 0.0, mask: Mask | None = None) -> 
         return float(weight_decay) if mask is None or mask(leaf) else 0.0
 
     def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
-        if params is None:
-            raise ValueError("add_decayed_weights: update needs the parameters: tx.update(grads, state, params).")
+        checks.needs_params("add_decayed_weights", params)
         decayed = tree.tree_map(lambda g, p, d: g + (d * p).to(g.dtype), grads, params, spread(params, decay_of))
         return decayed, state
 

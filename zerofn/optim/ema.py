@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import tree
 from . import checks
 from .base import GradientTransformation, count_zero
-from .scale_by_adam import corrected, wide
+from .scale_by_adam import averaged, corrected
 
 
 class EmaState(NamedTuple):
@@ -34,7 +34,7 @@ def ema(decay: float, debias: bool = True) -> GradientTransformation:
 
     def update(updates: Any, state: EmaState, params: Any = None) -> tuple[Any, EmaState]:
         count = state.count + 1
-        fresh = tree.tree_map(lambda e, u: (decay * e + (1 - decay) * wide(u, e)).to(e.dtype), state.ema, updates)
+        fresh = averaged(state.ema, updates, decay)
         return corrected(fresh, decay, count) if debias else fresh, EmaState(count, fresh)
 
     return GradientTransformation(init, update, "ema", (decay, debias))

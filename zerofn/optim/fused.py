@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .base import Apply, GradientTransformation, LeafInfo, Mask, ScalarOrSchedule, rate_at
+from .base import GradientTransformation, LeafInfo, Mask, ScalarOrSchedule, rate_at
 from .leaf_runs import map_runs, spread
 
 LeafScale = Callable[[LeafInfo], float]
+Call = Callable[[list[Tensor], tuple[Any, ...], int], Sequence[Tensor]]
 
 
 class LeafConstants(NamedTuple):
@@ -37,8 +38,8 @@ class LeafConstants(NamedTuple):
         return spread(params, self.decay), spread(params, self.scale)
 
 
-def fused_step(
-    call: Callable[[list[Tensor], tuple[Any, ...], int], Sequence[Tensor]],
+def _fused_step(
+    call: Call,
     learning_rate: ScalarOrSchedule,
     constants: LeafConstants,
     count: Tensor,
@@ -68,11 +69,22 @@ def fused_rule(
     args: tuple[Any, ...],
     init: Callable[[Any], Any],
     update: Callable[..., tuple[Any, Any]],
-    apply: Apply,
+    call: Call,
+    moments: Sequence[str],
     learning_rate: ScalarOrSchedule,
     constants: LeafConstants,
 ) -> GradientTransformation:
-    """Return the transformation around `apply`."""
+    """Return the transformation whose `apply` runs `call` once on every unit.
+
+    Its state is a namedtuple with the field `count`. `moments`: the names of the fields with moments, in the order in
+    which `call` takes and returns them.
+    """
+
+    def apply(grads: Any, state: Any, params: Any, factor: Tensor | None, finite: Tensor | None) -> tuple[Any, Any]:
+        trees = [params, grads, *(getattr(state, name) for name in moments)]
+        count, (p, *fresh) = _fused_step(call, learning_rate, constants, state.count, trees, factor, finite)
+        return p, state._replace(count=count, **dict(zip(moments, fresh, strict=True)))
+
     return GradientTransformation(
         init,
         update,

@@ -12,7 +12,7 @@ from ..ops import lion as _op  # noqa: F401  (defines zerofn::lion)
 from . import checks
 from . import moment_formats as formats
 from .base import GradientTransformation, Mask, ScalarOrSchedule, count_zero, rate_at
-from .fused import LeafConstants, LeafScale, fused_rule, fused_step
+from .fused import LeafConstants, LeafScale, fused_rule
 
 
 class LionState(NamedTuple):
@@ -58,15 +58,8 @@ def lion(
         mu = tree.tree_map(lambda m, g: (b2 * m + (1 - b2) * g).to(m.dtype), state.mu, grads)
         return updates, type(state)(state.count + 1, mu)
 
-    def apply(
-        grads: Any, state: LionState, params: Any, factor: Tensor | None, finite: Tensor | None
-    ) -> tuple[Any, LionState]:
-        def call(tensors: list[Tensor], runs: tuple[Any, ...], offset: int) -> Any:
-            return torch.ops.zerofn.lion(*tensors, *runs, b1, b2, moments, offset)
-
-        trees = [params, grads, state.mu]
-        count, (p, mu) = fused_step(call, learning_rate, constants, state.count, trees, factor, finite)
-        return p, type(state)(count, mu)
+    def call(tensors: list[Tensor], runs: tuple[Any, ...], offset: int) -> Any:
+        return torch.ops.zerofn.lion(*tensors, *runs, b1, b2, moments, offset)
 
     args = (learning_rate, b1, b2, weight_decay, mask, lr_scale, moments)
-    return fused_rule("lion", args, init, update, apply, learning_rate, constants)
+    return fused_rule("lion", args, init, update, call, ("mu",), learning_rate, constants)

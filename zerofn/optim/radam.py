@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from .. import tree
 from . import checks
 from .base import GradientTransformation, ScalarOrSchedule
-from .chain import chain
+from .chain import named_chain
 from .scale import scale_by_learning_rate
 from .scale_by_adam import AdamState, check_moments, first_moments, init_moments, next_moments
 
@@ -30,7 +29,8 @@ def scale_by_radam(
 
     Raises `ValueError` for hyperparameters out of range.
     """
-    _check("scale_by_radam", b1, b2, eps, eps_root, threshold)
+    hyper = (b1, b2, eps, eps_root, threshold)
+    _check("scale_by_radam", *hyper)
     longest = 2 / (1 - b2) - 1
 
     def update(grads: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
@@ -47,8 +47,7 @@ def scale_by_radam(
 
         return tree.tree_map(one, first_moments(grads, state, b1, nesterov), state.nu), state
 
-    args = (b1, b2, eps, eps_root, threshold, nesterov)
-    return GradientTransformation(init_moments, update, "scale_by_radam", args)
+    return GradientTransformation(init_moments, update, "scale_by_radam", (*hyper, nesterov))
 
 
 def radam(
@@ -66,10 +65,10 @@ def radam(
     Raises `ValueError` for hyperparameters out of range.
     """
     checks.learning_rate("radam", learning_rate)
-    _check("radam", b1, b2, eps, eps_root, threshold)
-    scaled = scale_by_radam(b1, b2, eps, eps_root, threshold, nesterov=nesterov)
-    args = (learning_rate, b1, b2, eps, eps_root, threshold, nesterov)
-    return dataclasses.replace(chain(scaled, scale_by_learning_rate(learning_rate)), name="radam", args=args)
+    hyper = (b1, b2, eps, eps_root, threshold)
+    _check("radam", *hyper)
+    scaled = scale_by_radam(*hyper, nesterov=nesterov)
+    return named_chain("radam", (learning_rate, *hyper, nesterov), scaled, scale_by_learning_rate(learning_rate))
 
 
 def _check(where: str, b1: float, b2: float, eps: float, eps_root: float, threshold: float) -> None:

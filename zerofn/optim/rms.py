@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import tree
 from . import checks
 from .base import GradientTransformation, count_zero
-from .scale_by_adam import corrected, wide
+from .scale_by_adam import averaged, averaged_squares, corrected
 
 
 class ScaleByRmsState(NamedTuple):
@@ -51,7 +51,7 @@ def scale_by_rms(
 
     def update(grads: Any, state: ScaleByRmsState, params: Any = None) -> tuple[Any, ScaleByRmsState]:
         count = state.count + 1 if bias_correction else None
-        nu = tree.tree_map(lambda v, g: (decay * v + (1 - decay) * wide(g, v).square()).to(v.dtype), state.nu, grads)
+        nu = averaged_squares(state.nu, grads, decay)
         updates = tree.tree_map(_divided(eps, eps_in_sqrt), grads, corrected(nu, decay, count))
         return updates, ScaleByRmsState(nu, count)
 
@@ -79,8 +79,8 @@ def scale_by_stddev(
 
     def update(grads: Any, state: ScaleByRStdDevState, params: Any = None) -> tuple[Any, ScaleByRStdDevState]:
         count = state.count + 1 if bias_correction else None
-        mu = tree.tree_map(lambda m, g: (decay * m + (1 - decay) * wide(g, m)).to(m.dtype), state.mu, grads)
-        nu = tree.tree_map(lambda v, g: (decay * v + (1 - decay) * wide(g, v).square()).to(v.dtype), state.nu, grads)
+        mu = averaged(state.mu, grads, decay)
+        nu = averaged_squares(state.nu, grads, decay)
         means, squares = corrected(mu, decay, count), corrected(nu, decay, count)
         variances = tree.tree_map(lambda m, v: (v - m.square()).clamp(min=0), means, squares)
         updates = tree.tree_map(_divided(eps, eps_in_sqrt), grads, variances)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from . import checks
 from .base import GradientTransformation, ScalarOrSchedule
-from .chain import chain
+from .chain import named_chain
 from .rms import check_average, scale_by_rms, scale_by_stddev
 from .scale import scale_by_learning_rate
 from .trace import trace
@@ -43,4 +41,4 @@ def rmsprop(
     if momentum is not None:
         parts.append(trace(momentum, nesterov))
     args = (learning_rate, decay, eps, initial_scale, eps_in_sqrt, centered, momentum, nesterov, bias_correction)
-    return dataclasses.replace(chain(*parts), name="rmsprop", args=args)
+    return named_chain("rmsprop", args, *parts)

@@ -59,8 +59,7 @@ def direction(
 def next_moments(grads: Any, state: AdamState, b1: float, b2: float) -> AdamState:
     """Return the state with both moments updated by one more gradient."""
     mu = tree.tree_map(lambda m, g: (m + (1 - b1) * (wide(g, m) - m)).to(m.dtype), state.mu, grads)
-    nu = tree.tree_map(lambda v, g: (b2 * v + (1 - b2) * wide(g, v).square()).to(v.dtype), state.nu, grads)
-    return type(state)(state.count + 1, mu, nu)
+    return type(state)(state.count + 1, mu, averaged_squares(state.nu, grads, b2))
 
 
 def first_moments(grads: Any, state: AdamState, b1: float, nesterov: bool) -> Any:
@@ -77,6 +76,16 @@ def look_ahead(grads: Any, moments: Any, decay: float, count: Tensor) -> Any:
         return decay * (m / then.to(m.dtype)) + (1 - decay) * (g / now.to(m.dtype))
 
     return tree.tree_map(one, moments, grads)
+
+
+def averaged(moments: Any, values: Any, decay: float) -> Any:
+    """Return decay * m + (1 - decay) * x for moments m and values x, leaf by leaf in the moments' dtypes."""
+    return tree.tree_map(lambda m, x: (decay * m + (1 - decay) * wide(x, m)).to(m.dtype), moments, values)
+
+
+def averaged_squares(moments: Any, values: Any, decay: float) -> Any:
+    """Return decay * v + (1 - decay) * x^2 for moments v and values x, leaf by leaf in the moments' dtypes."""
+    return tree.tree_map(lambda v, x: (decay * v + (1 - decay) * wide(x, v).square()).to(v.dtype), moments, values)
 
 
 def corrected(moments: Any, decay: float, count: Tensor | None) -> Any:

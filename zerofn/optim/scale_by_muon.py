@@ -14,7 +14,7 @@ from ..sharding.whole_leaves import map_whole
 from . import checks
 from .base import EmptyState, GradientTransformation, LeafInfo, count_zero, no_state
 from .leaf_runs import spread
-from .scale_by_adam import corrected, look_ahead, wide
+from .scale_by_adam import averaged, corrected, look_ahead
 
 Coefficients = tuple[float, float, float]
 QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)  # of the steepest slope at zero (Jordan 2024)
@@ -56,7 +56,7 @@ def scale_by_muon(
 
     def update(grads: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
         count = state.count + 1
-        mu = tree.tree_map(lambda m, g: (beta * m + (1 - beta) * wide(g, m)).to(m.dtype), state.mu, grads)
+        mu = averaged(state.mu, grads, beta)
         ahead = look_ahead(grads, mu, beta, count) if nesterov else corrected(mu, beta, count)
 
         def rule(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from ..ops import sgd as _op  # noqa: F401  (defines zerofn::sgd)
 from . import checks
 from . import moment_formats as formats
 from .base import GradientTransformation, Mask, ScalarOrSchedule, count_zero, rate_at
-from .fused import LeafConstants, LeafScale, fused_rule, fused_step
+from .fused import LeafConstants, LeafScale, fused_rule
 
 
 class SgdState(NamedTuple):
@@ -67,17 +67,11 @@ def sgd(
         updates = tree.tree_map(lambda d, scale: (-rate * scale * d).to(d.dtype), d, scales)
         return updates, type(state)(state.count + 1, trace)
 
-    def apply(
-        grads: Any, state: SgdState, params: Any, factor: Tensor | None, finite: Tensor | None
-    ) -> tuple[Any, SgdState]:
-        def call(tensors: list[Tensor], runs: tuple[Any, ...], offset: int) -> Any:
-            if momentum:
-                return torch.ops.zerofn.sgd_momentum(*tensors, *runs, momentum, nesterov, moments, offset)
-            return (torch.ops.zerofn.sgd(*tensors, *runs, None, offset),)
-
-        trees = [params, grads, *([state.trace] if momentum else [])]
-        count, (p, *fresh) = fused_step(call, learning_rate, constants, state.count, trees, factor, finite)
-        return p, type(state)(count, fresh[0] if momentum else None)
+    def call(tensors: list[Tensor], runs: tuple[Any, ...], offset: int) -> Any:
+        if momentum:
+            return torch.ops.zerofn.sgd_momentum(*tensors, *runs, momentum, nesterov, moments, offset)
+        return (torch.ops.zerofn.sgd(*tensors, *runs, None, offset),)
 
     args = (learning_rate, momentum, nesterov, weight_decay, mask, lr_scale, moments)
-    return fused_rule("sgd", args, init, update, apply, learning_rate, constants)
+    fields = ("trace",) if momentum else ()
+    return fused_rule("sgd", args, init, update, call, fields, learning_rate, constants)

@@ -24,8 +24,7 @@ def scale_by_trust_ratio(
     checks.number("scale_by_trust_ratio", 0.0, min_norm=min_norm, trust_coefficient=trust_coefficient, eps=eps)
 
     def update(updates: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
-        if params is None:
-            raise ValueError("scale_by_trust_ratio: update needs the parameters: tx.update(grads, state, params).")
+        checks.needs_params("scale_by_trust_ratio", params)
         names, both = norms((params, updates))
         half = len(names) // 2
         p, u = both[:half].clamp(min=min_norm), both[half:].clamp(min=min_norm)
