@@ -16,15 +16,19 @@ from .scale_by_adam import wide
 
 
 class ScaleByRssState(NamedTuple):
-    """`sum_of_squares`: of all gradients so far, in the parameters' structure and dtype."""
+    """The state of `scale_by_rss`.
+
+    `sum_of_squares`: the initial value plus all squared gradients, in the parameters' structure and dtype.
+    """
 
     sum_of_squares: Any
 
 
 def scale_by_rss(initial_accumulator_value: float = 0.1, eps: float = 1e-7) -> GradientTransformation:
-    """g / sqrt(s + eps) with s = s + g^2, zero where s is zero. s starts at `initial_accumulator_value`.
+    """Divide by the root of the sum of all squared gradients: g / sqrt(s + eps) with s = s + g^2 (Duchi et al. 2011).
 
-    Raises `ValueError` for a negative argument.
+    s starts at `initial_accumulator_value`. Where s is zero, the update is zero. Raises `ValueError` for a negative
+    argument.
     """
     checks.number("scale_by_rss", 0.0, initial_accumulator_value=initial_accumulator_value, eps=eps)
 

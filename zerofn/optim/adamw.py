@@ -1,4 +1,4 @@
-"""Adam and AdamW, one fused pass a unit."""
+"""Adam and AdamW, with one fused pass over each unit."""
 
 from __future__ import annotations
 
@@ -29,11 +29,15 @@ def adamw(
 ) -> GradientTransformation:
     """AdamW (Loshchilov and Hutter 2019, Algorithm 2), in the arithmetic of `torch.optim.AdamW(fused=True)`.
 
-    `mask(leaf) -> bool`: which leaves decay; all by default. `lr_scale(leaf) -> float`: a factor of each leaf's
-    learning rate. `moments`: None stores them in the parameters' dtype (8 bytes a parameter for both), "bf16" takes
-    4, "8bit" blocks 2.03, and "fp8" (e4m3 and e5m2 with a scale for each 256) 2.03 bytes, beside a float32 master.
-    "fp8" has no kernel: torch's operations update it, more slowly. Moments start at zero. Raises `ValueError` for
-    hyperparameters out of range.
+    m = b1 * m + (1 - b1) * g; v = b2 * v + (1 - b2) * g^2; p -= learning_rate * (m' / (sqrt(v') + eps) +
+    weight_decay * p), where m' = m / (1 - b1^t) and v' = v / (1 - b2^t) in the t-th applied update. m and v start
+    at zero.
+
+    `mask(leaf) -> bool`: whether a leaf decays; by default all do. `lr_scale(leaf) -> float`: a factor of the
+    leaf's learning rate. `moments`: the format of m and v. None is the parameters' dtype: 8 bytes a parameter for
+    both, if that is float32. "bf16" takes 4 bytes. "8bit" and "fp8" (e4m3 for m, e5m2 for v) have one scale for 256
+    elements, take 2.03 bytes and need a float32 master; "fp8" has no kernel, so torch's operations update it, more
+    slowly. Raises `ValueError` for hyperparameters out of range.
     """
     return _adam("adamw", learning_rate, b1, b2, eps, weight_decay, mask, lr_scale, moments)
 
@@ -46,7 +50,10 @@ def adam(
     lr_scale: LeafScale | None = None,
     moments: str | None = None,
 ) -> GradientTransformation:
-    """Adam (Kingma and Ba 2015, Algorithm 1), in the arithmetic of `torch.optim.Adam(fused=True)`; see `adamw`."""
+    """Adam (Kingma and Ba 2015, Algorithm 1), in the arithmetic of `torch.optim.Adam(fused=True)`.
+
+    It is `adamw` without weight decay. Raises `ValueError` for hyperparameters out of range.
+    """
     return _adam("adam", learning_rate, b1, b2, eps, 0.0, None, lr_scale, moments)
 
 

@@ -14,18 +14,21 @@ from .scale_by_adam import averaged, corrected
 
 
 class EmaState(NamedTuple):
-    """`count`: applied updates, int64 scalar; `ema`: the average, in the parameters' structure and dtype."""
+    """The state of `ema`.
+
+    `count`: applied updates, int64 scalar. `ema`: the average without correction, in the parameters' structure and
+    dtype.
+    """
 
     count: Tensor  # type: ignore[assignment]  # tuple.count gives way
     ema: Any
 
 
 def ema(decay: float, debias: bool = True) -> GradientTransformation:
-    """The average e = decay * e + (1 - decay) * u of the updates u, from zero; with `debias` divided by 1 -
-    decay^count.
+    """Average past updates u: e = decay * e + (1 - decay) * u, from zero.
 
-    `trace` sums instead of averaging. For an average of the parameters see `params_ema`. Raises `ValueError` unless
-    `decay` is in [0, 1).
+    `debias` divides the result by 1 - decay^count (Kingma and Ba 2015, section 3). `trace` sums instead of
+    averaging, and `params_ema` averages parameters. Raises `ValueError` unless `decay` is in [0, 1).
     """
     checks.number("ema", 0.0, below=1.0, decay=decay)
 

@@ -1,4 +1,4 @@
-"""What update rules with one operation a unit share: AdamW, SGD, Lion."""
+"""What AdamW, SGD and Lion share: update rules with one operation for each unit."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ Call = Callable[[list[Tensor], tuple[Any, ...], int], Sequence[Tensor]]
 
 
 class LeafConstants(NamedTuple):
-    """Constants that differ among leaves; an operation takes them as runs of its unit."""
+    """The constants of an update rule that differ among leaves. An operation takes them as runs of its unit."""
 
     weight_decay: float
     mask: Mask | None  # which leaves decay; all by default
     lr_scale: LeafScale | None  # factor of the learning rate; 1 by default
 
     def decay(self, leaf: LeafInfo) -> float:
-        """The weight decay of a leaf."""
+        """Return the weight decay of a leaf."""
         return float(self.weight_decay) if self.mask is None or self.mask(leaf) else 0.0
 
     def scale(self, leaf: LeafInfo) -> float:
-        """The factor of a leaf's learning rate."""
+        """Return the factor of a leaf's learning rate."""
         return 1.0 if self.lr_scale is None else float(self.lr_scale(leaf))
 
     def both(self, leaf: LeafInfo) -> tuple[float, float]:
-        """Decay and scale."""
+        """Return the weight decay of a leaf, and the factor of its learning rate."""
         return self.decay(leaf), self.scale(leaf)
 
     def over(self, params: Any) -> tuple[Any, Any]:
-        """Return decays and scales as trees of floats and tensors that match `params`."""
+        """Return weight decays and factors as trees of floats and tensors that match `params`."""
         return spread(params, self.decay), spread(params, self.scale)
 
 
@@ -47,10 +47,11 @@ def _fused_step(
     factor: Tensor | None,
     finite: Tensor | None,
 ) -> tuple[Tensor, list[Any]]:
-    """Call `call(tensors, runs, offset)` on every unit of `trees` (parameters, gradients, moments), and return the
-    next count, the new parameters and moments.
+    """Call `call(tensors, runs, offset)` on every unit; return the next count, the new parameters and the new moments.
 
-    `runs` and `offset` are the arguments of `ops.rule`.
+    `trees`: parameters, gradients, then moments. `tensors`: those of one unit. `runs`: the arguments from `count`
+    to `decays` of the operations in `ops.update_rule`. `offset`: the index of the shard's first element in its
+    unit.
     """
     rate = rate_at(learning_rate, count)
     lr, base = (rate, 1.0) if isinstance(rate, Tensor) else (None, float(rate))

@@ -1,4 +1,4 @@
-"""LAMB: Adam with a trust ratio per layer."""
+"""LAMB: Adam with a trust ratio for each layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def lamb(
     """LAMB (You et al. 2020, Algorithm 2), with optax's arguments.
 
     A chain of `scale_by_adam`, `add_decayed_weights`, `scale_by_trust_ratio` and `scale_by_learning_rate`.
-    `mask(leaf) -> bool` says which leaves decay. Raises `ValueError` for hyperparameters out of range.
+    `mask(leaf) -> bool`: whether a leaf decays; by default all do. Raises `ValueError` for hyperparameters out of
+    range.
     """
     checks.learning_rate("lamb", learning_rate)
     checks.number("lamb", 0.0, eps_root=eps_root, weight_decay=weight_decay)

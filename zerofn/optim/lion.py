@@ -1,4 +1,4 @@
-"""Lion: the sign of an interpolated momentum."""
+"""Lion: update by the sign of an interpolated momentum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from .fused import LeafConstants, LeafScale, fused_rule
 
 
 class LionState(NamedTuple):
-    """`count`: applied updates, int64 scalar; `mu`: the momentum, in the parameters' structure and dtype."""
+    """The state of `lion`.
+
+    `count`: applied updates, int64 scalar. `mu`: the momentum, in the parameters' structure and, unless `moments`
+    says otherwise, dtype.
+    """
 
     count: Tensor  # type: ignore[assignment]  # tuple.count gives way
     mu: Any
@@ -33,9 +37,12 @@ def lion(
 ) -> GradientTransformation:
     """Lion (Chen et al. 2023, Algorithm 2), with decoupled weight decay.
 
-    p -= learning_rate * (sign(b1 * m + (1 - b1) * g) + weight_decay * p); m = b2 * m + (1 - b2) * g. `mask(leaf) ->
-    bool`: which leaves decay; all by default. `lr_scale(leaf) -> float`: a factor of each leaf's learning rate.
-    `moments`: the momentum's format, as in `adamw`. Raises `ValueError` for hyperparameters out of range.
+    p -= learning_rate * (sign(b1 * m + (1 - b1) * g) + weight_decay * p); m = b2 * m + (1 - b2) * g. m starts at
+    zero.
+
+    `mask(leaf) -> bool`: whether a leaf decays; by default all do. `lr_scale(leaf) -> float`: a factor of the
+    leaf's learning rate. `moments`: the format of m, as in `adamw`. Raises `ValueError` for hyperparameters out of
+    range.
     """
     checks.learning_rate("lion", learning_rate)
     checks.number("lion", 0.0, below=1.0, b1=b1, b2=b2)

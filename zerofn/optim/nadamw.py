@@ -1,4 +1,4 @@
-"""AdamW with Nesterov's momentum."""
+"""AdamW with Nesterov momentum."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def nadamw(
     weight_decay: float = 1e-4,
     mask: Mask | None = None,
 ) -> GradientTransformation:
-    """NAdamW (Dozat 2016, with decoupled weight decay): a chain of `scale_by_adam(nesterov=True)`,
-    `add_decayed_weights` and `scale_by_learning_rate`.
+    """NAdamW: Adam with Nesterov momentum (Dozat 2016) and decoupled weight decay.
 
-    `mask(leaf) -> bool`: which leaves decay; all by default. With `weight_decay=0.0` it is optax's `nadam`. Raises
+    A chain of `scale_by_adam(nesterov=True)`, `add_decayed_weights` and `scale_by_learning_rate`. With
+    `weight_decay=0.0` it is optax's `nadam`. `mask(leaf) -> bool`: whether a leaf decays; by default all do. Raises
     `ValueError` for hyperparameters out of range.
     """
     checks.learning_rate("nadamw", learning_rate)

@@ -1,4 +1,4 @@
-"""RAdam: Adam that uses its second moment only once it has enough samples."""
+"""RAdam: Adam that divides by its second moment only after enough updates."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ def scale_by_radam(
     *,
     nesterov: bool = False,
 ) -> GradientTransformation:
-    """Adam's direction times the rectification of Liu et al. (2020, Algorithm 2), once the length of the second
-    moment's average reaches `threshold`; before that the corrected first moment.
+    """Scale by rectified Adam's direction (Liu et al. 2020, Algorithm 2).
 
-    Raises `ValueError` for hyperparameters out of range.
+    The length of the second moment's average is r = R - 2 t b2^t / (1 - b2^t) after t updates, with R = 2 / (1 -
+    b2) - 1. While it is less than `threshold`, the direction is the bias-corrected first moment. From then on it is
+    Adam's direction times the rectification sqrt((r - 4) (r - 2) R / ((R - 4) (R - 2) r)). With `nesterov`, the
+    first moment is that of `scale_by_adam(nesterov=True)`. The state is an `AdamState`. Raises `ValueError` for
+    hyperparameters out of range.
     """
     hyper = (b1, b2, eps, eps_root, threshold)
     _check("scale_by_radam", *hyper)
@@ -38,7 +41,7 @@ def scale_by_radam(
         count = state.count.double()
         faded = b2**count
         length = longest - 2 * count * faded / (1 - faded)
-        grown = length.clamp(min=4.0)  # below, the root would be NaN, and is not used
+        grown = length.clamp(min=4.0)  # below 4 the root would be NaN; the factor is then not used
         factor = ((grown - 4) * (grown - 2) * longest / ((longest - 4) * (longest - 2) * grown)).sqrt()
 
         def one(m: Tensor, v: Tensor) -> Tensor:
@@ -74,9 +77,9 @@ def radam(
 def _check(where: str, b1: float, b2: float, eps: float, eps_root: float, threshold: float) -> None:
     check_moments(where, b1, b2, eps)
     checks.number(where, 0.0, eps_root=eps_root)
-    checks.number(where, 4.0, threshold=threshold)  # the rectification has a root of length - 4
+    checks.number(where, 4.0, threshold=threshold)  # the rectification has the root of length - 4
     if not b2 > 0.6:
         raise ValueError(
-            f"{where}: b2 must be more than 0.6, got {b2!r}: the average is then never longer than 4 steps, for which "
-            "there is no rectification."
+            f"{where}: b2 must be more than 0.6, got {b2!r}: at 0.6 or less the average's length never exceeds 4 "
+            "updates, where there is no rectification."
         )

@@ -1,4 +1,4 @@
-"""RMSProp."""
+"""RMSProp, plain, centered or with momentum."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def rmsprop(
     nesterov: bool = False,
     bias_correction: bool = False,
 ) -> GradientTransformation:
-    """RMSProp (Hinton 2012), with optax's arguments: a chain of `scale_by_rms` (`scale_by_stddev` if `centered`),
-    `scale_by_learning_rate` and, with `momentum`, `trace`.
+    """RMSProp (Hinton 2012), with optax's arguments.
 
-    `torch.optim.RMSprop(alpha=decay)` is `eps_in_sqrt=False`. Raises `ValueError` for hyperparameters out of range,
-    and for `nesterov` without momentum.
+    A chain of `scale_by_rms` (`scale_by_stddev` if `centered`), `scale_by_learning_rate` and, with `momentum`,
+    `trace`. `torch.optim.RMSprop(alpha=decay)` has the arithmetic of `eps_in_sqrt=False`. Raises `ValueError` for
+    hyperparameters out of range, and for `nesterov` without momentum.
 
     >>> from zerofn import optim
     >>> optim.rmsprop(1e-3, eps_in_sqrt=False, momentum=0.9)

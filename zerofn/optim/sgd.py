@@ -1,4 +1,4 @@
-"""Stochastic gradient descent, with momentum."""
+"""Stochastic gradient descent, with or without momentum."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from .fused import LeafConstants, LeafScale, fused_rule
 
 
 class SgdState(NamedTuple):
-    """`count`: applied updates, int64 scalar; `trace`: the momentum buffer in the structure and dtype of the
-    parameters, None without momentum."""
+    """The state of `sgd`.
+
+    `count`: applied updates, int64 scalar. `trace`: the momentum, in the parameters' structure and, unless
+    `moments` says otherwise, dtype; None without momentum.
+    """
 
     count: Tensor  # type: ignore[assignment]  # tuple.count gives way
     trace: Any
@@ -34,10 +37,17 @@ def sgd(
 ) -> GradientTransformation:
     """SGD with momentum (Sutskever et al. 2013), in the arithmetic of `torch.optim.SGD(foreach=False)`.
 
-    d = g + weight_decay * p; m = momentum * m + d; p -= learning_rate * m (d + momentum * m with `nesterov`).
-    `mask(leaf) -> bool`: which leaves decay; all by default. `lr_scale(leaf) -> float`: a factor of each leaf's
-    learning rate. `moments`: the momentum's format, as in `adamw`. Raises `ValueError` for hyperparameters out of
+    d = g + weight_decay * p; m = momentum * m + d; p -= learning_rate * m. With `nesterov`, p -= learning_rate * (d
+    + momentum * m); without momentum, p -= learning_rate * d. m starts at zero.
+
+    `mask(leaf) -> bool`: whether a leaf decays; by default all do. `lr_scale(leaf) -> float`: a factor of the
+    leaf's learning rate. `moments`: the format of m, as in `adamw`. Raises `ValueError` for hyperparameters out of
     range, and for `nesterov` or `moments` without momentum.
+
+    >>> from zerofn import optim
+    >>> tx, params = optim.sgd(0.5), {"w": torch.ones(2)}
+    >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
+    {'w': tensor([-0.5000, -0.5000])}
     """
     checks.learning_rate("sgd", learning_rate)
     checks.number("sgd", 0.0, weight_decay=weight_decay, momentum=momentum or 0.0)
@@ -52,7 +62,7 @@ def sgd(
     constants = LeafConstants(weight_decay, mask, lr_scale)
 
     def init(params: Any) -> SgdState:
-        # Minus zero: adding the first gradient to it gives that gradient, the sign of its zeros included.
+        # Minus zero, because 0 + -0 is 0: the first momentum has the gradient's bits, the signs of its zeros included.
         trace = formats.initial(params, moments, -0.0) if momentum else None
         return formats.state_type(SgdState, moments)(count_zero(params), trace)
 
