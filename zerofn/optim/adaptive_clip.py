@@ -22,8 +22,8 @@ def adaptive_grad_clip(
     dims to take norms over, instead of all but dim 0.
 
     Norms are of complete rows, over all ranks. Shards are not gathered: each rank sends two numbers for every row,
-    in one all-gather. Raises `ValueError` unless `clipping` is positive and `eps` is not negative, and for an
-    `axis` that a leaf does not have.
+    in one all-gather. Raises `ValueError` unless `clipping` is positive and `eps` is not negative, for an `axis`
+    that a leaf does not have, and in `update` without the parameters.
     """
     checks.number("adaptive_grad_clip", 0.0, above=True, clipping=clipping)
     checks.number("adaptive_grad_clip", 0.0, eps=eps)
@@ -48,7 +48,7 @@ def _groups(leaves: tuple[tuple[str, tuple[int, ...]], ...], axes: tuple[int, ..
 
 
 def _kept(name: str, shape: tuple[int, ...], axes: tuple[int, ...] | None) -> Kept:
-    """Return which dims of a leaf its norms keep: all that norms are not taken over."""
+    """Return, for each dim of a leaf, whether norms keep it; they are taken over the others."""
     ndim = len(shape)
     if axes is None:
         one = sum(n != 1 for n in shape) <= 1

@@ -60,7 +60,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
 
 
 def named_chain(name: str, args: tuple[Any, ...], *transformations: GradientTransformation) -> GradientTransformation:
-    """Return the chain of `transformations`, which prints and compares as `name` with `args`."""
+    """Return the chain of `transformations`, with `name` and `args` for its repr and for comparisons."""
     return replace(chain(*transformations), name=name, args=args)
 
 

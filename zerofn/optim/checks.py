@@ -17,7 +17,7 @@ def number(
 ) -> None:
     """Raise `TypeError` unless all `values` are numbers, `ValueError` unless they are in range and not NaN.
 
-    The range begins at `low`, or just above it with `above`, and ends just below `below`.
+    A value must be at least `low` (more than `low`, if `above`), and less than `below`.
     """
     for name, value in values.items():
         if not _is_number(value):
@@ -94,8 +94,9 @@ def needs_params(where: str, params: Any) -> None:
 
 
 def takes(where: str, name: str, value: Any, count: int, shape: str) -> None:
-    """Raise `TypeError` unless `value` is a function that can be called with `count` arguments. `shape`: its signature
-    in words.
+    """Raise `TypeError` unless `value` is a function that can be called with `count` arguments.
+
+    `shape`: the signature for the message, in words.
     """
     if not callable(value) or not _takes(value, count):
         got = f"{value!r}, which takes {inspect.signature(value)}" if callable(value) else repr(value)

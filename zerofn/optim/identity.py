@@ -12,7 +12,7 @@ from .base import EmptyState, GradientTransformation, no_state
 
 
 def identity() -> GradientTransformation:
-    """Return gradients unchanged."""
+    """Leave gradients unchanged."""
     return GradientTransformation(
         no_state, lambda grads, state, params=None: (grads, state), "identity", factor=lambda grads, so_far: so_far
     )

@@ -29,8 +29,9 @@ class InjectHyperparamsState(NamedTuple):
     inner_state: Any
 
     def with_hyperparams(self, **values: float) -> InjectHyperparamsState:
-        """Return the state with some hyperparameters set to numbers. Raises `KeyError` for a name that is not
-        injected.
+        """Return the state with some hyperparameters set to numbers.
+
+        Raises `KeyError` for a name that is not injected, `TypeError` for a value that is no number.
         """
         for name, value in values.items():
             if name not in self.hyperparams:
@@ -50,9 +51,9 @@ def inject_hyperparams(
         state = state.replace(opt_state=state.opt_state.with_hyperparams(learning_rate=1e-4))
 
     Of ZeroFn's own transformations, only the arguments that take a schedule are injected, such as learning rates.
-    The others are constants of their kernels. A factory of your own has all its floats and functions injected,
-    except masks and the like and those named in `static_args`. It is called with float64 scalar tensors in their
-    place.
+    The others are constants of their kernels. Of a factory of your own, all floats and functions are injected,
+    except masks and the like and those named in `static_args`. The factory is called with float64 scalar tensors in
+    their place.
 
     A function is a schedule of the count of applied updates. The state shows its values, and setting one has no
     effect. Raises `ValueError` for a name in `static_args` that is no argument, `TypeError` for a schedule in place

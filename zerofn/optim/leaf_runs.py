@@ -33,7 +33,7 @@ class Slot(NamedTuple):
 
 
 def leaf_info(path: tree.Path, leaf: Tensor | Leaf) -> LeafInfo:
-    """Return the name in the plain tree, shape and dtype of a leaf.
+    """Return a leaf's name in the plain tree, its shape and its dtype.
 
     `leaf`: a plain leaf at `path`, or a logical leaf of the `Sharded` at `path`.
     """
@@ -42,8 +42,9 @@ def leaf_info(path: tree.Path, leaf: Tensor | Leaf) -> LeafInfo:
 
 
 def slots(params: Any, constant: Callable[[LeafInfo], Hashable]) -> Iterator[Slot]:
-    """Yield a slot for each flat tensor of `params`, in the order of `tree.leaves`. `constant(leaf)`: the leaf's
-    constant.
+    """Yield a slot for each flat tensor of `params`, in the order of `tree.leaves`.
+
+    `constant(leaf)`: the constant of a logical leaf.
     """
     paths, nodes, _ = tree.flatten_with_path(params, is_leaf=is_sharded)
     index = 0
@@ -64,12 +65,12 @@ def _ask(constant: Callable[[LeafInfo], Hashable], path: tree.Path, leaf: Leaf) 
 
 
 def map_runs(rule: Callable[..., Any], constant: Callable[[LeafInfo], Hashable], *trees: Any) -> list[Any]:
-    """Call `rule(tensors, offset, starts, stops, constants)` at every position of `trees`, and return trees of its
+    """Call `rule(tensors, offset, starts, stops, constants)` at every position of `trees`; return trees of its
     results.
 
     `trees`: parameters, gradients, then moments. `tensors` has one tensor of each. `rule` returns a tuple: the new
-    parameter, then each new moment. The results are one tree for each, in the structure of the old one; an empty
-    list, if there are no leaves. Raises `ValueError` if the trees differ in shapes.
+    parameter, then each new moment. The result is a list of one tree for each of these, in the structure of the old
+    one; it is empty if there are no leaves. Raises `ValueError` if the trees differ in shapes.
     """
     flat, treedefs = zip(*map(tree.flatten, trees), strict=True)
     first = flat[0]

@@ -46,9 +46,8 @@ def muon(
     at `adam_learning_rate` (by default `learning_rate`).
 
     `matrices(leaf) -> bool`: which leaves are "muon"; by default those with two dims. Embeddings and the last layer
-    do better with Adam: `lambda leaf: leaf.ndim == 2 and "embed" not in leaf.name`. An update [out, in] is
-    multiplied by sqrt(max(1, out / in)), or by consistent_rms * sqrt(max(out, in)); torch's weights have outputs
-    first.
+    do better with Adam: `lambda leaf: leaf.ndim == 2 and "embed" not in leaf.name`. `consistent_rms`: see
+    `scale_by_shape`.
 
     On shards, every unit's momentum is gathered once a step, see `scale_by_muon`. Each label has moments for whole
     units, see [Note: selections] in `select`. So give matrices units of their own, by `shard(unit=...)`: then these

@@ -88,8 +88,9 @@ def orthogonal(x: Tensor, triples: Sequence[Coefficients], eps: float) -> Tensor
 def scale_by_shape(consistent_rms: float | None = None) -> GradientTransformation:
     """Multiply each matrix [out, in] by sqrt(max(1, out / in)) (Bernstein and Newhouse 2024).
 
-    With `consistent_rms`, multiply by consistent_rms * sqrt(max(out, in)) instead. 0.2 gives updates the size of
-    AdamW's (Liu et al. 2025). Raises `ValueError` for a negative `consistent_rms`.
+    Dims are in the order of torch's weights; optax has inputs first. With `consistent_rms`, multiply by
+    consistent_rms * sqrt(max(out, in)) instead: 0.2 gives updates the size of AdamW's (Liu et al. 2025). Raises
+    `ValueError` for a negative `consistent_rms`.
     """
     if consistent_rms is not None:
         checks.number("scale_by_shape", 0.0, consistent_rms=consistent_rms)

@@ -20,8 +20,8 @@ from . import checks
 class Schedule:
     """A function of the count of applied updates.
 
-    `schedule(count)` takes an int64 scalar tensor and returns a float64 scalar tensor on its device, or takes an
-    int and returns a float. Two schedules are equal if their names and arguments are. `fn`: the value for a count
+    `schedule(count)` takes an int64 scalar tensor and returns a float64 scalar tensor on its device; it takes an
+    int and returns a float. Two schedules are equal if their names and arguments are. `fn`: the function of a count
     that is a float64 scalar tensor.
     """
 

@@ -33,8 +33,8 @@ LossFn = Callable[..., Any]
 class _Loss(NamedTuple):
     """The loss of one microbatch.
 
-    `mean`: what is differentiated. `total`: the sum, or the mean if there is no weight. `weight`: set if the loss
-    function returns (sum, weight).
+    `mean` is differentiated. `total` is the loss function's sum, or its mean if it returns no weight. `weight` is
+    the weight, or None.
     """
 
     mean: Tensor

@@ -1,7 +1,7 @@
 """Loss scales, after jmp: frozen pytrees. No method waits for the device.
 
-float16 rounds gradients below 6e-8 to zero. So the loss is multiplied by a scale before the backward pass, and
-gradients are divided by it afterwards (Micikevicius et al. 2018, Mixed Precision Training, section 3.2).
+float16 rounds numbers below 3e-8 to zero. So the loss is multiplied by a scale before the backward pass, and gradients
+are divided by it afterwards (Micikevicius et al. 2018, Mixed Precision Training, section 3.2).
 """
 
 from __future__ import annotations
@@ -75,13 +75,12 @@ class StaticLossScale:
 class DynamicLossScale(StaticLossScale):
     """A loss scale that grows after finite steps and shrinks after others (Micikevicius et al. 2018, section 3.2).
 
-    After `period` finite steps in a row it is multiplied by `factor`, unless that overflows float32. The
-    `hysteresis`-th non-finite step since it last grew divides it by `factor`, and so does each further one; it
-    stays at or above `min_loss_scale`. With `hysteresis=1` every non-finite step shrinks it. The rule is
-    DeepSpeed's.
+    After `period` finite steps in a row the scale is multiplied by `factor`, unless that overflows float32. With
+    `hysteresis=1` every non-finite step divides it by `factor`. With n, the first n - 1 non-finite steps since it
+    last grew do not, as in DeepSpeed. The scale never falls below `min_loss_scale`.
 
-    `loss_scale`: float32 scalar. `counter`: finite steps since the last change or non-finite step, int64 scalar.
-    `left`: non-finite steps until it shrinks, int64 scalar; growth restores `hysteresis`.
+    `loss_scale`: float32 scalar. `counter`: finite steps since the last growth or non-finite step, int64 scalar.
+    `left`: non-finite steps until the scale shrinks, int64 scalar.
 
     >>> scale = DynamicLossScale(1024.0, period=1)
     >>> scale.adjust(torch.tensor(True)).loss_scale, scale.adjust(torch.tensor(False)).loss_scale
@@ -102,8 +101,9 @@ class DynamicLossScale(StaticLossScale):
         object.__setattr__(self, "left", _scalar(self.hysteresis if self.left is None else self.left, torch.int64))
 
     def adjust(self, finite: Tensor) -> DynamicLossScale:
-        """Return the loss scale of the next step. `finite`: bool scalar tensor, whether this step's gradients are
-        finite.
+        """Return the loss scale of the next step.
+
+        `finite`: bool scalar tensor, whether this step's gradients are finite on all ranks.
         """
         grows = finite & (self.counter == self.period - 1)
         left = torch.where(finite, self.left, self.left - 1)

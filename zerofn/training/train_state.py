@@ -80,8 +80,9 @@ class TrainState:
         )
 
     def value_and_grad(self, loss_fn: LossFn, has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
-        """Return `f(*args) -> (loss, grads)`: `zerofn.value_and_grad` with this state's parameters, loss scale and
-        random key.
+        """Return `f(*args) -> (loss, grads)`: `zerofn.value_and_grad` at this state.
+
+        It takes the state's parameters, loss scale, random key of this step and `frozen`.
         """
         return _AtState(self, value_and_grad(loss_fn, has_aux, self.loss_scale, self.rng_at(), self.frozen))
 
