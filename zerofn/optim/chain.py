@@ -17,9 +17,9 @@ from .identity import identity
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
     """Apply `transformations` one after the other (optax.chain).
 
-    The state is the tuple of their states. If all but the last only multiply the gradient by a scalar, as clipping
-    by global norm does, the last one's `apply` takes that scalar, and the step remains one pass over memory. Raises
-    `TypeError` for an argument that is no transformation.
+    The state is the tuple of their states. A chain is *fused* if all but the last only multiply the gradient by a
+    scalar, as clipping by global norm does: the last one's `apply` takes that scalar, and the step is one pass over
+    memory. Raises `TypeError` for an argument that is no transformation.
 
     >>> from zerofn import optim
     >>> optim.chain(optim.clip_by_global_norm(1.0), optim.lamb(1e-3))

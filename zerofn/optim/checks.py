@@ -43,9 +43,9 @@ def learning_rate(where: str, value: Any) -> None:
         number(where, 0.0, learning_rate=value)
 
 
-def leaf_function(where: str, name: str, value: Any, gives: str = "bool") -> None:
-    """Raise `TypeError` unless `value` can be called with one logical leaf. `gives`: what it should return."""
-    shape = f"of one logical leaf (with name, shape and dtype) that returns a {gives}"
+def leaf_function(where: str, name: str, value: Any, returns: str = "bool") -> None:
+    """Raise `TypeError` unless `value` can be called with one logical leaf. `returns`: what it should return."""
+    shape = f"of one logical leaf (with name, shape and dtype) that returns a {returns}"
     takes(where, name, value, 1, f"{shape}, such as lambda leaf: leaf.ndim > 1")
 
 

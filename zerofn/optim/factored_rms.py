@@ -74,10 +74,10 @@ def scale_by_factored_rms(
             return scaled, FactoredState(state.count + 1, v)
         groups = _groups(tuple(leaf.shape for leaf in logical_leaves(grads)), min_dim_size_to_factor)
         means = _means(axis_squares(grads, groups), groups)
-        kept = state.v[:-1]
-        kept = (decay * kept + (1 - decay) * (means + epsilon)).to(kept.dtype)
-        scaled = axis_scale(grads, groups, _factors(kept, groups))
-        return scaled, FactoredState(state.count + 1, torch.nn.functional.pad(kept, (0, 1)))
+        v = state.v[:-1]
+        v = (decay * v + (1 - decay) * (means + epsilon)).to(v.dtype)
+        scaled = axis_scale(grads, groups, _factors(v, groups))
+        return scaled, FactoredState(state.count + 1, torch.nn.functional.pad(v, (0, 1)))
 
     args = (factored, decay_rate, step_offset, min_dim_size_to_factor, epsilon)
     return GradientTransformation(init, update, where, args)

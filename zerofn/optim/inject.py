@@ -87,14 +87,18 @@ class _Factory:
     """A factory with its arguments, and the choice of those that are injected: `numbers` and `schedules`."""
 
     def __init__(
-        self, make: Callable[..., Any], signature: inspect.Signature, given: Mapping[str, Any], static: frozenset[str]
+        self,
+        make: Callable[..., Any],
+        signature: inspect.Signature,
+        arguments: Mapping[str, Any],
+        static: frozenset[str],
     ) -> None:
-        self.make, self.signature, self.given, self.static = make, signature, given, static
+        self.make, self.signature, self.arguments, self.static = make, signature, arguments, static
         own = _unwrapped(make).__module__.split(".", 1)[0] == _OWN
         takes = {n: "ScalarOrSchedule" in str(p.annotation) for n, p in signature.parameters.items()}
-        self.as_schedule = {name for name in given if own and takes[name]}
-        chosen = [n for n in given if n not in static and n not in _OF_LEAVES]
-        self.schedules = {n: given[n] for n in chosen if callable(given[n]) and _is_schedule(given[n])}
+        self.as_schedule = {name for name in arguments if own and takes[name]}
+        chosen = [n for n in arguments if n not in static and n not in _OF_LEAVES]
+        self.schedules = {n: arguments[n] for n in chosen if callable(arguments[n]) and _is_schedule(arguments[n])}
         wrong = [n for n in self.schedules if own and n not in self.as_schedule]
         if wrong:
             raise TypeError(
@@ -102,7 +106,7 @@ class _Factory:
                 f"be a schedule; those that can are {sorted(self.as_schedule)}."
             )
         names = [n for n in chosen if n in self.as_schedule] if own else chosen
-        self.numbers = {n: given[n] for n in names if isinstance(given[n], float) or n in self.as_schedule}
+        self.numbers = {n: arguments[n] for n in names if isinstance(arguments[n], float) or n in self.as_schedule}
         self.numbers = {n: float(v) for n, v in self.numbers.items() if v is not None and n not in self.schedules}
 
     def values(self, state: InjectHyperparamsState) -> dict[str, Tensor]:
@@ -114,7 +118,7 @@ class _Factory:
         """Return the transformation with `values` in place of the injected arguments."""
         changed = {n: _constant(v) if n in self.as_schedule else v for n, v in values.items()}
         bound = self.signature.bind_partial()
-        bound.arguments.update({**self.given, **changed})
+        bound.arguments.update({**self.arguments, **changed})
         return self.make(*bound.args, **bound.kwargs)
 
 
@@ -149,7 +153,7 @@ def _injected(factory: _Factory) -> GradientTransformation:
         init,
         update,
         name,
-        (factory.make, *map(_hashable, factory.given.values()), factory.static),
+        (factory.make, *map(_hashable, factory.arguments.values()), factory.static),
         apply=apply,
         label=prototype.label,
         by_runs=prototype.apply is not None and prototype.by_runs,

@@ -4,9 +4,10 @@ None is the parameters' dtype. "bf16" is bfloat16. "8bit" has blocks of 256 elem
 `ops/csrc/formats.h`), "fp8" the same with float8 elements (see [Note: float8 moments] in `ops/fp8.py`). The type of a
 state declares how `shard` stores its fields.
 
-All but None are rounded stochastically after every update. Rounded to nearest, a second moment that decays by a
-thousandth a step would never fall. The random bits depend on the count of applied updates and on the element's position
-in its unit, so all stages, numbers of ranks and tiers give the same bits.
+Fused updates round all formats but None stochastically. Rounded to nearest, a second moment that decays by a thousandth
+a step would never fall. The random bits depend on the count of applied updates and on the element's position in its
+unit, so all stages, numbers of ranks and tiers give the same bits. `update`, which a chain that is not fused runs,
+rounds to nearest.
 """
 
 from __future__ import annotations

@@ -125,11 +125,11 @@ def _triples(where: str, coefficients: Any, steps: int) -> list[Coefficients]:
     checks.number(where, 1, ns_steps=steps)
     if not isinstance(coefficients, tuple | list) or not coefficients:
         raise ValueError(f"{where}: ns_coeffs must be three numbers, or three for each step; got {coefficients!r}.")
-    given = [coefficients] * steps if isinstance(coefficients[0], int | float) else list(coefficients)[-steps:]
-    for triple in given:
+    triples = [coefficients] * steps if isinstance(coefficients[0], int | float) else list(coefficients)[-steps:]
+    for triple in triples:
         if not isinstance(triple, tuple | list) or len(triple) != 3:
             raise ValueError(f"{where}: ns_coeffs must be three numbers, or three for each step; got {coefficients!r}.")
         checks.number(where, **dict(zip("abc", triple, strict=True)))
-    if len(given) < steps:
-        raise ValueError(f"{where}: ns_coeffs has {len(given)} triples for ns_steps={steps}.")
-    return [tuple(triple) for triple in given]
+    if len(triples) < steps:
+        raise ValueError(f"{where}: ns_coeffs has {len(triples)} triples for ns_steps={steps}.")
+    return [tuple(triple) for triple in triples]
