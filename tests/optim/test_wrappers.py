@@ -123,7 +123,7 @@ def test_what_cannot_be_injected_is_told():
     with pytest.raises(ValueError, match="sgd: learning_rate must be zero or more, got -0.1"):
         optim.inject_hyperparams(optim.sgd)(-0.1)
     state = optim.inject_hyperparams(optim.sgd)(0.1, mask=trees.is_matrix).init({"w": torch.ones(2, 2)})
-    with pytest.raises(KeyError, match=r"'momentum' is not injected; there are \['learning_rate'\]"):
+    with pytest.raises(KeyError, match=r"'momentum' is not injected; set one of \['learning_rate'\]"):
         state.with_hyperparams(momentum=0.9)
 
 

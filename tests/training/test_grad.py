@@ -289,7 +289,7 @@ def test_accumulate_cuts_in_order_and_raises_where_it_cannot():
         with pytest.raises(ValueError, match=r"shape \(.*cannot be cut along dim 0 into 3 equal parts"):
             accumulate(value_and_grad(loss_fn), 3)({"w": torch.ones(())}, batch | {"x": bad})
     for n in (0, 1.5, "2", True):
-        with pytest.raises(ValueError, match="n must be a whole number from 1"):
+        with pytest.raises(ValueError, match="n must be a positive integer"):
             accumulate(value_and_grad(loss_fn), n)
     with pytest.raises(TypeError, match="expected what value_and_grad returned, got function"):
         accumulate(loss_fn, 2)

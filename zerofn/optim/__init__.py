@@ -1,4 +1,8 @@
-"""Optimizers as pairs of pure functions, with optax's names and shapes."""
+"""Optimizers and learning-rate schedules as pure functions, with optax's names and arguments.
+
+A transformation works on any tree of tensors. Of a `Sharded` tree it updates this rank's shards, one flat tensor for
+each *unit* (FSDP's parameter group). Masks and labels are functions of logical leaves, never of shards.
+"""
 
 from .adafactor import adafactor
 from .adagrad import ScaleByRssState, adagrad, scale_by_rss

@@ -1,14 +1,13 @@
-"""Adafactor: Adam with second moments of rows and columns only."""
+"""Adafactor: Adam whose second moments are stored as averages of rows and columns."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from . import checks
 from .base import GradientTransformation, Mask, ScalarOrSchedule
 from .block_rms import clip_by_block_rms, scale_by_param_block_rms
-from .chain import chain
+from .chain import named_chain
 from .decay import add_decayed_weights
 from .ema import ema
 from .factored_rms import scale_by_factored_rms
@@ -28,13 +27,15 @@ def adafactor(
     factored: bool = True,
     weight_decay_mask: Mask | None = None,
 ) -> GradientTransformation:
-    """Adafactor (Shazeer and Stern 2018), with optax's arguments.
+    """Adafactor (Shazeer and Stern 2018, Algorithm 4), with optax's arguments.
 
     A chain of `scale_by_factored_rms`, `clip_by_block_rms`, `scale_by_learning_rate`, `scale_by_param_block_rms`,
-    `ema` and `add_decayed_weights`, without those whose argument is None or False. As in optax, decayed weights are
-    not multiplied by the learning rate. On shards nothing is gathered: a step adds up to three small all-gathers,
-    of a number for each row and column, and of one or two for each leaf. Raises `ValueError` for hyperparameters
-    out of range.
+    `ema` and `add_decayed_weights`, in this order. The last five are left out if their argument
+    (`clipping_threshold`, `learning_rate`, `multiply_by_parameter_scale`, `momentum`, `weight_decay_rate`) is None
+    or False. As in optax, decayed weights are not multiplied by the learning rate.
+
+    Shards are not gathered. A step has at most three small all-gathers: one of a number for each row and column,
+    and two of one or two numbers for each leaf. Raises `ValueError` for hyperparameters out of range.
     """
     if learning_rate is not None:
         checks.learning_rate("adafactor", learning_rate)
@@ -58,4 +59,4 @@ def adafactor(
         multiply_by_parameter_scale,
     )
     args += (clipping_threshold, momentum, weight_decay_rate, eps, factored, weight_decay_mask)
-    return dataclasses.replace(chain(*parts, scale(-1.0)), name="adafactor", args=args)
+    return named_chain("adafactor", args, *parts, scale(-1.0))

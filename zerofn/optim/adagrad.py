@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import torch
@@ -11,21 +10,25 @@ from torch import Tensor
 from .. import tree
 from . import checks
 from .base import GradientTransformation, ScalarOrSchedule
-from .chain import chain
+from .chain import named_chain
 from .scale import scale_by_learning_rate
 from .scale_by_adam import wide
 
 
 class ScaleByRssState(NamedTuple):
-    """`sum_of_squares`: of all gradients so far, in the parameters' structure and dtype."""
+    """The state of `scale_by_rss`.
+
+    `sum_of_squares`: the initial value plus all squared gradients, in the parameters' structure and dtype.
+    """
 
     sum_of_squares: Any
 
 
 def scale_by_rss(initial_accumulator_value: float = 0.1, eps: float = 1e-7) -> GradientTransformation:
-    """g / sqrt(s + eps) with s = s + g^2, zero where s is zero. s starts at `initial_accumulator_value`.
+    """Divide by the root of the sum of all squared gradients: g / sqrt(s + eps) with s = s + g^2 (Duchi et al. 2011).
 
-    Raises `ValueError` for a negative argument.
+    s starts at `initial_accumulator_value`. Where s is zero, the update is zero. Raises `ValueError` for a negative
+    argument.
     """
     checks.number("scale_by_rss", 0.0, initial_accumulator_value=initial_accumulator_value, eps=eps)
 
@@ -51,5 +54,6 @@ def adagrad(
     """
     checks.learning_rate("adagrad", learning_rate)
     checks.number("adagrad", 0.0, initial_accumulator_value=initial_accumulator_value, eps=eps)
-    parts = chain(scale_by_rss(initial_accumulator_value, eps), scale_by_learning_rate(learning_rate))
-    return dataclasses.replace(parts, name="adagrad", args=(learning_rate, initial_accumulator_value, eps))
+    args = (learning_rate, initial_accumulator_value, eps)
+    scaled = scale_by_rss(initial_accumulator_value, eps)
+    return named_chain("adagrad", args, scaled, scale_by_learning_rate(learning_rate))

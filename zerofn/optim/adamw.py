@@ -1,4 +1,4 @@
-"""Adam and AdamW, one fused pass a unit."""
+"""Adam and AdamW, with one fused pass over each unit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..ops import adamw as _op  # noqa: F401  (defines zerofn::adamw)
 from . import checks
 from . import moment_formats as formats
 from .base import GradientTransformation, Mask, ScalarOrSchedule, rate_at
-from .fused import LeafConstants, LeafScale, fused_rule, fused_step
+from .fused import LeafConstants, LeafScale, fused_rule
 from .scale_by_adam import AdamState, check_moments, direction, init_moments
 
 
@@ -29,11 +29,16 @@ def adamw(
 ) -> GradientTransformation:
     """AdamW (Loshchilov and Hutter 2019, Algorithm 2), in the arithmetic of `torch.optim.AdamW(fused=True)`.
 
-    `mask(leaf) -> bool`: which leaves decay; all by default. `lr_scale(leaf) -> float`: a factor of each leaf's
-    learning rate. `moments`: None stores them in the parameters' dtype (8 bytes a parameter for both), "bf16" takes
-    4, "8bit" blocks 2.03, and "fp8" (e4m3 and e5m2 with a scale for each 256) 2.03 bytes, beside a float32 master.
-    "fp8" has no kernel: torch's operations update it, more slowly. Moments start at zero. Raises `ValueError` for
-    hyperparameters out of range.
+    m = b1 * m + (1 - b1) * g; v = b2 * v + (1 - b2) * g^2; p -= learning_rate * (m' / (sqrt(v') + eps) +
+    weight_decay * p), where m' = m / (1 - b1^t) and v' = v / (1 - b2^t) in the t-th applied update. m and v start
+    at zero.
+
+    `mask(leaf) -> bool`: whether a leaf decays; by default all do. `lr_scale(leaf) -> float`: a factor of the
+    leaf's learning rate. `moments`: the format of m and v. None is the parameters' dtype: 8 bytes a parameter for
+    both, if that is float32. "bf16" takes 4 bytes. "8bit" and "fp8" (e4m3 for m, e5m2 for v) have one scale for 256
+    elements, take 2.03 bytes and need a float32 master; "fp8" has no kernel, so torch's operations update it, more
+    slowly. Use None in a `chain` that is not fused: it rounds v to nearest, so v stops falling. Raises `ValueError`
+    for hyperparameters out of range.
     """
     return _adam("adamw", learning_rate, b1, b2, eps, weight_decay, mask, lr_scale, moments)
 
@@ -46,7 +51,10 @@ def adam(
     lr_scale: LeafScale | None = None,
     moments: str | None = None,
 ) -> GradientTransformation:
-    """Adam (Kingma and Ba 2015, Algorithm 1), in the arithmetic of `torch.optim.Adam(fused=True)`; see `adamw`."""
+    """Adam (Kingma and Ba 2015, Algorithm 1), in the arithmetic of `torch.optim.Adam(fused=True)`.
+
+    It is `adamw` without weight decay. Raises `ValueError` for hyperparameters out of range.
+    """
     return _adam("adam", learning_rate, b1, b2, eps, 0.0, None, lr_scale, moments)
 
 
@@ -78,17 +86,9 @@ def _adam(
 
         return tree.tree_map(decayed, directions, params, *constants.over(params)), state
 
-    def apply(
-        grads: Any, state: AdamState, params: Any, factor: Tensor | None, finite: Tensor | None
-    ) -> tuple[Any, AdamState]:
-        def call(tensors: list[Tensor], runs: tuple[Any, ...], offset: int) -> Any:
-            hyper = (b1, b2, eps, name == "adamw", moments)
-            return torch.ops.zerofn.adamw(*tensors, *runs, *hyper, offset)
-
-        trees = [params, grads, state.mu, state.nu]
-        count, (p, mu, nu) = fused_step(call, learning_rate, constants, state.count, trees, factor, finite)
-        return p, type(state)(count, mu, nu)
+    def call(tensors: list[Tensor], runs: tuple[Any, ...], offset: int) -> Any:
+        return torch.ops.zerofn.adamw(*tensors, *runs, b1, b2, eps, name == "adamw", moments, offset)
 
     args = (learning_rate, b1, b2, eps, weight_decay, mask, lr_scale, moments)
     init = partial(init_moments, moments=moments)
-    return fused_rule(name, args, init, update, apply, learning_rate, constants)
+    return fused_rule(name, args, init, update, call, ("mu", "nu"), learning_rate, constants)

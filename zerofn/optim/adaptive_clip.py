@@ -1,4 +1,4 @@
-"""Clip each output unit of a layer by the norm of its own weights."""
+"""Clip the gradient of each row of a weight by the norm of the row."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from .base import EmptyState, GradientTransformation, no_state
 def adaptive_grad_clip(
     clipping: float, eps: float = 1e-3, axis: int | tuple[int, ...] | None = None
 ) -> GradientTransformation:
-    """Clip each output unit of each leaf to `clipping` times the norm of its weights, or `eps` if that is more (Brock
-    et al. 2021, equation 3).
+    """Clip the gradient of each row to `clipping` times the norm of the row's weights (Brock et al. 2021, equation 3).
 
-    An output unit is a slice along the first dim, in which torch's weights have their outputs (optax has them
-    last). A leaf with at most one dim longer than 1 is one unit. `axis`: the dims that norms are over, instead. On
-    shards, norms are of complete slices over all ranks, and nothing is gathered: each rank sends two numbers for
-    every slice, in one all-gather. Raises `ValueError` unless `clipping` is positive and `eps` is not negative, and
-    for an `axis` that a leaf does not have.
+    A row is a slice along dim 0, which is the dim of outputs in torch's weights (optax has outputs last). A leaf
+    with at most one dim longer than 1 counts as one row. A norm of weights below `eps` counts as `eps`. `axis`: the
+    dims to take norms over, instead of all but dim 0.
+
+    Norms are of complete rows, over all ranks. Shards are not gathered: each rank sends two numbers for every row,
+    in one all-gather. Raises `ValueError` unless `clipping` is positive and `eps` is not negative, for an `axis`
+    that a leaf does not have, and in `update` without the parameters.
     """
     checks.number("adaptive_grad_clip", 0.0, above=True, clipping=clipping)
     checks.number("adaptive_grad_clip", 0.0, eps=eps)
     axes = None if axis is None else tuple(axis) if isinstance(axis, tuple | list) else (axis,)
 
     def update(updates: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
-        if params is None:
-            raise ValueError("adaptive_grad_clip: update needs the parameters: tx.update(grads, state, params).")
+        checks.needs_params("adaptive_grad_clip", params)
         leaves = [(x.name, x.shape) for x in logical_leaves(updates)]
         norms = axis_squares((params, updates), _groups((*leaves, *leaves), axes)).sqrt()
         weights, found = norms[: len(norms) // 2], norms[len(norms) // 2 :]
         most = clipping * weights.clamp(min=eps)
+        # 1e-6 is optax's guard against a division by zero.
         factors = torch.where(found < most, 1.0, most / found.clamp(min=1e-6))
         return axis_scale(updates, _groups(tuple(leaves), axes), factors), state
 
@@ -47,7 +48,7 @@ def _groups(leaves: tuple[tuple[str, tuple[int, ...]], ...], axes: tuple[int, ..
 
 
 def _kept(name: str, shape: tuple[int, ...], axes: tuple[int, ...] | None) -> Kept:
-    """Return the dims along which norms vary."""
+    """Return, for each dim of a leaf, whether norms keep it; they are taken over the others."""
     ndim = len(shape)
     if axes is None:
         one = sum(n != 1 for n in shape) <= 1

@@ -21,27 +21,30 @@ Mask = Callable[[LeafInfo], bool]
 
 
 class Apply(Protocol):
-    """Clip, unscale, skip and update at once: `(grads, state, params, factor, finite) -> (params, state)`.
+    """A whole step in one call: `(grads, state, params, factor, finite) -> (params, state)`.
 
-    `factor`: None, or a float scalar tensor that multiplies every gradient. `finite`: None, or a bool scalar
-    tensor; False leaves parameters and state unchanged, bit for bit.
+    It unscales, clips, updates and skips in one pass over memory. `factor`: None, or a float scalar tensor that
+    multiplies every gradient. `finite`: the finite check, None or a bool scalar tensor. If it is False, parameters
+    and state stay unchanged, bit for bit.
     """
 
     def __call__(
         self, grads: Any, state: Any, params: Any, factor: Tensor | None, finite: Tensor | None
     ) -> tuple[Any, Any]:
-        """One step."""
+        """Return the next parameters and state."""
 
 
 @dataclass(frozen=True)
 class GradientTransformation:
     """optax's pair: `init(params) -> state` and `update(grads, state, params) -> (updates, state)`.
 
-    Updates are added to the parameters (`apply_updates`). Two are equal if name and arguments are; without a name,
-    if their functions are. Optional: `apply` (see `Apply`); `factor` (`(grads, factor so far) -> factor`, for
-    transformations that multiply by one scalar); `label` (a hashable per leaf; leaves with equal labels are
-    neighbours in a unit); `learning_rate(state)`; `by_runs` (`apply` does not touch what is between a shard's
-    leaves).
+    `apply_updates` adds updates to parameters. Two transformations are equal if their names and arguments are.
+    Without a name, they are equal if their functions are.
+
+    The other fields are optional. `apply`: a whole step in one call, see `Apply`. `factor(grads, factor so far) ->
+    factor`: for a transformation that only multiplies by a scalar. `label(leaf)`: a hashable; leaves with equal
+    labels are neighbours in a unit. `learning_rate(state)`: the rate of the next update. `by_runs`: whether `apply`
+    leaves the padding between a shard's leaves unchanged.
     """
 
     init: Callable[[Any], Any] = field(compare=False)
@@ -63,7 +66,7 @@ class GradientTransformation:
 
 
 def masks(tx: GradientTransformation) -> Iterator[tuple[str, Mask]]:
-    """Return (its name, mask) of a transformation with a mask, and of those inside it."""
+    """Yield (name, mask) for every mask of a transformation, and of the transformations inside it."""
     made_by = getattr(sys.modules[__package__], tx.name, None)
     names = inspect.signature(made_by).parameters if inspect.isfunction(made_by) else ()
     yield from ((tx.name, x) for name, x in zip(names, tx.args, strict=False) if name.endswith("mask") and callable(x))
@@ -77,21 +80,26 @@ def masks(tx: GradientTransformation) -> Iterator[tuple[str, Mask]]:
 
 
 def shown(x: Any) -> str:
-    """Return a hyperparameter as a person would write it; functions by name."""
+    """Return a hyperparameter as Python code would write it; a function by its name."""
     return x.__qualname__.rpartition("<locals>.")[2] if inspect.isroutine(x) else repr(x)
 
 
 class EmptyState(NamedTuple):
-    """The state of a transformation that has none."""
+    """The state of a transformation that stores nothing."""
 
 
 def no_state(params: Any) -> EmptyState:
-    """The `init` of a transformation that has no state."""
+    """Return the `EmptyState`: the `init` of a transformation that stores nothing."""
     return EmptyState()
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
-    """`params + updates`, leaf by leaf, in the parameters' dtypes."""
+    """Return `params + updates`, leaf by leaf, in the parameters' dtypes.
+
+    >>> from zerofn import optim
+    >>> optim.apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, 1.0])})
+    {'w': tensor([1.5000, 2.0000])}
+    """
     return tree.tree_map(lambda p, u: (p + u).to(p.dtype), params, updates)
 
 
@@ -103,8 +111,10 @@ def step(
     factor: Tensor | None = None,
     finite: Tensor | None = None,
 ) -> tuple[Any, Any]:
-    """Run one step with the semantics of `Apply`: by the transformation's own `apply`, or by `update`, `apply_updates`
-    and a where.
+    """Run one step with the semantics of `Apply`, and return the next parameters and state.
+
+    It uses the transformation's own `apply`, if there is one. Otherwise it uses `update` and `apply_updates`, and
+    selects old or new values by `finite`.
     """
     if tx.apply is not None:
         return tx.apply(grads, state, params, factor, finite)
@@ -127,6 +137,6 @@ def rate_at(learning_rate: ScalarOrSchedule, count: Tensor) -> float | Tensor:
 
 
 def count_zero(params: Any) -> Tensor:
-    """Return a counter of applied updates: int64 scalar, on the parameters' device."""
+    """Return a zero counter of applied updates: int64 scalar, on the parameters' device."""
     device = next((p.device for p in tree.leaves(params)), None)
     return torch.zeros((), dtype=torch.int64, device=device)

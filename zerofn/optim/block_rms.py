@@ -1,4 +1,4 @@
-"""Clip or scale by the root mean square of whole leaves."""
+"""Clip or scale each leaf by a root mean square over all of its elements."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from .trust_ratio import scale_leaves
 
 
 def clip_by_block_rms(threshold: float) -> GradientTransformation:
-    """Divide each leaf by max(1, rms / threshold). rms is the root mean square of the whole leaf, over all ranks.
+    """Divide each leaf by max(1, rms / threshold), where rms is the root mean square of the leaf over all ranks.
 
-    One small all-gather serves all leaves. Raises `ValueError` unless `threshold` is positive.
+    This is the update clipping of Adafactor (Shazeer and Stern 2018, Algorithm 4). One small all-gather serves all
+    leaves. Raises `ValueError` unless `threshold` is positive.
     """
     checks.number("clip_by_block_rms", 0.0, above=True, threshold=threshold)
 
@@ -29,16 +30,16 @@ def clip_by_block_rms(threshold: float) -> GradientTransformation:
 
 
 def scale_by_param_block_rms(min_scale: float = 1e-3) -> GradientTransformation:
-    """Multiply each leaf's update by its parameter's root mean square over all ranks, or by `min_scale` if that is
-    larger.
+    """Multiply each leaf's update by max(min_scale, rms), where rms is its parameter's root mean square over all
+    ranks.
 
-    One small all-gather serves all leaves. Raises `ValueError` for a negative `min_scale`.
+    This is the relative step size of Adafactor (Shazeer and Stern 2018, Algorithm 4). One small all-gather serves
+    all leaves. Raises `ValueError` for a negative `min_scale`, and in `update` without the parameters.
     """
     checks.number("scale_by_param_block_rms", 0.0, min_scale=min_scale)
 
     def update(updates: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
-        if params is None:
-            raise ValueError("scale_by_param_block_rms: update needs the parameters: tx.update(grads, state, params).")
+        checks.needs_params("scale_by_param_block_rms", params)
         names, rms = _rms(params)
         return scale_leaves(updates, names, rms.clamp(min=min_scale)), state
 
@@ -46,7 +47,7 @@ def scale_by_param_block_rms(min_scale: float = 1e-3) -> GradientTransformation:
 
 
 def _rms(values: Any) -> tuple[dict[str, int], Tensor]:
-    """-> what `scale_leaves` needs to find a leaf's number, and the numbers [leaves]."""
+    """Return the index of each leaf by its name, as `scale_leaves` takes it, and the root mean squares [leaves]."""
     names, found = norms((values,))
     sizes = [max(1, leaf.numel()) for leaf in logical_leaves(values)]
     roots = torch.tensor(sizes, dtype=found.dtype, device=found.device).sqrt()

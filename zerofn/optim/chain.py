@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,11 +15,15 @@ from .identity import identity
 
 
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
-    """Apply `transformations` in order; the state is the tuple of their states (optax.chain).
+    """Apply `transformations` one after the other (optax.chain).
 
-    If all but the last only multiply the gradient by a scalar (clipping by global norm, for example), the last
-    one's `apply` gets that scalar, and the step remains one pass over memory. Raises `TypeError` for what is no
-    transformation.
+    The state is the tuple of their states. A chain is *fused* if all but the last only multiply the gradient by a
+    scalar, as clipping by global norm does: the last one's `apply` takes that scalar, and the step is one pass over
+    memory. Raises `TypeError` for an argument that is no transformation.
+
+    >>> from zerofn import optim
+    >>> optim.chain(optim.clip_by_global_norm(1.0), optim.lamb(1e-3))
+    chain(clip_by_global_norm(1.0), lamb(0.001, 0.9, 0.999, 1e-06, 0.0, 0.0, None))
     """
     for t in transformations:
         checks.transformation("chain", t)
@@ -54,8 +59,13 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     )
 
 
+def named_chain(name: str, args: tuple[Any, ...], *transformations: GradientTransformation) -> GradientTransformation:
+    """Return the chain of `transformations`, with `name` and `args` for its repr and for comparisons."""
+    return replace(chain(*transformations), name=name, args=args)
+
+
 def _fold(transformations: Sequence[GradientTransformation], grads: Any, so_far: Tensor | None) -> Tensor | None:
-    """The product of their factors and `so_far`."""
+    """Return the product of the transformations' factors and `so_far`."""
     for t in transformations:
         so_far = t.factor(grads, so_far)  # type: ignore[misc]
     return so_far

@@ -1,4 +1,7 @@
-"""Check hyperparameters where they are given, before anything is traced or allocated."""
+"""Checks of hyperparameters, before anything is traced or allocated.
+
+`where` is the name of the public function, with which every message begins.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from . import torch_optimizers
 def number(
     where: str, low: float | None = None, *, above: bool = False, below: float | None = None, **values: Any
 ) -> None:
-    """Raise `TypeError` unless values are numbers, `ValueError` unless >= `low` (or > it), < `below`."""
+    """Raise `TypeError` unless all `values` are numbers, `ValueError` unless they are in range and not NaN.
+
+    A value must be at least `low` (more than `low`, if `above`), and less than `below`.
+    """
     for name, value in values.items():
         if not _is_number(value):
             raise TypeError(f"{where}: {name} must be a number, got {value!r}.")
@@ -27,7 +33,7 @@ def number(
 
 
 def learning_rate(where: str, value: Any) -> None:
-    """Raise unless `value` is a schedule or a number >= 0."""
+    """Raise unless `value` is a schedule or a number that is not negative."""
     if not callable(value):
         if not _is_number(value):
             raise TypeError(
@@ -37,14 +43,10 @@ def learning_rate(where: str, value: Any) -> None:
         number(where, 0.0, learning_rate=value)
 
 
-def leaf_function(where: str, name: str, value: Any, gives: str = "bool") -> None:
-    """Raise `TypeError` unless `value` can be called with one leaf."""
-    if not callable(value) or not _takes(value, 1):
-        got = f"{value!r}, which takes {inspect.signature(value)}" if callable(value) else repr(value)
-        raise TypeError(
-            f"{where}: {name} must be a function of one logical leaf (with name, shape and dtype) that "
-            f"returns a {gives}, such as lambda leaf: leaf.ndim > 1; got {got}."
-        )
+def leaf_function(where: str, name: str, value: Any, returns: str = "bool") -> None:
+    """Raise `TypeError` unless `value` can be called with one logical leaf. `returns`: what it should return."""
+    shape = f"of one logical leaf (with name, shape and dtype) that returns a {returns}"
+    takes(where, name, value, 1, f"{shape}, such as lambda leaf: leaf.ndim > 1")
 
 
 def _takes(function: Any, count: int) -> bool:
@@ -62,21 +64,22 @@ def _is_number(value: Any) -> bool:
 
 
 def mask(where: str, value: Any) -> None:
-    """Raise `TypeError` unless `value` is None or callable."""
+    """Raise `TypeError` unless `value` is None or a function of one leaf."""
     if value is not None:
         leaf_function(where, "mask", value)
 
 
 def leaf_constants(where: str, decays: Any, lr_scale: Any) -> None:
-    """Raise `TypeError` unless a decay mask and a learning rate's scale are None or callable."""
+    """Raise `TypeError` unless a decay mask and a learning rate's factor are None or functions of one leaf."""
     mask(where, decays)
     if lr_scale is not None:
         leaf_function(where, "lr_scale", lr_scale, "float")
 
 
 def transformation(where: str, value: Any) -> None:
-    """Raise `TypeError` unless `value` is a gradient transformation; for torch's optimizers the message names the
-    counterpart.
+    """Raise `TypeError` unless `value` is a gradient transformation.
+
+    For one of torch's optimizers the message names its counterpart.
     """
     if torch_optimizers.is_torchs(value):
         raise TypeError(f"{where}: expected a gradient transformation, got {torch_optimizers.advice(value)}")
@@ -84,8 +87,17 @@ def transformation(where: str, value: Any) -> None:
         raise TypeError(f"{where}: expected a gradient transformation such as optim.sgd(0.1), got {value!r}.")
 
 
+def needs_params(where: str, params: Any) -> None:
+    """Raise `ValueError` if `update` was called without the parameters."""
+    if params is None:
+        raise ValueError(f"{where}: update needs the parameters: tx.update(grads, state, params).")
+
+
 def takes(where: str, name: str, value: Any, count: int, shape: str) -> None:
-    """Raise `TypeError` unless `value` is a function that can be called with `count` arguments."""
+    """Raise `TypeError` unless `value` is a function that can be called with `count` arguments.
+
+    `shape`: the signature for the message, in words.
+    """
     if not callable(value) or not _takes(value, count):
         got = f"{value!r}, which takes {inspect.signature(value)}" if callable(value) else repr(value)
         raise TypeError(f"{where}: {name} must be a function {shape}; got {got}.")

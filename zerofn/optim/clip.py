@@ -14,9 +14,9 @@ from .base import EmptyState, GradientTransformation, no_state
 
 
 def clip_by_global_norm(max_norm: float) -> GradientTransformation:
-    """Multiply gradients by min(1, max_norm / (norm + 1e-6)), the norm over all leaves and all ranks.
+    """Multiply gradients by min(1, max_norm / (norm + 1e-6)), where norm is over all leaves and all ranks.
 
-    The arithmetic of `torch.nn.utils.clip_grad_norm_` (Pascanu et al. 2013). Raises `ValueError` unless
+    The arithmetic is that of `torch.nn.utils.clip_grad_norm_` (Pascanu et al. 2013). Raises `ValueError` unless
     `max_norm` is positive.
     """
     checks.number("clip_by_global_norm", 0.0, above=True, max_norm=max_norm)
@@ -24,7 +24,7 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     def factor(grads: Any, so_far: Tensor | None) -> Tensor:
         norm = global_norm(grads)
         if so_far is not None:
-            norm = norm * so_far.abs()  # of the gradients times `so_far`, whatever its sign
+            norm = norm * so_far.abs()  # the norm of the gradients times `so_far`
         clip = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         return clip if so_far is None else clip * so_far
 
@@ -36,7 +36,10 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
 
 
 def clip(max_delta: float) -> GradientTransformation:
-    """Clip every element to [-max_delta, max_delta], as `torch.nn.utils.clip_grad_value_` does."""
+    """Clip every element to [-max_delta, max_delta], as `torch.nn.utils.clip_grad_value_` does.
+
+    Raises `ValueError` unless `max_delta` is positive.
+    """
     checks.number("clip", 0.0, above=True, max_delta=max_delta)
 
     def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:

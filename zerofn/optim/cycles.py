@@ -1,4 +1,4 @@
-"""Schedules that rise and fall: one cycle, or cosines one after the other."""
+"""Schedules that rise and fall, once or in cycles."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ def cosine_onecycle_schedule(
     div_factor: float = 25.0,
     final_div_factor: float = 1e4,
 ) -> Schedule:
-    """Half a cosine up, half a cosine down (Smith and Topin 2018).
+    """One cycle: half a cosine up to `peak_value`, then half a cosine down (Smith and Topin 2018).
 
-    From peak_value / div_factor to `peak_value` over the first `pct_start` of `transition_steps`, then down to
-    peak_value / (div_factor * final_div_factor), where it stays; as optax and `torch.optim.lr_scheduler.OneCycleLR`
-    do. Raises `ValueError` unless `transition_steps` and both factors are positive and `pct_start` is in [0, 1).
+    The value starts at peak_value / div_factor and reaches `peak_value` after the first `pct_start` of
+    `transition_steps`. At `transition_steps` it is peak_value / (div_factor * final_div_factor), and stays there.
+    optax and `torch.optim.lr_scheduler.OneCycleLR` do the same. Raises `ValueError` unless `transition_steps` and
+    both factors are positive and `pct_start` is in [0, 1).
 
     >>> from zerofn import optim
     >>> schedule = optim.cosine_onecycle_schedule(100, 1.0)
@@ -52,15 +53,15 @@ def cosine_onecycle_schedule(
 
 
 def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
-    """Warm restarts (Loshchilov and Hutter 2017): a `warmup_cosine_decay_schedule` for each dict of its arguments, one
-    after the other, each `decay_steps` long.
+    """Warm restarts: one `warmup_cosine_decay_schedule` after the other (Loshchilov and Hutter 2017).
 
-    Raises `ValueError` where there is none, `TypeError` for arguments that it does not have.
+    `cosine_kwargs`: for each cycle a dict of that schedule's arguments. A cycle is `decay_steps` long. Raises
+    `ValueError` for an empty list, `TypeError` for arguments that the schedule does not have.
 
-        >>> from zerofn import optim
-        >>> cycle = {"init_value": 0.0, "peak_value": 1.0, "warmup_steps": 10, "decay_steps": 100}
-        >>> [optim.sgdr_schedule([cycle, cycle])(count) for count in (10, 100, 110)]
-        [1.0, 0.0, 1.0]
+    >>> from zerofn import optim
+    >>> cycle = {"init_value": 0.0, "peak_value": 1.0, "warmup_steps": 10, "decay_steps": 100}
+    >>> [optim.sgdr_schedule([cycle, cycle])(count) for count in (10, 100, 110)]
+    [1.0, 0.0, 1.0]
     """
     cycles = tuple(dict(kwargs) for kwargs in cosine_kwargs)
     if not cycles:

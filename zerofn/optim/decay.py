@@ -11,7 +11,13 @@ from .leaf_runs import spread
 
 
 def add_decayed_weights(weight_decay: float = 0.0, mask: Mask | None = None) -> GradientTransformation:
-    """g + weight_decay * p, on the leaves where `mask(leaf)` is true; on all without one."""
+    """Add weight_decay * p to the update of each leaf.
+
+    `mask(leaf) -> bool`: whether a leaf decays; by default all do. Before `scale_by_adam` in a chain this is L2
+    regularization, after it the decoupled weight decay of AdamW (Loshchilov and Hutter 2019). Raises `TypeError` if
+    `weight_decay` is no number or `mask` no function of one leaf, and `ValueError` in `update` without the
+    parameters.
+    """
     checks.number("add_decayed_weights", weight_decay=weight_decay)
     checks.mask("add_decayed_weights", mask)
 
@@ -19,8 +25,7 @@ def add_decayed_weights(weight_decay: float = 0.0, mask: Mask | None = None) -> 
         return float(weight_decay) if mask is None or mask(leaf) else 0.0
 
     def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
-        if params is None:
-            raise ValueError("add_decayed_weights: update needs the parameters: tx.update(grads, state, params).")
+        checks.needs_params("add_decayed_weights", params)
         decayed = tree.tree_map(lambda g, p, d: g + (d * p).to(g.dtype), grads, params, spread(params, decay_of))
         return decayed, state
 

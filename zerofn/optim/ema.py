@@ -10,22 +10,25 @@ from torch import Tensor
 from .. import tree
 from . import checks
 from .base import GradientTransformation, count_zero
-from .scale_by_adam import corrected, wide
+from .scale_by_adam import averaged, corrected
 
 
 class EmaState(NamedTuple):
-    """`count`: applied updates, int64 scalar; `ema`: the average, in the parameters' structure and dtype."""
+    """The state of `ema`.
+
+    `count`: applied updates, int64 scalar. `ema`: the average without correction, in the parameters' structure and
+    dtype.
+    """
 
     count: Tensor  # type: ignore[assignment]  # tuple.count gives way
     ema: Any
 
 
 def ema(decay: float, debias: bool = True) -> GradientTransformation:
-    """The average e = decay * e + (1 - decay) * u of the updates u, from zero; with `debias` divided by 1 -
-    decay^count.
+    """Average past updates u: e = decay * e + (1 - decay) * u, from zero.
 
-    `trace` sums instead of averaging. For an average of the parameters see `params_ema`. Raises `ValueError` unless
-    `decay` is in [0, 1).
+    `debias` divides the result by 1 - decay^count (Kingma and Ba 2015, section 3). `trace` sums instead of
+    averaging, and `params_ema` averages parameters. Raises `ValueError` unless `decay` is in [0, 1).
     """
     checks.number("ema", 0.0, below=1.0, decay=decay)
 
@@ -34,7 +37,7 @@ def ema(decay: float, debias: bool = True) -> GradientTransformation:
 
     def update(updates: Any, state: EmaState, params: Any = None) -> tuple[Any, EmaState]:
         count = state.count + 1
-        fresh = tree.tree_map(lambda e, u: (decay * e + (1 - decay) * wide(u, e)).to(e.dtype), state.ema, updates)
+        fresh = averaged(state.ema, updates, decay)
         return corrected(fresh, decay, count) if debias else fresh, EmaState(count, fresh)
 
     return GradientTransformation(init, update, "ema", (decay, debias))

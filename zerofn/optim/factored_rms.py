@@ -1,4 +1,4 @@
-"""Divide by a root mean square of which only rows and columns are stored."""
+"""Divide by a root mean square that is stored as averages of rows and columns."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ops = torch.ops.zerofn
 
 
 class FactoredState(NamedTuple):
-    """`count`: applied updates, int64 scalar. `v`: averages of squared gradients, [numbers], float32 at least, the
-    same on every rank.
+    """The state of `scale_by_factored_rms`.
 
-    Leaf by leaf, `v` has the means over the longest dim and over the second longest; or all squares, if a leaf is
-    not factored. One more element at the end ensures that no parameter has its shape. With `factored=False`, `v` is
-    a tree in the parameters' structure and dtype.
+    `count`: applied updates, int64 scalar. `v`: averages of squared gradients, one tensor [numbers], float32 or
+    wider, the same on every rank. A factored leaf has its means over the longest dim, then those over the second
+    longest. Any other leaf has an average for each element. One unused element at the end gives `v` a shape that no
+    parameter has. With `factored=False`, `v` is a tree in the parameters' structure and dtype.
     """
 
     count: Tensor  # type: ignore[assignment]  # tuple.count gives way
@@ -39,14 +39,16 @@ def scale_by_factored_rms(
     min_dim_size_to_factor: int = 128,
     epsilon: float = 1e-30,
 ) -> GradientTransformation:
-    """g / sqrt(v), where v is the outer product of the averages of g^2 over rows and over columns (Shazeer and Stern
-    2018, Algorithm 4).
+    """Divide by the root of factored second moments: g / sqrt(v) (Shazeer and Stern 2018, Algorithm 4).
 
-    Rows and columns are the two longest dims of a leaf, if both have at least `min_dim_size_to_factor` elements.
-    The average after t updates decays by 1 - max(1, t + 1 - step_offset)^-decay_rate. A matrix [n, m] stores n + m
-    numbers, a leaf that is not factored all of its squares, both on every rank; with `factored=False`, v is sharded
-    like the parameters. Shards are not gathered: each rank sends its part of all sums, in one all-gather. Raises
-    `ValueError` for hyperparameters out of range.
+    v is the outer product of the averages of g^2 + epsilon over rows and over columns, divided by the average over
+    both. Rows and columns are the two longest dims of a leaf. A leaf is factored if both have at least
+    `min_dim_size_to_factor` elements. After t updates the averages decay by 1 - max(1, t + 1 -
+    step_offset)^-decay_rate.
+
+    A matrix [n, m] stores n + m numbers, and a leaf that is not factored stores as many as it has elements, on
+    every rank. With `factored=False`, v is sharded like the parameters. Shards are not gathered: each rank sends
+    its part of all sums, in one all-gather. Raises `ValueError` for hyperparameters out of range.
     """
     where = "scale_by_factored_rms"
     checks.number(where, 0.0, decay_rate=decay_rate, epsilon=epsilon)
@@ -72,10 +74,10 @@ def scale_by_factored_rms(
             return scaled, FactoredState(state.count + 1, v)
         groups = _groups(tuple(leaf.shape for leaf in logical_leaves(grads)), min_dim_size_to_factor)
         means = _means(axis_squares(grads, groups), groups)
-        kept = state.v[:-1]
-        kept = (decay * kept + (1 - decay) * (means + epsilon)).to(kept.dtype)
-        scaled = axis_scale(grads, groups, _factors(kept, groups))
-        return scaled, FactoredState(state.count + 1, torch.nn.functional.pad(kept, (0, 1)))
+        v = state.v[:-1]
+        v = (decay * v + (1 - decay) * (means + epsilon)).to(v.dtype)
+        scaled = axis_scale(grads, groups, _factors(v, groups))
+        return scaled, FactoredState(state.count + 1, torch.nn.functional.pad(v, (0, 1)))
 
     args = (factored, decay_rate, step_offset, min_dim_size_to_factor, epsilon)
     return GradientTransformation(init, update, where, args)
@@ -87,7 +89,11 @@ def _groups(shapes: tuple[tuple[int, ...], ...], least: int) -> list[Group]:
 
 
 def _kept(shape: tuple[int, ...], least: int) -> list[Kept]:
-    """Return the dims along which a leaf's averages vary: all but the longest, all but the second longest; or all."""
+    """Return, for each average of a leaf, which dims it keeps.
+
+    The averages of a factored leaf are over its longest dim and over its second longest. Any other leaf keeps all
+    dims.
+    """
     order = sorted(range(len(shape)), key=shape.__getitem__)
     if len(shape) < 2 or shape[order[-2]] < least:
         return [(True,) * len(shape)]
@@ -95,14 +101,17 @@ def _kept(shape: tuple[int, ...], least: int) -> list[Kept]:
 
 
 def _means(squares: Tensor, groups: Sequence[Group]) -> Tensor:
-    """Return sums of squares [numbers] as means."""
+    """Divide sums of squares [numbers] by their numbers of terms."""
     ends = [g.column + g.numel for g in groups]
     terms = ops.fill_runs(squares, [g.column for g in groups], ends, [float(g.terms) for g in groups])
     return squares / terms
 
 
 def _factors(v: Tensor, groups: Sequence[Group]) -> Tensor:
-    """Return the factors of gradients [numbers]: rows relative to their mean, which the columns contain."""
+    """Return the numbers [numbers] that gradients are multiplied by.
+
+    Rows are relative to their mean, because the columns contain that mean, too.
+    """
     roots = v.rsqrt()
     parts, done = [], 0
     for rows, columns in zip(groups, groups[1:], strict=False):

@@ -1,4 +1,4 @@
-"""An optimizer from two functions of the user's."""
+"""Make an optimizer of two functions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from .base import GradientTransformation
 def from_functions(
     init: Callable[[Any], Any], update: Callable[..., tuple[Any, Any]], name: str = ""
 ) -> GradientTransformation:
-    """Return the transformation of two pure functions on torch tensors: `init(params) -> state` and `update(grads,
-    state, params) -> (updates, state)`. Updates are added to the parameters, as in optax.
+    """Return the transformation that consists of two pure functions of yours, as in optax.
 
-    The state is any pytree of tensors. Functions written with `zerofn.tree_map` and elementwise operations work on
-    `Sharded` trees as they are; for anything else use `zerofn.global_norm`, `leaf_norms`, `vdot` or `gather`. A
-    step whose gradients are not finite changes nothing, without code of yours. `name`: for its repr. Raises
-    `TypeError` for what is no function or does not take these arguments, and if `update` returns no pair.
+    They are `init(params) -> state` and `update(grads, state, params) -> (updates, state)`. The state is any pytree
+    of tensors. Updates are added to the parameters. `name` is shown by `repr`.
+
+    Functions that use `zerofn.tree_map` and elementwise operations work on `Sharded` trees as they are. For
+    anything else use `zerofn.global_norm`, `leaf_norms`, `vdot` or `gather`. A step whose gradients are not finite
+    changes nothing; your functions need no code for it. Raises `TypeError` for an argument that is no function or
+    does not take these arguments, and if `update` does not return a pair.
 
     >>> import torch, zerofn
     >>> def init(params):

@@ -1,4 +1,4 @@
-"""What update rules with one operation a unit share: AdamW, SGD, Lion."""
+"""What AdamW, SGD and Lion share: update rules with one operation for each unit."""
 
 from __future__ import annotations
 
@@ -7,38 +7,39 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .base import Apply, GradientTransformation, LeafInfo, Mask, ScalarOrSchedule, rate_at
+from .base import GradientTransformation, LeafInfo, Mask, ScalarOrSchedule, rate_at
 from .leaf_runs import map_runs, spread
 
 LeafScale = Callable[[LeafInfo], float]
+Call = Callable[[list[Tensor], tuple[Any, ...], int], Sequence[Tensor]]
 
 
 class LeafConstants(NamedTuple):
-    """Constants that differ among leaves; an operation takes them as runs of its unit."""
+    """The constants of an update rule that differ among leaves. An operation takes them as runs of its unit."""
 
     weight_decay: float
     mask: Mask | None  # which leaves decay; all by default
     lr_scale: LeafScale | None  # factor of the learning rate; 1 by default
 
     def decay(self, leaf: LeafInfo) -> float:
-        """The weight decay of a leaf."""
+        """Return the weight decay of a leaf."""
         return float(self.weight_decay) if self.mask is None or self.mask(leaf) else 0.0
 
     def scale(self, leaf: LeafInfo) -> float:
-        """The factor of a leaf's learning rate."""
+        """Return the factor of a leaf's learning rate."""
         return 1.0 if self.lr_scale is None else float(self.lr_scale(leaf))
 
     def both(self, leaf: LeafInfo) -> tuple[float, float]:
-        """Decay and scale."""
+        """Return the weight decay of a leaf, and the factor of its learning rate."""
         return self.decay(leaf), self.scale(leaf)
 
     def over(self, params: Any) -> tuple[Any, Any]:
-        """Return decays and scales as trees of floats and tensors that match `params`."""
+        """Return weight decays and factors as trees of floats and tensors that match `params`."""
         return spread(params, self.decay), spread(params, self.scale)
 
 
-def fused_step(
-    call: Callable[[list[Tensor], tuple[Any, ...], int], Sequence[Tensor]],
+def _fused_step(
+    call: Call,
     learning_rate: ScalarOrSchedule,
     constants: LeafConstants,
     count: Tensor,
@@ -46,10 +47,11 @@ def fused_step(
     factor: Tensor | None,
     finite: Tensor | None,
 ) -> tuple[Tensor, list[Any]]:
-    """Call `call(tensors, runs, offset)` on every unit of `trees` (parameters, gradients, moments), and return the
-    next count, the new parameters and moments.
+    """Call `call(tensors, runs, offset)` on every unit; return the next count, the new parameters and the new moments.
 
-    `runs` and `offset` are the arguments of `ops.rule`.
+    `trees`: parameters, gradients, then moments. `tensors`: those of one unit. `runs`: the arguments from `count`
+    to `decays` of the operations in `ops.update_rule`. `offset`: the index of the shard's first element in its
+    unit.
     """
     rate = rate_at(learning_rate, count)
     lr, base = (rate, 1.0) if isinstance(rate, Tensor) else (None, float(rate))
@@ -68,11 +70,22 @@ def fused_rule(
     args: tuple[Any, ...],
     init: Callable[[Any], Any],
     update: Callable[..., tuple[Any, Any]],
-    apply: Apply,
+    call: Call,
+    moments: Sequence[str],
     learning_rate: ScalarOrSchedule,
     constants: LeafConstants,
 ) -> GradientTransformation:
-    """Return the transformation around `apply`."""
+    """Return the transformation whose `apply` runs `call` once on every unit.
+
+    Its state is a namedtuple with the field `count`. `moments`: the names of the fields with moments, in the order in
+    which `call` takes and returns them.
+    """
+
+    def apply(grads: Any, state: Any, params: Any, factor: Tensor | None, finite: Tensor | None) -> tuple[Any, Any]:
+        trees = [params, grads, *(getattr(state, name) for name in moments)]
+        count, (p, *fresh) = _fused_step(call, learning_rate, constants, state.count, trees, factor, finite)
+        return p, state._replace(count=count, **dict(zip(moments, fresh, strict=True)))
+
     return GradientTransformation(
         init,
         update,

@@ -12,19 +12,19 @@ from .select import merge, select
 
 
 class Group(NamedTuple):
-    """A transformation, and which leaves it is for."""
+    """A transformation, and the mask of the leaves that it updates."""
 
     tx: GradientTransformation
     keep: Mask
 
 
 def init_groups(groups: Sequence[Group], params: Any) -> list[Any]:
-    """A state for each."""
+    """Return a state for each group."""
     return [tx.init(select(params, keep)) for tx, keep in groups]
 
 
 def update_groups(groups: Sequence[Group], grads: Any, states: Sequence[Any], params: Any) -> tuple[Any, list[Any]]:
-    """The updates of all, each from its own leaves' gradients, and their next states."""
+    """Return the updates of all leaves, each from its own group, and the groups' next states."""
     out, fresh = grads, []
     for (tx, keep), state in zip(groups, states, strict=True):
         updates, state = tx.update(select(grads, keep), state, select(params, keep))
@@ -41,7 +41,7 @@ def apply_groups(
     factor: Tensor | None,
     finite: Tensor | None,
 ) -> tuple[Any, list[Any]]:
-    """A step of each on its own leaves, with the semantics of `Apply`."""
+    """Run a step of each group on its own leaves, with the semantics of `Apply`."""
     fresh = []
     for (tx, keep), state in zip(groups, states, strict=True):
         part, state = step(tx, select(grads, keep), state, select(params, keep), factor, finite)

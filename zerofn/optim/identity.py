@@ -12,14 +12,14 @@ from .base import EmptyState, GradientTransformation, no_state
 
 
 def identity() -> GradientTransformation:
-    """Gradients as they are."""
+    """Leave gradients unchanged."""
     return GradientTransformation(
         no_state, lambda grads, state, params=None: (grads, state), "identity", factor=lambda grads, so_far: so_far
     )
 
 
 def set_to_zero() -> GradientTransformation:
-    """Zeros: parameters stay as they are, bit for bit."""
+    """Set updates to zero, so that parameters stay unchanged, bit for bit."""
 
     def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
         return tree.tree_map(torch.zeros_like, grads), state

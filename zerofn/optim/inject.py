@@ -1,4 +1,4 @@
-"""Hyperparameters in the state, where they can be read and changed."""
+"""Hyperparameters stored in the state, where they can be read and changed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from . import checks
 from .base import GradientTransformation, count_zero, step
 
 _OWN = (__package__ or "").split(".", 1)[0]
-_OF_LEAVES = ("mask", "weight_decay_mask", "lr_scale", "matrices", "labels")  # functions, and no schedules
+_OF_LEAVES = ("mask", "weight_decay_mask", "lr_scale", "matrices", "labels")  # functions of leaves, not schedules
 
 
 class InjectHyperparamsState(NamedTuple):
-    """`count`: applied updates, int64 scalar. `hyperparams`: name -> float64 scalar, the value that the last update
-    used, or that the next one will use if it was set by hand. `inner_state`: the transformation's.
+    """The state of a transformation made by `inject_hyperparams`.
+
+    `count`: applied updates, int64 scalar. `hyperparams`: name -> float64 scalar, the value that the last update
+    used, or that `with_hyperparams` has set since. `inner_state`: the state of the transformation itself.
     """
 
     count: Tensor  # type: ignore[assignment]  # tuple.count gives way
@@ -27,10 +29,13 @@ class InjectHyperparamsState(NamedTuple):
     inner_state: Any
 
     def with_hyperparams(self, **values: float) -> InjectHyperparamsState:
-        """The state with some hyperparameters set. Raises `KeyError` for a name that is not among them."""
+        """Return the state with some hyperparameters set to numbers.
+
+        Raises `KeyError` for a name that is not injected, `TypeError` for a value that is no number.
+        """
         for name, value in values.items():
             if name not in self.hyperparams:
-                raise KeyError(f"with_hyperparams: {name!r} is not injected; there are {list(self.hyperparams)}.")
+                raise KeyError(f"with_hyperparams: {name!r} is not injected; set one of {list(self.hyperparams)}.")
             checks.number(f"with_hyperparams: {name}", value=value)
         fresh = {name: torch.full_like(self.hyperparams[name], value) for name, value in values.items()}
         return self._replace(hyperparams={**self.hyperparams, **fresh})
@@ -39,18 +44,20 @@ class InjectHyperparamsState(NamedTuple):
 def inject_hyperparams(
     inner_factory: Callable[..., GradientTransformation], static_args: str | Iterable[str] = ()
 ) -> Callable[..., GradientTransformation]:
-    """Return `inner_factory` with its hyperparameters in the state: they can change between steps without another
-    capture.
+    """Return `inner_factory` with its hyperparameters in the state, so that they can change without another capture.
 
         tx = optim.inject_hyperparams(optim.adamw)(3e-4, weight_decay=0.1)
         ...
         state = state.replace(opt_state=state.opt_state.with_hyperparams(learning_rate=1e-4))
 
-    For ZeroFn's own transformations these are learning rates, and whatever else takes a schedule; their other
-    hyperparameters are constants of their kernels. For a factory of your own they are all floats and all functions,
-    except those named in `static_args`: it is called with float64 scalar tensors. Functions are schedules of the
-    count of applied updates; the state shows their values, and setting one by hand has no effect. Raises
-    `ValueError` for a name in `static_args` that is no argument, `TypeError` for a schedule in place of a constant.
+    Of ZeroFn's own transformations, only the arguments that take a schedule are injected, such as learning rates.
+    The others are constants of their kernels. Of a factory of your own, all floats and functions are injected,
+    except masks and the like and those named in `static_args`. The factory is called with float64 scalar tensors in
+    their place.
+
+    A function is a schedule of the count of applied updates. The state shows its values, and setting one has no
+    effect. Raises `ValueError` for a name in `static_args` that is no argument, `TypeError` for a schedule in place
+    of a constant.
 
     >>> from zerofn import optim
     >>> tx = optim.inject_hyperparams(optim.sgd)(0.5)
@@ -77,17 +84,21 @@ def inject_hyperparams(
 
 
 class _Factory:
-    """A factory and its arguments: which of them are injected."""
+    """A factory with its arguments, and the choice of those that are injected: `numbers` and `schedules`."""
 
     def __init__(
-        self, make: Callable[..., Any], signature: inspect.Signature, given: Mapping[str, Any], static: frozenset[str]
+        self,
+        make: Callable[..., Any],
+        signature: inspect.Signature,
+        arguments: Mapping[str, Any],
+        static: frozenset[str],
     ) -> None:
-        self.make, self.signature, self.given, self.static = make, signature, given, static
+        self.make, self.signature, self.arguments, self.static = make, signature, arguments, static
         own = _unwrapped(make).__module__.split(".", 1)[0] == _OWN
         takes = {n: "ScalarOrSchedule" in str(p.annotation) for n, p in signature.parameters.items()}
-        self.as_schedule = {name for name in given if own and takes[name]}
-        chosen = [n for n in given if n not in static and n not in _OF_LEAVES]
-        self.schedules = {n: given[n] for n in chosen if callable(given[n]) and _is_schedule(given[n])}
+        self.as_schedule = {name for name in arguments if own and takes[name]}
+        chosen = [n for n in arguments if n not in static and n not in _OF_LEAVES]
+        self.schedules = {n: arguments[n] for n in chosen if callable(arguments[n]) and _is_schedule(arguments[n])}
         wrong = [n for n in self.schedules if own and n not in self.as_schedule]
         if wrong:
             raise TypeError(
@@ -95,24 +106,24 @@ class _Factory:
                 f"be a schedule; those that can are {sorted(self.as_schedule)}."
             )
         names = [n for n in chosen if n in self.as_schedule] if own else chosen
-        self.numbers = {n: given[n] for n in names if isinstance(given[n], float) or n in self.as_schedule}
+        self.numbers = {n: arguments[n] for n in names if isinstance(arguments[n], float) or n in self.as_schedule}
         self.numbers = {n: float(v) for n, v in self.numbers.items() if v is not None and n not in self.schedules}
 
     def values(self, state: InjectHyperparamsState) -> dict[str, Tensor]:
-        """The hyperparameters of the next update."""
+        """Return the hyperparameters of the next update."""
         fresh = {name: _scalar(schedule(state.count), state.count) for name, schedule in self.schedules.items()}
         return {**state.hyperparams, **fresh}
 
     def __call__(self, values: Mapping[str, Any]) -> GradientTransformation:
-        """The transformation with these in place of its arguments."""
+        """Return the transformation with `values` in place of the injected arguments."""
         changed = {n: _constant(v) if n in self.as_schedule else v for n, v in values.items()}
         bound = self.signature.bind_partial()
-        bound.arguments.update({**self.given, **changed})
+        bound.arguments.update({**self.arguments, **changed})
         return self.make(*bound.args, **bound.kwargs)
 
 
 def _injected(factory: _Factory) -> GradientTransformation:
-    prototype = factory({})  # with the values that were given: they are checked here
+    prototype = factory({})  # with the original arguments, which are checked here
 
     def init(params: Any) -> InjectHyperparamsState:
         count = count_zero(params)
@@ -142,7 +153,7 @@ def _injected(factory: _Factory) -> GradientTransformation:
         init,
         update,
         name,
-        (factory.make, *map(_hashable, factory.given.values()), factory.static),
+        (factory.make, *map(_hashable, factory.arguments.values()), factory.static),
         apply=apply,
         label=prototype.label,
         by_runs=prototype.apply is not None and prototype.by_runs,
@@ -151,7 +162,7 @@ def _injected(factory: _Factory) -> GradientTransformation:
 
 
 def _unwrapped(make: Any) -> Any:
-    """The function of a `functools.partial`."""
+    """Return the function that a `functools.partial` calls, or `make` itself."""
     return _unwrapped(make.func) if isinstance(make, functools.partial) else make
 
 
@@ -166,12 +177,12 @@ def _is_schedule(value: Any) -> bool:
 
 
 def _scalar(value: Any, like: Tensor) -> Tensor:
-    """A number as a float64 scalar tensor where `like` is."""
+    """Return a number as a float64 scalar tensor, on the device of `like`."""
     if isinstance(value, Tensor):
         return value.to(torch.float64)
     return torch.full_like(like, value, dtype=torch.float64)
 
 
 def _constant(value: Any) -> Any:
-    """The schedule that is always `value`: a number stays one."""
+    """Return the schedule that always gives this tensor; a number stays a number."""
     return (lambda count: value) if isinstance(value, Tensor) else value

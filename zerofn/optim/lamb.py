@@ -1,12 +1,10 @@
-"""LAMB: Adam with a trust ratio per layer."""
+"""LAMB: Adam with a trust ratio for each layer."""
 
 from __future__ import annotations
 
-import dataclasses
-
 from . import checks
 from .base import GradientTransformation, Mask, ScalarOrSchedule
-from .chain import chain
+from .chain import named_chain
 from .decay import add_decayed_weights
 from .scale import scale_by_learning_rate
 from .scale_by_adam import check_moments, scale_by_adam
@@ -25,16 +23,18 @@ def lamb(
     """LAMB (You et al. 2020, Algorithm 2), with optax's arguments.
 
     A chain of `scale_by_adam`, `add_decayed_weights`, `scale_by_trust_ratio` and `scale_by_learning_rate`.
-    `mask(leaf) -> bool` says which leaves decay. Raises `ValueError` for hyperparameters out of range.
+    `mask(leaf) -> bool`: whether a leaf decays; by default all do. Raises `ValueError` for hyperparameters out of
+    range.
     """
     checks.learning_rate("lamb", learning_rate)
     checks.number("lamb", 0.0, eps_root=eps_root, weight_decay=weight_decay)
     checks.mask("lamb", mask)
     check_moments("lamb", b1, b2, eps)
-    parts = chain(
+    return named_chain(
+        "lamb",
+        (learning_rate, b1, b2, eps, eps_root, weight_decay, mask),
         scale_by_adam(b1, b2, eps, eps_root),
         add_decayed_weights(weight_decay, mask),
         scale_by_trust_ratio(),
         scale_by_learning_rate(learning_rate),
     )
-    return dataclasses.replace(parts, name="lamb", args=(learning_rate, b1, b2, eps, eps_root, weight_decay, mask))

@@ -1,6 +1,6 @@
 """Per-leaf constants of an update rule, as runs of elements on this rank's shards.
 
-Masks and labels are callables on the logical tree; a flat shard is cut where their answer changes.
+Masks and labels are functions of logical leaves. A flat shard is cut into runs where their answers change.
 """
 
 from __future__ import annotations
@@ -20,26 +20,32 @@ from .base import LeafInfo
 
 
 class Slot(NamedTuple):
-    """One tensor of a tree (a shard, or a plain leaf), and the runs of equal constants in it."""
+    """One tensor of a tree (a shard or a plain leaf), and its runs of equal constants."""
 
-    place: int  # among the tree's flat tensors
+    place: int  # index among the tree's flat tensors
     runs: list[tuple[int, int, Any]]  # (start, stop, constant)
-    offset: int  # of the first element in its unit
+    offset: int  # index of the first element in its unit
 
     @property
     def columns(self) -> tuple[list[int], list[int], list[Any]]:
-        """Starts, stops and constants."""
+        """Return the starts, the stops and the constants of the runs."""
         return [a for a, _, _ in self.runs], [b for _, b, _ in self.runs], [c for _, _, c in self.runs]
 
 
 def leaf_info(path: tree.Path, leaf: Tensor | Leaf) -> LeafInfo:
-    """Return a plain leaf at `path`, or a leaf of the `Sharded` there, with its name in the plain tree."""
+    """Return a leaf's name in the plain tree, its shape and its dtype.
+
+    `leaf`: a plain leaf at `path`, or a logical leaf of the `Sharded` at `path`.
+    """
     path = (*path, leaf.name) if isinstance(leaf, Leaf) else path
     return LeafInfo(tree.name_of(path), tuple(leaf.shape), leaf.dtype)
 
 
 def slots(params: Any, constant: Callable[[LeafInfo], Hashable]) -> Iterator[Slot]:
-    """Every flat tensor of `params` in `tree.leaves` order, with the constants of the leaves in it."""
+    """Yield a slot for each flat tensor of `params`, in the order of `tree.leaves`.
+
+    `constant(leaf)`: the constant of a logical leaf.
+    """
     paths, nodes, _ = tree.flatten_with_path(params, is_leaf=is_sharded)
     index = 0
     for path, node in zip(paths, nodes, strict=True):
@@ -59,12 +65,12 @@ def _ask(constant: Callable[[LeafInfo], Hashable], path: tree.Path, leaf: Leaf) 
 
 
 def map_runs(rule: Callable[..., Any], constant: Callable[[LeafInfo], Hashable], *trees: Any) -> list[Any]:
-    """Call `rule(tensors, offset, starts, stops, constants)` on the tensors at every position of `trees`, parameters
-    first.
+    """Call `rule(tensors, offset, starts, stops, constants)` at every position of `trees`; return trees of its
+    results.
 
-    `rule` returns a tuple of tensors. The trees of its first, second, ... results are returned, in the structure of
-    the parameters, of the first moments, ... (or none, if there are no leaves). Raises `ValueError` if the trees
-    differ in structure.
+    `trees`: parameters, gradients, then moments. `tensors` has one tensor of each. `rule` returns a tuple: the new
+    parameter, then each new moment. The result is a list of one tree for each of these, in the structure of the old
+    one; it is empty if there are no leaves. Raises `ValueError` if the trees differ in shapes.
     """
     flat, treedefs = zip(*map(tree.flatten, trees), strict=True)
     first = flat[0]
@@ -73,18 +79,18 @@ def map_runs(rule: Callable[..., Any], constant: Callable[[LeafInfo], Hashable],
             what = "the gradients" if k == 1 else "the state's moments"
             raise ValueError(
                 f"optim: {what} are not laid out as the parameters are: expected "
-                f"{[list(x.shape) for x in first]}, got {[list(x.shape) for x in leaves]}. Gradients come "
-                "from value_and_grad at these parameters, the state from init of this transformation."
+                f"{[list(x.shape) for x in first]}, got {[list(x.shape) for x in leaves]}. Take gradients "
+                "from value_and_grad at these parameters, and the state from this transformation's init."
             )
     fresh = [rule([f[slot.place] for f in flat], slot.offset, *slot.columns) for slot in slots(trees[0], constant)]
     if not fresh:
         return []
-    own = [treedefs[0], *treedefs[2:]]  # each its own structure: it says how shards are stored
+    own = [treedefs[0], *treedefs[2:]]  # each its own structure, which says how its shards are stored
     return [tree.unflatten(treedef, column) for treedef, column in zip(own, zip(*fresh, strict=True), strict=True)]
 
 
 def spread(params: Any, constant: Callable[[LeafInfo], float]) -> Any:
-    """The tree of `params` with, for every tensor, its constants: a float, or a tensor where they differ."""
+    """Return `params` with constants in place of tensors: a float, or a tensor where leaves of a shard differ."""
     leaves, treedef = tree.flatten(params)
 
     def values(slot: Slot) -> Any:

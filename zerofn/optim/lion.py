@@ -1,4 +1,4 @@
-"""Lion: the sign of an interpolated momentum."""
+"""Lion: update by the sign of an interpolated momentum."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from ..ops import lion as _op  # noqa: F401  (defines zerofn::lion)
 from . import checks
 from . import moment_formats as formats
 from .base import GradientTransformation, Mask, ScalarOrSchedule, count_zero, rate_at
-from .fused import LeafConstants, LeafScale, fused_rule, fused_step
+from .fused import LeafConstants, LeafScale, fused_rule
 
 
 class LionState(NamedTuple):
-    """`count`: applied updates, int64 scalar; `mu`: the momentum, in the parameters' structure and dtype."""
+    """The state of `lion`.
+
+    `count`: applied updates, int64 scalar. `mu`: the momentum, in the parameters' structure and, unless `moments`
+    says otherwise, dtype.
+    """
 
     count: Tensor  # type: ignore[assignment]  # tuple.count gives way
     mu: Any
@@ -33,9 +37,12 @@ def lion(
 ) -> GradientTransformation:
     """Lion (Chen et al. 2023, Algorithm 2), with decoupled weight decay.
 
-    p -= learning_rate * (sign(b1 * m + (1 - b1) * g) + weight_decay * p); m = b2 * m + (1 - b2) * g. `mask(leaf) ->
-    bool`: which leaves decay; all by default. `lr_scale(leaf) -> float`: a factor of each leaf's learning rate.
-    `moments`: the momentum's format, as in `adamw`. Raises `ValueError` for hyperparameters out of range.
+    p -= learning_rate * (sign(b1 * m + (1 - b1) * g) + weight_decay * p); m = b2 * m + (1 - b2) * g. m starts at
+    zero.
+
+    `mask(leaf) -> bool`: whether a leaf decays; by default all do. `lr_scale(leaf) -> float`: a factor of the
+    leaf's learning rate. `moments`: the format of m, as in `adamw`. Raises `ValueError` for hyperparameters out of
+    range.
     """
     checks.learning_rate("lion", learning_rate)
     checks.number("lion", 0.0, below=1.0, b1=b1, b2=b2)
@@ -58,15 +65,8 @@ def lion(
         mu = tree.tree_map(lambda m, g: (b2 * m + (1 - b2) * g).to(m.dtype), state.mu, grads)
         return updates, type(state)(state.count + 1, mu)
 
-    def apply(
-        grads: Any, state: LionState, params: Any, factor: Tensor | None, finite: Tensor | None
-    ) -> tuple[Any, LionState]:
-        def call(tensors: list[Tensor], runs: tuple[Any, ...], offset: int) -> Any:
-            return torch.ops.zerofn.lion(*tensors, *runs, b1, b2, moments, offset)
-
-        trees = [params, grads, state.mu]
-        count, (p, mu) = fused_step(call, learning_rate, constants, state.count, trees, factor, finite)
-        return p, type(state)(count, mu)
+    def call(tensors: list[Tensor], runs: tuple[Any, ...], offset: int) -> Any:
+        return torch.ops.zerofn.lion(*tensors, *runs, b1, b2, moments, offset)
 
     args = (learning_rate, b1, b2, weight_decay, mask, lr_scale, moments)
-    return fused_rule("lion", args, init, update, apply, learning_rate, constants)
+    return fused_rule("lion", args, init, update, call, ("mu",), learning_rate, constants)

@@ -1,4 +1,4 @@
-"""Lookahead: slow weights that follow an optimizer's fast ones."""
+"""Lookahead: slow weights that follow the fast weights of an optimizer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from .base import GradientTransformation, apply_updates, count_zero, step
 
 
 class LookaheadState(NamedTuple):
-    """`fast_state`: the fast optimizer's; `steps_since_sync`: int64 scalar; `slow`: the slow weights, in the
-    parameters' structure and dtype."""
+    """The state of `lookahead`.
+
+    `fast_state`: the state of the fast optimizer. `steps_since_sync`: int64 scalar. `slow`: the slow weights, in
+    the parameters' structure and dtype.
+    """
 
     fast_state: Any
     steps_since_sync: Tensor
@@ -24,14 +27,14 @@ class LookaheadState(NamedTuple):
 def lookahead(
     fast_optimizer: GradientTransformation, sync_period: int, slow_step_size: float, reset_state: bool = False
 ) -> GradientTransformation:
-    """Every `sync_period` steps of `fast_optimizer`, move slow weights `slow_step_size` of the way to the fast ones,
-    which restart from there (Zhang et al. 2019, Algorithm 1).
+    """Move slow weights towards those of `fast_optimizer` every `sync_period` steps (Zhang et al. 2019, Algorithm 1).
 
-    The parameters are the fast weights: gradients are taken at them. The slow weights are those to evaluate:
-    `zerofn.gather(state.opt_state.slow)`, or `state.replace(params=state.opt_state.slow)` if nothing is frozen
-    (optax keeps both in the parameters). `lookahead` is the whole optimizer and not part of a `chain`, which would
-    change updates behind its back. `reset_state` resets the fast optimizer's state after each synchronisation.
-    Raises `ValueError` unless `sync_period` is at least 1 and `slow_step_size` is in [0, 1].
+    Slow weights move `slow_step_size` of the way. Fast weights restart from there; with `reset_state` so does their
+    optimizer's state. The parameters are the fast weights. Evaluate the slow ones:
+    `zerofn.gather(state.opt_state.slow)`, or `state.replace(params=state.opt_state.slow)` if nothing is frozen.
+    (optax has both in the parameters.) Do not put `lookahead` into a `chain`: it would not see what a later
+    transformation changes. Raises `ValueError` unless `sync_period` is at least 1 and `slow_step_size` is in [0,
+    1].
     """
     checks.transformation("lookahead", fast_optimizer)
     checks.number("lookahead", 1, sync_period=sync_period)
@@ -44,7 +47,7 @@ def lookahead(
         return LookaheadState(fast_optimizer.init(params), count_zero(params), slow)
 
     def follow(fast: Any, fast_state: Any, state: LookaheadState, params: Any, count: Tensor) -> tuple[Any, Any]:
-        """Return fast weights and the state after a step, `count` steps since the last synchronisation."""
+        """Return the parameters and the state, `count` steps after the last synchronization."""
         sync = count >= sync_period
 
         def nearer(s: Tensor, f: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A transformation of some leaves."""
+"""Apply a transformation to some leaves."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from .select import select
 
 
 class MaskedState(NamedTuple):
-    """`inner_state`: the inner transformation's, of the selected leaves alone."""
+    """The state of `masked`.
+
+    `inner_state`: the state of the inner transformation, for the selected leaves alone.
+    """
 
     inner_state: Any
 
 
 def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
-    """Apply `inner` to the leaves where `mask(leaf)` is true (optax.masked); the others have no state.
+    """Apply `inner` to the leaves where `mask(leaf)` is true (optax.masked). The other leaves have no state.
 
-    As in optax, the gradients of the other leaves pass through unchanged, for what follows in a `chain`: a masked
-    optimizer alone adds them to the parameters. To leave parameters unchanged use `multi_transform({..., "frozen":
-    set_to_zero()}, labels)`, or `TrainState.create(frozen=...)`, which saves their gradients too. On `Sharded`
-    trees see [Note: selections] in `select`.
+    As in optax, gradients of the other leaves pass through unchanged, for the next transformation of a `chain`. So
+    a masked optimizer alone adds them to the parameters. To leave parameters unchanged, use `multi_transform({...,
+    "frozen": set_to_zero()}, labels)`; or `TrainState.create(frozen=...)`, which does not compute their gradients
+    either. On `Sharded` trees see [Note: selections] in `select`. Raises `TypeError` if `inner` is no
+    transformation or `mask` no function of one leaf.
     """
     checks.transformation("masked", inner)
     checks.leaf_function("masked", "mask", mask)

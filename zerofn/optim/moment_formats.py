@@ -1,10 +1,13 @@
-"""The formats in which an optimizer stores its moments: those of `ops.codecs.MOMENTS`.
+"""The formats in which an optimizer stores its moments, declared in `ops.codecs.MOMENTS`.
 
-`None` is the parameters' dtype. "bf16", "8bit" (blocks of 256 with one scale, see `ops/csrc/formats.h`) and "fp8" (the
-same with float8, see [Note: float8 moments] in `ops/fp8.py`) are rounded stochastically after every update: rounded to
-nearest, a second moment that decays by a thousandth a step would never fall. The type of a state declares how `shard`
-stores its fields. The random bits depend on the count of applied updates and the element's position, so every stage,
-number of ranks and tier gives the same.
+None is the parameters' dtype. "bf16" is bfloat16. "8bit" has blocks of 256 elements with one scale (see
+`ops/csrc/formats.h`), "fp8" the same with float8 elements (see [Note: float8 moments] in `ops/fp8.py`). The type of a
+state declares how `shard` stores its fields.
+
+Fused updates round all formats but None stochastically. Rounded to nearest, a second moment that decays by a thousandth
+a step would never fall. The random bits depend on the count of applied updates and on the element's position in its
+unit, so all stages, numbers of ranks and tiers give the same bits. `update`, which a chain that is not fused runs,
+rounds to nearest.
 """
 
 from __future__ import annotations
@@ -29,18 +32,18 @@ def check(where: str, moments: str | None) -> None:
 
 
 def initial(params: Any, moments: str | None, value: float = 0.0) -> Any:
-    """Moments of `value` for a tree of parameters."""
+    """Return moments of `value` for a tree of parameters."""
     dtype = MOMENTS[moments].dtype
     return tree.tree_map(lambda p: torch.full_like(p, value, dtype=dtype), params)
 
 
 @functools.cache
 def state_type(base: Any, moments: str | None) -> Any:
-    """Return the type of an optimizer's state with moments in a format: `base`, or a subclass whose attribute
-    `moment_storage` says by which codec and in which dtype `shard` stores a field.
+    """Return the type of an optimizer's state whose moments are in a format: `base`, or a subclass of it.
 
-    `base`: a namedtuple type whose first field is the count of updates; the others are the moments, in the order in
-    which the update rule takes them.
+    `base`: a namedtuple type. Its first field is the count of updates. The others are the moments, in the order in
+    which the update rule takes them. The attribute `moment_storage` of a subclass maps a field to the codec and
+    dtype by which `shard` stores it.
     """
     form = MOMENTS[moments]
     if not form.encoded and form.dtype is None:

@@ -1,4 +1,4 @@
-"""A transformation for each label."""
+"""Apply another transformation to each group of leaves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from .groups import Group, apply_groups, init_groups, update_groups
 
 
 class MultiTransformState(NamedTuple):
-    """`inner_states`: label -> the state of its transformation, of its leaves alone."""
+    """The state of `multi_transform`.
+
+    `inner_states`: label -> the state of its transformation, for its leaves alone.
+    """
 
     inner_states: dict[Hashable, Any]
 
@@ -21,14 +24,15 @@ class MultiTransformState(NamedTuple):
 def multi_transform(
     transforms: Mapping[Hashable, GradientTransformation], labels: Callable[[LeafInfo], Hashable]
 ) -> GradientTransformation:
-    """Apply `transforms[labels(leaf)]` to each leaf (optax.multi_transform): learning rates per group, for example.
+    """Apply `transforms[labels(leaf)]` to each leaf (optax.multi_transform).
 
-        multi_transform({"body": adamw(3e-4), "head": adamw(3e-3), "fixed": set_to_zero()},
+        multi_transform({"body": adamw(3e-4), "head": lion(3e-5), "fixed": set_to_zero()},
                         lambda leaf: "head" if leaf.name.startswith("head.") else "body")
 
-    If only learning rates differ, `lr_scale` of one rule does the same in one pass, and holds no moments twice.
-    Norms inside a transformation are over its own leaves. Fused rules stay fused. On `Sharded` trees see [Note:
-    selections] in `select`. Raises `ValueError` for a label without a transformation.
+    If only learning rates differ, use `lr_scale` of one optimizer: it needs one pass, and no unit has moments
+    twice. Norms inside a transformation are over its own leaves. Fused rules stay fused. On `Sharded` trees see
+    [Note: selections] in `select`. Raises `TypeError` for an argument of another type, `ValueError` for a label
+    without a transformation.
     """
     checks.leaf_function("multi_transform", "labels", labels, "label")
     if not isinstance(transforms, Mapping) or not transforms:
@@ -84,8 +88,8 @@ def _keeper(transforms: Mapping[Hashable, Any], labels: Callable[[LeafInfo], Has
         label = labels(leaf)
         if label not in transforms:
             raise ValueError(
-                f"multi_transform: leaf {leaf.name!r} has label {label!r}, for which there is no "
-                f"transformation; there are {list(transforms)}."
+                f"multi_transform: leaf {leaf.name!r} has label {label!r}, which is not in "
+                f"transforms; add a transformation for it, or return one of {list(transforms)}."
             )
         return label == key
 

@@ -1,4 +1,4 @@
-"""Muon for matrices, AdamW for everything else."""
+"""Muon for matrices, Adam for all other leaves."""
 
 from __future__ import annotations
 
@@ -39,18 +39,19 @@ def muon(
     matrices: Mask = _is_matrix,
     consistent_rms: float | None = None,
 ) -> GradientTransformation:
-    """Muon (Jordan 2024), with the arguments of optax.contrib.muon except for `matrices`: a `multi_transform` with two
-    labels.
+    """Muon (Jordan 2024), with the arguments of optax.contrib.muon except for `matrices`.
 
-    Leaves "muon" go through `scale_by_muon`, `scale_by_shape`, decoupled weight decay and the learning rate; leaves
-    "adam" through AdamW (NAdamW with `nesterov`) with `adam_learning_rate`, by default the same.
+    A `multi_transform` with two labels. Leaves "muon" go through `scale_by_muon`, `scale_by_shape`,
+    `add_decayed_weights` and `scale_by_learning_rate`. Leaves "adam" go through AdamW, or NAdamW with `nesterov`,
+    at `adam_learning_rate` (by default `learning_rate`).
 
     `matrices(leaf) -> bool`: which leaves are "muon"; by default those with two dims. Embeddings and the last layer
-    do better with Adam: `lambda leaf: leaf.ndim == 2 and "embed" not in leaf.name`. An update [out, in] is
-    multiplied by sqrt(max(1, out / in)) (torch's weights have outputs first), or by consistent_rms * sqrt(max(out,
-    in)). On shards every unit's momentum is gathered once a step, see `scale_by_muon`. Moments are held for whole
-    units, see `multi_transform`: if matrices have units of their own, by `shard(unit=...)`, they hold one moment
-    instead of three. Raises `ValueError` for hyperparameters out of range.
+    do better with Adam: `lambda leaf: leaf.ndim == 2 and "embed" not in leaf.name`. `consistent_rms`: see
+    `scale_by_shape`.
+
+    On shards, every unit's momentum is gathered once a step, see `scale_by_muon`. Each label has moments for whole
+    units, see [Note: selections] in `select`. So give matrices units of their own, by `shard(unit=...)`: then these
+    units have one moment instead of three. Raises `ValueError` for hyperparameters out of range.
     """
     adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     checks.learning_rate("muon", learning_rate)

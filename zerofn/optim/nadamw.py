@@ -1,12 +1,10 @@
-"""AdamW with Nesterov's momentum."""
+"""AdamW with Nesterov momentum."""
 
 from __future__ import annotations
 
-import dataclasses
-
 from . import checks
 from .base import GradientTransformation, Mask, ScalarOrSchedule
-from .chain import chain
+from .chain import named_chain
 from .decay import add_decayed_weights
 from .scale import scale_by_learning_rate
 from .scale_by_adam import check_moments, scale_by_adam
@@ -21,19 +19,20 @@ def nadamw(
     weight_decay: float = 1e-4,
     mask: Mask | None = None,
 ) -> GradientTransformation:
-    """NAdamW (Dozat 2016, with decoupled weight decay): a chain of `scale_by_adam(nesterov=True)`,
-    `add_decayed_weights` and `scale_by_learning_rate`.
+    """NAdamW: Adam with Nesterov momentum (Dozat 2016) and decoupled weight decay.
 
-    `mask(leaf) -> bool`: which leaves decay; all by default. With `weight_decay=0.0` it is optax's `nadam`. Raises
+    A chain of `scale_by_adam(nesterov=True)`, `add_decayed_weights` and `scale_by_learning_rate`. With
+    `weight_decay=0.0` it is optax's `nadam`. `mask(leaf) -> bool`: whether a leaf decays; by default all do. Raises
     `ValueError` for hyperparameters out of range.
     """
     checks.learning_rate("nadamw", learning_rate)
     checks.number("nadamw", 0.0, eps_root=eps_root, weight_decay=weight_decay)
     checks.mask("nadamw", mask)
     check_moments("nadamw", b1, b2, eps)
-    parts = chain(
+    return named_chain(
+        "nadamw",
+        (learning_rate, b1, b2, eps, eps_root, weight_decay, mask),
         scale_by_adam(b1, b2, eps, eps_root, nesterov=True),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
-    return dataclasses.replace(parts, name="nadamw", args=(learning_rate, b1, b2, eps, eps_root, weight_decay, mask))

@@ -13,21 +13,25 @@ from .base import GradientTransformation, apply_updates, step
 
 
 class ParamsEmaState(NamedTuple):
-    """`inner_state`: the optimizer's; `ema`: the average, in the parameters' structure and dtype."""
+    """The state of `params_ema`.
+
+    `inner_state`: the state of the optimizer. `ema`: the average, in the parameters' structure and dtype.
+    """
 
     inner_state: Any
     ema: Any
 
 
 def params_ema(optimizer: GradientTransformation, decay: float) -> GradientTransformation:
-    """Run `optimizer`, and average the parameters after each applied step: e = decay * e + (1 - decay) * p (Polyak and
-    Juditsky 1992).
+    """Run `optimizer`, and average the parameters: e = decay * e + (1 - decay) * p (Polyak and Juditsky 1992).
 
-    The average starts at the parameters. Training is that of `optimizer`, bit for bit. The average is
-    `opt_state.ema`, sharded like the parameters. To evaluate, take `zerofn.gather(state.opt_state.ema)`, or
-    `state.replace(params=state.opt_state.ema)` if nothing is frozen: frozen parameters have no average. The
-    optimizer is inside, because the average is of parameters after the step, which a later part of a `chain` would
-    change unseen. Raises `ValueError` unless `decay` is in [0, 1).
+    The average starts at the parameters and changes after each applied step. The parameters are those of
+    `optimizer` alone, bit for bit. The average is `opt_state.ema`, sharded like the parameters. To evaluate, take
+    `zerofn.gather(state.opt_state.ema)`, or `state.replace(params=state.opt_state.ema)` if nothing is frozen:
+    frozen parameters have no average.
+
+    Do not put `params_ema` into a `chain`: a later transformation would change the updates, and the average would
+    not see it. Raises `ValueError` unless `decay` is in [0, 1).
 
     >>> from zerofn import optim
     >>> params, tx = {"w": torch.zeros(1)}, optim.params_ema(optim.sgd(1.0), 0.75)

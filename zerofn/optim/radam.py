@@ -1,8 +1,7 @@
-"""RAdam: Adam that uses its second moment only once it has enough samples."""
+"""RAdam: Adam that divides by its second moment only after enough updates."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from .. import tree
 from . import checks
 from .base import GradientTransformation, ScalarOrSchedule
-from .chain import chain
+from .chain import named_chain
 from .scale import scale_by_learning_rate
 from .scale_by_adam import AdamState, check_moments, first_moments, init_moments, next_moments
 
@@ -25,12 +24,16 @@ def scale_by_radam(
     *,
     nesterov: bool = False,
 ) -> GradientTransformation:
-    """Adam's direction times the rectification of Liu et al. (2020, Algorithm 2), once the length of the second
-    moment's average reaches `threshold`; before that the corrected first moment.
+    """Scale by rectified Adam's direction (Liu et al. 2020, Algorithm 2).
 
-    Raises `ValueError` for hyperparameters out of range.
+    After t updates the second moment averages about r = R - 2 t b2^t / (1 - b2^t) of them, where R = 2 / (1 - b2) -
+    1. While r is less than `threshold`, the direction is the bias-corrected first moment. From then on it is Adam's
+    direction times the rectification sqrt((r - 4) (r - 2) R / ((R - 4) (R - 2) r)). With `nesterov`, the first
+    moment is that of `scale_by_adam(nesterov=True)`. The state is an `AdamState`. Raises `ValueError` for
+    hyperparameters out of range.
     """
-    _check("scale_by_radam", b1, b2, eps, eps_root, threshold)
+    hyper = (b1, b2, eps, eps_root, threshold)
+    _check("scale_by_radam", *hyper)
     longest = 2 / (1 - b2) - 1
 
     def update(grads: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
@@ -38,7 +41,7 @@ def scale_by_radam(
         count = state.count.double()
         faded = b2**count
         length = longest - 2 * count * faded / (1 - faded)
-        grown = length.clamp(min=4.0)  # below, the root would be NaN, and is not used
+        grown = length.clamp(min=4.0)  # below 4 the root would be NaN; the factor is then not used
         factor = ((grown - 4) * (grown - 2) * longest / ((longest - 4) * (longest - 2) * grown)).sqrt()
 
         def one(m: Tensor, v: Tensor) -> Tensor:
@@ -47,8 +50,7 @@ def scale_by_radam(
 
         return tree.tree_map(one, first_moments(grads, state, b1, nesterov), state.nu), state
 
-    args = (b1, b2, eps, eps_root, threshold, nesterov)
-    return GradientTransformation(init_moments, update, "scale_by_radam", args)
+    return GradientTransformation(init_moments, update, "scale_by_radam", (*hyper, nesterov))
 
 
 def radam(
@@ -66,18 +68,18 @@ def radam(
     Raises `ValueError` for hyperparameters out of range.
     """
     checks.learning_rate("radam", learning_rate)
-    _check("radam", b1, b2, eps, eps_root, threshold)
-    scaled = scale_by_radam(b1, b2, eps, eps_root, threshold, nesterov=nesterov)
-    args = (learning_rate, b1, b2, eps, eps_root, threshold, nesterov)
-    return dataclasses.replace(chain(scaled, scale_by_learning_rate(learning_rate)), name="radam", args=args)
+    hyper = (b1, b2, eps, eps_root, threshold)
+    _check("radam", *hyper)
+    scaled = scale_by_radam(*hyper, nesterov=nesterov)
+    return named_chain("radam", (learning_rate, *hyper, nesterov), scaled, scale_by_learning_rate(learning_rate))
 
 
 def _check(where: str, b1: float, b2: float, eps: float, eps_root: float, threshold: float) -> None:
     check_moments(where, b1, b2, eps)
     checks.number(where, 0.0, eps_root=eps_root)
-    checks.number(where, 4.0, threshold=threshold)  # the rectification has a root of length - 4
+    checks.number(where, 4.0, threshold=threshold)  # the rectification has the root of length - 4
     if not b2 > 0.6:
         raise ValueError(
-            f"{where}: b2 must be more than 0.6, got {b2!r}: the average is then never longer than 4 steps, for which "
-            "there is no rectification."
+            f"{where}: b2 must be more than 0.6, got {b2!r}: at 0.6 or less the average's length never exceeds 4 "
+            "updates, where there is no rectification."
         )

@@ -11,20 +11,26 @@ from torch import Tensor
 from .. import tree
 from . import checks
 from .base import GradientTransformation, count_zero
-from .scale_by_adam import corrected, wide
+from .scale_by_adam import averaged, averaged_squares, corrected
 
 
 class ScaleByRmsState(NamedTuple):
-    """`nu`: the average of squared gradients, in the parameters' structure and dtype; `count`: applied updates, int64
-    scalar, None without `bias_correction`."""
+    """The state of `scale_by_rms`.
+
+    `nu`: the average of squared gradients, in the parameters' structure and dtype. `count`: applied updates, int64
+    scalar; None without `bias_correction`.
+    """
 
     nu: Any
     count: Any = None
 
 
 class ScaleByRStdDevState(NamedTuple):
-    """`mu`, `nu`: the averages of gradients and of their squares, in the parameters' structure and dtype; `count`:
-    applied updates, int64 scalar, None without `bias_correction`."""
+    """The state of `scale_by_stddev`.
+
+    `mu`, `nu`: the averages of gradients and of their squares, in the parameters' structure and dtype. `count`:
+    applied updates, int64 scalar; None without `bias_correction`.
+    """
 
     mu: Any
     nu: Any
@@ -38,10 +44,10 @@ def scale_by_rms(
     eps_in_sqrt: bool = True,
     bias_correction: bool = False,
 ) -> GradientTransformation:
-    """g / sqrt(v + eps) with v = decay * v + (1 - decay) * g^2 (Hinton 2012). v starts at `initial_scale`.
+    """Divide by a running root mean square: g / sqrt(v + eps) with v = decay * v + (1 - decay) * g^2 (Hinton 2012).
 
-    Without `eps_in_sqrt`, g / (sqrt(v) + eps), as in torch. `bias_correction` divides v by 1 - decay^count. Raises
-    `ValueError` for hyperparameters out of range.
+    v starts at `initial_scale`. Without `eps_in_sqrt` the result is g / (sqrt(v) + eps), as in torch.
+    `bias_correction` divides v by 1 - decay^count. Raises `ValueError` for hyperparameters out of range.
     """
     check_average("scale_by_rms", decay, eps, initial_scale)
 
@@ -51,7 +57,7 @@ def scale_by_rms(
 
     def update(grads: Any, state: ScaleByRmsState, params: Any = None) -> tuple[Any, ScaleByRmsState]:
         count = state.count + 1 if bias_correction else None
-        nu = tree.tree_map(lambda v, g: (decay * v + (1 - decay) * wide(g, v).square()).to(v.dtype), state.nu, grads)
+        nu = averaged_squares(state.nu, grads, decay)
         updates = tree.tree_map(_divided(eps, eps_in_sqrt), grads, corrected(nu, decay, count))
         return updates, ScaleByRmsState(nu, count)
 
@@ -66,10 +72,10 @@ def scale_by_stddev(
     eps_in_sqrt: bool = True,
     bias_correction: bool = False,
 ) -> GradientTransformation:
-    """g / sqrt(v - m^2 + eps): `scale_by_rms` without the mean m of past gradients (Graves 2013).
+    """Divide by a running standard deviation: g / sqrt(v - m^2 + eps), where m averages gradients (Graves 2013).
 
-    A variance that rounding makes negative counts as zero. `bias_correction` also corrects m. Other arguments and
-    errors are those of `scale_by_rms`.
+    v averages squared gradients, as in `scale_by_rms`. A variance that rounding makes negative counts as zero.
+    `bias_correction` also corrects m. The other arguments and errors are those of `scale_by_rms`.
     """
     check_average("scale_by_stddev", decay, eps, initial_scale)
 
@@ -79,8 +85,8 @@ def scale_by_stddev(
 
     def update(grads: Any, state: ScaleByRStdDevState, params: Any = None) -> tuple[Any, ScaleByRStdDevState]:
         count = state.count + 1 if bias_correction else None
-        mu = tree.tree_map(lambda m, g: (decay * m + (1 - decay) * wide(g, m)).to(m.dtype), state.mu, grads)
-        nu = tree.tree_map(lambda v, g: (decay * v + (1 - decay) * wide(g, v).square()).to(v.dtype), state.nu, grads)
+        mu = averaged(state.mu, grads, decay)
+        nu = averaged_squares(state.nu, grads, decay)
         means, squares = corrected(mu, decay, count), corrected(nu, decay, count)
         variances = tree.tree_map(lambda m, v: (v - m.square()).clamp(min=0), means, squares)
         updates = tree.tree_map(_divided(eps, eps_in_sqrt), grads, variances)
@@ -91,7 +97,7 @@ def scale_by_stddev(
 
 
 def check_average(where: str, decay: float, eps: float, initial_scale: float) -> None:
-    """Raise `ValueError` unless `decay` lies in [0, 1) and the others are not negative."""
+    """Raise `ValueError` unless `decay` is in [0, 1) and `eps` and `initial_scale` are not negative."""
     checks.number(where, 0.0, below=1.0, decay=decay)
     checks.number(where, 0.0, eps=eps, initial_scale=initial_scale)
 
@@ -101,7 +107,7 @@ def _full(params: Any, value: float) -> Any:
 
 
 def _divided(eps: float, in_sqrt: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return g / sqrt(v), in g's dtype."""
+    """Return the function (g, v) -> g / sqrt(v), in g's dtype."""
 
     def one(g: Tensor, v: Tensor) -> Tensor:
         return ((v + eps).rsqrt() * g if in_sqrt else g / (v.sqrt() + eps)).to(g.dtype)

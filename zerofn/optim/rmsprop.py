@@ -1,12 +1,10 @@
-"""RMSProp."""
+"""RMSProp, plain, centered or with momentum."""
 
 from __future__ import annotations
 
-import dataclasses
-
 from . import checks
 from .base import GradientTransformation, ScalarOrSchedule
-from .chain import chain
+from .chain import named_chain
 from .rms import check_average, scale_by_rms, scale_by_stddev
 from .scale import scale_by_learning_rate
 from .trace import trace
@@ -23,11 +21,11 @@ def rmsprop(
     nesterov: bool = False,
     bias_correction: bool = False,
 ) -> GradientTransformation:
-    """RMSProp (Hinton 2012), with optax's arguments: a chain of `scale_by_rms` (`scale_by_stddev` if `centered`),
-    `scale_by_learning_rate` and, with `momentum`, `trace`.
+    """RMSProp (Hinton 2012), with optax's arguments.
 
-    `torch.optim.RMSprop(alpha=decay)` is `eps_in_sqrt=False`. Raises `ValueError` for hyperparameters out of range,
-    and for `nesterov` without momentum.
+    A chain of `scale_by_rms` (`scale_by_stddev` if `centered`), `scale_by_learning_rate` and, with `momentum`,
+    `trace`. `torch.optim.RMSprop(alpha=decay)` has the arithmetic of `eps_in_sqrt=False`. Raises `ValueError` for
+    hyperparameters out of range, and for `nesterov` without momentum.
 
     >>> from zerofn import optim
     >>> optim.rmsprop(1e-3, eps_in_sqrt=False, momentum=0.9)
@@ -43,4 +41,4 @@ def rmsprop(
     if momentum is not None:
         parts.append(trace(momentum, nesterov))
     args = (learning_rate, decay, eps, initial_scale, eps_in_sqrt, centered, momentum, nesterov, bias_correction)
-    return dataclasses.replace(chain(*parts), name="rmsprop", args=args)
+    return named_chain("rmsprop", args, *parts)

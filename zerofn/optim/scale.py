@@ -13,13 +13,16 @@ from .base import EmptyState, GradientTransformation, ScalarOrSchedule, count_ze
 
 
 class ScaleByScheduleState(NamedTuple):
-    """`count`: applied updates, int64 scalar."""
+    """The state of `scale_by_schedule`.
+
+    `count`: applied updates, int64 scalar.
+    """
 
     count: Tensor  # type: ignore[assignment]  # tuple.count gives way
 
 
 def scale(step_size: float) -> GradientTransformation:
-    """Multiply by `step_size`."""
+    """Multiply by `step_size`. Raises `TypeError` if it is no number."""
     checks.number("scale", step_size=step_size)
 
     def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
@@ -32,7 +35,10 @@ def scale(step_size: float) -> GradientTransformation:
 
 
 def scale_by_schedule(step_size_fn: Any) -> GradientTransformation:
-    """Multiply by `step_size_fn(count)`, with `count` the updates applied so far, an int64 scalar tensor."""
+    """Multiply by `step_size_fn(count)`, where `count` is the number of applied updates, an int64 scalar tensor.
+
+    Raises `TypeError` if `step_size_fn` is no function.
+    """
     if not callable(step_size_fn):
         raise TypeError(
             f"scale_by_schedule: expected a function of the count of applied updates, got "
@@ -50,7 +56,10 @@ def scale_by_schedule(step_size_fn: Any) -> GradientTransformation:
 
 
 def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, flip_sign: bool = True) -> GradientTransformation:
-    """Multiply by minus the learning rate (plus, without `flip_sign`), a number or a schedule."""
+    """Multiply by minus the learning rate, a number or a schedule; without `flip_sign`, by plus the learning rate.
+
+    Raises `ValueError` for a negative number, `TypeError` for an argument of another type.
+    """
     checks.learning_rate("scale_by_learning_rate", learning_rate)
     sign = -1 if flip_sign else 1
     args = (learning_rate, flip_sign)

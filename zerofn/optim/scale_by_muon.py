@@ -1,4 +1,4 @@
-"""Momentum with orthogonalised matrices."""
+"""Muon's direction: momentum whose matrices are orthogonalised."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from ..sharding.whole_leaves import map_whole
 from . import checks
 from .base import EmptyState, GradientTransformation, LeafInfo, count_zero, no_state
 from .leaf_runs import spread
-from .scale_by_adam import corrected, look_ahead, wide
+from .scale_by_adam import averaged, corrected, look_ahead
 
 Coefficients = tuple[float, float, float]
-QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)  # of the steepest slope at zero (Jordan 2024)
+QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)  # chosen for the steepest slope at zero (Jordan 2024)
 
 
 class MuonState(NamedTuple):
-    """`count`: applied updates, int64 scalar; `mu`: the momentum, in the parameters' structure and dtype."""
+    """The state of `scale_by_muon`.
+
+    `count`: applied updates, int64 scalar. `mu`: the momentum, in the parameters' structure and dtype.
+    """
 
     count: Tensor  # type: ignore[assignment]  # tuple.count gives way
     mu: Any
@@ -36,14 +39,16 @@ def scale_by_muon(
     nesterov: bool = True,
     adaptive: bool = False,
 ) -> GradientTransformation:
-    """Bring the singular values of every matrix of the momentum near one, by `ns_steps` Newton-Schulz iterations x <-
-    a x + (b x x^T + c (x x^T)^2) x (Jordan 2024).
+    """Orthogonalise the momentum of each matrix by Newton-Schulz iterations (Jordan 2024).
 
-    `ns_coeffs`: a, b, c, or such a triple for each step. `adaptive` multiplies by the dual norm of the momentum
-    (Bernstein and Newhouse 2024). Every leaf must have two dims. Shards need whole matrices: at stages 1 to 3 the
-    momentum of every unit is gathered once a step, in the parameters' dtype, which sends as much as one gather of
-    the parameters. A rank iterates on the matrices of which it has a part. Raises `ValueError` for hyperparameters
-    out of range, and in `init` for a leaf that is no matrix.
+    Each of `ns_steps` iterations is x <- a x + (b x x^T + c (x x^T)^2) x. It brings singular values nearer to one.
+    The momentum is the average of gradients with decay `beta`; `nesterov` takes it as if the same gradient came
+    once more. `ns_coeffs`: a, b and c, or a triple of them for each step. `adaptive` multiplies by the dual norm of
+    the momentum (Bernstein and Newhouse 2024). `eps` is added to the norm that x is divided by at the start.
+
+    Shards need whole matrices. At stages 1 to 3 every unit's momentum is gathered once a step, in its own dtype,
+    and a rank iterates on the matrices of which its shard has a part. Raises `ValueError` for hyperparameters out
+    of range, and in `init` for a leaf that does not have two dims.
     """
     triples = _triples("scale_by_muon", ns_coeffs, ns_steps)
     checks.number("scale_by_muon", 0.0, below=1.0, beta=beta)
@@ -56,7 +61,7 @@ def scale_by_muon(
 
     def update(grads: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
         count = state.count + 1
-        mu = tree.tree_map(lambda m, g: (beta * m + (1 - beta) * wide(g, m)).to(m.dtype), state.mu, grads)
+        mu = averaged(state.mu, grads, beta)
         ahead = look_ahead(grads, mu, beta, count) if nesterov else corrected(mu, beta, count)
 
         def rule(x: Tensor) -> Tensor:
@@ -70,7 +75,7 @@ def scale_by_muon(
 
 
 def orthogonal(x: Tensor, triples: Sequence[Coefficients], eps: float) -> Tensor:
-    """Return a matrix [n, m] with the same singular vectors and singular values near one, in its dtype."""
+    """Return a matrix [n, m] with the singular vectors of `x` and singular values near one, in its dtype."""
     tall = x.shape[0] > x.shape[1]
     x = x.t() if tall else x
     x = x / (torch.linalg.matrix_norm(x) + eps)
@@ -81,8 +86,12 @@ def orthogonal(x: Tensor, triples: Sequence[Coefficients], eps: float) -> Tensor
 
 
 def scale_by_shape(consistent_rms: float | None = None) -> GradientTransformation:
-    """Multiply a matrix [out, in] by sqrt(max(1, out / in)) (Bernstein and Newhouse 2024), or by
-    consistent_rms * sqrt(max(out, in)) (Liu et al. 2025: 0.2 gives the size of AdamW's updates)."""
+    """Multiply each matrix [out, in] by sqrt(max(1, out / in)) (Bernstein and Newhouse 2024).
+
+    Dims are in the order of torch's weights; optax has inputs first. With `consistent_rms`, multiply by
+    consistent_rms * sqrt(max(out, in)) instead: 0.2 gives updates the size of AdamW's (Liu et al. 2025). Raises
+    `ValueError` for a negative `consistent_rms`.
+    """
     if consistent_rms is not None:
         checks.number("scale_by_shape", 0.0, consistent_rms=consistent_rms)
 
@@ -112,15 +121,15 @@ def hashable(coefficients: Any) -> Any:
 
 
 def _triples(where: str, coefficients: Any, steps: int) -> list[Coefficients]:
-    """Return a, b, c of every step. Of a longer list the last ones count, as in optax."""
+    """Return a, b and c of every step. If there are more triples than steps, the last ones count, as in optax."""
     checks.number(where, 1, ns_steps=steps)
     if not isinstance(coefficients, tuple | list) or not coefficients:
         raise ValueError(f"{where}: ns_coeffs must be three numbers, or three for each step; got {coefficients!r}.")
-    given = [coefficients] * steps if isinstance(coefficients[0], int | float) else list(coefficients)[-steps:]
-    for triple in given:
+    triples = [coefficients] * steps if isinstance(coefficients[0], int | float) else list(coefficients)[-steps:]
+    for triple in triples:
         if not isinstance(triple, tuple | list) or len(triple) != 3:
             raise ValueError(f"{where}: ns_coeffs must be three numbers, or three for each step; got {coefficients!r}.")
         checks.number(where, **dict(zip("abc", triple, strict=True)))
-    if len(given) < steps:
-        raise ValueError(f"{where}: ns_coeffs has {len(given)} triples for ns_steps={steps}.")
-    return [tuple(triple) for triple in given]
+    if len(triples) < steps:
+        raise ValueError(f"{where}: ns_coeffs has {len(triples)} triples for ns_steps={steps}.")
+    return [tuple(triple) for triple in triples]

@@ -1,6 +1,6 @@
 """optax's schedules: functions of the count of applied updates, in torch operations alone.
 
-Nothing here waits for the device, and all of it can be captured. Values are optax's.
+A step can capture them, and none waits for the device. Their values are optax's.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from . import checks
 
 @dataclass(frozen=True)
 class Schedule:
-    """A number for every count of applied updates. Two are equal when name and arguments are.
+    """A function of the count of applied updates.
 
-    `schedule(count)`: an int64 scalar tensor -> a float64 scalar tensor on its device; an int -> a float.
-    `fn` maps the count, as a float64 scalar tensor, to the value.
+    `schedule(count)` takes an int64 scalar tensor and returns a float64 scalar tensor on its device; it takes an
+    int and returns a float. Two schedules are equal if their names and arguments are. `fn`: the function of a count
+    that is a float64 scalar tensor.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Schedule:
 
 
 def constant_schedule(value: float) -> Schedule:
-    """`value`, always."""
+    """`value` at every count. Raises `TypeError` if it is no number."""
     checks.number("constant_schedule", value=value)
     return Schedule("constant_schedule", (value,), lambda count: torch.full_like(count, value))
 
@@ -46,8 +47,10 @@ def constant_schedule(value: float) -> Schedule:
 def polynomial_schedule(
     init_value: float, end_value: float, power: float, transition_steps: int, transition_begin: int = 0
 ) -> Schedule:
-    """(init - end) * (1 - t / transition_steps)^power + end, with t = count - transition_begin kept in
-    [0, transition_steps]. With `transition_steps` <= 0 the value stays `init_value`.
+    """A polynomial from `init_value` to `end_value`: (init - end) * (1 - t / transition_steps)^power + end.
+
+    t is count - transition_begin, clamped to [0, transition_steps]. With `transition_steps` <= 0 the value stays
+    `init_value`. Raises `TypeError` for an argument that is no number.
     """
     checks.number("polynomial_schedule", init_value=init_value, end_value=end_value, power=power)
     checks.number("polynomial_schedule", transition_steps=transition_steps, transition_begin=transition_begin)
@@ -63,7 +66,12 @@ def polynomial_schedule(
 
 
 def linear_schedule(init_value: float, end_value: float, transition_steps: int, transition_begin: int = 0) -> Schedule:
-    """From `init_value` to `end_value` in a straight line: `polynomial_schedule` with power 1."""
+    """A straight line from `init_value` to `end_value`: `polynomial_schedule` with power 1.
+
+    >>> from zerofn import optim
+    >>> [optim.linear_schedule(0.0, 1.0, 4, transition_begin=10)(count) for count in (0, 11, 20)]
+    [0.0, 0.25, 1.0]
+    """
     return polynomial_schedule(init_value, end_value, 1, transition_steps, transition_begin)
 
 
@@ -75,10 +83,11 @@ def exponential_decay(
     staircase: bool = False,
     end_value: float | None = None,
 ) -> Schedule:
-    """init_value * decay_rate^((count - transition_begin) / transition_steps), `init_value` before it begins.
+    """Exponential decay: init_value * decay_rate^((count - transition_begin) / transition_steps).
 
-    `staircase` rounds the exponent down. `end_value` is a lower bound where `decay_rate` < 1, else an upper
-    one. With `transition_steps` <= 0 or `decay_rate` 0 the value stays `init_value`.
+    Before `transition_begin` the value is `init_value`. `staircase` rounds the exponent down. `end_value` is a
+    lower bound if `decay_rate` < 1, else an upper bound. With `transition_steps` <= 0 or `decay_rate` 0 the value
+    stays `init_value`. Raises `ValueError` for a negative `decay_rate`.
     """
     where = "exponential_decay"
     checks.number(where, init_value=init_value, transition_steps=transition_steps, transition_begin=transition_begin)
@@ -98,8 +107,14 @@ def exponential_decay(
 
 
 def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.0, exponent: float = 1.0) -> Schedule:
-    """init_value * ((1 - alpha) * ((1 + cos(pi t / decay_steps)) / 2)^exponent + alpha), with t = count up to
-    `decay_steps` (Loshchilov and Hutter 2017). Raises `ValueError` unless `decay_steps` is positive.
+    """Half a cosine: init_value * ((1 - alpha) * ((1 + cos(pi t / decay_steps)) / 2)^exponent + alpha).
+
+    t is min(count, decay_steps), so the value ends at alpha * init_value (Loshchilov and Hutter 2017). Raises
+    `ValueError` unless `decay_steps` is positive.
+
+    >>> from zerofn import optim
+    >>> [optim.cosine_decay_schedule(1.0, 100, alpha=0.1)(count) for count in (0, 50, 100, 200)]
+    [1.0, 0.55, 0.1, 0.1]
     """
     checks.number("cosine_decay_schedule", init_value=init_value, alpha=alpha, exponent=exponent)
     checks.number("cosine_decay_schedule", 0, above=True, decay_steps=decay_steps)
@@ -114,7 +129,14 @@ def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.
 def piecewise_constant_schedule(
     init_value: float, boundaries_and_scales: Mapping[int, float] | None = None
 ) -> Schedule:
-    """`init_value` times the scales of all boundaries <= count, from a dict {boundary: scale}."""
+    """Steps: `init_value` times the scales of all boundaries <= count.
+
+    `boundaries_and_scales`: a dict {boundary: scale}. Raises `ValueError` for a negative scale.
+
+    >>> from zerofn import optim
+    >>> [optim.piecewise_constant_schedule(1.0, {10: 0.5, 20: 0.5})(count) for count in (9, 10, 20)]
+    [1.0, 0.5, 0.25]
+    """
     scales = tuple(sorted((boundaries_and_scales or {}).items()))
     checks.number("piecewise_constant_schedule", init_value=init_value)
     for boundary, scale in scales:
@@ -130,9 +152,10 @@ def piecewise_constant_schedule(
 
 
 def join_schedules(schedules: Sequence[Callable[..., Any]], boundaries: Sequence[int]) -> Schedule:
-    """One schedule after the other: `schedules[i]` from `boundaries[i - 1]` on, counting from there.
+    """One schedule after the other.
 
-    Raises `ValueError` unless there is one boundary fewer than there are schedules.
+    From `boundaries[i - 1]` on, the value is `schedules[i](count - boundaries[i - 1])`. Raises `ValueError` unless
+    there is one boundary less than there are schedules, `TypeError` for an entry that is no function.
     """
     if len(boundaries) != len(schedules) - 1:
         raise ValueError(

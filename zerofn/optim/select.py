@@ -1,9 +1,9 @@
-"""Part of a tree by a mask on its logical leaves, and back.
+"""Select a part of a tree by a mask on its logical leaves, and merge it back.
 
-[Note: selections] Of a plain tree, the leaves that are not selected become None. Of a `Sharded`, units
-without a selected leaf are gone, and in the others what is not selected counts as padding: it is never read.
-So an inner transformation sees an ordinary tree, holds moments only for the units it has a part in (whole
-units: where one holds leaves of two labels, both labels' moments have its size), and keeps its fused form.
+[Note: selections] In a plain tree, leaves that are not selected become None. In a `Sharded`, units without a selected
+leaf disappear. In the other units, leaves that are not selected count as padding, which is never read. So an inner
+transformation sees an ordinary tree and stays fused. It has moments for every unit with a selected leaf, and for the
+whole of it: if leaves of one unit have two labels, the moments of both labels have the unit's size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .leaf_runs import leaf_info
 
 
 def select(values: Any, keep: Mask) -> Any:
-    """The part of a tree whose leaves `keep` selects. See [Note: selections]."""
+    """Return the part of a tree whose leaves `keep` selects. See [Note: selections]."""
     paths, nodes, treedef = tree.flatten_with_path(values, is_leaf=is_sharded)
     return tree.unflatten(treedef, [_select(path, x, keep) for path, x in zip(paths, nodes, strict=True)])
 
@@ -37,9 +37,10 @@ def _select(path: tree.Path, x: Any, keep: Mask) -> Any:
 
 
 def merge(whole: Any, part: Any, keep: Mask, by_runs: bool = False) -> Any:
-    """`whole` with the leaves that `keep` selects from `part`, which is laid out as `select(whole, keep)`.
+    """Return `whole` with the leaves that `keep` selects taken from `part`, which is laid out as `select(whole,
+    keep)`.
 
-    `by_runs`: what is not selected has the same bits in both, so nothing need be copied.
+    `by_runs`: all other elements have the same bits in both, so a unit of `part` is taken without a copy.
     """
     paths, nodes, treedef = tree.flatten_with_path(whole, is_leaf=is_sharded)
     fresh = iter(tree.leaves(part, is_leaf=is_sharded))

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent, with momentum."""
+"""Stochastic gradient descent, with or without momentum."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from ..ops import sgd as _op  # noqa: F401  (defines zerofn::sgd)
 from . import checks
 from . import moment_formats as formats
 from .base import GradientTransformation, Mask, ScalarOrSchedule, count_zero, rate_at
-from .fused import LeafConstants, LeafScale, fused_rule, fused_step
+from .fused import LeafConstants, LeafScale, fused_rule
 
 
 class SgdState(NamedTuple):
-    """`count`: applied updates, int64 scalar; `trace`: the momentum buffer in the structure and dtype of the
-    parameters, None without momentum."""
+    """The state of `sgd`.
+
+    `count`: applied updates, int64 scalar. `trace`: the momentum, in the parameters' structure and, unless
+    `moments` says otherwise, dtype; None without momentum.
+    """
 
     count: Tensor  # type: ignore[assignment]  # tuple.count gives way
     trace: Any
@@ -34,10 +37,17 @@ def sgd(
 ) -> GradientTransformation:
     """SGD with momentum (Sutskever et al. 2013), in the arithmetic of `torch.optim.SGD(foreach=False)`.
 
-    d = g + weight_decay * p; m = momentum * m + d; p -= learning_rate * m (d + momentum * m with `nesterov`).
-    `mask(leaf) -> bool`: which leaves decay; all by default. `lr_scale(leaf) -> float`: a factor of each leaf's
-    learning rate. `moments`: the momentum's format, as in `adamw`. Raises `ValueError` for hyperparameters out of
+    d = g + weight_decay * p; m = momentum * m + d; p -= learning_rate * m. With `nesterov`, p -= learning_rate * (d
+    + momentum * m); without momentum, p -= learning_rate * d. m starts at zero.
+
+    `mask(leaf) -> bool`: whether a leaf decays; by default all do. `lr_scale(leaf) -> float`: a factor of the
+    leaf's learning rate. `moments`: the format of m, as in `adamw`. Raises `ValueError` for hyperparameters out of
     range, and for `nesterov` or `moments` without momentum.
+
+    >>> from zerofn import optim
+    >>> tx, params = optim.sgd(0.5), {"w": torch.ones(2)}
+    >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
+    {'w': tensor([-0.5000, -0.5000])}
     """
     checks.learning_rate("sgd", learning_rate)
     checks.number("sgd", 0.0, weight_decay=weight_decay, momentum=momentum or 0.0)
@@ -52,7 +62,7 @@ def sgd(
     constants = LeafConstants(weight_decay, mask, lr_scale)
 
     def init(params: Any) -> SgdState:
-        # Minus zero: adding the first gradient to it gives that gradient, the sign of its zeros included.
+        # Minus zero, because 0 + -0 is 0: the first momentum has the gradient's bits, the signs of its zeros included.
         trace = formats.initial(params, moments, -0.0) if momentum else None
         return formats.state_type(SgdState, moments)(count_zero(params), trace)
 
@@ -67,17 +77,11 @@ def sgd(
         updates = tree.tree_map(lambda d, scale: (-rate * scale * d).to(d.dtype), d, scales)
         return updates, type(state)(state.count + 1, trace)
 
-    def apply(
-        grads: Any, state: SgdState, params: Any, factor: Tensor | None, finite: Tensor | None
-    ) -> tuple[Any, SgdState]:
-        def call(tensors: list[Tensor], runs: tuple[Any, ...], offset: int) -> Any:
-            if momentum:
-                return torch.ops.zerofn.sgd_momentum(*tensors, *runs, momentum, nesterov, moments, offset)
-            return (torch.ops.zerofn.sgd(*tensors, *runs, None, offset),)
-
-        trees = [params, grads, *([state.trace] if momentum else [])]
-        count, (p, *fresh) = fused_step(call, learning_rate, constants, state.count, trees, factor, finite)
-        return p, type(state)(count, fresh[0] if momentum else None)
+    def call(tensors: list[Tensor], runs: tuple[Any, ...], offset: int) -> Any:
+        if momentum:
+            return torch.ops.zerofn.sgd_momentum(*tensors, *runs, momentum, nesterov, moments, offset)
+        return (torch.ops.zerofn.sgd(*tensors, *runs, None, offset),)
 
     args = (learning_rate, momentum, nesterov, weight_decay, mask, lr_scale, moments)
-    return fused_rule("sgd", args, init, update, apply, learning_rate, constants)
+    fields = ("trace",) if momentum else ()
+    return fused_rule("sgd", args, init, update, call, fields, learning_rate, constants)

@@ -31,24 +31,26 @@ _ALWAYS = {"rmsprop": ["eps_in_sqrt=False"], "nadamw": ["weight_decay=0.0"]}
 
 
 def is_torchs(value: Any) -> bool:
-    """Return whether `value` is a torch optimizer or a class of one."""
+    """Return whether `value` is one of torch's optimizers, or the class of one."""
     kind = torch.optim.Optimizer
     return isinstance(value, kind) or (isinstance(value, type) and issubclass(value, kind))
 
 
 def advice(value: Any) -> str:
-    """Return what to write instead, as the end of a sentence."""
+    """Return the end of an error message: what `value` is, why it does not fit, and what to write instead."""
     kind = value if isinstance(value, type) else type(value)
     names = [c.__name__ for c in kind.__mro__ if c.__module__.startswith("torch.") and c.__name__ in _COUNTERPARTS]
     shown = f"torch.optim.{kind.__name__}" if kind.__module__.startswith("torch.") else kind.__name__
-    why = f"{shown}, which changes parameters in place and holds its state itself"
+    why = f"{shown}, which changes parameters in place and stores its state itself"
     if not names:
         return f"{why}; zerofn.optim has no counterpart: write it as two functions, optim.from_functions(init, update)."
     return f"{why}; write {_counterpart(value, *_COUNTERPARTS[names[0]])} instead."
 
 
 def _counterpart(value: Any, ours: str, names: Mapping[str, str]) -> str:
-    """Return our counterpart with an optimizer's hyperparameters; for a class, with the learning rate alone."""
+    """Return our counterpart as code, with the hyperparameters of an optimizer; of a class, with the learning rate
+    alone.
+    """
     if isinstance(value, type):
         return f"optim.{ours}(learning_rate)"
     out = []

@@ -1,4 +1,4 @@
-"""Momentum."""
+"""Momentum as a transformation of its own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from .base import GradientTransformation
 
 
 class TraceState(NamedTuple):
-    """`trace`: the decaying sum of past gradients, in the parameters' structure and dtype."""
+    """The state of `trace`.
+
+    `trace`: the decaying sum of past gradients, in the parameters' structure and dtype.
+    """
 
     trace: Any
 
 
 def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
-    """t = g + decay * t; the update is t, or g + decay * t with `nesterov` (Sutskever et al. 2013)."""
+    """Sum past gradients with decay: t = g + decay * t, from zero (Sutskever et al. 2013).
+
+    The update is t; with `nesterov` it is g + decay * t. Raises `ValueError` for a negative `decay`.
+    """
     checks.number("trace", 0.0, decay=decay)
 
     def init(params: Any) -> TraceState:

@@ -16,16 +16,16 @@ from .leaf_runs import map_runs
 def scale_by_trust_ratio(
     min_norm: float = 0.0, trust_coefficient: float = 1.0, eps: float = 0.0
 ) -> GradientTransformation:
-    """Multiply each leaf's update u by trust_coefficient * |p| / (|u| + eps), or by 1 if |p| or |u| is zero.
+    """Multiply each leaf's update u by trust_coefficient * |p| / (|u| + eps) (You et al. 2020, Algorithm 2).
 
-    You et al. 2020, Algorithm 2, with optax's arguments: norms are at least `min_norm`. They are of whole logical
-    leaves, over all ranks, with the same bits at every stage; one small all-gather serves all.
+    Norms are of whole logical leaves over all ranks, and at least `min_norm`, as in optax. If |p| or |u| is zero,
+    the update stays as it is. One small all-gather serves all leaves, and every stage has the same bits. Raises
+    `ValueError` for a negative argument, and in `update` without the parameters.
     """
     checks.number("scale_by_trust_ratio", 0.0, min_norm=min_norm, trust_coefficient=trust_coefficient, eps=eps)
 
     def update(updates: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
-        if params is None:
-            raise ValueError("scale_by_trust_ratio: update needs the parameters: tx.update(grads, state, params).")
+        checks.needs_params("scale_by_trust_ratio", params)
         names, both = norms((params, updates))
         half = len(names) // 2
         p, u = both[:half].clamp(min=min_norm), both[half:].clamp(min=min_norm)
@@ -36,7 +36,10 @@ def scale_by_trust_ratio(
 
 
 def scale_leaves(values: Any, columns: dict[str, int], factors: Tensor) -> Any:
-    """Multiply every logical leaf of a tree, `Sharded` or plain, by its own number of `factors` [leaves]."""
+    """Multiply every logical leaf of a tree, `Sharded` or plain, by its own entry of `factors` [leaves].
+
+    `columns`: leaf name -> index of its entry, with names as `norms` returns them.
+    """
 
     def rule(tensors: list[Tensor], _: int, starts: list[int], stops: list[int], found: list[int]) -> tuple[Tensor]:
         return (torch.ops.zerofn.scale_runs(*tensors, starts, stops, found, factors),)

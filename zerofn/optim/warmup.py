@@ -1,4 +1,4 @@
-"""Schedules with a warm-up: optax's, and DeepSpeed's by formula."""
+"""Schedules with a warm-up: optax's and DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .schedules import Schedule, cosine_decay_schedule, exponential_decay, join_
 
 
 def warmup_constant_schedule(init_value: float, peak_value: float, warmup_steps: int) -> Schedule:
-    """From `init_value` to `peak_value` in a straight line over `warmup_steps`, constant after."""
+    """A straight line from `init_value` to `peak_value` over `warmup_steps`, then constant."""
     return linear_schedule(init_value, peak_value, warmup_steps)
 
 
@@ -25,9 +25,15 @@ def warmup_cosine_decay_schedule(
     end_value: float = 0.0,
     exponent: float = 1.0,
 ) -> Schedule:
-    """A straight line to `peak_value` over `warmup_steps`, then a cosine to `end_value`.
+    """A straight line from `init_value` to `peak_value` over `warmup_steps`, then half a cosine to `end_value`.
 
-    `decay_steps` is the length of both together. Raises `ValueError` unless it is more than `warmup_steps`.
+    `decay_steps` counts both together. `exponent` is that of `cosine_decay_schedule`. Raises `ValueError` unless
+    `decay_steps` is more than `warmup_steps`.
+
+    >>> from zerofn import optim
+    >>> schedule = optim.warmup_cosine_decay_schedule(0.0, 1.0, warmup_steps=10, decay_steps=110)
+    >>> [schedule(count) for count in (5, 10, 60, 110)]
+    [0.5, 1.0, 0.5, 0.0]
     """
     where = "warmup_cosine_decay_schedule"
     checks.number(where, peak_value=peak_value, end_value=end_value, warmup_steps=warmup_steps)
@@ -52,7 +58,10 @@ def warmup_exponential_decay_schedule(
     staircase: bool = False,
     end_value: float | None = None,
 ) -> Schedule:
-    """A straight line to `peak_value` over `warmup_steps`, then `exponential_decay`."""
+    """A straight line from `init_value` to `peak_value` over `warmup_steps`, then `exponential_decay`.
+
+    The decay starts at `peak_value`, counts from the end of the warm-up, and takes the other arguments.
+    """
     decay = exponential_decay(peak_value, transition_steps, decay_rate, transition_begin, staircase, end_value)
     joined = join_schedules([linear_schedule(init_value, peak_value, warmup_steps), decay], [warmup_steps])
     args = (init_value, peak_value, warmup_steps, transition_steps, decay_rate, transition_begin, staircase, end_value)
@@ -62,12 +71,12 @@ def warmup_exponential_decay_schedule(
 def warmup_lr(
     warmup_min_lr: float = 0.0, warmup_max_lr: float = 0.001, warmup_num_steps: int = 1000, warmup_type: str = "log"
 ) -> Schedule:
-    """DeepSpeed's WarmupLR: the rate its optimizer uses for the update after `count` others.
+    """DeepSpeed's WarmupLR: min + (max - min) * gamma.
 
-    With i = max(count - 1, 0) and N = max(2, warmup_num_steps): min + (max - min) * gamma, where gamma is
-    ln(i + 1) / ln(N) ("log") or i / N ("linear") for i < N, and 1 after. The scheduler there steps after the
-    optimizer, hence the 1: the first two updates both run at `warmup_min_lr`. Raises `ValueError` unless
-    `warmup_num_steps` is positive, and for another `warmup_type`.
+    With i = max(count - 1, 0) and N = max(2, warmup_num_steps), gamma is ln(i + 1) / ln(N) ("log") or i / N
+    ("linear") while i < N, and 1 after. DeepSpeed's scheduler steps after the optimizer, hence the 1: the first two
+    updates both run at `warmup_min_lr`. Raises `ValueError` unless `warmup_num_steps` is positive, and for another
+    `warmup_type`.
     """
     args = (warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
     return _warmup("warmup_lr", args, lambda i: torch.ones_like(i))
@@ -80,9 +89,10 @@ def warmup_decay_lr(
     warmup_num_steps: int = 1000,
     warmup_type: str = "log",
 ) -> Schedule:
-    """DeepSpeed's WarmupDecayLR: `warmup_lr`, then with T = total_num_steps down in a straight line.
+    """DeepSpeed's WarmupDecayLR: `warmup_lr`, then a straight line down to `warmup_min_lr`.
 
-    For i >= N, gamma is max(0, (T - i) / max(1, T - N)). Raises as `warmup_lr` does.
+    With T = total_num_steps, gamma is max(0, (T - i) / max(1, T - N)) for i >= N. Raises as `warmup_lr` does, and
+    `ValueError` unless `total_num_steps` is positive.
     """
     checks.number("warmup_decay_lr", 0, above=True, total_num_steps=total_num_steps)
     width = max(1, total_num_steps - max(2, warmup_num_steps))

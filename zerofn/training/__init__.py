@@ -1,1 +1,1 @@
-"""What a training step is written with: gradients, accumulation, loss scales, recomputation, `TrainState`."""
+"""The parts of a training step: gradients, microbatches, loss scales, recomputation and `TrainState`."""

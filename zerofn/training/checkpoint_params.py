@@ -1,8 +1,8 @@
 """Let recomputation in the backward pass see the parameters of the forward pass.
 
-`torch.func.functional_call` lends parameters to a module for one call. `torch.utils.checkpoint` calls parts of that
-module again when gradients are taken, after the call. By then the module has its own parameters back, which are others,
-or have no data. Here each segment remembers the parameters that were lent when it first ran.
+`torch.func.functional_call` lends parameters to a module for one call. `torch.utils.checkpoint` calls segments of that
+module again in the backward pass, after `functional_call` has returned. By then the module has its own parameters back.
+These have other values, or no data at all. So each segment remembers which parameters were lent when it first ran.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..util.patches import Patches
 
 
 class _Lent(threading.local):
-    """The calls under way in this thread: (module, parameters, options)."""
+    """The calls of `functional_call` in progress in this thread: (module, parameters, options)."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
@@ -28,10 +28,10 @@ _lent = _Lent()
 
 
 def same_parameters() -> Patches:
-    """Inside, segments under `torch.utils.checkpoint` are recomputed with the parameters that `functional_call` gave
-    them.
+    """Return a context in which segments are recomputed with the parameters that they first ran with.
 
-    Take gradients inside as well.
+    Segments are those of `torch.utils.checkpoint`, parameters those that `functional_call` lent. Run both the
+    forward and the backward pass inside.
     """
     return _patches
 

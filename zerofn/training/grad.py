@@ -1,7 +1,7 @@
-"""`value_and_grad` and `accumulate`: the everyday use of gather and scatter.
+"""`value_and_grad` and `accumulate`: gradients of a loss, over ranks and microbatches.
 
-Gradients are taken with `torch.autograd.grad` on detached leaves: `torch.func.grad` refuses saved-tensor hooks
-and old-style autograd functions, and holds about twice the memory.
+Gradients are taken with `torch.autograd.grad` on detached leaves. `torch.func.grad` refuses saved-tensor hooks and
+old-style autograd functions, and takes about twice the memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ LossFn = Callable[..., Any]
 
 
 class _Loss(NamedTuple):
-    """One microbatch's loss. `mean` is differentiated; `weight` is set for a (sum, weight) loss only."""
+    """The loss of one microbatch.
+
+    `mean` is differentiated. `total` is the loss function's sum, or its mean if it returns no weight. `weight` is
+    the weight, or None.
+    """
 
     mean: Tensor
     total: Tensor
@@ -48,22 +52,29 @@ def value_and_grad(
 ) -> ValueAndGrad:
     """Return `f(params, *args) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`.
 
-    `loss_fn(params, *args)` gets full parameters in the compute dtype, and returns a scalar: the mean over this
-    rank's batch. It may return `(sum, weight)` instead, for a mean that is weighted exactly over ranks and
-    microbatches. `params` is `Sharded`, plain, or a tree of both. Gradients have its structure, unscaled, in the
-    reduce dtype, averaged over ranks; a plain tree never communicates. Unused parameters get zeros. The loss is the
-    mean over the global batch, in float32 (float64 stays); `aux` is this rank's own.
+    `loss_fn(params, *args)` gets full parameters in the compute dtype. It returns a scalar, the mean over this
+    rank's batch; or `(sum, weight)`, for a mean that is weighted exactly over ranks and microbatches. `params` is
+    `Sharded`, plain, or a tree of both. A plain tree alone never communicates; with a `Sharded` in `params`, all
+    ranks must call `f`.
 
-    `scale`: a loss scale. `rng`: the key for random operations, which raise without one. `frozen(leaf name)` says
-    which plain leaves get zeros, as integers do; `Sharded` trees know theirs. Raises `TypeError` for a complex
-    leaf.
+    `loss` is the mean over the global batch, in float32, or in float64 if `loss_fn` returns that. `aux` is this
+    rank's own. `grads` has the structure of `params`, is averaged over ranks in the reduce dtype, and is unscaled.
+    Unused parameters get zeros.
+
+    `scale`: a loss scale. `rng`: the key for random operations, which raise without one. `frozen(leaf name)`: which
+    plain leaves get zeros, as integers do; `Sharded` trees know theirs. `f` raises `TypeError` for a complex leaf,
+    and `ValueError` or `TypeError` if `loss_fn` returns something else or `frozen` selects no leaf.
+
+    >>> f = value_and_grad(lambda w, x: (w * x).mean())
+    >>> f(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
+    (tensor(5.5000), tensor([1.5000, 2.0000]))
     """
     return ValueAndGrad(loss_fn, has_aux, scale if scale is not None else NoLossScale(), rng, frozen)
 
 
 @dataclass(frozen=True)
 class ValueAndGrad:
-    """The result of `value_and_grad`; `accumulate` sets `num_microbatches`."""
+    """The result of `value_and_grad`. `accumulate` sets `num_microbatches`."""
 
     loss_fn: LossFn
     has_aux: bool
@@ -73,11 +84,11 @@ class ValueAndGrad:
     num_microbatches: int = 1
 
     def with_microbatches(self, n: int) -> ValueAndGrad:
-        """Return it with `n` times as many microbatches; see `accumulate`."""
+        """Return the same function with `n` times as many microbatches; see `accumulate`."""
         return replace(self, num_microbatches=n * self.num_microbatches)
 
     def __call__(self, params: Any, *args: Any) -> tuple[Any, Any]:
-        """Return (loss, grads) or ((loss, aux), grads)."""
+        """Return (loss, grads), or ((loss, aux), grads) with `has_aux`."""
         paths, nodes, treedef = tree.flatten_with_path(params, is_leaf=is_sharded)
         if self.frozen is not None and not any(map(is_sharded, nodes)):
             names = [tree.name_of(p) for p in paths]
@@ -95,19 +106,24 @@ class ValueAndGrad:
 
 
 def accumulate(vg: Any, n: int) -> Any:
-    """Return `vg` over `n` microbatches, one after the other: a larger batch in the memory of a smaller one.
+    """Return `vg` over `n` microbatches, one after the other: a large batch in the memory of a small one.
 
-    Every tensor leaf of the arguments after `params` is cut along dim 0 into `n` equal contiguous parts. Loss and
-    gradients are averaged, aux is stacked along a new dim 0, and buffers that `loss_fn` writes pass from one
-    microbatch to the next. A `vg` that accumulates over `m` then accumulates over `m * n`. The body is captured
-    once and looped, never unrolled.
+    `vg`: what `value_and_grad` returned. Every tensor leaf of the arguments after `params` is cut along dim 0 into
+    `n` equal contiguous microbatches. Loss and gradients are averaged over them. Aux is stacked along a new dim 0.
+    Each microbatch sees what the one before wrote to buffers. A `vg` that accumulates over `m` then accumulates
+    over `m * n`. Capture records one microbatch and loops over it; nothing is unrolled.
 
-    Raises `ValueError` for a leaf that cannot be cut so.
+    Raises `TypeError` for another `vg`, and `ValueError` for an `n` that is no positive integer or a leaf that
+    cannot be cut.
+
+    >>> f = accumulate(value_and_grad(lambda w, x: (w * x).mean()), 2)
+    >>> f(torch.tensor(2.0), torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    (tensor(5.), tensor(2.5000))
     """
     if not hasattr(vg, "with_microbatches"):
         raise TypeError(f"accumulate: expected what value_and_grad returned, got {type(vg).__name__}.")
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise ValueError(f"accumulate: n must be a whole number from 1, got {n!r}.")
+        raise ValueError(f"accumulate: n must be a positive integer, got {n!r}.")
     return vg.with_microbatches(n)
 
 
@@ -117,11 +133,14 @@ def _axis_of(nodes: Sequence[Any]) -> Axis | None:
 
 @dataclass(frozen=True)
 class _Work:
-    """One call: the parameters' nodes (`Sharded` or plain tensors), and the work on them."""
+    """One call of `ValueAndGrad`.
+
+    `nodes`: the parameters' nodes, `Sharded` or plain tensors. `treedef`: the tree of these nodes.
+    """
 
     vg: ValueAndGrad
     nodes: list[Any]
-    learns: list[list[bool]]  # for each node: which of its leaves get gradients
+    learns: list[list[bool]]  # for each node: whether each of its leaves gets a gradient
     treedef: tree.PyTreeSpec
     axis: Axis | None
 
@@ -130,7 +149,9 @@ class _Work:
         return 1 if self.axis is None else self.axis.size
 
     def microbatch(self, nodes: list[Any], args: Sequence[Any], index: Any) -> tuple[_Loss, list[Tensor]]:
-        """Return the local loss and gradients: one flat tensor per trainable unit, one per trained plain leaf."""
+        """Return the local loss and gradients: a flat tensor for each trainable unit, and one for each trained
+        plain leaf.
+        """
         full = [gather_leaves(x) if is_sharded(x) else [x] for x in nodes]
         leaves = [
             [_leaf(t, ok) for t, ok in zip(ts, learns, strict=True)]
@@ -160,10 +181,10 @@ class _Work:
         try:
             out = self.vg.loss_fn(params, *args)
         except Exception as error:
-            told = instead(error)
-            if told is None:
+            advised = instead(error)
+            if advised is None:
                 raise
-            raise told.with_traceback(error.__traceback__) from None
+            raise advised.with_traceback(error.__traceback__) from None
         aux = None
         if self.vg.has_aux:
             if not isinstance(out, tuple) or len(out) != 2:
@@ -188,26 +209,29 @@ class _Work:
         return _Loss(total / torch.where(weight == 0, torch.ones_like(weight), weight), total, weight, aux)
 
     def _seed(self, loss: _Loss) -> Tensor:
-        # The seed contains the mean over ranks and microbatches, which saves a pass over the gradients.
+        # The seed of the backward pass divides by ranks and microbatches, which saves a pass over the gradients.
         parts = 1 if loss.weight is not None else self.num_ranks * self.vg.num_microbatches
         return self.vg.scale.scale(torch.full_like(loss.mean.detach(), 1.0 / parts))
 
     def reduce(self, flats: list[Tensor]) -> list[Tensor]:
-        """Return this rank's part of the sum over ranks."""
+        """Sum gradients over ranks; return this rank's shard of each unit, and the whole sums of plain leaves."""
         out, flat = [], iter(flats)
         for x, learns in zip(self.nodes, self.learns, strict=True):
             if is_sharded(x):
                 out += [reduce_unit(x.spec, u, next(flat)) for u in x.layout.units if u.trainable]
-            elif learns[0]:  # replicated beside sharded: replicas must stay equal
+            elif learns[0]:  # a plain leaf is replicated: its copies must stay equal on all ranks
                 out.append(next(flat) if self.axis is None else sum_over(next(flat), self.axis))
         return out
 
     def _late(self) -> bool:
-        """Whether gradients accumulate unsharded and are reduced once (stages 0 and 1)."""
+        """Return whether gradients accumulate unsharded and are reduced once a step, as at stages 0 and 1."""
         return all(x.spec.stage <= 1 for x in self.nodes if is_sharded(x))
 
     def loop(self, args: Sequence[Any]) -> tuple[tuple[Tensor, Tensor | None], Any, list[Tensor]]:
-        """Run all microbatches; return ((sum of losses, sum of weights), stacked aux, sums of gradients)."""
+        """Run all microbatches; return ((sum of losses, sum of weights), stacked aux, sums of gradients).
+
+        Without weights, the first is the mean of the losses, and the second None.
+        """
         n, late = self.vg.num_microbatches, self._late()
         leaves, treedef = tree.flatten(args)
         parts = [_cut(x, n) if isinstance(x, Tensor) else x for x in leaves]
@@ -217,7 +241,7 @@ class _Work:
             fresh = iter(mine)
             values = tree.unflatten(treedef, [next(fresh) if isinstance(x, Tensor) else x for x in leaves])
             loss, flats = self.microbatch(nodes, values, index)
-            # Copies: the loss or weight may be a buffer that the next microbatch writes.
+            # Clone: the loss or weight may be a buffer that the next microbatch writes.
             pair = [x.clone() for x in _detached(loss) if x is not None]
             aux_leaves, aux_treedef = tree.flatten(loss.aux)
             return pair + (flats if late else self.reduce(flats)), aux_leaves, (aux_treedef, len(pair) == 2)
@@ -229,7 +253,7 @@ class _Work:
         return (total, sums[1] if weighted else None), tree.unflatten(aux_treedef, stacked), grads
 
     def finish(self, loss: tuple[Tensor, Tensor | None], sums: list[Tensor]) -> tuple[Tensor, Any]:
-        """Return the global mean of the loss, and gradients in the structure of the parameters."""
+        """Return the mean of the loss over the global batch, and gradients in the structure of the parameters."""
         total, weight = loss
         if self.num_ranks > 1:
             assert self.axis is not None
@@ -261,7 +285,7 @@ def _detached(loss: _Loss) -> tuple[Tensor, Tensor | None]:
 
 
 def _no_gradient(shard: Tensor | Stored) -> Tensor:
-    """Return a zero gradient without memory, for frozen parameters and integers."""
+    """Return zeros that share one element of memory, for frozen parameters and integers."""
     shape = (shard.size,) if isinstance(shard, Stored) else shard.shape
     return torch.zeros((), dtype=shard.dtype, device=shard.device).expand(shape)
 
@@ -309,7 +333,7 @@ def _cut(x: Tensor, n: int) -> Tensor:
     if x.dim() == 0 or x.shape[0] % n:
         raise ValueError(
             f"accumulate: a batch leaf of shape {tuple(x.shape)} cannot be cut along dim 0 into {n} "
-            "equal parts; drop or pad the ragged last batch, or pass what is no batch by closure."
+            "equal parts; drop or pad a smaller last batch, and pass tensors without a batch dim by closure."
         )
     return (
         x.view(n, x.shape[0] // n, *x.shape[1:]) if x.is_contiguous() else x.reshape(n, x.shape[0] // n, *x.shape[1:])

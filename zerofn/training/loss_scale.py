@@ -1,7 +1,7 @@
-"""Loss scales: frozen pytrees, after jmp. No method waits for the device.
+"""Loss scales, after jmp: frozen pytrees. No method waits for the device.
 
-float16 gradients below 6e-8 are rounded to zero. So the loss is multiplied by a scale before the backward pass, and
-gradients are divided by it afterwards (Micikevicius et al. 2018, Mixed Precision Training, 3.2).
+float16 rounds numbers below 3e-8 to zero. So the loss is multiplied by a scale before the backward pass, and gradients
+are divided by it afterwards (Micikevicius et al. 2018, Mixed Precision Training, section 3.2).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .. import tree
 
 @dataclass(frozen=True)
 class NoLossScale:
-    """Scale nothing."""
+    """A loss scale of 1, without effect."""
 
     @property
     def loss_scale(self) -> float:
-        """1."""
+        """1.0, always."""
         return 1.0
 
     def scale(self, values: Any) -> Any:
@@ -33,13 +33,16 @@ class NoLossScale:
         return values
 
     def adjust(self, finite: Tensor) -> NoLossScale:
-        """Return itself."""
+        """Return this loss scale. `finite` has no effect."""
         return self
 
 
 @dataclass(frozen=True)
 class StaticLossScale:
-    """A constant scale. `loss_scale`: float32 scalar tensor, made from a float."""
+    """A constant loss scale.
+
+    `loss_scale`: a float, stored as a float32 scalar tensor.
+    """
 
     loss_scale: Any
 
@@ -47,12 +50,13 @@ class StaticLossScale:
         object.__setattr__(self, "loss_scale", _scalar(self.loss_scale, torch.float32))
 
     def scale(self, values: Any) -> Any:
-        """Multiply every leaf by the scale."""
+        """Return `values` with every leaf multiplied by the scale, in its dtype."""
         return tree.tree_map(lambda x: x * self.loss_scale.to(x.dtype), values)
 
     def unscale(self, values: Any) -> Any:
-        """Multiply every leaf by one over the scale. float16 leaves become float32, because unscaled they may not
-        fit.
+        """Return `values` with every leaf multiplied by one over the scale.
+
+        float16 leaves become float32, because unscaled values may be too small for float16.
         """
         inverse = 1.0 / self.loss_scale
 
@@ -63,17 +67,24 @@ class StaticLossScale:
         return tree.tree_map(unscaled, values)
 
     def adjust(self, finite: Tensor) -> Any:
-        """Return itself."""
+        """Return this loss scale. `finite` has no effect."""
         return self
 
 
 @dataclass(frozen=True)
 class DynamicLossScale(StaticLossScale):
-    """A scale that grows by `factor` after `period` finite steps, and shrinks by it after a non-finite one.
+    """A loss scale that grows after finite steps and shrinks after others (Micikevicius et al. 2018, section 3.2).
 
-    `hysteresis`: the number of non-finite steps before it shrinks; after that, each further one shrinks it. 1
-    tolerates none. `left` counts down, and is restored when the scale grows (as in DeepSpeed). The scale never goes
-    below `min_loss_scale`. `counter`: finite steps since the last change.
+    After `period` finite steps in a row the scale is multiplied by `factor`, unless that overflows float32. With
+    `hysteresis=1` every non-finite step divides it by `factor`. With n, the first n - 1 non-finite steps since it
+    last grew do not, as in DeepSpeed. The scale never falls below `min_loss_scale`.
+
+    `loss_scale`: float32 scalar. `counter`: finite steps since the last growth or non-finite step, int64 scalar.
+    `left`: non-finite steps until the scale shrinks, int64 scalar.
+
+    >>> scale = DynamicLossScale(1024.0, period=1)
+    >>> scale.adjust(torch.tensor(True)).loss_scale, scale.adjust(torch.tensor(False)).loss_scale
+    (tensor(2048.), tensor(512.))
     """
 
     loss_scale: Any = 2.0**16
@@ -82,7 +93,7 @@ class DynamicLossScale(StaticLossScale):
     factor: float = 2.0
     min_loss_scale: float = 1.0
     hysteresis: int = 1
-    left: Any = None  # non-finite steps until it shrinks
+    left: Any = None  # None: `hysteresis`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,7 +101,10 @@ class DynamicLossScale(StaticLossScale):
         object.__setattr__(self, "left", _scalar(self.hysteresis if self.left is None else self.left, torch.int64))
 
     def adjust(self, finite: Tensor) -> DynamicLossScale:
-        """Return the scale for the next step. `finite`: bool scalar, whether all gradients of this step were finite."""
+        """Return the loss scale of the next step.
+
+        `finite`: bool scalar tensor, whether this step's gradients are finite on all ranks.
+        """
         grows = finite & (self.counter == self.period - 1)
         left = torch.where(finite, self.left, self.left - 1)
         shrinks = ~finite & (left <= 0)

@@ -15,11 +15,11 @@ from .._torch_compat import inside_functorch, is_functorch_tensor
 
 
 def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` with its activations recomputed in the backward pass (Chen et al. 2016; `jax.checkpoint`).
+    """Return `fn` with its activations recomputed in the backward pass (Chen et al. 2016; `jax.checkpoint`).
 
-    Works under `torch.autograd`, `torch.func.grad`/`vjp`/`jvp`/`vmap`, higher orders and capture; random operations
-    draw the same values again. Under `torch.func` transforms everything that is differentiated must be an argument:
-    raises `ValueError` for a tracked tensor in `fn`'s closure.
+    It works under `torch.autograd`, `torch.func.grad`, `vjp`, `jvp` and `vmap`, at higher orders and under capture.
+    Random operations draw the same values again. Under `torch.func` transforms, everything that is differentiated
+    must be an argument. Raises `ValueError` for a differentiated tensor in the closure of `fn`.
 
     >>> f = remat(lambda x: x.sin().sin())
     >>> bool(torch.func.grad(f)(torch.tensor(0.5)) == torch.func.grad(lambda x: x.sin().sin())(torch.tensor(0.5)))
@@ -47,7 +47,7 @@ class _Call:
         self.fn, self.at, self.treedef = fn, at, treedef
         self.static = [None if isinstance(x, Tensor) else x for x in leaves]
         self.out: Any = None
-        self.state = torch.get_rng_state()  # here, because a transform would wrap an input
+        self.state = torch.get_rng_state()  # read here: as an input of `_Remat`, a transform would wrap it
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         leaves = list(self.static)
@@ -58,7 +58,7 @@ class _Call:
         return tuple(out)
 
     def again(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run it again with the same draws; the generator continues from where it was."""
+        """Run it again with the same random draws, and restore the generator's state afterwards."""
         before = torch.get_rng_state()
         torch.set_rng_state(self.state)
         try:

@@ -25,12 +25,12 @@ from .loss_scale import DynamicLossScale, StaticLossScale
 
 @dataclass(frozen=True)
 class TrainState:
-    """Parameters, optimizer state and counters.
+    """Parameters, optimizer state and counters: everything that a step takes and returns.
 
-    `step`: calls so far, int64 scalar. `skipped`: how many of these were not applied, int64 scalar. `params`:
-    `Sharded` or a plain tree. `opt_state`: the state of `tx`. `loss_scale`: None or a loss scale. `rng`: the key of
-    all random draws, int64 scalar. `extra`: anything else (buffers, a moving average, the loader's position). `tx`
-    and `frozen` are static.
+    `step`: calls so far, int64 scalar. `skipped`: how many of them were skipped because of gradients that are not
+    finite, int64 scalar. `params`: `Sharded` or a plain tree. `opt_state`: the state of `tx`. `loss_scale`: None or
+    a loss scale. `rng`: the key of all random draws, int64 scalar. `extra`: any other state (buffers, a moving
+    average, the loader's position). `tx` and `frozen` are static: they are part of the treedef.
     """
 
     step: Tensor
@@ -55,11 +55,12 @@ class TrainState:
     ) -> TrainState:
         """Return a state at step 0.
 
-        `frozen(leaf name) -> bool` marks parameters without gradient and moments. An `nn.Parameter` with
-        `requires_grad=False` and integers are frozen, too.
+        `params`: a tree of tensors. `tx`: the optimizer. `loss_scale`: None or a loss scale. `seed`: the first
+        `rng`. `frozen(leaf name) -> bool`: which parameters have neither gradient nor moments. An
+        `nn.Parameter` with `requires_grad=False` and integers are frozen, too.
 
-        Raises `TypeError` if `tx` is no gradient transformation, `ValueError` if `frozen`, or a mask in `tx`,
-        selects no leaf.
+        Raises `TypeError` if `tx` is no gradient transformation or `params` no tree of tensors, and
+        `ValueError` if `frozen` or a mask in `tx` selects no leaf.
         """
         if is_torchs(tx):
             raise TypeError(f"TrainState.create: tx must be a zerofn.optim.GradientTransformation, got {advice(tx)}")
@@ -79,19 +80,23 @@ class TrainState:
         )
 
     def value_and_grad(self, loss_fn: LossFn, has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
-        """Return `f(*args) -> (loss, grads)` at this state's parameters, with its loss scale and random key."""
+        """Return `f(*args) -> (loss, grads)`: `zerofn.value_and_grad` at this state.
+
+        It takes the state's parameters, loss scale, random key of this step and `frozen`.
+        """
         return _AtState(self, value_and_grad(loss_fn, has_aux, self.loss_scale, self.rng_at(), self.frozen))
 
     def rng_at(self) -> Tensor:
-        """Return the random key of this step, a function of `rng` and `step`."""
+        """Return the random key of this step, an int64 scalar: a function of `rng` and `step`."""
         return fold_in(self.rng, self.step)
 
     def apply_gradients(self, grads: Any, *, on_nonfinite: str = "skip") -> TrainState:
-        """Return the next state.
+        """Return the next state: one update of the parameters and the optimizer state, unless it is skipped.
 
-        `on_nonfinite="skip"`: if any gradient on any rank is not finite, parameters and optimizer state stay as
-        they are, bit for bit; `skipped` counts it, and the loss scale shrinks. "ignore" always updates, without
-        the finite check. Raises `ValueError` for another word.
+        `grads`: unscaled, as `value_and_grad` returns them. If `on_nonfinite` is "skip" and a gradient on any
+        rank is not finite, parameters and optimizer state stay unchanged, bit for bit, and `skipped` counts the
+        step. A dynamic loss scale adjusts to this finite check. "ignore" always updates, without the check.
+        Raises `ValueError` for another word, `TypeError` if `grads` is no tree of gradients.
         """
         if on_nonfinite not in ("skip", "ignore"):
             raise ValueError(f"apply_gradients: on_nonfinite must be 'skip' or 'ignore', got {on_nonfinite!r}.")
@@ -123,11 +128,14 @@ class TrainState:
 
     @property
     def learning_rate(self) -> float | Tensor | None:
-        """The learning rate of the next applied update; None if `tx` does not tell."""
+        """The learning rate of the next applied update, a float or a scalar tensor; None if `tx` has none.
+
+        For `optim.multi_transform` it is a dict by label.
+        """
         return None if self.tx.learning_rate is None else self.tx.learning_rate(self.opt_state)
 
     def with_precision(self, precision: Precision) -> TrainState:
-        """Return the state that `shard` needs for a precision: fp16 without a loss scale gets a dynamic one."""
+        """Return the state for a precision. For fp16 without a loss scale it gets a `DynamicLossScale`."""
         if precision.compute is torch.float16 and self.loss_scale is None:
             return self.replace(loss_scale=DynamicLossScale())
         return self
@@ -143,7 +151,7 @@ tree.register_dataclass(TrainState, static=("tx", "frozen"))
 
 @dataclass(frozen=True)
 class _AtState:
-    """`vg` at a state's parameters, through which `accumulate` reaches `vg`."""
+    """`vg` with the parameters of a state, so that `accumulate` can reach `vg`."""
 
     state: TrainState
     vg: ValueAndGrad
@@ -152,13 +160,13 @@ class _AtState:
         return self.vg(self.state.params, *args)
 
     def with_microbatches(self, n: int) -> _AtState:
-        """The same over `n` microbatches."""
+        """Return the same function over `n` times as many microbatches."""
         return _AtState(self.state, self.vg.with_microbatches(n))
 
 
 @dataclass(frozen=True)
 class _Frozen:
-    """Selects frozen leaves: by name, and by a user's predicate."""
+    """The predicate of frozen leaves: some names, and what a predicate of the user selects."""
 
     names: frozenset[str]
     also: Callable[[str], bool] | None
@@ -180,7 +188,7 @@ def _check_params(params: Any) -> None:
 
 
 def _check_choices(params: Any, tx: GradientTransformation, frozen: Callable[[str], bool] | None) -> None:
-    """Raise if `frozen` or a mask selects nothing: a name may be misspelt, or the function expects something else."""
+    """Raise `ValueError` if `frozen` or a mask selects no leaf: a name may be misspelt."""
     paths, nodes, _ = tree.flatten_with_path(params, is_leaf=is_sharded)
     leaves = [
         leaf_info(p, x)
@@ -205,8 +213,9 @@ def _with_unlearned(params: Any, frozen: Callable[[str], bool] | None) -> Callab
 
 
 def _learning(params: Any, frozen: Callable[[str], bool] | None) -> Any:
-    """Return the part of a tree that an optimizer sees: `Sharded` without frozen units, plain trees with None at
-    frozen leaves and integers.
+    """Return the part of a tree that the optimizer sees.
+
+    A `Sharded` comes without frozen units. In a plain tree, frozen leaves and integers are None.
     """
 
     def pick(name: str, x: Any) -> Any:
@@ -220,7 +229,7 @@ def _learning(params: Any, frozen: Callable[[str], bool] | None) -> Any:
 
 
 def _whole(params: Any, part: Any) -> Any:
-    """Return `params` with its trainable part replaced."""
+    """Return `params` with its trainable part replaced by `part`, as `_learning` selects it."""
     paths, nodes, treedef = tree.flatten_with_path(params, is_leaf=is_sharded)
     fresh = dict(zip(*tree.flatten_with_path(part, is_leaf=is_sharded)[:2], strict=True))
     return tree.unflatten(
@@ -241,10 +250,10 @@ def _short(x: Any) -> str:
     nodes, _ = tree.flatten(x, is_leaf=is_sharded)
     trees = [n for n in nodes if is_sharded(n)]
     if trees:
-        there = [n for n in trees if n.lost is None]
-        donated = f", {len(trees) - len(there)} donated" if len(there) < len(trees) else ""
-        kept = [shard for n in there for shard in n.stored]
-        here, on_drives = sum(p.nbytes for p in kept), sum(p.on_drives for p in kept)
-        away = f", {on_drives:,} on drives" if on_drives else ""
-        return f"{type(x).__name__} with {len(trees)} Sharded trees{donated}, {here:,} bytes here{away}"
+        present = [n for n in trees if n.lost is None]
+        donated = f", {len(trees) - len(present)} donated" if len(present) < len(trees) else ""
+        shards = [shard for n in present for shard in n.stored]
+        here, on_drives = sum(p.nbytes for p in shards), sum(p.on_drives for p in shards)
+        drives = f", {on_drives:,} on drives" if on_drives else ""
+        return f"{type(x).__name__} with {len(trees)} Sharded trees{donated}, {here:,} bytes here{drives}"
     return f"{type(x).__name__} of {len(nodes)} leaves" if len(nodes) > 3 else repr(x)
