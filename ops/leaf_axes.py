@@ -151,5 +151,5 @@ define(
     lambda leaves, offsets, start, stop, dtype: next(x for x in leaves if x is not None).new_empty(
         stop - start, dtype=dtype
     ),
-    traits=Traits(OnShard.MAKES),
+    traits=Traits(OnShard.MAKES, cuts=True),
 )

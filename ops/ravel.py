@@ -59,12 +59,16 @@ define(
     traits=Traits(OnShard.REFUSED, bucket=True),
 )
 
-# Stage 0 has these instead of a gather and a cut: the same memory, marked.
-for _mark, _on_shard in (("as_whole", OnShard.LEAVES), ("as_shard", OnShard.MAKES)):
-    define(
-        f"{_mark}(Tensor(a) x) -> Tensor(a)", lambda x: x.view_as(x), lambda x: x.view_as(x), traits=Traits(_on_shard)
-    )
-MARKS = tuple(getattr(ops, _mark).default for _mark in ("as_whole", "as_shard"))
+# The same memory, marked. Stage 0 has the first two instead of a gather and a cut; one rank has the third instead of a
+# transfer that makes a value equal on all ranks.
+_MARKS = {
+    "as_whole": Traits(OnShard.LEAVES),
+    "as_shard": Traits(OnShard.MAKES),
+    "as_equal": Traits(OnShard.LEAVES, equal=True),
+}
+for _mark, _of_mark in _MARKS.items():
+    define(f"{_mark}(Tensor(a) x) -> Tensor(a)", lambda x: x.view_as(x), lambda x: x.view_as(x), traits=_of_mark)
+MARKS = tuple(getattr(ops, _mark).default for _mark in _MARKS)
 
 
 def fill_(

@@ -61,8 +61,9 @@ class Traits:
     the next step uses again. `bucket`: its result is the flat buffer of a unit's gradient. `fills_bucket`: it writes
     one. `stores`: "new" if it writes a new value over the old one, "in place" if it only writes out what was changed
     there. `casts`: the same numbers in another dtype. `passes_on`: the result is the value that came in. `even`: the
-    same number at every place. `equal`: the result is the same on all ranks of its axis. `free`: it takes no time of
-    its own.
+    same number at every place. `equal`: the result is the same on all ranks of its axis. `own`: it differs from rank to
+    rank whatever came in. `cuts`: the result is this rank's shard of a value that must be equal on all ranks.
+    `checks`: it may raise, on all ranks, and then before the first write. `free`: it takes no time of its own.
     """
 
     on_shard: OnShard
@@ -76,6 +77,9 @@ class Traits:
     passes_on: bool = False
     even: bool = False
     equal: bool = False
+    own: bool = False
+    cuts: bool = False
+    checks: bool = False
     free: bool = False
 
 

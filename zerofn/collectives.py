@@ -23,9 +23,11 @@ from torch import Tensor
 from ._torch_compat import below_autograd
 from .comm import transport  # noqa: F401  (defines the operations)
 from .comm.mesh import DATA, Axis, Mesh
+from .ops import ravel as _ravel  # noqa: F401  (defines zerofn::as_equal)
+from .ops import same as _same  # noqa: F401  (defines zerofn::check_same)
 
 ops = torch.ops.zerofn
-__all__ = ["all_gather", "all_reduce", "all_to_all", "permute", "reduce_scatter", "Linear", "LinearMap"]
+__all__ = ["all_gather", "all_reduce", "all_to_all", "permute", "reduce_scatter", "same", "Linear", "LinearMap"]
 
 
 def __dir__() -> list[str]:
@@ -98,7 +100,7 @@ class AllGather:
     def __call__(self, x: Tensor) -> tuple[Tensor]:
         """Shards in rank order."""
         if self.axis.size == 1:
-            return (x.view_as(x),)
+            return (ops.as_equal(x),)
         full = ops.wait(ops.all_gather(x.reshape(-1), self.axis.size, self.axis.group, self.unit))
         if x.dim() > 1:
             rows = full.view(self.axis.size, *x.shape).movedim(0, -2)
@@ -140,8 +142,6 @@ class AllReduce:
 
     def __call__(self, x: Tensor) -> tuple[Tensor]:
         """The sum."""
-        if self.axis.size == 1:
-            return (x.view_as(x),)
         return (sum_over(x, self.axis),)
 
 
@@ -184,16 +184,48 @@ class Permute:
         return (ops.wait(ops.permute(x.contiguous(), self.sources, self.axis.group)),)
 
 
+@dataclass(frozen=True)
+class Same:
+    """The value itself, checked to have the same bits on every rank. Its own transpose, unchecked: each rank has the
+    derivative of its own loss.
+    """
+
+    axis: Axis
+    what: str
+    checked: bool = True
+
+    @property
+    def transpose(self) -> Same:
+        """The value itself."""
+        return Same(self.axis, self.what, False)
+
+    @property
+    def tangent(self) -> Same:
+        """The value itself."""
+        return self.transpose
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """The check."""
+        if not self.checked:
+            return (x.view_as(x),)
+        if self.axis.size == 1:
+            return (ops.as_equal(x),)
+        rows = rows_over(ops.digest(x), self.axis)
+        return (ops.check_same(x, rows.view(-1), self.what),)
+
+
 def rows_over(x: Tensor, axis: Axis) -> Tensor:
     """[...] on each rank -> [size, ...], by rank. Not differentiable: for small, finished values."""
     if axis.size == 1:
-        return x.unsqueeze(0)
+        return ops.as_equal(x).unsqueeze(0)
     full = ops.wait(ops.all_gather(x.reshape(-1), axis.size, axis.group, ""))
     return full.view(axis.size, *x.shape)
 
 
 def sum_over(x: Tensor, axis: Axis) -> Tensor:
     """The sum over ranks in rank order, whatever the number of dims. Not differentiable."""
+    if axis.size == 1:
+        return ops.as_equal(x)
     rows = rows_over(x, axis)
     total = rows[0]
     for row in rows[1:]:
@@ -307,3 +339,20 @@ def permute(x: Tensor, sources: Sequence[int], axis: str | Axis = DATA) -> Tenso
             f"got {list(sources)}."
         )
     return Linear.apply(Permute(where, tuple(sources)), x)[0]
+
+
+def same(x: Tensor, axis: str | Axis = DATA) -> Tensor:
+    """Declare that `x` has the same value on every rank of an axis, and check it.
+
+    `x` [...]: of one shape and dtype on all ranks. `axis`: see `all_gather`. In a compiled step, a value that depends
+    on a rank's own batch, random key or place may not scale a shard or a gradient. If you know that it is equal
+    everywhere (a temperature in the batch, a file that all ranks read), say so with this function.
+
+    -> a view of `x`. Checksums of its bits are compared in every step, before the first write to the state; on a
+    device the host waits for them. Transpose: itself, unchecked. Raises `RuntimeError` on every rank if values differ;
+    the state is as it was.
+
+    >>> same(torch.tensor(0.5))
+    tensor(0.5000)
+    """
+    return Linear.apply(Same(_axis(axis), "zerofn.same(x)"), x)[0]

@@ -21,6 +21,7 @@ from .graph.captured import captured, dry_result
 from .graph.fingerprint import fingerprint
 from .graph.program import Program, tensor_of
 from .memory.host_allocator import keep_freed_memory
+from .ops.same import RanksDiffer
 from .offload.host_worker import worker
 from .passes import Pass
 from .passes.budget.decision import Choice, as_text, from_text
@@ -268,6 +269,9 @@ class CompiledStep:
         try:
             with whole_steps():
                 return entry.runner.run(inputs.flat())
+        except RanksDiffer:  # raised by every rank, so they can all go on with the state as it was
+            pending().wait_for_all()
+            raise
         except BaseException as error:
             if isinstance(error, Exception):
                 with contextlib.suppress(Exception):  # the other ranks wait to hear of it

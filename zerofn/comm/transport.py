@@ -158,10 +158,7 @@ define(
     reduce_scatter_start,
     lambda flat, size, group, unit: flat.new_empty(flat.numel() // size),
     traits=Traits(
-        OnShard.MAKES,
-        Moves(Lane.LINK, lambda given, _: _to_others(given["flat"], given["size"])),
-        "scatter",
-        equal=True,
+        OnShard.MAKES, Moves(Lane.LINK, lambda given, _: _to_others(given["flat"], given["size"])), "scatter"
     ),
 )
 define(
@@ -177,7 +174,10 @@ define(
     exchange_start,
     lambda rows, size, group: torch.empty_like(rows),
     traits=Traits(
-        OnShard.REFUSED, Moves(Lane.LINK, lambda given, _: _to_others(given["rows"], given["size"])), "exchange"
+        OnShard.REFUSED,
+        Moves(Lane.LINK, lambda given, _: _to_others(given["rows"], given["size"])),
+        "exchange",
+        own=True,
     ),
 )
 define(

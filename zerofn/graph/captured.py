@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +17,18 @@ from .verify import check_purity
 def captured(
     step: Callable[[Any, Any], Any], state: Any, batch: Any, traces: bool = False
 ) -> tuple[Program, list[Tensor]]:
-    """Return a step's graph and the tensors that it closes over. Raises `CaptureError`, which names the user's line."""
+    """Return a step's graph and the tensors that it closes over.
+
+    Raises `CaptureError`, which names the user's line. Warns, at one rank, of what more ranks refuse.
+    """
     try:
         program = capture(step, state, batch, traces=traces)
-        return program, check_purity(program)
+        constants = check_purity(program)
+        if program.warning and not traces:
+            again = capture(step, state, batch, traces=True)
+            check_purity(again)
+            warnings.warn(f"{getattr(step, '__name__', 'the step')}: {again.warning}", stacklevel=2)
+        return program, constants
     except CaptureError:
         if traces:
             raise

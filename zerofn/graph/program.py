@@ -149,6 +149,7 @@ class Program:
     buffers: list[BufferSpec] = field(default_factory=list)  # static buffers, in which nodes have places
     drive_space: list[DriveSpec] = field(default_factory=list)  # for gradients that are offloaded to drives
     budget: int | None = None  # bytes that the step may take on the device
+    warning: str = ""  # what is refused as soon as there is more than one rank
 
     def inside(self, body: GraphModule) -> Program:
         """Return the program with the body of a loop in place of the step's graph.

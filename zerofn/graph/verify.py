@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from .alias import sources, writes
 from .capture import CaptureError
 from .edit import bodies
 from .loop import body_of, given_to_body, run_loop
+from .declare_same import declare_same
 from .node_kinds import argument, arguments, is_gather, is_ours, traits
+from .own_values import Origins, OwnValues, own_values
 from .program import Program, owners, tensor_of
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
@@ -26,12 +29,13 @@ def check_purity(program: Program) -> list[Tensor]:
 
     It may not write to the state, the batch, gathered units or closed-over tensors, close over a tensor that requires
     grad, or draw from torch's global generator. To a shard it may apply only elementwise operations and ZeroFn's
-    reductions.
+    reductions, and with a shard it may combine only values that are the same on all ranks. A 0-d batch entry that meets
+    a shard is declared equal: the step checks it each time, before the first write. With one rank, what would be
+    refused on more is told in `program.warning`.
     """
     names = _names(program)
     _check_writes(program.gm, names)
-    shards = _shards(program)
-    _check_shards(program.gm, shards, names)
+    _check_meetings(program, _check_shards(program.gm, _shards(program), names), names)
     graphs = [program.gm, *bodies(program.gm)]
     for gm in graphs:
         _check_draws(gm)
@@ -92,8 +96,51 @@ def _check_write(node: Node, name: str | None) -> None:
         raise CaptureError(f"the step writes to {name} in place ({_op(node)}{_line(node)}). {advice}")
 
 
+def _check_meetings(program: Program, shards: set[Node], names: dict[Node, str]) -> None:
+    """Raise at the first value of a rank's own that is combined with a shard; see `own_values`."""
+    axis = program.axis
+    if axis is None:
+        return
+    meetings = list(_meetings(own_values(program), shards))
+    numbers = {x for _, origins in meetings for x in origins if isinstance(x, Node) and _is_number(x)}
+    others = ((node, origins - numbers) for node, origins in meetings)
+    node, origins = next(((node, origins) for node, origins in others if origins), (None, frozenset[Node | str]()))
+    if node is not None:
+        message = _own_value(node, origins, names)
+        if axis.size > 1:
+            raise CaptureError(message)
+        program.warning = f"with more than one rank this step is refused: {message}"
+    elif axis.size > 1:
+        for number in [x for x in program.batch_placeholders if x in numbers]:
+            declare_same(program, number, names[number])
+
+
+def _meetings(own: OwnValues, shards: set[Node]) -> Iterator[tuple[Node, Origins]]:
+    """Yield the operations that combine a shard, or cut one from, values of a rank's own, and these values' origins."""
+    for node, read in own.read.items():
+        if traits(node).cuts or (node in shards and traits(node).on_shard is OnShard.KEEPS):
+            origins = frozenset[Node | str]().union(*(each for x, each in read.items() if x not in shards))
+            if origins:
+                yield node, origins
+
+
+def _is_number(entry: Node) -> bool:
+    value = tensor_of(entry)
+    return value is not None and value.dim() == 0
+
+
+def _own_value(node: Node, origins: Origins, names: dict[Node, str]) -> str:
+    what = " and ".join(sorted(names.get(x, "the batch") if isinstance(x, Node) else x for x in origins))
+    return (
+        f"{_op(node)}{_line(node)} combines a shard with a value that differs from rank to rank: it depends on this "
+        f"rank's own {what}. Each rank would change its part of the state in "
+        "another way. Reduce the value first: zerofn.collectives.all_reduce(x) is the sum over ranks; or let the loss "
+        "return (sum, weight). If it is equal on all ranks, write zerofn.same(x)."
+    )
+
+
 def _check_shards(gm: GraphModule, shards: set[Node], names: dict[Node, str]) -> set[Node]:
-    """Raise at the first operation that may not be applied to a shard; return all nodes that are shards."""
+    """Raise at the first operation that may not be applied to a shard; return all nodes that are shards, in loops, too."""
     even: set[Node] = set()  # tensors whose elements are all equal
     for node in gm.graph.nodes:
         if _is_even(node, even):
@@ -102,7 +149,8 @@ def _check_shards(gm: GraphModule, shards: set[Node], names: dict[Node, str]) ->
             continue
         used = [x for x in node.all_input_nodes if x in shards]
         if node.target is run_loop:
-            node.meta["shards"] = _check_body(node, shards, names)
+            node.meta["shards"], inside = _check_body(node, shards, names)
+            shards |= inside
         elif node.target is operator.getitem and node.args[0].target is run_loop:
             shards.update([node] if node.args[1] in node.args[0].meta["shards"] else [])
         elif _makes_shard(node):
@@ -134,13 +182,13 @@ def _is_even(node: Node, even: set[Node]) -> bool:
     return traits(node).even or (preserves and all(x in even for x in node.all_input_nodes))
 
 
-def _check_body(node: Node, shards: set[Node], names: dict[Node, str]) -> set[int]:
-    """Check a loop's body, and return the positions of its outputs that are shards."""
+def _check_body(node: Node, shards: set[Node], names: dict[Node, str]) -> tuple[set[int], set[Node]]:
+    """Check a loop's body, and return the positions of its outputs that are shards, and all its shards."""
     body = body_of(node)
     inside = {x for x, value in given_to_body(node).items() if value in shards}
     found = _check_shards(body, inside, _names_inside(node, names))
     output = next(iter(reversed(body.graph.nodes)))
-    return {i for i, x in enumerate(output.args[0]) if x in found}
+    return {i for i, x in enumerate(output.args[0]) if x in found}, found
 
 
 def _stays_shard(node: Node, used: list[Node], shards: set[Node], even: set[Node], names: dict[Node, str]) -> bool:

@@ -7,7 +7,7 @@ from torch.fx import Graph, Node
 
 from ..graph.alias import positions, roots, touches, writes
 from ..graph.edit import clean, raise_up
-from ..graph.node_kinds import UPDATE, argument, fetched, is_fetch, kept_by, place_of_store, stores_in_place, wait_of
+from ..graph.node_kinds import UPDATE, argument, fetched, is_fetch, kept_by, place_of_store, stores_in_place, traits, wait_of
 from ..graph.program import Program, tensor_of
 
 ops = torch.ops.zerofn
@@ -44,6 +44,7 @@ def raise_updates(program: Program) -> None:
         return places | {copies[x] for x in places if x in copies}  # a shard may be a view of its gathered copy
 
     reads = set(_reads(graph))
+    checks = [n for n in graph.nodes if traits(n).checks]  # they raise before the first write
 
     def first_use(rule: Node) -> int:
         used = (n for place in memory(rule) for n in touched[place] if n.op == "call_function" and n not in reads)
@@ -51,7 +52,7 @@ def raise_updates(program: Program) -> None:
 
     anchors = {}
     for rule in rules:
-        before = [n for place in memory(rule) for n in touched[place]]
+        before = checks + [n for place in memory(rule) for n in touched[place]]
         before += [n for x in rule.all_input_nodes for n in writers.get(root[x], ())]
         anchors[rule] = max(
             (n for n in [*before, *rule.all_input_nodes] if where[n] < where[rule]), key=where.__getitem__

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch.fx import Graph, Node
 
-from ..graph.alias import roots, writes
 from ..graph.capture import CaptureError
 from ..graph.edit import clean
-from ..graph.loop import body_of, given_to_body, run_loop
-from ..graph.node_kinds import traits
+from ..graph.own_values import own_values
 from ..graph.program import Program, tensor_of
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
 
 
 def sync_replicated_state(program: Program) -> None:
-    """Average over ranks every replicated state tensor that depends on a rank's own batch, such as batch-norm
-    statistics.
+    """Average over ranks every replicated state tensor that depends on a rank's own batch or random key, such as
+    batch-norm statistics.
 
     There is one transfer for each dtype. The pass runs before `donate`, while the graph still returns every new value.
     Raises `CaptureError` for dtypes that are not floating-point: they have no mean.
@@ -28,53 +24,23 @@ def sync_replicated_state(program: Program) -> None:
     axis = program.axis
     if axis is None or axis.size == 1 or program.new_state is None:
         return
-    root = roots(gm.graph)
-    own = _depends(gm.graph, set(program.batch_placeholders), root)
+    own = own_values(program).results
     outputs = list(program.output.args[0])  # type: ignore[arg-type]
     groups: dict[torch.dtype, list[int]] = {}
     for j, ((spec, _), value) in enumerate(zip(program.owners, outputs[: program.num_new], strict=True)):
-        if spec is None and root[value] in own:
+        if spec is None and value in own:
             groups.setdefault(tensor_of(value).dtype, []).append(j)  # type: ignore[union-attr]
     for dtype, members in groups.items():
         if not dtype.is_floating_point:
             raise CaptureError(
                 f"state entry {program.state.names[members[0]]!r} ({dtype}) is replicated, but its new value depends "
-                "on this rank's batch. Keep it out of the state, or reduce it with zerofn.collectives.all_reduce."
+                "on this rank's batch or random key. Keep it out of the state, or reduce it with "
+                "zerofn.collectives.all_reduce."
             )
         for j, mean in zip(members, _means(gm.graph, program, [outputs[j] for j in members], dtype), strict=True):
             outputs[j] = mean
     program.output.args = (outputs,)
     clean(gm)
-
-
-def _depends(graph: Graph, given: set[Node], root: dict[Node, Node]) -> set[Node]:
-    """Return the memory whose contents depend on that of `given`, except through values that are equal on all ranks."""
-    own = set(given)
-    of_loops: dict[Node, set[int]] = {}  # the outputs of a loop that depend on it
-    for node in graph.nodes:
-        if node.target is run_loop:
-            written, of_loops[node] = _through(node, {x for x in node.all_input_nodes if root[x] in own})
-            own.update(root[x] for x in written)
-        elif node.target is operator.getitem and node.args[0] in of_loops:
-            own.update([node] if node.args[1] in of_loops[node.args[0]] else [])
-        elif not traits(node).equal and any(root[x] in own for x in node.all_input_nodes):
-            own.update(root[x] for x in (node, *writes(node)))
-    return own
-
-
-def _through(loop: Node, given: set[Node]) -> tuple[list[Node], set[int]]:
-    """Return (inputs, outputs) of a loop that hold values which differ by rank, if the inputs `given` do."""
-    inputs, graph = given_to_body(loop), body_of(loop).graph
-    root = roots(graph)
-    inside = {x for x, outer in inputs.items() if outer in given}
-    while True:  # the next round reads what a round writes
-        own = _depends(graph, inside, root)
-        written = [x for x in inputs if x in own and x not in inside]
-        if not written:
-            break
-        inside.update(written)
-    results = next(iter(reversed(graph.nodes))).args[0]
-    return [inputs[x] for x in inside], {i for i, x in enumerate(results) if root[x] in own}
 
 
 def _means(graph: Graph, program: Program, values: list[Node], dtype: torch.dtype) -> list[Node]:

@@ -71,6 +71,11 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     return torch.ops.zerofn.fold_in.int(key, _signed(data))
 
 
+def fold_in_rank(key: Tensor, rank: int) -> Tensor:
+    """The bits of `fold_in(key, rank)`, for this process's rank: a captured step knows that ranks draw differently."""
+    return torch.ops.zerofn.fold_in_rank.default(key, rank)
+
+
 def check_scalar(x: Any, where: str, what: str) -> None:
     """Raise `TypeError` unless `x` is an int64 scalar tensor on the CPU (read without waiting)."""
     is_tensor = isinstance(x, Tensor)
@@ -97,6 +102,12 @@ def _fake_fold_in(key: Tensor, data: int | Tensor) -> Tensor:
 
 _define("fold_in(Tensor key, Tensor data) -> Tensor", _run_fold_in, _fake_fold_in)
 _define("fold_in.int(Tensor key, int data) -> Tensor", _run_fold_in, _fake_fold_in)
+define(  # the same, by a name that says that ranks get different keys
+    "fold_in_rank(Tensor key, int rank) -> Tensor",
+    _run_fold_in,
+    _fake_fold_in,
+    traits=Traits(OnShard.REFUSED, own=True),
+)
 
 
 def _seed(key: Tensor, position: int) -> int:

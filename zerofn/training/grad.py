@@ -20,6 +20,7 @@ from ..graph.advice import instead
 from ..graph.loop import loop
 from ..graph.phase import BACKWARD, FORWARD, phase
 from ..random import fold_in, randomness
+from ..random.draws import fold_in_rank
 from ..sharding.gather_scatter import gather_leaves, ravel, reduce_unit
 from ..sharding.layout import ask_names, check_effect, is_learned
 from ..sharding.sharded import Sharded, is_sharded
@@ -174,8 +175,8 @@ class _Work:
     def _key(self, index: Any) -> Tensor | None:
         if self.vg.rng is None:
             return None
-        key = fold_in(self.vg.rng, 0 if self.axis is None else self.axis.rank)
-        return fold_in(key, index)
+        own = fold_in(self.vg.rng, 0) if self.axis is None else fold_in_rank(self.vg.rng, self.axis.rank)
+        return fold_in(own, index)
 
     def _loss(self, params: Any, args: Sequence[Any]) -> _Loss:
         try:
@@ -255,11 +256,10 @@ class _Work:
     def finish(self, loss: tuple[Tensor, Tensor | None], sums: list[Tensor]) -> tuple[Tensor, Any]:
         """Return the mean of the loss over the global batch, and gradients in the structure of the parameters."""
         total, weight = loss
-        if self.num_ranks > 1:
-            assert self.axis is not None
+        if self.axis is not None:
             total = sum_over(total, self.axis)
             weight = None if weight is None else sum_over(weight, self.axis)
-            total = total / self.num_ranks if weight is None else total
+            total = total / self.num_ranks if weight is None and self.num_ranks > 1 else total
         if weight is not None:
             total = total / weight
             sums = [g / weight.to(g.dtype) for g in sums]

@@ -1,0 +1,71 @@
+"""Values that must be equal on all ranks: a digest to compare, and the comparison, which raises where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .registry import OnShard, Traits, define
+
+WORDS = 2  # of a digest: the checksum of the bits, and the number of elements
+_CHUNK = 1 << 20  # words at a time, so that a checksum takes little memory
+_STEP = -7046029254386353132  # even, near 2**64 over the golden ratio: the factors 1 + k * _STEP are odd and differ
+
+
+class RanksDiffer(RuntimeError):
+    """A value that must be equal on all ranks differs. Every rank raises this, before the first write."""
+
+
+def digest(x: Tensor) -> Tensor:
+    """Return [2] int64: a checksum of the bits of `x`, and its number of elements.
+
+    Of one element the checksum is its bits. Otherwise it is a sum of 64-bit words, each times an odd number that
+    depends on its place, so that exchanged elements are seen.
+    """
+    flat = x.detach().contiguous().reshape(-1).view(torch.uint8)
+    words = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for k, part in enumerate(words.split(_CHUNK)):
+        place = torch.arange(k * _CHUNK, k * _CHUNK + len(part), dtype=torch.int64, device=x.device)
+        total += part.mul(place * _STEP + 1).sum()
+    return torch.stack([total, torch.full_like(total, x.numel())])
+
+
+def check_same(x: Tensor, rows: Tensor, what: str) -> Tensor:
+    """Return `x`, whose digests on all ranks are `rows` [ranks * 2]. Raises `RanksDiffer` unless all are equal."""
+    each = rows.view(-1, WORDS).tolist()
+    other = next((r for r, row in enumerate(each) if row != each[0]), None)
+    if other is not None:
+        shown = [next(_told(row, x.dtype)) for row in (each[0], each[other])]
+        raise RanksDiffer(
+            f"{what} must be the same on all ranks, because it meets the state there, and it differs: rank 0 has "
+            f"{shown[0]}, rank {other} has {shown[1]}. Give every rank the same value; or reduce it first, with "
+            "zerofn.collectives.all_reduce(x) (a sum) or all_gather."
+        )
+    return x.view_as(x)
+
+
+def _told(row: list[int], dtype: torch.dtype) -> Iterator[str]:
+    """Yield a digest in words: the value, if it is one number."""
+    bits, numel = row
+    if numel == 1 and dtype.itemsize <= 8:
+        yield str(torch.tensor([bits]).view(torch.uint8)[: dtype.itemsize].view(dtype).item())
+    yield f"{numel} elements with the checksum {bits & 0xFFFFFFFF:08x}"
+
+
+define(
+    "digest(Tensor x) -> Tensor",
+    digest,
+    lambda x: x.new_empty(WORDS, dtype=torch.int64),
+    traits=Traits(OnShard.REFUSED),
+)
+define(
+    "check_same(Tensor(a) x, Tensor rows, str what) -> Tensor(a)",
+    check_same,
+    lambda x, rows, what: x.view_as(x),
+    traits=Traits(OnShard.KEEPS, equal=True, checks=True),
+)
+# A check whose result nobody reads stays in a graph.
+torch.fx.node.has_side_effect(torch.ops.zerofn.check_same.default)

@@ -1,0 +1,42 @@
+"""Let a captured step check that an input has the same value on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ..collectives import ops
+from ..ops.same import WORDS
+from .edit import behind
+from .program import Program, tensor_of
+
+
+def declare_same(program: Program, entry: Node, name: str) -> None:
+    """Compare digests of an input over ranks at the start of the step, and let every user read the checked value.
+
+    The step then raises `RanksDiffer` on all ranks, before the first write, if the values differ.
+    """
+    axis, like = program.axis, tensor_of(entry)
+    assert axis is not None and like is not None
+    graph, users = program.gm.graph, list(entry.users)
+    at = behind(entry)
+
+    def call(target: Any, args: tuple[Any, ...], value: Tensor) -> Node:
+        nonlocal at
+        with graph.inserting_after(at):
+            at = graph.call_function(target, args)
+        at.meta["val"] = value
+        return at
+
+    def words(n: int) -> Tensor:
+        return like.new_empty(n * WORDS, dtype=torch.int64)
+
+    digest = call(ops.digest.default, (entry,), words(1))
+    rows = call(ops.all_gather.default, (digest, axis.size, axis.group, ""), words(axis.size))
+    rows = call(ops.wait.default, (rows,), words(axis.size))
+    checked = call(ops.check_same.default, (entry, rows, name), like)
+    for user in users:
+        user.replace_input_with(entry, checked)
