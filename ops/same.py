@@ -40,9 +40,9 @@ def check_same(x: Tensor, rows: Tensor, what: str) -> Tensor:
     if other is not None:
         shown = [next(_told(row, x.dtype)) for row in (each[0], each[other])]
         raise RanksDiffer(
-            f"{what} must be the same on all ranks, because it meets the state there, and it differs: rank 0 has "
-            f"{shown[0]}, rank {other} has {shown[1]}. Give every rank the same value; or reduce it first, with "
-            "zerofn.collectives.all_reduce(x) (a sum) or all_gather."
+            f"{what} must be the same on all ranks, and it differs: rank 0 has {shown[0]}, rank {other} has "
+            f"{shown[1]}. Give every rank the same value; or reduce it first: zerofn.collectives.all_reduce(x) is the "
+            "sum over ranks. The state is as it was."
         )
     return x.view_as(x)
 
@@ -52,7 +52,7 @@ def _told(row: list[int], dtype: torch.dtype) -> Iterator[str]:
     bits, numel = row
     if numel == 1 and dtype.itemsize <= 8:
         yield str(torch.tensor([bits]).view(torch.uint8)[: dtype.itemsize].view(dtype).item())
-    yield f"{numel} elements with the checksum {bits & 0xFFFFFFFF:08x}"
+    yield f"{numel} elements with the checksum {bits % 2**64:016x}"
 
 
 define(

@@ -355,4 +355,4 @@ def same(x: Tensor, axis: str | Axis = DATA) -> Tensor:
     >>> same(torch.tensor(0.5))
     tensor(0.5000)
     """
-    return Linear.apply(Same(_axis(axis), "zerofn.same(x)"), x)[0]
+    return Linear.apply(Same(_axis(axis), "the value given to zerofn.same"), x)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,8 +21,10 @@ from .graph.advice import no_leaf
 from .graph.captured import captured, dry_result
 from .graph.fingerprint import fingerprint
 from .graph.program import Program, tensor_of
+from .graph.state_arithmetic import state_arithmetic
 from .memory.host_allocator import keep_freed_memory
 from .ops.same import RanksDiffer
+from .optim.base import GradientTransformation
 from .offload.host_worker import worker
 from .passes import Pass
 from .passes.budget.decision import Choice, as_text, from_text
@@ -121,10 +124,13 @@ class _Options(NamedTuple):
 
 
 class _Captured(NamedTuple):
-    """A step captured on this rank and not scheduled yet. `choices`: this rank's decisions about memory."""
+    """A step captured on this rank and not scheduled yet. `numbers`: see `state_arithmetic`. `choices`: this rank's
+    decisions about memory.
+    """
 
     program: Program
     constants: list[Tensor]
+    numbers: list[str]
     pipeline: passes.Pipeline
     choices: list[Choice]
     began: float
@@ -236,6 +242,7 @@ class CompiledStep:
         pending().wait_for_all()  # perhaps of another state that nobody will use again
         program, constants = captured(self._step, state, batch)
         program.name = self.__name__
+        numbers = state_arithmetic(program)
         program.timings["capture"] = time.perf_counter() - began
         if any(x.device.type == "cpu" and x.dim() for x in map(tensor_of, program.placeholders) if x is not None):
             keep_freed_memory()
@@ -244,7 +251,7 @@ class CompiledStep:
         choices: list[Choice] = []
         if self._options.chooses:
             choices = pipeline.decide(program, memory=self._options.memory, remat=self._options.remat)
-        return _Captured(program, constants, pipeline, choices, began)
+        return _Captured(program, constants, numbers, pipeline, choices, began)
 
     def _donates(self, program: Program) -> bool:
         return self._options.donate and program.new_state is not None
@@ -258,10 +265,12 @@ class CompiledStep:
         self.timings = {"capture": took.pop("capture"), "passes": took, "nodes": len(program.gm.graph.nodes)}
         self._log.report(program, captured.constants, time.perf_counter() - captured.began, donating)
         machine = self._options.machine
-        known: dict[str, Any] = {**program.describe(), "machine": machine}
+        # A number in the batch may differ from rank to rank, unless it meets the state: `numbers` has it then.
+        inputs = {k: v for k, v in program.describe().items() if k.removeprefix("batch.") not in program.batch.baked}
+        known: dict[str, Any] = {**inputs, **_optimizers(program), "machine": machine}
         if machine is not None:  # whose repr is rounded
             known["machine in full"] = dataclasses.asdict(machine)
-        text = "\n".join([*(f"{k}: {v}" for k, v in known.items()), fingerprint(program)])
+        text = "\n".join([*(f"{k}: {v}" for k, v in known.items()), *captured.numbers, fingerprint(program)])
         return Entry(program, donating, captured.constants, self._options.backend, text), text
 
     def _run(self, call: _Call, inputs: Inputs, batch: Any) -> list[Any]:
@@ -295,3 +304,20 @@ class CompiledStep:
         if entry.program.drive_space:  # its drive may have failed
             self._entries = {key: kept for key, kept in self._entries.items() if kept is not entry}
             entry.close()
+
+
+def _optimizers(program: Program) -> dict[str, str]:
+    """Return the state's optimizers with their arguments, without addresses."""
+    found: dict[str, str] = {}
+
+    def look(x: Any) -> bool:
+        for field in dataclasses.fields(x) if dataclasses.is_dataclass(x) else ():
+            value = getattr(x, field.name)
+            if isinstance(value, GradientTransformation):
+                name = f"{type(x).__name__}.{field.name}" + (f" {len(found) + 1}" if found else "")
+                found[name] = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+        return False
+
+    treedef = program.state.treedef
+    tree.leaves(tree.unflatten(treedef, range(treedef.num_leaves)), is_leaf=look)
+    return found

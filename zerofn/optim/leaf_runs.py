@@ -25,6 +25,7 @@ class Slot(NamedTuple):
     place: int  # index among the tree's flat tensors
     runs: list[tuple[int, int, Any]]  # (start, stop, constant)
     offset: int  # index of the first element in its unit
+    among: frozenset[Any]  # the constants of the whole unit, on all ranks
 
     @property
     def columns(self) -> tuple[list[int], list[int], list[Any]]:
@@ -50,13 +51,16 @@ def slots(params: Any, constant: Callable[[LeafInfo], Hashable]) -> Iterator[Slo
     index = 0
     for path, node in zip(paths, nodes, strict=True):
         if not is_sharded(node):
-            yield Slot(index, [(0, node.numel(), constant(leaf_info(path, node)))], 0)
+            value = constant(leaf_info(path, node))
+            yield Slot(index, [(0, node.numel(), value)], 0, frozenset([value]))
             index += 1
             continue
         ask = partial(_ask, constant, path)
         for unit in node.layout.units:
             start, stop = node.spec.bounds(unit)
-            yield Slot(index, unit.runs(start, stop, ask), start)
+            known = {leaf.index: ask(leaf) for leaf in unit.leaves}
+            runs = unit.runs(start, stop, lambda leaf, known=known: known[leaf.index])  # type: ignore[misc]
+            yield Slot(index, runs, start, frozenset(known.values()))
             index += 1
 
 
@@ -90,13 +94,16 @@ def map_runs(rule: Callable[..., Any], constant: Callable[[LeafInfo], Hashable],
 
 
 def spread(params: Any, constant: Callable[[LeafInfo], float]) -> Any:
-    """Return `params` with constants in place of tensors: a float, or a tensor where leaves of a shard differ."""
+    """Return `params` with constants in place of tensors: a float, or a tensor where leaves of a unit differ.
+
+    Which of both does not depend on the rank, so that all ranks compute in the same way.
+    """
     leaves, treedef = tree.flatten(params)
 
     def values(slot: Slot) -> Any:
         starts, stops, constants = slot.columns
-        if len(set(constants)) <= 1:
-            return next(iter(constants), 0.0)
+        if len(slot.among) <= 1:
+            return next(iter(slot.among), 0.0)
         return torch.ops.zerofn.fill_runs(leaves[slot.place], starts, stops, constants)
 
     return tree.unflatten(treedef, [values(slot) for slot in slots(params, constant)])
