@@ -24,8 +24,9 @@ def digest(x: Tensor) -> Tensor:
     Of one element the checksum is its bits. Otherwise it is a sum of 64-bit words, each times an odd number that
     depends on its place, so that exchanged elements are seen.
     """
-    flat = x.detach().contiguous().reshape(-1).view(torch.uint8)
-    words = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(torch.int64)
+    flat = x.detach().reshape(-1).contiguous().as_strided((x.numel(),), (1,))  # one element may have any stride
+    octets = flat.view(torch.uint8)
+    words = torch.nn.functional.pad(octets, (0, -len(octets) % 8)).view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for k, part in enumerate(words.split(_CHUNK)):
         place = torch.arange(k * _CHUNK, k * _CHUNK + len(part), dtype=torch.int64, device=x.device)

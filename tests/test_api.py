@@ -11,7 +11,7 @@ from zerofn import collectives, optim, random
 
 PUBLIC = {
     zerofn: "accumulate all_finite collectives compile export first_nonfinite gather global_norm leaf_norms "
-    "load load_safetensors optim plan random remat save scatter shard skeleton this_machine tree_map "
+    "load load_safetensors optim plan random remat same save scatter shard skeleton this_machine tree_map "
     "unshard value_and_grad vdot CaptureError CheckpointError DynamicLossScale Machine Mesh NoLossScale Offload Pass "
     "Precision Sharded StaticLossScale TrainState",
     optim: "adafactor adagrad adam adamw adaptive_grad_clip add_decayed_weights apply_updates chain clip "
@@ -26,7 +26,7 @@ PUBLIC = {
     "LeafInfo LionState LookaheadState MaskedState MultiTransformState MuonState ParamsEmaState "
     "ScaleByRStdDevState ScaleByRmsState ScaleByRssState ScaleByScheduleState Schedule SgdState TraceState",
     random: "fold_in key randomness",
-    collectives: "all_gather all_reduce all_to_all permute reduce_scatter Linear LinearMap",
+    collectives: "all_gather all_reduce all_to_all permute reduce_scatter same Linear LinearMap",
 }
 MODULES = ["collectives", "optim", "random"]  # the public ones
 each_package = pytest.mark.parametrize("package", PUBLIC, ids=lambda p: p.__name__)

@@ -19,6 +19,7 @@ from .util.version import __version__ as __version__
 if TYPE_CHECKING:
     from . import collectives, optim, random
     from .checkpoint import CheckpointError, export, load, load_safetensors, save
+    from .collectives import same
     from .comm.mesh import Mesh
     from .compile import compile
     from .cost.calibrate import this_machine
@@ -60,6 +61,7 @@ _WHERE = {
     "compile": "compile",
     "plan": "planning.planner",
     "remat": "training.remat",
+    "same": "collectives",
     "skeleton": "deferred_init.skeleton",
     "this_machine": "cost.calibrate",
     "tree_map": "tree",
@@ -81,6 +83,7 @@ __all__ = [
     "plan",
     "random",
     "remat",
+    "same",
     "save",
     "scatter",
     "shard",

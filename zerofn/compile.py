@@ -23,9 +23,9 @@ from .graph.fingerprint import fingerprint
 from .graph.program import Program, tensor_of
 from .graph.state_arithmetic import state_arithmetic
 from .memory.host_allocator import keep_freed_memory
+from .offload.host_worker import worker
 from .ops.same import RanksDiffer
 from .optim.base import GradientTransformation
-from .offload.host_worker import worker
 from .passes import Pass
 from .passes.budget.decision import Choice, as_text, from_text
 from .planning.plan import Plan

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..util.user_line import user_line
 from .capture import CaptureError, capture
 from .program import Program
 from .verify import check_purity
@@ -27,7 +28,9 @@ def captured(
         if program.warning and not traces:
             again = capture(step, state, batch, traces=True)
             check_purity(again)
-            warnings.warn(f"{getattr(step, '__name__', 'the step')}: {again.warning}", stacklevel=2)
+            line = user_line()
+            where = ("zerofn", 0) if line is None else (line.file, line.number)
+            warnings.warn_explicit(f"{getattr(step, '__name__', 'the step')}: {again.warning}", UserWarning, *where)
         return program, constants
     except CaptureError:
         if traces:

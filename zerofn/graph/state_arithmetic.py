@@ -31,7 +31,10 @@ def state_arithmetic(program: Program) -> list[str]:
     own = own_values(program)
     outputs = program.output.args[0][: program.num_new]  # type: ignore[index]
     lines = Counter(_line(node) for node in _between(program.gm, set(outputs), own))
-    return [f"meets the state, so it must be the same on all ranks: {text}{f', {n} times' if n > 1 else ''}" for text, n in sorted(lines.items())]
+    return [
+        f"meets the state, so it must be the same on all ranks: {text}{f', {n} times' if n > 1 else ''}"
+        for text, n in sorted(lines.items())
+    ]
 
 
 def _between(gm: GraphModule, wanted: set[Any], own: OwnValues) -> Iterator[Node]:

@@ -13,9 +13,9 @@ from .._torch_compat import OpOverload
 from ..ops.registry import RESHAPES, OnShard
 from .alias import sources, writes
 from .capture import CaptureError
+from .declare_same import declare_same
 from .edit import bodies
 from .loop import body_of, given_to_body, run_loop
-from .declare_same import declare_same
 from .node_kinds import argument, arguments, is_gather, is_ours, traits
 from .own_values import Origins, OwnValues, own_values
 from .program import Program, owners, tensor_of
@@ -140,7 +140,7 @@ def _own_value(node: Node, origins: Origins, names: dict[Node, str]) -> str:
 
 
 def _check_shards(gm: GraphModule, shards: set[Node], names: dict[Node, str]) -> set[Node]:
-    """Raise at the first operation that may not be applied to a shard; return all nodes that are shards, in loops, too."""
+    """Raise at the first operation that may not be applied to a shard; return all shards, those in loops too."""
     even: set[Node] = set()  # tensors whose elements are all equal
     for node in gm.graph.nodes:
         if _is_even(node, even):

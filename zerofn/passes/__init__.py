@@ -31,6 +31,7 @@ from .start_param_gather import start_param_gather
 from .sync_replicated_state import sync_replicated_state
 from .update_on_host import update_on_host
 from .wait_param_gather import wait_param_gather
+from .write_after_checks import write_after_checks
 
 __all__ = ["Edit", "Pass", "PassError", "Pipeline", "pipeline", "run", "standard"]
 
@@ -38,6 +39,7 @@ __all__ = ["Edit", "Pass", "PassError", "Pipeline", "pipeline", "run", "standard
 REQUIRED = (
     functionalize,
     sync_replicated_state,
+    write_after_checks,
     donate,
     start_param_gather,
     copy_outputs,
@@ -69,7 +71,14 @@ def standard(donating: bool) -> list[Pass]:
         # write the new state
         Pass(sync_replicated_state),
         *(
-            [Pass(donate), Pass(raise_updates), Pass(update_on_host), Pass(offload_gradients), Pass(start_param_gather)]
+            [
+                Pass(write_after_checks),
+                Pass(donate),
+                Pass(raise_updates),
+                Pass(update_on_host),
+                Pass(offload_gradients),
+                Pass(start_param_gather),
+            ]
             if donating
             else [Pass(copy_outputs)]
         ),

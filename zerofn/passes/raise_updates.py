@@ -7,7 +7,17 @@ from torch.fx import Graph, Node
 
 from ..graph.alias import positions, roots, touches, writes
 from ..graph.edit import clean, raise_up
-from ..graph.node_kinds import UPDATE, argument, fetched, is_fetch, kept_by, place_of_store, stores_in_place, traits, wait_of
+from ..graph.node_kinds import (
+    UPDATE,
+    argument,
+    fetched,
+    is_fetch,
+    kept_by,
+    place_of_store,
+    stores_in_place,
+    traits,
+    wait_of,
+)
 from ..graph.program import Program, tensor_of
 
 ops = torch.ops.zerofn
