@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .passes import Pass
     from .planning.planner import plan
     from .sharding.gather_scatter import gather, scatter
+    from .sharding.normal_like import normal_like
     from .sharding.precision import Precision
     from .sharding.reductions import all_finite, first_nonfinite, global_norm, leaf_norms, vdot
     from .sharding.shard import shard, unshard
@@ -53,6 +54,7 @@ _WHERE = {
     "CaptureError": "graph.capture",
     "Machine": "cost.machine",
     "Mesh": "comm.mesh",
+    "normal_like": "sharding.normal_like",
     "Offload": "offload.policy",
     "Pass": "passes",
     "Precision": "sharding.precision",
@@ -79,6 +81,7 @@ __all__ = [
     "leaf_norms",
     "load",
     "load_safetensors",
+    "normal_like",
     "optim",
     "plan",
     "random",

@@ -210,7 +210,8 @@ def _stays_shard(node: Node, used: list[Node], shards: set[Node], even: set[Node
         raise CaptureError(
             f"{_op(node)}{_line(node)} combines this rank's shard of {origin} with a tensor that is not a shard and "
             "whose elements differ: which elements are paired would depend on how the state is sharded. Put that "
-            "tensor into the state, as a tree like the parameters, or call zerofn.scatter on it."
+            "tensor into the state, as a tree like the parameters, or call zerofn.scatter on it. Noise for shards is "
+            "zerofn.normal_like(tree, key)."
         )
     return True
 

@@ -1,0 +1,65 @@
+"""Normal noise in the layout of a tree, the same on any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..random import noise as _noise  # noqa: F401  (defines zerofn::normal_shard)
+from ..random.draws import check_scalar
+from .sharded import Sharded, is_sharded
+
+ops = torch.ops.zerofn
+
+
+def normal_like(values: Any, key: Tensor) -> Any:
+    """Return a tree like `values`, `Sharded` or plain, of independent draws from the standard normal distribution.
+
+    `values`: a tree of floating tensors. `key`: a random key, an int64 scalar on the CPU. An element's draw depends on
+    the key, its leaf's place in the tree and its own place in the leaf, so the noise has the same bits at every stage,
+    on any number of ranks and in a plain tree (on one kind of device). For Langevin dynamics, and for gradients that
+    are clipped and blurred for privacy; `torch.randn_like` on a shard is refused, because it would draw the same for
+    every rank's shard. Use a key for one tree: `zerofn.random.fold_in(state.rng_at(), 1)`, then 2.
+
+    Leaves have the shapes, dtypes and devices of `values`. Not differentiable. Raises `TypeError` for a key of another
+    kind or a leaf that is not floating-point.
+
+    >>> import zerofn
+    >>> params = {"w": torch.zeros(3)}
+    >>> noise = zerofn.normal_like(params, zerofn.random.key(0))
+    >>> shards = zerofn.normal_like(zerofn.shard({"params": params})["params"], zerofn.random.key(0))
+    >>> torch.equal(zerofn.gather(shards)["w"], noise["w"])
+    True
+    """
+    check_scalar(key, "normal_like", "the key")
+    nodes, treedef = tree.flatten(values, is_leaf=is_sharded)
+    out: list[Any] = []
+    index = 0  # of the logical leaf
+    for node in nodes:
+        if is_sharded(node):
+            out.append(_of_sharded(node, key, index))
+            index += len(node.layout.leaves)
+        else:
+            _check(node)
+            out.append(ops.normal_leaf(key, node, index))
+            index += 1
+    return tree.unflatten(treedef, out)
+
+
+def _of_sharded(values: Sharded, key: Tensor, index: int) -> Sharded:
+    shards = []
+    for unit, shard in zip(values.layout.units, values.shards, strict=True):
+        _check(shard)
+        start, stop = values.spec.bounds(unit)
+        parts = [(x.index + index, x.numel, start + a - x.offset, a, b) for x, a, b in unit.intervals(start, stop)]
+        shards.append(ops.normal_shard(key, shard, *([p[k] for p in parts] for k in range(5))))
+    return Sharded(values.spec, shards)
+
+
+def _check(x: Any) -> None:
+    if not (isinstance(x, Tensor) and x.is_floating_point()):
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"normal_like: expected floating-point tensors, got {kind}; leave such leaves out.")
