@@ -62,7 +62,11 @@ def compile(
     written into the old one's memory, and using the old one afterwards raises `RuntimeError`. A step whose result
     is not a pair that begins with a state of its argument's structure is an evaluation step, which donates nothing.
     ZeroFn averages floating-point state that differs by rank, such as batch-norm statistics in `extra`, at the end
-    of each step; run eagerly, each rank keeps its own.
+    of each step; run eagerly, each rank keeps its own. A value that depends on a rank's own batch, random key or place
+    may go into the loss, aux and what is scattered. Where it would change a shard it is refused until it is reduced
+    (`zerofn.collectives`) or declared equal (`zerofn.same`), and so is a number that differs from rank to rank. 0-d
+    entries of the batch, such as a learning rate, may meet shards: ranks compare them in every step, before the first
+    write. An eager step has none of these checks.
 
     `memory`: bytes of the device that a step may take on a rank, or a text such as "24GiB". It includes the state,
     but not the workspace that operations allocate while they run. To stay below it, ZeroFn drops gathered units and
