@@ -21,7 +21,7 @@ from .graph.advice import no_leaf
 from .graph.captured import captured, dry_result
 from .graph.fingerprint import fingerprint
 from .graph.program import Program, tensor_of
-from .graph.state_arithmetic import state_arithmetic
+from .graph.state_arithmetic import MEETS, line_of_number, state_arithmetic
 from .memory.host_allocator import keep_freed_memory
 from .offload.host_worker import worker
 from .ops.same import RanksDiffer
@@ -40,7 +40,7 @@ from .runtime.outputs import returned
 from .sharding.allocate import keep_halves
 from .sharding.sharded import is_sharded
 from .sharding.state_tree import as_tensor
-from .util.errors import said
+from .util.errors import note, said
 from .util.patches import uncollected
 from .util.sizes import in_words, num_bytes, time_in_words
 
@@ -61,12 +61,10 @@ def compile(
     floats of the batch), each time with one log line that names what changed. With `donate` the new state is
     written into the old one's memory, and using the old one afterwards raises `RuntimeError`. A step whose result
     is not a pair that begins with a state of its argument's structure is an evaluation step, which donates nothing.
-    ZeroFn averages floating-point state that differs by rank, such as batch-norm statistics in `extra`, at the end
-    of each step; run eagerly, each rank keeps its own. A value that depends on a rank's own batch, random key or place
-    may go into the loss, aux and what is scattered. Where it would change a shard it is refused until it is reduced
-    (`zerofn.collectives`) or declared equal (`zerofn.same`), and so is a number that differs from rank to rank. 0-d
-    entries of the batch, such as a learning rate, may meet shards: ranks compare them in every step, before the first
-    write. An eager step has none of these checks.
+    ZeroFn averages floating-point state that differs by rank, such as batch-norm statistics in `extra`. What depends on
+    a rank's own batch, key or place may not change a shard before it is reduced (`zerofn.collectives`) or declared
+    equal (`zerofn.same`); ranks compare the batch's 0-d entries that do, such as a learning rate, in every step. An
+    eager step neither averages nor checks.
 
     `memory`: bytes of the device that a step may take on a rank, or a text such as "24GiB". It includes the state,
     but not the workspace that operations allocate while they run. To stay below it, ZeroFn drops gathered units and
@@ -231,6 +229,14 @@ class CompiledStep:
 
     def _compiled_by_all(self, state: Any, batch: Any) -> Entry:
         """Capture and schedule on all ranks or on none: if one fails, the others raise its message."""
+        try:
+            return self._agreed(state, batch)
+        except RuntimeError as error:
+            if MEETS in str(error):
+                note(error, line_of_number(captured(self._step, state, batch, traces=True)[0], str(error)))
+            raise
+
+    def _agreed(self, state: Any, batch: Any) -> Entry:
         what = f"zerofn.compile({self.__name__})"
         if not self._options.chooses:
             return agree_on(what, lambda: self._scheduled(self._captured(state, batch), []))

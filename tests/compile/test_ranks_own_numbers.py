@@ -9,6 +9,7 @@ from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, loss_of, state_of
 from zerofn import optim, tree
 from zerofn.ops.same import RanksDiffer
+from zerofn.util.errors import said
 
 MODULE = build(2)
 
@@ -86,7 +87,7 @@ def raised(step, state):
     with pytest.raises(RuntimeError, match="ranks differ") as caught:
         zerofn.compile(step)(state, batch_of(dist.get_rank()))
     assert_same_trees(zerofn.unshard(state), before)
-    return str(caught.value)
+    return said(caught.value)
 
 
 def constants(step, stage):
@@ -106,6 +107,7 @@ def constants(step, stage):
 def test_a_constant_that_meets_the_state_is_the_same_on_all_ranks(ranks, step, told, stage):
     for message in ranks(2, constants, step, stage):
         assert all(x in message for x in told) and "must be the same on all ranks" in message
+        assert f"in this rank's step at {__file__}:" in message
 
 
 def test_another_optimizer_on_one_rank_is_told(ranks):

@@ -60,7 +60,7 @@ def _follow(graph: Graph, given: dict[Node, Origins], found: OwnValues) -> dict[
             of_loops[node] = _through(node, origins, memory, found)
             continue
         if node.target is operator.getitem and node.args[0] in of_loops:
-            mine = of_loops[node.args[0]][node.args[1]]  # type: ignore[index]
+            mine = of_loops[node.args[0]][node.args[1]]
         else:
             mine = _of_result(node, _NONE.union(*read.values()))
         if mine:

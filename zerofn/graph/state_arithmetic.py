@@ -23,18 +23,27 @@ from .node_kinds import is_ours, traits
 from .own_values import OwnValues, own_values
 from .program import Program
 
+MEETS = "meets the state, so it must be the same on all ranks: "
+
 
 def state_arithmetic(program: Program) -> list[str]:
     """Return the operations between transfers and the new state with the numbers in them, one line for each kind."""
+    lines = Counter(map(_line, _meeting(program)))
+    return [f"{MEETS}{text}{f', {n} times' if n > 1 else ''}" for text, n in sorted(lines.items())]
+
+
+def line_of_number(program: Program, message: str) -> str:
+    """Return the user's line of the number that `message` tells of, or "". `program`: captured with lines."""
+    found = (node for node in _meeting(program) if f"{MEETS}{_line(node)}" in message)
+    lines = (x.meta["line"] for node in found for x in (node, *node.users) if "line" in x.meta)
+    return next((f"in this rank's step{line}" for line in lines), "")
+
+
+def _meeting(program: Program) -> list[Node]:
     if program.axis is None or program.new_state is None:
         return []
-    own = own_values(program)
-    outputs = program.output.args[0][: program.num_new]  # type: ignore[index]
-    lines = Counter(_line(node) for node in _between(program.gm, set(outputs), own))
-    return [
-        f"meets the state, so it must be the same on all ranks: {text}{f', {n} times' if n > 1 else ''}"
-        for text, n in sorted(lines.items())
-    ]
+    outputs: Any = program.output.args[0]
+    return list(_between(program.gm, set(outputs[: program.num_new]), own_values(program)))
 
 
 def _between(gm: GraphModule, wanted: set[Any], own: OwnValues) -> Iterator[Node]:
@@ -69,10 +78,10 @@ def _line(node: Node) -> str:
         return f"a constant {kind} ({number})"
     name = str(node.target) if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", "")
     if is_ours(node):  # its whole numbers say where this rank's shard lies
-        given = [x for x in (*node.args, *node.kwargs.values()) if isinstance(x, float | bool)]
+        given = [str(x) for x in (*node.args, *node.kwargs.values()) if isinstance(x, float | bool)]
     else:
         given = [_shown(x) for x in node.args] + [f"{k}={_shown(v)}" for k, v in node.kwargs.items()]
-    return f"{name.removesuffix('.default')}({', '.join(map(str, given))})"
+    return f"{name.removesuffix('.default')}({', '.join(given)})"
 
 
 def _shown(value: Any) -> str:

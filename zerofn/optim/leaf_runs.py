@@ -59,7 +59,7 @@ def slots(params: Any, constant: Callable[[LeafInfo], Hashable]) -> Iterator[Slo
         for unit in node.layout.units:
             start, stop = node.spec.bounds(unit)
             known = {leaf.index: ask(leaf) for leaf in unit.leaves}
-            runs = unit.runs(start, stop, lambda leaf, known=known: known[leaf.index])  # type: ignore[misc]
+            runs = unit.runs(start, stop, lambda leaf, known=known: known[leaf.index])
             yield Slot(index, runs, start, frozenset(known.values()))
             index += 1
 
