@@ -61,8 +61,8 @@ def compile(
     floats of the batch), each time with one log line that names what changed. With `donate` the new state is
     written into the old one's memory, and using the old one afterwards raises `RuntimeError`. A step whose result
     is not a pair that begins with a state of its argument's structure is an evaluation step, which donates nothing.
-    ZeroFn averages floating-point state that differs by rank, such as batch-norm statistics. A value of a rank's own may
-    change a shard once it is reduced or declared equal (`zerofn.same`). Run eagerly, nothing is averaged or checked.
+    ZeroFn averages floating-point state that differs by rank, such as batch-norm statistics. A value of a rank's own
+    may change a shard once it is reduced or declared equal (`zerofn.same`). Eagerly, nothing is averaged or checked.
 
     `memory`: bytes of the device that a step may take on a rank, or a text such as "24GiB". It includes the state,
     but not the workspace that operations allocate while they run. To stay below it, ZeroFn drops gathered units and

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ from .._torch_compat import (
 )
 from ..ops.registry import ASKS_METADATA, LIFTS, SAME, VIEWS
 from ..util.nested import tensors_in
+from .strides import is_suspect, real_strides
 
 aten = torch.ops.aten
 _KNOWN = "_zerofn_known"  # the attribute of a fake tensor
@@ -291,7 +293,8 @@ def _fresh(call: _Call, args: Any, kwargs: Any) -> Any:
     if key not in kinds:
         with contextlib.nullcontext() if call.tracer is None else outside_trace():
             out = call.func(*args, **(kwargs or {}))
-        kinds[key] = _learned(call, out)
+        strides = real_strides(call.func, args, kwargs or {}, out) if is_suspect(call.func, call.tensors) else []
+        kinds[key] = _learned(call, out, strides)
     kind = kinds[key]
     return _LOST if kind is None else _again(call, kind, given, named)
 
@@ -317,8 +320,10 @@ def _like(call: _Call, result: _Result, node: Node | None) -> Tensor:
     return call.made(elem, device, result.kind, node)
 
 
-def _learned(call: _Call, out: Any) -> _Kind | None:
-    """Return what an operation makes; None if shapes alone do not determine it."""
+def _learned(call: _Call, out: Any, strides: Sequence[tuple[int, ...] | None]) -> _Kind | None:
+    """Return what an operation makes; None if shapes alone do not determine it. `strides`: of results that are promised
+    others, see `real_strides`.
+    """
     container = type(out) if isinstance(out, list | tuple) else None
     if container not in (None, list, tuple):
         return None
@@ -327,7 +332,7 @@ def _learned(call: _Call, out: Any) -> _Kind | None:
         return None
     results: list[_Result | None] = []
     places = {storage_key(x) for x in call.tensors}
-    for x in several:
+    for x, other in zip_longest(several, strides):
         if x is None:
             results.append(None)
             continue
@@ -335,6 +340,8 @@ def _learned(call: _Call, out: Any) -> _Kind | None:
             return None
         places.add(storage_key(x))
         kind = _kind_of(x, x.device)
+        if other is not None:
+            kind = (kind[0], other, *kind[2:])
         with no_dispatch():
             elem = torch.empty_strided(kind[0], kind[1], dtype=x.dtype, device="meta")
             if elem.untyped_storage().nbytes() != x.untyped_storage().nbytes():
