@@ -37,7 +37,7 @@ from .runtime.outputs import returned
 from .sharding.allocate import keep_halves
 from .sharding.sharded import is_sharded
 from .sharding.state_tree import as_tensor
-from .util.errors import said
+from .util.errors import note, said
 from .util.patches import uncollected
 from .util.sizes import in_words, num_bytes, time_in_words
 
@@ -58,6 +58,12 @@ def compile(
     floats of the batch), each time with one log line that names what changed. With `donate` the new state is
     written into the old one's memory, and using the old one afterwards raises `RuntimeError`. A step whose result
     is not a pair that begins with a state of its argument's structure is an evaluation step, which donates nothing.
+    It is also captured again when something that it reads outside its arguments has changed: globals, closure cells,
+    defaults and attributes that the user's own functions use; modules with their modes, attributes, parameters and
+    hooks; configs, by their fields; lists and dicts of up to 1,024 entries; closed-over tensors, by identity and
+    version, those of up to 4 KiB by their bytes; torch's settings that choose operations. Not followed are what
+    functions of installed packages look up, values reached only by computed names, and what the step itself writes
+    when it is captured (logged once). All ranks must change such values alike.
     ZeroFn averages floating-point state that differs by rank, such as batch-norm statistics in `extra`, at the end
     of each step; run eagerly, each rank keeps its own.
 
@@ -224,7 +230,12 @@ class CompiledStep:
         refill_copies(state_leaves, params_among(state_def) if entry is None else entry.program.full)
         if entry is None:
             state = tree.unflatten(state_def, state_leaves)
-            entry = captures.captured(lambda: self._compiled_by_all(state, batch, captures.why))
+            try:
+                entry = captures.captured(lambda: self._compiled_by_all(state, batch, captures.why))
+            except Exception as error:
+                if captures.why:
+                    note(error, f"This rank captures again, because {captures.why}: change it on every rank alike.")
+                raise
             self._captures[signature] = captures
         return _Call(entry, state_leaves, state_def, batch_leaves)
 

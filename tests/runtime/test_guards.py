@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (cells of a notebook stand in one line)
 """What a step reads outside its arguments: a change leads to another capture, and nothing else does."""
 
 import functools

@@ -24,7 +24,7 @@ from ..sharding.sharded import is_sharded
 from .contents import contents_of
 from .facts import NOTHING, Facts, Same, plain
 from .places import Places
-from .user_code import is_users, reads_of
+from .user_code import is_users, of_user, reads_of
 
 MANY = 1024  # entries of a list or a dict beyond which only their number counts
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
@@ -32,7 +32,7 @@ _HOOKS = tuple(name for name in _OF_EVERY_MODULE if name.endswith("_hooks") and 
 
 
 class Reader:
-    """One reading. `facts`: what was found. `places`: where. `modules`: those found, by path. `skip`: paths left out."""
+    """One reading: `facts`, the `places` they are from, and `modules` by path. `skip`: paths left out."""
 
     def __init__(self, skip: Iterable[str] = ()) -> None:
         self.facts: Facts = {}
@@ -110,10 +110,10 @@ class Reader:
             self._later(self._fields, value, path)
             return "config", Same(type(value))
         if isinstance(value, type | ModuleType):
-            if _of_user(value):
+            if of_user(value):
                 self._open.append((value, path))
             return "object", Same(value)
-        if _of_user(type(value)):
+        if of_user(type(value)):
             self._open.append((value, path))
             self._later(self._chain, value, path, ("__call__",))
             return "object", Same(type(value))
@@ -168,7 +168,7 @@ class Reader:
             else:
                 continue
             self.visit(x, f"{path}.{name}")
-        if _of_user(type(value)):
+        if of_user(type(value)):
             self._open.append((value, path))  # for its methods
 
     # --- functions --------------------------------------------------------------------------------
@@ -186,8 +186,8 @@ class Reader:
             self.visit(x, f"{name}: default {k}")
         if f.__kwdefaults__:
             self.visit(f.__kwdefaults__, f"{name}: keyword defaults")
-        if callable(getattr(f, "__wrapped__", None)):
-            self.visit(f.__wrapped__, f"{path}.__wrapped__")
+        if callable(wrapped := f.__dict__.get("__wrapped__")):
+            self.visit(wrapped, f"{path}.__wrapped__")
         if is_users(f.__code__.co_filename):
             self._code(f.__code__, f, path, owner)
         else:
@@ -295,7 +295,7 @@ class Reader:
                     self.places.attribute(value, name, getattr(value, name))
                     return getattr(value, name)
                 return None
-            if not _of_user(kind):
+            if not of_user(kind):
                 return None
             return self._of_class(value, kind, name, found, path)
         return None
@@ -321,7 +321,7 @@ class Reader:
         """The methods of these names that `super()` may find."""
         for kind in (owner if isinstance(owner, type) else type(owner)).__mro__:
             for name in sorted(names):
-                if name in kind.__dict__ and _of_user(kind):
+                if name in kind.__dict__ and of_user(kind):
                     self._of_class(owner, kind, name, kind.__dict__[name], f"class {kind.__qualname__}")
 
     # --- modules ----------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ class Reader:
                     path = f"class {kind.__qualname__}.forward"
                     self.facts[path] = ("function", getattr(forward, "__code__", None))
                     self.places.item(kind.__dict__, "forward", forward)
-                    if _of_user(kind):
+                    if of_user(kind):
                         self._later(self._function, forward, path, module)
                 return
 
@@ -376,21 +376,6 @@ def _shown(key: Any) -> str:
     return repr(key) if isinstance(key, str | int | float | bool | tuple) else f"{type(key).__name__} {id(key)}"
 
 
-@functools.cache
-def _file_of(module: str) -> str:
-    return getattr(sys.modules.get(module), "__file__", None) or "<interactive>"
-
-
-def _of_user(kind: Any) -> bool:
-    """Whether a class or a Python module is the user's."""
-    name = kind.__name__ if isinstance(kind, ModuleType) else kind.__module__
-    if name == "__main__":
-        return True
-    if name in sys.builtin_module_names or name in ("builtins", "typing"):
-        return False
-    return is_users(_file_of(name))
-
-
 def _is_config(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, types.SimpleNamespace | argparse.Namespace):
@@ -405,5 +390,5 @@ def _is_followed(value: Any) -> bool:
     if isinstance(value, Tensor | FunctionType | MethodType | functools.partial | list | dict | tuple | str):
         return False
     if isinstance(value, type | ModuleType):
-        return _of_user(value)
-    return isinstance(value, nn.Module) or _is_config(value) or _of_user(type(value))
+        return of_user(value)
+    return isinstance(value, nn.Module) or _is_config(value) or of_user(type(value))

@@ -28,7 +28,7 @@ _GETTERS: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("torch.backends.cuda.math_sdp_enabled()", _cuda.math_sdp_enabled),
     ("torch.backends.cuda.cudnn_sdp_enabled()", _cuda.cudnn_sdp_enabled),
     ("torch.backends.mha.get_fastpath_enabled()", _backends.mha.get_fastpath_enabled),
-    ("torch.backends.mkldnn.enabled", lambda: _backends.mkldnn.enabled),  # type: ignore[attr-defined]
+    ("torch.backends.mkldnn.enabled", lambda: _backends.mkldnn.enabled),
     ("torch.backends.cudnn.enabled", lambda: _backends.cudnn.enabled),
     ("hooks of all modules", num_global_hooks),
 )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dis
 import functools
+import sys
 import sysconfig
 from collections.abc import Iterator
-from types import CodeType
-from typing import NamedTuple
+from types import CodeType, ModuleType
+from typing import Any, NamedTuple
 
 from ..util.user_line import OURS, library_prefixes
 
@@ -51,6 +52,21 @@ def is_users(file: str) -> bool:
     """Whether code of this file is the user's: neither the standard library's, an installed package's nor ours."""
     prefixes = tuple(x for x in library_prefixes() if x != "<string>")
     return not file.startswith((*_libraries(), *prefixes))
+
+
+@functools.cache
+def _file_of(module: str) -> str:
+    return getattr(sys.modules.get(module), "__file__", None) or "<interactive>"
+
+
+def of_user(kind: Any) -> bool:
+    """Whether a class or a Python module is the user's."""
+    name = kind.__name__ if isinstance(kind, ModuleType) else kind.__module__
+    if name == "__main__":
+        return True
+    if name in sys.builtin_module_names or name in ("builtins", "typing"):
+        return False
+    return is_users(_file_of(name))
 
 
 @functools.lru_cache(maxsize=4096)
