@@ -436,3 +436,28 @@ def test_settings_of_torch_that_choose_operations_are_guarded(torchs_settings):
         assert found[0].dtype == torch.bfloat16
         assert_same_trees(found, step(STATE, q))
     assert made == [1, 2, 2, 3, 3] and captures(call) == 4
+
+
+def test_a_model_of_transformers_is_captured_once_for_each_mode(caplog):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=32)
+    module = zerofn.skeleton(lambda: transformers.LlamaForCausalLM(config))
+    params = {k: torch.randn_like(v, device="cpu") * 0.1 for k, v in module.named_parameters()}
+    ids = torch.arange(8)[None]
+
+    def step(state, ids):
+        return functional_call(module, state, (), {"input_ids": ids, "use_cache": False}).logits
+
+    call = zerofn.compile(step)
+    caplog.set_level(logging.INFO, "zerofn")
+    for _ in range(3):
+        call(params, ids)
+    assert len(captured_now(caplog)) == 1
+    module.eval()
+    for _ in range(3):
+        assert torch.equal(call(params, ids), step(params, ids))
+    assert len(captured_now(caplog)) == 2
+    module.config.rms_norm_eps = 0.5
+    call(params, ids)
+    assert "config.rms_norm_eps" in captured_now(caplog)[-1] and len(captured_now(caplog)) == 3
