@@ -55,15 +55,9 @@ def compile(
     """Return a callable `(state, batch) -> (state, aux)` that runs `train_step`, captured and scheduled.
 
     The step is captured at its first call, and again for every new signature (structure, shapes, dtypes, ints and
-    floats of the batch), each time with one log line that names what changed. With `donate` the new state is
+    floats of the batch) and change to what it closes over (`zerofn.runtime.guards`), with one log line each. With `donate` the new state is
     written into the old one's memory, and using the old one afterwards raises `RuntimeError`. A step whose result
     is not a pair that begins with a state of its argument's structure is an evaluation step, which donates nothing.
-    It is also captured again when something that it reads outside its arguments has changed: globals, closure cells,
-    defaults and attributes that the user's own functions use; modules with their modes, attributes, parameters and
-    hooks; configs, by their fields; lists and dicts of up to 1,024 entries; closed-over tensors, by identity and
-    version, those of up to 4 KiB by their bytes; torch's settings that choose operations. Not followed are what
-    functions of installed packages look up, values reached only by computed names, and what the step itself writes
-    when it is captured (logged once). All ranks must change such values alike.
     ZeroFn averages floating-point state that differs by rank, such as batch-norm statistics in `extra`, at the end
     of each step; run eagerly, each rank keeps its own.
 

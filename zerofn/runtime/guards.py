@@ -4,6 +4,11 @@ Read are: the globals, closure cells, defaults and attributes that the user's ow
 state's optimizer on; the modules among them with their modes, attributes, parameters, children and hooks; configs;
 and torch's settings. `Captures` keeps the captures of one signature, each with the facts it was made with, so that a
 model may go back and forth between `train()` and `eval()`.
+
+Lists and dicts are read up to 1,024 entries, larger ones by their length. Closed-over tensors are followed by identity
+and version, those of up to 4 KiB by their bytes. Not followed: what functions of installed packages look up, values
+reached only by computed names, and what the step itself writes when it is captured, which is logged once. All ranks
+must change what is followed alike: one that captures again alone waits for the others.
 """
 
 from __future__ import annotations
