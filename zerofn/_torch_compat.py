@@ -29,7 +29,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # Modes that see every ATen call; trees of an operation's arguments.
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import register_pytree_node as register_torch_pytree_node
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -42,6 +44,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode as current_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.proxy_tensor import _ProxyTensor
 from torch.fx.experimental.proxy_tensor import track_tensor_tree as bind_outputs
+
+# Hooks of all modules, by kind.
+_GLOBAL_HOOKS = tuple(
+    x for name, x in vars(torch.nn.modules.module).items() if name.startswith("_global_") and isinstance(x, dict)
+)
 
 # Calls inside do not enter autograd again: collectives below our own autograd.Function.
 below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -133,6 +140,19 @@ def aliased_arguments(op: OpOverload) -> list[tuple[int, str]]:
 def num_dispatch_modes() -> int:
     """How many dispatch modes would see the next ATen call: capture's, fake tensors', a user's."""
     return torch._C._len_torch_dispatch_stack()
+
+
+def num_global_hooks() -> int:
+    """How many hooks every module of the process calls."""
+    return sum(map(len, _GLOBAL_HOOKS))
+
+
+def modes_in_force() -> tuple[Any, ...]:
+    """The classes of the function and dispatch modes that see the next call, and the devices that they set."""
+    if not (torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
+        return ()
+    modes: list[Any] = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    return tuple(x for mode in modes for x in (type(mode), getattr(mode, "device", None)))
 
 
 def is_composite(op: OpOverload) -> bool:

@@ -34,6 +34,7 @@ from .runtime.backend import Backend, backend_of
 from .runtime.capture_log import CaptureLog
 from .runtime.entry import Entry
 from .runtime.errors import explain
+from .runtime.guards import Captures, Written
 from .runtime.inputs import Inputs, collect, params_among, refill_copies, signature_of
 from .runtime.interrupts import deliver, whole_steps
 from .runtime.outputs import returned
@@ -58,9 +59,9 @@ def compile(
     """Return a callable `(state, batch) -> (state, aux)` that runs `train_step`, captured and scheduled.
 
     The step is captured at its first call, and again for every new signature (structure, shapes, dtypes, ints and
-    floats of the batch), each time with one log line that names what changed. With `donate` the new state is
-    written into the old one's memory, and using the old one afterwards raises `RuntimeError`. A step whose result
-    is not a pair that begins with a state of its argument's structure is an evaluation step, which donates nothing.
+    floats of the batch) and change to what it closes over (see `runtime/guards.py`), with one log line each. With
+    `donate` the new state is written into the old one's memory, and using the old one afterwards raises
+    `RuntimeError`. A step that does not return a pair of such a state and more is an evaluation, and donates nothing.
     ZeroFn averages floating-point state that differs by rank, such as batch-norm statistics. A value of a rank's own
     may change a shard once it is reduced or declared equal (`zerofn.same`). Eagerly, nothing is averaged or checked.
 
@@ -150,17 +151,18 @@ class CompiledStep:
 
     def __init__(self, train_step: Callable[[Any, Any], Any], options: _Options) -> None:
         self._step, self._options = train_step, options
-        self._entries: dict[Any, Entry] = {}
+        self._captures: dict[Any, Captures] = {}
         self.timings: dict[str, Any] = {}
         self.__name__ = getattr(train_step, "__name__", "step")
-        self._log = CaptureLog(self.__name__)
+        self._log, self._written = CaptureLog(self.__name__), Written(self.__name__)
 
     def __repr__(self) -> str:
         entries, o = self._entries.values(), self._options
         told = ["not captured yet"]
         if entries:
             seconds = self.timings["capture"] + sum(self.timings["passes"].values())
-            signatures = f"{len(entries)} signature{'s' if len(entries) > 1 else ''}"
+            num = len(self._captures)
+            signatures = f"{num} signature{'s' if num > 1 else ''}"
             told = [f"captured for {signatures}, the last {self.timings['nodes']:,} nodes in {time_in_words(seconds)}"]
         donates = any(x.donating for x in entries) if entries else o.donate
         told.append("donates its state" if donates else "keeps its state")
@@ -170,6 +172,11 @@ class CompiledStep:
         told += [f"planned for {o.machine.name}"] if o.machine is not None else []
         return f"<compiled {self.__name__}: {'; '.join(told)}>"
 
+    @property
+    def _entries(self) -> dict[Any, Entry]:
+        """All captures, by (signature, number among the signature's captures)."""
+        return {(key, k): x for key, captures in self._captures.items() for k, x in enumerate(captures.entries)}
+
     def __call__(self, state: Any, batch: Any) -> Any:
         """Run one step."""
         if (dry_run := current_dry_run()) is not None:
@@ -178,7 +185,6 @@ class CompiledStep:
         deliver()
         call = self._entry_for(state, batch)
         entry, leaves = call.entry, call.state_leaves
-        entry.check_constants()
         inputs = collect(self.__name__, leaves, call.batch_leaves, entry.program.full, entry.donating)
         entry.bind()
         entry.buffers.reserve(exactly=self._options.memory is not None)
@@ -216,33 +222,45 @@ class CompiledStep:
                 keep_halves(x)
         signature = (state_def, batch_def, signature_of(state_leaves), signature_of(batch_leaves))
         try:
-            entry = self._entries.get(signature)
+            captures = self._captures.get(signature)
         except TypeError:  # not hashable
             raise no_leaf(self.__name__, state, batch) from None
+        if captures is None:
+            captures = Captures(self._step, state, self._written)
+        entry = captures.find()
         refill_copies(state_leaves, params_among(state_def) if entry is None else entry.program.full)
         if entry is None:
             state = tree.unflatten(state_def, state_leaves)
-            entry = self._entries[signature] = self._compiled_by_all(state, batch)
+            try:
+                entry = captures.captured(lambda: self._compiled_by_all(state, batch, captures.why))
+            except Exception as error:
+                if captures.why:
+                    note(error, f"This rank captures again, because {captures.why}: change it on every rank alike.")
+                raise
+            self._captures[signature] = captures
         return _Call(entry, state_leaves, state_def, batch_leaves)
 
-    def _compiled_by_all(self, state: Any, batch: Any) -> Entry:
-        """Capture and schedule on all ranks or on none: if one fails, the others raise its message."""
+    def _compiled_by_all(self, state: Any, batch: Any, why: str) -> tuple[Entry, Sequence[Tensor]]:
+        """Return (what will run, what it closes over), captured and scheduled on all ranks or on none.
+
+        If one fails, the others raise its message. `why`: what changed outside the arguments since the last capture.
+        """
         try:
-            return self._agreed(state, batch)
+            return self._agreed(state, batch, why)
         except RuntimeError as error:
             if MEETS in str(error):
                 note(error, line_of_number(captured(self._step, state, batch, traces=True)[0], str(error)))
             raise
 
-    def _agreed(self, state: Any, batch: Any) -> Entry:
+    def _agreed(self, state: Any, batch: Any, why: str) -> tuple[Entry, Sequence[Tensor]]:
         what = f"zerofn.compile({self.__name__})"
         if not self._options.chooses:
-            return agree_on(what, lambda: self._scheduled(self._captured(state, batch), []))
+            return agree_on(what, lambda: self._scheduled(self._captured(state, batch), [], why))
         mine = agree_on(what, lambda: (self._captured(state, batch), ""))
         first, *_ = exchange(
             what, as_text(mine.choices)
         )  # ranks may differ by a few bytes: all use the first rank's choices
-        return agree_on(what, lambda: self._scheduled(mine, from_text(first)))
+        return agree_on(what, lambda: self._scheduled(mine, from_text(first), why))
 
     @uncollected()
     def _captured(self, state: Any, batch: Any) -> _Captured:
@@ -265,13 +283,15 @@ class CompiledStep:
         return self._options.donate and program.new_state is not None
 
     @uncollected()
-    def _scheduled(self, captured: _Captured, choices: Sequence[Choice]) -> tuple[Entry, str]:
-        """Return (what will run, what must be the same on all ranks)."""
+    def _scheduled(
+        self, captured: _Captured, choices: Sequence[Choice], why: str
+    ) -> tuple[tuple[Entry, Sequence[Tensor]], str]:
+        """Return ((what will run, what it closes over), what must be the same on all ranks)."""
         program, donating = captured.program, self._donates(captured.program)
         captured.pipeline.finish(program, choices=choices, budget=self._options.memory)
         took = dict(program.timings)
         self.timings = {"capture": took.pop("capture"), "passes": took, "nodes": len(program.gm.graph.nodes)}
-        self._log.report(program, captured.constants, time.perf_counter() - captured.began, donating)
+        self._log.report(program, captured.constants, time.perf_counter() - captured.began, donating, why)
         machine = self._options.machine
         # A number in the batch may differ from rank to rank, unless it meets the state: `numbers` has it then.
         inputs = {k: v for k, v in program.describe().items() if k.removeprefix("batch.") not in program.batch.baked}
@@ -279,7 +299,7 @@ class CompiledStep:
         if machine is not None:  # whose repr is rounded
             known["machine in full"] = dataclasses.asdict(machine)
         text = "\n".join([*(f"{k}: {v}" for k, v in known.items()), *captured.numbers, fingerprint(program)])
-        return Entry(program, donating, captured.constants, self._options.backend, text), text
+        return (Entry(program, donating, self._options.backend, text), captured.constants), text
 
     def _run(self, call: _Call, inputs: Inputs, batch: Any) -> list[Any]:
         entry = call.entry
@@ -310,7 +330,9 @@ class CompiledStep:
         worker().end()
         entry.buffers.renew()
         if entry.program.drive_space:  # its drive may have failed
-            self._entries = {key: kept for key, kept in self._entries.items() if kept is not entry}
+            for captures in self._captures.values():
+                captures.drop(entry)
+            self._captures = {key: x for key, x in self._captures.items() if x.entries}
             entry.close()
 
 

@@ -12,6 +12,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ LAYERS = (12, 48)
 WORLD, STAGE = 2, 3
 SECONDS_LIMIT, PER_NODE_LIMIT = 10.0, 1.3
 DISPATCH_TURNS, DISPATCH_BLOCK = 10, 20
+GUARDED, GUARDS_LIMIT = 1000, 0.25  # modules; milliseconds a call
 
 
 def capture(layers: int) -> dict[str, Any]:
@@ -86,6 +88,31 @@ def dispatch_rounds(num_rounds: int, console: Console) -> dict[str, dict[str, li
     return found
 
 
+def guards(calls: int = 200) -> list[float]:
+    """Milliseconds of a call's look at all that a model of `GUARDED` modules may have changed."""
+    import torch
+
+    from zerofn.runtime.guards import Captures, Written
+    from zerofn.runtime.reader import Reader
+
+    blocks = [[torch.nn.LayerNorm(8), *(torch.nn.Linear(8, 8) for _ in range(3))] for _ in range(GUARDED // 5)]
+    model = torch.nn.Sequential(*(torch.nn.Sequential(*block) for block in blocks))
+
+    def step(state, x):
+        return model(x)
+
+    captures = Captures(step, None, Written("step"))
+    captures.find()
+    assert len(Reader().read({"model": model}).modules) == GUARDED + 1
+    captures.captured(lambda: (None, ()))  # type: ignore[arg-type,return-value]  # an entry is only handed back
+    found = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        captures.find()
+        found.append(1e3 * (time.perf_counter() - start))
+    return found
+
+
 def capture_table(captures: dict[int, list[dict[str, Any]]]) -> Table:
     table = Table(
         title=f"Capture and passes: Llama at stage {STAGE} of {WORLD} ranks (fake process group)",
@@ -124,7 +151,9 @@ def dispatch_table(loops: dict[str, dict[str, list[float]]]) -> Table:
     return table
 
 
-def checks(captures: dict[int, list[dict]], loops: dict[str, dict[str, list[float]]]) -> list[Check]:
+def checks(
+    captures: dict[int, list[dict]], loops: dict[str, dict[str, list[float]]], guarded: Sequence[float] = ()
+) -> list[Check]:
     low, high = LAYERS
     seconds = interval([total(result["warm"]) for result in captures[high]])
     growth = ratio([per_node(r) for r in captures[high]], [per_node(r) for r in captures[low]])
@@ -132,6 +161,9 @@ def checks(captures: dict[int, list[dict]], loops: dict[str, dict[str, list[floa
         Check(f"capture and passes, {high} layers, s", str(seconds), seconds.median, SECONDS_LIMIT),
         Check(f"time per node, {high} / {low} layers", str(growth), growth.median, PER_NODE_LIMIT),
     ]
+    if guarded:
+        value, what = interval(guarded), f"guards of {GUARDED:,} modules, ms a call"
+        found.append(Check(what, str(value), value.median, GUARDS_LIMIT))
     for name, loop in loops.items():
         if name != HANDWRITTEN:
             value, what = interval(loop["ratios"]), f"dispatch, {name} / hand-written"
@@ -163,7 +195,7 @@ def main() -> int:
     except BenchmarkError as error:
         print(f"benchmark failed: {error}", file=sys.stderr)
         return 1
-    found = checks(captures, loops)
+    found = checks(captures, loops, guards())
     for table in (capture_table(captures), dispatch_table(loops), report.check_table(found)):
         console.print(table)
     run = {"surroundings": report.surroundings(), "capture": captures, "dispatch": loops}

@@ -72,20 +72,18 @@ def test_a_refused_step_leaves_the_state_as_it_was(ranks, size, stage):
     ranks(size, refused, stage)
 
 
-def test_a_constant_that_changes_after_capture_is_noticed():
+def test_a_constant_that_changes_after_capture_is_followed():
     module, table = build(), torch.ones(16)
 
     def step(state, batch):
         new, aux = train_step_of(module)(state, batch)
         return new, aux["loss"] * table.sum()
 
-    call, state = zerofn.compile(step), state_of(module, 3)
-    state, _ = call(state, batch_of())
-    state, _ = call(state, batch_of())
-    table.mul_(2)
-    with pytest.raises(RuntimeError, match=r"step: a tensor of shape \(16,\) that the step closes over was changed"):
-        call(state, batch_of())
-    assert zerofn.all_finite(state.params)  # and the state is still there
+    call = zerofn.compile(step, donate=False)
+    state = state_of(module, 3)
+    for _ in range(2):
+        assert torch.equal(call(state, batch_of())[1], step(state, batch_of())[1])
+        table.mul_(2)
 
 
 def test_options_that_are_not_there():

@@ -176,3 +176,10 @@ def test_what_has_no_skeleton() -> None:
         skeleton(lambda: nn.Sequential(nn.LazyLinear(3)))
     with pytest.raises(RuntimeError, match=r"test_skeleton.py:\d+: .* value of a parameter"):
         skeleton(lambda: nn.Linear(2, 2 + int(nn.Linear(2, 2).weight.sum().item() > 0)))
+
+
+def test_a_module_in_evaluation_mode_is_said_once(caplog):
+    skeleton(lambda: torch.nn.Linear(2, 2))
+    assert not caplog.records
+    skeleton(lambda: torch.nn.Sequential(torch.nn.Dropout(0.1)).eval())
+    assert [r.getMessage().startswith("skeleton: Sequential is in evaluation mode") for r in caplog.records] == [True]

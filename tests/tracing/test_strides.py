@@ -14,10 +14,11 @@ from zerofn.tracing.strides import _in_order, _shrunk
 
 # Draws and what depends on values, on hidden state or on unfilled memory: nothing to compare.
 LEFT_OUT = set(
-    "empty empty_like empty_strided empty_permuted new_empty new_empty_strided normal randn_like rand_like randint_like "
-    "bernoulli multinomial argwhere index_fill tensor_split nn.functional.fractional_max_pool2d "
-    "nn.functional.fractional_max_pool3d nn.functional.feature_alpha_dropout nn.functional.multi_head_attention_forward "
-    "nn.functional.rrelu nn.functional.dropout nn.functional.dropout2d nn.functional.dropout3d "
+    "empty empty_like empty_strided empty_permuted new_empty new_empty_strided normal randn_like rand_like "
+    "randint_like bernoulli multinomial argwhere index_fill tensor_split nn.functional.fractional_max_pool2d "
+    "nn.functional.fractional_max_pool3d nn.functional.feature_alpha_dropout "
+    "nn.functional.multi_head_attention_forward nn.functional.rrelu "
+    "nn.functional.dropout nn.functional.dropout2d nn.functional.dropout3d "
     "nn.functional.alpha_dropout nn.functional.scaled_dot_product_attention uniform exponential geometric log_normal "
     "cauchy sgn _segment_reduce".split()  # sgn: a constant of its derivative stays fake in make_fx; the last reads as
     # many rows as its offsets say

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +25,8 @@ from ..memory.host_allocator import map_large_blocks
 from ..util.user_line import user_place
 from .effects import is_random, tensors
 from .materialize import record
+
+log = logging.getLogger("zerofn")
 
 
 def skeleton(build: Callable[[], nn.Module]) -> nn.Module:
@@ -56,6 +59,12 @@ def skeleton(build: Callable[[], nn.Module]) -> nn.Module:
             )
         _replace_the_rest(module, twins)
     buffers = module.named_buffers(remove_duplicate=False)
+    if not module.training:
+        log.warning(
+            "skeleton: %s is in evaluation mode, as from_pretrained returns it: dropout is off and batch norm uses its "
+            "running statistics. If you train it, call .train() on the skeleton.",
+            type(module).__name__,
+        )
     missing = [name for name, buffer in buffers if buffer.is_meta or draws.seeded_inside()]
     if missing:
         _fill_buffers(module, missing, build)

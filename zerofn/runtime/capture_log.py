@@ -13,6 +13,7 @@ from ..graph.program import Program, tensor_of
 from ..ops import cpu, cuda
 
 log = logging.getLogger("zerofn")
+_OUTSIDE = "something outside its arguments"
 MANY = 8  # captures of one step before a warning: a few shapes are normal
 
 
@@ -25,11 +26,18 @@ class CaptureLog:
         self._changes: Counter[str] = Counter()  # entry -> captures in which it differed from the one before
         self._num_captures = 0
 
-    def report(self, program: Program, constants: Sequence[Tensor], seconds: float, donating: bool) -> None:
-        """Log one line: what changed since the last capture, the closed-over tensors, and the time it took."""
+    def report(
+        self, program: Program, constants: Sequence[Tensor], seconds: float, donating: bool, why: str = ""
+    ) -> None:
+        """Log one line: what changed since the last capture, the closed-over tensors, and the time it took.
+
+        `why`: what changed outside the step's arguments, if that is why it was captured again.
+        """
         now = program.describe()
         pairs = {k: (self._before.get(k, "nothing"), now.get(k, "nothing")) for k in {**now, **self._before}}
         changes = {k: f"{k} {was} -> {is_now}" for k, (was, is_now) in pairs.items() if was != is_now}
+        if why:
+            changes = {_OUTSIDE: why}
         self._warn(changes, {f"batch.{name}" for name in program.batch.baked})
         why = "; ".join([*changes.values()][:3]) or "another structure"
         if not self._before:
@@ -57,11 +65,12 @@ class CaptureLog:
         if self._num_captures != MANY or not self._changes:
             return
         key = self._changes.most_common(1)[0][0]
-        advice = (
-            "a step is captured again for every new number: pass torch.tensor(...) instead"
-            if key in numbers
-            else "a step is captured again for every new shape: pad to a few shapes"
-        )
+        if key == _OUTSIDE:
+            advice = "a step is captured again when what it reads outside its arguments changes: pass it in the batch"
+        elif key in numbers:
+            advice = "a step is captured again for every new number: pass torch.tensor(...) instead"
+        else:
+            advice = "a step is captured again for every new shape: pad to a few shapes"
         log.warning(
             "%s: captured %d times so far, %d of them because %s changed (%s); %s.",
             self._name,

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-
-from torch import Tensor
 
 from ..comm.agreement import agree_on
 from ..graph.program import Program
@@ -16,17 +13,14 @@ from .buffers import Buffers
 class Entry:
     """A scheduled program and, once `bind` was called, its buffers and its runner.
 
-    `constants`: the tensors that the step closes over. `agreed`: the text that all ranks agreed on at its capture.
+    `agreed`: the text that all ranks agreed on at its capture.
     """
 
     buffers: Buffers
     runner: Runner
 
-    def __init__(
-        self, program: Program, donating: bool, constants: Sequence[Tensor], backend: Backend, agreed: str
-    ) -> None:
+    def __init__(self, program: Program, donating: bool, backend: Backend, agreed: str) -> None:
         self.program, self.donating, self.backend, self._agreed = program, donating, backend, agreed
-        self._versions = [(x, x._version) for x in constants]
         self._bound = False
 
     def bind(self) -> None:
@@ -53,15 +47,6 @@ class Entry:
         """Close the runner now, rather than when the entry is garbage-collected. Calling it again is harmless."""
         if hasattr(self, "_closing"):
             self._closing()
-
-    def check_constants(self) -> None:
-        """Raise `RuntimeError` if a closed-over tensor was changed since capture: it is a constant of the graph."""
-        for constant, version in self._versions:
-            if constant._version != version:
-                raise RuntimeError(
-                    f"{self.program.name}: a tensor of shape {tuple(constant.shape)} that the step closes "
-                    "over was changed after the step was captured; pass it in the state or the batch."
-                )
 
     @property
     def wrote(self) -> bool:

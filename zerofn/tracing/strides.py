@@ -54,7 +54,7 @@ def _several(result: Any) -> list[Any]:
 
 
 def _small_sizes(tensors: Iterator[Tensor]) -> Callable[[int], int]:
-    """Return a map of sizes to small ones: equal ones stay equal, different ones different, and multiples of 16 such."""
+    """Return a map of sizes to small ones: equal ones stay equal, others different, multiples of 16 such."""
     large = sorted({n for x in tensors for n in x.shape if n > _KEPT})
     small = {n: _KEPT * (k + 1) + (1 if n % _KEPT else 0) for k, n in enumerate(large)}
     return lambda n: small.get(n, n)

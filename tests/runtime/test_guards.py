@@ -1,0 +1,463 @@
+# ruff: noqa: E501  (cells of a notebook stand in one line)
+"""What a step reads outside its arguments: a change leads to another capture, and nothing else does."""
+
+import functools
+import logging
+import textwrap
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import zerofn
+from tests.support.same import assert_same_trees
+from zerofn import optim
+from zerofn.runtime.guards import KEPT
+
+STATE = {"w": torch.arange(1.0, 5.0)}
+X = torch.tensor([0.5, -1.0, 2.0, 3.0])
+
+
+def cell(code, **names):
+    """A notebook's namespace in which this code was run."""
+    space = {"__name__": "__main__", "torch": torch, "nn": nn, "np": np, "functools": functools, **names}
+    run(space, code)
+    return types.SimpleNamespace(space=space, run=lambda more: run(space, more))
+
+
+def run(space, code):
+    exec(compile(textwrap.dedent(code), "<cell>", "exec"), space)
+
+
+def captures(step):
+    """How many are kept."""
+    return len(step._entries)
+
+
+def captured_now(caplog):
+    return [r.getMessage() for r in caplog.records if "captured (" in r.getMessage()]
+
+
+# name -> (a first cell that makes `step`, the change)
+CHANGES = {
+    "a global number": ("a = 2.0\ndef step(s, x): return s['w'] * x * a", "a = 3.0"),
+    "a global of another type": (
+        "a = 1\ndef step(s, x): return (s['w'] * 0).long() * a + 1 / (a + (type(a) is int))",
+        "a = 1.0",
+    ),
+    "a global string": ("k = 'sum'\ndef step(s, x): return getattr(x * s['w'], k)()", "k = 'mean'"),
+    "a global that was not there": ("def step(s, x): return x * (len(s) + 1)", "def len(x): return 7"),
+    "a redefined function": ("def f(x): return x * 2\ndef step(s, x): return f(x)", "def f(x): return x * 3"),
+    "a function of a function": (
+        "def g(x): return x * 2\ndef f(x): return g(x)\ndef step(s, x): return f(x)",
+        "def g(x): return x * 3",
+    ),
+    "another code of a function": (
+        "def f(x): return x * 2\ndef step(s, x): return f(x)",
+        "def other(x): return x * 3\nf.__code__ = other.__code__",
+    ),
+    "a default": ("def f(x, a=2.0): return x * a\ndef step(s, x): return f(x)", "f.__defaults__ = (3.0,)"),
+    "a keyword default": (
+        "def f(x, *, a=2.0): return x * a\ndef step(s, x): return f(x)",
+        "f.__kwdefaults__['a'] = 3.0",
+    ),
+    "a default list": ("def f(x, a=[2.0]): return x * a[0]\ndef step(s, x): return f(x)", "f.__defaults__[0][0] = 3.0"),
+    "a closure cell": (
+        "def make():\n  a = 2.0\n  def f(x): return x * a\n  def put(b):\n    nonlocal a\n    a = b\n  return f, put\n"
+        "f, put = make()\ndef step(s, x): return f(x)",
+        "put(3.0)",
+    ),
+    "a lambda inside the step": ("a = 2.0\ndef step(s, x): return (lambda y: y * a)(x)", "a = 3.0"),
+    "a list": ("lr = [2.0]\ndef step(s, x): return x * lr[0]", "lr[0] = 0.0"),
+    "a longer list": ("lr = [2.0]\ndef step(s, x): return x * sum(lr)", "lr.append(1.0)"),
+    "a list in a tuple": ("lr = ([2.0], 1)\ndef step(s, x): return x * lr[0][0]", "lr[0][0] = 0.0"),
+    "a dict": ("cfg = {'a': {'b': 2.0}}\ndef step(s, x): return x * cfg['a']['b']", "cfg['a']['b'] = 3.0"),
+    "another key": ("cfg = {'a': 2.0}\ndef step(s, x): return x * cfg.get('b', 1.0)", "cfg['b'] = cfg.pop('a')"),
+    "a set": ("on = {'a'}\ndef step(s, x): return x * (2 if 'b' in on else 1)", "on.add('b'); on.remove('a')"),
+    "a mapping": (
+        "import collections\ncfg = collections.UserDict(a=2.0)\ndef step(s, x): return x * cfg['a']",
+        "cfg['a'] = 3.0",
+    ),
+    "a function in a dict": (
+        "table = {'f': torch.sin}\ndef step(s, x): return table['f'](x)",
+        "table['f'] = torch.cos",
+    ),
+    "a namespace": (
+        "from types import SimpleNamespace\ncfg = SimpleNamespace(a=2.0)\ndef step(s, x): return x * cfg.a",
+        "cfg.a = 3.0",
+    ),
+    "a dataclass": (
+        "from dataclasses import dataclass\n@dataclass\nclass C:\n  a: float = 2.0\n"
+        "cfg = C()\ndef f(c, x): return x * c.a\ndef step(s, x): return f(cfg, x)",
+        "cfg.a = 3.0",
+    ),
+    "a slot": (
+        "class C:\n  __slots__ = ('a',)\ncfg = C()\ncfg.a = 2.0\ndef step(s, x): return x * cfg.a",
+        "cfg.a = 3.0",
+    ),
+    "a class attribute": ("class C:\n  a = 2.0\ndef step(s, x): return x * C.a", "C.a = 3.0"),
+    "an attribute over a class's": ("class C:\n  a = 2.0\nc = C()\ndef step(s, x): return x * c.a", "c.a = 3.0"),
+    "a property": (
+        "class C:\n  @property\n  def a(self): return self._a\nc = C()\nc._a = 2.0\ndef step(s, x): return x * c.a",
+        "c._a = 3.0",
+    ),
+    "a static method": (
+        "class C:\n  @staticmethod\n  def f(x): return x * a\na = 2.0\ndef step(s, x): return C.f(x)",
+        "a = 3.0",
+    ),
+    "a class method": (
+        "class C:\n  a = 2.0\n  @classmethod\n  def f(cls, x): return x * cls.a\ndef step(s, x): return C.f(x)",
+        "C.a = 3.0",
+    ),
+    "a method's object": (
+        "class C:\n  def __init__(self): self.a = 2.0\n  def f(self, x): return x * self.a\n"
+        "  def step(self, s, x): return self.f(x)\nc = C()\nstep = c.step",
+        "c.a = 3.0",
+    ),
+    "an attribute of an object handed on": (
+        "class C: pass\nc = C()\nc.a = 2.0\ndef f(c, x): return x * c.a\ndef step(s, x): return f(c, x)",
+        "c.a = 3.0",
+    ),
+    "an attribute by its name": (
+        "class C: pass\nc = C()\nc.a = 2.0\ndef step(s, x): return x * getattr(c, 'a')",
+        "c.a = 3.0",
+    ),
+    "a method of a superclass": (
+        "class A:\n  def f(self, x): return x * self.a\nclass B(A):\n  def f(self, x): return super().f(x)\n"
+        "c = B()\nc.a = 2.0\ndef step(s, x): return c.f(x)",
+        "c.a = 3.0",
+    ),
+    "a redefined method": (
+        "class C:\n  def f(self, x): return x * 2\nc = C()\ndef step(s, x): return c.f(x)",
+        "C.f = lambda self, x: x * 3",
+    ),
+    "a callable object": (
+        "class C:\n  a = 2.0\n  def __call__(self, x): return x * self.a\nf = C()\ndef step(s, x): return f(x)",
+        "f.a = 3.0",
+    ),
+    "a partial": (
+        "def f(x, a): return x * a[0]\na = [2.0]\ng = functools.partial(f, a=a)\ndef step(s, x): return g(x)",
+        "a[0] = 3.0",
+    ),
+    "another partial": (
+        "def f(x, a): return x * a\ng = functools.partial(f, a=2.0)\ndef step(s, x): return g(x)",
+        "g = functools.partial(f, a=3.0)",
+    ),
+    "a decorated function": (
+        "def f(x): return x * a\na = 2.0\ng = torch.no_grad()(f)\ndef step(s, x): return g(x)",
+        "a = 3.0",
+    ),
+    "a cached function": (
+        "@functools.lru_cache\ndef f(): return (torch.ones, 2.0)\ndef step(s, x): return x * a * f()[1]\na = 2.0",
+        "a = 3.0",
+    ),
+    "another tensor": ("t = torch.tensor(2.0)\ndef step(s, x): return x * t", "t = torch.tensor(3.0)"),
+    "a tensor written to": ("t = torch.ones(4)\ndef step(s, x): return x * t", "t.mul_(2)"),
+    "a tensor written to through NumPy": ("t = torch.ones(4)\ndef step(s, x): return x * t", "t.numpy()[0] = 5"),
+    "a tensor written to through .data": ("t = torch.ones(4)\ndef step(s, x): return x * t", "t.data.mul_(2)"),
+    "a tensor with other .data": ("t = torch.ones(4)\ndef step(s, x): return x * t", "t.data = torch.full((4,), 2.0)"),
+    "a number taken from a tensor": (
+        "t = torch.tensor(2.0)\ndef step(s, x): return x * float(t)",
+        "t.numpy()[...] = 3.0",
+    ),
+    "an array": ("a = np.array([2.0])\ndef step(s, x): return x * float(a[0])", "a[0] = 3.0"),
+    "another array scalar": ("a = np.float32(2)\ndef step(s, x): return x * float(a)", "a = np.float32(3)"),
+    "the training flag": (
+        "m = nn.Threshold(0.0, 0.0)\ndef step(s, x): return m(x) * (2 if m.training else 1)",
+        "m.eval()",
+    ),
+    "the training flag of a child": (
+        "class M(nn.Module):\n  def forward(self, x): return x * (2 if self.training else 1)\n"
+        "m = nn.Sequential(nn.Sequential(M()), nn.ReLU())\ndef step(s, x): return m(x)",
+        "m[0][0].eval()",
+    ),
+    "a module's attribute": ("m = nn.LeakyReLU(0.1)\ndef step(s, x): return m(x)", "m.negative_slope = 0.5"),
+    "a module's attribute behind its __setattr__": (
+        "m = nn.LeakyReLU(0.1)\ndef step(s, x): return m(x)",
+        "m.__dict__['negative_slope'] = 0.5",
+    ),
+    "a module's new attribute": ("m = nn.Identity()\ndef step(s, x): return m(x) * getattr(m, 'a', 2.0)", "m.a = 3.0"),
+    "a module's forward": ("m = nn.Identity()\ndef step(s, x): return m(x)", "m.forward = lambda x: x * 3"),
+    "a class's forward": (
+        "class M(nn.Module):\n  def forward(self, x): return x\nm = M()\ndef step(s, x): return m(x)",
+        "M.forward = lambda self, x: x * 3",
+    ),
+    "a global of a module's forward": (
+        "class M(nn.Module):\n  def forward(self, x): return x * a\na = 2.0\nm = nn.Sequential(M())\n"
+        "def step(s, x): return m(x)",
+        "a = 3.0",
+    ),
+    "a method of a module": (
+        "class M(nn.Module):\n  def f(self, x): return x * 2\n  def forward(self, x): return self.f(x)\nm = M()\n"
+        "def step(s, x): return m(x)",
+        "M.f = lambda self, x: x * 3",
+    ),
+    "a class attribute of a module": (
+        "class M(nn.Module):\n  a = 2.0\n  def forward(self, x): return x * self.a\nm = M()\ndef step(s, x): return m(x)",
+        "M.a = 3.0",
+    ),
+    "a class": (
+        "class M(nn.Module):\n  def forward(self, x): return x\nclass N(M):\n  def forward(self, x): return x * 2\n"
+        "m = M()\ndef step(s, x): return m(x)",
+        "m.__class__ = N",
+    ),
+    "another child": ("m = nn.Sequential(nn.ReLU())\ndef step(s, x): return m(x)", "m[0] = nn.Tanh()"),
+    "one child more": ("m = nn.Sequential(nn.ReLU())\ndef step(s, x): return m(x)", "m.append(nn.Tanh())"),
+    "a child put into a ModuleDict": (
+        "m = nn.ModuleDict({'a': nn.ReLU()})\ndef step(s, x): return m['a'](x)",
+        "m['a'] = nn.Tanh()",
+    ),
+    "a hook": ("m = nn.ReLU()\ndef step(s, x): return m(x)", "m.register_forward_hook(lambda m, a, out: out * 2)"),
+    "a hook removed": (
+        "m = nn.ReLU()\nh = m.register_forward_hook(lambda m, a, out: out * 2)\ndef step(s, x): return m(x)",
+        "h.remove()",
+    ),
+    "a hook's global": (
+        "a = 2.0\nm = nn.ReLU()\nm.register_forward_pre_hook(lambda m, args: (args[0] * a,))\ndef step(s, x): return m(x)",
+        "a = 3.0",
+    ),
+    "a global hook": (
+        "m = nn.ReLU()\ndef step(s, x): return m(x)",
+        "h = nn.modules.module.register_module_forward_hook(lambda m, a, out: out * 2)",
+    ),
+    "another buffer": (
+        "m = nn.BatchNorm1d(4, affine=False).eval()\ndef step(s, x): return m(x[None])",
+        "m.running_mean = torch.ones(4)",
+    ),
+    "a buffer written to": (
+        "m = nn.BatchNorm1d(4, affine=False).eval()\ndef step(s, x): return m(x[None])",
+        "m.running_mean.add_(1)",
+    ),
+    "a config of a module": (
+        "class Config: pass\nclass M(nn.Module):\n  def __init__(self, c):\n    super().__init__()\n    self.config = c\n"
+        "  def forward(self, x): return x * self.config.a\nc = Config()\nc.a = 2.0\nm = M(c)\ndef step(s, x): return m(x)",
+        "c.a = 3.0",
+    ),
+    "a parametrization": (
+        "from torch.nn.utils import parametrize\nm = nn.Linear(4, 4).requires_grad_(False)\n"
+        "class Double(nn.Module):\n  def forward(self, w): return 2 * w\ndef step(s, x): return m(x)",
+        "parametrize.register_parametrization(m, 'weight', Double())",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_global_hooks():
+    yield
+    nn.modules.module._global_forward_hooks.clear()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_seen(name, caplog):
+    first, change = CHANGES[name]
+    notebook = cell(first)
+    made = notebook.space["step"]
+    call = zerofn.compile(made, donate=False)
+    caplog.set_level(logging.INFO, "zerofn")
+    for _ in range(3):
+        assert_same_trees(call(STATE, X), made(STATE, X))
+    assert len(captured_now(caplog)) == 1, "captured again although nothing changed"
+    before = made(STATE, X)
+    notebook.run(change)
+    now = made(STATE, X)
+    assert now.dtype != before.dtype or not torch.equal(now, before), "this change is none"
+    for _ in range(3):
+        assert_same_trees(call(STATE, X), now)
+    assert len(captured_now(caplog)) == 2
+
+
+def test_nothing_changes_with_what_is_equal():
+    """A cell run again, a number computed again, a config made again."""
+    code = """
+    def f(x, a=(1, 2)): return x * a[0] * lr * cfg.a * table["b"][0]
+    class C: pass
+    def config():
+        c = C()
+        c.a = 2.0
+        return c
+    def again():
+        global lr, cfg, table
+        lr, cfg, table = float("0.5"), config(), {"b": [1]}
+    again()
+    """
+    notebook = cell(f"{textwrap.dedent(code)}\ndef step(s, x): return f(x)")
+    call = zerofn.compile(notebook.space["step"])
+    first = call(STATE, X)
+    kept = notebook.space["C"]
+    notebook.run(code)
+    notebook.space["C"] = notebook.space["cfg"].__class__ = kept
+    for _ in range(3):
+        notebook.space["again"]()
+        assert torch.equal(call(STATE, X), first)
+    assert captures(call) == 1
+
+
+def test_going_back_finds_the_earlier_capture():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    params = {k: v.detach() for k, v in module.named_parameters()}
+    key = torch.tensor(3)
+
+    def step(state, x):
+        with zerofn.random.randomness(key):
+            return functional_call(module, state, (x,))
+
+    call = zerofn.compile(step)
+    made = []
+    for k in range(6):
+        module.train(k % 2 == 0)
+        assert torch.equal(call(params, X), step(params, X))
+        made.append(captures(call))
+    assert made == [1, 2, 2, 2, 2, 2]
+
+
+def test_few_captures_are_kept():
+    notebook = cell("a = 0.0\ndef step(s, x): return x * a")
+    call = zerofn.compile(notebook.space["step"])
+    for k in range(7):
+        notebook.space["a"] = float(k)
+        assert torch.equal(call(STATE, X), X * k)
+    assert captures(call) == KEPT
+
+
+WRITTEN = {
+    "a global": ("n = 0\ndef step(s, x):\n  global n\n  n += 1\n  return x * 2", "global n"),
+    "a list": ("seen = []\ndef step(s, x):\n  seen.append(1)\n  return x * 2", "global seen"),
+    "a dict": ("seen = {}\ndef step(s, x):\n  seen[len(seen)] = 1\n  return x * 2", "global seen"),
+    "an object": (
+        "class C:\n  n = 0\n  def step(self, s, x):\n    self.n += 1\n    return x * 2\nc = C()\nstep = c.step",
+        "step.n",
+    ),
+    "a cell": (
+        "def make():\n  n = 0\n  def step(s, x):\n    nonlocal n\n    n += 1\n    return x * 2\n  return step\n"
+        "step = make()",
+        "step: n",
+    ),
+    "a module": (
+        "class M(nn.Module):\n  n = 0\n  def forward(self, x):\n    self.n += 1\n    self.last = [x.shape]\n"
+        "    return x * 2\nm = M()\ndef step(s, x): return m(x)",
+        "global m.n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_the_step_itself_writes_is_said_once(name, caplog):
+    code, place = WRITTEN[name]
+    notebook = cell(code)
+    call = zerofn.compile(notebook.space["step"])
+    with caplog.at_level(logging.INFO, "zerofn"):
+        for rows in (1, 1, 2, 2, 1, 3):
+            notebook.space["step"](STATE, X)  # as an evaluation without capture would
+            assert torch.equal(call(STATE, X.repeat(rows)), X.repeat(rows) * 2)
+    assert captures(call) == 3
+    said = [r.getMessage() for r in caplog.records if "writes" in r.getMessage()]
+    assert f"step: writes {place}" in said[0]
+    assert sum(place in message for message in said) == 1
+
+
+LOGGED = {
+    "a global number": "(global a 2.0 -> 3.0)",
+    "a redefined function": "(global f was redefined)",
+    "a list": "(global lr[0] 2.0 -> 0.0)",
+    "a longer list": "(global lr has 2 entries instead of 1; global lr[1] nothing -> 1.0)",
+    "a closure cell": "(f: a 2.0 -> 3.0)",
+    "another tensor": "(global t is another object)",
+    "a tensor written to": "(global t was written to)",
+    "the training flag": "(global m.training True -> False)",
+    "a module's attribute": "(global m.negative_slope 0.1 -> 0.5)",
+    "another child": "(global m.0 is another object",
+    "a config of a module": "(global m.config.a 2.0 -> 3.0;",
+}
+
+
+@pytest.mark.parametrize("name", LOGGED)
+def test_the_log_names_what_changed(name, caplog):
+    first, change = CHANGES[name]
+    notebook = cell(first)
+    call = zerofn.compile(notebook.space["step"])
+    with caplog.at_level(logging.INFO, "zerofn"):
+        call(STATE, X)
+        notebook.run(change)
+        call(STATE, X)
+    assert LOGGED[name] in caplog.records[-1].getMessage()
+
+
+def test_a_schedule_of_the_optimizer_is_followed():
+    rates = [0.1]
+    tx = optim.sgd(lambda count: rates[0])
+    make = lambda: zerofn.TrainState.create(params={"w": torch.ones(4)}, tx=tx)  # noqa: E731
+
+    def step(state, x):
+        loss, grads = state.value_and_grad(lambda p, x: (p["w"] * x).sum())(x)
+        return state.apply_gradients(grads), loss
+
+    call, state, plain = zerofn.compile(step), make(), make()
+    for rate in (0.1, 0.1, 0.0, 0.1, 0.5):
+        rates[0] = rate
+        state, plain = call(state, X)[0], step(plain, X)[0]
+        assert float(state.learning_rate) == rate
+        assert_same_trees(state.params, plain.params)
+    assert captures(call) == 3
+
+
+@pytest.fixture
+def torchs_settings():
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.backends.cuda.enable_flash_sdp(True)
+
+
+def test_settings_of_torch_that_choose_operations_are_guarded(torchs_settings):
+    q = torch.randn(1, 1, 4, 8)
+
+    def step(state, x):
+        w = torch.eye(4) * 1.5
+        attention = nn.functional.scaled_dot_product_attention(x, x, x)
+        return (w @ x.to(w.dtype)), attention
+
+    call, made = zerofn.compile(step), []
+    changes = [
+        lambda: None,
+        lambda: torch.backends.cuda.enable_flash_sdp(False),
+        lambda: torch.backends.cuda.enable_flash_sdp(True),
+        lambda: torch.set_default_dtype(torch.float64),
+        lambda: torch.set_default_dtype(torch.float32),
+    ]
+    for change in changes:
+        change()
+        assert_same_trees(call(STATE, q), step(STATE, q))
+        made.append(captures(call))
+    with torch.autocast("cpu"):
+        found = call(STATE, q)
+        assert found[0].dtype == torch.bfloat16
+        assert_same_trees(found, step(STATE, q))
+    assert made == [1, 2, 2, 3, 3] and captures(call) == 4
+
+
+def test_a_model_of_transformers_is_captured_once_for_each_mode(caplog):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=32)
+    module = zerofn.skeleton(lambda: transformers.LlamaForCausalLM(config))
+    params = {k: torch.randn_like(v, device="cpu") * 0.1 for k, v in module.named_parameters()}
+    ids = torch.arange(8)[None]
+
+    def step(state, ids):
+        return functional_call(module, state, (), {"input_ids": ids, "use_cache": False}).logits
+
+    call = zerofn.compile(step)
+    caplog.set_level(logging.INFO, "zerofn")
+    for _ in range(3):
+        call(params, ids)
+    assert len(captured_now(caplog)) == 1
+    module.eval()
+    for _ in range(3):
+        assert torch.equal(call(params, ids), step(params, ids))
+    assert len(captured_now(caplog)) == 2
+    module.config.rms_norm_eps = 0.5
+    call(params, ids)
+    assert "config.rms_norm_eps" in captured_now(caplog)[-1] and len(captured_now(caplog)) == 3

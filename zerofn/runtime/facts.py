@@ -1,0 +1,136 @@
+"""What a capture depends on outside its arguments: facts, each a path with a value that can be compared and told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import CodeType
+from typing import Any
+
+import torch
+
+Facts = dict[str, Any]  # path -> a hashable token
+
+_PLAIN = (
+    bool,
+    int,
+    str,
+    bytes,
+    type(None),
+    type(...),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    range,
+)
+
+
+class Same:
+    """A value compared by identity, and kept alive so that no other value gets its address."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class _Nothing:
+    """The token of a name that is not there."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+NOTHING = _Nothing()
+
+
+def plain(value: Any) -> Any:
+    """Return the token of a number, a string or a tuple of them, which tells 1, 1.0 and True apart; None for others.
+
+    >>> plain(1) == plain(1.0), plain((1, "a")) == plain((1, "a")), plain([1])
+    (False, True, None)
+    """
+    kind = type(value)
+    if kind in (float, complex):
+        return kind, repr(value)  # equal for nan, not for 0.0 and -0.0
+    if kind in _PLAIN:
+        return kind, value
+    if kind is tuple or kind is torch.Size or kind is frozenset:
+        parts = [plain(x) for x in value]
+        return None if None in parts else (kind, frozenset(parts) if kind is frozenset else tuple(parts))
+    if kind is slice:
+        parts = [plain(x) for x in (value.start, value.stop, value.step)]
+        return None if None in parts else (kind, tuple(parts))
+    return None
+
+
+def without(facts: Facts, paths: Iterable[str]) -> Facts:
+    """Return facts without those at some paths, and below them.
+
+    >>> without({"m": 1, "m.n": 2, "m.n[0]": 3, "m.no": 4}, ["m.n"])
+    {'m': 1, 'm.no': 4}
+    """
+    left_out = set(paths)
+    below = tuple(f"{path}{mark}" for path in left_out for mark in ".[:")
+    return {path: x for path, x in facts.items() if path not in left_out and not path.startswith(below)}
+
+
+def changed_paths(before: Facts, now: Facts) -> list[str]:
+    """Return the paths whose facts differ, those of the facts before first."""
+    if before == now:
+        return []
+    gone = [path for path, token in before.items() if now.get(path, NOTHING) != token]
+    return gone + [path for path in now if path not in before]
+
+
+def told(before: Facts, now: Facts, path: str) -> str:
+    """Say how a fact has changed.
+
+    >>> told({"global lr": plain(0.1)}, {"global lr": plain(0.2)}, "global lr")
+    'global lr 0.1 -> 0.2'
+    """
+    was, is_now = before.get(path, NOTHING), now.get(path, NOTHING)
+    if was is NOTHING or is_now is NOTHING or was[0] != is_now[0] or isinstance(was[0], type):
+        return f"{path} {_word(was)} -> {_word(is_now)}"
+    if was[0] == "function":
+        return f"{path} was redefined"
+    if was[0] == "tensor" and was[1] == is_now[1]:
+        return f"{path} was written to"
+    if was[0] == "of length":
+        return f"{path} has {is_now[1]} entries instead of {was[1]}"
+    return f"{path} is another object"
+
+
+def _word(token: Any) -> str:
+    if token is NOTHING:
+        return "nothing"
+    if isinstance(token[0], type):
+        text = token[1] if token[0] in (float, complex) else repr(_value(token))
+        return text if len(text) <= 60 else f"{text[:57]}..."
+    value = token[1].value if len(token) > 1 and isinstance(token[1], Same) else None
+    if token[0] == "function" and isinstance(token[1], CodeType):
+        return f"a function ({token[1].co_name})"
+    return (
+        "a tensor"
+        if isinstance(value, torch.Tensor)
+        else f"a {type(value).__name__}"
+        if value is not None
+        else token[0]
+    )
+
+
+def _value(token: Any) -> Any:
+    kind, value = token
+    if kind in (float, complex):
+        return kind(value)
+    if kind is tuple or kind is torch.Size:
+        return tuple(_value(x) for x in value)
+    if kind is frozenset:
+        return frozenset(map(_value, value))
+    return slice(*map(_value, value)) if kind is slice else value

@@ -1,0 +1,47 @@
+"""Settings of torch that decide which operations a step records: another setting takes another capture.
+
+Those that kernels read while they run, such as the precision of matrix products, determinism, the number of threads
+and seeds, are not here: a captured step obeys them as an eager one does. Grad mode is not, either: a step is captured
+without it, and `grad` sets its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .._torch_compat import modes_in_force, num_global_hooks
+from .facts import Facts, Same, plain
+
+_cuda, _backends = torch.backends.cuda, torch.backends
+_GETTERS: tuple[tuple[str, Callable[[], Any]], ...] = (
+    ("torch.get_default_dtype()", torch.get_default_dtype),
+    ("torch.is_inference_mode_enabled()", torch.is_inference_mode_enabled),
+    ("torch.is_autocast_enabled('cpu')", lambda: torch.is_autocast_enabled("cpu")),
+    ("torch.get_autocast_dtype('cpu')", lambda: torch.get_autocast_dtype("cpu")),
+    ("torch.is_autocast_enabled('cuda')", lambda: torch.is_autocast_enabled("cuda")),
+    ("torch.get_autocast_dtype('cuda')", lambda: torch.get_autocast_dtype("cuda")),
+    ("torch.backends.cuda.flash_sdp_enabled()", _cuda.flash_sdp_enabled),
+    ("torch.backends.cuda.mem_efficient_sdp_enabled()", _cuda.mem_efficient_sdp_enabled),
+    ("torch.backends.cuda.math_sdp_enabled()", _cuda.math_sdp_enabled),
+    ("torch.backends.cuda.cudnn_sdp_enabled()", _cuda.cudnn_sdp_enabled),
+    ("torch.backends.mha.get_fastpath_enabled()", _backends.mha.get_fastpath_enabled),
+    ("torch.backends.mkldnn.enabled", lambda: _backends.mkldnn.enabled),
+    ("torch.backends.cudnn.enabled", lambda: _backends.cudnn.enabled),
+    ("hooks of all modules", num_global_hooks),
+)
+
+
+def settings_now() -> tuple[Any, ...]:
+    """Return the values of all settings, and the modes in force: a device's, say."""
+    return (*[get() for _, get in _GETTERS], *modes_in_force())
+
+
+def facts_of(settings: tuple[Any, ...]) -> Facts:
+    """Return settings as facts."""
+    found: Facts = {name: plain(value) for (name, _), value in zip(_GETTERS, settings, strict=False)}
+    for k, mode in enumerate(settings[len(_GETTERS) :]):
+        found[f"torch's mode {k}"] = plain(mode) or ("mode", Same(mode))
+    return found
