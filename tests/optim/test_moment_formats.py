@@ -219,3 +219,34 @@ def test_what_cannot_be_is_a_sentence():
     state = state_of(module, 3, RULES["adamw"]("bf16"))
     with pytest.raises(TypeError, match="go with a float32 master"):
         zerofn.compile(train_step_of(module))(state, batch_of(dtype=torch.float64))
+
+
+@each_format
+def test_a_second_moment_falls_in_a_chain_as_it_does_alone(moments):
+    def fallen(tx, num_steps=100):
+        state = zerofn.shard(zerofn.TrainState.create(params={"w": torch.zeros(4096)}, tx=tx), stage=3)
+
+        def train_step(state, x):
+            _, grads = state.value_and_grad(lambda p, x: (p["w"] * x).sum())(x)
+            return state.apply_gradients(grads), None
+
+        def mean():
+            return zerofn.unshard(state.opt_state[-1].nu)["w"].double().mean().item()
+
+        step = zerofn.compile(train_step)
+        state, _ = step(state, torch.ones(4096))
+        first = mean()
+        for _ in range(num_steps):
+            state, _ = step(state, torch.zeros(4096))
+        return mean() / first
+
+    adamw = optim.adamw(1e-3, moments=moments)
+    assert fallen(optim.chain(optim.clip(1e9), adamw)) == pytest.approx(0.999**100, rel=2e-3)
+    assert fallen(optim.chain(adamw)) == pytest.approx(0.999**100, rel=2e-3)
+
+
+@each_format
+def test_moments_in_a_format_come_last_in_a_chain(moments):
+    for tx in (optim.adamw(1e-3, moments=moments), optim.chain(optim.lion(1e-3, moments=moments))):
+        with pytest.raises(ValueError, match="must be the last, because only then are its moments rounded"):
+            optim.chain(tx, optim.scale(0.5))

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import zerofn
+from tests.support.same import assert_same_trees
 from zerofn import DynamicLossScale, NoLossScale, TrainState, optim, shard, tree, unshard
 
 STAGES = (0, 1, 2, 3)
@@ -315,6 +316,61 @@ def test_a_moving_average_in_extra(ranks, stage):
             torch.testing.assert_close(found["ema"][key], want, rtol=1e-5, atol=1e-6)
         assert found["seen"].item() == 18 and [x.item() for x in found["position"]] == [1, 2]
         torch.testing.assert_close(loss, loss_fn(ema, *batch(9)), rtol=1e-5, atol=0)
+
+
+def _with_statistics(order, on_nonfinite):
+    """A step that replaces `extra` by an average, a count and the inputs' mean, before or after the update."""
+
+    def step(state, batch):
+        (loss, mean), grads = state.value_and_grad(lambda p, x, y: (loss_fn(p, x, y), x.mean(0)), True)(*batch)
+        kept, seen = state.extra["average"].lerp(loss, 0.5), state.extra["seen"] + len(batch[0])
+        extra = {"average": kept, "seen": seen, "mean": mean, "ema": state.extra["ema"]}
+        if order == "before":
+            return state.replace(extra=extra).apply_gradients(grads, on_nonfinite=on_nonfinite), loss
+        state = state.apply_gradients(grads, on_nonfinite=on_nonfinite)
+        extra["ema"] = tree.tree_map(lambda a, p: a.lerp(p, 0.5), state.extra["ema"], state.params)
+        return state.replace(extra=extra), loss
+
+    return step
+
+
+def statistics_over_a_skipped_step(stage, order, compiled, on_nonfinite):
+    extra = {"average": torch.zeros(()), "seen": 0, "mean": torch.zeros(5), "ema": params()}
+    state = TrainState.create(params=params(), tx=optim.sgd(0.1), extra=extra)
+    state = state if stage is None else shard(state, stage=stage)
+    step = _with_statistics(order, on_nonfinite)
+    step, found = zerofn.compile(step, donate=False) if compiled else step, []
+    for k, bad in enumerate((False, True, False)):
+        x, y = batch(k, 0)
+        state, _ = step(state, (x * torch.inf if bad else x, y))
+        found.append(unshard(state.extra) if stage is not None else state.extra)
+    return found
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("stage", [None, 0, 3])
+def test_a_skipped_step_keeps_the_statistics_in_extra(ranks, stage, compiled, order):
+    for found in ranks(1 if stage is None else 2, statistics_over_a_skipped_step, stage, order, compiled, "skip"):
+        first, skipped, last = found
+        for name in ("average", "mean", "ema"):
+            assert_same_trees(skipped[name], first[name])
+        assert [int(x["seen"]) for x in found] == [6, 12, 18]
+        assert all(torch.as_tensor(x).isfinite().all() for x in tree.leaves(last))
+        assert not torch.equal(last["average"], first["average"]) and not torch.equal(last["mean"], first["mean"])
+
+
+def test_without_a_check_extra_is_what_the_step_says():
+    for compiled in (False, True):
+        _, second, _ = statistics_over_a_skipped_step(None, "before", compiled, "ignore")
+        assert not second["mean"].isfinite().any() and not second["average"].isfinite()
+
+
+def test_extra_may_change_its_structure_in_a_skipped_step():
+    state = TrainState.create(params=params(), tx=optim.sgd(0.1), extra={"a": torch.zeros(2), "b": torch.zeros(3)})
+    bad = state.apply_gradients(tree.tree_map(lambda p: p * torch.nan, state.params))
+    bad = bad.replace(extra={"a": torch.ones(2), "b": torch.ones(4), "c": torch.ones(())})
+    assert bad.extra["a"].tolist() == [0, 0] and bad.extra["b"].tolist() == [1] * 4 and bad.extra["c"] == 1
 
 
 def test_create():

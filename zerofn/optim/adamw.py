@@ -37,8 +37,7 @@ def adamw(
     leaf's learning rate. `moments`: the format of m and v. None is the parameters' dtype: 8 bytes a parameter for
     both, if that is float32. "bf16" takes 4 bytes. "8bit" and "fp8" (e4m3 for m, e5m2 for v) have one scale for 256
     elements, take 2.03 bytes and need a float32 master; "fp8" has no kernel, so torch's operations update it, more
-    slowly. Use None in a `chain` that is not fused: it rounds v to nearest, so v stops falling. Raises `ValueError`
-    for hyperparameters out of range.
+    slowly. Raises `ValueError` for hyperparameters out of range.
     """
     return _adam("adamw", learning_rate, b1, b2, eps, weight_decay, mask, lr_scale, moments)
 

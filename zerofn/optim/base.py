@@ -118,17 +118,20 @@ def step(
     """
     if tx.apply is not None:
         return tx.apply(grads, state, params, factor, finite)
-    if factor is not None:
-        grads = tree.tree_map(lambda g: g * factor.to(g.dtype), grads)
-    updates, fresh = tx.update(grads, state, params)
-    moved = apply_updates(params, updates)
+    updates, fresh = tx.update(scaled(grads, factor), state, params)
+    return unless_skipped(finite, apply_updates(params, updates), params), unless_skipped(finite, fresh, state)
+
+
+def scaled(grads: Any, factor: Tensor | None) -> Any:
+    """Return every gradient times `factor`, in its own dtype; unchanged for None."""
+    return grads if factor is None else tree.tree_map(lambda g: g * factor.to(g.dtype), grads)
+
+
+def unless_skipped(finite: Tensor | None, new: Any, old: Any) -> Any:
+    """Return the tree `new`, or `old` where the finite check failed. `finite`: None or a bool scalar tensor."""
     if finite is None:
-        return moved, fresh
-
-    def keep(new: Any, old: Any) -> Any:
-        return torch.where(finite, new, old) if isinstance(new, Tensor) else new
-
-    return tree.tree_map(keep, moved, params), tree.tree_map(keep, fresh, state)
+        return new
+    return tree.tree_map(lambda a, b: torch.where(finite, a, b) if isinstance(a, Tensor) else a, new, old)
 
 
 def rate_at(learning_rate: ScalarOrSchedule, count: Tensor) -> float | Tensor:

@@ -10,16 +10,18 @@ from typing import Any
 from torch import Tensor
 
 from . import checks
-from .base import GradientTransformation, step
+from . import moment_formats as formats
+from .base import GradientTransformation, scaled, step, unless_skipped
 from .identity import identity
 
 
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
     """Apply `transformations` one after the other (optax.chain).
 
-    The state is the tuple of their states. A chain is *fused* if all but the last only multiply the gradient by a
-    scalar, as clipping by global norm does: the last one's `apply` takes that scalar, and the step is one pass over
-    memory. Raises `TypeError` for an argument that is no transformation.
+    The state is the tuple of their states. If the last one updates the parameters itself, as `adamw` does, it runs
+    fused: one pass over memory, which also multiplies by the scalars of those before it, such as that of
+    `clip_by_global_norm`. Raises `TypeError` for an argument that is no transformation, and `ValueError` for moments
+    in another format anywhere but in the last: only a fused update rounds them stochastically.
 
     >>> from zerofn import optim
     >>> optim.chain(optim.clip_by_global_norm(1.0), optim.lamb(1e-3))
@@ -27,6 +29,12 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     """
     for t in transformations:
         checks.transformation("chain", t)
+    for t in transformations[:-1]:
+        if formats.in_format(t):
+            raise ValueError(
+                f"chain: {t!r} must be the last, because only then are its moments rounded stochastically; "
+                "put the others before it, or write moments=None."
+            )
 
     def init(params: Any) -> tuple[Any, ...]:
         return tuple(t.init(params) for t in transformations)
@@ -39,11 +47,17 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         return grads, tuple(fresh)
 
     def apply(grads: Any, state: Any, params: Any, factor: Tensor | None, finite: Tensor | None) -> tuple[Any, Any]:
-        params, fresh = step(last, grads, state[-1], params, _fold(lead, grads, factor), finite)
-        return params, (*state[:-1], fresh)
+        fresh = []
+        for t, s in zip(changing, state, strict=False):
+            grads, new = t.update(scaled(grads, factor), s, params)
+            factor = None
+            fresh.append(unless_skipped(finite, new, s))
+        params, new = step(last, grads, state[-1], params, _fold(scaling, grads, factor), finite)
+        return params, (*fresh, *state[len(fresh) : -1], new)
 
     lead, last = transformations[:-1], (transformations or [identity()])[-1]
-    fused = all(t.factor for t in lead) and last.apply is not None
+    scaling = lead[max((i + 1 for i, t in enumerate(lead) if t.factor is None), default=0) :]
+    changing = lead[: len(lead) - len(scaling)]
     labels = [t.label for t in transformations if t.label]
     rates = [(i, t.learning_rate) for i, t in enumerate(transformations) if t.learning_rate]
     return GradientTransformation(
@@ -51,11 +65,11 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         update,
         "chain",
         transformations,
-        apply=apply if fused else None,
+        apply=apply if last.apply is not None else None,
         factor=partial(_fold, transformations) if all(t.factor for t in transformations) else None,
         label=(lambda leaf: tuple(label(leaf) for label in labels)) if labels else None,
         learning_rate=(lambda state: rates[-1][1](state[rates[-1][0]])) if rates else None,
-        by_runs=fused and last.by_runs,
+        by_runs=last.apply is not None and last.by_runs and not changing,
     )
 
 

@@ -6,8 +6,8 @@ state declares how `shard` stores its fields.
 
 Fused updates round all formats but None stochastically. Rounded to nearest, a second moment that decays by a thousandth
 a step would never fall. The random bits depend on the count of applied updates and on the element's position in its
-unit, so all stages, numbers of ranks and tiers give the same bits. `update`, which a chain that is not fused runs,
-rounds to nearest.
+unit, so all stages, numbers of ranks and tiers give the same bits. `update` alone, which no `TrainState` calls, rounds
+to nearest.
 """
 
 from __future__ import annotations
@@ -29,6 +29,17 @@ def check(where: str, moments: str | None) -> None:
             f"{where}: moments={moments!r} is not known; there are None (the parameters' dtype), "
             f"{', '.join(others)} and {last}."
         )
+
+
+def in_format(tx: Any) -> bool:
+    """Return whether a transformation, or one inside it, stores moments in another format than None."""
+    todo = [tx.init({})]
+    while todo:
+        x = todo.pop()
+        if hasattr(x, "moment_storage"):
+            return True
+        todo += x if isinstance(x, tuple | list) else x.values() if isinstance(x, dict) else []
+    return False
 
 
 def initial(params: Any, moments: str | None, value: float = 0.0) -> Any:

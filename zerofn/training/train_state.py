@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..optim.base import GradientTransformation, masks, step
+from ..optim.base import GradientTransformation, masks, step, unless_skipped
 from ..optim.leaf_runs import leaf_info
 from ..optim.torch_optimizers import advice, is_torchs
 from ..random import fold_in
@@ -84,6 +84,7 @@ class TrainState:
 
         It takes the state's parameters, loss scale, random key of this step and `frozen`.
         """
+        object.__setattr__(self, "_update", _Update(self.extra))
         return _AtState(self, value_and_grad(loss_fn, has_aux, self.loss_scale, self.rng_at(), self.frozen))
 
     def rng_at(self) -> Tensor:
@@ -95,8 +96,9 @@ class TrainState:
 
         `grads`: unscaled, as `value_and_grad` returns them. If `on_nonfinite` is "skip" and a gradient on any
         rank is not finite, parameters and optimizer state stay unchanged, bit for bit, and `skipped` counts the
-        step. A dynamic loss scale adjusts to this finite check. "ignore" always updates, without the check.
-        Raises `ValueError` for another word, `TypeError` if `grads` is no tree of gradients.
+        step. So do the floating-point leaves of an `extra` that `replace` gives in the same step, before or after;
+        its integers advance. A dynamic loss scale adjusts to this finite check. "ignore" always updates, without the
+        check. Raises `ValueError` for another word, `TypeError` if `grads` is no tree of gradients.
         """
         if on_nonfinite not in ("skip", "ignore"):
             raise ValueError(f"apply_gradients: on_nonfinite must be 'skip' or 'ignore', got {on_nonfinite!r}.")
@@ -113,7 +115,7 @@ class TrainState:
         scale = self.loss_scale
         if finite is not None and scale is not None:
             scale = scale.adjust(finite)
-        return dataclasses.replace(
+        new = dataclasses.replace(
             self,
             step=self.step + 1,
             skipped=skipped,
@@ -121,10 +123,23 @@ class TrainState:
             opt_state=opt_state,
             loss_scale=scale,
         )
+        began: _Update | None = getattr(self, "_update", None)
+        before = self.extra if began is None or began.finite is not None else began.extra
+        return new._after(_Update(before, finite))
 
     def replace(self, **changes: Any) -> TrainState:
-        """Return a copy with some fields changed."""
-        return dataclasses.replace(self, **changes)
+        """Return a copy with some fields changed.
+
+        In a step that `apply_gradients` skips, floating-point leaves of `extra` keep their old values.
+        """
+        new = dataclasses.replace(self, **changes)
+        update: _Update | None = getattr(self, "_update", None)
+        return new if update is None else new._after(update)
+
+    def _after(self, update: _Update) -> TrainState:
+        new = dataclasses.replace(self, extra=update.select(self.extra))
+        object.__setattr__(new, "_update", update)
+        return new
 
     @property
     def learning_rate(self) -> float | Tensor | None:
@@ -147,6 +162,34 @@ class TrainState:
 
 
 tree.register_dataclass(TrainState, static=("tx", "frozen"))
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What a step knows of `extra`, kept beside a state's fields and lost where a state is flattened, as every compiled
+    step does at its start and end. `extra`: at its start. `finite`: None before the update, and without a check.
+    """
+
+    extra: Any
+    finite: Tensor | None = None
+
+    def select(self, new: Any) -> Any:
+        """Return a new `extra`, with the old floating-point leaves if the update is skipped.
+
+        A leaf that was not there, or had another shape or dtype, is new.
+        """
+        if self.finite is None or new is self.extra:
+            return new
+        old = dict(zip(*tree.flatten_with_path(self.extra)[:2], strict=True))
+        paths, leaves, treedef = tree.flatten_with_path(new)
+
+        def one(x: Any, before: Any) -> Any:
+            same = isinstance(x, Tensor) and isinstance(before, Tensor) and x is not before
+            if not same or (x.shape, x.dtype) != (before.shape, before.dtype) or not _is_inexact(x):
+                return x
+            return unless_skipped(self.finite, x, before)
+
+        return tree.unflatten(treedef, [one(x, old.get(p)) for p, x in zip(paths, leaves, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -221,7 +264,7 @@ def _learning(params: Any, frozen: Callable[[str], bool] | None) -> Any:
     def pick(name: str, x: Any) -> Any:
         if is_sharded(x):
             return trainable(x)
-        whole = isinstance(x, Tensor) and not (x.is_floating_point() or x.is_complex())
+        whole = isinstance(x, Tensor) and not _is_inexact(x)
         return None if whole or (frozen is not None and frozen(name)) else x
 
     paths, nodes, treedef = tree.flatten_with_path(params, is_leaf=is_sharded)
@@ -236,6 +279,10 @@ def _whole(params: Any, part: Any) -> Any:
         treedef,
         [with_trainable(x, fresh[p]) if is_sharded(x) else fresh.get(p, x) for p, x in zip(paths, nodes, strict=True)],
     )
+
+
+def _is_inexact(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def _short(x: Any) -> str:
