@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .sharding.reductions import all_finite, first_nonfinite, global_norm, leaf_norms, vdot
     from .sharding.shard import shard, unshard
     from .sharding.sharded import Sharded
+    from .training.even import even
     from .training.grad import accumulate, value_and_grad
     from .training.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
     from .training.remat import remat
@@ -61,6 +62,7 @@ _WHERE = {
     "Sharded": "sharding.sharded",
     "TrainState": "training.train_state",
     "compile": "compile",
+    "even": "training.even",
     "plan": "planning.planner",
     "remat": "training.remat",
     "same": "collectives",
@@ -74,6 +76,7 @@ __all__ = [
     "all_finite",
     "collectives",
     "compile",
+    "even",
     "export",
     "first_nonfinite",
     "gather",

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from . import passes, tree
-from .comm.agreement import abandon, agree_on, exchange
+from .comm.agreement import agree_on, exchange
+from .comm.failures import abandon
+from .comm.meetings import RanksOutOfStep, meetings
 from .comm.pending import pending
 from .cost.machine import Machine, machine_of
 from .dry_run.script import current_dry_run
@@ -34,6 +36,7 @@ from .runtime.backend import Backend, backend_of
 from .runtime.capture_log import CaptureLog
 from .runtime.entry import Entry
 from .runtime.errors import explain
+from .runtime.executor import Executor
 from .runtime.guards import Captures, Written
 from .runtime.inputs import Inputs, collect, params_among, refill_copies, signature_of
 from .runtime.interrupts import deliver, whole_steps
@@ -304,8 +307,13 @@ class CompiledStep:
     def _run(self, call: _Call, inputs: Inputs, batch: Any) -> list[Any]:
         entry = call.entry
         try:
-            with whole_steps():
+            with whole_steps(), meetings().lasting(entry.groups, f"the step {self.__name__}", entry.digest):
+                if not isinstance(entry.runner, Executor):  # which settles before its first write
+                    meetings().settle()
                 return entry.runner.run(inputs.flat())
+        except RanksOutOfStep:  # raised by every rank, and no state was written
+            self._recover(entry)
+            raise
         except RanksDiffer:  # raised by every rank, so they can all go on with the state as it was
             pending().wait_for_all()
             raise
@@ -327,6 +335,7 @@ class CompiledStep:
     def _recover(self, entry: Entry) -> None:
         """Clean up the transfers and jobs that a failed step has left."""
         pending().forget()
+        meetings().forget()
         worker().end()
         entry.buffers.renew()
         if entry.program.drive_space:  # its drive may have failed

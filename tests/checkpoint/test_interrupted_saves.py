@@ -12,7 +12,7 @@ import zerofn
 from tests.support.checkpoint_states import train_state
 from tests.support.same import assert_same_trees, first_difference
 from zerofn.checkpoint import CheckpointError, folder, saving, tensor_file
-from zerofn.comm import agreement
+from zerofn.comm import agreement, failures
 from zerofn.util.process import the
 
 OLD, NEW = 7, 8
@@ -181,7 +181,7 @@ def slowly(function, seconds):
 
     def slow(*args):
         time.sleep(seconds)
-        the(agreement.Signs).last = 0.0
+        the(failures.Signs).last = 0.0
         return function(*args)
 
     return slow

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import zerofn
-from zerofn.comm import agreement
+from zerofn.comm import agreement, failures
 from zerofn.util.process import the
 
 
@@ -99,7 +99,7 @@ def slow_but_alive():
     if dist.get_rank() == 1:
         for _ in range(30):
             time.sleep(0.1)
-            the(agreement.Signs).last = 0.0  # or there is one a second
+            the(failures.Signs).last = 0.0  # or there is one a second
             agreement.alive()
     agreement.agree("after a long save", "z")
 
@@ -128,7 +128,7 @@ def test_one_process_agrees_with_itself():
     agreement.agree("x", "y")
     assert agreement.exchange("x", "y") == ["y"]
     agreement.alive()
-    assert agreement.published_failure() is None
+    assert failures.published_failure() is None
 
 
 def test_fingerprint():

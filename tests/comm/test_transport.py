@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zerofn.comm import transport as _transport  # noqa: F401  (defines torch.ops.zerofn.wait and its like)
+from zerofn.comm.meetings import meetings
 from zerofn.comm.mesh import Mesh
 from zerofn.comm.pending import pending
 
@@ -77,13 +78,15 @@ def sent_bytes():
         sent.append(sum(t.nbytes for t in tensors))
         return send_it(self, tensors, *args)
 
-    dist.ProcessGroup.send = counted
-    try:
-        ops.wait(ops.reduce_scatter(torch.ones(size * 1000), size, name, "u"))
-        scattered = sum(sent)
-        ops.wait(ops.all_gather(torch.ones(1000), size, name, "u"))
-    finally:
-        dist.ProcessGroup.send = send
+    with meetings().lasting([name], "a count", b""):
+        meetings().settle()  # its own message is not counted
+        dist.ProcessGroup.send = counted
+        try:
+            ops.wait(ops.reduce_scatter(torch.ones(size * 1000), size, name, "u"))
+            scattered = sum(sent)
+            ops.wait(ops.all_gather(torch.ones(1000), size, name, "u"))
+        finally:
+            dist.ProcessGroup.send = send
     return scattered, sum(sent) - scattered
 
 

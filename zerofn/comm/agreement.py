@@ -5,20 +5,28 @@ A collective cannot be used for this: the rank that never arrives is exactly the
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import hashlib
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from .._torch_compat import default_store, resolve_process_group
 from ..util.errors import CheckpointError, said
 from ..util.process import the
+from .failures import (
+    LAST_TEXT,
+    Signs,
+    abandon,
+    apart,
+    backend_on,
+    last_text,
+    published_failure,
+    store_of_job,
+    tell_others,
+)
+from .meetings import meetings
 
 
 def _patience(text: str) -> float:
@@ -32,65 +40,10 @@ def _patience(text: str) -> float:
 
 
 PATIENCE = _patience(os.environ.get("ZEROFN_PATIENCE", "30"))  # seconds until a missing rank is reported
-_FAILED = "zerofn/failed"
 _RAISED = "\1"  # begins the text of a rank that failed
-_SHOWN = 3  # lines of a long text
-
-
-class Signs:
-    """What this rank has told the others.
-
-    `last`: when it last said that it is at work (seconds, monotonic clock). `taken_down`: why it has taken its
-    process group down, if it has.
-    """
-
-    def __init__(self) -> None:
-        self.last = 0.0
-        self.taken_down: str | None = None
 
 
 T = TypeVar("T")
-
-
-def refuse_after_failure() -> None:
-    """Raise `RuntimeError` if this process has taken its group down: alone it is not part of the job."""
-    taken_down = the(Signs).taken_down
-    if taken_down is not None and not dist.is_initialized():
-        raise RuntimeError(
-            f"the process group was taken down because {taken_down}\n"
-            "Restart the processes and load the last checkpoint."
-        )
-
-
-def group_named(name: str) -> dist.ProcessGroup:
-    """Return the process group of an axis. Raises `RuntimeError`, with the reason, if it was taken down."""
-    try:
-        return resolve_process_group(name)
-    except (RuntimeError, KeyError):
-        refuse_after_failure()
-        raise
-
-
-def _store() -> dist.Store | None:
-    refuse_after_failure()
-    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
-        return None
-    return default_store()
-
-
-def publish_failure(message: str) -> None:
-    """Leave `message` for the other ranks. The first one stays."""
-    store = _store()
-    if store is not None:
-        store.compare_set(_FAILED, "", f"rank {dist.get_rank()}: {message}")
-
-
-def published_failure() -> str | None:
-    """Return the message of a rank that failed, or None."""
-    store = _store()
-    if store is None or not store.check([_FAILED]):
-        return None
-    return store.get(_FAILED).decode()
 
 
 def agree(what: str, text: str) -> None:
@@ -135,52 +88,13 @@ def agree_on(what: str, make: Callable[[], tuple[T, str]]) -> T:
     return value
 
 
-def abandon(message: str) -> None:
-    """Leave `message` for the other ranks, and take this rank's process group down, which ends their transfers."""
-    if not dist.is_initialized():
-        return
-    publish_failure(message)
-    if _store() is not None:
-        the(Signs).taken_down = published_failure() or message
-        dist.destroy_process_group()
-
-
-def explained(error: BaseException) -> BaseException:
-    """Return the failed rank's message if a transfer ended because of it; otherwise `error`."""
-    try:
-        message = published_failure()
-    except (RuntimeError, dist.DistStoreError):  # the store went down with the rank that held it
-        message = None
-    if message is not None:
-        return RuntimeError(f"stopped, because another rank failed. {message}")
-    if "closed by peer" in str(error) or "reset by peer" in str(error):
-        return RuntimeError(
-            "stopped, because another rank has ended: it left the program, was killed, or took fewer "
-            "steps than this one. What it printed last says more."
-        )
-    return error
-
-
-@functools.cache
-def tell_others() -> None:
-    """From now on, leave a message for the other ranks when any error ends this process."""
-    before = sys.excepthook
-
-    def leave(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        with contextlib.suppress(RuntimeError, dist.DistStoreError):  # the store may be gone
-            publish_failure(said(error))
-        before(kind, error, trace)
-
-    sys.excepthook = leave
-
-
 def alive() -> None:
     """Tell the other ranks that this one is at work, which restarts their patience. At most once a second."""
     signs = the(Signs)
     if time.monotonic() - signs.last < 1.0:
         return
     signs.last = time.monotonic()
-    store = _store()
+    store = store_of_job()
     if store is not None:
         store.set(f"zerofn/alive/{dist.get_rank()}", str(signs.last))
 
@@ -188,7 +102,7 @@ def alive() -> None:
 def _round(what: str, text: str) -> list[str]:
     """Exchange one text with every rank; return all, by rank: `what`, a zero byte, `text`."""
     mine = f"{what}\0{text}"
-    store = _store()
+    store = store_of_job()
     if store is None:
         return [mine]
     tell_others()
@@ -196,8 +110,11 @@ def _round(what: str, text: str) -> list[str]:
     rank, size = dist.get_rank(), dist.get_world_size()
     number = store.add(f"zerofn/rounds/{rank}", 1)  # counted in the store, so that a new group starts again
     store.set(f"zerofn/agree/{number}/{rank}", mine)
-    store.set(f"zerofn/last/{rank}", mine)
-    return [_await(store, number, r, what, text) for r in range(size)]
+    store.set(f"{LAST_TEXT}{rank}", mine)
+    meetings().begin_round(what)
+    theirs = [_await(store, number, r, what, text) for r in range(size)]
+    meetings().end_round()
+    return theirs
 
 
 def _await(store: dist.Store, number: int, rank: int, what: str, text: str) -> str:
@@ -209,14 +126,13 @@ def _await(store: dist.Store, number: int, rank: int, what: str, text: str) -> s
         if sign != before:
             deadline = time.monotonic() + PATIENCE
         if time.monotonic() > deadline:
-            last = f"zerofn/last/{rank}"
-            seen = store.get(last).decode().replace("\0", ": ") if store.check([last]) else "nothing yet"
+            seen = last_text(store, rank)
             mine = f"{what}: {text}"
             message = (
                 f"{what}: rank {rank} did not come within {PATIENCE:g} s. Every rank must call with the same "
                 "structure, shapes and dtypes. If it was only late, preparing data, say: have ranks meet in "
                 "torch.distributed.barrier() before, or set ZEROFN_PATIENCE to more seconds.\n"
-                f"  here: {_apart(mine, seen)}\n  rank {rank} last had: {_apart(seen, mine)}"
+                f"  here: {apart(mine, seen)}\n  rank {rank} last had: {apart(seen, mine)}"
             )
             abandon(message)
             raise RuntimeError(message)
@@ -226,6 +142,7 @@ def _await(store: dist.Store, number: int, rank: int, what: str, text: str) -> s
 def _raise_published(what: str) -> None:
     failed = published_failure()
     if failed is not None:
+        abandon(failed)  # others may wait for this rank alone
         raise RuntimeError(f"{what}: stopped, because another rank failed. {failed}")
 
 
@@ -244,14 +161,6 @@ def _sign_of(store: dist.Store, rank: int) -> str:
     """Return a rank's last sign of life."""
     key = f"zerofn/alive/{rank}"
     return store.get(key).decode() if store.check([key]) else ""
-
-
-def _apart(text: str, other: str) -> str:
-    """Return the first lines of a text that the other lacks; its first lines if it lacks none."""
-    known = set(other.split("\n"))
-    lines = [x for x in text.split("\n") if x not in known] or text.split("\n")
-    more = [f"(and {len(lines) - _SHOWN} lines more)"] if len(lines) > _SHOWN else []
-    return "\n    ".join([*lines[:_SHOWN], *more])
 
 
 def _difference(what: str, text: str, rank: int, other: str) -> str:
@@ -281,7 +190,7 @@ def fingerprint(text: str) -> str:
 
 def rank_and_size() -> tuple[int, int]:
     """Return this rank, and the number of ranks, of the whole job; a fake group has one rank."""
-    if not dist.is_initialized() or dist.get_backend() == "fake":
+    if not dist.is_initialized() or backend_on(dist.group.WORLD) == "fake":
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .agreement import refuse_after_failure
+from .failures import refuse_after_failure
 
 DATA = "data"
 

@@ -10,13 +10,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ..util.process import the
-from .agreement import explained
+from .failures import Signs, explained
 
 Works = Callable[[], Sequence[Any]]  # `dist.Work` and the like: what to wait for once everything was posted
 LEAVING = timedelta(seconds=10)  # seconds, at most, for ranks that do not take what was sent to them
@@ -42,11 +40,10 @@ class PendingTransfers:
     def __init__(self) -> None:
         # By the address of the result, which the entry keeps alive: an address cannot be reused before its wait.
         self.transfers: dict[int, Transfer] = {}
-        # By the group itself: one that is made anew, perhaps with other processes, begins anew.
-        self._tags: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
         self.generation = 1
         self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] | None = None
         atexit.register(self._leave)
+        the(Signs).before_leaving.append(self.forget)
 
     def start(
         self, out: Tensor, works: Works, kept: tuple[Tensor, ...], finish: Callable[[], Any] = _nothing
@@ -80,11 +77,6 @@ class PendingTransfers:
         """
         self.generation += 1
         self.transfers.clear()
-
-    def next_tag(self, group: dist.ProcessGroup) -> int:
-        """Return the number of a group's next transfer."""
-        tag = self._tags[group] = (self._tags.get(group, 0) + 1) % (1 << 30)
-        return tag
 
     def post(self, task: Callable[[], Any]) -> Callable[[], Any]:
         """Call `task` on a thread, after earlier tasks, and return a function that waits for its result."""

@@ -5,7 +5,8 @@ an all-reduce and a slice, which sends twice as much). Other backends use `_c10d
 that will hold the result; its contents are undefined until the wait.
 
 [Note: order] Tags count the transfers of a group, so transfers match in the order of their starts: every rank must
-start the same ones in the same order. `compile` compares fingerprints of that order over ranks.
+start the same ones in the same order. `compile` compares fingerprints of that order over ranks, and `meetings` what
+ranks do.
 
 [Note: posting] gloo's `isend` and `irecv` take a lock that its own thread holds while it copies bytes, and a send
 writes what fits into the socket before it returns. On two cores that stalled the caller for 2 to 4 % of a step. So one
@@ -22,19 +23,21 @@ from torch import Tensor
 
 from ..memory.arena import empty
 from ..ops.registry import Lane, Moves, OnShard, Traits, define
-from .agreement import group_named
+from .failures import backend_on, group_named
+from .meetings import meetings
 from .pending import Works, pending
 
 
 def wait_(tensor: Tensor) -> Tensor:
-    """Wait for the transfer into `tensor`, if there is one."""
+    """Wait for the transfer into `tensor`, if there is one. Raises `RanksOutOfStep` if other ranks do other things."""
+    meetings().settle()
     return tensor if pending().wait(tensor) else torch.ops._c10d_functional.wait_tensor(tensor)
 
 
 def _point_to_point(group: str, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Works:
     """Post transfers to and from ranks; see [Note: posting]. Every rank counts it, also one that takes no part."""
     pg = group_named(group)
-    tag = pending().next_tag(pg)
+    tag = meetings().next_tag(pg)
     if not any(t.numel() for t in (*sends.values(), *receives.values())):
         return tuple  # nothing to wait for: empty tensors all have one address
     # Each rank begins with its right neighbour, so that no rank is first for all.
@@ -49,7 +52,14 @@ def _point_to_point(group: str, sends: dict[int, Tensor], receives: dict[int, Te
 
 
 def _is_gloo(group: str, tensor: Tensor) -> bool:
-    return "gloo" in dist.get_backend(group_named(group)) and tensor.device.type == "cpu"
+    return tensor.device.type == "cpu" and backend_on(group_named(group)) == "gloo"
+
+
+def _meet(group: str, what: str, x: Tensor, unit: str = "") -> None:
+    """Outside a captured step, tell the next rank what this one does."""
+    if not meetings().captured:
+        named = f"{what} of {unit!r}" if unit else what
+        meetings().begin(group, named, f"{tuple(x.shape)} {x.dtype}")
 
 
 def all_gather_start(
@@ -60,6 +70,7 @@ def all_gather_start(
     `own`: copy only this interval of the local shard; other elements of it are not read. `place`: in an arena;
     memory of its own if empty.
     """
+    _meet(group, "all_gather", shard, unit)
     full = empty(size * shard.numel(), shard.dtype, shard.device, place)
     if not _is_gloo(group, shard):
         # `_c10d_functional` tracks transfers by storage, and an arena is one storage: a wait would wait for all of it.
@@ -76,6 +87,7 @@ def all_gather_start(
 
 def all_gather_in_place_start(full: Tensor, rank: int, size: int, group: str, unit: str) -> None:
     """All-gather in place: `full` [size * s] has this rank's current shard; the others are filled in."""
+    _meet(group, "all_gather", full, unit)
     rows = full.view(size, -1)
     if not _is_gloo(group, full):
         torch.ops._c10d_functional.all_gather_into_tensor_out(rows[rank], size, group, out=full)
@@ -87,6 +99,7 @@ def all_gather_in_place_start(full: Tensor, rank: int, size: int, group: str, un
 
 def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str) -> Tensor:
     """flat [size * s] -> [s]: the sum over ranks, in rank order, of this rank's shard."""
+    _meet(group, "reduce_scatter", flat, unit)
     if not _is_gloo(group, flat):
         return torch.ops._c10d_functional.reduce_scatter_tensor(flat, "sum", size, group)
     rows, rank = flat.view(size, -1), dist.get_rank(group_named(group))
@@ -109,6 +122,7 @@ def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str) -> Tens
 
 def exchange_start(rows: Tensor, size: int, group: str) -> Tensor:
     """rows [size, s] -> [size, s]: row r goes to rank r, and row r of the result comes from rank r."""
+    _meet(group, "all_to_all", rows)
     if not _is_gloo(group, rows):
         return torch.ops._c10d_functional.all_to_all_single(rows, None, None, group)
     rank = dist.get_rank(group_named(group))
@@ -121,6 +135,7 @@ def exchange_start(rows: Tensor, size: int, group: str) -> Tensor:
 
 def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
     """Rank r receives the tensor of rank `sources[r]`."""
+    _meet(group, "permute", x)
     pg = group_named(group)
     rank = pg.rank()
     out = torch.empty_like(x)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import exchange
+from ..comm.meetings import meetings
 from ..comm.mesh import Axis, Mesh
 from ..comm.transport import all_gather_start, wait_
 from ..offload.disk.probe import probe
@@ -107,6 +108,11 @@ def _link(axis: Axis, device: torch.device) -> tuple[float, float, float]:
     """Return (seconds before the first byte, bytes per second, seconds of computation lost per byte) of transfers."""
     if axis.size == 1:
         return 0.0, 0.0, 0.0  # it is not known
+    with meetings().lasting([axis.group], "the measurement of links", b""):
+        return _measured_link(axis, device)
+
+
+def _measured_link(axis: Axis, device: torch.device) -> tuple[float, float, float]:
     shards = [torch.ones(n // 4 // (axis.size - 1), device=device) for n in SENT]
     small, large = (_seconds(functools.partial(_transfer, shard, axis)) for shard in shards)
     sent = [shard.nbytes * (axis.size - 1) for shard in shards]

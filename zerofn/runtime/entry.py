@@ -5,7 +5,11 @@ from __future__ import annotations
 import weakref
 
 from ..comm.agreement import agree_on
+from ..comm.meetings import digest_of
+from ..graph.edit import bodies
+from ..graph.node_kinds import argument, is_ours
 from ..graph.program import Program
+from ..ops.registry import argument_places
 from .backend import Backend, Runner
 from .buffers import Buffers
 
@@ -13,7 +17,8 @@ from .buffers import Buffers
 class Entry:
     """A scheduled program and, once `bind` was called, its buffers and its runner.
 
-    `agreed`: the text that all ranks agreed on at its capture.
+    `agreed`: the text that all ranks agreed on at its capture; `digest` is of it. `groups`: the names of the process
+    groups in which it communicates.
     """
 
     buffers: Buffers
@@ -21,6 +26,7 @@ class Entry:
 
     def __init__(self, program: Program, donating: bool, backend: Backend, agreed: str) -> None:
         self.program, self.donating, self.backend, self._agreed = program, donating, backend, agreed
+        self.digest, self.groups = digest_of(agreed), _groups(program)
         self._bound = False
 
     def bind(self) -> None:
@@ -52,3 +58,10 @@ class Entry:
     def wrote(self) -> bool:
         """Whether the last run may have written to its inputs."""
         return getattr(self.runner, "wrote", True)
+
+
+def _groups(program: Program) -> list[str]:
+    nodes = (n for gm in (program.gm, *bodies(program.gm)) for n in gm.graph.nodes)
+    return list(
+        dict.fromkeys(argument(n, "group") for n in nodes if is_ours(n) and "group" in argument_places(n.target))
+    )

@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .._torch_compat import OpOverload, below_autograd
+from ..comm.meetings import meetings
 from ..graph.alias import writes
 from ..graph.node_kinds import ASIDE
 from ..offload.host_worker import aside
@@ -47,6 +48,7 @@ class Executor:
         self._names.clear()
 
     def _begin_writing(self) -> None:
+        meetings().settle()  # the other ranks run this step, too
         self.wrote = True
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives import ops
-from ..comm.agreement import group_named
+from ..comm.failures import group_named
 from ..comm.mesh import Axis
 from ..comm.pending import pending
 from ..memory.host_allocator import zeros

@@ -1,0 +1,153 @@
+"""A rank that fails says why through the rendezvous store, and takes its process group down, which ends the transfers
+that other ranks wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from .._torch_compat import default_store, resolve_process_group
+from ..util.errors import said
+from ..util.process import the
+
+LAST_TEXT = "zerofn/last/"  # and a rank: what it had to agree on last
+_FAILED = "zerofn/failed"
+_SHOWN = 3  # lines of a long text
+
+
+class Signs:
+    """What this rank has told the others.
+
+    `last`: when it last said that it is at work (seconds, monotonic clock). `taken_down`: why it has taken its
+    process group down, if it has. `before_leaving`: what drops references to the group, which would keep its
+    connections open, and the other ranks waiting.
+    """
+
+    def __init__(self) -> None:
+        self.last = 0.0
+        self.taken_down: str | None = None
+        self.before_leaving: list[Callable[[], object]] = []
+
+
+def backend_on(group: dist.ProcessGroup | None, device: str = "cpu") -> str:
+    """Return the backend of a group for a device type, "" without one. A group that was made without a backend's name
+    has one for each device type.
+    """
+    pairs = (x.partition(":") for x in dist.get_backend_config(group).split(","))
+    return next((backend for kind, _, backend in pairs if kind == device), "")
+
+
+def refuse_after_failure() -> None:
+    """Raise `RuntimeError` if this process has taken its group down: alone it is not part of the job."""
+    taken_down = the(Signs).taken_down
+    if taken_down is not None and not dist.is_initialized():
+        raise RuntimeError(
+            f"the process group was taken down because {taken_down}\n"
+            "Restart the processes and load the last checkpoint."
+        )
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """Return the process group of an axis. Raises `RuntimeError`, with the reason, if it was taken down."""
+    try:
+        return resolve_process_group(name)
+    except (RuntimeError, KeyError):
+        refuse_after_failure()
+        raise
+
+
+def is_there(group: dist.ProcessGroup) -> bool:
+    """Return whether a group was not taken down."""
+    try:
+        return resolve_process_group(group.group_name) is group
+    except (RuntimeError, KeyError):
+        return False
+
+
+def store_of_job() -> dist.Store | None:
+    """Return the rendezvous store; None for one rank or a fake group."""
+    refuse_after_failure()
+    if not dist.is_initialized() or dist.get_world_size() == 1 or backend_on(dist.group.WORLD) == "fake":
+        return None
+    return default_store()
+
+
+def publish_failure(message: str) -> None:
+    """Leave `message` for the other ranks. The first one stays."""
+    store = store_of_job()
+    if store is not None:
+        store.compare_set(_FAILED, "", f"rank {dist.get_rank()}: {message}")
+
+
+def published_failure() -> str | None:
+    """Return the message of a rank that failed, or None."""
+    store = store_of_job()
+    if store is None or not store.check([_FAILED]):
+        return None
+    return store.get(_FAILED).decode()
+
+
+def abandon(message: str) -> None:
+    """Leave `message` for the other ranks, and take this rank's process group down, which ends their transfers."""
+    if not dist.is_initialized():
+        return
+    publish_failure(message)
+    if store_of_job() is not None:
+        the(Signs).taken_down = published_failure() or message
+        for drop in the(Signs).before_leaving:
+            drop()
+        dist.destroy_process_group()
+
+
+def explained(error: BaseException) -> BaseException:
+    """Return the failed rank's message if a transfer ended because of it; otherwise `error`.
+
+    In the first case this rank's group is taken down, too: others may wait for this rank alone.
+    """
+    try:
+        message = published_failure()
+    except (RuntimeError, dist.DistStoreError):  # the store went down with the rank that held it
+        message = None
+    if message is not None:
+        with contextlib.suppress(RuntimeError, dist.DistStoreError):
+            abandon(message)
+        return RuntimeError(f"stopped, because another rank failed. {message}")
+    if "closed by peer" in str(error) or "reset by peer" in str(error):
+        return RuntimeError(
+            "stopped, because another rank has ended: it left the program, was killed, or took fewer "
+            "steps than this one. What it printed last says more."
+        )
+    return error
+
+
+@functools.cache
+def tell_others() -> None:
+    """From now on, leave a message for the other ranks when any error ends this process."""
+    before = sys.excepthook
+
+    def leave(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        with contextlib.suppress(RuntimeError, dist.DistStoreError):  # the store may be gone
+            publish_failure(said(error))
+        before(kind, error, trace)
+
+    sys.excepthook = leave
+
+
+def last_text(store: dist.Store, rank: int) -> str:
+    """Return what a rank had to agree on last."""
+    key = f"{LAST_TEXT}{rank}"
+    return store.get(key).decode().replace("\0", ": ") if store.check([key]) else "nothing yet"
+
+
+def apart(text: str, other: str) -> str:
+    """Return the first lines of a text that the other lacks; its first lines if it lacks none."""
+    known = set(other.split("\n"))
+    lines = [x for x in text.split("\n") if x not in known] or text.split("\n")
+    more = [f"(and {len(lines) - _SHOWN} lines more)"] if len(lines) > _SHOWN else []
+    return "\n    ".join([*lines[:_SHOWN], *more])

@@ -1,0 +1,77 @@
+"""Loaders that have another number of batches on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..collectives import all_gather
+from ..comm.failures import backend_on, group_named
+from ..comm.meetings import meetings
+from ..comm.mesh import DATA, Axis, Mesh
+
+_END, _BATCH, _FAILED = range(3)
+
+
+def even(loader: Iterable[Any], *, pad: str | None = None, mesh: Any = None) -> Iterator[Any]:
+    """Yield a loader's batches, the same number of them on every rank of the data axis.
+
+    All ranks stop at the shortest loader: what others have left is dropped. With `pad`, they go on until the longest
+    loader ends: batches must be mappings, and each gets an entry `pad`, a float32 scalar, 1 for a batch of the loader,
+    and 0 for a repetition of the last one on a rank that has no more. Weigh the loss with it, and divide by the sum of
+    weights over ranks, not by their number.
+
+    It costs a message a batch. Every rank must iterate; a rank that leaves the loop early is told from the others, see
+    `zerofn.compile`. Raises `TypeError` for a batch that is no mapping and `ValueError` for an empty loader, both only
+    with `pad`; on all ranks `RuntimeError` if one rank's loader raises. Under PyTorch's `Join` ranks that have ended
+    shadow the others' collectives; here they do the same, which needs no hooks.
+
+    >>> [x for x in even([1, 2, 3])]
+    [1, 2, 3]
+    >>> [x["weight"].item() for x in even([{"x": 1}, {"x": 2}], pad="weight")]
+    [1.0, 1.0]
+    """
+    axis = Mesh.of(mesh).axis(DATA)
+    batches: Iterator[Any] | None = None
+    last: Any = None
+    error: Exception | None = None
+    while True:
+        try:
+            batches = iter(loader) if batches is None else batches
+            batch, found = next(batches), _BATCH
+            if pad is not None:
+                _check(batch, pad)
+        except StopIteration:
+            batch, found = last, _END
+            if pad is not None and last is None:
+                error, found = ValueError("zerofn.even: the loader has no batch, so there is none to repeat."), _FAILED
+        except Exception as raised:
+            error, found = raised, _FAILED
+        all_found = _of_all(found, axis)
+        if error is not None:
+            raise error
+        if _FAILED in all_found:
+            rank = all_found.index(_FAILED)
+            raise RuntimeError(f"zerofn.even: stopped, because the loader of rank {rank} failed; its error says more.")
+        if _BATCH not in all_found or (pad is None and _END in all_found):
+            return
+        last = batch
+        yield batch if pad is None else {**batch, pad: torch.tensor(float(found == _BATCH))}
+
+
+def _check(batch: Any, pad: str) -> None:
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"zerofn.even: with pad={pad!r}, batches must be mappings, got {type(batch).__name__}.")
+    if pad in batch:
+        raise ValueError(f"zerofn.even: the batch has an entry {pad!r} already; give pad= another name.")
+
+
+def _of_all(found: int, axis: Axis) -> list[int]:
+    """Return what every rank of the axis has found."""
+    if axis.size == 1:
+        return [found]
+    device = "cpu" if backend_on(group_named(axis.group)) else "cuda"
+    with meetings().lasting([axis.group], "the next batch of zerofn.even", b""):
+        return [int(x) for x in all_gather(torch.tensor([found], device=device), axis)]
