@@ -188,6 +188,7 @@ class CompiledStep:
         deliver()
         call = self._entry_for(state, batch)
         entry, leaves = call.entry, call.state_leaves
+        worker().serve(entry)
         inputs = collect(self.__name__, leaves, call.batch_leaves, entry.program.full, entry.donating)
         entry.bind()
         entry.buffers.reserve(exactly=self._options.memory is not None)

@@ -2,7 +2,9 @@
 
 Capture and passes: seconds, and seconds a node, for a 12- and a 48-layer Llama at stage 3 of two
 ranks, on a process group that moves nothing. Dispatch: the compiled step of a tiny model beside
-the hand-written loop in one process. Rounds are interleaved; every figure is a median over them.
+the hand-written loop in one process. Guards: what a call looks at. Meetings: how much longer a step of
+two ranks that transfers next to nothing takes because ranks tell each other what they run. Rounds are
+interleaved; every figure is a median over them.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ LAYERS = (12, 48)
 WORLD, STAGE = 2, 3
 SECONDS_LIMIT, PER_NODE_LIMIT = 10.0, 1.3
 DISPATCH_TURNS, DISPATCH_BLOCK = 10, 20
+MEETINGS, MEETING_LIMIT = 300, 0.5  # of two ranks on one machine; milliseconds a step
 GUARDED, GUARDS_LIMIT = 1000, 0.25  # modules; milliseconds a call
 
 
@@ -113,6 +116,37 @@ def guards(calls: int = 200) -> list[float]:
     return found
 
 
+def meet(rank: int, port: int) -> dict[str, list[float]]:
+    """Milliseconds of a small all-gather, in a meeting and without its message."""
+    import torch
+    import torch.distributed as dist
+
+    from zerofn.comm import transport  # noqa: F401  (defines the operations)
+    from zerofn.comm.meetings import meetings
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+    group, shard = dist.group.WORLD.group_name, torch.ones(8)
+    found: dict[str, list[float]] = {"with": [], "without": []}
+    for _ in range(MEETINGS):
+        for name, groups in (("with", [group]), ("without", [])):
+            start = time.perf_counter()
+            with meetings().lasting(groups, "a step", b"a digest"):
+                torch.ops.zerofn.wait(torch.ops.zerofn.all_gather(shard, WORLD, group, ""))
+            found[name].append(1e3 * (time.perf_counter() - start))
+    dist.destroy_process_group()
+    return found
+
+
+def meeting_rounds(num_rounds: int) -> list[float]:
+    """Milliseconds that a meeting adds, one figure a round."""
+    found = []
+    for _ in range(num_rounds):
+        command = [*program(sys.executable, "benchmarks.step.overhead"), "--port", str(processes.free_port())]
+        first, *_ = processes.run("meetings", [[*command, "--meet", str(rank)] for rank in range(WORLD)])
+        found.append(statistics.median(a - b for a, b in zip(first["with"], first["without"], strict=True)))
+    return found
+
+
 def capture_table(captures: dict[int, list[dict[str, Any]]]) -> Table:
     table = Table(
         title=f"Capture and passes: Llama at stage {STAGE} of {WORLD} ranks (fake process group)",
@@ -152,7 +186,10 @@ def dispatch_table(loops: dict[str, dict[str, list[float]]]) -> Table:
 
 
 def checks(
-    captures: dict[int, list[dict]], loops: dict[str, dict[str, list[float]]], guarded: Sequence[float] = ()
+    captures: dict[int, list[dict]],
+    loops: dict[str, dict[str, list[float]]],
+    guarded: Sequence[float] = (),
+    met: Sequence[float] = (),
 ) -> list[Check]:
     low, high = LAYERS
     seconds = interval([total(result["warm"]) for result in captures[high]])
@@ -164,6 +201,9 @@ def checks(
     if guarded:
         value, what = interval(guarded), f"guards of {GUARDED:,} modules, ms a call"
         found.append(Check(what, str(value), value.median, GUARDS_LIMIT))
+    if met:
+        value = interval(met)
+        found.append(Check(f"meeting of {WORLD} ranks, ms a step", str(value), value.median, MEETING_LIMIT))
     for name, loop in loops.items():
         if name != HANDWRITTEN:
             value, what = interval(loop["ratios"]), f"dispatch, {name} / hand-written"
@@ -177,6 +217,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="end with 1 if a limit is missed")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--meet", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
@@ -188,17 +230,21 @@ def main() -> int:
     if options.child is not None:
         print("RESULT " + json.dumps(capture(options.child)), flush=True)
         return 0
+    if options.meet is not None:
+        print("RESULT " + json.dumps(meet(options.meet, options.port)), flush=True)
+        return 0
     console = Console(width=None if sys.stdout.isatty() else 150)
     try:
         captures = capture_rounds(options.rounds, console)
         loops = dispatch_rounds(options.rounds, console)
+        met = meeting_rounds(options.rounds)
     except BenchmarkError as error:
         print(f"benchmark failed: {error}", file=sys.stderr)
         return 1
-    found = checks(captures, loops, guards())
+    found = checks(captures, loops, guards(), met)
     for table in (capture_table(captures), dispatch_table(loops), report.check_table(found)):
         console.print(table)
-    run = {"surroundings": report.surroundings(), "capture": captures, "dispatch": loops}
+    run = {"surroundings": report.surroundings(), "capture": captures, "dispatch": loops, "meetings": met}
     return report.conclude(options.out / "overhead.json", run, found, options.check)
 
 

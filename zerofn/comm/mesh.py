@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .failures import refuse_after_failure
+from .launch import launch_of
 
 DATA = "data"
 
@@ -45,7 +46,8 @@ class Mesh:
     def of(mesh: Mesh | DeviceMesh | None) -> Mesh:
         """Return a `Mesh` for a `Mesh`, a `DeviceMesh`, or None, which means every rank.
 
-        Under torchrun, makes the process group if there is none yet. Raises `TypeError` for anything else.
+        In a process that a launcher started, makes the process group if there is none yet. Raises `TypeError` for
+        anything else.
         """
         if isinstance(mesh, Mesh):
             return mesh
@@ -79,14 +81,28 @@ def _axis_of(mesh: DeviceMesh) -> Callable[[str], Axis]:
 
 
 def join() -> None:
-    """Make the default process group if torchrun started this process and there is none yet."""
+    """Make the default process group if a launcher started this process as one of several, and there is none yet.
+
+    Launchers: torchrun, accelerate, mpirun, srun. Raises `RuntimeError` if the job's rank 0 cannot be found, and for a
+    rank on this machine without a CUDA device of its own.
+    """
     refuse_after_failure()
-    if dist.is_initialized() or not dist.is_available() or "WORLD_SIZE" not in os.environ:
+    if dist.is_initialized() or not dist.is_available():
         return
-    if int(os.environ["WORLD_SIZE"]) == 1 and "MASTER_ADDR" not in os.environ:
+    launch = launch_of(os.environ)
+    if launch is None:
         return
+    backend = "gloo"
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("cpu:gloo,cuda:nccl")
+        backend, devices = "cpu:gloo,cuda:nccl", torch.cuda.device_count()
+        if launch.local_rank >= devices:
+            raise RuntimeError(
+                f"local rank {launch.local_rank} has no CUDA device: {devices} are visible on this machine. Start one "
+                "rank a device (torchrun --nproc-per-node gpu), or hide the devices (CUDA_VISIBLE_DEVICES=) to train "
+                "on the CPU."
+            )
+        torch.cuda.set_device(launch.local_rank)
+    if launch.launcher == "torchrun":
+        dist.init_process_group(backend)  # torchrun's agent may hold the store
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group(backend, init_method=launch.url, rank=launch.rank, world_size=launch.size)

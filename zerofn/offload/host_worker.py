@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from torch import Tensor
 
@@ -27,6 +27,7 @@ class HostWorker:
         self.jobs: deque[Future[Any]] = deque()  # jobs that are not known to be done
         self._failed: list[BaseException] = []  # what a job has raised, until `tell` raises it
         self._owed: WeakSet[Any] = WeakSet()  # the `Sharded`s that jobs write to
+        self._last: Callable[[], Any] = _nobody  # whose jobs these are
 
     def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         """Run a function on the thread, after earlier jobs. Their results may be arguments."""
@@ -46,6 +47,12 @@ class HostWorker:
         """Block the caller while the thread is far behind: each gradient in the queue takes memory."""
         while len(self.jobs) > BEHIND and not self._failed:
             wait([self.jobs.popleft()])
+
+    def serve(self, user: Any) -> None:
+        """Note whose jobs come next, and finish those of another one: a captured step waits for its own jobs only."""
+        if self._last() is not user:
+            self.finish()
+            self._last = ref(user)
 
     def finish(self) -> None:
         """Wait for all jobs and for their copies. Raises what a job raised."""
@@ -108,6 +115,10 @@ class _Job:
         event = copies().landing.pop(self._written.data_ptr(), None)
         if event is not None:
             Landed(event, self._written.device).wait()
+
+
+def _nobody() -> None:
+    return None
 
 
 def _value(x: Any) -> Any:
