@@ -79,6 +79,9 @@ def schema_arguments(op: OpOverload) -> list:
 LEND_PARAMETERS = (torch.nn.utils.stateless, "_reparametrize_module")
 CHECKPOINT_SEGMENT = (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator")
 
+# (module, name) of what turns a tensor into text.
+TENSOR_TEXT = (torch._tensor_str, "_str")
+
 # (module, name) of samplers that draw until all samples are accepted.
 REJECTION_SAMPLERS = ((torch.nn.init, "_no_grad_trunc_normal_"),)
 

@@ -35,6 +35,7 @@ from .planning.profile import Profile, profiled
 from .runtime.backend import Backend, backend_of
 from .runtime.capture_log import CaptureLog
 from .runtime.entry import Entry
+from .runtime.equal_batches import params_axis, warn_of_equal_batches
 from .runtime.errors import explain
 from .runtime.executor import Executor
 from .runtime.guards import Captures, Written
@@ -250,7 +251,10 @@ class CompiledStep:
         If one fails, the others raise its message. `why`: what changed outside the arguments since the last capture.
         """
         try:
-            return self._agreed(state, batch, why)
+            found = self._agreed(state, batch, why)
+            if found[0].program.new_state is not None:
+                warn_of_equal_batches(self.__name__, batch, params_axis(state))
+            return found
         except RuntimeError as error:
             if MEETS in str(error):
                 note(error, line_of_number(captured(self._step, state, batch, traces=True)[0], str(error)))

@@ -21,6 +21,7 @@ from ..util.errors import note
 from ..util.patches import uncollected
 from .advice import instead, note_dtypes
 from .host_rng import HostDraw, no_draws
+from .prints import warned_prints
 from .program import Flat, Program, cached
 from .source_lines import Lines, readable, where
 
@@ -110,7 +111,7 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
     Libraries then skip checks that read data, and kernels that fake tensors do not support. It is not the default,
     because some libraries then choose another algorithm, which rounds differently from the eager step.
     """
-    with torch.no_grad(), lazy_code(True), quiet_fakes(), uncollected():
+    with torch.no_grad(), lazy_code(True), quiet_fakes(), uncollected(), warned_prints:
         try:
             return tracer(*inputs)
         except CaptureError:

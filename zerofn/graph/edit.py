@@ -88,12 +88,13 @@ def raise_up(graph: Graph, nodes: Iterable[Node]) -> None:
     where, order = positions(graph), list(nodes)
     writer = written_before(graph, where, roots(graph))
     anchor: dict[Node, Node] = {}
+    first = next(iter(graph.nodes))  # an input: what has no inputs itself goes behind them all
     for node in order:
-        after = [anchor.get(x, x) for x in node.all_input_nodes]
+        after = [first] + [anchor.get(x, x) for x in node.all_input_nodes]
         if node in writer:
             after.append(writer[node])
         anchor[node] = max(after, key=where.__getitem__)
-    inputs = behind(next(iter(graph.nodes)))
+    inputs = behind(first)
     for node in reversed(order):
         (inputs if anchor[node].op == "placeholder" else anchor[node]).append(node)
 

@@ -67,7 +67,7 @@ class Written:
         self.paths.update(new)
         if new:
             more = f" and {len(new) - _TOLD} more" if len(new) > _TOLD else ""
-            log.info(
+            log.warning(
                 "%s: writes %s%s when it is captured. A captured step does not write them again, and a change to them "
                 "does not lead to another capture; return what must be kept in the new state or in aux.",
                 self._name,

@@ -27,6 +27,7 @@ from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.storage import Stored
 from .checkpoint_params import same_parameters
 from .loss_scale import NoLossScale
+from .mistakes import check_gradient, warn_of_weight
 
 LossFn = Callable[..., Any]
 
@@ -64,7 +65,8 @@ def value_and_grad(
 
     `scale`: a loss scale. `rng`: the key for random operations, which raise without one. `frozen(leaf name)`: which
     plain leaves get zeros, as integers do; `Sharded` trees know theirs. `f` raises `TypeError` for a complex leaf,
-    and `ValueError` or `TypeError` if `loss_fn` returns something else or `frozen` selects no leaf.
+    and `ValueError` or `TypeError` if `loss_fn` returns something else or a loss without a gradient, or `frozen`
+    selects no leaf. It warns of a weight that is computed from the parameters.
 
     >>> f = value_and_grad(lambda w, x: (w * x).mean())
     >>> f(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
@@ -166,7 +168,8 @@ class _Work:
         key = self._key(index)
         with torch.enable_grad(), randomness(key), same_parameters():
             with phase(FORWARD):
-                loss = self._loss(tree.unflatten(self.treedef, logical), args)
+                loss = self._loss(tree.unflatten(self.treedef, logical), args, wanted)
+            check_gradient(loss.mean, wanted)
             with phase(BACKWARD):
                 found = _derivatives(loss.mean, wanted, self._seed(loss))
         by_leaf = {id(t): g for t, g in zip(wanted, found, strict=True)}
@@ -178,7 +181,7 @@ class _Work:
         own = fold_in(self.vg.rng, 0) if self.axis is None else fold_in_rank(self.vg.rng, self.axis.rank)
         return fold_in(own, index)
 
-    def _loss(self, params: Any, args: Sequence[Any]) -> _Loss:
+    def _loss(self, params: Any, args: Sequence[Any], wanted: Sequence[Tensor]) -> _Loss:
         try:
             out = self.vg.loss_fn(params, *args)
         except Exception as error:
@@ -205,7 +208,9 @@ class _Work:
         total = total.reshape(()).to(torch.promote_types(total.dtype, torch.float32))
         if weight is None:
             return _Loss(total, total, None, aux)
-        weight = torch.as_tensor(weight, device=total.device).detach().reshape(()).to(total.dtype)
+        weight = torch.as_tensor(weight, device=total.device)
+        warn_of_weight(weight, wanted)
+        weight = weight.detach().reshape(()).to(total.dtype)
         # A rank without tokens has weight 0 and sum 0: it adds nothing, instead of 0 / 0.
         return _Loss(total / torch.where(weight == 0, torch.ones_like(weight), weight), total, weight, aux)
 

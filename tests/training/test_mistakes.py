@@ -1,0 +1,81 @@
+"""Losses that train nothing are refused; metrics in the place of a weight are told."""
+
+import pytest
+import torch
+from torch.func import functional_call
+
+import zerofn
+from tests.support.small_steps import batch_of, build, loss_of, state_of
+
+MODULE = build(2)
+loss_fn = loss_of(MODULE)
+
+
+def under_no_grad(params, batch):
+    with torch.no_grad():
+        return loss_fn(params, batch)
+
+
+WITHOUT = {
+    "detached": lambda params, batch: loss_fn(params, batch).detach(),
+    "no_grad": under_no_grad,
+    "integers": lambda params, batch: (100 * loss_fn(params, batch)).long(),
+    "of the batch alone": lambda params, batch: batch["x"].mean(),
+}
+
+
+def step_of(loss_fn, has_aux=False):
+    def step(state, batch):
+        loss, grads = state.value_and_grad(loss_fn, has_aux)(batch)
+        return state.apply_gradients(grads), loss
+
+    return step
+
+
+def runs(step, compiled):
+    return (zerofn.compile(step) if compiled else step)(state_of(MODULE, 3), batch_of())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("which", WITHOUT)
+def test_a_loss_without_a_gradient_is_refused(which, compiled):
+    with pytest.raises(ValueError, match="the loss has no gradient, so no parameter would be trained"):
+        runs(step_of(WITHOUT[which]), compiled)
+
+
+def test_a_state_without_trained_parameters_needs_no_gradient():
+    state = state_of(MODULE, 3, frozen=lambda name: True)
+    loss, _ = state.value_and_grad(loss_fn)(batch_of())
+    assert loss == loss_fn(dict(MODULE.named_parameters()), batch_of())
+
+
+def accuracy(params, batch):
+    out = functional_call(MODULE, params, (batch["x"],))
+    return out.square().sum(), (out.argmax(-1) == batch["y"].argmax(-1)).float().mean() + 1
+
+
+def second_loss(params, batch):
+    out = functional_call(MODULE, params, (batch["x"],))
+    return out.square().sum(), out.exp().sum()
+
+
+@pytest.mark.parametrize(("loss_fn", "compiled"), [(accuracy, True), (second_loss, False), (second_loss, True)])
+def test_a_weight_that_is_computed_from_the_parameters_is_told(loss_fn, compiled):
+    with pytest.warns(UserWarning, match=r"x depends on the parameters.*value_and_grad\(loss_fn, has_aux=True\)"):
+        runs(step_of(loss_fn), compiled)
+    runs(step_of(loss_fn, has_aux=True), compiled)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        lambda params, batch: batch["x"].shape[0],
+        lambda params, batch: (batch["y"] > 0).sum(),
+        lambda params, batch: (batch["y"] > 0).float().sum(),
+        lambda params, batch: (functional_call(MODULE, params, (batch["x"],)) > 0).sum(),  # a count
+        lambda params, batch: torch.ones(()),
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_other_weights_are_not(weight, compiled):
+    runs(step_of(lambda params, batch: (loss_fn(params, batch), weight(params, batch))), compiled)
