@@ -1,5 +1,6 @@
 """State on drives: the same bits as in memory, in three units' buffers, and errors that say where."""
 
+import dataclasses
 import os
 import types
 from functools import partial
@@ -354,8 +355,6 @@ def test_checkpoints_from_any_tier_to_any(ranks, tmp_path, num_ranks, tiers):
             3,
             r"fraction=0.5.* offloads nothing: name what is to lie where, optimizer= or params=",
         ),
-        ("cpu", 3, r"Offload\(optimizer='cpu'\) has no effect: the parameters are on the CPU.*'nvme'.*device='cuda'"),
-        (Offload(optimizer="nvme", params="cpu"), 3, r"Offload\(params='cpu'\) has no effect"),
         (Offload(optimizer="nvme", update="gpu"), 3, "there is no other processor to update on"),
         (Offload(optimizer="nvme", update="cpu"), 3, r"update='cpu'\) has no effect"),
         (Offload(optimizer="nvme", path="/nowhere/at/all"), 3, "/nowhere/at/all does not exist"),
@@ -445,3 +444,23 @@ def test_a_drive_that_fails_ends_the_step_on_all_ranks(ranks, tmp_path):
         assert "opt_state." in message or "the gradient of params[" in message
     like = state_of(build(3), 3)
     assert int(zerofn.load(tmp_path / "saved", like=like).step) == 1
+
+
+@pytest.mark.parametrize(
+    ("offload", "kept"),
+    [
+        ("cpu", Offload()),
+        (Offload("cpu"), Offload()),
+        (Offload(optimizer="nvme", params="cpu"), Offload(optimizer="nvme")),
+    ],
+)
+def test_host_memory_beside_a_model_on_the_host_is_a_warning(tmp_path, offload, kept):
+    module = build(2)
+    if kept.optimizer:
+        offload = dataclasses.replace(offload, path=str(tmp_path))
+    with pytest.warns(UserWarning, match="'cpu' has no effect here: the parameters are on the CPU"):
+        state = state_of(module, 3, offload=offload)
+    assert ("on drives" in repr(state)) == bool(kept.optimizer)
+    state, _ = zerofn.compile(train_step_of(module))(state, batch_of())
+    plain, _ = train_step_of(module)(state_of(module, 3), batch_of())
+    assert_same_trees(zerofn.unshard(state.params), zerofn.unshard(plain.params))

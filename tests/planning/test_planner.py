@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from xml.etree import ElementTree
 
 import psutil
 import pytest
@@ -94,8 +95,15 @@ def test_the_line_to_write_names_the_machine(machine, written):
 
 
 def test_no_step_is_placed_on_a_machine_that_is_not_known():
-    with pytest.raises(ValueError, match="machine 'H100' is not known; did you mean 'H100-8'"):
-        zerofn.compile(lambda state, batch: state, machine="H100")
+    with pytest.raises(ValueError, match="machine 'H100-9' is not known; did you mean 'H100-8'"):
+        zerofn.compile(lambda state, batch: state, machine="H100-9")
+
+
+def test_gpus_without_bfloat16_are_planned_in_float16():
+    for name in ("V100-16", "V100", "TitanRTX-2", "T4"):
+        assert {row.config.precision for row in planned(machine=name, world=1, stage=3, precision="all")} == {"fp16", None}
+    for name in ("H100", "H200-8", "B200-8", "L40S", "A10", "5090", "MI300X-8"):
+        assert {row.config.precision for row in planned(machine=name, world=1, stage=3, precision="all")} == {"bf16", None}
 
 
 def test_bytes_of_state_are_those_of_the_closed_form():
@@ -271,13 +279,12 @@ def test_rows_are_those_of_a_ranks_batch():
 
 
 @pytest.mark.parametrize(("options", "said"), [
-    ({"machine": "H100"}, "machine 'H100' is not known; did you mean 'H100-8'"),
+    ({"machine": "H100-9"}, "machine 'H100-9' is not known; did you mean 'H100-8'"),
     ({"machine": "nowhere.json"}, "there is no file 'nowhere.json'; `zerofn profile nowhere.json` writes it"),
     ({"world": 0}, r"world=0\): expected the number of ranks"),
     ({"rows": 0}, r"rows=0\): expected a number above 0"),
     ({"stage": 4}, "stage=4.* is not known"),
     ({"remat": "some"}, "remat='some'.* is not known"),
-    ({"offload": "cpu"}, "has no effect: the parameters are on the CPU"),
     ({"precision": "bf8"}, "bf8"),
     ({"memory": "some"}, "is no amount of memory"),
 ])  # fmt: skip
@@ -331,7 +338,12 @@ def test_pictures_and_pages(tmp_path):
     table = planned(world=2, stage=(0, 3))
     table.picture(tmp_path / "table.png")
     assert (tmp_path / "table.png").stat().st_size > 5000
-    assert "stage" in table._repr_html_() and "bound by" in repr(table.best.plan)
+    page = ElementTree.fromstring(table._repr_html_().partition("<svg")[0].removesuffix("</div>") + "</div>")
+    head, *rows = [[x.text or "" for x in line] for line in page.iter("tr")]
+    assert head[0] == "stage" and len(rows) == len(table) and all(len(row) == len(head) for row in rows)
+    bold = [k for k, line in enumerate(page.iter("tr")) if "bold" in line.get("style", "")]
+    assert bold == [table.rows.index(table.best) + 1] and table.best.config.call() in "".join(page.itertext())
+    assert "bound by" in repr(table.best.plan)
 
 
 def test_reprs_have_units():

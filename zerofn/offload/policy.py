@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -109,6 +110,7 @@ def resolve(offload: Offload | str | None, stage: int, num_ranks: int, device: t
     if not isinstance(offload, Offload):
         raise TypeError(f"offload: expected None, 'cpu', 'nvme' or a zerofn.Offload, got {type(offload).__name__}.")
     _check(offload, whole, device)
+    offload = _without_effect(offload, device)
     if fake_machine():
         return offload
     for path in offload.paths if offload.on_disk else ():
@@ -123,6 +125,25 @@ def resolve(offload: Offload | str | None, stage: int, num_ranks: int, device: t
     return offload
 
 
+def _without_effect(offload: Offload, device: torch.device) -> Offload:
+    """Return the part of `offload` that has an effect on this device. Warns of the rest: the same script may run on a
+    cluster, where the model computes on GPUs.
+    """
+    kept = replace(
+        offload,
+        optimizer=None if lies_there(offload.optimizer, device) else offload.optimizer,
+        params=None if lies_there(offload.params, device) else offload.params,
+    )
+    if kept != offload:
+        warnings.warn(
+            f"{offload}: 'cpu' has no effect here: the parameters are on the CPU, so the model computes in host memory "
+            "as it is.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return kept
+
+
 def _check(offload: Offload, whole: bool, device: torch.device) -> None:
     if not (offload.optimizer or offload.params):
         raise ValueError(
@@ -134,13 +155,6 @@ def _check(offload: Offload, whole: bool, device: torch.device) -> None:
             "Offload(params=...) has no effect at stages 1 and 2, where every rank holds a gathered copy "
             "of the parameters; use stage=3, or offload the optimizer alone."
         )
-    for name in ("optimizer", "params"):
-        if lies_there(getattr(offload, name), device):
-            raise ValueError(
-                f"Offload({name}='cpu') has no effect: the parameters are on the CPU, so the model "
-                "computes in host memory as it is. Leave it out, offload to 'nvme', or let the model "
-                "compute on a GPU: shard(..., device='cuda')."
-            )
     if is_host(device) and offload.update != "auto":
         raise ValueError(
             f"Offload(update={offload.update!r}) has no effect: the model computes on the CPU and there "

@@ -22,7 +22,7 @@ from ..graph.phase import phase_of
 from ..graph.program import Program
 from ..graph.resident import resident
 from ..util.sizes import in_words
-from .picture import File, draw, page
+from .picture import File, draw, page, preformatted
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Plan:
         draw(over_time, sent, file, title=f"{self.program.name} on {self.world} rank(s)", measured=measured)
 
     def _repr_html_(self) -> str:
-        return page(self.text(), self._draw)
+        return page(preformatted(self.text()), self._draw)
 
     def __repr__(self) -> str:
         return self.text()

@@ -107,7 +107,8 @@ def _configs(asked: dict[str, Any], machine: Machine, world: int, rows: int) -> 
     for stage in stages:
         check_stage(stage)
     accelerated = machine.device != "cpu"
-    usual = ("bf16", None) if accelerated else (None,)
+    half = "bf16" if "bfloat16" in machine.flops else "fp16"  # before Ampere, GPUs have no bfloat16
+    usual = (half, None) if accelerated else (None,)
     precisions = usual if asked["precision"] == ALL else _listed(asked["precision"])
     remats = (None,) if asked["remat"] == ALL else _listed(asked["remat"])
     for how in remats:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..cost.machine import Machine
 from ..graph.liveness import KINDS
 from ..util.sizes import in_words, time_in_words
-from .picture import File, draw_rows, page
+from .picture import File, draw_rows, html_table, page
 from .plan import Plan
 
 _HEAD = (
@@ -268,23 +268,31 @@ class Table:
 
     def text(self) -> str:
         """Return all rows, and the code for the best one."""
-        cells = [list(_HEAD), *(row.cells() for row in self.rows)]
-        shown = [k for k in range(len(_HEAD)) if k == len(_HEAD) - 1 or any(row[k].strip("-") for row in cells[1:])]
-        widths = [max(len(row[k]) for row in cells) for k in shown]
-        lines = [
-            f"{self.name} on {self.world} rank(s) of {self.machine.name}, {in_words(self.machine.memory)} each; "
-            "bytes of a rank at its peak, by kind"
-        ]
-        best, near = self._best, self.nearest
+        cells, lines, best = self._cells(), [self._title()], self._best
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         for row, told in zip((None, *self.rows), cells, strict=True):
             mark = "*" if row is not None and row is best else " "
-            lines.append(f"{mark} " + "  ".join(told[k].rjust(w) for k, w in zip(shown, widths, strict=True)).rstrip())
-        lines.append(
-            f"Nothing fits. The nearest: {near.config.call()}, {near.lacks}."
-            if best is None
-            else f"* {best.config.call()}"
-        )
+            lines.append(f"{mark} " + "  ".join(x.rjust(w) for x, w in zip(told, widths, strict=True)).rstrip())
+        lines.append(f"* {self._advice()}" if best is not None else self._advice())
         return "\n".join(lines)
+
+    def _title(self) -> str:
+        return (
+            f"{self.name} on {self.world} rank(s) of {self.machine.name}, {in_words(self.machine.memory)} each; "
+            "bytes of a rank at its peak, by kind"
+        )
+
+    def _cells(self) -> list[list[str]]:
+        """Return the head and all rows, without columns that are empty."""
+        cells = [list(_HEAD), *(row.cells() for row in self.rows)]
+        shown = [k for k in range(len(_HEAD)) if k == len(_HEAD) - 1 or any(row[k].strip("-") for row in cells[1:])]
+        return [[told[k] for k in shown] for told in cells]
+
+    def _advice(self) -> str:
+        """Return the code for the best row."""
+        near = self.nearest
+        nothing = f"Nothing fits. The nearest: {near.config.call()}, {near.lacks}."
+        return nothing if self._best is None else self._best.config.call()
 
     def json(self) -> dict[str, Any]:
         """Return the whole table as numbers (bytes, seconds) and texts."""
@@ -316,7 +324,9 @@ class Table:
         )
 
     def _repr_html_(self) -> str:
-        return page(self.text(), self._draw)
+        head, *rows = self._cells()
+        marked = None if self._best is None else self.rows.index(self._best)
+        return page(html_table(self._title(), head, rows, marked, self._advice()), self._draw)
 
     def __repr__(self) -> str:
         return self.text()

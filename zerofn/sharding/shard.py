@@ -149,7 +149,7 @@ def _plan(
     state, values = _initial(state_or_init, precision)
     policy = _policy(state, stage, axis, precision, unit, device, offload)
     parts, treedef = plan_state(state, policy)
-    if offload is not None:
+    if policy.offload.optimizer or policy.offload.params:
         _check_offload(policy.offload, [p for p in parts if isinstance(p, ShardedPart)], policy.home)
     return (policy, values, parts, treedef), description(stage, precision, parts)
 
