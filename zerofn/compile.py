@@ -151,12 +151,15 @@ class _Call(NamedTuple):
 
 
 class CompiledStep:
-    """A compiled step. `timings`: seconds of its last capture and passes, and its number of nodes."""
+    """A compiled step. `timings`: seconds of its last capture and passes, and its number of nodes. `state`: the newest
+    state that it has returned, for the case that Ctrl-C ends the function that had it; write None to free it.
+    """
 
     def __init__(self, train_step: Callable[[Any, Any], Any], options: _Options) -> None:
         self._step, self._options = train_step, options
         self._captures: dict[Any, Captures] = {}
         self.timings: dict[str, Any] = {}
+        self.state: Any = None
         self.__name__ = getattr(train_step, "__name__", "step")
         self._log, self._written = CaptureLog(self.__name__), Written(self.__name__)
 
@@ -194,7 +197,10 @@ class CompiledStep:
         entry.bind()
         entry.buffers.reserve(exactly=self._options.memory is not None)
         outputs = self._run(call, inputs, batch)
-        return returned(self.__name__, entry.program, entry.donating, outputs, inputs, leaves)
+        result = returned(self.__name__, entry.program, entry.donating, outputs, inputs, leaves)
+        if entry.program.new_state is not None:
+            self.state = result[0]
+        return result
 
     def lower(self, state: Any, batch: Any) -> Plan:
         """Return the `Plan` of a step on this state and batch: what it needs and does, known before it runs.

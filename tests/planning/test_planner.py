@@ -101,9 +101,15 @@ def test_no_step_is_placed_on_a_machine_that_is_not_known():
 
 def test_gpus_without_bfloat16_are_planned_in_float16():
     for name in ("V100-16", "V100", "TitanRTX-2", "T4"):
-        assert {row.config.precision for row in planned(machine=name, world=1, stage=3, precision="all")} == {"fp16", None}
+        assert {row.config.precision for row in planned(machine=name, world=1, stage=3, precision="all")} == {
+            "fp16",
+            None,
+        }
     for name in ("H100", "H200-8", "B200-8", "L40S", "A10", "5090", "MI300X-8"):
-        assert {row.config.precision for row in planned(machine=name, world=1, stage=3, precision="all")} == {"bf16", None}
+        assert {row.config.precision for row in planned(machine=name, world=1, stage=3, precision="all")} == {
+            "bf16",
+            None,
+        }
 
 
 def test_bytes_of_state_are_those_of_the_closed_form():

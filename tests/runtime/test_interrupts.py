@@ -1,10 +1,16 @@
+import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
+import zerofn
+from tests.support.same import assert_same_trees
+from tests.support.small_steps import batch_of, build, state_of, train_step_of
 from zerofn.runtime import interrupts
 from zerofn.runtime.interrupts import SOON, deliver, whole_steps
 from zerofn.util.process import the
@@ -78,3 +84,47 @@ def test_other_threads_leave_signals_alone():
     thread.start()
     thread.join()
     assert ran == [signal.getsignal(signal.SIGINT)]
+
+
+ENDS = """
+import os, signal, time
+from zerofn.runtime.interrupts import deliver, whole_steps
+signal.signal(signal.SIGINT, signal.{})
+with whole_steps():
+    os.kill(os.getpid(), signal.SIGINT)
+    print("whole", flush=True)
+deliver()
+print("after", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("handler", "status", "printed"), [("SIG_DFL", -signal.SIGINT, "whole"), ("SIG_IGN", 0, "whole after")]
+)
+def test_a_system_handler_keeps_its_meaning(handler, status, printed):
+    done = subprocess.run([sys.executable, "-c", ENDS.format(handler)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, " ".join(done.stdout.split())) == (status, printed), done.stderr
+
+
+def test_the_state_of_a_function_that_ctrl_c_ended():
+    module = build(2)
+    step = zerofn.compile(train_step_of(module))
+
+    def fit():
+        state = state_of(module, 3)
+        for k in range(5):
+            state, _ = step(state, batch_of(seed=k))
+            if k == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit()
+    gc.collect()
+    assert step.state.step == 3
+    found, _ = step(step.state, batch_of(seed=3))
+    assert found is step.state
+    expected = state_of(module, 3)
+    for k in range(4):
+        expected, _ = train_step_of(module)(expected, batch_of(seed=k))
+    assert_same_trees(zerofn.unshard(found), zerofn.unshard(expected))
+    step.state = None

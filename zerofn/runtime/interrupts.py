@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -34,9 +35,10 @@ def whole_steps() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if caught and callable(before):
+        if caught and before is not signal.SIG_IGN:
             number, frame = caught[0]
-            the(HeldInterrupts).append(lambda: before(number, frame))
+            again = callable(before)  # otherwise the system's own handler, which ends the process
+            the(HeldInterrupts).append(lambda: before(number, frame) if again else os.kill(os.getpid(), number))
             timer = threading.Timer(SOON, _interrupt)
             timer.daemon = True
             timer.start()

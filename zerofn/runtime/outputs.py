@@ -28,8 +28,8 @@ def returned(
         new, aux = outputs[: program.num_new], outputs[program.num_new :]
         return program.new_state.spread(new), program.aux.spread(aux)
     why = (
-        f"This state was given to {name} and its memory belongs to the state it returned; use that "
-        "one, or compile(..., donate=False)."
+        f"This state was given to {name} and its memory belongs to the state it returned; use that one, which the "
+        "compiled step also has as `.state`, or compile(..., donate=False)."
     )
     fresh = iter(outputs)
     kept = set(program.kept)
