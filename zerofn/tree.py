@@ -2,7 +2,8 @@
 
 ZeroFn flattens every tree here, with optree, so that leaves have the same order on every rank: dict keys are sorted,
 while `torch.utils._pytree` keeps insertion order, which may differ between ranks. `None` is a node without leaves.
-Dataclasses and TensorDicts become nodes when they are first seen. ZeroFn never imports tensordict, which takes longer
+Dataclasses, TensorDicts and mappings that are no dicts (`UserDict`, a tokenizer's `BatchEncoding`) become nodes when
+they are first seen. ZeroFn never imports tensordict, which takes longer
 to import than all of ZeroFn: who has a TensorDict has imported it.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import optree
@@ -93,6 +94,17 @@ def _tensordict(aux: tuple[tuple[str, ...], tuple[int, ...]], children: Iterable
     return sys.modules["tensordict"].TensorDict(items, batch_size=shapes[0][:dims] if shapes else batch_size)
 
 
+def _register_mapping(cls: Any) -> None:
+    def flatten(x: Any) -> tuple[list[Any], tuple[Any, ...], tuple[Any, ...]]:
+        keys = tuple(sorted(x.keys(), key=lambda k: (type(k).__name__, k)))
+        return [x[k] for k in keys], keys, keys
+
+    def unflatten(keys: tuple[Any, ...], children: Iterable[Any]) -> Any:
+        return cls(dict(zip(keys, children, strict=True)))
+
+    _register(cls, flatten, unflatten, path_entry_type=optree.GetItemEntry, namespace=NAMESPACE)
+
+
 _seen: set[type] = set()
 
 
@@ -107,6 +119,8 @@ def _adopt(leaves: Iterable[Any]) -> bool:
             _register_tensordict(cls)
         elif dataclasses.is_dataclass(cls):
             register_dataclass(cls)
+        elif isinstance(leaf, Mapping):
+            _register_mapping(cls)
         else:
             continue
         _seen.add(cls)

@@ -8,7 +8,6 @@ import torch
 import zerofn
 from tests.support.captured_steps import TX, masked_batch, masked_step, rank
 from tests.support.small_steps import batch_of, build, state_of, train_step_of
-from zerofn.comm import agreement
 
 
 def ragged_on_all():
@@ -42,7 +41,6 @@ def test_a_ragged_last_batch_on_all_ranks(ranks):
 
 
 def ragged_on_one():
-    agreement.PATIENCE = 2.0
     module = build(3)
     step, state = zerofn.compile(train_step_of(module)), state_of(module, 3)
     state, _ = step(state, batch_of(rank()))
@@ -52,9 +50,9 @@ def ragged_on_one():
 def test_a_ragged_last_batch_on_one_rank_is_an_error_on_all(ranks):
     began = time.monotonic()
     for told in ranks(2, ragged_on_one, expect_errors=True, timeout=60):
-        assert told.type == "RuntimeError" and "did not come within 2 s" in told.message
+        assert told.type in ("RuntimeError", "RanksOutOfStep") and "ranks are out of step" in told.message
         assert "batch.x: [3, 16] float32" in told.message
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 10
 
 
 def different_first_batches():

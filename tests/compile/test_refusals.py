@@ -1,13 +1,19 @@
 """Steps that are refused: on every rank, in a sentence, and the state is what it was."""
 
+import collections
+import pickle
+
 import pytest
 import torch
+from torch.func import functional_call
+from transformers import BatchEncoding
+from transformers.modeling_outputs import CausalLMOutput
 
 import zerofn
 from tests.support.captured_steps import rank
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import WIDTH, batch_of, build, loss_of, state_of, train_step_of
-from zerofn import tree
+from zerofn import optim, tree
 from zerofn.graph.capture import CaptureError
 
 
@@ -138,3 +144,115 @@ def refused_on_one():
 def test_a_step_refused_on_one_rank_raises_on_all(ranks):
     first, second = ranks(2, refused_on_one)
     assert first.startswith("zerofn.compile(step): stopped, because rank 1 failed") and "writes to" in second
+
+
+# --- mistakes of another kind than impurity
+
+
+def _step(loss_fn):
+    def step(state, batch):
+        loss, grads = state.value_and_grad(loss_fn)(batch)
+        return state.apply_gradients(grads), loss
+
+    return step
+
+
+@pytest.mark.parametrize("kind", [collections.UserDict, BatchEncoding])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_any_mapping_is_a_batch(kind, num_microbatches):
+    module = build(2)
+    seen = []
+
+    def loss_fn(params, batch):
+        seen.append(type(batch))
+        return loss_of(module)(params, batch)
+
+    def step(state, batch):
+        loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), num_microbatches)(batch)
+        return state.apply_gradients(grads), loss
+
+    for run in (step, zerofn.compile(step)):
+        new, loss = run(state_of(module, 3), kind(batch_of()))
+        plain, expected = run(state_of(module, 3), batch_of())
+        assert torch.equal(loss, expected)
+        assert_same_trees(zerofn.unshard(new.params), zerofn.unshard(plain.params))
+    assert set(seen) == {kind, dict}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+def test_a_loss_under_torch_compile_is_captured_as_it_was_written():
+    module = build(2)
+    loss_fn = loss_of(module)
+    _, loss = zerofn.compile(_step(torch.compile(loss_fn)))(state_of(module, 3), batch_of())
+    assert torch.equal(loss, loss_fn(dict(module.named_parameters()), batch_of()).detach())
+
+
+TWO = build(2)
+
+
+def _of_output(params, batch):
+    return CausalLMOutput(loss=loss_of(TWO)(params, batch), logits=batch["x"])
+
+
+def _norm(state, batch):
+    return state, torch.norm(state.params["0.weight"])
+
+
+def _grad_of_gathered(state, batch):
+    params = zerofn.gather(state.params)
+    return state, torch.autograd.grad(loss_of(TWO)(params, batch), list(params.values()))
+
+
+NORMED = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH))
+
+
+def _normed(state, batch):
+    return _step(lambda p, b: functional_call(NORMED, p, (b["x"],)).square().mean())(state, batch)
+
+
+def _of_state_dict(state, batch):
+    return _normed(zerofn.TrainState.create(params=NORMED.state_dict(), tx=optim.sgd(0.1)), batch)
+
+
+def _another_optimizer(state, batch):
+    return train_step_of(TWO)(state.replace(tx=optim.sgd(0.1, 0.9)), batch)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("step", "kind", "said"),
+    [
+        (_step(_of_output), ValueError, "got CausalLMOutput, a model's whole output; write `return output.loss`"),
+        (_norm, TypeError, r"torch.norm got params\['0.weight'\].*zerofn.global_norm\(params\)"),
+        (_grad_of_gathered, RuntimeError, "does not require grad"),
+        (_of_state_dict, ValueError, "buffers are among its parameters: write TrainState.create"),
+        (_another_optimizer, TypeError, r"opt_state is AdamState, and sgd\(0.1, 0.9.*needs SgdState.*tx.init"),
+    ],
+    ids=["output", "norm", "gathered", "state_dict", "optimizer"],
+)
+def test_a_mistake_names_its_remedy(step, kind, said, compiled):
+    with pytest.raises(kind, match=said) as caught:
+        (zerofn.compile(step) if compiled else step)(state_of(build(2), 3), batch_of())
+    if compiled and step is _grad_of_gathered:
+        assert "gathered parameters require no grad: write loss, grads = state.value_and_grad" in str(caught.value)
+
+
+def test_pickling_a_state_names_save():
+    state = state_of(build(2), 3)
+    with pytest.raises(TypeError, match=r"cannot be pickled: write zerofn.save\(folder, state\)"):
+        pickle.dumps(state)
+
+
+@pytest.mark.parametrize("make", [optim.adamw, optim.sgd, optim.lion, optim.muon, optim.rmsprop, optim.adafactor])
+def test_torchs_names_of_arguments(make):
+    with pytest.raises(TypeError, match=rf"optim.{make.__name__} has no 'lr'.*write learning_rate="):
+        make(lr=0.1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rate'"):
+        make(rate=0.1)
+
+
+def test_weights_of_torch_save_are_told(tmp_path):
+    module = build(2)
+    torch.save(module.state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(zerofn.CheckpointError, match=r"weights.pt holds pickled weights.*safetensors.torch.save_file"):
+        zerofn.load_safetensors(tmp_path / "weights.pt", dict(module.named_parameters()))

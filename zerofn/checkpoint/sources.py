@@ -139,6 +139,7 @@ def _weight_files(path: Path) -> tuple[Path, list[str]]:
     if path.is_file():
         if path.name.endswith(".index.json"):
             return path.parent, _indexed(path)
+        _check_not_pickled(path)
         return path.parent, [path.name]
     if not path.is_dir():
         raise CheckpointError(
@@ -164,14 +165,25 @@ def _weight_files(path: Path) -> tuple[Path, list[str]]:
     )
 
 
+_CONVERT = (
+    "which are not read here; convert them once: "
+    "safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')."
+)
+
+
 def _pickled(path: Path) -> str:
     found = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
     if not found:
         return " and no .safetensors file; give a path that has one."
-    return (
-        f", but pickled weights, {found[:4]}, which are not read here; convert them once: "
-        "safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')."
-    )
+    return f", but pickled weights, {found[:4]}, {_CONVERT}"
+
+
+def _check_not_pickled(file: Path) -> None:
+    """Raise `CheckpointError` for a file of torch.save: a zip archive or a bare pickle."""
+    with file.open("rb") as opened:
+        begin = opened.read(4)
+    if begin == b"PK\3\4" or begin[:1] == b"\x80":
+        raise CheckpointError(f"load_safetensors: {file} holds pickled weights, {_CONVERT}")
 
 
 def _indexed(index: Path) -> list[str]:

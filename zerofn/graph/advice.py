@@ -29,7 +29,20 @@ _INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
     (
         r"does not require grad and does not have a grad_fn|backward through the graph a second time",
         RuntimeError,
-        "a step has no .backward(): write loss, grads = state.value_and_grad(loss_fn)(batch)",
+        "a step has no .backward(), and gathered parameters require no grad: write loss, grads = "
+        "state.value_and_grad(loss_fn)(batch)",
+    ),
+    (
+        r"not differentiable with respect to argument 'running_(mean|var)'",
+        ValueError,
+        "the model's buffers are among its parameters: write TrainState.create(params=dict(model.named_parameters()), "
+        "extra=dict(model.named_buffers()), ...) instead of state_dict(), and give functional_call both",
+    ),
+    (
+        r"torch\._dynamo|torch\._inductor|FX to symbolically trace a dynamo-optimized",
+        RuntimeError,
+        "a captured step takes the operations themselves, which torch.compile hides: use the module or function that "
+        "was not compiled",
     ),
     (
         r"format string passed to FakeTensor",

@@ -12,8 +12,10 @@ from .decay import add_decayed_weights
 from .ema import ema
 from .factored_rms import scale_by_factored_rms
 from .scale import scale, scale_by_learning_rate
+from .torch_optimizers import told
 
 
+@told
 def adafactor(
     learning_rate: ScalarOrSchedule | None = None,
     min_dim_size_to_factor: int = 128,

@@ -13,6 +13,7 @@ from .base import GradientTransformation, ScalarOrSchedule
 from .chain import named_chain
 from .scale import scale_by_learning_rate
 from .scale_by_adam import wide
+from .torch_optimizers import told
 
 
 class ScaleByRssState(NamedTuple):
@@ -45,6 +46,7 @@ def scale_by_rss(initial_accumulator_value: float = 0.1, eps: float = 1e-7) -> G
     return GradientTransformation(init, update, "scale_by_rss", (initial_accumulator_value, eps))
 
 
+@told
 def adagrad(
     learning_rate: ScalarOrSchedule, initial_accumulator_value: float = 0.1, eps: float = 1e-7
 ) -> GradientTransformation:

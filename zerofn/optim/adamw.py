@@ -15,8 +15,10 @@ from . import moment_formats as formats
 from .base import GradientTransformation, Mask, ScalarOrSchedule, rate_at
 from .fused import LeafConstants, LeafScale, fused_rule
 from .scale_by_adam import AdamState, check_moments, direction, init_moments
+from .torch_optimizers import told
 
 
+@told
 def adamw(
     learning_rate: ScalarOrSchedule,
     b1: float = 0.9,
@@ -42,6 +44,7 @@ def adamw(
     return _adam("adamw", learning_rate, b1, b2, eps, weight_decay, mask, lr_scale, moments)
 
 
+@told
 def adam(
     learning_rate: ScalarOrSchedule,
     b1: float = 0.9,

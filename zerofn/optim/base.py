@@ -61,6 +61,18 @@ class GradientTransformation:
         if not self.name:
             object.__setattr__(self, "args", (self.init, self.update))
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a state holds its optimizer's functions, which cannot be pickled: write zerofn.save(folder, state), and "
+            "zerofn.load(folder, like=state) with a state that was made in the same way."
+        )
+
+    def __copy__(self) -> GradientTransformation:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> GradientTransformation:
+        return self
+
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(map(shown, self.args))})" if self.name else "GradientTransformation(...)"
 

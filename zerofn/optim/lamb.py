@@ -8,9 +8,11 @@ from .chain import named_chain
 from .decay import add_decayed_weights
 from .scale import scale_by_learning_rate
 from .scale_by_adam import check_moments, scale_by_adam
+from .torch_optimizers import told
 from .trust_ratio import scale_by_trust_ratio
 
 
+@told
 def lamb(
     learning_rate: ScalarOrSchedule,
     b1: float = 0.9,

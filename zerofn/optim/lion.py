@@ -13,6 +13,7 @@ from . import checks
 from . import moment_formats as formats
 from .base import GradientTransformation, Mask, ScalarOrSchedule, count_zero, rate_at
 from .fused import LeafConstants, LeafScale, fused_rule
+from .torch_optimizers import told
 
 
 class LionState(NamedTuple):
@@ -26,6 +27,7 @@ class LionState(NamedTuple):
     mu: Any
 
 
+@told
 def lion(
     learning_rate: ScalarOrSchedule,
     b1: float = 0.9,

@@ -14,12 +14,14 @@ from .multi_transform import multi_transform
 from .scale import scale_by_learning_rate
 from .scale_by_adam import check_moments, scale_by_adam
 from .scale_by_muon import QUINTIC, Coefficients, hashable, scale_by_muon, scale_by_shape
+from .torch_optimizers import told
 
 
 def _is_matrix(leaf: LeafInfo) -> bool:
     return leaf.ndim == 2
 
 
+@told
 def muon(
     learning_rate: ScalarOrSchedule,
     ns_coeffs: Coefficients | Sequence[Coefficients] = QUINTIC,

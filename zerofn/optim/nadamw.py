@@ -8,8 +8,10 @@ from .chain import named_chain
 from .decay import add_decayed_weights
 from .scale import scale_by_learning_rate
 from .scale_by_adam import check_moments, scale_by_adam
+from .torch_optimizers import told
 
 
+@told
 def nadamw(
     learning_rate: ScalarOrSchedule,
     b1: float = 0.9,

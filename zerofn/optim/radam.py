@@ -13,6 +13,7 @@ from .base import GradientTransformation, ScalarOrSchedule
 from .chain import named_chain
 from .scale import scale_by_learning_rate
 from .scale_by_adam import AdamState, check_moments, first_moments, init_moments, next_moments
+from .torch_optimizers import told
 
 
 def scale_by_radam(
@@ -53,6 +54,7 @@ def scale_by_radam(
     return GradientTransformation(init_moments, update, "scale_by_radam", (*hyper, nesterov))
 
 
+@told
 def radam(
     learning_rate: ScalarOrSchedule,
     b1: float = 0.9,

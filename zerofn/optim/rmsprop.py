@@ -7,9 +7,11 @@ from .base import GradientTransformation, ScalarOrSchedule
 from .chain import named_chain
 from .rms import check_average, scale_by_rms, scale_by_stddev
 from .scale import scale_by_learning_rate
+from .torch_optimizers import told
 from .trace import trace
 
 
+@told
 def rmsprop(
     learning_rate: ScalarOrSchedule,
     decay: float = 0.9,

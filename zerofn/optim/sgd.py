@@ -13,6 +13,7 @@ from . import checks
 from . import moment_formats as formats
 from .base import GradientTransformation, Mask, ScalarOrSchedule, count_zero, rate_at
 from .fused import LeafConstants, LeafScale, fused_rule
+from .torch_optimizers import told
 
 
 class SgdState(NamedTuple):
@@ -26,6 +27,7 @@ class SgdState(NamedTuple):
     trace: Any
 
 
+@told
 def sgd(
     learning_rate: ScalarOrSchedule,
     momentum: float | None = None,

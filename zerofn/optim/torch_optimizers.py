@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # torch's name -> (ours, torch's hyperparameter -> our argument); `betas` stands for b1 and b2.
 _BETAS = {"lr": "learning_rate", "betas": "b1, b2", "eps": "eps"}
@@ -65,3 +69,20 @@ def _counterpart(value: Any, ours: str, names: Mapping[str, str]) -> str:
     if decay and "weight_decay" not in names:
         return f"optim.chain(optim.add_decayed_weights({decay!r}), {text})"
     return text
+
+
+def told(function: F) -> F:
+    """Return one of our optimizers that, called with torch's names of arguments, says what they are called here."""
+    own = inspect.signature(function).parameters
+    ours = {"lr": "learning_rate", "betas": "b1 and b2", "alpha": "decay", "momentum_decay": "b1"}
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in own and name in ours:
+                raise TypeError(
+                    f"optim.{function.__name__} has no {name!r}; its arguments have optax's names: write {ours[name]}=."
+                )
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from ..util.process import the
@@ -37,8 +38,9 @@ def whole_steps() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if caught and before is not signal.SIG_IGN:
             number, frame = caught[0]
-            again = callable(before)  # otherwise the system's own handler, which ends the process
-            the(HeldInterrupts).append(lambda: before(number, frame) if again else os.kill(os.getpid(), number))
+            # What is no function is the system's own handler, which ends the process.
+            call = partial(before, number, frame) if callable(before) else partial(os.kill, os.getpid(), number)
+            the(HeldInterrupts).append(call)
             timer = threading.Timer(SOON, _interrupt)
             timer.daemon = True
             timer.start()

@@ -232,6 +232,20 @@ class LocalShard:
                 return LocalShard(leaf.name, leaf.shape, unit.name, first, first + b - a, shard.read(a, b))
         return LocalShard(leaf.name, leaf.shape, unit.name, 0, 0, shard.read(0, 0))
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse: a local answer would differ from rank to rank."""
+        mine = next(
+            x
+            for x in tree.leaves((args, kwargs or {}), is_leaf=lambda x: isinstance(x, LocalShard))
+            if isinstance(x, LocalShard)
+        )
+        raise TypeError(
+            f"torch.{getattr(func, '__name__', func)} got params[{mine.name!r}], which says what this rank holds of a "
+            f"leaf and is no tensor: write zerofn.gather(params)[{mine.name!r}] for the leaf, "
+            "zerofn.global_norm(params) or zerofn.leaf_norms(params) for norms, or .local for this rank's part."
+        )
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copy and pickle ask before the fields exist
             raise AttributeError(name)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from .._torch_compat import current_trace
 from ..collectives import sum_over
 from ..comm.mesh import Axis
 from ..graph.advice import instead
@@ -182,8 +183,11 @@ class _Work:
         return fold_in(own, index)
 
     def _loss(self, params: Any, args: Sequence[Any], wanted: Sequence[Tensor]) -> _Loss:
+        loss_fn = self.vg.loss_fn
+        if current_trace() is not None:  # a capture takes the operations themselves, which torch.compile hides
+            loss_fn = getattr(loss_fn, "_torchdynamo_orig_callable", loss_fn)
         try:
-            out = self.vg.loss_fn(params, *args)
+            out = loss_fn(params, *args)
         except Exception as error:
             advised = instead(error)
             if advised is None:
@@ -195,6 +199,11 @@ class _Work:
                 raise ValueError(f"value_and_grad(has_aux=True): loss_fn must return (loss, aux), got {_kind(out)}.")
             out, aux = out
         total, weight = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+        if isinstance(getattr(total, "loss", None), Tensor):
+            raise ValueError(
+                f"value_and_grad: loss_fn must return a scalar tensor or (sum, weight), got {_kind(total)}, a model's "
+                "whole output; write `return output.loss`."
+            )
         if not isinstance(total, Tensor) or total.numel() != 1:
             raise ValueError(
                 f"value_and_grad: loss_fn must return a scalar tensor or (sum, weight), got {_kind(out)}; "

@@ -108,6 +108,7 @@ class TrainState:
                 f"{tuple(grads.shape)}, which is no tree of gradients; "
                 "write loss, grads = state.value_and_grad(loss_fn)(batch), in this order."
             )
+        _check_opt_state(self.tx, self.opt_state)
         params, grads = _learning(self.params, self.frozen), _learning(grads, self.frozen)
         finite = all_finite(grads) if on_nonfinite == "skip" else None
         params, opt_state = step(self.tx, grads, self.opt_state, params, None, finite)
@@ -243,6 +244,29 @@ def _check_choices(params: Any, tx: GradientTransformation, frozen: Callable[[st
         check_effect("TrainState.create: frozen", frozen, ask_names("frozen", frozen, [x.name for x in leaves]))
     for name, mask in masks(tx):
         check_effect(f"{name}: mask", mask, {x.name: mask(x) for x in leaves})
+
+
+def _check_opt_state(tx: GradientTransformation, opt_state: Any) -> None:
+    """Raise `TypeError` if a state of another transformation was left in its place."""
+
+    def differs(a: Any, b: Any) -> bool:
+        if type(a) is tuple and type(b) is tuple:
+            return len(a) != len(b) or any(map(differs, a, b))
+        return hasattr(a, "_fields") and type(a) is not type(b)
+
+    try:
+        empty = tx.init({})
+    except Exception:  # somebody's own, which needs parameters
+        return
+    if differs(empty, opt_state):
+        raise TypeError(
+            f"apply_gradients: opt_state is {_kinds(opt_state)}, and {tx!r} needs {_kinds(empty)}; with another "
+            "optimizer, start with its own state: state.replace(tx=tx, opt_state=tx.init(state.params))."
+        )
+
+
+def _kinds(x: Any) -> str:
+    return f"({', '.join(map(_kinds, x))})" if type(x) is tuple else type(x).__name__
 
 
 def _with_unlearned(params: Any, frozen: Callable[[str], bool] | None) -> Callable[[str], bool] | None:

@@ -1,0 +1,72 @@
+"""What a rank that fails tells the others, and what it lets go of."""
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zerofn import collectives
+from zerofn.comm import failures
+from zerofn.comm.failures import Signs
+from zerofn.util.process import instead, the
+
+
+def backends():
+    sub = dist.new_group([0, 1])
+    return [failures.backend_on(x) for x in (dist.group.WORLD, sub)] + [failures.backend_on(sub, "no such device")]
+
+
+def test_the_backend_of_a_group_for_a_device(ranks):
+    assert ranks(2, backends) == [["gloo", "gloo", ""]] * 2
+
+
+def without_a_name(port):
+    """A user's own `init_process_group()`, which names no backend."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    return failures.backend_on(dist.group.WORLD), collectives.all_reduce(torch.tensor([1.0 + rank])).item()
+
+
+def test_a_group_that_names_no_backend_is_gloo_on_the_host(ranks):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    try:
+        assert ranks(2, without_a_name, port) == [("gloo", 3.0)] * 2
+    finally:
+        ranks.stop()  # its group was replaced
+
+
+def leaving():
+    dropped = []
+    the(Signs).before_leaving.append(lambda: dropped.append(dist.is_initialized()))
+    assert failures.is_there(dist.group.WORLD)
+    group = dist.group.WORLD
+    failures.abandon("it broke")
+    assert dropped == [True] and not failures.is_there(group) and not dist.is_initialized()
+    with pytest.raises(RuntimeError, match="taken down because rank"):
+        failures.refuse_after_failure()
+    return the(Signs).taken_down
+
+
+def test_a_group_is_taken_down_once_nothing_refers_to_it(ranks):
+    first, second = ranks(2, leaving)
+    ranks.stop()
+    assert first == second and first.startswith("rank ") and first.endswith("it broke")
+
+
+def test_long_texts_are_shown_where_they_differ():
+    assert failures.apart("a\nb\nc", "a\nx\nc") == "b"
+    assert failures.apart("a", "a") == "a"
+    assert failures.apart("\n".join("abcde"), "") == "a\n    b\n    c\n    (and 2 lines more)"
+
+
+def test_one_process_has_no_store():
+    with instead(Signs()):
+        assert failures.store_of_job() is None
+        failures.publish_failure("nobody hears it")
+        assert failures.published_failure() is None
+        failures.abandon("nor this")
+        assert the(Signs).taken_down is None
