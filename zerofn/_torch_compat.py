@@ -45,6 +45,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.proxy_tensor import _ProxyTensor
 from torch.fx.experimental.proxy_tensor import track_tensor_tree as bind_outputs
 
+# Collectives of one tensor: torch 2.13 has given them new names.
+all_gather_single = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
+reduce_scatter_single = getattr(torch.distributed, "reduce_scatter_single", torch.distributed.reduce_scatter_tensor)
+
 # Hooks of all modules, by kind.
 _GLOBAL_HOOKS = tuple(
     x for name, x in vars(torch.nn.modules.module).items() if name.startswith("_global_") and isinstance(x, dict)

@@ -268,7 +268,7 @@ MISTAKES = {
     ),
     "backward": (
         steps(lambda state, batch, loss: loss.backward()),
-        "no .backward(), and gathered parameters require no grad: write loss, grads = state.value_and_grad(loss_fn)(batch)",
+        "no .backward(), and gathered parameters require no grad: write loss, grads = state.value_and_grad",
     ),
     "sharded": (
         steps(lambda state, batch, loss: loss_fn(state.params, batch)),

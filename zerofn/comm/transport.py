@@ -1,8 +1,9 @@
 """How bytes move: each transfer is a *start* and a *wait*, two nodes in a captured graph.
 
 On gloo a start posts `isend`/`irecv` pairs, and the wait sums what arrived in rank order (gloo's own reduce-scatter is
-an all-reduce and a slice, which sends twice as much). Other backends use `_c10d_functional`. A start returns the tensor
-that will hold the result; its contents are undefined until the wait.
+an all-reduce and a slice, which sends twice as much). Other backends use their own collectives, which take contiguous
+tensors of few dtypes: what is only moved goes as bytes. A start returns the tensor that will hold the result; its
+contents are undefined until the wait.
 
 [Note: order] Tags count the transfers of a group, so transfers match in the order of their starts: every rank must
 start the same ones in the same order. `compile` compares fingerprints of that order over ranks, and `meetings` what
@@ -21,17 +22,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._torch_compat import all_gather_single, reduce_scatter_single
 from ..memory.arena import empty
 from ..ops.registry import Lane, Moves, OnShard, Traits, define
 from .failures import backend_on, group_named
 from .meetings import meetings
 from .pending import Works, pending
 
+_MOVED_AS_THEY_ARE = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+)
+
 
 def wait_(tensor: Tensor) -> Tensor:
     """Wait for the transfer into `tensor`, if there is one. Raises `RanksOutOfStep` if other ranks do other things."""
     meetings().settle()
-    return tensor if pending().wait(tensor) else torch.ops._c10d_functional.wait_tensor(tensor)
+    pending().wait(tensor)
+    return tensor
 
 
 def _point_to_point(group: str, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Works:
@@ -55,6 +68,11 @@ def _is_gloo(group: str, tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and backend_on(group_named(group)) == "gloo"
 
 
+def _bytes(flat: Tensor) -> Tensor:
+    """Return the same memory in a dtype that every backend moves: NCCL knows no int16, for example."""
+    return flat if flat.dtype in _MOVED_AS_THEY_ARE else flat.view(torch.uint8)
+
+
 def _meet(group: str, what: str, x: Tensor, unit: str = "") -> None:
     """Outside a captured step, tell the next rank what this one does."""
     if not meetings().captured:
@@ -72,11 +90,10 @@ def all_gather_start(
     """
     _meet(group, "all_gather", shard, unit)
     full = empty(size * shard.numel(), shard.dtype, shard.device, place)
-    if not _is_gloo(group, shard):
-        # `_c10d_functional` tracks transfers by storage, and an arena is one storage: a wait would wait for all of it.
-        work = dist.all_gather_into_tensor(full, shard, group=group_named(group), async_op=True)
-        return pending().start(full, lambda: [work], (shard,))
     shard = shard.contiguous()  # the gradient of what is frozen is one zero, repeated
+    if not _is_gloo(group, shard):
+        work = all_gather_single(_bytes(full), _bytes(shard), group=group_named(group), async_op=True)
+        return pending().start(full, lambda: [work], (shard,))
     rows, rank = full.view(size, -1), dist.get_rank(group_named(group))
     others = [r for r in range(size) if r != rank]
     works = _point_to_point(group, dict.fromkeys(others, shard), {r: rows[r] for r in others})
@@ -90,7 +107,8 @@ def all_gather_in_place_start(full: Tensor, rank: int, size: int, group: str, un
     _meet(group, "all_gather", full, unit)
     rows = full.view(size, -1)
     if not _is_gloo(group, full):
-        torch.ops._c10d_functional.all_gather_into_tensor_out(rows[rank], size, group, out=full)
+        work = all_gather_single(_bytes(full), _bytes(rows[rank]), group=group_named(group), async_op=True)
+        pending().start(full, lambda: [work], ())
         return
     others = [r for r in range(size) if r != rank]
     works = _point_to_point(group, dict.fromkeys(others, rows[rank]), {r: rows[r] for r in others})
@@ -101,7 +119,9 @@ def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str) -> Tens
     """flat [size * s] -> [s]: the sum over ranks, in rank order, of this rank's shard."""
     _meet(group, "reduce_scatter", flat, unit)
     if not _is_gloo(group, flat):
-        return torch.ops._c10d_functional.reduce_scatter_tensor(flat, "sum", size, group)
+        flat, out = flat.contiguous(), flat.new_empty(flat.numel() // size)
+        work = reduce_scatter_single(out, flat, group=group_named(group), async_op=True)
+        return pending().start(out, lambda: [work], (flat,))
     rows, rank = flat.view(size, -1), dist.get_rank(group_named(group))
     others = [r for r in range(size) if r != rank]
     parts = {r: flat.new_empty(rows.shape[1]) for r in others}  # separate buffers: one of them outlives the others
@@ -123,10 +143,12 @@ def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str) -> Tens
 def exchange_start(rows: Tensor, size: int, group: str) -> Tensor:
     """rows [size, s] -> [size, s]: row r goes to rank r, and row r of the result comes from rank r."""
     _meet(group, "all_to_all", rows)
+    rows = rows.contiguous()
+    rank, out = dist.get_rank(group_named(group)), torch.empty_like(rows)
     if not _is_gloo(group, rows):
-        return torch.ops._c10d_functional.all_to_all_single(rows, None, None, group)
-    rank = dist.get_rank(group_named(group))
-    out = torch.empty_like(rows)
+        flat = (_bytes(out.view(-1)), _bytes(rows.view(-1)))
+        work = dist.all_to_all_single(*flat, group=group_named(group), async_op=True)
+        return pending().start(out, lambda: [work], (rows,))
     others = [r for r in range(size) if r != rank]
     works = _point_to_point(group, {r: rows[r] for r in others}, {r: out[r] for r in others})
     out[rank].copy_(rows[rank])
@@ -136,16 +158,17 @@ def exchange_start(rows: Tensor, size: int, group: str) -> Tensor:
 def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
     """Rank r receives the tensor of rank `sources[r]`."""
     _meet(group, "permute", x)
-    pg = group_named(group)
-    rank = pg.rank()
-    out = torch.empty_like(x)
-    if not _is_gloo(group, x):
-        ops = [dist.P2POp(dist.isend, x, group=pg, group_peer=r) for r, s in enumerate(sources) if s == rank]
-        ops.append(dist.P2POp(dist.irecv, out, group=pg, group_peer=sources[rank]))
-        begun = dist.batch_isend_irecv(ops)
-        return pending().start(out, lambda: begun, (x,))
+    pg, x = group_named(group), x.contiguous()
+    rank, out = pg.rank(), torch.empty_like(x)
     sends = {r: x for r, s in enumerate(sources) if s == rank and r != rank}
     receives = {} if sources[rank] == rank else {sources[rank]: out}
+    if not _is_gloo(group, x):
+        ends = ((dist.isend, sends), (dist.irecv, receives))
+        ops = [dist.P2POp(f, _bytes(t.view(-1)), group=pg, group_peer=r) for f, to in ends for r, t in to.items()]
+        begun = dist.batch_isend_irecv(ops) if ops else []
+        if not receives:
+            out.copy_(x)
+        return pending().start(out, lambda: begun, (x,))
     works = _point_to_point(group, sends, receives)
     if not receives:
         out.copy_(x)
