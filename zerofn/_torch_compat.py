@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentError
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicShapeError
+from torch._subclasses.fake_impls import register_op_impl as register_fake
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # Modes that see every ATen call; trees of an operation's arguments.

@@ -117,7 +117,11 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
         except CaptureError:
             raise
         except RuntimeError as error:
-            log.debug("traced again as compiling, after %s", error)
+            log.info(
+                "the step is traced again with torch.compiler.is_compiling() true, where libraries may choose another "
+                "algorithm, because of: %s",
+                str(error).splitlines()[0] if str(error) else type(error).__name__,
+            )
         try:
             with compiling():
                 return tracer(*inputs)

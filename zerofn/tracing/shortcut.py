@@ -37,6 +37,7 @@ from .._torch_compat import (
 )
 from ..ops.registry import ASKS_METADATA, LIFTS, SAME, VIEWS
 from ..util.nested import tensors_in
+from . import fake_kernels  # noqa: F401  (registers them)
 from .strides import is_suspect, real_strides
 
 aten = torch.ops.aten

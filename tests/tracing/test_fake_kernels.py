@@ -1,0 +1,50 @@
+"""Our own fake kernels beside the real ones, and a step that uses them."""
+
+import pytest
+import torch
+
+import zerofn
+from zerofn import optim
+from zerofn._torch_compat import FakeTensorMode
+from zerofn.tracing import fake_kernels  # noqa: F401  (registers them)
+
+grouped = torch.ops.aten._grouped_mm.default
+OFFS = torch.tensor([3, 8], dtype=torch.int32)
+SHAPES = {
+    "rows in groups": ((8, 16), (2, 16, 12), OFFS),
+    "batches": ((2, 4, 16), (2, 16, 12), None),
+    "columns in groups": ((16, 8), (8, 24), OFFS),
+    "columns of b in groups": ((2, 4, 16), (16, 8), OFFS),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", SHAPES)
+def test_grouped_products(name, dtype):
+    a, b, offs = SHAPES[name]
+    given = torch.randn(a, dtype=dtype), torch.randn(b, dtype=dtype).mT.contiguous().mT, offs
+    real = grouped(*given)
+    with FakeTensorMode() as mode:
+        fake = grouped(*(None if x is None else mode.from_tensor(x) for x in given))
+    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def test_experts_in_float32_are_captured_as_they_run(caplog):
+    seen = []
+
+    def loss_fn(params, x):
+        seen.append(torch.compiler.is_compiling())
+        return torch._grouped_mm(x, params["w"], offs=OFFS).square().mean()
+
+    def step(state, x):
+        loss, grads = state.value_and_grad(loss_fn)(x)
+        return state.apply_gradients(grads), loss
+
+    state = zerofn.shard(zerofn.TrainState.create(params={"w": torch.randn(2, 16, 12)}, tx=optim.sgd(0.1)), stage=3)
+    x = torch.randn(8, 16)
+    plain, loss = step(state, x)
+    with caplog.at_level("INFO", "zerofn"):
+        compiled, same = zerofn.compile(step, donate=False)(state, x)
+    assert torch.equal(loss, same) and not any(seen)
+    assert torch.equal(zerofn.unshard(plain.params)["w"], zerofn.unshard(compiled.params)["w"])
+    assert "is_compiling" not in caplog.text
