@@ -101,7 +101,7 @@ step, evaluate =""",
 @pytest.mark.parametrize(("arguments", "said"), [
     (["plan", "nowhere.py"], "there is no script 'nowhere.py'"),
     (["plan", "{script}:train", "--", "64"], "calls no compiled step 'train'; it calls 'evaluate', 'train_step'"),
-    (["plan", "{script}", "--machine", "H100", "--", "64"], "did you mean 'H100-8'"),
+    (["plan", "{script}", "--machine", "H100-9", "--", "64"], "did you mean 'H100-8'"),
     (["plan", "{script}", "--stage", "5", "--", "64"], "stage=5"),
 ])  # fmt: skip
 def test_what_is_wrong_is_told_in_a_sentence(script, capsys, arguments, said):

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .sharding.reductions import all_finite, first_nonfinite, global_norm, leaf_norms, vdot
     from .sharding.shard import shard, unshard
     from .sharding.sharded import Sharded
+    from .training.eager_region import eager_region
     from .training.even import even
     from .training.grad import accumulate, value_and_grad
     from .training.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
@@ -62,6 +63,7 @@ _WHERE = {
     "Sharded": "sharding.sharded",
     "TrainState": "training.train_state",
     "compile": "compile",
+    "eager_region": "training.eager_region",
     "even": "training.even",
     "plan": "planning.planner",
     "remat": "training.remat",
@@ -76,6 +78,7 @@ __all__ = [
     "all_finite",
     "collectives",
     "compile",
+    "eager_region",
     "even",
     "export",
     "first_nonfinite",

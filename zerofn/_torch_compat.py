@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 from torch.utils._pytree import register_pytree_node as register_torch_pytree_node
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -57,6 +57,24 @@ _GLOBAL_HOOKS = tuple(
 
 # Calls inside do not enter autograd again: collectives below our own autograd.Function.
 below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+@contextlib.contextmanager
+def above_autograd() -> Iterator[None]:
+    """Calls inside enter autograd again, also below `below_autograd`."""
+    c = torch._C
+    excluded = c._dispatch_tls_local_exclude_set()
+    for name in (
+        "AutogradCPU",
+        "AutogradCUDA",
+        "AutogradMeta",
+        "AutogradOther",
+        "AutogradNestedTensor",
+        "ADInplaceOrView",
+    ):
+        excluded = excluded.remove(getattr(c.DispatchKey, name))
+    with c._ForceDispatchKeyGuard(c._dispatch_tls_local_include_set(), excluded):
+        yield
 
 
 def resolve_process_group(name: str) -> torch.distributed.ProcessGroup:
@@ -159,7 +177,7 @@ def modes_in_force() -> tuple[Any, ...]:
     """The classes of the function and dispatch modes that see the next call, and the devices that they set."""
     if not (torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
         return ()
-    modes: list[Any] = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    modes: list[Any] = [*_get_current_function_mode_stack(), *dispatch_modes()]
     return tuple(x for mode in modes for x in (type(mode), getattr(mode, "device", None)))
 
 
@@ -169,6 +187,8 @@ def is_composite(op: OpOverload) -> bool:
     Some, `silu_backward` among them, have kernels of their own besides, with other rounding.
     """
     if op.namespace == "prim":  # prim::device and the like are not the dispatcher's
+        return False
+    if not torch._C._dispatch_has_kernel(op.name()):  # sym_size and the like of nested tensors
         return False
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     own = has_kernel(op.name(), "CPU") or has_kernel(op.name(), "CUDA")
@@ -281,3 +301,15 @@ def new_node(
     if kwargs:
         node.kwargs = kwargs
     return node
+
+
+def expression_of(size: torch.SymInt) -> Any:
+    """A size that is not known, as a sympy expression."""
+    return size.node.expr
+
+
+def tensor_in_mode(x: torch.Tensor, shape: list[int], strides: list[int]) -> torch.Tensor:
+    """A fake tensor like `x`, of its mode, with other sizes."""
+    assert isinstance(x, FakeTensor)
+    with x.fake_mode:
+        return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)

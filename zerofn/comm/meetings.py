@@ -48,7 +48,7 @@ class _Meeting(NamedTuple):
 
 class Meetings:
     """The process's meetings. `captured`: whether a meeting lasts, as a captured step does, so that the transfers in
-    it are not meetings of their own.
+    it are not meetings of their own. `refused`: what may not communicate now.
     """
 
     def __init__(self) -> None:
@@ -58,6 +58,7 @@ class Meetings:
         self._hashes: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
         self._hosts: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
         self._open: deque[_Meeting] = deque()
+        self.refused = ""
         self.captured = False
         the(Signs).before_leaving.append(self.forget)
 
@@ -66,6 +67,8 @@ class Meetings:
 
         `what`: for people. `detail`: what else must be the same, such as a shape.
         """
+        if self.refused:
+            raise RuntimeError(f"{self.refused} communicates ({what}), which an eager_region may not: do it outside.")
         if not self.captured:
             self._begin(group_named(group), what, _digest(what, detail))
 
@@ -80,6 +83,15 @@ class Meetings:
         finally:
             self.captured = False
         self.settle()
+
+    @contextlib.contextmanager
+    def none_inside(self, what: str) -> Iterator[None]:
+        """Let `begin` raise inside: `what` is no place to communicate."""
+        before, self.refused = self.refused, what
+        try:
+            yield
+        finally:
+            self.refused = before
 
     def begin_round(self, what: str) -> None:
         """Tell every group that this rank waits for all others in the store."""

@@ -75,7 +75,7 @@ def _bytes(flat: Tensor) -> Tensor:
 
 def _meet(group: str, what: str, x: Tensor, unit: str = "") -> None:
     """Outside a captured step, tell the next rank what this one does."""
-    if not meetings().captured:
+    if not meetings().captured or meetings().refused:
         named = f"{what} of {unit!r}" if unit else what
         meetings().begin(group, named, f"{tuple(x.shape)} {x.dtype}")
 

@@ -45,6 +45,24 @@ _INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
         "was not compiled",
     ),
     (
+        r"SparseCPU|SparseCUDA|only supported by strided tensors|between dense and sparse",
+        ValueError,
+        "sparse gradients are not supported, because shards are updated as a whole: write "
+        "nn.Embedding(..., sparse=False)",
+    ),
+    (
+        r"nested_tensor.*does not support tracing|NestedTensor",
+        RuntimeError,
+        "jagged and nested tensors cannot be captured: pad and mask, or keep the part that uses them inside "
+        "zerofn.eager_region, with dense tensors as its arguments and results",
+    ),
+    (
+        r"data-dependent expression|[Uu]nbacked symbol",
+        RuntimeError,
+        "a size depends on data in a way that cannot be captured: pad to a size that is always the same, or keep the "
+        "part that does inside zerofn.eager_region",
+    ),
+    (
         r"format string passed to FakeTensor",
         TypeError,
         "while a step is captured its tensors have no values, so a tensor cannot be formatted: return it among the "

@@ -18,7 +18,7 @@ from ..sharding.state_tree import as_tensor
 from ..sharding.storage import Stored
 from ..tracing.shortcut import Shortcut
 from ..util.errors import note
-from ..util.patches import uncollected
+from ..util.patches import Patches, uncollected
 from .advice import instead, note_dtypes
 from .host_rng import HostDraw, no_draws
 from .prints import warned_prints
@@ -111,7 +111,7 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
     Libraries then skip checks that read data, and kernels that fake tensors do not support. It is not the default,
     because some libraries then choose another algorithm, which rounds differently from the eager step.
     """
-    with torch.no_grad(), lazy_code(True), quiet_fakes(), uncollected(), warned_prints:
+    with torch.no_grad(), lazy_code(True), quiet_fakes(), uncollected(), warned_prints, _unvalidated:
         try:
             return tracer(*inputs)
         except CaptureError:
@@ -127,7 +127,8 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
                 return tracer(*inputs)
         except RuntimeError as error:
             kinds = data_dependent_errors()
-            if isinstance(error, kinds) or ".numpy()" in str(error) or "data pointer" in str(error):
+            asked = (".numpy()", "data pointer", "Size-like symbols: none")  # the last: a number's value, no size's
+            if isinstance(error, kinds) or any(x in str(error) for x in asked):
                 raise CaptureError(_data_dependent(error)).with_traceback(error.__traceback__) from None
             if "has_fw_view" in str(error):
                 raise CaptureError(_forward_mode(error)).with_traceback(error.__traceback__) from None
@@ -264,9 +265,24 @@ def _forward_mode(error: BaseException) -> str:
     )
 
 
+# Checks of a distribution's arguments read data; the values are the same without them.
+_unvalidated = Patches(lambda: [(torch.distributions.Distribution, "_validate_args", lambda _: False)])
+
+# What a library asks of data, by the end of its file's name: what to tell it instead.
+_ASKED_BY = {
+    "torch/nn/modules/transformer.py": "Pass is_causal=True or False (tgt_is_causal= of nn.Transformer) with the mask.",
+    "torch/nn/utils/rnn.py": "Pass lengths as a list, or pad without packing.",
+}
+
+
 def _data_dependent(error: BaseException) -> str:
+    at, hint = error.__traceback__, ""
+    while at is not None:
+        file = at.tb_frame.f_code.co_filename
+        hint = next((f" {x}" for name, x in _ASKED_BY.items() if file.endswith(name)), hint)
+        at = at.tb_next
     return (
         f"the step asks for the value of a tensor while it is captured{where(error)}. A captured step cannot "
         "branch on data: use torch.where, or compute the branch outside and pass it in the batch as a bool or an "
-        "int."
+        f"int; or keep the part that does inside zerofn.eager_region.{hint}"
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..util.user_line import user_line
 from .capture import CaptureError, capture
+from .data_sizes import bound_sizes
 from .draws import warn_of_equal_draws
 from .program import Program
 from .verify import check_purity
@@ -25,6 +26,7 @@ def captured(
     """
     try:
         program = capture(step, state, batch, traces=traces)
+        bound_sizes(program)
         constants = check_purity(program)
         if not traces:
             warn_of_equal_draws(program, getattr(step, "__name__", "the step"))

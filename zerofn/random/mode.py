@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_compat import FakeTensor, OpOverload, TorchDispatchMode, is_composite, schema_arguments
+from .._torch_compat import FakeTensor, OpOverload, TorchDispatchMode, dispatch_modes, is_composite, schema_arguments
 from ..util.user_line import user_line
 from . import draws
 from .draws import key as key
@@ -78,6 +78,15 @@ class _Randomness(TorchDispatchMode):
             )
         self.position += 1
         return self.key, self.position - 1
+
+
+def current_draw() -> tuple[Tensor, int] | None:
+    """Return the key and position of a new draw here, and count it; None without `randomness` or its key."""
+    mode = next((x for x in reversed(dispatch_modes()) if isinstance(x, _Randomness)), None)
+    if mode is None or mode.key is None:
+        return None
+    mode.position += 1
+    return mode.key, mode.position - 1
 
 
 def _where() -> str:

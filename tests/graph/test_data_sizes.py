@@ -1,0 +1,173 @@
+"""Sizes that depend on data: the bits of the eager step, at every stage and under budgets; else a sentence."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.func import functional_call
+
+import zerofn
+from tests.support.same import assert_same_trees
+from zerofn import optim
+from zerofn.graph.capture import CaptureError
+from zerofn.graph.captured import captured
+
+WIDTH, NUM = 8, 12
+
+
+def params():
+    draw = torch.Generator().manual_seed(0)
+    return {f"{k}.w": torch.randn(WIDTH, WIDTH, generator=draw) for k in range(3)}
+
+
+def batch_of(rank=0, seed=0):
+    draw = torch.Generator().manual_seed(100 * seed + rank)
+    return {
+        "x": torch.randn(NUM, WIDTH, generator=draw),
+        "mask": torch.rand(NUM, generator=draw) > 0.4,
+        "token": torch.randint(0, 20, (NUM,), generator=draw),
+    }
+
+
+def masked(params, batch):
+    h = torch.tanh(batch["x"] @ params["0.w"])[batch["mask"]]
+    return torch.tanh(torch.tanh(h @ params["1.w"]) @ params["2.w"]).square().mean()
+
+
+def of_nonzero(params, batch):
+    h = torch.tanh(batch["x"] @ params["0.w"])
+    rows = batch["mask"].nonzero()[:, 0]
+    return torch.tanh(torch.relu(h[rows] @ params["1.w"]) @ params["2.w"]).square().mean()
+
+
+def of_unique(params, batch):
+    tokens, places = torch.unique(batch["token"], return_inverse=True)
+    table = torch.tanh(params["0.w"][tokens % WIDTH] @ params["1.w"])
+    return torch.tanh(table[places] @ params["2.w"]).square().mean()
+
+
+LOSSES = [masked, of_nonzero, of_unique]
+
+
+def state_of(stage):
+    plain = zerofn.TrainState.create(params=params(), tx=optim.adamw(1e-2))
+    return zerofn.shard(plain, stage=stage, unit=lambda name: name.partition(".")[0])
+
+
+def step_of(loss_fn, num_microbatches=1):
+    def step(state, batch):
+        vg = state.value_and_grad(loss_fn)
+        loss, grads = (zerofn.accumulate(vg, num_microbatches) if num_microbatches > 1 else vg)(batch)
+        return state.apply_gradients(grads), loss
+
+    return step
+
+
+def trained(loss_fn, compiled, stage=3, num_microbatches=1, **options):
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    state, step = state_of(stage), step_of(loss_fn, num_microbatches)
+    step, losses = zerofn.compile(step, **options) if compiled else step, []
+    for k in range(3):
+        state, loss = step(state, batch_of(rank, k))
+        losses.append(loss)
+    return zerofn.unshard(state.params), losses
+
+
+@pytest.mark.parametrize("options", [{}, {"remat": "full"}, {"remat": "auto"}, {"memory": 1 << 17}], ids=str)
+@pytest.mark.parametrize("loss_fn", LOSSES)
+def test_captured_is_eager(loss_fn, options):
+    assert_same_trees(trained(loss_fn, True, **options), trained(loss_fn, False))
+
+
+def on_ranks(loss_fn, stage, options):
+    return trained(loss_fn, True, stage, **options), trained(loss_fn, False, stage)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("loss_fn", LOSSES)
+def test_on_ranks_with_other_sizes(ranks, loss_fn, stage):
+    options = {"remat": "full"} if stage == 3 else {}
+    for found, expected in ranks(2 + stage % 2, on_ranks, loss_fn, stage, options):
+        assert_same_trees(found, expected)
+
+
+def test_a_plan_takes_upper_bounds():
+    program, _ = captured(step_of(masked), state_of(3), batch_of())
+    shapes = [x.meta["val"].shape for x in program.gm.graph.nodes if isinstance(x.meta.get("val"), torch.Tensor)]
+    assert all(type(n) is int for shape in shapes for n in shape)
+    assert (NUM, WIDTH) in [tuple(x) for x in shapes]
+
+
+def test_a_result_of_such_a_size_is_refused():
+    def step(state, batch):
+        return {"rows": batch["x"][batch["mask"]]}
+
+    with pytest.raises(
+        CaptureError, match=r"a result of the step has a size that depends on data at .*test_data_sizes.py.*Pad it"
+    ):
+        zerofn.compile(step)(state_of(3), batch_of())
+
+
+def of_dropout(params, batch):
+    return F.dropout(batch["x"][batch["mask"]] @ params["0.w"], 0.2).square().mean()
+
+
+def of_sparse(params, batch):
+    return F.embedding(batch["token"] % WIDTH, params["0.w"], sparse=True).square().mean()
+
+
+def of_packed(params, batch):
+    h = (batch["x"] @ params["0.w"]).unsqueeze(1).expand(-1, 3, -1)
+    packed = torch.nn.utils.rnn.pack_padded_sequence(h, torch.tensor([6, 4, 2]))
+    return packed.data.square().mean()
+
+
+def of_jagged(params, batch):
+    rows = torch.nested.nested_tensor_from_jagged(batch["x"] @ params["0.w"], torch.tensor([0, 4, NUM]))
+    return rows.values().square().mean()
+
+
+TRANSFORMER = torch.nn.Transformer(WIDTH, 2, 1, 1, 16, dropout=0.0, batch_first=True).requires_grad_(False)
+
+
+def of_transformer(params, batch, causal=None):
+    x = (batch["x"] @ params["0.w"])[None]
+    mask = TRANSFORMER.generate_square_subsequent_mask(NUM)
+    return functional_call(TRANSFORMER, {}, (x, x), {"tgt_mask": mask, "tgt_is_causal": causal}).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of tracing
+@pytest.mark.parametrize(
+    ("loss_fn", "said"),
+    [
+        (of_dropout, "keep the part that does inside zerofn.eager_region"),
+        (of_sparse, r"write nn.Embedding\(..., sparse=False\)"),
+        (of_packed, "zerofn.eager_region"),
+        (of_jagged, "pad and mask, or keep the part that uses them inside zerofn.eager_region"),
+        (of_transformer, r"Pass is_causal=True or False \(tgt_is_causal= of nn.Transformer\)"),
+    ],
+)
+def test_what_cannot_be_is_a_sentence(loss_fn, said):
+    with pytest.raises((RuntimeError, ValueError), match=said):
+        zerofn.compile(step_of(loss_fn))(state_of(3), batch_of())
+
+
+def test_microbatches_with_such_sizes_are_told():
+    with pytest.raises(RuntimeError, match="keep the part that does inside zerofn.eager_region"):
+        zerofn.compile(step_of(masked, 2))(state_of(3), batch_of())
+
+
+def of_normal(params, batch):
+    scale = torch.exp(0.1 * params["1.w"][:1])
+    return -torch.distributions.Normal(torch.tanh(batch["x"] @ params["0.w"]), scale).log_prob(batch["x"]).mean()
+
+
+def of_categorical(params, batch):
+    return -torch.distributions.Categorical(logits=batch["x"] @ params["0.w"]).log_prob(batch["token"] % WIDTH).mean()
+
+
+@pytest.mark.parametrize("loss_fn", [of_normal, of_categorical, lambda p, b: of_transformer(p, b, True)])
+def test_distributions_and_told_masks_are_captured(loss_fn):
+    found, expected = (trained(loss_fn, compiled) for compiled in (True, False))
+    assert_same_trees(found, expected)
+    assert torch.distributions.Distribution._validate_args

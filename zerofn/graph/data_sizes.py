@@ -1,0 +1,84 @@
+"""Sizes that depend on data, such as the rows that a mask chooses: passes and plans take their upper bounds.
+
+The graph itself computes with the sizes of the moment. Only what is known of its values beforehand (`node.meta["val"]`)
+is replaced, so a plan with such sizes is an upper bound, and nothing that ranks exchange may have one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from .._torch_compat import expression_of, tensor_in_mode
+from ..util.nested import with_tensors
+from .capture import CaptureError
+from .edit import bodies
+from .node_kinds import traits
+from .program import Program
+
+
+def bound_sizes(program: Program) -> None:
+    """Replace sizes that depend on data by their upper bounds, in what is known of each node's value.
+
+    A size that an operation makes is at most the number of elements that it was given. Raises `CaptureError` if a
+    transfer or an output of the step has such a size, or if it has no such bound.
+    """
+    bounds: dict[Any, int] = {}
+    for gm in (program.gm, *bodies(program.gm)):
+        for node in gm.graph.nodes:
+            value = node.meta.get("val")
+            if value is None or node.op == "output":
+                continue
+            fresh = [s for s in _symbols(value) if s not in bounds]
+            if fresh:
+                most = max((_numel(x.meta.get("val")) for x in node.all_input_nodes), default=0)
+                bounds |= dict.fromkeys(fresh, most)
+            if any(True for _ in _symbols(value)):
+                _check(node, program)
+                node.meta["val"] = _with_bounds(value, bounds)
+
+
+def _check(node: Node, program: Program) -> None:
+    collective = traits(node).collective
+    if collective or any(user.op == "output" for user in node.users) and isinstance(node.meta["val"], Tensor):
+        what = f"a transfer between ranks ({collective})" if collective else "a result of the step"
+        raise CaptureError(
+            f"{what} has a size that depends on data{_line(node)}. Pad it to a size that is always the "
+            "same, or keep the part that depends on data inside zerofn.eager_region."
+        )
+
+
+def _line(node: Node) -> str:
+    """Return the user's line of a node, or of what it was made from."""
+    at: Node | None = node
+    while at is not None and "line" not in at.meta:
+        at = next(iter(at.all_input_nodes), None)
+    return "" if at is None else str(at.meta["line"])
+
+
+def _symbols(value: Any) -> Any:
+    """Yield the unknown sizes in a value, as symbols."""
+    for x in value if isinstance(value, list | tuple) else [value]:
+        sizes = [*x.shape, *x.stride()] if isinstance(x, Tensor) and x.layout is torch.strided else [x]
+        for size in sizes:
+            if isinstance(size, torch.SymInt):
+                yield from expression_of(size).free_symbols
+
+
+def _numel(value: Any) -> int:
+    tensors = [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Tensor)]
+    return max((math.prod(x.shape) for x in tensors), default=0)
+
+
+def _with_bounds(value: Any, bounds: dict[Any, int]) -> Any:
+    def number(x: Any) -> Any:
+        return int(expression_of(x).subs(bounds)) if isinstance(x, torch.SymInt) else x
+
+    def tensor(x: Tensor) -> Tensor:
+        return tensor_in_mode(x, list(map(number, x.shape)), list(map(number, x.stride())))
+
+    return number(value) if isinstance(value, torch.SymInt) else with_tensors(value, tensor)
