@@ -184,6 +184,8 @@ SAME = (aten.detach.default, aten.alias.default)  # the very same value
 VIEWS = (aten.view.default, aten._unsafe_view.default)  # the same memory in another shape
 # A shard where the shape stays; see `graph.verify`.
 RESHAPES = (*VIEWS, aten.reshape.default, aten.expand.default)
+# Reductions over the dims in their argument `dim`.
+OVER_DIMS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default)
 ASKS_METADATA = (aten.size.default, aten.stride.default, aten.storage_offset.default, aten.is_nonzero.default)
 LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default)  # constants into a trace
 _ATEN: dict[OpOverload, Traits] = {

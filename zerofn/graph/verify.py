@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from .._torch_compat import OpOverload
-from ..ops.registry import RESHAPES, OnShard
+from ..ops.registry import OVER_DIMS, RESHAPES, OnShard
 from .alias import sources, writes
 from .capture import CaptureError
 from .declare_same import declare_same
@@ -35,7 +35,9 @@ def check_purity(program: Program) -> list[Tensor]:
     """
     names = _names(program)
     _check_writes(program.gm, names)
-    _check_meetings(program, _check_shards(program.gm, _shards(program), names), names)
+    inputs = _shards(program)
+    sizes = {x.numel() for x in map(tensor_of, inputs) if x is not None and x.dim() == 1}
+    _check_meetings(program, _check_shards(program.gm, inputs, names, sizes), names)
     graphs = [program.gm, *bodies(program.gm)]
     for gm in graphs:
         _check_draws(gm)
@@ -139,8 +141,11 @@ def _own_value(node: Node, origins: Origins, names: dict[Node, str]) -> str:
     )
 
 
-def _check_shards(gm: GraphModule, shards: set[Node], names: dict[Node, str]) -> set[Node]:
-    """Raise at the first operation that may not be applied to a shard; return all shards, those in loops too."""
+def _check_shards(gm: GraphModule, shards: set[Node], names: dict[Node, str], sizes: set[int]) -> set[Node]:
+    """Raise at the first operation that may not be applied to a shard; return all shards, those in loops too.
+
+    `sizes`: of the inputs that are shards.
+    """
     even: set[Node] = set()  # tensors whose elements are all equal
     for node in gm.graph.nodes:
         if _is_even(node, even):
@@ -149,13 +154,13 @@ def _check_shards(gm: GraphModule, shards: set[Node], names: dict[Node, str]) ->
             continue
         used = [x for x in node.all_input_nodes if x in shards]
         if node.target is run_loop:
-            node.meta["shards"], inside = _check_body(node, shards, names)
+            node.meta["shards"], inside = _check_body(node, shards, names, sizes)
             shards |= inside
         elif node.target is operator.getitem and node.args[0].target is run_loop:
             shards.update([node] if node.args[1] in node.args[0].meta["shards"] else [])
         elif _makes_shard(node):
             shards.add(node)
-        elif used and _stays_shard(node, used, shards, even, names):
+        elif used and _stays_shard(node, used, shards, even, names, sizes):
             shards.add(node)
     return shards
 
@@ -182,16 +187,18 @@ def _is_even(node: Node, even: set[Node]) -> bool:
     return traits(node).even or (preserves and all(x in even for x in node.all_input_nodes))
 
 
-def _check_body(node: Node, shards: set[Node], names: dict[Node, str]) -> tuple[set[int], set[Node]]:
+def _check_body(node: Node, shards: set[Node], names: dict[Node, str], sizes: set[int]) -> tuple[set[int], set[Node]]:
     """Check a loop's body, and return the positions of its outputs that are shards, and all its shards."""
     body = body_of(node)
     inside = {x for x, value in given_to_body(node).items() if value in shards}
-    found = _check_shards(body, inside, _names_inside(node, names))
+    found = _check_shards(body, inside, _names_inside(node, names), sizes)
     output = next(iter(reversed(body.graph.nodes)))
     return {i for i, x in enumerate(output.args[0]) if x in found}, found
 
 
-def _stays_shard(node: Node, used: list[Node], shards: set[Node], even: set[Node], names: dict[Node, str]) -> bool:
+def _stays_shard(
+    node: Node, used: list[Node], shards: set[Node], even: set[Node], names: dict[Node, str], sizes: set[int]
+) -> bool:
     """Return whether the result of an operation on shards is a shard. `used`: its inputs that are shards.
 
     Raises `CaptureError` if the result would depend on how the state is sharded, and for an unknown operation.
@@ -199,7 +206,8 @@ def _stays_shard(node: Node, used: list[Node], shards: set[Node], even: set[Node
     if traits(node).on_shard in (OnShard.SHAPE, OnShard.LEAVES, OnShard.MAKES):
         return False
     origin = names.get(_origin(used[0]), "a value computed from it")
-    if not (node.target is operator.getitem or _is_elementwise(node) or _reshapes_nothing(node, used[0])):
+    keeps = node.target is operator.getitem or _is_elementwise(node) or _reshapes_nothing(node, used[0])
+    if not (keeps or _moves_batches(node, used[0], sizes)):
         raise CaptureError(
             f"{_op(node)}{_line(node)} is applied to this rank's shard of {origin}, so its result would differ from "
             "rank to rank. On shards use elementwise operations, or zerofn.global_norm, leaf_norms, vdot and "
@@ -227,6 +235,20 @@ def _reshapes_nothing(node: Node, shard: Node) -> bool:
         return False
     a, b = tensor_of(node), tensor_of(shard)
     return a is not None and b is not None and (a.shape == b.shape or b.numel() == 1)
+
+
+def _moves_batches(node: Node, shard: Node, sizes: set[int]) -> bool:
+    """Return whether an operation on a batch of shards [..., s], as `vmap` makes them, treats their elements alike: a
+    reshape or a reduction of the other dims. A reduce-scatter of a batch returns it flat.
+    """
+    a, b = tensor_of(node), tensor_of(shard)
+    if a is None or b is None or not a.dim() or not isinstance(a.shape[-1], int) or a.shape[-1] not in sizes:
+        return False
+    if node.target in RESHAPES:
+        return a.shape[-1] == b.shape[-1] if b.dim() > 1 else b.numel() not in sizes
+    if node.target not in OVER_DIMS or b.dim() < 2 or a.shape[-1] != b.shape[-1] or not argument(node, "dim"):
+        return False
+    return all(d % b.dim() != b.dim() - 1 for d in argument(node, "dim"))
 
 
 def _advice(node: Node) -> str:
