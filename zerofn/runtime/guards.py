@@ -67,7 +67,9 @@ class Written:
         self.paths.update(new)
         if new:
             more = f" and {len(new) - _TOLD} more" if len(new) > _TOLD else ""
-            log.warning(
+            # A list or dict now holds a tensor without a value; attributes, such as a module's cache, are common.
+            log.log(
+                logging.WARNING if any(path.endswith("]") for path in new) else logging.INFO,
                 "%s: writes %s%s when it is captured. A captured step does not write them again, and a change to them "
                 "does not lead to another capture; return what must be kept in the new state or in aux.",
                 self._name,
