@@ -1,4 +1,8 @@
-"""Copies between host and device, each direction on a stream of its own."""
+"""Copies between host and device, each direction on a stream of its own.
+
+Memory is reused in the order of the device's own stream: it waits for a copy before what the copy has read is freed.
+`record_stream` would leave that to the host, which runs ahead and finds nothing freed.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +26,30 @@ class CopyEngine:
         self.landing: dict[int, Any] = {}
         self.leaving: dict[int, Any] = {}
         self._streams: dict[tuple[torch.device, str], Any] = {}  # (device, type of the device that it copies to)
+        self._reading: dict[torch.device, tuple[Any, Tensor]] = {}  # the last copy from a device: its event, its source
 
     def copy(self, out: Tensor, x: Tensor, device: torch.device, waited: bool = False) -> Any:
         """Copy between host and device on the stream of that direction, and return the event that follows the
         copy.
 
-        `waited`: the device's stream waits for the copy before either tensor is freed, so the stream orders
-        reuse of their memory. Otherwise memory is reused when the host sees that the copy is done, and a host
-        that runs ahead of the device takes more meanwhile.
+        `waited`: the device's stream waits for the copy before either tensor is freed. Otherwise the source of a copy
+        to the host is kept until the next such copy, before which the device's stream waits for this one. Who reads
+        a copy on the device waits for it there, so that it is freed after it was filled.
         """
         stream = self.stream(device, out.device.type)
-        stream.wait_stream(torch.cuda.current_stream(device))
+        compute = torch.cuda.current_stream(device)
+        if x.device.type == "cuda" and device in self._reading:
+            compute.wait_event(self._reading.pop(device)[0])
+        stream.wait_stream(compute)
         for t in (out, x):
             if t.data_ptr() in self.landing:
                 stream.wait_event(self.landing[t.data_ptr()])
         with torch.cuda.stream(stream):
             out.copy_(x, non_blocking=True)
-            for t in (out, x):
-                if t.device.type == "cuda" and not waited:
-                    t.record_stream(stream)
-            return stream.record_event()
+            event = stream.record_event()
+        if x.device.type == "cuda" and not waited:
+            self._reading[device] = event, x
+        return event
 
     def stream(self, device: torch.device, towards: str) -> Any:
         """Return a device's stream for copies to one type of device."""
@@ -63,14 +71,16 @@ class CopyEngine:
 
     def wait_for_all(self) -> None:
         """Block the host until all copies are done."""
-        for event in list(self.landing.values()):
+        for event in [*self.landing.values(), *(event for event, _ in self._reading.values())]:
             event.synchronize()
+        self._reading.clear()
 
     def end(self) -> None:
         """Wait for the streams, also on a device that has failed."""
         for stream in self._streams.values():
             with contextlib.suppress(RuntimeError):  # the device itself has failed
                 stream.synchronize()
+        self._reading.clear()
 
 
 class Landed:
