@@ -15,6 +15,7 @@ import zerofn
 from tests.support.small_steps import apart, batch_of, build, loss_of, unit_of
 from zerofn import Offload, optim, passes, tree
 from zerofn.graph.capture import capture
+from zerofn.memory import pinned
 from zerofn.offload.copy_engine import CopyEngine
 from zerofn.offload.disk import PAGE, locked
 from zerofn.offload.drive_tensor import DriveTensor
@@ -223,3 +224,13 @@ def test_the_host_does_not_write_what_is_still_being_copied():
         worker.submit(torch.Tensor.add_, x, 1)
         worker.finish()
     assert torch.equal(waited[0], torch.zeros(4)) and torch.equal(x, torch.ones(4))
+
+
+def test_a_lock_that_fails_leaves_no_error_behind(monkeypatch):
+    """CUDA's last error would otherwise be raised by the next launch of a kernel."""
+    told = []
+    calls = {"cudaHostRegister": lambda *args: 2}
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: types.SimpleNamespace(**calls))
+    monkeypatch.setattr(pinned, "forget_error", lambda: told.append("forgotten"))
+    memory = pinned._Mapped(-1, 4096)
+    assert not memory.lock(0) and told == ["forgotten"] and memory.address == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import sys
 
@@ -54,6 +55,7 @@ class _Mapped(mmap.mmap):
         """Page-lock the mapping, which begins at `address`. Return whether the driver did."""
         runtime = torch.cuda.cudart()
         if int(runtime.cudaHostRegister(address, len(self), 0)):
+            forget_error()
             return False
         self.address = address
         return True
@@ -62,6 +64,12 @@ class _Mapped(mmap.mmap):
         if self.address and not sys.is_finalizing():
             torch.cuda.synchronize()  # a copy may be under way
             torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+def forget_error() -> None:
+    """Take CUDA's last error, which the next kernel launch would otherwise raise as its own."""
+    with contextlib.suppress(RuntimeError):
+        torch.empty(1, device="cuda").zero_()
 
 
 def _in_huge_pages(nbytes: int) -> Tensor:
