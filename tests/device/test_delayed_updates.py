@@ -91,8 +91,14 @@ def after_steps(entry, tier, stage, folder, delayed):
     return found
 
 
-@pytest.mark.parametrize("tier", [k if k == "optimizer" else pytest.param(k, marks=pytest.mark.slow) for k in TIERS])
-@pytest.mark.parametrize("entry", ENTRIES)
+MOST = ("compiled evaluation", "another compiled step", "gather", "unshard", "save")
+
+
+@pytest.mark.parametrize(
+    ("entry", "tier"),
+    [(entry, "optimizer") for entry in ENTRIES]
+    + [(entry, tier) for entry in MOST for tier in TIERS if tier != "optimizer"],
+)
 def test_every_entry_waits_for_late_updates(tmp_path, entry, tier):
     late, plain = (after_steps(entry, tier, 3, tmp_path / str(d), d) for d in (True, False))
     assert_same_trees(late, plain)
