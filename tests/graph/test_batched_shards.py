@@ -51,7 +51,7 @@ def both(step, stage):
 
 
 @pytest.mark.parametrize("step", [of_means, of_largest])
-@pytest.mark.parametrize(("size", "stage"), [(1, 0), *((size, stage) for size in (1, 2, 3) for stage in (1, 2, 3))])
+@pytest.mark.parametrize(("size", "stage"), [(1, 0), (1, 3), (2, 1), (2, 3), (3, 2), (3, 3)])
 def test_captured_is_eager(ranks, size, stage, step):
     for captured, eager in ranks(size, both, step, stage):
         assert_same_trees(captured, eager)
