@@ -1,11 +1,10 @@
 """What a rank that fails tells the others, and what it lets go of."""
 
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.common.processes import free_port
 from zerofn import collectives
 from zerofn.comm import failures
 from zerofn.comm.failures import Signs
@@ -30,9 +29,7 @@ def without_a_name(port):
 
 
 def test_a_group_that_names_no_backend_is_gloo_on_the_host(ranks):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     try:
         assert ranks(2, without_a_name, port) == [("gloo", 3.0)] * 2
     finally:

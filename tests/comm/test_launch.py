@@ -1,12 +1,12 @@
 """Ranks from the variables of torchrun, mpirun and srun."""
 
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
 
+from benchmarks.common.processes import free_port
 from zerofn.comm.launch import Launch, first_host, launch_of
 
 HERE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -91,9 +91,7 @@ print("sum", collectives.all_reduce(torch.ones(1)).item(), flush=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
 def test_a_job_of_two_processes_is_one_training(launcher):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("MASTER_", "RANK", "WORLD_", "LOCAL_"))}
     clean |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     started = []

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutput
 import zerofn
 from tests.support.captured_steps import rank
 from tests.support.same import assert_same_trees
-from tests.support.small_steps import WIDTH, batch_of, build, loss_of, state_of, train_step_of
+from tests.support.small_steps import WIDTH, batch_of, build, loss_of, state_of, step_with, train_step_of
 from zerofn import optim, tree
 from zerofn.graph.capture import CaptureError
 
@@ -149,14 +149,6 @@ def test_a_step_refused_on_one_rank_raises_on_all(ranks):
 # --- mistakes of another kind than impurity
 
 
-def _step(loss_fn):
-    def step(state, batch):
-        loss, grads = state.value_and_grad(loss_fn)(batch)
-        return state.apply_gradients(grads), loss
-
-    return step
-
-
 @pytest.mark.parametrize("kind", [collections.UserDict, BatchEncoding])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_any_mapping_is_a_batch(kind, num_microbatches):
@@ -183,7 +175,7 @@ def test_any_mapping_is_a_batch(kind, num_microbatches):
 def test_a_loss_under_torch_compile_is_captured_as_it_was_written():
     module = build(2)
     loss_fn = loss_of(module)
-    _, loss = zerofn.compile(_step(torch.compile(loss_fn)))(state_of(module, 3), batch_of())
+    _, loss = zerofn.compile(step_with(torch.compile(loss_fn)))(state_of(module, 3), batch_of())
     assert torch.equal(loss, loss_fn(dict(module.named_parameters()), batch_of()).detach())
 
 
@@ -207,7 +199,7 @@ NORMED = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d
 
 
 def _normed(state, batch):
-    return _step(lambda p, b: functional_call(NORMED, p, (b["x"],)).square().mean())(state, batch)
+    return step_with(lambda p, b: functional_call(NORMED, p, (b["x"],)).square().mean())(state, batch)
 
 
 def _of_state_dict(state, batch):
@@ -222,7 +214,7 @@ def _another_optimizer(state, batch):
 @pytest.mark.parametrize(
     ("step", "kind", "said"),
     [
-        (_step(_of_output), ValueError, "got CausalLMOutput, a model's whole output; write `return output.loss`"),
+        (step_with(_of_output), ValueError, "got CausalLMOutput, a model's whole output; write `return output.loss`"),
         (_norm, TypeError, r"torch.norm got params\['0.weight'\].*zerofn.global_norm\(params\)"),
         (_grad_of_gathered, RuntimeError, "does not require grad"),
         (_of_state_dict, ValueError, "buffers are among its parameters: write TrainState.create"),

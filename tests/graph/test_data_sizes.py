@@ -8,6 +8,7 @@ from torch.func import functional_call
 
 import zerofn
 from tests.support.same import assert_same_trees
+from tests.support.small_steps import step_with
 from zerofn import optim
 from zerofn.graph.capture import CaptureError
 from zerofn.graph.captured import captured
@@ -54,18 +55,9 @@ def state_of(stage):
     return zerofn.shard(plain, stage=stage, unit=lambda name: name.partition(".")[0])
 
 
-def step_of(loss_fn, num_microbatches=1):
-    def step(state, batch):
-        vg = state.value_and_grad(loss_fn)
-        loss, grads = (zerofn.accumulate(vg, num_microbatches) if num_microbatches > 1 else vg)(batch)
-        return state.apply_gradients(grads), loss
-
-    return step
-
-
 def trained(loss_fn, compiled, stage=3, num_microbatches=1, **options):
     rank = dist.get_rank() if dist.is_initialized() else 0
-    state, step = state_of(stage), step_of(loss_fn, num_microbatches)
+    state, step = state_of(stage), step_with(loss_fn, num_microbatches)
     step, losses = zerofn.compile(step, **options) if compiled else step, []
     for k in range(3):
         state, loss = step(state, batch_of(rank, k))
@@ -93,7 +85,7 @@ def test_on_ranks_with_other_sizes(ranks, loss_fn, stage):
 
 
 def test_a_plan_takes_upper_bounds():
-    program, _ = captured(step_of(masked), state_of(3), batch_of())
+    program, _ = captured(step_with(masked), state_of(3), batch_of())
     shapes = [x.meta["val"].shape for x in program.gm.graph.nodes if isinstance(x.meta.get("val"), torch.Tensor)]
     assert all(type(n) is int for shape in shapes for n in shape)
     assert (NUM, WIDTH) in [tuple(x) for x in shapes]
@@ -150,12 +142,12 @@ def of_transformer(params, batch, causal=None):
 )
 def test_what_cannot_be_is_a_sentence(loss_fn, said):
     with pytest.raises((RuntimeError, ValueError), match=said):
-        zerofn.compile(step_of(loss_fn))(state_of(3), batch_of())
+        zerofn.compile(step_with(loss_fn))(state_of(3), batch_of())
 
 
 def test_microbatches_with_such_sizes_are_told():
     with pytest.raises(RuntimeError, match="keep the part that does inside zerofn.eager_region"):
-        zerofn.compile(step_of(masked, 2))(state_of(3), batch_of())
+        zerofn.compile(step_with(masked, 2))(state_of(3), batch_of())
 
 
 def of_normal(params, batch):

@@ -110,6 +110,19 @@ def adapted_loss_of(module: torch.nn.Module) -> Callable[..., torch.Tensor]:
     return adapted
 
 
+def step_with(
+    loss_fn: Callable[..., Any], num_microbatches: int = 1, has_aux: bool = False
+) -> Callable[[Any, Any], Any]:
+    """A step with a loss function of one's own, which returns its value."""
+
+    def step(state: Any, batch: Any) -> Any:
+        vg = state.value_and_grad(loss_fn, has_aux)
+        value, grads = (zerofn.accumulate(vg, num_microbatches) if num_microbatches > 1 else vg)(batch)
+        return state.apply_gradients(grads), value
+
+    return step
+
+
 def train_step_of(module: torch.nn.Module, num_microbatches: int = 1) -> Callable[[Any, Any], Any]:
     """The everyday step."""
     loss_fn = loss_of(module)

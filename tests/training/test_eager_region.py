@@ -8,6 +8,7 @@ from torch.func import functional_call
 
 import zerofn
 from tests.support.same import assert_same_trees
+from tests.support.small_steps import step_with
 from zerofn import collectives, optim
 
 WIDTH = 8
@@ -44,15 +45,6 @@ def loss_fn(params, batch, region=REGION):
     return value.float() + h.float().mean() + 0 * count
 
 
-def step_of(loss_fn, num_microbatches=1):
-    def step(state, batch):
-        vg = state.value_and_grad(loss_fn)
-        loss, grads = (zerofn.accumulate(vg, num_microbatches) if num_microbatches > 1 else vg)(batch)
-        return state.apply_gradients(grads), loss
-
-    return step
-
-
 def state_of(stage, **options):
     plain = zerofn.TrainState.create(params=params(), tx=optim.adamw(1e-2))
     return zerofn.shard(plain, stage=stage, unit=lambda name: name.partition(".")[0], **options)
@@ -60,7 +52,7 @@ def state_of(stage, **options):
 
 def trained(compiled, stage=3, num_microbatches=1, precision=None, loss_fn=loss_fn, **options):
     rank = dist.get_rank() if dist.is_initialized() else 0
-    state, step, losses = state_of(stage, precision=precision), step_of(loss_fn, num_microbatches), []
+    state, step, losses = state_of(stage, precision=precision), step_with(loss_fn, num_microbatches), []
     step = zerofn.compile(step, **options) if compiled else step
     for k in range(3):
         state, loss = step(state, rows(rank, k))
@@ -123,7 +115,7 @@ def test_in_a_skeletons_module():
 def wrong(fn, like=like):
     region = zerofn.eager_region(fn, like=like)
     state = state_of(3)
-    zerofn.compile(step_of(lambda p, b: loss_fn(p, b, region)))(state, rows())
+    zerofn.compile(step_with(lambda p, b: loss_fn(p, b, region)))(state, rows())
 
 
 def test_what_a_region_may_not_do():
@@ -149,7 +141,7 @@ def test_a_closure_over_the_step_is_refused():
         return region(torch.tanh(batch["x"] @ params["0.a"]))
 
     with pytest.raises(ValueError, match=r"closes over 'params', which belongs to the step; give it as an argument"):
-        zerofn.compile(step_of(loss))(state_of(3), rows())
+        zerofn.compile(step_with(loss))(state_of(3), rows())
 
 
 def communicating():

@@ -5,7 +5,7 @@ import torch
 from torch.func import functional_call
 
 import zerofn
-from tests.support.small_steps import batch_of, build, loss_of, state_of
+from tests.support.small_steps import batch_of, build, loss_of, state_of, step_with
 
 MODULE = build(2)
 loss_fn = loss_of(MODULE)
@@ -24,14 +24,6 @@ WITHOUT = {
 }
 
 
-def step_of(loss_fn, has_aux=False):
-    def step(state, batch):
-        loss, grads = state.value_and_grad(loss_fn, has_aux)(batch)
-        return state.apply_gradients(grads), loss
-
-    return step
-
-
 def runs(step, compiled):
     return (zerofn.compile(step) if compiled else step)(state_of(MODULE, 3), batch_of())
 
@@ -40,7 +32,7 @@ def runs(step, compiled):
 @pytest.mark.parametrize("which", WITHOUT)
 def test_a_loss_without_a_gradient_is_refused(which, compiled):
     with pytest.raises(ValueError, match="the loss has no gradient, so no parameter would be trained"):
-        runs(step_of(WITHOUT[which]), compiled)
+        runs(step_with(WITHOUT[which]), compiled)
 
 
 def test_a_state_without_trained_parameters_needs_no_gradient():
@@ -62,8 +54,8 @@ def second_loss(params, batch):
 @pytest.mark.parametrize(("loss_fn", "compiled"), [(accuracy, True), (second_loss, False), (second_loss, True)])
 def test_a_weight_that_is_computed_from_the_parameters_is_told(loss_fn, compiled):
     with pytest.warns(UserWarning, match=r"x depends on the parameters.*value_and_grad\(loss_fn, has_aux=True\)"):
-        runs(step_of(loss_fn), compiled)
-    runs(step_of(loss_fn, has_aux=True), compiled)
+        runs(step_with(loss_fn), compiled)
+    runs(step_with(loss_fn, has_aux=True), compiled)
 
 
 @pytest.mark.parametrize(
@@ -78,4 +70,4 @@ def test_a_weight_that_is_computed_from_the_parameters_is_told(loss_fn, compiled
 )
 @pytest.mark.parametrize("compiled", [False, True])
 def test_other_weights_are_not(weight, compiled):
-    runs(step_of(lambda params, batch: (loss_fn(params, batch), weight(params, batch))), compiled)
+    runs(step_with(lambda params, batch: (loss_fn(params, batch), weight(params, batch))), compiled)

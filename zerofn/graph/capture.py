@@ -23,7 +23,7 @@ from .advice import instead, note_dtypes
 from .host_rng import HostDraw, no_draws
 from .prints import warned_prints
 from .program import Flat, Program, cached
-from .source_lines import Lines, readable, where
+from .source_lines import Lines, line_behind, readable, where
 
 log = logging.getLogger("zerofn")
 _DRAWN = (
@@ -198,10 +198,7 @@ def _check_values(out: Any) -> None:
 def _line_of(number: Any) -> str:
     """Return the user's line at which a number was taken from a tensor, if lines are recorded."""
     proxy = proxies_of(current_trace(), number)
-    node = proxy.node if isinstance(proxy, Proxy) else None
-    while node is not None and "line" not in node.meta:
-        node = next(iter(node.all_input_nodes), None)
-    return "" if node is None else node.meta["line"]
+    return line_behind(proxy.node if isinstance(proxy, Proxy) else None)
 
 
 def _numbers_as_tensors(new: Any, old: Any) -> Any:

@@ -19,6 +19,7 @@ from .capture import CaptureError
 from .edit import bodies
 from .node_kinds import traits
 from .program import Program
+from .source_lines import line_behind
 
 
 def bound_sizes(program: Program) -> None:
@@ -33,31 +34,24 @@ def bound_sizes(program: Program) -> None:
             value = node.meta.get("val")
             if value is None or node.op == "output":
                 continue
-            fresh = [s for s in _symbols(value) if s not in bounds]
-            if fresh:
+            symbols = set(_symbols(value))
+            if not symbols:
+                continue
+            _check(node)
+            if fresh := symbols - bounds.keys():
                 most = max((_numel(x.meta.get("val")) for x in node.all_input_nodes), default=0)
                 bounds |= dict.fromkeys(fresh, most)
-            if any(True for _ in _symbols(value)):
-                _check(node, program)
-                node.meta["val"] = _with_bounds(value, bounds)
+            node.meta["val"] = _with_bounds(value, bounds)
 
 
-def _check(node: Node, program: Program) -> None:
+def _check(node: Node) -> None:
     collective = traits(node).collective
     if collective or any(user.op == "output" for user in node.users) and isinstance(node.meta["val"], Tensor):
         what = f"a transfer between ranks ({collective})" if collective else "a result of the step"
         raise CaptureError(
-            f"{what} has a size that depends on data{_line(node)}. Pad it to a size that is always the "
+            f"{what} has a size that depends on data{line_behind(node)}. Pad it to a size that is always the "
             "same, or keep the part that depends on data inside zerofn.eager_region."
         )
-
-
-def _line(node: Node) -> str:
-    """Return the user's line of a node, or of what it was made from."""
-    at: Node | None = node
-    while at is not None and "line" not in at.meta:
-        at = next(iter(at.all_input_nodes), None)
-    return "" if at is None else str(at.meta["line"])
 
 
 def _symbols(value: Any) -> Any:

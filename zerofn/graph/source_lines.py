@@ -51,6 +51,15 @@ def _shown(file: str, number: int) -> str:
     return f" at {file}:{number} ({linecache.getline(file, number).strip()})"
 
 
+def line_behind(node: Node | None) -> str:
+    """Return ' at file:line (code)' of a node or, if it has none, of what it was made from; "" if lines were not
+    recorded.
+    """
+    while node is not None and "line" not in node.meta:
+        node = next(iter(node.all_input_nodes), None)
+    return "" if node is None else str(node.meta["line"])
+
+
 def where(error: BaseException) -> str:
     """Return ' at file:line (code)' of the user's line that an error comes from, or ''."""
     skipped = (OURS, *library_prefixes())

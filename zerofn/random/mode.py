@@ -76,17 +76,18 @@ class _Randomness(TorchDispatchMode):
                 f"{func.name()}{_where()} was given a torch.Generator, whose state is hidden from "
                 "the step. Drop generator=...: draws come from the step's key."
             )
+        return self.counted(self.key)
+
+    def counted(self, key: Tensor) -> tuple[Tensor, int]:
+        """Return `key` and the position of a new draw, and count it."""
         self.position += 1
-        return self.key, self.position - 1
+        return key, self.position - 1
 
 
 def current_draw() -> tuple[Tensor, int] | None:
     """Return the key and position of a new draw here, and count it; None without `randomness` or its key."""
     mode = next((x for x in reversed(dispatch_modes()) if isinstance(x, _Randomness)), None)
-    if mode is None or mode.key is None:
-        return None
-    mode.position += 1
-    return mode.key, mode.position - 1
+    return None if mode is None or mode.key is None else mode.counted(mode.key)
 
 
 def _where() -> str:

@@ -17,12 +17,6 @@ from ..sharding.sharded import is_sharded
 log = logging.getLogger("zerofn")
 
 
-def params_axis(state: Any) -> Axis | None:
-    """Return the axis that a state is sharded over; None if it is not."""
-    nodes = tree.leaves(state, is_leaf=is_sharded)
-    return next((x.spec.axis for x in nodes if is_sharded(x)), None)
-
-
 def warn_of_equal_batches(name: str, batch: Any, axis: Axis | None) -> None:
     """Log, on the first rank, that every rank of the job has the same batch. All ranks must call it."""
     leaves = [x for x in tree.leaves(batch, is_leaf=is_sharded) if isinstance(x, Tensor) and x.numel() > 1]

@@ -19,7 +19,7 @@ from ..collectives import ops, rows_over
 from ..comm.mesh import Axis
 from ..ops import leaf_axes as _ops  # noqa: F401  (defines zerofn::squares_along and its like)
 from .layout import LeafInfo
-from .sharded import Sharded, is_sharded
+from .sharded import Sharded, axis_among, is_sharded
 
 Kept = tuple[bool, ...]  # for each dim of a leaf: whether the sums keep it
 
@@ -136,7 +136,7 @@ def _runs(values: Any) -> tuple[list[Tensor], dict[int, list[_Run]], Axis | None
     completely.
     """
     nodes = tree.leaves(values, is_leaf=is_sharded)
-    axis = next((n.spec.axis for n in nodes if is_sharded(n)), None)
+    axis = axis_among(nodes)
     complete = all(n.spec.num_shards == 1 for n in nodes if is_sharded(n))
     counts = complete or axis is None or axis.rank == 0
     flat: list[Tensor] = []

@@ -21,7 +21,7 @@ from ..collectives import ops, rows_over
 from ..comm.mesh import Axis
 from ..ops import part_reductions as _parts_ops  # noqa: F401  (defines zerofn::part_norms and its like)
 from ..ops import runs as _runs_ops  # noqa: F401  (defines zerofn::fill_runs)
-from .sharded import Sharded, is_sharded
+from .sharded import Sharded, axis_among, is_sharded
 
 
 class _Part(NamedTuple):
@@ -52,7 +52,7 @@ class _Parts(NamedTuple):
             [],
             [[] for _ in trees],
             [],
-            next((n.spec.axis for n in nodes if is_sharded(n)), None),
+            axis_among(nodes),
             all(n.spec.num_shards == 1 for n in nodes if is_sharded(n)),
             set(),
         )

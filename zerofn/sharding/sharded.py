@@ -323,3 +323,8 @@ def with_trainable(sharded: Sharded, part: Sharded) -> Sharded:
     fresh = iter(part.stored)
     shards = [next(fresh) if u.trainable else p for u, p in zip(sharded.layout.units, sharded.stored, strict=True)]
     return Sharded(sharded.spec, shards)
+
+
+def axis_among(nodes: Iterable[Any]) -> Axis | None:
+    """Return the axis that the first `Sharded` of these nodes is cut over; None if there is none."""
+    return next((x.spec.axis for x in nodes if is_sharded(x)), None)

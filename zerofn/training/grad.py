@@ -24,7 +24,7 @@ from ..random import fold_in, randomness
 from ..random.draws import fold_in_rank
 from ..sharding.gather_scatter import gather_leaves, ravel, reduce_unit
 from ..sharding.layout import ask_names, check_effect, is_learned
-from ..sharding.sharded import Sharded, is_sharded
+from ..sharding.sharded import Sharded, axis_among, is_sharded
 from ..sharding.storage import Stored
 from .checkpoint_params import same_parameters
 from .loss_scale import NoLossScale
@@ -98,7 +98,7 @@ class ValueAndGrad:
             names = [tree.name_of(p) for p in paths]
             check_effect("value_and_grad: frozen", self.frozen, ask_names("frozen", self.frozen, names))
         learns = [_trainable(tree.name_of(p), x, self.frozen) for p, x in zip(paths, nodes, strict=True)]
-        work = _Work(self, nodes, learns, treedef, _axis_of(nodes))
+        work = _Work(self, nodes, learns, treedef, axis_among(nodes))
         if self.num_microbatches == 1:
             only, partial = work.microbatch(nodes, args, 0)
             loss, aux, sums = _detached(only), only.aux, work.reduce(partial)
@@ -129,10 +129,6 @@ def accumulate(vg: Any, n: int) -> Any:
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ValueError(f"accumulate: n must be a positive integer, got {n!r}.")
     return vg.with_microbatches(n)
-
-
-def _axis_of(nodes: Sequence[Any]) -> Axis | None:
-    return next((x.spec.axis for x in nodes if is_sharded(x)), None)
 
 
 @dataclass(frozen=True)
