@@ -8,7 +8,7 @@ recomputed from its own segment's inputs, whatever else is dropped.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -26,15 +26,24 @@ class Segments:
 
     `activations`: memory that the forward pass makes, the backward pass reads, and a policy may drop, in order. Memory
     that crosses a boundary (`crossing`), that the step returns or that cannot be recomputed is not among them.
+
+    If the last segment makes all of them, as in a model of one unit, segments begin where a leaf is first used instead.
     """
 
     def __init__(self, graph: Graph) -> None:
         self._root = roots(graph)
         self.touched = touches(graph, self._root)
-        self._segment = self._joined(self._segments(graph))
-        self._last = max(self._segment.values(), default=0)
         self._written = {self._root[x] for n in graph.nodes if phase_of(n) for x in writes(n)}
         made = [n for n in graph.nodes if self._root[n] is n and phase_of(n) == FORWARD and n.op == "call_function"]
+        for parameter in (self.memory, self._leaf):
+            self._cut(self._segments(graph, parameter), made)
+            if not all(map(self.is_last, self.activations)):
+                break
+
+    def _cut(self, segment: dict[Node, int], made: list[Node]) -> None:
+        """Find the activations among the memory `made` in the forward pass, with these segments."""
+        self._segment = self._joined(segment)
+        self._last = max(self._segment.values(), default=0)
         self.crossing = {n for n in made if self._crosses(n)}
         self._fixed = self.crossing | {n for n in made if is_start(n)}
         self.activations = [
@@ -110,15 +119,24 @@ class Segments:
         numbers = joined(spans, max(segment.values(), default=0) + 1)
         return {node: numbers[own] for node, own in segment.items()}
 
-    def _segments(self, graph: Graph) -> dict[Node, int]:
-        """Map each forward node to its segment, before any are joined: each first use of a parameter begins one."""
+    def _leaf(self, node: Node) -> Node:
+        """Return the view of a unit's memory that a view of a leaf is a view of."""
+        memory = self._root[node]
+        while node is not memory and node.all_input_nodes[0] is not memory:
+            node = node.all_input_nodes[0]
+        return node
+
+    def _segments(self, graph: Graph, parameter: Callable[[Node], Node]) -> dict[Node, int]:
+        """Map each forward node to its segment, before any are joined: each first use of what `parameter` says that an
+        input is part of begins one.
+        """
         seen: set[Node] = set()
         out: dict[Node, int] = {}
         number = 0
         for node in graph.nodes:
             if phase_of(node) != FORWARD or node.op != "call_function":
                 continue
-            new = {m for m in map(self._root.__getitem__, node.all_input_nodes) if self._is_parameter(m)} - seen
+            new = {parameter(x) for x in node.all_input_nodes if self._is_parameter(self._root[x])} - seen
             if new:
                 number += 1
                 seen |= new

@@ -71,9 +71,7 @@ class Pipeline:
         if remat:
             choices = recomputed(program, remat, schedule)
         else:
-            budget = memory or 0
-            # The first budget leaves room for static buffers.
-            choices = within(program, (int(budget / (1 + MORE)), budget), schedule)
+            choices = within(program, memory or 0, schedule, MORE)  # room for static buffers
         program.timings["choices"] = time.perf_counter() - start
         return choices
 

@@ -182,7 +182,7 @@ def test_schedules_that_are_tried_take_no_place_on_drives(tmp_path, monkeypatch)
 
 def test_what_is_made_was_tried(monkeypatch):
     """The gather of a unit that no loss uses is gone, and its name free where the graph was copied."""
-    tried, attempt = [], search._Search.attempt
+    tried, attempt = [], search._Search._scheduled
 
     def gathers_of(gms):
         return [[n.name for n in gm.graph.nodes if is_gather(n)] for gm in gms]
@@ -192,7 +192,7 @@ def test_what_is_made_was_tried(monkeypatch):
         tried.append(gathers_of(x.gm for x in found.graphs))
         return found
 
-    monkeypatch.setattr(search._Search, "attempt", noted)
+    monkeypatch.setattr(search._Search, "_scheduled", noted)
     module = build(LAYERS)
     params = {**dict(module.named_parameters()), "unused.weight": torch.ones(64)}
 

@@ -30,6 +30,7 @@ from .decision import Choice, choose
 from .eviction import Drop, cheapest
 
 TRIES = 8  # schedules to try before giving up
+PAGE = 4096  # bytes: a budget of this much less than the least one that is named does not do
 SHORT = 0.01  # of a step's time: a smaller gain is not worth another schedule
 # The share of the forward pass that is assumed to hide transfers. It is less than 1, because transfers come in bursts
 # and devices may be faster than simulated. On a simulated H100, GPT-2 of 6 layers of 2,048 in half of its memory took
@@ -39,33 +40,35 @@ AGAIN, GATHERED, OFFLOADED = "recomputed", "gathered again", "copied back"  # ho
 Schedule = Callable[[Program], None]
 
 
-def within(program: Program, budgets: Sequence[int], schedule: Schedule) -> list[Choice]:
-    """Return decisions for each of a program's `graphs` that keep the device's memory within the first of `budgets`
-    that any schedule reaches.
+def within(program: Program, budget: int, schedule: Schedule, room: float) -> list[Choice]:
+    """Return decisions for each of a program's `graphs` that keep the device's memory within `budget` bytes: with the
+    share `room` of it left free if any schedule reaches that, else without.
 
-    With ample memory every unit is gathered once and nothing is recomputed. Raises `MemoryError` if the least
-    schedule needs more. `schedule` must be the same on all ranks.
+    With ample memory every unit is gathered once and nothing is recomputed. Raises `OverBudget` if every schedule
+    needs more. `schedule` must be the same on all ranks.
     """
     search = _Search(program, schedule, lambda live: sum(live.values()))
     whole = search.attempt([_choice([]) for _ in search.graphs])
     drops: list[list[Drop]] = []
     ways: list[_Attempt] = []
-    for budget in budgets:
-        if whole.peak <= budget:
-            return search.ahead(whole, budget).choices
+    for limit in (int(budget / (1 + room)), budget):
+        if whole.peak <= limit:
+            return search.ahead(whole, limit).choices
         drops = drops or [list(_drops(gm, _positions_in(gm.graph, x.gm.graph))) for gm, x in search.pairs(whole)]
-        found = search.fit(whole, drops, budget, _choice)
+        found = search.fit(whole, drops, limit, _choice)
         if found is not None:
-            return search.soonest(found, whole, drops, budget)
+            return search.soonest(found, whole, drops, limit)
         ways = ways or search.ways(whole, drops)
-        fitting = [search.ahead(x, budget) for x in ways if x.peak <= budget]
+        fitting = [search.ahead(x, limit) for x in ways if x.peak <= limit]
         if fitting:
             return min(fitting, key=lambda x: x.run.seconds).choices
-    least = search.least
+    least = search.least([whole, *ways], lambda limit: search.fit(whole, drops, limit, _choice), room)
+    if least.peak <= budget:
+        return least.choices
     raise OverBudget(
-        least,
+        least.peak,
         (
-            f"{program.name} cannot be scheduled within {budgets[-1]:,} bytes: the least that it takes is {least:,}. "
+            f"{program.name} cannot be scheduled within {budget:,} bytes: the least that it takes is {least.peak:,}. "
             "To take less, use fewer rows a step, more microbatches (zerofn.accumulate), stage 3, offloaded state, "
             "moments='8bit', or more ranks."
         ),
@@ -147,18 +150,20 @@ class _Attempt:
 
 
 class _Search:
-    """Schedules of one program with different decisions. `weigh` turns bytes by kind into bytes; `least` is the lowest
-    peak of all attempts.
-    """
-
-    least = 1 << 62
+    """Schedules of one program with different decisions. `weigh` turns bytes by kind into bytes."""
 
     def __init__(self, program: Program, schedule: Schedule, weigh: Callable[[Live], int]) -> None:
         self._program, self._schedule, self._weigh = program, schedule, weigh
         self.graphs = graphs(program.gm)
+        self._attempts: dict[tuple[Choice, ...], _Attempt] = {}
 
     def attempt(self, choices: list[Choice]) -> _Attempt:
-        """Schedule the program with one decision for each graph."""
+        """Return the program scheduled with one decision for each graph."""
+        if tuple(choices) not in self._attempts:
+            self._attempts[tuple(choices)] = self._scheduled(choices)
+        return self._attempts[tuple(choices)]
+
+    def _scheduled(self, choices: list[Choice]) -> _Attempt:
         tried = replace(
             self._program,
             gm=copied(self._program.gm),
@@ -173,9 +178,7 @@ class _Search:
         most: dict[Node, int] = defaultdict(int)
         for node, live in moments(tried.gm, resident(tried).device):
             most[node] = max(most[node], self._weigh(live))
-        found = _Attempt(choices, [_Levels(gm, [most[n] for n in gm.graph.nodes]) for gm in graphs(tried.gm)])
-        self.least = min(self.least, found.peak)
-        return found
+        return _Attempt(choices, [_Levels(gm, [most[n] for n in gm.graph.nodes]) for gm in graphs(tried.gm)])
 
     def pairs(self, attempt: _Attempt) -> Iterator[tuple[GraphModule, _Levels]]:
         """Yield each graph with its scheduled form."""
@@ -211,6 +214,23 @@ class _Search:
         chosen += ([_all_of(found, how) for found in drops] for how in (AGAIN, OFFLOADED))
         choices = [list(map(_choice, way)) for way in chosen]
         return [self.attempt(x) for k, x in enumerate(choices) if x not in choices[:k]]
+
+    def least(self, known: Sequence[_Attempt], fit: Callable[[int], _Attempt | None], room: float) -> _Attempt:
+        """Return the attempt with the least memory, whatever the budget is: from `known` ones, bisect for a budget
+        that `fit` reaches while it does not reach one of `PAGE` bytes less.
+        """
+
+        def reached(budget: int) -> _Attempt | None:
+            return fit(int(budget / (1 + room))) or fit(budget)
+
+        found, low = min(known, key=lambda x: x.peak), 0
+        while found.peak - low > PAGE:
+            middle = (low + found.peak) // 2
+            tried = reached(middle)
+            found, low = (tried, low) if tried else (found, middle)
+        while tried := reached(found.peak - PAGE):
+            found = tried
+        return found
 
     def ahead(self, found: _Attempt, budget: int) -> _Attempt:
         """Return the attempt with gathers as early as links and the budget allow."""
