@@ -29,6 +29,15 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
 
 
+@pytest.fixture(autouse=True)
+def runtime():
+    """As users have it, or as late as it may be: see `tests/support/late_runtime.py`."""
+    from tests.support.late_runtime import late_if_asked  # imports torch
+
+    with late_if_asked():
+        yield
+
+
 def _is_quick(item):
     """Whether a test's parameters are those that its `quick(name=[values])` marks name."""
     marks = item.iter_markers("quick")

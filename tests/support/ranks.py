@@ -36,6 +36,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.late_runtime import late_if_asked
+
 # Imported once in the fork server; only what the tests have imported anyway, so nothing can fail, and dynamo, which
 # torch imports for the first fake tensor.
 PRELOAD = ("torch", "torch.distributed", "optree", "tensordict", "transformers", "zerofn")
@@ -171,7 +173,8 @@ def _answer(call: Call, join: bool) -> bytes:
 
                 warnings.filterwarnings(*parse_warning_filter(line, escape=False))
             function, args = pickle.loads(call.payload)
-            return _dumps(function(*args))
+            with late_if_asked():
+                return _dumps(function(*args))
     except BaseException as error:  # SystemExit too: the test decides what it means
         text = traceback.format_exc()
         return _dumps(RankFailure(rank, type(error).__name__, str(error), text))
