@@ -117,6 +117,19 @@ def join_fake_group(world: int, rank: int = 0) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
 
 
+def abort_groups() -> None:
+    """Take all process groups down without waiting for their transfers: NCCL's kernels end."""
+    torch.distributed.distributed_c10d._abort_process_group()
+
+
+def connected_again(store: Any) -> Any:
+    """Return a connection of its own to a store, or the store where it has no such thing."""
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return store
+
+
 def data_dependent_errors() -> tuple[type[Exception], ...]:
     """What a trace raises where Python needs a number or a shape that depends on data.
 

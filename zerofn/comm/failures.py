@@ -7,12 +7,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
-from .._torch_compat import default_store, resolve_process_group
+from .._torch_compat import abort_groups, default_store, resolve_process_group
 from ..util.errors import said
 from ..util.process import the
 
@@ -25,14 +26,20 @@ class Signs:
     """What this rank has told the others.
 
     `last`: when it last said that it is at work (seconds, monotonic clock). `taken_down`: why it has taken its
-    process group down, if it has. `before_leaving`: what drops references to the group, which would keep its
-    connections open, and the other ranks waiting.
+    process group down, if it has; `leaving` is held while it does. `before_leaving`: what drops references to the
+    group, which would keep its connections open, and the other ranks waiting.
     """
 
     def __init__(self) -> None:
         self.last = 0.0
         self.taken_down: str | None = None
+        self.leaving = threading.RLock()
         self.before_leaving: list[Callable[[], object]] = []
+
+    def let_go(self) -> None:
+        """Drop what refers to the group."""
+        for drop in self.before_leaving:
+            drop()
 
 
 def backend_on(group: dist.ProcessGroup | None, device: str = "cpu") -> str:
@@ -85,9 +92,9 @@ def publish_failure(message: str) -> None:
         store.compare_set(_FAILED, "", f"rank {dist.get_rank()}: {message}")
 
 
-def published_failure() -> str | None:
-    """Return the message of a rank that failed, or None."""
-    store = store_of_job()
+def published_failure(store: dist.Store | None = None) -> str | None:
+    """Return the message of a rank that failed, or None. `store`: a connection to the job's store."""
+    store = store or store_of_job()
     if store is None or not store.check([_FAILED]):
         return None
     return store.get(_FAILED).decode()
@@ -100,9 +107,11 @@ def abandon(message: str) -> None:
     publish_failure(message)
     if store_of_job() is not None:
         the(Signs).taken_down = published_failure() or message
-        for drop in the(Signs).before_leaving:
-            drop()
-        dist.destroy_process_group()
+        the(Signs).let_go()
+        if backend_on(dist.group.WORLD, "cuda") == "nccl":  # to destroy a group, one waits for its kernels
+            abort_groups()
+        else:
+            dist.destroy_process_group()
 
 
 def explained(error: BaseException) -> BaseException:
@@ -111,12 +120,14 @@ def explained(error: BaseException) -> BaseException:
     In the first case this rank's group is taken down, too: others may wait for this rank alone.
     """
     try:
-        message = published_failure()
+        with the(Signs).leaving:
+            message = published_failure() if dist.is_initialized() else the(Signs).taken_down
     except (RuntimeError, dist.DistStoreError):  # the store went down with the rank that held it
         message = None
     if message is not None:
         with contextlib.suppress(RuntimeError, dist.DistStoreError):
             abandon(message)
+        the(Signs).let_go()
         return RuntimeError(f"stopped, because another rank failed. {message}")
     if "closed by peer" in str(error) or "reset by peer" in str(error):
         return RuntimeError(

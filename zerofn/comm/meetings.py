@@ -26,6 +26,7 @@ from torch import Tensor
 from ..util.process import the
 from .failures import Signs, abandon, apart, backend_on, explained, group_named, is_there, last_text, store_of_job
 from .pending import pending
+from .watch import watch
 
 _BYTES = 160  # of a message: a digest and a name
 _DIGEST = 8
@@ -104,7 +105,10 @@ class Meetings:
             self._receive(self._open.popleft())
 
     def settle(self) -> None:
-        """Wait for what the ranks before this one have sent. Raises `RanksOutOfStep` if one is elsewhere."""
+        """Wait for what the ranks before this one have sent. Raises `RanksOutOfStep` if one is elsewhere, and
+        `RuntimeError` if another rank has failed.
+        """
+        watch().tell()
         while self._open:
             meeting = self._open.popleft()
             if not torch.equal(self._receive(meeting), meeting.mine):
@@ -132,6 +136,7 @@ class Meetings:
         size = group.size()
         if size == 1 or backend_on(group) == "fake":
             return
+        watch().over(group)
         host, rank = self._host_of(group), group.rank()
         number = self._numbers[group] = self._numbers.get(group, 0) + 1
         self._hashes[group] = int.from_bytes(digest[:2], "little") & 0xFFF

@@ -1,0 +1,85 @@
+"""Failures that a rank hears of while a transfer keeps it waiting."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerofn
+from tests.support.small_steps import batch_of, build, state_of, train_step_of
+from zerofn import collectives
+from zerofn.comm import failures, pending, watch
+from zerofn.util.process import the
+
+
+def as_if_for_ever(patch):
+    """gloo counts as a backend whose transfers do not end when a rank is gone."""
+    patch.setattr(watch, "ENDS_BY_ITSELF", ())
+    patch.setattr(watch, "SECONDS", 0.2)
+
+
+def heard(fails, waits):
+    """What rank 0 raises while it waits for rank 1, which has failed and keeps its connections; and after how long."""
+    with pytest.MonkeyPatch.context() as patch:
+        as_if_for_ever(patch)
+        if dist.get_rank() == 1:
+            reduce()
+            fails()
+            time.sleep(3.0)  # holds its connections
+            return None
+        began = time.monotonic()
+        with pytest.raises(RuntimeError) as error:
+            reduce()  # which rank 1 has finished, perhaps before this rank
+            waits()
+        assert not dist.is_initialized() and not the(pending.PendingTransfers).transfers
+        return str(error.value), time.monotonic() - began
+
+
+def breaks():
+    failures.publish_failure("it broke")
+
+
+def reduce():
+    collectives.all_reduce(torch.ones(3))
+
+
+def evaluate():
+    state = state_of(build(2), 3)
+    zerofn.gather(state.params)
+
+
+@pytest.mark.parametrize("waits", [reduce, evaluate])
+def test_a_rank_that_waits_hears_of_a_failure(ranks, waits):
+    (message, seconds), _ = ranks(2, heard, breaks, waits)
+    ranks.stop()
+    assert "it broke" in message and "another rank failed" in message
+    assert seconds < 2.5
+
+
+def at_the_end_of_a_step():
+    """The transfers have ended, as a kernel's do that was aborted: what they left is no result."""
+    with pytest.MonkeyPatch.context() as patch:
+        as_if_for_ever(patch)
+        state, step = state_of(build(2), 3), zerofn.compile(train_step_of(build(2)))
+        state, _ = step(state, batch_of(dist.get_rank()))
+        the(watch.Watch).failure = "rank 1: it broke"
+        with pytest.raises(RuntimeError, match="another rank failed. rank 1: it broke"):
+            step(state, batch_of(dist.get_rank()))
+        the(watch.Watch).failure = None
+        return True
+
+
+def test_a_step_raises_what_was_heard(ranks):
+    assert all(ranks(2, at_the_end_of_a_step))
+    ranks.stop()
+
+
+def threads():
+    reduce()
+    return [x.name for x in threading.enumerate() if x.name == "zerofn-watch"]
+
+
+def test_gloo_needs_no_watch(ranks):
+    assert ranks(2, threads) == [[], []]
