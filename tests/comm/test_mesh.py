@@ -9,7 +9,7 @@ import zerofn
 from tests.support.small_steps import batch_of, build, loss_of, same, state_of, train_step_of
 from zerofn import collectives as c
 from zerofn import optim, tree
-from zerofn.comm.mesh import Axis, Mesh
+from zerofn.comm.mesh import Axis, Mesh, join
 
 
 def test_one_process_needs_no_group():
@@ -87,3 +87,24 @@ def test_training_on_a_mesh_of_two_axes(ranks):
     for per_rank in (found := ranks(4, trained_on_a_grid)):
         assert all(same(each, found[0][0]) for each in per_rank)
     torch.testing.assert_close(found[0][0], expected, rtol=1e-12, atol=1e-14)
+
+
+def test_a_rank_names_its_device(monkeypatch):
+    """Otherwise NCCL guesses it from the rank, which is another one on a second machine."""
+    called, set_to = {}, []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", set_to.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: called.update(options, backend=backend))
+    for name, value in {
+        "RANK": "6",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "2",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    join()
+    assert (
+        called["backend"] == "cpu:gloo,cuda:nccl" and called["device_id"] == torch.device("cuda", 2) and set_to == [2]
+    )

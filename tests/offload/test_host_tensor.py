@@ -1,6 +1,7 @@
 """Tiers beside a device that is not the host, captured without one: torch's `meta` device stands for it, so that
 tensors of two places in one operation are an error; and host memory that such a device copies from and to."""
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -174,13 +175,13 @@ def test_memory_is_locked_once_and_unlocked_after_what_copies_it(monkeypatch):
     }
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: types.SimpleNamespace(**calls))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append(("wait",)))
-    x = locked(5000, torch.float32)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: told.append(("wait", device)))
+    x = locked(5000, torch.float32, torch.device("cuda", 1))
     address, view = x.data_ptr(), x[10:]
     del x
     assert told == [("lock", address, 5 * PAGE, 0)] and not view.any()
     del view
-    assert told[1:] == [("wait",), ("unlock", address)]
+    assert told[1:] == [("wait", torch.device("cuda", 1)), ("unlock", address)]
 
 
 def test_gradients_wait_for_a_thread_that_is_behind():
@@ -226,6 +227,37 @@ def test_the_host_does_not_write_what_is_still_being_copied():
     assert torch.equal(waited[0], torch.zeros(4)) and torch.equal(x, torch.ones(4))
 
 
+def test_locked_memory_is_let_go_after_the_copies_of_its_device(monkeypatch):
+    """Not those of the current device, which may be another one."""
+    waited = []
+    calls = {"cudaHostRegister": lambda *args: 0, "cudaHostUnregister": lambda *args: 0}
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: types.SimpleNamespace(**calls))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    for device in (torch.device("cuda", 3), None):
+        memory = pinned._Mapped(-1, 4096)
+        assert memory.lock(1, device)
+        del memory
+    assert waited == [torch.device("cuda", 3), 0]
+
+
+def test_jobs_run_on_the_stream_of_their_caller(monkeypatch):
+    """A new thread has the first device's default stream."""
+    entered = []
+
+    @contextlib.contextmanager
+    def stream(x):
+        entered.append((x, threading.current_thread().name))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the caller's")
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    with instead(HostWorker()) as worker:
+        assert worker.submit(sum, [1, 2]).result() == 3
+    assert [x for x, _ in entered] == ["the caller's"] and entered[0][1].startswith("zerofn update")
+
+
 def test_a_lock_that_fails_leaves_no_error_behind(monkeypatch):
     """CUDA's last error would otherwise be raised by the next launch of a kernel."""
     told = []
@@ -233,4 +265,4 @@ def test_a_lock_that_fails_leaves_no_error_behind(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: types.SimpleNamespace(**calls))
     monkeypatch.setattr(pinned, "forget_error", lambda: told.append("forgotten"))
     memory = pinned._Mapped(-1, 4096)
-    assert not memory.lock(0) and told == ["forgotten"] and memory.address == 0
+    assert not memory.lock(0, None) and told == ["forgotten"] and memory.address == 0

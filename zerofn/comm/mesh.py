@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,7 +93,7 @@ def join() -> None:
     launch = launch_of(os.environ)
     if launch is None:
         return
-    backend = "gloo"
+    backend, options = "gloo", dict[str, Any]()
     if torch.cuda.is_available():
         backend, devices = "cpu:gloo,cuda:nccl", torch.cuda.device_count()
         if launch.local_rank >= devices:
@@ -102,7 +103,7 @@ def join() -> None:
                 "on the CPU."
             )
         torch.cuda.set_device(launch.local_rank)
-    if launch.launcher == "torchrun":
-        dist.init_process_group(backend)  # torchrun's agent may hold the store
-    else:
-        dist.init_process_group(backend, init_method=launch.url, rank=launch.rank, world_size=launch.size)
+        options["device_id"] = torch.device("cuda", launch.local_rank)  # else NCCL guesses it from the rank
+    if launch.launcher != "torchrun":  # whose agent may hold the store
+        options.update(init_method=launch.url, rank=launch.rank, world_size=launch.size)
+    dist.init_process_group(backend, **options)

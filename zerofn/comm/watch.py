@@ -37,9 +37,7 @@ class Watch:
         store, self._over = store_of_job(), dist.group.WORLD
         if store is not None:
             own = connected_again(store)  # the caller may block on the other one
-            threading.Thread(
-                target=self._look, args=(own,), name="zerofn-watch", daemon=True
-            ).start()
+            threading.Thread(target=self._look, args=(own,), name="zerofn-watch", daemon=True).start()
 
     def tell(self) -> None:
         """Raise `RuntimeError` if another rank has failed."""

@@ -31,8 +31,9 @@ def aligned(nbytes: int) -> Tensor:
     return memory[start : start + size]
 
 
-def locked(size: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros [size] on the host, page-aligned, page-locked if there is CUDA.
+def locked(size: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Return zeros [size] on the host, page-aligned, page-locked if there is CUDA. `device`: whose copies it is for;
+    by default the current one's.
 
     It takes whole pages and no more. torch's own allocator of page-locked memory rounds up to the next power of
     two.
@@ -41,7 +42,7 @@ def locked(size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(0, dtype=dtype)
     memory = in_huge_pages(_Mapped, pages(size * dtype.itemsize))
     out = torch.frombuffer(memory, dtype=dtype, count=size)
-    if torch.cuda.is_available() and not memory.lock(out.data_ptr()):
+    if torch.cuda.is_available() and not memory.lock(out.data_ptr(), device):
         return torch.zeros(size, dtype=dtype, pin_memory=True)
     return out
 
@@ -50,19 +51,20 @@ class _Mapped(mmap.mmap):
     """Memory that CUDA may copy directly once it is locked. Tensors in it keep it alive."""
 
     address = 0
+    device: torch.device | int | None = None
 
-    def lock(self, address: int) -> bool:
+    def lock(self, address: int, device: torch.device | None) -> bool:
         """Page-lock the mapping, which begins at `address`. Return whether the driver did."""
         runtime = torch.cuda.cudart()
         if int(runtime.cudaHostRegister(address, len(self), 0)):
             forget_error()
             return False
-        self.address = address
+        self.address, self.device = address, torch.cuda.current_device() if device is None else device
         return True
 
     def __del__(self) -> None:
         if self.address and not sys.is_finalizing():
-            torch.cuda.synchronize()  # a copy may be under way
+            torch.cuda.synchronize(self.device)  # a copy may be under way
             torch.cuda.cudart().cudaHostUnregister(self.address)
 
 

@@ -22,6 +22,7 @@ from ..dry_run.fake_machine import host
 from ..memory.arena import arena_of, end, memory_at
 from ..ops.registry import Lane, Moves, OnShard, Traits, define
 from ..util.process import the
+from .copy_engine import Landed, copies
 from .disk import PAGE, Region, Request, aligned, pages
 
 ops = torch.ops.zerofn
@@ -112,8 +113,25 @@ class _Work:
         self._request.wait()
 
 
+class _Read:
+    """A copy to a device, as a transfer that reads from an arena."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        """Block the host until it has ended."""
+        self._event.synchronize()
+
+
 def fetch(handle: Tensor, size: int, dtype: torch.dtype, place: Sequence[int], device: torch.device) -> Tensor:
-    """Start to read `size` elements. The wait copies them to `device` if that is not the host.
+    """Start to read `size` elements. The wait starts their copy to `device` if that is not the host, and lets the
+    device's stream wait for it.
 
     `place`: [arena, byte]; empty for memory of its own.
     """
@@ -125,7 +143,10 @@ def fetch(handle: Tensor, size: int, dtype: torch.dtype, place: Sequence[int], d
     out = torch.empty(size, dtype=dtype, device=device)
 
     def finish() -> None:
-        out.copy_(held)
+        event = copies().copy(out, held, device)
+        Landed(event, device).wait()
+        if (arena := arena_of(buffer)) is not None:  # else torch's allocator keeps page-locked memory until it was read
+            arena.leave(buffer, buffer.nbytes, _Read(event))
 
     return pending().start(out, lambda: [work], (buffer,), finish)
 

@@ -47,7 +47,7 @@ class HostTensor:
 
 def on_host(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros [size] in host memory, page-locked for a CUDA device."""
-    return locked(size, dtype) if device.type == "cuda" else zeros(size, dtype, host())
+    return locked(size, dtype, device) if device.type == "cuda" else zeros(size, dtype, host())
 
 
 def bring(x: Tensor, device: torch.device, *, offloaded: bool = False) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 from weakref import WeakSet, ref
 
+import torch
 from torch import Tensor
 
 from .._torch_compat import below_autograd
@@ -35,7 +37,7 @@ class HostWorker:
             self.jobs.popleft()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="zerofn update")
-        self.jobs.append(self._thread.submit(self._call, function, args, kwargs))
+        self.jobs.append(self._thread.submit(self._call, function, args, kwargs, _caller_stream()))
         return self.jobs[-1]
 
     def submit_for(self, place: Tensor, function: Callable[..., Any], *args: Any) -> None:
@@ -92,11 +94,13 @@ class HostWorker:
             raise error
         future.result()
 
-    def _call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, stream: contextlib.AbstractContextManager[Any]
+    ) -> Any:
         if self._failed:
             return None
         try:
-            with below_autograd():
+            with below_autograd(), stream:
                 return function(*map(_value, args), **{k: _value(x) for k, x in kwargs.items()})
         except BaseException as error:
             self._failed.append(error)
@@ -115,6 +119,13 @@ class _Job:
         event = copies().landing.pop(self._written.data_ptr(), None)
         if event is not None:
             Landed(event, self._written.device).wait()
+
+
+def _caller_stream() -> contextlib.AbstractContextManager[Any]:
+    """Return what makes a thread use the caller's stream; a new thread has the default one of the first device."""
+    if not torch.cuda.is_initialized():
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.current_stream())
 
 
 def _nobody() -> None:
