@@ -31,10 +31,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def runtime():
-    """As users have it, or as late as it may be: see `tests/support/late_runtime.py`."""
-    from tests.support.late_runtime import late_if_asked  # imports torch
+    """As users have it, or as `ZEROFN_RUNTIME` asks."""
+    from tests.support import runtimes  # imports torch
 
-    with late_if_asked():
+    with runtimes.asked():
         yield
 
 

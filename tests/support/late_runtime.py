@@ -4,14 +4,13 @@ Transfers between ranks are posted, jobs of the update thread run, and drives re
 them, and not before. What they will write is overwritten when they start. malloc overwrites what is freed and what is
 allocated, and arenas what they hand out. A program that declares what it depends on gives the same bits.
 
-`ZEROFN_LATE=1 pytest tests/...` runs any test so.
+`ZEROFN_RUNTIME=late pytest tests/...` runs any test so.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -155,6 +154,11 @@ class LateDrives:
             self._waiting.remove(pair)
             self._submit(*pair)
 
+    def begin_all(self) -> None:
+        """Submit everything."""
+        while self._waiting:
+            self._submit(*self._waiting.pop(0))
+
 
 @contextlib.contextmanager
 def late() -> Iterator[None]:
@@ -183,13 +187,10 @@ def late() -> Iterator[None]:
             yield
         finally:
             libc.mallopt(M_PERTURB, 0)
+            posts.begin_all()
+            drives.begin_all()
             _settle()
             host_worker.worker()._thread = thread
-
-
-def late_if_asked() -> contextlib.AbstractContextManager[None]:
-    """Return `late()` if the variable ZEROFN_LATE is set, else nothing."""
-    return late() if os.environ.get("ZEROFN_LATE") else contextlib.nullcontext()
 
 
 def _settle() -> None:

@@ -36,7 +36,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.late_runtime import late_if_asked
+from tests.support import runtimes
 
 # Imported once in the fork server; only what the tests have imported anyway, so nothing can fail, and dynamo, which
 # torch imports for the first fake tensor.
@@ -173,7 +173,7 @@ def _answer(call: Call, join: bool) -> bytes:
 
                 warnings.filterwarnings(*parse_warning_filter(line, escape=False))
             function, args = pickle.loads(call.payload)
-            with late_if_asked():
+            with runtimes.asked():
                 return _dumps(function(*args))
     except BaseException as error:  # SystemExit too: the test decides what it means
         text = traceback.format_exc()

@@ -1,0 +1,61 @@
+"""Accesses of captured steps to memory: those that conflict are ordered by what the runtime waits for."""
+
+import pytest
+import torch
+
+from tests.support.happens_before import Order, ordered
+from tests.support.tiered_steps import CASES, DEFECTS, broken, steps
+
+
+def checked(folder, *cases):
+    """How many accesses each case has."""
+    found = []
+    for case in cases:
+        with ordered() as order:
+            steps(**case, folder=folder)
+        found.append(order.num_accesses)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_one_rank(tmp_path, case):
+    assert checked(tmp_path, case)[0] > 100
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_several_ranks(ranks, tmp_path, num_ranks):
+    for found in ranks(num_ranks, checked, tmp_path, *CASES[num_ranks - 2 :: num_ranks]):
+        assert min(found) > 100
+
+
+SAID = r"(reads|writes) bytes .* while"
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_defects_are_found(tmp_path, defect):
+    with broken(defect) as tier, pytest.raises(AssertionError, match=SAID):
+        checked(tmp_path, {"stage": 3, "tier": tier})
+
+
+def unawaited(folder):
+    with broken("nobody waits for what drives read"), pytest.raises(AssertionError, match="a transfer from rank"):
+        checked(folder, {"stage": 3, "tier": "device"})
+    return True
+
+
+def test_a_transfer_that_nobody_waits_for_is_found(ranks, tmp_path):
+    assert all(ranks(2, unawaited, tmp_path))
+    ranks.stop()
+
+
+def test_clocks():
+    order, x = Order(), torch.zeros(4)
+    one, other = ("one", 0), ("other", 0)
+    order.access(one, x, True, "fills")
+    order.hears(other, order.told(one))
+    order.access(other, x[1:], False, "sums")
+    assert not order.found
+    order.access(one, x[:1], True, "starts again")  # nobody else looked there
+    assert not order.found
+    order.access(one, x[2:], True, "starts again")
+    assert len(order.found) == 1 and "starts again (one) writes" in order.found[0] and "sums (other)" in order.found[0]
