@@ -40,7 +40,6 @@ TESTED_BY = {
     "graph.source_lines": "graph/test_advice.py",
     "memory.arena": "passes/test_assign_buffers.py",
     "memory.donation": "compile/test_donation.py",
-    "memory.pinned": "offload/test_host_tensor.py",
     "offload.copy_engine": "offload/test_host_tensor.py",
     "offload.disk.checksum": "offload/disk/test_store.py",
     "offload.disk.engine": "offload/disk/test_failing_drives.py",

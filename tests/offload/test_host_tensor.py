@@ -1,11 +1,11 @@
 """Tiers beside a device that is not the host, captured without one: torch's `meta` device stands for it, so that
-tensors of two places in one operation are an error; and host memory that such a device copies from and to."""
+tensors of two places in one operation are an error; and the thread that updates on the host."""
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 import time
-import types
 
 import pytest
 import torch
@@ -16,9 +16,9 @@ import zerofn
 from tests.support.small_steps import apart, batch_of, build, loss_of, unit_of
 from zerofn import Offload, optim, passes, tree
 from zerofn.graph.capture import capture
-from zerofn.memory import pinned
+from zerofn.graph.node_kinds import ASIDE
+from zerofn.graph.resident import queued
 from zerofn.offload.copy_engine import CopyEngine
-from zerofn.offload.disk import PAGE, locked
 from zerofn.offload.drive_tensor import DriveTensor
 from zerofn.offload.host_tensor import HostTensor
 from zerofn.offload.host_worker import BEHIND, HostWorker
@@ -78,10 +78,10 @@ def moved(state, mode):
     return new.replace(step=fake(new.step, "cpu"), rng=fake(new.rng, "cpu"))
 
 
-def scheduled(path, tiers, precision, tx, on_nonfinite, share, monkeypatch):
+def scheduled(path, tiers, precision, tx, on_nonfinite, share, monkeypatch, num_layers=4):
     """The graph of a step after all passes, and the values of its nodes as fake tensors."""
     apart(monkeypatch, share)
-    module = build(4)
+    module = build(num_layers)
     plain = zerofn.TrainState.create(params=dict(module.named_parameters()), tx=tx)
     offload = Offload(**tiers, path=path if "nvme" in tiers.values() else None) if tiers else None
     state = zerofn.shard(plain, unit=unit_of, precision=precision, offload=offload)
@@ -134,6 +134,23 @@ def test_every_operation_has_its_tensors_in_one_place(tmp_path, monkeypatch, tie
         assert mixed(scheduled(tmp_path, tiers, precision, tx, on_nonfinite, share, monkeypatch)) == []
 
 
+@pytest.mark.parametrize("num_layers", [2, 7, 20])
+def test_what_waits_on_the_host_for_its_update_is_counted(tmp_path, monkeypatch, num_layers):
+    """Gradients and parameters, as many as queue for a thread that does nothing until it holds the next one back."""
+    gm = scheduled(tmp_path, {"optimizer": "cpu"}, None, CLIPPED, "ignore", 1.0, monkeypatch, num_layers)
+    jobs, there, most = [], {}, 0  # there: last job -> bytes
+    for turn, node in itertools.product(range(3), gm.graph.nodes):
+        if node.target is ops.bring.default and node.args[1].type == "cpu" and node.meta["val"].dim():
+            while len(jobs) > BEHIND:
+                there.pop(jobs.pop(0), None)
+            last = list(next(iter(node.users)).users)[-1]  # who updates with it, or copies it back
+            there.setdefault((turn, last), []).append(node.meta["val"].nbytes)
+            most = max(most, sum(itertools.chain(*there.values())))
+        if node.meta.get(ASIDE):
+            jobs.append((turn, node))
+    assert queued(gm) == most > 0
+
+
 def test_what_lies_on_a_drive_is_updated_on_the_host(tmp_path, monkeypatch):
     """Reads for updates stay on the host, a gradient that waits for the finite check goes to the drive at once."""
     gm = scheduled(tmp_path, {"optimizer": "nvme"}, "bf16", CLIPPED, "skip", 0.0, monkeypatch)
@@ -157,31 +174,7 @@ def test_numbers_of_a_state_lie_with_its_parameters(monkeypatch):
     assert state.step.device.type == state.rng.device.type == state.extra.device.type == "cpu"
 
 
-# --- host memory -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.uint8])
-def test_locked_memory_is_no_larger_than_asked_for(dtype):
-    x = locked((1 << 16) + 8, dtype)
-    assert not x.any() and x.data_ptr() % PAGE == 0 and x.untyped_storage().nbytes() == x.nbytes
-    assert torch.equal(x.fill_(3), torch.full_like(x, 3)) and locked(0, dtype).numel() == 0
-
-
-def test_memory_is_locked_once_and_unlocked_after_what_copies_it(monkeypatch):
-    told = []
-    calls = {
-        "cudaHostRegister": lambda *args: told.append(("lock", *args)) or 0,
-        "cudaHostUnregister": lambda *args: told.append(("unlock", *args)),
-    }
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: types.SimpleNamespace(**calls))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: told.append(("wait", device)))
-    x = locked(5000, torch.float32, torch.device("cuda", 1))
-    address, view = x.data_ptr(), x[10:]
-    del x
-    assert told == [("lock", address, 5 * PAGE, 0)] and not view.any()
-    del view
-    assert told[1:] == [("wait", torch.device("cuda", 1)), ("unlock", address)]
+# --- the update thread -----------------------------------------------------------------------------------------------
 
 
 def test_gradients_wait_for_a_thread_that_is_behind():
@@ -227,20 +220,6 @@ def test_the_host_does_not_write_what_is_still_being_copied():
     assert torch.equal(waited[0], torch.zeros(4)) and torch.equal(x, torch.ones(4))
 
 
-def test_locked_memory_is_let_go_after_the_copies_of_its_device(monkeypatch):
-    """Not those of the current device, which may be another one."""
-    waited = []
-    calls = {"cudaHostRegister": lambda *args: 0, "cudaHostUnregister": lambda *args: 0}
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: types.SimpleNamespace(**calls))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    for device in (torch.device("cuda", 3), None):
-        memory = pinned._Mapped(-1, 4096)
-        assert memory.lock(1, device)
-        del memory
-    assert waited == [torch.device("cuda", 3), 0]
-
-
 def test_jobs_run_on_the_stream_of_their_caller(monkeypatch):
     """A new thread has the first device's default stream."""
     entered = []
@@ -256,13 +235,3 @@ def test_jobs_run_on_the_stream_of_their_caller(monkeypatch):
     with instead(HostWorker()) as worker:
         assert worker.submit(sum, [1, 2]).result() == 3
     assert [x for x, _ in entered] == ["the caller's"] and entered[0][1].startswith("zerofn update")
-
-
-def test_a_lock_that_fails_leaves_no_error_behind(monkeypatch):
-    """CUDA's last error would otherwise be raised by the next launch of a kernel."""
-    told = []
-    calls = {"cudaHostRegister": lambda *args: 2}
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: types.SimpleNamespace(**calls))
-    monkeypatch.setattr(pinned, "forget_error", lambda: told.append("forgotten"))
-    memory = pinned._Mapped(-1, 4096)
-    assert not memory.lock(0, None) and told == ["forgotten"] and memory.address == 0

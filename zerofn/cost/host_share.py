@@ -17,6 +17,7 @@ import time
 import torch
 
 from ..dry_run.fake_machine import fake_machine
+from ..memory.pinned import aligned
 from ..ops import cpu
 
 ELEMENTS = 1 << 22  # elements to time: 64 MiB of state, more than caches hold
@@ -62,7 +63,8 @@ def dram_rate() -> float:
 @functools.cache
 def link_rate(device: torch.device) -> float:
     """Return bytes per second from page-locked host memory to a CUDA device."""
-    host, there = torch.empty(ELEMENTS, pin_memory=True), torch.empty(ELEMENTS, device=device)
+    there = torch.empty(ELEMENTS, device=device)
+    host = aligned(there.nbytes)[: there.nbytes].view(there.dtype)
     best = float("inf")
     for _ in range(3):
         torch.cuda.synchronize(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import defaultdict
 from typing import NamedTuple
@@ -12,12 +13,13 @@ from torch.fx import GraphModule, Node
 
 from .._torch_compat import storage_key
 from ..dry_run.fake_machine import is_host
+from ..offload.host_worker import BEHIND
 from ..util.sizes import pages
 from .alias import roots, touches
 from .edit import bodies
 from .liveness import KINDS, Live, memory_bytes, tensors_of
 from .loop import body_of, run_loop
-from .node_kinds import argument
+from .node_kinds import ASIDE, argument
 from .program import Cut, Program, tensor_of
 
 ops = torch.ops.zerofn
@@ -34,10 +36,11 @@ class Resident(NamedTuple):
 def resident(program: Program) -> Resident:
     """Return the bytes of the state, the batch, closed-over tensors and static buffers.
 
-    `host` also includes the most activations that are offloaded at one time.
+    `host` also includes the most activations that are offloaded at one time, and the most gradients and parameters that
+    wait for the host's updates.
     """
     device: Live = dict.fromkeys(KINDS, 0)
-    host, disk = offloaded(program.gm), 0
+    host, disk = offloaded(program.gm) + queued(program.gm), 0
     placeholders = iter(program.placeholders)
     for cut in program.state.nodes:
         if cut is None:
@@ -92,14 +95,9 @@ def constants(gm: GraphModule) -> dict[int, int]:
 def offloaded(gm: GraphModule) -> int:
     """Return the most bytes of activations that are offloaded to host memory at one time."""
     nodes = list(gm.graph.nodes)
-    copies_to_host = [
-        n
-        for n in nodes
-        if n.target is ops.bring.default and argument(n, "offloaded") and is_host(argument(n, "device"))
-    ]
+    copies_to_host = [n for n in nodes if _goes_to_host(n) and argument(n, "offloaded")]
     change: dict[Node, int] = defaultdict(int)  # node -> by how much the offloaded bytes change when it has run
-    # Where models compute on the host, an offloaded activation is counted like any other memory of the step.
-    if not all(is_host(x.device) for n in copies_to_host for x in tensors_of(argument(n, "x").meta["val"])):
+    if copies_to_host:
         touched = touches(gm.graph, roots(gm.graph))
         for node in copies_to_host:
             change[node] += memory_bytes(node.meta["val"])
@@ -111,3 +109,35 @@ def offloaded(gm: GraphModule) -> int:
         now += change[node]
         most = max(most, now)
     return most
+
+
+def queued(gm: GraphModule) -> int:
+    """Return the most bytes that wait in host memory at one time for the thread that updates there: gradients, and
+    parameters that return to the device.
+
+    They are sent when at most `BEHIND` of the thread's jobs are left, perhaps of the step before.
+    """
+    touched = touches(gm.graph, roots(gm.graph))
+    jobs = {n: k for k, n in enumerate(x for x in gm.graph.nodes if x.meta.get(ASIDE))}
+    waiting: list[tuple[int, float]] = []  # bytes, and the job after which they are freed
+    most = 0
+    for turn in range(2):
+        begun = turn * len(jobs)
+        for node in gm.graph.nodes:
+            begun += node in jobs
+            value = tensor_of(node)
+            if _goes_to_host(node) and not argument(node, "offloaded") and value is not None and value.dim():
+                last = max(jobs.get(x, -math.inf) for x in touched[node])
+                waiting = [x for x in waiting if x[1] >= begun - BEHIND]
+                waiting.append((memory_bytes(value), turn * len(jobs) + last))
+                most = max(most, sum(nbytes for nbytes, _ in waiting))
+    return most
+
+
+def _goes_to_host(node: Node) -> bool:
+    """Whether a node starts a copy from a device to the host. Where models compute on the host, an offloaded activation
+    is counted like any other memory of the step.
+    """
+    if node.target is not ops.bring.default or not is_host(argument(node, "device")):
+        return False
+    return not all(is_host(x.device) for x in tensors_of(argument(node, "x").meta["val"]))

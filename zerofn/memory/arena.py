@@ -20,7 +20,7 @@ from ..util.errors import DiskError
 from ..util.process import the
 from ..util.sizes import pages
 from .host_allocator import zeros
-from .pinned import aligned, locked
+from .pinned import Reader, aligned, locked
 
 
 class Arenas:
@@ -42,12 +42,8 @@ class Arenas:
         return number
 
 
-class Request(Protocol):
+class Request(Reader, Protocol):
     """A transfer that reads from an arena."""
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended."""
 
     def wait(self) -> Any:
         """Wait until it has ended. Raises `DiskError` if it failed."""

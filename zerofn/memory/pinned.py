@@ -5,14 +5,83 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
+import threading
+from typing import Protocol
+from weakref import WeakValueDictionary, finalize
 
 import torch
 from torch import Tensor
 
+from ..util.process import the
 from ..util.sizes import PAGE, pages
 from .host_allocator import in_huge_pages
 
 _HUGE = 2 << 20  # bytes of a huge page
+
+
+class Reader(Protocol):
+    """A copy that reads from host memory."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+
+
+class PageLocked:
+    """Page-locked memory for copies that come and go: locked once, handed out in whole pages, and kept for the next
+    who asks for as many.
+
+    torch's own allocator rounds up to the next power of two. `nbytes`: what is locked so, in use or not.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._free: dict[tuple[int, int], list[_Mapped]] = {}  # by device and bytes
+        self._reading: WeakValueDictionary[int, _Mapped] = WeakValueDictionary()  # by address
+        self._lock = threading.RLock()
+
+    def take(self, nbytes: int, device: torch.device | None = None) -> Tensor:
+        """Return uint8 [pages(nbytes)], at least a page, page-aligned, with any content, for copies of a CUDA device,
+        by default the current one.
+
+        Once nobody refers to it any more, the next copy may get it, which streams order after the ones that read it
+        on the device; who reads it otherwise tells `keep`.
+        """
+        size, index = max(pages(nbytes), PAGE), _index(device)
+        with self._lock:
+            free = self._free.setdefault((index, size), [])
+            at = next((k for k, x in enumerate(free) if x.reader is None or x.reader.done), None)
+            memory = self._new(size, index) if at is None else free.pop(at)
+        if memory is None:
+            return _by_torch(size)
+        memory.reader = None
+        lent = memoryview(memory)
+        finalize(lent, free.append, memory).atexit = False  # tensors keep `lent`
+        return torch.frombuffer(lent, dtype=torch.uint8)
+
+    def keep(self, x: Tensor, reader: Reader) -> None:
+        """Hand out the memory of `x` no more until `reader` is done."""
+        memory = self._reading.get(x.data_ptr())
+        if memory is not None:
+            memory.reader = reader
+
+    def release(self) -> None:
+        """Unlock what nobody uses."""
+        with self._lock:
+            for free in self._free.values():
+                self.nbytes -= sum(map(len, free))
+                free.clear()
+
+    def _new(self, size: int, index: int) -> _Mapped | None:
+        try:
+            memory = _locked(size, index)
+        except MemoryError:
+            self.release()
+            memory = _locked(size, index)
+        if memory is not None:
+            self.nbytes += size
+            self._reading[memory.address] = memory
+        return memory
 
 
 def aligned(nbytes: int) -> Tensor:
@@ -24,47 +93,71 @@ def aligned(nbytes: int) -> Tensor:
         raise ValueError(f"aligned: nbytes must be 0 or more, not {nbytes}.")
     size = pages(nbytes)
     if torch.cuda.is_available():
-        memory, begin = torch.empty(size + PAGE, dtype=torch.uint8, device="cpu", pin_memory=True), PAGE
-    else:
-        memory, begin = _in_huge_pages(size + _HUGE), _HUGE
-    start = -memory.data_ptr() % begin
+        return the(PageLocked).take(size)[:size]
+    memory = _in_huge_pages(size + _HUGE)
+    start = -memory.data_ptr() % _HUGE
     return memory[start : start + size]
 
 
-def locked(size: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """Return zeros [size] on the host, page-aligned, page-locked if there is CUDA. `device`: whose copies it is for;
-    by default the current one's.
+def like(x: Tensor, device: torch.device) -> Tensor:
+    """Return memory on the host for a copy of `x` [any shape], which fills its memory, from a CUDA device."""
+    if not x.numel():
+        return torch.empty_like(x, device="cpu")
+    return the(PageLocked).take(x.nbytes, device)[: x.nbytes].view(x.dtype).as_strided(x.shape, x.stride())
 
-    It takes whole pages and no more. torch's own allocator of page-locked memory rounds up to the next power of
-    two.
+
+def locked(size: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Return zeros [size] on the host, page-aligned, page-locked if there is CUDA, unlocked when nobody refers to
+    them. `device`: whose copies it is for; by default the current one's.
     """
+    nbytes = pages(size * dtype.itemsize)
     if not size:
         return torch.zeros(0, dtype=dtype)
-    memory = in_huge_pages(_Mapped, pages(size * dtype.itemsize))
-    out = torch.frombuffer(memory, dtype=dtype, count=size)
-    if torch.cuda.is_available() and not memory.lock(out.data_ptr(), device):
-        return torch.zeros(size, dtype=dtype, pin_memory=True)
-    return out
+    if not torch.cuda.is_available():
+        memory: mmap.mmap | None = in_huge_pages(mmap.mmap, nbytes)
+    else:
+        memory = _locked(nbytes, _index(device))
+    if memory is None:
+        return _by_torch(nbytes).zero_().view(dtype)[:size]
+    return torch.frombuffer(memory, dtype=dtype, count=size)
+
+
+def _locked(nbytes: int, index: int) -> _Mapped | None:
+    """Return zeros that are page-locked for a CUDA device; None if the driver does not."""
+    memory = in_huge_pages(_Mapped, nbytes)
+    return memory if memory.lock(index) else None
+
+
+def _by_torch(nbytes: int) -> Tensor:
+    """Return page-aligned memory of torch's allocator, which is locked in another way."""
+    memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=True)
+    start = -memory.data_ptr() % PAGE
+    return memory[start : start + nbytes]
+
+
+def _index(device: torch.device | None) -> int:
+    return torch.cuda.current_device() if device is None or device.index is None else device.index
 
 
 class _Mapped(mmap.mmap):
     """Memory that CUDA may copy directly once it is locked. Tensors in it keep it alive."""
 
     address = 0
-    device: torch.device | int | None = None
+    index = 0  # of the device
+    reader: Reader | None = None
 
-    def lock(self, address: int, device: torch.device | None) -> bool:
-        """Page-lock the mapping, which begins at `address`. Return whether the driver did."""
-        runtime = torch.cuda.cudart()
-        if int(runtime.cudaHostRegister(address, len(self), 0)):
+    def lock(self, index: int) -> bool:
+        """Page-lock the mapping for a device. Return whether the driver did."""
+        address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        if int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0)):
             forget_error()
             return False
-        self.address, self.device = address, torch.cuda.current_device() if device is None else device
+        self.address, self.index = address, index
         return True
 
     def __del__(self) -> None:
         if self.address and not sys.is_finalizing():
-            torch.cuda.synchronize(self.device)  # a copy may be under way
+            torch.cuda.synchronize(self.index)  # a copy may be under way
             torch.cuda.cudart().cudaHostUnregister(self.address)
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from ..comm.pending import pending
 from ..dry_run.fake_machine import host
 from ..memory.host_allocator import zeros
+from ..memory.pinned import like, locked
 from ..ops.registry import Lane, Moves, OnShard, Traits, define
 from .copy_engine import Landed, copies
-from .disk import locked
 from .host_worker import worker
 
 ops = torch.ops.zerofn
@@ -62,7 +62,7 @@ def bring(x: Tensor, device: torch.device, *, offloaded: bool = False) -> Tensor
         return pending().start(x.to(device, copy=True), tuple, (x,))
     if device.type == "cpu" and x.dim() and not offloaded:
         worker().hold_back()
-    out = torch.empty_like(x, device=device, pin_memory=device.type == "cpu")
+    out = like(x, accelerator) if device.type == "cpu" else torch.empty_like(x, device=device)
     event = copies().copy(out, x, accelerator, waited=offloaded)
     if x.device.type == "cpu" and not offloaded:
         copies().leaving[x.data_ptr()] = event
