@@ -1,5 +1,8 @@
 """Old values that are asked for late, returned or kept: what is on a drive has the bits of what lies in memory."""
 
+import contextlib
+import threading
+
 import pytest
 import torch
 from torch.func import functional_call
@@ -19,8 +22,15 @@ from tests.support.small_steps import (
     unit_of,
 )
 from zerofn import Offload, optim, tree
+from zerofn.comm.pending import pending
+from zerofn.comm.transport import wait_
 from zerofn.graph.node_kinds import UPDATE, is_fetch
+from zerofn.memory.arena import Arena
+from zerofn.offload import drive_tensor
+from zerofn.offload.disk import pages, scratch_space
+from zerofn.offload.host_worker import HostWorker
 from zerofn.sharding.allocate import HELD, Filler
+from zerofn.util.process import instead
 
 TIERS = [{"params": "nvme"}, {"params": "nvme", "optimizer": "nvme"}]
 
@@ -167,3 +177,30 @@ def test_units_are_not_held_until_all_their_leaves_are_there(tmp_path, monkeypat
     assert 0 < max(held) <= HELD
     assert_same_trees(zerofn.unshard(ours), zerofn.unshard(theirs))
     assert " on drives" in repr(state(offload=Offload(optimizer="nvme", path=tmp_path)))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_needs_what_the_thread_for_updates_writes_waits(tmp_path, fails):
+    """The next read of the drive, and the next who gets the memory that is written from."""
+    size, began = 3000, threading.Event()
+    arena, store = Arena(pages(4 * size)), scratch_space((str(tmp_path),), pages(4 * size))
+    handle = drive_tensor.handle_of(region := store.allocate(4 * size, "gradient"))
+
+    def arrives(x):
+        began.wait()
+        if fails:
+            raise ValueError("no gradient")
+        return x.fill_(7)
+
+    with instead(HostWorker()) as worker:
+        x = drive_tensor.drive_buffer(size, torch.float32, [arena.number, 0])
+        worker.submit(arrives, x)
+        drive_tensor.aside_write_drive_(handle, x)
+        threading.Timer(0.05, began.set).start()
+        with pytest.raises(ValueError, match="no gradient") if fails else contextlib.nullcontext():
+            arena.part(0, 64).fill_(0)  # once it was written
+            assert began.is_set()
+            found = wait_(drive_tensor.fetch(handle, size, torch.float32, [], torch.device("cpu")))
+        pending().wait_for_all()
+    assert fails or found.eq(7).all()
+    assert region.store is store

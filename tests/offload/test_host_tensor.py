@@ -152,7 +152,9 @@ def test_what_waits_on_the_host_for_its_update_is_counted(tmp_path, monkeypatch,
 
 
 def test_what_lies_on_a_drive_is_updated_on_the_host(tmp_path, monkeypatch):
-    """Reads for updates stay on the host, a gradient that waits for the finite check goes to the drive at once."""
+    """Reads for updates stay on the host. A gradient that waits for the finite check goes to the drive at once, and the
+    thread for updates waits until the device has sent it.
+    """
     gm = scheduled(tmp_path, {"optimizer": "nvme"}, "bf16", CLIPPED, "skip", 0.0, monkeypatch)
     nodes = list(gm.graph.nodes)
     assert {n.args[4].type for n in nodes if n.target is ops.fetch.default} == {"cpu"}
@@ -163,6 +165,10 @@ def test_what_lies_on_a_drive_is_updated_on_the_host(tmp_path, monkeypatch):
         if n.target is ops.write_drive_.default and n.args[0].target is ops.drive_handle.default
     ]
     assert len(offloaded) == 2 and max(offloaded) < norm[-1]
+    for write in map(nodes.__getitem__, offloaded):
+        (copy,) = (x for x in write.args[1].users if x is not write)
+        assert all(x.meta.get(ASIDE) for x in (write, copy, copy.args[1])) and not write.args[1].meta.get(ASIDE)
+        assert copy.args[1].target is ops.wait.default and copy.args[1].args[0].target is ops.bring.default
 
 
 def test_numbers_of_a_state_lie_with_its_parameters(monkeypatch):

@@ -328,8 +328,9 @@ class Stream:
 @pytest.mark.parametrize("offloaded", [True, False])
 def test_the_host_goes_on_while_activations_leave(monkeypatch, offloaded):
     told, gpu = [], torch.device("cuda")
+    monkeypatch.setattr(host_tensor, "like", lambda x, device: There(told, "cpu", id(x)))
     fake = types.SimpleNamespace(
-        empty_like=lambda x, device, pin_memory: There(told, device.type, id(x)),
+        empty_like=lambda x, device: There(told, device.type, id(x)),
         cuda=types.SimpleNamespace(
             current_stream=lambda device: Stream(told, "device"), stream=lambda stream: contextlib.nullcontext()
         ),

@@ -81,6 +81,11 @@ def apart(patch: Any, share: float) -> None:
     patch.setattr(importlib.import_module("zerofn.passes.update_on_host"), "share_of", lambda *args: share)
 
 
+def beside_drives(patch: Any) -> None:
+    """A device that is not the host, whose gradients go to drives through host memory."""
+    patch.setattr(importlib.import_module("zerofn.passes.update_on_host"), "_on_device", lambda rule: True)
+
+
 def batch_of(rank: int = 0, rows: int = ROWS, dtype: torch.dtype = torch.float32, seed: int = 1) -> dict[str, Any]:
     """Inputs and targets that differ between ranks."""
     generator = torch.Generator().manual_seed(100 * seed + rank)

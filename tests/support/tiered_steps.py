@@ -11,7 +11,7 @@ import pytest
 
 import zerofn
 from tests.support.captured_steps import TX, masked_batch, masked_step, run
-from tests.support.small_steps import apart, build, state_of
+from tests.support.small_steps import apart, beside_drives, build, state_of
 from zerofn import Offload
 from zerofn.comm.pending import PendingTransfers, pending
 from zerofn.memory.arena import Arena
@@ -23,6 +23,7 @@ TIERS: dict[str, Callable[[Path], Offload | None]] = {
     "host": lambda folder: Offload("cpu"),
     "host, parameters": lambda folder: Offload(optimizer="cpu", params="cpu"),
     "drive": lambda folder: Offload("nvme", path=folder),
+    "drive of a device": lambda folder: Offload("nvme", path=folder),
     "drive, parameters": lambda folder: Offload(optimizer="nvme", params="nvme", path=folder),
 }
 CASES: list[dict[str, Any]] = [
@@ -51,8 +52,10 @@ def steps(
     step = masked_step(module, n)
     batches = [masked_batch(k, ROWS) for k in range(STEPS)]
     with pytest.MonkeyPatch.context() as patch, inside():
-        if tier.startswith("host"):
+        if tier.startswith("host") or tier == "drive of a device":
             apart(patch, share)
+        if tier == "drive of a device":
+            beside_drives(patch)
         state, memory = state_of(module, stage, TX, precision=precision, offload=TIERS[tier](folder)), None
         if budget:
             memory = zerofn.compile(step, remat="full").lower(state, batches[0]).memory().total * 9 // 8

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -25,6 +26,7 @@ from ..ops.registry import Lane, Moves, OnShard, Traits, define
 from ..util.process import the
 from .copy_engine import Landed, copies
 from .disk import PAGE, Region, Request, aligned, pages
+from .host_worker import worker
 
 ops = torch.ops.zerofn
 LOOSE = 2  # writes at a time from memory of their own
@@ -114,6 +116,28 @@ class _Work:
         self._request.wait()
 
 
+class _Queued:
+    """A write that the thread for updates starts, as a transfer that reads from an arena."""
+
+    def __init__(self, job: Future[Request | None]) -> None:
+        self._job = job
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._job.done() and (self._request is None or self._request.done)
+
+    def wait(self) -> None:
+        """Wait until it has ended."""
+        worker().wait_for(self._job)
+        if self._request is not None:
+            self._request.wait()
+
+    @property
+    def _request(self) -> Request | None:
+        return None if self._job.exception() else self._job.result()  # the worker tells what failed
+
+
 class _Read:
     """A copy to a device, as a transfer that reads from an arena."""
 
@@ -137,6 +161,7 @@ def fetch(handle: Tensor, size: int, dtype: torch.dtype, place: Sequence[int], d
     `place`: [arena, byte]; empty for memory of its own.
     """
     region, nbytes = region_of(handle), size * dtype.itemsize
+    pending().wait(handle)  # until the thread for updates has begun to write there
     buffer = memory_at(place, pages(nbytes)) if place else aligned(nbytes)
     work, held = _Work(region.store.read(region, buffer)), buffer[:nbytes].view(dtype)
     if device.type == "cpu":
@@ -166,20 +191,34 @@ def write_drive_(handle: Tensor, x: Tensor) -> None:
     In an arena, `x` must not change until a fetch takes its place. Other memory, such as the state's, may be
     written at any time, so it is copied first.
     """
-    region, nbytes = region_of(handle), x.numel() * x.element_size()
     arena = arena_of(x)
-    if arena is None or x.data_ptr() % PAGE:
-        loose = the(Handles).loose
-        while len(loose) >= LOOSE:
-            end(loose.popleft())
-        buffer = aligned(nbytes)
-        buffer[:nbytes].view(x.dtype).copy_(x)
-        loose.append(region.store.write(region, buffer))
+    if arena is not None and x.data_ptr() % PAGE == 0:
+        arena.leave(x, pages(x.nbytes), _write(handle, x))
         return
+    region, nbytes = region_of(handle), x.nbytes
+    loose = the(Handles).loose
+    while len(loose) >= LOOSE:
+        end(loose.popleft())
+    buffer = aligned(nbytes)
+    buffer[:nbytes].view(x.dtype).copy_(x)
+    loose.append(region.store.write(region, buffer))
+
+
+def aside_write_drive_(handle: Tensor, x: Tensor) -> None:
+    """Start to write `x` [size], which is in an arena, on the thread for updates: it is not complete yet."""
+    arena = arena_of(x)
+    assert arena is not None
+    job = worker().submit_for(handle, _write, handle, x)
+    arena.leave(x, pages(x.nbytes), _Queued(job))
+
+
+def _write(handle: Tensor, x: Tensor) -> Request:
+    """Start to write `x` [size] and the rest of its last page."""
+    region = region_of(handle)
     whole = torch.empty(0, dtype=torch.uint8).set_(
-        x.untyped_storage(), x.storage_offset() * x.element_size(), (pages(nbytes),), (1,)
+        x.untyped_storage(), x.storage_offset() * x.element_size(), (pages(x.nbytes),), (1,)
     )
-    arena.leave(x, pages(nbytes), region.store.write(region, whole))
+    return region.store.write(region, whole)
 
 
 def _no_copy(handle: Tensor, x: Tensor) -> Tensor:
@@ -218,4 +257,5 @@ define(
     write_drive_,
     lambda handle, x: None,
     traits=Traits(OnShard.KEEPS, Moves(Lane.WRITE, lambda given, _: given["x"].nbytes), stores="in place"),
+    aside=aside_write_drive_,
 )

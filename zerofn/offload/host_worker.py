@@ -40,10 +40,11 @@ class HostWorker:
         self.jobs.append(self._thread.submit(self._call, function, args, kwargs, _caller_stream()))
         return self.jobs[-1]
 
-    def submit_for(self, place: Tensor, function: Callable[..., Any], *args: Any) -> None:
+    def submit_for(self, place: Tensor, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Submit a job, and let the next user of `place` wait for it."""
         future = self.submit(function, *args)
         pending().start(place, lambda: [_Job(self, future, place)], tuple(x for x in args if x is not place))
+        return future
 
     def hold_back(self) -> None:
         """Block the caller while the thread is far behind: each gradient in the queue takes memory."""
@@ -85,9 +86,13 @@ class HostWorker:
         self._owed.clear()
         self._failed.clear()
 
+    def wait_for(self, future: Future[Any]) -> None:
+        """Wait for a job, which may have failed."""
+        wait([future])
+
     def tell(self, future: Future[Any]) -> None:
         """Wait for a job, and raise the first failure, once."""
-        wait([future])
+        self.wait_for(future)
         if self._failed:
             error = self._failed[0]
             self.end()

@@ -71,22 +71,23 @@ def _offload(graph: Graph, rule: Node, memory: Node, after: Node, space: int) ->
     """Write a rule's gradient, which is in `memory`, to a drive right after `after`, and read it for the rule."""
     value, then = tensor_of(_gradient(rule)), after.next
     assert value is not None
-    aside: list[Node] = []
     in_buffer = _make_in_drive_buffer(_gradient(rule), memory)
     gradient = held = _gradient(rule)
+    written = []
     with graph.inserting_before(then):
         if not in_buffer:
             held = graph.call_function(ops.drive_buffer.default, (value.numel(), value.dtype, []))
-            aside += [held, graph.call_function(torch.ops.aten.copy_.default, (held, gradient))]
+            written.append(graph.call_function(torch.ops.aten.copy_.default, (held, gradient)))
         handle = graph.call_function(ops.drive_handle.default, (space,))
-        aside.append(graph.call_function(ops.write_drive_.default, (handle, held)))
+        written.append(graph.call_function(ops.write_drive_.default, (handle, held)))
+    start = start_of(gradient)
+    if start is not None and start.target is ops.bring.default:  # the thread for updates waits for the device
+        for node in (gradient, *written):
+            node.meta[ASIDE] = True
     with graph.inserting_before(rule):
         fetch = graph.call_function(ops.fetch.default, (handle, value.numel(), value.dtype, [], host()))
         wait = graph.call_function(ops.wait.default, (fetch,))
     fetch.meta[UPDATE] = True
-    if rule.meta.get(ASIDE):
-        for node in (*aside, fetch, wait):
-            node.meta[ASIDE] = True
     rule.replace_input_with(gradient, wait)
 
 
