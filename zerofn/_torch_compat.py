@@ -122,6 +122,11 @@ def abort_groups() -> None:
     torch.distributed.distributed_c10d._abort_process_group()
 
 
+def set_allocator(settings: str) -> None:
+    """Give the allocator of devices settings as of PYTORCH_ALLOC_CONF, for memory that it takes from now on."""
+    torch._C._accelerator_setAllocatorSettings(settings)
+
+
 def connected_again(store: Any) -> Any:
     """Return a connection of its own to a store, or the store where it has no such thing."""
     try:

@@ -71,11 +71,11 @@ def compile(
 
     `memory`: bytes of the device that a step may take on a rank, or a text such as "24GiB". It includes the state,
     but not the workspace that operations allocate while they run. To stay below it, ZeroFn drops gathered units and
-    gathers them again, and recomputes or offloads activations; the values are the same, bit for bit. `remat`:
-    "full" recomputes every activation except those that cross from one unit's part of the model to the next; "auto"
-    recomputes the cheapest ones until the saved ones take half of the memory. `machine`: the cost model that
-    schedules transfers and says what is cheap to recompute; give what `zerofn.plan` was given. None is a typical
-    machine.
+    gathers them again, and recomputes or offloads activations; the values are the same, bit for bit. torch's CUDA
+    allocator is held to it, too, with an eighth (at least 1 GiB) for workspace, until a step without `memory` runs.
+    `remat`: "full" recomputes every activation except those that cross from one unit's part of the model to the
+    next; "auto" recomputes the cheapest ones until the saved ones take half of the memory. `machine`: the cost model
+    that schedules transfers and says what is cheap to recompute; give what `zerofn.plan` was given. None is typical.
 
     `backend`: "eager" runs operation by operation. An instance with `bind(program) -> Runner` runs the scheduled
     graph its own way: `bind` is called before the first run of each signature, `Runner.run(inputs) -> outputs` at
