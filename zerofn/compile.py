@@ -42,6 +42,7 @@ from .runtime.guards import Captures, Written
 from .runtime.inputs import Inputs, collect, params_among, refill_copies, signature_of
 from .runtime.interrupts import deliver, whole_steps
 from .runtime.outputs import returned
+from .runtime.repeatable import repeatable
 from .sharding.allocate import keep_halves
 from .sharding.sharded import axis_among, is_sharded
 from .sharding.state_tree import as_tensor
@@ -59,6 +60,7 @@ def compile(
     machine: Machine | str | os.PathLike[str] | None = None,
     backend: str | Backend = "eager",
     passes: Callable[[list[Pass]], list[Pass]] | None = None,
+    deterministic: bool = False,
 ) -> CompiledStep:
     """Return a callable `(state, batch) -> (state, aux)` that runs `train_step`, captured and scheduled.
 
@@ -78,13 +80,12 @@ def compile(
     that schedules transfers and says what is cheap to recompute; give what `zerofn.plan` was given. None is typical.
 
     `backend`: "eager" runs operation by operation. An instance with `bind(program) -> Runner` runs the scheduled
-    graph its own way: `bind` is called before the first run of each signature, `Runner.run(inputs) -> outputs` at
-    each step, `Runner.close()` once, when the compiled step is collected (`zerofn.runtime.backend` has the
-    protocol).
+    graph its own way (`zerofn.runtime.backend` has the protocol). `passes`: a function that takes the list of passes
+    (`zerofn.Pass`) that schedule a step and returns the list to run, with passes left out or added. Each added pass
+    is checked: the graph that it leaves must be sound, take and return what it did, and still be a pure function.
 
-    `passes`: a function that takes the list of passes (`zerofn.Pass`) that schedule a step and returns the list to
-    run, with passes left out or added. Each added pass is checked: the graph that it leaves must be sound, take and
-    return what it did, and still be a pure function.
+    `deterministic`: on devices, too, sum over ranks in rank order and take kernels that repeat their results; an
+    operation without one raises `RuntimeError`. On the host all of this holds anyway.
 
     >>> import torch, zerofn
     >>> def tanh_gelu(program):
@@ -109,7 +110,7 @@ def compile(
         raise TypeError(f"compile: passes={passes!r} is no function; give one that takes the list of passes.")
     budget = None if memory is None else num_bytes(memory)
     where = None if machine is None else machine_of(machine)
-    return CompiledStep(train_step, _Options(donate, budget, remat, where, backend_of(backend), passes))
+    return CompiledStep(train_step, _Options(donate, budget, remat, where, backend_of(backend), passes, deterministic))
 
 
 class _Options(NamedTuple):
@@ -121,6 +122,7 @@ class _Options(NamedTuple):
     machine: Machine | None
     backend: Backend
     passes: Callable[[list[Pass]], list[Pass]] | None
+    deterministic: bool
 
     @property
     def chooses(self) -> bool:
@@ -281,7 +283,8 @@ class CompiledStep:
     def _captured(self, state: Any, batch: Any) -> _Captured:
         began = time.perf_counter()
         pending().wait_for_all()  # perhaps of another state that nobody will use again
-        program, constants = captured(self._step, state, batch)
+        with self._arithmetic(tree.leaves(state, is_leaf=is_sharded)):
+            program, constants = captured(self._step, state, batch)
         program.name = self.__name__
         numbers = state_arithmetic(program)
         program.timings["capture"] = time.perf_counter() - began
@@ -311,6 +314,7 @@ class CompiledStep:
         # A number in the batch may differ from rank to rank, unless it meets the state: `numbers` has it then.
         inputs = {k: v for k, v in program.describe().items() if k.removeprefix("batch.") not in program.batch.baked}
         known: dict[str, Any] = {**inputs, **_optimizers(program), "machine": machine}
+        known["deterministic"] = self._options.deterministic
         if machine is not None:  # whose repr is rounded
             known["machine in full"] = dataclasses.asdict(machine)
         text = "\n".join([*(f"{k}: {v}" for k, v in known.items()), *captured.numbers, fingerprint(program)])
@@ -319,7 +323,11 @@ class CompiledStep:
     def _run(self, call: _Call, inputs: Inputs, batch: Any) -> list[Any]:
         entry = call.entry
         try:
-            with whole_steps(), meetings().lasting(entry.groups, f"the step {self.__name__}", entry.digest):
+            with (
+                self._arithmetic(call.state_leaves),
+                whole_steps(),
+                meetings().lasting(entry.groups, f"the step {self.__name__}", entry.digest),
+            ):
                 if not isinstance(entry.runner, Executor):  # which settles before its first write
                     meetings().settle()
                 return entry.runner.run(inputs.flat())
@@ -343,6 +351,12 @@ class CompiledStep:
                     if is_sharded(x):
                         x.donate(f"This state was lost when {why}. Load the last checkpoint.")
             raise
+
+    def _arithmetic(self, state_leaves: list[Any]) -> contextlib.AbstractContextManager[None]:
+        """Return what a step is captured and runs in."""
+        if not self._options.deterministic:
+            return contextlib.nullcontext()
+        return repeatable([x.device for x in state_leaves if isinstance(x, Tensor) or is_sharded(x)])
 
     def _recover(self, entry: Entry) -> None:
         """Clean up the transfers and jobs that a failed step has left."""

@@ -14,6 +14,7 @@ from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, loss_of, state_of, train_step_of, unit_of
 from zerofn import collectives, optim, tree
 from zerofn.comm import transport
+from zerofn.runtime import repeatable
 
 KNOWN = {torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64}
 MODULE = build(3)
@@ -93,10 +94,10 @@ def test_every_collective(ranks, size):
     assert all(set(found) <= set(every) and "permute" in found for found in ranks(size, every_collective))
 
 
-def trained(stage, precision, frozen, num_steps=3):
+def trained(stage, precision, frozen, num_steps=3, deterministic=False):
     options = {"frozen": lambda name: name.startswith("0.")} if frozen else {}
     state = state_of(MODULE, stage, optim.adamw(1e-2), precision=precision, **options)
-    step, found = zerofn.compile(train_step_of(MODULE, 2)), []
+    step, found = zerofn.compile(train_step_of(MODULE, 2), deterministic=deterministic), []
     loss_fn = loss_of(MODULE)
 
     def evaluate(state, batch):
@@ -131,6 +132,22 @@ def test_training(ranks, size, stage, precision, frozen):
             assert_same_trees(got, expected)  # a sum of two has one order
         else:
             torch.testing.assert_close(tree.leaves(got), tree.leaves(expected), rtol=2e-2, atol=2e-2)
+
+
+def both_in_rank_order(stage):
+    expected, counted = trained(stage, None, False), []
+    with as_on_devices(counted), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(repeatable, "_is_host", lambda device: False)
+        got = trained(stage, None, False, deterministic=True)
+    return got, expected, counted
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_deterministic_sums_are_in_rank_order(ranks, stage):
+    """On three ranks, whose sums have several orders, with the bits of gloo's branch."""
+    for got, expected, counted in ranks(3, both_in_rank_order, stage):
+        assert_same_trees(got, expected)
+        assert "all_to_all_single" in counted and "reduce_scatter_single" not in counted
 
 
 def gradient_of_a_sum():

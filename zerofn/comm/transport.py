@@ -2,8 +2,8 @@
 
 On gloo a start posts `isend`/`irecv` pairs, and the wait sums what arrived in rank order (gloo's own reduce-scatter is
 an all-reduce and a slice, which sends twice as much). Other backends use their own collectives, which take contiguous
-tensors of few dtypes: what is only moved goes as bytes. A start returns the tensor that will hold the result; its
-contents are undefined until the wait.
+tensors of few dtypes: what is only moved goes as bytes. They sum in an order of their own, unless `Sums` says
+otherwise. A start returns the tensor that will hold the result; its contents are undefined until the wait.
 
 [Note: order] Tags count the transfers of a group, so transfers match in the order of their starts: every rank must
 start the same ones in the same order. `compile` compares fingerprints of that order over ranks, and `meetings` what
@@ -25,6 +25,7 @@ from torch import Tensor
 from .._torch_compat import all_gather_single, reduce_scatter_single
 from ..memory.arena import empty
 from ..ops.registry import Lane, Moves, OnShard, Traits, define
+from ..util.process import the
 from .failures import backend_on, group_named
 from .meetings import meetings
 from .pending import Works, pending
@@ -38,6 +39,12 @@ _MOVED_AS_THEY_ARE = (
     torch.int32,
     torch.uint8,
 )
+
+
+class Sums:
+    """`in_rank_order`: whether other backends than gloo, whose order is their own, also sum so."""
+
+    in_rank_order = False
 
 
 def wait_(tensor: Tensor) -> Tensor:
@@ -119,6 +126,8 @@ def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str) -> Tens
     """flat [size * s] -> [s]: the sum over ranks, in rank order, of this rank's shard."""
     _meet(group, "reduce_scatter", flat, unit)
     if not _is_gloo(group, flat):
+        if the(Sums).in_rank_order:
+            return _exchanged_and_summed(flat.contiguous().view(size, -1), group)
         flat, out = flat.contiguous(), flat.new_empty(flat.numel() // size)
         work = reduce_scatter_single(out, flat, group=group_named(group), async_op=True)
         return pending().start(out, lambda: [work], (flat,))
@@ -138,6 +147,21 @@ def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str) -> Tens
         return rows[rank] if r == rank else parts[r]
 
     return pending().start(out, works, (flat, *parts.values()), finish)
+
+
+def _exchanged_and_summed(rows: Tensor, group: str) -> Tensor:
+    """rows [size, s] -> [s]: every rank gets its row of all ranks, and sums them in rank order."""
+    found = torch.empty_like(rows)
+    work = dist.all_to_all_single(
+        _bytes(found.view(-1)), _bytes(rows.view(-1)), group=group_named(group), async_op=True
+    )
+    out = found[0]
+
+    def finish() -> None:
+        for row in found[1:]:
+            out.add_(row)
+
+    return pending().start(out, lambda: [work], (rows, found), finish)
 
 
 def exchange_start(rows: Tensor, size: int, group: str) -> Tensor:

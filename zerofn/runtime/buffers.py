@@ -11,10 +11,8 @@ from torch.fx import GraphModule
 from ..graph.buffers import DriveSpec
 from ..graph.edit import bodies
 from ..graph.node_kinds import argument, is_ours, set_argument
-from ..graph.program import Program, tensor_of
-from ..graph.resident import resident
+from ..graph.program import Program
 from ..memory.arena import arena_for, reserve
-from ..memory.device_allocator import hold
 from ..memory.host_allocator import return_freed_memory
 from ..memory.pinned import PageLocked
 from ..offload.disk import Region, scratch_space
@@ -42,10 +40,6 @@ class Buffers:
         if any(x.device is None for x in program.buffers):  # state is on drives, so memory is short
             return_freed_memory()
         the(PageLocked).release()  # steps send values of other sizes
-        found = resident(program).device
-        there = found["state"] + found["gathered"] + found["other"]
-        for device in {x.device for x in map(tensor_of, program.placeholders) if x is not None}:
-            hold(device, program.budget, there)
         self.arenas = [arena_for(x.number, x.nbytes, x.device) for x in program.buffers]
         self.regions = _regions(tuple(program.drive_space))
         self._static = [

@@ -8,7 +8,9 @@ from ..comm.agreement import agree_on
 from ..comm.meetings import digest_of
 from ..graph.edit import bodies
 from ..graph.node_kinds import argument, is_ours
-from ..graph.program import Program
+from ..graph.program import Program, tensor_of
+from ..graph.resident import resident
+from ..memory.device_allocator import hold
 from ..ops.registry import argument_places
 from .backend import Backend, Runner
 from .buffers import Buffers
@@ -40,6 +42,7 @@ class Entry:
 
     def _bind(self) -> tuple[None, str]:
         if not hasattr(self, "buffers"):
+            _hold(self.program)
             buffers = Buffers(self.program)
             buffers.bind(self.program.gm)
             self.buffers = buffers
@@ -58,6 +61,14 @@ class Entry:
     def wrote(self) -> bool:
         """Whether the last run may have written to its inputs."""
         return getattr(self.runner, "wrote", True)
+
+
+def _hold(program: Program) -> None:
+    """Tell the allocators of the step's devices its budget."""
+    found = resident(program).device
+    there = found["state"] + found["gathered"] + found["other"]
+    for device in {x.device for x in map(tensor_of, program.placeholders) if x is not None}:
+        hold(device, program.budget, there)
 
 
 def _groups(program: Program) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import tree
@@ -111,6 +112,12 @@ class Sharded:
     def storages(self) -> tuple[StorageSpec, ...]:
         """How each shard is, or was before its donation, stored."""
         return self._storages or tuple([stored(x).storage for x in self._kept])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        placement = self.storages[0].placement
+        return self._alive()[0].device if placement is None else torch.device(placement.device)
 
     @property
     def parts(self) -> list[Tensor]:

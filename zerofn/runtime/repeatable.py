@@ -1,0 +1,50 @@
+"""`compile(deterministic=True)`: bits on devices that do not depend on how the kernels of a run happen to be ordered.
+
+On the host all this holds anyway: sums over ranks are taken in rank order, and torch's kernels repeat their results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..comm.transport import Sums
+from ..util.process import the
+
+WORKSPACES = (":4096:8", ":16:8")  # of cuBLAS, with which its sums repeat
+
+
+@contextlib.contextmanager
+def repeatable(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Inside, sums over ranks are in rank order, and torch takes kernels that repeat their results, for attention, too,
+    or raises `RuntimeError` for an operation that has none. `devices`: of the state; if all is on the host, do nothing.
+
+    Raises `ValueError` if cuBLAS was not told to repeat its sums.
+    """
+    if all(map(_is_host, devices)):
+        yield
+        return
+    if any(x.type == "cuda" for x in devices) and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in WORKSPACES:
+        raise ValueError(
+            "compile(deterministic=True): cuBLAS repeats its sums only if CUBLAS_WORKSPACE_CONFIG=:4096:8 is in the "
+            "environment before its first use: set it where the script is started."
+        )
+    sums, cudnn = the(Sums), torch.backends.cudnn
+    fill: Any = torch.utils.deterministic
+    before = sums.in_rank_order, cudnn.deterministic, cudnn.benchmark, fill.fill_uninitialized_memory
+    enabled, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    sums.in_rank_order, cudnn.deterministic, cudnn.benchmark, fill.fill_uninitialized_memory = True, True, False, False
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warns)
+        sums.in_rank_order, cudnn.deterministic, cudnn.benchmark, fill.fill_uninitialized_memory = before
+
+
+def _is_host(device: torch.device) -> bool:
+    return device.type == "cpu"
