@@ -2,7 +2,6 @@
 tensors of two places in one operation are an error; and the thread that updates on the host."""
 
 import contextlib
-import dataclasses
 import itertools
 import threading
 import time
@@ -10,24 +9,17 @@ import time
 import pytest
 import torch
 import torch._functorch.config
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zerofn
-from tests.support.small_steps import apart, batch_of, build, loss_of, unit_of
-from zerofn import Offload, optim, passes, tree
-from zerofn.graph.capture import capture
+from tests.support.on_meta import DEVICE, scheduled
+from zerofn import optim, tree
 from zerofn.graph.node_kinds import ASIDE
 from zerofn.graph.resident import queued
 from zerofn.offload.copy_engine import CopyEngine
-from zerofn.offload.drive_tensor import DriveTensor
-from zerofn.offload.host_tensor import HostTensor
 from zerofn.offload.host_worker import BEHIND, HostWorker
-from zerofn.sharding.sharded import Sharded, is_sharded
-from zerofn.sharding.storage import Stored
 from zerofn.util.process import instead
 
 ops = torch.ops.zerofn
-DEVICE = torch.device("meta")
 CLIPPED = optim.chain(optim.clip_by_global_norm(0.05), optim.adamw(1e-2, weight_decay=0.1))
 SCHEDULED = optim.adamw(optim.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 10))
 TIERS = [
@@ -45,58 +37,6 @@ TIERS = [
 def fakes_on_meta():
     with torch._functorch.config.patch(fake_tensor_allow_meta=True):
         yield
-
-
-def moved(state, mode):
-    """The state as it would be beside the device: fake tensors there; what is offloaded, and counters, on the host."""
-
-    def fake(x, device):
-        with mode:
-            return torch.empty(x.shape, dtype=x.dtype, device=device)
-
-    def part(x):
-        if isinstance(x, HostTensor):
-            return HostTensor(fake(x.handle, "cpu"), DEVICE)
-        if isinstance(x, DriveTensor):
-            there = DriveTensor(x.handle, x.dtype, x.size, DEVICE)
-            there.handle = fake(x.handle, "cpu")
-            return there
-        return fake(x, DEVICE)
-
-    def one(x):
-        if not is_sharded(x):
-            return x if x is state.step or x is state.rng else fake(x, DEVICE)
-        storages = [
-            k
-            if k.placement is None
-            else dataclasses.replace(k, placement=dataclasses.replace(k.placement, device="meta"))
-            for k in x.storages
-        ]
-        return Sharded(x.spec, [Stored(k, tuple(map(part, y.parts))) for k, y in zip(storages, x.stored, strict=True)])
-
-    new = tree.tree_map(one, state, is_leaf=is_sharded)
-    return new.replace(step=fake(new.step, "cpu"), rng=fake(new.rng, "cpu"))
-
-
-def scheduled(path, tiers, precision, tx, on_nonfinite, share, monkeypatch, num_layers=4):
-    """The graph of a step after all passes, and the values of its nodes as fake tensors."""
-    apart(monkeypatch, share)
-    module = build(num_layers)
-    plain = zerofn.TrainState.create(params=dict(module.named_parameters()), tx=tx)
-    offload = Offload(**tiers, path=path if "nvme" in tiers.values() else None) if tiers else None
-    state = zerofn.shard(plain, unit=unit_of, precision=precision, offload=offload)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-        batch = {k: torch.empty(x.shape, dtype=dtype, device=DEVICE) for k, x in batch_of().items()}
-
-    def step(state, batch):
-        loss, grads = state.value_and_grad(loss_of(module))(batch)
-        return state.apply_gradients(grads, on_nonfinite=on_nonfinite), {"loss": loss}
-
-    program = capture(step, moved(state, mode), batch)
-    passes.run(program, donating=True)
-    return program.gm
 
 
 def mixed(gm):
@@ -131,13 +71,13 @@ def mixed(gm):
 )
 def test_every_operation_has_its_tensors_in_one_place(tmp_path, monkeypatch, tiers, precision, tx, on_nonfinite):
     for share in (0.0, 1.0) if tiers else (0.0,):
-        assert mixed(scheduled(tmp_path, tiers, precision, tx, on_nonfinite, share, monkeypatch)) == []
+        assert mixed(scheduled(tmp_path, tiers, precision, tx, on_nonfinite, share, monkeypatch).gm) == []
 
 
 @pytest.mark.parametrize("num_layers", [2, 7, 20])
 def test_what_waits_on_the_host_for_its_update_is_counted(tmp_path, monkeypatch, num_layers):
     """Gradients and parameters, as many as queue for a thread that does nothing until it holds the next one back."""
-    gm = scheduled(tmp_path, {"optimizer": "cpu"}, None, CLIPPED, "ignore", 1.0, monkeypatch, num_layers)
+    gm = scheduled(tmp_path, {"optimizer": "cpu"}, None, CLIPPED, "ignore", 1.0, monkeypatch, num_layers).gm
     jobs, there, most = [], {}, 0  # there: last job -> bytes
     for turn, node in itertools.product(range(3), gm.graph.nodes):
         if node.target is ops.bring.default and node.args[1].type == "cpu" and node.meta["val"].dim():
@@ -155,7 +95,7 @@ def test_what_lies_on_a_drive_is_updated_on_the_host(tmp_path, monkeypatch):
     """Reads for updates stay on the host. A gradient that waits for the finite check goes to the drive at once, and the
     thread for updates waits until the device has sent it.
     """
-    gm = scheduled(tmp_path, {"optimizer": "nvme"}, "bf16", CLIPPED, "skip", 0.0, monkeypatch)
+    gm = scheduled(tmp_path, {"optimizer": "nvme"}, "bf16", CLIPPED, "skip", 0.0, monkeypatch).gm
     nodes = list(gm.graph.nodes)
     assert {n.args[4].type for n in nodes if n.target is ops.fetch.default} == {"cpu"}
     norm = [k for k, n in enumerate(nodes) if n.target is ops.part_numbers.default]

@@ -38,7 +38,7 @@ class CopyEngine:
         """
         stream = self.stream(device, out.device.type)
         compute = torch.cuda.current_stream(device)
-        if x.device.type == "cuda" and device in self._reading:
+        if has_streams(x.device) and device in self._reading:
             compute.wait_event(self._reading.pop(device)[0])
         stream.wait_stream(compute)
         for t in (out, x):
@@ -47,7 +47,7 @@ class CopyEngine:
         with torch.cuda.stream(stream):
             out.copy_(x, non_blocking=True)
             event = stream.record_event()
-        if x.device.type == "cuda" and not waited:
+        if has_streams(x.device) and not waited:
             self._reading[device] = event, x
         return event
 
@@ -91,10 +91,15 @@ class Landed:
 
     def wait(self, timeout: Any = None) -> None:
         """Wait until the copy is done."""
-        if self._device.type == "cuda":
+        if has_streams(self._device):
             torch.cuda.current_stream(self._device).wait_event(self._event)
         else:
             self._event.synchronize()
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether a device copies from and to the host on streams."""
+    return device.type == "cuda"
 
 
 def copies() -> CopyEngine:

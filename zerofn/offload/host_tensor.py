@@ -17,7 +17,7 @@ from ..dry_run.fake_machine import host
 from ..memory.host_allocator import zeros
 from ..memory.pinned import like, locked
 from ..ops.registry import Lane, Moves, OnShard, Traits, define
-from .copy_engine import Landed, copies
+from .copy_engine import Landed, copies, has_streams
 from .host_worker import worker
 
 ops = torch.ops.zerofn
@@ -47,7 +47,7 @@ class HostTensor:
 
 def on_host(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros [size] in host memory, page-locked for a CUDA device."""
-    return locked(size, dtype, device) if device.type == "cuda" else zeros(size, dtype, host())
+    return locked(size, dtype, device) if has_streams(device) else zeros(size, dtype, host())
 
 
 def bring(x: Tensor, device: torch.device, *, offloaded: bool = False) -> Tensor:
@@ -56,7 +56,7 @@ def bring(x: Tensor, device: torch.device, *, offloaded: bool = False) -> Tensor
     `offloaded`: nobody reads the copy on the host; it waits there to be copied back. Then the wait blocks the
     device's stream and not the host. After the wait, `x` may be freed: the stream orders its reuse after the copy.
     """
-    accelerator = next((d for d in (x.device, device) if d.type == "cuda"), None)
+    accelerator = next((d for d in (x.device, device) if has_streams(d)), None)
     if accelerator is None:
         copies().settle(x)
         return pending().start(x.to(device, copy=True), tuple, (x,))
@@ -71,7 +71,7 @@ def bring(x: Tensor, device: torch.device, *, offloaded: bool = False) -> Tensor
 
 def put_(host: Tensor, x: Tensor) -> None:
     """Start to copy `x` to its place on the host or the device."""
-    accelerator = next((t.device for t in (host, x) if t.device.type == "cuda"), None)
+    accelerator = next((t.device for t in (host, x) if has_streams(t.device)), None)
     if accelerator is None:
         host.copy_(x)
         return
