@@ -29,6 +29,7 @@ from ..util.process import the
 from .failures import backend_on, group_named
 from .meetings import meetings
 from .pending import Works, pending
+from .watch import watch
 
 _MOVED_AS_THEY_ARE = (
     torch.float32,
@@ -50,7 +51,8 @@ class Sums:
 def wait_(tensor: Tensor) -> Tensor:
     """Wait for the transfer into `tensor`, if there is one. Raises `RanksOutOfStep` if other ranks do other things."""
     meetings().settle()
-    pending().wait(tensor)
+    if pending().wait(tensor):
+        watch().tell()  # it may have ended because it was aborted
     return tensor
 
 
