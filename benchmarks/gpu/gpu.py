@@ -22,33 +22,37 @@ from typing import Any
 HERE = Path(__file__).resolve().parents[1]  # benchmarks/
 ROOT = HERE.parent
 # What each part may take of the time that is left, beside the parts after it.
-PARTS = {"correct": 110, "kernels": 40, "large_offload": 95, "big_24": 95, "big_10": 90, "tokens": 60,
+PARTS = {"correct": 110, "ranks": 70, "kernels": 40, "large_offload": 95, "big_24": 95, "big_10": 90, "tokens": 60,
          "large_resident": 50}  # fmt: skip
 NEEDED = ("torch", "optree", "safetensors", "numpy", "rich", "psutil")
 
 
 def build(folder: Path) -> str:
-    """Make the CPU kernels where they are missing; a sentence about what serves."""
+    """Make the CPU kernels where they are missing, beside a copy of the package; a sentence about what serves."""
     ask = [sys.executable, "-c", "from zerofn.ops import cpu; print(cpu.missing() or '')"]
 
     def missing() -> str:
-        done = subprocess.run(ask, capture_output=True, text=True, cwd=ROOT, env=environment(), check=True)
+        done = subprocess.run(ask, capture_output=True, text=True, cwd=ROOT, env=environment(folder), check=True)
         return done.stdout.strip()
 
     reason = missing()
     if reason and shutil.which("cmake"):
-        for command in (["cmake", "-S", str(ROOT), "-B", str(folder)], ["cmake", "--build", str(folder), "-j"]):
+        made = str(folder / "build")
+        for command in (["cmake", "-S", str(ROOT), "-B", made], ["cmake", "--build", made, "-j"]):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 return f"CPU kernels: torch's operations stand in; {' '.join(command[:2])} said: {done.stderr[-300:]}"
-        shutil.copy(folder / "libzerofn.so", ROOT / "zerofn" / "ops")
+        shutil.copytree(ROOT / "zerofn", folder / "zerofn")  # the checkout stays as it is
+        shutil.copy(folder / "build" / "libzerofn.so", folder / "zerofn" / "ops")
         reason = missing()
     return f"CPU kernels: torch's operations stand in. {reason}" if reason else "CPU kernels: compiled"
 
 
-def environment() -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+def environment(folder: Path) -> dict[str, str]:
+    """What every part runs in. `folder`: may hold a copy of the package."""
+    path = os.pathsep.join([str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    options = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    return os.environ | options | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def run_part(name: str, seconds: float, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -58,7 +62,7 @@ def run_part(name: str, seconds: float, options: argparse.Namespace, folder: Pat
     command += ["--host-gib", str(options.host_gib)] if options.host_gib else []
     log, began, why = folder / f"{name}.log", time.monotonic(), ""
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment(), cwd=ROOT)
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment(folder), cwd=ROOT)
         try:
             code = process.wait(seconds)
             why = f"ended with code {code}" if code else ""
@@ -115,7 +119,7 @@ def main() -> int:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         run: dict[str, Any] = {"surroundings": report.surroundings(options.dry_run)}
-        run["kernels"] = build(Path(folder) / "build")
+        run["kernels"] = build(Path(folder))
         console.print(run["kernels"])
         for k, part in enumerate(parts):
             rest = sum(PARTS[x] for x in parts[k:])

@@ -339,8 +339,9 @@ def tokens(run: Run) -> None:
 
 def main() -> None:
     from benchmarks.gpu.correct import correct
+    from benchmarks.gpu.ranks import ranks
 
-    parts = {f.__name__: f for f in (correct, kernels, large_resident, large_offload, big_24, big_10, tokens)}
+    parts = {f.__name__: f for f in (correct, ranks, kernels, large_resident, large_offload, big_24, big_10, tokens)}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=parts)
     parser.add_argument("seconds", type=float)

@@ -31,7 +31,7 @@ COPY_SHARE, RATIO = 0.90, 1.05  # of the copy's bandwidth; offloaded to resident
 
 def checks(found: dict[str, Any]) -> list[Any]:
     out = [Check(row["what"], "yes" if row["passed"] else "no", 0.0 if row["passed"] else 1.0, 0.0)
-           for row in rows_of(found, "correct") if "passed" in row]  # fmt: skip
+           for part in ("correct", "ranks") for row in rows_of(found, part) if "passed" in row]  # fmt: skip
     speeds = {r["what"]: r["bytes"] / r["seconds"] for r in rows_of(found, "kernels") if "seconds" in r}
     seconds = {r["what"]: r["seconds"] for r in rows_of(found, "kernels") if "seconds" in r}
     for what, speed in speeds.items():
@@ -114,7 +114,8 @@ def model_table(found: dict[str, Any]) -> Any:
     for model, systems in PUBLISHED.items():
         for system, batch in systems.items():
             table.add_row(f"{model}, {system}", str(batch), "published, not run", "", "", "", "", style="dim")
-    table.add_row("predicted against measured device memory", "", "not yet", "", "", "", "", style="dim")
+    for r in (r for r in rows_of(found, "ranks") if "planned" in r):
+        table.add_row(f"{r['what']}: measured / planned device memory", "", f"{r['ratio']:.3f}", "", "", "", "")
     return table
 
 

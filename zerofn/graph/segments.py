@@ -120,11 +120,11 @@ class Segments:
         return {node: numbers[own] for node, own in segment.items()}
 
     def _leaf(self, node: Node) -> Node:
-        """Return the view of a unit's memory that a view of a leaf is a view of."""
-        memory = self._root[node]
-        while node is not memory and node.all_input_nodes[0] is not memory:
-            node = node.all_input_nodes[0]
-        return node
+        """Return the first view of a part of a unit's memory that a view of a leaf is a view of."""
+        part = memory = self._root[node]
+        while node is not memory and _bytes_of(node) < _bytes_of(memory):
+            part, node = node, node.all_input_nodes[0]
+        return part
 
     def _segments(self, graph: Graph, parameter: Callable[[Node], Node]) -> dict[Node, int]:
         """Map each forward node to its segment, before any are joined: each first use of what `parameter` says that an
@@ -142,6 +142,11 @@ class Segments:
                 seen |= new
             out[node] = number
         return out
+
+
+def _bytes_of(node: Node) -> int:
+    value = tensor_of(node)
+    return 0 if value is None else value.nbytes
 
 
 WIDE = 32  # the most segments that are joined into one: as many units as a layer may have
