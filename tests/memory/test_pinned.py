@@ -9,7 +9,7 @@ import torch
 
 import zerofn
 from zerofn.memory import pinned
-from zerofn.memory.pinned import PageLocked, aligned, like, locked
+from zerofn.memory.pinned import ForCopies, ForDrives, aligned, like, locked, release
 from zerofn.util.process import instead, the
 from zerofn.util.sizes import PAGE
 
@@ -43,9 +43,9 @@ def driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: found.told.append(("wait", device)))
     monkeypatch.setattr(pinned, "forget_error", lambda: found.told.append("error forgotten"))
-    with instead(PageLocked()):
+    with instead(ForCopies()), instead(ForDrives()):
         yield found
-        the(PageLocked).release()
+        release()
     assert not found.locked
 
 
@@ -73,7 +73,7 @@ def test_memory_is_locked_once_and_unlocked_after_the_copies_of_its_device(drive
 
 def test_what_comes_and_goes_is_locked_once(driver):
     """And takes no more than its pages, where torch's allocator would take 128 KiB."""
-    pool = the(PageLocked)
+    pool = the(ForDrives)
     for turn in range(3):
         lent = [aligned(17 * PAGE), aligned(17 * PAGE), aligned(100)]
         assert driver.num_locks == 3 and pool.nbytes == sum(driver.locked.values()) == 35 * PAGE
@@ -89,13 +89,20 @@ def test_what_comes_and_goes_is_locked_once(driver):
 
 def test_each_device_has_its_own(driver):
     """Streams of one device do not wait for those of another."""
-    pool = the(PageLocked)
+    pool = the(ForDrives)
     first = pool.take(PAGE, torch.device("cuda", 1)).data_ptr()
     assert pool.take(PAGE).data_ptr() != first == pool.take(PAGE, torch.device("cuda", 1)).data_ptr()
 
 
+def test_drives_get_nothing_that_a_device_may_still_copy(driver):
+    """A stream orders copies of one device, and no drive."""
+    address = like(torch.ones(PAGE // 4), torch.device("cuda", 0)).data_ptr()
+    assert aligned(PAGE).data_ptr() != address == like(torch.ones(PAGE // 4), torch.device("cuda", 0)).data_ptr()
+    assert the(ForCopies).nbytes == the(ForDrives).nbytes == PAGE
+
+
 def test_what_is_being_read_is_kept(driver):
-    pool, copy = the(PageLocked), types.SimpleNamespace(done=False)
+    pool, copy = the(ForDrives), types.SimpleNamespace(done=False)
     x = aligned(PAGE)
     address = x.data_ptr()
     pool.keep(x, copy)
@@ -114,7 +121,7 @@ def test_a_program_that_is_captured_unlocks_what_others_left(driver, monkeypatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     state = zerofn.shard({"params": {"w": torch.ones(3)}})
     zerofn.compile(lambda state, batch: zerofn.gather(state["params"])["w"].sum())(state, {})
-    assert list(driver.locked) == [kept.data_ptr()] and the(PageLocked).nbytes == PAGE
+    assert list(driver.locked) == [kept.data_ptr()] and the(ForDrives).nbytes == PAGE
 
 
 def test_a_lock_that_fails_leaves_no_error_behind(driver, monkeypatch):
@@ -123,7 +130,7 @@ def test_a_lock_that_fails_leaves_no_error_behind(driver, monkeypatch):
     monkeypatch.setattr(pinned, "_by_torch", lambda nbytes: asked.append(nbytes) or torch.ones(nbytes).byte())
     driver.refuses = True
     assert aligned(5).shape == (PAGE,) and not locked(1025, torch.float32).any()
-    assert asked == [PAGE, 2 * PAGE] and driver.told == ["error forgotten"] * 2 and not the(PageLocked).nbytes
+    assert asked == [PAGE, 2 * PAGE] and driver.told == ["error forgotten"] * 2 and not the(ForDrives).nbytes
 
 
 def test_without_memory_what_is_free_is_unlocked_first(driver, monkeypatch):
@@ -138,7 +145,7 @@ def test_without_memory_what_is_free_is_unlocked_first(driver, monkeypatch):
     x = aligned(PAGE)
     del x
     x = aligned(2 * PAGE)
-    assert list(driver.locked.values()) == [2 * PAGE] and the(PageLocked).nbytes == 2 * PAGE
+    assert list(driver.locked.values()) == [2 * PAGE] and the(ForDrives).nbytes == 2 * PAGE
     with contextlib.suppress(MemoryError):
         aligned(PAGE)
     assert x.data_ptr() in driver.locked

@@ -28,8 +28,8 @@ class Reader(Protocol):
 
 
 class PageLocked:
-    """Page-locked memory for copies that come and go: locked once, handed out in whole pages, and kept for the next
-    who asks for as many.
+    """Page-locked memory for what comes and goes: locked once, handed out in whole pages, and kept for the next who
+    asks for as many, once nobody refers to it any more.
 
     torch's own allocator rounds up to the next power of two. `nbytes`: what is locked so, in use or not.
     """
@@ -43,9 +43,6 @@ class PageLocked:
     def take(self, nbytes: int, device: torch.device | None = None) -> Tensor:
         """Return uint8 [pages(nbytes)], at least a page, page-aligned, with any content, for copies of a CUDA device,
         by default the current one.
-
-        Once nobody refers to it any more, the next copy may get it, which streams order after the ones that read it
-        on the device; who reads it otherwise tells `keep`.
         """
         size, index = max(pages(nbytes), PAGE), _index(device)
         with self._lock:
@@ -84,6 +81,20 @@ class PageLocked:
         return memory
 
 
+class ForCopies(PageLocked):
+    """What a device is copied to, on one stream, which first waits for copies back that the device has waited for."""
+
+
+class ForDrives(PageLocked):
+    """What drives read to and write from. A copy to a device that reads it tells `keep`."""
+
+
+def release() -> None:
+    """Unlock all that nobody uses."""
+    for kind in (ForCopies, ForDrives):
+        the(kind).release()
+
+
 def aligned(nbytes: int) -> Tensor:
     """Return uint8 [pages(nbytes)] on the host, page-aligned, page-locked if there is CUDA, with any content.
 
@@ -93,7 +104,7 @@ def aligned(nbytes: int) -> Tensor:
         raise ValueError(f"aligned: nbytes must be 0 or more, not {nbytes}.")
     size = pages(nbytes)
     if torch.cuda.is_available():
-        return the(PageLocked).take(size)[:size]
+        return the(ForDrives).take(size)[:size]
     memory = _in_huge_pages(size + _HUGE)
     start = -memory.data_ptr() % _HUGE
     return memory[start : start + size]
@@ -103,7 +114,7 @@ def like(x: Tensor, device: torch.device) -> Tensor:
     """Return memory on the host for a copy of `x` [any shape], which fills its memory, from a CUDA device."""
     if not x.numel():
         return torch.empty_like(x, device="cpu")
-    return the(PageLocked).take(x.nbytes, device)[: x.nbytes].view(x.dtype).as_strided(x.shape, x.stride())
+    return the(ForCopies).take(x.nbytes, device)[: x.nbytes].view(x.dtype).as_strided(x.shape, x.stride())
 
 
 def locked(size: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:

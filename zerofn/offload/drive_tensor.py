@@ -21,7 +21,7 @@ from .._torch_compat import current_trace
 from ..comm.pending import pending
 from ..dry_run.fake_machine import host
 from ..memory.arena import arena_of, end, memory_at
-from ..memory.pinned import PageLocked
+from ..memory.pinned import ForDrives
 from ..ops.registry import Lane, Moves, OnShard, Traits, define
 from ..util.process import the
 from .copy_engine import Landed, copies
@@ -174,7 +174,7 @@ def fetch(handle: Tensor, size: int, dtype: torch.dtype, place: Sequence[int], d
         if (arena := arena_of(buffer)) is not None:
             arena.leave(buffer, buffer.nbytes, _Read(event))
         else:
-            the(PageLocked).keep(buffer, _Read(event))
+            the(ForDrives).keep(buffer, _Read(event))
 
     return pending().start(out, lambda: [work], (buffer,), finish)
 

@@ -14,7 +14,7 @@ from ..graph.node_kinds import argument, is_ours, set_argument
 from ..graph.program import Program
 from ..memory.arena import arena_for, reserve
 from ..memory.host_allocator import return_freed_memory
-from ..memory.pinned import PageLocked
+from ..memory.pinned import release
 from ..offload.disk import Region, scratch_space
 from ..offload.drive_tensor import handle_of
 from ..ops.registry import argument_places
@@ -39,7 +39,7 @@ class Buffers:
     def __init__(self, program: Program) -> None:
         if any(x.device is None for x in program.buffers):  # state is on drives, so memory is short
             return_freed_memory()
-        the(PageLocked).release()  # steps send values of other sizes
+        release()  # steps send values of other sizes
         self.arenas = [arena_for(x.number, x.nbytes, x.device) for x in program.buffers]
         self.regions = _regions(tuple(program.drive_space))
         self._static = [
