@@ -6,6 +6,7 @@ from torch.func import grad, jvp, vjp, vmap
 
 import zerofn
 from zerofn.random import key, randomness
+from zerofn.training import remat
 
 
 def _f(x, w):
@@ -48,6 +49,29 @@ def test_dropout_is_drawn_again(functional):
             return grad(f)(x) if functional else torch.autograd.grad(f(x.requires_grad_()), x)[0]
 
     assert torch.equal(gradient(drop), gradient(zerofn.remat(drop)))
+
+
+@pytest.mark.parametrize("transform", [grad, lambda f: lambda x: jvp(f, (x,), (torch.ones(3),))])
+def test_a_device_draws_again_too(monkeypatch, transform):
+    """Its generator here: a number that each draw adds one to."""
+    drawn, device = [0], torch.device("cuda", 0)
+
+    def draw():
+        drawn[0] += 1
+        return drawn[0]
+
+    monkeypatch.setattr(remat, "_devices", lambda tensors: {device} if len(tensors) == 1 else set())
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: drawn[0])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: drawn.__setitem__(0, state))
+    f = lambda x: (x.sin() * draw()).sum()  # noqa: E731
+    x = torch.ones(3)
+    drawn[0] = 4
+    expected = transform(f)(x)
+    drawn[0] = 4
+    found = transform(zerofn.remat(f))(x)
+    assert drawn[0] == 5
+    for a, b in zip(zerofn.tree.leaves(found), zerofn.tree.leaves(expected), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_activations_are_not_kept():

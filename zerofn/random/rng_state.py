@@ -48,6 +48,11 @@ def virtual_rng_state(draws: HasPosition) -> Iterator[None]:
             _active.stack.pop()
 
 
+def is_virtual() -> bool:
+    """Whether this thread's draws have a position."""
+    return bool(_active.stack)
+
+
 def _modules() -> Iterator[Any]:
     yield torch
     yield torch.random

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import tree
 from .._torch_compat import inside_functorch, is_functorch_tensor
+from ..random.rng_state import is_virtual
 
 
 def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,7 +48,7 @@ class _Call:
         self.fn, self.at, self.treedef = fn, at, treedef
         self.static = [None if isinstance(x, Tensor) else x for x in leaves]
         self.out: Any = None
-        self.state = torch.get_rng_state()  # read here: as an input of `_Remat`, a transform would wrap it
+        self.states = _States([leaves[i] for i in at])  # read here: as an input of `_Remat`, a transform would wrap it
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         leaves = list(self.static)
@@ -59,12 +60,34 @@ class _Call:
 
     def again(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run it again with the same random draws, and restore the generator's state afterwards."""
-        before = torch.get_rng_state()
-        torch.set_rng_state(self.state)
+        before = _States(tensors)
+        self.states.set()
         try:
             return self(*tensors)
         finally:
-            torch.set_rng_state(before)
+            before.set()
+
+
+class _States:
+    """The states of the generators of the host and of these tensors' devices; or the position that stands for all."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._host = torch.get_rng_state()
+        self._devices = {} if is_virtual() else {x: _module(x).get_rng_state(x) for x in _devices(tensors)}
+
+    def set(self) -> None:
+        """Let the generators go on from here."""
+        torch.set_rng_state(self._host)
+        for device, state in self._devices.items():
+            _module(device).set_rng_state(state, device)
+
+
+def _devices(tensors: Sequence[Tensor]) -> set[torch.device]:
+    return {x.device for x in tensors if x.device.type not in ("cpu", "meta")}
+
+
+def _module(device: torch.device) -> Any:
+    return getattr(torch, device.type)
 
 
 class _Remat(torch.autograd.Function):
