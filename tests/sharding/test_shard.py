@@ -376,3 +376,13 @@ def test_ranks_that_differ_raise_everywhere_and_go_on(ranks):
 def test_a_device_that_is_not_there():
     with pytest.raises(ValueError, match="shard: device='cuda:77' is not available: "):
         zerofn.shard({"params": {"w": torch.ones(3)}}, device="cuda:77")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("function", [False, True])
+def test_other_memory_formats_become_row_major(stage, function):
+    weight = torch.arange(48.0).view(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    make = lambda: {"params": {"w": weight.clone(), "v": torch.ones(3, 5).T}}  # noqa: E731
+    params = zerofn.gather(zerofn.shard(make if function else make(), stage)["params"])
+    assert torch.equal(params["w"], weight) and not weight.is_contiguous()
+    assert all(x.is_contiguous() for x in params.values())

@@ -51,7 +51,8 @@ def shard(
     leaf, so that no rank ever holds more full parameters than one unit; the result is bit-equal to calling it with
     the same seed. The entry named `params` holds the parameters. Every other subtree with their structure and
     shapes is cut in the same way. The rest is replicated with the first rank's values; ints and floats become 0-d
-    tensors. The result never aliases the input.
+    tensors. What is cut is stored in row-major order: gathered parameters are contiguous, also those that were in
+    another memory format (`channels_last`). The result never aliases the input.
 
     `stage`: 0 replicates; 1 and 2 shard the optimizer's state; 3 shards the parameters too. `stage="auto"` with
     `plan`, a table from `zerofn.plan`, takes its recommended stage, precision and offload. `precision`: None,
