@@ -127,6 +127,19 @@ def set_allocator(settings: str) -> None:
     torch._C._accelerator_setAllocatorSettings(settings)
 
 
+@contextlib.contextmanager
+def repeatable_cudnn() -> Iterator[None]:
+    """cuDNN's algorithms repeat their results inside; also where its flags were frozen, as torch's own tests do."""
+    before = torch._C._get_cudnn_deterministic(), torch._C._get_cudnn_benchmark()
+    torch._C._set_cudnn_deterministic(True)
+    torch._C._set_cudnn_benchmark(False)
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_deterministic(before[0])
+        torch._C._set_cudnn_benchmark(before[1])
+
+
 def connected_again(store: Any) -> Any:
     """Return a connection of its own to a store, or the store where it has no such thing."""
     try:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from .._torch_compat import repeatable_cudnn
 from ..comm.transport import Sums
 from ..util.process import the
 
@@ -33,17 +34,17 @@ def repeatable(devices: Sequence[torch.device]) -> Iterator[None]:
             "compile(deterministic=True): cuBLAS repeats its sums only if CUBLAS_WORKSPACE_CONFIG=:4096:8 is in the "
             "environment before its first use: set it where the script is started."
         )
-    sums, cudnn = the(Sums), torch.backends.cudnn
-    fill: Any = torch.utils.deterministic
-    before = sums.in_rank_order, cudnn.deterministic, cudnn.benchmark, fill.fill_uninitialized_memory
+    sums, fill = the(Sums), cast(Any, torch.utils.deterministic)
+    before, filled = sums.in_rank_order, fill.fill_uninitialized_memory
     enabled, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    sums.in_rank_order, cudnn.deterministic, cudnn.benchmark, fill.fill_uninitialized_memory = True, True, False, False
+    sums.in_rank_order, fill.fill_uninitialized_memory = True, False
     torch.use_deterministic_algorithms(True)
     try:
-        yield
+        with repeatable_cudnn():
+            yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warns)
-        sums.in_rank_order, cudnn.deterministic, cudnn.benchmark, fill.fill_uninitialized_memory = before
+        sums.in_rank_order, fill.fill_uninitialized_memory = before, filled
 
 
 def _is_host(device: torch.device) -> bool:
