@@ -144,7 +144,7 @@ def trials(trial: Trial, say: Any) -> None:
     if trial.device.type == "cuda":
         ratio = trial.peak / plan.total
         say("stage 3: peak as planned", ratio <= PLANNED, ratio=ratio, peak=trial.peak, planned=plan.total)
-    for precision in ("bf16", "fp16"):
+    for precision in ("bf16", "fp16") if trial.device.type == "cuda" else ("bf16",):
         kept, _ = trial.train(3, 0.2, precision)
         again, _ = trial.train(3, 0.2, precision, remat="full")
         say(f"{precision}: recomputed layers draw the same dropout", same(again, kept))
@@ -212,7 +212,8 @@ def job(run: Any, backend: str, size: int) -> None:
 def ranks(run: Any) -> None:
     """Two ranks of gloo on one device, then one of NCCL: it refuses two on a device."""
     job(run, "gloo", 2)
-    job(run, "gloo" if run.dry else "nccl", 1)
+    if not run.dry:
+        job(run, "nccl", 1)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_part_runs_on_the_cpu(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.gpu.gpu", "--dry-run", "--minutes", "3", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.gpu.gpu", "--dry-run", "--minutes", "9", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     run = json.loads((tmp_path / "gpu.json").read_text())
@@ -19,6 +19,6 @@ def test_every_part_runs_on_the_cpu(tmp_path):
     held = {check["what"]: check["kept"] for check in run["must_hold"]}
     assert all(kept for what, kept in held.items() if "resident twice" in what or ": optimizer=" in what)
     ranks = [what for what in held if " over gloo: " in what]
-    assert len(ranks) == 16 and all(map(held.__getitem__, ranks))
+    assert len(ranks) == 6 and all(map(held.__getitem__, ranks))
     assert held["t5-large, 24 GiB, offload: 50 / largest batch"] and held["t5-3b, exact Adam: last loss / first"]
     assert "published, not run" in done.stdout
