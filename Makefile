@@ -40,6 +40,9 @@ bench: $(VENV)/examples.stamp $(PEERS)/peers.stamp
 	$(VENV)/bin/python -m benchmarks.optimizer.optimizer
 	$(VENV)/bin/python -m benchmarks.drives.offload
 	$(VENV)/bin/python -m benchmarks.drives.nvme
+	$(VENV)/bin/python -m benchmarks.checkpoint.checkpoint
+	$(VENV)/bin/python -m benchmarks.checkpoint.flips
+	$(VENV)/bin/python -m benchmarks.checkpoint.chaos
 
 # Writes the picture of the rooms into design.md, from the imports; a test says whether it is today's.
 architecture:

@@ -1,11 +1,12 @@
 # torchrun --standalone --nproc-per-node 2 examples/gpt.py      (or: python examples/gpt.py)
 """A small GPT learns Python from the standard library's sources, its state cut over the ranks.
 
-What it makes lies under runs/gpt: tokenizer, tokens, checkpoint, log, loss curve. `--resume` goes on from the
+What it makes lies under runs/gpt: tokenizer, tokens, checkpoints, log, loss curve. Started again, it goes on from the
 last checkpoint, at any number of ranks and any --stage.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import math
@@ -51,7 +52,6 @@ def options() -> argparse.Namespace:
     add("--save-every", type=int, default=400, help="steps between checkpoints")
     add("--sample", type=int, default=120, help="tokens to write at the end")
     add("--out", type=Path, default=Path("runs/gpt"))
-    add("--resume", action="store_true", help="go on from the checkpoint in --out")
     add("--stop-at", type=int, help="end after this step, as an interruption would")
     return parser.parse_args()
 
@@ -247,9 +247,11 @@ def main() -> None:
 
     init_state, train_step, evaluate, next_logits = make_steps(args)
     state, log = zerofn.shard(init_state, stage=args.stage, precision=args.precision, offload=args.offload), []
-    if args.resume:
-        state = zerofn.load(args.out / "checkpoint", like=state)
-        log = [r for r in json.loads((args.out / "log.json").read_text()) if r["step"] <= int(state.step)]
+    checkpoints = zerofn.Checkpoints(args.out / "checkpoints", every=args.save_every)
+    state = checkpoints.restore_or(state)
+    if checkpoints.step and (args.out / "log.json").exists():
+        log = [r for r in json.loads((args.out / "log.json").read_text()) if r["step"] <= checkpoints.step]
+        console.print(f"goes on after step {checkpoints.step} (remove {args.out} to begin anew)")
     console.print(state, markup=False)
     console.print(f"{len(train):,} training tokens, {len(validation):,} held out; {axis.size} ranks")
     step, evaluate, next_logits = map(zerofn.compile, (train_step, evaluate, next_logits))
@@ -261,9 +263,15 @@ def main() -> None:
         losses = [evaluate(state.params, {k: v[mine] for k, v in b.items()}) for b in held_out]
         return torch.stack(losses).mean().item() / axis.size
 
-    first, last = int(state.step), min(args.steps, args.stop_at or args.steps)
+    first, last = checkpoints.step, min(args.steps, args.stop_at or args.steps)
     num_sequences, recent = int(state.extra["num_sequences"]), deque(maxlen=20)
-    with Progress(*LIVE, console=console) as progress:
+
+    def write_log() -> None:
+        if axis.rank == 0:
+            (args.out / "log.json").write_text(json.dumps(log))
+
+    with Progress(*LIVE, console=console) as progress, contextlib.ExitStack() as at_end:
+        at_end.callback(write_log)  # also where a signal ends the run
         bar = progress.add_task("", total=args.steps, completed=first, loss=math.nan, speed=0, memory="?")
         for now in range(first + 1, last + 1):
             began = time.perf_counter()
@@ -280,19 +288,21 @@ def main() -> None:
                 log.append({"step": now, "validation": validate()})
                 text = f"step {now}: loss {loss:.3f}, validation {log[-1]['validation']:.3f}"
                 console.print(f"{text}, {speed:,.0f} tokens/s, rss {memory_of_ranks()} MB")
-            if now % args.save_every == 0 or now == last:
-                zerofn.save(args.out / "checkpoint", state)
-                if axis.rank == 0:
-                    (args.out / "log.json").write_text(json.dumps(log))
+            if now % args.save_every == 0:
+                write_log()
+            checkpoints.after_step(state, metrics)
+    if last > first and last % args.save_every:
+        checkpoints.save(state)
+    checkpoints.close()
     if last < args.steps:
-        return console.print(f"stopped after step {last}; go on with --resume")
+        return console.print(f"stopped after step {last}; start it again to go on")
 
     bigram, k = bigram_loss(train, held_out, args.vocab)
     if axis.rank == 0:
         draw(log, bigram, args.out / "loss.png")
     text = write(next_logits, state.params, tokenizer, args, "def read(self, size=-1):\n")
     console.print(f"a sample:\n{text}\n", markup=False)
-    console.print(f"loss curve: {args.out / 'loss.png'}; checkpoint: {args.out / 'checkpoint'}")
+    console.print(f"loss curve: {args.out / 'loss.png'}; checkpoints: {checkpoints.folder}")
     console.print(f"validation loss {validate():.3f}, add-k bigram model {bigram:.3f} (k={k:g})")
 
 

@@ -18,7 +18,7 @@ from .util.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import collectives, optim, random
-    from .checkpoint import CheckpointError, export, load, load_safetensors, save
+    from .checkpoint import CheckpointError, Checkpoints, export, load, load_safetensors, save, verify
     from .collectives import same
     from .comm.mesh import Mesh
     from .compile import compile
@@ -47,7 +47,9 @@ if TYPE_CHECKING:
 # Where each public name is defined; an empty text for a public module.
 _WHERE = {
     **dict.fromkeys(("collectives", "optim", "random"), ""),
-    **dict.fromkeys(("CheckpointError", "export", "load", "load_safetensors", "save"), "checkpoint"),
+    **dict.fromkeys(
+        ("CheckpointError", "Checkpoints", "export", "load", "load_safetensors", "save", "verify"), "checkpoint"
+    ),
     **dict.fromkeys(("all_finite", "first_nonfinite", "global_norm", "leaf_norms", "vdot"), "sharding.reductions"),
     **dict.fromkeys(("gather", "scatter"), "sharding.gather_scatter"),
     **dict.fromkeys(("shard", "unshard"), "sharding.shard"),
@@ -102,8 +104,10 @@ __all__ = [
     "unshard",
     "value_and_grad",
     "vdot",
+    "verify",
     "CaptureError",
     "CheckpointError",
+    "Checkpoints",
     "DynamicLossScale",
     "Machine",
     "Mesh",

@@ -122,6 +122,11 @@ def abort_groups() -> None:
     torch.distributed.distributed_c10d._abort_process_group()
 
 
+def groups_of_process() -> list[Any]:
+    """Return all process groups that this process is in."""
+    return list(torch.distributed.distributed_c10d._world.pg_map)
+
+
 def set_allocator(settings: str) -> None:
     """Give the allocator of devices settings as of PYTORCH_ALLOC_CONF, for memory that it takes from now on."""
     torch._C._accelerator_setAllocatorSettings(settings)

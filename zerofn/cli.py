@@ -1,4 +1,4 @@
-"""The command line: `zerofn plan script.py:train_step` and `zerofn profile FILE`."""
+"""The command line: `zerofn plan script.py:train_step`, `zerofn profile FILE`, and what looks at checkpoints."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .checkpoint import CheckpointError, export, verify
+from .checkpoint.reports import checkpoints_at, described, differences
 from .cost.calibrate import this_machine
 from .cost.machine import KNOWN, machine_of
 from .dry_run.script import DryRun, Reached
@@ -37,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.arguments = given[end + 1 :]
     try:
         return int(args.run(args))
-    except (CaptureError, MemoryError, TypeError, ValueError) as error:
+    except (CaptureError, CheckpointError, MemoryError, OSError, TypeError, ValueError) as error:
         print(f"zerofn {args.command}: {error}", file=sys.stderr)
         return 1
 
@@ -76,7 +78,61 @@ def _parser() -> argparse.ArgumentParser:
     two.add_argument("--ranks", type=int, default=1, help="processes that load it together, as training will (1)")
     two.add_argument("--folder", type=Path, help="on the drive that state is offloaded to")
     two.set_defaults(run=_profile)
+    _add_checkpoints(commands)
     return parser
+
+
+def _add_checkpoints(commands: Any) -> None:
+    """Add the commands for checkpoints. A path may be that of a checkpoint, or of the folder of a run."""
+    inspect = commands.add_parser("inspect", help="what a checkpoint holds: when saved, by what, sizes, ranks, tiers")
+    inspect.add_argument("path", type=Path)
+    inspect.set_defaults(run=_inspect)
+    verify = commands.add_parser("verify", help="read every byte of a checkpoint; ends with 1 if one is not as saved")
+    verify.add_argument("path", type=Path)
+    verify.set_defaults(run=_verify)
+    diff = commands.add_parser("diff", help="the leaves that differ between two checkpoints; ends with 1 if some do")
+    diff.add_argument("one", type=Path)
+    diff.add_argument("other", type=Path)
+    diff.set_defaults(run=_diff)
+    convert = commands.add_parser("convert", help="write a checkpoint's leaves as plain safetensors, as zerofn.export")
+    convert.add_argument("path", type=Path)
+    convert.add_argument("out", type=Path, help="a file that ends in .safetensors, or a folder")
+    convert.add_argument("--part", help='whose leaves, such as params.encoder; "" for all (params)')
+    convert.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of floating-point leaves")
+    convert.add_argument("--max-shard-size", help="of a file, such as 5GB")
+    convert.set_defaults(run=_convert)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    print(described(args.path))
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    """Return the exit status: 1 if something is damaged."""
+    faults = 0
+    for path in checkpoints_at(args.path):
+        found = verify(path)
+        faults += len(found)
+        print("\n".join(found) if found else f"{path}: every bit is as saved")
+    return int(faults > 0)
+
+
+def _diff(args: argparse.Namespace) -> int:
+    """Return the exit status: 1 if something differs."""
+    count = 0
+    for difference in differences(args.one, args.other):
+        print(difference)
+        count += 1
+    print(f"{count} leaves differ" if count else "no leaf differs")
+    return int(count > 0)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    for file in export(args.path, args.out, part=args.part, dtype=dtype, max_shard_size=args.max_shard_size):
+        print(file)
+    return 0
 
 
 def _plan(args: argparse.Namespace) -> int:

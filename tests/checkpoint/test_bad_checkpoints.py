@@ -1,6 +1,7 @@
 """Checkpoints that cannot be loaded: every rank raises a sentence, and the state it had still works."""
 
 import json
+import random
 import re
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ import zerofn
 from tests.support.checkpoint_states import mixed_state, train_state
 from tests.support.same import assert_same_trees
 from zerofn import tree
-from zerofn.checkpoint import CheckpointError
+from zerofn.checkpoint import CheckpointError, loading, manifest
 
 
 def save_one(folder: Path) -> None:
@@ -38,10 +39,12 @@ def load_each(folder: Path, cases: dict) -> dict[str, tuple[str, str]]:
 
 
 def edit_manifest(folder: Path, change) -> None:
+    """Change it, with the checksum that it then should have."""
     path = folder / "manifest.json"
     data = json.loads(path.read_text())
     change(data)
-    path.write_text(json.dumps(data))
+    text = manifest._lines(data | {"sha256": manifest._ZEROS}) + "\n"
+    path.write_text(text.replace(manifest._ZEROS, manifest._digest(text), 1))
 
 
 def flip(path: Path, at: int) -> None:
@@ -56,33 +59,35 @@ def spoil(folder: Path) -> dict[str, str]:
     def copy(name: str) -> Path:
         return Path(shutil.copytree(folder / "good", folder / name))
 
-    second = "rank-00001-of-00002.safetensors"
+    (second,) = (p.name for p in (folder / "good").glob("rank-00001*"))
+    (other,) = (folder / "better").glob("rank-00001*")
     path = copy("truncated") / second
     path.write_bytes(path.read_bytes()[:-100])
     (copy("no file") / second).unlink()
     flip(copy("damaged") / second, -5)
-    shutil.copy(folder / "better" / second, copy("mixed"))
+    shutil.copy(other, copy("mixed") / second)
     (copy("no manifest") / "manifest.json").unlink()
     (copy("bad manifest") / "manifest.json").write_text('{"format": "zerofn-check')
     edit_manifest(copy("newer"), lambda data: data.update(version=99))
     edit_manifest(copy("incomplete manifest"), lambda data: data.pop("files"))
     copy("other shape")
     copy("other name")
-    copy("half").rename(folder / "half-written.saving")
-    (folder / "half-written.saving" / "manifest.json").unlink()
+    (copy("empty") / "manifest.json").unlink()
+    for file in (folder / "empty").iterdir():
+        file.unlink()
     (folder / "a file").write_text("x")
     return {
         "truncated": "is truncated. Load another checkpoint",
-        "no file": "rank-00001-of-00002.safetensors is missing",
+        "no file": "rank-00001-of-00002.*safetensors is missing",
         "damaged": "is damaged",
         "mixed": "damaged, or from another save",
-        "no manifest": "no complete checkpoint",
+        "no manifest": "the save that was to make it was interrupted",
         "bad manifest": "manifest.json is damaged",
         "newer": "version 99",
         "incomplete manifest": "manifest.json is damaged: KeyError: 'files'",
         "other shape": r"'params.h.0.b' has shape \(301,\) there and \(17,\) in `like`",
         "other name": "has no leaf 'extra.average_of.average",
-        "half-written": "interrupted and left only an unfinished half-written.saving",
+        "empty": "no complete checkpoint",
         "a file": "is a file; a checkpoint is a folder",
         "nowhere": r"is not there.*The checkpoints in .* are \[",
     }
@@ -99,6 +104,105 @@ def test_each_raises_on_every_rank(ranks, tmp_path):
             assert re.search(expected[case], message), (case, message)
             if case != "other name":
                 assert str(tmp_path) in message
+
+
+def spoiled(path: Path, at: int, bit: int) -> bytes:
+    whole = path.read_bytes()
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << bit)]) + whole[at + 1 :])
+    return whole
+
+
+def test_every_bit_that_differs_is_told(tmp_path):
+    """In any file, anywhere; half of them in the manifest and the headers."""
+    zerofn.save(tmp_path / "a", train_state(7))
+    files = sorted((tmp_path / "a").iterdir())
+    chance, like = random.Random(0), train_state(1)
+    for k in range(200):
+        file = files[k % len(files)]
+        size = file.stat().st_size
+        at = chance.randrange(size if k % 4 < 2 else min(size, 3000))
+        whole = spoiled(file, at, chance.randrange(8))
+        with pytest.raises(CheckpointError):
+            zerofn.load(tmp_path / "a", like=like)
+        file.write_bytes(whole)
+    assert_same_trees(zerofn.load(tmp_path / "a", like=like), train_state(7))
+
+
+def tree_of(data: dict) -> dict:
+    return next(t for t in data["trees"] if t["path"] == "params")
+
+
+MANIFESTS = {
+    "a file elsewhere": lambda data: rename_file(data, "../b/x.safetensors"),
+    "an absolute file": lambda data: rename_file(data, "/etc/passwd"),
+    "a file that is not listed": lambda data: tree_of(data).update(files=["x.safetensors"]),
+    "more shards than files": lambda data: tree_of(data).update(num_shards=2),
+    "no shards": lambda data: tree_of(data).update(num_shards=0, files=[]),
+    "a unit beyond the end": lambda data: tree_of(data)["leaves"][0].update(unit=99),
+    "a unit from the end": lambda data: tree_of(data)["leaves"][0].update(unit=-1),
+    "an offset below zero": lambda data: tree_of(data)["leaves"][0].update(offset=-1),
+    "an offset beyond the end": lambda data: tree_of(data)["leaves"][0].update(offset=1 << 40),
+    "a shape that is too large": lambda data: tree_of(data)["leaves"][0].update(shape=[1 << 40]),
+    "a shape below zero": lambda data: tree_of(data)["leaves"][0].update(shape=[-1]),
+    "a shape of text": lambda data: tree_of(data)["leaves"][0].update(shape=["3"]),
+    "a shape that is a number": lambda data: tree_of(data)["leaves"][0].update(shape=3),
+    "a unit of text": lambda data: tree_of(data)["units"][0].update(size="3"),
+    "a unit that is too large": lambda data: tree_of(data)["units"][0].update(size=1 << 40),
+    "a tensor that is not there": lambda data: tree_of(data)["units"][0].update(tensor="x"),
+    "an unknown dtype": lambda data: tree_of(data)["units"][0].update(dtype="F3"),
+    "another dtype": lambda data: tree_of(data)["units"][0].update(dtype="F16"),
+    "two leaves of one name": lambda data: tree_of(data)["leaves"].append(tree_of(data)["leaves"][0]),
+    "trees that are no list": lambda data: data.update(trees=3),
+    "files that are a list": lambda data: data.update(files=["x"]),
+    "a size of text": lambda data: next(iter(data["files"].values())).update(nbytes="3"),
+    "replicated leaves elsewhere": lambda data: data["replicated"][0].update(file="../x"),
+    "replicated leaves that are not there": lambda data: data["replicated"][0].update(tensor="x"),
+}
+
+
+def rename_file(data: dict, name: str) -> None:
+    data["files"] = {name: next(iter(data["files"].values()))}
+    for x in data["trees"]:
+        x["files"] = [name]
+    for x in data["replicated"]:
+        x["file"] = name
+
+
+@pytest.mark.parametrize("case", MANIFESTS)
+def test_manifests_that_lie(tmp_path, case):
+    """Their checksum is right: somebody has written them so."""
+    zerofn.save(tmp_path / "a", zerofn.shard(train_state(7)))
+    edit_manifest(tmp_path / "a", MANIFESTS[case])
+    with pytest.raises(CheckpointError):
+        zerofn.load(tmp_path / "a", like=train_state(1))
+
+
+def load_what_differs(folder: Path) -> str:
+    path = folder / str(dist.get_rank())
+    with pytest.MonkeyPatch.context() as patch:  # two machines, and a path that is not shared
+        real = loading.Checkpoint
+        patch.setattr(loading, "Checkpoint", lambda _: real(path))
+        patch.setattr(loading, "digest_now", lambda _: "the same")
+        patch.setattr(loading, "_PAUSE", 0.01)
+        with pytest.raises(CheckpointError) as caught:
+            zerofn.load(folder / "0", like=zerofn.shard(train_state(1), stage=3))
+    return str(caught.value)
+
+
+def test_ranks_that_see_different_checkpoints(ranks, tmp_path):
+    for rank in range(2):
+        zerofn.save(tmp_path / str(rank), train_state(7).replace(step=torch.tensor(10 + rank)))
+    first, second = ranks(2, load_what_differs, tmp_path)
+    for message in (first, second):
+        assert "ranks see different checkpoints" in message and "step 10" in message and "step 11" in message
+
+
+def test_saving_over_a_damaged_one(tmp_path):
+    zerofn.save(tmp_path / "a", train_state(7))
+    spoiled(tmp_path / "a" / "manifest.json", 400, 0)
+    zerofn.save(tmp_path / "a", train_state(8))
+    assert_same_trees(zerofn.load(tmp_path / "a", like=train_state(1)), train_state(8))
+    assert len(list((tmp_path / "a").iterdir())) == 2
 
 
 def test_names_that_differ_offer_the_nearest(tmp_path):

@@ -1,6 +1,11 @@
 """What `export` writes is what safetensors and transformers read."""
 
+import contextlib
 import json
+import os
+import random
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +14,12 @@ from safetensors.torch import load_file
 
 import zerofn
 from tests.support.checkpoint_states import train_state
-from tests.support.same import assert_same_trees
+from tests.support.same import assert_same_trees, first_difference
 from zerofn.checkpoint import CheckpointError, exporting
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
 
 
 def save_shards(path) -> None:
@@ -21,7 +30,7 @@ def test_one_file(ranks, tmp_path):
     ranks(3, save_shards, tmp_path / "a")
     assert zerofn.export(tmp_path / "a", tmp_path / "b" / "w.safetensors") == [tmp_path / "b" / "w.safetensors"]
     assert_same_trees(load_file(tmp_path / "b" / "w.safetensors"), train_state(7).params)
-    assert [p.name for p in (tmp_path / "b").iterdir()] == ["w.safetensors"]
+    assert names_in(tmp_path / "b") == ["w.safetensors", "w.safetensors.crc32.json"]
 
 
 def test_several_files_and_back_to_one(tmp_path):
@@ -81,7 +90,68 @@ def test_a_failed_export_leaves_what_was_there(tmp_path, monkeypatch):
     monkeypatch.setattr(exporting, "write_file", full)
     with pytest.raises(CheckpointError, match="No space left"):
         zerofn.export(tmp_path / "a", tmp_path / "b")
-    assert file.read_bytes() == before and [p.name for p in (tmp_path / "b").iterdir()] == [file.name]
+    assert file.read_bytes() == before and names_in(tmp_path / "b") == [file.name, f"{file.name}.crc32.json"]
+
+
+def test_a_bit_that_differs_is_told(tmp_path):
+    """Where an export has written: in the file's header, in its numbers, in its checksums."""
+    zerofn.save(tmp_path / "a", train_state(7))
+    (file,) = zerofn.export(tmp_path / "a", tmp_path / "b")
+    like, chance = train_state(1).params, random.Random(0)
+    for path in (file, file.with_name(f"{file.name}.crc32.json")):
+        whole = path.read_bytes()
+        for _ in range(60):
+            at = chance.randrange(len(whole) if chance.random() < 0.5 else min(2000, len(whole)))
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << chance.randrange(8))]) + whole[at + 1 :])
+            try:
+                assert_same_trees(zerofn.load_safetensors(file, like=like), train_state(7).params)
+                assert path != file  # a space more in the text of checksums
+            except CheckpointError:
+                pass
+        path.write_bytes(whole)
+    file.with_name(f"{file.name}.crc32.json").unlink()  # weights of others have none
+    assert_same_trees(zerofn.load_safetensors(file, like=like), train_state(7).params)
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize("before, after", [("400KB", None), (None, "400KB"), ("400KB", "300KB"), (None, None)])
+def test_a_killed_export_leaves_no_mixture(tmp_path, monkeypatch, before, after):
+    """At every rename and removal: the old weights, the new ones, or a sentence."""
+    zerofn.save(tmp_path / "old", train_state(7))
+    zerofn.save(tmp_path / "new", train_state(8))
+    like = train_state(1).params
+    unlink, replace, found = Path.unlink, os.replace, set()
+    for kill_at in range(40):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        zerofn.export(tmp_path / "old", tmp_path / "out", max_shard_size=before)
+        left = [kill_at]
+
+        def count(work, left=left):
+            def counted(*args, **options):
+                if left[0] == 0:
+                    raise Killed
+                left[0] -= 1
+                return work(*args, **options)
+
+            return counted
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", count(unlink))
+            patch.setattr(exporting.os, "replace", count(replace))
+            with contextlib.suppress(Killed):
+                zerofn.export(tmp_path / "new", tmp_path / "out", max_shard_size=after)
+        try:
+            read = zerofn.load_safetensors(tmp_path / "out", like=like)
+            (seed,) = (s for s in (7, 8) if not first_difference(read, train_state(s).params))
+            found.add(seed)
+        except CheckpointError:
+            found.add("told")
+        if left[0] > 0:
+            break
+    assert {7, 8} <= found and left[0] > 0
 
 
 @pytest.mark.parametrize("size", [None, "20KB"])

@@ -11,9 +11,8 @@ import torch.distributed as dist
 import zerofn
 from tests.support.checkpoint_states import train_state
 from tests.support.same import assert_same_trees, first_difference
-from zerofn.checkpoint import CheckpointError, folder, saving, tensor_file
-from zerofn.comm import agreement, failures
-from zerofn.util.process import the
+from zerofn.checkpoint import CheckpointError, folder, owner, saving, tensor_file
+from zerofn.comm import agreement
 
 OLD, NEW = 7, 8
 
@@ -24,15 +23,19 @@ def die(*_) -> None:
 
 def die_at(point: str) -> None:
     """Let this process end at a point of the next save."""
-    if point == "write":
-        tensor_file._write = lambda file, *_: file.write(b"half") and die()
+    if point == "open":
+        tensor_file._header = lambda *_: die()
+    elif point == "write":
+        tensor_file._write = lambda file, *_: file.write(memoryview(bytearray(b"half"))) or die()
+    elif point == "before the manifest":
+        owner.check_still = die
+    elif point == "half a manifest":
+        folder.os.fsync = lambda _: os.path.exists("/proc/self") and die()
     elif point == "manifest":
-        folder.put_in_place = die
-    elif point == "between renames":
-        rename = os.replace
-        folder.os.replace = lambda a, b: die() if str(a).endswith(".saving") else rename(a, b)
+        replace = os.replace
+        folder.os.replace = lambda a, b: die() if str(b).endswith("manifest.json") else replace(a, b)
     elif point == "clean up":
-        folder.clean_up = lambda path: folder.old(path).exists() and die()
+        saving._remove = lambda files: len(list(files)) and die()
 
 
 def save_and_die(path: Path, point: str, rank: int) -> None:
@@ -51,22 +54,32 @@ def seed_at(path: Path) -> int | None:
 
 @pytest.mark.parametrize(
     "point, rank, found",
-    [("write", 1, OLD), ("write", 0, OLD), ("manifest", 0, OLD), ("between renames", 0, NEW), ("clean up", 0, NEW)],
+    [
+        ("open", 1, OLD),
+        ("write", 1, OLD),
+        ("write", 0, OLD),
+        ("before the manifest", 0, OLD),
+        ("manifest", 0, OLD),
+        ("clean up", 0, NEW),
+    ],
 )
 def test_killed(ranks, tmp_path, point, rank, found):
     path = tmp_path / "checkpoint"
     replies = ranks(2, save_and_die, path, point, rank, expect_errors=True)
     assert replies[rank].type == "Died" and replies[rank].message.endswith("code 9")
     other = replies[1 - rank]
-    if point == "clean up":  # all was done
-        assert other is None
-    else:
-        assert f"rank {rank} did not come within 2 s" in other.message
+    assert f"rank {rank} gave no sign of life for 2 s" in other.message
     assert seed_at(path) == found
     zerofn.save(path, train_state(NEW))  # the next save takes away what was left
-    assert seed_at(path) == NEW
-    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
-    assert sorted(p.name for p in path.iterdir()) == ["manifest.json", "rank-00000-of-00001.safetensors"]
+    assert_alone(path, NEW)
+
+
+def assert_alone(path: Path, seed: int) -> None:
+    """A checkpoint of one file is there, and nothing else."""
+    assert seed_at(path) == seed
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    first, second = sorted(p.name for p in path.iterdir())
+    assert first == "manifest.json" and second.startswith("rank-00000-of-00001.")
 
 
 def save_until(path: Path, point: str, seed: int) -> None:
@@ -74,27 +87,45 @@ def save_until(path: Path, point: str, seed: int) -> None:
     zerofn.save(path, train_state(seed))
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_killed_just_before_the_end_and_again_in_the_next_save(ranks, tmp_path, first):
-    """The complete one that had no place yet is not taken for what is left of an unfinished one."""
+@pytest.mark.parametrize("point", ["open", "write", "half a manifest", "manifest"])
+def test_the_first_save_killed(ranks, tmp_path, point):
     path = tmp_path / "checkpoint"
-    if not first:
-        zerofn.save(path, train_state(OLD))
-    for point, seed in (("between renames", NEW), ("write", 9)):
-        (reply,) = ranks(1, save_until, path, point, seed, expect_errors=True)
-        assert reply.type == "Died" and seed_at(path) == NEW
-    zerofn.save(path, train_state(OLD))
-    assert seed_at(path) == OLD and [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
+    (reply,) = ranks(1, save_until, path, point, OLD, expect_errors=True)
+    assert reply.type == "Died"
+    with pytest.raises(CheckpointError, match="the save that was to make it was interrupted|no complete checkpoint"):
+        seed_at(path)
+    zerofn.save(path, train_state(NEW))
+    assert_alone(path, NEW)
+
+
+@pytest.mark.parametrize("mine", ["a.old", "a.saving", "a.zerofn", ".a"])
+def test_folders_and_files_of_others_stay(tmp_path, mine):
+    """Even those that have names as ours."""
+    (tmp_path / mine).mkdir()
+    zerofn.save(tmp_path / mine, train_state(9))
+    zerofn.save(tmp_path / "a", train_state(OLD))
+    others = {"notes.txt": "mine", "rank-00000-of-00001.0123456789ab.safetensors": "mine", "manifest.json.bak": "mine"}
+    for name, text in others.items():
+        (tmp_path / "a" / name).write_text(text)
+    zerofn.save(tmp_path / "a", train_state(NEW))
+    zerofn.save(tmp_path / "a", train_state(NEW))
+    assert {name: (tmp_path / "a" / name).read_text() for name in others} == others
+    assert len(list((tmp_path / "a").iterdir())) == 2 + len(others)
+    assert seed_at(tmp_path / "a") == NEW and zerofn.load(tmp_path / mine, like=train_state(1)) is not None
 
 
 def save_what_rank_0_does_not_see(path: Path) -> list[str]:
     """Once the file of rank 1 is not there, once it is cut off."""
     zerofn.save(path, zerofn.shard(train_state(OLD), stage=3))
-    mine, collect, errors = folder.saving(path) / folder.file_of(1, 2), saving._collect, []
-    for hide in (mine.unlink, lambda: os.truncate(mine, mine.stat().st_size - 1)):
+    before, collect, errors = {p.name for p in path.iterdir()}, saving._collect, []
+
+    def mine():
+        return next(p for p in path.iterdir() if p.name not in before and p.name.startswith("rank-00001"))
+
+    for hide in (lambda: mine().unlink(), lambda: os.truncate(mine(), mine().stat().st_size - 1)):
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
-                patch.setattr(saving, "_collect", lambda written, hide=hide: hide() or collect(written))
+                patch.setattr(saving, "_collect", lambda *args, hide=hide: hide() or collect(*args))
             with pytest.raises(CheckpointError) as caught:
                 zerofn.save(path, zerofn.shard(train_state(NEW), stage=3))
             errors.append(str(caught.value))
@@ -132,38 +163,28 @@ def save_with_full_disk(path: Path) -> list[str]:
 
 def test_full_disk(ranks, tmp_path):
     for errors in ranks(2, save_with_full_disk, tmp_path / "a"):
-        assert len(errors) == 1 and "No space left on device" in errors[0]
+        assert len(errors) == 1 and "No space left on device" in errors[0] and "rank-0000" in errors[0]
     assert seed_at(tmp_path / "a") == NEW
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
-@pytest.mark.parametrize("which, found", [(1, OLD), (2, NEW)])
-def test_a_rename_that_fails(tmp_path, monkeypatch, which, found):
-    """The second one: the old checkpoint has made room, and the new one is complete."""
-    path, rename, calls = tmp_path / "a", os.replace, []
+def test_a_rename_that_fails(tmp_path, monkeypatch):
+    path = tmp_path / "a"
     zerofn.save(path, train_state(OLD))
+    replace = os.replace
 
-    def fail(*names):
-        calls.append(names)
-        if len(calls) == which:
+    def fail(a, b):
+        if str(b).endswith("manifest.json"):
             raise PermissionError(1, "Operation not permitted", "a")
-        rename(*names)
+        replace(a, b)
 
     with monkeypatch.context() as patch:
         patch.setattr(folder.os, "replace", fail)
         with pytest.raises(CheckpointError, match="Operation not permitted"):
             zerofn.save(path, train_state(NEW))
-    assert seed_at(path) == found
-    zerofn.save(path, train_state(OLD))
-    assert seed_at(path) == OLD and [p.name for p in tmp_path.iterdir()] == ["a"]
-
-
-def test_files_of_others_stay(tmp_path):
-    zerofn.save(tmp_path / "a", train_state(OLD))
-    (tmp_path / "a" / "notes.txt").write_text("mine")
-    zerofn.save(tmp_path / "a", train_state(NEW))
-    assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
-    assert seed_at(tmp_path / "a") == NEW
+    assert_alone(path, OLD)
+    zerofn.save(path, train_state(NEW))
+    assert_alone(path, NEW)
 
 
 def test_an_empty_folder_and_a_link_are_paths_too(tmp_path):
@@ -177,11 +198,9 @@ def test_an_empty_folder_and_a_link_are_paths_too(tmp_path):
 
 
 def slowly(function, seconds):
-    """`function`, slow, and with a sign of life due at every call: `alive` gives one a second."""
 
     def slow(*args):
         time.sleep(seconds)
-        the(failures.Signs).last = 0.0
         return function(*args)
 
     return slow

@@ -89,7 +89,10 @@ def test_the_manifest_says_where_everything_is(tmp_path):
     state = train_state(7)
     zerofn.save(tmp_path / "a", zerofn.shard(state.replace(step=torch.tensor(12))))
     manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
-    assert manifest["step"] == 12 and manifest["world_size"] == 1 and manifest["version"] == 2
+    assert manifest["step"] == 12 and manifest["world_size"] == 1 and manifest["version"] == 3
+    assert len(manifest["sha256"]) == 64
+    named = {"save", "job", "host", "pid", "started", "time", "program", "stored"}
+    assert set(manifest["saved"]) == named
     paths = [t["path"] for t in manifest["trees"]]
     assert {"params", "opt_state.mu", "opt_state.nu", "extra.extra.average"} <= set(paths)
     params = manifest["trees"][paths.index("params")]

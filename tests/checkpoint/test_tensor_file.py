@@ -1,12 +1,16 @@
 """The stream writer and interval reader of safetensors files, against the safetensors library."""
 
+import json
+import os
+import tracemalloc
+
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from zerofn.checkpoint import sources, tensor_file
-from zerofn.checkpoint.tensor_file import DTYPES, Entry, TensorFile, write_file
+from zerofn.checkpoint.tensor_file import DTYPES, Entry, TensorFile, mark_of, write_file
 from zerofn.util.errors import CheckpointError
 
 
@@ -20,17 +24,17 @@ def tensors() -> dict[str, torch.Tensor]:
 @pytest.fixture
 def small_blocks(monkeypatch):
     monkeypatch.setattr(tensor_file, "BLOCK", 4096)
-    monkeypatch.setattr(tensor_file, "SYNC_EVERY", 8)
 
 
-def write(path, values, **options):
-    return write_file(path, [Entry.of(name, x) for name, x in values.items()], **options)
+def write(path, values, save="0123456789ab"):
+    return write_file(path, [Entry.of(name, x) for name, x in values.items()], save=save)[0]
 
 
-@pytest.mark.parametrize("checks", [True, False])
-def test_the_library_reads_what_is_written(tmp_path, small_blocks, checks):
+@pytest.mark.parametrize("save", ["0123456789ab", None])
+def test_the_library_reads_what_is_written(tmp_path, small_blocks, save):
     values = tensors()
-    written = write(tmp_path / "a", values, checks=checks)
+    written = write(tmp_path / "a", values, save)
+    assert mark_of(tmp_path / "a") == (save or "")
     assert (tmp_path / "a").stat().st_size == written.nbytes
     loaded = load_file(tmp_path / "a")
     assert set(loaded) == set(values)
@@ -73,10 +77,15 @@ def test_few_files_are_open_at_a_time(tmp_path, monkeypatch):
             into = torch.ones(3)
             files[str(i)].read(name, 0, into)
             assert torch.equal(into, torch.full((3,), i if name == "x" else 0.0))
-            num_open.append(sum(f._file is not None for f in files._files.values()))
+            num_open.append(num_open_in(tmp_path))
     assert max(num_open) == 4
     files.close()
-    assert all(f._file is None for f in files._files.values())
+    assert num_open_in(tmp_path) == 0
+
+
+def num_open_in(folder) -> int:
+    links = [os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]
+    return sum(os.path.dirname(link) == str(folder.resolve()) for link in links)
 
 
 def damage(path, at: int) -> None:
@@ -122,6 +131,61 @@ def test_what_is_no_safetensors_file(tmp_path, header):
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"0000")
     with pytest.raises(CheckpointError, match="no (valid )?safetensors file"):
         TensorFile(path)
+
+
+def entry(**changed):
+    return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changed
+
+
+MALFORMED = {
+    "no object": [1],
+    "an empty name for all": {"x": None},
+    "no dtype": {"x": {"shape": [2], "data_offsets": [0, 8]}},
+    "more than is known": {"x": entry(order="C")},
+    "a dtype that is no text": {"x": entry(dtype=[3])},
+    "a shape that is no list": {"x": entry(shape=2)},
+    "a shape of text": {"x": entry(shape="2")},
+    "half an element": {"x": entry(shape=[2.0])},
+    "true elements": {"x": entry(shape=[True, 2])},
+    "below zero": {"x": entry(shape=[-1, -2])},
+    "no end": {"x": entry(data_offsets=[0])},
+    "an end before the start": {"x": entry(data_offsets=[8, 0])},
+    "a start before the file": {"x": entry(data_offsets=[-8, 0])},
+    "more than there is": {"x": entry(shape=[1 << 40], data_offsets=[0, 1 << 42])},
+    "a shape beyond numbers": {"x": entry(shape=[1 << 62, 1 << 62], data_offsets=[0, 1 << 126])},
+    "one place for two": {"x": entry(), "y": entry()},
+    "a gap": {"x": entry(), "y": entry(data_offsets=[12, 20])},
+    "a rest": {"x": entry(shape=[1], data_offsets=[0, 4])},
+    "metadata that is a list": {"__metadata__": [1], "x": entry()},
+    "checksums that are no JSON": {"__metadata__": {"zerofn.crc32": "{"}, "x": entry()},
+    "checksums that are no object": {"__metadata__": {"zerofn.crc32": "3"}, "x": entry()},
+    "checksums of others": {"__metadata__": {"zerofn.crc32": '{"y": "00000000"}'}, "x": entry()},
+    "too few checksums": {"__metadata__": {"zerofn.crc32": '{"x": "0000"}'}, "x": entry()},
+    "deep": '{"x": ' + "[" * 100_000,
+    "twice": '{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "x": null}',
+    "a number of too many digits": '{"x": {"dtype": "F32", "shape": [' + "9" * 5000 + "]}}",
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_headers(tmp_path, case):
+    given = MALFORMED[case]
+    text = (given if isinstance(given, str) else json.dumps(given)).encode()
+    (tmp_path / "a").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(CheckpointError, match="no valid safetensors file"):
+        TensorFile(tmp_path / "a")
+
+
+def test_headers_are_read_within_limits(tmp_path):
+    """A file of three GB that holds nothing: no memory is taken for what it says that it holds."""
+    with open(tmp_path / "a", "wb") as file:
+        file.write((3 * 10**9 - 8).to_bytes(8, "little"))
+        file.truncate(3 * 10**9)
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match="its header has 2,999,999,992 bytes, and 100,000,000 are the most"):
+        TensorFile(tmp_path / "a")
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
 
 
 def test_a_dtype_that_is_not_known(tmp_path):

@@ -2,7 +2,10 @@
 
 import contextlib
 import io
+import logging
 import os
+import signal
+import subprocess
 import sys
 import time
 
@@ -11,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 import zerofn
-from zerofn.comm import agreement, failures
-from zerofn.util.process import the
+from zerofn.comm import agreement, failures, heartbeat
 
 
 def agreeing():
@@ -94,19 +96,54 @@ def test_a_rank_that_does_not_come_is_named(ranks, late):
         assert "rank 2 did not come" in found[2], "the one that comes late learns it too"
 
 
-def slow_but_alive():
+def slow_at_work():
     agreement.PATIENCE = 1.0
+    agreement.agree("both are here", "")
     if dist.get_rank() == 1:
-        for _ in range(30):
-            time.sleep(0.1)
-            the(failures.Signs).last = 0.0  # or there is one a second
-            agreement.alive()
-    agreement.agree("after a long save", "z")
+        agreement.together("a long save", lambda: time.sleep(3))  # as one fsync may take
+    else:
+        agreement.together("a long save", lambda: None)
 
 
-def test_signs_of_life_renew_patience(ranks):
-    ranks(2, slow_but_alive)
+def test_ranks_at_work_are_waited_for(ranks):
+    ranks(2, slow_at_work)
     ranks.stop()
+
+
+def frozen():
+    """What the others raise, and after how long, while rank 1 is stopped, as by SIGSTOP."""
+    agreement.agree("all are here", "")
+    if dist.get_rank() == 1:
+        subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    agreement.SILENCE, start = 1.5, time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        agreement.agree("a step", "x")
+    return str(caught.value), time.monotonic() - start
+
+
+def test_a_frozen_rank_is_named(ranks):
+    found = ranks(3, frozen)
+    ranks.stop()
+    messages = [message for message, _ in found]
+    assert all("rank 1 gave no sign of life for 1.5 s. It is frozen" in message for message in messages)
+    assert all(seconds < 4 for _, seconds in found)
+
+
+def waiting_aloud():
+    agreement.FIRST_WORD, said = 0.2, io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("zerofn").addHandler(handler)
+    agreement.together("zerofn.save", lambda: time.sleep(2 * dist.get_rank()))
+    logging.getLogger("zerofn").removeHandler(handler)
+    return said.getvalue()
+
+
+def test_who_waits_says_for_whom(ranks):
+    said, nothing = ranks(2, waiting_aloud)
+    ranks.stop()
+    assert "zerofn.save: waited" in said and "for rank 1, which is at zerofn.save." in said, said
+    assert not nothing
 
 
 def one_rank_shards():
@@ -124,10 +161,8 @@ def test_shard_on_one_rank_alone_raises(ranks):
 
 
 def test_one_process_agrees_with_itself():
-    assert agreement.PATIENCE == 30.0  # what is promised
     agreement.agree("x", "y")
     assert agreement.exchange("x", "y") == ["y"]
-    agreement.alive()
     assert failures.published_failure() is None
 
 
@@ -135,12 +170,12 @@ def test_fingerprint():
     assert agreement.fingerprint("a") == "ca978112ca1bbdca"  # sha256
 
 
-def test_patience_is_thirty_seconds_or_what_the_environment_says():
-    assert agreement._patience("30") == agreement.PATIENCE == 30.0 or os.environ.get("ZEROFN_PATIENCE")
-    assert agreement._patience("0.5") == 0.5
+def test_patience_is_two_minutes_or_what_the_environment_says():
+    assert heartbeat._patience("120") == agreement.PATIENCE == 120.0 or os.environ.get("ZEROFN_PATIENCE")
+    assert heartbeat._patience("0.5") == 0.5
     for wrong in ("", "soon", "0", "-1", "nan"):
         with pytest.raises(ValueError, match=f"ZEROFN_PATIENCE: expected a number of seconds above 0, got '{wrong}'"):
-            agreement._patience(wrong)
+            heartbeat._patience(wrong)
 
 
 def ended(told):

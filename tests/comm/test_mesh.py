@@ -9,6 +9,7 @@ import zerofn
 from tests.support.small_steps import batch_of, build, loss_of, same, state_of, train_step_of
 from zerofn import collectives as c
 from zerofn import optim, tree
+from zerofn.comm import mesh
 from zerofn.comm.mesh import Axis, Mesh, join
 
 
@@ -95,6 +96,8 @@ def test_a_rank_names_its_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", set_to.append)
+    monkeypatch.setattr(dist, "rendezvous", lambda url, rank, size: iter([(dist.HashStore(), rank, size)]))
+    monkeypatch.setattr(mesh, "fresh", lambda store, rank, size: store)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: called.update(options, backend=backend))
     for name, value in {
         "RANK": "6",

@@ -8,6 +8,7 @@ from tests.support.captured_steps import rank
 from tests.support.late_runtime import late
 from tests.support.same import assert_same_trees
 from tests.support.tiered_steps import CASES, DEFECTS, broken, steps
+from zerofn.util.errors import DiskError
 
 
 def both(folder, *cases):
@@ -29,5 +30,5 @@ def test_several_ranks(ranks, tmp_path, num_ranks):
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_defects_are_found(tmp_path, defect):
     right = steps(3, DEFECTS[defect][-1], tmp_path)
-    with broken(defect) as tier, pytest.raises(AssertionError):
+    with broken(defect) as tier, pytest.raises((AssertionError, DiskError)):  # a checksum may tell it, too
         assert_same_trees(steps(3, tier, tmp_path, inside=late), right, equal_nan=True)

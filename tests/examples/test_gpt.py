@@ -53,17 +53,19 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
         folder.mkdir()
     run("gpt.py", *TINY, "--dropout", 0.1, folder=whole, num_ranks=2)
     printed = run("gpt.py", *TINY, "--dropout", 0.1, "--stop-at", 4, folder=parts, num_ranks=2)
-    assert "stopped after step 4; go on with --resume" in printed
-    run("gpt.py", *TINY, "--dropout", 0.1, "--resume", folder=parts, num_ranks=2)
+    assert "stopped after step 4; start it again to go on" in printed
+    printed = run("gpt.py", *TINY, "--dropout", 0.1, folder=parts, num_ranks=2)
+    assert "goes on after step 4 (remove runs/gpt to begin anew)" in printed
     logs = [json.loads((f / "runs/gpt/log.json").read_text()) for f in (whole, parts)]
     assert logs[0] == logs[1] and len(logs[0]) == 8
-    files = sorted((whole / "runs/gpt/checkpoint").glob("*.safetensors"))
-    assert len(files) == 2
-    for file in files:
-        ours, theirs = load_file(file), load_file(parts / "runs/gpt/checkpoint" / file.name)
+    for rank in range(2):
+        ours, theirs = (
+            load_file(*(f / "runs/gpt/checkpoints/step-00000006").glob(f"rank-{rank:05}-of-00002.*"))
+            for f in (whole, parts)
+        )
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[k], theirs[k]) for k in ours)
-    printed = run("gpt.py", *TINY, "--resume", "--stage", 0, "--steps", 6, folder=parts)  # nothing is left to do
+    printed = run("gpt.py", *TINY, "--stage", 0, "--steps", 6, folder=parts)  # nothing is left to do
     assert f"validation loss {logs[0][-1]['validation']:.3f}" in printed
 
 

@@ -1,11 +1,14 @@
 """Checkpoints: a folder with one safetensors file per rank and a JSON manifest of logical names.
 
 `tensor_file` is the file format, `manifest` says what is in which file, `folder` makes a checkpoint appear at once.
-Each of the four public functions has a file of its own.
+Each of the public functions has a file of its own.
 """
 
 from ..util.errors import CheckpointError as CheckpointError
 from .exporting import export as export
 from .loading import load as load
+from .manager import Checkpoints as Checkpoints
 from .pretrained import load_safetensors as load_safetensors
 from .saving import save as save
+from .stopping import Stopped as Stopped
+from .verifying import verify as verify

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..util.errors import CheckpointError
+from .checksums import SUFFIX, checksums_of, checksums_text
 from .contents import LeafInfo, missing_leaf
-from .folder import flush
+from .folder import flush, located
 from .sources import Checkpoint
 from .tensor_file import Entry, write_file
 
@@ -37,14 +39,15 @@ def export(
 
     `out`: a file that ends in .safetensors, or a folder that gets `model.safetensors`. `max_shard_size` (bytes, or
     a string such as "5GB") splits them over several files in a folder, with the index that Hugging Face's libraries
-    read. `part`: the key path whose leaves are written, with names from there on; "params" by default if there is
-    one. `dtype`: of floating-point leaves; as stored by default. `rename`: name -> name in the file, None to leave
-    a leaf out. One MiB is in memory at a time. Call it in one process; no other rank is needed.
+    read. Beside each file, NAME.crc32.json has its checksums, which `load_safetensors` compares. `part`: the key path
+    whose leaves are written, with names from there on; "params" by default if there is one. `dtype`: of floating-point
+    leaves; as stored by default. `rename`: name -> name in the file, None to leave a leaf out. One MiB is in memory at
+    a time. Call it in one process; no other rank is needed.
 
     Raises `CheckpointError` for a checkpoint that cannot be read, `ValueError` for a part or size that does not
     exist.
     """
-    checkpoint, target = Checkpoint(Path(path).resolve()), Path(out)
+    checkpoint, target = Checkpoint(located(path)), Path(out).expanduser()
     try:
         entries = _entries(checkpoint, _part(checkpoint, part), dtype, rename)
         if target.suffix == ".safetensors":
@@ -53,7 +56,10 @@ def export(
                     f"{WHAT}: several files need a folder, but out is {target}; give a folder, or no max_shard_size."
                 )
             target.parent.mkdir(parents=True, exist_ok=True)
-            return [_write(target, entries)]
+            with _Fresh() as fresh:
+                fresh.weights(target, entries)
+                fresh.put_in_place()
+            return [target]
         target.mkdir(parents=True, exist_ok=True)
         return _write_folder(target, _split(entries, _bytes(max_shard_size)))
     finally:
@@ -111,36 +117,66 @@ def _split(entries: list[Entry], limit: int | None) -> list[list[Entry]]:
 
 
 def _write_folder(folder: Path, groups: list[list[Entry]]) -> list[Path]:
-    if len(groups) == 1:
-        files = [_write(folder / SINGLE, groups[0])]
-        (folder / INDEX).unlink(missing_ok=True)  # of an earlier export
-        return files
-    names = [f"model-{k + 1:05d}-of-{len(groups):05d}.safetensors" for k in range(len(groups))]
-    files = [_write(folder / n, g) for n, g in zip(names, groups, strict=True)]
-    index = {
-        "metadata": {"total_size": sum(e.nbytes for g in groups for e in g)},
-        "weight_map": {e.name: n for n, g in zip(names, groups, strict=True) for e in g},
-    }
-    fresh = folder / f"{INDEX}.{os.getpid()}"
-    fresh.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    os.replace(fresh, folder / INDEX)
-    (folder / SINGLE).unlink(missing_ok=True)  # readers would prefer the old file
-    flush(folder)
-    return files
+    """Readers find the old weights, the new ones or none, but never files of both: an index is the last to come."""
+    single = len(groups) == 1
+    names = [SINGLE] if single else [f"model-{k + 1:05d}-of-{len(groups):05d}.safetensors" for k in range(len(groups))]
+    with _Fresh() as fresh:
+        for name, group in zip(names, groups, strict=True):
+            fresh.weights(folder / name, group)
+        (folder / INDEX).unlink(missing_ok=True)
+        if not single:
+            (folder / SINGLE).unlink(missing_ok=True)  # readers would prefer it
+            index = {
+                "metadata": {"total_size": sum(e.nbytes for g in groups for e in g)},
+                "weight_map": {e.name: n for n, g in zip(names, groups, strict=True) for e in g},
+            }
+            fresh.text(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
+        fresh.put_in_place()
+    return [folder / name for name in names]
 
 
-def _write(target: Path, entries: list[Entry]) -> Path:
-    """Write a file that appears under its name when it is complete."""
-    fresh = target.with_name(f"{target.name}.{os.getpid()}")
-    try:
-        write_file(fresh, entries, checks=False)
-        os.replace(fresh, target)
-    except OSError as error:
-        raise CheckpointError(f"{WHAT}: {target} could not be written: {error.strerror}.") from error
-    finally:
-        fresh.unlink(missing_ok=True)
-    flush(target.parent)
-    return target
+class _Fresh:
+    """Files that take their names together, once all of them are complete. Those that did not are removed."""
+
+    def __init__(self) -> None:
+        self._files: list[tuple[Path, Path]] = []
+
+    def __enter__(self) -> _Fresh:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        for fresh, target in self._files:
+            fresh.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise CheckpointError(f"{WHAT}: {target} could not be written: {error.strerror}.") from error
+
+    def weights(self, target: Path, entries: list[Entry]) -> None:
+        """Write weights, and the checksums that lie beside them."""
+        fresh = self._fresh(target)
+        checksums = checksums_text(*write_file(fresh, entries, save=None))
+        self.text(checksums_of(target), checksums)
+
+    def text(self, target: Path, text: str) -> None:
+        """Write a text."""
+        with open(self._fresh(target), "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def put_in_place(self) -> None:
+        """Give the files their names, in the order in which they were written."""
+        for _, target in self._files:
+            if target.name.endswith(SUFFIX):
+                target.unlink(missing_ok=True)  # of the file that is replaced first
+        for fresh, target in self._files:
+            os.replace(fresh, target)
+        for folder in {target.parent for _, target in self._files}:
+            flush(folder)
+
+    def _fresh(self, target: Path) -> Path:
+        fresh = target.with_name(f"{target.name}.{secrets.token_hex(6)}")
+        self._files.append((fresh, target))
+        return fresh
 
 
 def _bytes(size: int | str | None) -> int | None:

@@ -1,47 +1,47 @@
-"""The folder of a checkpoint: complete or absent, whenever a process is killed.
+"""The folder of a checkpoint: it holds a complete one, or none, whenever a process is killed.
 
-[Note: replacing] A save fills `NAME.saving`; the manifest is written last, when every other file is on the disk. Then
-`NAME` is renamed to `NAME.old`, `NAME.saving` to `NAME`, and `NAME.old` is removed. Between the two renames there is no
-`NAME`, but a complete `NAME.saving` and `NAME.old`: loading finds the first, the next save renames it.
+[Note: replacing] Every save has a number of its own, at random, in the names of its files and in their first bytes. It
+writes them beside those of the checkpoint that is there. When all are on the disk, the new manifest takes the place of
+the old one, which is one rename of a file; then the files that only the old one names are removed. So there is no
+moment without a checkpoint, no folder is renamed, and what others have put there stays. What a killed save has left,
+the next one removes: files with such names and such first bytes that no manifest names.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
-import shutil
+import secrets
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ..util.errors import CheckpointError
-
-log = logging.getLogger("zerofn")
+from .tensor_file import mark_of
 
 MANIFEST = "manifest.json"
+SAVING = "zerofn-saving.json"  # who is saving now
+_DATA = re.compile(r"rank-\d{5,}-of-\d{5,}\.([0-9a-f]{12})\.safetensors")
+_HALF = re.compile(r"(?:manifest|zerofn-saving)\.json\.([0-9a-f]{12})")  # of a file that was to be renamed
 
 
-def file_of(rank: int, num_ranks: int) -> str:
+def located(path: str | os.PathLike[str]) -> Path:
+    """Return the whole path, with `~` and links resolved."""
+    return Path(path).expanduser().resolve()
+
+
+def new_save() -> str:
+    """Return a number for a save, which no other one has."""
+    return secrets.token_hex(6)
+
+
+def file_of(rank: int, num_ranks: int, save: str) -> str:
     """The name of the file that a rank writes.
 
-    >>> file_of(3, 8)
-    'rank-00003-of-00008.safetensors'
+    >>> file_of(3, 8, "0123456789ab")
+    'rank-00003-of-00008.0123456789ab.safetensors'
     """
-    return f"rank-{rank:05d}-of-{num_ranks:05d}.safetensors"
-
-
-def _is_ours(name: str) -> bool:
-    return name == MANIFEST or re.fullmatch(r"rank-\d{5,}-of-\d{5,}\.safetensors", name) is not None
-
-
-def saving(path: Path) -> Path:
-    """Return the folder that holds a checkpoint until it is complete."""
-    return path.with_name(path.name + ".saving")
-
-
-def old(path: Path) -> Path:
-    """Return the folder that holds the replaced checkpoint."""
-    return path.with_name(path.name + ".old")
+    return f"rank-{rank:05d}-of-{num_ranks:05d}.{save}.safetensors"
 
 
 def is_complete(folder: Path) -> bool:
@@ -49,76 +49,100 @@ def is_complete(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def start(path: Path) -> None:
-    """Finish what an interrupted save left, and make the empty folder of the next one.
+def is_ours(file: Path) -> bool:
+    """Whether a save has made this file: by its name, and by what it begins with unless nothing was written yet."""
+    data = _DATA.fullmatch(file.name)
+    if data is None and file.name not in (MANIFEST, SAVING) and not _HALF.fullmatch(file.name):
+        return False
+    if file.stat().st_size == 0:
+        return file.name not in (MANIFEST, SAVING)
+    if data is not None:
+        return mark_of(file) == data[1]
+    with file.open("rb") as opened:
+        return b'"format": "zerofn-' in opened.read(64)
 
-    Raises `CheckpointError` if `path` is neither a checkpoint nor an empty folder.
-    """
-    if path.exists() and not is_complete(path) and not (path.is_dir() and not any(path.iterdir())):
-        raise CheckpointError(f"save: {path} is there and is no checkpoint; choose another path, or move it away.")
+
+def check_usable(path: Path) -> None:
+    """Raise `CheckpointError` if `path` is there and is neither a checkpoint, nor empty, nor what a save has left."""
     if not path.exists():
-        left = next((p for p in (saving(path), old(path)) if is_complete(p)), None)
-        if left is not None:
-            left.rename(path)
-    clean_up(path)
-    shutil.rmtree(saving(path), ignore_errors=True)
-    saving(path).mkdir(parents=True)
+        return
+    there = list(path.iterdir()) if path.is_dir() else [path]
+    strange = [p for p in there if p.name in (MANIFEST, SAVING) and not is_ours(p)]
+    if not is_complete(path):
+        strange += [p for p in there if not is_ours(p)]
+    if strange:
+        raise CheckpointError(
+            f"save: {path} is there and is no checkpoint ({strange[0].name} is not ZeroFn's); choose another path, or "
+            "move it away."
+        )
 
 
-def put_in_place(path: Path) -> None:
-    """Rename the complete `saving(path)` to `path`. [Note: replacing]"""
-    flush(saving(path))
-    if path.exists():
-        _remove(old(path))
-        os.replace(path, old(path))
-    os.replace(saving(path), path)
-    flush(path.parent)
+def left_behind(folder: Path, named: Collection[str] | None) -> list[Path]:
+    """Return the files of saves that `named`, the files of a manifest, does not hold. None: they are not known."""
+    if named is None:
+        return []
+    return [p for p in folder.iterdir() if p.name not in (MANIFEST, SAVING, *named) and is_ours(p)]
 
 
-def give_up(path: Path) -> None:
-    """Remove the unfinished folder of a save that failed."""
-    if path.exists() or not is_complete(saving(path)):
-        shutil.rmtree(saving(path), ignore_errors=True)
+def files_of(folder: Path, save: str) -> list[Path]:
+    """Return the files that a save has made."""
+    found = [(p, _DATA.fullmatch(p.name) or _HALF.fullmatch(p.name)) for p in folder.iterdir()]
+    return [p for p, match in found if match is not None and match[1] == save]
 
 
-def clean_up(path: Path) -> None:
-    """Remove `old(path)`; files of others in it move to `path`."""
+def replace_text(file: Path, text: str, save: str) -> None:
+    """Give a file new contents at once: whoever reads it finds the old ones or the new ones."""
+    with _half(file, text, save) as half:
+        os.replace(half, file)
+    flush(file.parent)
+
+
+def new_text(file: Path, text: str, save: str) -> bool:
+    """Make a file with its contents at once, and return True; False if it is there."""
+    with _half(file, text, save) as half:
+        try:
+            os.link(half, file)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without links
+            if file.exists():
+                return False
+            os.replace(half, file)
+    return True
+
+
+@contextlib.contextmanager
+def _half(file: Path, text: str, save: str) -> Iterator[Path]:
+    half = file.with_name(f"{file.name}.{save}")
     try:
-        if not old(path).exists() or not path.exists():
-            return
-        for item in old(path).iterdir():
-            if not _is_ours(item.name) and not (path / item.name).exists():
-                os.replace(item, path / item.name)
-        _remove(old(path))
-    except OSError as error:
-        log.warning("save: %s is complete, but %s could not be removed (%s).", path, old(path), error)
+        with open(half, "w") as opened:
+            opened.write(text)
+            opened.flush()
+            os.fsync(opened.fileno())
+        yield half
+    finally:
+        with contextlib.suppress(OSError):
+            half.unlink(missing_ok=True)
 
 
 def find(path: Path) -> Path:
-    """Return the complete checkpoint that `path` stands for. [Note: replacing]
-
-    Raises `CheckpointError`, which says what is there, if there is none.
-    """
-    for folder in (path,) if path.exists() else (saving(path), old(path)):
-        if is_complete(folder):
-            if folder != path:
-                log.warning("load: a save to %s was interrupted just before its end; using %s.", path, folder)
-            return folder
+    """Return the folder of the checkpoint at `path`. Raises `CheckpointError`, which says what is there, else."""
+    if is_complete(path):
+        return path
     if path.is_file():
         raise CheckpointError(
             f"{path} is a file; a checkpoint is a folder with a {MANIFEST}. Weights in a "
             ".safetensors file are read with zerofn.load_safetensors(path, like=params)."
         )
+    if path.is_dir() and any(_DATA.fullmatch(p.name) for p in path.iterdir()):
+        raise CheckpointError(
+            f"{path} has no {MANIFEST}: the save that was to make it was interrupted. Load an earlier checkpoint; save "
+            "may be called again."
+        )
     if path.is_dir():
         raise CheckpointError(
             f"{path} has no {MANIFEST}, so it is no complete checkpoint; give the folder "
             "that zerofn.save(path, state) was given."
-        )
-    if saving(path).exists():
-        raise CheckpointError(
-            f"{path} is not there: the save that was to make it was interrupted and left "
-            f"only an unfinished {saving(path).name}. Load an earlier checkpoint; save "
-            "may be called again."
         )
     raise CheckpointError(
         f"{path} is not there; give the path of a checkpoint made by zerofn.save.{_those_in(path.parent)}"
@@ -138,8 +162,3 @@ def flush(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)

@@ -1,9 +1,15 @@
-"""The manifest: which logical leaf is where in which file, as JSON."""
+"""The manifest: which logical leaf is where in which file, as JSON.
+
+It holds the SHA-256 of itself, taken with zeros in that place. It names every file with its size and the CRC-32 of its
+header, and the headers hold those of all blocks. So one bit that differs anywhere is found.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
+import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,11 +19,15 @@ import torch
 
 from ..util.errors import CheckpointError
 from .contents import LeafInfo
-from .folder import MANIFEST, flush
-from .tensor_file import CODES, DTYPES, Written
+from .folder import MANIFEST
+from .tensor_file import CODES, DTYPES, MALFORMED, Written
 
 FORMAT = "zerofn-checkpoint"
-VERSION = 2  # 1 called `num_shards` `num_pieces`
+VERSION = 3  # 1 called `num_shards` `num_pieces`; 2 had no checksum, and no `saved`
+MAX_BYTES = 1 << 30
+_ZEROS = "0" * 64
+_SUM = re.compile(r'"sha256": "([0-9a-f]{64})"')
+_FIX = "Load another checkpoint, or copy this one again."
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,12 @@ class SavedLeaf:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a checkpoint except its numbers. `step`: the state's step, if it has one."""
+    """Everything about a checkpoint except its numbers.
+
+    `step`: the state's step, if it has one. `saved`: by which save, process and job, and when (UTC). `notes`: what
+    `Checkpoints` keeps beside the state. `digest`: of the file it was read from, the same for one checkpoint wherever
+    it is read.
+    """
 
     world_size: int
     trees: tuple[SavedTree, ...]
@@ -64,6 +79,9 @@ class Manifest:
     files: dict[str, Written]
     step: int | None = None
     versions: dict[str, str] = field(default_factory=dict)
+    saved: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+    digest: str = ""
 
     def leaves(self) -> Iterator[LeafInfo]:
         """All logical leaves."""
@@ -72,41 +90,78 @@ class Manifest:
         for r in self.replicated:
             yield r.leaf
 
-    def write(self, folder: Path) -> None:
-        """Write it into `folder`, and flush it to the disk."""
-        data = {"format": FORMAT, "version": VERSION, **_plain(asdict(self))}
-        with open(folder / MANIFEST, "w") as file:
-            file.write(_lines(data) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        flush(folder)
+    def text(self) -> str:
+        """The contents of its file."""
+        plain = _plain(asdict(self))
+        del plain["digest"]
+        text = _lines({"format": FORMAT, "version": VERSION, "sha256": _ZEROS, **plain}) + "\n"
+        return text.replace(_ZEROS, _digest(text), 1)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def digest_now(folder: Path) -> str:
+    """Return what tells the checkpoint that is in a folder now from others; "" if there is none."""
+    try:
+        return _digest((folder / MANIFEST).read_text("utf-8"))
+    except (OSError, ValueError):
+        return ""
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint. Raises `CheckpointError` for one that cannot be understood."""
     path = folder / MANIFEST
     try:
-        data = json.loads(path.read_text())
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"it has {path.stat().st_size:,} bytes")
+        text = path.read_text("utf-8")
+        data = json.loads(text)
         form, version = data["format"], data["version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} is damaged: it is no JSON of a ZeroFn checkpoint. Load another checkpoint, or copy this one again."
-        ) from error
+    except MALFORMED as error:
+        raise CheckpointError(f"{path} is damaged: it is no JSON of a ZeroFn checkpoint. {_FIX}") from error
     if form != FORMAT or not isinstance(version, int) or version > VERSION:
         raise CheckpointError(
             f"{path} has format {form!r}, version {version!r}; this ZeroFn reads "
             f"{FORMAT!r} up to version {VERSION}. Load it with the ZeroFn that wrote it "
             f"({data.get('versions')})."
         )
+    if version >= 3:
+        found = _SUM.search(text)
+        if found is None or _digest(text.replace(found[1], _ZEROS, 1)) != found[1]:
+            raise CheckpointError(f"{path} is damaged: it has another checksum than the one in it. {_FIX}")
     try:
-        return _parse(data)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} is damaged: {type(error).__name__}: {error}. Load another checkpoint, or copy this one again."
-        ) from error
+        return _checked(_parse(data, _digest(text)))
+    except MALFORMED as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}. {_FIX}") from error
 
 
-def _parse(data: dict[str, Any]) -> Manifest:
+def _checked(manifest: Manifest) -> Manifest:
+    """Raise `ValueError` unless every leaf lies in a file of this folder."""
+    for name in manifest.files:
+        if not isinstance(name, str) or not re.fullmatch(r"[\w][\w.-]*", name):
+            raise ValueError(f"file name {name!r}")
+    for x in manifest.trees:
+        if x.num_shards != len(x.files) or not set(x.files) <= set(manifest.files) or not x.files:
+            raise ValueError(f"{x.path!r} has {x.num_shards} shards in {len(x.files)} files")
+        for unit in x.units:
+            if type(unit.size) is not int or unit.size < 0 or unit.size % x.num_shards:
+                raise ValueError(f"unit {unit.name!r} of {unit.size} elements in {x.num_shards} shards")
+        for leaf in x.leaves:
+            whole = x.units[leaf.unit].size if 0 <= leaf.unit < len(x.units) else -1
+            if not 0 <= leaf.offset <= leaf.offset + torch.Size(leaf.shape).numel() <= whole:
+                raise ValueError(f"{leaf.name!r} does not lie in its unit")
+    for r in manifest.replicated:
+        if r.file not in manifest.files:
+            raise ValueError(f"{r.leaf.name!r} is in {r.file!r}, which is not among the files")
+    twice = [name for name, count in Counter(leaf.name for leaf in manifest.leaves()).items() if count > 1]
+    if twice:
+        raise ValueError(f"two leaves are called {twice[0]!r}")
+    return manifest
+
+
+def _parse(data: dict[str, Any], digest: str) -> Manifest:
     return Manifest(
         data["world_size"],
         tuple(map(_tree, data["trees"])),
@@ -114,6 +169,9 @@ def _parse(data: dict[str, Any]) -> Manifest:
         {name: Written(**w) for name, w in data["files"].items()},
         data["step"],
         data["versions"],
+        data.get("saved", {}),
+        data.get("notes", {}),
+        digest,
     )
 
 

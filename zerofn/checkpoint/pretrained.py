@@ -41,7 +41,7 @@ def load_safetensors(
     """
     parts, treedef = together(WHAT, lambda: take_apart(like, WHAT))
     same_everywhere(WHAT, path, parts)
-    values = together(WHAT, lambda: _read(Path(path), parts, strict, rename))
+    values = together(WHAT, lambda: _read(Path(path).expanduser(), parts, strict, rename))
     with torch.no_grad():
         settle_all(values)
     return tree.unflatten(treedef, values)

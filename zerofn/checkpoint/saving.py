@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,49 +20,142 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.agreement import alive, exchange, first_difference, on_rank_0, rank_and_size, together
+from ..comm.agreement import difference_in_full, exchange, fingerprint, rank_and_size, together, with_texts
 from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.storage import Stored
 from ..util.errors import CheckpointError
+from ..util.process import the
 from ..util.version import __version__
-from . import folder
-from .contents import Part, describe, leaves_of, take_apart
-from .manifest import Manifest, SavedLeaf, SavedTree, SavedUnit
+from . import folder, owner
+from .behind import InFlight, Saving, Snapshot
+from .contents import Part, describe, leaves_of, storages_of, take_apart
+from .manifest import Manifest, SavedLeaf, SavedTree, SavedUnit, read_manifest
 from .tensor_file import BLOCK, Entry, Written, as_bytes, write_file
+
+log = logging.getLogger("zerofn")
 
 WHAT = "zerofn.save"
 
 
-def save(path: str | os.PathLike[str], state: Any) -> None:
+def save(path: str | os.PathLike[str], state: Any, *, wait: bool = True) -> Saving:
     """Write a state to the folder `path`, where `load` finds it. Every rank must call it. Nothing is pickled.
 
     Each rank writes one safetensors file with its shards, with one MiB in memory at a time. Rank 0 also writes what
     is replicated, and a JSON manifest of logical names. At stage 0 each rank writes its N-th part, so nothing is
     written twice. All ranks must see `path` (a shared file system, on several machines). An older checkpoint at
-    `path` stays until the new one is complete; a process that is killed leaves one or the other.
+    `path` stays until the new one is complete; a process that is killed leaves one or the other. Files of others in
+    the folder stay.
+
+    `wait=False` returns once this rank's part is copied to host memory, and a thread writes it while training goes
+    on; the copy's memory is kept for the next save. Returns a handle: `.done()`, `.wait(timeout=None)`, `.path`, and
+    `.blocked_s`, the seconds that this call took. A save waits for the one before it. What failed behind a step is
+    raised by `.wait()` or by the next save; the end of the program waits for the last one.
 
     Raises, on every rank: `TypeError` for a leaf that cannot be stored, `ValueError` if two leaves have one name or
-    a replicated leaf differs between ranks, `CheckpointError` if the disk fails or `path` is no checkpoint, and
-    `RuntimeError` within 30 s if a rank does not come.
+    a replicated leaf differs between ranks, `CheckpointError` if the disk fails, `path` is no checkpoint, or another
+    job saves there, and `RuntimeError` if a rank does not come.
     """
-    target, (rank, _) = Path(path).resolve(), rank_and_size()
-    job = together(WHAT, lambda: _Job(target, _plan(state)))
-    job.compare(str(path))
-    owners = job.owners()
-    on_rank_0(WHAT, lambda: folder.start(target))
+    return save_along(path, state, wait, Along())
+
+
+@dataclass(frozen=True)
+class Along:
+    """What is saved along with a state: `notes`, which rank 0 gives, and a text of each rank's own. `after` is called
+    on rank 0 when the checkpoint is complete; `before`, before anything is written.
+    """
+
+    notes: dict[str, Any] = field(default_factory=dict)
+    own: str = ""
+    before: Callable[[], object] = lambda: None
+    after: Callable[[], object] = lambda: None
+
+
+def save_along(path: str | os.PathLike[str], state: Any, wait: bool, along: Along) -> Saving:
+    """Save a state, with what goes along with it. The rest is as in `save`."""
+    start, target = time.perf_counter(), folder.located(path)
+    lines, parts = [f"path {path}{'' if wait else ', behind the step'}"], list[Part]()
+
+    def describe_it() -> tuple[None, str]:
+        parts.extend(_plan(state))
+        lines.extend(_lines(parts, quick=not wait))
+        places = [p.value.spec.axis.rank for p in _trees(parts)]
+        return None, json.dumps([fingerprint("\n".join(lines)), places, folder.new_save()])
+
+    texts = with_texts(WHAT, describe_it)[1]
+    prints, places, numbers = zip(*map(json.loads, texts), strict=True)
+    if len(set(prints)) > 1:
+        raise _unequal(lines)
+    job = _prepare(target, parts, numbers[0], _owners(parts, places), along)
+    if wait:
+        _run(job, lambda: job.entries)
+        return Saving(path, time.perf_counter() - start)
+    return the(InFlight).begin(path, partial(_run, job, the(Snapshot).of(job.entries)), job.number, start)
+
+
+def _run(job: _Job, entries: Callable[[], list[Entry]]) -> None:
+    with contextlib.ExitStack() as stack:
+        job.on_rank_0(lambda: stack.enter_context(_at(job)))
+        written = together(WHAT, lambda: _write(job, entries()))
+        files, own = _collect(written, job)
+        job.on_rank_0(lambda: job.finish(files, own))
+        job.on_rank_0(stack.close)
+        job.on_rank_0(job.along.after)
+
+
+def _write(job: _Job, entries: list[Entry]) -> Written | None:
+    return write_file(job.file, entries, save=job.number)[0] if entries else None
+
+
+@contextlib.contextmanager
+def _at(job: _Job) -> Iterator[None]:
+    """On rank 0: a folder that this save alone writes to, without what killed saves have left."""
+    path, number = job.path, job.number
+    job.along.before()
+    folder.check_usable(path)
+    new = not path.exists()
+    path.mkdir(parents=True, exist_ok=True)
     try:
-        written = together(WHAT, lambda: job.write(owners))
-        files = _collect(written)
-        on_rank_0(WHAT, lambda: job.finish(owners, files))
-    except Exception:
-        if rank == 0:
-            folder.give_up(target)
-        raise
-    if rank == 0:
-        folder.clean_up(target)
+        with owner.saving(path, number):
+            before = _files_there(path)
+            _remove(folder.left_behind(path, before))
+            try:
+                yield
+            except BaseException:
+                _remove(folder.files_of(path, number))
+                raise
+            the(owner.Job).saved[path] = number
+            after = read_manifest(path).files
+            _remove(folder.left_behind(path, after))
+            _remove([path / name for name in before or {} if name not in after])  # of formats without numbers
+    finally:
+        if new:
+            with contextlib.suppress(OSError):
+                path.rmdir()  # if nothing has come into it
+
+
+def _files_there(path: Path) -> Collection[str] | None:
+    """The files of the checkpoint that is there; none of them is known if its manifest is damaged."""
+    if not folder.is_complete(path):
+        return ()
+    try:
+        found = read_manifest(path)
+    except CheckpointError as error:
+        log.warning("save: %s It is replaced.", error)
+        return None
+    owner.check_not_replaced(path, found.saved)
+    return found.files
+
+
+def _remove(files: Iterable[Path]) -> None:
+    for file in files:
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("save: %s could not be removed (%s).", file, error)
 
 
 def _plan(state: Any) -> list[Part]:
+    the(InFlight).finish()
     parts, _ = take_apart(state, WHAT)
     for part in parts:
         for tensor in part.value.parts if is_sharded(part.value) else [part.tensor]:
@@ -65,125 +164,145 @@ def _plan(state: Any) -> list[Part]:
     return parts
 
 
+def _trees(parts: list[Part]) -> list[Part]:
+    """The sharded parts."""
+    return [p for p in parts if is_sharded(p.value)]
+
+
+def _replicated(parts: list[Part]) -> list[Part]:
+    """The others."""
+    return [p for p in parts if not is_sharded(p.value)]
+
+
+def _lines(parts: list[Part], *, quick: bool) -> list[str]:
+    """What all ranks must have alike: the structure, and the values of replicated leaves."""
+    several = rank_and_size()[1] > 1
+    return [*describe(parts), *(f"{name} = {digest}" for name, digest in (_replicas(parts, quick) if several else ()))]
+
+
+def _unequal(lines: list[str]) -> ValueError:
+    rank, here, there = difference_in_full(WHAT, lines)
+    name = here.partition(" = ")[0]
+    if " = " in here and name == there.partition(" = ")[0]:
+        return ValueError(
+            f"{WHAT}: the replicated leaf {name!r} differs between rank "
+            f"{rank_and_size()[0]} and rank {rank}; make it equal before saving "
+            "(zerofn.collectives.all_reduce, or the same code and seed on all ranks), or "
+            "keep what differs outside the state."
+        )
+    return ValueError(
+        f"{WHAT}: ranks must save the same state to the same path.\n  rank "
+        f"{rank_and_size()[0]}: {here}\n  rank {rank}: {there}"
+    )
+
+
+def _replicas(parts: list[Part], quick: bool) -> Iterator[tuple[str, str]]:
+    """(name, digest) of every leaf that each rank holds whole."""
+    for part in _replicated(parts):
+        yield part.name, _digest(part.tensor, quick)
+    for part in _trees(parts):
+        sharded: Sharded = part.value
+        if sharded.spec.stage == 0 and sharded.spec.axis.size > 1:
+            for unit, leaves in groupby(leaves_of(part), key=lambda leaf: leaf.unit):
+                whole = sharded.stored[unit].loaded()
+                for leaf in leaves:
+                    yield leaf.name, _digest(whole.read(leaf.offset, leaf.offset + _numel(leaf.shape)), quick)
+
+
+def _owners(parts: list[Part], held: Sequence[list[int]]) -> list[list[int]]:
+    """Return who writes each shard: the first of the ranks that hold it (on a mesh of several axes several do).
+
+    `held[r]`: which shard of each `Sharded` rank r has.
+    """
+    out = []
+    for k, part in enumerate(_trees(parts)):
+        first = {ranks[k]: r for r, ranks in reversed(list(enumerate(held)))}
+        size = part.value.spec.axis.size
+        if len(first) != size:
+            raise CheckpointError(
+                f"{WHAT}: {part.name!r} is in {size} shards, but only ranks "
+                f"{sorted(first)} of its axis are here; every rank must call save."
+            )
+        out.append([first[p] for p in range(size)])
+    return out
+
+
 @dataclass(frozen=True)
 class _Job:
-    """One save. Ranks are those of the whole job; `owners[k][p]` writes shard p of the k-th `Sharded`."""
+    """One save, with all that it needs of the state. `rank` of `size`: of the whole job."""
 
     path: Path
-    parts: list[Part]
+    number: str
+    rank: int
+    size: int
+    entries: list[Entry]  # that this rank writes
+    trees: tuple[SavedTree, ...]
+    leaves: tuple[SavedLeaf, ...]
+    stored: dict[str, str]  # how each tree is stored, for people
+    step: int | None
+    along: Along
 
     @property
-    def trees(self) -> list[Part]:
-        """The sharded parts."""
-        return [p for p in self.parts if is_sharded(p.value)]
+    def file(self) -> Path:
+        """Where this rank writes."""
+        return self.path / folder.file_of(self.rank, self.size, self.number)
 
-    @property
-    def replicated(self) -> list[Part]:
-        """The others."""
-        return [p for p in self.parts if not is_sharded(p.value)]
+    def check_ranks(self) -> None:
+        """Raise `CheckpointError` if the ranks are not those of before."""
+        if rank_and_size() != (self.rank, self.size):
+            raise CheckpointError(f"{WHAT}: the process group was taken down before {self.path} was complete.")
 
-    def compare(self, given: str) -> None:
-        """Raise unless all ranks save the same, and replicated leaves are equal on all."""
-        lines = [f"path {given}", *describe(self.parts)]
-        if rank_and_size()[1] > 1:
-            lines += [f"{name} = {digest}" for name, digest in self._replicas()]
-        found = first_difference(WHAT, lines)
-        if found is None:
-            return
-        rank, here, there = found
-        name = here.partition(" = ")[0]
-        if " = " in here and name == there.partition(" = ")[0]:
-            raise ValueError(
-                f"{WHAT}: the replicated leaf {name!r} differs between rank "
-                f"{rank_and_size()[0]} and rank {rank}; make it equal before saving "
-                "(zerofn.collectives.all_reduce, or the same code and seed on all ranks), or "
-                "keep what differs outside the state."
-            )
-        raise ValueError(
-            f"{WHAT}: ranks must save the same state to the same path.\n  rank "
-            f"{rank_and_size()[0]}: {here}\n  rank {rank}: {there}"
-        )
+    def on_rank_0(self, work: Callable[[], object]) -> None:
+        """Run `work` on rank 0, as `together` does."""
+        self.check_ranks()
+        together(WHAT, work if self.rank == 0 else lambda: None)
 
-    def _replicas(self) -> Iterator[tuple[str, str]]:
-        """(name, digest) of every leaf that each rank holds whole."""
-        for part in self.replicated:
-            yield part.name, _digest(part.tensor)
-        for part in self.trees:
-            sharded: Sharded = part.value
-            if sharded.spec.stage == 0 and sharded.spec.axis.size > 1:
-                for unit, leaves in groupby(leaves_of(part), key=lambda leaf: leaf.unit):
-                    whole = sharded.stored[unit].loaded()
-                    for leaf in leaves:
-                        yield leaf.name, _digest(whole.read(leaf.offset, leaf.offset + _numel(leaf.shape)))
-
-    def owners(self) -> list[list[int]]:
-        """Return who writes each shard: the first of the ranks that hold it (on a mesh of several axes several do)."""
-        mine = [p.value.spec.axis.rank for p in self.trees]
-        held = [json.loads(text) for text in exchange(WHAT, json.dumps(mine))]
-        out = []
-        for k, part in enumerate(self.trees):
-            first = {ranks[k]: r for r, ranks in reversed(list(enumerate(held)))}
-            size = part.value.spec.axis.size
-            if len(first) != size:
-                raise CheckpointError(
-                    f"{WHAT}: {part.name!r} is in {size} shards, but only ranks "
-                    f"{sorted(first)} of its axis are here; every rank must call save."
-                )
-            out.append([first[p] for p in range(size)])
-        return out
-
-    def write(self, owners: list[list[int]]) -> Written | None:
-        """Write this rank's file."""
-        rank, _ = rank_and_size()
-        entries = []
-        for part, owner, saved in zip(self.trees, owners, self._saved_trees(owners), strict=True):
-            spec = part.value.spec
-            if owner[spec.axis.rank] == rank:
-                entries += [_own(u.tensor, part.value, i) for i, u in enumerate(saved.units)]
-        if rank == 0:
-            entries += [
-                Entry.of(r.tensor, p.tensor) for r, p in zip(self._saved_leaves(), self.replicated, strict=True)
-            ]
-        if not entries:
-            return None
-        return write_file(folder.saving(self.path) / _file(rank), entries)
-
-    def finish(self, owners: list[list[int]], files: dict[str, Written]) -> None:
-        """On rank 0: see that every file has arrived, write the manifest, and rename."""
+    def finish(self, files: dict[str, Written], own: list[str]) -> None:
+        """On rank 0: see that every file has arrived, and let the manifest name them."""
         for name, written in files.items():
-            file = folder.saving(self.path) / name
+            file = self.path / name
             if not file.exists() or file.stat().st_size != written.nbytes:
                 raise CheckpointError(
                     f"{WHAT}: rank 0 does not see the whole of {file}; {self.path} must "
                     "lie on a file system that all ranks share."
                 )
-        step = next((p.tensor for p in self.replicated if p.name == "step"), None)
-        number = int(step) if step is not None and step.numel() == 1 else None
-        manifest = Manifest(
-            rank_and_size()[1],
-            tuple(self._saved_trees(owners)),
-            tuple(self._saved_leaves()),
-            files,
-            number,
-            _versions(),
+        saved = {"save": self.number, **the(owner.Job).described(), "time": datetime.now(timezone.utc).isoformat()}
+        saved |= {"program": " ".join(sys.argv), "stored": self.stored}
+        notes = self.along.notes | ({"ranks": own} if any(own) else {})
+        manifest = Manifest(self.size, self.trees, self.leaves, files, self.step, _versions(), saved, notes)
+        folder.flush(self.path)
+        owner.check_still(self.path, self.number)
+        folder.replace_text(self.path / folder.MANIFEST, manifest.text(), self.number)
+
+
+def _prepare(path: Path, parts: list[Part], number: str, owners: list[list[int]], along: Along) -> _Job:
+    """Return the save of these parts. `owners[k][p]` writes shard p of the k-th `Sharded`."""
+    rank, size = rank_and_size()
+    used = {p.name for p in _replicated(parts)}
+    trees, entries = [], []
+    for part, writers in zip(_trees(parts), owners, strict=True):
+        sharded: Sharded = part.value
+        units = tuple(
+            SavedUnit(u.name, u.size, p.dtype, u.trainable, _unique(f"{part.name}/{u.name}", used))
+            for u, p in zip(sharded.layout.units, sharded.stored, strict=True)
         )
-        manifest.write(folder.saving(self.path))
-        folder.put_in_place(self.path)
+        files = tuple(folder.file_of(r, size, number) for r in writers)
+        trees.append(SavedTree(part.name, sharded.spec.stage, len(files), files, units, tuple(leaves_of(part))))
+        if writers[sharded.spec.axis.rank] == rank:
+            entries += [_own(u.tensor, sharded, i) for i, u in enumerate(units)]
+    if rank == 0:
+        entries += [Entry.of(p.name, p.tensor) for p in _replicated(parts)]
+    leaves = tuple(SavedLeaf(leaves_of(p)[0], folder.file_of(0, size, number), p.name) for p in _replicated(parts))
+    step = next((p.tensor for p in _replicated(parts) if p.name == "step"), None)
+    count = int(step) if step is not None and step.numel() == 1 else None
+    stored = {p.name: _stored(p) for p in _trees(parts)}
+    return _Job(path, number, rank, size, entries, tuple(trees), leaves, stored, count, along)
 
-    def _saved_trees(self, owners: list[list[int]]) -> Iterator[SavedTree]:
-        used: set[str] = {p.name for p in self.replicated}
-        for part, owner in zip(self.trees, owners, strict=True):
-            sharded: Sharded = part.value
-            files = tuple(map(_file, owner))
-            units = tuple(
-                SavedUnit(u.name, u.size, p.dtype, u.trainable, _unique(f"{part.name}/{u.name}", used))
-                for u, p in zip(sharded.layout.units, sharded.stored, strict=True)
-            )
-            yield SavedTree(part.name, sharded.spec.stage, len(files), files, units, tuple(leaves_of(part)))
 
-    def _saved_leaves(self) -> Iterator[SavedLeaf]:
-        for part in self.replicated:
-            yield SavedLeaf(leaves_of(part)[0], _file(0), part.name)
+def _stored(part: Part) -> str:
+    """How the shards of a tree are stored, where that is not plainly beside the model."""
+    specs = [s for s in storages_of(part.value) if s.placement is not None or s.codec.note]
+    return ", ".join(dict.fromkeys(s.described for s in specs))
 
 
 def _own(name: str, sharded: Sharded, index: int) -> Entry:
@@ -203,16 +322,13 @@ def _own(name: str, sharded: Sharded, index: int) -> Entry:
     return Entry(name, shard.dtype, (stop - start,), read)
 
 
-def _collect(written: Written | None) -> dict[str, Written]:
-    """Return what every rank has written, by file name."""
+def _collect(written: Written | None, job: _Job) -> tuple[dict[str, Written], list[str]]:
+    """Return what every rank has written, by file name, and what each saves along."""
     mine = None if written is None else [written.nbytes, written.header]
-    texts = exchange(WHAT, json.dumps(mine))
-    found = {_file(r): json.loads(text) for r, text in enumerate(texts)}
-    return {name: Written(*w) for name, w in found.items() if w is not None}
-
-
-def _file(rank: int) -> str:
-    return folder.file_of(rank, rank_and_size()[1])
+    job.check_ranks()
+    found, own = zip(*map(json.loads, exchange(WHAT, json.dumps([mine, job.along.own]))), strict=True)
+    names = [folder.file_of(r, job.size, job.number) for r in range(job.size)]
+    return {name: Written(*w) for name, w in zip(names, found, strict=True) if w is not None}, list(own)
 
 
 def _versions() -> dict[str, str]:
@@ -230,10 +346,16 @@ def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _digest(tensor: Tensor) -> str:
-    digest, flat = hashlib.sha256(), tensor.detach().reshape(-1)
+def _digest(tensor: Tensor, quick: bool) -> str:
+    """Return what differs if the tensor does: its SHA-256, or at the speed of memory the sum of its words."""
+    flat = tensor.detach().reshape(-1)
+    if quick and flat.nbytes >= BLOCK and flat.is_contiguous() and not flat.is_complex():
+        size = 8 // flat.element_size()
+        words = flat.clone() if flat.data_ptr() % 8 else flat
+        whole = words[: flat.numel() // size * size].view(torch.int64)
+        return f"{int(whole.sum())} {_digest(flat[flat.numel() // size * size :], False)}"
+    digest = hashlib.sha256()
     step = BLOCK // flat.element_size()
     for start in range(0, flat.numel(), step):
         digest.update(as_bytes(flat[start : start + step]))
-        alive()
     return digest.hexdigest()[:16]

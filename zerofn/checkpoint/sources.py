@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ..util.errors import CheckpointError
+from .checksums import read_checksums
 from .contents import LeafInfo
+from .direct import Reader
 from .folder import MANIFEST, find
 from .manifest import Manifest, SavedLeaf, SavedTree, read_manifest
-from .tensor_file import TensorFile, Written
+from .tensor_file import MALFORMED, TensorFile, Written
 
 MAX_OPEN = 256  # files; systems allow 1,024 and more
 
@@ -34,14 +38,18 @@ class _Files:
     """The files of one folder, at most `MAX_OPEN` of them open. Ask for a file at every read; it may be closed."""
 
     def __init__(self, folder: Path, expected: dict[str, Written] | None, fix: str) -> None:
-        self.folder, self._expected, self._fix = folder, expected, fix
+        self.folder, self._expected, self._fix = folder, expected, fix  # expected: None for files of others
         self._files: dict[str, TensorFile] = {}
+        self._reader = Reader()
         self._asked: set[str] = set()  # since all were closed
 
     def __getitem__(self, name: str) -> TensorFile:
         if name not in self._files:
-            expected = None if self._expected is None else self._expected[name]
-            self._files[name] = TensorFile(self.folder / name, expected, self._fix)
+            if self._expected is not None:
+                self._files[name] = TensorFile(self.folder / name, self._expected[name], self._fix, reader=self._reader)
+            else:
+                file = self.folder / name
+                self._files[name] = TensorFile(file, *read_checksums(file, self._fix), reader=self._reader)
         if name not in self._asked:
             if len(self._asked) == MAX_OPEN:
                 self.close()
@@ -49,8 +57,7 @@ class _Files:
         return self._files[name]
 
     def close(self) -> None:
-        for name in self._asked:
-            self._files[name].close()
+        self._reader.close()
         self._asked.clear()
 
 
@@ -81,22 +88,56 @@ class Checkpoint:
     def read(self, name: str, start: int, into: Tensor) -> None:
         """Fill the 1-d `into` with the raveled leaf's elements from `start` on, cast to its dtype."""
         place = self._where[name]
-        if isinstance(place, SavedLeaf):
-            self._files[place.file].read(place.tensor, start, into)
-            return
         leaf = self.leaves[name]
+        if isinstance(place, SavedLeaf):
+            file = self._files[place.file]
+            file.check(place.tensor, leaf.dtype, torch.Size(leaf.shape).numel())
+            file.read(place.tensor, start, into)
+            return
         unit = place.units[leaf.unit]
         shard = unit.size // place.num_shards
         at, done = leaf.offset + start, 0
         while done < into.numel():
             p, first = divmod(at + done, shard)
             count = min(shard - first, into.numel() - done)
-            self._files[place.files[p]].read(unit.tensor, first, into[done : done + count])
+            file = self._files[place.files[p]]
+            file.check(unit.tensor, unit.dtype, shard)
+            file.read(unit.tensor, first, into[done : done + count])
             done += count
+
+    def read_all(self, file: str) -> None:
+        """Read one of the files, and compare its checksums. Raises `CheckpointError` if they differ."""
+        self._files[file].read_all()
 
     def close(self) -> None:
         """Close all files."""
         self._files.close()
+
+
+class Renamed:
+    """A source with other names. `rename(its name) -> name here`, or None to leave a leaf out; `what` begins errors."""
+
+    def __init__(self, source: Source, rename: Callable[[str], str | None], what: str) -> None:
+        self._source = source
+        self._names: dict[str, str] = {}
+        for name in source.leaves:
+            new = rename(name)
+            if new in self._names:
+                raise ValueError(
+                    f"{what}: {self._names[new]!r} and {name!r} would both be {new!r}; let rename return None for one "
+                    "of them."
+                )
+            if new is not None:
+                self._names[new] = name
+        self.leaves = {new: replace(source.leaves[name], name=new) for new, name in self._names.items()}
+
+    def read(self, name: str, start: int, into: Tensor) -> None:
+        """Fill the 1-d `into` with the raveled leaf's elements from `start` on, cast to its dtype."""
+        self._source.read(self._names[name], start, into)
+
+    def close(self) -> None:
+        """Close all files."""
+        self._source.close()
 
 
 class Weights:
@@ -189,7 +230,9 @@ def _check_not_pickled(file: Path) -> None:
 def _indexed(index: Path) -> list[str]:
     try:
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if outside := [f for f in files if Path(f).name != f]:
+            raise ValueError(outside[0])
+    except MALFORMED as error:
         raise CheckpointError(
             f"{index} is damaged: it has no 'weight_map' from names to files. Copy or download it again."
         ) from error

@@ -11,21 +11,24 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..comm.agreement import alive
 from ..util.errors import CheckpointError
+from ..util.sizes import PAGE
+from .direct import Block, Reader, Writer
 
 BLOCK = 1 << 20  # bytes: what is read, written and checked at a time; a multiple of every dtype's size
-SYNC_EVERY = 256  # blocks: written data goes to the disk steadily, not all at the end
-CHECKS = "zerofn.crc32"
+CHECKS, MARK = "zerofn.crc32", "zerofn.save"
+MAX_HEADER = 100_000_000  # bytes; the format's own limit
+_MARKED = re.compile(rb'.{8}\{"__metadata__": \{"' + MARK.encode() + rb'": "([0-9a-f]{12})"', re.DOTALL)
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
@@ -70,50 +73,63 @@ class Written:
     header: str
 
 
-def write_file(path: Path, entries: Iterable[Entry], *, checks: bool = True) -> Written:
+def write_file(path: Path, entries: Iterable[Entry], *, save: str | None) -> tuple[Written, dict[str, str]]:
     """Write a safetensors file, one block in memory at a time, and flush it to the disk.
 
-    `checks`: with the CRC-32 of every block. Raises `OSError` as the disk does.
+    `save`: the number of the save that it belongs to; the file then holds it and the CRC-32 of every block. Returns
+    what identifies the file, and the blocks' CRC-32s in hexadecimal, one after the other, by tensor. Raises `OSError`
+    as the disk does.
     """
     ordered = sorted(entries, key=lambda e: -e.dtype.itemsize)  # so that each lies at a multiple of its size
-    blank = {e.name: "0" * 8 * -(-e.nbytes // BLOCK) for e in ordered}
-    with open(path, "wb") as file:
-        file.write(_header(ordered, blank if checks else None))
-        found = {e.name: _write(file, e, checks) for e in ordered}
-        header = _header(ordered, found if checks else None)
-        nbytes = file.tell()
-        file.seek(0)
-        file.write(header)
-        file.flush()
-        os.fsync(file.fileno())
-    return Written(nbytes, f"{zlib.crc32(header):08x}")
+    head = _header(ordered, save, {e.name: "0" * 8 * num_blocks(e.nbytes) for e in ordered})
+    nbytes = len(head) + sum(e.nbytes for e in ordered)
+    try:
+        file = Writer(path, nbytes)
+        try:
+            file.begin(head)
+            found = {e.name: _write(file, e) for e in ordered}
+            head = _header(ordered, save, found)
+            file.end(head)
+        finally:
+            file.close()
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not say where
+        raise
+    return Written(nbytes, f"{zlib.crc32(head):08x}"), found
 
 
-def _header(entries: list[Entry], checks: dict[str, str] | None) -> bytes:
-    metadata = {"format": "pt"} | ({} if checks is None else {CHECKS: json.dumps(checks)})
-    header: dict[str, Any] = {"__metadata__": metadata}
+def num_blocks(nbytes: int) -> int:
+    """The number of blocks of a tensor."""
+    return -(-nbytes // BLOCK)
+
+
+def mark_of(path: Path) -> str:
+    """Return the number of the save that a file belongs to, as its first bytes say; "" if they do not."""
+    with open(path, "rb") as file:
+        found = _MARKED.match(file.read(256))
+    return "" if found is None else found[1].decode()
+
+
+def _header(entries: list[Entry], save: str | None, checks: dict[str, str]) -> bytes:
+    inside = {} if save is None else {MARK: save, CHECKS: json.dumps(checks)}
+    header: dict[str, Any] = {"__metadata__": inside | {"format": "pt"}}
     offset = 0
     for e in entries:
         place = [offset, offset + e.nbytes]
         header[e.name] = {"dtype": CODES[e.dtype], "shape": list(e.shape), "data_offsets": place}
         offset += e.nbytes
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % PAGE)  # so that the tensors begin at a page
     return len(text).to_bytes(8, "little") + text
 
 
-def _write(file: BinaryIO, entry: Entry, checks: bool) -> str:
+def _write(file: Writer, entry: Entry) -> str:
     """Write blocks, and return the CRC-32 of each, in hexadecimal."""
     step, found = BLOCK // entry.dtype.itemsize, []
-    for k, start in enumerate(range(0, entry.numel, step)):
+    for start in range(0, entry.numel, step):
         data = as_bytes(entry.read(start, min(start + step, entry.numel)))
         file.write(data)
-        if checks:
-            found.append(f"{zlib.crc32(data):08x}")
-        if k % SYNC_EVERY == SYNC_EVERY - 1:
-            file.flush()
-            os.fsync(file.fileno())
-        alive()
+        found.append(f"{zlib.crc32(data):08x}")
     return "".join(found)
 
 
@@ -126,19 +142,31 @@ def as_bytes(flat: Tensor) -> memoryview:
 class TensorFile:
     """A safetensors file, read by intervals of raveled tensors.
 
-    Raises `CheckpointError` for a file that is truncated, differs from `expected`, or has a damaged block. `fix`
-    ends these messages.
+    `expected`: what identifies it; `checks`: the CRC-32s of its blocks, from `write_file`, where the file does not hold
+    them. Raises `CheckpointError` for a file that is truncated, malformed, another than `expected`, or has a damaged
+    block, before memory is taken for what it claims to hold. `fix` ends these messages. `reader`: one that it shares
+    with other files.
     """
 
-    def __init__(self, path: Path, expected: Written | None = None, fix: str = "Copy or download it again.") -> None:
-        self.path, self.fix = path, fix
-        self._file: BinaryIO | None = None
-        self._held: tuple[str, int] = ("", -1)
-        self._block = torch.empty(0, dtype=torch.uint8)
-        header = self._read_header(expected)
-        metadata = header.pop("__metadata__", None) or {}
-        self._checks: dict[str, str] = json.loads(metadata[CHECKS]) if CHECKS in metadata else {}
-        self._entries: dict[str, dict[str, Any]] = header
+    def __init__(
+        self,
+        path: Path,
+        expected: Written | None = None,
+        fix: str = "Copy or download it again.",
+        checks: dict[str, str] | None = None,
+        reader: Reader | None = None,
+    ) -> None:
+        self.path, self.fix, self._reader = path, fix, reader or Reader()
+        self._data = 0
+        try:
+            header = self._read_header(expected)
+            metadata = header.pop("__metadata__", None) or {}
+            self._entries = checked_entries(header, os.stat(path).st_size - self._data)
+            self._after = dict(zip(self._entries, [*list(self._entries)[1:], ""], strict=True))
+            self._checks = checks if checks is not None else json.loads(metadata.get(CHECKS, "{}"))
+            self._check_checks(checks is not None or CHECKS in metadata)
+        except MALFORMED as error:
+            raise CheckpointError(f"{path} is no valid safetensors file: {_reason(error)}. {fix}") from error
 
     @property
     def names(self) -> list[str]:
@@ -147,11 +175,17 @@ class TensorFile:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape."""
-        return tuple(self._entries[name]["shape"])
+        return self._entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """A tensor's dtype."""
-        return DTYPES[self._entries[name]["dtype"]]
+        return self._entries[name].dtype
+
+    def check(self, name: str, dtype: torch.dtype, numel: int) -> None:
+        """Raise `CheckpointError` unless the file has a tensor of this name, dtype and number of elements."""
+        place = self._entries.get(name)
+        if place is None or (place.dtype, math.prod(place.shape)) != (dtype, numel):
+            raise CheckpointError(f"{self.path} has no {numel:,} {dtype} called {name!r}. {self.fix}")
 
     def read(self, name: str, start: int, into: Tensor) -> None:
         """Fill the 1-d `into` with the raveled tensor's elements from `start` on, cast to its dtype."""
@@ -160,39 +194,46 @@ class TensorFile:
         for k in range(start // step, -(-stop // step)):
             a, b = max(start, k * step), min(stop, (k + 1) * step)
             into[a - start : b - start].copy_(self._load(name, k).view(dtype)[a - k * step : b - k * step])
-            alive()
+
+    def read_all(self) -> None:
+        """Read every block, and compare its checksum. Raises `CheckpointError` for the first that is damaged."""
+        for name, place in self._entries.items():
+            for k in range(num_blocks(place.nbytes)):
+                self._load(name, k)
 
     def close(self) -> None:
-        """Close the file; the next read opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Close the file, with all that share its reader; the next read opens it again."""
+        self._reader.close()
 
     def _load(self, name: str, k: int) -> Tensor:
-        """Return the k-th block of a tensor as bytes. Reads of one block in a row read it once."""
-        if self._held == (name, k):
-            return self._block
-        first, last = self._entries[name]["data_offsets"]
-        size = min(BLOCK, last - first - k * BLOCK)
-        block = torch.empty(size, dtype=torch.uint8)
-        file = self._open()
-        file.seek(self._data + first + k * BLOCK)
-        data = block.numpy().data
-        if file.readinto(data) != size:  # type: ignore[attr-defined]
-            raise CheckpointError(f"{self.path} became shorter while it was read. {self.fix}")
-        check = self._checks.get(name, "")[8 * k : 8 * k + 8]
-        if check and f"{zlib.crc32(data):08x}" != check:
-            raise CheckpointError(
-                f"{self.path} is damaged: the bytes of {name!r} from {k * BLOCK:,} on are "
-                f"not those that were written. {self.fix}"
-            )
-        self._held, self._block = (name, k), block
-        return block
+        """Return the k-th block of a tensor as bytes, valid until the next call."""
+        place, expected = self._place(name, k), self._checks.get(name, "")[8 * k : 8 * k + 8]
 
-    def _open(self) -> BinaryIO:
-        if self._file is None:
-            self._file = open(self.path, "rb")
-        return self._file
+        def check(block: Tensor) -> None:
+            if block.numel() != place[2]:
+                raise CheckpointError(f"{self.path} became shorter while it was read. {self.fix}")
+            if expected and f"{zlib.crc32(block.numpy().data):08x}" != expected:
+                raise CheckpointError(
+                    f"{self.path} is damaged: the bytes of {name!r} from {k * BLOCK:,} on are "
+                    f"not those that were written. {self.fix}"
+                )
+
+        return self._reader.read(place, self._places_after(name, k), check)
+
+    def _place(self, name: str, k: int) -> Block:
+        entry = self._entries[name]
+        return self.path, self._data + entry.start + k * BLOCK, min(BLOCK, entry.nbytes - k * BLOCK)
+
+    def _places_after(self, name: str, k: int) -> Iterator[Block]:
+        while name:
+            yield from (self._place(name, j) for j in range(k + 1, num_blocks(self._entries[name].nbytes)))
+            name, k = self._after[name], -1
+
+    def _check_checks(self, there: bool) -> None:
+        if there and {n: len(x) for n, x in self._checks.items()} != {
+            n: 8 * num_blocks(e.nbytes) for n, e in self._entries.items()
+        }:
+            raise ValueError("its checksums are not of these tensors")
 
     def _read_header(self, expected: Written | None) -> dict[str, Any]:
         size = os.stat(self.path).st_size
@@ -203,43 +244,72 @@ class TensorFile:
                 f"{self.fix}"
             )
         with open(self.path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            text = file.read(min(length, size))
-        if size < 8 or length > size - 8:
-            raise CheckpointError(
-                f"{self.path} is truncated or no safetensors file: its {size:,} bytes end inside its header. {self.fix}"
-            )
-        crc = zlib.crc32(text, zlib.crc32(length.to_bytes(8, "little")))
-        if expected is not None and f"{crc:08x}" != expected.header:
+            begin = file.read(8)
+            length = int.from_bytes(begin, "little")
+            if size < 8 or length > size - 8:
+                raise CheckpointError(
+                    f"{self.path} is truncated or no safetensors file: its {size:,} bytes end inside its header. "
+                    f"{self.fix}"
+                )
+            if length > MAX_HEADER:
+                raise ValueError(f"its header has {length:,} bytes, and {MAX_HEADER:,} are the most")
+            text = file.read(length)
+        if expected is not None and f"{zlib.crc32(text, zlib.crc32(begin)):08x}" != expected.header:
             raise CheckpointError(
                 f"{self.path} is damaged, or from another save: its header is not the one that was written. {self.fix}"
             )
         self._data = 8 + length
-        return self._checked(text, size)
-
-    def _checked(self, text: bytes, size: int) -> dict[str, Any]:
-        """The header, if every tensor in it is there."""
-        try:
-            header = json.loads(text)
-            tensors = [(n, e) for n, e in header.items() if n != "__metadata__"]
-            end = self._data + max((e["data_offsets"][1] for _, e in tensors), default=0)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointError(
-                f"{self.path} is no safetensors file: its header cannot be read. {self.fix}"
-            ) from error
-        if size < end:
-            raise CheckpointError(f"{self.path} is truncated: it has {size:,} of {end:,} bytes. {self.fix}")
-        for name, e in tensors:
-            first, last = e["data_offsets"]
-            dtype = DTYPES.get(e["dtype"])
-            if dtype is None:
-                raise CheckpointError(
-                    f"{self.path}: {name!r} has dtype {e['dtype']}, which cannot be read. Known are {sorted(DTYPES)}."
-                )
-            if first < 0 or last - first != math.prod(e["shape"]) * dtype.itemsize:
-                raise CheckpointError(
-                    f"{self.path} is no valid safetensors file: {name!r} has shape "
-                    f"{e['shape']} and dtype {e['dtype']}, but {last - first} bytes. "
-                    f"{self.fix}"
-                )
+        header = json.loads(text, object_pairs_hook=_without_repeats)
+        if not isinstance(header, dict) or not isinstance(header.get("__metadata__") or {}, dict):
+            raise ValueError("its header is no object")
         return header
+
+
+MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)  # of JSON that is no good
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor is in a file: `start` bytes behind the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+def checked_entries(header: dict[str, Any], nbytes: int) -> dict[str, _Place]:
+    """Return where each tensor is in `nbytes` bytes. Raises `ValueError` unless they lie side by side and fill them."""
+    found: dict[str, _Place] = {}
+    for name, e in header.items():
+        if not isinstance(e, dict) or set(e) != {"dtype", "shape", "data_offsets"}:
+            raise ValueError(f"{name!r} has not a dtype, a shape and data_offsets")
+        if e["dtype"] not in DTYPES:
+            raise ValueError(f"{name!r} has dtype {e['dtype']}, which cannot be read; known are {sorted(DTYPES)}")
+        shape, (start, stop), dtype = e["shape"], e["data_offsets"], DTYPES[e["dtype"]]
+        if any(type(n) is not int or n < 0 for n in (*shape, start, stop)):
+            raise ValueError(f"{name!r} has shape {shape} and offsets {start} to {stop}")
+        if stop - start != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name!r} has shape {shape} and dtype {e['dtype']}, but {stop - start} bytes")
+        found[name] = _Place(dtype, tuple(shape), start, stop - start)
+    end = 0
+    for name, place in sorted(found.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if place.start != end:
+            raise ValueError(f"{name!r} begins at byte {place.start:,} behind the header, not at {end:,}")
+        end += place.nbytes
+    if end > nbytes:
+        raise ValueError(f"it is truncated: {nbytes:,} of {end:,} bytes follow the header")
+    if end < nbytes:
+        raise ValueError(f"{nbytes - end:,} bytes follow the last tensor")
+    return found
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if type(error) is ValueError else "its header cannot be read"

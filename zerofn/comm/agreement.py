@@ -6,7 +6,7 @@ A collective cannot be used for this: the rank that never arrives is exactly the
 from __future__ import annotations
 
 import hashlib
-import os
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -22,24 +22,20 @@ from .failures import (
     apart,
     backend_on,
     last_text,
+    publish_failure,
     published_failure,
     store_of_job,
     tell_others,
 )
+from .heartbeat import PATIENCE, Sign, channel_now, heartbeat, wait_until_heard
 from .meetings import meetings
 
-
-def _patience(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise ValueError(f"ZEROFN_PATIENCE: expected a number of seconds above 0, got {text!r}.")
-    return seconds
+log = logging.getLogger("zerofn")
 
 
-PATIENCE = _patience(os.environ.get("ZEROFN_PATIENCE", "30"))  # seconds until a missing rank is reported
+SILENCE = 20.0  # seconds without a sign of life until a rank is taken for frozen or gone; PATIENCE if that is less
+FIRST_WORD = 10.0  # seconds until a rank that waits says for whom
+_UNTIL_HEARD = 3.0  # seconds that rank 0 stays to tell why it failed
 _RAISED = "\1"  # begins the text of a rank that failed
 
 
@@ -49,8 +45,9 @@ T = TypeVar("T")
 def agree(what: str, text: str) -> None:
     """Raise `RuntimeError` on every rank unless all ranks call this with the same `what` and `text`.
 
-    Waits up to `PATIENCE` seconds for missing ranks, then names them. If a rank fails meanwhile, its message ends
-    the wait.
+    Waits for missing ranks: `SILENCE` seconds for one that gives no sign of life, `PATIENCE` for one that runs and
+    does something else, and as long as it takes for one inside `together`; then names them. If a rank fails meanwhile,
+    its message ends the wait.
     """
     for r, other in enumerate(_round(what, text)):
         if other != f"{what}\0{text}":
@@ -88,61 +85,87 @@ def agree_on(what: str, make: Callable[[], tuple[T, str]]) -> T:
     return value
 
 
-def alive() -> None:
-    """Tell the other ranks that this one is at work, which restarts their patience. At most once a second."""
-    signs = the(Signs)
-    if time.monotonic() - signs.last < 1.0:
-        return
-    signs.last = time.monotonic()
-    store = store_of_job()
-    if store is not None:
-        store.set(f"zerofn/alive/{dist.get_rank()}", str(signs.last))
-
-
 def _round(what: str, text: str) -> list[str]:
     """Exchange one text with every rank; return all, by rank: `what`, a zero byte, `text`."""
     mine = f"{what}\0{text}"
     store = store_of_job()
     if store is None:
         return [mine]
-    tell_others()
+    tell_others(_until_heard)
+    heartbeat().start()
+    try:
+        return _meet(store, what, text, mine)
+    except dist.DistError as error:
+        raise RuntimeError(
+            f"{what}: stopped, because the job's store is gone, and with it rank 0, which holds it, or the launcher. "
+            f"{the(Signs).heard or 'What rank 0 printed last says more.'}"
+        ) from error
+
+
+def _meet(store: dist.Store, what: str, text: str, mine: str) -> list[str]:
     _raise_published(what)  # the others may have given up on this rank
-    rank, size = dist.get_rank(), dist.get_world_size()
-    number = store.add(f"zerofn/rounds/{rank}", 1)  # counted in the store, so that a new group starts again
-    store.set(f"zerofn/agree/{number}/{rank}", mine)
+    rank, size, channel = dist.get_rank(), dist.get_world_size(), channel_now()
+    number = store.add(f"zerofn/rounds{channel}/{rank}", 1)  # counted in the store, so that a new group starts again
+    keys = [f"zerofn/agree{channel}/{number}/{r}" for r in range(size)]
+    store.set(keys[rank], mine)
+    if channel:  # what a thread beside the program does is in step with nothing else
+        return [_await(store, key, r, what, text) for r, key in enumerate(keys)]
     store.set(f"{LAST_TEXT}{rank}", mine)
     meetings().begin_round(what)
-    theirs = [_await(store, number, r, what, text) for r in range(size)]
+    theirs = [_await(store, key, r, what, text) for r, key in enumerate(keys)]
     meetings().end_round()
     return theirs
 
 
-def _await(store: dist.Store, number: int, rank: int, what: str, text: str) -> str:
-    key, deadline = f"zerofn/agree/{number}/{rank}", time.monotonic() + PATIENCE
-    sign = None
+def _await(store: dist.Store, key: str, rank: int, what: str, text: str) -> str:
+    start, word = time.monotonic(), FIRST_WORD
+    idle = start  # when it was last known to work at what takes long
+    sign = Sign(store, rank)
     while not _arrives(store, key, 0.5):
         _raise_published(what)
-        before, sign = sign, _sign_of(store, rank)
-        if sign != before:
-            deadline = time.monotonic() + PATIENCE
-        if time.monotonic() > deadline:
-            seen = last_text(store, rank)
-            mine = f"{what}: {text}"
-            message = (
+        sign.look()
+        now, silence = time.monotonic(), min(SILENCE, PATIENCE)
+        idle = now if sign.doing else idle
+        if sign.silent > silence:
+            _give_up(
+                f"{what}: rank {rank} gave no sign of life for {silence:g} s. It is frozen, was killed, or its machine "
+                f"is gone.{f' It was at {sign.doing}.' if sign.doing else ''}"
+            )
+        if now - idle > PATIENCE:
+            seen, here = last_text(store, rank), f"{what}: {text}"
+            _give_up(
                 f"{what}: rank {rank} did not come within {PATIENCE:g} s. Every rank must call with the same "
                 "structure, shapes and dtypes. If it was only late, preparing data, say: have ranks meet in "
                 "torch.distributed.barrier() before, or set ZEROFN_PATIENCE to more seconds.\n"
-                f"  here: {apart(mine, seen)}\n  rank {rank} last had: {apart(seen, mine)}"
+                f"  here: {apart(here, seen)}\n  rank {rank} last had: {apart(seen, here)}"
             )
-            abandon(message)
-            raise RuntimeError(message)
+        if now - start > word:
+            doing = f", which is at {sign.doing}" if sign.doing else ""
+            log.warning("%s: waited %.0f s for rank %d%s.", what, now - start, rank, doing)
+            word *= 2
     return store.get(key).decode()
+
+
+def _give_up(message: str) -> None:
+    _leave(message)
+    raise RuntimeError(message)
+
+
+def _leave(message: str) -> None:
+    """Tell the others, and take the group down. A thread beside the program leaves that to the program, which may be
+    waiting for a transfer; the thread for signs of life ends those.
+    """
+    (publish_failure if channel_now() else abandon)(message)
+
+
+def _until_heard() -> None:
+    wait_until_heard(_UNTIL_HEARD)
 
 
 def _raise_published(what: str) -> None:
     failed = published_failure()
     if failed is not None:
-        abandon(failed)  # others may wait for this rank alone
+        _leave(failed)  # others may wait for this rank alone
         raise RuntimeError(f"{what}: stopped, because another rank failed. {failed}")
 
 
@@ -155,12 +178,6 @@ def _arrives(store: dist.Store, key: str, seconds: float) -> bool:
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
     return True
-
-
-def _sign_of(store: dist.Store, rank: int) -> str:
-    """Return a rank's last sign of life."""
-    key = f"zerofn/alive/{rank}"
-    return store.get(key).decode() if store.check([key]) else ""
 
 
 def _difference(what: str, text: str, rank: int, other: str) -> str:
@@ -198,25 +215,32 @@ def rank_and_size() -> tuple[int, int]:
 def together(what: str, work: Callable[[], T]) -> T:
     """Return the result of `work()` once it has succeeded on every rank.
 
-    If it raises, that rank raises the same, and all others raise `CheckpointError` with its message. Ranks that
-    work longer than others call `agreement.alive`.
+    If it raises, that rank raises the same, and all others raise `CheckpointError` with its message. Ranks wait for
+    those that work longer.
     """
+    return with_texts(what, lambda: (work(), ""))[0]
+
+
+def with_texts(what: str, work: Callable[[], tuple[T, str]]) -> tuple[T, list[str]]:
+    """Return the value of `work() -> (value, text)` and the texts of all ranks. Raises as `together` does."""
     error: Exception | None = None
+    text = ""
     try:
-        result = work()
+        with heartbeat().at_work(what):
+            value, text = work()
     except OSError as raised:
         name = raised.filename2 or raised.filename
         error = CheckpointError(f"{what}: {raised.strerror or raised}{f': {name}' if name else ''}.")
         error.__cause__ = raised
     except Exception as raised:
         error = raised
-    replies = exchange(what, "" if error is None else _told(error).removeprefix(f"{what}: "))
+    replies = exchange(what, text if error is None else _RAISED + _told(error).removeprefix(f"{what}: "))
     if error is not None:
         raise error
     for rank, reply in enumerate(replies):
-        if reply:
-            raise CheckpointError(f"{what}: rank {rank} failed: {reply}")
-    return result
+        if reply.startswith(_RAISED):
+            raise CheckpointError(f"{what}: rank {rank} failed: {reply.removeprefix(_RAISED)}")
+    return value, replies
 
 
 def _told(error: Exception) -> str:
@@ -231,9 +255,14 @@ def on_rank_0(what: str, work: Callable[[], None]) -> None:
 
 def first_difference(what: str, lines: Sequence[str]) -> tuple[int, str, str] | None:
     """Return (rank, line here, line there) of the first line that differs on another rank; None if all are equal."""
-    text = "\n".join(lines)
-    if len(set(exchange(what, fingerprint(text)))) == 1:
+    if len(set(exchange(what, fingerprint("\n".join(lines))))) == 1:
         return None
+    return difference_in_full(what, lines)
+
+
+def difference_in_full(what: str, lines: Sequence[str]) -> tuple[int, str, str]:
+    """Return what `first_difference` does, of lines that differ somewhere."""
+    text = "\n".join(lines)
     for rank, other in enumerate(exchange(f"{what}, in full", text)):
         if other != text:
             there = other.split("\n")

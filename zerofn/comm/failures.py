@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -25,13 +26,14 @@ _SHOWN = 3  # lines of a long text
 class Signs:
     """What this rank has told the others.
 
-    `last`: when it last said that it is at work (seconds, monotonic clock). `taken_down`: why it has taken its
-    process group down, if it has; `leaving` is held while it does. `before_leaving`: what drops references to the
-    group, which would keep its connections open, and the other ranks waiting.
+    `heard`: what another rank has said when it failed. `mute`: whether the store does not answer. `taken_down`: why
+    this one has taken its process group down, if it has; `leaving` is held while it does. `before_leaving`: what drops
+    references to the group, which would keep its connections open, and the other ranks waiting.
     """
 
     def __init__(self) -> None:
-        self.last = 0.0
+        self.heard: str | None = None
+        self.mute = False
         self.taken_down: str | None = None
         self.leaving = threading.RLock()
         self.before_leaving: list[Callable[[], object]] = []
@@ -78,26 +80,36 @@ def is_there(group: dist.ProcessGroup) -> bool:
 
 
 def store_of_job() -> dist.Store | None:
-    """Return the rendezvous store; None for one rank or a fake group."""
+    """Return the rendezvous store; None for one rank or a fake group.
+
+    torchrun keeps the store of a process group that the user made when it starts the ranks again; its keys say which
+    attempt they are of.
+    """
     refuse_after_failure()
     if not dist.is_initialized() or dist.get_world_size() == 1 or backend_on(dist.group.WORLD) == "fake":
         return None
-    return default_store()
+    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", default_store())
 
 
 def publish_failure(message: str) -> None:
-    """Leave `message` for the other ranks. The first one stays."""
+    """Leave `message` for the other ranks, if the store is there still. The first one stays."""
     store = store_of_job()
-    if store is not None:
-        store.compare_set(_FAILED, "", f"rank {dist.get_rank()}: {message}")
+    if store is not None and not the(Signs).mute:
+        with contextlib.suppress(dist.DistError):
+            store.compare_set(_FAILED, "", f"rank {dist.get_rank()}: {message}")
 
 
 def published_failure(store: dist.Store | None = None) -> str | None:
     """Return the message of a rank that failed, or None. `store`: a connection to the job's store."""
+    if the(Signs).mute:
+        return the(Signs).heard
     store = store or store_of_job()
-    if store is None or not store.check([_FAILED]):
-        return None
-    return store.get(_FAILED).decode()
+    try:
+        if store is None or not store.check([_FAILED]):
+            return None
+        return store.get(_FAILED).decode()
+    except dist.DistError:  # the store went down with the rank that held it
+        return the(Signs).heard
 
 
 def abandon(message: str) -> None:
@@ -124,6 +136,7 @@ def explained(error: BaseException) -> BaseException:
             message = published_failure() if dist.is_initialized() else the(Signs).taken_down
     except (RuntimeError, dist.DistStoreError):  # the store went down with the rank that held it
         message = None
+    message = message or the(Signs).heard
     if message is not None:
         with contextlib.suppress(RuntimeError, dist.DistStoreError):
             abandon(message)
@@ -138,14 +151,19 @@ def explained(error: BaseException) -> BaseException:
 
 
 @functools.cache
-def tell_others() -> None:
-    """From now on, leave a message for the other ranks when any error ends this process."""
+def tell_others(until_heard: Callable[[], None]) -> None:
+    """From now on, leave a message for the other ranks when any error ends this process. `until_heard` waits for them
+    on rank 0, which may hold the store.
+    """
     before = sys.excepthook
 
     def leave(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         with contextlib.suppress(RuntimeError, dist.DistStoreError):  # the store may be gone
             publish_failure(said(error))
         before(kind, error, trace)
+        with contextlib.suppress(RuntimeError, dist.DistStoreError):
+            if dist.is_initialized() and dist.get_rank() == 0:
+                until_heard()
 
     sys.excepthook = leave
 

@@ -137,7 +137,7 @@ class Meetings:
         if size == 1 or backend_on(group) == "fake":
             return
         watch().over(group)
-        host, rank = self._host_of(group), group.rank()
+        host, rank = self.host_of(group), group.rank()
         number = self._numbers[group] = self._numbers.get(group, 0) + 1
         self._hashes[group] = int.from_bytes(digest[:2], "little") & 0xFFF
         text = digest.ljust(_DIGEST, b"\0") + what.encode()[: _BYTES - _DIGEST].ljust(_BYTES - _DIGEST)
@@ -158,7 +158,7 @@ class Meetings:
             raise explained(error) from error
         return meeting.theirs
 
-    def _host_of(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+    def host_of(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """Return a group of the same ranks that transfers tensors of the host."""
         if backend_on(group):
             return group

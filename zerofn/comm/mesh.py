@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .arrivals import fresh
 from .failures import refuse_after_failure
 from .launch import launch_of
 
@@ -104,6 +105,6 @@ def join() -> None:
             )
         torch.cuda.set_device(launch.local_rank)
         options["device_id"] = torch.device("cuda", launch.local_rank)  # else NCCL guesses it from the rank
-    if launch.launcher != "torchrun":  # whose agent may hold the store
-        options.update(init_method=launch.url, rank=launch.rank, world_size=launch.size)
-    dist.init_process_group(backend, **options)
+    where = "env://" if launch.launcher == "torchrun" else launch.url  # torchrun's agent may hold the store
+    store, rank, size = next(dist.rendezvous(where, launch.rank, launch.size))
+    dist.init_process_group(backend, store=fresh(store, rank, size), rank=rank, world_size=size, **options)

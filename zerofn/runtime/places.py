@@ -1,14 +1,14 @@
 """The places that facts were read from, and a fast check that they hold the same objects as then.
 
 A model of a thousand modules has some ten thousand places, which are looked at before every step. So all places that
-are read in one way make one column, which Python's C code reads and compares in one go.
+are read in one way make one column, and Python's C code reads and compares all columns in one go.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, contains, is_, itemgetter
 from types import CellType, FunctionType
 from typing import Any
 
@@ -23,7 +23,10 @@ class Places:
 
     def __init__(self) -> None:
         self._columns: dict[tuple[bool, str], tuple[Callable[[Any], Any], list[Any], list[Any]]] = {}
-        self._absent: list[tuple[Any, str]] = []
+        self._ways: list[Callable[[Any], Any]] = []  # a way to read, for each column
+        self._holders: list[list[Any]] = []  # what it reads from
+        self._values: list[Any] = []  # what was there, of all columns in turn
+        self._absent: tuple[list[Any], list[str]] = ([], [])  # dicts, and the key that each lacks
         self._views: list[Any] = []
         self._dicts: list[dict[str, Any]] = []
         self._modules: list[nn.Module] = []
@@ -55,7 +58,8 @@ class Places:
 
     def absent(self, holder: Any, key: str) -> None:
         """Note that a dict lacks a key."""
-        self._absent.append((holder, key))
+        self._absent[0].append(holder)
+        self._absent[1].append(key)
 
     def contents(self, view: Any) -> None:
         """Note the entries of a list, or of the live view of a dict."""
@@ -92,6 +96,9 @@ class Places:
 
     def seal(self) -> None:
         """Read the places noted so far: later checks compare with now."""
+        self._ways = [get for get, _, _ in self._columns.values()]
+        self._holders = [holders for _, holders, _ in self._columns.values()]
+        self._values = [x for _, _, values in self._columns.values() for x in values]
         self._types = list(map(type, self._modules))
         self._lengths = self._lengths_now()
         self._filled = [x for x in self._views if len(x)]
@@ -110,8 +117,8 @@ class Places:
                 and list(map(type, self._modules)) == self._types
                 and self._lengths_now() == self._lengths
                 and all(map(is_, chain.from_iterable(self._filled), self._held))
-                and all(all(map(is_, map(get, holders), held)) for get, holders, held in self._columns.values())
-                and not any(key in holder for holder, key in self._absent)
+                and all(map(is_, chain.from_iterable(map(map, self._ways, self._holders)), self._values))
+                and not any(map(contains, *self._absent))
                 and all([*x.keys(), *x.values()] == was for x, was in self._mappings)
                 and self._contents.hold()
             )

@@ -16,6 +16,8 @@ _SKIPPED = {"CACHE", "PRECALL", "PUSH_NULL", "EXTENDED_ARG", "RESUME", "NOP", "N
 _GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _FREE = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"}
 _ATTRIBUTE = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
+# Packages may be installed in several places: the environment's, the system's below it, the home folder's.
+_INSTALLED = ("/site-packages/", "/dist-packages/")
 _BY_STRING = {"getattr", "hasattr", "attrgetter", "methodcaller", "vars", "__dict__"}
 
 
@@ -43,7 +45,7 @@ class Reads(NamedTuple):
 @functools.cache
 def _libraries() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
-    folders = {f"{paths[name]}/" for name in ("stdlib", "platstdlib", "purelib", "platlib") if paths.get(name)}
+    folders = {f"{paths[name]}/" for name in ("stdlib", "platstdlib") if paths.get(name)}
     return (OURS, *sorted(folders), "<frozen", "<eval_with_key", "<zerofn", "<__")
 
 
@@ -51,7 +53,7 @@ def _libraries() -> tuple[str, ...]:
 def is_users(file: str) -> bool:
     """Whether code of this file is the user's: neither the standard library's, an installed package's nor ours."""
     prefixes = tuple(x for x in library_prefixes() if x != "<string>")
-    return not file.startswith((*_libraries(), *prefixes))
+    return not file.startswith((*_libraries(), *prefixes)) and not any(folder in file for folder in _INSTALLED)
 
 
 @functools.cache

@@ -30,7 +30,7 @@ class File:
         self.path = folder / f"zerofn-{name}-rank{_rank()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._pid, self._linked = os.getpid(), True
         try:
-            self.fd, self.direct = _open(self.path, os.O_CREAT | os.O_EXCL)
+            self.fd, self.direct = opened(self.path, os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
             raise _unusable(name, folder, error) from error
         with contextlib.suppress(OSError):  # nobody needs the name, and a crash would leave it behind
@@ -52,10 +52,7 @@ class File:
             if self.direct:
                 os.preadv(self.fd, [page], 0)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-            fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~_DIRECT)
-            self.direct = False
+            self.direct = no_longer_direct(self.fd, self.direct, error)
         finally:
             page.close()
         if not self.direct and self.folder not in _buffered:
@@ -111,17 +108,30 @@ def check_folders(folders: Sequence[Path], nbytes: int, name: str) -> None:
             raise _too_little(name, folder, asked[device] * nbytes, _free(folder))
 
 
-def _open(path: Path, flags: int) -> tuple[int, bool]:
-    """Return a descriptor, and whether it is direct."""
-    flags |= os.O_RDWR | os.O_CLOEXEC
+def opened(path: Path, flags: int, mode: int) -> tuple[int, bool]:
+    """Return a descriptor, and whether its transfers are direct: past the page cache, where the system can.
+
+    `flags`: for a file to be written, such as `os.O_CREAT`; 0 to read one. Raises `OSError` as the system does.
+    """
+    exists = not flags & os.O_CREAT
+    flags |= (os.O_RDONLY if exists else os.O_RDWR) | os.O_CLOEXEC
     if _DIRECT:
         try:
-            return os.open(path, flags | _DIRECT, 0o600), True
+            return os.open(path, flags | _DIRECT, mode), True
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            path.unlink(missing_ok=True)  # some file systems create the file and then refuse
-    return os.open(path, flags, 0o600), False
+            if not exists:
+                path.unlink(missing_ok=True)  # some file systems create the file and then refuse
+    return os.open(path, flags, mode), False
+
+
+def no_longer_direct(fd: int, direct: bool, error: OSError) -> bool:
+    """Let transfers go through the page cache, and return False; raise the error unless a direct one was refused."""
+    if not direct or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+        raise error
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_DIRECT)
+    return False
 
 
 def _free(folder: Path) -> int:

@@ -1,0 +1,1 @@
+"""How checkpoints stand faults, and what they cost beside other libraries'."""

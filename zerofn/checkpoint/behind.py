@@ -1,0 +1,141 @@
+"""Saves behind the steps: a copy of this rank's part in host memory, and a thread that writes it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..comm.heartbeat import beside
+from ..util.errors import CheckpointError
+from ..util.process import the
+from .tensor_file import Entry
+
+log = logging.getLogger("zerofn")
+
+_CHUNK = 16 << 20  # bytes that are copied at a time, and decoded for it where what is stored is encoded
+_ALIGNED = 64
+_NICE = 19  # the steps go first where cores are scarce
+
+
+class Saving:
+    """A save. `path`: as it was given; `blocked_s`: the seconds that the call of `save` took."""
+
+    def __init__(self, path: str | os.PathLike[str], blocked_s: float) -> None:
+        self.path, self.blocked_s = path, blocked_s
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended. If it failed, `wait` says how."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint is complete on all ranks.
+
+        Raises what went wrong, and `TimeoutError` if it takes longer than `timeout` seconds.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                raise TimeoutError(f"save: {self.path} is not complete after {timeout:g} s; it goes on.")
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def __repr__(self) -> str:
+        return f"Saving({os.fspath(self.path)!r}, {'done' if self.done() else 'in flight'})"
+
+
+class InFlight:
+    """The process's save behind the steps, if there is one: the next save waits for it."""
+
+    def __init__(self) -> None:
+        self._saving: Saving | None = None
+
+    def finish(self) -> None:
+        """Wait for it. Raises `CheckpointError` if it failed and nobody has been told."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        try:
+            saving.wait()
+        except Exception as error:
+            raise CheckpointError(f"the save before this one, to {saving.path}, failed: {error}") from error
+
+    def begin(self, path: str | os.PathLike[str], work: Callable[[], None], number: str, start: float) -> Saving:
+        """Let a thread do the work of a save; `start`: when `save` was called (`time.perf_counter`)."""
+        saving = Saving(path, 0.0)
+
+        def run() -> None:
+            with contextlib.suppress(OSError, AttributeError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            try:
+                with beside(f" of save {number}"):
+                    work()
+            except BaseException as error:
+                log.error("save: %s", error)
+                saving._error = error
+
+        saving._thread = threading.Thread(target=run, name="zerofn-save", daemon=True)
+        self._saving = saving
+        atexit.unregister(_at_exit)
+        atexit.register(_at_exit)
+        saving._thread.start()
+        saving.blocked_s = time.perf_counter() - start
+        return saving
+
+    def forked(self) -> None:
+        """The thread is the parent's."""
+        self._saving = None
+
+
+def _at_exit() -> None:
+    with contextlib.suppress(CheckpointError):  # it was logged
+        the(InFlight).finish()
+
+
+class Snapshot:
+    """Host memory as large as this rank's part of a state, which saves copy to in turn."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, entries: list[Entry]) -> Callable[[], list[Entry]]:
+        """Return what gives the same entries with the values that they have now, or raises what the copying did."""
+        try:
+            copies = self._copies(entries)
+        except Exception as error:
+            failed = error  # told by the thread, to which the other ranks listen
+
+            def fail() -> list[Entry]:
+                raise failed
+
+            return fail
+        return lambda: copies
+
+    def _copies(self, entries: list[Entry]) -> list[Entry]:
+        sizes = [-(-entry.nbytes // _ALIGNED) * _ALIGNED for entry in entries]
+        if sum(sizes) > self._memory.numel():
+            self._memory = torch.empty(0, dtype=torch.uint8)
+            self._memory = torch.empty(sum(sizes), dtype=torch.uint8)
+        copies, at = [], 0
+        for entry, size in zip(entries, sizes, strict=True):
+            copies.append(_copied(entry, self._memory[at : at + entry.nbytes]))
+            at += size
+        return copies
+
+
+def _copied(entry: Entry, memory: Tensor) -> Entry:
+    flat, step = memory.view(entry.dtype), max(1, _CHUNK // entry.dtype.itemsize)
+    for start in range(0, entry.numel, step):
+        stop = min(start + step, entry.numel)
+        flat[start:stop].copy_(entry.read(start, stop))
+    return Entry(entry.name, entry.dtype, entry.shape, lambda a, b: flat[a:b])

@@ -1,0 +1,250 @@
+"""`Checkpoints`: the checkpoints of a run in one folder, from which it starts, resumes and comes back by itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+from .. import tree
+from ..comm.agreement import exchange, rank_and_size
+from ..util.errors import CheckpointError
+from ..util.process import the
+from . import as_json, owner, steps
+from .behind import InFlight, Saving
+from .folder import located
+from .loading import load
+from .manifest import read_manifest
+from .saving import Along, save_along
+from .stopping import Stopped, Stopping
+from .verifying import verify
+
+log = logging.getLogger("zerofn")
+
+WHAT = "zerofn.Checkpoints"
+T = TypeVar("T")
+
+
+class HasState(Protocol):
+    """What can be saved along with a state, as a data loader that knows where it stands."""
+
+    def state_dict(self) -> Any:
+        """Return where it stands."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Go on from there."""
+
+
+class Checkpoints:
+    """The checkpoints of one run: one line starts or resumes it, one follows every step.
+
+        checkpoints = zerofn.Checkpoints("runs/gpt", every=100, keep=3, loader=loader)
+        state = checkpoints.restore_or(state)
+        for batch in loader:
+            state, metrics = step(state, batch)
+            checkpoints.after_step(state, metrics)
+        checkpoints.close()
+
+    `folder` gets a checkpoint `step-00000100` and so on, each as `zerofn.save` writes it; all ranks must see it.
+    `every`: steps between two; None for none but those asked for. `keep`: how many of the last ones stay; None for all.
+    `keep_best=("loss", "min")`: the one with the lowest of that metric (or "max", the highest) stays, too. `async_`:
+    they are written behind the steps. `loader`: anything with `state_dict()` and `load_state_dict()`, such as
+    torchdata's `StatefulDataLoader`; what each rank's returns is saved along with the state.
+
+    A run that gets one of `signals`, or has trained for `time_limit` seconds, or is two minutes from the end of its
+    SLURM job (`SLURM_JOB_END_TIME`), saves after its step and raises `Stopped` on all ranks, a `SystemExit` with status
+    75. Start it again, with any number of ranks, and `restore_or` goes on from there. `step`: how many steps were done.
+
+    Raises `ValueError` for options that make no sense.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        every: int | None = None,
+        keep: int | None = 3,
+        keep_best: tuple[str, Literal["min", "max"]] | None = None,
+        async_: bool = True,
+        loader: HasState | None = None,
+        time_limit: float | None = None,
+        signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
+    ) -> None:
+        _check(every, keep, keep_best, loader, time_limit)
+        self.folder, self.step = located(folder), 0
+        self._every, self._keep, self._keep_best, self._async, self._loader = every, keep, keep_best, async_, loader
+        self._stopping = Stopping(signals, time_limit)
+        self._found: dict[int, str] = {}  # the saves that were there when this run began, by step
+        self._damaged: set[int] = set()
+        self._begun = False
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a complete checkpoint, in ascending order."""
+        return steps.complete_steps(self.folder)
+
+    def path(self, step: int) -> Path:
+        """Return where the checkpoint of a step is, or would be: for `zerofn.load`, `export` and `verify`."""
+        return steps.path_of(self.folder, step)
+
+    def best_step(self) -> int | None:
+        """Return the step whose checkpoint is best by `keep_best`; None if none has that metric."""
+        if self._keep_best is None:
+            raise ValueError(f"{WHAT}: without keep_best=(name, 'min' or 'max') no checkpoint is better than another.")
+        return steps.best_step(self.folder, set(self.steps()) - self._damaged, *self._keep_best)
+
+    def restore_or(self, init_state: T | Callable[[], T]) -> T:
+        """Return the state of the newest checkpoint, laid out as `init_state`; that state itself if there is none yet.
+
+        Every rank must call it, once, before the first step. `init_state` may be a function that makes the state. The
+        number of ranks, the stage and the tiers may be others than before. A checkpoint with damaged bytes is passed
+        over, with a warning, for the one before it. The loader goes on where it stood.
+
+        Raises `CheckpointError` if there are checkpoints and all are damaged, if the newest is of another model, or if
+        each rank's loader stood elsewhere and the number of ranks differs now.
+        """
+        if self._begun:
+            raise ValueError(f"{WHAT}: restore_or was called before; make another Checkpoints for another run.")
+        state: Any = init_state() if callable(init_state) else init_state
+        self._stopping.listen()
+        listed = json.loads(exchange(f"{WHAT}.restore_or", json.dumps(self.steps()))[0])
+        said: list[str] = []
+        for step in reversed(listed):
+            try:
+                loaded = load(self.path(step), like=state)
+            except CheckpointError:
+                faults = verify(self.path(step))
+                if not faults:
+                    raise
+                log.warning("%s: %s is passed over: %s", WHAT, self.path(step), faults[0])
+                self._damaged.add(step)
+                said += faults
+                continue
+            self._begin(step, listed)
+            self._restore_loader(step)
+            log.info("%s: the run goes on after step %d, from %s.", WHAT, step, self.path(step))
+            return loaded
+        if said:
+            raise CheckpointError(
+                f"{WHAT}: all {len(listed)} checkpoints in {self.folder} are damaged, the newest so: {said[0]} To "
+                "begin anew, give another folder."
+            )
+        self._begin(0, [])
+        return state
+
+    def after_step(self, state: Any, metrics: Any = None) -> None:
+        """Count a step; save every `every` steps, and when the run is to end. Every rank must call it after each step.
+
+        `metrics`: its numbers are saved along (rank 0's), under their key paths, when a checkpoint is due.
+
+        Raises what `zerofn.save` raises, and `Stopped` when the run is to end and is saved.
+        """
+        self._check_begun("after_step")
+        self.step += 1
+        reason = self._stopping.due()
+        if reason or (self._every is not None and self.step % self._every == 0):
+            self.save(state, metrics, wait=bool(reason) or not self._async)
+        if reason:
+            self._stopping.close()
+            raise Stopped(f"stopped after step {self.step}, because of {reason}; it is saved in {self.folder}.")
+
+    def save(self, state: Any, metrics: Any = None, *, wait: bool = True) -> Saving:
+        """Save now, whatever the step, as after the last one. Every rank must call it; otherwise as `zerofn.save`."""
+        self._check_begun("save")
+        own = "" if self._loader is None else as_json.dumps(self._loader.state_dict(), "loader.state_dict()")
+        notes = {"metrics": _numbers(metrics)}
+        step = self.step
+        along = Along(notes, own, before=lambda: self._check_alone(step), after=lambda: self._remove_old(step))
+        return save_along(self.path(step), state, wait, along)
+
+    def close(self) -> None:
+        """End the run: wait until the checkpoint that is being written is complete, and no longer handle signals.
+
+        Raises `CheckpointError` if it failed.
+        """
+        self._stopping.close()
+        the(InFlight).finish()
+
+    def _check_begun(self, what: str) -> None:
+        if not self._begun:
+            raise ValueError(
+                f"{WHAT}.{what}: call restore_or(state) first, so that what is in {self.folder} is gone on with, "
+                "not written over."
+            )
+
+    def _begin(self, step: int, listed: list[int]) -> None:
+        self._begun, self.step = True, step
+        self._found = {s: steps.saved_by(self.folder, s).get("save", "") for s in listed}
+
+    def _restore_loader(self, step: int) -> None:
+        texts = read_manifest(self.path(step)).notes.get("ranks", [])
+        if self._loader is None:
+            if texts:
+                log.warning("%s: %s holds where a loader stood, and none was given.", WHAT, self.path(step))
+            return
+        rank, size = rank_and_size()
+        if not texts:
+            raise CheckpointError(
+                f"{WHAT}: {self.path(step)} does not say where the loader stood, since it was saved without one. Pass "
+                "loader=None, and set the loader by hand."
+            )
+        if len(texts) != size and len(set(texts)) > 1:
+            raise CheckpointError(
+                f"{WHAT}: {self.path(step)} says where each of {len(texts)} ranks' loaders stood, and now there are "
+                f"{size} ranks. Use a loader whose state is the same on all ranks (how many samples all of them have "
+                f"seen), go on with {len(texts)} ranks, or pass loader=None and set the loader by hand."
+            )
+        self._loader.load_state_dict(as_json.loads(texts[min(rank, len(texts) - 1)], "the loader's state"))
+
+    def _check_alone(self, step: int) -> None:
+        """On rank 0: raise `CheckpointError` if another job has saved to this folder since the run began."""
+        mine = the(owner.Job)
+        for s in self.steps():
+            found = steps.saved_by(self.folder, s)
+            if found and found.get("job") != mine.name and found.get("save") != self._found.get(s):
+                raise CheckpointError(
+                    f"{WHAT}: {self.path(s)} was saved by another job (process {found.get('pid')} on "
+                    f"{str(found.get('host')).partition(' ')[0]}) since this one began; each run needs a folder of its "
+                    f"own. Step {step} was not saved."
+                )
+
+    def _remove_old(self, newest: int) -> None:
+        """On rank 0: remove what is not to be kept. Damaged ones go when the run has passed them."""
+        there = self.steps()
+        self._damaged.discard(newest)
+        good = [s for s in there if s not in self._damaged]
+        kept = set(good if self._keep is None else good[-self._keep :])
+        kept |= {s for s in self._damaged if s > newest}
+        if self._keep_best is not None:
+            kept.add(steps.best_step(self.folder, good, *self._keep_best) or newest)
+        for s in there:
+            if s not in kept:
+                steps.remove(self.path(s))
+
+
+def _check(every: Any, keep: Any, keep_best: Any, loader: Any, time_limit: Any) -> None:
+    for name, value in (("every", every), ("keep", keep)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{WHAT}: {name} is a number of steps or checkpoints from 1 on, or None; got {value!r}.")
+    if keep_best is not None:
+        if not (isinstance(keep_best, tuple) and len(keep_best) == 2 and keep_best[1] in ("min", "max")):
+            raise ValueError(f"{WHAT}: keep_best is a metric and 'min' or 'max', ('loss', 'min'); got {keep_best!r}.")
+        if keep is None:
+            raise ValueError(f"{WHAT}: keep=None keeps all checkpoints, so keep_best would do nothing; leave one out.")
+    if loader is not None and not all(callable(getattr(loader, f, None)) for f in ("state_dict", "load_state_dict")):
+        raise ValueError(
+            f"{WHAT}: loader must have state_dict() and load_state_dict(), and a {type(loader).__name__} has not. "
+            "torchdata's StatefulDataLoader has; or pass loader=None, and keep in the state how many samples were seen."
+        )
+    if time_limit is not None and not time_limit > 0:
+        raise ValueError(f"{WHAT}: time_limit is a number of seconds above 0, or None; got {time_limit!r}.")
+
+
+def _numbers(metrics: Any) -> dict[str, float]:
+    """Return the scalars of a tree, by key path."""
+    leaves, treedef = tree.flatten(metrics)
+    pairs = zip(tree.field_names(treedef), leaves, strict=True)
+    return {name: float(x) for name, x in pairs if isinstance(x, float | int) or getattr(x, "numel", lambda: 0)() == 1}

@@ -1,0 +1,140 @@
+"""Who is saving to a folder: one job at a time, and a job whose checkpoint another one has replaced is told.
+
+The file `saving.json` names the process that saves, which touches it every other second. A process that does not is
+taken for dead, at once if it ran here and is gone. Files of two saves never have one name, so what two jobs do at the
+same moment by mistake costs one of the two checkpoints, and never both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..util.errors import CheckpointError
+from ..util.other_processes import gone, this_process
+from ..util.process import the
+from .folder import SAVING, new_text, replace_text
+
+log = logging.getLogger("zerofn")
+
+BEAT = 2.0  # seconds between signs of life
+SILENCE = 20.0  # seconds without one until a process of another machine, or a frozen one, is taken for dead
+PATIENCE = 120.0  # seconds to wait for another job's save
+_FIRST_WORD = 5.0
+
+
+class Job:
+    """This process as others know it. `saved`: its newest save, by folder."""
+
+    def __init__(self) -> None:
+        self.name = secrets.token_hex(6)
+        self.saved: dict[Path, str] = {}
+
+    def forked(self) -> None:
+        """A forked process is another one."""
+        self.__init__()  # type: ignore[misc]
+
+    def described(self) -> dict[str, Any]:
+        """What another process needs to tell whether this one is alive."""
+        return {"job": self.name, **this_process()}
+
+
+def check_not_replaced(path: Path, found: dict[str, Any]) -> None:
+    """Raise `CheckpointError` if another job has saved to `path` after this one did. `found`: what saved there last."""
+    mine = the(Job).saved.get(path)
+    if mine is not None and found and found.get("save") != mine and found.get("job") != the(Job).name:
+        raise CheckpointError(
+            f"save: {path} was this job's checkpoint, and since then {_told(found)} has saved there. Two jobs that "
+            "save to one path replace each other's checkpoints: give this one another path."
+        )
+
+
+@contextlib.contextmanager
+def saving(path: Path, save: str) -> Iterator[None]:
+    """Inside, this process alone saves to the folder `path`.
+
+    Waits while another one does. Raises `CheckpointError` if that one takes longer than `PATIENCE` seconds.
+    """
+    file = path / SAVING
+    text = json.dumps({"format": "zerofn-save", "save": save, **the(Job).described()}) + "\n"
+    while not new_text(file, text, save):
+        if _wait(path):
+            replace_text(file, text, save)
+            break
+    over = threading.Event()
+    thread = threading.Thread(target=_beat, args=(file, save, over), name="zerofn-saving", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        if _read(file).get("save") == save:
+            file.unlink(missing_ok=True)
+
+
+def check_still(path: Path, save: str) -> None:
+    """Raise `CheckpointError` if another job took this one for dead, and saves now."""
+    now = _read(path / SAVING)
+    if now.get("save") != save:
+        raise CheckpointError(
+            f"save: {path} was taken over by {_told(now) if now else 'another job'} because this one gave no sign of "
+            f"life for {SILENCE:g} s. The checkpoint that is there stays; give each job a path of its own."
+        )
+
+
+def _wait(path: Path) -> bool:
+    """Wait until nobody saves; True if somebody does who is dead."""
+    start, word = time.monotonic(), _FIRST_WORD
+    seen, since = None, start
+    while now := _read(path / SAVING):
+        if gone(now):
+            return True
+        beat = (now.get("save"), _touched(path / SAVING))
+        if beat != seen:
+            seen, since = beat, time.monotonic()
+        waited = time.monotonic() - start
+        if time.monotonic() - since > SILENCE:
+            return True
+        if waited > PATIENCE:
+            raise CheckpointError(
+                f"save: {_told(now)} has been saving to {path} for {waited:.0f} s. Give each job a path of its own."
+            )
+        if waited > word:
+            log.warning("save: waiting for %s, which is saving to %s.", _told(now), path)
+            word *= 2
+        time.sleep(0.05)
+    return False
+
+
+def _beat(file: Path, save: str, over: threading.Event) -> None:
+    while not over.wait(BEAT):
+        with contextlib.suppress(OSError):
+            if _read(file).get("save") == save:
+                os.utime(file)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(file.read_text())
+        if isinstance(found, dict) and found.get("format") == "zerofn-save":
+            return found
+    return {}
+
+
+def _touched(file: Path) -> int:
+    with contextlib.suppress(OSError):
+        return file.stat().st_mtime_ns
+    return 0
+
+
+def _told(owner: dict[str, Any]) -> str:
+    return f"another job (process {owner.get('pid')} on {str(owner.get('host')).partition(' ')[0]})"

@@ -1,0 +1,41 @@
+"""`verify`: read every byte of a checkpoint, and say which of them are not those that were written."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from ..comm.agreement import exchange, rank_and_size
+from ..util.errors import CheckpointError
+from .folder import located
+from .sources import Checkpoint
+
+WHAT = "zerofn.verify"
+
+
+def verify(path: str | os.PathLike[str]) -> list[str]:
+    """Return what is wrong with the checkpoint at `path`, a sentence each; an empty list if every bit is as saved.
+
+    Ranks, if there are several, read different files; every rank must call it, and all get the same list.
+    """
+    rank, size = rank_and_size()
+    mine = _faults(located(path), rank, size)
+    found = [fault for text in exchange(WHAT, json.dumps(mine)) for fault in json.loads(text)]
+    return list(dict.fromkeys(found))  # what all of them see is said once
+
+
+def _faults(path: Path, rank: int, size: int) -> list[str]:
+    """What is wrong with the manifest, and with each `size`-th file."""
+    try:
+        checkpoint = Checkpoint(path)
+    except (CheckpointError, OSError) as error:
+        return [str(error)]
+    found = []
+    for name in sorted(checkpoint.manifest.files)[rank::size]:
+        try:
+            checkpoint.read_all(name)
+        except (CheckpointError, OSError) as error:
+            found.append(str(error))
+    checkpoint.close()
+    return found
