@@ -36,11 +36,11 @@ def loader():
 
 init = lambda: zerofn.TrainState.create(params={"w": torch.ones(7)}, tx=optim.adamw(1e-2))
 state, step = zerofn.shard(init, stage=3), zerofn.compile(train_step)
-for batch in loader():
+for k, batch in enumerate(loader()):
     if how == "agreeing":
         zerofn.comm.agreement.agree("batch", "x")
     state, _ = step(state, batch)
-    if how == "frozen" and sys.argv[3] and not os.path.exists(sys.argv[3]):
+    if how == "frozen" and sys.argv[3] and k == 0:
         if os.environ["RANK"] == sys.argv[2]:
             zerofn.checkpoint.tensor_file._write = lambda *_: time.sleep(60)
         zerofn.save(sys.argv[3], state, wait=False)
@@ -63,13 +63,13 @@ def run(how, size=2, which=0, saves="", **more):
         environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, "-c", JOB, how, str(which), str(saves)]
         jobs.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    frozen = jobs.pop(which) if how == "frozen" else None
+    heard = [job for r, job in enumerate(jobs) if how != "frozen" or r != which]
     try:
-        return [job.communicate(timeout=60)[1] for job in jobs]
+        return [job.communicate(timeout=60)[1] for job in heard]
     finally:
-        if frozen is not None:
-            frozen.kill()
-            frozen.communicate()
+        for job in jobs:
+            job.kill()
+            job.communicate()
 
 
 @pytest.mark.parametrize("how", ["training", "agreeing"])
