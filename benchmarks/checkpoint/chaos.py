@@ -121,7 +121,8 @@ class Chaos:
         recovers = self.FAULTS[kind](self)
         start = max(start, self._since) if recovers else start
         line = self._await_step(start, new=recovers)
-        lost = max(0, max(x.step for x in self._lines() if x.when < line.when) - line.step + 1) if recovers else 0
+        reached = [x.step for x in self._lines() if x.when < line.when][-1]  # perhaps itself a step that is done again
+        lost = max(0, reached - line.step + 1) if recovers else 0
         seconds = line.when - start if recovers else 0.0
         self.records.append({"fault": kind, "ranks": self.job.size, "seconds": seconds, "steps": lost, "at": before})
 

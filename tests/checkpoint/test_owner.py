@@ -32,28 +32,38 @@ print("done", flush=True)
 """
 
 
-def other(path: Path, seconds: float = 0.0, saves: int = 1) -> subprocess.Popen:
-    """Another process that saves to a path, and takes so long in the middle of it."""
+@pytest.fixture
+def other():
+    """Start other processes that save to a path, and take so long in the middle of it."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-c", OTHER, str(path), str(seconds), str(saves)]
-    process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "saving\n"
-    return process
+
+    def start(path: Path, seconds: float = 0.0, saves: int = 1) -> subprocess.Popen:
+        command = [sys.executable, "-c", OTHER, str(path), str(seconds), str(saves)]
+        process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout.readline() == "saving\n"
+        return process
+
+    started = []
+    yield start
+    for process in started:  # also of a test that failed: pipes left open are another test's warning
+        process.kill()
+        process.communicate()
 
 
 def is_there(path: Path, seed: int) -> bool:
     return not first_difference(zerofn.load(path, like=train_state(1)), train_state(seed))
 
 
-def test_another_save_is_waited_for(tmp_path):
+def test_another_save_is_waited_for(tmp_path, other):
     process = other(tmp_path / "a", seconds=1.0)
     zerofn.save(tmp_path / "a", train_state(7))
     assert process.communicate(timeout=30)[0] == "done\n"
     assert is_there(tmp_path / "a", 7) and len(list((tmp_path / "a").iterdir())) == 2
 
 
-def test_a_dead_one_is_not(tmp_path):
+def test_a_dead_one_is_not(tmp_path, other):
     process = other(tmp_path / "a", seconds=60.0)
     process.kill()
     process.communicate()
@@ -63,7 +73,7 @@ def test_a_dead_one_is_not(tmp_path):
     assert is_there(tmp_path / "a", 7) and len(list((tmp_path / "a").iterdir())) == 2
 
 
-def test_a_frozen_one_is_waited_for_a_while_and_told_when_it_wakes(tmp_path, monkeypatch):
+def test_a_frozen_one_is_waited_for_a_while_and_told_when_it_wakes(tmp_path, other, monkeypatch):
     monkeypatch.setattr(owner, "SILENCE", 2.5)
     process = other(tmp_path / "a", seconds=1.0)
     process.send_signal(signal.SIGSTOP)
@@ -74,7 +84,7 @@ def test_a_frozen_one_is_waited_for_a_while_and_told_when_it_wakes(tmp_path, mon
     assert is_there(tmp_path / "a", 7) and len(list((tmp_path / "a").iterdir())) == 2
 
 
-def test_one_that_never_ends(tmp_path, monkeypatch, caplog):
+def test_one_that_never_ends(tmp_path, other, monkeypatch, caplog):
     monkeypatch.setattr(owner, "PATIENCE", 1.0)
     monkeypatch.setattr(owner, "_FIRST_WORD", 0.2)
     process = other(tmp_path / "a", seconds=60.0)
@@ -99,7 +109,7 @@ def test_the_older_job_is_told(tmp_path):
     zerofn.save(tmp_path / "b", train_state(7))
 
 
-def test_many_saves_of_two_jobs(tmp_path):
+def test_many_saves_of_two_jobs(tmp_path, other):
     """They are told, or wait for each other; there is always one whole checkpoint."""
     path = tmp_path / "a"
     process, told, mine = other(path, seconds=0.01, saves=30), 0, {"w": train_state(7).params["h.0.b"]}

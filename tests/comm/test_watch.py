@@ -54,7 +54,8 @@ def evaluate():
 def test_a_rank_that_waits_hears_of_a_failure(ranks, waits):
     (message, seconds), _ = ranks(2, heard, breaks, waits)
     ranks.stop()
-    assert "it broke" in message and "another rank failed" in message
+    assert "it broke" in message  # of the transfer, or of the process group, which the watch took down just before
+    assert "another rank failed" in message or "was taken down" in message
     assert seconds < 2.5
 
 

@@ -54,12 +54,15 @@ def is_ours(file: Path) -> bool:
     data = _DATA.fullmatch(file.name)
     if data is None and file.name not in (MANIFEST, SAVING) and not _HALF.fullmatch(file.name):
         return False
-    if file.stat().st_size == 0:
-        return file.name not in (MANIFEST, SAVING)
-    if data is not None:
-        return mark_of(file) == data[1]
-    with file.open("rb") as opened:
-        return b'"format": "zerofn-' in opened.read(64)
+    try:
+        if file.stat().st_size == 0:
+            return file.name not in (MANIFEST, SAVING)
+        if data is not None:
+            return mark_of(file) == data[1]
+        with file.open("rb") as opened:
+            return b'"format": "zerofn-' in opened.read(64)
+    except FileNotFoundError:  # another save has just removed its own
+        return True
 
 
 def check_usable(path: Path) -> None:
@@ -98,11 +101,11 @@ def replace_text(file: Path, text: str, save: str) -> None:
 
 
 def new_text(file: Path, text: str, save: str) -> bool:
-    """Make a file with its contents at once, and return True; False if it is there."""
+    """Make a file with its contents at once, and return True; False if it is there, or was a moment ago."""
     with _half(file, text, save) as half:
         try:
             os.link(half, file)
-        except FileExistsError:
+        except (FileExistsError, FileNotFoundError):  # another save, as it ends, removes what has such a name
             return False
         except OSError:  # a file system without links
             if file.exists():

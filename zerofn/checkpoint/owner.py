@@ -67,8 +67,9 @@ def saving(path: Path, save: str) -> Iterator[None]:
     text = json.dumps({"format": "zerofn-save", "save": save, **the(Job).described()}) + "\n"
     while not new_text(file, text, save):
         if _wait(path):
-            replace_text(file, text, save)
-            break
+            with contextlib.suppress(FileNotFoundError):  # another job was first, and has removed what this one wrote
+                replace_text(file, text, save)
+                break
     over = threading.Event()
     thread = threading.Thread(target=_beat, args=(file, save, over), name="zerofn-saving", daemon=True)
     thread.start()
