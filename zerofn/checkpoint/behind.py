@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 - it registers its end before `InFlight` does, so it ends after it
 import contextlib
 import logging
 import os
@@ -51,7 +52,7 @@ class Saving:
             raise error
 
     def __repr__(self) -> str:
-        return f"Saving({os.fspath(self.path)!r}, {'done' if self.done() else 'in flight'})"
+        return f"Saving({str(self.path)!r}, {'done' if self.done() else 'in flight'})"
 
 
 class InFlight:
@@ -59,6 +60,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self._saving: Saving | None = None
+        self._registered = False
 
     def finish(self) -> None:
         """Wait for it. Raises `CheckpointError` if it failed and nobody has been told."""
@@ -86,8 +88,9 @@ class InFlight:
 
         saving._thread = threading.Thread(target=run, name="zerofn-save", daemon=True)
         self._saving = saving
-        atexit.unregister(_at_exit)
-        atexit.register(_at_exit)
+        if not self._registered:  # `atexit` comes after the end of all executors, which a network needs
+            getattr(threading, "_register_atexit", atexit.register)(_at_exit)
+            self._registered = True
         saving._thread.start()
         saving.blocked_s = time.perf_counter() - start
         return saving

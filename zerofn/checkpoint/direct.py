@@ -18,9 +18,11 @@ from torch import Tensor
 
 from ..offload.disk.files import no_longer_direct, opened
 from ..util.sizes import PAGE
+from .places import fetch, is_remote
 
 PIECE = 1 << 20  # bytes of a transfer
 DEPTH = 4  # transfers in flight
+REMOTE_DEPTH = 16  # where each takes its time
 SYNC_EVERY = 256  # pieces: what the page cache holds goes to the disk steadily, not all at the end
 _Task = Callable[[], None]
 
@@ -32,11 +34,10 @@ class _Threads:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
-    def do(self, task: _Task) -> None:
-        if not self._threads:
-            self._threads = [threading.Thread(target=self._work, name="zerofn-file", daemon=True) for _ in range(DEPTH)]
-            for thread in self._threads:
-                thread.start()
+    def do(self, task: _Task, depth: int = DEPTH) -> None:
+        while len(self._threads) < depth:
+            self._threads.append(threading.Thread(target=self._work, name="zerofn-file", daemon=True))
+            self._threads[-1].start()
         self._tasks.put(task)
 
     def close(self) -> None:
@@ -148,6 +149,10 @@ class Writer:
 Block = tuple[Path, int, int]  # file, first byte, bytes
 
 
+def _depth(path: Path) -> int:
+    return REMOTE_DEPTH if is_remote(path) else DEPTH
+
+
 class Reader:
     """Blocks of files, read ahead: those that follow the one that is asked for are on their way."""
 
@@ -172,7 +177,7 @@ class Reader:
             self._drop()
             found = self._start(block)
         for next_one in following:
-            if len(self._ahead) >= DEPTH:
+            if len(self._ahead) >= _depth(block[0]):
                 break
             if next_one not in self._ahead:
                 self._ahead[next_one] = self._start(next_one)
@@ -196,12 +201,16 @@ class Reader:
 
     def _start(self, block: Block) -> _Read:
         path, start, nbytes = block
-        if path not in self._files:
-            self._files[path] = opened(path, 0, 0)
         if nbytes > PIECE:
             raise ValueError(f"a block of {nbytes} bytes")
-        read = _Read(*self._files[path], start, nbytes, self._free.pop() if self._free else _memory(PIECE + 2 * PAGE))
-        self._threads.do(read.carry_out)
+        memory = self._free.pop() if self._free else _memory(PIECE + 2 * PAGE)
+        if is_remote(path):
+            read: _Read = _Fetch(path, start, nbytes, memory)
+        else:
+            if path not in self._files:
+                self._files[path] = opened(path, 0, 0)
+            read = _Read(*self._files[path], start, nbytes, memory)
+        self._threads.do(read.carry_out, _depth(path))
         return read
 
     def _release(self) -> None:
@@ -222,13 +231,13 @@ class _Read:
     def __init__(self, fd: int, direct: bool, start: int, nbytes: int, memory: Tensor) -> None:
         self._fd, self._direct, self._start, self._nbytes, self.memory = fd, direct, start, nbytes, memory
         self.done, self._count = threading.Event(), 0
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         self._first = start - start % PAGE
 
     def carry_out(self) -> None:
         try:
             self._read()
-        except OSError as error:
+        except Exception as error:
             self._error = error
         self.done.set()
 
@@ -251,3 +260,17 @@ class _Read:
             raise self._error
         skipped = self._start - self._first
         return self.memory[skipped : max(skipped, min(self._count, skipped + self._nbytes))]
+
+
+class _Fetch(_Read):
+    """A block of a remote file."""
+
+    def __init__(self, path: Path, start: int, nbytes: int, memory: Tensor) -> None:
+        super().__init__(-1, False, start, nbytes, memory)
+        self._path, self._first = path, start
+
+    def _read(self) -> None:
+        data = fetch(self._path, self._start, self._start + self._nbytes)
+        self._count = len(data)
+        if data:
+            self.memory[: len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))

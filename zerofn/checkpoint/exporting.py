@@ -16,7 +16,8 @@ from torch import Tensor
 from ..util.errors import CheckpointError
 from .checksums import SUFFIX, checksums_of, checksums_text
 from .contents import LeafInfo, missing_leaf
-from .folder import flush, located
+from .folder import flush
+from .places import is_remote, located
 from .sources import Checkpoint
 from .tensor_file import Entry, write_file
 
@@ -47,6 +48,8 @@ def export(
     Raises `CheckpointError` for a checkpoint that cannot be read, `ValueError` for a part or size that does not
     exist.
     """
+    if is_remote(located(out)):
+        raise ValueError(f"{WHAT}: out={str(out)!r} is no local path; export to one, and copy the files from there.")
     checkpoint, target = Checkpoint(located(path)), Path(out).expanduser()
     try:
         entries = _entries(checkpoint, _part(checkpoint, part), dtype, rename)

@@ -17,17 +17,13 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ..util.errors import CheckpointError
+from .places import fetch, is_remote, put
 from .tensor_file import mark_of
 
 MANIFEST = "manifest.json"
 SAVING = "zerofn-saving.json"  # who is saving now
 _DATA = re.compile(r"rank-\d{5,}-of-\d{5,}\.([0-9a-f]{12})\.safetensors")
 _HALF = re.compile(r"(?:manifest|zerofn-saving)\.json\.([0-9a-f]{12})")  # of a file that was to be renamed
-
-
-def located(path: str | os.PathLike[str]) -> Path:
-    """Return the whole path, with `~` and links resolved."""
-    return Path(path).expanduser().resolve()
 
 
 def new_save() -> str:
@@ -59,8 +55,7 @@ def is_ours(file: Path) -> bool:
             return file.name not in (MANIFEST, SAVING)
         if data is not None:
             return mark_of(file) == data[1]
-        with file.open("rb") as opened:
-            return b'"format": "zerofn-' in opened.read(64)
+        return b'"format": "zerofn-' in fetch(file, 0, 64)
     except FileNotFoundError:  # another save has just removed its own
         return True
 
@@ -95,6 +90,9 @@ def files_of(folder: Path, save: str) -> list[Path]:
 
 def replace_text(file: Path, text: str, save: str) -> None:
     """Give a file new contents at once: whoever reads it finds the old ones or the new ones."""
+    if is_remote(file):
+        put(file, text)
+        return
     with _half(file, text, save) as half:
         os.replace(half, file)
     flush(file.parent)
@@ -102,6 +100,11 @@ def replace_text(file: Path, text: str, save: str) -> None:
 
 def new_text(file: Path, text: str, save: str) -> bool:
     """Make a file with its contents at once, and return True; False if it is there, or was a moment ago."""
+    if is_remote(file):  # of two that do so at one moment, the later has it
+        if file.exists():
+            return False
+        put(file, text)
+        return file.read_text() == text
     with _half(file, text, save) as half:
         try:
             os.link(half, file)
@@ -159,6 +162,8 @@ def _those_in(folder: Path) -> str:
 
 def flush(folder: Path) -> None:
     """Flush a folder's own entries to the disk, if the system can."""
+    if is_remote(folder):  # what was put there is there
+        return
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

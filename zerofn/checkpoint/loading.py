@@ -19,8 +19,8 @@ from ..sharding.sharded import is_sharded
 from ..util.errors import CheckpointError
 from .contents import Part, describe, leaves_of, missing_leaf, take_apart
 from .filling import Filling, settle_all
-from .folder import located
 from .manifest import digest_now
+from .places import located
 from .sources import Checkpoint, Renamed, Source
 
 log = logging.getLogger("zerofn")
@@ -52,7 +52,7 @@ def load(
     file is missing, truncated or damaged, or if names, shapes or types of leaves differ from those of `like`.
     """
     parts, treedef = together(WHAT, lambda: take_apart(like, WHAT))
-    same_everywhere(WHAT, f"{os.fspath(path)}{'' if only is None else f', only {only}'}", parts)
+    same_everywhere(WHAT, f"{str(path)}{'' if only is None else f', only {only}'}", parts)
     choice = _Choice(only, rename)
     values = _read(located(path), parts, choice)
     with torch.no_grad():
@@ -62,7 +62,7 @@ def load(
 
 def same_everywhere(what: str, path: str | os.PathLike[str], parts: Sequence[Part]) -> None:
     """Raise `ValueError` on every rank unless all of them load the same path into the same layout."""
-    found = first_difference(what, [f"path {os.fspath(path)}", *describe(parts)])
+    found = first_difference(what, [f"path {str(path)}", *describe(parts)])
     if found is not None:
         rank, here, there = found
         raise ValueError(

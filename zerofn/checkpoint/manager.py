@@ -16,9 +16,9 @@ from ..util.errors import CheckpointError
 from ..util.process import the
 from . import as_json, owner, steps
 from .behind import InFlight, Saving
-from .folder import located
 from .loading import load
 from .manifest import read_manifest
+from .places import located
 from .saving import Along, save_along
 from .stopping import Stopped, Stopping
 from .verifying import verify
@@ -49,7 +49,7 @@ class Checkpoints:
             checkpoints.after_step(state, metrics)
         checkpoints.close()
 
-    `folder` gets a checkpoint `step-00000100` and so on, each as `zerofn.save` writes it; all ranks must see it.
+    `folder`, or a URL, gets a checkpoint `step-00000100` and so on, as `zerofn.save` writes it; all ranks must see it.
     `every`: steps between two; None for none but those asked for. `keep`: how many of the last ones stay; None for all.
     `keep_best=("loss", "min")`: the one with the lowest of that metric (or "max", the highest) stays, too. `async_`:
     they are written behind the steps. `loader`: anything with `state_dict()` and `load_state_dict()`, such as

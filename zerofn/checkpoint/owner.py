@@ -22,6 +22,7 @@ from ..util.errors import CheckpointError
 from ..util.other_processes import gone, this_process
 from ..util.process import the
 from .folder import SAVING, new_text, replace_text
+from .places import is_remote, put
 
 log = logging.getLogger("zerofn")
 
@@ -99,7 +100,7 @@ def _wait(path: Path) -> bool:
     while now := _read(path / SAVING):
         if gone(now):
             return True
-        beat = (now.get("save"), _touched(path / SAVING))
+        beat = (now.get("save"), *_touched(path / SAVING))
         if beat != seen:
             seen, since = beat, time.monotonic()
         waited = time.monotonic() - start
@@ -118,8 +119,12 @@ def _wait(path: Path) -> bool:
 
 def _beat(file: Path, save: str, over: threading.Event) -> None:
     while not over.wait(BEAT):
-        with contextlib.suppress(OSError):
-            if _read(file).get("save") == save:
+        with contextlib.suppress(Exception):  # a network's errors are of many kinds, and the next beat may come through
+            if _read(file).get("save") != save:
+                continue
+            if is_remote(file):
+                put(file, file.read_text().rstrip("\n") + " \n")
+            else:
                 os.utime(file)
 
 
@@ -131,10 +136,10 @@ def _read(file: Path) -> dict[str, Any]:
     return {}
 
 
-def _touched(file: Path) -> int:
+def _touched(file: Path) -> tuple[float, int]:
     with contextlib.suppress(OSError):
-        return file.stat().st_mtime_ns
-    return 0
+        return file.stat().st_mtime, file.stat().st_size
+    return 0.0, 0
 
 
 def _told(owner: dict[str, Any]) -> str:

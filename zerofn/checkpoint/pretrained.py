@@ -16,6 +16,7 @@ from ..util.errors import CheckpointError
 from .contents import Part, leaves_of, missing_leaf, take_apart
 from .filling import Filling, settle_all
 from .loading import same_everywhere
+from .places import is_remote, located
 from .sources import Weights
 
 log = logging.getLogger("zerofn")
@@ -41,10 +42,16 @@ def load_safetensors(
     """
     parts, treedef = together(WHAT, lambda: take_apart(like, WHAT))
     same_everywhere(WHAT, path, parts)
-    values = together(WHAT, lambda: _read(Path(path).expanduser(), parts, strict, rename))
+    values = together(WHAT, lambda: _read(_place(path), parts, strict, rename))
     with torch.no_grad():
         settle_all(values)
     return tree.unflatten(treedef, values)
+
+
+def _place(path: str | os.PathLike[str]) -> Path:
+    """The path, with links as they are: what they point to may have another name."""
+    place = located(path)
+    return place if is_remote(place) else Path(path).expanduser()
 
 
 def _read(path: Path, parts: list[Part], strict: bool, rename: Callable[[str], str | None] | None) -> list[Any]:

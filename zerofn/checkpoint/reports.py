@@ -5,6 +5,7 @@ A block of a leaf is in memory at a time.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,25 +14,27 @@ import torch
 from torch import Tensor
 
 from .contents import LeafInfo
-from .folder import is_complete, located
+from .folder import is_complete
 from .manifest import Manifest, read_manifest
+from .places import located
 from .sources import Checkpoint
 from .steps import complete_steps, path_of
 from .tensor_file import BLOCK, CODES
 
 
-def checkpoints_at(path: Path) -> list[Path]:
+def checkpoints_at(path: str | os.PathLike[str]) -> list[Path]:
     """Return the checkpoint at a path, or all of the run whose folder it is."""
+    path = located(path)
     steps = [] if is_complete(path) else complete_steps(path)
     return [path_of(path, step) for step in steps] or [path]
 
 
-def described(path: Path) -> str:
+def described(path: str | os.PathLike[str]) -> str:
     """Return a page about a checkpoint; about a run, a line for each of its checkpoints.
 
     Raises `CheckpointError` if there is none, or its manifest is damaged.
     """
-    found = checkpoints_at(located(path))
+    found = checkpoints_at(path)
     if found == [located(path)]:
         return _page(found[0], Checkpoint(found[0]).manifest)
     return "\n".join(_line(p, read_manifest(p)) for p in found)
@@ -107,7 +110,7 @@ class Difference:
         return f"{self.name}: {self.text}"
 
 
-def differences(one: Path, other: Path) -> Iterator[Difference]:
+def differences(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> Iterator[Difference]:
     """Yield how the leaves of two checkpoints differ, bit by bit, whatever their ranks and stages.
 
     Raises `CheckpointError` for one that cannot be read.

@@ -30,6 +30,7 @@ from . import folder, owner
 from .behind import InFlight, Saving, Snapshot
 from .contents import Part, describe, leaves_of, storages_of, take_apart
 from .manifest import Manifest, SavedLeaf, SavedTree, SavedUnit, read_manifest
+from .places import located, make_folder, remove_folder
 from .tensor_file import BLOCK, Entry, Written, as_bytes, write_file
 
 log = logging.getLogger("zerofn")
@@ -42,9 +43,10 @@ def save(path: str | os.PathLike[str], state: Any, *, wait: bool = True) -> Savi
 
     Each rank writes one safetensors file with its shards, with one MiB in memory at a time. Rank 0 also writes what
     is replicated, and a JSON manifest of logical names. At stage 0 each rank writes its N-th part, so nothing is
-    written twice. All ranks must see `path` (a shared file system, on several machines). An older checkpoint at
-    `path` stays until the new one is complete; a process that is killed leaves one or the other. Files of others in
-    the folder stay.
+    written twice. All ranks must see `path`: on several machines a shared file system, or a URL such as "s3://bucket/a"
+    (any that fsspec knows; `pip install 'zerofn[remote]'`), or a `UPath` with the options it needs. An older
+    checkpoint at `path` stays until the new one is complete; a process that is killed leaves one or the other. Files
+    of others in the folder stay.
 
     `wait=False` returns once this rank's part is copied to host memory, and a thread writes it while training goes
     on; the copy's memory is kept for the next save. Returns a handle: `.done()`, `.wait(timeout=None)`, `.path`, and
@@ -72,7 +74,7 @@ class Along:
 
 def save_along(path: str | os.PathLike[str], state: Any, wait: bool, along: Along) -> Saving:
     """Save a state, with what goes along with it. The rest is as in `save`."""
-    start, target = time.perf_counter(), folder.located(path)
+    start, target = time.perf_counter(), located(path)
     lines, parts = [f"path {path}{'' if wait else ', behind the step'}"], list[Part]()
 
     def describe_it() -> tuple[None, str]:
@@ -113,7 +115,7 @@ def _at(job: _Job) -> Iterator[None]:
     job.along.before()
     folder.check_usable(path)
     new = not path.exists()
-    path.mkdir(parents=True, exist_ok=True)
+    make_folder(path)
     try:
         with owner.saving(path, number):
             before = _files_there(path)
@@ -129,8 +131,7 @@ def _at(job: _Job) -> Iterator[None]:
             _remove([path / name for name in before or {} if name not in after])  # of formats without numbers
     finally:
         if new:
-            with contextlib.suppress(OSError):
-                path.rmdir()  # if nothing has come into it
+            remove_folder(path)  # if nothing has come into it
 
 
 def _files_there(path: Path) -> Collection[str] | None:

@@ -11,6 +11,7 @@ from typing import Any
 from ..util.errors import CheckpointError
 from . import folder
 from .manifest import read_manifest
+from .places import remove_folder
 
 _STEP = re.compile(r"step-(\d{8,})")
 
@@ -62,5 +63,4 @@ def remove(path: Path) -> None:
     folder.flush(path)
     for file in ours:
         file.unlink(missing_ok=True)
-    if not any(path.iterdir()):
-        path.rmdir()
+    remove_folder(path)

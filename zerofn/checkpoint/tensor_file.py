@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +23,7 @@ from torch import Tensor
 from ..util.errors import CheckpointError
 from ..util.sizes import PAGE
 from .direct import Block, Reader, Writer
+from .places import fetch, is_remote, upload
 
 BLOCK = 1 << 20  # bytes: what is read, written and checked at a time; a multiple of every dtype's size
 CHECKS, MARK = "zerofn.crc32", "zerofn.save"
@@ -84,14 +84,23 @@ def write_file(path: Path, entries: Iterable[Entry], *, save: str | None) -> tup
     head = _header(ordered, save, {e.name: "0" * 8 * num_blocks(e.nbytes) for e in ordered})
     nbytes = len(head) + sum(e.nbytes for e in ordered)
     try:
-        file = Writer(path, nbytes)
-        try:
-            file.begin(head)
-            found = {e.name: _write(file, e) for e in ordered}
+        if is_remote(path):
+            found = {e.name: _write(lambda data: None, e) for e in ordered}  # they are in the beginning, which is final
             head = _header(ordered, save, found)
-            file.end(head)
-        finally:
-            file.close()
+            with upload(path, nbytes) as remote:
+                remote.write(head)
+                again = {e.name: _write(remote.write, e) for e in ordered}
+            if found != again:
+                raise CheckpointError(f"{path}: the state changed while it was written.")
+        else:
+            file = Writer(path, nbytes)
+            try:
+                file.begin(head)
+                found = {e.name: _write(file.write, e) for e in ordered}
+                head = _header(ordered, save, found)
+                file.end(head)
+            finally:
+                file.close()
     except OSError as error:
         error.filename = error.filename or str(path)  # a full disk does not say where
         raise
@@ -105,8 +114,7 @@ def num_blocks(nbytes: int) -> int:
 
 def mark_of(path: Path) -> str:
     """Return the number of the save that a file belongs to, as its first bytes say; "" if they do not."""
-    with open(path, "rb") as file:
-        found = _MARKED.match(file.read(256))
+    found = _MARKED.match(fetch(path, 0, 256))
     return "" if found is None else found[1].decode()
 
 
@@ -123,12 +131,12 @@ def _header(entries: list[Entry], save: str | None, checks: dict[str, str]) -> b
     return len(text).to_bytes(8, "little") + text
 
 
-def _write(file: Writer, entry: Entry) -> str:
+def _write(write: Callable[[memoryview], object], entry: Entry) -> str:
     """Write blocks, and return the CRC-32 of each, in hexadecimal."""
     step, found = BLOCK // entry.dtype.itemsize, []
     for start in range(0, entry.numel, step):
         data = as_bytes(entry.read(start, min(start + step, entry.numel)))
-        file.write(data)
+        write(data)
         found.append(f"{zlib.crc32(data):08x}")
     return "".join(found)
 
@@ -161,7 +169,7 @@ class TensorFile:
         try:
             header = self._read_header(expected)
             metadata = header.pop("__metadata__", None) or {}
-            self._entries = checked_entries(header, os.stat(path).st_size - self._data)
+            self._entries = checked_entries(header, path.stat().st_size - self._data)
             self._after = dict(zip(self._entries, [*list(self._entries)[1:], ""], strict=True))
             self._checks = checks if checks is not None else json.loads(metadata.get(CHECKS, "{}"))
             self._check_checks(checks is not None or CHECKS in metadata)
@@ -236,24 +244,22 @@ class TensorFile:
             raise ValueError("its checksums are not of these tensors")
 
     def _read_header(self, expected: Written | None) -> dict[str, Any]:
-        size = os.stat(self.path).st_size
+        size = self.path.stat().st_size
         if expected is not None and size != expected.nbytes:
             raise CheckpointError(
                 f"{self.path} has {size:,} bytes, but {expected.nbytes:,} were written: "
                 f"it is {'truncated' if size < expected.nbytes else 'another file'}. "
                 f"{self.fix}"
             )
-        with open(self.path, "rb") as file:
-            begin = file.read(8)
-            length = int.from_bytes(begin, "little")
-            if size < 8 or length > size - 8:
-                raise CheckpointError(
-                    f"{self.path} is truncated or no safetensors file: its {size:,} bytes end inside its header. "
-                    f"{self.fix}"
-                )
-            if length > MAX_HEADER:
-                raise ValueError(f"its header has {length:,} bytes, and {MAX_HEADER:,} are the most")
-            text = file.read(length)
+        begin = fetch(self.path, 0, 8) if size else b""
+        length = int.from_bytes(begin, "little")
+        if size < 8 or length > size - 8:
+            raise CheckpointError(
+                f"{self.path} is truncated or no safetensors file: its {size:,} bytes end inside its header. {self.fix}"
+            )
+        if length > MAX_HEADER:
+            raise ValueError(f"its header has {length:,} bytes, and {MAX_HEADER:,} are the most")
+        text = fetch(self.path, 8, 8 + length) if length else b""
         if expected is not None and f"{zlib.crc32(text, zlib.crc32(begin)):08x}" != expected.header:
             raise CheckpointError(
                 f"{self.path} is damaged, or from another save: its header is not the one that was written. {self.fix}"

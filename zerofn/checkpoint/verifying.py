@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..comm.agreement import exchange, rank_and_size
 from ..util.errors import CheckpointError
-from .folder import located
+from .places import located
 from .sources import Checkpoint
 
 WHAT = "zerofn.verify"
