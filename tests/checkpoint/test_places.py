@@ -143,8 +143,8 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path):
 
 def test_one_job_at_a_time(anywhere, monkeypatch):
     """A save by another process that lives is waited for; one that is silent is taken for dead."""
-    monkeypatch.setattr(owner, "SILENCE", 1.5)
-    monkeypatch.setattr(owner, "BEAT", 0.2)
+    monkeypatch.setattr(owner, "SILENCE", 1.0)
+    monkeypatch.setattr(owner, "BEAT", 0.1)
     path = places.located(anywhere)
     start, done = time.monotonic(), []
 
@@ -155,10 +155,10 @@ def test_one_job_at_a_time(anywhere, monkeypatch):
     waits = threading.Thread(target=second)
     with owner.saving(path, "0" * 12):
         waits.start()
-        time.sleep(2.5)
+        time.sleep(1.5)
         owner.check_still(path, "0" * 12)
     waits.join(20)
-    assert done[0] >= 2.5
+    assert done[0] >= 1.5
     text = json.dumps({"format": "zerofn-save", "save": "2" * 12, "host": "elsewhere", "pid": 1, "job": "x"})
     folder.replace_text(path / folder.SAVING, text, "2" * 12)
     with owner.saving(path, "3" * 12):

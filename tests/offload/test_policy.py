@@ -212,8 +212,9 @@ def hosted(path, stage, precision, num_microbatches, share):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "share"), [(None, 0.0), ("bf16", 0.0), ("bf16", 0.5), ("fp16", 0.5), ("fp16", 1.0), (None, 1.0)]
+)
 def test_what_is_brought_and_put_has_the_bits_of_memory(tmp_path, precision, share):
     for stage in (0, 3):
         hosted(tmp_path, stage, precision, 1, share)

@@ -47,7 +47,7 @@ def least(lowered, budget):
     return int(re.findall(r"[\d,]{4,}", str(error.value))[-1].replace(",", ""))
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     world=st.integers(1, 3),
     num_blocks=st.integers(1, 5),
