@@ -50,6 +50,8 @@ from .util.errors import note, said
 from .util.patches import uncollected
 from .util.sizes import in_words, num_bytes, time_in_words
 
+KEPT = 128  # signatures of a step, each about 1 MB: those used last
+
 
 def compile(
     train_step: Callable[[Any, Any], Any],
@@ -159,7 +161,8 @@ class CompiledStep:
 
     def __init__(self, train_step: Callable[[Any, Any], Any], options: _Options) -> None:
         self._step, self._options = train_step, options
-        self._captures: dict[Any, Captures] = {}
+        self._captures: dict[Any, Captures] = {}  # by signature; the longest unused first
+        self._last: Captures | None = None
         self.timings: dict[str, Any] = {}
         self.state: Any = None
         self.__name__ = getattr(train_step, "__name__", "step")
@@ -251,7 +254,16 @@ class CompiledStep:
                     note(error, f"This rank captures again, because {captures.why}: change it on every rank alike.")
                 raise
             self._captures[signature] = captures
+            self._forget_old()
+        elif captures is not self._last:
+            self._captures[signature] = self._captures.pop(signature)  # the last used is the last
+        self._last = captures
         return _Call(entry, state_leaves, state_def, batch_leaves)
+
+    def _forget_old(self) -> None:
+        while len(self._captures) > KEPT:
+            for entry in self._captures.pop(next(iter(self._captures))).entries:
+                entry.close()
 
     def _compiled_by_all(self, state: Any, batch: Any, why: str) -> tuple[Entry, Sequence[Tensor]]:
         """Return (what will run, what it closes over), captured and scheduled on all ranks or on none.

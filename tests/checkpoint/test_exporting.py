@@ -47,8 +47,16 @@ def test_several_files_and_back_to_one(tmp_path):
     read = zerofn.load_safetensors(tmp_path / "b", like=train_state(1).params)
     assert_same_trees(read, train_state(7).params)
 
-    assert [f.name for f in zerofn.export(tmp_path / "a", tmp_path / "b")] == ["model.safetensors"]
-    assert not (tmp_path / "b" / "model.safetensors.index.json").exists()
+    theirs = tmp_path / "b" / "model-00001-of-00099.safetensors"
+    theirs.touch()  # without our checksums beside it
+    for size, end in (
+        ("600KB", ["model.safetensors.index.json"]),
+        (None, []),
+        ("400KB", ["model.safetensors.index.json"]),
+    ):
+        files = zerofn.export(tmp_path / "a", tmp_path / "b", max_shard_size=size)
+        made = [name for f in files for name in (f.name, f"{f.name}.crc32.json")]
+        assert names_in(tmp_path / "b") == sorted([theirs.name, *made, *end])  # nothing of the one before
 
 
 def test_part_dtype_and_rename(tmp_path):

@@ -1,6 +1,9 @@
 """What makes a step be captured again, and what the log says of it."""
 
+import gc
 import logging
+import sys
+import weakref
 
 import pytest
 import torch
@@ -134,3 +137,25 @@ def test_a_compiled_step_reads_with_units():
     keeps = zerofn.compile(lambda state, batch: batch["x"].sum())  # an evaluation step
     keeps(state, batch_of())
     assert "captured for 1 signature, the last " in repr(keeps) and repr(keeps).endswith("; keeps its state>")
+
+
+def test_the_shapes_used_last_are_kept(monkeypatch):
+    """A dropped one is captured again, and its memory is free."""
+    monkeypatch.setattr(sys.modules["zerofn.compile"], "KEPT", 3)
+    step = zerofn.compile(lambda state, x: state * x.sum())
+    entries = {}
+
+    def use(n):
+        assert torch.equal(step(torch.ones(2), torch.ones(n)), torch.full((2,), float(n)))
+        entries.setdefault(n, weakref.ref(list(step._entries.values())[-1]))
+
+    def dropped():
+        gc.collect()
+        return {n for n, entry in entries.items() if entry() is None}
+
+    for n in (1, 2, 3, 1, 4):
+        use(n)
+    assert dropped() == {2}  # unused the longest
+    use(2)
+    use(1)
+    assert dropped() == {2, 3} and len(step._entries) == 3

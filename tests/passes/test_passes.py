@@ -79,17 +79,22 @@ def test_every_pass_leaves_a_sound_graph(stage, n):
 
 
 def test_the_graph_after_each_pass_is_written_down(tmp_path, monkeypatch):
-    monkeypatch.setenv("ZEROFN_DUMP", str(tmp_path))
+    folder, mine = tmp_path / "dump", tmp_path / "mine.py"
+    folder.mkdir()
+    mine.write_text("mine")
+    (folder / "train_step.00.capture.rank0.py").symlink_to(mine)  # which somebody else has put there
+    monkeypatch.setenv("ZEROFN_DUMP", str(folder))
     monkeypatch.setenv("RANK", "0")
     module = build(2)
     program = capture(train_step_of(module, 2), state_of(module, 3), batch_of())
     program.name = "train_step"
     run(program, donating=True)
     names = ["capture", *(each.name for each in standard(donating=True))]
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
+    assert mine.read_text() == "mine"
+    assert sorted(p.name for p in folder.iterdir()) == [
         f"train_step.{k:02}.{name}.rank0.py" for k, name in enumerate(names)
     ]
-    first, last = ((tmp_path / f"train_step.{k:02}.{names[k]}.rank0.py").read_text() for k in (0, len(names) - 1))
+    first, last = ((folder / f"train_step.{k:02}.{names[k]}.rank0.py").read_text() for k in (0, len(names) - 1))
     assert "run_loop" in first and "zerofn.as_shard" in first and "addmm" in first  # the loop's body as well
     assert "adamw_" in last and len(last) < len(first)
     assert set(program.timings) == set(names[1:]) and all(t >= 0 for t in program.timings.values())

@@ -72,7 +72,7 @@ class InFlight:
         except Exception as error:
             raise CheckpointError(f"the save before this one, to {saving.path}, failed: {error}") from error
 
-    def begin(self, path: str | os.PathLike[str], work: Callable[[], None], number: str, start: float) -> Saving:
+    def begin(self, path: str | os.PathLike[str], work: Callable[[], None], start: float) -> Saving:
         """Let a thread do the work of a save; `start`: when `save` was called (`time.perf_counter`)."""
         saving = Saving(path, 0.0)
 
@@ -80,7 +80,7 @@ class InFlight:
             with contextlib.suppress(OSError, AttributeError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
             try:
-                with beside(f" of save {number}"):
+                with beside(" of saves"):
                     work()
             except BaseException as error:
                 log.error("save: %s", error)

@@ -23,6 +23,7 @@ from .tensor_file import Entry, write_file
 
 WHAT = "zerofn.export"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
@@ -135,6 +136,11 @@ def _write_folder(folder: Path, groups: list[list[Entry]]) -> list[Path]:
             }
             fresh.text(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
         fresh.put_in_place()
+    for sums in folder.glob(f"model*.safetensors{SUFFIX}"):  # which only files have that an export has made
+        name = sums.name.removesuffix(SUFFIX)
+        if name not in names and (name == SINGLE or _SHARD.fullmatch(name)):
+            (folder / name).unlink(missing_ok=True)
+            sums.unlink(missing_ok=True)
     return [folder / name for name in names]
 
 

@@ -51,10 +51,22 @@ def load(
     Raises `CheckpointError`, on every rank and with `like` still usable, if there is no complete checkpoint, if a
     file is missing, truncated or damaged, or if names, shapes or types of leaves differ from those of `like`.
     """
+    words = f"{str(path)}{'' if only is None else f', only {only}'}"
+    return _load(located(path), like, _Choice(only, rename), words)
+
+
+def load_copy(path: Path, like: Any, words: str) -> Any:
+    """Load from a folder that may be another one on each machine, with those files that this rank needs.
+
+    `words`: what it is, the same on all ranks. The rest is as in `load`.
+    """
+    return _load(path, like, _Choice(None, None, whole=False), words)
+
+
+def _load(path: Path, like: Any, choice: _Choice, words: str) -> Any:
     parts, treedef = together(WHAT, lambda: take_apart(like, WHAT))
-    same_everywhere(WHAT, f"{str(path)}{'' if only is None else f', only {only}'}", parts)
-    choice = _Choice(only, rename)
-    values = _read(located(path), parts, choice)
+    same_everywhere(WHAT, words, parts)
+    values = _read(path, parts, choice)
     with torch.no_grad():
         settle_all(values)
     return tree.unflatten(treedef, values)
@@ -73,10 +85,11 @@ def same_everywhere(what: str, path: str | os.PathLike[str], parts: Sequence[Par
 
 @dataclass(frozen=True)
 class _Choice:
-    """Which leaves are read, and what they are called."""
+    """Which leaves are read, and what they are called. `whole`: whether all files must be there."""
 
     only: str | None
     rename: Callable[[str], str | None] | None
+    whole: bool = True
 
     def takes(self, name: str) -> bool:
         """Whether a leaf of `like` is to be read."""
@@ -92,7 +105,7 @@ def _read(path: Path, parts: list[Part], choice: _Choice) -> list[Any]:
     for k in range(_TRIES):
         try:
             now = digest_now(path)
-            found = together(WHAT, partial(_unless_replaced, path, now, partial(Checkpoint, path)))
+            found = together(WHAT, partial(_unless_replaced, path, now, partial(Checkpoint, path, choice.whole)))
             _check_the_same(found)
             fill = partial(_fill, found, parts, choice)
             return together(WHAT, partial(_unless_replaced, path, found.manifest.digest, fill))

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -16,9 +16,10 @@ from ..util.errors import CheckpointError
 from ..util.process import the
 from . import as_json, owner, steps
 from .behind import InFlight, Saving
-from .loading import load
+from .loading import load, load_copy
 from .manifest import read_manifest
 from .places import located
+from .replicas import Replicas
 from .saving import Along, save_along
 from .stopping import Stopped, Stopping
 from .verifying import verify
@@ -55,6 +56,11 @@ class Checkpoints:
     they are written behind the steps. `loader`: anything with `state_dict()` and `load_state_dict()`, such as
     torchdata's `StatefulDataLoader`; what each rank's returns is saved along with the state.
 
+    `replicate_every`: steps between two copies in memory: of each rank's part in the memory of its machine (/dev/shm)
+    and of the next machine. When torchrun starts the ranks again after one, or a machine, was lost, they go on from
+    there, and no disk is read. Each part is there twice, and for a moment four times. On several machines the number of
+    ranks must be the same; else the run goes on from the disk.
+
     A run that gets one of `signals`, or has trained for `time_limit` seconds, or is two minutes from the end of its
     SLURM job (`SLURM_JOB_END_TIME`), saves after its step and raises `Stopped` on all ranks, a `SystemExit` with status
     75. Start it again, with any number of ranks, and `restore_or` goes on from there. `step`: how many steps were done.
@@ -72,12 +78,15 @@ class Checkpoints:
         async_: bool = True,
         loader: HasState | None = None,
         time_limit: float | None = None,
+        replicate_every: int | None = None,
         signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
     ) -> None:
-        _check(every, keep, keep_best, loader, time_limit)
+        _check(every, keep, keep_best, loader, time_limit, replicate_every)
         self.folder, self.step = located(folder), 0
         self._every, self._keep, self._keep_best, self._async, self._loader = every, keep, keep_best, async_, loader
         self._stopping = Stopping(signals, time_limit)
+        self._replicas = None if replicate_every is None else Replicas(self.folder)
+        self._replicate_every = replicate_every or 0
         self._found: dict[int, str] = {}  # the saves that were there when this run began, by step
         self._damaged: set[int] = set()
         self._begun = False
@@ -110,29 +119,30 @@ class Checkpoints:
             raise ValueError(f"{WHAT}: restore_or was called before; make another Checkpoints for another run.")
         state: Any = init_state() if callable(init_state) else init_state
         self._stopping.listen()
+        if self._replicas is not None:
+            self._replicas.begin()
         listed = json.loads(exchange(f"{WHAT}.restore_or", json.dumps(self.steps()))[0])
         said: list[str] = []
-        for step in reversed(listed):
+        for step, path, in_memory in self._candidates(listed):
             try:
-                loaded = load(self.path(step), like=state)
-            except CheckpointError:
-                faults = verify(self.path(step))
+                loaded = load_copy(path, state, f"step {step} in memory") if in_memory else load(path, like=state)
+            except CheckpointError as error:
+                faults = [str(error)] if in_memory else verify(path)
                 if not faults:
                     raise
-                log.warning("%s: %s is passed over: %s", WHAT, self.path(step), faults[0])
-                self._damaged.add(step)
-                said += faults
+                log.warning("%s: %s is passed over: %s", WHAT, path, faults[0])
+                if not in_memory:
+                    self._damaged.add(step)
+                    said += faults
                 continue
-            self._begin(step, listed)
-            self._restore_loader(step)
-            log.info("%s: the run goes on after step %d, from %s.", WHAT, step, self.path(step))
+            self._begin(step, listed, path)
             return loaded
         if said:
             raise CheckpointError(
                 f"{WHAT}: all {len(listed)} checkpoints in {self.folder} are damaged, the newest so: {said[0]} To "
                 "begin anew, give another folder."
             )
-        self._begin(0, [])
+        self._begin(0, [], None)
         return state
 
     def after_step(self, state: Any, metrics: Any = None) -> None:
@@ -147,18 +157,23 @@ class Checkpoints:
         reason = self._stopping.due()
         if reason or (self._every is not None and self.step % self._every == 0):
             self.save(state, metrics, wait=bool(reason) or not self._async)
+        elif self._replicas is not None and self.step % self._replicate_every == 0:
+            self._replicas.keep(self.step, state, self._along(metrics))
         if reason:
             self._stopping.close()
+            if self._replicas is not None:
+                self._replicas.close()
             raise Stopped(f"stopped after step {self.step}, because of {reason}; it is saved in {self.folder}.")
 
     def save(self, state: Any, metrics: Any = None, *, wait: bool = True) -> Saving:
         """Save now, whatever the step, as after the last one. Every rank must call it; otherwise as `zerofn.save`."""
         self._check_begun("save")
+        return save_along(self.path(self.step), state, wait, self._along(metrics))
+
+    def _along(self, metrics: Any) -> Along:
         own = "" if self._loader is None else as_json.dumps(self._loader.state_dict(), "loader.state_dict()")
-        notes = {"metrics": _numbers(metrics)}
-        step = self.step
-        along = Along(notes, own, before=lambda: self._check_alone(step), after=lambda: self._remove_old(step))
-        return save_along(self.path(step), state, wait, along)
+        notes, step = {"metrics": _numbers(metrics)}, self.step
+        return Along(notes, own, before=lambda: self._check_alone(step), after=lambda: self._remove_old(step))
 
     def close(self) -> None:
         """End the run: wait until the checkpoint that is being written is complete, and no longer handle signals.
@@ -167,6 +182,8 @@ class Checkpoints:
         """
         self._stopping.close()
         the(InFlight).finish()
+        if self._replicas is not None:
+            self._replicas.close()
 
     def _check_begun(self, what: str) -> None:
         if not self._begun:
@@ -175,25 +192,40 @@ class Checkpoints:
                 "not written over."
             )
 
-    def _begin(self, step: int, listed: list[int]) -> None:
+    def _candidates(self, listed: list[int]) -> Iterator[tuple[int, Path, bool]]:
+        """Yield (step, path, whether it is in memory) of what the run can go on from, the newest first."""
+        copies = iter(()) if self._replicas is None else self._replicas.copies()
+        copy = next(copies, None)
+        for step in (*reversed(listed), -1):
+            while copy is not None and copy[0] >= step:
+                yield *copy, True
+                copy = next(copies, None)
+            if step >= 0:
+                yield step, self.path(step), False
+
+    def _begin(self, step: int, listed: list[int], path: Path | None) -> None:
+        """Go on after a step whose state was read at `path`."""
         self._begun, self.step = True, step
         self._found = {s: steps.saved_by(self.folder, s).get("save", "") for s in listed}
+        if path is not None:
+            self._restore_loader(path)
+            log.info("%s: the run goes on after step %d, from %s.", WHAT, step, path)
 
-    def _restore_loader(self, step: int) -> None:
-        texts = read_manifest(self.path(step)).notes.get("ranks", [])
+    def _restore_loader(self, path: Path) -> None:
+        texts = read_manifest(path).notes.get("ranks", [])
         if self._loader is None:
             if texts:
-                log.warning("%s: %s holds where a loader stood, and none was given.", WHAT, self.path(step))
+                log.warning("%s: %s holds where a loader stood, and none was given.", WHAT, path)
             return
         rank, size = rank_and_size()
         if not texts:
             raise CheckpointError(
-                f"{WHAT}: {self.path(step)} does not say where the loader stood, since it was saved without one. Pass "
+                f"{WHAT}: {path} does not say where the loader stood, since it was saved without one. Pass "
                 "loader=None, and set the loader by hand."
             )
         if len(texts) != size and len(set(texts)) > 1:
             raise CheckpointError(
-                f"{WHAT}: {self.path(step)} says where each of {len(texts)} ranks' loaders stood, and now there are "
+                f"{WHAT}: {path} says where each of {len(texts)} ranks' loaders stood, and now there are "
                 f"{size} ranks. Use a loader whose state is the same on all ranks (how many samples all of them have "
                 f"seen), go on with {len(texts)} ranks, or pass loader=None and set the loader by hand."
             )
@@ -225,10 +257,15 @@ class Checkpoints:
                 steps.remove(self.path(s))
 
 
-def _check(every: Any, keep: Any, keep_best: Any, loader: Any, time_limit: Any) -> None:
-    for name, value in (("every", every), ("keep", keep)):
+def _check(every: Any, keep: Any, keep_best: Any, loader: Any, time_limit: Any, replicate_every: Any) -> None:
+    for name, value in (("every", every), ("keep", keep), ("replicate_every", replicate_every)):
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{WHAT}: {name} is a number of steps or checkpoints from 1 on, or None; got {value!r}.")
+    if replicate_every is not None and every is not None and replicate_every % every == 0:
+        raise ValueError(
+            f"{WHAT}: replicate_every={replicate_every} would do nothing: those steps are saved, by every={every}. "
+            "Give fewer steps than every."
+        )
     if keep_best is not None:
         if not (isinstance(keep_best, tuple) and len(keep_best) == 2 and keep_best[1] in ("min", "max")):
             raise ValueError(f"{WHAT}: keep_best is a metric and 'min' or 'max', ('loss', 'min'); got {keep_best!r}.")

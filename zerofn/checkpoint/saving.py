@@ -75,11 +75,27 @@ class Along:
 def save_along(path: str | os.PathLike[str], state: Any, wait: bool, along: Along) -> Saving:
     """Save a state, with what goes along with it. The rest is as in `save`."""
     start, target = time.perf_counter(), located(path)
-    lines, parts = [f"path {path}{'' if wait else ', behind the step'}"], list[Part]()
+    words = f"path {path}{'' if wait else ', behind the step'}"
+    job = prepared(target, state, along, words, quick=not wait, before=the(InFlight).finish)
+    if wait:
+        _run(job, lambda: job.entries)
+        return Saving(path, time.perf_counter() - start)
+    return the(InFlight).begin(path, partial(_run, job, the(Snapshot).of(job.entries)), start)
+
+
+def prepared(
+    path: Path, state: Any, along: Along, words: str, *, quick: bool, before: Callable[[], object] = lambda: None
+) -> Job:
+    """Return what all ranks agree on about a save to the folder `path`, which may be another on each machine.
+
+    `words`: what must be the same on all ranks. `quick`: compare replicated values by less. Raises as `save` does.
+    """
+    lines, parts = [words], list[Part]()
 
     def describe_it() -> tuple[None, str]:
+        before()
         parts.extend(_plan(state))
-        lines.extend(_lines(parts, quick=not wait))
+        lines.extend(_lines(parts, quick=quick))
         places = [p.value.spec.axis.rank for p in _trees(parts)]
         return None, json.dumps([fingerprint("\n".join(lines)), places, folder.new_save()])
 
@@ -87,29 +103,35 @@ def save_along(path: str | os.PathLike[str], state: Any, wait: bool, along: Alon
     prints, places, numbers = zip(*map(json.loads, texts), strict=True)
     if len(set(prints)) > 1:
         raise _unequal(lines)
-    job = _prepare(target, parts, numbers[0], _owners(parts, places), along)
-    if wait:
-        _run(job, lambda: job.entries)
-        return Saving(path, time.perf_counter() - start)
-    return the(InFlight).begin(path, partial(_run, job, the(Snapshot).of(job.entries)), job.number, start)
+    return _prepare(path, parts, numbers[0], _owners(parts, places), along)
 
 
-def _run(job: _Job, entries: Callable[[], list[Entry]]) -> None:
+def _run(job: Job, entries: Callable[[], list[Entry]]) -> None:
     with contextlib.ExitStack() as stack:
         job.on_rank_0(lambda: stack.enter_context(_at(job)))
-        written = together(WHAT, lambda: _write(job, entries()))
-        files, own = _collect(written, job)
+        files, own = write_all(job, entries)
         job.on_rank_0(lambda: job.finish(files, own))
         job.on_rank_0(stack.close)
         job.on_rank_0(job.along.after)
 
 
-def _write(job: _Job, entries: list[Entry]) -> Written | None:
-    return write_file(job.file, entries, save=job.number)[0] if entries else None
+def write_all(job: Job, entries: Callable[[], list[Entry]]) -> tuple[dict[str, Written], list[str]]:
+    """Write this rank's file. Returns what every rank has written, by file name, and what each saves along."""
+
+    def write() -> Written | None:
+        mine = entries()
+        return write_file(job.file, mine, save=job.number)[0] if mine else None
+
+    written = together(WHAT, write)
+    job.check_ranks()
+    told = json.dumps([None if written is None else [written.nbytes, written.header], job.along.own])
+    found, own = zip(*map(json.loads, exchange(WHAT, told)), strict=True)
+    names = [folder.file_of(r, job.size, job.number) for r in range(job.size)]
+    return {name: Written(*w) for name, w in zip(names, found, strict=True) if w is not None}, list(own)
 
 
 @contextlib.contextmanager
-def _at(job: _Job) -> Iterator[None]:
+def _at(job: Job) -> Iterator[None]:
     """On rank 0: a folder that this save alone writes to, without what killed saves have left."""
     path, number = job.path, job.number
     job.along.before()
@@ -123,7 +145,10 @@ def _at(job: _Job) -> Iterator[None]:
             try:
                 yield
             except BaseException:
-                _remove(folder.files_of(path, number))
+                with contextlib.suppress(CheckpointError):  # a damaged manifest names nobody knows what
+                    named = read_manifest(path).files if folder.is_complete(path) else ()
+                    # A rank may be lost when the manifest is there and names this save's files: then it is complete.
+                    _remove(file for file in folder.files_of(path, number) if file.name not in named)
                 raise
             the(owner.Job).saved[path] = number
             after = read_manifest(path).files
@@ -156,7 +181,6 @@ def _remove(files: Iterable[Path]) -> None:
 
 
 def _plan(state: Any) -> list[Part]:
-    the(InFlight).finish()
     parts, _ = take_apart(state, WHAT)
     for part in parts:
         for tensor in part.value.parts if is_sharded(part.value) else [part.tensor]:
@@ -229,7 +253,7 @@ def _owners(parts: list[Part], held: Sequence[list[int]]) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """One save, with all that it needs of the state. `rank` of `size`: of the whole job."""
 
     path: Path
@@ -267,16 +291,20 @@ class _Job:
                     f"{WHAT}: rank 0 does not see the whole of {file}; {self.path} must "
                     "lie on a file system that all ranks share."
                 )
+        text = self.manifest(files, own)
+        folder.flush(self.path)
+        owner.check_still(self.path, self.number)
+        folder.replace_text(self.path / folder.MANIFEST, text, self.number)
+
+    def manifest(self, files: dict[str, Written], own: list[str]) -> str:
+        """Return the text of the manifest."""
         saved = {"save": self.number, **the(owner.Job).described(), "time": datetime.now(timezone.utc).isoformat()}
         saved |= {"program": " ".join(sys.argv), "stored": self.stored}
         notes = self.along.notes | ({"ranks": own} if any(own) else {})
-        manifest = Manifest(self.size, self.trees, self.leaves, files, self.step, _versions(), saved, notes)
-        folder.flush(self.path)
-        owner.check_still(self.path, self.number)
-        folder.replace_text(self.path / folder.MANIFEST, manifest.text(), self.number)
+        return Manifest(self.size, self.trees, self.leaves, files, self.step, _versions(), saved, notes).text()
 
 
-def _prepare(path: Path, parts: list[Part], number: str, owners: list[list[int]], along: Along) -> _Job:
+def _prepare(path: Path, parts: list[Part], number: str, owners: list[list[int]], along: Along) -> Job:
     """Return the save of these parts. `owners[k][p]` writes shard p of the k-th `Sharded`."""
     rank, size = rank_and_size()
     used = {p.name for p in _replicated(parts)}
@@ -297,7 +325,7 @@ def _prepare(path: Path, parts: list[Part], number: str, owners: list[list[int]]
     step = next((p.tensor for p in _replicated(parts) if p.name == "step"), None)
     count = int(step) if step is not None and step.numel() == 1 else None
     stored = {p.name: _stored(p) for p in _trees(parts)}
-    return _Job(path, number, rank, size, entries, tuple(trees), leaves, stored, count, along)
+    return Job(path, number, rank, size, entries, tuple(trees), leaves, stored, count, along)
 
 
 def _stored(part: Part) -> str:
@@ -321,15 +349,6 @@ def _own(name: str, sharded: Sharded, index: int) -> Entry:
         return values
 
     return Entry(name, shard.dtype, (stop - start,), read)
-
-
-def _collect(written: Written | None, job: _Job) -> tuple[dict[str, Written], list[str]]:
-    """Return what every rank has written, by file name, and what each saves along."""
-    mine = None if written is None else [written.nbytes, written.header]
-    job.check_ranks()
-    found, own = zip(*map(json.loads, exchange(WHAT, json.dumps([mine, job.along.own]))), strict=True)
-    names = [folder.file_of(r, job.size, job.number) for r in range(job.size)]
-    return {name: Written(*w) for name, w in zip(names, found, strict=True) if w is not None}, list(own)
 
 
 def _versions() -> dict[str, str]:

@@ -62,12 +62,12 @@ class _Files:
 
 
 class Checkpoint:
-    """A checkpoint that `save` wrote.
+    """A checkpoint that `save` wrote. `whole=False`: only some of its files may be there.
 
     Raises `CheckpointError` if it does not exist, is incomplete, or has a file that is missing or of another size.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, whole: bool = True) -> None:
         self.folder = find(path)
         self.manifest: Manifest = read_manifest(self.folder)
         fix = "Load another checkpoint, or copy this one again."
@@ -77,6 +77,8 @@ class Checkpoint:
         self.leaves = {leaf.name: leaf for leaf in self.manifest.leaves()}
         for name, written in self.manifest.files.items():
             file = self.folder / name
+            if not file.exists() and not whole:
+                continue
             if not file.exists():
                 raise CheckpointError(
                     f"{file} is missing: the checkpoint has {len(self.manifest.files)} "

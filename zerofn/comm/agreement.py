@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -29,6 +30,7 @@ from .failures import (
 )
 from .heartbeat import PATIENCE, Sign, channel_now, heartbeat, wait_until_heard
 from .meetings import meetings
+from .signed_store import SignedStore
 
 log = logging.getLogger("zerofn")
 
@@ -102,26 +104,43 @@ def _round(what: str, text: str) -> list[str]:
         ) from error
 
 
-def _meet(store: dist.Store, what: str, text: str, mine: str) -> list[str]:
+class _Rounds:
+    """How many rounds this rank has been in, by group and channel. The store has it, too, for a next group on it."""
+
+    def __init__(self) -> None:
+        self._numbers: WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = WeakKeyDictionary()
+
+    def next(self, store: SignedStore, channel: str) -> int:
+        """Return the number of a round that begins."""
+        group = dist.group.WORLD
+        assert group is not None
+        key, numbers = f"zerofn/rounds{channel}/{dist.get_rank()}", self._numbers.setdefault(group, {})
+        numbers[channel] = (numbers[channel] if channel in numbers else int(store.get(key) or 0)) + 1
+        store.set(key, str(numbers[channel]))
+        return numbers[channel]
+
+
+def _meet(store: SignedStore, what: str, text: str, mine: str) -> list[str]:
     _raise_published(what)  # the others may have given up on this rank
     rank, size, channel = dist.get_rank(), dist.get_world_size(), channel_now()
-    number = store.add(f"zerofn/rounds{channel}/{rank}", 1)  # counted in the store, so that a new group starts again
+    number = the(_Rounds).next(store, channel)
     keys = [f"zerofn/agree{channel}/{number}/{r}" for r in range(size)]
     store.set(keys[rank], mine)
-    if channel:  # what a thread beside the program does is in step with nothing else
-        return [_await(store, key, r, what, text) for r, key in enumerate(keys)]
-    store.set(f"{LAST_TEXT}{rank}", mine)
-    meetings().begin_round(what)
+    if not channel:  # what a thread beside the program does is in step with nothing else
+        store.set(f"{LAST_TEXT}{rank}", mine)
+        meetings().begin_round(what)
     theirs = [_await(store, key, r, what, text) for r, key in enumerate(keys)]
-    meetings().end_round()
+    if not channel:
+        meetings().end_round()
+    store.delete(f"zerofn/agree{channel}/{number - 1}/{rank}")  # every rank is here, so it has read all of those
     return theirs
 
 
-def _await(store: dist.Store, key: str, rank: int, what: str, text: str) -> str:
+def _await(store: SignedStore, key: str, rank: int, what: str, text: str) -> str:
     start, word = time.monotonic(), FIRST_WORD
     idle = start  # when it was last known to work at what takes long
     sign = Sign(store, rank)
-    while not _arrives(store, key, 0.5):
+    while (found := _arrives(store, key, 0.5)) is None:
         _raise_published(what)
         sign.look()
         now, silence = time.monotonic(), min(SILENCE, PATIENCE)
@@ -141,9 +160,11 @@ def _await(store: dist.Store, key: str, rank: int, what: str, text: str) -> str:
             )
         if now - start > word:
             doing = f", which is at {sign.doing}" if sign.doing else ""
+            if store.has_foreign(key):
+                doing = ": what it has written has another secret. ZEROFN_SECRET must be the same on all ranks"
             log.warning("%s: waited %.0f s for rank %d%s.", what, now - start, rank, doing)
             word *= 2
-    return store.get(key).decode()
+    return found
 
 
 def _give_up(message: str) -> None:
@@ -169,15 +190,13 @@ def _raise_published(what: str) -> None:
         raise RuntimeError(f"{what}: stopped, because another rank failed. {failed}")
 
 
-def _arrives(store: dist.Store, key: str, seconds: float) -> bool:
-    """Whether a key is set within `seconds`. Asks now and then: `Store.wait` logs a warning when it times out."""
+def _arrives(store: SignedStore, key: str, seconds: float) -> str | None:
+    """Return what is set within `seconds`. Asks now and then: `Store.wait` logs a warning when it times out."""
     end, pause = time.monotonic() + seconds, 0.001
-    while not store.check([key]):
-        if time.monotonic() > end:
-            return False
+    while (found := store.get(key)) is None and time.monotonic() < end:
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
-    return True
+    return found
 
 
 def _difference(what: str, text: str, rank: int, other: str) -> str:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from .._torch_compat import abort_groups, default_store, resolve_process_group
 from ..util.errors import said
 from ..util.process import the
+from .signed_store import SignedStore
 
 LAST_TEXT = "zerofn/last/"  # and a rank: what it had to agree on last
 _FAILED = "zerofn/failed"
@@ -79,7 +80,7 @@ def is_there(group: dist.ProcessGroup) -> bool:
         return False
 
 
-def store_of_job() -> dist.Store | None:
+def store_of_job() -> SignedStore | None:
     """Return the rendezvous store; None for one rank or a fake group.
 
     torchrun keeps the store of a process group that the user made when it starts the ranks again; its keys say which
@@ -88,7 +89,8 @@ def store_of_job() -> dist.Store | None:
     refuse_after_failure()
     if not dist.is_initialized() or dist.get_world_size() == 1 or backend_on(dist.group.WORLD) == "fake":
         return None
-    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", default_store())
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    return SignedStore(dist.PrefixStore(f"attempt {attempt}", default_store()))
 
 
 def publish_failure(message: str) -> None:
@@ -96,18 +98,16 @@ def publish_failure(message: str) -> None:
     store = store_of_job()
     if store is not None and not the(Signs).mute:
         with contextlib.suppress(dist.DistError):
-            store.compare_set(_FAILED, "", f"rank {dist.get_rank()}: {message}")
+            store.set_first(_FAILED, f"rank {dist.get_rank()}: {message}")
 
 
-def published_failure(store: dist.Store | None = None) -> str | None:
+def published_failure(store: SignedStore | None = None) -> str | None:
     """Return the message of a rank that failed, or None. `store`: a connection to the job's store."""
     if the(Signs).mute:
         return the(Signs).heard
     store = store or store_of_job()
     try:
-        if store is None or not store.check([_FAILED]):
-            return None
-        return store.get(_FAILED).decode()
+        return None if store is None else store.get(_FAILED)
     except dist.DistError:  # the store went down with the rank that held it
         return the(Signs).heard
 
@@ -168,10 +168,9 @@ def tell_others(until_heard: Callable[[], None]) -> None:
     sys.excepthook = leave
 
 
-def last_text(store: dist.Store, rank: int) -> str:
+def last_text(store: SignedStore, rank: int) -> str:
     """Return what a rank had to agree on last."""
-    key = f"{LAST_TEXT}{rank}"
-    return store.get(key).decode().replace("\0", ": ") if store.check([key]) else "nothing yet"
+    return (store.get(f"{LAST_TEXT}{rank}") or "nothing yet").replace("\0", ": ")
 
 
 def apart(text: str, other: str) -> str:

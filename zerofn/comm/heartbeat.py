@@ -27,10 +27,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._torch_compat import connected_again, groups_of_process
+from .._torch_compat import groups_of_process
 from ..util.other_processes import here, this_process
 from ..util.process import the
 from .failures import Signs, backend_on, publish_failure, published_failure, store_of_job
+from .signed_store import SignedStore
 
 
 def _patience(text: str) -> float:
@@ -73,7 +74,7 @@ class Heartbeat:
     def __init__(self) -> None:
         self.threads = threading.local()
         self._doing: dict[str, list[str]] = {}  # what it works at that others may wait for, by channel
-        self._store: dist.Store | None = None
+        self._store: SignedStore | None = None
         self._group: weakref.ref[dist.ProcessGroup] | None = None  # a group with references keeps its connections
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -88,7 +89,7 @@ class Heartbeat:
         if store is None:
             return
         self.stop()
-        self._store, self._over = connected_again(store), threading.Event()
+        self._store, self._over = store.connected_again(), threading.Event()
         self._group = weakref.ref(dist.group.WORLD)  # type: ignore[arg-type]
         the(Signs).mute, self._last = False, time.monotonic()
         self.beat()
@@ -197,15 +198,14 @@ class Sign:
     which this process ran; 0 for a rank that has never given one, or has left the program.
     """
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
+    def __init__(self, store: SignedStore, rank: int) -> None:
         self._store, self.rank = store, rank
         self._text, self._looked, self.silent = "", time.monotonic(), 0.0
         self.look()
 
     def look(self) -> None:
         """See whether it has given another sign of life."""
-        key, now = f"{_ALIVE}{self.rank}", time.monotonic()
-        text = self._store.get(key).decode() if self._store.check([key]) else ""
+        text, now = self._store.get(f"{_ALIVE}{self.rank}") or "", time.monotonic()
         since, self._looked = min(now - self._looked, 2 * SECONDS), now  # a job that was stopped as a whole goes on
         self.silent = 0.0 if text != self._text or not text else self.silent + since
         self._text = text
@@ -227,8 +227,8 @@ def wait_until_heard(seconds: float) -> None:
     if store is None:
         return
     own, end = dist.get_rank(), time.monotonic() + seconds
-    others = [r for r in range(dist.get_world_size()) if r != own and store.check([f"{_ALIVE}{r}"])]
-    while time.monotonic() < end and not all(store.check([f"{_HEARD}{r}"]) for r in others):
+    others = [r for r in range(dist.get_world_size()) if r != own and store.get(f"{_ALIVE}{r}") is not None]
+    while time.monotonic() < end and any(store.get(f"{_HEARD}{r}") is None for r in others):
         time.sleep(0.05)
 
 

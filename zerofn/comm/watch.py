@@ -13,9 +13,10 @@ import threading
 
 import torch.distributed as dist
 
-from .._torch_compat import abort_groups, connected_again
+from .._torch_compat import abort_groups
 from ..util.process import the
 from .failures import Signs, backend_on, is_there, published_failure, store_of_job
+from .signed_store import SignedStore
 
 SECONDS = 1.0  # between two looks at the store
 ENDS_BY_ITSELF = ("", "gloo", "fake")  # backends whose transfers end when a rank is gone
@@ -36,7 +37,7 @@ class Watch:
             return
         store, self._over = store_of_job(), dist.group.WORLD
         if store is not None:
-            own = connected_again(store)  # the caller may block on the other one
+            own = store.connected_again()  # the caller may block on the other one
             threading.Thread(target=self._look, args=(own,), name="zerofn-watch", daemon=True).start()
 
     def tell(self) -> None:
@@ -49,7 +50,7 @@ class Watch:
         """Stop in a forked process: the groups are the parent's."""
         self._over = None
 
-    def _look(self, store: dist.Store) -> None:
+    def _look(self, store: SignedStore) -> None:
         pause, group = threading.Event(), self._over
         while group is not None and is_there(group):
             with contextlib.suppress(RuntimeError, dist.DistStoreError):  # the store may be gone

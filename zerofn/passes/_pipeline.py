@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -111,4 +112,8 @@ def _dump(program: Program, number: int, name: str) -> None:
     path.mkdir(parents=True, exist_ok=True)
     rank = os.environ.get("RANK", "0")
     bodies = "".join(f"\n\n# {node.args[0]}{body.code}" for node, body in loops(program.gm))
-    (path / f"{program.name}.{number:02}.{name}.rank{rank}.py").write_text(program.gm.code + bodies)
+    target = path / f"{program.name}.{number:02}.{name}.rank{rank}.py"
+    fresh = target.with_name(f"{target.name}.{secrets.token_hex(6)}")
+    with open(fresh, "x") as file:
+        file.write(program.gm.code + bodies)
+    os.replace(fresh, target)  # a link there is replaced: in a folder that others use, it may lead anywhere

@@ -107,13 +107,20 @@ def test_another_start_of_the_machine_or_checksum_is_another_drive(monkeypatch, 
     assert len(json.loads((tmp_path / "cache/zerofn/drives.json").read_text())) == 2
 
 
-@pytest.mark.parametrize("content", ["", '{"65024-', "[1]", '{"%s": {"block": 1}}'])
+KEPT = '{"%s": {"block": 1048576, "depth": 2, "read": 2e9, "write": 2e9, "direct": true}}'
+FLIPPED = [("1048576", "0"), ("1048576", "1048577"), ('h": 2', 'h": -2'), ('h": 2', 'h": true'), ("2e9", "NaN"),
+           ("2e9", "2e999"), ("2e9", "0.0"), ("true", "1")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "content", ["", '{"65024-', "[1]", "[" * 10**6, '{"%s": {"block": 1}}', *(KEPT.replace(*x) for x in FLIPPED)]
+)
 def test_a_cache_that_cannot_be_used(monkeypatch, tmp_path, content):
     cache = tmp_path / "cache/zerofn/drives.json"
     cache.parent.mkdir(parents=True)
     cache.write_text(content.replace("%s", probe._key(tmp_path)))
     monkeypatch.setattr(probe, "_trial", lambda *_, writes: 1 * GB)
-    assert probe.probe(tmp_path).depth == 2
+    assert probe.probe(tmp_path) == probe.Drive(1 << 20, 2, 1 * GB, 1 * GB, True)
     assert len(json.loads(cache.read_text())) == 1
 
 

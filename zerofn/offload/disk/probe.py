@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import itertools
 import json
+import math
 import os
 import statistics
 import threading
@@ -147,9 +148,22 @@ def _cache() -> Iterator[IO[str] | None]:
 
 def _stored(file: IO[str] | None) -> dict[str, Drive]:
     try:
-        return {name: Drive(**drive) for name, drive in json.loads(file.read()).items()} if file is not None else {}
-    except (ValueError, TypeError, AttributeError):  # empty, truncated by a crash, or of another version
+        found = {name: Drive(**drive) for name, drive in json.loads(file.read()).items()} if file is not None else {}
+    except (ValueError, TypeError, AttributeError, RecursionError):  # empty, cut by a crash, or of another version
         return {}
+    return {name: drive for name, drive in found.items() if _is_possible(drive)}
+
+
+def _is_possible(drive: Drive) -> bool:
+    """Whether a measurement can have found this: with blocks of no bytes a transfer would never end."""
+    rates = [x for x in (drive.read, drive.write) if type(x) is float and 0 < x < math.inf]
+    return (
+        drive.block in BLOCKS
+        and drive.depth in DEPTHS
+        and type(drive.block) is type(drive.depth) is int
+        and type(drive.direct) is bool
+        and len(rates) == 2
+    )
 
 
 def _key(folder: Path) -> str:

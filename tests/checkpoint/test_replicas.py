@@ -1,0 +1,263 @@
+"""Copies in the memory of machines: of what is lost, the rest gives the state back without a disk."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerofn
+from tests.checkpoint.test_manager import Counter
+from tests.support.same import assert_same_trees
+from tests.support.small_steps import build, state_of, train_step_of
+from zerofn.checkpoint import CheckpointError, replicas, saving, steps
+from zerofn.checkpoint.behind import InFlight
+from zerofn.comm.agreement import agree
+from zerofn.util.other_processes import started
+from zerofn.util.process import the
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextlib.contextmanager
+def machines(folder, hosts):
+    """Let ranks stand for machines, each with a memory of its own, of one launcher."""
+    rank = dist.get_rank()
+    before = replicas.MEMORY, replicas.machine
+    replicas.MEMORY, replicas.machine = folder / f"memory {hosts[rank]}", lambda: f"machine {hosts[rank]}"
+    replicas.MEMORY.mkdir(exist_ok=True)
+    os.environ["TORCHELASTIC_RUN_ID"] = "a job"
+    try:
+        yield
+    finally:
+        replicas.MEMORY, replicas.machine = before
+        del os.environ["TORCHELASTIC_RUN_ID"]
+
+
+def begun(folder, stage, replicate_every=2, **options):
+    """(checkpoints, state, step, loader) of a run that goes on from what there is."""
+    loader = Counter()
+    options = {"loader": loader, "signals": (), "replicate_every": replicate_every, **options}
+    checkpoints = zerofn.Checkpoints(folder / "run", **options)
+    state = checkpoints.restore_or(lambda: state_of(build(2), stage))
+    return checkpoints, state, zerofn.compile(train_step_of(build(2))), loader
+
+
+def trained(run, until):
+    """Train until a step; return the whole states after each."""
+    checkpoints, state, step, loader = run
+    found = {}
+    for batch in loader:
+        if checkpoints.step == until:
+            break
+        state, metrics = step(state, batch)
+        found[checkpoints.step + 1] = zerofn.unshard(state)
+        checkpoints.after_step(state, metrics)
+    checkpoints._replicas.finish()
+    the(InFlight).finish()
+    agree("all have come so far", "")
+    return found
+
+
+def lose(host, hosts, folder):
+    """A machine is replaced by one that has nothing."""
+    if dist.get_rank() == hosts.index(host):
+        shutil.rmtree(folder / f"memory {host}")
+        (folder / f"memory {host}").mkdir()
+    agree(f"machine {host} is gone", "")
+
+
+def come_back(folder, stage, hosts, lost):
+    with machines(folder, hosts):
+        before = trained(begun(folder, stage), 5)
+        assert len(list(replicas.MEMORY.glob("*/step-*/*.safetensors"))) >= hosts.count(hosts[dist.get_rank()])
+        agree("seen", "")
+        for host in lost:
+            lose(host, hosts, folder)
+        run = begun(folder, stage)
+        checkpoints, state, _, loader = run
+        assert checkpoints.step == 4 and loader.at == 4 and not checkpoints.steps()
+        assert_same_trees(zerofn.unshard(state), before[4])
+        after = trained(run, 6)
+        assert_same_trees(after[5], before[5])
+        if lost:
+            lose(hosts[-1], hosts, folder)  # perhaps where the others have it from
+        run = begun(folder, stage)
+        assert_same_trees(zerofn.unshard(run[1]), after[6])
+        run[0].close()
+        assert not list(replicas.MEMORY.iterdir()) and not list((folder / "run").glob("*"))
+
+
+@pytest.mark.parametrize(
+    "hosts, stage, lost",
+    [("aa", 3, ""), ("ab", 3, "a"), ("ab", 1, "b"), ("ab", 0, "a"), ("aab", 3, "b"), ("abc", 2, "b"), ("aabb", 3, "a")],
+)
+def test_a_machine_that_is_lost(ranks, tmp_path, hosts, stage, lost):
+    ranks(len(hosts), come_back, tmp_path, stage, hosts, lost)
+
+
+def falls_back(folder, hosts, harm):
+    """Memory that is no good is passed over: the run goes on from the disk, which is older."""
+    with machines(folder, hosts):
+        run = begun(folder, 3, every=3)
+        before = trained(run, 5)  # saved at 3, copied at 4
+        agree("saved", "")
+        harm(folder, hosts)
+        checkpoints, state, *_ = begun(folder, 3, every=3)
+        assert checkpoints.step == 3
+        assert_same_trees(zerofn.unshard(state), before[3])
+        checkpoints.close()
+
+
+def lose_two(folder, hosts):
+    for host in hosts[:2]:
+        lose(host, hosts, folder)
+
+
+def flip_all(folder, _):
+    for file in replicas.MEMORY.glob("*/*/*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    agree("flipped", "")
+
+
+def cut_manifests(folder, _):
+    for file in replicas.MEMORY.glob("*/*/manifest.json"):
+        file.write_bytes(file.read_bytes()[:-2])
+    agree("cut", "")
+
+
+@pytest.mark.parametrize("hosts, harm", [("abc", lose_two), ("ab", flip_all), ("ab", cut_manifests)])
+def test_what_is_not_whole_is_passed_over(ranks, tmp_path, hosts, harm):
+    ranks(len(hosts), falls_back, tmp_path, hosts, harm)
+
+
+def disk_is_newer(folder):
+    with machines(folder, "ab"):
+        before = trained(begun(folder, 3, every=3), 6)  # copied at 4, saved at 6
+        checkpoints, state, *_ = begun(folder, 3, every=3)
+        assert checkpoints.step == 6
+        assert_same_trees(zerofn.unshard(state), before[6])
+        for path in checkpoints.path(6).glob("*.safetensors"):
+            if dist.get_rank() == 0:
+                path.write_bytes(b"damaged")
+        agree("damaged", "")
+        checkpoints, state, *_ = begun(folder, 3, every=3)
+        assert checkpoints.step == 4  # before that of step 3
+        assert_same_trees(zerofn.unshard(state), before[4])
+
+
+def test_the_newest_goes_first(ranks, tmp_path):
+    ranks(2, disk_is_newer, tmp_path)
+
+
+def others_go_on(folder, hosts, step):
+    with machines(folder, hosts):
+        return begun(folder, 3, every=3)[0].step == step
+
+
+def leave(folder, hosts):
+    with machines(folder, hosts):
+        trained(begun(folder, 3, every=3), 5)
+
+
+@pytest.mark.parametrize(
+    "before, after, step", [("aa", "aaa", 4), ("aab", "aa", 4), ("aabb", "ab", 3), ("ab", "ba", 4)]
+)
+def test_other_ranks(ranks, tmp_path, before, after, step):
+    """On one machine any number of ranks reads its memory; on several, another number reads the disk."""
+    ranks(len(before), leave, tmp_path, before)
+    assert all(ranks(len(after), others_go_on, tmp_path, after, step))
+
+
+def test_memory_of_jobs_that_have_ended_is_freed(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
+    monkeypatch.setattr(replicas, "MEMORY", tmp_path)
+    ours = tmp_path / f"{replicas._of_machine()}{os.getpid()}"
+    alive, dead = (ours.with_name(f"{ours.name}-{began}-0123456789ab") for began in (started(os.getpid()), 7))
+    strange = tmp_path / "zerofn-of another machine"
+    for path in (alive, dead, strange):
+        path.mkdir()
+    mine = replicas.Replicas(tmp_path / "run")
+    mine.begin()
+    assert alive.exists() and strange.exists() and not dead.exists()
+    assert mine.folder.stat().st_mode & 0o777 == 0o700
+    mine.folder.chmod(0o777)
+    with pytest.raises(CheckpointError, match="not this user's own"):
+        mine.begin()
+
+
+def test_where_it_makes_no_sense(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    with pytest.raises(ValueError, match="torchrun --max-restarts"):
+        zerofn.Checkpoints(tmp_path, replicate_every=2)
+    with pytest.raises(ValueError, match="would do nothing"):
+        zerofn.Checkpoints(tmp_path, every=5, replicate_every=10)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
+    monkeypatch.setattr(replicas, "MEMORY", tmp_path / "nothing")
+    with pytest.raises(ValueError, match="no .*nothing"):
+        zerofn.Checkpoints(tmp_path, replicate_every=2)
+
+
+def no_room(folder):
+    """Memory that is full on one machine is told on all."""
+    with machines(folder, "ab"):
+        if dist.get_rank() == 1:
+            saving.write_file = full
+        trained(begun(folder, 3), 2)
+
+
+def full(path, *_, **__):
+    raise OSError(28, "No space left on device", str(path))
+
+
+def test_no_room(ranks, tmp_path):
+    replies = ranks(2, no_room, tmp_path, expect_errors=True)
+    assert all("No space left on device" in reply.message for reply in replies)
+
+
+SCRIPT = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+import zerofn
+from tests.checkpoint.test_replicas import begun, trained
+from pathlib import Path
+
+folder = Path(sys.argv[1])
+run = begun(folder, 3, replicate_every=3)
+print("goes on after step", run[0].step, flush=True)
+if run[0].step == 0 and len(sys.argv) > 2:
+    trained(run, 7)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+last = trained(run, 9)[9]
+if dist.get_rank() == 0:
+    torch.save(last.params, folder / "last.pt")
+run[0].close()
+"""
+
+
+def started_by_torchrun(folder, *more):
+    folder.mkdir()
+    (folder / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "1", "--monitor-interval", "0.1", str(folder / "script.py"), str(folder), *more]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, torch.load(folder / "last.pt", weights_only=False)
+
+
+def test_a_rank_is_killed_under_torchrun(tmp_path):
+    _, whole = started_by_torchrun(tmp_path / "whole")
+    printed, last = started_by_torchrun(tmp_path / "killed", "and killed")
+    assert printed.count("goes on after step 6") == 2 and not steps.complete_steps(tmp_path / "killed/run")
+    assert_same_trees(last, whole)
+    assert not list(Path("/dev/shm").glob(f"{replicas._of_machine()}*"))
