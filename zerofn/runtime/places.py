@@ -34,8 +34,10 @@ class Places:
         self._mappings: list[tuple[Mapping[Any, Any], list[Any]]] = []
         self._long: list[Any] = []
         self._types: list[type] = []
+        self._sized: list[Any] = []
         self._lengths: list[int] = []
         self._filled: list[Any] = []
+        self._empty: list[Any] = []
         self._held: list[Any] = []
         self._contents = Contents([])
         self._num_hooks = RemovableHandle.next_id
@@ -100,14 +102,13 @@ class Places:
         self._holders = [holders for _, holders, _ in self._columns.values()]
         self._values = [x for _, _, values in self._columns.values() for x in values]
         self._types = list(map(type, self._modules))
-        self._lengths = self._lengths_now()
         self._filled = [x for x in self._views if len(x)]
+        self._empty = [x for x in self._views if not len(x)]
+        self._sized = [*self._dicts, *self._filled, *self._long]
+        self._lengths = list(map(len, self._sized))
         self._held = list(chain.from_iterable(self._filled))
         self._contents = Contents(self._tensors)
         self._num_hooks = RemovableHandle.next_id
-
-    def _lengths_now(self) -> list[int]:
-        return [*map(len, self._dicts), *map(len, self._views), *map(len, self._long)]
 
     def hold(self) -> bool:
         """Whether every place holds the object that it held."""
@@ -115,7 +116,8 @@ class Places:
             return (
                 RemovableHandle.next_id == self._num_hooks
                 and list(map(type, self._modules)) == self._types
-                and self._lengths_now() == self._lengths
+                and not any(self._empty)
+                and list(map(len, self._sized)) == self._lengths
                 and all(map(is_, chain.from_iterable(self._filled), self._held))
                 and all(map(is_, chain.from_iterable(map(map, self._ways, self._holders)), self._values))
                 and not any(map(contains, *self._absent))
