@@ -19,10 +19,13 @@ class BenchmarkError(Exception):
     """A row is missing or wrong; the message says which and why."""
 
 
-# A ZeroFn that is installed comes before the checkout that this file lies in, as the peers' packages do.
+# A ZeroFn that is installed comes before the checkout that this file lies in, as the peers' packages do; but FairScale
+# installs a package called benchmarks, too.
 _LAUNCH = f"""
 import runpy, sys
-sys.path[:] = [*sys.path[1:], {str(HERE.parent)!r}]
+sys.path[0] = {str(HERE.parent)!r}
+import benchmarks
+sys.path.append(sys.path.pop(0))
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 

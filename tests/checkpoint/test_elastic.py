@@ -13,7 +13,7 @@ from benchmarks.checkpoint import chaos
 from benchmarks.common.processes import free_port
 from zerofn.checkpoint import steps
 
-UNTIL = 4000
+UNTIL = 1000
 
 
 def agent(folder, port, host):
