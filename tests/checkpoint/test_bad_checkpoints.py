@@ -181,7 +181,7 @@ def load_what_differs(folder: Path) -> str:
     path = folder / str(dist.get_rank())
     with pytest.MonkeyPatch.context() as patch:  # two machines, and a path that is not shared
         real = loading.Checkpoint
-        patch.setattr(loading, "Checkpoint", lambda _: real(path))
+        patch.setattr(loading, "Checkpoint", lambda *_: real(path))
         patch.setattr(loading, "digest_now", lambda _: "the same")
         patch.setattr(loading, "_PAUSE", 0.01)
         with pytest.raises(CheckpointError) as caught:

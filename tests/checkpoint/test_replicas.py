@@ -224,16 +224,16 @@ def test_no_room(ranks, tmp_path):
 
 SCRIPT = """
 import os, signal, sys
+from pathlib import Path
 import torch
 import torch.distributed as dist
 import zerofn
 from tests.checkpoint.test_replicas import begun, trained
-from pathlib import Path
 
 folder = Path(sys.argv[1])
 run = begun(folder, 3, replicate_every=3)
 print("goes on after step", run[0].step, flush=True)
-if run[0].step == 0 and len(sys.argv) > 2:
+if run[0].step == 0:
     trained(run, 7)
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -244,20 +244,19 @@ run[0].close()
 """
 
 
-def started_by_torchrun(folder, *more):
-    folder.mkdir()
-    (folder / "script.py").write_text(SCRIPT)
+def undisturbed(folder):
+    with machines(folder, "aa"):
+        return trained(begun(folder, 3), 9)[9].params
+
+
+def test_a_rank_is_killed_under_torchrun(ranks, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--max-restarts", "1", "--monitor-interval", "0.1", str(folder / "script.py"), str(folder), *more]
+    command += ["--max-restarts", "1", "--monitor-interval", "0.1", str(tmp_path / "script.py"), str(tmp_path)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout, torch.load(folder / "last.pt", weights_only=False)
-
-
-def test_a_rank_is_killed_under_torchrun(tmp_path):
-    _, whole = started_by_torchrun(tmp_path / "whole")
-    printed, last = started_by_torchrun(tmp_path / "killed", "and killed")
-    assert printed.count("goes on after step 6") == 2 and not steps.complete_steps(tmp_path / "killed/run")
-    assert_same_trees(last, whole)
+    assert done.stdout.count("goes on after step 6") == 2 and not steps.complete_steps(tmp_path / "run")
+    last = torch.load(tmp_path / "last.pt", weights_only=False)
+    assert_same_trees(last, ranks(2, undisturbed, tmp_path)[0])
     assert not list(Path("/dev/shm").glob(f"{replicas._of_machine()}*"))

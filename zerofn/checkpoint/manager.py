@@ -176,7 +176,8 @@ class Checkpoints:
         return Along(notes, own, before=lambda: self._check_alone(step), after=lambda: self._remove_old(step))
 
     def close(self) -> None:
-        """End the run: wait until the checkpoint that is being written is complete, and no longer handle signals.
+        """End the run: wait until the checkpoint that is being written is complete, no longer handle signals, and free
+        the memory of copies.
 
         Raises `CheckpointError` if it failed.
         """

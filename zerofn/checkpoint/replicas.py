@@ -89,9 +89,8 @@ class Replicas:
         """Write this rank's file to memory, and send it to the next machine behind the steps. Raises as `save`, and
         what the one before has raised.
         """
-        self.finish()
         path = steps.path_of(self.folder, step)
-        job = prepared(path, state, along, f"step {step} in memory", quick=True)
+        job = prepared(path, state, along, f"step {step} in memory", quick=True, before=self.finish)
         together(WHAT, lambda: path.mkdir(exist_ok=True))
         files, own = write_all(job, lambda: job.entries)
 
@@ -122,7 +121,12 @@ class Replicas:
         theirs = [[_Copy(*x) for x in json.loads(text)] for text in exchange(WHAT, json.dumps(mine))]
         for step, save in sorted({(x.step, x.save) for each in theirs for x in each}, reverse=True):
             held = {r: x for r, each in enumerate(theirs) for x in each if (x.step, x.save) == (step, save)}
-            if self._fetch(held):
+            try:
+                whole = self._fetch(held)
+            except CheckpointError as error:
+                log.warning("%s: step %d in memory is passed over: %s", WHAT, step, error)
+                continue
+            if whole:
                 yield step, steps.path_of(self.folder, step)
 
     def close(self) -> None:
