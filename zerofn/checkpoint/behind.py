@@ -34,6 +34,22 @@ class Saving:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
+    def begin(self, name: str, channel: str, work: Callable[[], None]) -> None:
+        """Let a thread of this name do the work, in which it agrees with the same threads of other ranks."""
+
+        def run() -> None:
+            with contextlib.suppress(OSError, AttributeError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            try:
+                with beside(channel):
+                    work()
+            except BaseException as error:
+                log.error("save: %s", error)
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
+        self._thread.start()
+
     def done(self) -> bool:
         """Whether it has ended. If it failed, `wait` says how."""
         return self._thread is None or not self._thread.is_alive()
@@ -74,24 +90,11 @@ class InFlight:
 
     def begin(self, path: str | os.PathLike[str], work: Callable[[], None], start: float) -> Saving:
         """Let a thread do the work of a save; `start`: when `save` was called (`time.perf_counter`)."""
-        saving = Saving(path, 0.0)
-
-        def run() -> None:
-            with contextlib.suppress(OSError, AttributeError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-            try:
-                with beside(" of saves"):
-                    work()
-            except BaseException as error:
-                log.error("save: %s", error)
-                saving._error = error
-
-        saving._thread = threading.Thread(target=run, name="zerofn-save", daemon=True)
-        self._saving = saving
+        self._saving = saving = Saving(path, 0.0)
         if not self._registered:  # `atexit` comes after the end of all executors, which a network needs
             getattr(threading, "_register_atexit", atexit.register)(_at_exit)
             self._registered = True
-        saving._thread.start()
+        saving.begin("zerofn-save", " of saves", work)
         saving.blocked_s = time.perf_counter() - start
         return saving
 

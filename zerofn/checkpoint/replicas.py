@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import shutil
-import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from ..comm.agreement import exchange, rank_and_size, together, with_texts
-from ..comm.heartbeat import beside
 from ..util.errors import CheckpointError
 from ..util.other_processes import machine, started
 from . import folder, steps
+from .behind import Saving
 from .manifest import read_manifest
 from .saving import Along, Job, prepared, write_all
 from .tensor_file import Written
@@ -71,18 +70,18 @@ class Replicas:
         if not MEMORY.is_dir():
             raise ValueError(f"{WHAT}: this system has no {MEMORY}, where files lie in memory; leave it out.")
         self.folder = MEMORY / f"{_of_machine()}{os.getppid()}-{started(os.getppid())}-{_hash(str(run))}"
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._hosts: list[str] = []  # by rank
+        self._sending: Saving | None = None
+        self._ranks: dict[str, list[int]] = {}  # by machine
         self._group: dist.ProcessGroup | None = None
 
     def begin(self) -> None:
         """Make the folder, remove those whose jobs have ended, and see who is on which machine."""
         together(WHAT, self._make)
-        self._hosts = exchange(WHAT, machine())
-        if len(set(self._hosts)) > 1:
+        for rank, host in enumerate(exchange(WHAT, machine())):
+            self._ranks.setdefault(host, []).append(rank)
+        if len(self._ranks) > 1:
             self._group = dist.new_group(backend="gloo")
-        elif len(self._hosts) > 1:
+        elif rank_and_size()[1] > 1:
             log.info("%s: all ranks are on one machine, so copies outlive processes, and not the machine.", WHAT)
 
     def keep(self, step: int, state: Any, along: Along) -> None:
@@ -93,24 +92,18 @@ class Replicas:
         job = prepared(path, state, along, f"step {step} in memory", quick=True, before=self.finish)
         together(WHAT, lambda: path.mkdir(exist_ok=True))
         files, own = write_all(job, lambda: job.entries)
-
-        def run() -> None:
-            try:
-                with beside(" of replicas"):
-                    self._complete(job, files, job.manifest(files, own))
-            except BaseException as error:
-                log.error("%s: %s", WHAT, error)
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name="zerofn-replicas", daemon=True)
-        self._thread.start()
+        self._sending = Saving(path, 0.0)
+        self._sending.begin(
+            "zerofn-replicas", " of replicas", lambda: self._complete(job, files, job.manifest(files, own))
+        )
 
     def finish(self) -> None:
         """Wait for what is being sent. Raises `CheckpointError` if that failed."""
-        if self._thread is not None:
-            self._thread.join()
-        error, self._thread, self._error = self._error, None, None
-        if error is not None:
+        sending, self._sending = self._sending, None
+        try:
+            if sending is not None:
+                sending.wait()
+        except Exception as error:
             raise CheckpointError(f"{WHAT}: the copy before this one failed: {error}") from error
 
     def copies(self) -> Iterator[tuple[int, Path]]:
@@ -155,19 +148,15 @@ class Replicas:
         together(WHAT, lambda: self._remove_all_but(job.path, files))
 
     def _to_neighbours(self, job: Job, files: dict[str, Written]) -> Iterable[_Transfer]:
-        hosts = list(dict.fromkeys(self._hosts))
-        for rank, host in enumerate(self._hosts):
-            name = folder.file_of(rank, job.size, job.number)
-            here, after = self._ranks_on(host), self._ranks_on(hosts[(hosts.index(host) + 1) % len(hosts)])
-            if name in files:
-                yield _Transfer(name, files[name].nbytes, rank, after[here.index(rank) % len(after)])
-
-    def _ranks_on(self, host: str) -> list[int]:
-        return [rank for rank, there in enumerate(self._hosts) if there == host]
+        first, *others = self._ranks.values()
+        for here, after in zip(self._ranks.values(), [*others, first], strict=True):
+            for k, rank in enumerate(here):
+                name = folder.file_of(rank, job.size, job.number)
+                if name in files:
+                    yield _Transfer(name, files[name].nbytes, rank, after[k % len(after)])
 
     def _is_first_here(self) -> bool:
-        rank = rank_and_size()[0]
-        return not self._hosts or self._ranks_on(self._hosts[rank])[0] == rank
+        return any(rank_and_size()[0] == ranks[0] for ranks in self._ranks.values())
 
     def _put(self, path: Path, manifest: str, number: str) -> None:
         if self._is_first_here():
@@ -210,17 +199,16 @@ class Replicas:
         """
         copy, (rank, size) = next(iter(held.values())), rank_and_size()
         path, files = steps.path_of(self.folder, copy.step), copy.sizes
-        hosts = list(dict.fromkeys(self._hosts))
-        if not set(files) <= {f for x in held.values() for f in x.files} or (len(hosts) > 1 and copy.num_ranks != size):
+        several = len(self._ranks) > 1
+        if not set(files) <= {f for x in held.values() for f in x.files} or (several and copy.num_ranks != size):
             log.info("%s: step %d in memory is not whole, or is of %d ranks.", WHAT, copy.step, copy.num_ranks)
             return False
         moves = []
-        for host in hosts if len(hosts) > 1 else ():
-            first, *_ = ranks = self._ranks_on(host)
+        for ranks in self._ranks.values() if several else ():
             needed = {folder.file_of(r, size, copy.save) for r in (0, *ranks)} & set(files)
-            for name in sorted(needed - set(held[first].files if first in held else ())):
+            for name in sorted(needed - set(held[ranks[0]].files if ranks[0] in held else ())):
                 source = next(r for r, x in held.items() if name in x.files)
-                moves.append(_Transfer(name, files[name], source, first))
+                moves.append(_Transfer(name, files[name], source, ranks[0]))
         giver = next(iter(held))
         text = with_texts(WHAT, lambda: (None, (path / folder.MANIFEST).read_text() if rank == giver else ""))[1][giver]
         together(WHAT, lambda: path.mkdir(exist_ok=True))
