@@ -101,6 +101,31 @@ def test_a_rank_that_is_frozen_in_a_step(tmp_path, which, saves):
     assert time.monotonic() - start < 40
 
 
+AGREEING = """
+import os, time, torch, zerofn
+from zerofn.comm import agreement
+
+zerofn.shard({"params": {"w": torch.ones(7)}})
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), 19)
+    agreement.agree("a step", "x")
+agreement.agree("the second attempt", "")
+"""
+
+
+def test_torchrun_does_not_wait_for_a_frozen_rank_that_others_wait_for_in_an_agreement(tmp_path):
+    (tmp_path / "job.py").write_text(AGREEING)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    command += ["--max-restarts", "1", "--monitor-interval", "0.1", str(tmp_path / "job.py")]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "ZEROFN_PATIENCE": "2"}
+    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    start = time.monotonic()
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "rank 1 gave no sign of life for 2 s" in done.stderr, done.stderr[-2000:]
+    assert time.monotonic() - start < 28  # torchrun itself waits for 30 s before it kills a rank
+
+
 def beating():
     agreement.agree("here", "")
     beats = heartbeat.heartbeat()

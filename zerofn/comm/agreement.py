@@ -146,10 +146,7 @@ def _await(store: SignedStore, key: str, rank: int, what: str, text: str) -> str
         now, silence = time.monotonic(), min(SILENCE, PATIENCE)
         idle = now if sign.doing else idle
         if sign.silent > silence:
-            _give_up(
-                f"{what}: rank {rank} gave no sign of life for {silence:g} s. It is frozen, was killed, or its machine "
-                f"is gone.{f' It was at {sign.doing}.' if sign.doing else ''}"
-            )
+            _give_up(f"{what}: {sign.give_up(silence)}{f' It was at {sign.doing}.' if sign.doing else ''}")
         if now - idle > PATIENCE:
             seen, here = last_text(store, rank), f"{what}: {text}"
             _give_up(

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -16,10 +18,12 @@ import torch.distributed as dist
 
 from .._torch_compat import abort_groups, default_store, resolve_process_group
 from ..util.errors import said
+from ..util.other_processes import here
 from ..util.process import the
 from .signed_store import SignedStore
 
 LAST_TEXT = "zerofn/last/"  # and a rank: what it had to agree on last
+GIVEN_UP = "zerofn/given up"  # which process was silent for too long
 _FAILED = "zerofn/failed"
 _SHOWN = 3  # lines of a long text
 
@@ -117,13 +121,26 @@ def abandon(message: str) -> None:
     if not dist.is_initialized():
         return
     publish_failure(message)
-    if store_of_job() is not None:
-        the(Signs).taken_down = published_failure() or message
+    store = store_of_job()
+    if store is not None:
+        published = published_failure()
+        the(Signs).taken_down = published or message
+        if published is not None and not the(Signs).mute:
+            kill_given_up(store)
         the(Signs).let_go()
         if backend_on(dist.group.WORLD, "cuda") == "nccl":  # to destroy a group, one waits for its kernels
             abort_groups()
         else:
             dist.destroy_process_group()
+
+
+def kill_given_up(store: SignedStore) -> None:
+    """Kill the process that a rank has given up, if it is on this machine and torchrun would wait for it to end."""
+    with contextlib.suppress(dist.DistError):
+        process = json.loads(store.get(GIVEN_UP) or "{}")
+        if "TORCHELASTIC_RUN_ID" in os.environ and here(process):
+            with contextlib.suppress(ProcessLookupError):  # another rank was faster
+                os.kill(process["pid"], signal.SIGKILL)
 
 
 def explained(error: BaseException) -> BaseException:

@@ -7,7 +7,7 @@ store, and failed, has ended.
 It also looks after the next rank. A process that is stopped, or whose machine is, keeps its connections, so whoever
 waits for a transfer from it would wait for half an hour: after `PATIENCE` seconds without a sign the threads end all
 transfers, and every rank raises. The store may be what is silent, so another thread looks after the first. Under
-torchrun, which would wait for the silent rank to end, a rank on the same machine kills it.
+torchrun, which would wait for the silent rank to end, ranks on the same machine kill it as they stop.
 """
 
 from __future__ import annotations
@@ -16,21 +16,19 @@ import atexit
 import contextlib
 import json
 import os
-import signal
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .._torch_compat import groups_of_process
-from ..util.other_processes import here, this_process
+from ..util.other_processes import this_process
 from ..util.process import the
-from .failures import Signs, backend_on, publish_failure, published_failure, store_of_job
+from .failures import GIVEN_UP, Signs, backend_on, kill_given_up, publish_failure, published_failure, store_of_job
 from .signed_store import SignedStore
 
 
@@ -153,10 +151,7 @@ class Heartbeat:
             with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone, or the group
                 after.look()
                 if after.silent > PATIENCE:
-                    publish_failure(
-                        f"rank {after.rank} gave no sign of life for {PATIENCE:g} s. It is frozen, was killed, or its "
-                        "machine is gone."
-                    )
+                    publish_failure(after.give_up(PATIENCE))
                 message = published_failure(store)
                 if message is not None and the(Signs).heard is None:
                     the(Signs).heard = message
@@ -164,8 +159,7 @@ class Heartbeat:
                 waits = 0.0 if message is None else waits + SECONDS
                 if waits > (_HEARING if after.silent > PATIENCE else _GRACE):
                     end_transfers()
-                    if after.silent > PATIENCE and "TORCHELASTIC_RUN_ID" in os.environ and here(after.process):
-                        os.kill(after.process["pid"], signal.SIGKILL)
+                    kill_given_up(store)
                 self._last = time.monotonic()
 
     def _guard(self, over: threading.Event) -> None:
@@ -210,10 +204,12 @@ class Sign:
         self.silent = 0.0 if text != self._text or not text else self.silent + since
         self._text = text
 
-    @property
-    def process(self) -> dict[str, Any]:
-        """Which process it is."""
-        return dict(json.loads(self._text)[2]) if self._text else {}
+    def give_up(self, seconds: float) -> str:
+        """Name its process as one to kill; return what to tell all ranks. `seconds`: how long it was waited for."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(GIVEN_UP, json.dumps(json.loads(self._text)[2] if self._text else {}))
+        silent = f"rank {self.rank} gave no sign of life for {seconds:g} s."
+        return f"{silent} It is frozen, was killed, or its machine is gone."
 
     @property
     def doing(self) -> str:
