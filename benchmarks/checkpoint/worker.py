@@ -65,7 +65,7 @@ class ZeroFn:
         return self._zerofn.save(path, self.state, wait=wait).done
 
     def load(self, path: Path) -> None:
-        self.state = self._zerofn.load(path, like=self.state)
+        self.state = self._zerofn.load(path, like=self.state, donate=True)
 
 
 class DCP:

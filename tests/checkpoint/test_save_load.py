@@ -12,6 +12,7 @@ import zerofn
 from tests.support.checkpoint_states import mixed_state, train_state
 from tests.support.same import assert_same_trees
 from zerofn import tree
+from zerofn.util.errors import CheckpointError
 
 STAGES = (0, 1, 3)
 
@@ -158,6 +159,82 @@ def test_a_state_whose_memory_was_given_away_will_do(tmp_path):
     state.params.donate("gone")
     loaded = zerofn.load(tmp_path / "a", like=state)
     assert_same_trees(zerofn.unshard(loaded), train_state(7))
+
+
+def memory_of(state):
+    return [x.data_ptr() for x in (*state.params.parts, *state.opt_state.mu.parts)]
+
+
+def read_into(folder: Path, stages, **tiers) -> None:
+    """Into a donated state's memory, whatever it holds; its gathered copy is filled, too."""
+    for stage in stages:
+        like = zerofn.shard(train_state(1), stage=stage, **tiers)
+        memory, params = memory_of(like), like.params
+        loaded = zerofn.load(folder / "a", like=like, donate=True)
+        assert memory_of(loaded) == memory, f"stage {stage}"
+        assert_same_trees(zerofn.unshard(loaded), train_state(7), f"stage {stage}")
+        computes = loaded.params.spec.precision.computes
+        right = tree.tree_map(lambda x, to=computes: x.to(to(x.dtype)), train_state(7).params)
+        assert_same_trees(zerofn.gather(loaded.params), right, f"stage {stage}")
+        with pytest.raises(RuntimeError, match="donated to zerofn.load"):
+            zerofn.gather(params)
+
+
+def test_a_donated_state_is_read_into(ranks, tmp_path):
+    zerofn.save(tmp_path / "a", train_state(7))
+    read_into(tmp_path, (0, 3))
+    for n, stages in ((2, (0, 1, 2, 3)), (3, (2, 3))):
+        ranks(n, read_into, tmp_path, stages)
+
+
+def test_a_donated_state_in_two_halves_and_on_a_drive(tmp_path):
+    zerofn.save(tmp_path / "a", train_state(7))
+    read_into(tmp_path, (3,), precision="bf16")
+    read_into(tmp_path, (3,), offload=zerofn.Offload(optimizer="nvme", path=tmp_path))
+
+
+def test_one_memory_in_two_places_of_a_donated_state_is_read_into_once(tmp_path):
+    saved = zerofn.shard(train_state(7))
+    other = tree.tree_map(lambda x: x + 1, saved.params)
+    zerofn.save(tmp_path / "a", {"params": saved.params, "average": other})
+    like = zerofn.shard(train_state(1)).params
+    loaded = zerofn.load(tmp_path / "a", like={"params": like, "average": like}, donate=True)
+    assert_same_trees(zerofn.unshard(loaded["params"]), zerofn.unshard(saved.params))
+    assert_same_trees(zerofn.unshard(loaded["average"]), zerofn.unshard(other))
+
+
+def test_a_part_of_a_donated_state(tmp_path):
+    zerofn.save(tmp_path / "a", zerofn.shard(train_state(7)))
+    like = zerofn.shard(train_state(1))
+    memory = memory_of(like)
+    loaded = zerofn.load(tmp_path / "a", like=like, only="params", donate=True)
+    assert memory_of(loaded) == memory
+    assert_same_trees(zerofn.unshard(loaded).params, train_state(7).params)
+    assert_same_trees(zerofn.unshard(loaded).opt_state, train_state(1).opt_state)
+
+
+def failing(folder: Path) -> None:
+    """A donated state is lost, on every rank, only when reading has begun."""
+    state = zerofn.shard(train_state(1))
+    with pytest.raises(CheckpointError):
+        zerofn.load(folder / "no", like=state, donate=True)
+    with pytest.raises(CheckpointError, match="has no"):
+        zerofn.load(folder / "a", like={"params": state.params, "more": torch.ones(3)}, donate=True)
+    assert_same_trees(zerofn.unshard(state), train_state(1))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        zerofn.load(folder / "a", like=state, donate=True)
+    with pytest.raises(RuntimeError, match="and failed. Make the state again"):
+        zerofn.unshard(state)
+
+
+def test_a_donated_state_is_lost_if_reading_it_fails(ranks, tmp_path):
+    zerofn.save(tmp_path / "a", zerofn.shard(train_state(7)))
+    (file,) = (tmp_path / "a").glob("rank-*")
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 4
+    file.write_bytes(data)
+    failing(tmp_path)
+    ranks(2, failing, tmp_path)
 
 
 def test_shapes_alone_will_do(tmp_path):

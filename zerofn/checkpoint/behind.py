@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from ..comm.heartbeat import beside
+from ..memory.host_allocator import zeros
 from ..util.errors import CheckpointError
 from ..util.process import the
+from ..util.sizes import pages
 from .tensor_file import Entry
 
 log = logging.getLogger("zerofn")
 
 _CHUNK = 16 << 20  # bytes that are copied at a time, and decoded for it where what is stored is encoded
-_ALIGNED = 64
 _NICE = 19  # the steps go first where cores are scarce
 
 
@@ -128,10 +129,10 @@ class Snapshot:
         return lambda: copies
 
     def _copies(self, entries: list[Entry]) -> list[Entry]:
-        sizes = [-(-entry.nbytes // _ALIGNED) * _ALIGNED for entry in entries]
+        sizes = [pages(entry.nbytes) for entry in entries]  # what begins at a page is written from there
         if sum(sizes) > self._memory.numel():
             self._memory = torch.empty(0, dtype=torch.uint8)
-            self._memory = torch.empty(sum(sizes), dtype=torch.uint8)
+            self._memory = zeros(sum(sizes), torch.uint8, torch.device("cpu"))
         copies, at = [], 0
         for entry, size in zip(entries, sizes, strict=True):
             copies.append(_copied(entry, self._memory[at : at + entry.nbytes]))

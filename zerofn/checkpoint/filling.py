@@ -1,4 +1,4 @@
-"""Fill new buffers, laid out as a state, from a source: every rank reads only its own intervals."""
+"""Fill buffers, new ones or a donated state's, from a source: every rank reads only its own intervals."""
 
 from __future__ import annotations
 
@@ -24,29 +24,47 @@ log = logging.getLogger("zerofn")
 
 @dataclass
 class Filling:
-    """The parts of a state to fill. Leaves that the source lacks (`absent`) keep their values."""
+    """The parts of a state to fill. Leaves that the source lacks (`absent`) keep their values. `donated`: shards are
+    read into the memory of those that are there.
+    """
 
     parts: Sequence[Part]
     absent: frozenset[str] = frozenset()
+    donated: bool = False
 
-    def fill(self, source: Source, where: str) -> list[Any]:
-        """Return new values of all parts, in order; replicas are not equal yet. `where` names the source in
-        errors.
-
-        Raises `CheckpointError` for a shape that differs or a dtype that cannot be cast, before anything is
-        allocated.
-        """
+    def check(self, source: Source, where: str) -> None:
+        """Raise `CheckpointError` for a shape that differs or a dtype that cannot be cast. `where` names the source."""
         _check(list(self._wanted()), source.leaves, where)
-        scratch = scratch_for((p.value.spec, storages_of(p.value)) for p in self.parts if is_sharded(p.value))
-        return [self._sharded(p, source, scratch) if is_sharded(p.value) else self._leaf(p, source) for p in self.parts]
+
+    def fill(self, source: Source) -> list[Any]:
+        """Return values of all parts, in order, from a source that was checked; replicas are not equal yet."""
+        reused = self._reused()
+        new = [p for k, p in enumerate(self.parts) if is_sharded(p.value) and k not in reused]
+        scratch = scratch_for((p.value.spec, storages_of(p.value)) for p in new)
+        return [
+            self._sharded(p, source, scratch, k in reused) if is_sharded(p.value) else self._leaf(p, source)
+            for k, p in enumerate(self.parts)
+        ]
+
+    def _reused(self) -> set[int]:
+        """Return which parts are read into their own memory: none whose memory another one has, too."""
+        found, seen = set(), set[int]()
+        for k, part in enumerate(self.parts if self.donated else ()):
+            if is_sharded(part.value) and part.value.lost is None:
+                parts = [x for x in part.value.parts if x.numel()]
+                memory = {x.untyped_storage().data_ptr() for x in parts}
+                if not memory & seen and not any(x.is_meta for x in parts):
+                    found.add(k)
+                seen |= memory
+        return found
 
     def _wanted(self) -> Iterator[LeafInfo]:
         for part in self.parts:
             yield from (leaf for leaf in leaves_of(part) if leaf.name not in self.absent)
 
-    def _sharded(self, part: Part, source: Source, scratch: Store | None) -> Sharded:
+    def _sharded(self, part: Part, source: Source, scratch: Store | None, reused: bool) -> Sharded:
         like: Sharded = part.value
-        fresh = _allocate_like(part, scratch)
+        fresh = Sharded(like.spec, like.stored, like.full) if reused else _allocate_like(part, scratch)
         spec = like.spec
         names = [join(part.name, name) for name in tree.field_names(spec.layout.treedef)]
         for i, unit in enumerate(spec.layout.units):
@@ -55,6 +73,8 @@ class Filling:
             held, before = fresh.stored[i].loaded(), None
             for leaf, a, b in unit.intervals(start, stop):
                 name = names[leaf.index]
+                if name in self.absent and reused:
+                    continue
                 if name in self.absent:
                     before = before or like.stored[i].loaded()
                     held.write(shift + a, before.read(shift + a, shift + b))

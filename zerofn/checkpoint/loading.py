@@ -37,6 +37,7 @@ def load(
     *,
     only: str | None = None,
     rename: Callable[[str], str | None] | None = None,
+    donate: bool = False,
 ) -> Any:
     """Return the state that was saved at `path`, laid out as `like`.
 
@@ -45,28 +46,40 @@ def load(
     intervals that it needs. `like` is not changed and shares no memory with the result; a donated state will do. A
     loss scale that the checkpoint lacks is taken from `like`.
 
-    `only="params"`: a key path of `like`; what is below it is read, and all else keeps the values of `like`, which must
-    not be donated then. `rename`: name in the checkpoint -> name in `like`, None to leave a leaf out.
+    `only="params"`: a key path of `like`; what is below it is read, and all else keeps the values of `like`, which no
+    step may have used up then. `rename`: name in the checkpoint -> name in `like`, None to leave a leaf out.
+
+    `donate=True` reads into the memory of `like`, so that a state is in memory once, not twice. Using `like` afterwards
+    raises `RuntimeError`, also if the checkpoint turns out to be damaged.
 
     Raises `CheckpointError`, on every rank and with `like` still usable, if there is no complete checkpoint, if a
     file is missing, truncated or damaged, or if names, shapes or types of leaves differ from those of `like`.
     """
-    words = f"{str(path)}{'' if only is None else f', only {only}'}"
-    return _load(located(path), like, _Choice(only, rename), words)
+    words = f"{path}{'' if only is None else f', only {only}'}{', donated' if donate else ''}"
+    return _load(located(path), like, _Choice(only, rename, donate=donate), words)
 
 
 def load_copy(path: Path, like: Any, words: str) -> Any:
-    """Load from a folder that may be another one on each machine, with those files that this rank needs.
+    """Load into a donated state, from a folder that may be another one on each machine, those files that this rank
+    needs.
 
     `words`: what it is, the same on all ranks. The rest is as in `load`.
     """
-    return _load(path, like, _Choice(None, None, whole=False), words)
+    return _load(path, like, _Choice(None, None, whole=False, donate=True), words)
 
 
 def _load(path: Path, like: Any, choice: _Choice, words: str) -> Any:
     parts, treedef = together(WHAT, lambda: take_apart(like, WHAT))
     same_everywhere(WHAT, words, parts)
-    values = _read(path, parts, choice)
+    reading = _Reading(path, parts, choice)
+    try:
+        values = reading.read()
+    except BaseException:
+        reading.donate("while it was read into this state's memory, and failed. Make the state again.")
+        raise
+    reading.donate(
+        "and its values are in the state that load returned. Write state = zerofn.load(path, like=state, ...)."
+    )
     with torch.no_grad():
         settle_all(values)
     return tree.unflatten(treedef, values)
@@ -85,11 +98,14 @@ def same_everywhere(what: str, path: str | os.PathLike[str], parts: Sequence[Par
 
 @dataclass(frozen=True)
 class _Choice:
-    """Which leaves are read, and what they are called. `whole`: whether all files must be there."""
+    """Which leaves are read, what they are called, and whether into the memory of `like` (`donate`). `whole`: whether
+    all files must be there.
+    """
 
     only: str | None
     rename: Callable[[str], str | None] | None
     whole: bool = True
+    donate: bool = False
 
     def takes(self, name: str) -> bool:
         """Whether a leaf of `like` is to be read."""
@@ -100,20 +116,43 @@ class _Choice:
         return checkpoint if self.rename is None else Renamed(checkpoint, self.rename, WHAT)
 
 
-def _read(path: Path, parts: list[Part], choice: _Choice) -> list[Any]:
-    """Read one checkpoint on all ranks; again, if a save has put another one in its place meanwhile."""
-    for k in range(_TRIES):
+class _Reading:
+    """One checkpoint, read on all ranks."""
+
+    def __init__(self, path: Path, parts: list[Part], choice: _Choice) -> None:
+        self._path, self._parts, self._choice = path, parts, choice
+        self._begun = False  # whether values may have been written
+
+    def read(self) -> list[Any]:
+        """Return the values of the parts; read again if a save has put another checkpoint in its place meanwhile."""
+        for k in range(_TRIES):
+            try:
+                return self._once()
+            except CheckpointError as error:
+                if _REPLACED not in str(error) or k == _TRIES - 1:
+                    raise
+            time.sleep(_PAUSE * 2**k)
+        raise AssertionError
+
+    def _once(self) -> list[Any]:
+        path, parts, choice = self._path, self._parts, self._choice
+        now = digest_now(path)
+        found = together(WHAT, partial(_unless_replaced, path, now, partial(Checkpoint, path, choice.whole)))
+        _check_the_same(found)
         try:
-            now = digest_now(path)
-            found = together(WHAT, partial(_unless_replaced, path, now, partial(Checkpoint, path, choice.whole)))
-            _check_the_same(found)
-            fill = partial(_fill, found, parts, choice)
-            return together(WHAT, partial(_unless_replaced, path, found.manifest.digest, fill))
-        except CheckpointError as error:
-            if _REPLACED not in str(error) or k == _TRIES - 1:
-                raise
-        time.sleep(_PAUSE * 2**k)
-    raise AssertionError
+            source, filling = together(WHAT, partial(_matched, found, parts, choice))
+            self._begun = True
+            with torch.no_grad():
+                fill = partial(filling.fill, source)
+                return together(WHAT, partial(_unless_replaced, path, found.manifest.digest, fill))
+        finally:
+            found.close()
+
+    def donate(self, how: str) -> None:
+        """Let the state that was read into raise, if it was donated and anything was written."""
+        for part in self._parts if self._choice.donate and self._begun else []:
+            if is_sharded(part.value) and part.value.lost is None:
+                part.value.donate(f"{part.name!r} was donated to zerofn.load(..., donate=True) of {self._path}, {how}")
 
 
 def _check_the_same(checkpoint: Checkpoint) -> None:
@@ -130,16 +169,6 @@ def _check_the_same(checkpoint: Checkpoint) -> None:
             )
 
 
-def _fill(checkpoint: Checkpoint, parts: list[Part], choice: _Choice) -> list[Any]:
-    try:
-        source = choice.source(checkpoint)
-        absent = _match(source, parts, choice, str(checkpoint.folder))
-        with torch.no_grad():
-            return Filling(parts, absent).fill(source, str(checkpoint.folder))
-    finally:
-        checkpoint.close()
-
-
 def _unless_replaced(folder: Path, digest: str, work: Callable[[], T]) -> T:
     """Return `work()`; an error says so if the checkpoint is not the one of this digest any more."""
     try:
@@ -150,7 +179,15 @@ def _unless_replaced(folder: Path, digest: str, work: Callable[[], T]) -> T:
         raise
 
 
-def _match(source: Source, parts: list[Part], choice: _Choice, where: str) -> frozenset[str]:
+def _matched(checkpoint: Checkpoint, parts: list[Part], choice: _Choice) -> tuple[Source, Filling]:
+    """Return from what to fill what. Raises `CheckpointError` unless names, shapes and dtypes agree."""
+    source, where = choice.source(checkpoint), str(checkpoint.folder)
+    filling = Filling(parts, _kept(source, parts, choice, where), choice.donate)
+    filling.check(source, where)
+    return source, filling
+
+
+def _kept(source: Source, parts: list[Part], choice: _Choice, where: str) -> frozenset[str]:
     """Return the leaves of `like` that keep their values: those not chosen, and those of a loss scale that was not
     saved. Raises unless all other names agree.
     """

@@ -108,9 +108,10 @@ class Checkpoints:
     def restore_or(self, init_state: T | Callable[[], T]) -> T:
         """Return the state of the newest checkpoint, laid out as `init_state`; that state itself if there is none yet.
 
-        Every rank must call it, once, before the first step. `init_state` may be a function that makes the state. The
-        number of ranks, the stage and the tiers may be others than before. A checkpoint with damaged bytes is passed
-        over, with a warning, for the one before it. The loader goes on where it stood.
+        Every rank must call it, once, before the first step. `init_state` may be a function that makes the state; it is
+        donated, since the checkpoint is read into its memory. The number of ranks, the stage and the tiers may be
+        others than before. A checkpoint with damaged bytes is passed over, with a warning, for the one before it. The
+        loader goes on where it stood.
 
         Raises `CheckpointError` if there are checkpoints and all are damaged, if the newest is of another model, or if
         each rank's loader stood elsewhere and the number of ranks differs now.
@@ -125,7 +126,10 @@ class Checkpoints:
         said: list[str] = []
         for step, path, in_memory in self._candidates(listed):
             try:
-                loaded = load_copy(path, state, f"step {step} in memory") if in_memory else load(path, like=state)
+                if in_memory:
+                    loaded = load_copy(path, state, f"step {step} in memory")
+                else:
+                    loaded = load(path, like=state, donate=True)
             except CheckpointError as error:
                 faults = [str(error)] if in_memory else verify(path)
                 if not faults:

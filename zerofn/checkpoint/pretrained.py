@@ -59,7 +59,9 @@ def _read(path: Path, parts: list[Part], strict: bool, rename: Callable[[str], s
     try:
         absent = _match(weights, parts, path, strict)
         with torch.no_grad():
-            return Filling(parts, absent).fill(weights, str(path))
+            filling = Filling(parts, absent)
+            filling.check(weights, str(path))
+            return filling.fill(weights)
     finally:
         weights.close()
 

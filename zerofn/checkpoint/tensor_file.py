@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..util.crc32 import crc32
 from ..util.errors import CheckpointError
 from ..util.sizes import PAGE
 from .direct import Block, Reader, Writer
@@ -80,7 +80,8 @@ def write_file(path: Path, entries: Iterable[Entry], *, save: str | None) -> tup
     what identifies the file, and the blocks' CRC-32s in hexadecimal, one after the other, by tensor. Raises `OSError`
     as the disk does.
     """
-    ordered = sorted(entries, key=lambda e: -e.dtype.itemsize)  # so that each lies at a multiple of its size
+    # Whole pages first, so that each begins at a page; then by size, so that each lies at a multiple of its own.
+    ordered = sorted(entries, key=lambda e: (e.nbytes % PAGE > 0, -e.dtype.itemsize))
     head = _header(ordered, save, {e.name: "0" * 8 * num_blocks(e.nbytes) for e in ordered})
     nbytes = len(head) + sum(e.nbytes for e in ordered)
     try:
@@ -104,7 +105,7 @@ def write_file(path: Path, entries: Iterable[Entry], *, save: str | None) -> tup
     except OSError as error:
         error.filename = error.filename or str(path)  # a full disk does not say where
         raise
-    return Written(nbytes, f"{zlib.crc32(head):08x}"), found
+    return Written(nbytes, f"{crc32(head):08x}"), found
 
 
 def num_blocks(nbytes: int) -> int:
@@ -137,7 +138,7 @@ def _write(write: Callable[[memoryview], object], entry: Entry) -> str:
     for start in range(0, entry.numel, step):
         data = as_bytes(entry.read(start, min(start + step, entry.numel)))
         write(data)
-        found.append(f"{zlib.crc32(data):08x}")
+        found.append(f"{crc32(data):08x}")
     return "".join(found)
 
 
@@ -220,7 +221,7 @@ class TensorFile:
         def check(block: Tensor) -> None:
             if block.numel() != place[2]:
                 raise CheckpointError(f"{self.path} became shorter while it was read. {self.fix}")
-            if expected and f"{zlib.crc32(block.numpy().data):08x}" != expected:
+            if expected and f"{crc32(block.numpy().data):08x}" != expected:
                 raise CheckpointError(
                     f"{self.path} is damaged: the bytes of {name!r} from {k * BLOCK:,} on are "
                     f"not those that were written. {self.fix}"
@@ -260,7 +261,7 @@ class TensorFile:
         if length > MAX_HEADER:
             raise ValueError(f"its header has {length:,} bytes, and {MAX_HEADER:,} are the most")
         text = fetch(self.path, 8, 8 + length) if length else b""
-        if expected is not None and f"{zlib.crc32(text, zlib.crc32(begin)):08x}" != expected.header:
+        if expected is not None and f"{crc32(text, crc32(begin)):08x}" != expected.header:
             raise CheckpointError(
                 f"{self.path} is damaged, or from another save: its header is not the one that was written. {self.fix}"
             )

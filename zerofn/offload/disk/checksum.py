@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-import zlib
 from collections.abc import Callable
+
+from ...util.crc32 import crc32
 
 
 def checksum(address: int, nbytes: int) -> int:
@@ -25,4 +26,4 @@ def function() -> Callable[[int, int], int]:
 
 
 def _crc32(address: int, nbytes: int) -> int:
-    return zlib.crc32((ctypes.c_char * nbytes).from_address(address))
+    return crc32((ctypes.c_char * nbytes).from_address(address))
