@@ -178,7 +178,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="on the drive to measure; the system's temporary folder by default")
     parser.add_argument("--peers-python", default=str(HERE.parent / ".venv-peers/bin/python"))
     options = parser.parse_args()
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 150)
     if shutil.which("fio") is None:
         raise SystemExit("fio is not there; apt-get install fio")
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
