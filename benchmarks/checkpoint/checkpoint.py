@@ -129,6 +129,7 @@ def run(options: argparse.Namespace, folder: Path, console: Console) -> tuple[Ro
             turns: list[tuple[str, Callable[[], None]]] = [("fio", rounds.fio)]
             turns += [(name, lambda name=name: rounds.system(name, ranks[name])) for name in ranks]  # type: ignore[misc]
             for _, turn in turns[:: 1 if number % 2 == 0 else -1]:
+                drop_caches()  # what the one before has left to write
                 turn()
     finally:
         for each in ranks.values():
