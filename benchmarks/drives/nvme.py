@@ -23,7 +23,7 @@ from benchmarks.common import report
 from benchmarks.common.limits import Check
 from benchmarks.common.processes import HERE, BenchmarkError
 from benchmarks.common.statistic import ratio
-from benchmarks.drives.rows import SHARD_MULTIPLE, WORKS, AsyncIO, Engine, Fio
+from benchmarks.drives.rows import REGION, WORKS, AsyncIO, Engine, Fio
 from benchmarks.drives.steps import UNITS, WIDTH, Steps
 from zerofn.offload.disk import checksum
 
@@ -151,7 +151,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     options = arguments()
     console = Console(width=None if sys.stdout.isatty() else 150)
-    assert (options.gib << 30) % SHARD_MULTIPLE == 0
+    assert (options.gib << 30) % REGION == 0
     try:
         if shutil.which("fio") is None:
             raise BenchmarkError("fio is missing; install it: apt-get install fio")
