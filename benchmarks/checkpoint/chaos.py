@@ -310,7 +310,7 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = run(Path(folder), kinds(args.faults, args.seed), args.seed)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(table(result))
     late = [x for x in result["faults"] if x["seconds"] > LIMIT]
     console.print(

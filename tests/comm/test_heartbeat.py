@@ -9,6 +9,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from benchmarks.checkpoint import chaos
 from benchmarks.common.processes import free_port
 from tests.support.library import ROOT
 from zerofn.comm import agreement, heartbeat
@@ -102,7 +103,7 @@ def test_a_rank_that_is_frozen_in_a_step(tmp_path, which, saves):
 
 
 AGREEING = """
-import os, time, torch, zerofn
+import os, torch, zerofn
 from zerofn.comm import agreement
 
 zerofn.shard({"params": {"w": torch.ones(7)}})
@@ -118,8 +119,7 @@ def test_torchrun_does_not_wait_for_a_frozen_rank_that_others_wait_for_in_an_agr
     (tmp_path / "job.py").write_text(AGREEING)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     command += ["--max-restarts", "1", "--monitor-interval", "0.1", str(tmp_path / "job.py")]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "ZEROFN_PATIENCE": "2"}
-    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environ = chaos.environment() | {"ZEROFN_PATIENCE": "2"}
     start = time.monotonic()
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "rank 1 gave no sign of life for 2 s" in done.stderr, done.stderr[-2000:]

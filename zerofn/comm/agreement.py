@@ -38,7 +38,7 @@ log = logging.getLogger("zerofn")
 SILENCE = 20.0  # seconds without a sign of life until a rank is taken for frozen or gone; PATIENCE if that is less
 FIRST_WORD = 10.0  # seconds until a rank that waits says for whom
 _UNTIL_HEARD = 3.0  # seconds that rank 0 stays to tell why it failed
-_FINENESS = 32  # how many times it is asked for as long as was waited already: that much is lost at most
+_LATE = 1 / 32  # of a wait: how much later than it could a wait ends, up to 50 ms
 _RAISED = "\1"  # begins the text of a rank that failed
 
 
@@ -192,7 +192,7 @@ def _arrives(store: SignedStore, key: str, seconds: float) -> str | None:
     """Return what is set within `seconds`. Asks now and then: `Store.wait` logs a warning when it times out."""
     start = now = time.monotonic()
     while (found := store.get(key)) is None and now < start + seconds:
-        time.sleep(min(0.001 + (now - start) / _FINENESS, 0.05))
+        time.sleep(min(0.001 + (now - start) * _LATE, 0.05))
         now = time.monotonic()
     return found
 

@@ -123,7 +123,7 @@ def abandon(message: str) -> None:
     publish_failure(message)
     store = store_of_job()
     if store is not None:
-        published = published_failure()
+        published = published_failure(store)
         the(Signs).taken_down = published or message
         if published is not None and not the(Signs).mute:
             kill_given_up(store)
