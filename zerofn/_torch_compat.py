@@ -18,6 +18,7 @@ from torch import _fused_adam_ as fused_adam_
 from torch import _fused_adamw_ as fused_adamw_
 
 # Process groups and their rendezvous store.
+from torch.distributed.distributed_c10d import _get_default_group as default_group
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.distributed_c10d import _resolve_process_group
 

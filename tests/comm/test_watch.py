@@ -10,7 +10,7 @@ import torch.distributed as dist
 import zerofn
 from tests.support.small_steps import batch_of, build, state_of, train_step_of
 from zerofn import collectives
-from zerofn.comm import failures, pending, watch
+from zerofn.comm import agreement, failures, pending, watch
 from zerofn.util.process import the
 
 
@@ -57,6 +57,31 @@ def test_a_rank_that_waits_hears_of_a_failure(ranks, waits):
     assert "it broke" in message  # of the transfer, or of the process group, which the watch took down just before
     assert "another rank failed" in message or "was taken down" in message
     assert seconds < 2.5
+
+
+def taken_down_in(name):
+    """What rank 0 raises if the watch takes the group down as an agreement comes to this function of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        once = getattr(agreement, name)
+
+        def and_down(*args):
+            found = once(*args)
+            failures.abandon("rank 1: it broke")
+            return found
+
+        agreement.agree("before", "")
+        agreement.heartbeat().stop()
+        patch.setattr(agreement, name, and_down)
+        with pytest.raises(RuntimeError) as error:
+            agreement.agree("after", "")
+        return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["store_of_job", "_raise_published", "channel_now"])
+def test_the_group_is_taken_down_in_the_midst_of_an_agreement(ranks, name):
+    messages = ranks(2, taken_down_in, name)
+    ranks.stop()
+    assert all("it broke" in x for x in messages)
 
 
 def at_the_end_of_a_step():

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from .._torch_compat import default_group
 from ..util.errors import CheckpointError, said
 from ..util.process import the
 from .failures import (
@@ -25,6 +26,7 @@ from .failures import (
     last_text,
     publish_failure,
     published_failure,
+    refuse_after_failure,
     store_of_job,
     tell_others,
 )
@@ -103,6 +105,9 @@ def _round(what: str, text: str) -> list[str]:
             f"{what}: stopped, because the job's store is gone, and with it rank 0, which holds it, or the launcher. "
             f"{the(Signs).heard or 'What rank 0 printed last says more.'}"
         ) from error
+    except ValueError:  # there is no group: the watch, or the thread for signs of life, has just taken it down
+        refuse_after_failure()
+        raise
 
 
 class _Rounds:
@@ -113,9 +118,8 @@ class _Rounds:
 
     def next(self, store: SignedStore, channel: str) -> int:
         """Return the number of a round that begins."""
-        group = dist.group.WORLD
-        assert group is not None
-        key, numbers = f"zerofn/rounds{channel}/{dist.get_rank()}", self._numbers.setdefault(group, {})
+        key = f"zerofn/rounds{channel}/{dist.get_rank()}"
+        numbers = self._numbers.setdefault(default_group(), {})
         numbers[channel] = (numbers[channel] if channel in numbers else int(store.get(key) or 0)) + 1
         store.set(key, str(numbers[channel]))
         return numbers[channel]

@@ -83,12 +83,12 @@ class Heartbeat:
         """Begin, if this rank has a job and the thread does not run yet."""
         if self._is_of_this_job():
             return
-        store = store_of_job()
-        if store is None:
+        store, group = store_of_job(), dist.group.WORLD
+        if store is None or group is None:  # after a failure, the watch may take the group down at any moment
             return
         self.stop()
         self._store, self._over = store.connected_again(), threading.Event()
-        self._group = weakref.ref(dist.group.WORLD)  # type: ignore[arg-type]
+        self._group = weakref.ref(group)
         the(Signs).mute, self._last = False, time.monotonic()
         self.beat()
         for work, name in ((self._go_on, "zerofn-heartbeat"), (self._guard, "zerofn-guard")):
