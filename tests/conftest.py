@@ -1,5 +1,7 @@
 """Set before torch is imported, here and in the ranks: few threads, no network, no screen. And which tests are slow."""
 
+import gc
+import logging
 import os
 from pathlib import Path
 
@@ -27,6 +29,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.ranks)
         if any(item.path.is_relative_to(TESTS / folder) for folder in SLOW_FOLDERS) or not _is_quick(item):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish():
+    """Leave what was imported out of collections of garbage: captures make much of it, beside a million objects of
+    modules. And take away torch's log for traces, which pytest keeps from seeing that nobody reads it."""
+    gc.freeze()
+    logging.getLogger("torch.__trace").handlers.clear()
 
 
 @pytest.fixture(autouse=True)

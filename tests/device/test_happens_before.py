@@ -27,7 +27,7 @@ def test_one_rank(tmp_path, case):
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_several_ranks(ranks, tmp_path, num_ranks):
-    for found in ranks(num_ranks, checked, tmp_path, *CASES[num_ranks - 2 :: 4]):
+    for found in ranks(num_ranks, checked, tmp_path, *CASES[num_ranks - 2 :: 8]):
         assert min(found) > 100
 
 

@@ -19,6 +19,7 @@ from ..graph.program import tensor_of
 from ..ops.registry import Lane, argument_places, base_name
 
 SENT, READ, WRITTEN, DOWN, UP = "sent", "read", "written", "to the host", "to the device"
+_GROUPED = (("self", "mat2"), ("input", "weight"))  # names of torch's grouped product, and of transformers'
 _HOW = {Lane.LINK: SENT, Lane.READ: READ, Lane.WRITE: WRITTEN}
 
 
@@ -42,7 +43,7 @@ def flops(node: Node) -> int:
     formula = flop_registry.get(packet_of(node.target))
     groups = groups_of(node)
     if groups is not None:
-        return 2 * groups.rows * groups.matrix * len(tensors_of(node.meta["val"]))
+        return 2 * groups.rows * groups.products * len(tensors_of(node.meta["val"]))
     if formula is None:
         return 0
     args, kwargs = values_of(node)
@@ -51,12 +52,12 @@ def flops(node: Node) -> int:
 
 class Groups(NamedTuple):
     """The inputs of a grouped product (mixture of experts), in which each group of rows meets its own matrix: number
-    of groups, rows, elements of a matrix, and the argument that says where groups end.
+    of groups, rows, products for each row, and the argument that says where groups end.
     """
 
     number: int
     rows: int
-    matrix: int
+    products: int
     at: int
 
 
@@ -65,12 +66,19 @@ def groups_of(node: Node) -> Groups | None:
     if not isinstance(node.target, OpOverload):
         return None
     names = argument_places(node.target)
-    if not {"input", "weight", "offs"} <= names.keys():
+    inputs = next((x for x in _GROUPED if {*x, "offs"} <= names.keys()), None)
+    if inputs is None:
         return None
-    rows, weight, ends = (tensor_of(argument(node, x)) for x in ("input", "weight", "offs"))
-    if rows is None or weight is None or ends is None:
+    a, b, ends = (tensor_of(argument(node, x)) for x in (*inputs, "offs"))
+    if a is None or b is None or ends is None:
         return None
-    return Groups(ends.shape[0], rows.shape[0], weight[0].numel(), names["offs"][0])
+    if b.dim() == 3:  # rows of `a`, each group by its matrix
+        rows, products = a.shape[0], b[0].numel()
+    elif a.dim() == 3:  # the same for columns of `b`
+        rows, products = b.shape[1], a[0].numel()
+    else:  # gradients of the matrices: groups are cut out of the dim that is summed over
+        rows, products = a.shape[1], a.shape[0] * b.shape[1]
+    return Groups(ends.shape[0], rows, products, names["offs"][0])
 
 
 def touched_bytes(node: Node) -> int:
