@@ -24,7 +24,6 @@ TESTED_BY = {
     "cost.calibrate": "test_cli.py",
     "cost.host_share": "offload/test_policy.py",
     "cost.machine": "planning/test_planner.py",
-    "cost.op_cost": "cost/test_simulator.py",
     "deferred_init.call_log": "deferred_init/test_record.py",
     "deferred_init.effects": "deferred_init/test_record.py",
     "deferred_init.materialize": "deferred_init/test_record.py",

@@ -66,6 +66,10 @@ ENTRIES = {
 }
 
 
+# Of entries that call another compiled step: which one, and it has run on the state before.
+OTHERS = {"compiled evaluation": "evaluate", "another compiled step": "shifted"}
+
+
 def after_steps(entry, tier, stage, folder, delayed):
     """What an entry reads after each of two steps."""
     found, draw = [], random.Random(0)
@@ -84,7 +88,8 @@ def after_steps(entry, tier, stage, folder, delayed):
         kept["train"] = zerofn.compile(STEP)
         for k in range(2):
             state = state_of(MODULE, stage, **options)
-            kept["evaluate"](state, batch_of()), kept["shifted"](state, batch_of())
+            if entry in OTHERS:
+                kept[OTHERS[entry]](state, batch_of())
             for j in range(k + 2):
                 state, _ = kept["train"](state, batch_of(rank(), seed=j))
             found += [x.clone() for x in tree.leaves(ENTRIES[entry](state, kept, folder))]

@@ -32,6 +32,12 @@ QUICK = (
 ).split()
 
 
+# Of families that networks hardly use, every third operation; of all others, those that are not in QUICK.
+RARE = ("fft.", "linalg.", "masked.", "signal.", "special.")
+OFTEN = [x for x in KNOWN if not x.name.startswith(RARE) and x.name not in QUICK]
+DATABASE = OFTEN + [x for x in KNOWN if x.name.startswith(RARE)][::3]
+
+
 def permuted(x):
     """The same values, with the first and the last dim exchanged in memory."""
     return x.transpose(0, -1).contiguous().transpose(0, -1)
@@ -162,8 +168,8 @@ def test_known_operations_promise_the_strides_that_they_give(info, form, reorder
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [permuted], ids=lambda f: f.__name__)
-def test_every_operation_of_torchs_database_promises_the_strides_that_it_gives(form):
-    found = {f"{x.name} {x.variant_test_name}": differences(x, form, True, most=1) for x in KNOWN}
+def test_operations_of_torchs_database_promise_the_strides_that_they_give(form):
+    found = {f"{x.name} {x.variant_test_name}": differences(x, form, True, most=1) for x in DATABASE}
     assert {k: v for k, v in found.items() if v} == {}
 
 
