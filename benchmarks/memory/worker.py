@@ -111,7 +111,7 @@ class Budgets(Rank):
         found = self.begun(row) | {"predicted": plan.memory().total, "sent": plan.sent, "seconds": seconds}
         found["parameters"] = hash_of(zerofn.unshard(row.state.params))
         self.rows.append(row.compiled)
-        self.state = row.state
+        self.state, row.compiled.state = row.state, None  # each would keep the last one that it has returned
         return found
 
     def turn(self, row: int, steps: int) -> dict[str, Any]:
