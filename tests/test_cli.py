@@ -138,3 +138,30 @@ def test_forgotten_dashes(script, capsys):
     with pytest.raises(SystemExit):
         main(["plan", str(script), "--layers", "2"])
     assert "behind --: zerofn plan script.py" in capsys.readouterr().err
+
+
+def test_a_deepspeed_configuration(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    config = {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}, "zero_optimization": {"stage": 3}}
+    path.write_text(json.dumps(config))
+    assert main(["config", str(path), "--auto", "lr=3e-4", "--world", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "zero_optimization.stage" in out and "adamw(0.0003" in out and "stage=3, precision='fp32'" in out
+    assert main(["config", str(path)]) == 1
+    assert 'zerofn config: from_deepspeed: the configuration says "auto"' in capsys.readouterr().err
+    assert main(["config", str(path), "--auto", "lr"]) == 1
+    assert "--auto lr: expected KEY=VALUE" in capsys.readouterr().err
+    assert main(["config"]) == 0
+    assert "stage3_max_live_parameters" in capsys.readouterr().out
+
+
+def test_a_config_is_planned(tmp_path, capsys):
+    config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 200}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = ["--world", "2", "--machine", "4090", "--rows", "2", "--precision", "bf16"]
+    assert main(["plan", str(tmp_path / "config.json"), "--context", "32", *options]) == 0
+    assert "GPT2LMHeadModel on 2 rank(s) of 4090" in capsys.readouterr().out
+    assert main(["plan", str(tmp_path)]) == 1
+    assert "needs --context" in capsys.readouterr().err
+    assert main(["plan", "train.py", "--context", "32"]) == 1
+    assert "--context has no effect on a script" in capsys.readouterr().err

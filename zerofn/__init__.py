@@ -26,9 +26,13 @@ if TYPE_CHECKING:
     from .cost.machine import Machine
     from .deferred_init.skeleton import skeleton
     from .graph.capture import CaptureError
+    from .interop.deepspeed import from_deepspeed
+    from .launch.run import run
+    from .notebook.progress import progress
     from .offload.policy import Offload
     from .passes import Pass
     from .planning.planner import plan
+    from .sharding.copying import copy
     from .sharding.gather_scatter import gather, scatter
     from .sharding.normal_like import normal_like
     from .sharding.precision import Precision
@@ -65,10 +69,14 @@ _WHERE = {
     "Sharded": "sharding.sharded",
     "TrainState": "training.train_state",
     "compile": "compile",
+    "copy": "sharding.copying",
     "eager_region": "training.eager_region",
+    "from_deepspeed": "interop.deepspeed",
     "even": "training.even",
     "plan": "planning.planner",
     "remat": "training.remat",
+    "progress": "notebook.progress",
+    "run": "launch.run",
     "same": "collectives",
     "skeleton": "deferred_init.skeleton",
     "this_machine": "cost.calibrate",
@@ -80,10 +88,12 @@ __all__ = [
     "all_finite",
     "collectives",
     "compile",
+    "copy",
     "eager_region",
     "even",
     "export",
     "first_nonfinite",
+    "from_deepspeed",
     "gather",
     "global_norm",
     "leaf_norms",
@@ -92,8 +102,10 @@ __all__ = [
     "normal_like",
     "optim",
     "plan",
+    "progress",
     "random",
     "remat",
+    "run",
     "same",
     "save",
     "scatter",
@@ -129,6 +141,10 @@ class _Package(ModuleType):
         if isinstance(value, ModuleType) and _WHERE.get(name):
             return
         super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Functions that use the package travel by value to other processes, as with any module (cloudpickle)."""
+        return importlib.import_module, (self.__name__,)
 
 
 def __getattr__(name: str) -> Any:

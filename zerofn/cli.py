@@ -1,4 +1,6 @@
-"""The command line: `zerofn plan script.py:train_step`, `zerofn profile FILE`, and what looks at checkpoints."""
+"""The command line: `zerofn plan script.py:train_step`, `zerofn profile FILE`, `zerofn config ds_config.json`, and
+what looks at checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,9 @@ from .cost.calibrate import this_machine
 from .cost.machine import KNOWN, machine_of
 from .dry_run.script import DryRun, Reached
 from .graph.capture import CaptureError
+from .interop import deepspeed_report, hf_config
+from .launch.nodes import LaunchError
+from .launch.script import Launch, launch
 from .planning.planner import ALL, plan
 from .util.version import __version__
 
@@ -28,7 +33,7 @@ from .util.version import __version__
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, and return the exit status. Errors are printed as a sentence."""
     given = list(sys.argv[1:] if argv is None else argv)
-    end = given.index("--") if "--" in given else len(given)
+    end = given.index("--") if "--" in given and given[0] != "launch" else len(given)
     parser = _parser()
     args, unknown = parser.parse_known_args(given[:end])
     if unknown:
@@ -36,10 +41,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{' '.join(unknown)}: not known to zerofn {args.command}; a script's own arguments come last, "
             "behind --: zerofn plan script.py --world 8 -- --layers 24"
         )
-    args.arguments = given[end + 1 :]
+    if args.command != "launch":
+        args.arguments = given[end + 1 :]
     try:
         return int(args.run(args))
-    except (CaptureError, CheckpointError, MemoryError, OSError, TypeError, ValueError) as error:
+    except (
+        CaptureError,
+        CheckpointError,
+        ImportError,
+        LaunchError,
+        MemoryError,
+        OSError,
+        TypeError,
+        ValueError,
+    ) as error:
         print(f"zerofn {args.command}: {error}", file=sys.stderr)
         return 1
 
@@ -53,9 +68,11 @@ def _parser() -> argparse.ArgumentParser:
         help="what a script's training step needs and does on a cluster",
         description="Runs SCRIPT as it is, up to the first call of the compiled step FUNCTION "
         "(any, where none is named): with no memory for its state, which is then planned for. "
-        "The script's own arguments come last, behind --. Ends with 1 where nothing fits.",
+        "The script's own arguments come last, behind --. Or plans the training of a Hugging Face config.json, with "
+        "AdamW on rows of --context tokens. Ends with 1 where nothing fits.",
     )
-    one.add_argument("script", metavar="SCRIPT[:FUNCTION]")
+    one.add_argument("script", metavar="SCRIPT[:FUNCTION] | config.json")
+    one.add_argument("--context", type=int, help="tokens of a row, with a config.json")
     one.add_argument("--world", type=int, default=8, help="ranks (8)")
     one.add_argument("--machine", default="H100-8", help=f"{', '.join(KNOWN)}, or what `zerofn profile` wrote (H100-8)")
     one.add_argument("--stage", type=int, nargs="+", help="of 0, 1, 2, 3; all of them by default")
@@ -78,8 +95,40 @@ def _parser() -> argparse.ArgumentParser:
     two.add_argument("--ranks", type=int, default=1, help="processes that load it together, as training will (1)")
     two.add_argument("--folder", type=Path, help="on the drive that state is offloaded to")
     two.set_defaults(run=_profile)
+    three = commands.add_parser(
+        "config",
+        help="what each key of a DeepSpeed configuration becomes here",
+        description="Prints, key by key, what becomes of a DeepSpeed configuration, and the code that takes its place. "
+        "Without FILE: all keys that DeepSpeed has. Ends with 1 where a key is unknown or has no counterpart.",
+    )
+    three.add_argument("file", nargs="?", type=Path, metavar="FILE", help="such as ds_config.json")
+    three.add_argument("--world", type=int, default=1, help="ranks, for the batch size (1)")
+    three.add_argument("--auto", nargs="+", default=[], metavar="KEY=VALUE", help='in place of "auto", such as lr=3e-4')
+    three.set_defaults(run=_config)
+    _add_launch(commands)
     _add_checkpoints(commands)
     return parser
+
+
+def _add_launch(commands: Any) -> None:
+    one = commands.add_parser(
+        "launch",
+        help="run a script on ranks: of this machine, of a hostfile's, or of SLURM's allocation",
+        description="Starts torch's elastic agent here, or by ssh on every machine of a hostfile, or by srun in an "
+        "allocation of SLURM. What stands behind SCRIPT is the script's own.",
+    )
+    one.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name")
+    one.add_argument("--ranks", type=int, help="on each machine (one to a slot or GPU; 1 without GPUs)")
+    one.add_argument("-H", "--hostfile", help="lines such as 'worker-1 slots=8' (/job/hostfile, if it is there)")
+    one.add_argument("-i", "--include", help="machines and slots, such as worker-1@worker-2:0,2")
+    one.add_argument("-e", "--exclude", help="machines and slots to leave out, such as worker-2:1")
+    one.add_argument("--max-restarts", type=int, default=0, help="how often failed ranks are started again (0)")
+    one.add_argument("--port", type=int, default=29400, help="where several machines meet, on the first one (29400)")
+    one.add_argument("--ssh-port", type=int)
+    one.add_argument("--logs", metavar="FOLDER", help="keep every rank's output apart there")
+    one.add_argument("script", metavar="SCRIPT", help="a file; with -m a module")
+    one.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's")
+    one.set_defaults(run=_launch)
 
 
 def _add_checkpoints(commands: Any) -> None:
@@ -101,6 +150,32 @@ def _add_checkpoints(commands: Any) -> None:
     convert.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of floating-point leaves")
     convert.add_argument("--max-shard-size", help="of a file, such as 5GB")
     convert.set_defaults(run=_convert)
+
+
+def _launch(args: argparse.Namespace) -> int:
+    names = ("script", "arguments", "module", "ranks", "hostfile", "include", "exclude", "max_restarts", "port")
+    return launch(Launch(**{name: getattr(args, name) for name in (*names, "ssh_port", "logs")}))
+
+
+def _config(args: argparse.Namespace) -> int:
+    """Return the exit status: 1 if something is refused, which is raised after the table."""
+    if args.file is None:
+        print(deepspeed_report.text(deepspeed_report.every_key(), "default"))
+        return 0
+    pairs = [text.partition("=") for text in args.auto]
+    if bare := [name for name, is_given, _ in pairs if not is_given]:
+        raise ValueError(f"--auto {bare[0]}: expected KEY=VALUE, such as lr=3e-4.")
+    print(deepspeed_report.text(deepspeed_report.explained(args.file)), end="\n\n")
+    print(deepspeed_report.summary(args.file, {name: _value(text) for name, _, text in pairs}, args.world))
+    return 0
+
+
+def _value(text: str) -> Any:
+    """Return a value as JSON has it; what is none is a word."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -137,26 +212,23 @@ def _convert(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     """Return the exit status: 1 if nothing fits."""
-    script, _, function = args.script.rpartition(":") if ":" in args.script else (args.script, "", "")
-    if not Path(script).is_file():
-        raise ValueError(f"there is no script {script!r}.")
     machine_of(args.machine)  # before the script runs
-    found = _dry_run(script, function, args.arguments)
+    found, unit, usual = _planned(args)
     given: dict[str, Any] = {
         name: [None if x == "none" else x for x in values]
         for name, values in vars(args).items()
         if name in ("offload", "remat", "stage") and values
     }
-    precision = [None if x == "none" else x for x in args.precision] if args.precision else found.options["precision"]
+    precision = [None if x == "none" else x for x in args.precision] if args.precision else usual
     table = plan(
-        found.step,
-        found.init,
+        found.train_step,
+        found.init_state,
         found.batch,
         world=args.world,
         machine=args.machine,
         rows=args.rows,
         memory=args.memory,
-        unit=found.options["unit"],
+        unit=unit,
         **{"precision": precision or ALL, **given},
     )
     print(table.text())
@@ -165,6 +237,22 @@ def _plan(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps(table.json(), indent=1) + "\n")
     return int(not any(row.fits for row in table))
+
+
+def _planned(args: argparse.Namespace) -> tuple[hf_config.Planned, Any, Any]:
+    """Return (what is planned, the script's units, its precision)."""
+    if args.script.endswith(".json") or Path(args.script).is_dir():
+        if args.context is None:
+            raise ValueError(f"{args.script} needs --context, the tokens of a row, such as --context 4096.")
+        return hf_config.step_of(args.script, args.context, (args.rows or [1])[0]), None, None
+    if args.context is not None:
+        raise ValueError("--context has no effect on a script, which has its own batch; leave it out.")
+    script, _, function = args.script.rpartition(":") if ":" in args.script else (args.script, "", "")
+    if not Path(script).is_file():
+        raise ValueError(f"there is no script {script!r}.")
+    found = _dry_run(script, function, args.arguments)
+    planned = hf_config.Planned(found.step, found.init, found.batch, script)
+    return planned, found.options["unit"], found.options["precision"]
 
 
 def _dry_run(script: str, function: str, arguments: Sequence[str]) -> Reached:

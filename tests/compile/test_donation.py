@@ -23,7 +23,8 @@ def test_a_donated_state_says_so():
         with pytest.raises(
             RuntimeError,
             match=r"given to train_step and its memory belongs to the state it returned; "
-            r"use that one, which the compiled step also has as `.state`, or compile\(\.\.\., donate=False\)",
+            r"use that one, which the compiled step also has as `.state`\..*zerofn.copy\(state\), or write "
+            r"compile\(\.\.\., donate=False\)",
         ):
             use()
     assert "donated" in repr(state.params)

@@ -35,10 +35,11 @@ ORDER = [
     "passes",
     "planning",
     "compile",
-    "cli",
     "interop",
     "integrations",
+    "launch",
     "notebook",
+    "cli",
     "__init__",
 ]
 

@@ -29,7 +29,8 @@ def returned(
         return program.new_state.spread(new), program.aux.spread(aux)
     why = (
         f"This state was given to {name} and its memory belongs to the state it returned; use that one, which the "
-        "compiled step also has as `.state`, or compile(..., donate=False)."
+        "compiled step also has as `.state`. To call the step twice with one state, such as in a cell that is run "
+        "again, give it zerofn.copy(state), or write compile(..., donate=False)."
     )
     fresh = iter(outputs)
     kept = set(program.kept)

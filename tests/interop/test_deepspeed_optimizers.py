@@ -1,0 +1,103 @@
+"""Optimizers of a configuration beside torch's, by value."""
+
+import pytest
+import torch
+
+import zerofn
+from zerofn import optim
+from zerofn.interop.deepspeed_file import Block
+from zerofn.interop.deepspeed_optimizers import optimizer_of
+
+STEPS = 6
+
+
+def of(kind, moments=None, **params):
+    return optimizer_of(Block({"optimizer": {"type": kind, "params": params}}, ""), moments)[0]
+
+
+def trained(tx):
+    state = zerofn.TrainState.create(params={"w": start()}, tx=tx)
+    for k in range(STEPS):
+        state = state.apply_gradients({"w": gradient(k)})
+    return state.params["w"]
+
+
+def torchs(make):
+    p = torch.nn.Parameter(start())
+    optimizer = make([p])
+    for k in range(STEPS):
+        p.grad = gradient(k)
+        optimizer.step()
+    return p.detach()
+
+
+def start():
+    return torch.linspace(-1, 1, 24).view(4, 6).clone()
+
+
+def gradient(k):
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(k))
+
+
+CASES = [
+    ("AdamW", {"lr": 0.01, "weight_decay": 0.1}, lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1)),
+    ("adam", {"lr": 0.01, "weight_decay": 0.1}, lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1)),
+    (
+        "Adam",
+        {"lr": 0.01, "weight_decay": 0.1, "adam_w_mode": False, "betas": [0.8, 0.9], "eps": 1e-6},
+        lambda p: torch.optim.Adam(p, 0.01, (0.8, 0.9), 1e-6, weight_decay=0.1),
+    ),
+    ("Adam", {"adam_w_mode": False}, lambda p: torch.optim.Adam(p, 1e-3)),
+    ("Adagrad", {"lr": 0.1, "weight_decay": 0.1}, lambda p: torch.optim.Adagrad(p, 0.1, weight_decay=0.1)),
+    (
+        "SGD",
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True, weight_decay=0.1),
+    ),
+    ("SGD", {}, lambda p: torch.optim.SGD(p, 1e-3)),
+    (
+        "RMSprop",
+        {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "centered": True},
+        lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.9, weight_decay=0.1, centered=True),
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "params", "make"), CASES, ids=lambda x: str(x) if isinstance(x, str | dict) else "")
+def test_they_are_torchs(kind, params, make):
+    torch.testing.assert_close(trained(of(kind, **params)), torchs(make), rtol=1e-6, atol=1e-7)
+
+
+def test_lion_by_hand():
+    p, m = start(), torch.zeros(4, 6)
+    for k in range(STEPS):
+        g = gradient(k)
+        p = p - 0.01 * ((0.9 * m + 0.1 * g).sign() + 0.1 * p)
+        m = 0.99 * m + 0.01 * g
+    torch.testing.assert_close(trained(of("Lion", lr=0.01, weight_decay=0.1)), p, rtol=1e-6, atol=1e-7)
+
+
+def test_moments_in_a_format():
+    assert of("AdamW", "bf16") == optim.adamw(1e-3, 0.9, 0.999, 1e-8, 0.0, moments="bf16")
+    with pytest.raises(ValueError, match="bf16_optimizer_states has no effect on Adagrad"):
+        of("Adagrad", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "message"),
+    [
+        ("OneBitAdam", {}, "DeepSpeed has removed it"),
+        ("Muon", {}, "optim.muon"),
+        ("Lamb", {}, "optim.lamb"),
+        ("Rprop", {}, "'Rprop' has no counterpart; there are Adam, AdamW"),
+        ("AdamW", {"amsgrad": True}, "amsgrad=True: amsgrad has no counterpart"),
+        ("AdamW", {"beta": 0.9}, "params.beta is not known; did you mean 'betas'"),
+        ("AdamW", {"betas": 0.9}, "betas: expected two numbers, got 0.9"),
+        ("AdamW", {"lr": "1e-3"}, "params.lr: expected a number, got '1e-3'"),
+        ("AdamW", {"max_grad_norm": 1.0}, "max_grad_norm is not known"),
+        ("SGD", {"dampening": 0.5}, "dampening has no counterpart"),
+    ],
+)
+def test_what_cannot_be_is_a_sentence(kind, params, message):
+    with pytest.raises(ValueError, match=message):
+        of(kind, **params)

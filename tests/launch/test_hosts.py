@@ -1,0 +1,73 @@
+"""Hostfiles, --include and --exclude, SLURM's lists of nodes."""
+
+import pytest
+
+from zerofn.launch.hosts import chosen, hosts_of, node_names, slurm_hosts
+
+TWO = {"one": [0, 1, 2, 3], "two": [0, 1]}
+
+
+def test_a_hostfile(tmp_path):
+    path = tmp_path / "hostfile"
+    path.write_text("# our machines\n\none slots=4\n  two   slots=2  # the old one\n")
+    assert hosts_of(path) == TWO and list(hosts_of(path)) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("one\n", "line 1: expected a name and its slots, such as 'worker-1 slots=8'; got 'one'"),
+        ("one slots=2\ntwo slots=x\n", "line 2: .*got 'two slots=x'"),
+        ("one slots=2 max=3\n", "line 1: .*got 'one slots=2 max=3'"),
+        ("one slots=2\n# more\none slots=1\n", "line 3: 'one' is there already, in line 1"),
+        ("one slots=0\n", "line 1: 'one' has no slots"),
+        ("# nothing\n", "there is no machine in it"),
+    ],
+)
+def test_hostfiles_that_are_none(tmp_path, text, message):
+    path = tmp_path / "hostfile"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        hosts_of(path)
+    with pytest.raises(FileNotFoundError, match="there is no hostfile"):
+        hosts_of(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, TWO),
+        ({"include": "two"}, {"two": [0, 1]}),
+        ({"include": "two:1@one:3,0"}, {"one": [0, 3], "two": [1]}),
+        ({"include": "one:0@one:2"}, {"one": [0, 2]}),
+        ({"exclude": "one"}, {"two": [0, 1]}),
+        ({"exclude": "one:1@two:0,1"}, {"one": [0, 2, 3]}),
+    ],
+)
+def test_choices(given, found):
+    assert chosen(TWO, **given) == found and list(chosen(TWO, **given)) == list(found)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"include": "one", "exclude": "two"}, "give one of them"),
+        ({"include": "three"}, "--include three: there is no machine 'three'; there are one, two"),
+        ({"exclude": "two:2"}, "--exclude two:2: 'two' has no slot '2'; it has 0, 1"),
+        ({"include": "two:a"}, "'two' has no slot 'a'"),
+        ({"include": ""}, "there is no machine ''"),
+        ({"exclude": "one@two"}, "no slot is left"),
+    ],
+)
+def test_choices_that_cannot_be(given, message):
+    with pytest.raises(ValueError, match=message):
+        chosen(TWO, **given)
+
+
+def test_slurm():
+    assert node_names("a[1-3],b7") == ["a1", "a2", "a3", "b7"]
+    assert node_names("n[08-11]") == ["n08", "n09", "n10", "n11"]
+    environ = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "4"}
+    assert slurm_hosts(environ) == {"n1": [0, 1, 2, 3], "n2": [0, 1, 2, 3]}
+    assert slurm_hosts({"SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS_PER_NODE": "2(x1)"}) == {"n1": [0, 1]}
+    assert slurm_hosts({"SLURM_NTASKS_PER_NODE": "2"}) == {}

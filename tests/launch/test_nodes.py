@@ -1,0 +1,134 @@
+"""Jobs on several machines, played by a stand-in for ssh on PATH that runs the command here."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from zerofn.launch import nodes
+from zerofn.launch.nodes import LaunchError, over_slurm, over_ssh, passed_on, run_on
+
+SSH = """#!/bin/sh
+# ssh [-o x] [-p x] HOST COMMAND
+while [ "${1#-}" != "$1" ]; do shift 2; done
+host=$1; shift
+case "$host" in gone*) echo "ssh: connect to host $host port 22: No route to host" >&2; exit 255;; esac
+HOST=$host exec sh -c "$*"
+"""
+
+
+@pytest.fixture
+def ssh(tmp_path, monkeypatch):
+    for name in ("ssh", "srun"):
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(SSH)
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+
+
+def order(code, **more):
+    command = [sys.executable, "-c", code]
+    return {"command": command, "cwd": os.getcwd(), "environ": {}, "script": "", "port": 0, **more}
+
+
+def test_lines_come_behind_their_machines(ssh):
+    out = io.StringIO()
+    say = "import os; print(os.environ['HOST'], os.environ['WORD'])"
+    orders = {host: order(say, environ={"WORD": host * 2}) for host in ("a", "b")}
+    assert run_on(orders, over_ssh, out) == 0
+    assert sorted(out.getvalue().splitlines()) == ["a: a aa", "b: b bb"]
+
+
+def alive(path):
+    return [pid for pid in map(int, path.read_text().split()) if os.path.exists(f"/proc/{pid}")]
+
+
+LASTS = "import os, sys, time; open(sys.argv[1], 'a').write(f'{os.getpid()} '); time.sleep(60)"
+
+
+def test_one_that_fails_ends_all(ssh, tmp_path):
+    lasts, fails = order(LASTS), order("import time; time.sleep(1.5); raise SystemExit(3)")
+    lasts["command"].append(str(tmp_path / "pids"))
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match="b ended with exit code 3; see its lines above. All others were ended"):
+        run_on({"a": lasts, "b": fails}, over_ssh, io.StringIO())
+    assert time.monotonic() - began < 10 and (tmp_path / "pids").exists()
+    assert alive(tmp_path / "pids") == []
+
+
+def test_nothing_starts_if_one_cannot_be_reached(ssh, tmp_path):
+    touched = tmp_path / "started"
+    with pytest.raises(LaunchError, match="gone1 cannot be reached: ssh: connect to host gone1 .*No route to host"):
+        run_on({"a": order(f"open({str(touched)!r}, 'w')"), "gone1": order("")}, over_ssh, io.StringIO())
+    assert not touched.exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"cwd": "/nowhere/at/all"}, "b: there is no folder '/nowhere/at/all' here; the job needs the same files"),
+        ({"script": "nothing.py"}, "b: there is no script 'nothing.py' here"),
+    ],
+)
+def test_what_a_machine_lacks_is_told_before_anything_starts(ssh, more, message):
+    with pytest.raises(LaunchError, match=message):
+        run_on({"a": order("print(1 / 0)"), "b": order("", **more)}, over_ssh, io.StringIO())
+
+
+def test_a_port_in_use_is_told(ssh):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"port {port} cannot be used: Address already in use.*--port"):
+            run_on({"a": order("", port=port)}, over_ssh, io.StringIO())
+
+
+PROGRAM = """
+import sys
+from zerofn.launch.nodes import over_ssh, run_on
+lasts = {order!r}
+run_on({{"a": lasts, "b": lasts}}, over_ssh)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_end_of_the_launcher_ends_every_machine(ssh, tmp_path, number):
+    lasts = order(LASTS)
+    lasts["command"].append(str(tmp_path / "pids"))
+    launcher = subprocess.Popen([sys.executable, "-c", PROGRAM.format(order=lasts)], stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 20
+    while not (tmp_path / "pids").exists() or len((tmp_path / "pids").read_text().split()) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    launcher.send_signal(number)
+    launcher.wait()
+    while alive(tmp_path / "pids"):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_variables_of_this_login_stay(tmp_path):
+    environ = {"HOME": "/me", "SSH_TTY": "x", "NCCL_DEBUG": "INFO", "MINE": "1"}
+    (tmp_path / ".deepspeed_env").write_text("# ours\nNCCL_IB_DISABLE=1\nMINE=a=b\n\n")
+    found = passed_on(environ, [tmp_path / "none", tmp_path])
+    assert found == {"NCCL_DEBUG": "INFO", "MINE": "a=b", "NCCL_IB_DISABLE": "1"}
+    (tmp_path / ".deepspeed_env").write_text("A=1\nB\n")
+    with pytest.raises(ValueError, match="deepspeed_env, line 2: expected NAME=value, got 'B'"):
+        passed_on(environ, [tmp_path])
+
+
+def test_how_machines_are_reached(monkeypatch):
+    assert over_ssh("localhost")[0] == sys.executable
+    assert over_ssh("worker-1", 2222)[-4:-1] == ["-p", "2222", "worker-1"]
+    assert over_slurm("n1")[:2] == ["srun", "--overlap"] and "--nodelist=n1" in over_slurm("n1")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(LaunchError, match="a: there is no program 'ssh' here"):
+        nodes.run_on({"a": order("")}, over_ssh)

@@ -1,0 +1,124 @@
+"""The line of figures: what it shows, when it reads from the device, where it goes."""
+
+import io
+import json
+import sys
+import types
+
+import pytest
+import torch
+
+import zerofn
+from zerofn import optim
+from zerofn.notebook import progress as module
+from zerofn.notebook.progress import Line, leaves, number
+
+BATCHES = [{"input_ids": torch.zeros(4, 8, dtype=torch.int64), "x": torch.zeros(4, 3)} for _ in range(7)]
+
+
+@pytest.fixture
+def clocked(monkeypatch):
+    """A clock that goes on by half a second whenever it is looked at."""
+    now = [0.0]
+
+    def tick():
+        now[0] += 0.5
+        return now[0]
+
+    monkeypatch.setattr(module.time, "perf_counter", tick)
+
+
+def test_a_line_at_every_third_step(clocked, capsys):
+    bar = zerofn.progress(BATCHES, every=3)
+    for k, _ in enumerate(bar):
+        bar.log({"loss": torch.tensor(float(k))})
+    assert [x["step"] for x in bar.records] == [3, 6, 7]
+    assert [x["loss"] for x in bar.records] == [2.0, 5.0, 6.0]
+    first, _, last = bar.records
+    assert first["ms_per_step"] == pytest.approx(500 / 3) and first["tokens_per_s"] == 3 * 32 / 0.5
+    assert first["eta_s"] == pytest.approx(4 * 0.5 / 3) and last["eta_s"] == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and lines[0].startswith("3/7  loss 2  167 ms/step  192 tokens/s")
+
+
+def test_metrics_are_read_once_a_line(monkeypatch):
+    reads = []
+    monkeypatch.setattr(module, "number", lambda x: reads.append(x) or 1.0)
+    bar = zerofn.progress(BATCHES, every=3)
+    for k, _ in enumerate(bar):
+        bar.log({"loss": k})
+    assert reads == [2, 5, 6]
+
+
+def test_what_a_state_says_is_shown(capsys):
+    state = zerofn.TrainState.create(
+        params={"w": torch.ones(2)}, tx=optim.sgd(0.1), loss_scale=zerofn.DynamicLossScale(1024.0)
+    ).replace(skipped=torch.tensor(3))
+    bar = zerofn.progress(BATCHES[:2], every=2)
+    for _ in bar:
+        bar.log(state=state, lr=0.5)
+    (record,) = bar.records
+    assert (record["skipped"], record["loss_scale"], record["lr"]) == (3, 1024.0, 0.5)
+    assert "3 skipped  scale 1024" in capsys.readouterr().err
+
+
+def test_rows_where_there_are_no_tokens_and_a_count_of_ones_own(clocked):
+    bar = zerofn.progress([torch.zeros(6, 2)], every=1)
+    assert list(bar) and bar.records[0]["rows_per_s"] == 12
+    bar = zerofn.progress([torch.zeros(6, 2)], every=1, tokens=lambda batch: 100)
+    assert list(bar) and bar.records[0]["tokens_per_s"] == 200
+
+
+def test_a_generator_has_no_end_to_tell():
+    bar = zerofn.progress((x for x in BATCHES), every=7)
+    assert len(list(bar)) == 7 and "eta_s" not in bar.records[0]
+    bar = zerofn.progress((x for x in BATCHES), every=1, total=14)
+    assert len(list(bar)) == 7 and bar.records[-1]["eta_s"] > 0
+
+
+def test_where_lines_go(tmp_path, monkeypatch):
+    taken, logged = [], []
+    sink = types.SimpleNamespace(write=taken.append, close=lambda: taken.append("closed"))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(log=lambda x, step: logged.append((step, x))))
+    path = tmp_path / "runs" / "log.jsonl"
+    bar = zerofn.progress(BATCHES, every=4, to=[str(path), sink, "wandb"])
+    for _ in bar:
+        bar.log(loss=1.5)
+    assert [json.loads(x) for x in path.read_text().splitlines()] == bar.records == taken[:-1]
+    assert taken[-1] == "closed" and [step for step, _ in logged] == [4, 7] and logged[0][1]["loss"] == 1.5
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.5, True])
+def test_every_must_be_a_number_of_steps(wrong):
+    with pytest.raises(ValueError, match="every must be a whole number of steps of 1 or more"):
+        zerofn.progress([], every=wrong)
+
+
+def test_what_cannot_be_is_a_sentence(monkeypatch):
+    with pytest.raises(ValueError, match="to='log.txt' is not known; expected a path that ends in .jsonl"):
+        zerofn.progress([], to="log.txt")
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(ImportError, match="trackio is not installed: pip install trackio"):
+        zerofn.progress([], to="trackio")
+    with pytest.raises(TypeError, match="got tuple; write state, metrics = step"):
+        zerofn.progress([]).log((1, 2))
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_in_a_terminal_the_line_is_written_over(monkeypatch):
+    out = Terminal()
+    monkeypatch.setattr(sys, "stderr", out)
+    line = Line()
+    line.show("longer")
+    line.show("short")
+    line.end()
+    assert out.getvalue() == "\rlonger\rshort \n"
+
+
+def test_leaves_and_numbers():
+    assert list(leaves({"a": [1, (2,)], "b": 3})) == [1, 2, 3]
+    assert [number(x) for x in (1, 2.5, torch.tensor([3]), torch.ones(2), "x", None)] == [1, 2.5, 3, None, None, None]

@@ -1,0 +1,1 @@
+"""What others wrote, read here: DeepSpeed's configuration. Public names only are used."""

@@ -1,0 +1,151 @@
+"""Read a DeepSpeed configuration: a file, JSON text or a mapping; `"auto"` is filled in."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .deepspeed_keys import flat, nearest, row_of, unknown
+
+AUTO = "auto"
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+WHERE = "from_deepspeed"
+
+
+def read(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration as a dict. Raises `ValueError` for what is no JSON, has a key twice or is no object, and
+    `FileNotFoundError`.
+    """
+    if isinstance(config, Mapping):
+        return dict(config)
+    if not isinstance(config, str | os.PathLike):
+        raise TypeError(f"{WHERE}: expected the path of a JSON file or a dict, got {type(config).__name__}.")
+    path = Path(config)
+    if not path.is_file():
+        raise FileNotFoundError(f"{WHERE}: there is no file {os.fspath(config)!r}.")
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        twice = next((name for k, name in enumerate(names) if name in names[:k]), None)
+        if twice is not None:
+            raise ValueError(f"{WHERE}: {path}: the key {twice!r} is there twice in one block; leave one of them out.")
+        return dict(pairs)
+
+    try:
+        found = json.loads(path.read_text(), object_pairs_hook=once)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{WHERE}: {path} is no JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{WHERE}: {path}: expected a JSON object, {{...}}, got a {type(found).__name__}.")
+    return found
+
+
+def filled(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration whose `"auto"` values are those in `given`, by dotted key or by its last word.
+
+    A value in `given` that meets another value in the file is an error: one of them would be ignored. So is `"auto"`
+    that nobody fills, unless the key has no effect here or is a batch size, which follows from the others. Raises
+    `ValueError`.
+    """
+    keys = dict(flat(config))
+    used: dict[str, Any] = {}
+    for name, value in given.items():
+        meant = [key for key in keys if name in (key, key.rpartition(".")[2])]
+        if not meant:
+            raise ValueError(
+                f"{WHERE}: auto={{{name!r}: ...}} has no effect: no key of that name is in the configuration. Write "
+                f'"{name}": "auto" there.'
+            )
+        for key in meant:
+            if keys[key] not in (AUTO, value):
+                raise ValueError(
+                    f"{WHERE}: {key} is {keys[key]!r} in the configuration and {value!r} in auto=. Write "
+                    f'"{key.rpartition(".")[2]}": "auto" there, or leave it out here.'
+                )
+            used[key] = value
+    left = [key for key, value in keys.items() if value == AUTO and key not in used and _has_effect(key)]
+    if left:
+        words = ", ".join(f'"{key}": ...' for key in left)
+        raise ValueError(f'{WHERE}: the configuration says "auto" and nobody says what for: pass auto={{{words}}}.')
+    return _replaced(config, used, "")
+
+
+def _has_effect(key: str) -> bool:
+    row = row_of(key)
+    return row is not None and row.fate == "mapped" and key not in BATCH
+
+
+def _replaced(block: Mapping[str, Any], used: Mapping[str, Any], above: str) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in block.items():
+        key = f"{above}{name}"
+        if key in used:
+            out[name] = used[key]
+        elif isinstance(value, Mapping):
+            out[name] = _replaced(value, used, f"{key}.")
+        elif value != AUTO:
+            out[name] = value
+    return out
+
+
+class Block:
+    """A part of a configuration, read by name: what is there has a type, and DeepSpeed's default where it is not."""
+
+    def __init__(self, values: Any, name: str) -> None:
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{WHERE}: {name}: expected a JSON object, {{...}}, got {values!r}.")
+        self.values, self.name = values, name
+
+    def __call__(self, name: str) -> Block:
+        """A block inside this one; empty if it is not there."""
+        value = self.values.get(name)
+        return Block({} if value is None else value, f"{self.name}.{name}" if self.name else name)
+
+    def number(self, name: str, default: Any, least: float | None = None, whole: bool = False) -> Any:
+        """A number. Raises `ValueError` for anything else, and for one below `least`."""
+        value = self.values.get(name, default)
+        if value is default:
+            return value
+        wanted = "a whole number" if whole else "a number"
+        if isinstance(value, bool) or not isinstance(value, int | float) or whole and value != int(value):
+            raise ValueError(f"{WHERE}: {self._of(name)}: expected {wanted}, got {value!r}.")
+        if not (least is None or value >= least):
+            raise ValueError(f"{WHERE}: {self._of(name)}: expected {wanted} of {least:g} or more, got {value!r}.")
+        return int(value) if whole else float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """True or false. Raises `ValueError` for anything else."""
+        value = self.values.get(name, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{WHERE}: {self._of(name)}: expected true or false, got {value!r}.")
+        return value
+
+    def word(self, name: str, known: Mapping[str, Any] | tuple[str, ...], default: Any = None) -> Any:
+        """One of the known words; what it stands for, if `known` says so."""
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if value not in known:
+            raise ValueError(f"{WHERE}: {self._of(name)}: expected one of {', '.join(known)}, got {value!r}.")
+        return known[value] if isinstance(known, Mapping) else value
+
+    def only(self, *names: str) -> None:
+        """Raise `ValueError` for a name that is none of these."""
+        for name in self.values:
+            if name not in names:
+                near = nearest(name, names)
+                meant = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(names)}."
+                raise ValueError(f"{WHERE}: {self._of(name)} is not known{meant}")
+
+    def _of(self, name: str) -> str:
+        return f"{self.name}.{name}" if self.name else name
+
+
+def check_keys(config: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for a key that DeepSpeed does not have: DeepSpeed itself ignores many of them."""
+    for key, _ in flat(config):
+        if row_of(key) is None:
+            raise ValueError(f"{WHERE}: {unknown(key)}")

@@ -1,0 +1,151 @@
+"""DeepSpeed's optimizers, by the names of its configuration, as transformations of `zerofn.optim`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import zerofn
+
+from .. import optim
+from .deepspeed_file import Block
+from .deepspeed_schedules import schedule_of
+
+_IGNORED = ("torch_adam", "fp32_optimizer_states", "foreach", "fused", "set_grad_none")  # how, not what
+_REFUSED = {
+    **dict.fromkeys(
+        ("OneBitAdam", "ZeroOneAdam", "OneBitLamb"),
+        "DeepSpeed has removed it, and it was never valid with ZeRO; AdamW is the nearest",
+    ),
+    **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), "give muP's factors to optim.adamw(lr_scale=)"),
+    "Muon": "its learning rates for matrices and for the rest are two; write optim.muon(...) as tx yourself",
+    "Lamb": "its clamped trust ratio is not optax's; write optim.lamb(...) as tx yourself",
+}
+
+
+def optimizer_of(config: Block, moments: str | None) -> tuple[Any, Any]:
+    """Return (transformation, learning rate) that `optimizer`, `scheduler` and `gradient_clipping` say.
+
+    `moments`: their format. Raises `ValueError` for an optimizer or a parameter that has no counterpart.
+    """
+    block = config("optimizer")
+    if "type" not in block.values:
+        raise ValueError(
+            "from_deepspeed: the configuration names no optimizer. Write it there, or give zerofn.shard a state with a "
+            "tx of yours: from_deepspeed(config, tx=optim.adamw(3e-4))."
+        )
+    name = str(block.values["type"])
+    kinds = {x.lower(): x for x in (*_OPTIMIZERS, *_REFUSED)}  # DeepSpeed takes any case of these
+    kind = kinds.get(name.lower())
+    if kind is None:
+        raise ValueError(
+            f"from_deepspeed: optimizer.type: {name!r} has no counterpart; there are {', '.join(_OPTIMIZERS)}. Pass "
+            "tx= for another."
+        )
+    if kind in _REFUSED:
+        raise ValueError(f"from_deepspeed: optimizer.type {name!r}: {_REFUSED[kind]}.")
+    params = block("params")
+    default, make = _OPTIMIZERS[kind]
+    rate = schedule_of(config("scheduler"), params.number("lr", default, 0.0))
+    return make(params, rate, moments), rate
+
+
+def clipped(tx: Any, norm: float) -> Any:
+    """Return a transformation behind one that clips gradients to a global norm; 0 is none."""
+    return optim.chain(optim.clip_by_global_norm(norm), tx) if norm else tx
+
+
+def _betas(params: Block, default: tuple[float, float]) -> tuple[float, float]:
+    value = params.values.get("betas", default)
+    if not (isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(x, int | float) for x in value)):
+        raise ValueError(f"from_deepspeed: {params.name}.betas: expected two numbers, got {value!r}.")
+    return float(value[0]), float(value[1])
+
+
+def _must_be(params: Block, name: str, wanted: Any, why: str) -> None:
+    if params.values.get(name, wanted) != wanted:
+        raise ValueError(f"from_deepspeed: {params.name}.{name}={params.values[name]!r}: {why}.")
+
+
+def _adam(decoupled: bool) -> Callable[[Block, Any, str | None], Any]:
+    def make(params: Block, rate: Any, moments: str | None) -> Any:
+        params.only("lr", "betas", "eps", "weight_decay", "amsgrad", "bias_correction", "adam_w_mode", *_IGNORED)
+        _must_be(params, "amsgrad", False, "amsgrad has no counterpart")
+        _must_be(params, "bias_correction", True, "moments are always corrected here")
+        b1, b2 = _betas(params, (0.9, 0.999))
+        eps, decay = params.number("eps", 1e-8, 0.0), params.number("weight_decay", 0.0, 0.0)
+        if decoupled or params.flag("adam_w_mode", True):  # DeepSpeed's "Adam" is AdamW unless it is told otherwise
+            return optim.adamw(rate, b1, b2, eps, decay, moments=moments)
+        adam = optim.adam(rate, b1, b2, eps, moments=moments)
+        return optim.chain(optim.add_decayed_weights(decay), adam) if decay else adam
+
+    return make
+
+
+def _lion(params: Block, rate: Any, moments: str | None) -> Any:
+    params.only("lr", "betas", "weight_decay", *_IGNORED)
+    b1, b2 = _betas(params, (0.9, 0.99))
+    return optim.lion(rate, b1, b2, params.number("weight_decay", 0.0, 0.0), moments=moments)
+
+
+def _sgd(params: Block, rate: Any, moments: str | None) -> Any:
+    params.only("lr", "momentum", "nesterov", "weight_decay", "dampening", "maximize", *_IGNORED)
+    _must_be(params, "dampening", 0, "dampening has no counterpart")
+    _must_be(params, "maximize", False, "return the loss with its sign changed")
+    momentum = params.number("momentum", 0.0, 0.0)
+    decay, nesterov = params.number("weight_decay", 0.0, 0.0), params.flag("nesterov")
+    return optim.sgd(rate, momentum or None, nesterov, decay, moments=moments if momentum else None)
+
+
+def _rmsprop(params: Block, rate: Any, moments: str | None) -> Any:
+    params.only("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize", *_IGNORED)
+    _must_be(params, "maximize", False, "return the loss with its sign changed")
+    _plain_moments("RMSprop", moments)
+    decay, momentum = params.number("weight_decay", 0.0, 0.0), params.number("momentum", 0.0, 0.0)
+    tx = optim.rmsprop(
+        rate,
+        params.number("alpha", 0.99, 0.0),
+        params.number("eps", 1e-8, 0.0),
+        eps_in_sqrt=False,
+        centered=params.flag("centered"),
+        momentum=momentum or None,
+    )
+    return optim.chain(optim.add_decayed_weights(decay), tx) if decay else tx
+
+
+def _adagrad(params: Block, rate: Any, moments: str | None) -> Any:
+    params.only("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "maximize", *_IGNORED)
+    _must_be(params, "lr_decay", 0, "write a schedule")
+    _must_be(params, "maximize", False, "return the loss with its sign changed")
+    _plain_moments("Adagrad", moments)
+    eps, start = params.number("eps", 1e-10, 0.0), params.number("initial_accumulator_value", 0.0, 0.0)
+    decay = params.number("weight_decay", 0.0, 0.0)
+
+    def init(given: Any) -> Any:
+        return zerofn.tree_map(lambda p: torch.full_like(p, start), given)
+
+    def update(grads: Any, state: Any, given: Any) -> tuple[Any, Any]:
+        state = zerofn.tree_map(lambda s, g: s + g * g, state, grads)
+        return zerofn.tree_map(lambda g, s: g / (s.sqrt() + eps), grads, state), state
+
+    # torch's formula: optax's adagrad has eps inside the root
+    parts = [optim.from_functions(init, update, "adagrad"), optim.scale_by_learning_rate(rate)]
+    return optim.chain(*([optim.add_decayed_weights(decay)] if decay else []), *parts)
+
+
+def _plain_moments(name: str, moments: str | None) -> None:
+    if moments is not None:
+        raise ValueError(f"from_deepspeed: bf16.bf16_optimizer_states has no effect on {name}, whose state is float32.")
+
+
+# name -> (DeepSpeed's learning rate, what makes it)
+_OPTIMIZERS: dict[str, tuple[float, Callable[[Block, Any, str | None], Any]]] = {
+    "Adam": (1e-3, _adam(decoupled=False)),
+    "AdamW": (1e-3, _adam(decoupled=True)),
+    "Lion": (1e-4, _lion),
+    "Adagrad": (1e-2, _adagrad),
+    "SGD": (1e-3, _sgd),
+    "RMSprop": (1e-2, _rmsprop),
+}

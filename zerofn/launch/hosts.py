@@ -1,0 +1,117 @@
+"""Which machines a job runs on: DeepSpeed's hostfile with its --include and --exclude, or SLURM's allocation."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+Hosts = dict[str, list[int]]  # name -> its slots, such as GPUs, by number
+
+_LINE = re.compile(r"(\S+)\s+slots=(\d+)\s*(?:#.*)?")
+_RULE = "expected a name and its slots, such as 'worker-1 slots=8'"
+
+
+def hosts_of(path: str | os.PathLike[str]) -> Hosts:
+    """Return the machines of a hostfile, in its order. Raises `ValueError`, which names the line, and
+    `FileNotFoundError`.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no hostfile {os.fspath(path)!r}.")
+    found: Hosts = {}
+    lines: dict[str, int] = {}
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        text, where = line.strip(), f"{path}, line {number}"
+        if not text or text.startswith("#"):
+            continue
+        match = _LINE.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{where}: {_RULE}; got {text!r}.")
+        name, slots = match[1], int(match[2])
+        if not slots:
+            raise ValueError(f"{where}: {name!r} has no slots; leave the line out, or write # before it.")
+        if name in found:
+            raise ValueError(f"{where}: {name!r} is there already, in line {lines[name]}; leave one of them out.")
+        found[name], lines[name] = list(range(slots)), number
+    if not found:
+        raise ValueError(f"{path}: there is no machine in it: {_RULE}.")
+    return found
+
+
+def chosen(hosts: Hosts, include: str | None = None, exclude: str | None = None) -> Hosts:
+    """Return the machines and slots that `--include` or `--exclude` leaves: NAME[:SLOT[,SLOT...]][@NAME...].
+
+    A name without slots stands for all of them. Raises `ValueError` for both at once, a machine or a slot that is not
+    there, and if nothing is left.
+
+    >>> hosts = {"one": [0, 1, 2, 3], "two": [0, 1, 2, 3]}
+    >>> chosen(hosts, include="one@two:0,2"), chosen(hosts, exclude="two:1@one")
+    ({'one': [0, 1, 2, 3], 'two': [0, 2]}, {'two': [0, 2, 3]})
+    """
+    if include is not None and exclude is not None:
+        raise ValueError("--include and --exclude: give one of them.")
+    if include is None and exclude is None:
+        return hosts
+    option, text = ("--include", include) if include is not None else ("--exclude", exclude)
+    named: Hosts = {}
+    for name, slots in _specs(str(option), str(text), hosts):
+        named[name] = sorted({*named.get(name, ()), *slots})
+    if option == "--include":
+        return {name: named[name] for name in hosts if name in named}
+    left = {name: [x for x in slots if x not in named.get(name, ())] for name, slots in hosts.items()}
+    left = {name: slots for name, slots in left.items() if slots}
+    if not left:
+        raise ValueError(f"--exclude {text}: no slot is left.")
+    return left
+
+
+def _specs(option: str, text: str, hosts: Hosts) -> Iterator[tuple[str, list[int]]]:
+    for spec in text.split("@"):
+        name, colon, slots = spec.partition(":")
+        if name not in hosts:
+            raise ValueError(f"{option} {text}: there is no machine {name!r}; there are {', '.join(hosts)}.")
+        if not colon:
+            yield name, hosts[name]
+            continue
+        numbers = [int(x) if x.isdigit() else -1 for x in slots.split(",")]
+        for number, word in zip(numbers, slots.split(","), strict=True):
+            if number not in hosts[name]:
+                has = ", ".join(map(str, hosts[name]))
+                raise ValueError(f"{option} {text}: {name!r} has no slot {word!r}; it has {has}.")
+        yield name, numbers
+
+
+def slurm_hosts(environ: Mapping[str, str]) -> Hosts:
+    """Return the machines of SLURM's allocation, with a slot for each GPU, or task where there are none; empty outside
+    of one.
+    """
+    nodes = environ.get("SLURM_JOB_NODELIST", "")
+    if not nodes:
+        return {}
+    slots = environ.get("SLURM_GPUS_ON_NODE") or environ.get("SLURM_NTASKS_PER_NODE") or "1"
+    return {name: list(range(int(slots.partition("(")[0]))) for name in node_names(nodes)}
+
+
+def node_names(nodes: str) -> list[str]:
+    """Return all names of SLURM's list of nodes.
+
+    >>> node_names("a100-[007-008,020],login1"), node_names("r[1-2]-n[5,7]")
+    (['a100-007', 'a100-008', 'a100-020', 'login1'], ['r1-n5', 'r1-n7', 'r2-n5', 'r2-n7'])
+    """
+    names: list[str] = []
+    for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
+        parts = re.split(r"\[([^\]]*)\]", word)  # text, a list of ranges, text, ...
+        made = [""]
+        for k, part in enumerate(parts):
+            made = [a + b for a in made for b in (_numbers(part) if k % 2 else [part])]
+        names += made
+    return names
+
+
+def _numbers(ranges: str) -> Iterator[str]:
+    for each in ranges.split(","):
+        first, dash, last = each.partition("-")
+        for number in range(int(first), int(last if dash else first) + 1):
+            yield str(number).zfill(len(first))

@@ -1,0 +1,219 @@
+"""`zerofn.progress`: a loader that shows, while it is iterated over, how the training goes."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zerofn
+
+from .sinks import Sink, sinks_of
+
+
+class Progress:
+    """See `progress`. `records`: what was shown so far, a dict of plain numbers for each line."""
+
+    def __init__(
+        self, loader: Iterable[Any], every: int, total: int | None, tokens: Callable[[Any], int] | None, to: Any
+    ) -> None:
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise ValueError(f"progress: every must be a whole number of steps of 1 or more, got {every!r}.")
+        self._loader, self._every, self._tokens = loader, every, tokens
+        self._total = len(loader) if total is None and isinstance(loader, Sized) else total
+        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
+        shown = not dist.is_initialized() or dist.get_rank() == 0
+        self._sinks: list[Sink] = sinks_of(to) if shown else []
+        self._line = Line() if shown else None
+        self.records: list[dict[str, Any]] = []
+        self._steps = self._counted = 0  # so far; tokens or rows since the last line
+        self._unit = "rows"
+        self._aux: Mapping[str, Any] = {}
+        self._state: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        self._since, self._before = time.perf_counter(), self._steps
+        try:
+            for batch in self._loader:
+                yield batch
+                self._steps += 1
+                self._count(batch)
+                if self._steps % self._every == 0:
+                    self._show()
+            if self._steps % self._every:
+                self._show()
+        finally:
+            if self._line is not None:
+                self._line.end()
+            for sink in self._sinks:
+                sink.close()
+
+    def log(self, metrics: Mapping[str, Any] | None = None, state: Any = None, **more: Any) -> None:
+        """Say what the step has returned. Nothing is read from the device before the next line is due.
+
+        `metrics`: numbers and scalar tensors by name. `state`: of which skipped steps and the loss scale are shown.
+        Raises `TypeError` for metrics that are no mapping, such as the pair that the step returns.
+        """
+        if metrics is not None and not isinstance(metrics, Mapping):
+            raise TypeError(
+                f"progress.log: expected the step's metrics, a dict, got {type(metrics).__name__}; write "
+                "state, metrics = step(state, batch); bar.log(metrics, state)."
+            )
+        self._aux, self._state = {**(metrics or {}), **more}, state
+
+    def _count(self, batch: Any) -> None:
+        if self._tokens is not None:
+            self._counted, self._unit = self._counted + self._tokens(batch), "tokens"
+            return
+        tensors = [x for x in leaves(batch) if isinstance(x, Tensor) and x.dim()]
+        ids = next((x for x in tensors if x.dim() > 1 and not x.is_floating_point()), None)
+        if ids is not None:
+            self._counted, self._unit = self._counted + ids.shape[0] * ids.shape[1], "tokens"
+        elif tensors:
+            self._counted += tensors[0].shape[0]
+
+    def _show(self) -> None:
+        if self._line is None:
+            self._counted = 0
+            return
+        record: dict[str, Any] = {"step": self._steps}
+        record |= {name: value for name, x in self._aux.items() if (value := number(x)) is not None}
+        if isinstance(self._state, zerofn.TrainState):
+            record["skipped"] = int(self._state.skipped)
+            scale = getattr(self._state.loss_scale, "loss_scale", None)
+            if scale is not None:
+                record["loss_scale"] = float(scale)
+        now = time.perf_counter()  # after what was read from the device: steps that it had ahead are over
+        seconds, steps = now - self._since, self._steps - self._before
+        record["ms_per_step"] = 1e3 * seconds / steps
+        if self._counted:
+            record[f"{self._unit}_per_s"] = self._counted * self._ranks / seconds
+        record["peak_bytes"] = peak_bytes()
+        if self._total is not None and self._total >= self._steps:
+            record["eta_s"] = (self._total - self._steps) * seconds / steps
+        self._since, self._before, self._counted = now, self._steps, 0
+        self.records.append(record)
+        self._line.show(self.text(record))
+        for sink in self._sinks:
+            sink.write(record)
+
+    def text(self, record: Mapping[str, Any]) -> str:
+        """Return a record as a line."""
+        known = ("step", "ms_per_step", "tokens_per_s", "rows_per_s", "peak_bytes", "eta_s", "skipped", "loss_scale")
+        parts = [f"{record['step']}{'' if self._total is None else f'/{self._total}'}"]
+        parts += [f"{name} {value:.4g}" for name, value in record.items() if name not in known]
+        parts.append(f"{record['ms_per_step']:.0f} ms/step")
+        parts += [f"{record[x]:,.0f} {x[:-6]}/s" for x in ("tokens_per_s", "rows_per_s") if x in record]
+        parts.append(f"{record['peak_bytes'] / 1e9:.2f} GB")
+        if record.get("skipped"):
+            parts.append(f"{record['skipped']} skipped")
+        if "loss_scale" in record:
+            parts.append(f"scale {record['loss_scale']:g}")
+        if record.get("eta_s"):
+            parts.append(f"{clock(record['eta_s'])} left")
+        return "  ".join(parts)
+
+
+def progress(
+    loader: Iterable[Any],
+    every: int = 10,
+    *,
+    total: int | None = None,
+    tokens: Callable[[Any], int] | None = None,
+    to: str | Sink | Sequence[str | Sink] = (),
+) -> Progress:
+    """Return an iterable over `loader` that shows a line of figures at every `every`-th step, on rank 0.
+
+        bar = zerofn.progress(loader, every=10)
+        for batch in bar:
+            state, metrics = step(state, batch)
+            bar.log(metrics, state)
+
+    The line has what was logged last, ms/step and tokens/s (of all ranks) since the last line, the most memory that
+    this rank has had, skipped steps, the loss scale, and the time that is left if the loader has a length or `total`
+    is given. The device is waited for once a line. In a terminal and in a notebook the line is written over; elsewhere
+    each is a line of its own.
+
+    `tokens(batch) -> int`: tokens of a rank's batch; by default the rows and columns of its first tensor of integers,
+    and rows where there is none. `to`: where lines go besides, one or several of a path that ends in .jsonl, a
+    "tensorboard:FOLDER", "wandb" or "trackio" (whose run is the one that you have started), and objects with
+    `write(record)` and `close()`. Raises `ValueError` for an `every` below 1 and for an unknown place, `ImportError`
+    for one whose library is not installed.
+    """
+    return Progress(loader, every, total, tokens, to)
+
+
+def leaves(batch: Any) -> Iterator[Any]:
+    """Yield what a batch is made of: dicts and lists are looked into."""
+    for x in batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ():
+        yield from leaves(x)
+    if not isinstance(batch, Mapping | list | tuple):
+        yield batch
+
+
+def number(x: Any) -> float | None:
+    """Return a number or a tensor of one element as a float; None for anything else."""
+    if isinstance(x, Tensor):
+        return float(x) if x.numel() == 1 and not x.is_complex() else None
+    return float(x) if isinstance(x, int | float) else None
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process has had: on its GPU, or of the host where there is none."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def clock(seconds: float) -> str:
+    """Return a time as it is said.
+
+    >>> clock(5.2), clock(75), clock(7322)
+    ('5 s', '1:15', '2:02:02')
+    """
+    whole = math.ceil(seconds - 0.5)
+    hours, rest = divmod(whole, 3600)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+
+
+class Line:
+    """One line that is written over, in a notebook or a terminal; lines one below the other elsewhere."""
+
+    def __init__(self) -> None:
+        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+        self._notebook = shell is not None and hasattr(shell, "kernel")
+        self._terminal = not self._notebook and sys.stderr.isatty()
+        self._handle: Any = None
+        self._width = 0
+
+    def show(self, text: str) -> None:
+        """Write the line."""
+        if self._notebook:
+            from IPython.display import Pretty, display
+
+            if self._handle is None:
+                self._handle = display(Pretty(text), display_id=True)
+            else:
+                self._handle.update(Pretty(text))
+        elif self._terminal:
+            sys.stderr.write("\r" + text.ljust(self._width))
+            sys.stderr.flush()
+            self._width = len(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Leave the line as it is."""
+        if self._terminal and self._width:
+            sys.stderr.write("\n")
+        self._handle, self._width = None, 0
