@@ -119,7 +119,9 @@ class Budgets(Rank):
             self.state, metrics = self.rows[row](self.state, tokens)
             return metrics["loss"]
 
-        return self.timed(step, steps)
+        found = self.timed(step, steps)
+        self.rows[row].state = None
+        return found
 
 
 def hash_of(params: Any) -> str:

@@ -168,6 +168,27 @@ def test_one_job_at_a_time(anywhere, monkeypatch):
     assert not (path / folder.SAVING).exists()
 
 
+def test_a_sign_of_life_is_read_while_it_is_written(anywhere):
+    file = places.located(anywhere) / "saving.json"
+    texts = ['{"beat": 1}\n', '{"beat": 1} \n']
+    places.make_folder(file.parent)
+    places.put(file, texts[0])
+    over = threading.Event()
+
+    def beats():
+        while not over.is_set():
+            places.put(file, texts[1])
+            places.put(file, texts[0])
+
+    thread = threading.Thread(target=beats)
+    thread.start()
+    try:
+        assert all(json.loads(places.text_of(file)) == {"beat": 1} for _ in range(60))
+    finally:
+        over.set()
+        thread.join()
+
+
 def test_the_older_job_is_told(anywhere):
     zerofn.save(anywhere, train_state(7))
     saved = dict(the(owner.Job).saved)

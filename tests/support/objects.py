@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 
 import fsspec
@@ -31,6 +32,10 @@ class Objects(LocalFileSystem):
             super()._open(path, mode, block_size, **kwargs).close()
             raise OSError(28, "No space left in the bucket")
         return super()._open(path, mode, block_size, **kwargs)
+
+    def pipe_file(self, path, value, mode="overwrite", **kwargs):
+        super().pipe_file(f"{path}.coming", value, mode, **kwargs)
+        os.replace(self._strip_protocol(f"{path}.coming"), self._strip_protocol(path))
 
     def _cannot(self, *args, **kwargs):
         raise NotImplementedError("an object store cannot do this")

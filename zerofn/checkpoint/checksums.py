@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from ..util.errors import CheckpointError
+from .places import text_of
 from .tensor_file import MALFORMED, Written
 
 FORMAT = "zerofn-crc32"
@@ -33,7 +34,7 @@ def read_checksums(path: Path, fix: str) -> tuple[Written | None, str, dict[str,
     if not beside.is_file():
         return None, fix, None
     try:
-        data = json.loads(beside.read_text())
+        data = json.loads(text_of(beside))
         if data["format"] != FORMAT or not all(isinstance(x, str) for x in data["blocks"].values()):
             raise ValueError(data["format"])
         return Written(int(data["nbytes"]), str(data["header"])), fix, dict(data["blocks"])

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ..util.errors import CheckpointError
-from .places import fetch, is_remote, put
+from .places import fetch, is_remote, put, text_of
 from .tensor_file import mark_of
 
 MANIFEST = "manifest.json"
@@ -104,7 +104,7 @@ def new_text(file: Path, text: str, save: str) -> bool:
         if file.exists():
             return False
         put(file, text)
-        return file.read_text() == text
+        return text_of(file) == text
     with _half(file, text, save) as half:
         try:
             os.link(half, file)

@@ -22,7 +22,7 @@ from ..util.errors import CheckpointError
 from ..util.other_processes import gone, this_process
 from ..util.process import the
 from .folder import SAVING, new_text, replace_text
-from .places import is_remote, put
+from .places import is_remote, put, text_of
 
 log = logging.getLogger("zerofn")
 
@@ -123,14 +123,14 @@ def _beat(file: Path, save: str, over: threading.Event) -> None:
             if _read(file).get("save") != save:
                 continue
             if is_remote(file):
-                put(file, file.read_text().rstrip("\n") + " \n")
+                put(file, text_of(file).rstrip("\n") + " \n")
             else:
                 os.utime(file)
 
 
 def _read(file: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(file.read_text())
+        found = json.loads(text_of(file))
         if isinstance(found, dict) and found.get("format") == "zerofn-save":
             return found
     return {}

@@ -67,6 +67,14 @@ def fetch(path: Path, start: int, stop: int) -> bytes:
         return file.read(stop - start)
 
 
+def text_of(path: Path) -> str:
+    """Return what a file says. A remote one is read in one request: opened, it fails if it is replaced meanwhile."""
+    if not is_remote(path):
+        return path.read_text()
+    fs, name = _fs(path)
+    return cast(bytes, fs.cat_file(name)).decode()
+
+
 def upload(path: Path, nbytes: int) -> contextlib.AbstractContextManager[IO[bytes]]:
     """Open a remote file of `nbytes` bytes to write, from its beginning to its end."""
     fs, name = _fs(path)

@@ -17,6 +17,7 @@ from .contents import LeafInfo
 from .direct import Reader
 from .folder import MANIFEST, find
 from .manifest import Manifest, SavedLeaf, SavedTree, read_manifest
+from .places import text_of
 from .tensor_file import MALFORMED, TensorFile, Written
 
 MAX_OPEN = 256  # files; systems allow 1,024 and more
@@ -231,7 +232,7 @@ def _check_not_pickled(file: Path) -> None:
 
 def _indexed(index: Path) -> list[str]:
     try:
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = sorted(set(json.loads(text_of(index))["weight_map"].values()))
         if outside := [f for f in files if Path(f).name != f]:
             raise ValueError(outside[0])
     except MALFORMED as error:
