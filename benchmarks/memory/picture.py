@@ -32,6 +32,7 @@ def _peer(axes: Any, row: dict[str, Any], name: str) -> None:
 
 
 def _curve(axes: Any, rows: list[dict[str, Any]]) -> None:
+    rows = sorted(rows, key=_place)  # a larger budget may need less
     x, y = zip(*map(_place, rows), strict=True)
     low, high = ([end(row["ms"]) for row in rows] for end in (min, max))
     axes.fill_between(x, low, high, color=ZEROFN, alpha=0.13, linewidth=0, zorder=2)
