@@ -19,7 +19,9 @@ from .util.version import __version__ as __version__
 if TYPE_CHECKING:
     from . import collectives, optim, random
     from .checkpoint import CheckpointError, Checkpoints, export, load, load_safetensors, save, verify
+    from .checkpoint.owner import saved_paths
     from .collectives import same
+    from .comm.failures import abort
     from .comm.mesh import Mesh
     from .compile import compile
     from .cost.calibrate import this_machine
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from .offload.policy import Offload
     from .passes import Pass
     from .planning.planner import plan
+    from .runtime.hooks import register_step_pre_hook
+    from .sharding.abstract import abstract
     from .sharding.copying import copy
     from .sharding.gather_scatter import gather, scatter
     from .sharding.normal_like import normal_like
@@ -68,22 +72,28 @@ _WHERE = {
     "Precision": "sharding.precision",
     "Sharded": "sharding.sharded",
     "TrainState": "training.train_state",
+    "abort": "comm.failures",
+    "abstract": "sharding.abstract",
     "compile": "compile",
     "copy": "sharding.copying",
     "eager_region": "training.eager_region",
     "from_deepspeed": "interop.deepspeed",
     "even": "training.even",
     "plan": "planning.planner",
+    "register_step_pre_hook": "runtime.hooks",
     "remat": "training.remat",
     "progress": "notebook.progress",
     "run": "launch.run",
     "same": "collectives",
+    "saved_paths": "checkpoint.owner",
     "skeleton": "deferred_init.skeleton",
     "this_machine": "cost.calibrate",
     "tree_map": "tree",
 }
 
 __all__ = [
+    "abort",
+    "abstract",
     "accumulate",
     "all_finite",
     "collectives",
@@ -104,10 +114,12 @@ __all__ = [
     "plan",
     "progress",
     "random",
+    "register_step_pre_hook",
     "remat",
     "run",
     "same",
     "save",
+    "saved_paths",
     "scatter",
     "shard",
     "skeleton",
@@ -145,6 +157,13 @@ class _Package(ModuleType):
     def __reduce__(self) -> tuple[Any, ...]:
         """Functions that use the package travel by value to other processes, as with any module (cloudpickle)."""
         return importlib.import_module, (self.__name__,)
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext zerofn`: ranks behind a notebook's cells."""
+    from .notebook.magics import RankMagics
+
+    RankMagics.load(shell)
 
 
 def __getattr__(name: str) -> Any:

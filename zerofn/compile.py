@@ -39,8 +39,9 @@ from .runtime.equal_batches import warn_of_equal_batches
 from .runtime.errors import explain
 from .runtime.executor import Executor
 from .runtime.guards import Captures, Written
+from .runtime.hooks import before_step
 from .runtime.inputs import Inputs, collect, params_among, refill_copies, signature_of
-from .runtime.interrupts import deliver, whole_steps
+from .runtime.interrupts import whole_steps
 from .runtime.outputs import returned
 from .runtime.repeatable import repeatable
 from .sharding.allocate import keep_halves
@@ -101,8 +102,7 @@ def compile(
 
     Raises at the first call, on every rank: `zerofn.CaptureError` for a step that is not a pure function,
     `MemoryError` if `memory` is below what the least schedule takes, and `passes.PassError`, which names the pass,
-    if an added pass leaves a graph that is not sound. Raises `ValueError` for options that are unknown or
-    contradict each other.
+    if an added pass leaves a graph that is not sound. At once: `ValueError` for unknown or contradicting options.
     """
     if remat not in (None, "full", "auto"):
         raise ValueError(f"compile: remat={remat!r} is not known; there are 'full', 'auto' and None.")
@@ -194,7 +194,7 @@ class CompiledStep:
         if (dry_run := current_dry_run()) is not None:
             dry_run.come_to(self._step, state, batch)
             return dry_result(self._step, state, batch)
-        deliver()
+        before_step()
         call = self._entry_for(state, batch)
         entry, leaves = call.entry, call.state_leaves
         worker().serve(entry)

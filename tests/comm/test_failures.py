@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import zerofn
 from benchmarks.common.processes import free_port
 from zerofn import collectives
 from zerofn.comm import failures
@@ -52,6 +53,29 @@ def test_a_group_is_taken_down_once_nothing_refers_to_it(ranks):
     first, second = ranks(2, leaving)
     ranks.stop()
     assert first == second and first.startswith("rank ") and first.endswith("it broke")
+
+
+def waiting():
+    """Rank 1 gives up while the others wait for it in a transfer."""
+    if dist.get_rank() == 1:
+        zerofn.abort("the loader on this rank has no more shards")
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        collectives.all_reduce(torch.ones(3)).sum().item()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_aborts_ends_what_others_wait_for(ranks, size):
+    found = ranks(size, waiting, timeout=60.0)
+    ranks.stop()
+    said = "stopped, because another rank failed. rank 1: the loader on this rank has no more shards"
+    assert [said in x for r, x in enumerate(found) if r != 1] == [True] * (size - 1)
+
+
+def test_one_process_has_nothing_to_abort():
+    zerofn.abort("nobody is there")
+    assert zerofn.shard({"params": {"w": torch.ones(3)}})
 
 
 def test_long_texts_are_shown_where_they_differ():

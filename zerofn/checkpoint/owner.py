@@ -33,7 +33,7 @@ _FIRST_WORD = 5.0
 
 
 class Job:
-    """This process as others know it. `saved`: its newest save, by folder."""
+    """This process as others know it. `saved`: its newest save, by folder, in the order of these saves."""
 
     def __init__(self) -> None:
         self.name = secrets.token_hex(6)
@@ -46,6 +46,18 @@ class Job:
     def described(self) -> dict[str, Any]:
         """What another process needs to tell whether this one is alive."""
         return {"job": self.name, **this_process()}
+
+
+def note_save(path: Path, save: str) -> None:
+    """Remember that this process has saved to `path`, and what."""
+    saved = the(Job).saved
+    saved.pop(path, None)
+    saved[path] = save
+
+
+def saved_paths() -> list[Path]:
+    """Return the paths that this process has saved to, the newest last: on rank 0, which ends every save."""
+    return list(the(Job).saved)
 
 
 def check_not_replaced(path: Path, found: dict[str, Any]) -> None:

@@ -150,7 +150,7 @@ def _at(job: Job) -> Iterator[None]:
                     # A rank may be lost when the manifest is there and names this save's files: then it is complete.
                     _remove(file for file in folder.files_of(path, number) if file.name not in named)
                 raise
-            the(owner.Job).saved[path] = number
+            owner.note_save(path, number)
             after = read_manifest(path).files
             _remove(folder.left_behind(path, after))
             _remove([path / name for name in before or {} if name not in after])  # of formats without numbers

@@ -134,6 +134,16 @@ def abandon(message: str) -> None:
             dist.destroy_process_group()
 
 
+def abort(message: str) -> None:
+    """Tell the other ranks that this one cannot go on, and leave the process group.
+
+    What they wait for of it ends with a `RuntimeError` that has `message`, instead of waiting for as long as this
+    process lives. For programs that go on after an error, as notebooks and servers do; one that ends tells the others
+    by itself. Afterwards, no rank has a group: start the processes again. Does nothing without a group.
+    """
+    abandon(message)
+
+
 def kill_given_up(store: SignedStore) -> None:
     """Kill the process that a rank has given up, if it is on this machine and torchrun would wait for it to end."""
     with contextlib.suppress(dist.DistError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import linecache
 import os
@@ -34,11 +35,17 @@ class _Pickler(cloudpickle.Pickler):
         self.what = what
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, zerofn.Sharded):
+        if isinstance(obj, zerofn.Sharded) and not obj.is_abstract:
             raise TypeError(
                 f"{self.what} holds a Sharded, which is one rank's part of a tree. Pass zerofn.unshard(state), or the "
-                "path of a checkpoint that zerofn.save has written."
+                "path of a checkpoint that zerofn.save has written, and zerofn.abstract(state) to load it."
             )
+        if isinstance(obj, zerofn.optim.GradientTransformation):  # whose functions pickle cannot write
+            return type(obj), tuple(getattr(obj, x.name) for x in dataclasses.fields(obj))
+        if obj is torch.ops:
+            return getattr, (torch, "ops")
+        if isinstance(obj, type(torch.ops.aten)):
+            return getattr, (torch.ops, obj.name)
         if isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta"):
             return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if isinstance(obj, types.CodeType):

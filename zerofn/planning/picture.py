@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import html
 import io
 import os
 from collections.abc import Callable, Sequence
@@ -105,10 +104,6 @@ def _save(figure: Any, axes: Any, file: File) -> None:
     _pyplot().close(figure)
 
 
-_CELL = "padding:2px 8px;white-space:nowrap;text-align:"
-_BLOCK = "white-space:pre;overflow-x:auto"
-
-
 def page(body: str, draw_to: Callable[[File], None]) -> str:
     """Return HTML for notebooks: `body` and, if matplotlib is installed, the drawing of `draw_to`."""
     out = io.BytesIO()
@@ -116,29 +111,6 @@ def page(body: str, draw_to: Callable[[File], None]) -> str:
         draw_to(out)
     svg = out.getvalue().decode()
     return f"<div>{body}{svg[svg.find('<svg') :] if svg else ''}</div>"
-
-
-def preformatted(text: str) -> str:
-    """Return HTML of a text whose lines are not wrapped."""
-    return f'<pre style="{_BLOCK}">{html.escape(text)}</pre>'
-
-
-def html_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], marked: int | None, call: str) -> str:
-    """Return HTML of a table: numbers to the right, the row `marked` in bold, and below it the code `call`."""
-
-    def line(cells: Sequence[str], tag: str, style: str = "") -> str:
-        sides = ["left" if k == len(cells) - 1 else "right" for k in range(len(cells))]
-        inner = "".join(
-            f'<{tag} style="{_CELL}{side}">{html.escape(x)}</{tag}>' for x, side in zip(cells, sides, strict=True)
-        )
-        return f"<tr{style}>{inner}</tr>"
-
-    body = [line(row, "td", ' style="font-weight:bold"' if k == marked else "") for k, row in enumerate(rows)]
-    return (
-        f'<div style="overflow-x:auto"><table style="border-collapse:collapse"><caption style="text-align:left">'
-        f"{html.escape(title)}</caption><thead>{line(head, 'th')}</thead><tbody>{''.join(body)}</tbody></table></div>"
-        f'<pre style="{_BLOCK}"><code>{html.escape(call)}</code></pre>'
-    )
 
 
 def _pyplot() -> Any:

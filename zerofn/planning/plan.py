@@ -21,8 +21,9 @@ from ..graph.liveness import Live, Moment, moments
 from ..graph.phase import phase_of
 from ..graph.program import Program
 from ..graph.resident import resident
+from ..util.html import preformatted
 from ..util.sizes import in_words
-from .picture import File, draw, page, preformatted
+from .picture import File, draw, page
 
 
 @dataclass(frozen=True)
@@ -198,15 +199,16 @@ class Plan:
         `measured`: bytes while each operation runs, see `Profile.picture`. Raises `ImportError` if matplotlib
         is missing.
         """
-        self._draw(path, measured)
+        self.draw(path, measured)
 
-    def _draw(self, file: File, measured: Sequence[int] = ()) -> None:
+    def draw(self, file: File, measured: Sequence[int] = ()) -> None:
+        """Draw the same to a path, or as SVG to a `BytesIO`."""
         over_time = self.memory().over_time
         sent = [k for k, x in enumerate(over_time) if (found := moved(x.node)) is not None and found.how == SENT]
         draw(over_time, sent, file, title=f"{self.program.name} on {self.world} rank(s)", measured=measured)
 
     def _repr_html_(self) -> str:
-        return page(preformatted(self.text()), self._draw)
+        return page(preformatted(self.text()), self.draw)
 
     def __repr__(self) -> str:
         return self.text()

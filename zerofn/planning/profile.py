@@ -24,7 +24,9 @@ from ..graph.phase import phase_of
 from ..graph.program import Program, tensor_of
 from ..runtime.backend import eager_of
 from ..runtime.entry import Entry
+from ..util.html import preformatted, table
 from ..util.sizes import in_words
+from .picture import page
 from .plan import Plan
 
 ops = torch.ops.zerofn
@@ -120,6 +122,16 @@ class Profile:
 
     def text(self) -> str:
         """Return the whole profile as text."""
+        lines = [self._summary()]
+        for title, sums in self._sums_by():
+            width = max(map(len, sums), default=0)
+            lines.append(f"  {title:<{width + 2}}  measured" + ("  predicted" if self.predicted else ""))
+            for name, took in sums.items():
+                told = f"  {_ms(took.predicted):>9}" if took.predicted is not None else ""
+                lines.append(f"    {name or '-':<{width}}  {_ms(took.measured):>8}{told}")
+        return "\n".join(lines)
+
+    def _summary(self) -> str:
         expected = f", predicted {_ms(self.predicted.seconds)}" if self.predicted else ""
         lines = [
             f"{self.plan.program.name}: {_ms(self.seconds)} a step{expected}; peak {in_words(self.peak)}, "
@@ -130,13 +142,10 @@ class Profile:
                 f"  reserved over allocated: {in_words(self.reserved)} / {in_words(self.peak)}, "
                 f"{self.reserved / self.peak:.2f}"
             )
-        for title, sums in (("by kind", self.by_kind()), ("by unit", self.by_unit())):
-            width = max(map(len, sums), default=0)
-            lines.append(f"  {title:<{width + 2}}  measured" + ("  predicted" if self.predicted else ""))
-            for name, took in sums.items():
-                told = f"  {_ms(took.predicted):>9}" if took.predicted is not None else ""
-                lines.append(f"    {name or '-':<{width}}  {_ms(took.measured):>8}{told}")
         return "\n".join(lines)
+
+    def _sums_by(self) -> tuple[tuple[str, dict[str, Took]], ...]:
+        return ("by kind", self.by_kind()), ("by unit", self.by_unit())
 
     def json(self) -> dict[str, Any]:
         """Return the whole profile as numbers: seconds and bytes."""
@@ -173,13 +182,25 @@ class Profile:
 
     def picture(self, path: str | os.PathLike[str]) -> None:
         """Draw memory over the step, predicted and measured. Raises `ImportError` if matplotlib is missing."""
+        self.plan.picture(path, measured=self._over_time())
+
+    def _over_time(self) -> list[int]:
+        """Return the bytes allocated while each operation of the plan ran."""
         there = self.plan.memory().there
         held = {node: x + there for (node, *_), x in zip(self.nodes, self.memory, strict=True)}
         measured, last = [], there
         for moment in self.plan.memory().over_time:
             last = held.get(moment.node, last)  # inputs and constants allocate nothing
             measured.append(last)
-        self.plan.picture(path, measured=measured)
+        return measured
+
+    def _repr_html_(self) -> str:
+        head = ("", "measured", *(("predicted",) if self.predicted else ()))
+        body = preformatted(self._summary())
+        for title, sums in self._sums_by():
+            rows = [(name or "-", *(_ms(x) for x in took if x is not None)) for name, took in sums.items()]
+            body += table(title, head, rows, left=(0,))
+        return page(body, lambda file: self.plan.draw(file, self._over_time()))
 
     def __repr__(self) -> str:
         return self.text()

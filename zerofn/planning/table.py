@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from ..cost.machine import Machine
 from ..graph.liveness import KINDS
+from ..util.html import preformatted, table
 from ..util.sizes import in_words, time_in_words
-from .picture import File, draw_rows, html_table, page
+from .picture import File, draw_rows, page
 from .plan import Plan
 
 _HEAD = (
@@ -326,7 +327,8 @@ class Table:
     def _repr_html_(self) -> str:
         head, *rows = self._cells()
         marked = None if self._best is None else self.rows.index(self._best)
-        return page(html_table(self._title(), head, rows, marked, self._advice()), self._draw)
+        body = table(self._title(), head, rows, left=[len(head) - 1], marked=marked)
+        return page(body + preformatted(self._advice()), self._draw)
 
     def __repr__(self) -> str:
         return self.text()

@@ -341,8 +341,13 @@ def _unit(
         leaf = Leaf(leaf_name, shape, index, offset, dtype)
         leaves.append(leaf)
         offset = -(-leaf.stop // ALIGN) * ALIGN
+    return Unit(name, tuple(leaves), padded(offset, num_shards), trainable, dtype)
+
+
+def padded(stop: int, num_shards: int) -> int:
+    """Return the elements of a unit whose leaves end at `stop`, so that it cuts into equal shards."""
     block = SHARD_MULTIPLE * num_shards
-    return Unit(name, tuple(leaves), max(1, -(-offset // block)) * block, trainable, dtype)
+    return max(1, -(-stop // block)) * block
 
 
 def _groups(

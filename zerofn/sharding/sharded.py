@@ -16,6 +16,7 @@ from ..comm.pending import pending
 from ..comm.transport import wait_
 from ..memory import donation
 from ..offload.host_worker import worker
+from ..util.html import preformatted, table
 from .layout import Layout, Leaf, Unit, restrict
 from .precision import Precision
 from .storage import StorageSpec, Stored, stored
@@ -165,6 +166,11 @@ class Sharded:
         """Drop the gathered copy, complete or not."""
         self._copies, self._pending = None, 0
 
+    @property
+    def is_abstract(self) -> bool:
+        """Whether it is from `zerofn.abstract`, and never had values."""
+        return False
+
     def donate(self, why: str) -> None:
         """Donate the buffers: from now on any use raises `why`."""
         self._storages = self.storages
@@ -210,6 +216,12 @@ class Sharded:
 
     def __repr__(self) -> str:
         return describe(self)
+
+    def _repr_html_(self) -> str:
+        if self.lost is not None:
+            return preformatted(describe(self))
+        head = ("unit", "leaves", "elements", "stored as", "here", "bytes here", "")
+        return table(_title(self), head, _rows(self), left=(0, 3, 6))
 
 
 def _parts(kept: Iterable[Tensor | Stored]) -> Iterator[Tensor]:
@@ -293,24 +305,36 @@ def check_whole(values: Any, what: str) -> None:
 
 def describe(sharded: Sharded) -> str:
     """Return a table with one line per unit: its leaves, global elements, dtype, and bytes on this rank."""
-    spec = sharded.spec
     if sharded.lost is not None:
         return f"Sharded(donated: {sharded.lost})"
+    rows = _rows(sharded)
+    width = max((len(name) for name, *_ in rows), default=0)
+    lines = [
+        f"  {name:<{width}}  {leaves:>3} leaves  {elements:>12} x {stored}  here {here}{frozen and '  ' + frozen}"
+        for name, leaves, elements, stored, here, _, frozen in rows
+    ]
+    return "\n".join([f"Sharded: {_title(sharded)}", *lines])
+
+
+def _title(sharded: Sharded) -> str:
+    spec = sharded.spec
     held = sum(x.nbytes for x in sharded.stored)
     total = sum(u.numel for u in spec.layout.units)
-    lines = [
-        f"Sharded: {len(spec.layout.where)} leaves, {total:,} elements in {len(spec.layout.units)} unit(s); "
-        f"stage {spec.stage}, rank {spec.axis.rank} of {spec.axis.size} holds {held:,} bytes"
-    ]
-    width = max((len(u.name) for u in spec.layout.units), default=0)
-    for unit, shard in zip(spec.layout.units, sharded.stored, strict=True):
-        a, b = spec.bounds(unit)
+    return (
+        f"{len(spec.layout.where)} leaves, {total:,} elements in {len(spec.layout.units)} unit(s); stage {spec.stage}, "
+        f"rank {spec.axis.rank} of {spec.axis.size} holds {held:,} bytes"
+    )
+
+
+def _rows(sharded: Sharded) -> list[tuple[str, ...]]:
+    """Return for each unit: name, leaves, elements, how and which of them are stored here, bytes, whether frozen."""
+    rows: list[tuple[str, ...]] = []
+    for unit, shard in zip(sharded.layout.units, sharded.stored, strict=True):
+        a, b = sharded.spec.bounds(unit)
         dtype = str(shard.dtype).removeprefix("torch.") + shard.storage.note
-        lines.append(
-            f"  {unit.name:<{width}}  {len(unit.leaves):>3} leaves  {unit.numel:>12,} x {dtype}  "
-            f"here [{a:,}:{b:,}]{'' if unit.trainable else '  frozen'}"
-        )
-    return "\n".join(lines)
+        numbers = (f"{len(unit.leaves)}", f"{unit.numel:,}", dtype, f"[{a:,}:{b:,}]", f"{shard.nbytes:,}")
+        rows.append((unit.name, *numbers, "" if unit.trainable else "frozen"))
+    return rows
 
 
 def trainable(sharded: Sharded) -> Sharded:

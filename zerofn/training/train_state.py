@@ -19,6 +19,7 @@ from ..sharding.layout import ask_names, check_effect
 from ..sharding.precision import Precision
 from ..sharding.reductions import all_finite
 from ..sharding.sharded import Sharded, is_sharded, trainable, with_trainable
+from ..util.html import table
 from .grad import LossFn, ValueAndGrad, value_and_grad
 from .loss_scale import DynamicLossScale, StaticLossScale
 
@@ -157,9 +158,17 @@ class TrainState:
         return self
 
     def __repr__(self) -> str:
-        shown = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "frozen"}
-        lines = [f"  {k}: {_short(v)}" for k, v in shown.items()]
+        lines = [f"  {k}: {_short(v)}" for k, v in self._shown().items()]
         return "TrainState(\n" + "\n".join(lines) + "\n)"
+
+    def _repr_html_(self) -> str:
+        shown = self._shown()
+        rows = [(name, "a table below" if is_sharded(x) else _short(x)) for name, x in shown.items()]
+        below = "".join(x._repr_html_() for x in shown.values() if is_sharded(x))
+        return table(f"{type(self).__name__} at step {_short(self.step)}", ("", ""), rows, left=(0, 1)) + below
+
+    def _shown(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "frozen"}
 
 
 tree.register_dataclass(TrainState, static=("tx", "frozen"))

@@ -1,0 +1,249 @@
+"""Ranks behind a notebook's cells, in a shell of IPython."""
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+from traitlets.config import Config
+
+import zerofn
+
+pytestmark = pytest.mark.slow
+
+TRAIN = """
+%%ranks
+import os, time, torch, zerofn
+from zerofn import optim
+
+def train_step(state, batch):
+    grads, loss = torch.func.grad_and_value(lambda p: (zerofn.gather(p)["w"] * batch).square().mean())(state.params)
+    return state.apply_gradients(grads), {"loss": loss}
+
+init = lambda: zerofn.TrainState.create(params={"w": torch.arange(5.0)}, tx=optim.adamw(1e-2))
+state, step = zerofn.shard(init, stage=3), zerofn.compile(train_step)
+rank = int(os.environ.get("RANK", 0))
+for k in range(3):
+    state, metrics = step(state, torch.full((5,), 2.0))
+print("loss", float(metrics["loss"]))
+"""
+WEIGHTS = "%%ranks\nprint(int(state.step), zerofn.unshard(state.params)['w'].tolist(), os.environ['WORLD_SIZE'])"
+
+
+class Notebook:
+    """A shell with the extension, and what its cells show."""
+
+    def __init__(self):
+        config = Config()
+        config.HistoryManager.enabled = False
+        self.shell = InteractiveShell.instance(config=config)
+        self.run("%load_ext zerofn")
+
+    def run(self, cell, within=60.0):
+        """Run a cell, and return what it shows. What it raises is raised."""
+        start = time.monotonic()
+        with capture_output() as out:
+            result = self.shell.run_cell(cell.lstrip("\n"))
+        assert time.monotonic() - start < within
+        self.shown, self.outputs = out.stdout + out.stderr, out.outputs
+        error = result.error_before_exec or result.error_in_exec
+        if error is not None:
+            raise error
+        return self.shown
+
+    @property
+    def pool(self):
+        return self.shell.magics_manager.registry["RankMagics"].pool
+
+
+def traceback_of(caught):
+    """What a notebook shows of an error, without colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(caught.value._render_traceback_()))
+
+
+@pytest.fixture(scope="module")
+def shell():
+    notebook = Notebook()
+    yield notebook
+    notebook.run("%ranks stop")
+    InteractiveShell.clear_instance()
+
+
+@pytest.fixture
+def two(shell):
+    """Two ranks that are well."""
+    if shell.pool is None or shell.pool.size != 2 or shell.pool.broken or shell.pool.dead:
+        shell.run("%ranks stop")
+        assert "2 ranks after" in shell.run("%ranks 2")
+    return shell
+
+
+@pytest.fixture
+def none(shell):
+    shell.run("%ranks stop")
+    return shell
+
+
+def test_a_cell_runs_on_all_ranks_and_shows_rank_0(two):
+    shown = two.run("%%ranks\nimport os\nprint('here is', os.environ['RANK'])\nos.environ['RANK'] + '!'")
+    assert "here is 0" in shown and "here is 1" not in shown and "[rank 1: 1 line" in shown
+    assert two.outputs[0].data["text/plain"] == "'0!'"
+    assert "here is 1" in two.run("%ranks output 1") and "here is 0" not in two.shown
+    assert "2 ranks, processes" in two.run("%ranks") and "ready" in two.shown
+
+
+def test_what_is_displayed_is_displayed_and_updated(two):
+    two.run(
+        "%%ranks\nfrom IPython.display import HTML, display\nhandle = display(HTML('<b>1</b>'), display_id=True)\n"
+        "for k in range(3):\n    handle.update(HTML(f'<b>{k}</b>'))\nprint('over')"
+    )
+    shown = [x for x in two.outputs if "text/html" in x.data]
+    assert [x.data["text/html"] for x in shown] == ["<b>1</b>", "<b>0</b>", "<b>1</b>", "<b>2</b>"]
+    assert [x.update for x in shown] == [False, True, True, True]
+
+
+def test_output_comes_while_the_cell_runs(two, monkeypatch):
+    times = []
+
+    class Stream:
+        def write(self, text):
+            times.append((time.monotonic(), text))
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr(sys, "stdout", Stream())
+    start = time.monotonic()
+    two.shell.run_cell("%%ranks\nimport time\nprint('first', flush=True)\ntime.sleep(2)\nprint('second')")
+    first = next(at for at, text in times if "first" in text)
+    second = next(at for at, text in times if "second" in text)
+    assert first - start < 1.5 < 1.8 < second - first
+
+
+def test_an_error_of_all_ranks_is_shown_once(two):
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: division by zero") as caught:
+        two.run("%%ranks\nx = 1\ny = x / 0")
+    shown = traceback_of(caught)
+    assert shown.count("division by zero") == 1 and "y = x / 0" in shown and "ranks" not in shown.lower()
+    assert two.run("%%ranks\nprint(x)") == "1\n[rank 1: 1 line; %ranks output 1 shows it]\n"
+
+
+def test_ranks_that_fail_alone_are_named(two):
+    with pytest.raises(RuntimeError, match="On rank 1 of 2: ValueError: my own words") as caught:
+        two.run("%%ranks\nimport os\nif os.environ['RANK'] == '1':\n    raise ValueError('my own words')")
+    assert "raise ValueError('my own words')" in traceback_of(caught)
+    assert "1" in two.run("%%ranks\nprint(1)")
+
+
+def test_without_ranks_cells_run_here(none):
+    assert "loss" in none.run(TRAIN)
+    assert "3 [" in none.run(WEIGHTS.replace("os.environ['WORLD_SIZE']", "'one'"))
+    assert "No ranks" in none.run("%ranks")
+
+
+def test_a_state_goes_on_with_other_ranks(two):
+    two.run(TRAIN)
+    before = two.run(WEIGHTS)
+    shown = two.run("%ranks 3")
+    assert "Moved: state." in shown and "step" in shown.partition("Lost:")[2] and "metrics" in shown
+    two.run("%%ranks\nimport os, torch, zerofn")
+    assert two.run(WEIGHTS).splitlines()[0] == before.splitlines()[0][:-1] + "3"
+    two.run(TRAIN.replace("state, step = zerofn.shard(init, stage=3),", "step ="))
+    after = two.run(WEIGHTS).splitlines()[0]
+    two.run("%ranks stop")
+    two.run(TRAIN + TRAIN.partition("rank = ")[2].partition("\n")[2])
+    assert after.rpartition(" ")[0] == two.run(WEIGHTS.replace("os.environ['WORLD_SIZE']", "1")).splitlines()[0][:-2]
+
+
+def test_a_rank_that_dies_is_told_and_a_restart_goes_on_from_the_last_save(two, tmp_path):
+    two.run(TRAIN)
+    two.run(f"%%ranks\nzerofn.save({str(tmp_path / 'run')!r}, state)")
+    saved = two.run(WEIGHTS).splitlines()[0]
+    two.run("%%ranks\nfor k in range(2):\n    state, _ = step(state, torch.ones(5))")
+    victim = two.pool.pids[1]
+    threading.Timer(1.0, os.kill, (victim, signal.SIGKILL)).start()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1 has ended"):
+        two.run("%%ranks\nfor k in range(10**6):\n    state, _ = step(state, torch.ones(5))")
+    assert time.monotonic() - start < 11
+    with pytest.raises(RuntimeError, match="rank 1 has ended.*%ranks restart"):
+        two.run("%%ranks\nprint(1)")
+    assert "Moved: state." in two.run("%ranks restart")
+    two.run("%%ranks\nimport os, torch, zerofn")
+    assert two.run(WEIGHTS).splitlines()[0] == saved
+
+
+def test_one_rank_that_fails_while_the_other_waits_ends_both(two):
+    two.run(TRAIN)
+    cell = (
+        "%%ranks\nif rank == 1:\n    raise ValueError('shard 17 is unreadable')\nstate, _ = step(state, torch.ones(5))"
+    )
+    with pytest.raises(RuntimeError, match="On rank 1 of 2: ValueError: shard 17 is unreadable") as caught:
+        two.run(cell, within=20)
+    assert "stopped, because" not in traceback_of(caught)
+    with pytest.raises(RuntimeError, match="rank 1 failed alone, .*shard 17.*%ranks restart"):
+        two.run("%%ranks\nprint(1)")
+
+
+def test_an_interrupt_stops_all_ranks_before_the_same_step(two):
+    two.run(TRAIN)
+    main = threading.main_thread().ident
+    threading.Timer(1.0, signal.pthread_kill, (main, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        two.run("%%ranks\nfor k in range(10**6):\n    state, _ = step(state, torch.full((5,), 2.0))", within=8)
+    steps = two.run("%%ranks\nprint(int(state.step))")
+    assert steps.splitlines()[0] == two.run("%ranks output 1").strip() and int(steps.splitlines()[0]) > 3
+    two.run("%%ranks\nfor k in range(2):\n    state, _ = step(state, torch.full((5,), 2.0))\nprint(int(state.step))")
+    assert int(two.shown.splitlines()[0]) == int(steps.splitlines()[0]) + 2
+
+
+def test_an_interrupt_ends_cells_without_steps_too(two):
+    threading.Timer(1.0, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        two.run("%%ranks\nimport time\nfor k in range(600):\n    time.sleep(0.1)", within=15)
+    assert "1" in two.run("%%ranks\nprint(1)")
+
+
+def test_every_cell_after_autoranks(two):
+    two.run("%autoranks")
+    assert "[rank 1" in two.run("import os\nprint(os.environ['RANK'])")
+    two.run("%autoranks off")
+    assert two.run("print('here')") == "here\n"
+
+
+@pytest.mark.parametrize(
+    "line, sentence",
+    [
+        ("%ranks 0", r"%ranks 0: expected 1 or more"),
+        ("%ranks -3", r"%ranks -3: expected 1 or more"),
+        ("%ranks all", r"%ranks all: write %ranks N for N ranks"),
+        ("%ranks restart", r"there are no ranks; write %ranks N"),
+        ("%ranks output 3", r"there are no ranks"),
+        ("%autoranks maybe", r"write %autoranks, %autoranks on or %autoranks off"),
+    ],
+)
+def test_what_cannot_be_is_a_sentence(none, line, sentence):
+    with pytest.raises(Exception, match=sentence):
+        none.run(line)
+
+
+def test_a_kernel_that_is_a_rank_has_none(none):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="this kernel is a rank of a process group itself"):
+            none.run("%ranks 2")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_extension_may_be_loaded_twice(none):
+    before = len(none.shell.input_transformers_cleanup)
+    none.run("%load_ext zerofn")
+    zerofn.load_ipython_extension(none.shell)
+    assert len(none.shell.input_transformers_cleanup) == before

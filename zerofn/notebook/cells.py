@@ -1,0 +1,120 @@
+"""What a cell on several ranks shows: one rank's output as it comes, the others' on demand, an error once."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from IPython.display import display
+
+_ECHO = "stopped, because another rank"  # how the errors begin that follow from another rank's
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_RULE = re.compile(r"-{20,}")
+
+
+class CellFailed(RuntimeError):
+    """A cell has failed on some ranks. IPython shows it as the rank's own traceback."""
+
+    def __init__(self, said: str, traceback: Sequence[str] = ()) -> None:
+        super().__init__(said)
+        self.traceback = list(traceback)
+
+    def _render_traceback_(self) -> list[str]:
+        return self.traceback or [str(self)]
+
+
+class Shown:
+    """The outputs of one cell. `results`: of each rank. `rank`: whose are shown."""
+
+    def __init__(self, results: Sequence[Any], rank: int) -> None:
+        self._results, self._rank = results, rank
+        self._written = {"stdout": "", "stderr": ""}
+        self._outputs = 0
+        self._handles: dict[str, Any] = {}
+
+    def show(self) -> None:
+        """Show what has come since."""
+        result = self._results[self._rank]
+        for name in self._written:
+            self._write(name, getattr(result, name) or "")
+        outputs = result.outputs
+        for content in outputs[self._outputs :]:
+            self._display(content)
+        self._outputs = len(outputs)
+
+    def end(self) -> None:
+        """Show what has come after the ranks were done, the cell's value, and what others have said."""
+        for x in self._results:
+            if x.done():
+                x.wait_for_output(2.0)
+        self.show()
+        last = self._results[self._rank].execute_result
+        if last:
+            display(last["data"], metadata=last.get("metadata"), raw=True)
+        for rank, x in enumerate(self._results):
+            lines = len(f"{x.stdout or ''}{x.stderr or ''}".splitlines())
+            if rank != self._rank and (lines or x.outputs):
+                more = " and displays" if x.outputs else ""
+                count = "1 line" if lines == 1 else f"{lines} lines"
+                print(f"[rank {rank}: {count}{more}; %ranks output {rank} shows {'it' if lines == 1 else 'them'}]")
+
+    def _write(self, name: str, text: str) -> None:
+        before, stream = self._written[name], getattr(sys, name)
+        if text == before:
+            return
+        if text.startswith(before):
+            stream.write(text[len(before) :])
+        else:  # the last line was written over
+            stream.write("\r" + text[text.rfind("\n", 0, len(text) - 1) + 1 :])
+        stream.flush()
+        self._written[name] = text
+
+    def _display(self, content: dict[str, Any]) -> None:
+        name = (content.get("transient") or {}).get("display_id")
+        data, metadata = content["data"], content.get("metadata")
+        if name in self._handles:
+            self._handles[name].update(data, metadata=metadata, raw=True)
+        elif name is not None:
+            self._handles[name] = display(data, metadata=metadata, raw=True, display_id=True)
+        else:
+            display(data, metadata=metadata, raw=True)
+
+
+def first_error(results: Sequence[Any]) -> CellFailed | None:
+    """Return the error of the ranks that have failed by themselves, and which they are; None if there is none."""
+    errors = {rank: _error(x) for rank, x in enumerate(results) if x.done() and not x.successful()}
+    if not errors:
+        return None
+    told = {rank: (getattr(x, "ename", type(x).__name__), getattr(x, "evalue", str(x))) for rank, x in errors.items()}
+    own = {rank: x for rank, x in told.items() if not x[1].startswith(_ECHO)} or told
+    first = own[min(own)]
+    ranks = [rank for rank, x in own.items() if x == first]
+    text = f"{first[0]}: {first[1]}"
+    who = "" if len(ranks) == len(results) else f"On {ranks_in_words(ranks)} of {len(results)}: "
+    trace = (getattr(errors[ranks[0]], "traceback", None) or text).splitlines()
+    others = [f"On {ranks_in_words([rank])}: {x[0]}: {x[1]}" for rank, x in own.items() if x != first]
+    return CellFailed(who + text, [*([who.rstrip()] if who else []), *_trimmed(trace), *others])
+
+
+def _error(result: Any) -> BaseException:
+    try:
+        result.get()
+    except Exception as error:
+        return error.elist[0].error if hasattr(error, "elist") and hasattr(error.elist[0], "error") else error
+    raise AssertionError
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Name ranks.
+
+    >>> ranks_in_words([1]), ranks_in_words([0, 2])
+    ('rank 1', 'ranks 0, 2')
+    """
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _trimmed(trace: Sequence[str]) -> list[str]:
+    """Leave out IPython's rule."""
+    return [x for x in trace if not _RULE.fullmatch(_COLOURS.sub("", x).strip())]

@@ -1,0 +1,152 @@
+"""`%load_ext zerofn`: %ranks, %%ranks and %autoranks, ranks behind the cells of a notebook."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from IPython import get_ipython
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, no_var_expand
+
+if TYPE_CHECKING:
+    from .pool import Pool
+
+_HELP = (
+    "write %ranks N for N ranks, %ranks restart, %ranks stop, %ranks output R for what rank R did in the last cell, "
+    "and %ranks alone for how they are"
+)
+
+
+@magics_class
+class RankMagics(Magics):
+    """The magics of one notebook, and its ranks.
+
+    `%ranks N` starts N ranks, processes of this machine that share one process group. `%%ranks` runs a cell on all of
+    them, and `%autoranks` every cell that follows. Without `%ranks`, `%%ranks` cells run in the notebook's own process.
+    """
+
+    pool: Pool | None = None
+    every_cell = False
+
+    @classmethod
+    def load(cls, shell: Any) -> None:
+        """Register the magics with a shell, once."""
+        if cls.__name__ in shell.magics_manager.registry:
+            return
+        magics = cls(shell)
+        shell.register_magics(magics)
+        shell.input_transformers_cleanup.append(magics.route)
+        atexit.register(magics.stop)
+
+    def route(self, lines: list[str]) -> list[str]:
+        """Send every cell to the ranks after %autoranks; without ranks, run cells for them here, as they are."""
+        at = next((k for k, x in enumerate(lines) if x.strip()), None)
+        if at is None:
+            return lines
+        first = lines[at]
+        if first.split()[0] == "%%ranks" and self.pool is None:
+            return lines[at + 1 :]
+        if self.every_cell and self.pool is not None and not first.startswith(("%%", "%ranks", "%autoranks")):
+            return ["%%ranks\n", *lines]
+        return lines
+
+    @no_var_expand
+    @line_cell_magic
+    def ranks(self, line: str, cell: str | None = None) -> None:
+        """%ranks N: start N ranks, or go on with N; %%ranks: run a cell on all of them. See also %ranks help."""
+        words = line.split()
+        if cell is not None:
+            self._run(line, cell)
+        elif not words:
+            print(self._state())
+        elif words == ["stop"]:
+            self.stop()
+        elif words == ["restart"]:
+            self._restart()
+        elif len(words) == 2 and words[0] == "output" and words[1].isdecimal():
+            self._output(int(words[1]))
+        elif len(words) == 1 and words[0].lstrip("-").isdecimal():
+            self._resize(int(words[0]))
+        else:
+            raise UsageError(f"%ranks {line}: {_HELP}.")
+
+    @line_magic
+    def autoranks(self, line: str) -> None:
+        """%autoranks: run every cell that follows on the ranks; once more: in the notebook itself again."""
+        if line.split() not in ([], ["on"], ["off"]):
+            raise UsageError("%autoranks: write %autoranks, %autoranks on or %autoranks off.")
+        self.every_cell = not self.every_cell if not line.split() else line.split() == ["on"]
+        print("Cells run on the ranks." if self.every_cell else "Cells run in the notebook's own process.")
+
+    def stop(self) -> None:
+        """End the ranks, if there are any."""
+        pool, self.pool = self.pool, None
+        if pool is not None:
+            pool.stop()
+
+    def _run(self, line: str, cell: str) -> None:
+        if line.strip():
+            raise UsageError(f"%%ranks {line}: it takes no options; the cell's code begins on the next line.")
+        if self.pool is None:  # called from code, which `route` has not seen
+            get_ipython().run_cell(cell).raise_error()
+            return
+        self.pool.run(cell)
+
+    def _state(self) -> str:
+        if self.pool is None:
+            return f"No ranks: %%ranks cells run in the notebook's own process. To change that, {_HELP}."
+        return self.pool.state()
+
+    def _output(self, rank: int) -> None:
+        pool = self.pool
+        if pool is None or not rank < pool.size:
+            raise UsageError(f"%ranks output {rank}: there are {'no' if pool is None else pool.size} ranks.")
+        pool.show(rank)
+
+    def _resize(self, size: int) -> None:
+        pool = self.pool
+        if pool is None:
+            self._start(size)
+            return
+        from .pool import check_size
+
+        check_size(size)
+        with tempfile.TemporaryDirectory(prefix="zerofn-ranks-") as folder:
+            self._go_on(size, *pool.give(folder))
+
+    def _restart(self) -> None:
+        pool = self.pool
+        if pool is None:
+            raise UsageError("%ranks restart: there are no ranks; write %ranks N.")
+        self._go_on(pool.size, *pool.last_saves())
+
+    def _go_on(self, size: int, paths: Sequence[str], states: Mapping[str, bytes], lost: Sequence[str]) -> None:
+        """Start other ranks with the states of these."""
+        self.stop()
+        pool = self._start(size)
+        found = pool.take(paths, states)
+        kept = [name for name, path in found.items() if path]
+        lost = [*lost, *(f"{name} (no save has it)" for name, path in found.items() if not path)]
+        if kept:
+            print(f"Moved: {', '.join(kept)}.")
+        if lost:
+            print(f"Lost: {', '.join(lost)}. Run the cells that make them.")
+
+    def _start(self, size: int) -> Pool:
+        if importlib.util.find_spec("ipyparallel") is None:
+            raise UsageError("%ranks needs ipyparallel; pip install 'zerofn[notebook]'.")
+        from .pool import Pool, check_machine, check_size
+
+        check_size(size)
+        check_machine()
+        start = time.monotonic()
+        self.pool = pool = Pool(size)
+        print(
+            f"{size} rank{'s' if size > 1 else ''} after {time.monotonic() - start:.1f} s: %%ranks runs a cell on all."
+        )
+        return pool

@@ -1,0 +1,262 @@
+"""Live ranks behind a notebook: engines of ipyparallel that share one process group."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ipyparallel
+import numpy as np
+import psutil  # type: ignore[import-untyped]
+import torch
+import torch.distributed as dist
+
+from . import engine
+from .cells import CellFailed, Shown, first_error, ranks_in_words
+
+_START = 60.0  # seconds until engines must be there
+_GRACE = 5.0  # seconds that ranks have to end by themselves when one has failed, has died, or was interrupted
+_LOOK = 0.02  # seconds between looks at what ranks print
+
+
+class Pool:
+    """`size` processes of this machine. Made with `Pool.start`."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.broken = ""  # why the ranks share no group any more
+        self.saved: tuple[list[str], dict[str, bytes | str]] = ([], {})  # see `engine.described`
+        self._asked: Any = None
+        self._results: list[Any] = []  # of the last cell
+        self._folder = tempfile.TemporaryDirectory(prefix="zerofn-ranks-")
+        counts = str(Path(self._folder.name) / "steps")
+        self._steps = np.memmap(counts, np.int64, "w+", shape=(size + 1,))
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._cluster = ipyparallel.Cluster(
+            controller_ip="127.0.0.1",
+            log_level=logging.ERROR,
+            profile_dir=_profile_in(self._folder.name),
+            engine_timeout=int(_START),
+        )
+        try:
+            self._views = self._start()
+            self.pids = self._on_all(engine.become_rank, each=[(self._variables(r), counts) for r in range(size)])
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self) -> list[Any]:
+        self._cluster.start_controller_sync()
+        own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": _threads(self.size)}
+        self._cluster.start_engines_sync(self.size, environment=own)
+        client = self._cluster.connect_client_sync()
+        client.wait_for_engines(self.size, timeout=_START, interactive=False)
+        return [client[i] for i in sorted(client.ids)]
+
+    def _variables(self, rank: int) -> dict[str, str]:
+        """What torchrun would set; the store is this process's."""
+        number = str(rank)
+        return {
+            **dict.fromkeys(("RANK", "LOCAL_RANK"), number),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.size)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_RUN_ID": Path(self._folder.name).name,
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+
+    def _on_all(self, function: Any, *args: Any, each: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        """Call a function on all ranks, and return what it returns on each."""
+        calls = each or [args] * self.size
+        asked = [view.apply_async(function, *x) for view, x in zip(self._views, calls, strict=True)]
+        while not all(x.done() for x in asked):
+            self._check_alive()
+            time.sleep(_LOOK)
+        failed = first_error(asked)
+        if failed is not None:
+            raise failed
+        return [x.get() for x in asked]
+
+    @property
+    def dead(self) -> list[int]:
+        """Ranks whose process has ended."""
+        return [rank for rank, pid in enumerate(getattr(self, "pids", ())) if not _lives(pid)]
+
+    def _check_alive(self) -> None:
+        if dead := self.dead:
+            self.broken = f"{ranks_in_words(dead)} has ended: it was killed, ran out of memory, or left by itself"
+        if self.broken:
+            raise CellFailed(f"{self.broken}. Write %ranks restart; it goes on from the last save.")
+
+    def state(self) -> str:
+        """Return how the ranks are, in a sentence."""
+        dead = self.dead
+        if dead or self.broken:
+            return f"{self.broken or ranks_in_words(dead) + ' has ended'}. %ranks restart goes on from the last save."
+        return f"{self.size} ranks, processes {', '.join(map(str, self.pids))}, ready for %%ranks cells."
+
+    def show(self, rank: int) -> None:
+        """Show what a rank has printed and displayed in the last cell."""
+        if self._results:
+            Shown([self._results[rank]], 0).end()
+
+    def run(self, code: str) -> None:
+        """Run a cell on all ranks, and show what rank 0 prints and displays as it comes.
+
+        Raises `CellFailed` for the first error of a rank, and `KeyboardInterrupt` if the cell was interrupted.
+        """
+        self._look_at_saves()
+        self._check_alive()
+        self._steps[:] = 0
+        results = [view.execute(code, silent=False, block=False) for view in self._views]
+        shown = Shown(results, 0)
+        self._results = results
+        interrupted = False
+        while not self._ended(results, shown):
+            try:
+                next(x for x in results if not x.done()).wait(_LOOK)
+            except StopIteration:
+                pass
+            except KeyboardInterrupt:
+                self.interrupt(results, shown, at_once=interrupted)
+                interrupted = True
+        shown.end()
+        self._asked = self._views[0].apply_async(engine.described, self.saved[0])
+        failed = first_error(results)
+        if interrupted and (failed is None or "KeyboardInterrupt" in str(failed)):
+            raise KeyboardInterrupt
+        if failed is not None:
+            raise failed
+
+    def _ended(self, results: Sequence[Any], shown: Shown) -> bool:
+        """Show what has come, and return whether all ranks are done. Ends those that wait for one that has failed."""
+        shown.show()
+        if dead := self.dead:
+            end = time.monotonic() + _GRACE  # for the others to hear of it
+            while time.monotonic() < end and not all(x.done() for r, x in enumerate(results) if r not in dead):
+                time.sleep(_LOOK)
+            shown.end()
+            self._check_alive()
+        failed = [r for r, x in enumerate(results) if x.done() and not x.successful()]
+        if failed and not all(x.done() for x in results):
+            self._end_waiting(results, failed[0])
+        return all(x.done() for x in results)
+
+    def _end_waiting(self, results: Sequence[Any], failed: int) -> None:
+        end = time.monotonic() + _GRACE
+        while time.monotonic() < end:
+            if all(x.done() for x in results):
+                return
+            time.sleep(_LOOK)
+        text = str(first_error([results[failed]]))
+        self._views[failed].apply_async(engine.fail, text)
+        self.broken = f"rank {failed} failed alone, and ended the others' process group ({text.splitlines()[0]})"
+        end = time.monotonic() + 2 * _GRACE
+        while time.monotonic() < end and not all(x.done() for x in results):
+            time.sleep(_LOOK)
+        for x, pid in zip(results, self.pids, strict=True):
+            if not x.done():
+                os.kill(pid, signal.SIGKILL)  # it hears nothing
+
+    def interrupt(self, results: Sequence[Any], shown: Shown, *, at_once: bool) -> None:
+        """Stop all ranks before the same step, or, where none begins in `_GRACE` seconds, wherever they are."""
+        if not at_once:
+            before = self._steps[: self.size].max()
+            self._steps[engine.STOP] = before + 2  # the fastest rank may be about to begin the next
+            end = time.monotonic() + _GRACE
+            while not all(x.done() for x in results):
+                shown.show()
+                if self._steps[: self.size].max() > before:
+                    end = time.monotonic() + _GRACE
+                    before = self._steps[: self.size].max()
+                if time.monotonic() > end:
+                    break
+                time.sleep(_LOOK)
+        for x, pid in zip(results, self.pids, strict=True):
+            if not x.done():
+                os.kill(pid, signal.SIGINT)
+
+    def _look_at_saves(self) -> None:
+        """Take what rank 0 has said, after the last cell, about its saves."""
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            asked.wait(_GRACE)
+            if asked.done() and asked.successful() and asked.get() is not None:
+                self.saved = asked.get()
+
+    def give(self, folder: str) -> tuple[list[str], dict[str, bytes], list[str]]:
+        """Save what can go on to other ranks. Returns (paths, states by name, sentences about what is lost)."""
+        self._look_at_saves()
+        self._check_alive()
+        states, others = self._on_all(engine.variables)[0]
+        kept = self._on_all(engine.save_states, folder, states)[0]
+        return [str(Path(folder) / name) for name in kept], *_kept_and_lost(kept, others)
+
+    def last_saves(self) -> tuple[list[str], dict[str, bytes], list[str]]:
+        """Return the same as `give`, of what was saved before."""
+        self._look_at_saves()
+        paths, states = self.saved
+        return paths, *_kept_and_lost(states, [])
+
+    def take(self, paths: Sequence[str], states: Mapping[str, bytes]) -> dict[str, str]:
+        """Load states of other ranks. Returns where each was found, "" for nowhere."""
+        found: dict[str, str] = self._on_all(engine.load_states, dict(states), list(paths))[0]
+        return found
+
+    def stop(self) -> None:
+        """End all processes."""
+        for pid in getattr(self, "pids", ()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(Exception):  # of engines that are dead already
+            self._cluster.stop_cluster_sync()
+        self._folder.cleanup()
+
+
+def _kept_and_lost(states: Mapping[str, bytes | str], others: Sequence[str]) -> tuple[dict[str, bytes], list[str]]:
+    kept = {name: x for name, x in states.items() if isinstance(x, bytes)}
+    return kept, [*(f"{name} ({x})" for name, x in states.items() if isinstance(x, str)), *others]
+
+
+def _profile_in(folder: str) -> str:
+    from IPython.core.profiledir import ProfileDir
+
+    return str(ProfileDir.create_profile_dir_by_name(folder, "ranks").location)
+
+
+def _threads(size: int) -> str:
+    return os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // size))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def check_size(size: int) -> None:
+    """Raise `ValueError` for a number of ranks that cannot be."""
+    gpus = torch.cuda.device_count()
+    if size < 1:
+        raise ValueError(f"%ranks {size}: expected 1 or more; %ranks stop ends the ranks.")
+    if 0 < gpus < size:
+        raise ValueError(f"%ranks {size}: this machine has {gpus} GPUs, and each rank needs its own.")
+
+
+def check_machine() -> None:
+    """Raise `RuntimeError` in a process that is a rank itself."""
+    if dist.is_initialized() or "TORCHELASTIC_RUN_ID" in os.environ:
+        raise RuntimeError(
+            "%ranks: this kernel is a rank of a process group itself, which the ranks behind it cannot join. Restart "
+            "the kernel, and write %ranks before anything makes a group."
+        )

@@ -1,0 +1,35 @@
+"""What comes before every compiled step."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from torch.utils.hooks import RemovableHandle
+
+from ..util.process import the
+from .interrupts import deliver
+
+
+class StepPreHooks(OrderedDict[int, Callable[[], object]]):
+    """What is called, in the order in which it was registered."""
+
+
+def before_step() -> None:
+    """Run the handler of an interrupt that came during the last step, and the hooks."""
+    deliver()
+    for hook in tuple(the(StepPreHooks).values()):
+        hook()
+
+
+def register_step_pre_hook(hook: Callable[[], object]) -> RemovableHandle:
+    """Call `hook()` before every compiled step of this process, and return a handle whose `remove()` ends that.
+
+    What it raises is raised in the step's place, with the state as it was. So a hook that raises `KeyboardInterrupt`
+    before the same step on every rank stops a loop where all of them can go on. As `torch.optim` has
+    `register_optimizer_step_pre_hook`.
+    """
+    hooks = the(StepPreHooks)
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
