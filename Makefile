@@ -14,7 +14,7 @@ torch_stamp := torch-$(subst /,_,$(subst :,_,$(TORCH))).stamp
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo check test lint bench architecture clean
+.PHONY: demo check test test-all lint bench architecture clean
 .NOTPARALLEL:
 
 demo: $(VENV)/examples.stamp
@@ -22,9 +22,13 @@ demo: $(VENV)/examples.stamp
 
 # What to run while working: everything that needs no ranks and starts no programs.
 check: lint
-	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not ranks and not slow"
+	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not ranks and not slow and not whole"
 
 test: lint
+	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not whole"
+
+# Whole products, of which `make test` has a part, and the longest runs.
+test-all: lint
 	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 lint: $(VENV)/test.stamp

@@ -23,12 +23,14 @@ TESTS = Path(__file__).parent
 
 def pytest_collection_modifyitems(items):
     """Mark what `make check` leaves to `make test`: tests on real ranks, whole programs, and the cases of large
-    products that `quick` does not name."""
+    products that `quick` does not name; and what `make test` leaves to `make test-all`: those that `part` does not."""
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
-        if any(item.path.is_relative_to(TESTS / folder) for folder in SLOW_FOLDERS) or not _is_quick(item):
+        if any(item.path.is_relative_to(TESTS / folder) for folder in SLOW_FOLDERS) or not _is_among(item, "quick"):
             item.add_marker(pytest.mark.slow)
+        if not _is_among(item, "part"):
+            item.add_marker(pytest.mark.whole)
 
 
 def pytest_collection_finish():
@@ -47,7 +49,7 @@ def runtime():
         yield
 
 
-def _is_quick(item):
-    """Whether a test's parameters are those that its `quick(name=[values])` marks name."""
-    marks = item.iter_markers("quick")
+def _is_among(item, mark):
+    """Whether a test's parameters are those that its marks of this name, such as `quick(name=[values])`, name."""
+    marks = item.iter_markers(mark)
     return all(item.callspec.params[name] in values for mark in marks for name, values in mark.kwargs.items())

@@ -10,11 +10,12 @@ import zerofn
 from zerofn import collectives, optim, random
 
 PUBLIC = {
-    zerofn: "abort abstract accumulate all_finite collectives compile copy eager_region even export first_nonfinite "
-    "from_deepspeed gather global_norm leaf_norms load load_safetensors normal_like optim plan progress random "
-    "register_step_pre_hook remat run same save saved_paths scatter shard skeleton this_machine tree_map unshard "
-    "value_and_grad vdot verify CaptureError CheckpointError Checkpoints DynamicLossScale Machine Mesh NoLossScale "
-    "Offload Pass Precision Sharded StaticLossScale TrainState",
+    zerofn: "abort abstract accumulate all_finite collectives compile copy eager_region even export export_dcp "
+    "first_nonfinite from_deepspeed gather global_norm leaf_norms load load_dcp load_deepspeed "
+    "load_safetensors load_state_dict normal_like optim plan progress random register_step_pre_hook remat run "
+    "same save saved_paths scatter shard skeleton this_machine tree_map unshard value_and_grad vdot verify "
+    "CaptureError CheckpointError Checkpoints DynamicLossScale Machine Mesh NoLossScale Offload Pass "
+    "Precision Sharded StaticLossScale TrainState",
     optim: "adafactor adagrad adam adamw adaptive_grad_clip add_decayed_weights apply_updates chain clip "
     "clip_by_block_rms clip_by_global_norm constant_schedule cosine_decay_schedule cosine_onecycle_schedule "
     "ema exponential_decay from_functions identity inject_hyperparams join_schedules lamb linear_schedule "

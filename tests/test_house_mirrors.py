@@ -40,6 +40,7 @@ TESTED_BY = {
     "graph.program": "graph/test_capture.py",
     "graph.resident": "graph/test_liveness.py",
     "graph.source_lines": "graph/test_advice.py",
+    "interop.dcp_files": "interop/test_dcp.py",
     "launch.node": "launch/test_nodes.py",
     "launch.worker": "launch/test_run.py",
     "memory.arena": "passes/test_assign_buffers.py",

@@ -18,7 +18,7 @@ from .util.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import collectives, optim, random
-    from .checkpoint import CheckpointError, Checkpoints, export, load, load_safetensors, save, verify
+    from .checkpoint import CheckpointError, Checkpoints, export, load, load_safetensors, load_state_dict, save, verify
     from .checkpoint.owner import saved_paths
     from .collectives import same
     from .comm.failures import abort
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from .cost.machine import Machine
     from .deferred_init.skeleton import skeleton
     from .graph.capture import CaptureError
+    from .interop.dcp import export_dcp, load_dcp
     from .interop.deepspeed import from_deepspeed
+    from .interop.deepspeed_checkpoint import load_deepspeed
     from .launch.run import run
     from .notebook.progress import progress
     from .offload.policy import Offload
@@ -56,9 +58,11 @@ if TYPE_CHECKING:
 _WHERE = {
     **dict.fromkeys(("collectives", "optim", "random"), ""),
     **dict.fromkeys(
-        ("CheckpointError", "Checkpoints", "export", "load", "load_safetensors", "save", "verify"), "checkpoint"
+        ("CheckpointError", "Checkpoints", "export", "load", "load_safetensors", "load_state_dict", "save", "verify"),
+        "checkpoint",
     ),
     **dict.fromkeys(("all_finite", "first_nonfinite", "global_norm", "leaf_norms", "vdot"), "sharding.reductions"),
+    **dict.fromkeys(("export_dcp", "load_dcp"), "interop.dcp"),
     **dict.fromkeys(("gather", "scatter"), "sharding.gather_scatter"),
     **dict.fromkeys(("shard", "unshard"), "sharding.shard"),
     **dict.fromkeys(("accumulate", "value_and_grad"), "training.grad"),
@@ -78,6 +82,7 @@ _WHERE = {
     "copy": "sharding.copying",
     "eager_region": "training.eager_region",
     "from_deepspeed": "interop.deepspeed",
+    "load_deepspeed": "interop.deepspeed_checkpoint",
     "even": "training.even",
     "plan": "planning.planner",
     "register_step_pre_hook": "runtime.hooks",
@@ -102,13 +107,17 @@ __all__ = [
     "eager_region",
     "even",
     "export",
+    "export_dcp",
     "first_nonfinite",
     "from_deepspeed",
     "gather",
     "global_norm",
     "leaf_norms",
     "load",
+    "load_dcp",
+    "load_deepspeed",
     "load_safetensors",
+    "load_state_dict",
     "normal_like",
     "optim",
     "plan",

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.whole
 def test_every_part_runs_on_the_cpu(tmp_path):
     command = [sys.executable, "-m", "benchmarks.gpu.gpu", "--dry-run", "--minutes", "9", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})

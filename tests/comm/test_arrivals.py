@@ -102,6 +102,7 @@ def run(folder, kill):
     return subprocess.run(job, env=environ, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.whole
 def test_torchrun_starts_killed_ranks_again(tmp_path):
     """Rank 0 and rank 1 are killed once each. The end is that of a run that nothing happened to, bit for bit."""
     whole, killed = run(tmp_path / "whole", "no"), run(tmp_path / "killed", "yes")

@@ -92,6 +92,7 @@ SILENT = [
 ]
 
 
+@pytest.mark.part(which=[1])
 @pytest.mark.parametrize("which, saves", [(0, False), (1, True)])
 def test_a_rank_that_is_frozen_in_a_step(tmp_path, which, saves):
     """Its connections are open, so only its silence tells; a thread that saves may be the first to find it."""

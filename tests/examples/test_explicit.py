@@ -36,6 +36,7 @@ def alone(tmp_path_factory):
     return check(run("explicit.py", *TINY, folder=tmp_path_factory.mktemp("alone")))
 
 
+@pytest.mark.part(stage=[3])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_every_stage_has_the_curvature_of_the_global_batch(alone, stage, tmp_path):
     printed = run("explicit.py", *TINY, "--stage", stage, folder=tmp_path, num_ranks=2)

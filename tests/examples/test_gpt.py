@@ -39,6 +39,7 @@ def test_it_learns_shows_and_compares(alone):
     assert (folder / "runs/gpt/loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.part(stage=[3])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_two_ranks_train_alike(alone, stage, tmp_path):
     printed = run("gpt.py", *TINY, "--stage", stage, folder=tmp_path, num_ranks=2)

@@ -134,6 +134,7 @@ def losses_and_parameters(stage, num_microbatches, edit):
     return trained(6, 16, NORMED, 3, **how, passes=edit)[1]
 
 
+@pytest.mark.part(size=[3])
 @pytest.mark.parametrize("size", [2, 3])
 def test_values_stay(ranks, size):
     for stage in (0, 2, 3):

@@ -167,6 +167,7 @@ def test_known_operations_promise_the_strides_that_they_give(info, form, reorder
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("form", [permuted], ids=lambda f: f.__name__)
 def test_operations_of_torchs_database_promise_the_strides_that_they_give(form):
     found = {f"{x.name} {x.variant_test_name}": differences(x, form, True, most=1) for x in DATABASE}

@@ -10,5 +10,6 @@ from .loading import load as load
 from .manager import Checkpoints as Checkpoints
 from .pretrained import load_safetensors as load_safetensors
 from .saving import save as save
+from .state_dict import load_state_dict as load_state_dict
 from .stopping import Stopped as Stopped
 from .verifying import verify as verify

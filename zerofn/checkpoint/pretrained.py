@@ -17,7 +17,7 @@ from .contents import Part, leaves_of, missing_leaf, take_apart
 from .filling import Filling, settle_all
 from .loading import same_everywhere
 from .places import is_remote, located
-from .sources import Weights
+from .sources import Source, Weights
 
 log = logging.getLogger("zerofn")
 
@@ -40,9 +40,17 @@ def load_safetensors(
     Raises `CheckpointError` on every rank for files that are missing, damaged or pickled, a leaf without a tensor
     or (with `strict`) a tensor without a leaf, and shapes that differ.
     """
-    parts, treedef = together(WHAT, lambda: take_apart(like, WHAT))
-    same_everywhere(WHAT, path, parts)
-    values = together(WHAT, lambda: _read(_place(path), parts, strict, rename))
+    return fill(WHAT, lambda: Weights(_place(path), rename), str(path), like, strict)
+
+
+def fill(what: str, opened: Callable[[], Source], words: str, like: Any, strict: bool) -> Any:
+    """Return the leaves of a source, laid out as `like`. All ranks must call it.
+
+    `words`: what it is, the same on all ranks; its first line names it in errors, which begin with `what`.
+    """
+    parts, treedef = together(what, lambda: take_apart(like, what))
+    same_everywhere(what, words, parts)
+    values = together(what, lambda: _read(opened, words.partition("\n")[0], parts, strict))
     with torch.no_grad():
         settle_all(values)
     return tree.unflatten(treedef, values)
@@ -54,19 +62,19 @@ def _place(path: str | os.PathLike[str]) -> Path:
     return place if is_remote(place) else Path(path).expanduser()
 
 
-def _read(path: Path, parts: list[Part], strict: bool, rename: Callable[[str], str | None] | None) -> list[Any]:
-    weights = Weights(path, rename)
+def _read(opened: Callable[[], Source], path: str, parts: list[Part], strict: bool) -> list[Any]:
+    weights = opened()
     try:
         absent = _match(weights, parts, path, strict)
         with torch.no_grad():
             filling = Filling(parts, absent)
-            filling.check(weights, str(path))
+            filling.check(weights, path)
             return filling.fill(weights)
     finally:
         weights.close()
 
 
-def _match(weights: Weights, parts: list[Part], path: Path, strict: bool) -> frozenset[str]:
+def _match(weights: Source, parts: list[Part], path: str, strict: bool) -> frozenset[str]:
     """Return the leaves that keep their values. Raises if names do not agree and `strict` forbids it."""
     wanted = {leaf.name: None for part in parts for leaf in leaves_of(part)}
     missing = [n for n in wanted if n not in weights.leaves]
@@ -88,7 +96,7 @@ def _match(weights: Weights, parts: list[Part], path: Path, strict: bool) -> fro
 
 
 def _mismatch(
-    wanted: Mapping[str, Any], found: Mapping[str, Any], missing: list[str], unexpected: list[str], path: Path
+    wanted: Mapping[str, Any], found: Mapping[str, Any], missing: list[str], unexpected: list[str], path: str
 ) -> str:
     hint = _hint(list(wanted), list(found))
     if missing:
@@ -96,7 +104,7 @@ def _mismatch(
             "Build `like` with the configuration of these weights, give rename=, or pass "
             "strict=False to keep its values."
         )
-        return f"{missing_leaf(missing[0], str(path), found, len(missing))} {fix}"
+        return f"{missing_leaf(missing[0], path, found, len(missing))} {fix}"
     fix = hint or (
         "Leave it out with rename=lambda name: None if name == ... else name (a tied weight "
         "that is stored twice, say), or pass strict=False."

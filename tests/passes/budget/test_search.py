@@ -63,6 +63,7 @@ def test_one_rank(num_microbatches):
     assert at_budgets(3, num_microbatches, None, 3) < 0.9
 
 
+@pytest.mark.part(stage=[3])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_two_ranks(ranks, stage):
     first, second = ranks(2, at_budgets, stage, 1, "bf16")

@@ -1,0 +1,63 @@
+"""State dicts into shards: tensors in memory, and tensors that are read by intervals."""
+
+import pytest
+import torch
+
+import zerofn
+from tests.support.same import assert_same_trees
+
+PARAMS = {"a.w": torch.arange(70.0).view(7, 10), "a.b": torch.arange(5.0), "c": torch.tensor(3, dtype=torch.int64)}
+
+
+class Elsewhere:
+    """A tensor that says which of its elements were read."""
+
+    def __init__(self, tensor):
+        self.tensor, self.shape, self.dtype, self.asked = tensor, tensor.shape, tensor.dtype, []
+
+    def read(self, start, into):
+        self.asked.append((start, into.numel()))
+        into.copy_(self.tensor.reshape(-1)[start : start + into.numel()])
+
+
+def load(stage, dtype):
+    like = zerofn.shard({"params": zerofn.tree_map(torch.zeros_like, PARAMS)}, stage=stage)["params"]
+    values = {name: Elsewhere(x.to(dtype) if x.is_floating_point() else x) for name, x in PARAMS.items()}
+    loaded = zerofn.load_state_dict(values, like=like)
+    assert_same_trees(zerofn.unshard(loaded), PARAMS)
+    return {name: sum(n for _, n in x.asked) for name, x in values.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_values_are_read_where_they_are_kept(stage, dtype):
+    assert load(stage, dtype) == {"a.w": 70, "a.b": 5, "c": 1}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_each_rank_reads_its_part(ranks, world):
+    found = ranks(world, load, 3, torch.float32)
+    assert [sum(x[name] for x in found) for name in ("a.w", "a.b")] == [70, 5]
+
+
+def test_a_modules_state_dict():
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
+    plain = {name: torch.zeros_like(x) for name, x in module.named_parameters()}
+    loaded = zerofn.load_state_dict(module.state_dict(), like=zerofn.shard({"params": plain})["params"])
+    assert_same_trees(zerofn.unshard(loaded), dict(module.named_parameters()))
+
+
+def test_names_and_shapes_must_agree():
+    like = {"w": torch.zeros(3)}
+    with pytest.raises(zerofn.CheckpointError, match="has no leaf 'w'"):
+        zerofn.load_state_dict({"v": torch.ones(3)}, like=like)
+    with pytest.raises(zerofn.CheckpointError, match=r"'w' has shape \(4,\) there"):
+        zerofn.load_state_dict({"w": torch.ones(4)}, like=like)
+    with pytest.raises(TypeError, match="'w' is a int, no tensor"):
+        zerofn.load_state_dict({"w": 3}, like=like)
+    with pytest.raises(ValueError, match="two tensors would be 'w'"):
+        zerofn.load_state_dict({"w": torch.ones(3), "v": torch.ones(3)}, like=like, rename=lambda name: "w")
+    renamed = zerofn.load_state_dict({"m.w": torch.ones(3)}, like=like, rename=lambda name: name[2:])
+    assert_same_trees(renamed, {"w": torch.ones(3)})
+    loose = zerofn.load_state_dict({"w": torch.ones(3), "x": torch.ones(1)}, like=like, strict=False)
+    assert_same_trees(loose, {"w": torch.ones(3)})

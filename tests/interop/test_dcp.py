@@ -1,0 +1,162 @@
+"""torch's distributed checkpoints: what FSDP2 writes is read here, and what is written here FSDP2 reads."""
+
+import dataclasses
+import os
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import zerofn
+from tests.support.same import assert_same_trees
+from zerofn import optim
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
+RATE = 1e-2
+
+
+def build(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 3))
+
+
+def batch(step):
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
+
+
+def trained(module, steps=3):
+    """A module and its AdamW after some steps on the same batch on all ranks."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=RATE)
+    for k in range(steps):
+        optimizer.zero_grad()
+        module(batch(k)).square().mean().backward()
+        optimizer.step()
+    return module, optimizer
+
+
+def like(stage=3, seed=9, **options):
+    params = dict(build(seed).named_parameters())
+    return zerofn.shard(zerofn.TrainState.create(params=params, tx=optim.adamw(RATE)), stage=stage, **options)
+
+
+def fsdp2_writes(path):
+    module, optimizer = trained(build_sharded())
+    weights, state = get_state_dict(module, optimizer)
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=path)
+    full = {k: v.full_tensor() for k, v in weights.items()}
+    moments = {k: {m: v[m].full_tensor() for m in ("exp_avg", "exp_avg_sq")} for k, v in state["state"].items()}
+    return full, moments
+
+
+def build_sharded():
+    module = build()
+    fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return module
+
+
+def load(path, stage):
+    return zerofn.unshard(zerofn.load_dcp(path, like=like(stage)))
+
+
+def check(path, stage, full, moments):
+    state = load(path, stage)
+    assert_same_trees(state.params, full)
+    assert_same_trees(state.opt_state.mu, {k: v["exp_avg"] for k, v in moments.items()})
+    assert_same_trees(state.opt_state.nu, {k: v["exp_avg_sq"] for k, v in moments.items()})
+    assert int(state.opt_state.count) == int(state.step) == 3
+
+
+def test_what_fsdp2_has_written(ranks, tmp_path):
+    full, moments = ranks(2, fsdp2_writes, tmp_path / "ck")[0]
+    check(tmp_path / "ck", 3, full, moments)
+    ranks(3, check, tmp_path / "ck", 3, full, moments)
+    ranks(2, check, tmp_path / "ck", 1, full, moments)
+
+
+def fsdp2_reads(path):
+    module = build_sharded()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=RATE)
+    trained_once = module(batch(0)).square().mean()
+    trained_once.backward()
+    optimizer.step()  # so that it has a state to load into
+    weights, state = get_state_dict(module, optimizer)
+    held = {"model": weights, "optim": {"state": state["state"]}}
+    dcp.load(held, checkpoint_id=path)
+    set_state_dict(module, optimizer, model_state_dict=weights, optim_state_dict={**state, **held["optim"]})
+    optimizer.zero_grad()
+    module(batch(3)).square().mean().backward()
+    optimizer.step()
+    return {k: v.full_tensor() for k, v in module.state_dict().items()}
+
+
+def test_what_fsdp2_reads_goes_on_as_plain_torch(ranks, tmp_path):
+    """A state of ZeroFn's, exported, and one more step by FSDP2: the four steps of plain torch."""
+    module, optimizer = trained(build())
+    state = zerofn.load_state_dict(dict(module.named_parameters()), like=like().params)
+    moments = {k: optimizer.state[p] for k, p in module.named_parameters()}
+    adam = optim.AdamState(
+        count=torch.tensor(3, dtype=like().opt_state.count.dtype),
+        mu=zerofn.load_state_dict({k: v["exp_avg"] for k, v in moments.items()}, like=like().opt_state.mu),
+        nu=zerofn.load_state_dict({k: v["exp_avg_sq"] for k, v in moments.items()}, like=like().opt_state.nu),
+    )
+    zerofn.save(tmp_path / "ours", dataclasses.replace(like(), params=state, opt_state=adam))
+    zerofn.export_dcp(tmp_path / "ours", tmp_path / "theirs")
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["ours", "theirs"]
+    expected = dict(trained(build(), 4)[0].named_parameters())
+    for found in ranks(2, fsdp2_reads, tmp_path / "theirs"):
+        for name, x in found.items():
+            torch.testing.assert_close(x, expected[name].detach(), rtol=1e-6, atol=1e-7)
+    again = zerofn.load_dcp(tmp_path / "theirs", like=like())
+    assert_same_trees(zerofn.unshard(again.params), dict(module.named_parameters()))
+    assert_same_trees(zerofn.unshard(again.opt_state.nu), {k: v["exp_avg_sq"] for k, v in moments.items()})
+
+
+def test_parameters_alone(tmp_path):
+    dcp.save({"state": {"net": build(3).state_dict()}}, checkpoint_id=tmp_path / "ck", no_dist=True)
+    with pytest.raises(zerofn.CheckpointError, match=r"has no '0.bias.exp_avg' below any prefix.*only='params'"):
+        zerofn.load_dcp(tmp_path / "ck", like=like())
+    state = zerofn.load_dcp(tmp_path / "ck", like=like(), only="params")
+    assert_same_trees(zerofn.unshard(state.params), dict(build(3).named_parameters()))
+
+
+def test_bf16_and_another_dtype(tmp_path):
+    weights = {k: v.bfloat16() for k, v in build(3).state_dict().items()}
+    dcp.save(weights, checkpoint_id=tmp_path / "ck", no_dist=True)
+    state = zerofn.load_dcp(tmp_path / "ck", like=like(precision="bf16"), only="params")
+    assert_same_trees(zerofn.unshard(state.params), {k: v.float() for k, v in weights.items()})
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/zerofn-was-here",)
+
+
+def test_metadata_that_would_execute_something(tmp_path):
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "ck", no_dist=True)
+    (tmp_path / "ck" / ".metadata").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(zerofn.CheckpointError, match=r"the metadata wants to use posix.system when it is read"):
+        zerofn.load_dcp(tmp_path / "ck", like=like())
+    assert not os.path.exists("/tmp/zerofn-was-here")
+
+
+def test_what_is_missing_damaged_or_of_another_model(tmp_path):
+    with pytest.raises(zerofn.CheckpointError, match=r"\.metadata is not there; give the folder"):
+        zerofn.load_dcp(tmp_path, like=like())
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "ck", no_dist=True)
+    with pytest.raises(zerofn.CheckpointError, match=r"has no '0.bias' below any prefix; it has w"):
+        zerofn.load_dcp(tmp_path / "ck", like=like())
+    data = next((tmp_path / "ck").glob("*.distcp"))
+    data.rename(tmp_path / "moved")
+    with pytest.raises(zerofn.CheckpointError, match=r"distcp is missing, or lies elsewhere"):
+        zerofn.load_dcp(tmp_path / "ck", like=like())
+    (tmp_path / "ck" / ".metadata").write_bytes(b"nothing")
+    with pytest.raises(zerofn.CheckpointError, match=r"\.metadata is damaged"):
+        zerofn.load_dcp(tmp_path / "ck", like=like())
+    with pytest.raises(zerofn.CheckpointError, match="export_dcp: .* has no params"):
+        zerofn.save(tmp_path / "bare", {"w": torch.ones(3)})
+        zerofn.export_dcp(tmp_path / "bare", tmp_path / "out")

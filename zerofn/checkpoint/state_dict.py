@@ -1,0 +1,77 @@
+"""`load_state_dict`: named tensors, in memory or behind a reader, into shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .contents import LeafInfo
+from .pretrained import fill
+
+WHAT = "zerofn.load_state_dict"
+
+
+class Readable(Protocol):
+    """A tensor that is elsewhere, and is read by intervals."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+
+    def read(self, start: int, into: Tensor) -> None:
+        """Fill the 1-d `into` with the raveled tensor's elements from `start` on, cast to its dtype."""
+
+
+def load_state_dict(
+    state_dict: Mapping[str, Tensor | Readable],
+    like: Any,
+    *,
+    strict: bool = True,
+    rename: Callable[[str], str | None] | None = None,
+) -> Any:
+    """Return the tensors of a state dict, laid out as the tree `like` (`Sharded` or plain), in its dtypes.
+
+        params = load_state_dict(module.state_dict(), like=state.params)
+
+    Every rank must call it, with the same tensors. Values are tensors, or objects with `shape`, `dtype` and
+    `read(start, into)`, which fills a 1-d tensor with elements from `start` on: of those a rank reads the intervals
+    that it keeps and no more. `strict`, `rename` and errors are as in `load_safetensors`. `like` is not changed.
+    """
+    names = "\n".join(sorted(state_dict))
+    return fill(
+        WHAT, lambda: _Named(state_dict, rename), f"a state dict of {len(state_dict)} tensors\n{names}", like, strict
+    )
+
+
+class _Named:
+    """A source."""
+
+    def __init__(self, state_dict: Mapping[str, Tensor | Readable], rename: Callable[[str], str | None] | None) -> None:
+        self._values: dict[str, Tensor | Readable] = {}
+        for name, value in state_dict.items():
+            if not (isinstance(value, Tensor) or hasattr(value, "read")):
+                raise TypeError(f"{WHAT}: {name!r} is a {type(value).__name__}, no tensor; leave it out.")
+            new = name if rename is None else rename(name)
+            if new in self._values:
+                raise ValueError(f"{WHAT}: two tensors would be {new!r}; let rename return None for one of them.")
+            if new is not None:
+                self._values[new] = value
+        self.leaves = {name: LeafInfo(name, tuple(x.shape), x.dtype) for name, x in self._values.items()}
+
+    def read(self, name: str, start: int, into: Tensor) -> None:
+        """Fill the 1-d `into` with the raveled leaf's elements from `start` on, cast to its dtype."""
+        value = self._values[name]
+        if isinstance(value, Tensor):
+            into.copy_(value.detach().reshape(-1)[start : start + into.numel()])
+        else:
+            value.read(start, into)
+
+    def close(self) -> None:
+        """Nothing is open."""

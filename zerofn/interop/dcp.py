@@ -1,0 +1,115 @@
+"""`zerofn.load_dcp` and `zerofn.export_dcp`: torch's distributed checkpoints, which FSDP2 and torchtitan write."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import zerofn
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def load_dcp(path: str | Path, like: Any, *, only: str | None = None) -> Any:
+    """Return the state that `torch.distributed.checkpoint` has saved, laid out as the `TrainState` `like`.
+
+        state = zerofn.load_dcp("checkpoints/step-1000", like=state)
+
+    Parameters are found by the names that `like.params` has, below any prefix ("model.", say), and Adam's `exp_avg`,
+    `exp_avg_sq` and `step` by the same names below another, as `get_state_dict` of torch writes them. `only="params"`
+    leaves all else as it is in `like`. The state's `step` becomes the optimizer's. Ranks may be of any number, here and
+    there, and DTensors cut in any way. Every rank must call it; one tensor is in memory at a time besides what it
+    keeps. `like` is not changed.
+
+    Raises `zerofn.CheckpointError` for a folder that is no such checkpoint, is damaged or of another model, or whose
+    metadata, which is a pickle, names anything but torch's classes for it; and where `like` has no `AdamState`.
+    """
+    from .dcp_files import Saved  # which imports much of torch
+
+    saved = Saved(Path(path).expanduser())
+    names = _names_of(like.params)
+    params = zerofn.load_state_dict(saved.below(saved.prefix(names, ""), names, ""), like=like.params)
+    if only == "params":
+        return dataclasses.replace(like, params=params)
+    if only is not None:
+        raise ValueError(f"load_dcp: only={only!r} is not known; there are 'params' and None.")
+    count: list[int] = []
+
+    def filled(x: Any) -> Any:
+        if not isinstance(x, zerofn.optim.AdamState):
+            return x
+        learned = _names_of(x.mu)
+        prefix = saved.prefix(learned, ".exp_avg")
+        count.append(saved.step(prefix, learned[0]))
+        mu, nu = (
+            zerofn.load_state_dict(saved.below(prefix, learned, f".{kind}"), like=tree)
+            for kind, tree in zip(_MOMENTS, (x.mu, x.nu), strict=True)
+        )
+        return x._replace(count=torch.full_like(x.count, count[0]), mu=mu, nu=nu)
+
+    opt_state = zerofn.tree_map(filled, like.opt_state, is_leaf=lambda x: isinstance(x, zerofn.optim.AdamState))
+    if len(count) != 1:
+        raise zerofn.CheckpointError(
+            f"load_dcp: `like` has {len(count)} AdamStates for the moments of {path}. Make it with "
+            "tx=zerofn.optim.adamw(...), or pass only='params'."
+        )
+    return dataclasses.replace(like, params=params, opt_state=opt_state, step=torch.full_like(like.step, count[0]))
+
+
+def _names_of(tree: Any) -> list[str]:
+    """Return the names of a tree's leaves."""
+    if isinstance(tree, zerofn.Sharded):
+        return list(tree.layout.where)
+    return [name for name, x in tree.items() if x is not None]
+
+
+def export_dcp(path: str | Path, out: str | Path) -> None:
+    """Write a ZeroFn checkpoint as one of `torch.distributed.checkpoint`, which FSDP2 and torchtitan load.
+
+    It holds {"model": {name: tensor}} and, for Adam, {"optim": {"state": {name: {"exp_avg", "exp_avg_sq", "step"}}}},
+    as torch's `get_state_dict` names them. Values are as stored. Call it in one process; files are mapped, not loaded.
+    Needs as much room again below `out` while it runs.
+
+    Raises `zerofn.CheckpointError` for a checkpoint that cannot be read, and for one without `params`.
+    """
+    import torch.distributed.checkpoint as dcp
+    from safetensors import safe_open
+
+    from .dcp_files import alone
+
+    target = Path(out).expanduser()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
+        (file,) = zerofn.export(path, Path(folder) / "all.safetensors", part="")
+        with safe_open(file, "pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+        model = {name.removeprefix("params."): x for name, x in tensors.items() if name.startswith("params.")}
+        if not model:
+            raise zerofn.CheckpointError(f"export_dcp: {path} has no params.")
+        state = _moments(tensors)
+        with alone():
+            dcp.save(
+                {"model": model} | ({"optim": {"state": state}} if state else {}), checkpoint_id=target, no_dist=True
+            )
+
+
+def _moments(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return Adam's state by parameter, as torch names it; nothing if there is not one such state."""
+    found = [re.fullmatch(r"(opt_state\.(?:.*\.)?)mu\..+", name) for name in tensors]
+    prefixes = {x[1] for x in found if x and f"{x[1]}count" in tensors}
+    if len(prefixes) != 1:
+        return {}
+    prefix = prefixes.pop()
+    step = tensors[f"{prefix}count"].float()
+    return {
+        name: {"exp_avg": x, "exp_avg_sq": tensors[f"{prefix}nu.{name}"], "step": step.clone()}
+        for full, x in tensors.items()
+        if full.startswith(f"{prefix}mu.") and (name := full.removeprefix(f"{prefix}mu."))
+    }

@@ -1,0 +1,299 @@
+"""`zerofn.load_deepspeed`: a checkpoint of DeepSpeed's, at any ZeRO stage, into a state.
+
+What DeepSpeed calls a checkpoint is a folder with one folder per tag, of torch.save's files: the model's from rank 0,
+or from every rank at stage 3, and the optimizer's from every rank. At stages 1 and 2 a parameter group is one flat fp32
+vector, cut into equal parts; at stage 3 every parameter is cut by itself, and a rank's parts follow each other. Masters
+and moments have the same places. Files are mapped, and read by intervals. They are pickles: classes of DeepSpeed's own
+are replaced by empty ones, and any other class is refused, so nothing of a file is ever executed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+import zerofn
+
+from .pieces import Pieces, cut, first, numel
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_FP32 = {"single_partition_of_fp32_groups": "base_optimizer_state", "fp32_flat_groups": "optimizer_state_dict"}
+
+
+def load_deepspeed(path: str | Path, like: Any, *, tag: str | None = None, only: str | None = None) -> Any:
+    """Return the state that DeepSpeed has saved, laid out as the `TrainState` `like`.
+
+        state = zerofn.load_deepspeed("checkpoints/", like=state)
+
+    `path`: the folder that `engine.save_checkpoint` was given. `tag`: which one there; by default what the file
+    `latest` names. Parameters are the fp32 masters where there are some. Adam's moments and step count go to the
+    `AdamState` in `like.opt_state`, the engine's steps to `step` and `skipped`, and a dynamic loss scale to that of
+    `like`. `only="params"` leaves all but the parameters as they are in `like`. Ranks may be of any number, here and
+    there. Every rank must call it; each reads the intervals that it keeps. `like` is not changed.
+
+    Names are the module's, as in `dict(module.named_parameters())`. A tied weight is one parameter, whichever of its
+    names `like` has.
+
+    Raises `zerofn.CheckpointError` for files that are missing, damaged, of another model, of model parallelism, or that
+    want to execute something when they are read; and where `like` has no `AdamState` for the moments.
+    """
+    saved = _Saved.at(_tag_folder(Path(path).expanduser(), tag))
+    names = _names_of(like.params)
+    params = zerofn.load_state_dict(saved.chosen(saved.params, names), like=like.params)
+    if only == "params":
+        return dataclasses.replace(like, params=params)
+    if only is not None:
+        raise ValueError(f"load_deepspeed: only={only!r} is not known; there are 'params' and None.")
+    found: list[int] = []
+    opt_state = zerofn.tree_map(
+        lambda x: _with_moments(x, saved, found) if isinstance(x, zerofn.optim.AdamState) else x,
+        like.opt_state,
+        is_leaf=lambda x: isinstance(x, zerofn.optim.AdamState),
+    )
+    if len(found) != 1:
+        raise zerofn.CheckpointError(
+            f"load_deepspeed: {saved.folder} has Adam's moments, and `like` has {len(found)} AdamStates for them. "
+            "Make it with tx=zerofn.optim.adamw(...), or pass only='params'."
+        )
+    changes: dict[str, Any] = {"params": params, "opt_state": opt_state}
+    changes["step"] = torch.full_like(like.step, saved.steps)
+    changes["skipped"] = torch.full_like(like.skipped, saved.skipped)
+    if saved.scale is not None and isinstance(like.loss_scale, zerofn.DynamicLossScale):
+        scale = torch.full_like(like.loss_scale.loss_scale, saved.scale)
+        changes["loss_scale"] = dataclasses.replace(like.loss_scale, loss_scale=scale)
+    return dataclasses.replace(like, **changes)
+
+
+def _with_moments(state: Any, saved: _Saved, found: list[int]) -> Any:
+    if saved.lacks_moments:
+        raise zerofn.CheckpointError(f"load_deepspeed: {saved.lacks_moments} Pass only='params'.")
+    found.append(saved.count)
+    mu, nu = (
+        zerofn.load_state_dict(saved.chosen(saved.moments[kind], _names_of(tree)), like=tree)
+        for kind, tree in zip(_MOMENTS, (state.mu, state.nu), strict=True)
+    )
+    return state._replace(count=torch.full_like(state.count, saved.count), mu=mu, nu=nu)
+
+
+def _names_of(tree: Any) -> set[str]:
+    """Return the names of a tree's leaves."""
+    if isinstance(tree, zerofn.Sharded):
+        return set(tree.layout.where)
+    return {name for name, x in tree.items() if x is not None}
+
+
+def _tag_folder(path: Path, tag: str | None) -> Path:
+    if tag is None and (path / "latest").is_file():
+        tag = (path / "latest").read_text().strip()
+    folder = path if tag is None else path / tag
+    if tag is not None and (re.search(r"[/\\]", tag) or tag in ("", ".", "..")):
+        raise zerofn.CheckpointError(f"load_deepspeed: {path / 'latest'} names {tag!r}, which is no folder's name.")
+    if not folder.is_dir():
+        raise zerofn.CheckpointError(f"load_deepspeed: {folder} is not there; give the folder that has `latest`.")
+    return folder
+
+
+@dataclass
+class _Saved:
+    """What is in one tag's folder. `aliases`: another name of a tied parameter -> its name."""
+
+    folder: Path
+    params: dict[str, Tensor | Pieces]
+    moments: dict[str, dict[str, Tensor | Pieces]]
+    aliases: dict[str, str]
+    count: int
+    steps: int
+    skipped: int
+    scale: float | None
+    lacks_moments: str = ""
+
+    @staticmethod
+    def at(folder: Path) -> _Saved:
+        """Read what is there."""
+        models = _ranks(folder, re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt"))
+        if not models:
+            raise zerofn.CheckpointError(
+                f"load_deepspeed: {folder} has no *_model_states.pt; it is no checkpoint of DeepSpeed's engine."
+            )
+        optims = _ranks(folder, re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"))
+        model = _read(models[0])
+        zero = [_read(file)["optimizer_state_dict"] for file in optims]
+        return _zero(folder, [model, *map(_read, models[1:])], zero) if zero else _plain(folder, model)
+
+    def chosen(self, tensors: Mapping[str, Tensor | Pieces], names: set[str]) -> dict[str, Tensor | Pieces]:
+        """Return tensors by the names that `like` has for tied ones."""
+        own = dict(tensors)
+        for alias, name in self.aliases.items():
+            if alias in names and name not in names and name in own:
+                own[alias] = own.pop(name)
+        return own
+
+
+def _ranks(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    """Return the files of a kind, by rank. Raises `zerofn.CheckpointError` for a gap, and for model parallelism."""
+    found: dict[int, Path] = {}
+    for file in folder.iterdir():
+        if match := pattern.fullmatch(file.name):
+            if int(match[2]):
+                raise zerofn.CheckpointError(
+                    f"load_deepspeed: {file} is of a model that is cut over ranks (tensor or pipeline "
+                    "parallelism); convert it with DeepSpeed's ds_to_universal, or save it without."
+                )
+            found[int(match[1] or 0)] = file
+    if sorted(found) != list(range(len(found))):
+        gap = next(k for k in range(len(found)) if k not in found)
+        raise zerofn.CheckpointError(f"load_deepspeed: {folder} lacks the file of rank {gap}; copy it again.")
+    return [found[k] for k in sorted(found)]
+
+
+class _Empty:
+    """In the place of a class of DeepSpeed's."""
+
+    def __new__(cls, *args: Any) -> _Empty:
+        return object.__new__(cls)
+
+
+def _read(file: Path) -> Any:
+    """Return what a file holds, its tensors mapped. Raises `zerofn.CheckpointError` for one that would execute code."""
+    try:
+        named = get_unsafe_globals_in_checkpoint(file)
+    except Exception as error:
+        raise zerofn.CheckpointError(f"load_deepspeed: {file} is damaged, or no file of torch.save: {error}") from error
+    strange = [name for name in named if not name.startswith("deepspeed.")]
+    if strange:
+        raise zerofn.CheckpointError(
+            f"load_deepspeed: {file} wants to use {strange[0]} when it is read, and is not read: a pickle may execute "
+            "anything. If you trust it, load it with DeepSpeed, and save the engine without client_state."
+        )
+    inert: list[Any] = [(type(name.rpartition(".")[2], (_Empty,), {}), name) for name in named]
+    try:
+        with safe_globals(inert):
+            return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        raise zerofn.CheckpointError(f"load_deepspeed: {file} cannot be read: {error}") from error
+
+
+def _plain(folder: Path, model: Mapping[str, Any]) -> _Saved:
+    """A checkpoint of stage 0: the module's own tensors, and the optimizer's state by number."""
+    buffers = set(model.get("buffer_names") or ())
+    whole = {k: v for k, v in model["module"].items() if k not in buffers}
+    aliases = _tied(whole)
+    params: dict[str, Tensor | Pieces] = {k: v for k, v in whole.items() if k not in aliases}
+    optimizer = model.get("optimizer") or {}
+    state, groups = optimizer.get("state") or {}, optimizer.get("param_groups") or []
+    order = [i for group in groups for i in group["params"]]
+    lacks, moments = "", {kind: dict[str, Tensor | Pieces]() for kind in _MOMENTS}
+    if len(groups) != 1 or len(order) != len(params) or not all(i in state for i in order):
+        lacks = (
+            f"{folder} is of stage 0, where DeepSpeed saves moments by number: with one group of all parameters "
+            f"they have names, and here are {len(groups)} groups of {len(order)} parameters beside {len(params)} "
+            "tensors."
+        )
+    else:
+        for i, (name, x) in zip(order, params.items(), strict=True):
+            for kind in _MOMENTS:
+                moments[kind][name] = state[i][kind]
+                if state[i][kind].shape != x.shape:
+                    lacks = f"{folder}: moments do not come in the order of the module's parameters."
+    return _Saved(folder, params, moments, aliases, _count(state.values()), *_steps(model), None, lacks)
+
+
+def _tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return other names of tensors that share their memory."""
+    first_name: dict[tuple[int, tuple[int, ...]], str] = {}
+    found = {}
+    for name, x in tensors.items():
+        key = (x.data_ptr(), tuple(x.shape))
+        if x.numel() and first_name.setdefault(key, name) != name:
+            found[name] = first_name[key]
+    return found
+
+
+def _zero(folder: Path, models: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> _Saved:
+    """A checkpoint of stages 1 to 3."""
+    model, world = models[0], len(ranks)
+    key = next((x for x in _FP32 if x in ranks[0]), None)
+    counted = ranks[0].get("partition_count", world)
+    if key is None or (max(counted) if isinstance(counted, list) else counted) != world:
+        raise zerofn.CheckpointError(
+            f"load_deepspeed: {folder} has optimizer files of {world} ranks, and was saved by {counted}; copy it again."
+        )
+    states = [rank[_FP32[key]]["state"] for rank in ranks]
+    flats: dict[str, list[list[Tensor]]] = {"params": [rank[key] for rank in ranks]}  # kind -> rank -> group
+    flats |= {kind: [_groups(state, kind) for state in states] for kind in _MOMENTS}
+    shapes, whole = model["param_shapes"], key == "fp32_flat_groups"
+    paddings = ranks[0].get("param_alignment_paddings")
+    placed = {
+        kind: _by_parameter(shapes, found) if whole else _by_group(shapes, found, paddings)
+        for kind, found in flats.items()
+        if all(found)
+    }
+    missing = (
+        "" if len(placed) == len(flats) else f"{folder} has no {' and '.join(_MOMENTS)}; its optimizer is not Adam."
+    )
+    params = placed["params"] | _frozen(models, world, whole)
+    shared = dict(model.get("shared_params") or {})
+    scaler = ranks[0].get("loss_scaler")
+    scale = float(getattr(scaler, "cur_scale", 1.0)) if ranks[0].get("dynamic_loss_scale") else None
+    moments = {kind: placed.get(kind, {}) for kind in _MOMENTS}
+    return _Saved(folder, params, moments, shared, _count(states[0].values()), *_steps(model), scale, missing)
+
+
+def _groups(state: Mapping[int, Mapping[str, Any]], kind: str) -> list[Tensor]:
+    return [state[k][kind] for k in sorted(state) if kind in state[k]]
+
+
+def _by_group(
+    shapes: Sequence[Mapping[str, Sequence[int]]], ranks: Sequence[Sequence[Tensor]], paddings: Any
+) -> dict[str, Tensor | Pieces]:
+    """Stages 1 and 2: a group's parameters follow each other in a vector, which is cut over the ranks."""
+    found: dict[str, Tensor | Pieces] = {}
+    for g, group in enumerate(shapes):
+        flats, at = [rank[g] for rank in ranks], 0
+        for k, (name, shape) in enumerate(group.items()):
+            found[name] = Pieces(tuple(shape), cut(flats, at, numel(shape)))
+            at += numel(shape) + (paddings[g][k] if paddings is not None else 0)
+    return found
+
+
+def _by_parameter(
+    shapes: Sequence[Mapping[str, Sequence[int]]], ranks: Sequence[Sequence[Tensor]]
+) -> dict[str, Tensor | Pieces]:
+    """Stage 3: every parameter is cut over the ranks, and a rank's parts of all groups follow each other."""
+    found: dict[str, Tensor | Pieces] = {}
+    at = 0
+    for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
+        part = -(-numel(shape) // len(ranks))
+        parts = [piece for rank in ranks for piece in cut(rank, at, part)]
+        found[name] = Pieces(tuple(shape), first(parts, numel(shape)))
+        at += part
+    return found
+
+
+def _frozen(models: Sequence[Mapping[str, Any]], world: int, whole: bool) -> dict[str, Tensor | Pieces]:
+    """What is not trained: cut over the ranks at stage 3, else in the module."""
+    shapes = models[0].get("frozen_param_shapes") or {}
+    if whole:
+        return {
+            name: Pieces(tuple(shape), first([x["frozen_param_fragments"][name] for x in models], numel(shape)))
+            for name, shape in shapes.items()
+        }
+    learned = {name for group in models[0]["param_shapes"] for name in group}
+    aside = {*learned, *(models[0].get("shared_params") or {}), *(models[0].get("buffer_names") or ())}
+    return {name: x for name, x in models[0]["module"].items() if name not in aside}
+
+
+def _count(states: Iterator[Mapping[str, Any]] | Any) -> int:
+    return max((int(x["step"]) for x in states if "step" in x), default=0)
+
+
+def _steps(model: Mapping[str, Any]) -> tuple[int, int]:
+    return int(model.get("global_steps", 0)), int(model.get("skipped_steps", 0))
