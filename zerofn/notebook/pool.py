@@ -24,6 +24,7 @@ from .cells import CellFailed, Shown, first_error, ranks_in_words
 
 _START = 60.0  # seconds until engines must be there
 _GRACE = 5.0  # seconds that ranks have to end by themselves when one has failed, has died, or was interrupted
+_HEAR = 10.0  # seconds that waiting ranks have to hear of it, at a beat of their hearts
 _LOOK = 0.02  # seconds between looks at what ranks print
 
 
@@ -160,7 +161,7 @@ class Pool:
         text = str(first_error([results[failed]]))
         self._views[failed].apply_async(engine.fail, text)
         self.broken = f"rank {failed} failed alone, and ended the others' process group ({text.splitlines()[0]})"
-        end = time.monotonic() + 2 * _GRACE
+        end = time.monotonic() + _HEAR
         while time.monotonic() < end and not all(x.done() for x in results):
             time.sleep(_LOOK)
         for x, pid in zip(results, self.pids, strict=True):
