@@ -1,0 +1,54 @@
+"""torch's optimizers, translated: the same parameters after some steps."""
+
+import pytest
+import torch
+
+import zerofn
+from zerofn import optim
+from zerofn.integrations.torch_optimizers import translated
+
+CASES = [
+    ("AdamW", {"betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1, "fused": True}),
+    ("AdamW", {}),
+    ("Adam", {"weight_decay": 0.1}),
+    ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    ("SGD", {}),
+    ("RMSprop", {"momentum": 0.5, "centered": True, "weight_decay": 0.1}),
+]
+
+
+@pytest.mark.parametrize("name, options", CASES)
+def test_it_is_torchs(name, options):
+    draw = torch.Generator().manual_seed(0)
+    first = {"w": torch.randn(5, 3, generator=draw), "b": torch.randn(3, generator=draw)}
+    plain = {k: x.clone().requires_grad_() for k, x in first.items()}
+    decay = options.get("weight_decay", 1e-2 if name == "AdamW" else 0.0)
+    groups = [{"params": [plain["w"]], "weight_decay": decay}, {"params": [plain["b"]], "weight_decay": 0.0}]
+    kinds = {k: v for k, v in options.items() if k != "fused"}
+    theirs = getattr(torch.optim, name)(groups, lr=0.05, **kinds)
+    tx = translated(name, options, 0.05, lambda leaf: leaf.name == "w")
+    state = tx.init(first)
+    for step in range(4):
+        grads = {k: torch.sin(x.detach() + step) for k, x in plain.items()}
+        for k, x in plain.items():
+            x.grad = grads[k].clone()
+        theirs.step()
+        updates, state = tx.update(grads, state, first)
+        first = optim.apply_updates(first, updates)
+        for k, x in plain.items():
+            torch.testing.assert_close(first[k], x.detach(), rtol=2e-6, atol=1e-7)
+    assert zerofn.tree_map(torch.isfinite, first)["w"].all()
+
+
+@pytest.mark.parametrize(
+    "name, options, sentence",
+    [
+        ("LBFGS", {}, "optimizer LBFGS: there is no translation; there are AdamW"),
+        ("AdamW", {"amsgrad": True}, "amsgrad=True has no counterpart"),
+        ("SGD", {"dampening": 0.1}, "dampening=0.1 has no counterpart"),
+        ("SGD", {"betas": (0.1, 0.2)}, "'betas' has no counterpart; there are momentum"),
+    ],
+)
+def test_what_has_no_counterpart_is_a_sentence(name, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        translated(name, options, 0.1)

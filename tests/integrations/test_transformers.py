@@ -1,0 +1,306 @@
+"""transformers' Trainer with ZeroFn's step, beside transformers' own on one process."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import zerofn
+from tests.support.same import assert_same_trees
+from zerofn.integrations.transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from zerofn.integrations.transformers.trainer import stack
+
+STEPS = 5
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning"),
+]
+
+
+def config():
+    return transformers.LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, attention_dropout=0.0, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def build():
+    torch.manual_seed(3)
+    return transformers.AutoModelForCausalLM.from_config(config())
+
+
+def rows(count=48, length=8, odd=False):
+    """Token rows; `odd`: of many lengths, with some labels that do not count."""
+    draw, found = torch.Generator().manual_seed(0), []
+    for k in range(count):
+        x = torch.randint(0, 50, (length - k % 3 if odd else length,), generator=draw)
+        labels = x.clone()
+        if odd:
+            labels[: 1 + k % 4] = -100
+        found.append({"input_ids": x, "labels": labels})
+    return found
+
+
+def padded(batch):
+    longest = max(len(x["input_ids"]) for x in batch)
+
+    def pad(name, value):
+        return torch.stack([torch.nn.functional.pad(x[name], (0, longest - len(x[name])), value=value) for x in batch])
+
+    return {"input_ids": pad("input_ids", 0), "labels": pad("labels", -100)}
+
+
+def options(folder, **more):
+    return {
+        "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
+        "per_device_eval_batch_size": 4, "logging_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no",
+        "disable_tqdm": True, "weight_decay": 0.1, "warmup_steps": 2, **more,
+    }  # fmt: skip
+
+
+def losses(trainer):
+    return [x["loss"] for x in trainer.state.log_history if "loss" in x]
+
+
+def logged(trainer, *names):
+    return [[x.get(name) for name in names] for x in trainer.state.log_history if "loss" in x]
+
+
+def theirs(folder, more, **given):
+    given = {"model": build(), "train_dataset": rows(), **given}
+    trainer = transformers.Trainer(args=transformers.TrainingArguments(**options(folder, **more)), **given)
+    trainer.train()
+    return trainer
+
+
+def ours(folder, more, **given):
+    given = {"model": build(), "train_dataset": rows(), **given}
+    trainer = Trainer(args=TrainingArguments(**options(folder, **more)), **given)
+    trainer.train()
+    return trainer
+
+
+CASES = {
+    "plain": {},
+    "stage 0": {"stage": 0},
+    "cosine, no clipping": {"lr_scheduler_type": "cosine", "max_grad_norm": 0.0},
+    "clipped": {"max_grad_norm": 0.3},
+    "sgd": {"optim": "sgd", "learning_rate": 0.5},
+    "rmsprop": {"optim": "rmsprop"},
+    "accumulating": {"gradient_accumulation_steps": 3},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "epochs, whose last update is smaller": {
+        "gradient_accumulation_steps": 5, "max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 5,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_losses_of_transformers(tmp_path, name):
+    more = CASES[name]
+    plain = theirs(tmp_path, {k: v for k, v in more.items() if k != "stage"})
+    mine = ours(tmp_path, more)
+    assert len(losses(mine)) == len(losses(plain)) >= 4
+    names = ("loss", "learning_rate", "epoch")
+    np.testing.assert_allclose(logged(mine, *names), logged(plain, *names), rtol=1e-6)
+    if more.get("max_grad_norm", 1.0):
+        np.testing.assert_allclose(logged(mine, "grad_norm"), logged(plain, "grad_norm"), rtol=2e-5)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_microbatches_of_other_lengths(tmp_path, steps):
+    """Each has its share of the tokens that count."""
+    given = {"train_dataset": rows(60, odd=True), "data_collator": padded}
+    more = {"gradient_accumulation_steps": steps, "max_steps": 3}
+    np.testing.assert_allclose(
+        losses(ours(tmp_path, more, **given)), losses(theirs(tmp_path, more, **given)), rtol=1e-6
+    )
+
+
+def test_evaluation_and_the_best_model(tmp_path):
+    more = {
+        "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 6,
+        "load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True,
+        "learning_rate": 0.05, "save_total_limit": 2,
+    }  # fmt: skip
+
+    def accuracy(prediction):
+        return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+    given = {"eval_dataset": rows(10), "compute_metrics": accuracy}
+    plain, mine = theirs(tmp_path / "a", more, **given), ours(tmp_path / "b", more, **given)
+    found = [
+        [(x["eval_loss"], x["eval_accuracy"]) for x in t.state.log_history if "eval_loss" in x] for t in (plain, mine)
+    ]
+    assert len(found[0]) == 3
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4)
+    assert mine.state.best_global_step == plain.state.best_global_step < 6  # the largest loss is the first
+    assert mine.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-4)
+    logits = [t.predict(rows(6)).predictions for t in (plain, mine)]
+    np.testing.assert_allclose(logits[1], logits[0], rtol=1e-3, atol=1e-4)
+
+
+def train_on_ranks(folder, more, steps, resume=None):
+    """On every rank; the losses, and on rank 0 the parameters."""
+    args = TrainingArguments(**options(folder, **more))
+    trainer = Trainer(model_init=build, args=args, train_dataset=rows())
+    assert all(p.is_meta for p in trainer.model.parameters())
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(f"{folder}/last")
+    return losses(trainer), zerofn.unshard(trainer.sharded.params)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_ranks_are_one_with_twice_the_rows(tmp_path, stage):
+    more = {"stage": stage, "per_device_train_batch_size": 2}
+    mine, params = zerofn.run(train_on_ranks, tmp_path, more, STEPS, ranks=2)
+    plain = theirs(tmp_path, {})
+    np.testing.assert_allclose(mine, losses(plain), rtol=1e-6)
+    for name, x in plain.model.named_parameters():
+        torch.testing.assert_close(params[name], x.detach(), rtol=1e-4, atol=1e-5)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "last")
+    assert_same_trees(dict(again.named_parameters()), params)
+
+
+def test_a_run_goes_on_with_other_ranks(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "save_total_limit": None}
+    whole = ours(tmp_path / "whole", {"max_steps": 6})
+    ours(tmp_path / "run", {**saving, "max_steps": 6})
+    one = Trainer(args=TrainingArguments(**options(tmp_path / "run", **saving)), model=build(), train_dataset=rows())
+    one.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    np.testing.assert_allclose(losses(one), losses(whole), rtol=1e-6)
+    assert_same_trees(zerofn.unshard(one.sharded.params), zerofn.unshard(whole.sharded.params))
+    more = {**saving, "per_device_train_batch_size": 2, "stage": 2}
+    mine, _ = zerofn.run(
+        train_on_ranks, tmp_path / "run", more, 6, resume=str(tmp_path / "run" / "checkpoint-4"), ranks=2
+    )
+    np.testing.assert_allclose(mine, losses(whole), rtol=1e-6)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4")
+    assert again.config.architectures == ["LlamaForCausalLM"]
+
+
+def test_translations_are_generated(tmp_path):
+    shape = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+    t5 = transformers.T5Config(**shape, decoder_start_token_id=0, dropout_rate=0.0)
+    draw = torch.Generator().manual_seed(0)
+    data = [
+        {"input_ids": torch.randint(2, 40, (7,), generator=draw), "labels": torch.randint(2, 40, (5,), generator=draw)}
+        for _ in range(16)
+    ]
+
+    def seq2seq(kind, arguments, **more):
+        torch.manual_seed(1)
+        given = options(tmp_path, predict_with_generate=True, generation_max_length=6, **more)
+        trainer = kind(
+            model=transformers.T5ForConditionalGeneration(t5), args=arguments(**given), train_dataset=data,
+            eval_dataset=data[:8], data_collator=transformers.default_data_collator,
+        )  # fmt: skip
+        trainer.train()
+        return trainer
+
+    plain = seq2seq(transformers.Seq2SeqTrainer, transformers.Seq2SeqTrainingArguments)
+    mine = seq2seq(Seq2SeqTrainer, Seq2SeqTrainingArguments, stage=2)
+    np.testing.assert_allclose(losses(mine), losses(plain), rtol=1e-5)
+    assert mine.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
+    np.testing.assert_array_equal(*(t.predict(data[:8]).predictions for t in (plain, mine)))
+    assert all(p.is_meta for p in mine.model.parameters())
+
+
+def test_callbacks_see_the_run_and_stop_it(tmp_path):
+    class Stops(transformers.TrainerCallback):
+        seen = []
+
+        def on_step_end(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **kwargs):
+            self.seen.append((state.global_step, optimizer.param_groups[0]["lr"], type(model).__name__))
+            control.should_training_stop = state.global_step == 3
+
+    ours(tmp_path, {}, callbacks=[Stops()])
+    assert [x[0] for x in Stops.seen] == [1, 2, 3] and {x[2] for x in Stops.seen} == {"LlamaForCausalLM"}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_learns(tmp_path, precision):
+    mine = ours(tmp_path, {precision: True, "max_steps": 30, "learning_rate": 3e-3} if precision == "bf16" else {})
+    plain = theirs(tmp_path, {"max_steps": 30, "learning_rate": 3e-3} if precision == "bf16" else {})
+    np.testing.assert_allclose(losses(mine), losses(plain), rtol=0.02)
+
+
+DEEPSPEED = {
+    "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "gradient_clipping": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "train_batch_size": "auto",
+}
+
+
+def test_a_deepspeed_configuration(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
+    mine = ours(tmp_path, {"deepspeed": str(tmp_path / "ds.json"), "gradient_accumulation_steps": 2})
+    assert mine.sharded.params.spec.stage == 2
+    plain = theirs(tmp_path, {"gradient_accumulation_steps": 2})
+    np.testing.assert_allclose(losses(mine), losses(plain), rtol=1e-6)
+    with pytest.raises(ValueError, match=r"says gradient_clipping=0.5, and the arguments say 1.0"):
+        TrainingArguments(**options(tmp_path, deepspeed={**DEEPSPEED, "gradient_clipping": 0.5}))
+    other = {**DEEPSPEED, "scheduler": {"type": "OneCycle", "params": {}}}
+    with pytest.raises(ValueError, match="scheduler OneCycle is not the Trainer's"):
+        TrainingArguments(**options(tmp_path, deepspeed=other))
+    with pytest.raises(ValueError, match="say the same"):
+        TrainingArguments(**options(tmp_path, deepspeed=DEEPSPEED, fsdp=True))
+
+
+@pytest.mark.parametrize(
+    "given, stage, remat",
+    [
+        ({"fsdp": True}, 3, None),
+        ({"fsdp": "shard_grad_op auto_wrap"}, 2, None),
+        ({"fsdp": True, "fsdp_config": {"reshard_after_forward": False, "activation_checkpointing": True}}, 2, "full"),
+        ({"gradient_checkpointing": True, "stage": 1}, 1, "full"),
+    ],
+)
+def test_other_words_for_the_same(tmp_path, given, stage, remat):
+    args = TrainingArguments(**options(tmp_path, **given))
+    assert args.shard_options["stage"] == stage and args.compile_options.get("remat") == remat
+
+
+@pytest.mark.parametrize(
+    "given, sentence",
+    [
+        ({"torch_compile": True}, "torch_compile has no effect"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size has no effect"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha has no effect"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "follows metrics"),
+        ({"optim": "adafactor"}, "optimizer Adafactor: there is no translation"),
+    ],
+)
+def test_what_has_no_counterpart_is_a_sentence(tmp_path, given, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        ours(tmp_path, given, eval_dataset=rows(4))
+
+
+def test_other_mistakes(tmp_path):
+    with pytest.raises(TypeError, match="import TrainingArguments from zerofn"):
+        Trainer(build(), transformers.TrainingArguments(**options(tmp_path)))
+    with pytest.raises(ValueError, match="pass model_init"):
+        Trainer(zerofn.skeleton(build), TrainingArguments(**options(tmp_path)), train_dataset=rows())
+    model = build()
+    adam = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="optimizers= are torch's"):
+        Trainer(model, TrainingArguments(**options(tmp_path)), optimizers=(adam, None))
+    (tmp_path / "checkpoint-1").mkdir()
+    with pytest.raises(ValueError, match="has no folder 'zerofn'"):
+        trainer = Trainer(build(), TrainingArguments(**options(tmp_path)), train_dataset=rows())
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_microbatches_are_stacked_where_they_can_be():
+    a, b = ({"x": torch.full((2, 3), float(k)), "y": torch.zeros(2)} for k in range(2))
+    parts, stacked = stack([a, b])
+    assert stacked == 2 and len(parts) == 1 and parts[0]["x"].shape == (4, 3)
+    assert stack([a])[1] == 1
+    parts, stacked = stack([a, {"x": torch.zeros(2, 4), "y": torch.zeros(2)}])
+    assert stacked == 1 and len(parts) == 2

@@ -1,0 +1,1 @@
+"""ZeroFn under other frameworks. Public names only; each needs its framework."""

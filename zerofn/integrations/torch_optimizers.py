@@ -1,0 +1,72 @@
+"""torch's optimizers as transformations of `zerofn.optim`, by a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .. import optim
+
+Mask = Callable[[Any], bool] | None
+_IGNORED = {"foreach", "fused", "capturable", "differentiable"}  # how, not what
+
+
+def translated(name: str, options: Mapping[str, Any], rate: Any, mask: Mask = None) -> Any:
+    """Return the transformation of the optimizer class called `name` with these options.
+
+    `rate`: the learning rate, a float or a schedule, in place of `lr`. `mask(leaf)`: which leaves `weight_decay` is
+    for. Raises `ValueError` for a class or an option without a counterpart.
+    """
+    known = _KNOWN.get(name)
+    if known is None:
+        raise ValueError(f"optimizer {name}: there is no translation; there are {', '.join(_KNOWN)}.")
+    make, names = known
+    given = {k: v for k, v in options.items() if k not in _IGNORED and k != "lr"}
+    for key in ("amsgrad", "maximize", "dampening", "lr_decay"):
+        if given.pop(key, 0):
+            raise ValueError(f"optimizer {name}: {key}={options[key]!r} has no counterpart; leave it out.")
+    given.pop("decoupled_weight_decay", None)
+    strange = [key for key in given if key not in names]
+    if strange:
+        raise ValueError(f"optimizer {name}: {strange[0]!r} has no counterpart; there are {', '.join(names)}.")
+    return make(rate, mask, **given)
+
+
+def _adamw(rate: Any, mask: Mask, betas: Any = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2) -> Any:
+    decay = float(weight_decay)
+    return optim.adamw(rate, float(betas[0]), float(betas[1]), float(eps), decay, mask if decay else None)
+
+
+def _adam(rate: Any, mask: Mask, betas: Any = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0) -> Any:
+    return _with_l2(optim.adam(rate, float(betas[0]), float(betas[1]), float(eps)), weight_decay, mask)
+
+
+def _sgd(rate: Any, mask: Mask, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0) -> Any:
+    decay = float(weight_decay)
+    return optim.sgd(rate, momentum or None, nesterov, decay, mask if decay else None)
+
+
+def _rmsprop(
+    rate: Any,
+    mask: Mask,
+    alpha: float = 0.99,
+    eps: float = 1e-8,
+    momentum: float = 0.0,
+    centered: bool = False,
+    weight_decay: float = 0.0,
+) -> Any:
+    own = optim.rmsprop(rate, alpha, eps, eps_in_sqrt=False, centered=centered, momentum=momentum or None)
+    return _with_l2(own, weight_decay, mask)
+
+
+def _with_l2(tx: Any, decay: float, mask: Mask) -> Any:
+    return optim.chain(optim.add_decayed_weights(decay, mask), tx) if decay else tx
+
+
+# class -> (what makes it, its options)
+_KNOWN: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "AdamW": (_adamw, ("betas", "eps", "weight_decay")),
+    "Adam": (_adam, ("betas", "eps", "weight_decay")),
+    "SGD": (_sgd, ("momentum", "nesterov", "weight_decay")),
+    "RMSprop": (_rmsprop, ("alpha", "eps", "momentum", "centered", "weight_decay")),
+}

@@ -1,0 +1,179 @@
+"""transformers' `TrainingArguments`, with ZeroFn's beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import transformers
+
+import zerofn
+
+if TYPE_CHECKING:
+    _Arguments = Any
+else:
+    _Arguments = object  # one of transformers' two classes comes behind it
+
+_OF_FSDP = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0}
+
+
+@dataclass
+class _Ours(_Arguments):
+    """What ZeroFn adds."""
+
+    stage: int = field(default=3, metadata={"help": "ZeRO's stage, 0 to 3"})
+    memory: str | None = field(
+        default=None, metadata={"help": "device memory that a step may take on a rank, such as 24GiB"}
+    )
+    offload: str | None = field(default=None, metadata={"help": "cpu or nvme: where optimizer and parameters lie"})
+    remat: str | None = field(default=None, metadata={"help": "full or auto: recompute activations"})
+
+    def __post_init__(self) -> None:
+        self._of_deepspeed: tuple[dict[str, Any], dict[str, Any]] | None = None
+        given, self.deepspeed = getattr(self, "deepspeed", None), None
+        fsdp, self.fsdp = getattr(self, "fsdp", None), None
+        if given and fsdp:
+            raise ValueError("TrainingArguments: deepspeed= and fsdp= say the same; leave one of them out.")
+        if getattr(self, "gradient_checkpointing", False) or getattr(self, "activation_checkpointing", False):
+            self.gradient_checkpointing = self.activation_checkpointing = False
+            self.remat = self.remat or "full"
+        super().__post_init__()
+        if fsdp:
+            self._take_fsdp(fsdp)
+        if given:
+            self._take_deepspeed(given)
+
+    def _take_deepspeed(self, given: str | Mapping[str, Any]) -> None:
+        """Read a DeepSpeed configuration, with `"auto"` from these arguments, as transformers fills it."""
+        content = json.loads(Path(given).read_text()) if isinstance(given, str | Path) else dict(given)
+        auto = {
+            "train_micro_batch_size_per_gpu": self.per_device_train_batch_size,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "gradient_clipping": self.max_grad_norm,
+            "bf16.enabled": self.bf16,
+            "fp16.enabled": self.fp16,
+        }
+        scheduler, optimizer = content.pop("scheduler", None), content.pop("optimizer", None)
+        named = {path.rpartition(".")[2] for path in _autos(content)} | set(_autos(content))
+        setup = zerofn.from_deepspeed(
+            content,
+            auto={k: v for k, v in auto.items() if k in named},
+            tx=zerofn.optim.identity(),
+            world=self.world_size,
+        )
+        self._check(content)
+        self._take_optimizer(optimizer or {}, scheduler or {})
+        self.stage = setup.shard["stage"]
+        self._of_deepspeed = (setup.shard, setup.compile)
+
+    def _check(self, content: Mapping[str, Any]) -> None:
+        """Raise `ValueError` where the file and the arguments say two things: neither would be silently right."""
+        said = {
+            "train_micro_batch_size_per_gpu": self.per_device_train_batch_size,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "gradient_clipping": self.max_grad_norm,
+        }
+        for key, mine in said.items():
+            theirs = content.get(key, "auto")
+            if theirs != "auto" and float(theirs) != float(mine):
+                raise ValueError(
+                    f"TrainingArguments: the DeepSpeed file says {key}={theirs}, and the arguments say {mine}. Write "
+                    '"auto" in the file, or the same in both.'
+                )
+
+    def _take_optimizer(self, optimizer: Mapping[str, Any], scheduler: Mapping[str, Any]) -> None:
+        """Take the file's optimizer as arguments; a scheduler there would be another one than the Trainer's."""
+        if scheduler and "type" in scheduler:
+            kinds = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear"}
+            kind = kinds.get(scheduler["type"])
+            autos = all(x == "auto" for k, x in scheduler.get("params", {}).items() if k != "warmup_type")
+            if kind is None or not autos:
+                raise ValueError(
+                    f"TrainingArguments: the DeepSpeed file's scheduler {scheduler['type']} is not the Trainer's; "
+                    "leave it "
+                    'out of the file and give lr_scheduler_type=, or write "auto" for its parameters.'
+                )
+            self.lr_scheduler_type = transformers.SchedulerType(kind)
+        kind, params = optimizer.get("type"), optimizer.get("params", {})
+        if kind is None:
+            return
+        if kind.lower() not in ("adam", "adamw"):
+            raise ValueError(
+                f"TrainingArguments: the DeepSpeed file's optimizer {kind} is not taken here; leave it out of the "
+                "file, and give optim=."
+            )
+        names = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
+        for key, value in params.items():
+            if value == "auto" or key in ("torch_adam", "adam_w_mode"):
+                continue
+            if key == "betas":
+                self.adam_beta1, self.adam_beta2 = value
+            elif key in names:
+                setattr(self, names[key], value)
+            else:
+                raise ValueError(f"TrainingArguments: optimizer.params.{key} of the DeepSpeed file is not taken here.")
+
+    def _take_fsdp(self, given: Any) -> None:
+        """Read what FSDP's options say of stages and offload."""
+        config = self.fsdp_config or {}
+        if isinstance(config, str):
+            config = json.loads(Path(config).read_text())
+        config = {k.removeprefix("fsdp_"): v for k, v in config.items()}
+        words = given.split() if isinstance(given, str) else list(given) if isinstance(given, list | tuple) else []
+        words = [getattr(x, "value", str(x)) for x in words if x not in ("True", "true")]
+        self.stage = 3 if config.get("reshard_after_forward", True) else 2
+        for word in words:
+            if word == "offload":
+                self.offload = "cpu"
+            elif word in _OF_FSDP:
+                self.stage = _OF_FSDP[word]
+            elif word != "auto_wrap":
+                raise ValueError(f"TrainingArguments: fsdp={word!r} has no counterpart here.")
+        if config.get("cpu_offload"):
+            self.offload = "cpu"
+        if config.get("activation_checkpointing"):
+            self.remat = self.remat or "full"
+
+    @property
+    def shard_options(self) -> dict[str, Any]:
+        """Arguments of `zerofn.shard`."""
+        precision = "bf16" if self.bf16 else "fp16" if self.fp16 else None
+        if self._of_deepspeed is not None:
+            theirs = self._of_deepspeed[0]
+            return {**theirs, "precision": theirs.get("precision") or precision}
+        return {"stage": self.stage, "precision": precision, **({"offload": self.offload} if self.offload else {})}
+
+    @property
+    def compile_options(self) -> dict[str, Any]:
+        """Arguments of `zerofn.compile`."""
+        own = {"memory": self.memory, "remat": self.remat}
+        theirs = self._of_deepspeed[1] if self._of_deepspeed is not None else {}
+        return {**theirs, **{k: v for k, v in own.items() if v is not None}}
+
+
+def _autos(content: Mapping[str, Any], above: str = "") -> list[str]:
+    """Return the keys whose value is "auto"."""
+    found = []
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            found += _autos(value, f"{above}{key}.")
+        elif value == "auto":
+            found.append(f"{above}{key}")
+    return found
+
+
+@dataclass
+class TrainingArguments(_Ours, transformers.TrainingArguments):
+    """transformers' arguments, and `stage`, `memory`, `offload` and `remat`.
+
+    `deepspeed=` takes a DeepSpeed configuration, and `fsdp=` with `fsdp_config=` FSDP's words, as arguments of ZeroFn;
+    neither package is needed. `gradient_checkpointing` becomes `remat="full"`.
+    """
+
+
+@dataclass
+class Seq2SeqTrainingArguments(_Ours, transformers.Seq2SeqTrainingArguments):
+    """The same for `Seq2SeqTrainer`."""
