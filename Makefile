@@ -36,7 +36,7 @@ lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 
-bench: $(VENV)/examples.stamp $(PEERS)/peers.stamp
+bench: $(VENV)/bench.stamp $(PEERS)/peers.stamp
 	$(VENV)/bin/python -m benchmarks.step.step
 	$(VENV)/bin/python -m benchmarks.memory.memory
 	$(VENV)/bin/python -m benchmarks.memory.foresight
@@ -47,6 +47,9 @@ bench: $(VENV)/examples.stamp $(PEERS)/peers.stamp
 	$(VENV)/bin/python -m benchmarks.checkpoint.checkpoint
 	$(VENV)/bin/python -m benchmarks.checkpoint.flips
 	$(VENV)/bin/python -m benchmarks.checkpoint.chaos
+	$(PEERS)/bin/python -m benchmarks.interop.deepspeed_losses
+	$(VENV)/bin/python -m benchmarks.integrations.trainer
+	$(VENV)/bin/python -m benchmarks.notebook.cells
 
 # Writes the picture of the rooms into design.md, from the imports; a test says whether it is today's.
 architecture:
@@ -64,6 +67,10 @@ clean:
 
 $(VENV)/examples.stamp: $(VENV)/$(torch_stamp) pyproject.toml $(KERNELS)
 	$(VENV)/$(PIP) -e ".[examples]"
+	touch $@
+
+$(VENV)/bench.stamp: $(VENV)/$(torch_stamp) pyproject.toml $(KERNELS)
+	$(VENV)/$(PIP) -e ".[examples,notebook,trainer]"
 	touch $@
 
 $(VENV)/test.stamp: $(VENV)/$(torch_stamp) pyproject.toml $(KERNELS)

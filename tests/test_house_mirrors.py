@@ -119,7 +119,6 @@ TESTED_BY = {
     "planning.table": "planning/test_planner.py",
     "random.mode": "random/test_draws.py",
     "random.rng_state": "random/test_draws.py",
-    "runtime.capture_log": "compile/test_signatures.py",
     "runtime.contents": "runtime/test_guards.py",
     "runtime.entry": "runtime/test_backend.py",
     "runtime.errors": "graph/test_advice.py",

@@ -1,5 +1,5 @@
-"""The command line: `zerofn plan script.py:train_step`, `zerofn profile FILE`, `zerofn config ds_config.json`, and
-what looks at checkpoints.
+"""The command line: `zerofn plan script.py:train_step`, `zerofn profile FILE`, `zerofn config ds_config.json`,
+`zerofn report`, `zerofn launch`, and what looks at checkpoints.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .dry_run.script import DryRun, Reached
 from .graph.capture import CaptureError
 from .interop import deepspeed_report, hf_config
 from .launch.nodes import LaunchError
+from .launch.report import report
 from .launch.script import Launch, launch
 from .planning.planner import ALL, plan
 from .util.version import __version__
@@ -105,6 +106,15 @@ def _parser() -> argparse.ArgumentParser:
     three.add_argument("--world", type=int, default=1, help="ranks, for the batch size (1)")
     three.add_argument("--auto", nargs="+", default=[], metavar="KEY=VALUE", help='in place of "auto", such as lr=3e-4')
     three.set_defaults(run=_config)
+    four = commands.add_parser(
+        "report",
+        help="what this machine has, measured, and what each shortage costs",
+        description="Versions, processors, GPUs, limits, rates of memory, kernels, drives and links, and ten seconds "
+        "of a real training on all devices. A line with ! says what a shortage costs, and what to type. Half a minute.",
+    )
+    four.add_argument("--ranks", type=int, help="of the training (one to a GPU or, without, to a processor; 8 at most)")
+    four.add_argument("--folder", type=Path, help="on a drive to measure, too")
+    four.set_defaults(run=lambda args: report(args.folder, args.ranks) and 0)
     _add_launch(commands)
     _add_checkpoints(commands)
     return parser

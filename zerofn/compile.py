@@ -33,7 +33,7 @@ from .passes.budget.decision import Choice, as_text, from_text
 from .planning.plan import Plan
 from .planning.profile import Profile, profiled
 from .runtime.backend import Backend, backend_of
-from .runtime.capture_log import CaptureLog
+from .runtime.capture_log import CaptureLog, while_capturing
 from .runtime.entry import Entry
 from .runtime.equal_batches import warn_of_equal_batches
 from .runtime.errors import explain
@@ -281,14 +281,14 @@ class CompiledStep:
                 note(error, line_of_number(captured(self._step, state, batch, traces=True)[0], str(error)))
             raise
 
+    @while_capturing
     def _agreed(self, state: Any, batch: Any, why: str) -> tuple[Entry, Sequence[Tensor]]:
         what = f"zerofn.compile({self.__name__})"
         if not self._options.chooses:
             return agree_on(what, lambda: self._scheduled(self._captured(state, batch), [], why))
         mine = agree_on(what, lambda: (self._captured(state, batch), ""))
-        first, *_ = exchange(
-            what, as_text(mine.choices)
-        )  # ranks may differ by a few bytes: all use the first rank's choices
+        # ranks may differ by a few bytes: all use the first rank's choices
+        first, *_ = exchange(what, as_text(mine.choices))
         return agree_on(what, lambda: self._scheduled(mine, from_text(first), why))
 
     @uncollected()

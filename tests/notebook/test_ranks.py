@@ -148,7 +148,7 @@ def test_an_interrupt_stops_all_ranks_before_the_same_step(two):
     two.run(TRAIN)
     main = threading.main_thread().ident
     threading.Timer(1.0, signal.pthread_kill, (main, signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=r"before step \d+ of the cell, on all ranks"):
         two.run("%%ranks\nfor k in range(10**6):\n    state, _ = step(state, torch.full((5,), 2.0))", within=8)
     steps = two.run("%%ranks\nprint(int(state.step))")
     assert steps.splitlines()[0] == two.run("%ranks output 1").strip() and int(steps.splitlines()[0]) > 3
@@ -159,7 +159,7 @@ def test_an_interrupt_stops_all_ranks_before_the_same_step(two):
 def test_an_interrupt_ends_cells_without_steps_too(two, monkeypatch):
     monkeypatch.setattr(pool, "_GRACE", 1.0)
     threading.Timer(1.0, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="where each rank was"):
         two.run("%%ranks\nimport time\nfor k in range(600):\n    time.sleep(0.1)", within=15)
     assert "1" in two.run("%%ranks\nprint(1)")
 

@@ -25,6 +25,13 @@ class CellFailed(RuntimeError):
         return self.traceback or [str(self)]
 
 
+class Interrupted(KeyboardInterrupt):
+    """A cell was interrupted. IPython shows the sentence alone."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"Interrupted: {self}"]
+
+
 class Shown:
     """The outputs of one cell. `results`: of each rank. `rank`: whose are shown."""
 

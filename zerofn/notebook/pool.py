@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from . import engine
-from .cells import CellFailed, Shown, first_error, ranks_in_words
+from .cells import CellFailed, Interrupted, Shown, first_error, ranks_in_words
 
 _START = 60.0  # seconds until engines must be there
 _GRACE = 5.0  # seconds that ranks have to end by themselves when one has failed, has died, or was interrupted
@@ -134,7 +134,9 @@ class Pool:
         self._asked = self._views[0].apply_async(engine.described, self.saved[0])
         failed = first_error(results)
         if interrupted and (failed is None or "KeyboardInterrupt" in str(failed)):
-            raise KeyboardInterrupt
+            steps = self._steps[: self.size].tolist()
+            where = f"before step {steps[0] + 1} of the cell, on all ranks" if any(steps) else "where each rank was"
+            raise Interrupted(f"{where}. Their states are there.")
         if failed is not None:
             raise failed
 

@@ -1,11 +1,19 @@
-"""The log lines of a compiled step: one for each capture, and a warning if it is captured again and again."""
+"""The log lines of a compiled step: one for each capture, and a warning if it is captured again and again. And a sign
+of life on a terminal, where a capture takes long.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import os
+import sys
+import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -15,6 +23,46 @@ from ..ops import cpu, cuda
 log = logging.getLogger("zerofn")
 _OUTSIDE = "something outside its arguments"
 MANY = 8  # captures of one step before a warning: a few shapes are normal
+SOON = 2.0  # seconds of a capture until a terminal shows that it goes on
+_AGAIN = 0.5
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def while_capturing(method: F) -> F:
+    """Wrap a method of a compiled step, so that a terminal shows while it runs that a step is being captured."""
+
+    @functools.wraps(method)
+    def shown(self: Any, *args: Any) -> Any:
+        with _sign_of_life(self.__name__):
+            return method(self, *args)
+
+    return shown  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def _sign_of_life(name: str) -> Iterator[None]:
+    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    over, began, stream = threading.Event(), time.monotonic(), sys.stderr
+
+    def show() -> None:
+        pause, text = SOON, ""
+        while not over.wait(pause):
+            pause, text = _AGAIN, f"capturing {name}: {time.monotonic() - began:.0f} s"
+            stream.write(f"\r{text}")
+            stream.flush()
+        if text:
+            stream.write(f"\r{' ' * len(text)}\r")
+            stream.flush()
+
+    thread = threading.Thread(target=show, name="zerofn-capturing", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 class CaptureLog:
