@@ -25,7 +25,7 @@ from .cells import CellFailed, Interrupted, Shown, first_error, ranks_in_words
 _START = 60.0  # seconds until engines must be there
 _GRACE = 5.0  # seconds that ranks have to end by themselves when one has failed, has died, or was interrupted
 _HEAR = 10.0  # seconds that waiting ranks have to hear of it, at a beat of their hearts
-_LOOK = 0.02  # seconds between looks at what ranks print
+_LOOK, _SELDOM = 0.02, 0.2  # seconds between looks at what ranks print, in a short cell and in a long one
 
 
 class Pool:
@@ -121,10 +121,12 @@ class Pool:
         results = [view.execute(code, silent=False, block=False) for view in self._views]
         shown = Shown(results, 0)
         self._results = results
-        interrupted = False
+        interrupted, start = False, time.monotonic()
         while not self._ended(results, shown):
+            # What comes early is shown at once; in a long cell the ranks need the processors.
+            pause = min(_SELDOM, max(_LOOK, (time.monotonic() - start) / 20))
             try:
-                next(x for x in results if not x.done()).wait(_LOOK)
+                next(x for x in results if not x.done()).wait(pause)
             except StopIteration:
                 pass
             except KeyboardInterrupt:
