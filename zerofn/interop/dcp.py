@@ -34,7 +34,7 @@ def load_dcp(path: str | Path, like: Any, *, only: str | None = None) -> Any:
     from .dcp_files import Saved  # which imports much of torch
 
     saved = Saved(Path(path).expanduser())
-    names = _names_of(like.params)
+    names = names_of(like.params)
     params = zerofn.load_state_dict(saved.below(saved.prefix(names, ""), names, ""), like=like.params)
     if only == "params":
         return dataclasses.replace(like, params=params)
@@ -45,7 +45,7 @@ def load_dcp(path: str | Path, like: Any, *, only: str | None = None) -> Any:
     def filled(x: Any) -> Any:
         if not isinstance(x, zerofn.optim.AdamState):
             return x
-        learned = _names_of(x.mu)
+        learned = names_of(x.mu)
         prefix = saved.prefix(learned, ".exp_avg")
         count.append(saved.step(prefix, learned[0]))
         mu, nu = (
@@ -63,7 +63,7 @@ def load_dcp(path: str | Path, like: Any, *, only: str | None = None) -> Any:
     return dataclasses.replace(like, params=params, opt_state=opt_state, step=torch.full_like(like.step, count[0]))
 
 
-def _names_of(tree: Any) -> list[str]:
+def names_of(tree: Any) -> list[str]:
     """Return the names of a tree's leaves."""
     if isinstance(tree, zerofn.Sharded):
         return list(tree.layout.where)

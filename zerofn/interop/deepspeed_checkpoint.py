@@ -22,6 +22,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 import zerofn
 
+from .dcp import names_of
 from .pieces import Pieces, cut, first, numel
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -46,7 +47,7 @@ def load_deepspeed(path: str | Path, like: Any, *, tag: str | None = None, only:
     want to execute something when they are read; and where `like` has no `AdamState` for the moments.
     """
     saved = _Saved.at(_tag_folder(Path(path).expanduser(), tag))
-    names = _names_of(like.params)
+    names = set(names_of(like.params))
     params = zerofn.load_state_dict(saved.chosen(saved.params, names), like=like.params)
     if only == "params":
         return dataclasses.replace(like, params=params)
@@ -77,17 +78,10 @@ def _with_moments(state: Any, saved: _Saved, found: list[int]) -> Any:
         raise zerofn.CheckpointError(f"load_deepspeed: {saved.lacks_moments} Pass only='params'.")
     found.append(saved.count)
     mu, nu = (
-        zerofn.load_state_dict(saved.chosen(saved.moments[kind], _names_of(tree)), like=tree)
+        zerofn.load_state_dict(saved.chosen(saved.moments[kind], set(names_of(tree))), like=tree)
         for kind, tree in zip(_MOMENTS, (state.mu, state.nu), strict=True)
     )
     return state._replace(count=torch.full_like(state.count, saved.count), mu=mu, nu=nu)
-
-
-def _names_of(tree: Any) -> set[str]:
-    """Return the names of a tree's leaves."""
-    if isinstance(tree, zerofn.Sharded):
-        return set(tree.layout.where)
-    return {name for name, x in tree.items() if x is not None}
 
 
 def _tag_folder(path: Path, tag: str | None) -> Path:
