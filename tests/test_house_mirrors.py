@@ -44,6 +44,7 @@ TESTED_BY = {
     "integrations.transformers.modules": "integrations/test_transformers.py",
     "integrations.transformers.seq2seq": "integrations/test_transformers.py",
     "integrations.transformers.trainer": "integrations/test_transformers.py",
+    "interop.adam": "interop/test_deepspeed_checkpoint.py",
     "interop.dcp_files": "interop/test_dcp.py",
     "launch.node": "launch/test_nodes.py",
     "launch.worker": "launch/test_run.py",

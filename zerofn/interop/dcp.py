@@ -14,7 +14,7 @@ from torch import Tensor
 
 import zerofn
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+from .adam import names_of, with_moments
 
 
 def load_dcp(path: str | Path, like: Any, *, only: str | None = None) -> Any:
@@ -40,34 +40,17 @@ def load_dcp(path: str | Path, like: Any, *, only: str | None = None) -> Any:
         return dataclasses.replace(like, params=params)
     if only is not None:
         raise ValueError(f"load_dcp: only={only!r} is not known; there are 'params' and None.")
-    count: list[int] = []
 
-    def filled(x: Any) -> Any:
-        if not isinstance(x, zerofn.optim.AdamState):
-            return x
-        learned = names_of(x.mu)
-        prefix = saved.prefix(learned, ".exp_avg")
-        count.append(saved.step(prefix, learned[0]))
-        mu, nu = (
-            zerofn.load_state_dict(saved.below(prefix, learned, f".{kind}"), like=tree)
-            for kind, tree in zip(_MOMENTS, (x.mu, x.nu), strict=True)
-        )
-        return x._replace(count=torch.full_like(x.count, count[0]), mu=mu, nu=nu)
+    def find(tree: Any, kind: str) -> Mapping[str, Any]:
+        learned = names_of(tree)
+        return saved.below(saved.prefix(learned, ".exp_avg"), learned, f".{kind}")
 
-    opt_state = zerofn.tree_map(filled, like.opt_state, is_leaf=lambda x: isinstance(x, zerofn.optim.AdamState))
-    if len(count) != 1:
-        raise zerofn.CheckpointError(
-            f"load_dcp: `like` has {len(count)} AdamStates for the moments of {path}. Make it with "
-            "tx=zerofn.optim.adamw(...), or pass only='params'."
-        )
-    return dataclasses.replace(like, params=params, opt_state=opt_state, step=torch.full_like(like.step, count[0]))
+    def steps(tree: Any) -> int:
+        learned = names_of(tree)
+        return saved.step(saved.prefix(learned, ".exp_avg"), learned[0])
 
-
-def names_of(tree: Any) -> list[str]:
-    """Return the names of a tree's leaves."""
-    if isinstance(tree, zerofn.Sharded):
-        return list(tree.layout.where)
-    return [name for name, x in tree.items() if x is not None]
+    opt_state, count = with_moments("load_dcp", path, like.opt_state, find, steps)
+    return dataclasses.replace(like, params=params, opt_state=opt_state, step=torch.full_like(like.step, count))
 
 
 def export_dcp(path: str | Path, out: str | Path) -> None:

@@ -22,10 +22,9 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 import zerofn
 
-from .dcp import names_of
+from .adam import MOMENTS, names_of, with_moments
 from .pieces import Pieces, cut, first, numel
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _FP32 = {"single_partition_of_fp32_groups": "base_optimizer_state", "fp32_flat_groups": "optimizer_state_dict"}
 
 
@@ -53,17 +52,13 @@ def load_deepspeed(path: str | Path, like: Any, *, tag: str | None = None, only:
         return dataclasses.replace(like, params=params)
     if only is not None:
         raise ValueError(f"load_deepspeed: only={only!r} is not known; there are 'params' and None.")
-    found: list[int] = []
-    opt_state = zerofn.tree_map(
-        lambda x: _with_moments(x, saved, found) if isinstance(x, zerofn.optim.AdamState) else x,
-        like.opt_state,
-        is_leaf=lambda x: isinstance(x, zerofn.optim.AdamState),
-    )
-    if len(found) != 1:
-        raise zerofn.CheckpointError(
-            f"load_deepspeed: {saved.folder} has Adam's moments, and `like` has {len(found)} AdamStates for them. "
-            "Make it with tx=zerofn.optim.adamw(...), or pass only='params'."
-        )
+
+    def find(tree: Any, kind: str) -> Mapping[str, Any]:
+        if saved.lacks_moments:
+            raise zerofn.CheckpointError(f"load_deepspeed: {saved.lacks_moments} Pass only='params'.")
+        return saved.chosen(saved.moments[kind], set(names_of(tree)))
+
+    opt_state, _ = with_moments("load_deepspeed", saved.folder, like.opt_state, find, lambda _: saved.count)
     changes: dict[str, Any] = {"params": params, "opt_state": opt_state}
     changes["step"] = torch.full_like(like.step, saved.steps)
     changes["skipped"] = torch.full_like(like.skipped, saved.skipped)
@@ -71,17 +66,6 @@ def load_deepspeed(path: str | Path, like: Any, *, tag: str | None = None, only:
         scale = torch.full_like(like.loss_scale.loss_scale, saved.scale)
         changes["loss_scale"] = dataclasses.replace(like.loss_scale, loss_scale=scale)
     return dataclasses.replace(like, **changes)
-
-
-def _with_moments(state: Any, saved: _Saved, found: list[int]) -> Any:
-    if saved.lacks_moments:
-        raise zerofn.CheckpointError(f"load_deepspeed: {saved.lacks_moments} Pass only='params'.")
-    found.append(saved.count)
-    mu, nu = (
-        zerofn.load_state_dict(saved.chosen(saved.moments[kind], set(names_of(tree))), like=tree)
-        for kind, tree in zip(_MOMENTS, (state.mu, state.nu), strict=True)
-    )
-    return state._replace(count=torch.full_like(state.count, saved.count), mu=mu, nu=nu)
 
 
 def _tag_folder(path: Path, tag: str | None) -> Path:
@@ -184,7 +168,7 @@ def _plain(folder: Path, model: Mapping[str, Any]) -> _Saved:
     optimizer = model.get("optimizer") or {}
     state, groups = optimizer.get("state") or {}, optimizer.get("param_groups") or []
     order = [i for group in groups for i in group["params"]]
-    lacks, moments = "", {kind: dict[str, Tensor | Pieces]() for kind in _MOMENTS}
+    lacks, moments = "", {kind: dict[str, Tensor | Pieces]() for kind in MOMENTS}
     if len(groups) != 1 or len(order) != len(params) or not all(i in state for i in order):
         lacks = (
             f"{folder} is of stage 0, where DeepSpeed saves moments by number: with one group of all parameters "
@@ -193,7 +177,7 @@ def _plain(folder: Path, model: Mapping[str, Any]) -> _Saved:
         )
     else:
         for i, (name, x) in zip(order, params.items(), strict=True):
-            for kind in _MOMENTS:
+            for kind in MOMENTS:
                 moments[kind][name] = state[i][kind]
                 if state[i][kind].shape != x.shape:
                     lacks = f"{folder}: moments do not come in the order of the module's parameters."
@@ -222,7 +206,7 @@ def _zero(folder: Path, models: Sequence[Mapping[str, Any]], ranks: Sequence[Map
         )
     states = [rank[_FP32[key]]["state"] for rank in ranks]
     flats: dict[str, list[list[Tensor]]] = {"params": [rank[key] for rank in ranks]}  # kind -> rank -> group
-    flats |= {kind: [_groups(state, kind) for state in states] for kind in _MOMENTS}
+    flats |= {kind: [_groups(state, kind) for state in states] for kind in MOMENTS}
     shapes, whole = model["param_shapes"], key == "fp32_flat_groups"
     paddings = ranks[0].get("param_alignment_paddings")
     placed = {
@@ -231,13 +215,13 @@ def _zero(folder: Path, models: Sequence[Mapping[str, Any]], ranks: Sequence[Map
         if all(found)
     }
     missing = (
-        "" if len(placed) == len(flats) else f"{folder} has no {' and '.join(_MOMENTS)}; its optimizer is not Adam."
+        "" if len(placed) == len(flats) else f"{folder} has no {' and '.join(MOMENTS)}; its optimizer is not Adam."
     )
-    params = placed["params"] | _frozen(models, world, whole)
+    params = placed["params"] | _frozen(models, whole)
     shared = dict(model.get("shared_params") or {})
     scaler = ranks[0].get("loss_scaler")
     scale = float(getattr(scaler, "cur_scale", 1.0)) if ranks[0].get("dynamic_loss_scale") else None
-    moments = {kind: placed.get(kind, {}) for kind in _MOMENTS}
+    moments = {kind: placed.get(kind, {}) for kind in MOMENTS}
     return _Saved(folder, params, moments, shared, _count(states[0].values()), *_steps(model), scale, missing)
 
 
@@ -272,7 +256,7 @@ def _by_parameter(
     return found
 
 
-def _frozen(models: Sequence[Mapping[str, Any]], world: int, whole: bool) -> dict[str, Tensor | Pieces]:
+def _frozen(models: Sequence[Mapping[str, Any]], whole: bool) -> dict[str, Tensor | Pieces]:
     """What is not trained: cut over the ranks at stage 3, else in the module."""
     shapes = models[0].get("frozen_param_shapes") or {}
     if whole:

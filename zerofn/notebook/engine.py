@@ -15,7 +15,7 @@ STOP = -1  # where, behind the ranks' counts of steps, the last step stands that
 
 
 def become_rank(environ: Mapping[str, str], counts: str) -> int:
-    """Join the other ranks, and return this process's number. `counts`: a file that ranks and pool share."""
+    """Join the other ranks, and return this process's id. `counts`: a file that ranks and pool share."""
     os.environ.update(environ)
 
     import zerofn

@@ -29,7 +29,7 @@ _LOOK, _SELDOM = 0.02, 0.2  # seconds between looks at what ranks print, in a sh
 
 
 class Pool:
-    """`size` processes of this machine. Made with `Pool.start`."""
+    """`size` processes of this machine."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -146,9 +146,7 @@ class Pool:
         """Show what has come, and return whether all ranks are done. Ends those that wait for one that has failed."""
         shown.show()
         if dead := self.dead:
-            end = time.monotonic() + _GRACE  # for the others to hear of it
-            while time.monotonic() < end and not all(x.done() for r, x in enumerate(results) if r not in dead):
-                time.sleep(_LOOK)
+            _all_done([x for r, x in enumerate(results) if r not in dead], _GRACE)  # they hear of it
             shown.end()
             self._check_alive()
         failed = [r for r, x in enumerate(results) if x.done() and not x.successful()]
@@ -157,17 +155,12 @@ class Pool:
         return all(x.done() for x in results)
 
     def _end_waiting(self, results: Sequence[Any], failed: int) -> None:
-        end = time.monotonic() + _GRACE
-        while time.monotonic() < end:
-            if all(x.done() for x in results):
-                return
-            time.sleep(_LOOK)
+        if _all_done(results, _GRACE):
+            return
         text = str(first_error([results[failed]]))
         self._views[failed].apply_async(engine.fail, text)
         self.broken = f"rank {failed} failed alone, and ended the others' process group ({text.splitlines()[0]})"
-        end = time.monotonic() + _HEAR
-        while time.monotonic() < end and not all(x.done() for x in results):
-            time.sleep(_LOOK)
+        _all_done(results, _HEAR)
         for x, pid in zip(results, self.pids, strict=True):
             if not x.done():
                 os.kill(pid, signal.SIGKILL)  # it hears nothing
@@ -225,6 +218,16 @@ class Pool:
         with contextlib.suppress(Exception):  # of engines that are dead already
             self._cluster.stop_cluster_sync()
         self._folder.cleanup()
+
+
+def _all_done(results: Sequence[Any], seconds: float) -> bool:
+    """Wait until all calls are done, `seconds` at most, and return whether they are."""
+    end = time.monotonic() + seconds
+    while not all(x.done() for x in results):
+        if time.monotonic() > end:
+            return False
+        time.sleep(_LOOK)
+    return True
 
 
 def _kept_and_lost(states: Mapping[str, bytes | str], others: Sequence[str]) -> tuple[dict[str, bytes], list[str]]:

@@ -134,7 +134,6 @@ class Trainer(transformers.Trainer):
 
     def _schedule(self, max_steps: int) -> Callable[[Tensor], Tensor]:
         """Return the learning rate of every update, as transformers' scheduler gives them one after the other."""
-        self._follow_schedule(max_steps)
         scheduler = self._new_scheduler(max_steps)
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(scheduler, "get_last_lr"):
             raise ValueError(
