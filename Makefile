@@ -14,7 +14,7 @@ torch_stamp := torch-$(subst /,_,$(subst :,_,$(TORCH))).stamp
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo check test test-all lint bench architecture clean
+.PHONY: demo check test test-all lint bench docs architecture clean
 .NOTPARALLEL:
 
 demo: $(VENV)/examples.stamp
@@ -51,6 +51,11 @@ bench: $(VENV)/bench.stamp $(PEERS)/peers.stamp
 	$(VENV)/bin/python -m benchmarks.integrations.trainer
 	$(VENV)/bin/python -m benchmarks.notebook.cells
 
+# The site, in build/site: every code block and notebook in it is run.
+docs: $(VENV)/docs.stamp
+	$(VENV)/bin/python -m docs.assemble
+	$(VENV)/bin/mkdocs build --strict --quiet --config-file docs/mkdocs.yml
+
 # Writes the picture of the rooms into design.md, from the imports; a test says whether it is today's.
 architecture:
 	$(PYTHON) -m tests.support.architecture design.md
@@ -67,6 +72,10 @@ clean:
 
 $(VENV)/examples.stamp: $(VENV)/$(torch_stamp) pyproject.toml $(KERNELS)
 	$(VENV)/$(PIP) -e ".[examples]"
+	touch $@
+
+$(VENV)/docs.stamp: $(VENV)/$(torch_stamp) pyproject.toml $(KERNELS)
+	$(VENV)/$(PIP) -e ".[docs]"
 	touch $@
 
 $(VENV)/bench.stamp: $(VENV)/$(torch_stamp) pyproject.toml $(KERNELS)

@@ -12,8 +12,8 @@ from zerofn import collectives, optim, random
 PUBLIC = {
     zerofn: "abort abstract accumulate all_finite collectives compile copy eager_region even export export_dcp "
     "first_nonfinite from_deepspeed gather global_norm leaf_norms load load_dcp load_deepspeed "
-    "load_safetensors load_state_dict normal_like optim plan progress random register_step_pre_hook remat run "
-    "same save saved_paths scatter shard skeleton this_machine tree_map unshard value_and_grad vdot verify "
+    "load_safetensors load_state_dict normal_like optim plan progress random rank register_step_pre_hook remat run "
+    "same save saved_paths scatter shard skeleton this_machine tree_map unshard value_and_grad vdot verify world_size "
     "CaptureError CheckpointError Checkpoints DynamicLossScale Machine Mesh NoLossScale Offload Pass "
     "Precision Sharded StaticLossScale TrainState",
     optim: "adafactor adagrad adam adamw adaptive_grad_clip add_decayed_weights apply_updates chain clip "

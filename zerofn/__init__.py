@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .checkpoint.owner import saved_paths
     from .collectives import same
     from .comm.failures import abort
-    from .comm.mesh import Mesh
+    from .comm.mesh import Mesh, rank, world_size
     from .compile import compile
     from .cost.calibrate import this_machine
     from .cost.machine import Machine
@@ -62,6 +62,7 @@ _WHERE = {
         "checkpoint",
     ),
     **dict.fromkeys(("all_finite", "first_nonfinite", "global_norm", "leaf_norms", "vdot"), "sharding.reductions"),
+    **dict.fromkeys(("Mesh", "rank", "world_size"), "comm.mesh"),
     **dict.fromkeys(("export_dcp", "load_dcp"), "interop.dcp"),
     **dict.fromkeys(("gather", "scatter"), "sharding.gather_scatter"),
     **dict.fromkeys(("shard", "unshard"), "sharding.shard"),
@@ -69,7 +70,6 @@ _WHERE = {
     **dict.fromkeys(("DynamicLossScale", "NoLossScale", "StaticLossScale"), "training.loss_scale"),
     "CaptureError": "graph.capture",
     "Machine": "cost.machine",
-    "Mesh": "comm.mesh",
     "normal_like": "sharding.normal_like",
     "Offload": "offload.policy",
     "Pass": "passes",
@@ -123,6 +123,7 @@ __all__ = [
     "plan",
     "progress",
     "random",
+    "rank",
     "register_step_pre_hook",
     "remat",
     "run",
@@ -138,6 +139,7 @@ __all__ = [
     "value_and_grad",
     "vdot",
     "verify",
+    "world_size",
     "CaptureError",
     "CheckpointError",
     "Checkpoints",

@@ -13,6 +13,9 @@ CASES = [
     ("Adam", {"weight_decay": 0.1}),
     ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
     ("SGD", {}),
+    ("Adam", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    ("Adagrad", {"weight_decay": 0.1}),
+    ("Adagrad", {"initial_accumulator_value": 0.3, "eps": 1e-3}),
     ("RMSprop", {"momentum": 0.5, "centered": True, "weight_decay": 0.1}),
 ]
 

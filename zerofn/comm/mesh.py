@@ -82,6 +82,20 @@ def _axis_of(mesh: DeviceMesh) -> Callable[[str], Axis]:
     return axis
 
 
+def rank() -> int:
+    """Return this process's rank, from 0; 0 if it is alone. Joins the ranks, as `Mesh.of` does.
+
+    >>> rank(), world_size()
+    (0, 1)
+    """
+    return Mesh.of(None).axis().rank
+
+
+def world_size() -> int:
+    """Return the number of ranks. Joins them, as `Mesh.of` does."""
+    return Mesh.of(None).axis().size
+
+
 def join() -> None:
     """Make the default process group if a launcher started this process as one of several, and there is none yet.
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .. import optim
+import torch
+
+from .. import optim, tree_map
 
 Mask = Callable[[Any], bool] | None
 _IGNORED = {"foreach", "fused", "capturable", "differentiable"}  # how, not what
@@ -25,7 +27,8 @@ def translated(name: str, options: Mapping[str, Any], rate: Any, mask: Mask = No
     for key in ("amsgrad", "maximize", "dampening", "lr_decay"):
         if given.pop(key, 0):
             raise ValueError(f"optimizer {name}: {key}={options[key]!r} has no counterpart; leave it out.")
-    given.pop("decoupled_weight_decay", None)
+    if given.pop("decoupled_weight_decay", False) and name == "Adam":
+        make = _adamw
     strange = [key for key in given if key not in names]
     if strange:
         raise ValueError(f"optimizer {name}: {strange[0]!r} has no counterpart; there are {', '.join(names)}.")
@@ -59,6 +62,22 @@ def _rmsprop(
     return _with_l2(own, weight_decay, mask)
 
 
+def _adagrad(
+    rate: Any, mask: Mask, initial_accumulator_value: float = 0.0, eps: float = 1e-10, weight_decay: float = 0.0
+) -> Any:
+    """torch adds eps to the root; optax, and `optim.adagrad`, add it below the root."""
+
+    def init(params: Any) -> Any:
+        return tree_map(lambda p: torch.full_like(p, initial_accumulator_value, dtype=torch.float32), params)
+
+    def update(grads: Any, sums: Any, params: Any) -> tuple[Any, Any]:
+        sums = tree_map(lambda s, g: s + g.float().square(), sums, grads)
+        return tree_map(lambda g, s: (g / (s.sqrt() + eps)).to(g.dtype), grads, sums), sums
+
+    own = optim.chain(optim.from_functions(init, update, "adagrad"), optim.scale_by_learning_rate(rate))
+    return _with_l2(own, weight_decay, mask)
+
+
 def _with_l2(tx: Any, decay: float, mask: Mask) -> Any:
     return optim.chain(optim.add_decayed_weights(decay, mask), tx) if decay else tx
 
@@ -68,5 +87,6 @@ _KNOWN: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "AdamW": (_adamw, ("betas", "eps", "weight_decay")),
     "Adam": (_adam, ("betas", "eps", "weight_decay")),
     "SGD": (_sgd, ("momentum", "nesterov", "weight_decay")),
+    "Adagrad": (_adagrad, ("initial_accumulator_value", "eps", "weight_decay")),
     "RMSprop": (_rmsprop, ("alpha", "eps", "momentum", "centered", "weight_decay")),
 }

@@ -9,7 +9,7 @@ defined so, gradients, Hessian-vector products and all higher orders equal those
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,22 +125,28 @@ def ravel(leaves: Sequence[Tensor | None], unit: Unit, dtype: torch.dtype) -> Te
     return ops.ravel(list(leaves), [leaf.offset for leaf in unit.leaves], unit.size, dtype, num_batch_dims)
 
 
-def gather_leaves(sharded: Sharded) -> list[Tensor]:
-    """Return all logical leaves in the tree's order, differentiable in the shards."""
+def gather_leaves(sharded: Sharded, only: Callable[[str], bool] | None = None) -> list[Any]:
+    """Return all logical leaves in the tree's order, differentiable in the shards. With `only`, units without a leaf
+    of such a name are left out: None.
+    """
     out: list[Any] = [None] * len(sharded.layout.where)
     copies: Sequence[Tensor | None] = sharded.full or [None] * len(sharded.stored)
     for unit, kept, full in zip(sharded.layout.units, sharded.stored, copies, strict=True):
+        if only is not None and not any(only(leaf.name) for leaf in unit.leaves):
+            continue
         (flat,) = Linear.apply(GatherUnit(sharded.spec, unit, kept.dtype, full), kept.decode())
         for leaf, value in zip(unit.leaves, Linear.apply(Unravel(unit, flat.dtype), flat), strict=True):
             out[leaf.index] = value
     return out
 
 
-def gather(values: Any, *, axis: str | Axis | None = None) -> Any:
+def gather(values: Any, *, axis: str | Axis | None = None, only: str | Callable[[str], bool] | None = None) -> Any:
     """Return a tree with the full tensors of every `Sharded` in it: one all-gather a unit.
 
     `values`: a tree; plain tensors and other leaves pass through. `axis`: the mesh axis to gather over, a name or
-    an `Axis`; it must be the axis that the tree is sharded over, which is also what None means.
+    an `Axis`; it must be the axis that the tree is sharded over, which is also what None means. `only`: the name of a
+    leaf, a key path above leaves, or a predicate of leaf names; the other leaves are None, and of units without such
+    a leaf nothing is gathered.
 
     Each leaf has its full shape, on the shards' device, in the precision's compute dtype (the stored dtype without
     a precision), the same on all ranks. At stages 1 and 2 the parameters hold a gathered copy, which is returned
@@ -148,8 +154,9 @@ def gather(values: Any, *, axis: str | Axis | None = None) -> Any:
     the next compiled step.
 
     A pure function, differentiable to every order; its transpose is `scatter`. All ranks must call it. Raises
-    `ValueError` for an axis that the tree is not sharded over, `TypeError` for `params["name"]`, which is one
-    rank's part of a leaf, and `RuntimeError` for a state that was donated or is on a drive.
+    `ValueError` for an axis that the tree is not sharded over, `KeyError` if `only` selects no leaf, `TypeError` for
+    `params["name"]`, which is one rank's part of a leaf, and `RuntimeError` for a state that was donated or is on a
+    drive.
 
     >>> import zerofn
     >>> params = zerofn.shard({"params": {"w": torch.arange(3.0)}})["params"]
@@ -157,14 +164,28 @@ def gather(values: Any, *, axis: str | Axis | None = None) -> Any:
     {'w': tensor([0., 1., 2.])}
     """
     check_whole(values, "gather")
+    chosen = _named(only) if isinstance(only, str) else only
+    found: list[str] = []
 
     def full(x: Any) -> Any:
         if not is_sharded(x):
             return x
         x.spec.check_axis(axis, "gather")
-        return tree.unflatten(x.layout.treedef, gather_leaves(x))
+        leaves = gather_leaves(x, chosen)
+        if chosen is not None:
+            keep = [chosen(leaf.name) for leaf in x.layout.leaves]
+            found.extend(leaf.name for leaf, kept in zip(x.layout.leaves, keep, strict=True) if kept)
+            leaves = [v if kept else None for v, kept in zip(leaves, keep, strict=True)]
+        return tree.unflatten(x.layout.treedef, leaves)
 
-    return tree.tree_map(full, values, is_leaf=is_sharded)
+    out = tree.tree_map(full, values, is_leaf=is_sharded)
+    if only is not None and not found:
+        raise KeyError(f"gather: only={only!r} selects no leaf of a Sharded; print it for the names of its units.")
+    return out
+
+
+def _named(path: str) -> Callable[[str], bool]:
+    return lambda name: name == path or name.startswith(f"{path}.")
 
 
 def scatter(values: Any, like: Sharded, *, axis: str | Axis | None = None) -> Sharded:

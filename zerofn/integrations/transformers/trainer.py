@@ -15,9 +15,10 @@ from torch.func import functional_call
 
 import zerofn
 
+from ..modules import buffers_to, forget_values, is_shape_only, with_values
 from ..torch_optimizers import translated
 from .arguments import Seq2SeqTrainingArguments, TrainingArguments
-from .modules import EvaluatedModule, LossModule, buffers_to, forget_values, is_shape_only, tensors_of, with_values
+from .modules import EvaluatedModule, LossModule, tensors_of
 
 STATE = "zerofn"  # the folder in a checkpoint that has the state
 _CONTRADICTS = {

@@ -1,0 +1,48 @@
+"""Each recipe learns, on one rank and on two; where nothing is drawn, two ranks are one with twice the rows."""
+
+import importlib
+import sys
+
+import numpy as np
+import pytest
+
+import zerofn
+from tests.support.library import ROOT
+
+DRAWS = ("diffusion", "gan", "policy")  # on every rank something else
+RECIPES = sorted(p.stem for p in (ROOT / "examples/recipes").glob("*.py") if p.stem != "digits")
+STEPS, ROWS = 40, 64
+pytestmark = pytest.mark.slow
+
+
+def all_of(rows):
+    sys.path.insert(0, str(ROOT / "examples/recipes"))
+    try:
+        return {name: importlib.import_module(name).main(steps=STEPS, rows=rows) for name in RECIPES}
+    finally:
+        sys.path.remove(str(ROOT / "examples/recipes"))
+
+
+@pytest.fixture(scope="module")
+def losses():
+    """Recipe -> losses on (one rank, two ranks)."""
+    one, two = zerofn.run(all_of, ROWS, ranks=1), zerofn.run(all_of, ROWS // 2, ranks=2)
+    return {name: (one[name], two[name]) for name in RECIPES}
+
+
+def test_all_are_there():
+    assert RECIPES == ["contrastive", "diffusion", "distillation", "ema", "gan", "lora", "policy"]
+    for name in RECIPES:
+        assert len((ROOT / f"examples/recipes/{name}.py").read_text().splitlines()) <= 100
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_learns(losses, name):
+    for found in losses[name]:
+        assert len(found) == STEPS and np.isfinite(found).all()
+        assert np.mean(found[-5:]) < 0.95 * np.mean(found[:5]), found
+
+
+@pytest.mark.parametrize("name", [x for x in RECIPES if x not in DRAWS])
+def test_two_ranks_are_one_with_twice_the_rows(losses, name):
+    np.testing.assert_allclose(losses[name][1], losses[name][0], rtol=2e-3)

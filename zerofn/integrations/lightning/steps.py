@@ -1,0 +1,134 @@
+"""The compiled steps of a `LightningModule`: one that updates, and two that share an update's microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import zerofn
+
+from .watched import Watch, as_batch, computes, floats_to
+
+
+class _TrainingStep(nn.Module):
+    """A module's `training_step` as a forward, so that `functional_call` lends the module its parameters inside."""
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, args: Any, kwargs: Any) -> Any:
+        """Return what `training_step` returns."""
+        return self.module.training_step(*args, **kwargs)
+
+
+class Steps:
+    """`steps(state, args, kwargs, share, update=) -> (state, what training_step returned on this rank)`.
+
+    `share`: a microbatch's share of the update. Microbatches before an update's last one add their gradients to those
+    of the ones before.
+    """
+
+    def __init__(
+        self, module: LightningModule, watch: Watch, precision: str | None, options: Mapping[str, Any]
+    ) -> None:
+        self._module, self._watch, self._options = module, watch, dict(options)
+        self._part = _TrainingStep(module)
+        self._dtype = computes(precision)
+        self._sums: Any = None  # gradients of an update's microbatches so far
+        self._whole = zerofn.compile(self._update, **self._options)
+        self._first = zerofn.compile(self._add, **self._options)
+        self._last = zerofn.compile(self._update_with_sums, **self._options)
+
+    def __call__(
+        self, state: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], share: float, update: bool
+    ) -> tuple[Any, Any]:
+        """Run the step that it is."""
+        batch = self._batch(args, kwargs, share)
+        if update and self._sums is None:
+            state, aux = self._whole(state, batch)
+        else:
+            if self._sums is None:
+                self._sums = zerofn.tree_map(_zeros, state.params)
+            step = self._last if update else self._first
+            both, aux = step({"state": state, "sums": self._sums}, batch)
+            state, self._sums = both["state"], both["sums"]
+            if update:
+                self._sums = None
+        self._watch.replay(self._module, aux["logged"])
+        return state, aux["out"]
+
+    def _batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], share: float) -> dict[str, Any]:
+        """Return the inputs of a step: numbers that change at every call are tensors, others lead to a capture."""
+        data, *rest = args or (None,)
+        watch, trainer = self._watch, self._module.trainer
+        return {
+            "data": floats_to(as_batch(data), self._dtype) if args else (),
+            "rest": [torch.tensor(x) for x in rest],
+            "named": {k: torch.tensor(x) if isinstance(x, int) else as_batch(x) for k, x in kwargs.items()},
+            "global_step": torch.tensor(trainer.global_step),
+            "epoch": trainer.current_epoch if watch.reads_epoch else 0,
+            "share": share,
+        }
+
+    def _gradients(self, state: Any, batch: dict[str, Any]) -> tuple[Any, Any, Any]:
+        """Return (gradients, buffers, aux) of a microbatch."""
+
+        def loss_fn(params: dict[str, Tensor], buffers: dict[str, Tensor]) -> tuple[Tensor, Any]:
+            named = {f"module.{name}": x for name, x in (*params.items(), *buffers.items())}
+            args = () if isinstance(batch["data"], tuple) and not batch["data"] else (batch["data"], *batch["rest"])
+            with self._watch.recording(batch["global_step"]) as logged:
+                out = functional_call(self._part, named, (args, batch["named"]))
+            loss = _loss_of(out, self._module)
+            return loss * batch["share"], {"out": _detached(out), "logged": logged}
+
+        before = state.extra or {}
+        buffers = {name: floats_to(x, self._dtype).clone() for name, x in before.items()}
+        (_, aux), grads = state.value_and_grad(loss_fn, has_aux=True)(buffers)
+        after = {name: x.to(before[name].dtype) for name, x in buffers.items()}
+        return grads, after or None, aux
+
+    def _update(self, state: Any, batch: dict[str, Any]) -> tuple[Any, Any]:
+        grads, buffers, aux = self._gradients(state, batch)
+        return state.apply_gradients(grads).replace(extra=buffers), aux
+
+    def _add(self, both: dict[str, Any], batch: dict[str, Any]) -> tuple[Any, Any]:
+        state = both["state"]
+        grads, buffers, aux = self._gradients(state, batch)
+        return {"state": state.replace(extra=buffers), "sums": _plus(both["sums"], grads)}, aux
+
+    def _update_with_sums(self, both: dict[str, Any], batch: dict[str, Any]) -> tuple[Any, Any]:
+        state = both["state"]
+        grads, buffers, aux = self._gradients(state, batch)
+        total = _plus(both["sums"], grads)
+        return {"state": state.apply_gradients(total).replace(extra=buffers), "sums": total}, aux
+
+
+def _zeros(x: Tensor) -> Tensor:
+    return torch.zeros_like(x)
+
+
+def _plus(a: Any, b: Any) -> Any:
+    return zerofn.tree_map(lambda x, y: x + y, a, b)
+
+
+def _loss_of(out: Any, module: LightningModule) -> Tensor:
+    loss = out.get("loss") if isinstance(out, Mapping) else out
+    if not isinstance(loss, Tensor):
+        what = "None, which skips a batch" if out is None else f"a {type(out).__name__} without a loss"
+        raise ValueError(
+            f"{type(module).__name__}.training_step returned {what}; a captured step always has a loss: return a "
+            "tensor, or a dict with the tensor 'loss'."
+        )
+    return loss
+
+
+def _detached(out: Any) -> Any:
+    return zerofn.tree_map(
+        lambda x: x.detach() if isinstance(x, Tensor) else x, dict(out) if isinstance(out, Mapping) else out
+    )

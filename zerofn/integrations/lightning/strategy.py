@@ -1,0 +1,368 @@
+"""`ZeroFnStrategy`: Lightning's loops, data, callbacks and loggers around ZeroFn's state and compiled step."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+
+import zerofn
+
+from ..modules import buffers_to, forget_values, is_shape_only, with_values
+from . import checkpoints
+from .evaluation import Lender
+from .optimizers import Groups, clipping, let_go
+from .ranks import Ranks
+from .steps import Steps
+from .watched import computes, floats_to, unwatch, watch
+
+_PRECISIONS = {"32-true": None, "bf16-mixed": "bf16", "16-mixed": "fp16"}
+_NOTHING = Precision()
+_ON_GRADIENTS = (
+    "backward",
+    "configure_gradient_clipping",
+    "on_after_backward",
+    "on_before_backward",
+    "on_before_optimizer_step",
+    "optimizer_zero_grad",
+)
+
+
+class ZeroFnStrategy(Ranks):
+    """Trains an unmodified `LightningModule` with one of ZeroFn's states and steps.
+
+        trainer = Trainer(strategy=ZeroFnStrategy(stage=3), accelerator="gpu", devices=8, precision="bf16-mixed")
+        trainer.fit(MyModule(), loader)
+
+    `stage`, `offload`: as in `zerofn.shard`. `memory`, `remat`, `machine`: as in `zerofn.compile`.
+
+    `training_step` is captured, so it must not branch on what is in the batch. What it gives `self.log` is logged at
+    every batch; `batch_idx` and `self.global_step` are tensors in it. The optimizer of `configure_optimizers` is
+    translated (AdamW, Adam, SGD, Adagrad, RMSprop) and keeps its learning rates, which any scheduler, callback or
+    hook may set. Validation, test and prediction run as plain PyTorch, block by block, and may do anything. Where the
+    module is built in `configure_model`, no rank ever holds all of it.
+
+    Checkpoints are folders that load on any number of ranks; with `save_weights_only` they are Lightning's files.
+    Ranks start with rank 0's parameters. Afterwards the module has the shapes of its parameters; `whole_model()` lends
+    it their values.
+
+    Raises `ValueError` for manual optimization, several optimizers, hooks that see gradients, and options without an
+    effect here; `zerofn.CaptureError` for a step that is no pure function.
+    """
+
+    strategy_name = "zerofn"
+
+    def __init__(
+        self,
+        stage: int = 3,
+        *,
+        offload: Any = None,
+        memory: int | str | None = None,
+        remat: str | None = None,
+        machine: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self._shard_options = {"stage": stage, "offload": offload}
+        self._compile_options = {"memory": memory, "remat": remat, "machine": machine}
+        self.state: Any = None  # the TrainState
+        self._build: Callable[[], pl.LightningModule] | None = None
+        self._of: Any = None  # the module that the state is of
+        self._groups: Groups | None = None
+        self._steps: Steps | None = None
+        self._lender: Lender | None = None
+        self._updating = False
+
+    # ---- options
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """Lightning's part of precision: nothing, for ZeroFn's state has it."""
+        return _NOTHING
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = plugin
+
+    @property
+    def _precision(self) -> str | None:
+        plugin = self._precision_plugin
+        word = "32-true" if plugin is None else str(plugin.precision)
+        if word not in _PRECISIONS:
+            raise ValueError(f"ZeroFnStrategy: precision={word!r} is not known; there are {', '.join(_PRECISIONS)}.")
+        return _PRECISIONS[word]
+
+    def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        name = type(module).__name__
+        if not module.automatic_optimization:
+            raise ValueError(
+                f"{name}: manual optimization calls backward by itself, and there is no graph to do so; write such a "
+                "step as a function: zerofn.compile(train_step)."
+            )
+        for hook in _ON_GRADIENTS:
+            if is_overridden(hook, module):
+                raise ValueError(f"{name}.{hook}: gradients exist inside the compiled step only; leave it out.")
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, pl.callbacks.StochasticWeightAveraging):
+                raise ValueError("StochasticWeightAveraging averages whole modules; use zerofn.optim.ema instead.")
+        if getattr(self, "_layer_sync", None) is not None:
+            raise ValueError(
+                "Trainer(sync_batchnorm=True) has no effect with ZeroFn: statistics are averaged over ranks after "
+                "every step. Leave it out."
+            )
+        if torch.is_anomaly_enabled() or getattr(trainer, "_detect_anomaly", False):
+            raise ValueError("Trainer(detect_anomaly=True) has no effect on a compiled step. Leave it out.")
+
+    # ---- the module and its state
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Take a module; its `configure_model` will make shapes only."""
+        if model is not self._of and is_shape_only(model):
+            raise ValueError(
+                f"{type(model).__name__}: its parameters have no values; another Trainer has trained it. Load its "
+                "checkpoint into a new one."
+            )
+        super().connect(model)
+        watch(model)
+        if model is not self._of and is_overridden("configure_model", model):
+            self._take_configure_model(model)
+
+    def _take_configure_model(self, model: pl.LightningModule) -> None:
+        """Let `configure_model` build shapes, and remember how to build the values."""
+        before, configure = _contents(model), model.configure_model
+
+        def shapes() -> None:
+            del model.__dict__["configure_model"]
+            generators = self.broadcast(torch.get_rng_state())
+
+            def build() -> pl.LightningModule:
+                fresh: pl.LightningModule = copy.copy(model)
+                fresh.__dict__.update({k: copy.copy(v) for k, v in before.items()})
+                with torch.random.fork_rng(devices=()):
+                    torch.set_rng_state(generators)
+                    type(model).configure_model(fresh)
+                return fresh
+
+            self._build = build
+            zerofn.skeleton(lambda: configure() or model)
+
+        object.__setattr__(model, "configure_model", shapes)
+
+    def model_to_device(self) -> None:
+        """Move the buffers; parameters are moved as shards."""
+        module = self.lightning_module
+        assert module is not None
+        buffers_to(module, self.root_device)
+        for part in module.modules():
+            if isinstance(part, pl.LightningModule):
+                part._device = self.root_device  # what `self.device` says
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Make the state, or give the one there is the optimizer of this run, and the steps."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        assert module is not None
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self.model_to_device()
+        if fitting:
+            self._check(trainer, module)
+            self.setup_optimizers(trainer)
+            clip = clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+            self._groups = Groups(self.optimizers[0], module, clip)
+        if fitting or self._of is not module:
+            self._make_state(module)
+            self._of = module
+            self._lender = Lender(module)
+        if fitting:
+            options = {k: v for k, v in self._compile_options.items() if v is not None}
+            self._steps = Steps(module, watch(module), self._precision, options)
+
+    def _make_state(self, module: pl.LightningModule) -> None:
+        tx = self._groups.tx if self._groups is not None else zerofn.optim.identity()
+        learns = self._groups.learns if self._groups is not None else None
+        named = {name for name, p in module.named_parameters() if p.requires_grad}
+        odd = frozenset(name for name in named if learns is not None and not learns(name))
+        frozen = odd.__contains__ if odd else None
+        if self._of is module:
+            made = zerofn.TrainState.create(params=self.state.params, tx=tx, extra=self.state.extra, frozen=frozen)
+            self.state = dataclasses.replace(made, step=self.state.step, rng=self.state.rng)
+            return
+        seed = self.broadcast(torch.initial_seed() % 2**31)
+        if not is_shape_only(module):
+            self._start_alike(module)
+
+        def create() -> Any:
+            source = module if self._build is None else self._build()
+            extra = {name: x.to(self.root_device) for name, x in module.named_buffers()}
+            params = dict(source.named_parameters())
+            return zerofn.TrainState.create(params=params, tx=tx, seed=seed, extra=extra or None, frozen=frozen)
+
+        first = create() if self._build is None else create
+        options = {"precision": self._precision, **{k: v for k, v in self._shard_options.items() if v is not None}}
+        self.state = zerofn.shard(first, device=self.root_device, **options)
+        del first
+        self._build = None
+        before = dict(module.named_parameters())
+        forget_values(module)
+        after = dict(module.named_parameters())
+        for optimizer in self.optimizers:
+            let_go(optimizer, {id(p): after[name] for name, p in before.items()})
+
+    def _start_alike(self, module: nn.Module) -> None:
+        """Give all ranks rank 0's values."""
+        if dist.is_initialized():
+            for x in (*module.parameters(), *module.buffers()):
+                there = x.detach().to(self.root_device)
+                dist.broadcast(there, 0)
+                x.data.copy_(there)
+
+    # ---- training
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled step on a batch. Returns what the module's own returns, of this rank."""
+        assert self._steps is not None and self._groups is not None and self.lightning_module is not None
+        state = dataclasses.replace(self.state, opt_state=self._groups.with_rates(self.state.opt_state))
+        share = 1.0 / self.lightning_module.trainer.accumulate_grad_batches
+        self.state, out = self._steps(state, args, kwargs, share, update=self._updating)
+        return out
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The compiled step has done it."""
+        return closure_loss.detach()
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Run the closure, whose compiled step updates the parameters."""
+        self._updating = True
+        try:
+            found = closure()
+        finally:
+            self._updating = False
+        optimizer.step()  # has no gradients, and tells schedulers that there was an update
+        return found
+
+    # ---- evaluation
+
+    def whole_model(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the module has its parameters, on every rank, in the compute dtype.
+
+        All ranks must enter it. It takes the memory of the whole model.
+        """
+        assert self.lightning_module is not None
+        return with_values(self.lightning_module, zerofn.unshard(self.state.params))
+
+    def _open(self) -> None:
+        assert self._lender is not None
+        self._lender.open(self.state.params, floats_to(self.state.extra, computes(self._precision)))
+
+    def _close(self) -> None:
+        assert self._lender is not None
+        self._lender.close()
+
+    def on_validation_start(self) -> None:
+        """Lend the module its parameters."""
+        self._open()
+
+    def on_validation_end(self) -> None:
+        """Take them back."""
+        self._close()
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own, as plain PyTorch."""
+        return self._evaluate("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own, as plain PyTorch."""
+        return self._evaluate("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own, as plain PyTorch."""
+        return self._evaluate("predict_step", args, kwargs)
+
+    def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        batch, *rest = args
+        return getattr(self.lightning_module, name)(floats_to(batch, computes(self._precision)), *rest, **kwargs)
+
+    # ---- checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """The state that a checkpoint is read into is made in `setup`."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: parameters are saved as shards, by `save_checkpoint`."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a folder with the state on any number of ranks; or, of weights only, a file as Lightning's."""
+        if storage_options is not None:
+            raise ValueError("ZeroFnStrategy: storage_options have no effect; pass a checkpoint_io= that takes them.")
+        if "optimizer_states" in checkpoint:
+            checkpoints.save(Path(filepath), self.state, checkpoint, self.checkpoint_io, self.is_global_zero)
+        else:
+            self._save_weights(checkpoint, filepath)
+
+    def _save_weights(self, checkpoint: dict[str, Any], filepath: Any) -> None:
+        whole = zerofn.unshard(self.state.params, rank=0)
+        if self.is_global_zero:
+            module = self.lightning_module
+            assert module is not None
+            checkpoint["state_dict"] = checkpoints.state_dict_of(module, whole, self.state.extra or {})
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read the state from a folder; return what Lightning keeps there. A file is read as Lightning does."""
+        path = Path(checkpoint_path)
+        if not path.is_dir():
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        assert self.lightning_module is not None
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        self.state, found = checkpoints.load(path, self.state, self.checkpoint_io, weights_only, whole=fitting)
+        return found
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Take the weights of a file; those of a folder are in the state."""
+        tensors = checkpoint["state_dict"]
+        if tensors:
+            self.state = checkpoints.with_state_dict(self.state, tensors, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take learning rates, and, of a file, Adam's moments."""
+        for optimizer, theirs in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            names = {id(p): name for name, p in self.lightning_module.named_parameters()}  # type: ignore[union-attr]
+            order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+            if theirs["state"]:
+                self.state = checkpoints.with_moments(self.state, theirs["state"], order)
+            optimizer.load_state_dict({**theirs, "state": {}})
+
+    def teardown(self) -> None:
+        """Let the module go, with the shapes of its parameters."""
+        if self._lender is not None:
+            self._lender.close()
+        if self.lightning_module is not None:
+            unwatch(self.lightning_module)
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+def _contents(module: nn.Module) -> dict[str, Any]:
+    """Return a module's attributes, to build it again from."""
+    return {k: copy.copy(v) if isinstance(v, dict) else v for k, v in module.__dict__.items()}
