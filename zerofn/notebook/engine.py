@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ STOP = -1  # where, behind the ranks' counts of steps, the last step stands that
 def become_rank(environ: Mapping[str, str], counts: str) -> int:
     """Join the other ranks, and return this process's id. `counts`: a file that ranks and pool share."""
     os.environ.update(environ)
+    if importlib.util.find_spec("matplotlib_inline") is not None:  # figures are shown in the notebook
+        os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
 
     import zerofn
 
