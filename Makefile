@@ -54,7 +54,7 @@ bench: $(VENV)/bench.stamp $(PEERS)/peers.stamp
 # The site, in build/site: every code block and notebook in it is run.
 docs: $(VENV)/docs.stamp
 	$(VENV)/bin/python -m docs.assemble
-	$(VENV)/bin/mkdocs build --strict --quiet --config-file docs/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet --config-file docs/mkdocs.yml
 
 # Writes the picture of the rooms into design.md, from the imports; a test says whether it is today's.
 architecture:
