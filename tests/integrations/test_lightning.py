@@ -151,6 +151,7 @@ CASES = {
 }
 
 
+@pytest.mark.part(name=["plain", "accumulating", "two rates"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_losses_of_lightning(name):
     more, options = CASES[name]
@@ -186,6 +187,7 @@ def on_ranks(stage, folder, resume=None, epochs=2, **more):
     return losses, metrics, zerofn.unshard(trainer.strategy.state.params), path
 
 
+@pytest.mark.part(stage=[3])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_two_ranks_are_one_with_all_rows(tmp_path, stage):
     plain, kept, module = fitted(options={"batch_norm": False})
