@@ -1,5 +1,7 @@
 """Lightning's Trainer with ZeroFn's strategy, beside its own on one process."""
 
+import os
+
 import lightning.pytorch as pl
 import numpy as np
 import pytest
@@ -164,6 +166,7 @@ def test_the_losses_of_lightning(name):
     for key, x in plain.callback_metrics.items():
         torch.testing.assert_close(mine.callback_metrics[key], x, rtol=1e-4, atol=1e-5)
     assert len(module.seen) == 2 + 12  # the sanity check, and two epochs
+    assert "WORLD_SIZE" not in os.environ and not torch.distributed.is_initialized()
     assert type(module) is Module and all(p.is_meta for p in module.parameters())
 
 

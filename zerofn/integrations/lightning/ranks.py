@@ -43,7 +43,8 @@ class Ranks(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
+        # A launcher sets variables of several ranks; whatever runs here afterwards would take itself for one of them.
+        if self.is_distributed and not self.cluster_environment.creates_processes_externally:
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
