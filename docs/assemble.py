@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HERE, OUT = ROOT / "docs", ROOT / "build/docs"
 NOTEBOOKS = sorted((ROOT / "examples/notebooks").glob("*.ipynb"))
 RECIPES = sorted((ROOT / "examples/recipes").glob("*.py"))
-_LINK = r"(?<!!)\[([^]]+)\]\((?!http|#|memory.png)[^)]*\)"  # to a file that is no page
+_LINK = r"(?<!!)\[([^]]+)\]\((?!http|#)[^)]*\)"  # to a file that is no page
 
 
 def blocks(text: str) -> list[str]:
@@ -80,15 +80,11 @@ def generate() -> None:
     for picture in results.glob("*.png"):
         shutil.copy(picture, OUT / picture.name)
     costs = section(readme, "What it costs, beside the others").replace(
-        "](benchmarks/results/memory.png)", "](memory.png)"
+        "(benchmarks/results/memory.png)", "(memory.png)"
     )
-    (OUT / "performance.md").write_text(
-        "# Performance\n\n" + re.sub(r"\[([^]]+)\]\(benchmarks[^)]*\)", r"\1", costs) + "\n"
-    )
+    (OUT / "performance.md").write_text("# Performance\n\n" + re.sub(_LINK, r"\1", costs) + "\n")
     design = (ROOT / "design.md").read_text()
-    (OUT / "design.md").write_text(
-        re.sub(r"\[([^]]+)\]\((?!http|#)[^)]*\)", r"\1", design).replace("```python", "```py")
-    )
+    (OUT / "design.md").write_text(re.sub(_LINK, r"\1", design).replace("```python", "```py"))
     parts = [
         "# Recipes\n\nEach is one file that runs under `python` and under `torchrun`. The data are in `digits.py`.\n"
     ]

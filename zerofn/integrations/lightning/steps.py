@@ -54,7 +54,7 @@ class Steps:
             state, aux = self._whole(state, batch)
         else:
             if self._sums is None:
-                self._sums = zerofn.tree_map(_zeros, state.params)
+                self._sums = zerofn.tree_map(torch.zeros_like, state.params)
             step = self._last if update else self._first
             both, aux = step({"state": state, "sums": self._sums}, batch)
             state, self._sums = both["state"], both["sums"]
@@ -65,11 +65,9 @@ class Steps:
 
     def _batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], share: float) -> dict[str, Any]:
         """Return the inputs of a step: numbers that change at every call are tensors, others lead to a capture."""
-        data, *rest = args or (None,)
         watch, trainer = self._watch, self._module.trainer
         return {
-            "data": floats_to(as_batch(data), self._dtype) if args else (),
-            "rest": [torch.tensor(x) for x in rest],
+            "args": (*(floats_to(as_batch(x), self._dtype) for x in args[:1]), *map(torch.tensor, args[1:])),
             "named": {k: torch.tensor(x) if isinstance(x, int) else as_batch(x) for k, x in kwargs.items()},
             "global_step": torch.tensor(trainer.global_step),
             "epoch": trainer.current_epoch if watch.reads_epoch else 0,
@@ -81,9 +79,8 @@ class Steps:
 
         def loss_fn(params: dict[str, Tensor], buffers: dict[str, Tensor]) -> tuple[Tensor, Any]:
             named = {f"module.{name}": x for name, x in (*params.items(), *buffers.items())}
-            args = () if isinstance(batch["data"], tuple) and not batch["data"] else (batch["data"], *batch["rest"])
             with self._watch.recording(batch["global_step"]) as logged:
-                out = functional_call(self._part, named, (args, batch["named"]))
+                out = functional_call(self._part, named, (batch["args"], batch["named"]))
             loss = _loss_of(out, self._module)
             return loss * batch["share"], {"out": _detached(out), "logged": logged}
 
@@ -100,21 +97,13 @@ class Steps:
     def _add(self, both: dict[str, Any], batch: dict[str, Any]) -> tuple[Any, Any]:
         state = both["state"]
         grads, buffers, aux = self._gradients(state, batch)
-        return {"state": state.replace(extra=buffers), "sums": _plus(both["sums"], grads)}, aux
+        return {"state": state.replace(extra=buffers), "sums": zerofn.tree_map(torch.add, both["sums"], grads)}, aux
 
     def _update_with_sums(self, both: dict[str, Any], batch: dict[str, Any]) -> tuple[Any, Any]:
         state = both["state"]
         grads, buffers, aux = self._gradients(state, batch)
-        total = _plus(both["sums"], grads)
+        total = zerofn.tree_map(torch.add, both["sums"], grads)
         return {"state": state.apply_gradients(total).replace(extra=buffers), "sums": total}, aux
-
-
-def _zeros(x: Tensor) -> Tensor:
-    return torch.zeros_like(x)
-
-
-def _plus(a: Any, b: Any) -> Any:
-    return zerofn.tree_map(lambda x, y: x + y, a, b)
 
 
 def _loss_of(out: Any, module: LightningModule) -> Tensor:
