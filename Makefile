@@ -14,7 +14,7 @@ torch_stamp := torch-$(subst /,_,$(subst :,_,$(TORCH))).stamp
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo check test test-all lint bench docs architecture clean
+.PHONY: demo check test test-all test-system lint bench docs architecture clean
 .NOTPARALLEL:
 
 demo: $(VENV)/examples.stamp
@@ -25,11 +25,15 @@ check: lint
 	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not ranks and not slow and not whole"
 
 test: lint
-	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not whole"
+	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not whole and not system"
 
 # Whole products, of which `make test` has a part, and the longest runs.
 test-all: lint
-	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile
+	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not system"
+
+# What needs root and Debian's packages: several machines over a real sshd, and a browser. It names what is not there.
+test-system: $(VENV)/test.stamp docs
+	$(VENV)/bin/python -m pytest -m system tests/system
 
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check

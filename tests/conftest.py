@@ -17,18 +17,21 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 pytest_plugins = ["tests.support.ranks"]
 
 # Every test here runs a program as a user does, in a process of its own.
-SLOW_FOLDERS = ("examples", "benchmarks")
+SLOW_FOLDERS = ("examples", "benchmarks", "system")
 TESTS = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items):
     """Mark what `make check` leaves to `make test`: tests on real ranks, whole programs, and the cases of large
-    products that `quick` does not name; and what `make test` leaves to `make test-all`: those that `part` does not."""
+    products that `quick` does not name; what `make test` leaves to `make test-all`: those that `part` does not; and
+    what needs programs of the system."""
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
         if any(item.path.is_relative_to(TESTS / folder) for folder in SLOW_FOLDERS) or not _is_among(item, "quick"):
             item.add_marker(pytest.mark.slow)
+        if item.path.is_relative_to(TESTS / "system"):
+            item.add_marker(pytest.mark.system)
         if not _is_among(item, "part"):
             item.add_marker(pytest.mark.whole)
 

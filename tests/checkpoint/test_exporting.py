@@ -125,6 +125,7 @@ class Killed(BaseException):
     """Stands for the end of the process."""
 
 
+@pytest.mark.part(before=["400KB"], after=["300KB"])
 @pytest.mark.parametrize("before, after", [("400KB", None), (None, "400KB"), ("400KB", "300KB"), (None, None)])
 def test_a_killed_export_leaves_no_mixture(tmp_path, monkeypatch, before, after):
     """At every rename and removal: the old weights, the new ones, or a sentence."""

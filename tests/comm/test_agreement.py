@@ -85,6 +85,7 @@ def absent(late):
     return str(caught.value)
 
 
+@pytest.mark.part(late=[True])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_rank_that_does_not_come_is_named(ranks, late):
     found = ranks(3, absent, late, expect_errors=True)

@@ -73,6 +73,7 @@ def run(how, size=2, which=0, saves="", **more):
             job.communicate()
 
 
+@pytest.mark.part(how=["training"])
 @pytest.mark.parametrize("how", ["training", "agreeing"])
 def test_what_rank_0_said_is_heard_though_the_store_ends_with_it(how):
     first, second = run(how)
@@ -92,7 +93,7 @@ SILENT = [
 ]
 
 
-@pytest.mark.part(which=[1])
+@pytest.mark.whole
 @pytest.mark.parametrize("which, saves", [(0, False), (1, True)])
 def test_a_rank_that_is_frozen_in_a_step(tmp_path, which, saves):
     """Its connections are open, so only its silence tells; a thread that saves may be the first to find it."""

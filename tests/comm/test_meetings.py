@@ -62,6 +62,7 @@ def out_of_step(other, stage, size, folder):
     return "nothing was raised"
 
 
+@pytest.mark.part(size=[2, 3], stage=[1, 3])
 @pytest.mark.parametrize(
     ("size", "stage", "other"),
     [(2, 3, other) for other in OTHERS]

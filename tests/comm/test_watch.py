@@ -50,6 +50,7 @@ def evaluate():
     zerofn.gather(state.params)
 
 
+@pytest.mark.part(waits=[evaluate])
 @pytest.mark.parametrize("waits", [reduce, evaluate])
 def test_a_rank_that_waits_hears_of_a_failure(ranks, waits):
     (message, seconds), _ = ranks(2, heard, breaks, waits)

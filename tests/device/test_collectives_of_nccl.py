@@ -122,6 +122,7 @@ def both(stage, precision, frozen):
     return got, expected
 
 
+@pytest.mark.part(stage=[0, 3], precision=["bf16", "fp16"])
 @pytest.mark.parametrize(
     ("size", "precision", "frozen"), [(2, None, False), (2, "bf16", True), (3, "fp16", False), (3, None, True)]
 )

@@ -13,7 +13,7 @@ NOTEBOOKS = sorted(p.stem for p in FOLDER.glob("*.ipynb"))
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
-@pytest.mark.part(name=["curvature"])
+@pytest.mark.whole
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_it_runs(name, tmp_path, monkeypatch):
     monkeypatch.delenv("MPLBACKEND", raising=False)  # figures are shown, as in a notebook

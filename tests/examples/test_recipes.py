@@ -6,7 +6,6 @@ import sys
 import numpy as np
 import pytest
 
-import zerofn
 from tests.support.library import ROOT
 
 DRAWS = ("diffusion", "gan", "policy")  # on every rank something else
@@ -24,9 +23,9 @@ def all_of(rows):
 
 
 @pytest.fixture(scope="module")
-def losses():
+def losses(ranks):
     """Recipe -> losses on (one rank, two ranks)."""
-    one, two = zerofn.run(all_of, ROWS, ranks=1), zerofn.run(all_of, ROWS // 2, ranks=2)
+    one, (two, _) = all_of(ROWS), ranks(2, all_of, ROWS // 2)
     return {name: (one[name], two[name]) for name in RECIPES}
 
 

@@ -80,6 +80,7 @@ def test_ranks_and_microbatches_weigh_tokens_alike(alone, tmp_path):
     assert losses(printed) == pytest.approx(losses(alone), abs=0.0021)  # three digits are printed
 
 
+@pytest.mark.whole
 def test_dropout_and_bf16_on_two_ranks(tmp_path):
     options = ("--precision", "bf16", "--stage", 1)
     before, after, _ = losses(run("t5.py", *TINY, *options, folder=tmp_path, num_ranks=2))

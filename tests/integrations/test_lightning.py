@@ -190,7 +190,7 @@ def on_ranks(stage, folder, resume=None, epochs=2, **more):
     return losses, metrics, zerofn.unshard(trainer.strategy.state.params), path
 
 
-@pytest.mark.part(stage=[3])
+@pytest.mark.whole
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_two_ranks_are_one_with_all_rows(tmp_path, stage):
     plain, kept, module = fitted(options={"batch_norm": False})

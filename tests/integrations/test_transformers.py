@@ -153,6 +153,7 @@ def train_on_ranks(folder, more, steps, resume=None):
     return losses(trainer), zerofn.unshard(trainer.sharded.params)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("stage", [1, 3])
 def test_two_ranks_are_one_with_twice_the_rows(tmp_path, stage):
     more = {"stage": stage, "per_device_train_batch_size": 2}

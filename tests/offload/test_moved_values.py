@@ -68,6 +68,7 @@ def the_bits_of_memory(path, change, on_nonfinite, precision):
         assert_same_trees(run(Offload(path=path, **tiers)), expected, what)
 
 
+@pytest.mark.part(on_nonfinite=["skip"])
 @pytest.mark.quick(on_nonfinite=["ignore"], precision=["bf16"], change=[swapped])
 @pytest.mark.parametrize(("on_nonfinite", "precision"), [("skip", "bf16"), ("ignore", "bf16"), ("ignore", None)])
 @pytest.mark.parametrize("change", [kept, copied, swapped, averaged, again])

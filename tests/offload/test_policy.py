@@ -93,6 +93,7 @@ def test_one_rank_has_the_bits_of_memory(tmp_path, stage, precision):
     every_tier(tmp_path, stage, precision, 1)
 
 
+@pytest.mark.part(num_ranks=[2, 3], stage=[1, 3])
 @pytest.mark.parametrize(
     ("num_ranks", "stage", "precision", "num_microbatches"),
     [
@@ -111,6 +112,7 @@ def test_several_ranks_have_the_bits_of_memory(ranks, tmp_path, num_ranks, stage
     ranks(num_ranks, every_tier, tmp_path, stage, precision, num_microbatches)
 
 
+@pytest.mark.part(number=[0, 3, 5])
 @pytest.mark.quick(number=[0])
 @pytest.mark.parametrize("number", range(len(RULES)))
 def test_every_rule_has_the_bits_of_memory(tmp_path, number):
@@ -210,6 +212,7 @@ def hosted(path, stage, precision, num_microbatches, share):
         assert_bits_of_memory(path, stage, tiers, precision, num_microbatches, NORMED)
 
 
+@pytest.mark.part(share=[0.5])
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "share"), [(None, 0.0), ("bf16", 0.0), ("bf16", 0.5), ("fp16", 0.5), ("fp16", 1.0), (None, 1.0)]
@@ -219,6 +222,7 @@ def test_what_is_brought_and_put_has_the_bits_of_memory(tmp_path, precision, sha
         hosted(tmp_path, stage, precision, 1, share)
 
 
+@pytest.mark.part(num_ranks=[3])
 @pytest.mark.parametrize(("num_ranks", "stage", "shares"), [(2, 3, (0.0, 1.0)), (2, 2, (1.0,)), (3, 3, (0.5,))])
 def test_on_several_ranks_too(ranks, tmp_path, num_ranks, stage, shares):
     for share in shares:

@@ -30,6 +30,7 @@ OPTAX = {
 }
 
 
+@pytest.mark.part(name=["muon", "adafactor"])
 @pytest.mark.parametrize("name", OPTAX)
 def test_rules_are_those_of_optax_on_transposes(name):
     tx, other = OPTAX[name]

@@ -50,6 +50,7 @@ def same_at_every_stage(rule, precision):
         assert_same_trees(other, first, f"{rule}, {precision=}, stage {stage} beside stage 0")
 
 
+@pytest.mark.part(precision=["bf16"])
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("rule", ["adamw", "lamb"])
 def test_norms_of_what_lies_in_the_copy_wait_for_it(ranks, rule, precision):

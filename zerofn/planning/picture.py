@@ -110,7 +110,8 @@ def page(body: str, draw_to: Callable[[File], None]) -> str:
     with contextlib.suppress(ImportError):
         draw_to(out)
     svg = out.getvalue().decode()
-    return f"<div>{body}{svg[svg.find('<svg') :] if svg else ''}</div>"
+    fitting = svg[svg.find("<svg") :].replace("<svg", '<svg style="max-width:100%;height:auto"', 1)
+    return f"<div>{body}{fitting}</div>"
 
 
 def _pyplot() -> Any:
