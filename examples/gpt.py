@@ -11,8 +11,6 @@ import hashlib
 import json
 import math
 import sysconfig
-import time
-from collections import deque
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +21,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from torch.func import functional_call
@@ -226,10 +223,6 @@ def draw(log: list[dict], bigram: float, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-LINE = "loss {task.fields[loss]:.3f}, {task.fields[speed]:,.0f} tokens/s, rss {task.fields[memory]} MB"
-LIVE = (BarColumn(20), MofNCompleteColumn(), TextColumn(LINE), TimeRemainingColumn())
-
-
 def main() -> None:
     args = options()
     axis = zerofn.Mesh.of(None).axis()  # joins the other ranks under torchrun
@@ -264,30 +257,24 @@ def main() -> None:
         return torch.stack(losses).mean().item() / axis.size
 
     first, last = checkpoints.step, min(args.steps, args.stop_at or args.steps)
-    num_sequences, recent = int(state.extra["num_sequences"]), deque(maxlen=20)
+    num_sequences = int(state.extra["num_sequences"])
 
     def write_log() -> None:
         if axis.rank == 0:
             (args.out / "log.json").write_text(json.dumps(log))
 
-    with Progress(*LIVE, console=console) as progress, contextlib.ExitStack() as at_end:
+    tokens = args.batch * args.context // axis.size  # of a step, on this rank
+    bar = zerofn.progress(range(first + 1, last + 1), initial=first, total=args.steps, tokens=lambda _: tokens)
+    with contextlib.ExitStack() as at_end:
         at_end.callback(write_log)  # also where a signal ends the run
-        bar = progress.add_task("", total=args.steps, completed=first, loss=math.nan, speed=0, memory="?")
-        for now in range(first + 1, last + 1):
-            began = time.perf_counter()
+        for now in bar:
             state, metrics = step(state, batch_at(num_sequences))
             num_sequences += args.batch
-            loss = metrics["loss"].item()
-            recent.append(time.perf_counter() - began)
-            log.append({"step": now, "train": loss})
-            speed = args.batch * args.context * len(recent) / sum(recent)
-            progress.update(bar, completed=now, loss=loss, speed=speed)
-            if now % 10 == 1:
-                progress.update(bar, memory=memory_of_ranks())
+            bar.log(metrics, state)
+            log.append({"step": now, "train": (loss := metrics["loss"].item())})
             if now % args.eval_every == 0 or now == args.steps:
-                log.append({"step": now, "validation": validate()})
-                text = f"step {now}: loss {loss:.3f}, validation {log[-1]['validation']:.3f}"
-                console.print(f"{text}, {speed:,.0f} tokens/s, rss {memory_of_ranks()} MB")
+                log.append({"step": now, "validation": (held := validate())})
+                bar.print(f"step {now}: loss {loss:.3f}, validation {held:.3f}, rss {memory_of_ranks()} MB")
             if now % args.save_every == 0:
                 write_log()
             checkpoints.after_step(state, metrics)

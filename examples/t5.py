@@ -12,8 +12,6 @@ import hashlib
 import math
 import random
 import re
-import time
-from collections import deque
 from pathlib import Path
 
 import django
@@ -22,7 +20,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.func import functional_call
@@ -193,14 +190,6 @@ def translate(next_tokens, params, tokenizer: Tokenizer, x: torch.Tensor) -> lis
 # ---- what is shown
 
 
-def live(console: Console) -> Progress:
-    """One line: loss, target tokens a second."""
-    done = "{task.completed}/{task.total} loss {task.fields[loss]:.3f}"
-    speed = "{task.fields[speed]:,.0f} target tokens/s"
-    columns = (TextColumn(done), TextColumn(speed), TimeRemainingColumn())
-    return Progress(BarColumn(20), *columns, console=console)
-
-
 def show(console: Console, title: str, pairs: list[tuple[str, str]], written: list[str]) -> None:
     table = Table("English", "Romanian, by Django's translators", "by the model", title=title)
     for (source, target), text in zip(pairs, written, strict=True):
@@ -241,28 +230,19 @@ def main() -> None:
     generator = torch.Generator().manual_seed(args.seed)
     num_epochs = math.ceil(args.steps * args.batch / len(train))
     order = torch.cat([torch.randperm(len(train), generator=generator) for _ in range(num_epochs)])
-    recent: deque[tuple[int, float]] = deque(maxlen=20)
     before = validate(unseen["x"])
     console.print(f"step 0: validation {before:.3f}")
-    with live(console) as progress:
-        bar = progress.add_task("", total=args.steps, loss=math.nan, speed=0)
-        for now in range(1, args.steps + 1):
-            began = time.perf_counter()
-            rows = order[(now - 1) * args.batch : now * args.batch]
-            mine = rows[axis.rank :: axis.size]
-            state, metrics = step(state, {k: v[mine] for k, v in batch.items()})
-            loss = metrics["loss"].item()
-            num_tokens = int((batch["y"][rows] != IGNORED).sum())
-            recent.append((num_tokens, time.perf_counter() - began))
-            speed = sum(n for n, _ in recent) / sum(s for _, s in recent)
-            progress.update(bar, completed=now, loss=loss, speed=speed)
-            if now % args.eval_every == 0 and now < args.steps:
-                held = validate(unseen["x"])
-                console.print(f"step {now}: loss {loss:.3f}, validation {held:.3f}")
+    mine = order[: args.steps * args.batch].view(args.steps, args.batch)[:, axis.rank :: axis.size]
+    batches = ({k: v[rows] for k, v in batch.items()} for rows in mine)
+    bar = zerofn.progress(batches, total=args.steps, tokens=lambda b: int((b["y"] != IGNORED).sum()))
+    for now, rows in enumerate(bar, 1):
+        state, metrics = step(state, rows)
+        bar.log(metrics, state)
+        if now % args.eval_every == 0 or now == args.steps:
+            after = validate(unseen["x"])
+            bar.print(f"step {now}: loss {metrics['loss']:.3f}, validation {after:.3f}")
 
-    after = validate(unseen["x"])
     astray = validate(unseen["x"].roll(1, 0))  # each sentence beside another one's English
-    console.print(f"step {args.steps}: loss {loss:.3f}, validation {after:.3f}")
     longer = [i for i, (source, _) in enumerate(train) if len(source.split()) > 1][: args.show]
     kinds = {
         "learned": ([train[i] for i in longer], batch["x"][longer]),

@@ -76,6 +76,14 @@ def test_a_generator_has_no_end_to_tell():
     assert len(list(bar)) == 7 and bar.records[-1]["eta_s"] > 0
 
 
+def test_a_run_that_goes_on_counts_from_where_it_was(clocked):
+    bar = zerofn.progress(BATCHES[:4], every=3, initial=2)
+    assert len(list(bar)) == 4 and [x["step"] for x in bar.records] == [3, 6]
+    assert bar.records[0]["ms_per_step"] == 500 and bar.records[0]["eta_s"] == 1.5
+    bar = zerofn.progress([], initial=7, total=7)
+    assert list(bar) == bar.records == []
+
+
 def test_where_lines_go(tmp_path, monkeypatch):
     taken, logged = [], []
     sink = types.SimpleNamespace(write=taken.append, close=lambda: taken.append("closed"))
@@ -86,6 +94,11 @@ def test_where_lines_go(tmp_path, monkeypatch):
         bar.log(loss=1.5)
     assert [json.loads(x) for x in path.read_text().splitlines()] == bar.records == taken[:-1]
     assert taken[-1] == "closed" and [step for step, _ in logged] == [4, 7] and logged[0][1]["loss"] == 1.5
+
+
+def test_steps_before_must_be_a_number_of_steps():
+    with pytest.raises(ValueError, match="initial must be a whole number of steps of 0 or more, got -1"):
+        zerofn.progress([], initial=-1)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.5, True])
@@ -117,6 +130,18 @@ def test_in_a_terminal_the_line_is_written_over(monkeypatch):
     line.show("short")
     line.end()
     assert out.getvalue() == "\rlonger\rshort \n"
+
+
+def test_what_is_printed_takes_the_lines_place(monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(sys, "stdout", screen)
+    bar = zerofn.progress(BATCHES[:2], every=1)
+    for k, _ in enumerate(bar):
+        if k:
+            bar.print("validation", 1.5)
+    first, printed, last = screen.getvalue().split("\r")[1], *screen.getvalue().split("\r")[2:][1:]
+    assert first.startswith("1/2") and printed == "validation 1.5\n" and last.startswith("2/2") and last[-1] == "\n"
 
 
 def test_leaves_and_numbers():

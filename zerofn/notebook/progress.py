@@ -22,18 +22,25 @@ class Progress:
     """See `progress`. `records`: what was shown so far, a dict of plain numbers for each line."""
 
     def __init__(
-        self, loader: Iterable[Any], every: int, total: int | None, tokens: Callable[[Any], int] | None, to: Any
+        self,
+        loader: Iterable[Any],
+        every: int,
+        total: int | None,
+        initial: int,
+        tokens: Callable[[Any], int] | None,
+        to: Any,
     ) -> None:
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise ValueError(f"progress: every must be a whole number of steps of 1 or more, got {every!r}.")
+        for name, steps, least in (("every", every, 1), ("initial", initial, 0)):
+            if not isinstance(steps, int) or isinstance(steps, bool) or steps < least:
+                raise ValueError(f"progress: {name} must be a whole number of steps of {least} or more, got {steps!r}.")
         self._loader, self._every, self._tokens = loader, every, tokens
-        self._total = len(loader) if total is None and isinstance(loader, Sized) else total
+        self._total = initial + len(loader) if total is None and isinstance(loader, Sized) else total
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         shown = not dist.is_initialized() or dist.get_rank() == 0
         self._sinks: list[Sink] = sinks_of(to) if shown else []
         self._line = Line() if shown else None
         self.records: list[dict[str, Any]] = []
-        self._steps = self._counted = 0  # so far; tokens or rows since the last line
+        self._steps, self._counted = initial, 0  # so far; tokens or rows since the last line
         self._unit = "rows"
         self._aux: Mapping[str, Any] = {}
         self._state: Any = None
@@ -47,7 +54,7 @@ class Progress:
                 self._count(batch)
                 if self._steps % self._every == 0:
                     self._show()
-            if self._steps % self._every:
+            if self._steps > self._before:
                 self._show()
         finally:
             if self._line is not None:
@@ -67,6 +74,12 @@ class Progress:
                 "state, metrics = step(state, batch); bar.log(metrics, state)."
             )
         self._aux, self._state = {**(metrics or {}), **more}, state
+
+    def print(self, *words: Any) -> None:
+        """Print words, as `print` does, on rank 0, without a rest of the line of figures before them."""
+        if self._line is not None:
+            self._line.clear()
+            print(*words, flush=True)
 
     def _count(self, batch: Any) -> None:
         if self._tokens is not None:
@@ -126,6 +139,7 @@ def progress(
     every: int = 10,
     *,
     total: int | None = None,
+    initial: int = 0,
     tokens: Callable[[Any], int] | None = None,
     to: str | Sink | Sequence[str | Sink] = (),
 ) -> Progress:
@@ -139,15 +153,16 @@ def progress(
     The line has what was logged last, ms/step and tokens/s (of all ranks) since the last line, the most memory that
     this rank has had, skipped steps, the loss scale, and the time that is left if the loader has a length or `total`
     is given. The device is waited for once a line. In a terminal and in a notebook the line is written over; elsewhere
-    each is a line of its own.
+    each is a line of its own. `bar.print(...)` prints besides, on rank 0. A run that goes on gives `initial`, the steps
+    that were done before, which `total` counts, too.
 
     `tokens(batch) -> int`: tokens of a rank's batch; by default the rows and columns of its first tensor of integers,
     and rows where there is none. `to`: where lines go besides, one or several of a path that ends in .jsonl, a
     "tensorboard:FOLDER", "wandb" or "trackio" (whose run is the one that you have started), and objects with
-    `write(record)` and `close()`. Raises `ValueError` for an `every` below 1 and for an unknown place, `ImportError`
-    for one whose library is not installed.
+    `write(record)` and `close()`. Raises `ValueError` for an `every` below 1, an `initial` below 0 and an unknown
+    place, `ImportError` for a place whose library is not installed.
     """
-    return Progress(loader, every, total, tokens, to)
+    return Progress(loader, every, total, initial, tokens, to)
 
 
 def leaves(batch: Any) -> Iterator[Any]:
@@ -211,6 +226,13 @@ class Line:
             self._width = len(text)
         else:
             print(text, file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Take the line away from a terminal; it comes again."""
+        if self._terminal and self._width:
+            sys.stderr.write(f"\r{' ' * self._width}\r")
+            sys.stderr.flush()
+            self._width = 0
 
     def end(self) -> None:
         """Leave the line as it is."""
