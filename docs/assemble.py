@@ -79,10 +79,10 @@ def generate() -> None:
     results = ROOT / "benchmarks/results"
     for picture in results.glob("*.png"):
         shutil.copy(picture, OUT / picture.name)
-    costs = section(readme, "What it costs, beside the others").replace(
-        "(benchmarks/results/memory.png)", "(memory.png)"
-    )
-    (OUT / "performance.md").write_text("# Performance\n\n" + re.sub(_LINK, r"\1", costs) + "\n")
+    costs = "What it costs, beside the others"
+    table = re.sub(_LINK, r"\1", section(readme, costs)) + "\n\n![Step times and memory](step.png)"
+    page = OUT / "performance.md"
+    page.write_text(page.read_text().replace(f"<!-- README: {costs} -->", table))
     design = (ROOT / "design.md").read_text()
     (OUT / "design.md").write_text(re.sub(_LINK, r"\1", design).replace("```python", "```py"))
     parts = [
