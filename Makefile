@@ -52,7 +52,8 @@ bench: $(VENV)/bench.stamp $(PEERS)/peers.stamp
 	$(VENV)/bin/python -m benchmarks.checkpoint.flips
 	$(VENV)/bin/python -m benchmarks.checkpoint.chaos
 	$(PEERS)/bin/python -m benchmarks.interop.deepspeed_losses
-	$(VENV)/bin/python -m benchmarks.integrations.trainer
+	$(VENV)/bin/python -m benchmarks.integrations.frameworks trainer
+	$(VENV)/bin/python -m benchmarks.integrations.frameworks lightning
 	$(VENV)/bin/python -m benchmarks.notebook.cells
 
 # The site, in build/site: every code block and notebook in it is run.
@@ -83,7 +84,7 @@ $(VENV)/docs.stamp: $(VENV)/$(torch_stamp) pyproject.toml $(KERNELS)
 	touch $@
 
 $(VENV)/bench.stamp: $(VENV)/$(torch_stamp) pyproject.toml $(KERNELS)
-	$(VENV)/$(PIP) -e ".[examples,notebook,trainer]"
+	$(VENV)/$(PIP) -e ".[examples,lightning,notebook,trainer]"
 	touch $@
 
 $(VENV)/test.stamp: $(VENV)/$(torch_stamp) pyproject.toml $(KERNELS)

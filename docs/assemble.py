@@ -80,7 +80,8 @@ def generate() -> None:
     for picture in results.glob("*.png"):
         shutil.copy(picture, OUT / picture.name)
     costs = "What it costs, beside the others"
-    table = re.sub(_LINK, r"\1", section(readme, costs)) + "\n\n![Step times and memory](step.png)"
+    table, _, _ = section(readme, costs).partition(" [More]")
+    table = re.sub(_LINK, r"\1", table) + "\n\n![Step times and memory](step.png)"
     page = OUT / "performance.md"
     page.write_text(page.read_text().replace(f"<!-- README: {costs} -->", table))
     design = (ROOT / "design.md").read_text()

@@ -12,6 +12,8 @@ from tests.system.machines import Machines
 NEEDED = {
     "chromium": "chromium",
     "ip": "iproute2",
+    "munged": "munge",
+    "slurmctld": "slurm-wlm",
     "ssh": "openssh-client",
     "sshd": "openssh-server",
     "tc": "iproute2",

@@ -51,7 +51,7 @@ class Machines:
         net = f"10.{77 + number % 100}.{number // 200}"
         self.names = list(names)
         self.addresses = {name: f"{net}.{k + 2}" for k, name in enumerate([*self.names, *gone])}
-        self._bridge, self._here = f"{self._id}b", f"{net}.1"
+        self._bridge, self.here = f"{self._id}b", f"{net}.1"
         self._sshds: list[subprocess.Popen[bytes]] = []
 
     def space(self, name: str) -> str:
@@ -82,7 +82,7 @@ class Machines:
         program.chmod(0o755)
         Path("/run/sshd").mkdir(exist_ok=True)
         do(f"ip link add {self._bridge} type bridge")
-        do(f"ip address add {self._here}/24 dev {self._bridge}")
+        do(f"ip address add {self.here}/24 dev {self._bridge}")
         do(f"ip link set {self._bridge} up")
         hosts = "".join(f"{address} {name}\n" for name, address in self.addresses.items())
         for name in self.names:

@@ -1,26 +1,13 @@
-"""One rank of transformers' Trainer, on DeepSpeed or on ZeroFn: trainer_worker SYSTEM --rank R --world N --port P.
-
-A small model is trained first, so that what is imported on the way is imported; then peak and times are taken.
-"""
+"""transformers' Trainer, on DeepSpeed or on ZeroFn: `train` of one rank."""
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
-import os
-import statistics
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.common import measure
-from benchmarks.common.workload import BETAS, EPS, LEARNING_RATE, SMOKE, WEIGHT_DECAY, WORKLOADS, Workload
-
-SKIPPED = 3  # steps that are not timed: capture, and buffers that are made
+from benchmarks.common.workload import BETAS, EPS, LEARNING_RATE, WEIGHT_DECAY, Workload
+from benchmarks.integrations.rows import rows
 
 
 def arguments(work: Workload, steps: int, folder: str) -> dict[str, Any]:
@@ -44,13 +31,6 @@ def deepspeed_config(stage: int) -> dict[str, Any]:
         "train_batch_size": "auto",
         "gradient_accumulation_steps": "auto",
     }
-
-
-def rows(work: Workload, count: int) -> list[dict[str, torch.Tensor]]:
-    """Random tokens."""
-    draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, work.vocab, (count, work.seq), generator=draw)
-    return [{"input_ids": x, "labels": x} for x in tokens]
 
 
 def train(system: str, work: Workload, world: int, steps: int) -> dict[str, Any]:
@@ -77,31 +57,3 @@ def train(system: str, work: Workload, world: int, steps: int) -> dict[str, Any]
         trainer.train()
     taken = [1e3 * (b - a) for a, b in zip(ends, ends[1:], strict=False)]
     return {"losses": [x["loss"] for x in trainer.state.log_history if "loss" in x], "ms": taken}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("system")
-    for name in ("rank", "world", "port", "steps"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--workload", choices=WORKLOADS, required=True)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(options.rank), "LOCAL_RANK": str(options.rank), "WORLD_SIZE": str(options.world),
-        "LOCAL_WORLD_SIZE": str(options.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(options.port),
-        "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true",
-    }  # fmt: skip
-    work = WORKLOADS[options.workload]
-    train(options.system, SMOKE, options.world, 2)
-    gc.collect()
-    before = measure.memory_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    found = train(options.system, work, options.world, options.steps)
-    peak = measure.memory_bytes("VmHWM") - before
-    ms = statistics.median(found["ms"][SKIPPED - 1 :])
-    print("RESULT " + json.dumps({"losses": found["losses"], "ms": ms, "peak": peak}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
