@@ -47,6 +47,7 @@ TESTED_BY = {
     "integrations.lightning.steps": "integrations/test_lightning.py",
     "integrations.lightning.strategy": "integrations/test_lightning.py",
     "integrations.lightning.watched": "integrations/test_lightning.py",
+    "integrations.transformers.padding": "integrations/test_padding.py",
     "integrations.modules": "integrations/test_transformers.py",
     "integrations.transformers.arguments": "integrations/test_transformers.py",
     "integrations.transformers.modules": "integrations/test_transformers.py",

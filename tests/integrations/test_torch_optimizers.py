@@ -43,11 +43,33 @@ def test_it_is_torchs(name, options):
     assert zerofn.tree_map(torch.isfinite, first)["w"].all()
 
 
+def test_transformers_adafactor():
+    transformers = pytest.importorskip("transformers.optimization")
+    draw = torch.Generator().manual_seed(0)
+    first = {"w": torch.randn(5, 3, generator=draw), "b": torch.randn(3, generator=draw)}
+    plain = {k: x.clone().requires_grad_() for k, x in first.items()}
+    fixed = {"scale_parameter": False, "relative_step": False}
+    groups = [{"params": [plain["w"]], "weight_decay": 0.1}, {"params": [plain["b"]], "weight_decay": 0.0}]
+    theirs = transformers.Adafactor(groups, lr=0.05, **fixed)
+    tx = translated("Adafactor", {**fixed, "weight_decay": 0.1}, 0.05, lambda leaf: leaf.name == "w")
+    state = tx.init(first)
+    for step in range(4):
+        grads = {k: torch.sin(x.detach() + step) for k, x in plain.items()}
+        for k, x in plain.items():
+            x.grad = grads[k].clone()
+        theirs.step()
+        updates, state = tx.update(grads, state, first)
+        first = optim.apply_updates(first, updates)
+        for k, x in plain.items():
+            torch.testing.assert_close(first[k], x.detach(), rtol=2e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "name, options, sentence",
     [
         ("LBFGS", {}, "optimizer LBFGS: there is no translation; there are AdamW"),
         ("AdamW", {"amsgrad": True}, "amsgrad=True has no counterpart"),
+        ("Adafactor", {"scale_parameter": False}, "scale_parameter and relative_step must be False"),
         ("SGD", {"dampening": 0.1}, "dampening=0.1 has no counterpart"),
         ("SGD", {"betas": (0.1, 0.2)}, "'betas' has no counterpart; there are momentum"),
     ],

@@ -14,7 +14,7 @@ from tests.system.test_several_machines import TRAIN
 TWO_OF_TWO = ("-N2", "--ntasks-per-node=2")
 LASTS = (
     TRAIN
-    + '''
+    + """
     # what follows is a run that lasts
     state, step = zerofn.shard(init_state, stage=3), zerofn.compile(train_step)
     checkpoints = zerofn.Checkpoints(sys.argv[2], every=1000)
@@ -29,7 +29,7 @@ LASTS = (
     params = zerofn.unshard(state).params
     if zerofn.rank() == 0:
         torch.save(params, sys.argv[1] + ".lasting")
-'''
+"""
 ).replace("import os, socket, sys", "import os, socket, sys, time")
 JOB = """#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=2

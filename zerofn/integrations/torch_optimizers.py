@@ -78,6 +78,27 @@ def _adagrad(
     return _with_l2(own, weight_decay, mask)
 
 
+def _adafactor(
+    rate: Any,
+    mask: Mask,
+    eps: Any = (1e-30, 1e-3),
+    clip_threshold: float = 1.0,
+    decay_rate: float = -0.8,
+    weight_decay: float = 0.0,
+    scale_parameter: bool = True,
+    relative_step: bool = True,
+) -> Any:
+    """transformers', with the rates that its Trainer gives it. (torch's own class of this name has other options.)"""
+    if scale_parameter or relative_step:
+        raise ValueError("optimizer Adafactor: scale_parameter and relative_step must be False.")
+    scaled = optim.adafactor(
+        None, 1, -decay_rate, multiply_by_parameter_scale=False, clipping_threshold=clip_threshold, eps=float(eps[0])
+    )
+    # `adafactor` ends with a step downhill; it is turned round before decay is added, and the rate turns both
+    parts = [optim.scale(-1.0)] + ([optim.add_decayed_weights(weight_decay, mask)] if weight_decay else [])
+    return optim.chain(scaled, *parts, optim.scale_by_learning_rate(rate))
+
+
 def _with_l2(tx: Any, decay: float, mask: Mask) -> Any:
     return optim.chain(optim.add_decayed_weights(decay, mask), tx) if decay else tx
 
@@ -88,5 +109,9 @@ _KNOWN: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "Adam": (_adam, ("betas", "eps", "weight_decay")),
     "SGD": (_sgd, ("momentum", "nesterov", "weight_decay")),
     "Adagrad": (_adagrad, ("initial_accumulator_value", "eps", "weight_decay")),
+    "Adafactor": (
+        _adafactor,
+        ("eps", "clip_threshold", "decay_rate", "weight_decay", "scale_parameter", "relative_step"),
+    ),
     "RMSprop": (_rmsprop, ("alpha", "eps", "momentum", "centered", "weight_decay")),
 }

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from .. import tree
+from ..sharding.sharded import is_sharded
 from ..training.train_state import TrainState
 from .contents import Contents
 from .entry import Entry
@@ -158,7 +159,8 @@ class Captures:
 
 def roots_of(step: Callable[[Any, Any], Any], state: Any) -> dict[str, Any]:
     """Return what a step starts from: itself, and the optimizers and choices of the training states in its state."""
-    states = [x for x in tree.leaves(state, is_leaf=lambda x: isinstance(x, TrainState)) if isinstance(x, TrainState)]
+    leaves = tree.leaves(state, is_leaf=lambda x: isinstance(x, TrainState) or is_sharded(x))
+    states = [x for x in leaves if isinstance(x, TrainState)]
     roots: dict[str, Any] = {getattr(step, "__name__", "the step"): step}
     for k, x in enumerate(states):
         name = f"state {k}" if len(states) > 1 else "state"

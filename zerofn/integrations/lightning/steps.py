@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 import zerofn
 
+from ..losses import LossesInFloat32
 from .watched import Watch, as_batch, computes, floats_to
 
 
@@ -79,7 +80,7 @@ class Steps:
 
         def loss_fn(params: dict[str, Tensor], buffers: dict[str, Tensor]) -> tuple[Tensor, Any]:
             named = {f"module.{name}": x for name, x in (*params.items(), *buffers.items())}
-            with self._watch.recording(batch["global_step"]) as logged:
+            with self._watch.recording(batch["global_step"]) as logged, LossesInFloat32():
                 out = functional_call(self._part, named, (batch["args"], batch["named"]))
             loss = _loss_of(out, self._module)
             return loss * batch["share"], {"out": _detached(out), "logged": logged}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ class _Ours(_Arguments):
 
     def __post_init__(self) -> None:
         self._of_deepspeed: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._scheduler: dict[str, Any] = {}  # DeepSpeed's
         given, self.deepspeed = getattr(self, "deepspeed", None), None
         fsdp, self.fsdp = getattr(self, "fsdp", None), None
         if given and fsdp:
@@ -65,7 +66,14 @@ class _Ours(_Arguments):
             world=self.world_size,
         )
         self._check(content)
-        self._take_optimizer(optimizer or {}, scheduler or {})
+        self._scheduler = scheduler or {}
+        self.schedule_of_deepspeed(10**6)  # raises for what it cannot be
+        self._take_optimizer(optimizer or {})
+        if self.stage not in (self.__dataclass_fields__["stage"].default, setup.shard["stage"]):
+            raise ValueError(
+                f"TrainingArguments: the DeepSpeed file says stage {setup.shard['stage']}, and stage={self.stage} is "
+                "given; leave it out."
+            )
         self.stage = setup.shard["stage"]
         self._of_deepspeed = (setup.shard, setup.compile)
 
@@ -84,19 +92,27 @@ class _Ours(_Arguments):
                     '"auto" in the file, or the same in both.'
                 )
 
-    def _take_optimizer(self, optimizer: Mapping[str, Any], scheduler: Mapping[str, Any]) -> None:
-        """Take the file's optimizer as arguments; a scheduler there would be another one than the Trainer's."""
-        if scheduler and "type" in scheduler:
-            kinds = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear"}
-            kind = kinds.get(scheduler["type"])
-            autos = all(x == "auto" for k, x in scheduler.get("params", {}).items() if k != "warmup_type")
-            if kind is None or not autos:
-                raise ValueError(
-                    f"TrainingArguments: the DeepSpeed file's scheduler {scheduler['type']} is not the Trainer's; "
-                    "leave it "
-                    'out of the file and give lr_scheduler_type=, or write "auto" for its parameters.'
-                )
-            self.lr_scheduler_type = transformers.SchedulerType(kind)
+    def schedule_of_deepspeed(self, max_steps: int) -> Callable[[int], float] | None:
+        """Return the learning rate of every update as the DeepSpeed file's scheduler has it; None without one."""
+        if not self._scheduler:
+            return None
+        auto = {
+            "warmup_min_lr": 0.0,
+            "warmup_max_lr": self.learning_rate,
+            "warmup_num_steps": max(1, self.get_warmup_steps(max_steps)),
+            "total_num_steps": max_steps,
+        }
+        params = {k: auto.get(k, v) if v == "auto" else v for k, v in self._scheduler.get("params", {}).items()}
+        config = {
+            "train_batch_size": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": self.learning_rate}},
+            "scheduler": {**self._scheduler, "params": params},
+        }
+        rate = zerofn.from_deepspeed(config, world=1).schedule
+        return lambda update: float(rate(update)) if callable(rate) else float(rate)
+
+    def _take_optimizer(self, optimizer: Mapping[str, Any]) -> None:
+        """Take the file's optimizer as arguments."""
         kind, params = optimizer.get("type"), optimizer.get("params", {})
         if kind is None:
             return

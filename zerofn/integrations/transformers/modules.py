@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..losses import LossesInFloat32
+
 
 class LossModule(nn.Module):
     """A trainer's `compute_loss` as a module, so that `functional_call` gives the model its parameters inside."""
@@ -20,7 +22,8 @@ class LossModule(nn.Module):
     def forward(self, inputs: dict[str, Any], num_items: Tensor | None) -> Tensor:
         """Return the loss of a batch."""
         items = None if num_items is None else num_items.reshape(())
-        return self._compute_loss(self.model, dict(inputs), num_items_in_batch=items)
+        with LossesInFloat32():
+            return self._compute_loss(self.model, dict(inputs), num_items_in_batch=items)
 
 
 class EvaluatedModule(nn.Module):

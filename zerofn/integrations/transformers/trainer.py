@@ -15,10 +15,12 @@ from torch.func import functional_call
 
 import zerofn
 
+from ..losses import LossesInFloat32
 from ..modules import buffers_to, forget_values, is_shape_only, with_values
 from ..torch_optimizers import translated
 from .arguments import Seq2SeqTrainingArguments, TrainingArguments
 from .modules import EvaluatedModule, LossModule, tensors_of
+from .padding import Padding
 
 STATE = "zerofn"  # the folder in a checkpoint that has the state
 _CONTRADICTS = {
@@ -37,7 +39,9 @@ class Trainer(transformers.Trainer):
     The model keeps the shapes of its parameters; their values are in shards. With `model_init` no rank ever holds all
     of them; a `model` with values is cut, and then lets go of them. The loss is `compute_loss`'s, the model's own or
     one that a subclass defines; the step is captured, so that it must not branch on what is in the batch. Optimizers
-    and schedules are those that the arguments name, translated (AdamW, Adam, SGD, RMSprop). Evaluation runs on shards,
+    and schedules are those that the arguments name, translated (AdamW, Adam, SGD, Adagrad, Adafactor, RMSprop).
+    Batches whose rows differ in length are padded to the longest of all ranks, and from the second length on to
+    multiples of 16. In half precision losses are computed in float32, as under autocast. Evaluation runs on shards,
     too. `save_model` writes what `from_pretrained` opens; checkpoints have ZeroFn's state beside it, and resume on any
     number of ranks.
 
@@ -69,6 +73,8 @@ class Trainer(transformers.Trainer):
                 "Trainer: the model has no values, and nothing says which; pass model_init=lambda: ..., which "
                 "builds it."
             )
+        processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        self._padding = Padding(self.model, processor, getattr(self.data_collator, "label_pad_token_id", -100))
         self._evaluated = EvaluatedModule(self.model, self._evaluate_step)
         self._evaluation = zerofn.compile(self._outputs, **self._evaluation_options())
 
@@ -150,6 +156,9 @@ class Trainer(transformers.Trainer):
         return lambda count: torch.take(table.to(count.device), count.clamp(max=max_steps))
 
     def _new_scheduler(self, max_steps: int) -> Any:
+        theirs = self.args.schedule_of_deepspeed(max_steps)
+        if theirs is not None:
+            return torch.optim.lr_scheduler.LambdaLR(_Rates(1.0), theirs)
         return transformers.get_scheduler(
             self.args.lr_scheduler_type,
             optimizer=_Rates(self.args.learning_rate),
@@ -212,7 +221,7 @@ class Trainer(transformers.Trainer):
         """Take a microbatch; at an update's last one, run the step. Returns its loss, over all ranks and "
         "microbatches."""
         model.train()
-        self._micro.append({k: v for k, v in self._prepare_inputs(inputs).items() if v is not None})
+        self._micro.append(self._padding({k: v for k, v in self._prepare_inputs(inputs).items() if v is not None}))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         micro, self._micro = self._micro, []
@@ -241,13 +250,13 @@ class Trainer(transformers.Trainer):
     # ---- evaluation
 
     def _outputs(self, params: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-        with torch.no_grad():
+        with torch.no_grad(), LossesInFloat32():
             found = tensors_of(functional_call(self.model, zerofn.gather(params), (), dict(inputs)))
             return zerofn.tree_map(lambda x: x.float() if x.is_floating_point() else x, found)
 
     def _evaluate_step(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = self._evaluation(self.sharded.params, inputs)
-        return found
+        padded = self._padding(inputs)
+        return self._padding.cut(self._evaluation(self.sharded.params, padded), inputs, padded)
 
     def whole_model(self) -> Any:
         """Return a context in which `self.model` has its parameters, on every rank: to generate, or to look at them.

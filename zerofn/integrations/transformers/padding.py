@@ -1,0 +1,100 @@
+"""Batches of rows that differ in length: as long on every rank, and of few lengths over a run.
+
+Collators pad a batch to its own longest row. One step of all ranks has one shape, and each new shape is captured
+anew. What is added here is what collators add: it is masked, and counts in no loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import zerofn
+
+STEP = 16  # lengths but a run's first are multiples of this
+_SOURCE, _TARGET = ("input_ids", "attention_mask", "token_type_ids"), ("decoder_input_ids", "decoder_attention_mask")
+_KNOWN = (*_SOURCE, *_TARGET, "labels")
+
+
+class Padding:
+    """`padding(inputs) -> inputs`, longer where other ranks' are. `processor`: the tokenizer, whose token and side for
+    padding are taken; `ignored`: the label that counts in no loss. All ranks must call it.
+    """
+
+    def __init__(self, model: Any, processor: Any, ignored: int) -> None:
+        config = getattr(model, "config", None)
+        token = getattr(processor, "pad_token_id", None)
+        token = token if token is not None else getattr(config, "pad_token_id", None)
+        values = {"input_ids": token or 0, "decoder_input_ids": token or 0, "labels": ignored}
+        self._values = {name: values.get(name, 0) for name in _KNOWN}
+        self._left = getattr(processor, "padding_side", "right") == "left"
+        self._causal = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        self._first: tuple[int, ...] | None = None
+
+    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the inputs, padded. Raises `ValueError` where lengths differ and nothing masks what would be added."""
+        ours = [_length(inputs.get(name)) for name in _KNOWN]
+        found = zerofn.collectives.all_gather(torch.tensor([ours], device=_device(inputs)))
+        longest = tuple(int(x) for x in found.amax(0))
+        self._first = self._first or longest
+        if longest == self._first and all(tuple(x) == longest for x in found.tolist()):
+            return dict(inputs)
+        if not self._is_masked(inputs):
+            if all(tuple(x) == longest for x in found.tolist()):
+                return dict(inputs)
+            raise ValueError(
+                f"Trainer: rows of {_KNOWN[_first_difference(found)]} are {_lengths(found)} long on the ranks, and "
+                "there is no attention_mask. Let the collator return one, or pad to one length (padding='max_length')."
+            )
+        if longest != self._first:
+            longest = tuple(-(-x // STEP) * STEP for x in longest)
+        missing = {name: n - x for name, n, x in zip(_KNOWN, longest, ours, strict=True) if x}
+        return {name: self._padded(name, x, missing.get(name, 0)) for name, x in inputs.items()}
+
+    def cut(self, outputs: dict[str, Any], inputs: Mapping[str, Any], padded: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a model's outputs for `padded` without what `inputs` did not have."""
+        return {name: self._cut(x, *_sides(name, inputs, padded)) for name, x in outputs.items()}
+
+    def _is_masked(self, inputs: Mapping[str, Any]) -> bool:
+        return isinstance(inputs.get("attention_mask"), Tensor) or (self._causal and not self._left)
+
+    def _padded(self, name: str, x: Any, missing: int) -> Any:
+        if not missing:
+            return x
+        return F.pad(x, (missing, 0) if self._left else (0, missing), value=self._values[name])
+
+    def _cut(self, x: Any, before: int, after: int) -> Any:
+        if isinstance(x, tuple):
+            return tuple(self._cut(y, before, after) for y in x)
+        if before == after or x.dim() < 2 or x.shape[1] != after:
+            return x
+        return x[:, after - before :] if self._left else x[:, :before]
+
+
+def _length(x: Any) -> int:
+    return x.shape[1] if isinstance(x, Tensor) and x.dim() == 2 else 0
+
+
+def _device(inputs: Mapping[str, Any]) -> torch.device | None:
+    return next((x.device for x in inputs.values() if isinstance(x, Tensor)), None)
+
+
+def _first_difference(found: Tensor) -> int:
+    return next(k for k, column in enumerate(found.T.tolist()) if len(set(column)) > 1)
+
+
+def _lengths(found: Tensor) -> str:
+    *some, last = map(str, found[:, _first_difference(found)].tolist())
+    return f"{', '.join(some)} and {last}"
+
+
+def _sides(name: str, inputs: Mapping[str, Any], padded: Mapping[str, Any]) -> tuple[int, int]:
+    """Return (length before, length after) of the rows that an output is about."""
+    about = ("decoder_input_ids", "labels", "input_ids") if not name.startswith("encoder_") else ("input_ids",)
+    source = next((x for x in about if _length(inputs.get(x))), "")
+    return _length(inputs.get(source)), _length(padded.get(source))
