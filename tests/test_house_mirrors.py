@@ -55,6 +55,7 @@ TESTED_BY = {
     "integrations.transformers.trainer": "integrations/test_transformers.py",
     "interop.adam": "interop/test_deepspeed_checkpoint.py",
     "interop.dcp_files": "interop/test_dcp.py",
+    "launch.agent": "launch/test_script.py",
     "launch.node": "launch/test_nodes.py",
     "launch.worker": "launch/test_run.py",
     "memory.arena": "passes/test_assign_buffers.py",

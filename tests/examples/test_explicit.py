@@ -36,7 +36,11 @@ def alone(tmp_path_factory):
     return check(run("explicit.py", *TINY, folder=tmp_path_factory.mktemp("alone")))
 
 
-@pytest.mark.part(stage=[3])
+def test_one_process_finds_the_curvature(alone):
+    assert alone > 0
+
+
+@pytest.mark.whole
 @pytest.mark.parametrize("stage", [1, 3])
 def test_every_stage_has_the_curvature_of_the_global_batch(alone, stage, tmp_path):
     printed = run("explicit.py", *TINY, "--stage", stage, folder=tmp_path, num_ranks=2)

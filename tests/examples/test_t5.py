@@ -73,6 +73,7 @@ def test_it_learns_and_translates(alone):
     assert "by the model" in alone
 
 
+@pytest.mark.whole
 def test_ranks_and_microbatches_weigh_tokens_alike(alone, tmp_path):
     """Shares of different numbers of tokens have the losses of the one batch."""
     options = ("--stage", 3, "--accumulate", 2)

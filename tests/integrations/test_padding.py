@@ -26,6 +26,12 @@ def test_the_first_length_stays_and_others_are_rounded_up():
     assert padding(batch(16))["input_ids"].shape == (2, 16) and padding(first)["labels"].shape == (2, 3)
 
 
+def test_no_row_gets_longer_than_the_model_takes():
+    padding = Padding(SimpleNamespace(config=SimpleNamespace(pad_token_id=0, max_position_embeddings=20)), None, -100)
+    padding(batch(5))
+    assert [padding(batch(n))["input_ids"].shape[1] for n in (9, 17, 20)] == [16, 20, 20]
+
+
 def test_the_tokenizers_side_and_token():
     padding = Padding(MODEL, SimpleNamespace(pad_token_id=9, padding_side="left"), -1)
     padding(batch(20))

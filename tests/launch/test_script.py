@@ -53,7 +53,14 @@ def test_on_two_machines(ssh, script, tmp_path):  # noqa: F811
 
 def test_a_script_that_fails(script):
     script.write_text("raise SystemExit(5)")
-    assert run("train.py").returncode != 0
+    assert run("train.py").returncode == 1
+
+
+def test_a_script_that_is_to_be_started_again(ssh, script, tmp_path):  # noqa: F811
+    script.write_text("import os, signal; os.kill(os.getppid(), signal.SIGUSR1); raise SystemExit(75)")
+    assert run("train.py").returncode == 75
+    (tmp_path / "hostfile").write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
+    assert run("-H", "hostfile", "--port", "29478", "train.py").returncode == 75
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def at_all_stages(name, moments):
         assert_same_trees(other, first, f"{name}, moments in {moments}, stage {stage} beside stage 0")
 
 
+@pytest.mark.part(moments=["8bit", "fp8"])
 @pytest.mark.part(num_ranks=[3])
 @each_format
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -192,6 +192,7 @@ def _compiled_at_ranks(names, stages=(3,)):
             assert torch.equal(a, b), (name, stage)
 
 
+@pytest.mark.part(size=[1])
 @pytest.mark.parametrize("size", [1, 2])
 def test_captured_steps_are_the_eager_ones(ranks, size):
     ranks(size, _compiled_at_ranks, list(COMPILED), timeout=300.0)

@@ -34,7 +34,7 @@ LASTS = (
 JOB = """#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=2
 #SBATCH --requeue --signal=USR1@120 --open-mode=append
-srun {python} lasts.py out.pt run slowly
+{launcher} lasts.py out.pt run slowly
 [ $? = 75 ] && scontrol requeue $SLURM_JOB_ID
 """
 
@@ -73,9 +73,10 @@ def test_launch_in_an_allocation(slurm, tmp_path, on_this_machine):
     assert_same_trees(torch.load(tmp_path / "out.pt"), on_this_machine[0])
 
 
-def test_a_job_that_is_to_end_saves_and_is_queued_again(slurm, tmp_path, on_this_machine):
+@pytest.mark.parametrize("launcher", ["srun {python}", "{python} -m zerofn.cli launch"])
+def test_a_job_that_is_to_end_saves_and_is_queued_again(slurm, tmp_path, on_this_machine, launcher):
     (tmp_path / "lasts.py").write_text(LASTS)
-    (tmp_path / "job.sh").write_text(JOB.format(python=sys.executable))
+    (tmp_path / "job.sh").write_text(JOB.format(launcher=launcher.format(python=sys.executable)))
     job = slurm.do("sbatch", "--parsable", f"--chdir={tmp_path}", f"--output={tmp_path}/log", f"{tmp_path}/job.sh")
     job, log = job.strip(), tmp_path / "log"
 

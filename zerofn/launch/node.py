@@ -24,6 +24,7 @@ GRACE = 15.0  # seconds between SIGTERM, with which a run may save its state, an
 
 def main() -> int:
     """Return the exit code of the command."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM sends it to all processes; it is for the ranks
     order: dict[str, Any] = json.loads(sys.stdin.readline() or "{}")
     fault = _fault(order) if order else "the launcher said nothing."
     print(FAILED + fault if fault else READY, flush=True)

@@ -122,7 +122,8 @@ class Node:
 
 
 def run_on(orders: dict[str, dict[str, Any]], reach: Callable[[str], list[str]], out: TextIO = sys.stdout) -> int:
-    """Run each machine's order, and return 0 once all have ended well. Nothing starts before every machine is ready.
+    """Run each machine's order, and return 0 once all have ended well, or EX_TEMPFAIL where they have saved and are to
+    be started again. Nothing starts before every machine is ready.
 
     What they print comes out line by line behind their names. When one fails, or this process is interrupted, all
     end. Raises `LaunchError`, which names the machine.
@@ -145,7 +146,7 @@ def run_on(orders: dict[str, dict[str, Any]], reach: Callable[[str], list[str]],
             time.sleep(0.1)
         if code is not None:
             raise LaunchError(code)
-        return 0
+        return max(node.process.returncode for node in nodes)
     finally:
         for node in nodes:
             node.end()
@@ -156,6 +157,6 @@ def run_on(orders: dict[str, dict[str, Any]], reach: Callable[[str], list[str]],
 def _first_failure(nodes: list[Node]) -> str | None:
     for node in nodes:
         code = node.process.poll()
-        if code:
+        if code and code != os.EX_TEMPFAIL:
             return f"{node.host} ended with exit code {code}; see its lines above. All others were ended."
     return None

@@ -39,7 +39,7 @@ class Launch:
 
 
 def launch(asked: Launch) -> int:
-    """Run the ranks, and return 0 once all have ended well.
+    """Run the ranks, and return 0 once all have ended well, or EX_TEMPFAIL (75) if they are to be started again.
 
     Raises `ValueError` and `FileNotFoundError` before anything starts, and `LaunchError` for a machine that cannot be
     reached or fails.
@@ -94,7 +94,7 @@ def agent(asked: Launch, ranks: int, logs: str | None, meeting: Sequence[str] = 
     """Return the command of torch's agent, without what it runs."""
     kept = [] if logs is None else ["--log-dir", logs, "--tee", "3"]
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
+        *(sys.executable, "-m", "zerofn.launch.agent", "--nproc-per-node", str(ranks)),
         *("--max-restarts", str(asked.max_restarts)),
         *meeting,
         *kept,

@@ -17,8 +17,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import zerofn
 
 STEP = 16  # lengths but a run's first are multiples of this
-_SOURCE, _TARGET = ("input_ids", "attention_mask", "token_type_ids"), ("decoder_input_ids", "decoder_attention_mask")
-_KNOWN = (*_SOURCE, *_TARGET, "labels")
+_SOURCE = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+_KNOWN = (*_SOURCE, "decoder_input_ids", "decoder_attention_mask", "labels")
 
 
 class Padding:
@@ -34,6 +34,7 @@ class Padding:
         self._values = {name: values.get(name, 0) for name in _KNOWN}
         self._left = getattr(processor, "padding_side", "right") == "left"
         self._causal = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        self._most: int | None = getattr(config, "max_position_embeddings", None)
         self._first: tuple[int, ...] | None = None
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,7 +53,7 @@ class Padding:
                 "there is no attention_mask. Let the collator return one, or pad to one length (padding='max_length')."
             )
         if longest != self._first:
-            longest = tuple(-(-x // STEP) * STEP for x in longest)
+            longest = tuple(self._rounded(x) for x in longest)
         missing = {name: n - x for name, n, x in zip(_KNOWN, longest, ours, strict=True) if x}
         return {name: self._padded(name, x, missing.get(name, 0)) for name, x in inputs.items()}
 
@@ -60,8 +61,12 @@ class Padding:
         """Return a model's outputs for `padded` without what `inputs` did not have."""
         return {name: self._cut(x, *_sides(name, inputs, padded)) for name, x in outputs.items()}
 
+    def _rounded(self, length: int) -> int:
+        longer = -(-length // STEP) * STEP
+        return longer if self._most is None else max(length, min(longer, self._most))
+
     def _is_masked(self, inputs: Mapping[str, Any]) -> bool:
-        return isinstance(inputs.get("attention_mask"), Tensor) or (self._causal and not self._left)
+        return _length(inputs.get("attention_mask")) > 0 or (self._causal and not self._left)
 
     def _padded(self, name: str, x: Any, missing: int) -> Any:
         if not missing:

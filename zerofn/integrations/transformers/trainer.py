@@ -74,7 +74,8 @@ class Trainer(transformers.Trainer):
                 "builds it."
             )
         processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        self._padding = Padding(self.model, processor, getattr(self.data_collator, "label_pad_token_id", -100))
+        ignored = getattr(self.data_collator, "label_pad_token_id", -100)
+        self._padding, self._evaluation_padding = (Padding(self.model, processor, ignored) for _ in range(2))
         self._evaluated = EvaluatedModule(self.model, self._evaluate_step)
         self._evaluation = zerofn.compile(self._outputs, **self._evaluation_options())
 
@@ -255,8 +256,8 @@ class Trainer(transformers.Trainer):
             return zerofn.tree_map(lambda x: x.float() if x.is_floating_point() else x, found)
 
     def _evaluate_step(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        padded = self._padding(inputs)
-        return self._padding.cut(self._evaluation(self.sharded.params, padded), inputs, padded)
+        padded = self._evaluation_padding(inputs)
+        return self._evaluation_padding.cut(self._evaluation(self.sharded.params, padded), inputs, padded)
 
     def whole_model(self) -> Any:
         """Return a context in which `self.model` has its parameters, on every rank: to generate, or to look at them.
