@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from typing import Any
@@ -35,6 +36,7 @@ def deepspeed_config(stage: int) -> dict[str, Any]:
 
 def train(system: str, work: Workload, world: int, steps: int) -> dict[str, Any]:
     """Train, and return losses and milliseconds of every step."""
+    import accelerate
     import transformers
 
     ends: list[float] = []
@@ -52,8 +54,14 @@ def train(system: str, work: Workload, world: int, steps: int) -> dict[str, Any]
 
             trainer = Trainer(model_init=work.build, args=TrainingArguments(**given, stage=int(stage)), **data)
         else:
+            # With use_cpu Accelerate takes DDP, and says nothing of it; without, it has to be told of gloo and the CPU.
+            os.environ |= {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_USE_DEEPSPEED": "true"}
+            accelerate.PartialState(backend="gloo")
+            given |= {"use_cpu": False, "accelerator_config": {"use_configured_state": True}}
             args = transformers.TrainingArguments(**given, deepspeed=deepspeed_config(int(stage)))
             trainer = transformers.Trainer(model=work.build(), args=args, **data)
         trainer.train()
+        if name == "DeepSpeed" and type(trainer.model_wrapped).__name__ != "DeepSpeedEngine":
+            raise RuntimeError(f"this is no DeepSpeed, but {type(trainer.model_wrapped).__name__}")
     taken = [1e3 * (b - a) for a, b in zip(ends, ends[1:], strict=False)]
     return {"losses": [x["loss"] for x in trainer.state.log_history if "loss" in x], "ms": taken}

@@ -34,7 +34,7 @@ def main() -> None:
     os.environ |= {
         "RANK": str(options.rank), "LOCAL_RANK": str(options.rank), "NODE_RANK": "0", "WORLD_SIZE": str(options.world),
         "LOCAL_WORLD_SIZE": str(options.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(options.port),
-        "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true",
+        "DS_ACCELERATOR": "cpu",
     }  # fmt: skip
     train = importlib.import_module(f"benchmarks.integrations.under_{options.framework}").train
     train(options.system, SMOKE, options.world, 2)
