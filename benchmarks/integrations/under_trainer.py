@@ -38,6 +38,7 @@ def train(system: str, work: Workload, world: int, steps: int) -> dict[str, Any]
     """Train, and return losses and milliseconds of every step."""
     import accelerate
     import transformers
+    from accelerate.state import AcceleratorState
 
     ends: list[float] = []
 
@@ -56,6 +57,7 @@ def train(system: str, work: Workload, world: int, steps: int) -> dict[str, Any]
         else:
             # With use_cpu Accelerate takes DDP, and says nothing of it; without, it has to be told of gloo and the CPU.
             os.environ |= {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_USE_DEEPSPEED": "true"}
+            AcceleratorState._reset_state(reset_partial_state=True)  # of a training before, as transformers does
             accelerate.PartialState(backend="gloo")
             given |= {"use_cpu": False, "accelerator_config": {"use_configured_state": True}}
             args = transformers.TrainingArguments(**given, deepspeed=deepspeed_config(int(stage)))
