@@ -6,8 +6,7 @@ VENV ?= .venv
 PEERS ?= .venv-peers
 RANKS ?= 2
 JOBS ?= 2
-# Without compiling: Python compiles what is imported, and much never is.
-PIP = bin/python -m pip install --no-compile --disable-pip-version-check --quiet
+PIP = bin/python -m pip install --disable-pip-version-check --quiet
 KERNELS := CMakeLists.txt $(wildcard ops/csrc/*)
 
 # Stamps carry the requirement they stand for, so another TORCH is installed and not taken as done.
