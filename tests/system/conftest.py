@@ -35,7 +35,7 @@ def needed():
         pytest.exit(f"tests/system needs {', '.join(lacks)}.", returncode=1)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def machines(needed, tmp_path_factory):
     """Three machines: a and b can be reached, gone cannot."""
     with Machines(("node-a", "node-b"), gone=("node-gone",), folder=tmp_path_factory.mktemp("machines")) as made:

@@ -38,15 +38,17 @@ def train(steps=5):
 
 if __name__ == "__main__":
     params = train()
-    where = [zerofn.rank(), "of", zerofn.world_size(), "on", socket.gethostname(), os.environ.get("WORD")]
-    print("rank", *where, flush=True)
+    where = f"{zerofn.rank()} of {zerofn.world_size()} on {socket.gethostname()} {os.environ.get('WORD')}"
+    sys.stdout.write(f"rank {where}\\n")  # at once: torchrun's ranks share one unbuffered line
+    sys.stdout.flush()
     if zerofn.rank() == 0:
         torch.save(params, sys.argv[1])
 """
 WAITS = """
-import time, zerofn
+import sys, time, zerofn
 zerofn.Mesh.of(None).axis()
-print("rank", zerofn.rank(), "waits", flush=True)
+sys.stdout.write("a rank waits\\n")
+sys.stdout.flush()
 time.sleep(300)
 """
 

@@ -21,7 +21,8 @@ LASTS = (
     state = checkpoints.restore_or(state)
     x = torch.randn(60, 8, 5, generator=torch.Generator().manual_seed(1))
     for k in range(int(state.step), 60):
-        print("step", k, "after", checkpoints.step, flush=True)
+        sys.stdout.write(f"step {k} after {checkpoints.step}\\n")
+        sys.stdout.flush()
         time.sleep(0.1 if len(sys.argv) > 3 else 0)
         state, _ = step(state, x[k].chunk(zerofn.world_size())[zerofn.rank()])
         checkpoints.after_step(state)
@@ -34,7 +35,7 @@ LASTS = (
 JOB = """#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=2
 #SBATCH --requeue --signal=USR1@120 --open-mode=append
-{launcher} lasts.py out.pt run slowly
+srun {python} lasts.py out.pt run slowly
 [ $? = 75 ] && scontrol requeue $SLURM_JOB_ID
 """
 
@@ -73,10 +74,9 @@ def test_launch_in_an_allocation(slurm, tmp_path, on_this_machine):
     assert_same_trees(torch.load(tmp_path / "out.pt"), on_this_machine[0])
 
 
-@pytest.mark.parametrize("launcher", ["srun {python}", "{python} -m zerofn.cli launch"])
-def test_a_job_that_is_to_end_saves_and_is_queued_again(slurm, tmp_path, on_this_machine, launcher):
+def test_a_job_that_is_to_end_saves_and_is_queued_again(slurm, tmp_path, on_this_machine):
     (tmp_path / "lasts.py").write_text(LASTS)
-    (tmp_path / "job.sh").write_text(JOB.format(launcher=launcher.format(python=sys.executable)))
+    (tmp_path / "job.sh").write_text(JOB.format(python=sys.executable))
     job = slurm.do("sbatch", "--parsable", f"--chdir={tmp_path}", f"--output={tmp_path}/log", f"{tmp_path}/job.sh")
     job, log = job.strip(), tmp_path / "log"
 
