@@ -20,6 +20,21 @@ CASES = [
 ]
 
 
+def follow(theirs, plain, tx, first, atol):
+    """Four updates of both; the parameters are equal after each."""
+    state = tx.init(first)
+    for step in range(4):
+        grads = {k: torch.sin(x.detach() + step) for k, x in plain.items()}
+        for k, x in plain.items():
+            x.grad = grads[k].clone()
+        theirs.step()
+        updates, state = tx.update(grads, state, first)
+        first = optim.apply_updates(first, updates)
+        for k, x in plain.items():
+            torch.testing.assert_close(first[k], x.detach(), rtol=2e-6, atol=atol)
+    return first
+
+
 @pytest.mark.parametrize("name, options", CASES)
 def test_it_is_torchs(name, options):
     draw = torch.Generator().manual_seed(0)
@@ -30,16 +45,7 @@ def test_it_is_torchs(name, options):
     kinds = {k: v for k, v in options.items() if k != "fused"}
     theirs = getattr(torch.optim, name)(groups, lr=0.05, **kinds)
     tx = translated(name, options, 0.05, lambda leaf: leaf.name == "w")
-    state = tx.init(first)
-    for step in range(4):
-        grads = {k: torch.sin(x.detach() + step) for k, x in plain.items()}
-        for k, x in plain.items():
-            x.grad = grads[k].clone()
-        theirs.step()
-        updates, state = tx.update(grads, state, first)
-        first = optim.apply_updates(first, updates)
-        for k, x in plain.items():
-            torch.testing.assert_close(first[k], x.detach(), rtol=2e-6, atol=1e-7)
+    first = follow(theirs, plain, tx, first, atol=1e-7)
     assert zerofn.tree_map(torch.isfinite, first)["w"].all()
 
 
@@ -52,16 +58,7 @@ def test_transformers_adafactor():
     groups = [{"params": [plain["w"]], "weight_decay": 0.1}, {"params": [plain["b"]], "weight_decay": 0.0}]
     theirs = transformers.Adafactor(groups, lr=0.05, **fixed)
     tx = translated("Adafactor", {**fixed, "weight_decay": 0.1}, 0.05, lambda leaf: leaf.name == "w")
-    state = tx.init(first)
-    for step in range(4):
-        grads = {k: torch.sin(x.detach() + step) for k, x in plain.items()}
-        for k, x in plain.items():
-            x.grad = grads[k].clone()
-        theirs.step()
-        updates, state = tx.update(grads, state, first)
-        first = optim.apply_updates(first, updates)
-        for k, x in plain.items():
-            torch.testing.assert_close(first[k], x.detach(), rtol=2e-6, atol=1e-6)
+    follow(theirs, plain, tx, first, atol=1e-6)
 
 
 @pytest.mark.parametrize(
