@@ -1,4 +1,4 @@
-"""One rank of a framework's training, on DeepSpeed, DDP or ZeroFn: worker FRAMEWORK SYSTEM --rank R --world N --port P.
+"""One rank of a framework's training, on DeepSpeed or on ZeroFn: worker FRAMEWORK SYSTEM --rank R --world N --port P.
 
 A small model is trained first, so that what is imported on the way is imported; then peak and times are taken.
 """
@@ -43,7 +43,8 @@ def main() -> None:
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     found = train(options.system, WORKLOADS[options.workload], options.world, options.steps)
     peak = measure.memory_bytes("VmHWM") - before
-    ms = statistics.median(found["ms"][SKIPPED - 1 :])
+    ends = found["ends"][SKIPPED - 1 :]
+    ms = 1e3 * statistics.median(b - a for a, b in zip(ends, ends[1:], strict=False))
     print("RESULT " + json.dumps({"losses": found["losses"], "ms": ms, "peak": peak}), flush=True)
 
 

@@ -32,6 +32,11 @@ def build():
     return transformers.AutoModelForCausalLM.from_config(config())
 
 
+def t5_config(vocab_size):
+    shape = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+    return transformers.T5Config(vocab_size=vocab_size, **shape, decoder_start_token_id=0, dropout_rate=0.0)
+
+
 def rows(count=48, length=8, odd=False):
     """Token rows; `odd`: of many lengths, with some labels that do not count."""
     draw, found = torch.Generator().manual_seed(0), []
@@ -185,8 +190,7 @@ def test_a_run_goes_on_with_other_ranks(tmp_path):
 
 
 def test_translations_are_generated(tmp_path):
-    shape = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
-    t5 = transformers.T5Config(**shape, decoder_start_token_id=0, dropout_rate=0.0)
+    t5 = t5_config(40)
     draw = torch.Generator().manual_seed(0)
     data = [
         {"input_ids": torch.randint(2, 40, (7,), generator=draw), "labels": torch.randint(2, 40, (5,), generator=draw)}
@@ -232,11 +236,9 @@ def test_half_precision_learns(tmp_path, precision):
 
 def test_in_half_precision_losses_are_float32(tmp_path):
     """T5 gives its own loss bfloat16 logits; GPT-2 and Llama make them float32 first."""
-    shape = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
-    t5 = transformers.T5Config(**shape, decoder_start_token_id=0, dropout_rate=0.0)
+    t5 = t5_config(50)
     data = [{**x, "attention_mask": torch.ones_like(x["input_ids"])} for x in rows(16)]
     given = {"train_dataset": data, "eval_dataset": data[:4]}
-    t5.vocab_size = 50
     mine = ours(tmp_path, {"bf16": True}, model=transformers.T5ForConditionalGeneration(t5), **given)
     found = torch.tensor([*losses(mine), mine.evaluate()["eval_loss"]])
     assert not torch.equal(found, found.bfloat16().float())

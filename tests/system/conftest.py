@@ -16,7 +16,6 @@ NEEDED = {
     "slurmctld": "slurm-wlm",
     "ssh": "openssh-client",
     "sshd": "openssh-server",
-    "tc": "iproute2",
     "unshare": "util-linux",
 }
 

@@ -38,6 +38,12 @@ def do(command: str) -> str:
     return done.stdout
 
 
+def environ(**more: str) -> dict[str, str]:
+    """Variables as a person has them, without those of this test session and of a job around it."""
+    ours = ("GLOO_", "TORCHELASTIC", "SLURM_")
+    return {k: v for k, v in os.environ.items() if not k.startswith(ours)} | {"PYTHONPATH": os.getcwd(), **more}
+
+
 class Machines:
     """Machines by name, at a bridge of this one; `gone` are names whose addresses nobody has.
 
@@ -115,18 +121,12 @@ class Machines:
         found = set(do(f"ip netns pids {self.space(name)}").split())
         return sorted(map(int, found - own))
 
-    def slow(self, name: str, megabits: int) -> None:
-        """Let a machine send and receive no more than this in a second."""
-        for where in (f"qdisc add dev {self.link(name)}", f"-n {self.space(name)} qdisc add dev eth0"):
-            do(f"tc {where} root tbf rate {megabits}mbit burst 256kb latency 200ms")
-
-    def launch(self, *words: str, **environ: str) -> subprocess.Popen[str]:
+    def launch(self, *words: str, **more: str) -> subprocess.Popen[str]:
         """Start `zerofn launch` here, as a person does who has keys for these machines."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("GLOO_", "TORCHELASTIC"))}
-        kept |= {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": os.getcwd(), **environ}
+        variables = environ(PATH=f"{self.folder / 'bin'}:{os.environ['PATH']}", **more)
         command = [sys.executable, "-m", "zerofn.cli", "launch", *words]
         pipe: Any = subprocess.PIPE
-        return subprocess.Popen(command, env=kept, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(command, env=variables, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 
     def __exit__(self, *_: object) -> None:
         for name in self.names:

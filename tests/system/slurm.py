@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.system.machines import Machines
+from tests.system.machines import Machines, environ
 
 CONFIG = """
 ClusterName=test
@@ -51,8 +51,7 @@ class Slurm:
 
     def environ(self, **more: str) -> dict[str, str]:
         """Variables for SLURM's commands and for what they start."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("GLOO_", "TORCHELASTIC", "SLURM_"))}
-        return kept | {"SLURM_CONF": str(self._folder / "slurm.conf"), "PYTHONPATH": os.getcwd(), **more}
+        return environ(SLURM_CONF=str(self._folder / "slurm.conf"), **more)
 
     def do(self, *command: str, timeout: float = 120, **more: str) -> str:
         """What a command has printed."""

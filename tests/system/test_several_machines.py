@@ -1,6 +1,5 @@
 """Jobs on several machines: over a real sshd, each machine with addresses of its own."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.same import assert_same_trees
+from tests.system.machines import environ
 
 TRAIN = """
 import os, socket, sys
@@ -111,9 +111,8 @@ def test_a_hostfile_of_two_machines(machines, job, on_this_machine):
 def test_two_agents_of_torchrun(machines, job, on_this_machine):
     meet = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node-a:29500"]
     command = [sys.executable, "-m", "torch.distributed.run", *meet, f"{job}/train.py", f"{job}/out.pt"]
-    environ = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"} | {"PYTHONPATH": os.getcwd()}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    agents = [subprocess.Popen(machines.inside(x, *command), env=environ, **pipes) for x in machines.names]
+    agents = [subprocess.Popen(machines.inside(x, *command), env=environ(), **pipes) for x in machines.names]
     said = [ends(x) for x in agents]
     assert [x.returncode for x in agents] == [0, 0], said
     assert_same_trees(torch.load(job / "out.pt"), on_this_machine)

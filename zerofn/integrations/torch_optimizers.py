@@ -91,12 +91,13 @@ def _adafactor(
     """transformers', with the rates that its Trainer gives it. (torch's own class of this name has other options.)"""
     if scale_parameter or relative_step:
         raise ValueError("optimizer Adafactor: scale_parameter and relative_step must be False.")
-    scaled = optim.adafactor(
-        None, 1, -decay_rate, multiply_by_parameter_scale=False, clipping_threshold=clip_threshold, eps=float(eps[0])
+    decayed = [optim.add_decayed_weights(weight_decay, mask)] if weight_decay else []
+    return optim.chain(
+        optim.scale_by_factored_rms(True, -decay_rate, 0, 1, float(eps[0])),
+        optim.clip_by_block_rms(clip_threshold),
+        *decayed,
+        optim.scale_by_learning_rate(rate),
     )
-    # `adafactor` ends with a step downhill; it is turned round before decay is added, and the rate turns both
-    parts = [optim.scale(-1.0)] + ([optim.add_decayed_weights(weight_decay, mask)] if weight_decay else [])
-    return optim.chain(scaled, *parts, optim.scale_by_learning_rate(rate))
 
 
 def _with_l2(tx: Any, decay: float, mask: Mask) -> Any:

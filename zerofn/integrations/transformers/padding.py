@@ -40,16 +40,16 @@ class Padding:
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the inputs, padded. Raises `ValueError` where lengths differ and nothing masks what would be added."""
         ours = [_length(inputs.get(name)) for name in _KNOWN]
-        found = zerofn.collectives.all_gather(torch.tensor([ours], device=_device(inputs)))
-        longest = tuple(int(x) for x in found.amax(0))
+        found = zerofn.collectives.all_gather(torch.tensor([ours], device=_device(inputs))).tolist()
+        longest = tuple(map(max, zip(*found, strict=True)))
         self._first = self._first or longest
-        if longest == self._first and all(tuple(x) == longest for x in found.tolist()):
+        masked = self._is_masked(inputs)
+        if all(tuple(x) == longest for x in found) and (longest == self._first or not masked):
             return dict(inputs)
-        if not self._is_masked(inputs):
-            if all(tuple(x) == longest for x in found.tolist()):
-                return dict(inputs)
+        if not masked:
+            name, lengths = _first_difference(found)
             raise ValueError(
-                f"Trainer: rows of {_KNOWN[_first_difference(found)]} are {_lengths(found)} long on the ranks, and "
+                f"Trainer: rows of {name} are {lengths} long on the ranks, and "
                 "there is no attention_mask. Let the collator return one, or pad to one length (padding='max_length')."
             )
         if longest != self._first:
@@ -89,13 +89,12 @@ def _device(inputs: Mapping[str, Any]) -> torch.device | None:
     return next((x.device for x in inputs.values() if isinstance(x, Tensor)), None)
 
 
-def _first_difference(found: Tensor) -> int:
-    return next(k for k, column in enumerate(found.T.tolist()) if len(set(column)) > 1)
-
-
-def _lengths(found: Tensor) -> str:
-    *some, last = map(str, found[:, _first_difference(found)].tolist())
-    return f"{', '.join(some)} and {last}"
+def _first_difference(found: list[list[int]]) -> tuple[str, str]:
+    """Return (name, lengths in words) of what first differs between ranks."""
+    columns = zip(_KNOWN, zip(*found, strict=True), strict=True)
+    name, lengths = next(x for x in columns if len(set(x[1])) > 1)
+    *some, last = map(str, lengths)
+    return name, f"{', '.join(some)} and {last}"
 
 
 def _sides(name: str, inputs: Mapping[str, Any], padded: Mapping[str, Any]) -> tuple[int, int]:

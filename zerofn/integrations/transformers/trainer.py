@@ -73,11 +73,13 @@ class Trainer(transformers.Trainer):
                 "Trainer: the model has no values, and nothing says which; pass model_init=lambda: ..., which "
                 "builds it."
             )
-        processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         ignored = getattr(self.data_collator, "label_pad_token_id", -100)
-        self._padding, self._evaluation_padding = (Padding(self.model, processor, ignored) for _ in range(2))
+        self._padding, self._evaluation_padding = (Padding(self.model, self._processor(), ignored) for _ in range(2))
         self._evaluated = EvaluatedModule(self.model, self._evaluate_step)
         self._evaluation = zerofn.compile(self._outputs, **self._evaluation_options())
+
+    def _processor(self) -> Any:
+        return self.processing_class or getattr(self.data_collator, "tokenizer", None)
 
     def _evaluation_options(self) -> dict[str, Any]:
         return {k: v for k, v in self.args.compile_options.items() if k == "memory"}
@@ -290,8 +292,7 @@ class Trainer(transformers.Trainer):
             self.model.config.save_pretrained(out)
             if self.model.can_generate() and self.model.generation_config is not None:
                 self.model.generation_config.save_pretrained(out)
-        processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if processor is not None:
+        if (processor := self._processor()) is not None:
             processor.save_pretrained(out)
         torch.save(self.args, out / "training_args.bin")
 
