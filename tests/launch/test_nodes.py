@@ -91,6 +91,26 @@ def test_a_port_in_use_is_told(ssh):
             run_on({"a": order("", port=port)}, over_ssh, io.StringIO())
 
 
+class Writes(io.StringIO):
+    """Keeps what was written, call by call."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def write(self, text):
+        self.calls.append(text)
+        return len(text)
+
+
+def test_a_line_is_written_whole(ssh):
+    # In pieces, lines of machines that print at the same time would run into one another.
+    out = Writes()
+    both = order("print('first'); print('second')")
+    assert run_on({"a": both, "b": both}, over_ssh, out) == 0
+    assert sorted(out.calls) == [f"{host}: {line}\n" for host in "ab" for line in ("first", "second")]
+
+
 PROGRAM = """
 import sys
 from zerofn.launch.nodes import over_ssh, run_on

@@ -16,7 +16,8 @@ import torch.distributed as dist
 import zerofn
 zerofn.shard({"params": {"w": torch.ones(3)}})
 total = zerofn.collectives.all_reduce(torch.tensor([float(dist.get_rank() + 1)]))
-print("rank", dist.get_rank(), "of", dist.get_world_size(), "sum", float(total), *sys.argv[1:], flush=True)
+line = ["rank", dist.get_rank(), "of", dist.get_world_size(), "sum", float(total), *sys.argv[1:]]
+sys.stdout.write(" ".join(map(str, line)) + "\\n")  # one write: ranks are run unbuffered, and share an output
 """
 
 

@@ -117,7 +117,8 @@ class Node:
                 self.answered.set()
             else:
                 self.last = text or self.last
-                print(f"{self.host}: {text}", file=self._out, flush=True)
+                self._out.write(f"{self.host}: {text}\n")  # one write a line: other machines' threads write here, too
+                self._out.flush()
         self.answered.set()
 
 
