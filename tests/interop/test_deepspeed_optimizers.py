@@ -32,11 +32,11 @@ def torchs(make):
 
 
 def start():
-    return torch.linspace(-1, 1, 24).view(4, 6).clone()
+    return torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6).clone()
 
 
 def gradient(k):
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(k))
+    return torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(k))
 
 
 CASES = [
@@ -65,7 +65,7 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "params", "make"), CASES, ids=lambda x: str(x) if isinstance(x, str | dict) else "")
 def test_they_are_torchs(kind, params, make):
-    torch.testing.assert_close(trained(of(kind, **params)), torchs(make), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(trained(of(kind, **params)), torchs(make), rtol=1e-12, atol=1e-12)
 
 
 def test_lion_by_hand():
