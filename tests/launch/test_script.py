@@ -58,8 +58,13 @@ def test_a_script_that_fails(script):
 
 
 def test_a_script_that_is_to_be_started_again(ssh, script, tmp_path):  # noqa: F811
-    script.write_text("import os, signal; os.kill(os.getppid(), signal.SIGUSR1); raise SystemExit(75)")
-    assert run("train.py").returncode == 75
+    script.write_text(
+        "import os, signal, time\n"
+        "os.kill(os.getppid(), signal.SIGUSR1)\n"
+        "time.sleep(30 * (os.environ['LOCAL_RANK'] == '1'))  # torch ends it once rank 0 has ended\n"
+        "raise SystemExit(75)\n"
+    )
+    assert run("--ranks", "2", "train.py").returncode == 75
     (tmp_path / "hostfile").write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
     assert run("-H", "hostfile", "--port", "29478", "train.py").returncode == 75
 

@@ -16,7 +16,8 @@ def main() -> int:
     try:
         torchrun.main(sys.argv[1:])
     except ChildFailedError as error:
-        if {failure.exitcode for failure in error.failures.values()} == {os.EX_TEMPFAIL}:
+        codes = {failure.exitcode for failure in error.failures.values()}
+        if os.EX_TEMPFAIL in codes <= {os.EX_TEMPFAIL, -signal.SIGTERM}:  # once one has ended, torch ends the others
             return os.EX_TEMPFAIL
         raise
     return 0
