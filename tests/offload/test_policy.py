@@ -319,6 +319,18 @@ def test_evaluation_reads_what_lies_on_the_drive(tmp_path):
         assert torch.equal(evaluate(state, batch_of()), expected)
 
 
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_an_eager_gather_reads_the_drive(tmp_path, precision):
+    module = build(3)
+    here, there = (
+        state_of(module, 3, precision=precision, offload=offload)
+        for offload in (None, Offload(params="nvme", optimizer="nvme", path=tmp_path))
+    )
+    assert_same_trees(zerofn.gather(there.params), zerofn.gather(here.params))
+    some, name = zerofn.gather(there.params, only="0"), next(n for n, _ in module.named_parameters())
+    assert torch.equal(some[name], zerofn.gather(here.params)[name]) and None in some.values()
+
+
 def checkpoints(path, tiers):
     """Saved from one tier, loaded into another, and trained on: as if it had stayed in memory."""
     module, step = build(3), None

@@ -22,6 +22,7 @@ from ..comm.mesh import Axis
 from ..ops import ravel as _flat  # noqa: F401  (defines zerofn::ravel)
 from .layout import Unit, unravel
 from .sharded import Sharded, Spec, check_whole, is_sharded
+from .storage import Stored
 
 
 @dataclass(frozen=True)
@@ -125,18 +126,20 @@ def ravel(leaves: Sequence[Tensor | None], unit: Unit, dtype: torch.dtype) -> Te
     return ops.ravel(list(leaves), [leaf.offset for leaf in unit.leaves], unit.size, dtype, num_batch_dims)
 
 
-def gather_leaves(sharded: Sharded, only: Callable[[str], bool] | None = None) -> list[Any]:
+def gather_leaves(
+    sharded: Sharded, only: Callable[[str], bool] | None = None, decode: Callable[[Stored], Tensor] = Stored.decode
+) -> list[Any]:
     """Return all logical leaves in the tree's order, differentiable in the shards. With `only`, units without a leaf
-    of such a name are left out: None.
+    of such a name are left out: None. `decode` returns the public tensor of a shard.
     """
     out: list[Any] = [None] * len(sharded.layout.where)
     copies: Sequence[Tensor | None] = sharded.full or [None] * len(sharded.stored)
     for unit, kept, full in zip(sharded.layout.units, sharded.stored, copies, strict=True):
         if only is not None and not any(only(leaf.name) for leaf in unit.leaves):
             continue
-        (flat,) = Linear.apply(GatherUnit(sharded.spec, unit, kept.dtype, full), kept.decode())
-        for leaf, value in zip(unit.leaves, Linear.apply(Unravel(unit, flat.dtype), flat), strict=True):
-            out[leaf.index] = value
+        (flat,) = Linear.apply(GatherUnit(sharded.spec, unit, kept.dtype, full), decode(kept))
+        for leaf, x in zip(unit.leaves, Linear.apply(Unravel(unit, flat.dtype), flat), strict=True):
+            out[leaf.index] = x
     return out
 
 
@@ -153,10 +156,11 @@ def gather(values: Any, *, axis: str | Axis | None = None, only: str | Callable[
     without communication. There, and with one rank, the result shares the state's memory: clone what must outlive
     the next compiled step.
 
+    Outside a compiled step, what is on drives is read now, into memory of its own.
+
     A pure function, differentiable to every order; its transpose is `scatter`. All ranks must call it. Raises
     `ValueError` for an axis that the tree is not sharded over, `KeyError` if `only` selects no leaf, `TypeError` for
-    `params["name"]`, which is one rank's part of a leaf, and `RuntimeError` for a state that was donated or is on a
-    drive.
+    `params["name"]`, which is one rank's part of a leaf, and `RuntimeError` for a state that was donated.
 
     >>> import zerofn
     >>> params = zerofn.shard({"params": {"w": torch.arange(3.0)}})["params"]
@@ -171,7 +175,7 @@ def gather(values: Any, *, axis: str | Axis | None = None, only: str | Callable[
         if not is_sharded(x):
             return x
         x.spec.check_axis(axis, "gather")
-        leaves = gather_leaves(x, chosen)
+        leaves = gather_leaves(x, chosen, Stored.load_and_decode)
         if chosen is not None:
             keep = [chosen(leaf.name) for leaf in x.layout.leaves]
             found.extend(leaf.name for leaf, kept in zip(x.layout.leaves, keep, strict=True) if kept)

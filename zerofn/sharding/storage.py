@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch_compat import current_trace
 from ..offload.drive_tensor import DriveTensor
 from ..offload.host_tensor import HostTensor
 from ..ops.codecs import PLAIN, Codec
@@ -148,6 +149,12 @@ class Stored:
         Raises `RuntimeError` for a shard on a drive, except in a step that is being captured.
         """
         return self.storage.codec.decode([x if isinstance(x, Tensor) else x.fetched() for x in self.parts])
+
+    def load_and_decode(self) -> Tensor:
+        """Return the public tensor [size] where the model computes; one that is on a drive is read."""
+        if not self.on_drives or current_trace() is not None:
+            return self.decode()
+        return self.loaded().decode().to(self.device)
 
     def loaded(self) -> Stored:
         """Return the shard in host memory, if a part of it is offloaded; itself otherwise."""

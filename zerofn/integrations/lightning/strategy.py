@@ -255,7 +255,7 @@ class ZeroFnStrategy(Ranks):
     # ---- evaluation
 
     def whole_model(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the module has its parameters, on every rank, in the compute dtype.
+        """Return a context in which the module has its parameters, on every rank, in the dtype of the master.
 
         All ranks must enter it. It takes the memory of the whole model.
         """

@@ -264,7 +264,7 @@ class Trainer(transformers.Trainer):
     def whole_model(self) -> Any:
         """Return a context in which `self.model` has its parameters, on every rank: to generate, or to look at them.
 
-        All ranks must enter it. It takes the memory of the whole model, in the compute dtype.
+        All ranks must enter it. It takes the memory of the whole model, in the dtype of the master.
         """
         self._need_state()
         return with_values(self.model, zerofn.unshard(self.sharded.params))
