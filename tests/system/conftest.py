@@ -16,6 +16,7 @@ NEEDED = {
     "slurmctld": "slurm-wlm",
     "ssh": "openssh-client",
     "sshd": "openssh-server",
+    "tc": "iproute2",
     "unshare": "util-linux",
 }
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,19 @@ class Machines:
             while subprocess.run([str(program), name, "true"], check=False).returncode:
                 assert time.monotonic() < end, f"{name} has no sshd after 20 s"
                 time.sleep(0.1)
+
+    @contextlib.contextmanager
+    def limited(self, rate: float) -> Iterator[None]:
+        """While this is entered, each machine sends at most `rate` bytes a second."""
+        shape = f"root tbf rate {rate * 8 / 1e6:g}mbit burst 64kb latency 100ms"
+        spaces = [self.space(name) for name in self.names]
+        try:
+            for space in spaces:
+                do(f"tc -n {space} qdisc add dev eth0 {shape}")
+            yield
+        finally:
+            for space in spaces:
+                subprocess.run(["tc", "-n", space, "qdisc", "del", "dev", "eth0", "root"], check=False)
 
     def inside(self, name: str, *command: str) -> list[str]:
         """A command on a machine, without ssh, under the machine's host name."""

@@ -163,3 +163,42 @@ def test_a_choice_of_slots(machines, job):
     launched = machines.launch(*words)
     said = ends(launched)
     assert launched.returncode == 0 and "node-b: rank 0 of 1 on node-b" in said and "node-a:" not in said, said
+
+
+MEASURES = """
+import sys, time
+import torch, zerofn
+from zerofn import optim
+from train import loss_fn, train_step
+
+found = zerofn.this_machine()
+
+def init_state():
+    params = {"a": torch.ones(512, 1024), "b": torch.ones(1024, 512)}
+    return zerofn.TrainState.create(params=params, tx=optim.sgd(1e-9))
+
+state, step = zerofn.shard(init_state, stage=3), zerofn.compile(train_step, machine=found)
+batch = torch.ones(4, 512)
+took = step.lower(state, batch).timeline(found).seconds
+state, _ = step(state, batch)
+times = []
+for _ in range(5):
+    begin = time.perf_counter()
+    state, _ = step(state, batch)
+    times.append(time.perf_counter() - begin)
+if zerofn.rank() == 0:
+    sys.stdout.write(f"rate {found.link} latency {found.latency} predicted {took} measured {sorted(times)[2]}\\n")
+"""
+
+
+def test_a_slow_cable_is_measured_and_steps_over_it_are_predicted(machines, job):
+    (job / "hosts").write_text("node-a slots=1\nnode-b slots=1\n")
+    (job / "measures.py").write_text(MEASURES)
+    with machines.limited(25e6):
+        launched = machines.launch("--hostfile", f"{job}/hosts", f"{job}/measures.py")
+        said = ends(launched)
+    assert launched.returncode == 0, said
+    words = next(x for x in said.splitlines() if ": rate" in x).split()[1:]
+    found = dict(zip(words[::2], map(float, words[1::2]), strict=True))
+    assert 0.9 * 25e6 < found["rate"] <= 25e6, found
+    assert 0.8 < found["predicted"] / found["measured"] < 1.25, found
