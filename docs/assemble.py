@@ -105,6 +105,7 @@ def reference() -> str:
         ("zerofn", zerofn),
         ("zerofn.optim", zerofn.optim),
         ("zerofn.collectives", zerofn.collectives),
+        ("zerofn.random", zerofn.random),
     ):
         parts.append(f"## `{title}`\n")
         for name in module.__all__:

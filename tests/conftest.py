@@ -24,11 +24,13 @@ TESTS = Path(__file__).parent
 def pytest_collection_modifyitems(items):
     """Mark what `make check` leaves to `make test`: tests on real ranks, whole programs, and the cases of large
     products that `quick` does not name; what `make test` leaves to `make test-all`: those that `part` does not; and
-    what needs programs of the system."""
+    what needs programs of the system. Programs run first: they mostly wait, which other tests fill, if there are any
+    left."""
+    items.sort(key=lambda item: not _is_program(item))
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
-        if any(item.path.is_relative_to(TESTS / folder) for folder in SLOW_FOLDERS) or not _is_among(item, "quick"):
+        if _is_program(item) or not _is_among(item, "quick"):
             item.add_marker(pytest.mark.slow)
         if item.path.is_relative_to(TESTS / "system"):
             item.add_marker(pytest.mark.system)
@@ -50,6 +52,10 @@ def runtime():
 
     with runtimes.asked():
         yield
+
+
+def _is_program(item):
+    return any(item.path.is_relative_to(TESTS / folder) for folder in SLOW_FOLDERS)
 
 
 def _is_among(item, mark):

@@ -346,6 +346,8 @@ def test_what_has_no_counterpart_is_a_sentence(tmp_path, given, sentence):
 def test_other_mistakes(tmp_path):
     with pytest.raises(TypeError, match="import TrainingArguments from zerofn"):
         Trainer(build(), transformers.TrainingArguments(**options(tmp_path)))
+    with pytest.raises(ValueError, match="import Trainer from zerofn"):
+        transformers.Trainer(build(), TrainingArguments(**options(tmp_path)))
     with pytest.raises(ValueError, match="pass model_init"):
         Trainer(zerofn.skeleton(build), TrainingArguments(**options(tmp_path)), train_dataset=rows())
     model = build()

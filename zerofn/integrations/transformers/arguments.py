@@ -153,6 +153,20 @@ class _Ours(_Arguments):
         if config.get("activation_checkpointing"):
             self.remat = self.remat or "full"
 
+    def take(self) -> None:
+        """Note that ZeroFn's `Trainer` has them, which knows what they say."""
+        self._taken = True
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """Transformers' own. Every `Trainer` asks for it first, so that one that would not take notice is told."""
+        if not getattr(self, "_taken", False):
+            raise ValueError(
+                "Trainer: it is transformers' own, and takes no notice of ZeroFn's TrainingArguments; import Trainer "
+                "from zerofn.integrations.transformers, too."
+            )
+        return super().place_model_on_device
+
     @property
     def shard_options(self) -> dict[str, Any]:
         """Arguments of `zerofn.shard`."""

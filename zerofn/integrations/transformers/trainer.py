@@ -67,6 +67,7 @@ class Trainer(transformers.Trainer):
         self._step: Any = None
         self._micro: list[dict[str, Any]] = []
         self._norm: Tensor | None = None
+        args.take()
         super().__init__(model, args, **kwargs)
         if is_shape_only(self.model) and self.model_init is None:
             raise ValueError(
