@@ -57,7 +57,8 @@ def run_notebook(path: Path) -> None:
 
     book = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
-        NotebookClient(book, timeout=300, resources={"metadata": {"path": folder}}).execute()
+        where = {"metadata": {"path": folder}}
+        NotebookClient(book, timeout=300, resources=where, coalesce_streams=True).execute()
     text, resources = MarkdownExporter().from_notebook_node(book)
     target = OUT / "notebooks"
     target.mkdir(exist_ok=True)
