@@ -163,7 +163,8 @@ def _await(store: SignedStore, key: str, rank: int, what: str, text: str) -> str
         if now - idle > PATIENCE:
             seen, here = last_text(store, rank), f"{what}: {text}"
             _give_up(
-                f"{what}: rank {rank} did not come within {PATIENCE:g} s. {_BY_ALL} If it was only late, preparing data, say: have ranks meet in "
+                f"{what}: rank {rank} did not come within {PATIENCE:g} s. {_BY_ALL} If it was only late, "
+                "preparing data, say: have ranks meet in "
                 "torch.distributed.barrier() before, or set ZEROFN_PATIENCE to more seconds.\n"
                 f"  here: {apart(here, seen)}\n  rank {rank} last had: {apart(seen, here)}"
             )
