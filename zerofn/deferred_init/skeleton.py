@@ -51,7 +51,7 @@ def skeleton(build: Callable[[], nn.Module]) -> nn.Module:
     if isinstance(build, nn.Module):
         raise TypeError(
             f"skeleton takes a function that makes the module, got the {type(build).__name__} itself, whose "
-            "weights are there already; write zerofn.skeleton(lambda: ...), or zerofn.skeleton(build) without calling it."
+            "weights are there already; write zerofn.skeleton(build), without calling it."
         )
     map_large_blocks()
     with _forked_generators():
