@@ -41,6 +41,7 @@ SILENCE = 20.0  # seconds without a sign of life until a rank is taken for froze
 FIRST_WORD = 10.0  # seconds until a rank that waits says for whom
 _LEFT = 1.0  # seconds until a rank that has ended is believed not to come
 _BY_ALL = "Every rank must call it, with the same structure, shapes and dtypes: not under `if zerofn.rank() == 0:`."
+_ONE_SHAPE = "Every rank's batch must have the same shapes: drop_last=True in the loader, or pad the last rows."
 _UNTIL_HEARD = 3.0  # seconds that rank 0 stays to tell why it failed
 _LATE = 1 / 32  # of a wait: how much later than it could a wait ends, up to 50 ms
 _RAISED = "\1"  # begins the text of a rank that failed
@@ -216,7 +217,8 @@ def _difference(what: str, text: str, rank: int, other: str) -> str:
     here, there = text.split("\n"), other_text.split("\n")
     for a, b in zip(here, there, strict=False):
         if a != b:
-            return f"{what}: ranks differ.\n  rank {dist.get_rank()}: {a}\n  rank {rank}: {b}"
+            advice = f"\n{_ONE_SHAPE}" if a.startswith("batch") and b.startswith("batch") else ""
+            return f"{what}: ranks differ.\n  rank {dist.get_rank()}: {a}\n  rank {rank}: {b}{advice}"
     own, shorter = dist.get_rank(), min(len(here), len(there))
     longest, last = (own, here) if len(here) > len(there) else (rank, there)
     return (

@@ -109,7 +109,7 @@ def first_error(results: Sequence[Any]) -> CellFailed | None:
 def _is_here(text: str) -> list[str]:
     """Say where a name is that a cell on the ranks has not found."""
     found = re.fullmatch(r"NameError: name '(\w+)' is not defined.*", text, re.DOTALL)
-    shell = get_ipython()  # type: ignore[no-untyped-call]
+    shell = get_ipython()
     if found is None or shell is None or found[1] not in shell.user_ns:
         return []
     return [
