@@ -22,12 +22,23 @@ from torch import Tensor
 
 from ._torch_compat import below_autograd
 from .comm import transport  # noqa: F401  (defines the operations)
-from .comm.mesh import DATA, Axis, Mesh
+from .comm.mesh import DATA, Axis, Mesh, current_mesh
 from .ops import ravel as _ravel  # noqa: F401  (defines zerofn::as_equal)
 from .ops import same as _same  # noqa: F401  (defines zerofn::check_same)
 
 ops = torch.ops.zerofn
-__all__ = ["all_gather", "all_reduce", "all_to_all", "permute", "reduce_scatter", "same", "Linear", "LinearMap"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "permute",
+    "psum",
+    "reduce_scatter",
+    "same",
+    "vary",
+    "Linear",
+    "LinearMap",
+]
 
 
 def __dir__() -> list[str]:
@@ -100,7 +111,7 @@ class AllGather:
     def __call__(self, x: Tensor) -> tuple[Tensor]:
         """Shards in rank order."""
         if self.axis.size == 1:
-            return (ops.as_equal(x),)
+            return (ops.as_equal(x, self.axis.name),)
         full = ops.wait(ops.all_gather(x.reshape(-1), self.axis.size, self.axis.group, self.unit))
         if x.dim() > 1:
             rows = full.view(self.axis.size, *x.shape).movedim(0, -2)
@@ -143,6 +154,38 @@ class AllReduce:
     def __call__(self, x: Tensor) -> tuple[Tensor]:
         """The sum."""
         return (sum_over(x, self.axis),)
+
+
+@dataclass(frozen=True)
+class Vary:
+    """The value itself, which from here on each rank uses in its own way. Transpose: the sum of what came of that."""
+
+    axis: Axis
+
+    @property
+    def transpose(self) -> Psum:
+        """The sum over ranks."""
+        return Psum(self.axis)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """The value itself."""
+        return (x.view_as(x),)
+
+
+@dataclass(frozen=True)
+class Psum:
+    """The sum over ranks of values of their own, one value from here on. Transpose: the value itself."""
+
+    axis: Axis
+
+    @property
+    def transpose(self) -> Vary:
+        """The value itself."""
+        return Vary(self.axis)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """The sum."""
+        return (sum_in_parts(x, self.axis),)
 
 
 @dataclass(frozen=True)
@@ -209,15 +252,15 @@ class Same:
         if not self.checked:
             return (x.view_as(x),)
         if self.axis.size == 1:
-            return (ops.as_equal(x),)
+            return (ops.as_equal(x, self.axis.name),)
         rows = rows_over(ops.digest(x), self.axis)
-        return (ops.check_same(x, rows.view(-1), self.what),)
+        return (ops.check_same(x, rows.view(-1), self.what, self.axis.name),)
 
 
 def rows_over(x: Tensor, axis: Axis) -> Tensor:
     """[...] on each rank -> [size, ...], by rank. Not differentiable: for small, finished values."""
     if axis.size == 1:
-        return ops.as_equal(x).unsqueeze(0)
+        return ops.as_equal(x, axis.name).unsqueeze(0)
     full = ops.wait(ops.all_gather(x.reshape(-1), axis.size, axis.group, ""))
     return full.view(axis.size, *x.shape)
 
@@ -225,7 +268,7 @@ def rows_over(x: Tensor, axis: Axis) -> Tensor:
 def sum_over(x: Tensor, axis: Axis) -> Tensor:
     """The sum over ranks in rank order, whatever the number of dims. Not differentiable."""
     if axis.size == 1:
-        return ops.as_equal(x)
+        return ops.as_equal(x, axis.name)
     rows = rows_over(x, axis)
     total = rows[0]
     for row in rows[1:]:
@@ -233,8 +276,19 @@ def sum_over(x: Tensor, axis: Axis) -> Tensor:
     return total
 
 
+def sum_in_parts(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over ranks in rank order: each sums a part, and all get it. Not differentiable: for large values."""
+    if axis.size == 1:
+        return ops.as_equal(x, axis.name)
+    missing = -x.numel() % axis.size
+    flat = torch.nn.functional.pad(x.reshape(-1), (0, missing)) if missing else x.reshape(-1)
+    part = ops.wait(ops.reduce_scatter(flat, axis.size, axis.group, ""))
+    full = ops.wait(ops.all_gather(part, axis.size, axis.group, ""))
+    return (full[: x.numel()] if missing else full).view(x.shape)
+
+
 def _axis(axis: str | Axis) -> Axis:
-    return axis if isinstance(axis, Axis) else Mesh.of(None).axis(axis)
+    return axis if isinstance(axis, Axis) else (current_mesh() or Mesh.of(None)).axis(axis)
 
 
 def _last(x: Tensor, dim: int, what: str) -> Tensor:
@@ -297,6 +351,36 @@ def all_reduce(x: Tensor, axis: str | Axis = DATA) -> Tensor:
     tensor(3.)
     """
     return Linear.apply(AllReduce(_axis(axis)), x)[0]
+
+
+def vary(x: Tensor, axis: str | Axis) -> Tensor:
+    """Let each rank use one value in its own way, as the input of a layer that is cut over an axis. JAX's `pvary`.
+
+    `x` [...]: the same on all ranks. `axis`: see `all_gather`.
+
+    -> a view of `x`. Its gradient is the sum of those of all ranks: transpose `psum`. All ranks must call it. Raises
+    `ValueError` for an axis that is not there.
+
+    >>> vary(torch.tensor(3.0), axis="data")
+    tensor(3.)
+    """
+    return Linear.apply(Vary(_axis(axis)), x)[0]
+
+
+def psum(x: Tensor, axis: str | Axis) -> Tensor:
+    """Sum `x` over ranks into one value, as the output of a layer whose input is cut over an axis. JAX's `psum`.
+
+    `x` [...]: of one shape and dtype on all ranks. `axis`: see `all_gather`.
+
+    -> [...] in the dtype of `x`, added up in rank order, so that all ranks have the same bits. What follows is computed
+    alike on all of them, so that the gradient of `x` is that of the sum: transpose `vary`. In `all_reduce` each rank
+    goes on in its own way, and gradients are summed. All ranks must call it. Raises `ValueError` for an axis that is
+    not there.
+
+    >>> psum(torch.tensor(3.0), axis="data")
+    tensor(3.)
+    """
+    return Linear.apply(Psum(_axis(axis)), x)[0]
 
 
 def all_to_all(x: Tensor, axis: str | Axis = DATA) -> Tensor:

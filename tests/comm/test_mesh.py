@@ -35,17 +35,17 @@ def test_bad_meshes():
 def test_axes_compare_by_name_and_size():
     assert Axis("data", 2, 0, "x") == Axis("data", 2, 1, "y") != Axis("data", 3)
     assert repr(Axis("data", 4, 1)) == "data=1/4"
-    assert repr(Mesh((Axis("replica", 2, 0), Axis("data", 4, 1)))) == "Mesh(replica: rank 0 of 2, data: rank 1 of 4)"
+    assert repr(Mesh((Axis("replicate", 2, 0), Axis("data", 4, 1)))) == "Mesh(replicate: rank 0 of 2, data: rank 1 of 4)"
     assert Mesh.of(mesh := Mesh((Axis("data", 1),))) is mesh
 
 
 def grid():
     rank = dist.get_rank()
-    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "data"))
     mesh = Mesh.of(device_mesh)
-    assert [(a.name, a.size, a.rank) for a in mesh.axes] == [("replica", 2, rank // 2), ("data", 2, rank % 2)]
+    assert [(a.name, a.size, a.rank) for a in mesh.axes] == [("replicate", 2, rank // 2), ("data", 2, rank % 2)]
     x = torch.tensor([float(rank)])
-    sums = [c.all_reduce(x, mesh.axis(name)).item() for name in ("replica", "data")]
+    sums = [c.all_reduce(x, mesh.axis(name)).item() for name in ("replicate", "data")]
     state = zerofn.shard({"params": {"w": torch.arange(5000.0)}}, stage=3, mesh=device_mesh)
     shard = state["params"].shards[0].numel()
     assert torch.equal(zerofn.unshard(state)["params"]["w"], torch.arange(5000.0))
@@ -54,7 +54,7 @@ def grid():
 
 
 def test_a_device_mesh_of_two_axes(ranks):
-    """Sharded over "data", the same on every "replica"."""
+    """Sharded over "data", the same on every "replicate"."""
     found = ranks(4, grid)
     assert [f[0] for f in found] == [[2, 1], [4, 1], [2, 5], [4, 5]]
     assert [f[1] for f in found] == [4096] * 4  # half of two times 2,048, rounded up
@@ -63,7 +63,7 @@ def test_a_device_mesh_of_two_axes(ranks):
 
 def trained_on_a_grid():
     """Three steps at stages 1 and 3, eager and compiled: the parameters of each."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "data"))
     module, rank = build(2, dtype=torch.float64), dist.get_rank()
     found = []
     for stage in (1, 3):

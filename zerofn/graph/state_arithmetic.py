@@ -40,7 +40,7 @@ def line_of_number(program: Program, message: str) -> str:
 
 
 def _meeting(program: Program) -> list[Node]:
-    if program.axis is None or program.new_state is None:
+    if program.mesh is None or program.new_state is None:
         return []
     outputs: Any = program.output.args[0]
     return list(_between(program.gm, set(outputs[: program.num_new]), own_values(program)))

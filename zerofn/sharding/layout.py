@@ -281,6 +281,7 @@ def make_layout(
     num_shards: int,
     *,
     axis: str = "data",
+    replicas: int = 1,
     unit: Callable[[str], str] | None = None,
     trainable: Callable[[str], bool] = lambda name: True,
     label: Callable[[str, Tensor], Hashable] = lambda name, leaf: (),
@@ -313,7 +314,7 @@ def make_layout(
             _unit(
                 names[key],
                 [(i, tree.name_of(paths[i]), tuple(values[i].shape)) for i in members],
-                num_shards,
+                padded_to(num_shards, replicas),
                 key[1],
                 key[2],
             )
@@ -334,19 +335,25 @@ def _buffer_names(keys: Iterable[tuple[str, torch.dtype, bool]]) -> dict[tuple[s
 
 
 def _unit(
-    name: str, members: Sequence[tuple[int, str, tuple[int, ...]]], num_shards: int, dtype: torch.dtype, trainable: bool
+    name: str, members: Sequence[tuple[int, str, tuple[int, ...]]], block: int, dtype: torch.dtype, trainable: bool
 ) -> Unit:
     leaves, offset = [], 0
     for index, leaf_name, shape in members:
         leaf = Leaf(leaf_name, shape, index, offset, dtype)
         leaves.append(leaf)
         offset = -(-leaf.stop // ALIGN) * ALIGN
-    return Unit(name, tuple(leaves), padded(offset, num_shards), trainable, dtype)
+    return Unit(name, tuple(leaves), padded(offset, block), trainable, dtype)
 
 
-def padded(stop: int, num_shards: int) -> int:
-    """Return the elements of a unit whose leaves end at `stop`, so that it cuts into equal shards."""
-    block = SHARD_MULTIPLE * num_shards
+def padded_to(num_shards: int, replicas: int = 1) -> int:
+    """Return what the elements of a unit are a multiple of: it cuts into equal shards, and a shard into equal parts for
+    the ranks that share it, whose gradients they sum.
+    """
+    return num_shards * math.lcm(SHARD_MULTIPLE, replicas)
+
+
+def padded(stop: int, block: int) -> int:
+    """Return the elements of a unit whose leaves end at `stop`: a multiple of `block`."""
     return max(1, -(-stop // block)) * block
 
 

@@ -75,7 +75,7 @@ def shard(
         return state
     map_large_blocks()
     policy, values, parts, treedef = agree_on(
-        "zerofn.shard", lambda: _plan(state_or_init, stage, where.axis(), precision, unit, device, offload)
+        "zerofn.shard", lambda: _plan(state_or_init, stage, where, precision, unit, device, offload)
     )
     scratch = (
         agree_on(
@@ -132,7 +132,7 @@ def shard_fake(
     machine = fake_machine()
     assert machine is not None
     check_stage(stage)
-    policy = _policy(state, stage, mesh.axis(), resolve(precision), unit, None, offload)
+    policy = _policy(state, stage, mesh, resolve(precision), unit, None, offload)
     parts, treedef = plan_state(state, policy)
     scratch = scratch_for((p.spec, p.storages) for p in parts if isinstance(p, ShardedPart))
     return tree.unflatten(
@@ -142,13 +142,13 @@ def shard_fake(
 
 @uncollected()
 def _plan(
-    state_or_init: Any, stage: Any, axis: Axis, precision: Any, unit: Any, device: Any, offload: Any
+    state_or_init: Any, stage: Any, mesh: Mesh, precision: Any, unit: Any, device: Any, offload: Any
 ) -> tuple[Any, str]:
     """Find every error before anything is allocated or sent."""
     check_stage(stage)
     precision, device = resolve(precision), _numbered(device)
     state, values = _initial(state_or_init, precision)
-    policy = _policy(state, stage, axis, precision, unit, device, offload)
+    policy = _policy(state, stage, mesh, precision, unit, device, offload)
     parts, treedef = plan_state(state, policy)
     if policy.offload.optimizer or policy.offload.params:
         _check_offload(policy.offload, [p for p in parts if isinstance(p, ShardedPart)], policy.home)
@@ -164,11 +164,12 @@ def _numbered(device: Any) -> torch.device | None:
 
 
 def _policy(
-    state: Any, stage: int, axis: Axis, precision: Precision, unit: Any, device: torch.device | None, offload: Any
+    state: Any, stage: int, mesh: Mesh, precision: Precision, unit: Any, device: torch.device | None, offload: Any
 ) -> ShardPolicy:
     """Return the policy, completed by where the state is."""
     home = device or device_of(state)
-    return ShardPolicy(stage, axis, precision, unit, device, resolve_offload(offload, stage, axis.size, home), home)
+    placed = resolve_offload(offload, stage, mesh.shards.size, home)
+    return ShardPolicy(stage, mesh, precision, unit, device, placed, home)
 
 
 def _initial(state_or_init: Any, precision: Precision) -> tuple[Any, Iterator[tuple[int, Any]]]:
@@ -205,23 +206,23 @@ def unshard(state: Any, rank: int | None = None) -> Any:
     """
     check_whole(state, "unshard")
     for x in tree.leaves(state, is_leaf=is_sharded):
-        if rank is not None and is_sharded(x) and rank not in range(x.spec.axis.size):
+        if rank is not None and is_sharded(x) and rank not in range(x.spec.mesh.num_ranks):
             raise ValueError(
-                f"unshard: rank={rank!r} is not there; the state lies on {x.spec.axis.size} rank(s), "
+                f"unshard: rank={rank!r} is not there; the state lies on {x.spec.mesh.num_ranks} rank(s), "
                 "numbered from 0. Leave rank out to have it on all of them."
             )
 
     def full(x: Any) -> Any:
         if not is_sharded(x):
             return x.clone() if isinstance(x, Tensor) else x
-        axis = x.spec.axis
-        spec = Spec(x.layout, axis, x.spec.stage, Precision())
+        mesh = x.spec.mesh
+        spec, here = Spec(x.layout, mesh, x.spec.stage, Precision()), rank in (None, mesh.all.rank)
         leaves: list[Any] = [None] * len(x.layout.where)
         for i, unit in enumerate(x.layout.units):
-            one = Sharded(Spec(_single(x.layout, i), axis, spec.stage, Precision()), [x.stored[i].loaded()])
+            one = Sharded(Spec(_single(x.layout, i), mesh, spec.stage, Precision()), [x.stored[i].loaded()])
             for leaf, value in zip(unit.leaves, gather_leaves(one), strict=True):
-                leaves[leaf.index] = value.clone() if rank in (None, axis.rank) else None
-        return tree.unflatten(x.layout.treedef, leaves) if rank in (None, axis.rank) else None
+                leaves[leaf.index] = value.clone() if here else None
+        return tree.unflatten(x.layout.treedef, leaves) if here else None
 
     with torch.no_grad():
         return tree.tree_map(full, state, is_leaf=is_sharded)
@@ -260,7 +261,7 @@ def _place(
         for part, sharded in zip(parts, made, strict=True):
             if isinstance(part, ShardedPart):
                 settle(sharded)
-        equalize([out[k] for k, part in enumerate(parts) if isinstance(part, ReplicatedPart)], policy.axis)
+        equalize([out[k] for k, part in enumerate(parts) if isinstance(part, ReplicatedPart)], policy.mesh.all)
     return tree.unflatten(treedef, out)
 
 

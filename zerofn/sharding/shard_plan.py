@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..comm.mesh import Axis
+from ..comm.mesh import REPLICATE, Mesh
 from ..offload.policy import Offload, of_units
 from ..ops.codecs import PLAIN, SPLIT, Codec
 from ..util.errors import nearest
@@ -65,12 +65,12 @@ class ReplicatedPart:
 class ShardPolicy:
     """The arguments of `shard`, resolved.
 
-    `axis`: the ranks that share the state. `unit`: leaf name -> unit name. `device`: where shards are stored, None
+    `mesh`: the ranks, and what each axis of them shares. `unit`: leaf name -> unit name. `device`: where shards are stored, None
     for where the parameters are. `home`: where the model computes.
     """
 
     stage: int
-    axis: Axis
+    mesh: Mesh
     precision: Precision
     unit: Callable[[str], str] | None
     device: torch.device | None
@@ -79,7 +79,7 @@ class ShardPolicy:
 
     def spec(self, layout: Layout, halves: bool = False) -> Spec:
         """Return the spec of a `Sharded` with this layout."""
-        return Spec(layout, self.axis, self.stage, self.precision, halves)
+        return Spec(layout, self.mesh, self.stage, self.precision, halves)
 
 
 def plan_state(state: Any, policy: ShardPolicy) -> tuple[list[ShardedPart | ReplicatedPart], tree.PyTreeSpec]:
@@ -130,8 +130,9 @@ def params_layout(state: Any, policy: ShardPolicy) -> Layout:
     frozen, label = getattr(state, "frozen", None), getattr(getattr(state, "tx", None), "label", None)
     return make_layout(
         params,
-        policy.axis.size,
-        axis=policy.axis.name,
+        policy.mesh.shards.size,
+        axis=policy.mesh.shards.name,
+        replicas=policy.mesh.size(REPLICATE),
         unit=policy.unit,
         dtype=policy.precision.param,
         trainable=(lambda name: not frozen(name)) if frozen else lambda name: True,
