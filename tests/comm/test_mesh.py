@@ -35,7 +35,9 @@ def test_bad_meshes():
 def test_axes_compare_by_name_and_size():
     assert Axis("data", 2, 0, "x") == Axis("data", 2, 1, "y") != Axis("data", 3)
     assert repr(Axis("data", 4, 1)) == "data=1/4"
-    assert repr(Mesh((Axis("replicate", 2, 0), Axis("data", 4, 1)))) == "Mesh(replicate: rank 0 of 2, data: rank 1 of 4)"
+    assert (
+        repr(Mesh((Axis("replicate", 2, 0), Axis("data", 4, 1)))) == "Mesh(replicate: rank 0 of 2, data: rank 1 of 4)"
+    )
     assert Mesh.of(mesh := Mesh((Axis("data", 1),))) is mesh
 
 

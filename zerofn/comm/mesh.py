@@ -27,6 +27,7 @@ DATA, REPLICATE, CONTEXT, TENSOR = "data", "replicate", "context", "tensor"
 NAMES = (REPLICATE, DATA, CONTEXT, TENSOR)
 BATCH = (REPLICATE, DATA, CONTEXT)  # along these axes ranks have different parts of a batch
 BETWEEN = " x "  # in the name of an axis for several
+SLICES = (TENSOR,)  # along these axes leaves are cut into slices
 SHARDS = (DATA, CONTEXT)  # along these axes units are cut into shards
 
 
@@ -112,15 +113,13 @@ class Mesh:
         """The name of each process group of this mesh -> its axes."""
         found = [(axis, frozenset([axis.name])) for axis in self.axes]
         for among in (BATCH, SHARDS, tuple(axis.name for axis in self.axes)):
-            found.append((self.over(among), frozenset(axis.name for axis in self.axes if axis.name in among)))
+            found.append((self.over(among), frozenset(self._names(among))))
         return {axis.group: names for axis, names in found if axis.group and axis.size > 1}
 
     @property
     def batch_names(self) -> tuple[str, ...]:
         """The axes along which ranks have different parts of the batch."""
-        if len(self.axes) == 1:
-            return (self.axes[0].name,)
-        return tuple(axis.name for axis in self.axes if axis.name in BATCH)
+        return self._names(BATCH)
 
     def axis(self, name: str = DATA) -> Axis:
         """Return the axis called `name`. The only axis of a mesh also answers to "data".
@@ -128,10 +127,8 @@ class Mesh:
         Raises `ValueError` for one that is not there.
         """
         for axis in self.axes:
-            if axis.name == name:
+            if axis.name in self._names([name]):
                 return axis
-        if name == DATA and len(self.axes) == 1:
-            return self.axes[0]
         raise ValueError(f"mesh has no axis {name!r}; its axes are {[a.name for a in self.axes]}.")
 
     def size(self, name: str) -> int:
@@ -154,6 +151,11 @@ class Mesh:
         return self.over(SHARDS)
 
     @property
+    def slices(self) -> tuple[Axis, ...]:
+        """The axes of several ranks with slices of the same leaves."""
+        return tuple(axis for axis in self.axes if axis.name in SLICES and axis.size > 1)
+
+    @property
     def all(self) -> Axis:
         """All ranks, along one axis."""
         return self.over(tuple(axis.name for axis in self.axes))
@@ -163,9 +165,7 @@ class Mesh:
 
         All ranks must ask for the same, in the same order, for the first time: then it makes a process group.
         """
-        if len(self.axes) == 1 and DATA in names:  # whatever it is called
-            return self.axes[0]
-        among = [axis for axis in self.axes if axis.name in names]
+        among = [axis for axis in self.axes if axis.name in self._names(names)]
         found = [axis for axis in among if axis.size > 1]
         if len(found) == 1:
             return found[0]
@@ -178,6 +178,13 @@ class Mesh:
         if not self.ranks:
             return Axis(name, size, rank, _fake(name))
         return Axis(name, size, rank, the(Groups).of(self._line({axis.name for axis in found})))
+
+    def _names(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return those of `names` that are here. The only axis of a mesh is "data" whatever else it is called."""
+        wanted = set(names)
+        if len(self.axes) == 1 and self.axes[0].name not in NAMES and DATA in wanted:
+            wanted.add(self.axes[0].name)
+        return tuple(axis.name for axis in self.axes if axis.name in wanted)
 
     def _line(self, names: set[str]) -> tuple[int, ...]:
         """Return the ranks that differ from this one along some axes only."""
@@ -256,7 +263,9 @@ def resolved(sizes: dict[str, int], num_ranks: int) -> tuple[int, ...]:
     known = math.prod(size for size in sizes.values() if size != -1)
     product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size != -1) or "1"
     if free and num_ranks % known:
-        raise ValueError(f"Mesh.make: {product} does not divide {num_ranks} ranks, so {free[0]} cannot be what is left.")
+        raise ValueError(
+            f"Mesh.make: {product} does not divide {num_ranks} ranks, so {free[0]} cannot be what is left."
+        )
     if not free and known != num_ranks:
         raise ValueError(f"Mesh.make: {product} are {known} ranks, and there are {num_ranks}.")
     return tuple(num_ranks // known if size == -1 else size for size in sizes.values())

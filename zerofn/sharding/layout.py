@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from .. import tree
 from ..tree import Path, PyTreeSpec
 from ..util.errors import nearest, note, some, words_of
+from .cuts import Cut
 
 ALIGN = 32  # elements: 64 bytes in bf16, the alignment of torch's own allocator
 SHARD_MULTIPLE = 2048  # elements: a whole number of 256-element quantisation blocks and of vector widths
@@ -70,13 +71,22 @@ class LeafInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Leaf:
-    """One logical tensor: name, shape, and its place in the tree and in its unit's flat buffer."""
+    """One logical tensor, or this rank's slice of it: name, shape, and its place in the tree and in its unit's flat
+    buffer. `cuts`: how the slices of ranks make up the whole.
+    """
 
     name: str
     shape: tuple[int, ...]
     index: int  # position among the tree's leaves
     offset: int  # elements from the start of the unit
     dtype: torch.dtype = field(compare=False)
+    cuts: tuple[Cut, ...] = ()
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        sizes = {cut.dim: cut.size for cut in self.cuts}
+        return tuple(sizes.get(d, n) for d, n in enumerate(self.shape))
 
     @property
     def numel(self) -> int:
@@ -196,7 +206,7 @@ class Layout:
         renamed = tuple(
             Unit(
                 u.name,
-                tuple(Leaf(x.name[strip:], x.shape, order[x.index], x.offset, x.dtype) for x in u.leaves),
+                tuple(replace(x, name=x.name[strip:], index=order[x.index]) for x in u.leaves),
                 u.size,
                 u.trainable,
                 u.dtype,
@@ -221,7 +231,7 @@ def restrict(layout: Layout, keep: Callable[[Unit, Leaf], bool]) -> Layout:
     order = {index: k for k, index in enumerate(sorted(kept))}
     units = []
     for u in layout.units:
-        leaves = tuple(Leaf(x.name, x.shape, order[x.index], x.offset, x.dtype) for x in u.leaves if x.index in kept)
+        leaves = tuple(replace(x, index=order[x.index]) for x in u.leaves if x.index in kept)
         if leaves:
             units.append(Unit(u.name, leaves, u.size, u.trainable, u.dtype))
     marks = [i if i in kept else None for i in range(layout.treedef.num_leaves)]
@@ -286,6 +296,10 @@ def make_layout(
     trainable: Callable[[str], bool] = lambda name: True,
     label: Callable[[str, Tensor], Hashable] = lambda name, leaf: (),
     dtype: torch.dtype | None = None,
+    slice_of: Callable[[str, tuple[int, ...]], tuple[tuple[int, ...], tuple[Cut, ...]]] = lambda name, shape: (
+        shape,
+        (),
+    ),
 ) -> Layout:
     """Assign every tensor leaf of `params` a unit and an offset.
 
@@ -293,7 +307,7 @@ def make_layout(
     2^16 elements merge into the previous one, within one top-level entry of a nested tree. `unit` (leaf name ->
     unit name) replaces these rules. There is one buffer per (unit, dtype, trainable). Within it, leaves are ordered
     by (label, path), so that each label of an optimizer is one run of elements. `dtype` replaces the leaves'
-    floating dtype (the master's).
+    floating dtype (the master's). `slice_of`: (name, shape) of a leaf -> the shape of this rank's slice, and the cuts.
 
     Raises `TypeError` for a complex leaf that is to be trained; integers never are.
     """
@@ -313,7 +327,10 @@ def make_layout(
         units.append(
             _unit(
                 names[key],
-                [(i, tree.name_of(paths[i]), tuple(values[i].shape)) for i in members],
+                [
+                    (i, tree.name_of(paths[i]), *slice_of(tree.name_of(paths[i]), tuple(values[i].shape)))
+                    for i in members
+                ],
                 padded_to(num_shards, replicas),
                 key[1],
                 key[2],
@@ -335,11 +352,15 @@ def _buffer_names(keys: Iterable[tuple[str, torch.dtype, bool]]) -> dict[tuple[s
 
 
 def _unit(
-    name: str, members: Sequence[tuple[int, str, tuple[int, ...]]], block: int, dtype: torch.dtype, trainable: bool
+    name: str,
+    members: Sequence[tuple[int, str, tuple[int, ...], tuple[Cut, ...]]],
+    block: int,
+    dtype: torch.dtype,
+    trainable: bool,
 ) -> Unit:
     leaves, offset = [], 0
-    for index, leaf_name, shape in members:
-        leaf = Leaf(leaf_name, shape, index, offset, dtype)
+    for index, leaf_name, shape, cuts in members:
+        leaf = Leaf(leaf_name, shape, index, offset, dtype, cuts)
         leaves.append(leaf)
         offset = -(-leaf.stop // ALIGN) * ALIGN
     return Unit(name, tuple(leaves), padded(offset, block), trainable, dtype)
