@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..collectives import ops
+from ..collectives.maps import ops
 from ..ops.same import WORDS
 from .edit import behind
 from .program import Program, tensor_of

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import ops
+from ..collectives.maps import ops
 from ..comm.failures import group_named
 from ..comm.mesh import Axis
 from ..comm.pending import pending

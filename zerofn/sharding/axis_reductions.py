@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..collectives import ops, rows_over
+from ..collectives.maps import ops, rows_over
 from ..comm.mesh import Axis
 from ..ops import leaf_axes as _ops  # noqa: F401  (defines zerofn::squares_along and its like)
 from .layout import LeafInfo

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import rows_over
+from ..collectives.maps import rows_over
 from ..comm.failures import group_named
 from ..comm.mesh import Axis, Mesh
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..collectives import AllGather, Linear, ReduceScatter, ops
+from ..collectives.maps import AllGather, Linear, ReduceScatter, ops
 from ..comm.mesh import Axis
 from ..ops import ravel as _flat  # noqa: F401  (defines zerofn::ravel)
 from .layout import Unit, unravel

@@ -25,8 +25,8 @@ from ..offload.policy import Offload, check_memory
 from ..offload.policy import resolve as resolve_offload
 from ..util.patches import uncollected
 from .allocate import Filler, allocate, equalize, scratch_for, settle
-from .gather_scatter import gather_leaves
 from .cuts import Cut, assembled, of_first, sliced
+from .gather_scatter import gather_leaves
 from .layout import Layout
 from .precision import Precision, resolve
 from .shard_plan import ReplicatedPart, ShardedPart, ShardPolicy, check_stage, description, given_cuts, plan_state

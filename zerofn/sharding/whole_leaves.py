@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import tree
-from ..collectives import AllGather, ops
+from ..collectives.maps import AllGather, ops
 from ..ops import leaf_axes as _ops  # noqa: F401  (defines zerofn::take_shard)
 from .layout import Unit, unravel
 from .sharded import Sharded, Spec, is_sharded

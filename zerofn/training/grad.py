@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import tree
 from .._torch_compat import current_trace
-from ..collectives import sum_over
+from ..collectives.maps import sum_over
 from ..comm.mesh import Axis
 from ..graph.advice import instead
 from ..graph.loop import loop
