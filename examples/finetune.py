@@ -119,7 +119,7 @@ def make_steps(args):
     """(init_state, train_step, evaluate)."""
     config = BertConfig.from_json_file(pretrained.get_model_path() / "config.json")
     model = zerofn.skeleton(lambda: Classifier(config, len(MODULES)).train())
-    silent = zerofn.skeleton(lambda: Classifier(config, len(MODULES)).eval())  # no dropout
+    silent = zerofn.skeleton(lambda: Classifier(config, len(MODULES))).eval()  # no dropout
 
     def schedule(peak: float):
         return optim.warmup_cosine_decay_schedule(0.0, peak, args.steps // 10, args.steps)

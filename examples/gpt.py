@@ -152,7 +152,7 @@ def bigram_loss(train, batches: list[dict[str, torch.Tensor]], vocab: int) -> tu
 
 def make_steps(args):
     shape = (args.vocab, args.context, args.layers, args.heads, args.width, args.dropout)
-    model, silent = zerofn.skeleton(lambda: GPT(*shape)), zerofn.skeleton(lambda: GPT(*shape).eval())
+    model, silent = zerofn.skeleton(lambda: GPT(*shape)), zerofn.skeleton(lambda: GPT(*shape)).eval()
     warmup = min(50, args.steps // 4)
     rate = optim.warmup_cosine_decay_schedule(0.0, args.learning_rate, warmup, args.steps, 1e-5)
     decays = {"weight_decay": 0.1, "mask": lambda leaf: len(leaf.shape) > 1}

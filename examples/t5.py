@@ -136,7 +136,7 @@ def make_steps(args, vocab: int):
         use_cache=False,
     )
     model = zerofn.skeleton(lambda: T5ForConditionalGeneration(config).train())
-    silent = zerofn.skeleton(lambda: T5ForConditionalGeneration(config).eval())  # no dropout
+    silent = zerofn.skeleton(lambda: T5ForConditionalGeneration(config)).eval()  # no dropout
     warmup = min(100, args.steps // 4)
     rate = optim.warmup_cosine_decay_schedule(0.0, args.learning_rate, warmup, args.steps, 1e-5)
     tx = optim.chain(

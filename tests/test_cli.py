@@ -75,6 +75,19 @@ def test_a_scripts_step_is_planned(script, tmp_path, capsys, function):
     assert [(row["stage"], row["precision"], row["rows"]) for row in rows] == [(0, "bf16", 8), (3, "bf16", 8)]
 
 
+def test_what_a_run_has_saved_is_left_alone(script, tmp_path, capsys):
+    """The plan is of the model as it is written, which may be another one now."""
+    saved = zerofn.Checkpoints(tmp_path / "run", every=1, signals=())
+    state = saved.restore_or({"params": zerofn.shard({"params": {"w": torch.ones(3)}})["params"]})
+    saved.after_step(state)
+    saved.close()
+    again = f"state = zerofn.Checkpoints({str(tmp_path / 'run')!r}).restore_or(state)\nstep, evaluate ="
+    script.write_text(script.read_text().replace("step, evaluate =", again))
+    chosen = ["--stage", "3", "--offload", "none", "--machine", "A100-8"]
+    assert main(["plan", str(script), *chosen, "--", "64"]) == 0
+    assert "train_step on 8 rank(s) of A100-8" in capsys.readouterr().out and saved.steps() == [1]
+
+
 def test_a_script_that_shards_two_states(script, capsys, tmp_path):
     """It is planned for the one that the step is given."""
     text = script.read_text().replace(

@@ -113,7 +113,7 @@ def losses(folder, values, **options):
     return checkpoints
 
 
-def test_what_is_kept(tmp_path):
+def test_what_is_kept(tmp_path, caplog):
     values = [3.0, 1.0, 2.0, float("nan"), 5.0, 4.0]
     assert losses(tmp_path / "a", values, keep=2).steps() == [5, 6]
     assert losses(tmp_path / "b", values, keep=None).steps() == [1, 2, 3, 4, 5, 6]
@@ -122,6 +122,8 @@ def test_what_is_kept(tmp_path):
     highest = losses(tmp_path / "d", values, keep=1, keep_best=("loss", "max"), async_=False)
     assert highest.steps() == [5, 6] and highest.best_step() == 5
     assert losses(tmp_path / "c", [0.5], keep=1, keep_best=("loss", "min")).steps() == [7]
+    losses(tmp_path / "e", [1.0], keep=1, keep_best=("val_loss", "min"))
+    assert "step 1 has no such metric, only 'loss', 'name'" in caplog.text
     notes = json.loads((tmp_path / "c/step-00000007/manifest.json").read_text())["notes"]
     assert notes == {"metrics": {"loss": 0.5, "name": 3.0}}
 

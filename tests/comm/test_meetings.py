@@ -31,7 +31,7 @@ def _captured(step):
 OTHERS = {
     "evaluation": (lambda state, folder, evaluate: evaluate(state, batch_of()), "the step evaluate"),
     "gather": (lambda state, folder, evaluate: zerofn.gather(state.params), "all_gather of "),
-    "unshard": (lambda state, folder, evaluate: zerofn.unshard(state), "all_gather of "),
+    "unshard": (lambda state, folder, evaluate: zerofn.unshard(state), "agree on zerofn.unshard"),
     "save": (lambda state, folder, evaluate: zerofn.save(folder, state), "agree on "),
     "eager step": (lambda state, folder, evaluate: train_step_of(MODULE)(state, batch_of()), ""),
 }

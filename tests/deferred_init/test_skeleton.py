@@ -170,6 +170,8 @@ def test_patches_are_undone_and_other_threads_are_left_alone() -> None:
 
 
 def test_what_has_no_skeleton() -> None:
+    with pytest.raises(TypeError, match="takes a function that makes the module, got the Linear itself"):
+        skeleton(nn.Linear(2, 3))
     with pytest.raises(TypeError, match="must return a torch.nn.Module; it returned a dict"):
         skeleton(dict)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="layer is lazy"):

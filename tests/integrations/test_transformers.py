@@ -126,6 +126,27 @@ def test_microbatches_of_other_lengths(tmp_path, steps):
     )
 
 
+@pytest.mark.parametrize("initialised", [True, False])
+def test_dropout_is_off_in_evaluations_and_on_behind_them(tmp_path, initialised):
+    def dropping():
+        torch.manual_seed(3)
+        given = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "bos_token_id": None, "eos_token_id": None}
+        small = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=32, **given)
+        return transformers.AutoModelForCausalLM.from_config(small)
+
+    def run(name):
+        given = {"model_init": dropping, "model": None} if initialised else {"model": dropping()}
+        return ours(tmp_path / name, {"eval_strategy": name, "eval_steps": 2}, eval_dataset=rows(4), **given)
+
+    runs = [run("no"), run("steps")]
+    assert losses(runs[0]) == losses(runs[1])
+    runs[0].save_model(str(tmp_path / "saved"))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    args = transformers.TrainingArguments(**options(tmp_path / "plain"))
+    expected = transformers.Trainer(plain, args, eval_dataset=rows(4)).evaluate()["eval_loss"]
+    assert runs[0].evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_evaluation_and_the_best_model(tmp_path):
     more = {
         "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 6,

@@ -137,6 +137,24 @@ def test_an_error_of_all_ranks_is_shown_once(two):
     assert two.run("%%ranks\nprint(x)") == "1\n[rank 1: 1 line; %ranks output 1 shows it]\n"
 
 
+def test_a_name_of_the_notebooks_own_process(two):
+    two.run("here_alone = 1")
+    with pytest.raises(RuntimeError, match="NameError: name 'here_alone' is not defined") as caught:
+        two.run("%%ranks\nhere_alone + 1")
+    assert "'here_alone' was defined in a cell that ran in the notebook's own process" in traceback_of(caught)
+
+
+def test_a_rank_that_alone_calls_what_all_must_call_can_be_interrupted(two):
+    two.run(TRAIN)
+    alone = "%%ranks\nif zerofn.rank() == 0:\n    zerofn.unshard(state.params)"
+    threading.Timer(4.0, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        two.run(alone)
+    with pytest.raises(RuntimeError, match="zerofn.unshard: rank 0 was interrupted while it waited"):
+        two.run("%%ranks\nzerofn.unshard(state.params)")
+    two.run("%ranks stop")
+
+
 def test_ranks_that_fail_alone_are_named(two):
     with pytest.raises(RuntimeError, match="On rank 1 of 2: ValueError: my own words") as caught:
         two.run("%%ranks\nimport os\nif os.environ['RANK'] == '1':\n    raise ValueError('my own words')")
@@ -190,7 +208,7 @@ def test_a_state_goes_on_with_other_ranks(two):
     two.run(TRAIN)
     assert two.run(WEIGHTS).splitlines()[0] == f"3 {by_one_process(3)} 2"
     shown = two.run("%ranks 3")
-    assert "Moved: state." in shown and "step" in shown.partition("Lost:")[2] and "metrics" in shown
+    assert "Moved: state." in shown and "step" in shown.partition("Lost:")[2] and "functions" in shown
     two.run("%%ranks\nimport os, torch, zerofn")
     assert two.run(WEIGHTS).splitlines()[0] == f"3 {by_one_process(3)} 3"
     two.run(TRAIN.replace("state, step = zerofn.shard(init, stage=3),", "step ="))

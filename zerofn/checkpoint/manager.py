@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from .. import tree
 from ..comm.agreement import exchange, rank_and_size
+from ..dry_run.script import current_dry_run
 from ..util.errors import CheckpointError
 from ..util.process import the
 from . import as_json, owner, steps
@@ -89,7 +90,7 @@ class Checkpoints:
         self._replicate_every = replicate_every or 0
         self._found: dict[int, str] = {}  # the saves that were there when this run began, by step
         self._damaged: set[int] = set()
-        self._begun = False
+        self._begun = self._told = False
 
     def steps(self) -> list[int]:
         """Return the steps that have a complete checkpoint, in ascending order."""
@@ -119,6 +120,9 @@ class Checkpoints:
         if self._begun:
             raise ValueError(f"{WHAT}: restore_or was called before; make another Checkpoints for another run.")
         state: Any = init_state() if callable(init_state) else init_state
+        if current_dry_run() is not None:  # a plan is of the model as it is written, not of what a run has left here
+            self._begun = True
+            return state
         self._stopping.listen()
         if self._replicas is not None:
             self._replicas.begin()
@@ -172,7 +176,17 @@ class Checkpoints:
     def save(self, state: Any, metrics: Any = None, *, wait: bool = True) -> Saving:
         """Save now, whatever the step, as after the last one. Every rank must call it; otherwise as `zerofn.save`."""
         self._check_begun("save")
+        self._tell_of_no_metric(_numbers(metrics))
         return save_along(self.path(self.step), state, wait, self._along(metrics))
+
+    def _tell_of_no_metric(self, numbers: dict[str, float]) -> None:
+        if self._keep_best is not None and self._keep_best[0] not in numbers and not self._told:
+            self._told = True
+            there = ", ".join(map(repr, numbers)) or "none"
+            log.warning(
+                "%s: keep_best=%r, and step %d has no such metric, only %s: it cannot be the best.",
+                WHAT, self._keep_best, self.step, there,
+            )  # fmt: skip
 
     def _along(self, metrics: Any) -> Along:
         own = "" if self._loader is None else as_json.dumps(self._loader.state_dict(), "loader.state_dict()")

@@ -39,6 +39,9 @@ log = logging.getLogger("zerofn")
 
 SILENCE = 20.0  # seconds without a sign of life until a rank is taken for frozen or gone; PATIENCE if that is less
 FIRST_WORD = 10.0  # seconds until a rank that waits says for whom
+_LEFT = 1.0  # seconds until a rank that has ended is believed not to come
+_BY_ALL = "Every rank must call it, with the same structure, shapes and dtypes: not under `if zerofn.rank() == 0:`."
+_ONE_SHAPE = "Every rank's batch must have the same shapes: drop_last=True in the loader, or pad the last rows."
 _UNTIL_HEARD = 3.0  # seconds that rank 0 stays to tell why it failed
 _LATE = 1 / 32  # of a wait: how much later than it could a wait ends, up to 50 ms
 _RAISED = "\1"  # begins the text of a rank that failed
@@ -134,7 +137,11 @@ def _meet(store: SignedStore, what: str, text: str, mine: str) -> list[str]:
     if not channel:  # what a thread beside the program does is in step with nothing else
         store.set(f"{LAST_TEXT}{rank}", mine)
         meetings().begin_round(what)
-    theirs = [_await(store, key, r, what, text) for r, key in enumerate(keys)]
+    try:
+        theirs = [_await(store, key, r, what, text) for r, key in enumerate(keys)]
+    except KeyboardInterrupt:  # others may come to this round, or never have: ranks are out of step
+        _leave(f"{what}: rank {rank} was interrupted while it waited for the other ranks.")
+        raise
     if not channel:
         meetings().end_round()
     store.delete(f"zerofn/agree{channel}/{number - 1}/{rank}")  # every rank is here, so it has read all of those
@@ -150,13 +157,15 @@ def _await(store: SignedStore, key: str, rank: int, what: str, text: str) -> str
         sign.look()
         now, silence = time.monotonic(), min(SILENCE, PATIENCE)
         idle = now if sign.doing else idle
+        if sign.left and now - start > _LEFT and store.get(key) is None:
+            _give_up(f"{what}: rank {rank} has ended, and not called it. {_BY_ALL}")
         if sign.silent > silence:
             _give_up(f"{what}: {sign.give_up(silence)}{f' It was at {sign.doing}.' if sign.doing else ''}")
         if now - idle > PATIENCE:
             seen, here = last_text(store, rank), f"{what}: {text}"
             _give_up(
-                f"{what}: rank {rank} did not come within {PATIENCE:g} s. Every rank must call with the same "
-                "structure, shapes and dtypes. If it was only late, preparing data, say: have ranks meet in "
+                f"{what}: rank {rank} did not come within {PATIENCE:g} s. {_BY_ALL} If it was only late, "
+                "preparing data, say: have ranks meet in "
                 "torch.distributed.barrier() before, or set ZEROFN_PATIENCE to more seconds.\n"
                 f"  here: {apart(here, seen)}\n  rank {rank} last had: {apart(seen, here)}"
             )
@@ -208,7 +217,8 @@ def _difference(what: str, text: str, rank: int, other: str) -> str:
     here, there = text.split("\n"), other_text.split("\n")
     for a, b in zip(here, there, strict=False):
         if a != b:
-            return f"{what}: ranks differ.\n  rank {dist.get_rank()}: {a}\n  rank {rank}: {b}"
+            advice = f"\n{_ONE_SHAPE}" if a.startswith("batch") and b.startswith("batch") else ""
+            return f"{what}: ranks differ.\n  rank {dist.get_rank()}: {a}\n  rank {rank}: {b}{advice}"
     own, shorter = dist.get_rank(), min(len(here), len(there))
     longest, last = (own, here) if len(here) > len(there) else (rank, there)
     return (

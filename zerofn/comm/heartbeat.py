@@ -189,17 +189,18 @@ def end_transfers() -> None:
 
 class Sign:
     """What is known of another rank while this one waits for it. `silent`: seconds without a sign of life, of those in
-    which this process ran; 0 for a rank that has never given one, or has left the program.
+    which this process ran; 0 for a rank that has never given one, or has left the program. `left`: whether it has.
     """
 
     def __init__(self, store: SignedStore, rank: int) -> None:
         self._store, self.rank = store, rank
-        self._text, self._looked, self.silent = "", time.monotonic(), 0.0
+        self._text, self._looked, self.silent, self.left = "", time.monotonic(), 0.0, False
         self.look()
 
     def look(self) -> None:
         """See whether it has given another sign of life."""
-        text, now = self._store.get(f"{_ALIVE}{self.rank}") or "", time.monotonic()
+        found, now = self._store.get(f"{_ALIVE}{self.rank}"), time.monotonic()
+        text, self.left = found or "", found == ""
         since, self._looked = min(now - self._looked, 2 * SECONDS), now  # a job that was stopped as a whole goes on
         self.silent = 0.0 if text != self._text or not text else self.silent + since
         self._text = text

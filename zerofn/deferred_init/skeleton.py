@@ -48,6 +48,11 @@ def skeleton(build: Callable[[], nn.Module]) -> nn.Module:
     >>> torch.func.functional_call(module, params, torch.ones(1, 2))
     tensor([[2., 2., 2.]])
     """
+    if isinstance(build, nn.Module):
+        raise TypeError(
+            f"skeleton takes a function that makes the module, got the {type(build).__name__} itself, whose "
+            "weights are there already; write zerofn.skeleton(build), without calling it."
+        )
     map_large_blocks()
     with _forked_generators():
         with _meta_parameters() as (twins, draws):

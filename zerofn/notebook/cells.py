@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from IPython.core.getipython import get_ipython
 from IPython.display import display
 
 _ECHO = "stopped, because another rank"  # how the errors begin that follow from another rank's
@@ -102,7 +103,19 @@ def first_error(results: Sequence[Any]) -> CellFailed | None:
     who = "" if len(ranks) == len(results) else f"On {ranks_in_words(ranks)} of {len(results)}: "
     trace = (getattr(errors[ranks[0]], "traceback", None) or text).splitlines()
     others = [f"On {ranks_in_words([rank])}: {x[0]}: {x[1]}" for rank, x in own.items() if x != first]
-    return CellFailed(who + text, [*([who.rstrip()] if who else []), *_trimmed(trace), *others])
+    return CellFailed(who + text, [*([who.rstrip()] if who else []), *_trimmed(trace), *others, *_is_here(text)])
+
+
+def _is_here(text: str) -> list[str]:
+    """Say where a name is that a cell on the ranks has not found."""
+    found = re.fullmatch(r"NameError: name '(\w+)' is not defined.*", text, re.DOTALL)
+    shell = get_ipython()
+    if found is None or shell is None or found[1] not in shell.user_ns:
+        return []
+    return [
+        f"{found[1]!r} was defined in a cell that ran in the notebook's own process, not on the ranks. Begin that cell "
+        "with %%ranks and run it again; after %autoranks, every cell runs on the ranks."
+    ]
 
 
 def _error(result: Any) -> BaseException:

@@ -135,7 +135,7 @@ class RankMagics(Magics):
         if kept:
             print(f"Moved: {', '.join(kept)}.")
         if lost:
-            print(f"Lost: {', '.join(lost)}. Run the cells that make them.")
+            print(f"Lost: {', '.join(lost)}; imports, functions and classes, too. Run the cells that make them.")
 
     def _start(self, size: int) -> Pool:
         if importlib.util.find_spec("ipyparallel") is None:

@@ -64,4 +64,6 @@ def resolve(precision: Precision | str | None) -> Precision:
             f"precision={precision!r} is not known; did you mean {near[0]!r}? "
             f"Known are {sorted(NAMED)} and zerofn.Precision(param, compute, reduce)."
         )
-    raise TypeError(f"precision: expected None, a name or a zerofn.Precision, got {type(precision).__name__}.")
+    names = ", ".join(map(repr, sorted(NAMED)))
+    given = precision if isinstance(precision, torch.dtype) else type(precision).__name__
+    raise TypeError(f"precision: expected None, {names} or a zerofn.Precision(param, compute, reduce), got {given}.")

@@ -24,6 +24,11 @@ class Ranks(ParallelStrategy):
     def root_device(self) -> torch.device:
         """The device of this rank."""
         assert self.parallel_devices is not None
+        if self.local_rank >= len(self.parallel_devices):
+            raise ValueError(
+                f"Trainer(devices={self.num_processes}): the launcher has started more ranks on this machine, this one "
+                f"is number {self.local_rank}; give devices= the number of its ranks."
+            )
         return self.parallel_devices[self.local_rank]
 
     @property

@@ -27,13 +27,14 @@ class LossModule(nn.Module):
 
 
 class EvaluatedModule(nn.Module):
-    """What evaluation loops call in the model's place. `step(inputs) -> outputs`: a compiled step."""
+    """What evaluation loops call in the model's place. `step(inputs) -> outputs`: a compiled step.
 
-    def __init__(self, model: nn.Module, step: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    `model` returns the model, whose mode this sets: a trainer with `model_init` makes another one for each run.
+    """
+
+    def __init__(self, model: Callable[[], nn.Module], step: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         super().__init__()
-        self._step = step
-        self._name = model._get_name()
-        self._modes = [model]  # in a list, which is no submodule
+        self._step, self._model = step, model
 
     def forward(self, **inputs: Any) -> dict[str, Any]:
         """Return what the model returns, as a dict."""
@@ -41,12 +42,11 @@ class EvaluatedModule(nn.Module):
 
     def train(self, mode: bool = True) -> EvaluatedModule:
         """Set the model's mode."""
-        for model in self._modes:
-            model.train(mode)
+        self._model().train(mode)
         return self
 
     def _get_name(self) -> str:  # label smoothing asks for it
-        return self._name
+        return self._model()._get_name()
 
 
 def tensors_of(outputs: Any) -> dict[str, Any]:

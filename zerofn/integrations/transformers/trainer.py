@@ -76,7 +76,7 @@ class Trainer(transformers.Trainer):
             )
         ignored = getattr(self.data_collator, "label_pad_token_id", -100)
         self._padding, self._evaluation_padding = (Padding(self.model, self._processor(), ignored) for _ in range(2))
-        self._evaluated = EvaluatedModule(self.model, self._evaluate_step)
+        self._evaluated = EvaluatedModule(lambda: self.model, self._evaluate_step)
         self._evaluation = zerofn.compile(self._outputs, **self._evaluation_options())
 
     def _processor(self) -> Any:
@@ -284,6 +284,8 @@ class Trainer(transformers.Trainer):
             self._save_beside(out)
             if not whole:
                 shutil.rmtree(path)
+        # No rank goes on, and perhaps opens the folder, before the first has written it.
+        zerofn.collectives.all_reduce(torch.zeros((), device=self.args.device))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
