@@ -64,3 +64,4 @@ def test_ranks_that_begin_with_different_batches(ranks):
     for told in ranks(2, different_first_batches, expect_errors=True):
         assert told.type == "RuntimeError"
         assert "ranks differ" in told.message and "[4, 16]" in told.message and "[3, 16]" in told.message
+        assert "drop_last=True" in told.message
