@@ -35,7 +35,7 @@ from .planning.profile import Profile, profiled
 from .runtime.backend import Backend, backend_of
 from .runtime.capture_log import CaptureLog, while_capturing
 from .runtime.entry import Entry
-from .runtime.equal_batches import warn_of_equal_batches
+from .runtime.equal_batches import compare_batches
 from .runtime.errors import explain
 from .runtime.executor import Executor
 from .runtime.guards import Captures, Written
@@ -274,7 +274,7 @@ class CompiledStep:
             found = self._agreed(state, batch, why)
             if found[0].program.new_state is not None:
                 mesh = mesh_among(tree.leaves(state, is_leaf=is_sharded))
-                warn_of_equal_batches(self.__name__, batch, None if mesh is None else mesh.batch)
+                compare_batches(self.__name__, batch, mesh)
             return found
         except RuntimeError as error:
             if MEETS in str(error):

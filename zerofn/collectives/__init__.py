@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch  # noqa: F401  (for the examples)
 from torch import Tensor
 
 from ..comm.mesh import DATA, Axis, Mesh, current_mesh

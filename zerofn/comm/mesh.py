@@ -1,4 +1,4 @@
-"""Ranks and named axes: a mesh is a grid of all ranks, and an axis one of its directions. One process needs no group."""
+"""Ranks and named axes: a mesh is a grid of ranks, and an axis one of its directions. One process needs no group."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .arrivals import fresh
 from .failures import refuse_after_failure
 from .launch import launch_of
 
-DATA, REPLICATE, CONTEXT, TENSOR = "data", "replicate", "context", "tensor"
-NAMES = (REPLICATE, DATA, CONTEXT, TENSOR)
-BATCH = (REPLICATE, DATA, CONTEXT)  # along these axes ranks have different parts of a batch
+DATA, REPLICATE, TENSOR = "data", "replicate", "tensor"
+NAMES = (REPLICATE, DATA, TENSOR)
+BATCH = (REPLICATE, DATA)  # along these axes ranks have different parts of a batch
 BETWEEN = " x "  # in the name of an axis for several
 SLICES = (TENSOR,)  # along these axes leaves are cut into slices
-SHARDS = (DATA, CONTEXT)  # along these axes units are cut into shards
+SHARDS = (DATA,)  # along these axes units are cut into shards
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Mesh:
         """Return the grid of all ranks of the job with these axes, in this order; joins the ranks.
 
         Axes: `data`, along which ranks have rows of their own, and units are cut into shards; `replicate`, along which
-        they have rows of their own, and the same shards; `context`, along which they have parts of the same sequences;
-        `tensor`, along which they have slices of the same layers. An axis that is not named has size 1. One size may
+        they have rows of their own, and the same shards; `tensor`, along which they have the same rows, and slices of
+        the same layers (`zerofn.parallel.tensor`). An axis that is not named has size 1. One size may
         be -1: what is left.
 
         As in `DeviceMesh`, ranks that differ along the last axis only are neighbours. So the axis that sends most
@@ -178,6 +178,14 @@ class Mesh:
         if not self.ranks:
             return Axis(name, size, rank, _fake(name))
         return Axis(name, size, rank, the(Groups).of(self._line({axis.name for axis in found})))
+
+    def block(self, name: str, size: int) -> Axis:
+        """Return the ranks of an axis in blocks of `size`, as an axis of this rank's block. All ranks must ask."""
+        whole = self.axis(name)
+        first, rank = whole.rank - whole.rank % size, whole.rank % size
+        if not self.ranks or size == 1:
+            return Axis(name, size, rank, _fake(name) if size > 1 else "")
+        return Axis(name, size, rank, the(Groups).of(self._line({name})[first : first + size]))
 
     def _names(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return those of `names` that are here. The only axis of a mesh is "data" whatever else it is called."""

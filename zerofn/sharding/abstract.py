@@ -12,7 +12,7 @@ from .. import tree
 from ..comm.mesh import Mesh
 from .layout import Layout, Unit, padded, padded_to
 from .precision import Precision
-from .sharded import Sharded, Spec, is_sharded
+from .sharded import Sharded, Spec, is_sharded, refuse_slices
 from .storage import StorageSpec
 
 _WHY = "This Sharded is from zerofn.abstract and has no values; zerofn.load(path, like=...) returns a state that has."
@@ -31,6 +31,7 @@ def abstract(state: Any) -> Any:
     As JAX has abstract arrays, which orbax restores into.
     """
     nodes = [x for x in tree.leaves(state, is_leaf=is_sharded) if is_sharded(x)]
+    refuse_slices(state, "abstract")
     stops: dict[tuple[str, int], int] = {}
     for unit in (unit for x in nodes for unit in x.layout.units):
         key = unit.name, unit.size

@@ -8,7 +8,7 @@ leaf starts at a multiple of `ALIGN` elements. The buffer is padded so that it c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..parallel.cuts import Cut
 from ..tree import Path, PyTreeSpec
-from ..util.errors import nearest, note, some, words_of
-from .cuts import Cut
+from ..util.errors import nearest
+from .leaf_choices import ask_names, is_learned, with_prefixes
 
 ALIGN = 32  # elements: 64 bytes in bf16, the alignment of torch's own allocator
 SHARD_MULTIPLE = 2048  # elements: a whole number of 256-element quantisation blocks and of vector widths
@@ -217,7 +218,7 @@ class Layout:
 
 
 def _nothing_under(name: str, layout: Layout) -> str:
-    near = nearest(name, _with_prefixes(layout.where))
+    near = nearest(name, with_prefixes(layout.where))
     units = [u.name for u in layout.units]
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the units are {units}."
     return f"params: no leaf lies under {name!r}; {hint}"
@@ -237,53 +238,6 @@ def restrict(layout: Layout, keep: Callable[[Unit, Leaf], bool]) -> Layout:
     marks = [i if i in kept else None for i in range(layout.treedef.num_leaves)]
     treedef = tree.structure(tree.unflatten(layout.treedef, marks))
     return Layout(tuple(units), treedef, layout.axis, layout.num_shards)
-
-
-def ask_names(option: str, function: Callable[[str], Any], names: Iterable[str]) -> dict[str, Any]:
-    """Map each leaf's name to the answer of a user's function. One that expects a name gets an error that says what it
-    is given.
-    """
-    out = {}
-    for name in names:
-        try:
-            out[name] = function(name)
-        except AttributeError as error:
-            if isinstance(error.obj, str):
-                note(error, f"{option} is asked about names: its argument is a str such as {name!r}.")
-            raise
-    return out
-
-
-def check_effect(what: str, function: Callable[..., Any], answers: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if a function that should select leaves selects none. `answers`: leaf name -> its answer."""
-    if not answers or any(answers.values()):
-        return
-    near = [name for word in words_of(function) for name in nearest(word.strip("."), _with_prefixes(answers))]
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    raise ValueError(
-        f"{what} selects none of the {len(answers)} leaves, so it has no effect{hint} The leaves are "
-        f"{some(answers)}. Leave it out if it is to select nothing."
-    )
-
-
-def _with_prefixes(names: Iterable[str]) -> list[str]:
-    """Return leaf names, and the dotted names of what contains them."""
-    parts = [name.split(".") for name in names]
-    return list(dict.fromkeys(".".join(p[:k]) for p in parts for k in range(len(p), 0, -1)))
-
-
-def is_learned(name: str, leaf: Tensor, trainable: Callable[[str], bool]) -> bool:
-    """Return whether a parameter gets a gradient: it is floating, and `trainable(name)` is true.
-
-    Raises `TypeError` for a complex one with `trainable(name)`: a step would not change it.
-    """
-    if leaf.is_complex() and trainable(name):
-        raise TypeError(
-            f"parameter {name!r} is {str(leaf.dtype).removeprefix('torch.')}, and complex parameters are "
-            "not trained: hold torch.view_as_real(w) in params and write torch.view_as_complex(w) in the "
-            f"loss, or freeze it: TrainState.create(..., frozen=lambda name: name == {name!r})."
-        )
-    return leaf.is_floating_point() and trainable(name)
 
 
 def make_layout(

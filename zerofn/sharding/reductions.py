@@ -21,7 +21,7 @@ from ..collectives.maps import ops, rows_over
 from ..comm.mesh import Axis, Mesh
 from ..ops import part_reductions as _parts_ops  # noqa: F401  (defines zerofn::part_norms and its like)
 from ..ops import runs as _runs_ops  # noqa: F401  (defines zerofn::fill_runs)
-from .cuts import counts
+from ..parallel.cuts import counts
 from .sharded import Sharded, is_sharded, mesh_among
 
 

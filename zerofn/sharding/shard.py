@@ -23,9 +23,9 @@ from ..memory.host_allocator import map_large_blocks
 from ..offload.disk import Store
 from ..offload.policy import Offload, check_memory
 from ..offload.policy import resolve as resolve_offload
+from ..parallel.cuts import Cut, assembled, of_first, sliced
 from ..util.patches import uncollected
 from .allocate import Filler, allocate, equalize, scratch_for, settle
-from .cuts import Cut, assembled, of_first, sliced
 from .gather_scatter import gather_leaves
 from .layout import Layout
 from .precision import Precision, resolve
@@ -62,6 +62,11 @@ def shard(
     "fp32", "bf16", "fp16" or a `Precision`. `unit`: leaf name -> unit name; a unit is gathered as one, and is
     usually a layer. `device`: where shards are stored; by default where the parameters are. `offload`: None, "cpu",
     "nvme" or an `Offload` stores the optimizer's state, the parameters, or both in host memory or on drives.
+
+    `mesh`: the ranks and their axes, `zerofn.Mesh.make(replicate=2, data=-1)` for example; by default all ranks along
+    "data". Units are cut over "data", and every rank of "replicate" has the same shards, so that gathers stay among the
+    ranks of "data" (hybrid sharding). `cuts`: leaf name -> how it is cut into slices over "tensor", as
+    `zerofn.parallel.tensor` returns it.
 
     Raises `ValueError` or `TypeError` for a state without `params`, a leaf that is no tensor or number, or an
     unknown option; `MemoryError` for a plan in which nothing fits; `RuntimeError` on every rank if ranks disagree

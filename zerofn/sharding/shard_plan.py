@@ -14,8 +14,8 @@ from .. import tree
 from ..comm.mesh import REPLICATE, Mesh
 from ..offload.policy import Offload, of_units
 from ..ops.codecs import PLAIN, SPLIT, Codec
+from ..parallel.cuts import Cut, local_shape
 from ..util.errors import nearest
-from .cuts import Cut, local_shape
 from .layout import Layout, LeafInfo, make_layout
 from .precision import Precision
 from .sharded import Spec
@@ -66,8 +66,8 @@ class ReplicatedPart:
 class ShardPolicy:
     """The arguments of `shard`, resolved.
 
-    `mesh`: the ranks, and what each axis of them shares. `unit`: leaf name -> unit name. `device`: where shards are stored, None
-    for where the parameters are. `home`: where the model computes. `cuts`: of leaves, by name.
+    `mesh`: the ranks, and what each axis of them shares. `unit`: leaf name -> unit name. `device`: where shards are
+    stored, None for where the parameters are. `home`: where the model computes. `cuts`: of leaves, by name.
     """
 
     stage: int
@@ -171,8 +171,8 @@ def check_cuts(trees: Sequence[Any], policy: ShardPolicy) -> None:
             axis, shape = policy.mesh.axis(cut.axis), shapes[name]
             if not 0 <= cut.dim < len(shape) or shape[cut.dim] != cut.size or len(cut.slices) != axis.size:
                 raise ValueError(
-                    f"shard: {name!r} has shape {list(shape)}, and its cut is of {cut.size} elements along dim {cut.dim} "
-                    f"into {len(cut.slices)} slices, for the {axis.size} ranks of {cut.axis!r}."
+                    f"shard: {name!r} has shape {list(shape)}, and its cut is of {cut.size} elements along dim "
+                    f"{cut.dim} into {len(cut.slices)} slices, for the {axis.size} ranks of {cut.axis!r}."
                 )
     used = {cut.axis for cuts in policy.cuts.values() for cut in cuts}
     idle = [axis for axis in policy.mesh.slices if axis.name not in used]
@@ -248,7 +248,8 @@ def description(stage: int, precision: Precision, parts: list[ShardedPart | Repl
             lines.append(f"replicated {tuple(part.value.shape)} {part.value.dtype}")
         else:
             lines += [
-                f"{leaf.name} {list(leaf.whole)}{' cut' * bool(leaf.cuts)} {leaf.dtype} in unit {u.name!r}, kept {storage.described}"
+                f"{leaf.name} {list(leaf.whole)}{' cut' * bool(leaf.cuts)} {leaf.dtype} in unit {u.name!r}, "
+                f"kept {storage.described}"
                 for u, storage in zip(part.spec.layout.units, part.storages, strict=True)
                 for leaf in u.leaves
             ]

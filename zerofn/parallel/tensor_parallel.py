@@ -7,8 +7,9 @@ changed but for the forward of the layers that the plan names.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 
 from ..collectives.maps import Concat, Linear, Psum, Take, Vary
 from ..comm.mesh import TENSOR, Axis, Mesh
-from ..sharding.cuts import Cut, equal
 from ..util.errors import nearest
+from .cuts import Cut, equal
 from .plan import Slice, slice_of
 
 
@@ -42,9 +43,9 @@ def tensor(
     Raises `ValueError` for a model without a plan, an entry that matches nothing, an unknown word, and for heads that
     ranks cannot share.
     """
-    axis = mesh.axis(TENSOR)
+    axis, own = mesh.axis(TENSOR), plan is None
     if plan is None:
-        plan = getattr(model, "tp_plan", None)
+        plan = getattr(model, "tp_plan", None) or {}
         if not plan:
             raise ValueError(
                 f"{type(model).__name__} has no tp_plan of its own; give plan={{'layers.*.up': 'colwise', ...}}."
@@ -53,7 +54,11 @@ def tensor(
         return {}
     made = _Maker(model, mesh, axis)
     for key, value in plan.items():
-        made.take(key, slice_of(key, value))
+        how = slice_of(key, value)
+        if not made.take(key, how) and not own:  # a model's own plan is that of its whole family
+            raise ValueError(f"plan[{key!r}] matches no module and no parameter{made.near(key)}")
+    if not made.cuts:
+        raise ValueError(f"the plan of {type(model).__name__} cuts none of its parameters.")
     for key, changes in (attributes or {}).items():
         found = [part for name, part in model.named_modules() if _matches(key, name)]
         if not found:
@@ -90,13 +95,16 @@ class _Maker:
             if p is not None
         }
         self._taken: dict[str, str] = {}
+        self._regrouped: set[int] = set()
 
-    def take(self, key: str, how: Slice) -> None:
-        """Apply one entry of the plan."""
+    def near(self, key: str) -> str:
+        """Return the end of a sentence that offers the nearest name."""
+        return _near(key, self._modules)
+
+    def take(self, key: str, how: Slice) -> bool:
+        """Apply one entry of the plan. Return whether it matches anything."""
         modules = [name for name in self._modules if name and _matches(key, name)]
         params = [name for name in self._params if _matches(key, name)]
-        if not modules and not params:
-            raise ValueError(f"plan[{key!r}] matches no module and no parameter{_near(key, self._modules)}")
         for name in modules + params:
             if name in self._taken:
                 raise ValueError(f"plan[{key!r}] and plan[{self._taken[name]!r}] both match {name!r}; leave one out.")
@@ -105,6 +113,7 @@ class _Maker:
             self._cut(name, self._params[name], how, name)
         for name in modules:
             self._module(name, self._modules[name], how)
+        return bool(modules or params)
 
     def _cut(self, name: str, param: Tensor, how: Slice, where: str, dim: int | None = None) -> Cut | None:
         """Note the cut of a parameter; return it."""
@@ -120,6 +129,21 @@ class _Maker:
         self.cuts[name] = cut
         return cut
 
+    def _sharers(self, where: str, cut: Cut | None) -> Axis | None:
+        """Return the ranks with the same slice as this one; None if each has one of its own.
+
+        There are fewer heads of keys and values than ranks: a rank's queries then go with one of them.
+        """
+        size = self._axis.size
+        num = size if cut is None else len(set(cut.slices))
+        if num == size:
+            return None
+        above: Any = self._modules[where.rpartition(".")[0]]
+        if id(above) not in self._regrouped and hasattr(above, "num_key_value_groups"):
+            self._regrouped.add(id(above))
+            above.num_key_value_groups = above.num_key_value_groups * num // size
+        return self._mesh.block(TENSOR, size // num)
+
     def _unit(self, where: str) -> int:
         """Return the size of what may not be cut: a head, for a layer of attention."""
         above = self._modules.get(where.rpartition(".")[0])
@@ -127,7 +151,7 @@ class _Maker:
         return found if isinstance(found, int) else 1
 
     def _module(self, name: str, part: nn.Module, how: Slice) -> None:
-        transposed = type(part).__name__ == "Conv1D"  # weight [in, out]
+        transposed = _is_transposed(part)
         weight, bias = part._parameters.get("weight"), part._parameters.get("bias")
         cut = None
         if how.dim is not None:
@@ -140,6 +164,8 @@ class _Maker:
                 dim = weight.dim() - 2 if how.dim == -2 else weight.dim() - 1
                 dim = 1 - dim if transposed else dim
             cut = self._cut(self._name_of[name, "weight"], weight, how, name, dim)
+            if transposed and how.dim == -2 and cut is not None:
+                setattr(part, "nf", cut.length(self._axis.rank))  # noqa: B010  (its width, which it asks)
             if bias is not None and how.dim == -2:
                 self._cut(self._name_of[name, "bias"], bias, how, name, 0)
         self._axis_maps(name, part, how, cut, bias is not None and how.dim == -1)
@@ -150,7 +176,9 @@ class _Maker:
         if how.kind == "embedding" and how.dim == 0 and cut is not None:
             part.forward = _rows_of_vocabulary(part, cut, axis)
         elif how.kind == "linear":
-            part.forward = _linear(part, forward, how, axis, sizes, adds_bias)
+            sharers = self._sharers(name, cut)
+            inner = forward if sharers is None else _varied(part, forward, sharers)
+            part.forward = _linear(part, inner, how, axis, sizes, adds_bias)
         elif how.kind == "embedding":
             part.forward = _before_and_behind(forward, None, lambda y: Linear.apply(Concat(axis, sizes), y)[0])
         elif how.kind == "experts":
@@ -196,19 +224,21 @@ def _linear(
     return run
 
 
-class _without_bias:  # noqa: N801  (used as a function)
+@contextlib.contextmanager
+def _without_bias(part: nn.Module) -> Iterator[None]:
     """Inside, a linear layer adds no bias."""
+    bias: Any = part._parameters["bias"]
+    none: Any = torch.zeros_like(bias) if _is_transposed(part) else None
+    part._parameters["bias"] = none
+    try:
+        yield
+    finally:
+        part._parameters["bias"] = bias
 
-    def __init__(self, part: nn.Module) -> None:
-        self._part = part
 
-    def __enter__(self) -> None:
-        self._bias = self._part._parameters["bias"]
-        none = type(self._part).__name__ == "Conv1D" and self._bias is not None
-        self._part._parameters["bias"] = torch.zeros_like(self._bias) if none else None
-
-    def __exit__(self, *_: object) -> None:
-        self._part._parameters["bias"] = self._bias
+def _is_transposed(part: nn.Module) -> bool:
+    """Whether a linear layer has its weight as [in, out], as GPT-2's have."""
+    return type(part).__name__ == "Conv1D"
 
 
 def _rows_of_vocabulary(part: nn.Module, cut: Cut, axis: Axis) -> Callable[[Tensor], Tensor]:
@@ -238,7 +268,7 @@ def _varied(part: nn.Module, forward: Callable[..., Any], axis: Axis) -> Callabl
         try:
             for name, x in own.items():
                 if x is not None:
-                    part._parameters[name] = Linear.apply(Vary(axis), x)[0]  # type: ignore[assignment]
+                    (part._parameters[name],) = Linear.apply(Vary(axis), x)
             return forward(*args, **kwargs)
         finally:
             part._parameters.update(own)
