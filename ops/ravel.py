@@ -60,14 +60,19 @@ define(
 )
 
 # The same memory, marked. Stage 0 has the first two instead of a gather and a cut; one rank has the third instead of a
-# transfer that makes a value equal on all ranks.
+# transfer that makes a value equal on all ranks. `axis`: over which axes of ranks the value is a shard, or equal, now.
 _MARKS = {
     "as_whole": Traits(OnShard.LEAVES),
     "as_shard": Traits(OnShard.MAKES),
     "as_equal": Traits(OnShard.LEAVES, equal=True),
 }
 for _mark, _of_mark in _MARKS.items():
-    define(f"{_mark}(Tensor(a) x) -> Tensor(a)", lambda x: x.view_as(x), lambda x: x.view_as(x), traits=_of_mark)
+    define(
+        f"{_mark}(Tensor(a) x, str axis='') -> Tensor(a)",
+        lambda x, axis="": x.view_as(x),
+        lambda x, axis="": x.view_as(x),
+        traits=_of_mark,
+    )
 MARKS = tuple(getattr(ops, _mark).default for _mark in _MARKS)
 
 

@@ -34,8 +34,8 @@ def digest(x: Tensor) -> Tensor:
     return torch.stack([total, torch.full_like(total, x.numel())])
 
 
-def check_same(x: Tensor, rows: Tensor, what: str) -> Tensor:
-    """Return `x`, whose digests on all ranks are `rows` [ranks * 2]. Raises `RanksDiffer` unless all are equal."""
+def check_same(x: Tensor, rows: Tensor, what: str, axis: str) -> Tensor:
+    """Return `x`, whose digests on all ranks of `axis` are `rows` [ranks * 2]. Raises `RanksDiffer` unless all are equal."""
     each = rows.view(-1, WORDS).tolist()
     other = next((r for r, row in enumerate(each) if row != each[0]), None)
     if other is not None:
@@ -63,9 +63,9 @@ define(
     traits=Traits(OnShard.REFUSED),
 )
 define(
-    "check_same(Tensor(a) x, Tensor rows, str what) -> Tensor(a)",
+    "check_same(Tensor(a) x, Tensor rows, str what, str axis) -> Tensor(a)",
     check_same,
-    lambda x, rows, what: x.view_as(x),
+    lambda x, rows, what, axis: x.view_as(x),
     traits=Traits(OnShard.KEEPS, equal=True, checks=True),
 )
 # A check whose result nobody reads stays in a graph.

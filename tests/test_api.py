@@ -7,13 +7,14 @@ import sys
 import pytest
 
 import zerofn
-from zerofn import collectives, optim, random
+from zerofn import collectives, optim, parallel, random
 
 PUBLIC = {
     zerofn: "abort abstract accumulate all_finite collectives compile copy eager_region even export export_dcp "
     "first_nonfinite from_deepspeed gather global_norm leaf_norms load load_dcp load_deepspeed "
-    "load_safetensors load_state_dict normal_like optim plan progress random rank register_step_pre_hook remat run "
-    "same save saved_paths scatter shard skeleton this_machine tree_map unshard value_and_grad vdot verify world_size "
+    "load_safetensors load_state_dict normal_like optim parallel plan progress random rank register_step_pre_hook "
+    "remat run same save saved_paths scatter shard skeleton this_machine tree_map unshard value_and_grad vdot verify "
+    "world_size "
     "CaptureError CheckpointError Checkpoints DynamicLossScale Machine Mesh NoLossScale Offload Pass "
     "Precision Sharded StaticLossScale TrainState",
     optim: "adafactor adagrad adam adamw adaptive_grad_clip add_decayed_weights apply_updates chain clip "
@@ -28,9 +29,10 @@ PUBLIC = {
     "LeafInfo LionState LookaheadState MaskedState MultiTransformState MuonState ParamsEmaState "
     "ScaleByRStdDevState ScaleByRmsState ScaleByRssState ScaleByScheduleState Schedule SgdState TraceState",
     random: "fold_in key randomness",
-    collectives: "all_gather all_reduce all_to_all permute reduce_scatter same Linear LinearMap",
+    collectives: "all_gather all_reduce all_to_all permute psum reduce_scatter same vary Linear LinearMap",
+    parallel: "tensor Slice",
 }
-MODULES = ["collectives", "optim", "random"]  # the public ones
+MODULES = ["collectives", "optim", "parallel", "random"]  # the public ones
 each_package = pytest.mark.parametrize("package", PUBLIC, ids=lambda p: p.__name__)
 
 

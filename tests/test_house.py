@@ -11,7 +11,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 # What stands beside the packages.
-TOP_LEVEL = {"__init__", "_torch_compat", "cli", "collectives", "compile", "tree"}
+TOP_LEVEL = {"__init__", "_torch_compat", "cli", "compile", "tree"}
 
 
 # These stand on the public contract, as a user's own code does.
@@ -208,6 +208,7 @@ PROCESS_WIDE = {
     "zerofn.cost.op_timer._known": MEASURED,
     "zerofn.training.checkpoint_params._lent": ONE_THREAD,
     "zerofn.random.rng_state._active": ONE_THREAD,
+    "zerofn.comm.mesh._current": ONE_THREAD,
     "zerofn.dry_run.fake_machine._current": ONE_THREAD,
     "zerofn.dry_run.script._current": ONE_THREAD,
     "zerofn.deferred_init.record._recording": PATCH,

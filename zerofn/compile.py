@@ -35,7 +35,7 @@ from .planning.profile import Profile, profiled
 from .runtime.backend import Backend, backend_of
 from .runtime.capture_log import CaptureLog, while_capturing
 from .runtime.entry import Entry
-from .runtime.equal_batches import warn_of_equal_batches
+from .runtime.equal_batches import compare_batches
 from .runtime.errors import explain
 from .runtime.executor import Executor
 from .runtime.guards import Captures, Written
@@ -45,7 +45,7 @@ from .runtime.interrupts import whole_steps
 from .runtime.outputs import returned
 from .runtime.repeatable import repeatable
 from .sharding.allocate import keep_halves
-from .sharding.sharded import axis_among, is_sharded
+from .sharding.sharded import is_sharded, mesh_among
 from .sharding.state_tree import as_tensor
 from .util.errors import note, said
 from .util.patches import uncollected
@@ -273,8 +273,8 @@ class CompiledStep:
         try:
             found = self._agreed(state, batch, why)
             if found[0].program.new_state is not None:
-                axis = axis_among(tree.leaves(state, is_leaf=is_sharded))
-                warn_of_equal_batches(self.__name__, batch, axis)
+                mesh = mesh_among(tree.leaves(state, is_leaf=is_sharded))
+                compare_batches(self.__name__, batch, mesh)
             return found
         except RuntimeError as error:
             if MEETS in str(error):

@@ -35,17 +35,19 @@ def test_bad_meshes():
 def test_axes_compare_by_name_and_size():
     assert Axis("data", 2, 0, "x") == Axis("data", 2, 1, "y") != Axis("data", 3)
     assert repr(Axis("data", 4, 1)) == "data=1/4"
-    assert repr(Mesh((Axis("replica", 2, 0), Axis("data", 4, 1)))) == "Mesh(replica: rank 0 of 2, data: rank 1 of 4)"
+    assert (
+        repr(Mesh((Axis("replicate", 2, 0), Axis("data", 4, 1)))) == "Mesh(replicate: rank 0 of 2, data: rank 1 of 4)"
+    )
     assert Mesh.of(mesh := Mesh((Axis("data", 1),))) is mesh
 
 
 def grid():
     rank = dist.get_rank()
-    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "data"))
     mesh = Mesh.of(device_mesh)
-    assert [(a.name, a.size, a.rank) for a in mesh.axes] == [("replica", 2, rank // 2), ("data", 2, rank % 2)]
+    assert [(a.name, a.size, a.rank) for a in mesh.axes] == [("replicate", 2, rank // 2), ("data", 2, rank % 2)]
     x = torch.tensor([float(rank)])
-    sums = [c.all_reduce(x, mesh.axis(name)).item() for name in ("replica", "data")]
+    sums = [c.all_reduce(x, mesh.axis(name)).item() for name in ("replicate", "data")]
     state = zerofn.shard({"params": {"w": torch.arange(5000.0)}}, stage=3, mesh=device_mesh)
     shard = state["params"].shards[0].numel()
     assert torch.equal(zerofn.unshard(state)["params"]["w"], torch.arange(5000.0))
@@ -54,7 +56,7 @@ def grid():
 
 
 def test_a_device_mesh_of_two_axes(ranks):
-    """Sharded over "data", the same on every "replica"."""
+    """Sharded over "data", the same on every "replicate"."""
     found = ranks(4, grid)
     assert [f[0] for f in found] == [[2, 1], [4, 1], [2, 5], [4, 5]]
     assert [f[1] for f in found] == [4096] * 4  # half of two times 2,048, rounded up
@@ -63,7 +65,7 @@ def test_a_device_mesh_of_two_axes(ranks):
 
 def trained_on_a_grid():
     """Three steps at stages 1 and 3, eager and compiled: the parameters of each."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "data"))
     module, rank = build(2, dtype=torch.float64), dist.get_rank()
     found = []
     for stage in (1, 3):
@@ -111,3 +113,41 @@ def test_a_rank_names_its_device(monkeypatch):
     assert (
         called["backend"] == "cpu:gloo,cuda:nccl" and called["device_id"] == torch.device("cuda", 2) and set_to == [2]
     )
+
+
+def made():
+    mesh = Mesh.make(replicate=2, data=-1, tensor=2)
+    rank = dist.get_rank()
+    assert [(a.name, a.size, a.rank) for a in mesh.axes] == [
+        ("replicate", 2, rank // 2), ("data", 1, 0), ("tensor", 2, rank % 2)
+    ]  # fmt: skip
+    assert (mesh.batch.size, mesh.batch.rank, mesh.shards.size, mesh.num_ranks) == (2, rank // 2, 1, 4)
+    assert [a.name for a in mesh.slices] == ["tensor"] and (mesh.all.size, mesh.all.rank) == (4, rank)
+    assert mesh.names_of_groups[mesh.all.group] == {"replicate", "data", "tensor"}
+    x = torch.tensor([float(rank)])
+    assert c.psum(x, mesh.axis("tensor")).item() == 4 * (rank // 2) + 1
+    block = Mesh.make(tensor=4).block("tensor", 2)
+    assert (block.size, block.rank, c.all_reduce(x, block).item()) == (2, rank % 2, 4 * (rank // 2) + 1)
+    again = Mesh.make(replicate=2, data=1, tensor=2)
+    assert [a.group for a in again.axes] == [a.group for a in mesh.axes]  # groups are made once
+    for bad, error, message in (
+        ({"data": 3}, ValueError, "data 3 are 3 ranks, and there are 4"),
+        ({"data": -1, "tensor": -1}, ValueError, "data and tensor are both -1"),
+        ({"data": -1, "tensor": 3}, ValueError, "tensor 3 does not divide 4 ranks"),
+        ({"data": 0}, ValueError, "data=0 is no size"),
+        ({"tensors": 4}, TypeError, "no axis 'tensors'.*did you mean 'tensor'"),
+        ({}, ValueError, "no axis is given"),
+    ):
+        with pytest.raises(error, match=message):
+            Mesh.make(**bad)
+    with pytest.raises(TypeError, match="axes 'dp', 'tp' of the DeviceMesh say nothing to ZeroFn"):
+        Mesh.of(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+
+
+def test_a_grid_of_axes(ranks):
+    ranks(4, made)
+
+
+def test_a_planned_grid_has_no_ranks():
+    mesh = Mesh.planned({"data": 8, "tensor": 4})
+    assert (mesh.num_ranks, mesh.batch.size, mesh.all.group) == (32, 8, "fake machine, data x tensor")

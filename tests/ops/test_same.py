@@ -67,8 +67,8 @@ def test_a_digest_does_not_depend_on_chunks(monkeypatch):
 def test_a_difference_is_told_with_both_values(first, second, told):
     rows = torch.cat([digest(first), digest(second)])
     with pytest.raises(RanksDiffer, match=f"the rate must be the same on all ranks.*{told}"):
-        check_same(first, rows, "the rate")
-    x = check_same(first, torch.cat([digest(first)] * 3), "the rate")
+        check_same(first, rows, "the rate", "data")
+    x = check_same(first, torch.cat([digest(first)] * 3), "the rate", "data")
     assert x.data_ptr() == first.data_ptr()
 
 
@@ -76,7 +76,7 @@ def test_a_check_that_nobody_reads_stays_in_the_graph():
     from zerofn._torch_compat import make_fx
 
     def f(x):
-        torch.ops.zerofn.check_same(x, torch.ops.zerofn.digest(x), "x")
+        torch.ops.zerofn.check_same(x, torch.ops.zerofn.digest(x), "x", "data")
         return x + 1
 
     gm = make_fx(f, tracing_mode="fake")(torch.ones(3))

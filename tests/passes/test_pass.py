@@ -285,7 +285,7 @@ def written_by_rank():
 
     def sends(program):
         graph, values = program.gm.graph, list(program.output.args[0])
-        axis = program.axis
+        axis = program.mesh.all
         with graph.inserting_before(program.output):
             flat = graph.call_function(aten.view.default, (values[-1], [1]))
             rows = graph.call_function(ops.all_gather.default, (flat, axis.size, axis.group, ""))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..sharding.sharded import Sharded, is_sharded
+from ..sharding.sharded import Sharded, is_sharded, refuse_slices
 from ..sharding.state_tree import as_tensor
 from ..sharding.storage import StorageSpec
 from ..training.loss_scale import NoLossScale, StaticLossScale
@@ -48,8 +48,10 @@ class LeafInfo:
 def take_apart(state: Any, what: str) -> tuple[list[Part], PyTreeSpec]:
     """Return the parts of a state in tree order, and the treedef that puts them together again.
 
-    Raises `TypeError` for a leaf that a checkpoint cannot store, `ValueError` if two leaves have one name.
+    Raises `TypeError` for a leaf that a checkpoint cannot store, `ValueError` if two leaves have one name,
+    `NotImplementedError` for leaves in slices.
     """
+    refuse_slices(state, what)
     nodes, treedef = tree.flatten(state, is_leaf=is_sharded)
     names = tree.field_names(treedef)
     scales = _loss_scales(state)

@@ -1,21 +1,34 @@
-"""Ranks and named axes, over torch.distributed's `DeviceMesh`. One process needs no group."""
+"""Ranks and named axes: a mesh is a grid of ranks, and an axis one of its directions. One process needs no group."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
 import os
-from collections.abc import Callable
+import weakref
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..util.errors import nearest
+from ..util.process import the
 from .arrivals import fresh
 from .failures import refuse_after_failure
 from .launch import launch_of
 
-DATA = "data"
+DATA, REPLICATE, TENSOR = "data", "replicate", "tensor"
+NAMES = (REPLICATE, DATA, TENSOR)
+BATCH = (REPLICATE, DATA)  # along these axes ranks have different parts of a batch
+BETWEEN = " x "  # in the name of an axis for several
+SLICES = (TENSOR,)  # along these axes leaves are cut into slices
+SHARDS = (DATA,)  # along these axes units are cut into shards
 
 
 @dataclass(frozen=True)
@@ -33,53 +46,280 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of a machine. `Mesh.of(None)` is all ranks of the job along one axis, "data".
+    """A grid of ranks, row-major: along the last axis the number of the rank grows fastest.
+
+    `Mesh.of(None)` is all ranks of the job along one axis, "data". `ranks`: the number in the job of the rank at each
+    point of the grid; empty on a machine that is only planned for.
 
     >>> Mesh.of(None).axis("data").size
     1
     """
 
     axes: tuple[Axis, ...]
+    ranks: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{x.name}: rank {x.rank} of {x.size}' for x in self.axes)})"
+
+    @staticmethod
+    def make(**sizes: int) -> Mesh:
+        """Return the grid of all ranks of the job with these axes, in this order; joins the ranks.
+
+        Axes: `data`, along which ranks have rows of their own, and units are cut into shards; `replicate`, along which
+        they have rows of their own, and the same shards; `tensor`, along which they have the same rows, and slices of
+        the same layers (`zerofn.parallel.tensor`). An axis that is not named has size 1. One size may
+        be -1: what is left.
+
+        As in `DeviceMesh`, ranks that differ along the last axis only are neighbours. So the axis that sends most
+        comes last, and lies within a machine.
+
+        Raises `TypeError` for an unknown axis, and `ValueError` for sizes whose product is not the number of ranks.
+
+        >>> Mesh.make(data=-1)
+        Mesh(data: rank 0 of 1)
+        """
+        world = Mesh.of(None).axes[0]
+        names, shape = tuple(sizes), resolved(sizes, world.size)
+        return _grid(names, shape, range(world.size), world.rank)
+
+    @staticmethod
+    def planned(sizes: dict[str, int]) -> Mesh:
+        """Return the grid of a machine that need not exist, as its rank 0 sees it."""
+        return Mesh(tuple(Axis(name, size, 0, _fake(name)) for name, size in sizes.items()))
 
     @staticmethod
     def of(mesh: Mesh | DeviceMesh | None) -> Mesh:
         """Return a `Mesh` for a `Mesh`, a `DeviceMesh`, or None, which means every rank.
 
         In a process that a launcher started, makes the process group if there is none yet. Raises `TypeError` for
-        anything else.
+        anything else, and for a `DeviceMesh` of several axes with other names than ZeroFn's.
         """
         if isinstance(mesh, Mesh):
             return mesh
         if isinstance(mesh, DeviceMesh):
-            return Mesh(tuple(map(_axis_of(mesh), mesh.mesh_dim_names or (DATA,))))
+            return _of_device_mesh(mesh)
         if mesh is not None:
             raise TypeError(f"mesh: expected None, a DeviceMesh or a zerofn.Mesh, got {type(mesh).__name__}.")
         join()
         if not dist.is_initialized():
-            return Mesh((Axis(DATA, 1),))
+            return Mesh((Axis(DATA, 1),), (0,))
         world = dist.group.WORLD
         assert world is not None
-        return Mesh((Axis(DATA, dist.get_world_size(), dist.get_rank(), world.group_name),))
+        size = dist.get_world_size()
+        return Mesh((Axis(DATA, size, dist.get_rank(), world.group_name),), tuple(range(size)))
+
+    @cached_property
+    def names_of_groups(self) -> dict[str, frozenset[str]]:
+        """The name of each process group of this mesh -> its axes."""
+        found = [(axis, frozenset([axis.name])) for axis in self.axes]
+        for among in (BATCH, SHARDS, tuple(axis.name for axis in self.axes)):
+            found.append((self.over(among), frozenset(self._names(among))))
+        return {axis.group: names for axis, names in found if axis.group and axis.size > 1}
+
+    @property
+    def batch_names(self) -> tuple[str, ...]:
+        """The axes along which ranks have different parts of the batch."""
+        return self._names(BATCH)
 
     def axis(self, name: str = DATA) -> Axis:
-        """Return the axis called `name`. The only axis of a mesh also answers to "data"."""
+        """Return the axis called `name`. The only axis of a mesh also answers to "data".
+
+        Raises `ValueError` for one that is not there.
+        """
         for axis in self.axes:
-            if axis.name == name:
+            if axis.name in self._names([name]):
                 return axis
-        if name == DATA and len(self.axes) == 1:
-            return self.axes[0]
         raise ValueError(f"mesh has no axis {name!r}; its axes are {[a.name for a in self.axes]}.")
 
+    def size(self, name: str) -> int:
+        """Return the size of an axis, 1 if it is not there."""
+        return next((axis.size for axis in self.axes if axis.name == name), 1)
 
-def _axis_of(mesh: DeviceMesh) -> Callable[[str], Axis]:
-    def axis(name: str) -> Axis:
-        group = mesh.get_group(name) if mesh.mesh_dim_names else mesh.get_group()
-        return Axis(name, dist.get_world_size(group), dist.get_rank(group), group.group_name)
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of the grid."""
+        return math.prod(axis.size for axis in self.axes)
 
-    return axis
+    @property
+    def batch(self) -> Axis:
+        """The ranks with different parts of the batch, along one axis."""
+        return self.over(BATCH)
+
+    @property
+    def shards(self) -> Axis:
+        """The ranks that a unit is cut over, along one axis."""
+        return self.over(SHARDS)
+
+    @property
+    def slices(self) -> tuple[Axis, ...]:
+        """The axes of several ranks with slices of the same leaves."""
+        return tuple(axis for axis in self.axes if axis.name in SLICES and axis.size > 1)
+
+    @property
+    def all(self) -> Axis:
+        """All ranks, along one axis."""
+        return self.over(tuple(axis.name for axis in self.axes))
+
+    def over(self, names: Iterable[str]) -> Axis:
+        """Return one axis for several, row-major; those that are not there have size 1.
+
+        All ranks must ask for the same, in the same order, for the first time: then it makes a process group.
+        """
+        among = [axis for axis in self.axes if axis.name in self._names(names)]
+        found = [axis for axis in among if axis.size > 1]
+        if len(found) == 1:
+            return found[0]
+        if not found:
+            return among[0] if among else Axis(DATA, 1)
+        name, size = BETWEEN.join(axis.name for axis in found), math.prod(axis.size for axis in found)
+        rank = 0
+        for axis in found:
+            rank = rank * axis.size + axis.rank
+        if not self.ranks:
+            return Axis(name, size, rank, _fake(name))
+        return Axis(name, size, rank, the(Groups).of(self._line({axis.name for axis in found})))
+
+    def block(self, name: str, size: int) -> Axis:
+        """Return the ranks of an axis in blocks of `size`, as an axis of this rank's block. All ranks must ask."""
+        whole = self.axis(name)
+        first, rank = whole.rank - whole.rank % size, whole.rank % size
+        if not self.ranks or size == 1:
+            return Axis(name, size, rank, _fake(name) if size > 1 else "")
+        return Axis(name, size, rank, the(Groups).of(self._line({name})[first : first + size]))
+
+    def _names(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return those of `names` that are here. The only axis of a mesh is "data" whatever else it is called."""
+        wanted = set(names)
+        if len(self.axes) == 1 and self.axes[0].name not in NAMES and DATA in wanted:
+            wanted.add(self.axes[0].name)
+        return tuple(axis.name for axis in self.axes if axis.name in wanted)
+
+    def _line(self, names: set[str]) -> tuple[int, ...]:
+        """Return the ranks that differ from this one along some axes only."""
+        places = [range(axis.size) if axis.name in names else [axis.rank] for axis in self.axes]
+        out = []
+        for place in itertools.product(*places):
+            k = 0
+            for axis, x in zip(self.axes, place, strict=True):
+                k = k * axis.size + x
+            out.append(self.ranks[k])
+        return tuple(out)
+
+
+_current: ContextVar[Mesh | None] = ContextVar("current_mesh", default=None)
+
+
+def current_mesh() -> Mesh | None:
+    """Return the mesh that names of axes are of: that of the state, in a step and in a loss function."""
+    return _current.get()
+
+
+@contextlib.contextmanager
+def axes_of(mesh: Mesh | None) -> Iterator[None]:
+    """Inside, names of axes are those of this mesh; None changes nothing."""
+    if mesh is None:
+        yield
+        return
+    before = _current.set(mesh)
+    try:
+        yield
+    finally:
+        _current.reset(before)
+
+
+class Groups:
+    """Process groups by their ranks, of the job's present group."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[int, ...], str] = {}
+        self._world: weakref.ref[dist.ProcessGroup] | None = None
+
+    def of(self, ranks: tuple[int, ...]) -> str:
+        """Return the name of the group of these ranks. They must all ask, if it is for the first time."""
+        world = dist.group.WORLD
+        assert world is not None
+        if self._world is None or self._world() is not world:
+            self._names, self._world = {tuple(range(world.size())): world.group_name}, weakref.ref(world)
+        if ranks not in self._names:
+            group = dist.new_group(list(ranks), use_local_synchronization=True)
+            self._names[ranks] = group.group_name
+        return self._names[ranks]
+
+    def know(self, ranks: tuple[int, ...], name: str) -> None:
+        """Take a group that somebody else has made."""
+        self.of(tuple(range(dist.get_world_size())))  # so that names of an earlier job are gone
+        self._names.setdefault(ranks, name)
+
+
+def resolved(sizes: dict[str, int], num_ranks: int) -> tuple[int, ...]:
+    """Return the sizes of axes, -1 replaced by what is left of `num_ranks`.
+
+    Raises `TypeError` for an unknown axis, and `ValueError` unless the product is `num_ranks`.
+    """
+    for name, size in sizes.items():
+        if name not in NAMES:
+            near = nearest(name, NAMES, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise TypeError(f"Mesh.make: there is no axis {name!r}: axes are {', '.join(NAMES)}{hint}")
+        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+            raise ValueError(f"Mesh.make: {name}={size!r} is no size; give a number of ranks, or -1 for what is left.")
+    if not sizes:
+        raise ValueError("Mesh.make: no axis is given; write zerofn.Mesh.make(data=-1).")
+    free = [name for name, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        raise ValueError(f"Mesh.make: {' and '.join(free)} are both -1; only one axis can get what is left.")
+    known = math.prod(size for size in sizes.values() if size != -1)
+    product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size != -1) or "1"
+    if free and num_ranks % known:
+        raise ValueError(
+            f"Mesh.make: {product} does not divide {num_ranks} ranks, so {free[0]} cannot be what is left."
+        )
+    if not free and known != num_ranks:
+        raise ValueError(f"Mesh.make: {product} are {known} ranks, and there are {num_ranks}.")
+    return tuple(num_ranks // known if size == -1 else size for size in sizes.values())
+
+
+def _fake(name: str) -> str:
+    return f"fake machine, {name}"
+
+
+def _grid(names: Iterable[str], shape: tuple[int, ...], ranks: Iterable[int], rank: int) -> Mesh:
+    """Return the mesh of `ranks` in a row-major grid, with a process group for every axis of several ranks."""
+    numbers = tuple(ranks)
+    place, left = [], numbers.index(rank)
+    for size in reversed(shape):
+        left, k = divmod(left, size)
+        place.append(k)
+    bare = [Axis(name, size, k) for name, size, k in zip(names, shape, reversed(place), strict=True)]
+    mesh = Mesh(tuple(bare), numbers)
+    return Mesh(tuple(_with_group(mesh, axis) for axis in bare), numbers)
+
+
+def _with_group(mesh: Mesh, axis: Axis) -> Axis:
+    if axis.size == 1:
+        return axis
+    return Axis(axis.name, axis.size, axis.rank, the(Groups).of(mesh._line({axis.name})))
+
+
+def _of_device_mesh(mesh: DeviceMesh) -> Mesh:
+    names = mesh.mesh_dim_names or (DATA,)
+    odd = [name for name in names if name not in NAMES]
+    if odd and len(names) > 1:
+        raise TypeError(
+            f"mesh: axes {', '.join(map(repr, odd))} of the DeviceMesh say nothing to ZeroFn, whose axes are "
+            f"{', '.join(NAMES)}; name them so: init_device_mesh(..., mesh_dim_names=...), or zerofn.Mesh.make(...)."
+        )
+    grid, groups = mesh.mesh, mesh.get_all_groups()
+    sizes, place = tuple(grid.shape), mesh.get_coordinate()
+    if place is None:
+        raise ValueError(f"mesh: rank {dist.get_rank()} is no part of the DeviceMesh; every rank of the job has to be.")
+    axes = [
+        Axis(name, size, k, group.group_name) for name, size, k, group in zip(names, sizes, place, groups, strict=True)
+    ]
+    found = Mesh(tuple(axes), tuple(grid.flatten().tolist()))
+    for axis in axes:
+        the(Groups).know(found._line({axis.name}), axis.group)
+    return found
 
 
 def rank() -> int:

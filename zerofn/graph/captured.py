@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import tree
+from ..comm.mesh import axes_of
+from ..sharding.sharded import is_sharded, mesh_among
 from ..util.user_line import user_line
 from .capture import CaptureError, capture
 from .data_sizes import bound_sizes
@@ -24,14 +27,17 @@ def captured(
 
     Raises `CaptureError`, which names the user's line. Warns, at one rank, of what more ranks refuse.
     """
+    mesh = mesh_among(tree.leaves((state, batch), is_leaf=is_sharded))
     try:
-        program = capture(step, state, batch, traces=traces)
+        with axes_of(mesh):
+            program = capture(step, state, batch, traces=traces)
         bound_sizes(program)
         constants = check_purity(program)
         if not traces:
             warn_of_equal_draws(program, getattr(step, "__name__", "the step"))
         if program.warning and not traces:
-            again = capture(step, state, batch, traces=True)
+            with axes_of(mesh):
+                again = capture(step, state, batch, traces=True)
             check_purity(again)
             line = user_line()
             where = ("zerofn", 0) if line is None else (line.file, line.number)

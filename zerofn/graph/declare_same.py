@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..collectives import ops
+from ..collectives.maps import ops
 from ..ops.same import WORDS
 from .edit import behind
 from .program import Program, tensor_of
@@ -19,8 +19,9 @@ def declare_same(program: Program, entry: Node, name: str) -> None:
 
     The step then raises `RanksDiffer` on all ranks, before the first write, if the values differ.
     """
-    axis, like = program.axis, tensor_of(entry)
-    assert axis is not None and like is not None
+    like = tensor_of(entry)
+    assert program.mesh is not None and like is not None
+    axis = program.mesh.all
     graph, users = program.gm.graph, list(entry.users)
     at = behind(entry)
 
@@ -37,6 +38,6 @@ def declare_same(program: Program, entry: Node, name: str) -> None:
     digest = call(ops.digest.default, (entry,), words(1))
     rows = call(ops.all_gather.default, (digest, axis.size, axis.group, ""), words(axis.size))
     rows = call(ops.wait.default, (rows,), words(axis.size))
-    checked = call(ops.check_same.default, (entry, rows, name), like)
+    checked = call(ops.check_same.default, (entry, rows, name, axis.name), like)
     for user in users:
         user.replace_input_with(entry, checked)

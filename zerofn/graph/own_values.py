@@ -1,17 +1,20 @@
 """Values of a step that differ from rank to rank: they depend on a rank's own batch, random key or place.
 
 A loss and its gradients do, until they are reduced. Shards differ by design and count as parts of one whole, so what
-is computed from shards alone is not a rank's own.
+is computed from shards alone is not a rank's own. On a mesh a value may differ along some axes and not along others: a
+transfer along an axis makes it equal along that one.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
 
+from ..comm.mesh import BETWEEN, Mesh
 from ..ops.registry import OnShard
 from .alias import sources, writes
 from .loop import body_of, given_to_body, run_loop
@@ -19,9 +22,11 @@ from .node_kinds import argument, traits
 from .program import Program, owners
 
 ops = torch.ops.zerofn
-# What a difference between ranks comes from: inputs of the step, and words for keys and places. Empty: no difference.
-Origins = frozenset[Node | str]
+# What a difference between ranks comes from (an input of the step, or words for keys and places), and the axis along
+# which ranks differ. Empty: no difference.
+Origins = frozenset[tuple[Node | str, str]]
 _NONE: Origins = frozenset()
+_NO_AXES: frozenset[str] = frozenset()
 _WORDS = {
     "fold_in_rank": "its random key",
     "exchange": "its place in all_to_all",
@@ -40,48 +45,91 @@ class OwnValues(NamedTuple):
 
 def own_values(program: Program, same: frozenset[Node] = frozenset()) -> OwnValues:
     """Return the values of a step that differ from rank to rank. `same`: batch entries that do not."""
+    mesh = program.mesh
+    if mesh is None:
+        return OwnValues({}, {})
     pairs = zip(program.batch_placeholders, owners(program.batch.nodes), strict=True)
-    given: dict[Node, Origins] = {x: frozenset([x]) for x, (spec, _) in pairs if spec is None and x not in same}
+    entries = [x for x, (spec, _) in pairs if spec is None and x not in same]
+    given: dict[Node, Origins] = {x: frozenset((x, axis) for axis in mesh.batch_names) for x in entries}
     found = OwnValues({}, {})
-    _follow(program.gm.graph, given, found)
+    _Follower(mesh, found).follow(program.gm.graph, given)
     return found
 
 
-def _follow(graph: Graph, given: dict[Node, Origins], found: OwnValues) -> dict[Node, Origins]:
-    """Add a graph's values to `found`. Return the origins of its memory at the end, which includes what was written."""
-    memory = _memory(graph)
-    origins = dict(given)  # of memory, by the node that made it
-    of_loops: dict[Node, list[Origins]] = {}
-    for node in graph.nodes:
-        read = {x: origins[memory[x]] for x in node.all_input_nodes if origins.get(memory[x])}
-        if read:
-            found.read[node] = read
-        if node.target is run_loop:
-            of_loops[node] = _through(node, origins, memory, found)
-            continue
-        if node.target is operator.getitem and node.args[0] in of_loops:
-            mine = of_loops[node.args[0]][node.args[1]]
-        else:
-            mine = _of_result(node, _NONE.union(*read.values()))
-        if mine:
-            for x in (node, *writes(node)):
-                origins[memory[x]] = origins.get(memory[x], _NONE) | mine
-    for node in graph.nodes:
-        if mine := origins.get(memory[node], _NONE):
-            found.results[node] = mine
-    return origins
+class _Follower:
+    """Follows origins through the graphs of a step. `found`: gets what it finds."""
 
+    def __init__(self, mesh: Mesh, found: OwnValues) -> None:
+        self._mesh, self._found = mesh, found
 
-def _of_result(node: Node, read: Origins) -> Origins:
-    """Return the origins of a node's result. `read`: those of its inputs."""
-    known = traits(node)
-    if known.equal or known.on_shard is OnShard.SHAPE:
-        return _NONE
-    if known.collective == "scatter":
-        return _NONE if argument(node, "unit") else frozenset([_WORDS["reduce_scatter"]])
-    if known.on_shard is OnShard.MAKES and not known.cuts:
-        return _NONE
-    return read | {_WORDS[node.target._schema.name.split("::")[1]]} if known.own else read  # type: ignore[union-attr]
+    def follow(self, graph: Graph, given: dict[Node, Origins]) -> dict[Node, Origins]:
+        """Add a graph's values. Return the origins of its memory at the end, which includes what was written."""
+        memory = _memory(graph)
+        origins = dict(given)  # of memory, by the node that made it
+        of_loops: dict[Node, list[Origins]] = {}
+        for node in graph.nodes:
+            read = {x: origins[memory[x]] for x in node.all_input_nodes if origins.get(memory[x])}
+            if read:
+                self._found.read[node] = read
+            if node.target is run_loop:
+                of_loops[node] = self._through(node, origins, memory)
+                continue
+            if node.target is operator.getitem and node.args[0] in of_loops:
+                mine = of_loops[node.args[0]][node.args[1]]
+            else:
+                mine = self._of_result(node, _NONE.union(*read.values()))
+            if mine:
+                for x in (node, *writes(node)):
+                    origins[memory[x]] = origins.get(memory[x], _NONE) | mine
+        for node in graph.nodes:
+            if mine := origins.get(memory[node], _NONE):
+                self._found.results[node] = mine
+        return origins
+
+    def _of_result(self, node: Node, read: Origins) -> Origins:
+        """Return the origins of a node's result. `read`: those of its inputs."""
+        known = traits(node)
+        if known.on_shard is OnShard.SHAPE:
+            return _NONE
+        if known.equal or known.collective == "scatter" or node.target is ops.as_shard.default:
+            axes = self._axes(node)
+            left = frozenset((cause, axis) for cause, axis in read if axis not in axes)
+            cut = known.collective == "scatter" and not argument(node, "unit")
+            return left | self._caused(_WORDS["reduce_scatter"], axes) if cut else left
+        if known.on_shard is OnShard.MAKES and not known.cuts:
+            return _NONE
+        if known.own:
+            word = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
+            axes = self._axes(node) if known.collective else frozenset(self._mesh.batch_names)
+            return read | self._caused(_WORDS[word], axes)
+        return read
+
+    @staticmethod
+    def _caused(cause: str, axes: Iterable[str]) -> Origins:
+        return frozenset((cause, axis) for axis in axes)
+
+    def _axes(self, node: Node) -> frozenset[str]:
+        """Return the axes of the mesh that a transfer or a mark goes over: none for a group of another mesh."""
+        group = argument(node, "group") if traits(node).collective else None
+        if group is None:
+            return frozenset(str(argument(node, "axis")).split(BETWEEN))
+        return self._mesh.names_of_groups.get(group, _NO_AXES)
+
+    def _through(self, loop: Node, origins: dict[Node, Origins], memory: dict[Node, Node]) -> list[Origins]:
+        """Return the origins of a loop's results, and add those of what it writes to `origins`."""
+        inputs, graph = given_to_body(loop), body_of(loop).graph
+        inside = {x: origins.get(memory[outer], _NONE) for x, outer in inputs.items()}
+        while True:  # the next round reads what a round writes
+            after = self.follow(graph, inside)
+            grown = {x: after.get(x, _NONE) for x in inputs}
+            if grown == inside:
+                break
+            inside = grown
+        for x, outer in inputs.items():
+            if inside[x]:
+                origins[memory[outer]] = origins.get(memory[outer], _NONE) | inside[x]
+        results = next(iter(reversed(graph.nodes))).args[0]
+        return [self._found.results.get(x, _NONE) for x in results]
 
 
 def _memory(graph: Graph) -> dict[Node, Node]:
@@ -93,20 +141,3 @@ def _memory(graph: Graph) -> dict[Node, Node]:
         anew = known.equal or known.on_shard is OnShard.MAKES
         found[node] = found[source[0]] if source and not anew else node
     return found
-
-
-def _through(loop: Node, origins: dict[Node, Origins], memory: dict[Node, Node], found: OwnValues) -> list[Origins]:
-    """Return the origins of a loop's results, and add those of what it writes to `origins`."""
-    inputs, graph = given_to_body(loop), body_of(loop).graph
-    inside = {x: origins.get(memory[outer], _NONE) for x, outer in inputs.items()}
-    while True:  # the next round reads what a round writes
-        after = _follow(graph, inside, found)
-        grown = {x: after.get(x, _NONE) for x in inputs}
-        if grown == inside:
-            break
-        inside = grown
-    for x, outer in inputs.items():
-        if inside[x]:
-            origins[memory[outer]] = origins.get(memory[outer], _NONE) | inside[x]
-    results = next(iter(reversed(graph.nodes))).args[0]
-    return [found.results.get(x, _NONE) for x in results]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from .. import tree
-from ..comm.mesh import Axis
+from ..comm.mesh import Mesh
 from ..sharding.sharded import Sharded, Spec, is_sharded
 from ..sharding.storage import StorageSpec, Stored
 from .buffers import BufferSpec, DriveSpec
@@ -198,9 +198,14 @@ class Program:
         return out
 
     @property
-    def axis(self) -> Axis | None:
-        """The mesh axis that the state is sharded over, or None for a state without a `Sharded`."""
-        return next((x.spec.axis for x in self.state.nodes if isinstance(x, Cut)), None)
+    def mesh(self) -> Mesh | None:
+        """The mesh that the state is sharded over, or None for a state without a `Sharded`."""
+        return next((x.spec.mesh for x in self.state.nodes if isinstance(x, Cut)), None)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks that run this step."""
+        return 1 if self.mesh is None else self.mesh.num_ranks
 
     @property
     def owners(self) -> list[tuple[Any, Any]]:

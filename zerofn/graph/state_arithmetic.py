@@ -28,19 +28,19 @@ MEETS = "meets the state, so it must be the same on all ranks: "
 
 def state_arithmetic(program: Program) -> list[str]:
     """Return the operations between transfers and the new state with the numbers in them, one line for each kind."""
-    lines = Counter(map(_line, _meeting(program)))
+    lines = Counter(_line(node, _has_slices(program)) for node in _meeting(program))
     return [f"{MEETS}{text}{f', {n} times' if n > 1 else ''}" for text, n in sorted(lines.items())]
 
 
 def line_of_number(program: Program, message: str) -> str:
     """Return the user's line of the number that `message` tells of, or "". `program`: captured with lines."""
-    found = (node for node in _meeting(program) if f"{MEETS}{_line(node)}" in message)
+    found = (node for node in _meeting(program) if f"{MEETS}{_line(node, _has_slices(program))}" in message)
     lines = (x.meta["line"] for node in found for x in (node, *node.users) if "line" in x.meta)
     return next((f"in this rank's step{line}" for line in lines), "")
 
 
 def _meeting(program: Program) -> list[Node]:
-    if program.axis is None or program.new_state is None:
+    if program.mesh is None or program.new_state is None:
         return []
     outputs: Any = program.output.args[0]
     return list(_between(program.gm, set(outputs[: program.num_new]), own_values(program)))
@@ -68,7 +68,14 @@ def _between(gm: GraphModule, wanted: set[Any], own: OwnValues) -> Iterator[Node
             seen.update(() if traits(node).cuts else node.all_input_nodes)
 
 
-def _line(node: Node) -> str:
+def _has_slices(program: Program) -> bool:
+    return program.mesh is not None and bool(program.mesh.slices)
+
+
+def _line(node: Node, slices: bool) -> str:
+    """Return what ranks compare. `slices`: ranks have slices of leaves, whose sizes may differ, so that whole numbers
+    are left out.
+    """
     if node.op == "get_attr":
         value = operator.attrgetter(str(node.target))(node.graph.owning_module)
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
@@ -80,13 +87,16 @@ def _line(node: Node) -> str:
     if is_ours(node):  # its whole numbers say where this rank's shard lies
         given = [str(x) for x in (*node.args, *node.kwargs.values()) if isinstance(x, float | bool)]
     else:
-        given = [_shown(x) for x in node.args] + [f"{k}={_shown(v)}" for k, v in node.kwargs.items()]
+        given = [_shown(x, slices) for x in node.args]
+        given += [f"{k}={_shown(v, slices)}" for k, v in node.kwargs.items()]
     return f"{name.removesuffix('.default')}({', '.join(given)})"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Any, slices: bool) -> str:
     if isinstance(value, Node):
         return "x"
+    if slices and isinstance(value, int) and not isinstance(value, bool):
+        return "n"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_shown, value))}]"
+        return f"[{', '.join(_shown(x, slices) for x in value)}]"
     return str(value) if isinstance(value, torch.dtype | torch.device) else repr(value)

@@ -17,7 +17,7 @@ from .declare_same import declare_same
 from .edit import bodies
 from .loop import body_of, given_to_body, run_loop
 from .node_kinds import argument, arguments, is_gather, is_ours, traits
-from .own_values import Origins, OwnValues, own_values
+from .own_values import OwnValues, own_values
 from .program import Program, owners, tensor_of
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
@@ -100,28 +100,27 @@ def _check_write(node: Node, name: str | None) -> None:
 
 def _check_meetings(program: Program, shards: set[Node], names: dict[Node, str]) -> None:
     """Raise at the first value of a rank's own that is combined with a shard; see `own_values`."""
-    axis = program.axis
-    if axis is None:
+    if program.mesh is None:
         return
     meetings = list(_meetings(own_values(program), shards))
     numbers = {x for _, origins in meetings for x in origins if isinstance(x, Node) and _is_number(x)}
     others = ((node, origins - numbers) for node, origins in meetings)
-    node, origins = next(((node, origins) for node, origins in others if origins), (None, frozenset[Node | str]()))
+    node, origins = next(((node, origins) for node, origins in others if origins), (None, set[Node | str]()))
     if node is not None:
         message = _own_value(node, origins, names)
-        if axis.size > 1:
+        if program.num_ranks > 1:
             raise CaptureError(message)
         program.warning = f"with more than one rank this step is refused: {message}"
-    elif axis.size > 1:
+    elif program.num_ranks > 1:
         for number in [x for x in program.batch_placeholders if x in numbers]:
             declare_same(program, number, names[number])
 
 
-def _meetings(own: OwnValues, shards: set[Node]) -> Iterator[tuple[Node, Origins]]:
-    """Yield the operations that combine a shard, or cut one from, values of a rank's own, and these values' origins."""
+def _meetings(own: OwnValues, shards: set[Node]) -> Iterator[tuple[Node, set[Node | str]]]:
+    """Yield the operations that combine a shard, or cut one from, values of a rank's own, and what made them so."""
     for node, read in own.read.items():
         if traits(node).cuts or (node in shards and traits(node).on_shard is OnShard.KEEPS):
-            origins = frozenset[Node | str]().union(*(each for x, each in read.items() if x not in shards))
+            origins = {cause for x, each in read.items() if x not in shards for cause, _ in each}
             if origins:
                 yield node, origins
 
@@ -131,7 +130,7 @@ def _is_number(entry: Node) -> bool:
     return value is not None and value.dim() == 0
 
 
-def _own_value(node: Node, origins: Origins, names: dict[Node, str]) -> str:
+def _own_value(node: Node, origins: set[Node | str], names: dict[Node, str]) -> str:
     what = " and ".join(sorted(names.get(x, "the batch") if isinstance(x, Node) else x for x in origins))
     return (
         f"{_op(node)}{_line(node)} combines a shard with a value that differs from rank to rank: it depends on this "

@@ -50,7 +50,7 @@ class Pipeline:
         `machine`: the cost model that schedules transfers and compares alternatives. None takes a typical
         machine with the same kind of device.
         """
-        world = 1 if program.axis is None else program.axis.size
+        world = program.num_ranks
         if machine is not None:
             machine.check_ranks(world)
         note_machine(program.gm, machine, world)

@@ -21,8 +21,7 @@ def sync_replicated_state(program: Program) -> None:
     Raises `CaptureError` for dtypes that are not floating-point: they have no mean.
     """
     gm = program.gm
-    axis = program.axis
-    if axis is None or axis.size == 1 or program.new_state is None:
+    if program.mesh is None or program.mesh.batch.size == 1 or program.new_state is None:
         return
     own = own_values(program).results
     outputs = list(program.output.args[0])  # type: ignore[arg-type]
@@ -47,8 +46,9 @@ def _means(graph: Graph, program: Program, values: list[Node], dtype: torch.dtyp
     """Return the means over ranks of `values`, computed in one flat buffer."""
     shapes = [tensor_of(v).shape for v in values]  # type: ignore[union-attr]
     offsets = [sum(s.numel() for s in shapes[:k]) for k in range(len(shapes))]
-    total, axis = sum(s.numel() for s in shapes), program.axis
-    assert axis is not None
+    total = sum(s.numel() for s in shapes)
+    assert program.mesh is not None
+    axis = program.mesh.batch
     like = tensor_of(values[0])
     assert like is not None
 

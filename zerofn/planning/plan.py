@@ -65,7 +65,7 @@ class Plan:
 
     def __init__(self, program: Program, machine: Machine | None = None, fake: FakeMachine | None = None) -> None:
         self.program, self.machine, self._fake = program, machine, fake
-        self.world = 1 if program.axis is None else program.axis.size
+        self.world = program.num_ranks
         self._timelines: dict[Machine, Timeline] = {}
 
     @property

@@ -10,24 +10,39 @@ from torch import Tensor
 
 from .. import tree
 from ..comm.agreement import exchange
-from ..comm.mesh import Axis
+from ..comm.mesh import Mesh
 from ..ops.same import digest
 from ..sharding.sharded import is_sharded
 
 log = logging.getLogger("zerofn")
 
 
-def warn_of_equal_batches(name: str, batch: Any, axis: Axis | None) -> None:
-    """Log, on the first rank, that every rank of the job has the same batch. All ranks must call it."""
+def compare_batches(name: str, batch: Any, mesh: Mesh | None) -> None:
+    """Log, on the first rank, that every rank of the job has the same batch. All ranks must call it.
+
+    Raises `RuntimeError` on all ranks if those that share the work on one batch have different ones.
+    """
     leaves = [x for x in tree.leaves(batch, is_leaf=is_sharded) if isinstance(x, Tensor) and x.numel() > 1]
-    if axis is None or axis.size == 1 or not leaves:
+    if mesh is None or mesh.num_ranks == 1 or not leaves:
         return
     words = repr([digest(x).tolist() for x in leaves])
-    theirs = exchange(f"zerofn.compile({name})", hashlib.sha256(words.encode()).hexdigest())
-    if len(theirs) == axis.size and len(set(theirs)) == 1 and axis.rank == 0:
+    theirs = exchange(f"zerofn.compile({name})", f"{mesh.batch.rank} {hashlib.sha256(words.encode()).hexdigest()}")
+    if len(theirs) != mesh.num_ranks:  # the mesh is of some ranks of the job
+        return
+    first: dict[str, tuple[int, str]] = {}
+    for rank, text in enumerate(theirs):
+        place, found = text.split()
+        before, known = first.setdefault(place, (rank, found))
+        if known != found:
+            raise RuntimeError(
+                f"{name}: ranks {before} and {rank} have slices of the same layers, and different batches. Along "
+                f"{' and '.join(repr(axis.name) for axis in mesh.slices)} ranks need the same rows: take those number "
+                "mesh.batch.rank of mesh.batch.size."
+            )
+    if mesh.batch.size > 1 and len({found for _, found in first.values()}) == 1 and mesh.all.rank == 0:
         log.warning(
             "%s: all %d ranks have the same batch, so they all do the work of one. Give each rank its own part, "
             "such as with torch.utils.data.DistributedSampler.",
             name,
-            axis.size,
+            mesh.batch.size,
         )

@@ -10,9 +10,9 @@ import torch
 
 from .. import tree
 from ..comm.mesh import Mesh
-from .layout import Layout, Unit, padded
+from .layout import Layout, Unit, padded, padded_to
 from .precision import Precision
-from .sharded import Sharded, Spec, is_sharded
+from .sharded import Sharded, Spec, is_sharded, refuse_slices
 from .storage import StorageSpec
 
 _WHY = "This Sharded is from zerofn.abstract and has no values; zerofn.load(path, like=...) returns a state that has."
@@ -31,6 +31,7 @@ def abstract(state: Any) -> Any:
     As JAX has abstract arrays, which orbax restores into.
     """
     nodes = [x for x in tree.leaves(state, is_leaf=is_sharded) if is_sharded(x)]
+    refuse_slices(state, "abstract")
     stops: dict[tuple[str, int], int] = {}
     for unit in (unit for x in nodes for unit in x.layout.units):
         key = unit.name, unit.size
@@ -54,16 +55,15 @@ class _Abstract(Sharded):
 
     def __reduce__(self) -> tuple[Any, ...]:
         spec, layout = self.spec, self.layout
-        units = [
-            (x.name, x.leaves, _stop(x, self.stops, layout.num_shards), x.trainable, x.dtype) for x in layout.units
-        ]
+        block = padded_to(layout.num_shards, spec.replicas.size)
+        units = [(x.name, x.leaves, _stop(x, self.stops, block), x.trainable, x.dtype) for x in layout.units]
         return _here, (units, layout.treedef, spec.stage, spec.precision, spec.halves, self._storages)
 
 
-def _stop(unit: Unit, stops: dict[tuple[str, int], int], num_shards: int) -> int:
+def _stop(unit: Unit, stops: dict[tuple[str, int], int], block: int) -> int:
     """Return where the leaves end that gave a unit its size, which may have been masked out of this tree."""
     stop = stops[unit.name, unit.size]
-    return stop if padded(stop, num_shards) == unit.size else unit.size
+    return stop if padded(stop, block) == unit.size else unit.size
 
 
 def _here(
@@ -75,9 +75,11 @@ def _here(
     storages: Iterable[StorageSpec],
 ) -> Sharded:
     """Return the abstract `Sharded`, cut over the ranks that are here."""
-    axis = Mesh.of(None).axis()
-    own = tuple(Unit(name, leaves, padded(stop, axis.size), *rest) for name, leaves, stop, *rest in units)
-    spec = Spec(Layout(own, treedef, axis.name, axis.size), axis, stage, precision, halves)
+    mesh = Mesh.of(None)
+    axis = mesh.shards
+    block = padded_to(axis.size)
+    own = tuple(Unit(name, leaves, padded(stop, block), *rest) for name, leaves, stop, *rest in units)
+    spec = Spec(Layout(own, treedef, axis.name, axis.size), mesh, stage, precision, halves)
     cut = Sharded(spec, ())
     cut._storages = tuple(map(_on_this_device, storages))
     return _Abstract(cut, {(x.name, x.size): stop for x, (_, _, stop, *_) in zip(own, units, strict=True)})

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import ops
+from ..collectives.maps import ops
 from ..comm.failures import group_named
 from ..comm.mesh import Axis
 from ..comm.pending import pending
@@ -112,6 +112,18 @@ class Filler:
             self._shards[index].save(self._held.pop(index))
 
 
+def _take_first_replica(sharded: Sharded) -> None:
+    """Give every shard the values that it has on the first of the ranks that share it."""
+    group = group_named(sharded.spec.replicas.group)
+    for shard in sharded.stored:
+        held = shard.loaded()
+        for x in held.tensors:
+            there = x.to(shard.device)
+            dist.broadcast(there.view(torch.uint8), group=group, group_src=0)
+            x.copy_(there)
+        shard.save(held)
+
+
 def equalize(values: Sequence[Tensor], axis: Axis) -> None:
     """Write the first rank's values into replicated tensors on every rank, in one broadcast. All ranks must call it."""
     values = [x for x in values if x.numel()]
@@ -162,6 +174,8 @@ def keep_halves(sharded: Sharded) -> None:
 def settle(sharded: Sharded) -> None:
     """Make replicas equal: each shard takes the values of the rank that owns it. All ranks must call it."""
     spec = sharded.spec
+    if spec.replicas.size > 1:
+        _take_first_replica(sharded)
     if spec.axis.size == 1 or (spec.stage != 0 and sharded.full is None):
         return
     for i, (unit, shard) in enumerate(zip(spec.layout.units, sharded.stored, strict=True)):

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..collectives import ops, rows_over
+from ..collectives.maps import ops, rows_over
 from ..comm.mesh import Axis
 from ..ops import leaf_axes as _ops  # noqa: F401  (defines zerofn::squares_along and its like)
 from .layout import LeafInfo
-from .sharded import Sharded, axis_among, is_sharded
+from .sharded import Sharded, axis_among, is_sharded, refuse_slices
 
 Kept = tuple[bool, ...]  # for each dim of a leaf: whether the sums keep it
 
@@ -135,6 +135,7 @@ def _runs(values: Any) -> tuple[list[Tensor], dict[int, list[_Run]], Axis | None
     """Return a tree's flat tensors, the runs of each leaf in them, the axis, and whether this rank has every leaf
     completely.
     """
+    refuse_slices(values, "an optimizer that sums over dims of a leaf")
     nodes = tree.leaves(values, is_leaf=is_sharded)
     axis = axis_among(nodes)
     complete = all(n.spec.num_shards == 1 for n in nodes if is_sharded(n))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..collectives import AllGather, Linear, ReduceScatter, ops
+from ..collectives.maps import AllGather, Linear, ReduceScatter, ops
 from ..comm.mesh import Axis
 from ..ops import ravel as _flat  # noqa: F401  (defines zerofn::ravel)
 from .layout import Unit, unravel
@@ -69,7 +69,7 @@ class ScatterUnit:
 
     def __call__(self, flat: Tensor) -> tuple[Tensor]:
         """Reduce, then divide."""
-        size = self.spec.axis.size
+        size = self.spec.mesh.batch.size
         flat = flat.to(self.spec.precision.reduces(self.dtype))
         shard = reduce_unit(self.spec, self.unit, flat)
         return (shard.div(size) if size > 1 else shard,)
@@ -77,11 +77,15 @@ class ScatterUnit:
 
 def reduce_unit(spec: Spec, unit: Unit, flat: Tensor) -> Tensor:
     """flat [..., size] on each rank -> this rank's stored part of the sum over ranks, added in rank order."""
-    if spec.axis.size == 1:
-        return ops.as_shard(flat)
-    (shard,) = ReduceScatter(spec.axis, unit.name)(flat)
-    # Stage 0 uses the same two steps, so that its sums have the bits of every other stage.
-    return shard if spec.num_shards > 1 else ops.as_shard(AllGather(spec.axis, unit.name)(shard)[0])
+    axis, replicas = spec.axis, spec.replicas
+    shard = ReduceScatter(axis, unit.name)(flat)[0] if axis.size > 1 else ops.as_shard(flat, axis.name)
+    if replicas.size > 1:  # an all-reduce, in two steps that are started apart
+        (part,) = ReduceScatter(replicas, unit.name)(shard)
+        shard = ops.as_shard(AllGather(replicas, unit.name)(part)[0])
+    # Stage 0 uses the same steps, so that its sums have the bits of every other stage.
+    if axis.size == 1 or spec.num_shards > 1:
+        return shard
+    return ops.as_shard(AllGather(axis, unit.name)(shard)[0])
 
 
 @dataclass(frozen=True)

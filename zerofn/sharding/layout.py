@@ -8,8 +8,8 @@ leaf starts at a multiple of `ALIGN` elements. The buffer is padded so that it c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..parallel.cuts import Cut
 from ..tree import Path, PyTreeSpec
-from ..util.errors import nearest, note, some, words_of
+from ..util.errors import nearest
+from .leaf_choices import ask_names, is_learned, with_prefixes
 
 ALIGN = 32  # elements: 64 bytes in bf16, the alignment of torch's own allocator
 SHARD_MULTIPLE = 2048  # elements: a whole number of 256-element quantisation blocks and of vector widths
@@ -70,13 +72,22 @@ class LeafInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Leaf:
-    """One logical tensor: name, shape, and its place in the tree and in its unit's flat buffer."""
+    """One logical tensor, or this rank's slice of it: name, shape, and its place in the tree and in its unit's flat
+    buffer. `cuts`: how the slices of ranks make up the whole.
+    """
 
     name: str
     shape: tuple[int, ...]
     index: int  # position among the tree's leaves
     offset: int  # elements from the start of the unit
     dtype: torch.dtype = field(compare=False)
+    cuts: tuple[Cut, ...] = ()
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        sizes = {cut.dim: cut.size for cut in self.cuts}
+        return tuple(sizes.get(d, n) for d, n in enumerate(self.shape))
 
     @property
     def numel(self) -> int:
@@ -196,7 +207,7 @@ class Layout:
         renamed = tuple(
             Unit(
                 u.name,
-                tuple(Leaf(x.name[strip:], x.shape, order[x.index], x.offset, x.dtype) for x in u.leaves),
+                tuple(replace(x, name=x.name[strip:], index=order[x.index]) for x in u.leaves),
                 u.size,
                 u.trainable,
                 u.dtype,
@@ -207,7 +218,7 @@ class Layout:
 
 
 def _nothing_under(name: str, layout: Layout) -> str:
-    near = nearest(name, _with_prefixes(layout.where))
+    near = nearest(name, with_prefixes(layout.where))
     units = [u.name for u in layout.units]
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the units are {units}."
     return f"params: no leaf lies under {name!r}; {hint}"
@@ -221,7 +232,7 @@ def restrict(layout: Layout, keep: Callable[[Unit, Leaf], bool]) -> Layout:
     order = {index: k for k, index in enumerate(sorted(kept))}
     units = []
     for u in layout.units:
-        leaves = tuple(Leaf(x.name, x.shape, order[x.index], x.offset, x.dtype) for x in u.leaves if x.index in kept)
+        leaves = tuple(replace(x, index=order[x.index]) for x in u.leaves if x.index in kept)
         if leaves:
             units.append(Unit(u.name, leaves, u.size, u.trainable, u.dtype))
     marks = [i if i in kept else None for i in range(layout.treedef.num_leaves)]
@@ -229,62 +240,20 @@ def restrict(layout: Layout, keep: Callable[[Unit, Leaf], bool]) -> Layout:
     return Layout(tuple(units), treedef, layout.axis, layout.num_shards)
 
 
-def ask_names(option: str, function: Callable[[str], Any], names: Iterable[str]) -> dict[str, Any]:
-    """Map each leaf's name to the answer of a user's function. One that expects a name gets an error that says what it
-    is given.
-    """
-    out = {}
-    for name in names:
-        try:
-            out[name] = function(name)
-        except AttributeError as error:
-            if isinstance(error.obj, str):
-                note(error, f"{option} is asked about names: its argument is a str such as {name!r}.")
-            raise
-    return out
-
-
-def check_effect(what: str, function: Callable[..., Any], answers: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if a function that should select leaves selects none. `answers`: leaf name -> its answer."""
-    if not answers or any(answers.values()):
-        return
-    near = [name for word in words_of(function) for name in nearest(word.strip("."), _with_prefixes(answers))]
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    raise ValueError(
-        f"{what} selects none of the {len(answers)} leaves, so it has no effect{hint} The leaves are "
-        f"{some(answers)}. Leave it out if it is to select nothing."
-    )
-
-
-def _with_prefixes(names: Iterable[str]) -> list[str]:
-    """Return leaf names, and the dotted names of what contains them."""
-    parts = [name.split(".") for name in names]
-    return list(dict.fromkeys(".".join(p[:k]) for p in parts for k in range(len(p), 0, -1)))
-
-
-def is_learned(name: str, leaf: Tensor, trainable: Callable[[str], bool]) -> bool:
-    """Return whether a parameter gets a gradient: it is floating, and `trainable(name)` is true.
-
-    Raises `TypeError` for a complex one with `trainable(name)`: a step would not change it.
-    """
-    if leaf.is_complex() and trainable(name):
-        raise TypeError(
-            f"parameter {name!r} is {str(leaf.dtype).removeprefix('torch.')}, and complex parameters are "
-            "not trained: hold torch.view_as_real(w) in params and write torch.view_as_complex(w) in the "
-            f"loss, or freeze it: TrainState.create(..., frozen=lambda name: name == {name!r})."
-        )
-    return leaf.is_floating_point() and trainable(name)
-
-
 def make_layout(
     params: Any,
     num_shards: int,
     *,
     axis: str = "data",
+    replicas: int = 1,
     unit: Callable[[str], str] | None = None,
     trainable: Callable[[str], bool] = lambda name: True,
     label: Callable[[str, Tensor], Hashable] = lambda name, leaf: (),
     dtype: torch.dtype | None = None,
+    slice_of: Callable[[str, tuple[int, ...]], tuple[tuple[int, ...], tuple[Cut, ...]]] = lambda name, shape: (
+        shape,
+        (),
+    ),
 ) -> Layout:
     """Assign every tensor leaf of `params` a unit and an offset.
 
@@ -292,7 +261,7 @@ def make_layout(
     2^16 elements merge into the previous one, within one top-level entry of a nested tree. `unit` (leaf name ->
     unit name) replaces these rules. There is one buffer per (unit, dtype, trainable). Within it, leaves are ordered
     by (label, path), so that each label of an optimizer is one run of elements. `dtype` replaces the leaves'
-    floating dtype (the master's).
+    floating dtype (the master's). `slice_of`: (name, shape) of a leaf -> the shape of this rank's slice, and the cuts.
 
     Raises `TypeError` for a complex leaf that is to be trained; integers never are.
     """
@@ -312,8 +281,11 @@ def make_layout(
         units.append(
             _unit(
                 names[key],
-                [(i, tree.name_of(paths[i]), tuple(values[i].shape)) for i in members],
-                num_shards,
+                [
+                    (i, tree.name_of(paths[i]), *slice_of(tree.name_of(paths[i]), tuple(values[i].shape)))
+                    for i in members
+                ],
+                padded_to(num_shards, replicas),
                 key[1],
                 key[2],
             )
@@ -334,19 +306,29 @@ def _buffer_names(keys: Iterable[tuple[str, torch.dtype, bool]]) -> dict[tuple[s
 
 
 def _unit(
-    name: str, members: Sequence[tuple[int, str, tuple[int, ...]]], num_shards: int, dtype: torch.dtype, trainable: bool
+    name: str,
+    members: Sequence[tuple[int, str, tuple[int, ...], tuple[Cut, ...]]],
+    block: int,
+    dtype: torch.dtype,
+    trainable: bool,
 ) -> Unit:
     leaves, offset = [], 0
-    for index, leaf_name, shape in members:
-        leaf = Leaf(leaf_name, shape, index, offset, dtype)
+    for index, leaf_name, shape, cuts in members:
+        leaf = Leaf(leaf_name, shape, index, offset, dtype, cuts)
         leaves.append(leaf)
         offset = -(-leaf.stop // ALIGN) * ALIGN
-    return Unit(name, tuple(leaves), padded(offset, num_shards), trainable, dtype)
+    return Unit(name, tuple(leaves), padded(offset, block), trainable, dtype)
 
 
-def padded(stop: int, num_shards: int) -> int:
-    """Return the elements of a unit whose leaves end at `stop`, so that it cuts into equal shards."""
-    block = SHARD_MULTIPLE * num_shards
+def padded_to(num_shards: int, replicas: int = 1) -> int:
+    """Return what the elements of a unit are a multiple of: it cuts into equal shards, and a shard into equal parts for
+    the ranks that share it, whose gradients they sum.
+    """
+    return num_shards * math.lcm(SHARD_MULTIPLE, replicas)
+
+
+def padded(stop: int, block: int) -> int:
+    """Return the elements of a unit whose leaves end at `stop`: a multiple of `block`."""
     return max(1, -(-stop // block)) * block
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import tree
 from ..random import noise as _noise  # noqa: F401  (defines zerofn::normal_shard)
 from ..random.draws import check_scalar
-from .sharded import Sharded, is_sharded
+from .sharded import Sharded, is_sharded, refuse_slices
 
 ops = torch.ops.zerofn
 
@@ -36,6 +36,7 @@ def normal_like(values: Any, key: Tensor) -> Any:
     """
     check_scalar(key, "normal_like", "the key")
     nodes, treedef = tree.flatten(values, is_leaf=is_sharded)
+    refuse_slices(values, "normal_like")
     out: list[Any] = []
     index = 0  # of the logical leaf
     for node in nodes:

@@ -17,21 +17,25 @@ from torch import Tensor
 
 from .. import tree
 from .._torch_compat import is_functorch_tensor
-from ..collectives import ops, rows_over
-from ..comm.mesh import Axis
+from ..collectives.maps import ops, rows_over
+from ..comm.mesh import Axis, Mesh
 from ..ops import part_reductions as _parts_ops  # noqa: F401  (defines zerofn::part_norms and its like)
 from ..ops import runs as _runs_ops  # noqa: F401  (defines zerofn::fill_runs)
-from .sharded import Sharded, axis_among, is_sharded
+from ..parallel.cuts import counts
+from .sharded import Sharded, is_sharded, mesh_among
 
 
 class _Part(NamedTuple):
-    """Elements [start, stop) of the `tensor`-th tensor: the part of leaf `column` on rank `row`."""
+    """Elements [start, stop) of the `tensor`-th tensor: the part of leaf `column` on rank `row`. `counts`: whether no
+    rank before this one has the same slice.
+    """
 
     tensor: int
     start: int
     stop: int
     row: int
     column: int
+    counts: bool
 
 
 class _Parts(NamedTuple):
@@ -40,8 +44,8 @@ class _Parts(NamedTuple):
     names: list[str]
     tensors: list[list[Tensor]]  # one list per tree
     parts: list[_Part]
-    axis: Axis | None
-    complete: bool  # no other rank has parts that are not here
+    mesh: Mesh | None
+    complete: bool  # no other rank of the axis of shards has parts that are not here
     shards: set[int]  # which tensors are shards
 
     @staticmethod
@@ -52,7 +56,7 @@ class _Parts(NamedTuple):
             [],
             [[] for _ in trees],
             [],
-            axis_among(nodes),
+            mesh_among(nodes),
             all(n.spec.num_shards == 1 for n in nodes if is_sharded(n)),
             set(),
         )
@@ -69,10 +73,21 @@ class _Parts(NamedTuple):
             self.names.extend(prefix + leaf.name for leaf in group[0].layout.leaves)
         else:
             if self.complete or self.axis is None or self.axis.rank == 0:  # replicated: only one rank counts it
-                self.parts.append(_Part(first, 0, group[0].numel(), 0, len(self.names)))
+                once = all(axis.rank == 0 for axis in self.slices)
+                self.parts.append(_Part(first, 0, group[0].numel(), 0, len(self.names), once))
             self.names.append(name)
         for tensors, x in zip(self.tensors, group, strict=True):
             tensors.extend(x.shards if is_sharded(x) else [x.reshape(-1)])
+
+    @property
+    def axis(self) -> Axis | None:
+        """The axis of shards."""
+        return None if self.mesh is None else self.mesh.shards
+
+    @property
+    def slices(self) -> tuple[Axis, ...]:
+        """The axes of slices."""
+        return () if self.mesh is None else self.mesh.slices
 
     @property
     def tracked(self) -> bool:
@@ -103,13 +118,17 @@ class _Parts(NamedTuple):
         """Reduce each part to a number: [ranks, leaves], zero where a rank has no part of a leaf."""
         size = 1 if self.axis is None else self.axis.size
         rows = size if self.complete else 1
-        parts = [p for p in self.parts if p.stop > p.start]
+        parts = [p for p in self.parts if p.stop > p.start and p.counts]
         if not self.tensors[0] or not self.names:
             grid = torch.zeros(rows, len(self.names))
         else:  # also on a rank without parts: all ranks need the same graph
-            columns = [[p[k] for p in parts] for k in range(len(_Part._fields))]
+            columns = [[p[k] for p in parts] for k in range(len(_Part._fields) - 1)]
             grid = op(*self.tensors, *columns, rows, len(self.names))
-        return grid if self.complete or self.axis is None else rows_over(grid[0], self.axis)
+        if not self.complete and self.axis is not None:
+            grid = rows_over(grid[0], self.axis)
+        for axis in self.slices:
+            grid = rows_over(grid, axis).flatten(0, 1)
+        return grid
 
 
 def _sharded_parts(sharded: Sharded, first: int, column: int) -> Iterator[_Part]:
@@ -120,8 +139,9 @@ def _sharded_parts(sharded: Sharded, first: int, column: int) -> Iterator[_Part]
         for rank in range(spec.axis.size) if whole else [spec.axis.rank]:
             start, stop = spec.layout.cut(unit, rank)
             for leaf, a, b in unit.intervals(start, stop):
-                shift = start - begin
-                yield _Part(first + i, a + shift, b + shift, rank if whole else 0, column + leaf.index)
+                shift, row = start - begin, rank if whole else 0
+                once = counts(leaf.cuts, spec.mesh)
+                yield _Part(first + i, a + shift, b + shift, row, column + leaf.index, once)
 
 
 def leaf_norms(values: Any) -> dict[str, Tensor]:

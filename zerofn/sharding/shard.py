@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,12 +23,13 @@ from ..memory.host_allocator import map_large_blocks
 from ..offload.disk import Store
 from ..offload.policy import Offload, check_memory
 from ..offload.policy import resolve as resolve_offload
+from ..parallel.cuts import Cut, assembled, of_first, sliced
 from ..util.patches import uncollected
 from .allocate import Filler, allocate, equalize, scratch_for, settle
 from .gather_scatter import gather_leaves
 from .layout import Layout
 from .precision import Precision, resolve
-from .shard_plan import ReplicatedPart, ShardedPart, ShardPolicy, check_stage, description, plan_state
+from .shard_plan import ReplicatedPart, ShardedPart, ShardPolicy, check_stage, description, given_cuts, plan_state
 from .sharded import Sharded, Spec, check_whole, is_sharded
 from .state_tree import adapted, device_of
 
@@ -44,6 +46,7 @@ def shard(
     unit: Callable[[str], str] | None = None,
     device: torch.device | str | None = None,
     plan: Any = None,
+    cuts: Mapping[str, Cut | Sequence[Cut]] | None = None,
 ) -> Any:
     """Return a state whose partitioned parts are `Sharded`: each rank holds 1/N of them.
 
@@ -60,6 +63,11 @@ def shard(
     usually a layer. `device`: where shards are stored; by default where the parameters are. `offload`: None, "cpu",
     "nvme" or an `Offload` stores the optimizer's state, the parameters, or both in host memory or on drives.
 
+    `mesh`: the ranks and their axes, `zerofn.Mesh.make(replicate=2, data=-1)` for example; by default all ranks along
+    "data". Units are cut over "data", and every rank of "replicate" has the same shards, so that gathers stay among the
+    ranks of "data" (hybrid sharding). `cuts`: leaf name -> how it is cut into slices over "tensor", as
+    `zerofn.parallel.tensor` returns it.
+
     Raises `ValueError` or `TypeError` for a state without `params`, a leaf that is no tensor or number, or an
     unknown option; `MemoryError` for a plan in which nothing fits; `RuntimeError` on every rank if ranks disagree
     about the layout. Nothing is allocated before these checks.
@@ -75,7 +83,7 @@ def shard(
         return state
     map_large_blocks()
     policy, values, parts, treedef = agree_on(
-        "zerofn.shard", lambda: _plan(state_or_init, stage, where.axis(), precision, unit, device, offload)
+        "zerofn.shard", lambda: _plan(state_or_init, stage, where, precision, unit, device, offload, cuts)
     )
     scratch = (
         agree_on(
@@ -125,6 +133,7 @@ def shard_fake(
     precision: Precision | str | None,
     offload: Offload | str | None,
     unit: Callable[[str], str] | None,
+    cuts: Mapping[str, Cut | Sequence[Cut]] | None = None,
 ) -> Any:
     """Return the state, from `initial`, as rank 0 of a fake machine would hold it: the same layout, tensors without
     memory.
@@ -132,7 +141,7 @@ def shard_fake(
     machine = fake_machine()
     assert machine is not None
     check_stage(stage)
-    policy = _policy(state, stage, mesh.axis(), resolve(precision), unit, None, offload)
+    policy = _policy(state, stage, mesh, resolve(precision), unit, None, offload, cuts)
     parts, treedef = plan_state(state, policy)
     scratch = scratch_for((p.spec, p.storages) for p in parts if isinstance(p, ShardedPart))
     return tree.unflatten(
@@ -142,13 +151,13 @@ def shard_fake(
 
 @uncollected()
 def _plan(
-    state_or_init: Any, stage: Any, axis: Axis, precision: Any, unit: Any, device: Any, offload: Any
+    state_or_init: Any, stage: Any, mesh: Mesh, precision: Any, unit: Any, device: Any, offload: Any, cuts: Any
 ) -> tuple[Any, str]:
     """Find every error before anything is allocated or sent."""
     check_stage(stage)
     precision, device = resolve(precision), _numbered(device)
     state, values = _initial(state_or_init, precision)
-    policy = _policy(state, stage, axis, precision, unit, device, offload)
+    policy = _policy(state, stage, mesh, precision, unit, device, offload, cuts)
     parts, treedef = plan_state(state, policy)
     if policy.offload.optimizer or policy.offload.params:
         _check_offload(policy.offload, [p for p in parts if isinstance(p, ShardedPart)], policy.home)
@@ -164,11 +173,19 @@ def _numbered(device: Any) -> torch.device | None:
 
 
 def _policy(
-    state: Any, stage: int, axis: Axis, precision: Precision, unit: Any, device: torch.device | None, offload: Any
+    state: Any,
+    stage: int,
+    mesh: Mesh,
+    precision: Precision,
+    unit: Any,
+    device: torch.device | None,
+    offload: Any,
+    cuts: Any,
 ) -> ShardPolicy:
     """Return the policy, completed by where the state is."""
     home = device or device_of(state)
-    return ShardPolicy(stage, axis, precision, unit, device, resolve_offload(offload, stage, axis.size, home), home)
+    placed = resolve_offload(offload, stage, mesh.shards.size, home)
+    return ShardPolicy(stage, mesh, precision, unit, device, placed, home, given_cuts(cuts))
 
 
 def _initial(state_or_init: Any, precision: Precision) -> tuple[Any, Iterator[tuple[int, Any]]]:
@@ -205,9 +222,9 @@ def unshard(state: Any, rank: int | None = None) -> Any:
     """
     check_whole(state, "unshard")
     for x in tree.leaves(state, is_leaf=is_sharded):
-        if rank is not None and is_sharded(x) and rank not in range(x.spec.axis.size):
+        if rank is not None and is_sharded(x) and rank not in range(x.spec.mesh.num_ranks):
             raise ValueError(
-                f"unshard: rank={rank!r} is not there; the state lies on {x.spec.axis.size} rank(s), "
+                f"unshard: rank={rank!r} is not there; the state lies on {x.spec.mesh.num_ranks} rank(s), "
                 "numbered from 0. Leave rank out to have it on all of them."
             )
 
@@ -216,14 +233,15 @@ def unshard(state: Any, rank: int | None = None) -> Any:
     def full(x: Any) -> Any:
         if not is_sharded(x):
             return x.clone() if isinstance(x, Tensor) else x
-        axis = x.spec.axis
-        spec = Spec(x.layout, axis, x.spec.stage, Precision())
+        mesh = x.spec.mesh
+        spec, here = Spec(x.layout, mesh, x.spec.stage, Precision()), rank in (None, mesh.all.rank)
         leaves: list[Any] = [None] * len(x.layout.where)
         for i, unit in enumerate(x.layout.units):
-            one = Sharded(Spec(_single(x.layout, i), axis, spec.stage, Precision()), [x.stored[i].loaded()])
+            one = Sharded(Spec(_single(x.layout, i), mesh, spec.stage, Precision()), [x.stored[i].loaded()])
             for leaf, value in zip(unit.leaves, gather_leaves(one), strict=True):
-                leaves[leaf.index] = value.clone() if rank in (None, axis.rank) else None
-        return tree.unflatten(x.layout.treedef, leaves) if rank in (None, axis.rank) else None
+                whole = assembled(value, leaf.cuts, mesh) if leaf.cuts else value.clone()
+                leaves[leaf.index] = whole if here else None
+        return tree.unflatten(x.layout.treedef, leaves) if here else None
 
     with torch.no_grad():
         return tree.tree_map(full, state, is_leaf=is_sharded)
@@ -232,7 +250,7 @@ def unshard(state: Any, rank: int | None = None) -> Any:
 def _single(layout: Layout, index: int) -> Layout:
     """Return the layout of one unit, its leaves numbered in its own order."""
     unit = layout.units[index]
-    leaves = tuple(type(x)(x.name, x.shape, k, x.offset, x.dtype) for k, x in enumerate(unit.leaves))
+    leaves = tuple(replace(x, index=k) for k, x in enumerate(unit.leaves))
     own = type(unit)(unit.name, leaves, unit.size, unit.trainable, unit.dtype)
     return Layout((own,), tree.structure(list(range(len(leaves)))), layout.axis, layout.num_shards)
 
@@ -262,7 +280,7 @@ def _place(
         for part, sharded in zip(parts, made, strict=True):
             if isinstance(part, ShardedPart):
                 settle(sharded)
-        equalize([out[k] for k, part in enumerate(parts) if isinstance(part, ReplicatedPart)], policy.axis)
+        equalize([out[k] for k, part in enumerate(parts) if isinstance(part, ReplicatedPart)], policy.mesh.all)
     return tree.unflatten(treedef, out)
 
 
@@ -285,10 +303,12 @@ def _filler(sharded: Sharded, filler: Filler, leaf: Any) -> Callable[[Tensor], N
     unit = sharded.layout.units[index]
     start, stop = sharded.spec.bounds(unit)
     a, b = max(found.offset, start), min(found.stop, stop)
+    mesh, cuts = sharded.spec.mesh, found.cuts
 
     def fill(value: Tensor) -> None:
+        value = of_first(sliced(value.detach(), cuts, mesh), cuts, mesh)
         if a < b:
-            values = value.detach().reshape(-1)[a - found.offset : b - found.offset]
+            values = value.reshape(-1)[a - found.offset : b - found.offset]
             filler.write(index, a - start, values)
 
     return fill

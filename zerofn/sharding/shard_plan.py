@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..comm.mesh import Axis
+from ..comm.mesh import REPLICATE, Mesh
 from ..offload.policy import Offload, of_units
 from ..ops.codecs import PLAIN, SPLIT, Codec
+from ..parallel.cuts import Cut, local_shape
 from ..util.errors import nearest
 from .layout import Layout, LeafInfo, make_layout
 from .precision import Precision
@@ -65,21 +66,27 @@ class ReplicatedPart:
 class ShardPolicy:
     """The arguments of `shard`, resolved.
 
-    `axis`: the ranks that share the state. `unit`: leaf name -> unit name. `device`: where shards are stored, None
-    for where the parameters are. `home`: where the model computes.
+    `mesh`: the ranks, and what each axis of them shares. `unit`: leaf name -> unit name. `device`: where shards are
+    stored, None for where the parameters are. `home`: where the model computes. `cuts`: of leaves, by name.
     """
 
     stage: int
-    axis: Axis
+    mesh: Mesh
     precision: Precision
     unit: Callable[[str], str] | None
     device: torch.device | None
     offload: Offload
     home: torch.device
+    cuts: Mapping[str, tuple[Cut, ...]]
+
+    def slice_of(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[Cut, ...]]:
+        """Return the shape of this rank's slice of a leaf, and its cuts."""
+        cuts = self.cuts.get(name, ())
+        return local_shape(shape, cuts, self.mesh), cuts
 
     def spec(self, layout: Layout, halves: bool = False) -> Spec:
         """Return the spec of a `Sharded` with this layout."""
-        return Spec(layout, self.axis, self.stage, self.precision, halves)
+        return Spec(layout, self.mesh, self.stage, self.precision, halves)
 
 
 def plan_state(state: Any, policy: ShardPolicy) -> tuple[list[ShardedPart | ReplicatedPart], tree.PyTreeSpec]:
@@ -88,6 +95,7 @@ def plan_state(state: Any, policy: ShardPolicy) -> tuple[list[ShardedPart | Repl
     Raises `ValueError` for parameters that are no container, and for moments whose format cannot hold their dtype.
     """
     states = _nodes(state, is_state)
+    check_cuts([params_of(x) for x in states.values()], policy)
     layouts = [params_layout(x, policy) for x in states.values()]
     known = {signature_of(part): part for layout in layouts for part in sublayouts(layout, policy.spec(layout))}
     masters = {x.dtype for s in states.values() for x in tree.leaves(params_of(s)) if x.is_floating_point()}
@@ -130,13 +138,49 @@ def params_layout(state: Any, policy: ShardPolicy) -> Layout:
     frozen, label = getattr(state, "frozen", None), getattr(getattr(state, "tx", None), "label", None)
     return make_layout(
         params,
-        policy.axis.size,
-        axis=policy.axis.name,
+        policy.mesh.shards.size,
+        axis=policy.mesh.shards.name,
+        replicas=policy.mesh.size(REPLICATE),
         unit=policy.unit,
         dtype=policy.precision.param,
+        slice_of=policy.slice_of,
         trainable=(lambda name: not frozen(name)) if frozen else lambda name: True,
         label=(lambda name, leaf: label(LeafInfo(name, tuple(leaf.shape), leaf.dtype))) if label else lambda *_: (),
     )
+
+
+def given_cuts(cuts: Mapping[str, Cut | Sequence[Cut]] | None) -> dict[str, tuple[Cut, ...]]:
+    """Return the cuts of every leaf, by name."""
+    return {name: (x,) if isinstance(x, Cut) else tuple(x) for name, x in (cuts or {}).items()}
+
+
+def check_cuts(trees: Sequence[Any], policy: ShardPolicy) -> None:
+    """Raise `ValueError` for a cut of a leaf that is not there or has another shape, for an axis that is not there, and
+    for an axis of slices that no leaf is cut over.
+    """
+    shapes = {
+        tree.name_of(p): tuple(x.shape) for t in trees for p, x in zip(*tree.flatten_with_path(t)[:2], strict=True)
+    }
+    for name, cuts in policy.cuts.items():
+        if name not in shapes:
+            near = nearest(name, shapes)
+            raise ValueError(
+                f"shard: cuts has {name!r}, and no parameter is called so{f'; {near[0]!r} is' if near else ''}."
+            )
+        for cut in cuts:
+            axis, shape = policy.mesh.axis(cut.axis), shapes[name]
+            if not 0 <= cut.dim < len(shape) or shape[cut.dim] != cut.size or len(cut.slices) != axis.size:
+                raise ValueError(
+                    f"shard: {name!r} has shape {list(shape)}, and its cut is of {cut.size} elements along dim "
+                    f"{cut.dim} into {len(cut.slices)} slices, for the {axis.size} ranks of {cut.axis!r}."
+                )
+    used = {cut.axis for cuts in policy.cuts.values() for cut in cuts}
+    idle = [axis for axis in policy.mesh.slices if axis.name not in used]
+    if idle:
+        raise ValueError(
+            f"shard: the {idle[0].size} ranks of axis {idle[0].name!r} would all do the same: no leaf is cut over it. "
+            "Give cuts=zerofn.parallel.tensor(model, mesh), or leave the axis out of the mesh."
+        )
 
 
 def public_dtype(dtypes: Iterable[torch.dtype], masters: set[torch.dtype], precision: Precision) -> torch.dtype:
@@ -204,7 +248,8 @@ def description(stage: int, precision: Precision, parts: list[ShardedPart | Repl
             lines.append(f"replicated {tuple(part.value.shape)} {part.value.dtype}")
         else:
             lines += [
-                f"{leaf.name} {list(leaf.shape)} {leaf.dtype} in unit {u.name!r}, kept {storage.described}"
+                f"{leaf.name} {list(leaf.whole)}{' cut' * bool(leaf.cuts)} {leaf.dtype} in unit {u.name!r}, "
+                f"kept {storage.described}"
                 for u, storage in zip(part.spec.layout.units, part.storages, strict=True)
                 for leaf in u.leaves
             ]

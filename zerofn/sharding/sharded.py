@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..comm.mesh import Axis
+from ..comm.mesh import REPLICATE, Axis, Mesh
 from ..comm.pending import pending
 from ..comm.transport import wait_
 from ..memory import donation
@@ -29,10 +29,20 @@ class Spec:
     """The static part of a `Sharded`. Equal specs have equal layouts: dtype, stage and rank do not count."""
 
     layout: Layout
-    axis: Axis = field(compare=False)
+    mesh: Mesh = field(compare=False)
     stage: int = field(compare=False)
     precision: Precision = field(compare=False)
     halves: bool = field(default=False, compare=False)  # for parameters: whether they are stored as split masters
+
+    @cached_property
+    def axis(self) -> Axis:
+        """The ranks that a unit is cut over."""
+        return self.mesh.shards
+
+    @cached_property
+    def replicas(self) -> Axis:
+        """The ranks that have the same shards as this one, with other rows of the batch."""
+        return self.mesh.over((REPLICATE,))
 
     @property
     def num_shards(self) -> int:
@@ -57,8 +67,8 @@ class Spec:
     @cached_property
     def signature(self) -> int:
         """A number that two specs share if a step captured with one may run with the other on this rank."""
-        axis = self.axis
-        key = (self.layout, self.layout.treedef, self.stage, self.precision, axis.rank, axis.size, axis.group)
+        axes = tuple((x.name, x.size, x.rank, x.group) for x in self.mesh.axes)
+        key = (self.layout, self.layout.treedef, self.stage, self.precision, axes)
         return _signatures.setdefault(key, len(_signatures))
 
     @cached_property
@@ -293,6 +303,17 @@ def is_sharded(x: Any) -> bool:
     return isinstance(x, Sharded)
 
 
+def refuse_slices(values: Any, what: str) -> None:
+    """Raise `NotImplementedError` for a tree with a leaf of which ranks have slices: `what` does not know them yet."""
+    for x in tree.leaves(values, is_leaf=is_sharded):
+        for leaf in x.layout.leaves if is_sharded(x) else ():
+            if leaf.cuts:
+                raise NotImplementedError(
+                    f"{what}: ranks have slices of {leaf.name!r} along the mesh's axis {leaf.cuts[0].axis!r}, which "
+                    f"{what} does not know yet; write zerofn.unshard(...) for whole leaves."
+                )
+
+
 def check_whole(values: Any, what: str) -> None:
     """Raise `TypeError` for a tree with a `LocalShard`, which cannot be gathered by itself."""
     for x in tree.leaves(values, is_leaf=lambda x: isinstance(x, Sharded | LocalShard)):
@@ -354,6 +375,11 @@ def with_trainable(sharded: Sharded, part: Sharded) -> Sharded:
     fresh = iter(part.stored)
     shards = [next(fresh) if u.trainable else p for u, p in zip(sharded.layout.units, sharded.stored, strict=True)]
     return Sharded(sharded.spec, shards)
+
+
+def mesh_among(nodes: Iterable[Any]) -> Mesh | None:
+    """Return the mesh of the first `Sharded` of these nodes; None if there is none."""
+    return next((x.spec.mesh for x in nodes if is_sharded(x)), None)
 
 
 def axis_among(nodes: Iterable[Any]) -> Axis | None:

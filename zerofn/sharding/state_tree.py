@@ -30,7 +30,7 @@ def layout_like(x: Any, known: dict[Any, Layout]) -> Layout | None:
         return known.get(signature)
     shapes = {tree.name_of(path): tuple(v.shape) for path, v in zip(*tree.flatten_with_path(x)[:2], strict=True)}
     for layout in known.values():
-        if all(name in layout.where and layout.where[name][1].shape == s for name, s in shapes.items()):
+        if all(name in layout.where and layout.where[name][1].whole == s for name, s in shapes.items()):
             part = restrict(layout, lambda _, leaf: leaf.name in shapes)
             if part.treedef == signature[0]:
                 return part
@@ -39,7 +39,7 @@ def layout_like(x: Any, known: dict[Any, Layout]) -> Layout | None:
 
 def signature_of(layout: Layout) -> Any:
     """Return the structure and shapes of a tree with this layout, as a key."""
-    return layout.treedef, tuple(leaf.shape for leaf in layout.leaves)
+    return layout.treedef, tuple(leaf.whole for leaf in layout.leaves)
 
 
 def sublayouts(layout: Layout, spec: Spec) -> Iterable[Layout]:

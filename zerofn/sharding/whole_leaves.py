@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from .. import tree
-from ..collectives import AllGather, ops
+from ..collectives.maps import AllGather, ops
 from ..ops import leaf_axes as _ops  # noqa: F401  (defines zerofn::take_shard)
 from .layout import Unit, unravel
-from .sharded import Sharded, Spec, is_sharded
+from .sharded import Sharded, Spec, is_sharded, refuse_slices
 
 
 def map_whole(rule: Callable[[Tensor], Tensor], values: Any) -> Any:
@@ -21,6 +21,7 @@ def map_whole(rule: Callable[[Tensor], Tensor], values: Any) -> Any:
     received by each of N ranks, and none at stage 0. A rank runs the rule on the leaves of which it has a part, and
     keeps that part of the result, without further communication. Not differentiable. All ranks must call it.
     """
+    refuse_slices(values, "an optimizer of whole matrices")
     return tree.tree_map(lambda x: _on_shards(rule, x) if is_sharded(x) else rule(x), values, is_leaf=is_sharded)
 
 

@@ -10,13 +10,13 @@ import torch
 from ..collectives import all_gather
 from ..comm.failures import backend_on, group_named
 from ..comm.meetings import meetings
-from ..comm.mesh import DATA, Axis, Mesh
+from ..comm.mesh import Axis, Mesh
 
 _END, _BATCH, _FAILED = range(3)
 
 
 def even(loader: Iterable[Any], *, pad: str | None = None, mesh: Any = None) -> Iterator[Any]:
-    """Yield a loader's batches, the same number of them on every rank of the data axis.
+    """Yield a loader's batches, the same number of them on every rank.
 
     All ranks stop at the shortest loader: what others have left is dropped. With `pad`, they go on until the longest
     loader ends: batches must be mappings, and each gets an entry `pad`, a float32 scalar, 1 for a batch of the loader,
@@ -33,7 +33,7 @@ def even(loader: Iterable[Any], *, pad: str | None = None, mesh: Any = None) -> 
     >>> [x["weight"].item() for x in even([{"x": 1}, {"x": 2}], pad="weight")]
     [1.0, 1.0]
     """
-    axis = Mesh.of(mesh).axis(DATA)
+    axis = Mesh.of(mesh).all
     batches: Iterator[Any] | None = None
     last: Any = None
     error: Exception | None = None

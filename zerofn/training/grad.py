@@ -15,16 +15,16 @@ from torch import Tensor
 
 from .. import tree
 from .._torch_compat import current_trace
-from ..collectives import sum_over
-from ..comm.mesh import Axis
+from ..collectives.maps import sum_over
+from ..comm.mesh import Axis, axes_of
 from ..graph.advice import instead
 from ..graph.loop import loop
 from ..graph.phase import BACKWARD, FORWARD, phase
 from ..random import fold_in, randomness
 from ..random.draws import fold_in_rank
 from ..sharding.gather_scatter import gather_leaves, ravel, reduce_unit
-from ..sharding.layout import ask_names, check_effect, is_learned
-from ..sharding.sharded import Sharded, axis_among, is_sharded
+from ..sharding.leaf_choices import ask_names, check_effect, is_learned
+from ..sharding.sharded import Sharded, is_sharded, mesh_among
 from ..sharding.storage import Stored
 from .checkpoint_params import same_parameters
 from .loss_scale import NoLossScale
@@ -98,12 +98,14 @@ class ValueAndGrad:
             names = [tree.name_of(p) for p in paths]
             check_effect("value_and_grad: frozen", self.frozen, ask_names("frozen", self.frozen, names))
         learns = [_trainable(tree.name_of(p), x, self.frozen) for p, x in zip(paths, nodes, strict=True)]
-        work = _Work(self, nodes, learns, treedef, axis_among(nodes))
-        if self.num_microbatches == 1:
-            only, partial = work.microbatch(nodes, args, 0)
-            loss, aux, sums = _detached(only), only.aux, work.reduce(partial)
-        else:
-            loss, aux, sums = work.loop(args)
+        mesh = mesh_among(nodes)
+        work = _Work(self, nodes, learns, treedef, None if mesh is None else mesh.batch)
+        with axes_of(mesh):
+            if self.num_microbatches == 1:
+                only, partial = work.microbatch(nodes, args, 0)
+                loss, aux, sums = _detached(only), only.aux, work.reduce(partial)
+            else:
+                loss, aux, sums = work.loop(args)
         value, grads = work.finish(loss, sums)
         grads = self.scale.unscale(grads)
         return ((value, aux) if self.has_aux else value), grads
@@ -135,7 +137,8 @@ def accumulate(vg: Any, n: int) -> Any:
 class _Work:
     """One call of `ValueAndGrad`.
 
-    `nodes`: the parameters' nodes, `Sharded` or plain tensors. `treedef`: the tree of these nodes.
+    `nodes`: the parameters' nodes, `Sharded` or plain tensors. `treedef`: the tree of these nodes. `axis`: the ranks
+    with different parts of the batch.
     """
 
     vg: ValueAndGrad

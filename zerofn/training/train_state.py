@@ -15,7 +15,7 @@ from ..optim.base import GradientTransformation, masks, step, unless_skipped
 from ..optim.leaf_runs import leaf_info
 from ..optim.torch_optimizers import advice, is_torchs
 from ..random import fold_in
-from ..sharding.layout import ask_names, check_effect
+from ..sharding.leaf_choices import ask_names, check_effect
 from ..sharding.precision import Precision
 from ..sharding.reductions import all_finite
 from ..sharding.sharded import Sharded, is_sharded, trainable, with_trainable

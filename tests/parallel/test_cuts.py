@@ -1,0 +1,66 @@
+"""Slices of leaves: which elements each rank has, and the whole again."""
+
+import pytest
+import torch
+
+from zerofn.comm.mesh import Axis, Mesh
+from zerofn.parallel.cuts import assembled, counts, equal, local_shape, of_first, sliced
+
+
+def on(rank, size):
+    """A mesh of one tensor axis, as one of its ranks sees it."""
+    return Mesh((Axis("tensor", size, rank),))
+
+
+def test_equal_slices():
+    assert equal("tensor", 0, 6, 2).slices == (((0, 3),), ((3, 6),))
+    assert equal("tensor", 0, 7, 3).slices == (((0, 3),), ((3, 6),), ((6, 7),))
+
+
+def test_heads_stay_whole():
+    assert equal("tensor", 0, 12, 2, unit=4).slices == (((0, 8),), ((8, 12),))
+    with pytest.raises(ValueError, match="10 is no multiple of 4"):
+        equal("tensor", 0, 10, 2, unit=4)
+
+
+def test_several_matrices_in_one_leaf():
+    cut = equal("tensor", 0, 12, 2, parts=3)
+    assert cut.slices == (((0, 2), (4, 6), (8, 10)), ((2, 4), (6, 8), (10, 12)))
+    x = torch.arange(12)
+    assert sliced(x, [cut], on(1, 2)).tolist() == [2, 3, 6, 7, 10, 11]
+
+
+def test_fewer_heads_than_ranks():
+    cut = equal("tensor", 0, 8, 4, unit=4)
+    assert cut.slices == (((0, 4),), ((0, 4),), ((4, 8),), ((4, 8),))
+    assert [cut.first(rank) for rank in range(4)] == [0, 0, 2, 2]
+    assert [counts([cut], on(rank, 4)) for rank in range(4)] == [True, False, True, False]
+    assert [counts([], on(rank, 4)) for rank in range(4)] == [True, False, False, False]
+    with pytest.raises(ValueError, match="2 parts cannot be shared by 3 ranks"):
+        equal("tensor", 0, 8, 3, unit=4)
+
+
+def test_shapes():
+    cut = equal("tensor", 1, 7, 3)
+    assert [local_shape((4, 7), [cut], on(rank, 3)) for rank in range(3)] == [(4, 3), (4, 3), (4, 1)]
+
+
+def there_and_back():
+    mesh = Mesh.make(tensor=-1)
+    size = mesh.size("tensor")
+    for x, cut in [
+        (torch.arange(35.0).view(5, 7), equal("tensor", 1, 7, size)),
+        (torch.arange(36.0).view(12, 3), equal("tensor", 0, 12, size, parts=2)),
+        (torch.arange(12.0), equal("tensor", 0, 12, size, unit=6 if size == 4 else 2)),
+    ]:
+        mine = sliced(x, [cut], mesh)
+        assert torch.equal(assembled(mine, [cut], mesh), x)
+        rank = mesh.axis("tensor").rank
+        first = of_first(mine + rank, [cut], mesh)
+        assert torch.equal(first, mine + cut.first(rank))
+    assert torch.equal(of_first(torch.ones(3) * (1 + rank), [], mesh), torch.ones(3))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_ranks_put_a_leaf_together_again(ranks, num_ranks):
+    ranks(num_ranks, there_and_back)

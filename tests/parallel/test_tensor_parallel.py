@@ -1,0 +1,192 @@
+"""Unmodified models with slices of their layers, beside plain torch in float64."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import zerofn
+from tests.support.float64_models import build, in_float64
+from zerofn import optim
+from zerofn.comm.mesh import Mesh
+from zerofn.parallel import Slice, tensor
+
+STEPS = 4
+GPT2 = {
+    "plan": {
+        "transformer.h.*.attn.c_attn": Slice(-2, parts=3, output="cut"),
+        "transformer.h.*.attn.c_proj": "rowwise",
+        "transformer.h.*.mlp.c_fc": "colwise",
+        "transformer.h.*.mlp.c_proj": "rowwise",
+        "transformer.wte": "embedding_rowwise",
+        "lm_head": "colwise_gather_output",
+    },
+    "attributes": {"transformer.h.*.attn": {"split_size": lambda n, ranks: n // ranks}},
+}
+
+
+def batches():
+    draw = torch.Generator().manual_seed(5)
+    return [torch.randint(3, 67, (12, 9), generator=draw) for _ in range(STEPS)]
+
+
+def plain(name):
+    """The losses, and the parameters after all steps, of torch on one process."""
+    with in_float64():
+        model, losses = build(name), []
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+        for x in batches():
+            optimizer.zero_grad()
+            loss = model(input_ids=x, labels=x).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, {k: v.detach() for k, v in model.named_parameters()}
+
+
+def trained(name, sizes, stage, captured=True):
+    with in_float64():
+        mesh = Mesh.make(**sizes)
+        model = zerofn.skeleton(partial(build, name))
+        cuts = tensor(model, mesh, **(GPT2 if name == "gpt2" else {}))
+
+        def init_state():
+            return zerofn.TrainState.create(params=dict(build(name).named_parameters()), tx=optim.sgd(0.1, 0.9))
+
+        def loss_fn(params, x):
+            return functional_call(model, params, (), {"input_ids": x, "labels": x}).loss
+
+        def train_step(state, x):
+            loss, grads = state.value_and_grad(loss_fn)(x)
+            return state.apply_gradients(grads), loss
+
+        state = zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=cuts)
+        step, losses = zerofn.compile(train_step) if captured else train_step, []
+        for x in batches():
+            state, loss = step(state, x.chunk(mesh.batch.size)[mesh.batch.rank])
+            losses.append(loss.item())
+        held = sum(x.numel() for x in state.params.shards)
+        return losses, zerofn.unshard(state.params), held
+
+
+CASES = [
+    ("llama", 2, {"tensor": 2}, 3),
+    ("llama", 3, {"tensor": 3}, 0),
+    ("llama", 4, {"data": 2, "tensor": 2}, 1),
+    ("llama, 2 key heads", 4, {"tensor": 4}, 3),
+    ("qwen3", 4, {"replicate": 2, "tensor": 2}, 2),
+    ("mixtral", 2, {"tensor": 2}, 3),
+    ("qwen3_moe", 3, {"data": 1, "tensor": 3}, 3),
+    ("deepseek_v3", 2, {"tensor": 2}, 0),
+    ("gpt2", 2, {"tensor": 2}, 3),
+    ("gpt2", 3, {"tensor": 3}, 2),
+]
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "sizes", "stage"), CASES)
+def test_models_are_those_of_plain_torch(ranks, name, num_ranks, sizes, stage):
+    losses, params = plain(name)
+    largest = max(x.abs().max() for x in params.values())
+    for found, ours, _ in ranks(num_ranks, trained, name, sizes, stage):
+        assert found == pytest.approx(losses, rel=1e-12)
+        for key, x in params.items():
+            assert (ours[key] - x).abs().max() <= 1e-12 * largest, key
+
+
+def test_eager_steps_have_the_bits_of_captured_ones(ranks):
+    eager, captured = (ranks(2, trained, "llama", {"tensor": 2}, 3, x) for x in (False, True))
+    for (a, x, _), (b, y, _) in zip(eager, captured, strict=True):
+        assert a == b and all(torch.equal(x[k], y[k]) for k in x)
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(6, 9), nn.Linear(9, 6), nn.LayerNorm(6)
+
+    def forward(self, x):
+        return self.norm(self.down(torch.tanh(self.up(x))))
+
+
+def mlp():
+    torch.manual_seed(0)
+    return Mlp().double()
+
+
+PLAN = {"up": "colwise", "down": "rowwise"}
+
+
+def of_mlp(sizes):
+    mesh = Mesh.make(**sizes)
+    model = zerofn.skeleton(mlp)
+    cuts = tensor(model, mesh, PLAN)
+    params = zerofn.shard({"params": dict(mlp().named_parameters())}, mesh=mesh, cuts=cuts)["params"]
+    x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(8, 6)[mesh.batch.rank :: mesh.batch.size]
+
+    def loss(p):
+        return functional_call(model, zerofn.gather(p), (x,)).pow(3).mean()
+
+    ones = zerofn.tree_map(torch.ones_like, params)
+    product = torch.func.jvp(torch.func.grad(loss), (params,), (ones,))[1]
+    return zerofn.unshard(product), zerofn.global_norm(product).item(), zerofn.leaf_norms(params)
+
+
+@pytest.mark.parametrize(("num_ranks", "sizes"), [(2, {"tensor": 2}), (4, {"data": 2, "tensor": 2})])
+def test_hessian_vector_products_and_norms_are_those_of_whole_layers(ranks, num_ranks, sizes):
+    model = mlp()
+    params = {k: v.detach() for k, v in model.named_parameters()}
+    x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(8, 6)
+    ones = {k: torch.ones_like(v) for k, v in params.items()}
+    grad = torch.func.grad(lambda p: functional_call(model, p, (x,)).pow(3).mean())
+    expected = torch.func.jvp(grad, (params,), (ones,))[1]
+    norm = torch.nn.utils.get_total_norm(list(expected.values())).item()
+    for found, length, norms in ranks(num_ranks, of_mlp, sizes):
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-14)
+        assert length == pytest.approx(norm, rel=1e-12)
+        assert {k: v.item() for k, v in norms.items()} == pytest.approx(
+            {k: v.norm().item() for k, v in params.items()}, rel=1e-12
+        )
+
+
+def memory(sizes):
+    return trained("llama", sizes, 0)[2]
+
+
+def test_slices_take_their_part_of_the_memory(ranks):
+    """At stage 0 a rank holds its slices of all layers."""
+    whole, half = ranks(1, memory, {"data": 1, "tensor": 1})[0], ranks(2, memory, {"tensor": 2})[0]
+    assert half < 0.8 * whole  # units are padded to 2,048 elements, and norms are whole
+
+
+def refusals():
+    mesh = Mesh.make(tensor=2)
+    bad = [
+        (lambda: tensor(mlp(), mesh), "Mlp has no tp_plan of its own"),
+        (lambda: tensor(mlp(), mesh, {"upp": "colwise"}), r"plan\['upp'\] matches no module.*'up'"),
+        (lambda: tensor(mlp(), mesh, {"up": "colwize"}), "'colwize' is not known; did you mean 'colwise'"),
+        (lambda: tensor(mlp(), mesh, {"up": 3}), "is a int; give a word"),
+        (lambda: tensor(mlp(), mesh, {"up": "colwise", "u*": "colwise"}), "both match 'up'"),
+        (lambda: tensor(mlp(), mesh, PLAN, attributes={"mid": {}}), r"attributes\['mid'\] matches no module"),
+        (lambda: tensor(mlp(), Mesh.make(data=2), PLAN), "mesh has no axis 'tensor'"),
+        (lambda: zerofn.shard({"params": {"w": torch.ones(3)}}, mesh=mesh), "no leaf is cut over it"),
+        (lambda: Slice(0, output="whole"), "output='whole' is not known"),
+    ]
+    for call, message in bad:
+        with pytest.raises((ValueError, TypeError), match=message):
+            call()
+    model = zerofn.skeleton(mlp)
+    cuts = tensor(model, mesh, PLAN)
+    state = zerofn.shard({"params": dict(mlp().named_parameters())}, mesh=mesh, cuts=cuts)
+    with pytest.raises((NotImplementedError, RuntimeError), match="have slices of 'down.weight'.*does not know yet"):
+        zerofn.save("nowhere", state)
+    with pytest.raises(NotImplementedError, match="have slices of"):
+        zerofn.normal_like(state["params"], zerofn.random.key(0))
+    with pytest.raises(ValueError, match="no parameter is called so"):
+        zerofn.shard({"params": {"w": torch.ones(3)}}, mesh=mesh, cuts=cuts)
+
+
+def test_mistakes_are_sentences(ranks):
+    ranks(2, refusals)

@@ -1,0 +1,75 @@
+"""Hugging Face models that compute in float64 throughout: where they ask for float32 themselves, they get float64."""
+
+import contextlib
+import importlib
+import sys
+import types
+
+import torch
+import transformers
+
+SMALL = {
+    "vocab_size": 67, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 6,
+    "max_position_embeddings": 32, "attention_dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"moe_intermediate_size": 18, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
+LATENT = {
+    "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "intermediate_size": 36,
+}  # fmt: skip
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SMALL, intermediate_size=35),
+    "llama, 2 key heads": lambda: transformers.LlamaConfig(
+        **{**SMALL, "hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 2}, intermediate_size=35
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**SMALL, intermediate_size=35, head_dim=4),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **SMALL, intermediate_size=36, num_local_experts=4, num_experts_per_tok=2, experts_implementation="batched_mm"
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SMALL, **EXPERTS, intermediate_size=36, num_experts=4, head_dim=4
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**SMALL, **EXPERTS, **LATENT),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=67, n_embd=24, n_layer=2, n_head=6, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=1, eos_token_id=2,
+    ),
+}  # fmt: skip
+
+
+class _Torch(types.ModuleType):
+    """torch, with float64 under the name of float32."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+@contextlib.contextmanager
+def in_float64():
+    """While this is entered, transformers' models get float64 where they ask for float32."""
+    for name in ("llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "gpt2"):
+        importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    found = [m for n, m in sys.modules.items() if n.startswith("transformers.") and vars(m).get("torch") is torch]
+    to_float = torch.Tensor.float
+
+    def wide(self):
+        asked_by = sys._getframe(1).f_globals.get("__name__", "")
+        return self.double() if asked_by.startswith("transformers.") else to_float(self)
+
+    try:
+        for module in found:
+            module.torch = _Torch("torch")
+        torch.Tensor.float = wide
+        yield
+    finally:
+        torch.Tensor.float = to_float
+        for module in found:
+            module.torch = torch
+
+
+def build(name):
+    """The model, in float64."""
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").double()

@@ -1,0 +1,194 @@
+"""Collectives as pure functions over a named axis of ranks.
+
+Each is a linear map with a transpose, and `Linear` makes any such map differentiable under
+`torch.autograd.grad`, `torch.func.grad`/`vjp`/`jvp`/`vmap`, to every order, and under capture: the derivative
+of a linear map is the map itself forwards and its transpose backwards.
+
+Here transposes are those of the plain sum over ranks. `zerofn.gather` and `zerofn.scatter` are each other's
+transposes under another inner product; see `sharding`.
+
+All ranks of the axis must call a collective, in the same order, with tensors of one shape and dtype. Nothing is written
+to an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch  # noqa: F401  (for the examples)
+from torch import Tensor
+
+from ..comm.mesh import DATA, Axis, Mesh, current_mesh
+from .maps import AllGather, AllReduce, Exchange, Linear, LinearMap, Permute, Psum, ReduceScatter, Same, Vary
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "permute",
+    "psum",
+    "reduce_scatter",
+    "same",
+    "vary",
+    "Linear",
+    "LinearMap",
+]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
+def _axis(axis: str | Axis) -> Axis:
+    return axis if isinstance(axis, Axis) else (current_mesh() or Mesh.of(None)).axis(axis)
+
+
+def _last(x: Tensor, dim: int, what: str) -> Tensor:
+    if x.dim() == 0:
+        raise ValueError(f"{what}: expected a tensor with at least one dim, got a scalar; write x.view(1).")
+    return x.movedim(dim, -1)
+
+
+def all_gather(x: Tensor, axis: str | Axis = DATA, *, dim: int = 0) -> Tensor:
+    """Concatenate every rank's `x` along `dim`, in rank order.
+
+    `x` [..., s, ...]: any dtype, of one shape and dtype on all ranks, at least one dim. `axis`: the ranks that take
+    part, "data" for all of the job, or an `Axis` of another mesh (`Mesh.of(device_mesh).axis("name")`). `dim`: which
+    dim to concatenate along, negative ones counted from the last.
+
+    -> [..., size * s, ...] in the dtype and on the device of `x`, the same on all ranks. At one rank a view of `x`.
+    Transpose: `reduce_scatter`, a sum. Raises `ValueError` for a scalar and for an axis that is not there, `IndexError`
+    for a dim that is not there.
+
+    >>> all_gather(torch.tensor([1.0, 2.0]))
+    tensor([1., 2.])
+    """
+    return Linear.apply(AllGather(_axis(axis)), _last(x, dim, "all_gather"))[0].movedim(-1, dim)
+
+
+def reduce_scatter(x: Tensor, axis: str | Axis = DATA, *, dim: int = 0) -> Tensor:
+    """Sum `x` over ranks and keep this rank's equal part along `dim`.
+
+    `x` [..., size * s, ...]: of one shape and dtype on all ranks, at least one dim. `axis`: see `all_gather`. `dim`:
+    which dim to cut, negative ones counted from the last.
+
+    -> [..., s, ...]: rank r gets elements [r * s, (r + 1) * s) of the sum along `dim`, added up in the dtype of `x`, on
+    gloo in rank order, on its device. At one rank a view of `x`. Transpose: `all_gather`. Raises `ValueError` for a
+    scalar, where the size of `dim` is no multiple of the number of ranks, and for an axis that is not there;
+    `IndexError` for a dim that is not there.
+
+    >>> reduce_scatter(torch.tensor([1.0, 2.0]))
+    tensor([1., 2.])
+    """
+    where = _axis(axis)
+    moved = _last(x, dim, "reduce_scatter")
+    if moved.shape[-1] % where.size:
+        raise ValueError(
+            f"reduce_scatter: dim {dim} has {moved.shape[-1]} elements, which {where.size} ranks of "
+            f"axis {where.name!r} cannot share equally; pad it to a multiple."
+        )
+    return Linear.apply(ReduceScatter(where), moved)[0].movedim(-1, dim)
+
+
+def all_reduce(x: Tensor, axis: str | Axis = DATA) -> Tensor:
+    """Sum `x` over ranks.
+
+    `x` [...]: of one shape and dtype on all ranks. `axis`: see `all_gather`.
+
+    -> [...] in the dtype of `x`, added up in rank order, so that all ranks have the same bits, on its device. At one
+    rank a view of `x`. Each rank receives the values of all others: meant for losses and norms, not for gradients of a
+    model, which `scatter` averages. Transpose: itself. Raises `ValueError` for an axis that is not there.
+
+    >>> all_reduce(torch.tensor(3.0), axis="data")
+    tensor(3.)
+    """
+    return Linear.apply(AllReduce(_axis(axis)), x)[0]
+
+
+def vary(x: Tensor, axis: str | Axis) -> Tensor:
+    """Let each rank use one value in its own way, as the input of a layer that is cut over an axis. JAX's `pvary`.
+
+    `x` [...]: the same on all ranks. `axis`: see `all_gather`.
+
+    -> a view of `x`. Its gradient is the sum of those of all ranks: transpose `psum`. All ranks must call it. Raises
+    `ValueError` for an axis that is not there.
+
+    >>> vary(torch.tensor(3.0), axis="data")
+    tensor(3.)
+    """
+    return Linear.apply(Vary(_axis(axis)), x)[0]
+
+
+def psum(x: Tensor, axis: str | Axis) -> Tensor:
+    """Sum `x` over ranks into one value, as the output of a layer whose input is cut over an axis. JAX's `psum`.
+
+    `x` [...]: of one shape and dtype on all ranks. `axis`: see `all_gather`.
+
+    -> [...] in the dtype of `x`, added up in rank order, so that all ranks have the same bits. What follows is computed
+    alike on all of them, so that the gradient of `x` is that of the sum: transpose `vary`. In `all_reduce` each rank
+    goes on in its own way, and gradients are summed. All ranks must call it. Raises `ValueError` for an axis that is
+    not there.
+
+    >>> psum(torch.tensor(3.0), axis="data")
+    tensor(3.)
+    """
+    return Linear.apply(Psum(_axis(axis)), x)[0]
+
+
+def all_to_all(x: Tensor, axis: str | Axis = DATA) -> Tensor:
+    """Send row r of `x` to rank r.
+
+    `x` [size, ...]: any dtype, of one shape and dtype on all ranks, a row for each rank of the axis. `axis`: see
+    `all_gather`.
+
+    -> [size, ...] in the dtype and on the device of `x`: row r is what came from rank r. At one rank a view of `x`.
+    Transpose: itself. Raises `ValueError` for another number of rows and for an axis that is not there.
+
+    >>> all_to_all(torch.tensor([[1, 2]]))
+    tensor([[1, 2]])
+    """
+    where = _axis(axis)
+    if x.dim() == 0 or x.shape[0] != where.size:
+        raise ValueError(
+            f"all_to_all: expected a first dim of {where.size}, one row per rank of axis "
+            f"{where.name!r}, got shape {tuple(x.shape)}."
+        )
+    return Linear.apply(Exchange(where), x.reshape(where.size, -1))[0].view(x.shape)
+
+
+def permute(x: Tensor, sources: Sequence[int], axis: str | Axis = DATA) -> Tensor:
+    """Hand each rank another rank's `x`: rank r receives what rank `sources[r]` holds.
+
+    `x` [...]: any dtype, of one shape and dtype on all ranks. `sources`: the ranks of the axis, each once, the same on
+    all ranks. `axis`: see `all_gather`.
+
+    -> [...] in the dtype and on the device of `x`. At one rank a view of `x`. Transpose: the inverse permutation.
+    Raises `ValueError` unless `sources` names each rank once, and for an axis that is not there.
+
+    >>> permute(torch.tensor([1.0, 2.0]), sources=[0])
+    tensor([1., 2.])
+    """
+    where = _axis(axis)
+    if sorted(sources) != list(range(where.size)):
+        raise ValueError(
+            f"permute: sources must name each of the {where.size} ranks of axis {where.name!r} once, "
+            f"got {list(sources)}."
+        )
+    return Linear.apply(Permute(where, tuple(sources)), x)[0]
+
+
+def same(x: Tensor, axis: str | Axis = DATA) -> Tensor:
+    """Declare that `x` has the same value on every rank of an axis, and check it.
+
+    `x` [...]: of one shape and dtype on all ranks. `axis`: see `all_gather`. In a compiled step, a value that depends
+    on a rank's own batch, random key or place may not scale a shard or a gradient. If you know that it is equal
+    everywhere (a temperature in the batch, a file that all ranks read), say so with this function.
+
+    -> a view of `x`. Checksums of its bits are compared in every step, before the first write to the state; on a
+    device the host waits for them. Transpose: itself, unchecked. Raises `RuntimeError` on every rank if values differ;
+    the state is as it was.
+
+    >>> same(torch.tensor(0.5))
+    tensor(0.5000)
+    """
+    return Linear.apply(Same(_axis(axis), "the value given to zerofn.same"), x)[0]

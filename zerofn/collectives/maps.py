@@ -1,0 +1,303 @@
+"""Linear maps over an axis of ranks, with their transposes.
+
+`Linear` makes any such map differentiable under `torch.autograd.grad`, `torch.func.grad`/`vjp`/`jvp`/`vmap`, to every
+order, and under capture: the derivative of a linear map is the map itself forwards and its transpose backwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .._torch_compat import below_autograd
+from ..comm import transport  # noqa: F401  (defines the operations)
+from ..comm.mesh import Axis
+from ..ops import ravel as _ravel  # noqa: F401  (defines zerofn::as_equal)
+from ..ops import same as _same  # noqa: F401  (defines zerofn::check_same)
+
+ops = torch.ops.zerofn
+
+
+class LinearMap(Protocol):
+    """Tensors -> tensors, linear; leading batch dims pass through. `transpose` is again such a map."""
+
+    @property
+    def transpose(self) -> LinearMap:
+        """The transposed map."""
+
+    def __call__(self, *xs: Tensor) -> tuple[Tensor, ...]:
+        """The map itself, on tensors without autograd."""
+
+
+class Linear(torch.autograd.Function):
+    """`Linear.apply(map, *xs)`: a linear map under every transform of torch."""
+
+    @staticmethod
+    def forward(op: LinearMap, *xs: Tensor) -> tuple[Tensor, ...]:
+        """Run the map below autograd."""
+        with below_autograd():
+            return op(*xs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Remember the map; nothing of the values is needed."""
+        ctx.op = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        """The transpose."""
+        return None, *Linear.apply(ctx.op.transpose, *gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor) -> tuple[Tensor, ...]:
+        """The map itself."""
+        return Linear.apply(getattr(ctx.op, "tangent", ctx.op), *tangents)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], op: LinearMap, *xs: Tensor) -> tuple[Any, Any]:
+        """One call for the whole batch: its dim goes first, where maps let it pass."""
+        moved = [
+            x.expand(info.batch_size, *x.shape) if d is None else x.movedim(d, 0)
+            for x, d in zip(xs, in_dims[1:], strict=True)
+        ]
+        out = Linear.apply(op, *moved)
+        return out, (0,) * len(out)
+
+
+def _rows_first(x: Tensor, size: int) -> Tensor:
+    """[..., size * s] -> flat, the rank dim first."""
+    return x.reshape(*x.shape[:-1], size, x.shape[-1] // size).movedim(-2, 0).reshape(-1)
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """[..., s] on each rank -> [..., size * s]."""
+
+    axis: Axis
+    unit: str = ""
+
+    @property
+    def transpose(self) -> ReduceScatter:
+        """A summing reduce-scatter."""
+        return ReduceScatter(self.axis, self.unit)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """Shards in rank order."""
+        if self.axis.size == 1:
+            return (ops.as_equal(x, self.axis.name),)
+        full = ops.wait(ops.all_gather(x.reshape(-1), self.axis.size, self.axis.group, self.unit))
+        if x.dim() > 1:
+            rows = full.view(self.axis.size, *x.shape).movedim(0, -2)
+            full = rows.reshape(*x.shape[:-1], self.axis.size * x.shape[-1])
+        return (full,)
+
+
+@dataclass(frozen=True)
+class ReduceScatter:
+    """[..., size * s] on each rank -> [..., s]: the sum over ranks, in rank order, of one's own shard."""
+
+    axis: Axis
+    unit: str = ""
+
+    @property
+    def transpose(self) -> AllGather:
+        """An all-gather."""
+        return AllGather(self.axis, self.unit)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """The sum."""
+        if self.axis.size == 1:
+            return (x.view_as(x),)
+        flat = _rows_first(x, self.axis.size) if x.dim() > 1 else x.contiguous()
+        shard = ops.wait(ops.reduce_scatter(flat, self.axis.size, self.axis.group, self.unit))
+        return (shard.view(*x.shape[:-1], x.shape[-1] // self.axis.size),)
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """The sum over ranks, in rank order, so that every rank has the same bits. Its own transpose."""
+
+    axis: Axis
+
+    @property
+    def transpose(self) -> AllReduce:
+        """Itself."""
+        return self
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """The sum."""
+        return (sum_over(x, self.axis),)
+
+
+@dataclass(frozen=True)
+class Vary:
+    """The value itself, which from here on each rank uses in its own way. Transpose: the sum of what came of that."""
+
+    axis: Axis
+
+    @property
+    def transpose(self) -> Psum:
+        """The sum over ranks."""
+        return Psum(self.axis)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """The value itself."""
+        return (x.view_as(x),)
+
+
+@dataclass(frozen=True)
+class Psum:
+    """The sum over ranks of values of their own, one value from here on. Transpose: the value itself."""
+
+    axis: Axis
+
+    @property
+    def transpose(self) -> Vary:
+        """The value itself."""
+        return Vary(self.axis)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """The sum."""
+        return (sum_in_parts(x, self.axis),)
+
+
+@dataclass(frozen=True)
+class Concat:
+    """[..., sizes[r]] on rank r -> [..., sum(sizes)]: one value from here on. Transpose: this rank's part of it."""
+
+    axis: Axis
+    sizes: tuple[int, ...]
+
+    @property
+    def transpose(self) -> Take:
+        """This rank's part."""
+        return Take(self.axis, self.sizes)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """All parts, in rank order."""
+        longest = max(self.sizes)
+        x = torch.nn.functional.pad(x, (0, longest - x.shape[-1])) if x.shape[-1] < longest else x
+        rows = rows_over(x.contiguous(), self.axis)
+        if len(set(self.sizes)) == 1:
+            return (rows.movedim(0, -2).reshape(*x.shape[:-1], -1),)
+        return (torch.cat([row[..., :n] for row, n in zip(rows, self.sizes, strict=True)], -1),)
+
+
+@dataclass(frozen=True)
+class Take:
+    """[..., sum(sizes)], one value -> [..., sizes[r]] on rank r, which it uses in its own way. Transpose: all parts."""
+
+    axis: Axis
+    sizes: tuple[int, ...]
+
+    @property
+    def transpose(self) -> Concat:
+        """All parts."""
+        return Concat(self.axis, self.sizes)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """This rank's part."""
+        start = sum(self.sizes[: self.axis.rank])
+        return (x.narrow(-1, start, self.sizes[self.axis.rank]),)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """[..., size, s] -> [..., size, s]: row r goes to rank r. Its own transpose."""
+
+    axis: Axis
+
+    @property
+    def transpose(self) -> Exchange:
+        """Itself: what came from rank r goes back to rank r."""
+        return self
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """The exchange."""
+        if self.axis.size == 1:
+            return (x.view_as(x),)
+        rows = x.movedim(-2, 0).contiguous()
+        out = ops.wait(ops.exchange(rows.view(self.axis.size, -1), self.axis.size, self.axis.group))
+        return (out.view(rows.shape).movedim(0, -2),)
+
+
+@dataclass(frozen=True)
+class Permute:
+    """Rank r receives what rank `sources[r]` holds."""
+
+    axis: Axis
+    sources: tuple[int, ...]
+
+    @property
+    def transpose(self) -> Permute:
+        """The inverse permutation."""
+        return Permute(self.axis, tuple(self.sources.index(r) for r in range(self.axis.size)))
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """The permutation."""
+        if self.axis.size == 1:
+            return (x.view_as(x),)
+        return (ops.wait(ops.permute(x.contiguous(), self.sources, self.axis.group)),)
+
+
+@dataclass(frozen=True)
+class Same:
+    """The value itself, checked to have the same bits on every rank. Its own transpose, unchecked: each rank has the
+    derivative of its own loss.
+    """
+
+    axis: Axis
+    what: str
+    checked: bool = True
+
+    @property
+    def transpose(self) -> Same:
+        """The value itself."""
+        return Same(self.axis, self.what, False)
+
+    @property
+    def tangent(self) -> Same:
+        """The value itself."""
+        return self.transpose
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """The check."""
+        if not self.checked:
+            return (x.view_as(x),)
+        if self.axis.size == 1:
+            return (ops.as_equal(x, self.axis.name),)
+        rows = rows_over(ops.digest(x), self.axis)
+        return (ops.check_same(x, rows.view(-1), self.what, self.axis.name),)
+
+
+def rows_over(x: Tensor, axis: Axis) -> Tensor:
+    """[...] on each rank -> [size, ...], by rank. Not differentiable: for small, finished values."""
+    if axis.size == 1:
+        return ops.as_equal(x, axis.name).unsqueeze(0)
+    full = ops.wait(ops.all_gather(x.reshape(-1), axis.size, axis.group, ""))
+    return full.view(axis.size, *x.shape)
+
+
+def sum_over(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over ranks in rank order, whatever the number of dims. Not differentiable."""
+    if axis.size == 1:
+        return ops.as_equal(x, axis.name)
+    rows = rows_over(x, axis)
+    total = rows[0]
+    for row in rows[1:]:
+        total = total + row
+    return total
+
+
+def sum_in_parts(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over ranks in rank order: each sums a part, and all get it. Not differentiable: for large values."""
+    if axis.size == 1:
+        return ops.as_equal(x, axis.name)
+    missing = -x.numel() % axis.size
+    flat = torch.nn.functional.pad(x.reshape(-1), (0, missing)) if missing else x.reshape(-1)
+    part = ops.wait(ops.reduce_scatter(flat, axis.size, axis.group, ""))
+    full = ops.wait(ops.all_gather(part, axis.size, axis.group, ""))
+    return (full[: x.numel()] if missing else full).view(x.shape)

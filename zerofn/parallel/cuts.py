@@ -1,0 +1,133 @@
+"""How a leaf is cut over an axis of ranks, before its unit is cut into shards: each rank has a slice of it.
+
+A slice is some intervals of one dim: one for a plain slice, several where a leaf holds several matrices one after the
+other. Slices may be of several sizes, and several ranks may have the same one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..collectives.maps import rows_over
+from ..comm.failures import group_named
+from ..comm.mesh import Axis, Mesh
+
+Intervals = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The slices of a leaf along one dim, for the ranks of one axis.
+
+    `size`: of the whole leaf's dim. `slices`: for each rank of the axis, the intervals [start, stop) that it has, in
+    the order in which its slice has them.
+
+    >>> equal("tensor", 0, 6, 2).slices
+    (((0, 3),), ((3, 6),))
+    """
+
+    axis: str
+    dim: int
+    size: int
+    slices: tuple[Intervals, ...]
+
+    def length(self, rank: int) -> int:
+        """Return the size of a rank's slice."""
+        return sum(b - a for a, b in self.slices[rank])
+
+    def first(self, rank: int) -> int:
+        """Return the first rank of the axis with the same slice."""
+        return self.slices.index(self.slices[rank])
+
+
+def equal(axis: str, dim: int, size: int, num: int, parts: int = 1, unit: int = 1) -> Cut:
+    """Return the cut of a dim into `num` slices, as equal as whole multiples of `unit` allow: the last are shorter.
+
+    `parts`: how many matrices of one size the leaf holds along the dim; each is cut. Where there are fewer units than
+    ranks, several ranks in a row have the same slice. Raises `ValueError` for a size that units and parts do not
+    divide, and for fewer units than ranks where they do not divide these.
+    """
+    whole, rest = divmod(size, parts * unit)
+    if rest:
+        raise ValueError(f"{size} is no multiple of {parts * unit}")
+    if whole < num:
+        if num % whole:
+            raise ValueError(f"{whole} parts cannot be shared by {num} ranks")
+        bounds = [(k * whole // num, k * whole // num + 1) for k in range(num)]
+    else:
+        each = -(-whole // num)
+        bounds = [(min(k * each, whole), min((k + 1) * each, whole)) for k in range(num)]
+    one = size // parts
+    return Cut(
+        axis, dim, size, tuple(tuple((p * one + a * unit, p * one + b * unit) for p in range(parts)) for a, b in bounds)
+    )
+
+
+def local_shape(shape: Sequence[int], cuts: Iterable[Cut], mesh: Mesh) -> tuple[int, ...]:
+    """Return the shape of this rank's slice of a leaf of `shape`."""
+    out = list(shape)
+    for cut in cuts:
+        out[cut.dim] = cut.length(mesh.axis(cut.axis).rank)
+    return tuple(out)
+
+
+def sliced(x: Tensor, cuts: Iterable[Cut], mesh: Mesh) -> Tensor:
+    """Return this rank's slice of a whole leaf: a view where it is one interval."""
+    for cut in cuts:
+        intervals = cut.slices[mesh.axis(cut.axis).rank]
+        pieces = [x.narrow(cut.dim, a, b - a) for a, b in intervals]
+        x = pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.dim)
+    return x
+
+
+def assembled(x: Tensor, cuts: Sequence[Cut], mesh: Mesh) -> Tensor:
+    """Return the whole leaf that this rank's slice `x` is of. All ranks of the axes must call it."""
+    for cut in reversed(cuts):
+        axis = mesh.axis(cut.axis)
+        longest = max(map(cut.length, range(axis.size)))
+        moved = x.movedim(cut.dim, 0)
+        filled = moved.new_zeros((longest, *moved.shape[1:]))
+        filled[: len(moved)] = moved
+        rows = rows_over(filled.view(-1), axis).view(axis.size, *filled.shape)
+        out = moved.new_empty((cut.size, *moved.shape[1:]))
+        for intervals, row in zip(cut.slices, rows, strict=True):
+            starts = itertools.accumulate((b - a for a, b in intervals), initial=0)
+            for (a, b), start in zip(intervals, starts, strict=False):
+                out[a:b] = row[start : start + b - a]
+        x = out.movedim(0, cut.dim)
+    return x.contiguous()
+
+
+def counts(cuts: Iterable[Cut], mesh: Mesh) -> bool:
+    """Return whether this rank is the first of those with the same slice of a leaf."""
+    by_axis = {cut.axis: cut for cut in cuts}
+    firsts = ((axis, by_axis[axis.name].first(axis.rank) if axis.name in by_axis else 0) for axis in mesh.slices)
+    return all(axis.rank == first for axis, first in firsts)
+
+
+def of_first(x: Tensor, cuts: Iterable[Cut], mesh: Mesh) -> Tensor:
+    """Return a slice with the values of the first rank that has the same one. All ranks must call it."""
+    by_axis = {cut.axis: cut for cut in cuts}
+    for axis in mesh.slices:
+        x = _of_first(x, by_axis.get(axis.name), axis)
+    return x
+
+
+def _of_first(x: Tensor, cut: Cut | None, axis: Axis) -> Tensor:
+    owners = [0 if cut is None else cut.first(rank) for rank in range(axis.size)]
+    if len(set(owners)) == axis.size:
+        return x
+    group, mine = group_named(axis.group), x
+    for rank in sorted(set(owners)):
+        shape = [cut.length(rank) if cut and d == cut.dim else n for d, n in enumerate(x.shape)]
+        there = x.contiguous().clone() if axis.rank == rank else x.new_empty(shape)
+        if there.numel():
+            dist.broadcast(there.view(-1).view(torch.uint8), group=group, group_src=rank)
+        mine = there if owners[axis.rank] == rank else mine
+    return mine

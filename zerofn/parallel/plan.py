@@ -1,0 +1,75 @@
+"""What a plan says of a module or a parameter: how its weights are cut, and what happens to its input and output.
+
+Words are those of transformers' `tp_plan`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..util.errors import nearest
+
+
+@dataclass(frozen=True)
+class Slice:
+    """How a layer's weights are cut over the tensor axis.
+
+    `dim`: of the weight [out, in] of a linear layer, or of a parameter with the name of the plan's key; None leaves
+    them whole. `parts`: how many matrices lie one after the other along `dim`; each is cut. `input`: "equal", the same
+    on all ranks; "cut", this rank's part of the last dim; "take", the same on all ranks, of which each takes its part.
+    `output`: "cut", this rank's part of the last dim; "sum", terms of the ranks; "concat", parts that each rank gets
+    all of; "equal".
+    """
+
+    dim: int | None
+    parts: int = 1
+    input: str = "equal"
+    output: str = "sum"
+    kind: str = "linear"
+
+    def __post_init__(self) -> None:
+        for what, value, known in (
+            ("input", self.input, ("equal", "cut", "take")),
+            ("output", self.output, ("cut", "sum", "concat", "equal")),
+        ):
+            if value not in known:
+                raise ValueError(f"Slice: {what}={value!r} is not known; there are {', '.join(map(repr, known))}.")
+
+
+COLWISE = Slice(-2, input="equal", output="cut")
+ROWWISE = Slice(-1, input="cut", output="sum")
+WORDS: dict[str, Slice] = {
+    "colwise": COLWISE,
+    "colwise_gather_output": replace(COLWISE, output="concat"),
+    "colwise_rep": replace(COLWISE, output="concat"),
+    "rowwise": ROWWISE,
+    "rowwise_split_input": replace(ROWWISE, input="take"),
+    "rowwise_rep": replace(ROWWISE, input="take"),
+    "packed_colwise": replace(COLWISE, parts=2),
+    "packed_rowwise": replace(ROWWISE, parts=2),
+    "embedding_rowwise": Slice(0, kind="embedding", output="sum"),
+    "embedding_colwise": Slice(1, kind="embedding", output="concat"),
+    "moe_tp_experts": Slice(None, kind="experts", output="sum"),
+    "moe_identity_expert": Slice(None, kind="identity", output="equal"),
+    "replicated_with_grad_allreduce": Slice(None, kind="varied", input="cut", output="cut"),
+    "all_reduce": Slice(None, kind="plain", input="cut", output="sum"),
+    "mla_kv_a_proj": Slice(None, kind="mla", output="equal"),
+    "local_params": Slice(None, kind="plain", output="equal"),
+    "replicate": Slice(None, kind="plain", output="equal"),
+}
+
+
+def slice_of(key: str, value: Any) -> Slice:
+    """Return what a plan's entry says. Raises `ValueError` for an unknown word, and `TypeError` for anything else."""
+    if isinstance(value, Slice):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(
+            f"plan[{key!r}] is a {type(value).__name__}; give a word of tp_plan, or a zerofn.parallel.Slice."
+        )
+    if value not in WORDS:
+        near = nearest(value, WORDS)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(WORDS)}."
+        raise ValueError(f"plan[{key!r}]={value!r} is not known{hint}")
+    return WORDS[value]

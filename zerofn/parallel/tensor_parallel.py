@@ -1,0 +1,276 @@
+"""Tensor parallelism in the local (Megatron) form: a rank's leaves are slices, and modules call linear maps.
+
+A layer that is cut by columns gets `vary` before it, one that is cut by rows `psum` behind it; both are each other's
+transposes, so that gradients, and all that is derived from them, are those of the whole layer. The module is not
+changed but for the forward of the layers that the plan names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..collectives.maps import Concat, Linear, Psum, Take, Vary
+from ..comm.mesh import TENSOR, Axis, Mesh
+from ..util.errors import nearest
+from .cuts import Cut, equal
+from .plan import Slice, slice_of
+
+
+def tensor(
+    model: nn.Module,
+    mesh: Mesh,
+    plan: Mapping[str, str | Slice] | None = None,
+    *,
+    attributes: Mapping[str, Mapping[str, Callable[[Any, int], Any]]] | None = None,
+) -> dict[str, Cut]:
+    """Let a skeleton compute with slices of its layers over the mesh's axis "tensor"; return the cuts, for `shard`.
+
+        mesh = zerofn.Mesh.make(data=-1, tensor=2)
+        model = zerofn.skeleton(build)
+        state = zerofn.shard(init_state, mesh=mesh, cuts=zerofn.parallel.tensor(model, mesh))
+
+    `plan`: module or parameter name, with `*` for numbers and for any one component -> a word of transformers'
+    `tp_plan`, or a `Slice`; by default the model's own `tp_plan`. Layers inside attention are cut at whole heads.
+    Where there are fewer heads of keys and values than ranks, several ranks have the same, and their gradients are
+    summed. `attributes`: module name -> {attribute: function of (value, ranks)}, for numbers that modules keep.
+
+    Raises `ValueError` for a model without a plan, an entry that matches nothing, an unknown word, and for heads that
+    ranks cannot share.
+    """
+    axis, own = mesh.axis(TENSOR), plan is None
+    if plan is None:
+        plan = getattr(model, "tp_plan", None) or {}
+        if not plan:
+            raise ValueError(
+                f"{type(model).__name__} has no tp_plan of its own; give plan={{'layers.*.up': 'colwise', ...}}."
+            )
+    if axis.size == 1:
+        return {}
+    made = _Maker(model, mesh, axis)
+    for key, value in plan.items():
+        how = slice_of(key, value)
+        if not made.take(key, how) and not own:  # a model's own plan is that of its whole family
+            raise ValueError(f"plan[{key!r}] matches no module and no parameter{made.near(key)}")
+    if not made.cuts:
+        raise ValueError(f"the plan of {type(model).__name__} cuts none of its parameters.")
+    for key, changes in (attributes or {}).items():
+        found = [part for name, part in model.named_modules() if _matches(key, name)]
+        if not found:
+            raise ValueError(f"attributes[{key!r}] matches no module{_near(key, dict(model.named_modules()))}")
+        for part in found:
+            for attribute, change in changes.items():
+                setattr(part, attribute, change(getattr(part, attribute), axis.size))
+    return made.cuts
+
+
+def _matches(key: str, name: str) -> bool:
+    pattern = "".join(r"[^.]+" if x == "*" else re.escape(x) for x in re.split(r"(\*)", key))
+    return re.fullmatch(pattern, name) is not None
+
+
+def _near(key: str, names: Mapping[str, Any]) -> str:
+    found = nearest(key, {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names if name})
+    return f"; did you mean {found[0]!r}?" if found else "."
+
+
+class _Maker:
+    """Collects the cuts of a model, and gives its layers their maps."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, axis: Axis) -> None:
+        self.cuts: dict[str, Cut] = {}
+        self._mesh, self._axis = mesh, axis
+        self._modules = dict(model.named_modules())
+        self._params = dict(model.named_parameters())
+        names = {id(p): name for name, p in self._params.items()}
+        self._name_of = {
+            (path, last): names[id(p)]
+            for path, part in self._modules.items()
+            for last, p in part._parameters.items()
+            if p is not None
+        }
+        self._taken: dict[str, str] = {}
+        self._regrouped: set[int] = set()
+
+    def near(self, key: str) -> str:
+        """Return the end of a sentence that offers the nearest name."""
+        return _near(key, self._modules)
+
+    def take(self, key: str, how: Slice) -> bool:
+        """Apply one entry of the plan. Return whether it matches anything."""
+        modules = [name for name in self._modules if name and _matches(key, name)]
+        params = [name for name in self._params if _matches(key, name)]
+        for name in modules + params:
+            if name in self._taken:
+                raise ValueError(f"plan[{key!r}] and plan[{self._taken[name]!r}] both match {name!r}; leave one out.")
+            self._taken[name] = key
+        for name in params:
+            self._cut(name, self._params[name], how, name)
+        for name in modules:
+            self._module(name, self._modules[name], how)
+        return bool(modules or params)
+
+    def _cut(self, name: str, param: Tensor, how: Slice, where: str, dim: int | None = None) -> Cut | None:
+        """Note the cut of a parameter; return it."""
+        dim = how.dim if dim is None else dim
+        if dim is None:
+            return None
+        dim %= param.dim()
+        unit = self._unit(where)
+        try:
+            cut = equal(TENSOR, dim, param.shape[dim], self._axis.size, how.parts, unit)
+        except ValueError as error:
+            raise ValueError(f"{where}: {self._axis.size} ranks of {TENSOR!r} cannot share it: {error}.") from None
+        self.cuts[name] = cut
+        return cut
+
+    def _sharers(self, where: str, cut: Cut | None) -> Axis | None:
+        """Return the ranks with the same slice as this one; None if each has one of its own.
+
+        There are fewer heads of keys and values than ranks: a rank's queries then go with one of them.
+        """
+        size = self._axis.size
+        num = size if cut is None else len(set(cut.slices))
+        if num == size:
+            return None
+        above: Any = self._modules[where.rpartition(".")[0]]
+        if id(above) not in self._regrouped and hasattr(above, "num_key_value_groups"):
+            self._regrouped.add(id(above))
+            above.num_key_value_groups = above.num_key_value_groups * num // size
+        return self._mesh.block(TENSOR, size // num)
+
+    def _unit(self, where: str) -> int:
+        """Return the size of what may not be cut: a head, for a layer of attention."""
+        above = self._modules.get(where.rpartition(".")[0])
+        found = getattr(above, "head_dim", None)
+        return found if isinstance(found, int) else 1
+
+    def _module(self, name: str, part: nn.Module, how: Slice) -> None:
+        transposed = _is_transposed(part)
+        weight, bias = part._parameters.get("weight"), part._parameters.get("bias")
+        cut = None
+        if how.dim is not None:
+            if weight is None:
+                raise ValueError(
+                    f"{name}: {type(part).__name__} has no weight to be cut; name its parameter in the plan."
+                )
+            dim = how.dim
+            if how.kind == "linear":
+                dim = weight.dim() - 2 if how.dim == -2 else weight.dim() - 1
+                dim = 1 - dim if transposed else dim
+            cut = self._cut(self._name_of[name, "weight"], weight, how, name, dim)
+            if transposed and how.dim == -2 and cut is not None:
+                setattr(part, "nf", cut.length(self._axis.rank))  # noqa: B010  (its width, which it asks)
+            if bias is not None and how.dim == -2:
+                self._cut(self._name_of[name, "bias"], bias, how, name, 0)
+        self._axis_maps(name, part, how, cut, bias is not None and how.dim == -1)
+
+    def _axis_maps(self, name: str, part: nn.Module, how: Slice, cut: Cut | None, adds_bias: bool) -> None:
+        forward, axis = part.forward, self._axis
+        sizes = tuple(cut.length(rank) for rank in range(axis.size)) if cut is not None else ()
+        if how.kind == "embedding" and how.dim == 0 and cut is not None:
+            part.forward = _rows_of_vocabulary(part, cut, axis)
+        elif how.kind == "linear":
+            sharers = self._sharers(name, cut)
+            inner = forward if sharers is None else _varied(part, forward, sharers)
+            part.forward = _linear(part, inner, how, axis, sizes, adds_bias)
+        elif how.kind == "embedding":
+            part.forward = _before_and_behind(forward, None, lambda y: Linear.apply(Concat(axis, sizes), y)[0])
+        elif how.kind == "experts":
+            part.forward = _experts(forward, axis)
+        elif how.kind == "varied":
+            part.forward = _varied(part, forward, axis)
+        elif how.kind == "identity":
+            part.forward = _before_and_behind(forward, lambda x: x / axis.size, None)
+        elif how.kind == "mla":
+            raise ValueError(f"{name}: the word mla_kv_a_proj is not supported yet.")
+        elif how.output == "sum":
+            part.forward = _before_and_behind(forward, None, lambda y: Linear.apply(Psum(axis), y)[0])
+
+
+def _before_and_behind(
+    forward: Callable[..., Any], before: Callable[[Tensor], Tensor] | None, behind: Callable[[Tensor], Tensor] | None
+) -> Callable[..., Any]:
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        y = forward(before(x) if before else x, *args, **kwargs)
+        return behind(y) if behind else y
+
+    return run
+
+
+def _linear(
+    part: nn.Module, forward: Callable[..., Any], how: Slice, axis: Axis, sizes: tuple[int, ...], adds_bias: bool
+) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        if how.input == "equal":
+            (x,) = Linear.apply(Vary(axis), x)
+        elif how.input == "take":
+            (x,) = Linear.apply(Take(axis, sizes), x)
+        if adds_bias:
+            bias = part._parameters["bias"]
+            with _without_bias(part):
+                y = forward(x)
+            return Linear.apply(Psum(axis), y)[0] + bias
+        y = forward(x)
+        if how.output == "sum":
+            return Linear.apply(Psum(axis), y)[0]
+        return Linear.apply(Concat(axis, sizes), y)[0] if how.output == "concat" else y
+
+    return run
+
+
+@contextlib.contextmanager
+def _without_bias(part: nn.Module) -> Iterator[None]:
+    """Inside, a linear layer adds no bias."""
+    bias: Any = part._parameters["bias"]
+    none: Any = torch.zeros_like(bias) if _is_transposed(part) else None
+    part._parameters["bias"] = none
+    try:
+        yield
+    finally:
+        part._parameters["bias"] = bias
+
+
+def _is_transposed(part: nn.Module) -> bool:
+    """Whether a linear layer has its weight as [in, out], as GPT-2's have."""
+    return type(part).__name__ == "Conv1D"
+
+
+def _rows_of_vocabulary(part: nn.Module, cut: Cut, axis: Axis) -> Callable[[Tensor], Tensor]:
+    ((start, stop),) = cut.slices[axis.rank]
+
+    def run(ids: Tensor) -> Tensor:
+        weight = part._parameters["weight"]
+        assert weight is not None
+        there = (ids >= start) & (ids < stop)
+        rows = nn.functional.embedding(torch.where(there, ids - start, 0), weight)
+        return Linear.apply(Psum(axis), rows * there.unsqueeze(-1).to(rows.dtype))[0]
+
+    return run
+
+
+def _experts(forward: Callable[..., Any], axis: Axis) -> Callable[..., Any]:
+    def run(hidden: Tensor, index: Tensor, weights: Tensor, *rest: Any) -> Tensor:
+        hidden, weights = Linear.apply(Vary(axis), hidden)[0], Linear.apply(Vary(axis), weights)[0]
+        return Linear.apply(Psum(axis), forward(hidden, index, weights, *rest))[0]
+
+    return run
+
+
+def _varied(part: nn.Module, forward: Callable[..., Any], axis: Axis) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        own = dict(part._parameters)
+        try:
+            for name, x in own.items():
+                if x is not None:
+                    (part._parameters[name],) = Linear.apply(Vary(axis), x)
+            return forward(*args, **kwargs)
+        finally:
+            part._parameters.update(own)
+
+    return run
