@@ -35,7 +35,10 @@ def digest(x: Tensor) -> Tensor:
 
 
 def check_same(x: Tensor, rows: Tensor, what: str, axis: str) -> Tensor:
-    """Return `x`, whose digests on all ranks of `axis` are `rows` [ranks * 2]. Raises `RanksDiffer` unless all are equal."""
+    """Return `x`, whose digests on all ranks of `axis` are `rows` [ranks * 2].
+
+    Raises `RanksDiffer` unless all are equal.
+    """
     each = rows.view(-1, WORDS).tolist()
     other = next((r for r, row in enumerate(each) if row != each[0]), None)
     if other is not None:
