@@ -247,7 +247,7 @@ def save_two_ways(folder: Path) -> None:
     """A mesh of two axes: shards that several ranks hold are written by one."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "data"))
     state = zerofn.shard(train_state(7), mesh=mesh)
     zerofn.save(folder / "a", state)
     loaded = zerofn.load(folder / "a", like=zerofn.shard(train_state(1), mesh=mesh))

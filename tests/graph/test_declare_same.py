@@ -34,6 +34,6 @@ def test_every_user_reads_the_checked_value_and_the_check_comes_first():
         ops.wait.default,
         ops.check_same.default,
     ]
-    assert check.args == (entry, wait, "batch entry 'n'") and start.args[:2] == (digest, 3)
+    assert check.args == (entry, wait, "batch entry 'n'", "data") and start.args[:2] == (digest, 3)
     assert set(entry.users) == {digest, check}
     assert len(users) > 1 and set(users) <= set(check.users)  # the loop is one of them

@@ -151,6 +151,47 @@ def test_hessian_vector_products_and_norms_are_those_of_whole_layers(ranks, num_
         )
 
 
+class Scaled(nn.Embedding):
+    def forward(self, ids):
+        return super().forward(ids) * 3
+
+
+def words(dim):
+    torch.manual_seed(0)
+    return nn.Sequential(Scaled(11, 6, padding_idx=7), nn.Linear(6, dim)).double()
+
+
+IDS = torch.tensor([[0, 7, 3], [10, 7, 5]])
+
+
+def of_words(word, ranks_of_linear):
+    mesh = Mesh.make(tensor=-1)
+    model = zerofn.skeleton(partial(words, 4))
+    cuts = tensor(model, mesh, {"0": word, "1": ranks_of_linear})
+    params = zerofn.shard({"params": dict(words(4).named_parameters())}, mesh=mesh, cuts=cuts)["params"]
+    loss, grads = zerofn.value_and_grad(lambda p, x: functional_call(model, p, (x,)).pow(3).mean())(params, IDS)
+    return loss, zerofn.unshard(grads)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "word", "linear"),
+    [
+        (2, "embedding_rowwise", "colwise_gather_output"),
+        (3, "embedding_rowwise", "rowwise_split_input"),
+        (2, "embedding_colwise", "colwise_rep"),
+    ],
+)
+def test_an_embedding_keeps_its_scale_and_its_padding(ranks, num_ranks, word, linear):
+    model = words(4)
+    loss = model(IDS).pow(3).mean()
+    loss.backward()
+    assert not model[0].weight.grad[7].any()
+    for mine, grads in ranks(num_ranks, of_words, word, linear):
+        torch.testing.assert_close(mine, loss.detach(), rtol=1e-12, atol=0)
+        for name, x in model.named_parameters():
+            torch.testing.assert_close(grads[name], x.grad, rtol=1e-12, atol=1e-15)
+
+
 def memory(sizes):
     return trained("llama", sizes, 0)[2]
 

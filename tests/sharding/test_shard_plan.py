@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zerofn import Precision, TrainState, optim, tree
-from zerofn.comm.mesh import Axis
+from zerofn.comm.mesh import Axis, Mesh
 from zerofn.offload.policy import Offload
 from zerofn.ops.codecs import E4M3, E5M2, PLAIN, SIGNED, SPLIT
 from zerofn.sharding.precision import NAMED
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 def policy(stage=3, precision=None, offload=None, size=2):
     precision = precision or Precision()
-    return ShardPolicy(stage, Axis("data", size), precision, None, None, offload or Offload(), CPU)
+    return ShardPolicy(stage, Mesh((Axis("data", size),)), precision, None, None, offload or Offload(), CPU, {})
 
 
 def params():

@@ -174,7 +174,7 @@ class _Maker:
         forward, axis = part.forward, self._axis
         sizes = tuple(cut.length(rank) for rank in range(axis.size)) if cut is not None else ()
         if how.kind == "embedding" and how.dim == 0 and cut is not None:
-            part.forward = _rows_of_vocabulary(part, cut, axis)
+            part.forward = _rows_of_vocabulary(part, forward, cut, axis)
         elif how.kind == "linear":
             sharers = self._sharers(name, cut)
             inner = forward if sharers is None else _varied(part, forward, sharers)
@@ -241,14 +241,18 @@ def _is_transposed(part: nn.Module) -> bool:
     return type(part).__name__ == "Conv1D"
 
 
-def _rows_of_vocabulary(part: nn.Module, cut: Cut, axis: Axis) -> Callable[[Tensor], Tensor]:
+def _rows_of_vocabulary(
+    part: nn.Module, forward: Callable[[Tensor], Tensor], cut: Cut, axis: Axis
+) -> Callable[[Tensor], Tensor]:
+    """Return an embedding's forward that looks up the rows which are here, and zeros for all others."""
     ((start, stop),) = cut.slices[axis.rank]
+    padding: Any = getattr(part, "padding_idx", None)
+    if padding is not None:  # a row without a gradient
+        setattr(part, "padding_idx", padding - start if start <= padding < stop else None)  # noqa: B010
 
     def run(ids: Tensor) -> Tensor:
-        weight = part._parameters["weight"]
-        assert weight is not None
         there = (ids >= start) & (ids < stop)
-        rows = nn.functional.embedding(torch.where(there, ids - start, 0), weight)
+        rows = forward(torch.where(there, ids - start, 0))
         return Linear.apply(Psum(axis), rows * there.unsqueeze(-1).to(rows.dtype))[0]
 
     return run

@@ -85,18 +85,15 @@ def shard(
     policy, values, parts, treedef = agree_on(
         "zerofn.shard", lambda: _plan(state_or_init, stage, where, precision, unit, device, offload, cuts)
     )
-    scratch = (
-        agree_on(
-            "zerofn.shard",
-            lambda: (  # the other ranks do not wait for one whose drive is full
-                scratch_for((p.spec, p.storages) for p in parts if isinstance(p, ShardedPart)),
-                "",
-            ),
-        )
-        if policy.offload.on_disk
-        else None
-    )
-    return _place(policy, values, parts, treedef, scratch)
+    return _place(policy, values, parts, treedef, _scratch_of_all(policy, parts))
+
+
+def _scratch_of_all(policy: ShardPolicy, parts: list[ShardedPart | ReplicatedPart]) -> Store | None:
+    """Return the space on drives; None if none is needed. The other ranks do not wait for one whose drive is full."""
+    if not policy.offload.on_disk:
+        return None
+    cuts = [(p.spec, p.storages) for p in parts if isinstance(p, ShardedPart)]
+    return agree_on("zerofn.shard", lambda: (scratch_for(cuts), ""))
 
 
 def _planned(stage: Any, precision: Any, offload: Any, plan: Any, num_ranks: int) -> tuple[int, Any, Any]:
