@@ -140,22 +140,22 @@ class Mesh:
         """The number of ranks of the grid."""
         return math.prod(axis.size for axis in self.axes)
 
-    @property
+    @cached_property
     def batch(self) -> Axis:
         """The ranks with different parts of the batch, along one axis."""
         return self.over(BATCH)
 
-    @property
+    @cached_property
     def shards(self) -> Axis:
         """The ranks that a unit is cut over, along one axis."""
         return self.over(SHARDS)
 
-    @property
+    @cached_property
     def slices(self) -> tuple[Axis, ...]:
         """The axes of several ranks with slices of the same leaves."""
         return tuple(axis for axis in self.axes if axis.name in SLICES and axis.size > 1)
 
-    @property
+    @cached_property
     def all(self) -> Axis:
         """All ranks, along one axis."""
         return self.over(tuple(axis.name for axis in self.axes))

@@ -114,13 +114,9 @@ class Filler:
 
 def _take_first_replica(sharded: Sharded) -> None:
     """Give every shard the values that it has on the first of the ranks that share it."""
-    group = group_named(sharded.spec.replicas.group)
     for shard in sharded.stored:
         held = shard.loaded()
-        for x in held.tensors:
-            there = x.to(shard.device)
-            dist.broadcast(there.view(torch.uint8), group=group, group_src=0)
-            x.copy_(there)
+        equalize(held.tensors, sharded.spec.replicas)
         shard.save(held)
 
 

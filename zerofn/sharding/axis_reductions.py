@@ -19,7 +19,7 @@ from ..collectives.maps import ops, rows_over
 from ..comm.mesh import Axis
 from ..ops import leaf_axes as _ops  # noqa: F401  (defines zerofn::squares_along and its like)
 from .layout import LeafInfo
-from .sharded import Sharded, axis_among, is_sharded, refuse_slices
+from .sharded import Sharded, is_sharded, mesh_among, refuse_slices
 
 Kept = tuple[bool, ...]  # for each dim of a leaf: whether the sums keep it
 
@@ -137,7 +137,8 @@ def _runs(values: Any) -> tuple[list[Tensor], dict[int, list[_Run]], Axis | None
     """
     refuse_slices(values, "an optimizer that sums over dims of a leaf")
     nodes = tree.leaves(values, is_leaf=is_sharded)
-    axis = axis_among(nodes)
+    mesh = mesh_among(nodes)
+    axis = None if mesh is None else mesh.shards
     complete = all(n.spec.num_shards == 1 for n in nodes if is_sharded(n))
     counts = complete or axis is None or axis.rank == 0
     flat: list[Tensor] = []

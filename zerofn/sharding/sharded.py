@@ -380,8 +380,3 @@ def with_trainable(sharded: Sharded, part: Sharded) -> Sharded:
 def mesh_among(nodes: Iterable[Any]) -> Mesh | None:
     """Return the mesh of the first `Sharded` of these nodes; None if there is none."""
     return next((x.spec.mesh for x in nodes if is_sharded(x)), None)
-
-
-def axis_among(nodes: Iterable[Any]) -> Axis | None:
-    """Return the axis that the first `Sharded` of these nodes is cut over; None if there is none."""
-    return next((x.spec.axis for x in nodes if is_sharded(x)), None)
