@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import passes, tree
 from .._torch_compat import storage_key
-from ..comm.mesh import DATA, Axis, Mesh
+from ..comm.mesh import DATA, Mesh
 from ..cost.machine import KNOWN, Machine, machine_of
 from ..dry_run.fake_machine import FakeMachine
 from ..graph.captured import captured
@@ -150,7 +150,7 @@ class _Planner:
         num_ranks = min(self._world, m.ranks)
         fake = FakeMachine(m.device != "cpu", m.host_rate / m.ranks, m.host_link)
         with fake():
-            mesh = Mesh((Axis(DATA, self._world, 0, "fake machine"),))
+            mesh = Mesh.planned({DATA: self._world})
             first = self._initial(resolve(config.precision))
             state = shard_fake(first, config.stage, mesh, config.precision, config.offload, self._unit)
             needs = _state_needs(state)
