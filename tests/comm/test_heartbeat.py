@@ -125,6 +125,7 @@ def test_torchrun_does_not_wait_for_a_frozen_rank_that_others_wait_for_in_an_agr
     start = time.monotonic()
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "rank 1 gave no sign of life for 2 s" in done.stderr, done.stderr[-2000:]
+    assert "is killed." in done.stderr
     assert time.monotonic() - start < 28  # torchrun itself waits for 30 s before it kills a rank
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import os
 import signal
 import sys
@@ -21,6 +22,8 @@ from ..util.errors import said
 from ..util.other_processes import here
 from ..util.process import the
 from .signed_store import SignedStore
+
+log = logging.getLogger("zerofn")
 
 LAST_TEXT = "zerofn/last/"  # and a rank: what it had to agree on last
 GIVEN_UP = "zerofn/given up"  # which process was silent for too long
@@ -145,10 +148,14 @@ def abort(message: str) -> None:
 
 
 def kill_given_up(store: SignedStore) -> None:
-    """Kill the process that a rank has given up, if it is on this machine and torchrun would wait for it to end."""
+    """Kill the process that a rank has given up, if it is on this machine and torchrun would wait for it to end.
+
+    Says why before: torchrun ends this process at once when it sees that the other has ended.
+    """
     with contextlib.suppress(dist.DistError):
         process = json.loads(store.get(GIVEN_UP) or "{}")
         if "TORCHELASTIC_RUN_ID" in os.environ and here(process):
+            log.error("%s Process %d is killed.", published_failure(store), process["pid"])
             with contextlib.suppress(ProcessLookupError):  # another rank was faster
                 os.kill(process["pid"], signal.SIGKILL)
 
