@@ -107,10 +107,10 @@ def refusals():
     axis = Mesh.make(data=2).axis("data")
     x = torch.ones(1, 3, 4, 2)
     bad = [
-        (dict(method="ulyses"), x, x, "no method 'ulyses'"),
-        (dict(), x, x, "cannot share 3 heads; write method='ring'"),
-        (dict(method="ring"), x, x[:, :2], "2 heads of keys do not divide 3"),
-        (dict(method="ring"), x[:, :, :3], x[:, :, :3], "two chunks of one size"),
+        ({"method": "ulyses"}, x, x, "no method 'ulyses'"),
+        ({}, x, x, "cannot share 3 heads; write method='ring'"),
+        ({"method": "ring"}, x, x[:, :2], "2 heads of keys do not divide 3"),
+        ({"method": "ring"}, x[:, :, :3], x[:, :, :3], "two chunks of one size"),
     ]
     for options, q, k, message in bad:
         with pytest.raises(ValueError, match=message):

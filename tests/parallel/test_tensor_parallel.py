@@ -12,7 +12,6 @@ from tests.support.mesh_training import assert_same_training, plain, trained
 from zerofn.comm.mesh import Mesh
 from zerofn.parallel import Slice, tensor
 
-
 CASES = [
     ("llama", 2, {"tensor": 2}, 3),
     ("llama", 3, {"tensor": 3}, 0),

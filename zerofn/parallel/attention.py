@@ -156,12 +156,13 @@ class _Part(NamedTuple):
         return [_Part(*xs) for xs in zip(*(x.chunk(2, -2) for x in self), strict=True)]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> _Part:
-    """q [B, G, n, s, D], k [B, G, 1, t, D], v [B, G, 1, t, E]. `mask` [s, t]: what is not looked at."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False) -> _Part:
+    """q [B, G, n, s, D], k [B, G, 1, t, D], v [B, G, 1, t, E]."""
     scores = (q @ k.transpose(-1, -2)) * scale
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if mask is not None:
-        scores = scores.masked_fill(mask, float("-inf"))
+    if causal:
+        behind = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(behind, float("-inf"))
     # Any number would do, so its derivative is none: what it is subtracted from is divided by the same sum.
     greatest = scores.detach().amax(-1, keepdim=True)
     terms = (scores - greatest).exp()
@@ -169,11 +170,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) 
 
 
 def _ring(q: Tensor, k: Tensor, v: Tensor, axis: Axis, causal: bool, scale: float) -> Tensor:
-    size = q.shape[-2]
+    half = q.shape[-2] // 2
     q = q.unflatten(-3, (k.shape[-3], -1))
     before = [(r - 1) % axis.size for r in range(axis.size)]
-    mask = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1) if causal else None
-    early = late = None
+    parts: list[_Part] = []  # of the first chunk's rows, and of the second's
     block = k, v
     for turn in range(axis.size):
         here, source = block, (axis.rank - turn) % axis.size
@@ -181,11 +181,10 @@ def _ring(q: Tensor, k: Tensor, v: Tensor, axis: Axis, causal: bool, scale: floa
             block = permute(here[0], before, axis), permute(here[1], before, axis)
         keys, values = (x.unsqueeze(-3) for x in here)
         if causal and source > axis.rank:  # both of its chunks are between this rank's
-            late = late + _attend(q[..., size // 2 :, :], keys, values, scale, None)
+            parts[1] += _attend(q[..., half:, :], keys, values, scale)
             continue
         if causal and source < axis.rank:  # its second chunk is behind both of this rank's
-            keys, values = keys[..., : size // 2, :], values[..., : size // 2, :]
-        first, second = _attend(q, keys, values, scale, mask if turn == 0 else None).halves()
-        early, late = (first, second) if early is None else (early + first, late + second)
-    out = torch.cat([x.values / x.weights for x in (early, late)], -2)
-    return out.flatten(-4, -3).to(q.dtype)
+            keys, values = keys[..., :half, :], values[..., :half, :]
+        found = _attend(q, keys, values, scale, causal=causal and turn == 0).halves()
+        parts = [a + b for a, b in zip(parts, found, strict=True)] if parts else found
+    return torch.cat([x.values / x.weights for x in parts], -2).flatten(-4, -3).to(q.dtype)

@@ -45,7 +45,8 @@ def context(model: nn.Module, mesh: Mesh, *, method: str = "ulysses") -> None:
         return
     _check(model, name, config, axis, mesh.size(TENSOR), method)
     _register()
-    model.set_attn_implementation(f"zerofn_{method}")
+    switch: Any = model.set_attn_implementation
+    switch(f"zerofn_{method}")
     if config._attn_implementation != f"zerofn_{method}":
         raise TypeError(f"context: the attention of {name} cannot be replaced: it has code of its own for it.")
     for part in model.modules():

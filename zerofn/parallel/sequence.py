@@ -28,7 +28,7 @@ def split_sequence(batch: Mapping[str, Tensor], mesh: Mesh, *, shift: bool = Tru
       of the whole row count for a loss, those that are not -100;
     - `row_digest` [B]: a number that follows from the whole row, by which ranks see that they have the same rows.
 
-    A loss over a rank's tokens is size * (sum of losses) / items_per_row.sum(): its mean over ranks is that of the whole
+    A rank's loss is size * (sum of its tokens' losses) / items_per_row.sum(): its mean over ranks is that of whole
     sequences. `zerofn.parallel.context` lets transformers' models compute it. Raises `ValueError` for a length that
     ranks cannot share, for padding (`attention_mask` with zeros) and for several sequences in one row (`position_ids`
     that begin anew).
@@ -44,8 +44,8 @@ def split_sequence(batch: Mapping[str, Tensor], mesh: Mesh, *, shift: bool = Tru
     if size % (2 * num):
         longer = size + -size % (2 * num)
         raise ValueError(
-            f"split_sequence: {num} ranks of {CONTEXT!r} cannot share sequences of {size} tokens: pad them to {longer}, "
-            f"with labels {IGNORED}, or cut them."
+            f"split_sequence: {num} ranks of {CONTEXT!r} cannot share sequences of {size} tokens: pad them to {longer},"
+            f" with labels {IGNORED}, or cut them."
         )
     _refuse_padding(batch, ids)
     parts = {k: x for k, x in batch.items() if k not in ("attention_mask", "position_ids")}
