@@ -26,6 +26,8 @@ CASES = [
     ("qwen3_moe", 3, {"context": 3}, 2, "ulysses"),
     ("deepseek_v3", 2, {"replicate": 1, "context": 2}, 3, "ring"),
     ("gpt2", 3, {"context": 3}, 1, "ulysses"),
+    ("llama", 2, {"data": 2, "context": 1}, 2, "ring"),
+    ("bert", 2, {"context": 2}, 3, "ulysses"),
     ("llama", 4, {"context": 2, "tensor": 2}, 3, "ring"),
     ("llama", 8, {"data": 2, "tensor": 2, "context": 2}, 3, "ring"),
 ]
@@ -46,17 +48,17 @@ def of_rows(num):
     return {"input_ids": torch.arange(num * 8).view(num, 8) % 67, "labels": torch.arange(num * 8).view(num, 8) % 67}
 
 
-def stepped(mesh, batch, **options):
-    """A step of llama on a batch, not cut by this function."""
-    model = zerofn.skeleton(partial(build, "llama"))
-    context(model, mesh, **options)
+def stepped(mesh, batch, name="llama"):
+    """A step on a batch that this function does not cut."""
+    model = zerofn.skeleton(partial(build, name))
+    context(model, mesh)
 
     def train_step(state, batch):
         loss, grads = state.value_and_grad(lambda p, x: functional_call(model, p, (), x).loss)(batch)
         return state.apply_gradients(grads), loss
 
     def init_state():
-        return zerofn.TrainState.create(params=dict(build("llama").named_parameters()), tx=optim.sgd(0.1))
+        return zerofn.TrainState.create(params=dict(build(name).named_parameters()), tx=optim.sgd(0.1))
 
     return zerofn.compile(train_step)(zerofn.shard(init_state, mesh=mesh), batch)
 
@@ -78,6 +80,10 @@ def refusals():
         (lambda: stepped(mesh, own), "labels that are shifted before"),
         (lambda: stepped(mesh, split_sequence(batch, mesh, shift=False)), "labels that are shifted before"),
         (lambda: stepped(mesh, split_sequence({k: x + rank for k, x in batch.items()}, mesh)), "has other bits|differ"),
+        (
+            lambda: stepped(mesh, split_sequence(batch, mesh, shift=False), "bert"),
+            "computes its loss in a way of its own",
+        ),
         (lambda: split_sequence({"labels": batch["labels"]}, mesh), "the batch has no 'input_ids'"),
         (lambda: split_sequence({"input_ids": torch.zeros(1, 6)}, mesh), "sequences of 6 tokens: pad them to 8"),
         (lambda: split_sequence({**batch, "attention_mask": 0 * batch["labels"]}, mesh), "leaves tokens out"),

@@ -4,10 +4,12 @@ from functools import partial
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.func import functional_call
 
 import zerofn
+from tests.support.float64_models import SMALL
 from tests.support.mesh_training import assert_same_training, plain, trained
 from zerofn.comm.mesh import Mesh
 from zerofn.parallel import Slice, tensor
@@ -23,6 +25,9 @@ CASES = [
     ("deepseek_v3", 2, {"tensor": 2}, 0),
     ("gpt2", 2, {"tensor": 2}, 3),
     ("gpt2", 3, {"tensor": 3}, 2),
+    ("t5", 2, {"tensor": 2}, 3),
+    ("t5", 3, {"tensor": 3}, 1),
+    ("bert", 2, {"tensor": 2}, 2),
 ]
 
 
@@ -138,6 +143,9 @@ def test_slices_take_their_part_of_the_memory(ranks):
     assert half < 0.8 * whole  # units are padded to 2,048 elements, and norms are whole
 
 
+ODD = transformers.LlamaConfig(**{**SMALL, "num_attention_heads": 3, "num_key_value_heads": 3}, intermediate_size=35)
+
+
 def refusals():
     mesh = Mesh.make(tensor=2)
     bad = [
@@ -149,6 +157,7 @@ def refusals():
         (lambda: tensor(mlp(), mesh, PLAN, attributes={"mid": {}}), r"attributes\['mid'\] matches no module"),
         (lambda: tensor(mlp(), Mesh.make(data=2), PLAN), "mesh has no axis 'tensor'"),
         (lambda: zerofn.shard({"params": {"w": torch.ones(3)}}, mesh=mesh), "no leaf is cut over it"),
+        (lambda: tensor(transformers.LlamaForCausalLM(ODD), mesh), "q_proj: .*3 heads cannot be shared by 2"),
         (lambda: Slice(0, output="whole"), "output='whole' is not known"),
     ]
     for call, message in bad:

@@ -34,7 +34,16 @@ CONFIGS = {
         vocab_size=67, n_embd=24, n_layer=2, n_head=6, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         bos_token_id=1, eos_token_id=2,
     ),
+    "t5": lambda: transformers.T5Config(
+        vocab_size=67, d_model=24, d_kv=4, d_ff=36, num_layers=2, num_heads=6, dropout_rate=0.0, pad_token_id=0,
+        decoder_start_token_id=0, use_cache=False,
+    ),
+    "bert": lambda: transformers.BertConfig(
+        **{k: v for k, v in SMALL.items() if k != "num_key_value_heads"}, intermediate_size=35, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    ),
 }  # fmt: skip
+CLASSES = {"t5": "T5ForConditionalGeneration", "bert": "BertForMaskedLM"}  # the others are decoders
 
 
 class _Torch(types.ModuleType):
@@ -49,7 +58,7 @@ class _Torch(types.ModuleType):
 @contextlib.contextmanager
 def in_float64():
     """While this is entered, transformers' models get float64 where they ask for float32."""
-    for name in ("llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "gpt2"):
+    for name in ("llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "gpt2", "t5", "bert"):
         importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     found = [m for n, m in sys.modules.items() if n.startswith("transformers.") and vars(m).get("torch") is torch]
     to_float = torch.Tensor.float
@@ -72,4 +81,6 @@ def in_float64():
 def build(name):
     """The model, in float64."""
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").double()
+    config, kind = CONFIGS[name](), getattr(transformers, CLASSES.get(name, "AutoModelForCausalLM"))
+    made = getattr(kind, "from_config", None) or kind._from_config
+    return made(config, attn_implementation="eager").double()

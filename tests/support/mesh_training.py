@@ -24,6 +24,29 @@ GPT2 = {
     "attributes": {"transformer.h.*.attn": {"split_size": lambda n, ranks: n // ranks}},
 }
 
+_HEADS = {"n_heads": lambda n, ranks: n // ranks, "inner_dim": lambda n, ranks: n // ranks}
+T5 = {
+    "plan": {
+        **{f"*.block.*.layer.*.{kind}.{x}": "colwise" for kind in ("SelfAttention", "EncDecAttention") for x in "qkv"},
+        **{f"*.block.*.layer.*.{kind}.o": "rowwise" for kind in ("SelfAttention", "EncDecAttention")},
+        "*.block.*.layer.*.SelfAttention.relative_attention_bias": Slice(1, kind="embedding", output="cut"),
+        "*.block.*.layer.*.DenseReluDense.wi": "colwise",
+        "*.block.*.layer.*.DenseReluDense.wo": "rowwise",
+    },
+    "attributes": {f"*.block.*.layer.*.{kind}": _HEADS for kind in ("SelfAttention", "EncDecAttention")},
+}
+BERT = {
+    "plan": {
+        **{f"bert.encoder.layer.*.attention.self.{x}": "colwise" for x in ("query", "key", "value")},
+        "bert.encoder.layer.*.attention.output.dense": "rowwise",
+        "bert.encoder.layer.*.intermediate.dense": "colwise",
+        "bert.encoder.layer.*.output.dense": "rowwise",
+        "bert.embeddings.word_embeddings": "embedding_rowwise",
+        "cls.predictions.decoder": "colwise_gather_output",
+    }
+}
+PLANS = {"gpt2": GPT2, "t5": T5, "bert": BERT}  # the others have their own
+
 
 def batches():
     """Rows of 24 tokens, two of which in each row have no label."""
@@ -56,15 +79,21 @@ def trained(name, sizes, stage, captured=True, method="ulysses"):
     with in_float64():
         mesh = Mesh.make(**sizes)
         model = zerofn.skeleton(partial(build, name))
-        cuts = tensor(model, mesh, **(GPT2 if name == "gpt2" else {})) if mesh.size("tensor") > 1 else None
-        if mesh.size("context") > 1:
+        cuts = tensor(model, mesh, **PLANS.get(name, {})) if mesh.size("tensor") > 1 else None
+        if "context" in sizes:
             context(model, mesh, method=method)
 
         def init_state():
             return zerofn.TrainState.create(params=dict(build(name).named_parameters()), tx=optim.sgd(0.1, 0.9))
 
         def loss_fn(params, batch):
-            return functional_call(model, params, (), batch).loss
+            if name != "bert" or "context" not in sizes:
+                return functional_call(model, params, (), batch).loss
+            labels = batch["labels"]  # its own loss does not know parts of sequences
+            inputs = {k: x for k, x in batch.items() if k != "labels"}
+            logits = functional_call(model, params, (), inputs).logits
+            total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            return mesh.size("context") * total / batch["items_per_row"].sum()
 
         def train_step(state, batch):
             loss, grads = state.value_and_grad(loss_fn)(batch)
@@ -74,8 +103,8 @@ def trained(name, sizes, stage, captured=True, method="ulysses"):
         step, losses = zerofn.compile(train_step) if captured else train_step, []
         for batch in batches():
             own = {k: x.chunk(mesh.rows.size)[mesh.rows.rank] for k, x in batch.items()}
-            if mesh.size("context") > 1:
-                own = split_sequence(own, mesh)
+            if "context" in sizes:
+                own = split_sequence(own, mesh, shift=name != "bert")
             state, loss = step(state, own)
             losses.append(loss.item())
         held = sum(x.numel() for x in state.params.shards)

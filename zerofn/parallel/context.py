@@ -41,18 +41,21 @@ def context(model: nn.Module, mesh: Mesh, *, method: str = "ulysses") -> None:
         raise TypeError(f"context: {name} is no model of transformers; call zerofn.parallel.attention in your own.")
     if method not in METHODS:
         raise ValueError(f"context: there is no method {method!r}; there are {' and '.join(map(repr, METHODS))}.")
-    if axis.size == 1:
-        return
-    _check(model, name, config, axis, mesh.size(TENSOR), method)
+    if axis.size > 1:
+        _check(model, name, config, axis, mesh.size(TENSOR), method)
+        _switch(model, config, axis, method)
+    model.forward = _of_parts(model, model.forward, axis)
+
+
+def _switch(model: Any, config: Any, axis: Axis, method: str) -> None:
+    """Let the model's attention be ours."""
     _register()
-    switch: Any = model.set_attn_implementation
-    switch(f"zerofn_{method}")
+    model.set_attn_implementation(f"zerofn_{method}")
     if config._attn_implementation != f"zerofn_{method}":
-        raise TypeError(f"context: the attention of {name} cannot be replaced: it has code of its own for it.")
+        raise TypeError(f"context: the attention of {type(model).__name__} is code of its own, and cannot be replaced.")
     for part in model.modules():
         if hasattr(part, "is_causal"):
-            part.zerofn_axis = axis  # type: ignore[assignment]
-    model.forward = _of_parts(model, model.forward, axis)
+            part.zerofn_axis = axis
 
 
 def _check(model: nn.Module, name: str, config: Any, axis: Axis, slices: int, method: str) -> None:
@@ -122,11 +125,30 @@ def _of_parts(model: Any, forward: Callable[..., Any], axis: Axis) -> Callable[.
                 f"{type(model).__name__} computes with parts of sequences: cut the batch by "
                 "zerofn.parallel.split_sequence(batch, mesh), and call the model with all that it returns."
             )
-        if inputs.get("labels") is not None:
-            inputs |= _counted(model, inputs, items_per_row, axis)
-        # Comes to nothing but if rows differ: then all ranks raise.
+        # Adds nothing; if rows differ, all ranks raise.
         inputs["position_ids"] = inputs["position_ids"] + 0 * same(row_digest, axis).unsqueeze(-1)
-        return forward(*args, **inputs)
+        if inputs.get("labels") is None:
+            return forward(*args, **inputs)
+        inputs |= _counted(model, inputs, items_per_row, axis)
+        asked: list[bool] = []
+        loss_function = model.loss_function
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            asked.append("num_items_in_batch" in kwargs)
+            return loss_function(*args, **kwargs)
+
+        model.loss_function = noted
+        try:
+            out = forward(*args, **inputs)
+        finally:
+            model.loss_function = loss_function
+        if asked != [True]:
+            raise ValueError(
+                f"{type(model).__name__} computes its loss in a way of its own, which would take a rank's part of a "
+                "sequence for a whole one. Call it without labels, and compute the loss from its logits: "
+                "size * (sum over the rank's labels) / items_per_row.sum(), with the size of the axis 'context'."
+            )
+        return out
 
     return run
 

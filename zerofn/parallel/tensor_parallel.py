@@ -21,6 +21,9 @@ from ..util.errors import nearest
 from .cuts import Cut, equal
 from .plan import Slice, slice_of
 
+# What modules of attention call the size of a head.
+_SIZES_OF_HEADS = ("head_dim", "attention_head_size", "key_value_proj_dim")
+
 
 def tensor(
     model: nn.Module,
@@ -121,9 +124,12 @@ class _Maker:
         if dim is None:
             return None
         dim %= param.dim()
-        unit = self._unit(where)
+        unit, size = self._unit(where) if how.kind == "linear" else 1, self._axis.size
         try:
-            cut = equal(TENSOR, dim, param.shape[dim], self._axis.size, how.parts, unit)
+            cut = equal(TENSOR, dim, param.shape[dim], size, how.parts, unit)
+            heads = param.shape[dim] // (how.parts * unit)
+            if unit > 1 and heads > size and heads % size:  # queries would meet keys of other heads
+                raise ValueError(f"{heads} heads cannot be shared by {size} ranks")
         except ValueError as error:
             raise ValueError(f"{where}: {self._axis.size} ranks of {TENSOR!r} cannot share it: {error}.") from None
         self.cuts[name] = cut
@@ -147,8 +153,8 @@ class _Maker:
     def _unit(self, where: str) -> int:
         """Return the size of what may not be cut: a head, for a layer of attention."""
         above = self._modules.get(where.rpartition(".")[0])
-        found = getattr(above, "head_dim", None)
-        return found if isinstance(found, int) else 1
+        found = [getattr(above, name, None) for name in _SIZES_OF_HEADS]
+        return next((x for x in found if isinstance(x, int)), 1)
 
     def _module(self, name: str, part: nn.Module, how: Slice) -> None:
         transposed = _is_transposed(part)
@@ -179,7 +185,7 @@ class _Maker:
             sharers = self._sharers(name, cut)
             inner = forward if sharers is None else _varied(part, forward, sharers)
             part.forward = _linear(part, inner, how, axis, sizes, adds_bias)
-        elif how.kind == "embedding":
+        elif how.kind == "embedding" and how.output == "concat":
             part.forward = _before_and_behind(forward, None, lambda y: Linear.apply(Concat(axis, sizes), y)[0])
         elif how.kind == "experts":
             part.forward = _experts(forward, axis)

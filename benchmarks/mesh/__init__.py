@@ -1,0 +1,1 @@
+"""Meshes: tensor and context parallelism beside the systems that have them."""

@@ -1,0 +1,56 @@
+"""One rank of one row in a process of its own; prints one JSON line that starts with RESULT.
+
+mesh.py starts it: python -m benchmarks.mesh.worker ROW --rank R --world N --port P --workload W --steps K
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common import measure
+from benchmarks.common.workload import WORKLOADS, batches
+from benchmarks.mesh.rows import builders
+from benchmarks.step.worker import NUM_WARMUP_STEPS, join, preload, timed_steps
+
+
+def run(options: argparse.Namespace) -> dict[str, object]:
+    preload(options.preload)
+    alone = options.row == "reference"
+    if not alone:
+        join(options.rank, options.world, options.port)
+    work, num_steps = WORKLOADS[options.workload], NUM_WARMUP_STEPS + options.steps
+    parts = [batches(work, rank, options.world, num_steps) for rank in range(options.world)]
+    tokens = [torch.cat(each) for each in zip(*parts, strict=True)]
+    imports, loaded = measure.memory_bytes("VmRSS"), set(sys.modules)
+    row = builders()[options.row](work, options.rank, options.world)
+    result = timed_steps(row, tokens, (lambda: None) if alone else dist.barrier)
+    return result | {
+        "imports": imports,
+        "peak": measure.memory_bytes("VmHWM"),
+        "state": measure.storage_bytes(row.state()),
+        "late_imports": [name for name in sys.modules if name not in loaded],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("row")
+    for name in ("rank", "world", "port", "steps"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--workload", choices=WORKLOADS, required=True)
+    parser.add_argument("--preload", help="JSON file: modules to import before memory is read")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print("RESULT " + json.dumps(run(options)), flush=True)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
