@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import tree
 from ..comm.agreement import exchange
-from ..comm.mesh import Mesh
+from ..comm.mesh import BATCH, Mesh
 from ..ops.same import digest
 from ..sharding.sharded import is_sharded
 
@@ -34,10 +34,10 @@ def compare_batches(name: str, batch: Any, mesh: Mesh | None) -> None:
         place, found = text.split()
         before, known = first.setdefault(place, (rank, found))
         if known != found:
+            shared = " and ".join(repr(axis.name) for axis in mesh.slices if axis.name not in BATCH)
             raise RuntimeError(
                 f"{name}: ranks {before} and {rank} have slices of the same layers, and different batches. Along "
-                f"{' and '.join(repr(axis.name) for axis in mesh.slices)} ranks need the same rows: take those number "
-                "mesh.batch.rank of mesh.batch.size."
+                f"{shared} ranks need the same rows: take those number mesh.batch.rank of mesh.batch.size."
             )
     if mesh.batch.size > 1 and len({found for _, found in first.values()}) == 1 and mesh.all.rank == 0:
         log.warning(

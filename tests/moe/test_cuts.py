@@ -1,0 +1,201 @@
+"""Experts along an axis of the mesh: steps at every stage beside plain torch on the global batch, in float64."""
+
+import pytest
+import torch
+
+import zerofn
+from tests.moe.test_compiled import OPTIONS, STEPS, TOKENS, WIDTH, over_rows, start
+from tests.support.plain_moe import plain_layer
+from tests.support.same import assert_same_trees
+from zerofn import moe, optim
+from zerofn.comm.mesh import Mesh, axes_of
+
+EXPERTS = 6
+MESHES = [{"expert": 2}, {"expert": 3}, {"data": 2, "expert": 2}, {"expert": 2, "replicate": 2}]
+CLIP = 0.3
+
+
+def batches(rank):
+    draw = torch.Generator().manual_seed(50 + rank)
+    return torch.randn(STEPS, 2, TOKENS, WIDTH, generator=draw, dtype=torch.float64)
+
+
+def group_loss(params, batch):
+    """Of one rank's rows, by a loop over them."""
+    x, target = batch
+    y, balance, z, *_ = plain_layer(params["moe"], torch.tanh(x @ params["into"]), **OPTIONS)
+    return (y @ params["out"] - target).square().mean() + 0.1 * balance + 0.01 * z
+
+
+def plain(size, halves=False):
+    """The losses of the global batch, the norms of its gradients, and the parameters after all steps."""
+    params, losses, norms = start(EXPERTS), [], []
+    leaves = [x.requires_grad_() for x in zerofn.tree.leaves(params)]
+    optimizer = torch.optim.SGD(leaves, 0.1, 0.9)
+    for step in range(STEPS):
+        parts = [half for rank in range(size) for half in microbatches(batches(rank)[step], halves)]
+        loss = sum(group_loss(params, part) for part in parts) / len(parts)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(leaves, CLIP).item())
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms, zerofn.tree_map(torch.detach, params)
+
+
+def microbatches(batch, halves):
+    return torch.stack(batch.chunk(2, 1)).unbind() if halves else [batch]
+
+
+def loss_fn(params, x, target):
+    y, aux = moe.layer(params["moe"], torch.tanh(x @ params["into"]), torch.vmap(over_rows), axis="expert", **OPTIONS)
+    return (y @ params["out"] - target).square().mean() + 0.1 * aux.balance + 0.01 * aux.z
+
+
+def trained(mesh, stage, captured, num_microbatches=1):
+    def init_state():
+        tx = optim.chain(optim.clip_by_global_norm(CLIP), optim.sgd(0.1, 0.9))
+        return zerofn.TrainState.create(params=start(EXPERTS), tx=tx)
+
+    def train_step(state, batch):
+        loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), num_microbatches)(*batch)
+        return state.apply_gradients(grads), (loss, zerofn.global_norm(grads))
+
+    state = zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=moe.cuts(start(EXPERTS), mesh))
+    step, told = zerofn.compile(train_step) if captured else train_step, []
+    for batch in batches(mesh.batch.rank):
+        state, aux = step(state, tuple(batch))
+        told.append([x.item() for x in aux])
+    return told, zerofn.unshard(state.params)
+
+
+def every_stage(sizes):
+    mesh = Mesh.make(**sizes)
+    cases = [(stage, captured) for stage in range(4) for captured in (False, True)]
+    return [trained(mesh, *case) for case in cases], [trained(mesh, *case, 2) for case in ((2, True), (3, False))]
+
+
+def named(params):
+    paths, leaves, _ = zerofn.tree.flatten_with_path(params)
+    return {zerofn.tree.name_of(p): x for p, x in zip(paths, leaves, strict=True)}
+
+
+def check(found, expected):
+    losses, norms, params = expected
+    for told, ours in found:
+        assert [x[0] for x in told] == pytest.approx(losses, rel=1e-12)
+        assert [x[1] for x in told] == pytest.approx(norms, rel=1e-12)
+        for (name, x), y in zip(named(params).items(), zerofn.tree.leaves(ours), strict=True):
+            torch.testing.assert_close(y, x, rtol=1e-12, atol=1e-14, msg=name)
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_every_stage_is_plain_torch_and_has_the_bits_of_the_others(ranks, sizes):
+    size = torch.tensor(list(sizes.values())).prod().item()
+    for whole, halves in ranks(size, every_stage, sizes):
+        check(whole, plain(size))
+        check(halves, plain(size, halves=True))
+        for _, ours in whole[1:]:
+            assert_same_trees(ours, whole[0][1])
+
+
+def product(sizes):
+    """A Hessian-vector product through the axis, norms, and how much of the experts is here."""
+    mesh = Mesh.make(**sizes)
+    params = start(EXPERTS)
+    sharded = zerofn.shard({"params": params}, stage=3, mesh=mesh, cuts=moe.cuts(params, mesh))["params"]
+    x, target = batches(mesh.batch.rank)[0]
+    with axes_of(mesh):  # as value_and_grad does
+        gradient = torch.func.grad(lambda p: loss_fn(zerofn.gather(p), x, target))
+        found = torch.func.jvp(gradient, (sharded,), (zerofn.tree_map(torch.ones_like, sharded),))[1]
+    shape = tuple(sharded["moe.experts.up"].shape)
+    return zerofn.unshard(found), zerofn.global_norm(found).item(), zerofn.leaf_norms(sharded), shape
+
+
+@pytest.mark.parametrize("sizes", [{"expert": 2}, {"data": 2, "expert": 2}], ids=str)
+def test_hessian_vector_products_and_norms_are_those_of_the_global_batch(ranks, sizes):
+    size = torch.tensor(list(sizes.values())).prod().item()
+    params = start(EXPERTS)
+    leaves = [x.requires_grad_() for x in zerofn.tree.leaves(params)]
+    loss = sum(group_loss(params, batches(rank)[0]) for rank in range(size)) / size
+    along = sum(g.sum() for g in torch.autograd.grad(loss, leaves, create_graph=True))
+    expected = torch.autograd.grad(along, leaves)
+    norm = torch.nn.utils.get_total_norm(expected).item()
+    for found, length, norms, shape in ranks(size, product, sizes):
+        for name, x, y in zip(named(params), expected, zerofn.tree.leaves(found), strict=True):
+            torch.testing.assert_close(y, x, rtol=1e-12, atol=1e-14, msg=name)
+        assert length == pytest.approx(norm, rel=1e-12)
+        assert {k: v.item() for k, v in norms.items()} == pytest.approx(
+            {k: v.detach().norm().item() for k, v in named(params).items()}, rel=1e-12
+        )
+        assert shape == (EXPERTS // sizes["expert"], WIDTH, 4)
+
+
+def different_starts():
+    """Ranks that initialise other values."""
+    mesh = Mesh.make(data=2, expert=2)
+    torch.manual_seed(torch.distributed.get_rank())
+    params = zerofn.tree_map(lambda x: torch.randn(x.shape), start(4))
+    found = []
+    for stage in (0, 1, 3):
+        found.append(
+            zerofn.unshard(zerofn.shard({"params": params}, stage=stage, mesh=mesh, cuts=moe.cuts(params, mesh)))
+        )
+    return found
+
+
+def test_copies_of_a_state_are_equal(ranks):
+    first, *others = ranks(4, different_starts)
+    for other in others:
+        assert_same_trees(other, first)
+
+
+def metrics_of_experts():
+    """What is computed from experts' outputs on one rank differs along the axis, and may not meet the state."""
+    mesh = Mesh.make(data=1, expert=2)
+
+    def train_step(state, batch):
+        _, grads = state.value_and_grad(loss_fn)(*batch)
+        return state.apply_gradients(zerofn.tree_map(lambda g: g * batch[0].sum(), grads))
+
+    def init_state():
+        return zerofn.TrainState.create(params=start(EXPERTS), tx=optim.sgd(0.1))
+
+    state = zerofn.shard(init_state, mesh=mesh, cuts=moe.cuts(start(EXPERTS), mesh))
+    with pytest.raises(zerofn.CaptureError, match="combines a shard with a value that differs from rank to rank"):
+        zerofn.compile(train_step)(state, tuple(batches(mesh.batch.rank)[0]))
+
+
+def test_a_ranks_own_values_may_not_meet_the_state(ranks):
+    ranks(2, metrics_of_experts)
+
+
+def refusals():
+    mesh = Mesh.make(expert=2)
+    params = start(EXPERTS)
+    bad = [
+        (lambda: moe.cuts(params, Mesh.make(data=2)), "mesh has no axis 'expert'"),
+        (lambda: moe.cuts({"w": torch.ones(2)}, mesh), "no leaf is of experts"),
+        (
+            lambda: moe.cuts(start(5), mesh),
+            r"'moe.experts.bias' has shape \[5, 4\], and 2 ranks of 'expert' cannot share",
+        ),
+        (lambda: zerofn.shard({"params": params}, mesh=mesh), r"no leaf is cut over it. Give cuts=zerofn.moe.cuts"),
+    ]
+    for call, message in bad:
+        with pytest.raises(ValueError, match=message):
+            call()
+    state = zerofn.shard({"params": params}, mesh=mesh, cuts=moe.cuts(params, mesh))
+    with pytest.raises(NotImplementedError, match="scatter: ranks have slices along 'expert'"):
+        zerofn.scatter(zerofn.gather(state["params"]), like=state["params"])
+
+
+def test_mistakes_are_sentences(ranks):
+    ranks(2, refusals)
+
+
+def test_one_rank_needs_no_cuts():
+    assert moe.cuts(start(5), Mesh.make(expert=1)) == {}
+    assert (
+        moe.cuts({"w": torch.empty(4, 2, device="meta")}, Mesh.make(expert=1), experts=lambda name: name == "w") == {}
+    )
