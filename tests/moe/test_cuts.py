@@ -1,5 +1,7 @@
 """Experts along an axis of the mesh: steps at every stage beside plain torch on the global batch, in float64."""
 
+import re
+
 import pytest
 import torch
 
@@ -199,3 +201,86 @@ def test_one_rank_needs_no_cuts():
     assert (
         moe.cuts({"w": torch.empty(4, 2, device="meta")}, Mesh.make(expert=1), experts=lambda name: name == "w") == {}
     )
+
+
+WEIGHTS = (3.0, 0.0, 5.0, 1.0)  # one rank has nothing that counts, and still experts
+
+
+def weighted_loss(params, x, target, weight):
+    """The first rows of a rank count, as many as its weight."""
+    y, _ = moe.layer(params["moe"], torch.tanh(x @ params["into"]), torch.vmap(over_rows), axis="expert", **OPTIONS)
+    counts = torch.arange(len(x)) < weight
+    return ((y @ params["out"] - target).square().mean(-1) * counts).sum(), weight
+
+
+def weighted(sizes, stage, num_microbatches):
+    mesh = Mesh.make(**sizes)
+    params = start(EXPERTS)
+    sharded = zerofn.shard({"params": params}, stage=stage, mesh=mesh, cuts=moe.cuts(params, mesh))["params"]
+    x, target = batches(mesh.batch.rank)[0].repeat(1, num_microbatches, 1)
+    weight = torch.tensor([WEIGHTS[(mesh.batch.rank + k) % 4] for k in range(num_microbatches)])
+
+    def loss(p, x, target, weight):
+        return weighted_loss(p, x, target, weight.sum())
+
+    found, grads = zerofn.accumulate(zerofn.value_and_grad(loss), num_microbatches)(sharded, x, target, weight)
+    return found, zerofn.unshard(grads)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("sizes", [{"expert": 2}, {"data": 2, "expert": 2}], ids=str)
+def test_weights_of_ranks_are_those_of_their_own_losses(ranks, sizes, num_microbatches):
+    """Gradients of experts come from the losses of all ranks, each of which has a weight of its own."""
+    size = torch.tensor(list(sizes.values())).prod().item()
+    params = start(EXPERTS)
+    leaves = [x.requires_grad_() for x in zerofn.tree.leaves(params)]
+    total = count = 0
+    for rank in range(size):
+        x, target = batches(rank)[0]
+        y, *_ = plain_layer(params["moe"], torch.tanh(x @ params["into"]), **OPTIONS)
+        rows = (y @ params["out"] - target).square().mean(-1)
+        for k in range(num_microbatches):
+            weight = WEIGHTS[(rank + k) % 4]
+            total, count = total + rows[: int(weight)].sum(), count + weight
+    expected = torch.autograd.grad(total / count, leaves)
+    for stage in (0, 3):
+        for loss, grads in ranks(size, weighted, sizes, stage, num_microbatches):
+            torch.testing.assert_close(loss, (total / count).detach(), rtol=1e-12, atol=0)
+            for name, x, y in zip(named(params), expected, zerofn.tree.leaves(grads), strict=True):
+                torch.testing.assert_close(y, x, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def variants(folder):
+    """The same steps with activations made again, state on a drive, and a budget."""
+    mesh = Mesh.make(expert=2)
+    cuts = moe.cuts(start(EXPERTS), mesh)
+
+    def run(loss, memory=None, **options):
+        def train_step(state, batch):
+            _, grads = state.value_and_grad(loss)(*batch)
+            return state.apply_gradients(grads), ()
+
+        def init_state():
+            return zerofn.TrainState.create(params=start(EXPERTS), tx=optim.adamw(0.1))
+
+        state = zerofn.shard(init_state, stage=3, mesh=mesh, cuts=cuts, **options)
+        step = zerofn.compile(train_step, memory=memory)
+        for batch in batches(mesh.batch.rank):
+            state, _ = step(state, tuple(batch.repeat(1, 50, 1)))
+        return zerofn.unshard(state.params)
+
+    def remade(params, x, target):
+        return zerofn.remat(loss_fn)(params, x, target)
+
+    plain = run(loss_fn)
+    assert_same_trees(run(remade), plain, "remat")
+    on_drives = zerofn.Offload(optimizer="nvme", params="nvme", path=folder)
+    assert_same_trees(run(loss_fn, offload=on_drives), plain, "offload")
+    with pytest.raises(MemoryError) as told:
+        run(loss_fn, memory=1)
+    least = int(re.search("the least that it takes is ([0-9,]+)", str(told.value))[1].replace(",", ""))
+    assert_same_trees(run(loss_fn, memory=least), plain, "the least budget")
+
+
+def test_remat_offload_and_budgets_keep_the_bits(ranks, tmp_path):
+    ranks(2, variants, tmp_path)
