@@ -9,8 +9,9 @@ import zerofn
 from tests.moe.test_compiled import OPTIONS, STEPS, TOKENS, WIDTH, over_rows, start
 from tests.support.plain_moe import plain_layer
 from tests.support.same import assert_same_trees
-from zerofn import moe, optim
+from zerofn import collectives, moe, optim
 from zerofn.comm.mesh import Mesh, axes_of
+from zerofn.parallel.cuts import equal
 
 EXPERTS = 6
 MESHES = [{"expert": 2}, {"expert": 3}, {"data": 2, "expert": 2}, {"expert": 2, "replicate": 2}]
@@ -284,3 +285,67 @@ def variants(folder):
 
 def test_remat_offload_and_budgets_keep_the_bits(ranks, tmp_path):
     ranks(2, variants, tmp_path)
+
+
+def in_halves(p, rows):
+    """Experts of which each rank of "tensor" has a part of the hidden units."""
+    rows = collectives.vary(rows, "tensor")
+    hidden = torch.tanh(rows @ p["up"] + p["bias"])
+    return collectives.psum(hidden @ p["down"], "tensor")
+
+
+def halved(sizes, stage):
+    """Experts along one axis, and parts of each along another."""
+    mesh = Mesh.make(**sizes)
+
+    def cuts():
+        found = moe.cuts(start(EXPERTS), mesh)
+        dims = {"moe.experts.up": 2, "moe.experts.bias": 1, "moe.experts.down": 1}
+        return {k: (found[k], equal("tensor", dim, 4, mesh.size("tensor"))) for k, dim in dims.items()}
+
+    def loss_of(params, x, target):
+        tokens = torch.tanh(x @ params["into"])
+        whole = {k: v for k, v in params["moe"].items() if k in ("gate", "experts")}
+        y, aux = moe.layer(whole, tokens, torch.vmap(in_halves), axis="expert", **OPTIONS)
+        y = moe.residual(tokens, y, over_rows(params["moe"]["mlp"], tokens), params["moe"]["coefficient"])
+        return (y @ params["out"] - target).square().mean() + 0.1 * aux.balance + 0.01 * aux.z
+
+    def train_step(state, batch):
+        loss, grads = state.value_and_grad(loss_of)(*batch)
+        return state.apply_gradients(grads), (loss, zerofn.global_norm(grads))
+
+    def init_state():
+        tx = optim.chain(optim.clip_by_global_norm(CLIP), optim.sgd(0.1, 0.9))
+        return zerofn.TrainState.create(params=start(EXPERTS), tx=tx)
+
+    state = zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=cuts())
+    step, told = zerofn.compile(train_step), []
+    for batch in batches(mesh.batch.rank):
+        state, aux = step(state, tuple(batch))
+        told.append([x.item() for x in aux])
+    return told, zerofn.unshard(state.params)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_experts_may_be_cut_along_tensor_too(ranks, stage):
+    for found in ranks(4, halved, {"expert": 2, "tensor": 2}, stage):
+        check([found], plain(2))
+
+
+def other_numbers_of_tokens():
+    rank = torch.distributed.get_rank()
+    params = start(4)["moe"]
+    with pytest.raises(RuntimeError) as told:
+        moe.layer(
+            {**params, "experts": moe.own(params["experts"], "data")},
+            torch.ones(5 + rank, WIDTH).double(),
+            torch.vmap(over_rows),
+            capacity=None,
+            axis="data",
+        )
+    return str(told.value)
+
+
+def test_ranks_with_other_numbers_of_tokens_are_told(ranks):
+    for found in ranks(2, other_numbers_of_tokens):
+        assert "ranks are out of step" in found and "'all_to_all', for another signature" in found
