@@ -153,24 +153,44 @@ def test_copies_of_a_state_are_equal(ranks):
         assert_same_trees(other, first)
 
 
-def metrics_of_experts():
-    """What is computed from experts' outputs on one rank differs along the axis, and may not meet the state."""
+def meeting_the_state(stage):
+    """What is computed from a rank's rows, or its experts, differs along the axis, and may not meet the state."""
     mesh = Mesh.make(data=1, expert=2)
 
-    def train_step(state, batch):
-        _, grads = state.value_and_grad(loss_fn)(*batch)
-        return state.apply_gradients(zerofn.tree_map(lambda g: g * batch[0].sum(), grads))
+    def of_rows(params, batch):
+        return batch[0].sum()
 
-    def init_state():
-        return zerofn.TrainState.create(params=start(EXPERTS), tx=optim.sgd(0.1))
+    def of_experts(params, batch):
+        return zerofn.gather(params)["moe"]["experts"]["up"].square().sum()
 
-    state = zerofn.shard(init_state, mesh=mesh, cuts=moe.cuts(start(EXPERTS), mesh))
-    with pytest.raises(zerofn.CaptureError, match="combines a shard with a value that differs from rank to rank"):
+    def of_all_experts(params, batch):
+        return collectives.all_reduce(of_experts(params, batch), "expert")
+
+    def of_others(params, batch):
+        return zerofn.gather(params)["moe"]["gate"].square().sum()
+
+    def run(number):
+        def train_step(state, batch):
+            _, grads = state.value_and_grad(loss_fn)(*batch)
+            return state.apply_gradients(zerofn.tree_map(lambda g: g * number(state.params, batch), grads))
+
+        def init_state():
+            return zerofn.TrainState.create(params=start(EXPERTS), tx=optim.sgd(0.1))
+
+        state = zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=moe.cuts(start(EXPERTS), mesh))
         zerofn.compile(train_step)(state, tuple(batches(mesh.batch.rank)[0]))
 
+    for number, cause in ((of_rows, "batch entry"), (of_experts, "its experts")):
+        with pytest.raises(zerofn.CaptureError, match="combines a shard with a value that differs") as told:
+            run(number)
+        assert cause in str(told.value)
+    run(of_all_experts)
+    run(of_others)
 
-def test_a_ranks_own_values_may_not_meet_the_state(ranks):
-    ranks(2, metrics_of_experts)
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_ranks_own_values_may_not_meet_the_state(ranks, stage):
+    ranks(2, meeting_the_state, stage)
 
 
 def refusals():
@@ -333,19 +353,12 @@ def test_experts_may_be_cut_along_tensor_too(ranks, stage):
 
 
 def other_numbers_of_tokens():
-    rank = torch.distributed.get_rank()
-    params = start(4)["moe"]
-    with pytest.raises(RuntimeError) as told:
-        moe.layer(
-            {**params, "experts": moe.own(params["experts"], "data")},
-            torch.ones(5 + rank, WIDTH).double(),
-            torch.vmap(over_rows),
-            capacity=None,
-            axis="data",
-        )
-    return str(told.value)
+    params, tokens = start(4)["moe"], torch.ones(5 + torch.distributed.get_rank(), WIDTH).double()
+    params["experts"] = moe.own(params["experts"], "data")
+    moe.layer(params, tokens, torch.vmap(over_rows), capacity=None, axis="data")
 
 
 def test_ranks_with_other_numbers_of_tokens_are_told(ranks):
-    for found in ranks(2, other_numbers_of_tokens):
-        assert "ranks are out of step" in found and "'all_to_all', for another signature" in found
+    for found in ranks(2, other_numbers_of_tokens, expect_errors=True):
+        assert found.type == "RanksOutOfStep" and "ranks are out of step" in found.message
+        assert "'all_to_all', for another signature" in found.message

@@ -46,12 +46,16 @@ class GatherUnit:
 
     def __call__(self, shard: Tensor) -> tuple[Tensor]:
         """Cast on the shard, then gather."""
+        whole = self._whole(shard)
+        return (ops.as_slice(whole, EXPERT) if self.unit.is_cut(EXPERT) else whole,)
+
+    def _whole(self, shard: Tensor) -> Tensor:
         if self.full is not None:
-            return (self.full.view_as(self.full),)
+            return self.full.view_as(self.full)
         shard = self.spec.precision.narrow(shard)
         if self.spec.num_shards == 1:
-            return (ops.as_whole(shard),)
-        return AllGather(self.spec.axis, self.unit.name)(shard)
+            return ops.as_whole(shard)
+        return AllGather(self.spec.axis, self.unit.name)(shard)[0]
 
 
 @dataclass(frozen=True)
