@@ -106,6 +106,8 @@ def reference() -> str:
         ("zerofn", zerofn),
         ("zerofn.optim", zerofn.optim),
         ("zerofn.collectives", zerofn.collectives),
+        ("zerofn.moe", zerofn.moe),
+        ("zerofn.parallel", zerofn.parallel),
         ("zerofn.random", zerofn.random),
     ):
         parts.append(f"## `{title}`\n")

@@ -60,11 +60,13 @@ define(
 )
 
 # The same memory, marked. Stage 0 has the first two instead of a gather and a cut; one rank has the third instead of a
-# transfer that makes a value equal on all ranks. `axis`: over which axes of ranks the value is a shard, or equal, now.
+# transfer that makes a value equal on all ranks. The fourth says that ranks have other slices. `axis`: over which axes
+# of ranks the value is a shard, equal, or a slice, now.
 _MARKS = {
     "as_whole": Traits(OnShard.LEAVES),
     "as_shard": Traits(OnShard.MAKES),
     "as_equal": Traits(OnShard.LEAVES, equal=True),
+    "as_slice": Traits(OnShard.LEAVES, own=True),
 }
 for _mark, _of_mark in _MARKS.items():
     define(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .util.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from . import collectives, optim, parallel, random
+    from . import collectives, moe, optim, parallel, random
     from .checkpoint import CheckpointError, Checkpoints, export, load, load_safetensors, load_state_dict, save, verify
     from .checkpoint.owner import saved_paths
     from .collectives import same
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 # Where each public name is defined; an empty text for a public module.
 _WHERE = {
-    **dict.fromkeys(("collectives", "optim", "parallel", "random"), ""),
+    **dict.fromkeys(("collectives", "moe", "optim", "parallel", "random"), ""),
     **dict.fromkeys(
         ("CheckpointError", "Checkpoints", "export", "load", "load_safetensors", "load_state_dict", "save", "verify"),
         "checkpoint",
@@ -120,6 +120,7 @@ __all__ = [
     "load_deepspeed",
     "load_safetensors",
     "load_state_dict",
+    "moe",
     "normal_like",
     "optim",
     "plan",

@@ -25,6 +25,7 @@ ORDER = [
     "collectives",
     "offload",
     "parallel",
+    "moe",
     "sharding",
     "graph",
     "optim",

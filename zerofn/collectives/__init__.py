@@ -18,7 +18,8 @@ from collections.abc import Sequence
 import torch  # noqa: F401  (for the examples)
 from torch import Tensor
 
-from ..comm.mesh import DATA, Axis, Mesh, current_mesh
+from ..comm.mesh import DATA, Axis
+from ..comm.mesh import axis_of as _axis
 from .maps import AllGather, AllReduce, Exchange, Linear, LinearMap, Permute, Psum, ReduceScatter, Same, Vary
 
 __all__ = [
@@ -37,10 +38,6 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return list(__all__)
-
-
-def _axis(axis: str | Axis) -> Axis:
-    return axis if isinstance(axis, Axis) else (current_mesh() or Mesh.of(None)).axis(axis)
 
 
 def _last(x: Tensor, dim: int, what: str) -> Tensor:

@@ -23,12 +23,13 @@ from .arrivals import fresh
 from .failures import refuse_after_failure
 from .launch import launch_of
 
-DATA, REPLICATE, CONTEXT, TENSOR = "data", "replicate", "context", "tensor"
-NAMES = (REPLICATE, DATA, CONTEXT, TENSOR)
-ROWS = (REPLICATE, DATA)  # along these axes ranks have different rows of a batch
+DATA, REPLICATE, EXPERT, CONTEXT, TENSOR = "data", "replicate", "expert", "context", "tensor"
+NAMES = (REPLICATE, DATA, EXPERT, CONTEXT, TENSOR)
+ROWS = (REPLICATE, DATA, EXPERT)  # along these axes ranks have different rows of a batch
 BATCH = (*ROWS, CONTEXT)  # along these axes ranks have different parts of a batch
 BETWEEN = " x "  # in the name of an axis for several
-SLICES = (TENSOR,)  # along these axes leaves are cut into slices
+SLICES = (EXPERT, TENSOR)  # along these axes leaves are cut into slices
+REPLICAS = (REPLICATE, EXPERT)  # along these axes ranks have the same shards of units that are not cut into slices
 SHARDS = (DATA, CONTEXT)  # along these axes units are cut into shards
 
 
@@ -67,10 +68,11 @@ class Mesh:
         """Return the grid of all ranks of the job with these axes, in this order; joins the ranks.
 
         Axes: `data`, along which ranks have rows of their own, and units are cut into shards; `replicate`, along which
-        they have rows of their own, and the same shards; `context`, along which they have parts of the same rows
-        (`zerofn.parallel.split_sequence`), and units are cut, too; `tensor`, along which they have the same parts of
-        rows, and slices of the same layers (`zerofn.parallel.tensor`). An axis that is not named has size 1. One size
-        may be -1: what is left.
+        they have rows of their own, and the same shards; `expert`, along which they have rows of their own, experts of
+        their own (`zerofn.moe.cuts`), and the same shards of all else; `context`, along which they have parts of the
+        same rows (`zerofn.parallel.split_sequence`), and units are cut into shards, too; `tensor`, along which they
+        have the same parts of rows, and slices of the same layers (`zerofn.parallel.tensor`). An axis that is not named
+        has size 1. One size may be -1: what is left.
 
         As in `DeviceMesh`, ranks that differ along the last axis only are neighbours. So the axis that sends most
         comes last, and lies within a machine.
@@ -114,7 +116,7 @@ class Mesh:
     def names_of_groups(self) -> dict[str, frozenset[str]]:
         """The name of each process group of this mesh -> its axes."""
         found = [(axis, frozenset([axis.name])) for axis in self.axes]
-        for among in (BATCH, SHARDS, tuple(axis.name for axis in self.axes)):
+        for among in (BATCH, SHARDS, REPLICAS, tuple(axis.name for axis in self.axes)):
             found.append((self.over(among), frozenset(self._names(among))))
         return {axis.group: names for axis, names in found if axis.group and axis.size > 1}
 
@@ -161,6 +163,11 @@ class Mesh:
     def slices(self) -> tuple[Axis, ...]:
         """The axes of several ranks with slices of the same leaves."""
         return tuple(axis for axis in self.axes if axis.name in SLICES and axis.size > 1)
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of ranks that have the same shards of units that are not cut into slices."""
+        return math.prod(axis.size for axis in self.axes if axis.name in REPLICAS)
 
     @cached_property
     def all(self) -> Axis:
@@ -219,6 +226,11 @@ _current: ContextVar[Mesh | None] = ContextVar("current_mesh", default=None)
 def current_mesh() -> Mesh | None:
     """Return the mesh that names of axes are of: that of the state, in a step and in a loss function."""
     return _current.get()
+
+
+def axis_of(axis: str | Axis) -> Axis:
+    """Return an axis, or the one of that name of the present mesh. Raises `ValueError` if it is not there."""
+    return axis if isinstance(axis, Axis) else (current_mesh() or Mesh.of(None)).axis(axis)
 
 
 @contextlib.contextmanager

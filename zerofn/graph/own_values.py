@@ -31,6 +31,7 @@ _WORDS = {
     "fold_in_rank": "its random key",
     "exchange": "its place in all_to_all",
     "reduce_scatter": "its part of a reduce_scatter",
+    "as_slice": "its experts",
 }
 
 
@@ -100,7 +101,8 @@ class _Follower:
             return _NONE
         if known.own:
             word = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
-            axes = self._axes(node) if known.collective else frozenset(self._mesh.batch_names)
+            whole_batch = not known.collective and node.target is not ops.as_slice.default
+            axes = frozenset(self._mesh.batch_names) if whole_batch else self._axes(node)
             return read | self._caused(_WORDS[word], axes)
         return read
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..collectives import permute
 from ..collectives.maps import Linear, ops
-from ..comm.mesh import CONTEXT, Axis, Mesh, current_mesh
+from ..comm.mesh import CONTEXT, Axis, axis_of
 
 METHODS = ("ulysses", "ring")
 
@@ -90,7 +90,7 @@ def attention(
     >>> attention(x, x, x, axis="data").shape
     torch.Size([1, 2, 4, 8])
     """
-    where = axis if isinstance(axis, Axis) else (current_mesh() or Mesh.of(None)).axis(axis)
+    where = axis_of(axis)
     _check(q, k, where, method)
     if where.size == 1:
         return _whole(q, k, v, causal, scale)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import tree
 from ..comm.agreement import exchange
-from ..comm.mesh import CONTEXT, Mesh
+from ..comm.mesh import BATCH, CONTEXT, Mesh
 from ..ops.same import digest
 from ..sharding.sharded import is_sharded
 
@@ -37,10 +37,10 @@ def compare_batches(name: str, batch: Any, mesh: Mesh | None) -> None:
         rows, place, found = text.split()
         before, known = first.setdefault(place, (rank, found))
         if known != found:
+            shared = " and ".join(repr(axis.name) for axis in mesh.slices if axis.name not in BATCH)
             raise RuntimeError(
                 f"{name}: ranks {before} and {rank} have slices of the same layers, and different batches. Along "
-                f"{' and '.join(repr(axis.name) for axis in mesh.slices)} ranks need the same rows: take those number "
-                "mesh.rows.rank of mesh.rows.size."
+                f"{shared} ranks need the same rows: take those number mesh.rows.rank of mesh.rows.size."
             )
         before, part = of_rows.setdefault((rows, found), (rank, place))
         if part != place:

@@ -55,7 +55,7 @@ class _Abstract(Sharded):
 
     def __reduce__(self) -> tuple[Any, ...]:
         spec, layout = self.spec, self.layout
-        block = padded_to(layout.num_shards, spec.replicas.size)
+        block = padded_to(layout.num_shards, spec.mesh.num_replicas)
         units = [(x.name, x.leaves, _stop(x, self.stops, block), x.trainable, x.dtype) for x in layout.units]
         return _here, (units, layout.treedef, spec.stage, spec.precision, spec.halves, self._storages)
 

@@ -114,10 +114,12 @@ class Filler:
 
 def _take_first_replica(sharded: Sharded) -> None:
     """Give every shard the values that it has on the first of the ranks that share it."""
-    for shard in sharded.stored:
-        held = shard.loaded()
-        equalize(held.tensors, sharded.spec.replicas)
-        shard.save(held)
+    for unit, shard in zip(sharded.layout.units, sharded.stored, strict=True):
+        replicas = sharded.spec.replicas_of(unit)
+        if replicas.size > 1:
+            held = shard.loaded()
+            equalize(held.tensors, replicas)
+            shard.save(held)
 
 
 def equalize(values: Sequence[Tensor], axis: Axis) -> None:
@@ -170,8 +172,7 @@ def keep_halves(sharded: Sharded) -> None:
 def settle(sharded: Sharded) -> None:
     """Make replicas equal: each shard takes the values of the rank that owns it. All ranks must call it."""
     spec = sharded.spec
-    if spec.replicas.size > 1:
-        _take_first_replica(sharded)
+    _take_first_replica(sharded)
     if spec.axis.size == 1 or (spec.stage != 0 and sharded.full is None):
         return
     for i, (unit, shard) in enumerate(zip(spec.layout.units, sharded.stored, strict=True)):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import tree
 from ..collectives.maps import AllGather, Linear, ReduceScatter, ops
-from ..comm.mesh import Axis
+from ..comm.mesh import EXPERT, Axis
 from ..ops import ravel as _flat  # noqa: F401  (defines zerofn::ravel)
 from .layout import Unit, unravel
 from .sharded import Sharded, Spec, check_whole, is_sharded
@@ -46,12 +46,16 @@ class GatherUnit:
 
     def __call__(self, shard: Tensor) -> tuple[Tensor]:
         """Cast on the shard, then gather."""
+        whole = self._whole(shard)
+        return (ops.as_slice(whole, EXPERT) if self.unit.is_cut(EXPERT) else whole,)
+
+    def _whole(self, shard: Tensor) -> Tensor:
         if self.full is not None:
-            return (self.full.view_as(self.full),)
+            return self.full.view_as(self.full)
         shard = self.spec.precision.narrow(shard)
         if self.spec.num_shards == 1:
-            return (ops.as_whole(shard),)
-        return AllGather(self.spec.axis, self.unit.name)(shard)
+            return ops.as_whole(shard)
+        return AllGather(self.spec.axis, self.unit.name)(shard)[0]
 
 
 @dataclass(frozen=True)
@@ -77,15 +81,16 @@ class ScatterUnit:
 
 def reduce_unit(spec: Spec, unit: Unit, flat: Tensor) -> Tensor:
     """flat [..., size] on each rank -> this rank's stored part of the sum over ranks, added in rank order."""
-    axis, replicas = spec.axis, spec.replicas
+    axis, replicas = spec.axis, spec.replicas_of(unit)
     shard = ReduceScatter(axis, unit.name)(flat)[0] if axis.size > 1 else ops.as_shard(flat, axis.name)
     if replicas.size > 1:  # an all-reduce, in two steps that are started apart
         (part,) = ReduceScatter(replicas, unit.name)(shard)
         shard = ops.as_shard(AllGather(replicas, unit.name)(part)[0])
     # Stage 0 uses the same steps, so that its sums have the bits of every other stage.
-    if axis.size == 1 or spec.num_shards > 1:
-        return shard
-    return ops.as_shard(AllGather(axis, unit.name)(shard)[0])
+    if axis.size > 1 and spec.num_shards == 1:
+        shard = ops.as_shard(AllGather(axis, unit.name)(shard)[0])
+    # Along "expert" slices differ by right: they are parts of one whole, as shards are.
+    return ops.as_shard(shard, EXPERT) if unit.is_cut(EXPERT) else shard
 
 
 @dataclass(frozen=True)
@@ -215,6 +220,11 @@ def scatter(values: Any, like: Sharded, *, axis: str | Axis | None = None) -> Sh
     {'w': tensor([0., 1., 2.])}
     """
     like.spec.check_axis(axis, "scatter")
+    if any(unit.is_cut(EXPERT) for unit in like.layout.units):  # the ranks that have them are fewer than it divides by
+        raise NotImplementedError(
+            f"scatter: ranks have slices along {EXPERT!r} of some leaves, whose mean it does not know yet; take "
+            "gradients with zerofn.value_and_grad, or through zerofn.gather."
+        )
     leaves, treedef = tree.flatten(values)
     expected = like.layout.leaves
     names = list(map(tree.name_of, treedef.paths()))

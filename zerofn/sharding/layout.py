@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..comm.mesh import EXPERT
 from ..parallel.cuts import Cut
 from ..tree import Path, PyTreeSpec
 from ..util.errors import nearest
@@ -114,6 +115,10 @@ class Unit:
     def numel(self) -> int:
         """Elements that belong to leaves."""
         return sum(leaf.numel for leaf in self.leaves)
+
+    def is_cut(self, axis: str) -> bool:
+        """Return whether it consists of slices along an axis."""
+        return any(cut.axis == axis for leaf in self.leaves for cut in leaf.cuts)
 
     def intervals(self, start: int, stop: int) -> Iterator[tuple[Leaf, int, int]]:
         """Yield (leaf, a, b): the parts of leaves in [start, stop), as offsets from `start`."""
@@ -259,9 +264,10 @@ def make_layout(
 
     A unit is the key path up to its first integer component; leaves without one join by parent module. Units under
     2^16 elements merge into the previous one, within one top-level entry of a nested tree. `unit` (leaf name ->
-    unit name) replaces these rules. There is one buffer per (unit, dtype, trainable). Within it, leaves are ordered
-    by (label, path), so that each label of an optimizer is one run of elements. `dtype` replaces the leaves'
-    floating dtype (the master's). `slice_of`: (name, shape) of a leaf -> the shape of this rank's slice, and the cuts.
+    unit name) replaces these rules. There is one buffer per (unit, dtype, trainable), and one of its own for slices
+    along "expert", which fewer ranks have. Within it, leaves are ordered by (label, path), so that each label of an
+    optimizer is one run of elements. `dtype` replaces the leaves' floating dtype (the master's). `slice_of`: (name,
+    shape) of a leaf -> the shape of this rank's slice, and the cuts.
 
     Raises `TypeError` for a complex leaf that is to be trained; integers never are.
     """
@@ -269,11 +275,13 @@ def make_layout(
     order = sorted(range(len(paths)), key=lambda i: tree.natural_key(paths[i]))
     groups = _groups(paths, values, order, unit)
     place = {i: k for k, i in enumerate(order)}
-    buffers: dict[tuple[str, torch.dtype, bool], list[int]] = {}
+    slices = {i: slice_of(tree.name_of(paths[i]), tuple(values[i].shape)) for i in order}
+    buffers: dict[_Kind, list[int]] = {}
     for i in order:
         kind = dtype if dtype is not None and values[i].is_floating_point() else values[i].dtype
         learns = is_learned(tree.name_of(paths[i]), values[i], trainable)
-        buffers.setdefault((groups[i], kind, learns), []).append(i)
+        apart = any(cut.axis == EXPERT for cut in slices[i][1])
+        buffers.setdefault(_Kind(groups[i], kind, learns, apart), []).append(i)
     names = _buffer_names(buffers)
     units = []
     for key, members in buffers.items():
@@ -281,26 +289,32 @@ def make_layout(
         units.append(
             _unit(
                 names[key],
-                [
-                    (i, tree.name_of(paths[i]), *slice_of(tree.name_of(paths[i]), tuple(values[i].shape)))
-                    for i in members
-                ],
+                [(i, tree.name_of(paths[i]), *slices[i]) for i in members],
                 padded_to(num_shards, replicas),
-                key[1],
-                key[2],
+                key.dtype,
+                key.trainable,
             )
         )
     return Layout(tuple(units), treedef, axis, num_shards)
 
 
-def _buffer_names(keys: Iterable[tuple[str, torch.dtype, bool]]) -> dict[tuple[str, torch.dtype, bool], str]:
+class _Kind(NamedTuple):
+    """What leaves of one buffer have in common."""
+
+    group: str
+    dtype: torch.dtype
+    trainable: bool
+    of_experts: bool
+
+
+def _buffer_names(keys: Iterable[_Kind]) -> dict[_Kind, str]:
     """Return unit names. If one group has several buffers, the later names say what sets them apart."""
-    names: dict[tuple[str, torch.dtype, bool], str] = {}
+    names: dict[_Kind, str] = {}
     for key in keys:
-        group, dtype, learns = key
-        name = group
+        name = key.group
         if name in names.values():
-            name = f"{group} ({str(dtype).removeprefix('torch.')}{'' if learns else ', frozen'})"
+            dtype = str(key.dtype).removeprefix("torch.")
+            name += f" ({dtype}{'' if key.trainable else ', frozen'}{', experts' if key.of_experts else ''})"
         names[key] = name
     return names
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..comm.mesh import REPLICATE, Mesh
+from ..comm.mesh import EXPERT, Mesh
 from ..offload.policy import Offload, of_units
 from ..ops.codecs import PLAIN, SPLIT, Codec
 from ..parallel.cuts import Cut, local_shape
@@ -140,7 +140,7 @@ def params_layout(state: Any, policy: ShardPolicy) -> Layout:
         params,
         policy.mesh.shards.size,
         axis=policy.mesh.shards.name,
-        replicas=policy.mesh.size(REPLICATE),
+        replicas=policy.mesh.num_replicas,
         unit=policy.unit,
         dtype=policy.precision.param,
         slice_of=policy.slice_of,
@@ -177,9 +177,11 @@ def check_cuts(trees: Sequence[Any], policy: ShardPolicy) -> None:
     used = {cut.axis for cuts in policy.cuts.values() for cut in cuts}
     idle = [axis for axis in policy.mesh.slices if axis.name not in used]
     if idle:
+        of_experts = idle[0].name == EXPERT
+        how = "zerofn.moe.cuts(params, mesh)" if of_experts else "zerofn.parallel.tensor(model, mesh)"
         raise ValueError(
             f"shard: the {idle[0].size} ranks of axis {idle[0].name!r} would all do the same: no leaf is cut over it. "
-            "Give cuts=zerofn.parallel.tensor(model, mesh), or leave the axis out of the mesh."
+            f"Give cuts={how}, or leave the axis out of the mesh."
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..comm.mesh import REPLICATE, Axis, Mesh
+from ..comm.mesh import EXPERT, REPLICAS, REPLICATE, Axis, Mesh
 from ..comm.pending import pending
 from ..comm.transport import wait_
 from ..memory import donation
@@ -39,10 +39,9 @@ class Spec:
         """The ranks that a unit is cut over."""
         return self.mesh.shards
 
-    @cached_property
-    def replicas(self) -> Axis:
-        """The ranks that have the same shards as this one, with other rows of the batch."""
-        return self.mesh.over((REPLICATE,))
+    def replicas_of(self, unit: Unit) -> Axis:
+        """Return the ranks that have the same shards of a unit as this one, with other rows of the batch."""
+        return self.mesh.over((REPLICATE,) if unit.is_cut(EXPERT) else REPLICAS)
 
     @property
     def num_shards(self) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import tree
 from .._torch_compat import current_trace
 from ..collectives.maps import sum_over
-from ..comm.mesh import Axis, axes_of
+from ..comm.mesh import EXPERT, Axis, axes_of
 from ..graph.advice import instead
 from ..graph.loop import loop
 from ..graph.phase import BACKWARD, FORWARD, phase
@@ -99,7 +99,8 @@ class ValueAndGrad:
             check_effect("value_and_grad: frozen", self.frozen, ask_names("frozen", self.frozen, names))
         learns = [_trainable(tree.name_of(p), x, self.frozen) for p, x in zip(paths, nodes, strict=True)]
         mesh = mesh_among(nodes)
-        work = _Work(self, nodes, learns, treedef, None if mesh is None else mesh.batch)
+        exchanges = mesh is not None and mesh.size(EXPERT) > 1
+        work = _Work(self, nodes, learns, treedef, None if mesh is None else mesh.batch, exchanges)
         with axes_of(mesh):
             if self.num_microbatches == 1:
                 only, partial = work.microbatch(nodes, args, 0)
@@ -138,7 +139,7 @@ class _Work:
     """One call of `ValueAndGrad`.
 
     `nodes`: the parameters' nodes, `Sharded` or plain tensors. `treedef`: the tree of these nodes. `axis`: the ranks
-    with different parts of the batch.
+    with different parts of the batch. `exchanges`: a rank's gradients are of the losses of others, too.
     """
 
     vg: ValueAndGrad
@@ -146,6 +147,7 @@ class _Work:
     learns: list[list[bool]]  # for each node: whether each of its leaves gets a gradient
     treedef: tree.PyTreeSpec
     axis: Axis | None
+    exchanges: bool
 
     @property
     def num_ranks(self) -> int:
@@ -170,10 +172,11 @@ class _Work:
             with phase(FORWARD):
                 loss = self._loss(tree.unflatten(self.treedef, logical), args, wanted)
             check_gradient(loss.mean, wanted)
+            factor = self._factor(loss)
             with phase(BACKWARD):
-                found = _derivatives(loss.mean, wanted, self._seed(loss))
+                found = _derivatives(loss.mean, wanted, self._seed(loss, factor))
         by_leaf = {id(t): g for t, g in zip(wanted, found, strict=True)}
-        return loss, _flat_gradients(nodes, leaves, by_leaf, loss.weight)
+        return loss, _flat_gradients(nodes, leaves, by_leaf, factor)
 
     def _key(self, index: Any) -> Tensor | None:
         if self.vg.rng is None:
@@ -222,10 +225,22 @@ class _Work:
         # A rank without tokens has weight 0 and sum 0: it adds nothing, instead of 0 / 0.
         return _Loss(total / torch.where(weight == 0, torch.ones_like(weight), weight), total, weight, aux)
 
-    def _seed(self, loss: _Loss) -> Tensor:
+    def _factor(self, loss: _Loss) -> Tensor | None:
+        """Return what gradients are multiplied by behind the backward pass, where half precision may not hold it: the
+        weight. Where ranks exchange values it is the mean of all, and each loss enters with its own part of that.
+        """
+        if loss.weight is None or self.axis is None or not self.exchanges:
+            return loss.weight
+        mean = sum_over(loss.weight, self.axis) / self.num_ranks
+        return torch.where(mean == 0, torch.ones_like(mean), mean)
+
+    def _seed(self, loss: _Loss, factor: Tensor | None) -> Tensor:
         # The seed of the backward pass divides by ranks and microbatches, which saves a pass over the gradients.
         parts = 1 if loss.weight is not None else self.num_ranks * self.vg.num_microbatches
-        return self.vg.scale.scale(torch.full_like(loss.mean.detach(), 1.0 / parts))
+        seed = torch.full_like(loss.mean.detach(), 1.0 / parts)
+        if factor is not None and loss.weight is not None and self.exchanges:
+            seed = seed * (loss.weight / factor)
+        return self.vg.scale.scale(seed)
 
     def reduce(self, flats: list[Tensor]) -> list[Tensor]:
         """Sum gradients over ranks; return this rank's shard of each unit, and the whole sums of plain leaves."""
@@ -322,7 +337,7 @@ def _derivatives(loss: Tensor, wanted: list[Tensor], seed: Tensor) -> Sequence[T
 
 
 def _flat_gradients(
-    nodes: list[Any], leaves: list[list[Tensor]], found: dict[int, Tensor | None], weight: Tensor | None
+    nodes: list[Any], leaves: list[list[Tensor]], found: dict[int, Tensor | None], factor: Tensor | None
 ) -> list[Tensor]:
     flats: list[Tensor] = []
     for x, ts in zip(nodes, leaves, strict=True):
@@ -339,7 +354,7 @@ def _flat_gradients(
         elif ts[0].requires_grad:
             g = found[id(ts[0])]
             flats.append(torch.zeros_like(x) if g is None else g)
-    return flats if weight is None else [g * weight.to(g.dtype) for g in flats]
+    return flats if factor is None else [g * factor.to(g.dtype) for g in flats]
 
 
 def _cut(x: Tensor, n: int) -> Tensor:

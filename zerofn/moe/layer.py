@@ -1,0 +1,175 @@
+"""A whole layer: gate, dispatch, experts, combine, and what else a gate is trained by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..comm.mesh import Axis, Mesh, current_mesh
+from ..random import fold_in
+from ..random.draws import fold_in_rank
+from .draws import gumbel, jitter, uniform
+from .exchange import combine, dispatch, experts_here
+from .losses import load_balance_loss, z_loss
+from .routing import Routing, route
+
+_JITTER, _SAMPLE, _SELECT = range(3)  # what a key is folded with, for each use of it
+_PARTS = {"gate", "experts", "mlp", "coefficient"}
+
+Experts = Callable[[Any, Tensor], Tensor]
+
+
+class Aux(NamedTuple):
+    """What a layer tells beside its output: 0-d tensors of this rank's tokens, and `counts` int64 [E].
+
+    `balance`: the load-balance loss; add a small multiple of it to the loss. `z`: the z-loss. `counts`: the tokens that
+    chose each expert. `dropped`: how many choices found no place.
+    """
+
+    balance: Tensor
+    z: Tensor
+    counts: Tensor
+    dropped: Tensor
+
+
+def layer(
+    params: Mapping[str, Any],
+    x: Tensor,
+    experts: Experts,
+    *,
+    k: int = 1,
+    capacity: float | None = 1.0,
+    min_capacity: int = 4,
+    priority: str = "choice",
+    epsilon: float = 0.0,
+    sample: str | None = None,
+    normalize: bool | None = None,
+    balance: str = "all",
+    balance_axis: str | Axis | None = None,
+    used: Tensor | None = None,
+    axis: str | Axis | None = None,
+    key: Tensor | None = None,
+) -> tuple[Tensor, Aux]:
+    """Return (y, aux): every token of `x` through its k experts.
+
+    `params`: "gate", the weight [E, d]; "experts", a tree of tensors [E / size, ...]; and for residual experts (PR-MoE)
+    "mlp", a tree like one expert's, and "coefficient", the "weight" [2, d] and "bias" [2] that mix both outputs.
+    `x` [..., d]: this rank's tokens. `experts(params, rows)`: [E / size, n, d] -> [E / size, n, d'], usually
+    `torch.vmap` of a function of one expert; empty rows are zeros. `axis`: the ranks that share the experts, see
+    `dispatch`; all must call it, with equal shapes.
+
+    `k`, `capacity`, `min_capacity`, `normalize`, `used` bool [...]: see `route`; `priority` also "random". `epsilon`:
+    of `jitter` on the gate's input. `sample`: experts drawn by their probabilities, "all" or the "others" beside the
+    first. These three draw from `key`, into which the rank's place in the batch is folded; see `gumbel`. `balance`: the
+    choices that the load-balance loss counts, "all" or the "first"; `balance_axis`: see `load_balance_loss`.
+
+    -> y [..., d'] in the dtype of the experts' output, and `Aux`. A pure function, differentiable to every order.
+    Raises `ValueError` for what does not fit or is not known, a missing key among it.
+
+    >>> params = {"gate": torch.eye(2), "experts": {"w": torch.tensor([2.0, 3.0]).view(2, 1, 1)}}
+    >>> layer(params, torch.eye(2) * 9, lambda p, rows: p["w"] * rows)[0].round()
+    tensor([[18.,  0.],
+            [ 0., 27.]])
+    """
+    _check(params, x, sample, balance)
+    tokens, used = x.reshape(-1, x.shape[-1]), None if used is None else used.reshape(-1)
+    keys = _keys(key)
+    logits = _logits(params["gate"], tokens, epsilon, keys[_JITTER])
+    found = route(
+        logits,
+        k,
+        capacity=capacity,
+        min_capacity=min_capacity,
+        priority=uniform(keys[_SELECT], logits[:, :1].expand(-1, k).t()) if priority == "random" else priority,
+        noise=gumbel(logits, keys[_SAMPLE]) if sample else None,
+        noisy_first=sample != "others",
+        normalize=normalize,
+        used=used,
+    )
+    y = _through_experts(params["experts"], tokens, experts, found, axis)
+    if "mlp" in params:
+        y = residual(tokens, y, _through_one(params["mlp"], tokens, experts), params["coefficient"])
+    chosen = found.expert[: 1 if balance == "first" else k]
+    even = load_balance_loss(logits, chosen, used=used, axis=balance_axis)
+    return y.view(*x.shape[:-1], y.shape[-1]), Aux(even, z_loss(logits), found.counts, found.dropped)
+
+
+def residual(x: Tensor, routed: Tensor, dense: Tensor, coefficient: Mapping[str, Tensor]) -> Tensor:
+    """Mix the outputs of a token's experts and of the one that all tokens go through (Residual-MoE, PR-MoE).
+
+    `x` [..., d]: the tokens. `routed`, `dense` [..., d']: the two outputs. `coefficient`: "weight" [2, d] and "bias"
+    [2] of a linear layer, whose softmax weighs them in this order.
+
+    -> [..., d'].
+
+    >>> even = {"weight": torch.zeros(2, 1), "bias": torch.zeros(2)}
+    >>> residual(torch.ones(1, 1), torch.tensor([[1.0]]), torch.tensor([[3.0]]), even)
+    tensor([[2.]])
+    """
+    weights = torch.nn.functional.linear(x, coefficient["weight"], coefficient["bias"]).softmax(-1)
+    return routed * weights[..., :1] + dense * weights[..., 1:]
+
+
+def _through_experts(params: Any, tokens: Tensor, experts: Experts, found: Routing, axis: str | Axis | None) -> Tensor:
+    here, size = experts_here(found.num_experts, axis, "moe.layer")
+    paths, leaves, _ = tree.flatten_with_path(params)
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not leaf.dim() or leaf.shape[0] != here:
+            shared = f"; {size} ranks share {found.num_experts}" if size > 1 else ""
+            raise ValueError(
+                f"moe.layer: experts' {tree.name_of(path) or 'tensor'!r} has shape {list(leaf.shape)}, expected a "
+                f"first dim of {here}, the experts of this rank{shared}. Write zerofn.moe.own(experts, axis) for whole "
+                "ones."
+            )
+    rows = dispatch(tokens, found, axis)
+    y = experts(params, rows)
+    if not isinstance(y, Tensor) or y.dim() != 3 or y.shape[:2] != rows.shape[:2]:
+        got = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        raise ValueError(
+            f"moe.layer: experts(params, rows) got rows {list(rows.shape)} and returned {got}, expected "
+            f"[{rows.shape[0]}, {rows.shape[1]}, d]; write torch.vmap(expert) for a function of one expert."
+        )
+    return combine(y, found, axis)
+
+
+def _through_one(params: Any, tokens: Tensor, experts: Experts) -> Tensor:
+    """Return the output of one expert that all tokens go through."""
+    return experts(tree.tree_map(lambda p: p.unsqueeze(0), params), tokens.unsqueeze(0)).squeeze(0)
+
+
+def _logits(weight: Tensor, tokens: Tensor, epsilon: float, key: Tensor | None) -> Tensor:
+    """Return the gate's logits [S, E], in float32 at least."""
+    dtype = torch.promote_types(torch.promote_types(tokens.dtype, weight.dtype), torch.float32)
+    into = tokens.to(dtype)
+    if epsilon:
+        into = jitter(into, key, epsilon)
+    return torch.nn.functional.linear(into, weight.to(dtype))
+
+
+def _keys(key: Tensor | None) -> Sequence[Tensor | None]:
+    """Return a key for each kind of draw. Ranks with other tokens draw differently."""
+    if key is None:
+        return (None, None, None)
+    own = fold_in_rank(key, (current_mesh() or Mesh.of(None)).batch.rank)
+    return [fold_in(own, use) for use in (_JITTER, _SAMPLE, _SELECT)]
+
+
+def _check(params: Mapping[str, Any], x: Tensor, sample: str | None, balance: str) -> None:
+    """Raise `ValueError` for what does not fit."""
+    found = set(params)
+    if not {"gate", "experts"} <= found or found - _PARTS or ("mlp" in found) != ("coefficient" in found):
+        raise ValueError(
+            f"moe.layer: params has {sorted(found)}; expected 'gate' and 'experts', and for residual experts 'mlp' and "
+            "'coefficient'."
+        )
+    weight = params["gate"]
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or x.dim() < 1 or weight.shape[1] != x.shape[-1]:
+        shape = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise ValueError(f"moe.layer: x [..., d] has shape {list(x.shape)}, and params['gate'] [experts, d] {shape}.")
+    for what, value, known in (("sample", sample, (None, "all", "others")), ("balance", balance, ("all", "first"))):
+        if value not in known:
+            raise ValueError(f"moe.layer: {what}={value!r} is not known; there are {', '.join(map(repr, known))}.")

@@ -1,0 +1,192 @@
+"""Which experts get a token, with which weights, and the places of tokens in what is sent. All shapes are static."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..util.errors import nearest
+
+PRIORITIES = ("choice", "position", "probability")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where tokens go: a tree node. S tokens, k experts a token, E experts, C places for each expert.
+
+    `expert` int64 [k, S]: the experts of each token, its first choice first. `slot` int64 [k, S]: `expert * C + place`,
+    or E * C for what is dropped. `weight` [k, S]: of an expert's output, 0 for what is dropped; in the dtype of the
+    gates. `counts` int64 [E]: the tokens that chose each expert, dropped ones too. `num_experts`: E. `capacity`: C.
+    """
+
+    expert: Tensor
+    slot: Tensor
+    weight: Tensor
+    counts: Tensor
+    num_experts: int
+    capacity: int
+
+    @property
+    def num_slots(self) -> int:
+        """The number of places, E * C."""
+        return self.num_experts * self.capacity
+
+    @property
+    def kept(self) -> Tensor:
+        """Which choices have a place: bool [k, S]."""
+        return self.slot < self.num_slots
+
+    @property
+    def dropped(self) -> Tensor:
+        """How many choices of tokens have no place: a 0-d int64 tensor."""
+        return self.counts.sum() - self.kept.sum()
+
+
+def _flatten(x: Routing) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
+    return (x.expert, x.slot, x.weight, x.counts), (x.num_experts, x.capacity)
+
+
+def _unflatten(aux: tuple[int, int], children: Iterable[Any]) -> Routing:
+    expert, slot, weight, counts = children
+    return Routing(expert, slot, weight, counts, *aux)
+
+
+tree.register_node(Routing, _flatten, _unflatten)
+
+
+def route(
+    logits: Tensor,
+    k: int = 1,
+    *,
+    capacity: float | None = 1.0,
+    min_capacity: int = 4,
+    priority: str | Tensor = "choice",
+    noise: Tensor | None = None,
+    noisy_first: bool = True,
+    normalize: bool | None = None,
+    used: Tensor | None = None,
+) -> Routing:
+    """Choose the k experts of every token, and give each choice a place among the C of its expert.
+
+    `logits` [S, E]: floating. The gates are their softmax, in float32 at least. `capacity`: C is `capacity * k * S / E`
+    rounded up, `min_capacity` at least, and never more than S, which nothing can exceed; None is S, so that nothing is
+    dropped. `priority`: who gets a place where too many choose an expert: by "choice", all first choices before all
+    second ones, tokens in order; by "position", tokens in order; by "probability", the largest gates; or a tensor
+    [k, S], the largest first (random draws select random tokens).
+
+    `noise` [S, E]: is added to the logits to choose, not to weigh; see `gumbel`. `noisy_first=False`: the first choice
+    does without. `normalize`: let the weights of a token's kept choices add up to 1; by default for k > 1. `used`
+    bool [S]: tokens that are False go to no expert.
+
+    A pure function; `Routing.weight` is differentiable in `logits`. Raises `ValueError` for shapes that do not fit, for
+    more experts per token than there are, and for a capacity that drops everything.
+
+    >>> found = route(torch.tensor([[2.0, 0.0], [3.0, 0.0], [0.0, 1.0]]), capacity=0.5, min_capacity=1)
+    >>> found.slot, found.counts
+    (tensor([[0, 2, 1]]), tensor([2, 1]))
+    """
+    num_tokens, num_experts = _sizes(logits, k)
+    places = places_of(num_tokens, num_experts, k, capacity, min_capacity)
+    _check_shape("noise", noise, (num_tokens, num_experts))
+    _check_shape("used", used, (num_tokens,))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    gates = torch.softmax(logits, -1)
+    expert = _chosen(logits.detach(), k, noise, noisy_first)
+    weight = gates.gather(1, expert.t()).t()
+    order = _order(priority, weight.detach())
+    there = expert.unsqueeze(-1) == torch.arange(num_experts, device=logits.device)
+    if used is not None:
+        there = there & used.unsqueeze(-1)
+    place, counts = _places(there, order)
+    kept = there.any(-1) & (place < places)
+    slot = torch.where(kept, expert * places + place, num_experts * places)
+    weight = torch.where(kept, weight, torch.zeros_like(weight))
+    if k > 1 if normalize is None else normalize:
+        weight = weight / weight.sum(0).clamp_min(torch.finfo(weight.dtype).eps)
+    return Routing(expert, slot, weight, counts, num_experts, places)
+
+
+def _sizes(logits: Tensor, k: int) -> tuple[int, int]:
+    """Return the numbers of tokens and experts."""
+    if logits.dim() != 2 or not logits.is_floating_point() or not logits.numel():
+        raise ValueError(
+            f"moe.route: expected floating logits [tokens, experts], got {logits.dtype} {list(logits.shape)}; write "
+            "x.reshape(-1, x.shape[-1]) for the tokens of several rows."
+        )
+    num_tokens, num_experts = logits.shape
+    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+        raise ValueError(f"moe.route: k={k!r} is no number of experts per token; give 1 or more.")
+    if k > num_experts:
+        raise ValueError(f"moe.route: k={k} experts per token, and there are {num_experts}; give as many at most.")
+    return num_tokens, num_experts
+
+
+def places_of(num_tokens: int, num_experts: int, k: int, capacity: float | None, min_capacity: int) -> int:
+    """Return the number of places of each expert for the tokens of one rank.
+
+    Raises `ValueError` for a capacity that is no number or drops everything.
+    """
+    if not isinstance(min_capacity, int) or isinstance(min_capacity, bool) or min_capacity < 0:
+        raise ValueError(f"moe.route: min_capacity={min_capacity!r} is no number of tokens; give 0 or more.")
+    if capacity is None:
+        return num_tokens
+    if isinstance(capacity, bool) or not isinstance(capacity, int | float) or not math.isfinite(capacity):
+        raise ValueError(f"moe.route: capacity={capacity!r} is no factor; give a number, or None to drop nothing.")
+    # The decimal that was written: 1.1 * 10 is 11 then, and not the next number above.
+    places = max(math.ceil(Fraction(str(capacity)) * k * num_tokens / num_experts), min_capacity)
+    if places < 1:
+        raise ValueError(
+            f"moe.route: capacity={capacity} and min_capacity={min_capacity} drop all tokens; give a capacity above 0, "
+            "or None to drop nothing."
+        )
+    return min(places, num_tokens)
+
+
+def _check_shape(what: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
+    if x is not None and tuple(x.shape) != shape:
+        raise ValueError(f"moe.route: {what} has shape {list(x.shape)}, expected {list(shape)}.")
+
+
+def _chosen(logits: Tensor, k: int, noise: Tensor | None, noisy_first: bool) -> Tensor:
+    """Return the experts of each token, int64 [k, S]."""
+    scores = logits if noise is None else logits + noise.detach()
+    if noise is not None and not noisy_first:
+        scores = scores.scatter(1, logits.argmax(1, keepdim=True), math.inf)
+    return scores.topk(k, 1).indices.t()
+
+
+def _order(priority: str | Tensor, weight: Tensor) -> Tensor | None:
+    """Return the choices [k * S] in the order in which they get their places; None for the order in which they are."""
+    if isinstance(priority, Tensor):
+        _check_shape("priority", priority, tuple(weight.shape))
+        return priority.detach().reshape(-1).argsort(descending=True, stable=True)
+    if priority == "choice":
+        return None
+    if priority == "position":
+        return torch.arange(weight.numel(), device=weight.device).view(weight.shape).t().reshape(-1)
+    if priority == "probability":
+        return weight.reshape(-1).argsort(descending=True, stable=True)
+    near = nearest(priority, PRIORITIES, 1) if isinstance(priority, str) else ()
+    hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(PRIORITIES)}, or a tensor [k, tokens]."
+    raise ValueError(f"moe.route: priority={priority!r} is not known{hint}")
+
+
+def _places(there: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Count the choices of each expert. `there` [k, S, E]: whether a choice is of an expert.
+
+    -> the place of each choice among those of its expert, [k, S], and their number, [E]. 0 for a choice of none.
+    """
+    k, num_tokens, num_experts = there.shape
+    flat = there.reshape(-1, num_experts)
+    ordered = flat if order is None else flat.index_select(0, order)
+    places = ((ordered.cumsum(0) - 1) * ordered).sum(1)
+    if order is not None:
+        places = torch.zeros_like(places).scatter(0, order, places)
+    return places.view(k, num_tokens), flat.sum(0)
