@@ -179,7 +179,8 @@ def test_a_rank_reads_only_what_it_keeps(ranks, saved):
     other = ranks(3, read_counted, saved, {"data": 3}, "t3")
     assert whole <= sum(other) < 1.001 * whole  # with what lies between two intervals of a slice
     columns = ranks(2, read_counted, saved, {"tensor": 2}, "d2")
-    assert whole + uncut < sum(columns) < 1.4 * whole  # of a matrix cut by columns both read all rows
+    both = sum(x.numel for x in leaves if x.region and x.region[0][0] == 1)  # of columns, with those between
+    assert whole + uncut < sum(columns) <= whole + uncut + both
 
 
 def beside_the_steps(folder):
