@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from zerofn.parallel.overlaps import overlap, shape_in
+from zerofn.parallel.cuts import Cut, equal
+from zerofn.parallel.overlaps import makes_up, overlap, shape_in
 
 
 def part(x, region):
@@ -59,3 +60,11 @@ def test_rows_are_one_run_and_columns_one_of_several():
     assert [x[:] for x in overlap((8, 8), (), columns, 0, 32)] == [(4, 0, 4, 8, 8, 4)]
     assert [x[:] for x in overlap((8, 8), columns, columns, 3, 9)] == [(3, 0, 6, 1, 0, 0)]
     assert list(overlap((8, 8), ((1, ((0, 4),)),), columns, 0, 32)) == []
+
+
+def test_slices_make_up_the_whole():
+    for num in (1, 2, 3, 4):
+        assert makes_up(equal("tensor", 0, 12, num)) and makes_up(equal("tensor", 1, 12, num, parts=3))
+    assert makes_up(equal("tensor", 0, 8, 4, unit=4)) and makes_up(equal("tensor", 0, 9, 4))
+    for slices in [((0, 2),), ((0, 3),)], [((0, 2),), ((3, 4),)], [((0, 2),), ((2, 3),)], [((0, 2),), ((2, 5),)]:
+        assert not makes_up(Cut("tensor", 0, 4, tuple(slices))), slices

@@ -12,6 +12,7 @@ from tests.support.float64_models import build, in_float64
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
 from zerofn.parallel import Slice, tensor
+from zerofn.parallel.cuts import Cut
 
 STEPS = 4
 GPT2 = {
@@ -202,6 +203,9 @@ def test_slices_take_their_part_of_the_memory(ranks):
     assert half < 0.8 * whole  # units are padded to 2,048 elements, and norms are whole
 
 
+OVERLAPPING = {"w": Cut("tensor", 0, 3, (((0, 2),), ((1, 3),)))}
+
+
 def refusals():
     mesh = Mesh.make(tensor=2)
     bad = [
@@ -213,6 +217,7 @@ def refusals():
         (lambda: tensor(mlp(), mesh, PLAN, attributes={"mid": {}}), r"attributes\['mid'\] matches no module"),
         (lambda: tensor(mlp(), Mesh.make(data=2), PLAN), "mesh has no axis 'tensor'"),
         (lambda: zerofn.shard({"params": {"w": torch.ones(3)}}, mesh=mesh), "no leaf is cut over it"),
+        (lambda: zerofn.shard({"params": {"w": torch.ones(3)}}, mesh=mesh, cuts=OVERLAPPING), "do not make up its 3"),
         (lambda: Slice(0, output="whole"), "output='whole' is not known"),
     ]
     for call, message in bad:

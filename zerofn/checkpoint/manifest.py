@@ -204,7 +204,7 @@ def _make_up(slices: Sequence[LeafInfo]) -> bool:
         return False
     for x in slices:
         for dim, intervals in x.region:
-            ends = [end for interval in intervals for end in interval]
+            ends = [end for interval in sorted(intervals) for end in interval]
             if not 0 <= dim < len(shape) or not all(0 <= a <= b <= shape[dim] for a, b in intervals):
                 return False
             if ends != sorted(ends):

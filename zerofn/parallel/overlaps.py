@@ -38,6 +38,17 @@ class _Segment(NamedTuple):
     length: int
 
 
+def makes_up(cut: Cut) -> bool:
+    """Return whether each element of a dim is in one of the slices of a cut, however many ranks have that slice.
+
+    >>> makes_up(Cut("tensor", 0, 3, (((0, 2),), ((2, 3),)))), makes_up(Cut("tensor", 0, 3, (((0, 2),), ((1, 3),))))
+    (True, False)
+    """
+    intervals = sorted(x for slices in set(cut.slices) for x in slices if x[0] != x[1])
+    ends = [0, *(end for interval in intervals for end in interval), cut.size]
+    return ends == sorted(ends) and ends[::2] == ends[1::2]
+
+
 def region_of(cuts: Iterable[Cut], mesh: Mesh) -> Region:
     """Return which part of a leaf with these cuts this rank has."""
     return tuple((cut.dim, cut.slices[mesh.axis(cut.axis).rank]) for cut in cuts)
