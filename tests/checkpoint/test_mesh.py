@@ -6,15 +6,20 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch.func import functional_call
 
 import zerofn
+from tests.parallel.test_tensor_parallel import batches
+from tests.parallel.test_tensor_parallel import plain as plain_torch
 from tests.support.checkpoint_states import draw
+from tests.support.float64_models import build, in_float64
 from tests.support.same import assert_same_trees
 from zerofn import optim
 from zerofn.checkpoint.reports import described, differences
 from zerofn.checkpoint.sources import Checkpoint
 from zerofn.comm.agreement import agree
 from zerofn.comm.mesh import Mesh
+from zerofn.parallel import tensor
 from zerofn.parallel.cuts import Cut, equal
 
 SHAPES = {
@@ -222,6 +227,47 @@ def plain_weights(folder, sizes):
 
 def test_weights_of_others(ranks, saved):
     ranks(4, plain_weights, saved, {"data": 2, "tensor": 2})
+
+
+def half(folder, name, sizes, stage, first):
+    """Train the first steps, or the others from what was saved; return the parameters."""
+    with in_float64():
+        mesh, model = Mesh.make(**sizes), zerofn.skeleton(partial(build, name))
+        cuts = tensor(model, mesh) if mesh.size("tensor") > 1 else None
+
+        def init_state():
+            return zerofn.TrainState.create(params=dict(build(name).named_parameters()), tx=optim.sgd(0.1, 0.9))
+
+        def train_step(state, x):
+            loss, grads = state.value_and_grad(
+                lambda p, x: functional_call(model, p, (), {"input_ids": x, "labels": x}).loss
+            )(x)
+            return state.apply_gradients(grads), loss
+
+        state = zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=cuts)
+        state = state if first else zerofn.load(folder / "a", like=state, donate=True)
+        step = zerofn.compile(train_step)
+        for x in batches()[:2] if first else batches()[2:]:
+            state, _ = step(state, x.chunk(mesh.batch.size)[mesh.batch.rank])
+        zerofn.save(folder / "a", state)
+        return zerofn.unshard(state.params)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "then"),
+    [
+        ("llama, 2 key heads", (4, {"tensor": 4}, 0), (2, {"data": 2}, 1)),
+        ("llama", (2, {"data": 2}, 3), (3, {"tensor": 3}, 0)),
+    ],
+)
+def test_training_goes_on_on_another_mesh_as_plain_torch(ranks, tmp_path, name, first, then):
+    """At stage 0 a save compares whole leaves between slices, and shared slices between replicas."""
+    ranks(first[0], half, tmp_path, name, *first[1:], True)
+    params = plain_torch(name)[1]
+    largest = max(x.abs().max() for x in params.values())
+    for found in ranks(then[0], half, tmp_path, name, *then[1:], False):
+        for key, x in params.items():
+            assert (found[key] - x).abs().max() <= 1e-12 * largest, key
 
 
 def unequal(folder):
