@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,21 @@ class SavedTree:
     leaves: tuple[LeafInfo, ...]
     packed: bool = False
 
+    @cached_property
+    def by_unit(self) -> list[list[LeafInfo]]:
+        """The leaves of each unit, in the order in which they lie there."""
+        found: list[list[LeafInfo]] = [[] for _ in self.units]
+        for leaf in self.leaves:
+            found[leaf.unit].append(leaf)
+        return found
+
     def in_shard(self, unit: int, shard: int) -> Iterator[tuple[LeafInfo, int, int, int]]:
         """Yield (leaf, a, b, place): its elements [a, b) lie in this shard of its unit, from `place` on."""
         size = self.units[unit].size // self.num_shards
         start, stop, packed = shard * size, (shard + 1) * size, 0
-        for leaf in self.leaves:
+        for leaf in self.by_unit[unit]:
             a, b = max(leaf.offset, start), min(leaf.offset + leaf.numel, stop)
-            if leaf.unit == unit and a < b:
+            if a < b:
                 yield leaf, a - leaf.offset, b - leaf.offset, packed if self.packed else a - start
                 packed += b - a
 

@@ -21,7 +21,7 @@ from .reading import Read, Source
 from .tensor_file import MALFORMED, TensorFile, Written
 
 MAX_OPEN = 256  # files; systems allow 1,024 and more
-_MAX_READERS = 32  # each with a few MiB of its own
+_MAX_READERS = 64  # as many slices as there may be; each has some 6 MiB of its own
 
 
 class _Files:
