@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.func import functional_call
 
 import zerofn
-from tests.parallel.test_tensor_parallel import batches
-from tests.parallel.test_tensor_parallel import plain as plain_torch
 from tests.support.checkpoint_states import draw
 from tests.support.float64_models import build, in_float64
+from tests.support.mesh_training import assert_same_training, batches
+from tests.support.mesh_training import plain as plain_torch
 from tests.support.same import assert_same_trees
 from zerofn import optim
 from zerofn.checkpoint.reports import described, differences
@@ -78,6 +78,7 @@ SAVES = {  # name: (ranks, mesh, stage, options)
     "d2t2": (4, {"data": 2, "tensor": 2}, 3, {}),
     "t2r2": (4, {"tensor": 2, "replicate": 2}, 2, {}),
     "t4": (4, {"tensor": 4}, 1, {}),
+    "c2d2": (4, {"data": 2, "context": 2}, 3, {}),
     "t3d1 halves": (3, {"data": 1, "tensor": 3}, 3, {"precision": "bf16"}),
 }
 LOADS = [  # ranks, mesh, stage, options, from which
@@ -88,6 +89,7 @@ LOADS = [  # ranks, mesh, stage, options, from which
     (4, {"tensor": 2, "data": 2}, 1, {}, ["t2", "d2", "d2t2"]),
     (4, {"replicate": 2, "tensor": 2}, 3, {}, ["t4", "t3"]),
     (4, {"tensor": 4}, 2, {}, ["d2t2", "t2"]),
+    (4, {"context": 2, "tensor": 2}, 1, {}, ["t3", "c2d2"]),
 ]
 
 
@@ -122,7 +124,7 @@ def test_files_hold_every_element_once_and_the_manifest_says_where(saved):
     for name in SAVES:
         checkpoint = Checkpoint(saved / name)
         manifest = json.loads((saved / name / "manifest.json").read_text())
-        assert manifest["version"] == (3 if name == "d2" else 4)
+        assert manifest["version"] == (3 if name in ("d2", "c2d2") else 4)
         params = [t for t in manifest["trees"] if t["path"] == "params"]
         assert len(params) == SAVES[name][1].get("tensor", 1)
         elements = dict.fromkeys(SHAPES, 0)
@@ -238,19 +240,22 @@ def half(folder, name, sizes, stage, first):
         def init_state():
             return zerofn.TrainState.create(params=dict(build(name).named_parameters()), tx=optim.sgd(0.1, 0.9))
 
-        def train_step(state, x):
-            loss, grads = state.value_and_grad(
-                lambda p, x: functional_call(model, p, (), {"input_ids": x, "labels": x}).loss
-            )(x)
+        def loss_fn(params, batch):
+            return functional_call(model, params, (), batch).loss
+
+        def train_step(state, batch):
+            loss, grads = state.value_and_grad(loss_fn)(batch)
             return state.apply_gradients(grads), loss
 
         state = zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=cuts)
         state = state if first else zerofn.load(folder / "a", like=state, donate=True)
         step = zerofn.compile(train_step)
-        for x in batches()[:2] if first else batches()[2:]:
-            state, _ = step(state, x.chunk(mesh.batch.size)[mesh.batch.rank])
+        losses = []
+        for batch in batches()[:2] if first else batches()[2:]:
+            state, loss = step(state, {k: x.chunk(mesh.rows.size)[mesh.rows.rank] for k, x in batch.items()})
+            losses.append(loss.item())
         zerofn.save(folder / "a", state)
-        return zerofn.unshard(state.params)
+        return losses, zerofn.unshard(state.params), 0
 
 
 @pytest.mark.parametrize(
@@ -263,11 +268,8 @@ def half(folder, name, sizes, stage, first):
 def test_training_goes_on_on_another_mesh_as_plain_torch(ranks, tmp_path, name, first, then):
     """At stage 0 a save compares whole leaves between slices, and shared slices between replicas."""
     ranks(first[0], half, tmp_path, name, *first[1:], True)
-    params = plain_torch(name)[1]
-    largest = max(x.abs().max() for x in params.values())
-    for found in ranks(then[0], half, tmp_path, name, *then[1:], False):
-        for key, x in params.items():
-            assert (found[key] - x).abs().max() <= 1e-12 * largest, key
+    losses, params = plain_torch(name)
+    assert_same_training(ranks(then[0], half, tmp_path, name, *then[1:], False), (losses[2:], params))
 
 
 def unequal(folder):
