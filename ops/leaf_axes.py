@@ -130,6 +130,68 @@ define(
 )
 
 
+def _groups(x: Tensor, start: Sequence[int], length: Sequence[int], count: Sequence[int], step: Sequence[int]) -> Any:
+    """Yield views [rows, count, length] of [rows, columns]: `count[i]` runs from column `start[i]` on."""
+    for first, size, num, far in zip(start, length, count, step, strict=True):
+        yield x.as_strided((x.shape[0], num, size), (x.stride(0), far, 1), x.storage_offset() + first)
+
+
+def spread_columns(
+    x: Tensor,
+    start: Sequence[int],
+    at: Sequence[int],
+    length: Sequence[int],
+    count: Sequence[int],
+    step: Sequence[int],
+    stride: Sequence[int],
+    num_columns: int,
+) -> Tensor:
+    """[rows, own columns] -> [rows, num_columns]: runs of columns from `at[i]` on, every `stride[i]`, go to those from
+    `start[i]` on, every `step[i]`; the rest is zeros."""
+    out = torch.zeros(x.shape[0], num_columns, dtype=x.dtype, device=x.device)
+    own = x.contiguous()
+    for there, here in zip(
+        _groups(out, start, length, count, step), _groups(own, at, length, count, stride), strict=True
+    ):
+        there.copy_(here)
+    return out
+
+
+def own_columns(
+    x: Tensor,
+    start: Sequence[int],
+    at: Sequence[int],
+    length: Sequence[int],
+    count: Sequence[int],
+    step: Sequence[int],
+    stride: Sequence[int],
+    num_columns: int,
+) -> Tensor:
+    """[columns] -> [num_columns], the own ones: the transpose of `spread_columns`."""
+    out = torch.zeros(1, num_columns, dtype=x.dtype, device=x.device)
+    whole = x.contiguous().view(1, -1)
+    for there, here in zip(
+        _groups(whole, start, length, count, step), _groups(out, at, length, count, stride), strict=True
+    ):
+        here.copy_(there)
+    return out[0]
+
+
+_RUNS = "int[] start, int[] at, int[] length, int[] count, int[] step, int[] stride, int num_columns"
+define(
+    f"spread_columns(Tensor x, {_RUNS}) -> Tensor",
+    spread_columns,
+    lambda x, *rest: x.new_empty(x.shape[0], rest[-1]),
+    traits=Traits(OnShard.REFUSED),
+)
+define(
+    f"own_columns(Tensor x, {_RUNS}) -> Tensor",
+    own_columns,
+    lambda x, *rest: x.new_empty(rest[-1]),
+    traits=Traits(OnShard.REFUSED),
+)
+
+
 def take_shard(
     leaves: Sequence[Tensor | None], offsets: Sequence[int], start: int, stop: int, dtype: torch.dtype
 ) -> Tensor:

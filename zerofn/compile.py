@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,17 +19,16 @@ from .cost.machine import Machine, machine_of
 from .dry_run.script import current_dry_run
 from .graph.advice import no_leaf
 from .graph.captured import captured, dry_result
-from .graph.fingerprint import fingerprint
 from .graph.program import Program, tensor_of
 from .graph.state_arithmetic import MEETS, line_of_number, state_arithmetic
 from .memory.host_allocator import keep_freed_memory
 from .offload.host_worker import worker
 from .ops.same import RanksDiffer
-from .optim.base import GradientTransformation
 from .passes import Pass
 from .passes.budget.decision import Choice, as_text, from_text
 from .planning.plan import Plan
 from .planning.profile import Profile, profiled
+from .runtime.agreed import agree_among_slices, agreed_text
 from .runtime.backend import Backend, backend_of
 from .runtime.capture_log import CaptureLog, while_capturing
 from .runtime.entry import Entry
@@ -285,11 +282,14 @@ class CompiledStep:
     def _agreed(self, state: Any, batch: Any, why: str) -> tuple[Entry, Sequence[Tensor]]:
         what = f"zerofn.compile({self.__name__})"
         if not self._options.chooses:
-            return agree_on(what, lambda: self._scheduled(self._captured(state, batch), [], why))
-        mine = agree_on(what, lambda: (self._captured(state, batch), ""))
-        # ranks may differ by a few bytes: all use the first rank's choices
-        first, *_ = exchange(what, as_text(mine.choices))
-        return agree_on(what, lambda: self._scheduled(mine, from_text(first), why))
+            found = agree_on(what, lambda: self._scheduled(self._captured(state, batch), [], why))
+        else:
+            mine = agree_on(what, lambda: (self._captured(state, batch), ""))
+            # ranks may differ by a few bytes: all use the first rank's choices
+            first, *_ = exchange(what, as_text(mine.choices))
+            found = agree_on(what, lambda: self._scheduled(mine, from_text(first), why))
+        agree_among_slices(what, found[0].program)
+        return found
 
     @uncollected()
     def _captured(self, state: Any, batch: Any) -> _Captured:
@@ -322,14 +322,7 @@ class CompiledStep:
         took = dict(program.timings)
         self.timings = {"capture": took.pop("capture"), "passes": took, "nodes": len(program.gm.graph.nodes)}
         self._log.report(program, captured.constants, time.perf_counter() - captured.began, donating, why)
-        machine = self._options.machine
-        # A number in the batch may differ from rank to rank, unless it meets the state: `numbers` has it then.
-        inputs = {k: v for k, v in program.describe().items() if k.removeprefix("batch.") not in program.batch.baked}
-        known: dict[str, Any] = {**inputs, **_optimizers(program), "machine": machine}
-        known["deterministic"] = self._options.deterministic
-        if machine is not None:  # whose repr is rounded
-            known["machine in full"] = dataclasses.asdict(machine)
-        text = "\n".join([*(f"{k}: {v}" for k, v in known.items()), *captured.numbers, fingerprint(program)])
+        text = agreed_text(program, captured.numbers, self._options.machine, self._options.deterministic)
         return (Entry(program, donating, self._options.backend, text), captured.constants), text
 
     def _run(self, call: _Call, inputs: Inputs, batch: Any) -> list[Any]:
@@ -381,20 +374,3 @@ class CompiledStep:
                 captures.drop(entry)
             self._captures = {key: x for key, x in self._captures.items() if x.entries}
             entry.close()
-
-
-def _optimizers(program: Program) -> dict[str, str]:
-    """Return the state's optimizers with their arguments, without addresses."""
-    found: dict[str, str] = {}
-
-    def look(x: Any) -> bool:
-        for field in dataclasses.fields(x) if dataclasses.is_dataclass(x) else ():
-            value = getattr(x, field.name)
-            if isinstance(value, GradientTransformation):
-                name = f"{type(x).__name__}.{field.name}" + (f" {len(found) + 1}" if found else "")
-                found[name] = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-        return False
-
-    treedef = program.state.treedef
-    tree.leaves(tree.unflatten(treedef, range(treedef.num_leaves)), is_leaf=look)
-    return found

@@ -18,6 +18,7 @@ from tests.support.small_steps import build, state_of, train_step_of
 from zerofn.checkpoint import CheckpointError, replicas, saving, steps
 from zerofn.checkpoint.behind import InFlight
 from zerofn.comm.agreement import agree
+from zerofn.parallel.cuts import equal
 from zerofn.util.other_processes import started
 from zerofn.util.process import the
 
@@ -39,12 +40,13 @@ def machines(folder, hosts):
         del os.environ["TORCHELASTIC_RUN_ID"]
 
 
-def begun(folder, stage, replicate_every=2, **options):
-    """(checkpoints, state, step, loader) of a run that goes on from what there is."""
+def begun(folder, stage, replicate_every=2, sizes=None, **options):
+    """(checkpoints, state, step, loader) of a run that goes on from what there is. `sizes`: of the mesh."""
     loader = Counter()
+    mesh = None if sizes is None else zerofn.Mesh.make(**sizes)
     options = {"loader": loader, "signals": (), "replicate_every": replicate_every, **options}
     checkpoints = zerofn.Checkpoints(folder / "run", **options)
-    state = checkpoints.restore_or(lambda: state_of(build(2), stage))
+    state = checkpoints.restore_or(lambda: state_of(build(2), stage, mesh=mesh))
     return checkpoints, state, zerofn.compile(train_step_of(build(2))), loader
 
 
@@ -72,14 +74,14 @@ def lose(host, hosts, folder):
     agree(f"machine {host} is gone", "")
 
 
-def come_back(folder, stage, hosts, lost):
+def come_back(folder, stage, hosts, lost, sizes=None):
     with machines(folder, hosts):
-        before = trained(begun(folder, stage), 5)
+        before = trained(begun(folder, stage, sizes=sizes), 5)
         assert len(list(replicas.MEMORY.glob("*/step-*/*.safetensors"))) >= hosts.count(hosts[dist.get_rank()])
         agree("seen", "")
         for host in lost:
             lose(host, hosts, folder)
-        run = begun(folder, stage)
+        run = begun(folder, stage, sizes=sizes)
         checkpoints, state, _, loader = run
         assert checkpoints.step == 4 and loader.at == 4 and not checkpoints.steps()
         assert_same_trees(zerofn.unshard(state), before[4])
@@ -87,7 +89,7 @@ def come_back(folder, stage, hosts, lost):
         assert_same_trees(after[5], before[5])
         if lost:
             lose(hosts[-1], hosts, folder)  # perhaps where the others have it from
-        run = begun(folder, stage)
+        run = begun(folder, stage, sizes=sizes)
         assert_same_trees(zerofn.unshard(run[1]), after[6])
         run[0].close()
         assert not list(replicas.MEMORY.iterdir()) and not list((folder / "run").glob("*"))
@@ -99,6 +101,43 @@ def come_back(folder, stage, hosts, lost):
 )
 def test_a_machine_that_is_lost(ranks, tmp_path, hosts, stage, lost):
     ranks(len(hosts), come_back, tmp_path, stage, hosts, lost)
+
+
+@pytest.mark.parametrize(
+    "hosts, sizes, lost",
+    [("ab", {"replicate": 2}, "b"), ("ab", {"replicate": 2}, "a"), ("aabb", {"replicate": 2, "data": 2}, "b")],
+)
+def test_a_machine_of_replicas_that_is_lost(ranks, tmp_path, hosts, sizes, lost):
+    """Ranks with the same shards load what the first of them has written, on another machine."""
+    ranks(len(hosts), come_back, tmp_path, 3, hosts, lost, sizes)
+
+
+def slices_on(sizes):
+    mesh = zerofn.Mesh.make(**sizes)
+    values = {"w": torch.arange(35.0).view(5, 7), "b": torch.arange(6.0), "whole": torch.arange(3.0)}
+    cuts = {"w": equal("tensor", 1, 7, 2), "b": equal("tensor", 0, 6, 2)}
+    return zerofn.shard({"params": values, "step": torch.tensor(0)}, mesh=mesh, cuts=cuts), values
+
+
+def slices_come_back(folder, hosts, lost, sizes):
+    with machines(folder, hosts):
+        state, values = slices_on(sizes)
+        checkpoints = zerofn.Checkpoints(folder / "run", signals=(), replicate_every=1)
+        state = checkpoints.restore_or(state)
+        checkpoints.after_step(state, {})
+        checkpoints._replicas.finish()
+        agree("copied", "")
+        lose(lost, hosts, folder)
+        zeros = zerofn.tree_map(torch.zeros_like, state)
+        checkpoints = zerofn.Checkpoints(folder / "run", signals=(), replicate_every=1)
+        assert_same_trees(zerofn.unshard(checkpoints.restore_or(zeros))["params"], values)
+        assert checkpoints.step == 1
+        checkpoints.close()
+
+
+@pytest.mark.parametrize("hosts, lost, sizes", [("ab", "a", {"tensor": 2}), ("aabb", "b", {"tensor": 2, "data": 2})])
+def test_a_machine_of_slices_that_is_lost(ranks, tmp_path, hosts, lost, sizes):
+    ranks(len(hosts), slices_come_back, tmp_path, hosts, lost, sizes)
 
 
 def falls_back(folder, hosts, harm):

@@ -13,6 +13,8 @@ import zerofn
 from benchmarks.interop.deepspeed_checkpoints import CASES, STEPS, Tiny
 from tests.support.same import assert_same_trees
 from zerofn import optim
+from zerofn.comm.mesh import Mesh
+from zerofn.parallel.cuts import equal
 
 ADAMW = optim.adamw(1e-2)
 HERE = Path(__file__).parent / "deepspeed_checkpoints"
@@ -36,9 +38,9 @@ def state_of(module, tx=ADAMW):
     return zerofn.TrainState.create(params=dict(module.named_parameters()), tx=tx)
 
 
-def check(path, name, stage, only=None):
+def check(path, name, stage, only=None, **options):
     expected = torch.load(path / "expected.pt", weights_only=True)
-    state = zerofn.unshard(zerofn.load_deepspeed(path, like=like(stage, name), only=only))
+    state = zerofn.unshard(zerofn.load_deepspeed(path, like=like(stage, name, **options), only=only))
     for key, value in expected.items():
         kind, _, leaf = key.partition(".")
         if kind != "params" and only:
@@ -72,6 +74,16 @@ def test_moments_by_number_need_one_group(tmp_path):
 def test_other_ranks_and_stages(ranks, tmp_path, world):
     for name, stage in (("stage1-fp32", 1), ("stage3-bf16", 3), ("stage2-bf16", 0)):
         ranks(world, check, unpacked(name, tmp_path / name), name, stage)
+
+
+def check_slices(path, name, stage):
+    cuts = {"embed.weight": equal("tensor", 0, 7, 2), "out.weight": equal("tensor", 1, 5, 2)}
+    check(path, name, stage, mesh=Mesh.make(data=2, tensor=2), cuts=cuts)
+
+
+def test_slices(ranks, tmp_path):
+    for name, stage in (("stage1-fp32", 1), ("stage3-bf16", 3)):
+        ranks(4, check_slices, unpacked(name, tmp_path / name), name, stage)
 
 
 def test_another_tier_keeps_the_same_bits(tmp_path):

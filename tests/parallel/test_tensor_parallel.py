@@ -13,6 +13,7 @@ from tests.support.float64_models import SMALL
 from tests.support.mesh_training import assert_same_training, plain, trained
 from zerofn.comm.mesh import Mesh
 from zerofn.parallel import Slice, tensor
+from zerofn.parallel.cuts import Cut
 
 CASES = [
     ("llama", 2, {"tensor": 2}, 3),
@@ -144,6 +145,7 @@ def test_slices_take_their_part_of_the_memory(ranks):
 
 
 ODD = transformers.LlamaConfig(**{**SMALL, "num_attention_heads": 3, "num_key_value_heads": 3}, intermediate_size=35)
+OVERLAPPING = {"w": Cut("tensor", 0, 3, (((0, 2),), ((1, 3),)))}
 
 
 def refusals():
@@ -158,18 +160,13 @@ def refusals():
         (lambda: tensor(mlp(), Mesh.make(data=2), PLAN), "mesh has no axis 'tensor'"),
         (lambda: zerofn.shard({"params": {"w": torch.ones(3)}}, mesh=mesh), "no leaf is cut over it"),
         (lambda: tensor(transformers.LlamaForCausalLM(ODD), mesh), "q_proj: .*3 heads cannot be shared by 2"),
+        (lambda: zerofn.shard({"params": {"w": torch.ones(3)}}, mesh=mesh, cuts=OVERLAPPING), "do not make up its 3"),
         (lambda: Slice(0, output="whole"), "output='whole' is not known"),
     ]
     for call, message in bad:
         with pytest.raises((ValueError, TypeError), match=message):
             call()
-    model = zerofn.skeleton(mlp)
-    cuts = tensor(model, mesh, PLAN)
-    state = zerofn.shard({"params": dict(mlp().named_parameters())}, mesh=mesh, cuts=cuts)
-    with pytest.raises((NotImplementedError, RuntimeError), match="have slices of 'down.weight'.*does not know yet"):
-        zerofn.save("nowhere", state)
-    with pytest.raises(NotImplementedError, match="have slices of"):
-        zerofn.normal_like(state["params"], zerofn.random.key(0))
+    cuts = tensor(zerofn.skeleton(mlp), mesh, PLAN)
     with pytest.raises(ValueError, match="no parameter is called so"):
         zerofn.shard({"params": {"w": torch.ones(3)}}, mesh=mesh, cuts=cuts)
 

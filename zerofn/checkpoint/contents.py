@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..sharding.sharded import Sharded, is_sharded, refuse_slices
+from ..parallel.overlaps import Region, region_of, shape_in
+from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.state_tree import as_tensor
 from ..sharding.storage import StorageSpec
 from ..training.loss_scale import NoLossScale, StaticLossScale
@@ -35,7 +37,7 @@ class Part:
 
 @dataclass(frozen=True)
 class LeafInfo:
-    """A logical leaf. `unit` and `offset`: its place in a `Sharded`."""
+    """A logical leaf of `shape`. `unit` and `offset`: its place in a `Sharded`, or that of its slice `region`."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,15 +45,19 @@ class LeafInfo:
     unit: int = -1
     offset: int = 0
     optional: bool = False
+    region: Region = ()
+
+    @property
+    def numel(self) -> int:
+        """The number of elements that lie there: of its slice."""
+        return math.prod(shape_in(self.shape, self.region))
 
 
 def take_apart(state: Any, what: str) -> tuple[list[Part], PyTreeSpec]:
     """Return the parts of a state in tree order, and the treedef that puts them together again.
 
-    Raises `TypeError` for a leaf that a checkpoint cannot store, `ValueError` if two leaves have one name,
-    `NotImplementedError` for leaves in slices.
+    Raises `TypeError` for a leaf that a checkpoint cannot store, `ValueError` if two leaves have one name.
     """
-    refuse_slices(state, what)
     nodes, treedef = tree.flatten(state, is_leaf=is_sharded)
     names = tree.field_names(treedef)
     scales = _loss_scales(state)
@@ -70,17 +76,18 @@ def take_apart(state: Any, what: str) -> tuple[list[Part], PyTreeSpec]:
 
 
 def leaves_of(part: Part) -> list[LeafInfo]:
-    """The logical leaves of a part."""
+    """The logical leaves of a part, with the slices of them that this rank has."""
     if not is_sharded(part.value):
         dtype = part.value.dtype if isinstance(part.value, Tensor) else as_tensor(part.value).dtype
         return [LeafInfo(part.name, tuple(getattr(part.value, "shape", ())), dtype, optional=part.optional)]
-    layout = part.value.layout
+    layout, mesh = part.value.layout, part.value.spec.mesh
     names, storages = tree.field_names(layout.treedef), storages_of(part.value)
-    return [
-        LeafInfo(join(part.name, names[leaf.index]), leaf.shape, storages[i].dtype, i, leaf.offset, part.optional)
-        for i, unit in enumerate(layout.units)
-        for leaf in unit.leaves
-    ]
+    found = []
+    for i, unit in enumerate(layout.units):
+        for leaf in unit.leaves:
+            place = (storages[i].dtype, i, leaf.offset, part.optional, region_of(leaf.cuts, mesh))
+            found.append(LeafInfo(join(part.name, names[leaf.index]), leaf.whole, *place))
+    return found
 
 
 def storages_of(sharded: Sharded) -> list[StorageSpec]:
@@ -103,10 +110,11 @@ def describe(parts: Iterable[Part]) -> list[str]:
     for part in parts:
         if is_sharded(part.value):
             spec = part.value.spec
-            lines.append(
-                f"{part.name}: stage {spec.stage}, {spec.axis.size} ranks, "
-                f"{[(u.name, u.size) for u in spec.layout.units]}"
-            )
+            units = [(u.name, u.size) for u in spec.layout.units]
+            if spec.mesh.slices:  # ranks have units of their own sizes
+                units = [(u.name, [leaf.cuts for leaf in u.leaves if leaf.cuts]) for u in spec.layout.units]
+                lines.append(f"{part.name}: {[(axis.name, axis.size) for axis in spec.mesh.axes]}")
+            lines.append(f"{part.name}: stage {spec.stage}, {spec.axis.size} ranks, {units}")
         lines += [f"{leaf.name} {list(leaf.shape)} {leaf.dtype}" for leaf in leaves_of(part)]
     return lines
 

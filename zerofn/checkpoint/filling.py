@@ -13,11 +13,12 @@ from torch import Tensor
 
 from .. import tree
 from ..offload.disk import Store
+from ..parallel.overlaps import region_of
 from ..sharding.allocate import allocate, scratch_for, settle
 from ..sharding.sharded import Sharded, is_sharded
 from ..util.errors import CheckpointError
 from .contents import LeafInfo, Part, join, leaves_of, storages_of
-from .sources import Source
+from .reading import Source
 
 log = logging.getLogger("zerofn")
 
@@ -79,7 +80,8 @@ class Filling:
                     before = before or like.stored[i].loaded()
                     held.write(shift + a, before.read(shift + a, shift + b))
                 else:
-                    held.fill(shift + a, shift + b, partial(source.read, name, start + a - leaf.offset))
+                    read = partial(source.read, name, start + a - leaf.offset, region=region_of(leaf.cuts, spec.mesh))
+                    held.fill(shift + a, shift + b, read)
             fresh.stored[i].save(held)
         return fresh
 

@@ -21,7 +21,8 @@ from .contents import Part, describe, leaves_of, missing_leaf, take_apart
 from .filling import Filling, settle_all
 from .manifest import digest_now
 from .places import located
-from .sources import Checkpoint, Renamed, Source
+from .reading import Renamed, Source
+from .sources import Checkpoint
 
 log = logging.getLogger("zerofn")
 
@@ -41,8 +42,8 @@ def load(
 ) -> Any:
     """Return the state that was saved at `path`, laid out as `like`.
 
-    World size, stage, units, precision, and which trees are sharded may differ from the saved state. Values are the
-    same bits, or are cast (with one log line) to the dtypes of `like`. Every rank must call it; each reads only the
+    World size, mesh, stage, units, precision, and which trees are sharded may differ from the saved state. Values are
+    the same bits, or are cast (with one log line) to the dtypes of `like`. Every rank must call it; each reads only the
     intervals that it needs. `like` is not changed and shares no memory with the result; a donated state will do. A
     loss scale that the checkpoint lacks is taken from `like`.
 

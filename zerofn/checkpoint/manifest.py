@@ -7,23 +7,27 @@ header, and the headers hold those of all blocks. So one bit that differs anywhe
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import math
 import re
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..parallel.overlaps import overlap
 from ..util.errors import CheckpointError
 from .contents import LeafInfo
 from .folder import MANIFEST
 from .tensor_file import CODES, DTYPES, MALFORMED, Written
 
 FORMAT = "zerofn-checkpoint"
-VERSION = 3  # 1 called `num_shards` `num_pieces`; 2 had no checksum, and no `saved`
+VERSION = 4  # 1 called `num_shards` `num_pieces`; 2 had no checksum, and no `saved`; 3 had no slices of leaves
+_WITHOUT_SLICES = 3
 MAX_BYTES = 1 << 30
 _ZEROS = "0" * 64
 _SUM = re.compile(r'"sha256": "([0-9a-f]{64})"')
@@ -45,6 +49,9 @@ class SavedUnit:
 class SavedTree:
     """A `Sharded`: its key path, units and leaves. `files[p]` has the p-th of `num_shards` equal shards of
     each unit; a leaf is elements [offset, offset + numel) of its unit.
+
+    Where ranks have slices of leaves, there is one for each slice (`packed`). Its leaves are slices, and those of
+    several ranks are in one of them; a shard is then the elements of these leaves alone, one after the other.
     """
 
     path: str
@@ -53,6 +60,31 @@ class SavedTree:
     files: tuple[str, ...]
     units: tuple[SavedUnit, ...]
     leaves: tuple[LeafInfo, ...]
+    packed: bool = False
+
+    @cached_property
+    def by_unit(self) -> list[list[LeafInfo]]:
+        """The leaves of each unit, in the order in which they lie there."""
+        found: list[list[LeafInfo]] = [[] for _ in self.units]
+        for leaf in self.leaves:
+            found[leaf.unit].append(leaf)
+        return found
+
+    def in_shard(self, unit: int, shard: int) -> Iterator[tuple[LeafInfo, int, int, int]]:
+        """Yield (leaf, a, b, place): its elements [a, b) lie in this shard of its unit, from `place` on."""
+        size = self.units[unit].size // self.num_shards
+        start, stop, packed = shard * size, (shard + 1) * size, 0
+        for leaf in self.by_unit[unit]:
+            a, b = max(leaf.offset, start), min(leaf.offset + leaf.numel, stop)
+            if a < b:
+                yield leaf, a - leaf.offset, b - leaf.offset, packed if self.packed else a - start
+                packed += b - a
+
+    def shard_size(self, unit: int, shard: int) -> int:
+        """Return the number of elements of a shard of a unit."""
+        if self.packed:
+            return sum(b - a for _, a, b, _ in self.in_shard(unit, shard))
+        return self.units[unit].size // self.num_shards
 
 
 @dataclass(frozen=True)
@@ -84,7 +116,14 @@ class Manifest:
     digest: str = ""
 
     def leaves(self) -> Iterator[LeafInfo]:
-        """All logical leaves."""
+        """All logical leaves, each once."""
+        seen = set()
+        for leaf in self._parts():
+            if leaf.name not in seen:
+                seen.add(leaf.name)
+                yield leaf
+
+    def _parts(self) -> Iterator[LeafInfo]:
         for t in self.trees:
             yield from t.leaves
         for r in self.replicated:
@@ -94,7 +133,8 @@ class Manifest:
         """The contents of its file."""
         plain = _plain(asdict(self))
         del plain["digest"]
-        text = _lines({"format": FORMAT, "version": VERSION, "sha256": _ZEROS, **plain}) + "\n"
+        version = VERSION if any(t.packed for t in self.trees) else _WITHOUT_SLICES
+        text = _lines({"format": FORMAT, "version": version, "sha256": _ZEROS, **plain}) + "\n"
         return text.replace(_ZEROS, _digest(text), 1)
 
 
@@ -150,21 +190,42 @@ def _checked(manifest: Manifest) -> Manifest:
                 raise ValueError(f"unit {unit.name!r} of {unit.size} elements in {x.num_shards} shards")
         for leaf in x.leaves:
             whole = x.units[leaf.unit].size if 0 <= leaf.unit < len(x.units) else -1
-            if not 0 <= leaf.offset <= leaf.offset + torch.Size(leaf.shape).numel() <= whole:
+            if not 0 <= leaf.offset <= leaf.offset + leaf.numel <= whole:
                 raise ValueError(f"{leaf.name!r} does not lie in its unit")
     for r in manifest.replicated:
         if r.file not in manifest.files:
             raise ValueError(f"{r.leaf.name!r} is in {r.file!r}, which is not among the files")
-    twice = [name for name, count in Counter(leaf.name for leaf in manifest.leaves()).items() if count > 1]
-    if twice:
-        raise ValueError(f"two leaves are called {twice[0]!r}")
+    parts: dict[str, list[LeafInfo]] = {}
+    for leaf in manifest._parts():
+        parts.setdefault(leaf.name, []).append(leaf)
+    for name, slices in parts.items():
+        if len(slices) > 1 and not any(x.region for x in slices):
+            raise ValueError(f"two leaves are called {name!r}")
+        if any(x.region for x in slices) and not _make_up(slices):
+            raise ValueError(f"the slices of {name!r} do not make up the whole")
     return manifest
+
+
+def _make_up(slices: Sequence[LeafInfo]) -> bool:
+    """Return whether slices are of one leaf, and each of its elements is in one of them."""
+    shape = slices[0].shape
+    if len({(x.shape, x.dtype) for x in slices}) > 1 or sum(x.numel for x in slices) != math.prod(shape):
+        return False
+    for x in slices:
+        for dim, intervals in x.region:
+            ends = [end for interval in sorted(intervals) for end in interval]
+            if not 0 <= dim < len(shape) or not all(0 <= a <= b <= shape[dim] for a, b in intervals):
+                return False
+            if ends != sorted(ends):
+                return False
+    pairs = itertools.combinations(slices, 2)
+    return not any(any(True for _ in overlap(shape, a.region, b.region, 0, b.numel)) for a, b in pairs)
 
 
 def _parse(data: dict[str, Any], digest: str) -> Manifest:
     return Manifest(
         data["world_size"],
-        tuple(map(_tree, data["trees"])),
+        tuple(map(tree_from_json, data["trees"])),
         tuple(SavedLeaf(_leaf(r["leaf"]), r["file"], r["tensor"]) for r in data["replicated"]),
         {name: Written(**w) for name, w in data["files"].items()},
         data["step"],
@@ -175,7 +236,13 @@ def _parse(data: dict[str, Any], digest: str) -> Manifest:
     )
 
 
-def _tree(t: dict[str, Any]) -> SavedTree:
+def tree_as_json(tree: SavedTree) -> Any:
+    """Return what `tree_from_json` is given."""
+    return _plain(asdict(tree))
+
+
+def tree_from_json(t: dict[str, Any]) -> SavedTree:
+    """Return a tree that was written as JSON."""
     return SavedTree(
         t["path"],
         t["stage"],
@@ -183,6 +250,7 @@ def _tree(t: dict[str, Any]) -> SavedTree:
         tuple(t["files"]),
         tuple(map(_unit, t["units"])),
         tuple(map(_leaf, t["leaves"])),
+        t.get("packed", False),
     )
 
 
@@ -191,13 +259,14 @@ def _unit(u: dict[str, Any]) -> SavedUnit:
 
 
 def _leaf(x: dict[str, Any]) -> LeafInfo:
-    return LeafInfo(x["name"], tuple(x["shape"]), DTYPES[x["dtype"]], x["unit"], x["offset"], x["optional"])
+    region = tuple((dim, tuple((a, b) for a, b in intervals)) for dim, intervals in x.get("region", ()))
+    return LeafInfo(x["name"], tuple(x["shape"]), DTYPES[x["dtype"]], x["unit"], x["offset"], x["optional"], region)
 
 
 def _plain(x: Any) -> Any:
-    """Return `x` with dtypes as safetensors codes."""
+    """Return `x` with dtypes as safetensors codes, and without what says that a leaf is whole."""
     if isinstance(x, dict):
-        return {k: _plain(v) for k, v in x.items()}
+        return {k: _plain(v) for k, v in x.items() if v or k not in ("region", "packed")}
     if isinstance(x, list | tuple):
         return [_plain(v) for v in x]
     return CODES[x] if isinstance(x, torch.dtype) else x

@@ -17,7 +17,8 @@ from .contents import Part, leaves_of, missing_leaf, take_apart
 from .filling import Filling, settle_all
 from .loading import same_everywhere
 from .places import is_remote, located
-from .sources import Source, Weights
+from .reading import Source
+from .sources import Weights
 
 log = logging.getLogger("zerofn")
 

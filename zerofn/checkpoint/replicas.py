@@ -46,13 +46,16 @@ class _Transfer(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """A copy that is in a machine's memory. `sizes`: bytes of all its files, by name; `files`: those that are there."""
+    """A copy that is in a machine's memory. `sizes`: bytes of all its files, by name; `files`: those that are there.
+    `own`: whether a rank reads its own file and rank 0's alone, and not those of others with the same shards or slices.
+    """
 
     step: int
     save: str
     num_ranks: int
     sizes: dict[str, int]
     files: list[str]
+    own: bool
 
 
 class Replicas:
@@ -205,7 +208,9 @@ class Replicas:
             return False
         moves = []
         for ranks in self._ranks.values() if several else ():
-            needed = {folder.file_of(r, size, copy.save) for r in (0, *ranks)} & set(files)
+            needed = {folder.file_of(r, size, copy.save) for r in ((0, *ranks) if copy.own else range(size))} & set(
+                files
+            )
             for name in sorted(needed - set(held[ranks[0]].files if ranks[0] in held else ())):
                 source = next(r for r, x in held.items() if name in x.files)
                 moves.append(_Transfer(name, files[name], source, ranks[0]))
@@ -228,7 +233,8 @@ def _there(memory: Path) -> list[_Copy]:
             continue
         sizes = {name: written.nbytes for name, written in manifest.files.items()}
         names = [p.name for p in path.iterdir() if sizes.get(p.name) == p.stat().st_size]
-        found.append(_Copy(step, str(manifest.saved.get("save")), manifest.world_size, sizes, names))
+        own = all(len(t.files) == manifest.world_size and not t.packed for t in manifest.trees)
+        found.append(_Copy(step, str(manifest.saved.get("save")), manifest.world_size, sizes, names, own))
     return found
 
 

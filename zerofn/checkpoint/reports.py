@@ -53,7 +53,7 @@ def _page(path: Path, manifest: Manifest) -> str:
         ("ranks", f"{manifest.world_size}; {len(sizes)} files, {_size(sum(sizes))}"),
         ("leaves", f"{len(leaves)}, {sum(_numel(x) for x in leaves):,} elements"),
     ]
-    rows += [(f"  {t.path or 'state'}", _tree(manifest, t.path, t.stage, t.leaves)) for t in manifest.trees]
+    rows += [(f"  {path or 'state'}", _tree(manifest, path)) for path in dict.fromkeys(t.path for t in manifest.trees)]
     if manifest.replicated:
         rows.append(("  replicated", _leaves([r.leaf for r in manifest.replicated])))
     if manifest.notes.get("metrics"):
@@ -64,9 +64,13 @@ def _page(path: Path, manifest: Manifest) -> str:
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
 
-def _tree(manifest: Manifest, name: str, stage: int, leaves: tuple[LeafInfo, ...]) -> str:
-    where = manifest.saved.get("stored", {}).get(name)
-    return f"stage {stage}, {_leaves(list(leaves))}" + (f", {where}" if where else "")
+def _tree(manifest: Manifest, path: str) -> str:
+    parts = [t for t in manifest.trees if t.path == path]
+    leaves = {leaf.name: leaf for t in parts for leaf in t.leaves}
+    cut = len({leaf.name for t in parts for leaf in t.leaves if leaf.region})
+    where = manifest.saved.get("stored", {}).get(path)
+    slices = f", {cut} of them in slices" if cut else ""
+    return f"stage {parts[0].stage}, {_leaves(list(leaves.values()))}{slices}" + (f", {where}" if where else "")
 
 
 def _leaves(leaves: list[LeafInfo]) -> str:

@@ -22,16 +22,16 @@ from torch import Tensor
 
 from ..comm.agreement import difference_in_full, exchange, fingerprint, rank_and_size, together, with_texts
 from ..sharding.sharded import Sharded, is_sharded
-from ..sharding.storage import Stored
 from ..util.errors import CheckpointError
 from ..util.process import the
 from ..util.version import __version__
 from . import folder, owner
 from .behind import InFlight, Saving, Snapshot
 from .contents import Part, describe, leaves_of, storages_of, take_apart
-from .manifest import Manifest, SavedLeaf, SavedTree, SavedUnit, read_manifest
+from .manifest import Manifest, SavedLeaf, SavedTree, read_manifest
 from .places import located, make_folder, remove_folder
 from .tensor_file import BLOCK, Entry, Written, as_bytes, write_file
+from .trees import EveryTree, OwnTree, Told
 
 log = logging.getLogger("zerofn")
 
@@ -42,11 +42,11 @@ def save(path: str | os.PathLike[str], state: Any, *, wait: bool = True) -> Savi
     """Write a state to the folder `path`, where `load` finds it. Every rank must call it. Nothing is pickled.
 
     Each rank writes one safetensors file with its shards, with one MiB in memory at a time. Rank 0 also writes what
-    is replicated, and a JSON manifest of logical names. At stage 0 each rank writes its N-th part, so nothing is
-    written twice. All ranks must see `path`: on several machines a shared file system, or a URL such as "s3://bucket/a"
-    (any that fsspec knows; `pip install 'zerofn[remote]'`), or a `UPath` with the options it needs. An older
-    checkpoint at `path` stays until the new one is complete; a process that is killed leaves one or the other. Files
-    of others in the folder stay.
+    is replicated, and a JSON manifest of logical names. At stage 0 each rank writes its N-th part, and slices that
+    several ranks of a mesh have are written by the first of them, so nothing is written twice. All ranks must see
+    `path`: on several machines a shared file system, or a URL such as "s3://bucket/a" (any that fsspec knows; `pip
+    install 'zerofn[remote]'`), or a `UPath` with the options it needs. An older checkpoint at `path` stays until the
+    new one is complete; a process that is killed leaves one or the other. Files of others in the folder stay.
 
     `wait=False` returns once this rank's part is copied to host memory, and a thread writes it while training goes
     on; the copy's memory is kept for the next save. Returns a handle: `.done()`, `.wait(timeout=None)`, `.path`, and
@@ -90,20 +90,25 @@ def prepared(
 
     `words`: what must be the same on all ranks. `quick`: compare replicated values by less. Raises as `save` does.
     """
-    lines, parts = [words], list[Part]()
+    lines, in_slices, parts, own = [words], list[str](), list[Part](), list[OwnTree]()
 
     def describe_it() -> tuple[None, str]:
         before()
         parts.extend(_plan(state))
         lines.extend(_lines(parts, quick=quick))
-        places = [p.value.spec.axis.rank for p in _trees(parts)]
-        return None, json.dumps([fingerprint("\n".join(lines)), places, folder.new_save()])
+        in_slices.extend(f"{name} = {digest}" for name, digest in _replicas(parts, quick, slices=True))
+        own.extend(_own_trees(parts))
+        prints = [fingerprint("\n".join(x)) for x in (lines, in_slices)]
+        return None, json.dumps([*prints, folder.new_save(), [x.told() for x in own]])
 
     texts = with_texts(WHAT, describe_it)[1]
-    prints, places, numbers = zip(*map(json.loads, texts), strict=True)
+    prints, of_slices, numbers, told = zip(*map(json.loads, texts), strict=True)
     if len(set(prints)) > 1:
         raise _unequal(lines)
-    return _prepare(path, parts, numbers[0], _owners(parts, places), along)
+    trees = [EveryTree.of(WHAT, x, [Told.of(each[k]) for each in told]) for k, x in enumerate(own)]
+    for tree in trees[:1]:
+        _check_slices(tree.slices, of_slices, in_slices)
+    return _prepare(path, parts, numbers[0], trees, along)
 
 
 def _run(job: Job, entries: Callable[[], list[Entry]]) -> None:
@@ -201,8 +206,7 @@ def _replicated(parts: list[Part]) -> list[Part]:
 
 def _lines(parts: list[Part], *, quick: bool) -> list[str]:
     """What all ranks must have alike: the structure, and the values of replicated leaves."""
-    several = rank_and_size()[1] > 1
-    return [*describe(parts), *(f"{name} = {digest}" for name, digest in (_replicas(parts, quick) if several else ()))]
+    return [*describe(parts), *(f"{name} = {digest}" for name, digest in _replicas(parts, quick, slices=False))]
 
 
 def _unequal(lines: list[str]) -> ValueError:
@@ -221,35 +225,40 @@ def _unequal(lines: list[str]) -> ValueError:
     )
 
 
-def _replicas(parts: list[Part], quick: bool) -> Iterator[tuple[str, str]]:
-    """(name, digest) of every leaf that each rank holds whole."""
-    for part in _replicated(parts):
+def _check_slices(slices: Sequence[tuple[int, ...]], prints: Sequence[str], lines: list[str]) -> None:
+    """Raise `ValueError` if ranks with the same slices have other values of them. `slices[r]`: which rank r has."""
+    other = next((r for r, x in enumerate(slices) if prints[r] != prints[slices.index(x)]), None)
+    if other is None:
+        return
+    first = slices.index(slices[other])
+    texts = [text.split("\n") for text in exchange(f"{WHAT}, in full", "\n".join(lines))]
+    name = next(a for a, b in zip(texts[first], texts[other], strict=True) if a != b).partition(" = ")[0]
+    raise ValueError(
+        f"{WHAT}: rank {first} and rank {other} have the same slice of {name!r}, and it differs between them; make it "
+        "equal before saving (the same code and seed on all ranks), or keep what differs outside the state."
+    )
+
+
+def _replicas(parts: list[Part], quick: bool, *, slices: bool) -> Iterator[tuple[str, str]]:
+    """(name, digest) of every leaf that each rank holds whole; with `slices`, of every slice that it holds whole."""
+    if rank_and_size()[1] == 1:
+        return
+    for part in () if slices else _replicated(parts):
         yield part.name, _digest(part.tensor, quick)
     for part in _trees(parts):
         sharded: Sharded = part.value
-        if sharded.spec.stage == 0 and sharded.spec.axis.size > 1:
+        if sharded.spec.stage == 0 and (sharded.spec.axis.size > 1 or sharded.spec.mesh.slices):
             for unit, leaves in groupby(leaves_of(part), key=lambda leaf: leaf.unit):
                 whole = sharded.stored[unit].loaded()
                 for leaf in leaves:
-                    yield leaf.name, _digest(whole.read(leaf.offset, leaf.offset + _numel(leaf.shape)), quick)
+                    if bool(leaf.region) == slices:
+                        yield leaf.name, _digest(whole.read(leaf.offset, leaf.offset + leaf.numel), quick)
 
 
-def _owners(parts: list[Part], held: Sequence[list[int]]) -> list[list[int]]:
-    """Return who writes each shard: the first of the ranks that hold it (on a mesh of several axes several do).
-
-    `held[r]`: which shard of each `Sharded` rank r has.
-    """
-    out = []
-    for k, part in enumerate(_trees(parts)):
-        first = {ranks[k]: r for r, ranks in reversed(list(enumerate(held)))}
-        size = part.value.spec.axis.size
-        if len(first) != size:
-            raise CheckpointError(
-                f"{WHAT}: {part.name!r} is in {size} shards, but only ranks "
-                f"{sorted(first)} of its axis are here; every rank must call save."
-            )
-        out.append([first[p] for p in range(size)])
-    return out
+def _own_trees(parts: list[Part]) -> Iterator[OwnTree]:
+    used = {p.name for p in _replicated(parts)}
+    for part in _trees(parts):
+        yield OwnTree.of(part, [_unique(f"{part.name}/{unit.name}", used) for unit in part.value.layout.units])
 
 
 @dataclass(frozen=True)
@@ -304,51 +313,24 @@ class Job:
         return Manifest(self.size, self.trees, self.leaves, files, self.step, _versions(), saved, notes).text()
 
 
-def _prepare(path: Path, parts: list[Part], number: str, owners: list[list[int]], along: Along) -> Job:
-    """Return the save of these parts. `owners[k][p]` writes shard p of the k-th `Sharded`."""
+def _prepare(path: Path, parts: list[Part], number: str, trees: Sequence[EveryTree], along: Along) -> Job:
+    """Return the save of these parts. `trees`: what ranks write of each `Sharded`."""
     rank, size = rank_and_size()
-    used = {p.name for p in _replicated(parts)}
-    trees, entries = [], []
-    for part, writers in zip(_trees(parts), owners, strict=True):
-        sharded: Sharded = part.value
-        units = tuple(
-            SavedUnit(u.name, u.size, p.dtype, u.trainable, _unique(f"{part.name}/{u.name}", used))
-            for u, p in zip(sharded.layout.units, sharded.stored, strict=True)
-        )
-        files = tuple(folder.file_of(r, size, number) for r in writers)
-        trees.append(SavedTree(part.name, sharded.spec.stage, len(files), files, units, tuple(leaves_of(part))))
-        if writers[sharded.spec.axis.rank] == rank:
-            entries += [_own(u.tensor, sharded, i) for i, u in enumerate(units)]
+    saved = [x for tree in trees for x in tree.saved(lambda r: folder.file_of(r, size, number))]
+    entries = [entry for tree in trees if tree.writes(rank) for entry in tree.own.entries()]
     if rank == 0:
         entries += [Entry.of(p.name, p.tensor) for p in _replicated(parts)]
     leaves = tuple(SavedLeaf(leaves_of(p)[0], folder.file_of(0, size, number), p.name) for p in _replicated(parts))
     step = next((p.tensor for p in _replicated(parts) if p.name == "step"), None)
     count = int(step) if step is not None and step.numel() == 1 else None
     stored = {p.name: _stored(p) for p in _trees(parts)}
-    return Job(path, number, rank, size, entries, tuple(trees), leaves, stored, count, along)
+    return Job(path, number, rank, size, entries, tuple(saved), leaves, stored, count, along)
 
 
 def _stored(part: Part) -> str:
     """How the shards of a tree are stored, where that is not plainly beside the model."""
     specs = [s for s in storages_of(part.value) if s.placement is not None or s.codec.note]
     return ", ".join(dict.fromkeys(s.described for s in specs))
-
-
-def _own(name: str, sharded: Sharded, index: int) -> Entry:
-    """Return this rank's N-th of a unit; at stage 0 a part of the whole unit, which it has."""
-    spec, shard, unit = sharded.spec, sharded.stored[index], sharded.layout.units[index]
-    start, stop = spec.layout.cut(unit, spec.axis.rank)
-    shift = start - spec.bounds(unit)[0]
-    held: list[Stored] = []  # a shard from a drive, while it is being written
-
-    def read(a: int, b: int) -> Tensor:
-        held[:] = held or [shard.loaded()]
-        values = held[0].read(shift + a, shift + b)
-        if b == stop - start:
-            held.clear()
-        return values
-
-    return Entry(name, shard.dtype, (stop - start,), read)
 
 
 def _versions() -> dict[str, str]:
@@ -360,10 +342,6 @@ def _unique(name: str, used: set[str]) -> str:
         name += "'"
     used.add(name)
     return name
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
 
 
 def _digest(tensor: Tensor, quick: bool) -> str:

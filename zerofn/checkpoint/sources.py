@@ -1,16 +1,15 @@
-"""Sources of named tensors, read by intervals: a checkpoint, and plain safetensors files."""
+"""What is read by intervals: a checkpoint, and plain safetensors files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-import torch
 from torch import Tensor
 
+from ..parallel.overlaps import Region
 from ..util.errors import CheckpointError
 from .checksums import read_checksums
 from .contents import LeafInfo
@@ -18,51 +17,49 @@ from .direct import Reader
 from .folder import MANIFEST, find
 from .manifest import Manifest, SavedLeaf, SavedTree, read_manifest
 from .places import text_of
+from .reading import Read, Source
 from .tensor_file import MALFORMED, TensorFile, Written
 
 MAX_OPEN = 256  # files; systems allow 1,024 and more
-
-
-class Source(Protocol):
-    """Named tensors on the disk. `leaves`: by name."""
-
-    leaves: dict[str, LeafInfo]
-
-    def read(self, name: str, start: int, into: Tensor) -> None:
-        """Fill the 1-d `into` with the raveled leaf's elements from `start` on, cast to its dtype."""
-
-    def close(self) -> None:
-        """Close all files."""
+_MAX_READERS = 64  # as many slices as there may be; each has some 6 MiB of its own
 
 
 class _Files:
-    """The files of one folder, at most `MAX_OPEN` of them open. Ask for a file at every read; it may be closed."""
+    """The files of one folder, at most `MAX_OPEN` of them open. Ask for a file at every read; it may be closed.
 
-    def __init__(self, folder: Path, expected: dict[str, Written] | None, fix: str) -> None:
+    `in_turn`: several files are read in turn, and each is read ahead. Else one is, which memory is for.
+    """
+
+    def __init__(self, folder: Path, expected: dict[str, Written] | None, fix: str, in_turn: bool = False) -> None:
         self.folder, self._expected, self._fix = folder, expected, fix  # expected: None for files of others
         self._files: dict[str, TensorFile] = {}
-        self._reader = Reader()
+        self._reader = None if in_turn else Reader()
         self._asked: set[str] = set()  # since all were closed
 
     def __getitem__(self, name: str) -> TensorFile:
+        if name not in self._asked:
+            if len(self._asked) == (_MAX_READERS if self._reader is None else MAX_OPEN):
+                self.close()
+            self._asked.add(name)
         if name not in self._files:
             if self._expected is not None:
                 self._files[name] = TensorFile(self.folder / name, self._expected[name], self._fix, reader=self._reader)
             else:
                 file = self.folder / name
                 self._files[name] = TensorFile(file, *read_checksums(file, self._fix), reader=self._reader)
-        if name not in self._asked:
-            if len(self._asked) == MAX_OPEN:
-                self.close()
-            self._asked.add(name)
         return self._files[name]
 
     def close(self) -> None:
-        self._reader.close()
+        if self._reader is not None:
+            self._reader.close()
+        else:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()  # with their memory
         self._asked.clear()
 
 
-class Checkpoint:
+class Checkpoint(Source):
     """A checkpoint that `save` wrote. `whole=False`: only some of its files may be there.
 
     Raises `CheckpointError` if it does not exist, is incomplete, or has a file that is missing or of another size.
@@ -72,9 +69,14 @@ class Checkpoint:
         self.folder = find(path)
         self.manifest: Manifest = read_manifest(self.folder)
         fix = "Load another checkpoint, or copy this one again."
-        self._files = _Files(self.folder, self.manifest.files, fix)
-        self._where: dict[str, SavedTree | SavedLeaf] = {r.leaf.name: r for r in self.manifest.replicated}
-        self._where |= {leaf.name: t for t in self.manifest.trees for leaf in t.leaves}
+        self._files = _Files(self.folder, self.manifest.files, fix, any(t.packed for t in self.manifest.trees))
+        self._where: dict[str, list[tuple[SavedTree | SavedLeaf, LeafInfo]]] = {
+            r.leaf.name: [(r, r.leaf)] for r in self.manifest.replicated
+        }
+        for t in self.manifest.trees:
+            for leaf in t.leaves:
+                self._where.setdefault(leaf.name, []).append((t, leaf))
+        self._known: dict[tuple[int, int, int], tuple[int, dict[str, tuple[int, int, int]]]] = {}
         self.leaves = {leaf.name: leaf for leaf in self.manifest.leaves()}
         for name, written in self.manifest.files.items():
             file = self.folder / name
@@ -88,25 +90,37 @@ class Checkpoint:
             if file.stat().st_size != written.nbytes:
                 TensorFile(file, written, fix)  # raises, and says what is wrong
 
-    def read(self, name: str, start: int, into: Tensor) -> None:
-        """Fill the 1-d `into` with the raveled leaf's elements from `start` on, cast to its dtype."""
-        place = self._where[name]
-        leaf = self.leaves[name]
-        if isinstance(place, SavedLeaf):
-            file = self._files[place.file]
-            file.check(place.tensor, leaf.dtype, torch.Size(leaf.shape).numel())
-            file.read(place.tensor, start, into)
-            return
-        unit = place.units[leaf.unit]
-        shard = unit.size // place.num_shards
-        at, done = leaf.offset + start, 0
-        while done < into.numel():
-            p, first = divmod(at + done, shard)
-            count = min(shard - first, into.numel() - done)
-            file = self._files[place.files[p]]
-            file.check(unit.tensor, unit.dtype, shard)
-            file.read(unit.tensor, first, into[done : done + count])
-            done += count
+    def places(self, name: str) -> Iterable[tuple[Region, Read]]:
+        """Yield the slices in which a leaf lies, and what reads each of them."""
+        for place, leaf in self._where[name]:
+            if isinstance(place, SavedLeaf):
+                yield (), partial(self._replicated, place)
+            else:
+                yield leaf.region, partial(self._sharded, place, leaf)
+
+    def _replicated(self, place: SavedLeaf, start: int, into: Tensor) -> None:
+        file = self._files[place.file]
+        file.check(place.tensor, place.leaf.dtype, place.leaf.numel)
+        file.read(place.tensor, start, into)
+
+    def _sharded(self, tree: SavedTree, leaf: LeafInfo, start: int, into: Tensor) -> None:
+        unit = tree.units[leaf.unit]
+        size, stop = unit.size // tree.num_shards, start + into.numel()
+        for p in range((leaf.offset + start) // size, -(-(leaf.offset + stop) // size)):
+            whole, inside = self._inside(tree, leaf.unit, p)
+            first, last, place = inside[leaf.name]
+            a, b = max(first, start), min(last, stop)
+            file = self._files[tree.files[p]]
+            file.check(unit.tensor, unit.dtype, whole)
+            file.read(unit.tensor, place + a - first, into[a - start : b - start])
+
+    def _inside(self, tree: SavedTree, unit: int, shard: int) -> tuple[int, dict[str, tuple[int, int, int]]]:
+        """Return how many elements a shard of a unit has, and where in it leaves lie, by name."""
+        key = (id(tree), unit, shard)
+        if key not in self._known:
+            inside = {leaf.name: (a, b, place) for leaf, a, b, place in tree.in_shard(unit, shard)}
+            self._known[key] = tree.shard_size(unit, shard), inside
+        return self._known[key]
 
     def read_all(self, file: str) -> None:
         """Read one of the files, and compare its checksums. Raises `CheckpointError` if they differ."""
@@ -117,33 +131,7 @@ class Checkpoint:
         self._files.close()
 
 
-class Renamed:
-    """A source with other names. `rename(its name) -> name here`, or None to leave a leaf out; `what` begins errors."""
-
-    def __init__(self, source: Source, rename: Callable[[str], str | None], what: str) -> None:
-        self._source = source
-        self._names: dict[str, str] = {}
-        for name in source.leaves:
-            new = rename(name)
-            if new in self._names:
-                raise ValueError(
-                    f"{what}: {self._names[new]!r} and {name!r} would both be {new!r}; let rename return None for one "
-                    "of them."
-                )
-            if new is not None:
-                self._names[new] = name
-        self.leaves = {new: replace(source.leaves[name], name=new) for new, name in self._names.items()}
-
-    def read(self, name: str, start: int, into: Tensor) -> None:
-        """Fill the 1-d `into` with the raveled leaf's elements from `start` on, cast to its dtype."""
-        self._source.read(self._names[name], start, into)
-
-    def close(self) -> None:
-        """Close all files."""
-        self._source.close()
-
-
-class Weights:
+class Weights(Source):
     """Plain safetensors files: one, or a folder with `model.safetensors` or `model.safetensors.index.json`.
 
     `rename(name in the file) -> name of the leaf`, or None to leave a tensor out.
@@ -168,10 +156,10 @@ class Weights:
                 opened = self._files[file]
                 self.leaves[name] = LeafInfo(name, opened.shape(tensor), opened.dtype(tensor))
 
-    def read(self, name: str, start: int, into: Tensor) -> None:
-        """Fill the 1-d `into` with the raveled leaf's elements from `start` on, cast to its dtype."""
+    def places(self, name: str) -> Iterable[tuple[Region, Read]]:
+        """Yield the slices in which a leaf lies, and what reads each of them."""
         file, tensor = self._where[name]
-        self._files[file].read(tensor, start, into)
+        yield (), lambda start, into: self._files[file].read(tensor, start, into)
 
     def close(self) -> None:
         """Close all files."""

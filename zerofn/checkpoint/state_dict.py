@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ..parallel.overlaps import Region
 from .contents import LeafInfo
 from .pretrained import fill
+from .reading import Read, Source
 
 WHAT = "zerofn.load_state_dict"
 
@@ -50,7 +52,7 @@ def load_state_dict(
     )
 
 
-class _Named:
+class _Named(Source):
     """A source."""
 
     def __init__(self, state_dict: Mapping[str, Tensor | Readable], rename: Callable[[str], str | None] | None) -> None:
@@ -65,13 +67,10 @@ class _Named:
                 self._values[new] = value
         self.leaves = {name: LeafInfo(name, tuple(x.shape), x.dtype) for name, x in self._values.items()}
 
-    def read(self, name: str, start: int, into: Tensor) -> None:
-        """Fill the 1-d `into` with the raveled leaf's elements from `start` on, cast to its dtype."""
+    def places(self, name: str) -> Iterable[tuple[Region, Read]]:
+        """Yield the slices in which a leaf lies, and what reads each of them."""
         value = self._values[name]
-        if isinstance(value, Tensor):
-            into.copy_(value.detach().reshape(-1)[start : start + into.numel()])
-        else:
-            value.read(start, into)
-
-    def close(self) -> None:
-        """Nothing is open."""
+        if not isinstance(value, Tensor):
+            return [((), value.read)]
+        flat = value.detach().reshape(-1)
+        return [((), lambda start, into: into.copy_(flat[start : start + into.numel()]))]

@@ -62,6 +62,18 @@ def agree(what: str, text: str) -> None:
             raise RuntimeError(_difference(what, text, r, other))
 
 
+def agree_among(what: str, part: str, text: str) -> None:
+    """Raise `RuntimeError` on every rank unless ranks that give the same `part` give the same `text`. All ranks must
+    call it. Waits as `agree` does.
+    """
+    told = [other.partition("\0")[::2] for other in exchange(what, f"{part}\0{text}")]
+    first: dict[str, int] = {}
+    for rank, (name, found) in enumerate(told):
+        k = first.setdefault(name, rank)
+        if told[k][1] != found:
+            raise RuntimeError(_unequal(what, (k, told[k][1]), (rank, found)))
+
+
 def exchange(what: str, text: str) -> list[str]:
     """Return every rank's `text`, by rank. Waits and raises as `agree` does, but texts may differ."""
     theirs = _round(what, text)
@@ -214,12 +226,18 @@ def _difference(what: str, text: str, rank: int, other: str) -> str:
     other_what, _, other_text = other.partition("\0")
     if other_what != what:
         return f"{what}: rank {rank} is at another point of the program, {other_what!r}. Ranks must do the same."
+    return _unequal(what, (dist.get_rank(), text), (rank, other_text))
+
+
+def _unequal(what: str, one: tuple[int, str], other: tuple[int, str]) -> str:
+    """Return the sentence about two ranks, each with its text."""
+    (own, text), (rank, other_text) = one, other
     here, there = text.split("\n"), other_text.split("\n")
     for a, b in zip(here, there, strict=False):
         if a != b:
             advice = f"\n{_ONE_SHAPE}" if a.startswith("batch") and b.startswith("batch") else ""
-            return f"{what}: ranks differ.\n  rank {dist.get_rank()}: {a}\n  rank {rank}: {b}{advice}"
-    own, shorter = dist.get_rank(), min(len(here), len(there))
+            return f"{what}: ranks differ.\n  rank {own}: {a}\n  rank {rank}: {b}{advice}"
+    shorter = min(len(here), len(there))
     longest, last = (own, here) if len(here) > len(there) else (rank, there)
     return (
         f"{what}: ranks differ. Rank {own} has {len(here)} lines, rank {rank} {len(there)}; rank {longest} goes on "

@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from .._torch_compat import OpOverload, schema_arguments
 from .loop import LoopCall, body_of, run_loop
-from .node_kinds import is_gather, is_start
+from .node_kinds import argument, is_gather, is_start
 from .program import Program, tensor_of
 from .verify import _names, _names_inside, _op, _origin
 
@@ -18,20 +18,31 @@ ops, aten = torch.ops.zerofn, torch.ops.aten
 
 def fingerprint(program: Program) -> str:
     """Return the transfers, one line each, in the order that must be the same on every rank."""
-    return _transfers(program.gm, _names(program), {})
+    return _transfers(program.gm, _names(program), {}, frozenset())
 
 
-def _transfers(gm: GraphModule, names: dict[Node, str], groups: dict[Any, int]) -> str:
-    """Return the transfers of a graph, one line each.
+def between_slices(program: Program) -> str:
+    """Return the transfers between ranks with different slices of leaves. Of the others, sizes and order may differ
+    among these ranks.
+    """
+    assert program.mesh is not None
+    slices = {axis.name for axis in program.mesh.slices}
+    within = {group for group, axes in program.mesh.names_of_groups.items() if not axes & slices}
+    return _transfers(program.gm, _names(program), {}, frozenset(within))
+
+
+def _transfers(gm: GraphModule, names: dict[Node, str], groups: dict[Any, int], without: frozenset[str]) -> str:
+    """Return the transfers of a graph, one line each, except those of the groups `without`.
 
     `groups` maps process groups to numbers in order of first use: a group's own name may differ from rank to rank.
     """
     lines = []
     for node in gm.graph.nodes:
         if is_start(node):
-            lines.append(_transfer(node, names, groups))
+            if argument(node, "group") not in without:
+                lines.append(_transfer(node, names, groups))
         elif node.target is run_loop:
-            inside = _transfers(body_of(node), _names_inside(node, names), groups)
+            inside = _transfers(body_of(node), _names_inside(node, names), groups, without)
             lines.append(f"{LoopCall.of(node).num_rounds} times: {inside}")
     return "\n".join(lines)
 

@@ -73,13 +73,17 @@ class _Stored:
         self.shape, self.dtype = tuple(tensors[key].size), tensors[key].properties.dtype
 
     def whole(self) -> Tensor:
-        """Read it."""
+        """Read it, unless it was read last."""
+        if self._reader.last is not None and self._reader.last[0] == self._key:
+            return self._reader.last[1]
+        self._reader.last = None  # one is in memory at a time
         found = torch.empty(self.shape, dtype=self.dtype)
         try:
             with alone():
                 dcp.load({self._key: found}, storage_reader=self._reader, no_dist=True)
         except Exception as error:
             raise zerofn.CheckpointError(f"load_dcp: {self._key!r} cannot be read: {error}") from error
+        self._reader.last = self._key, found
         return found
 
     def read(self, start: int, into: Tensor) -> None:
@@ -94,6 +98,7 @@ class _Reader(dcp.FileSystemReader):
         super().__init__(path)
         self._file = path / ".metadata"
         self._known: Metadata | None = None
+        self.last: tuple[str, Tensor] | None = None  # the name and the values of the tensor that was read last
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata, read once. Raises `zerofn.CheckpointError`."""

@@ -34,11 +34,12 @@ class Slot(NamedTuple):
 
 
 def leaf_info(path: tree.Path, leaf: Tensor | Leaf) -> LeafInfo:
-    """Return a leaf's name in the plain tree, its shape and its dtype.
+    """Return a leaf's name in the plain tree, its whole shape and its dtype.
 
     `leaf`: a plain leaf at `path`, or a logical leaf of the `Sharded` at `path`.
     """
-    path = (*path, leaf.name) if isinstance(leaf, Leaf) else path
+    if isinstance(leaf, Leaf):
+        return LeafInfo(tree.name_of((*path, leaf.name)), leaf.whole, leaf.dtype)
     return LeafInfo(tree.name_of(path), tuple(leaf.shape), leaf.dtype)
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import tree
 from ..comm.mesh import Mesh
-from .layout import Layout, Unit, padded, padded_to
+from .layout import ALIGN, Layout, Leaf, Unit, padded, padded_to
 from .precision import Precision
-from .sharded import Sharded, Spec, is_sharded, refuse_slices
+from .sharded import Sharded, Spec, is_sharded
 from .storage import StorageSpec
 
 _WHY = "This Sharded is from zerofn.abstract and has no values; zerofn.load(path, like=...) returns a state that has."
@@ -25,28 +26,74 @@ def abstract(state: Any) -> Any:
         state = zerofn.load(path, like=like)  # here, or in a function that zerofn.run calls on other ranks
 
     Every `Sharded` keeps its stage, precision, units, storage and tiers. What is replicated (step counts, loss scales)
-    keeps its values. In another process it is cut over the ranks that are there, and makes their process group if a
-    launcher started them. A state that a step has used up will do. Nothing is sent or allocated.
+    keeps its values. In another process it is cut over the ranks that are there along "data", also if it was on another
+    mesh, and makes their process group if a launcher started them; leaves are whole there. A state that a step has used
+    up will do. Nothing is sent or allocated.
 
     As JAX has abstract arrays, which orbax restores into.
     """
     nodes = [x for x in tree.leaves(state, is_leaf=is_sharded) if is_sharded(x)]
-    refuse_slices(state, "abstract")
-    stops: dict[tuple[str, int], int] = {}
+    units: dict[_Key, list[Unit]] = {}
     for unit in (unit for x in nodes for unit in x.layout.units):
-        key = unit.name, unit.size
-        stops[key] = max(stops.get(key, 0), max(leaf.stop for leaf in unit.leaves))
-    return tree.tree_map(lambda x: _Abstract(x, stops) if is_sharded(x) else x, state, is_leaf=is_sharded)
+        units.setdefault((unit.name, unit.size), []).append(unit)
+    places = {key: _Places.of(found) for key, found in units.items()}
+    return tree.tree_map(lambda x: _Abstract(x, places) if is_sharded(x) else x, state, is_leaf=is_sharded)
+
+
+_Key = tuple[str, int]  # name and size of a unit
+
+
+class _Places(NamedTuple):
+    """Where the leaves of a unit lie once all of them are whole. `stop`: where the last one ends, in any tree.
+    `offsets`: of each leaf, by `_place`; None if there is nothing to change.
+    """
+
+    stop: int
+    offsets: dict[Any, int] | None = None
+
+    @staticmethod
+    def of(units: Sequence[Unit]) -> _Places:
+        """`units`: the same one in several trees, perhaps with other leaves left out."""
+        stop = max(leaf.stop for unit in units for leaf in unit.leaves)
+        if not any(leaf.cuts for unit in units for leaf in unit.leaves):
+            return _Places(stop)
+        offsets, at, before = dict[Any, int](), 0, 0
+        for place in sorted({_place(leaf) for unit in units for leaf in unit.leaves}):
+            offset, numel, shape = place
+            if offset < before:
+                return _Places(stop, {})  # units of different trees that are not the same
+            offsets[place], before, stop = at, offset + numel, at + math.prod(shape)
+            at = -(-stop // ALIGN) * ALIGN
+        return _Places(stop, offsets)
+
+    def whole(self, unit: Unit) -> tuple[Leaf, ...]:
+        """Return a unit's leaves, whole. Raises `RuntimeError` if it is not known how they lie then."""
+        offsets = self.offsets
+        if offsets is None:
+            return unit.leaves
+        found = [offsets.get(_place(leaf)) for leaf in unit.leaves]
+        if None in found or len(set(found)) < len(found):
+            raise RuntimeError(
+                f"abstract: two trees have a unit {unit.name!r}, and slices of other leaves in it, so this state "
+                "cannot be sent to another process. Make one there, and give that to zerofn.load."
+            )
+        pairs = zip(unit.leaves, found, strict=True)
+        return tuple(replace(leaf, shape=leaf.whole, offset=at, cuts=()) for leaf, at in pairs if at is not None)
+
+
+def _place(leaf: Leaf) -> tuple[int, int, tuple[int, ...]]:
+    """What tells a leaf of a unit from others, in any tree: empty slices lie where the next leaf does."""
+    return leaf.offset, leaf.numel, leaf.whole
 
 
 class _Abstract(Sharded):
-    """A `Sharded` without shards. `stops`: (name, size) of a unit -> where its last leaf ends, in any tree."""
+    """A `Sharded` without shards. `places`: for the units of all trees."""
 
-    __slots__ = ("stops",)
+    __slots__ = ("places",)
 
-    def __init__(self, like: Sharded, stops: dict[tuple[str, int], int]) -> None:
+    def __init__(self, like: Sharded, places: dict[_Key, _Places]) -> None:
         super().__init__(like.spec, ())
-        self._storages, self._lost, self.stops = like.storages, _WHY, stops
+        self._storages, self._lost, self.places = like.storages, _WHY, places
 
     @property
     def is_abstract(self) -> bool:
@@ -56,14 +103,17 @@ class _Abstract(Sharded):
     def __reduce__(self) -> tuple[Any, ...]:
         spec, layout = self.spec, self.layout
         block = padded_to(layout.num_shards, spec.mesh.num_replicas)
-        units = [(x.name, x.leaves, _stop(x, self.stops, block), x.trainable, x.dtype) for x in layout.units]
+        units = []
+        for x in layout.units:
+            places = self.places[x.name, x.size]
+            units.append((x.name, places.whole(x), _stop(x, places, block), x.trainable, x.dtype))
         return _here, (units, layout.treedef, spec.stage, spec.precision, spec.halves, self._storages)
 
 
-def _stop(unit: Unit, stops: dict[tuple[str, int], int], block: int) -> int:
+def _stop(unit: Unit, places: _Places, block: int) -> int:
     """Return where the leaves end that gave a unit its size, which may have been masked out of this tree."""
-    stop = stops[unit.name, unit.size]
-    return stop if padded(stop, block) == unit.size else unit.size
+    known = places.offsets is not None or padded(places.stop, block) == unit.size
+    return places.stop if known else unit.size
 
 
 def _here(
@@ -82,7 +132,8 @@ def _here(
     spec = Spec(Layout(own, treedef, axis.name, axis.size), mesh, stage, precision, halves)
     cut = Sharded(spec, ())
     cut._storages = tuple(map(_on_this_device, storages))
-    return _Abstract(cut, {(x.name, x.size): stop for x, (_, _, stop, *_) in zip(own, units, strict=True)})
+    known = {(x.name, x.size): _Places(stop) for x, (_, _, stop, *_) in zip(own, units, strict=True)}
+    return _Abstract(cut, known)
 
 
 def _on_this_device(storage: StorageSpec) -> StorageSpec:

@@ -1,8 +1,9 @@
 """Sums over some dims of logical leaves, and scaling along the others, without gathering the leaves.
 
-A shard holds consecutive elements of a leaf, so it can compute its part of every sum. Only sums are sent. Leaves are
-cut at the boundaries of ranks' shards at every stage, and parts are added in rank order: see [Note: order of sums] in
-`reductions`.
+A shard holds consecutive elements of a leaf, or of this rank's slice of it, so it can compute its part of every sum.
+Only sums are sent. Where a dim is cut that sums keep, a slice has sums of its own; else it has a term of each. Leaves
+are cut at the boundaries of ranks' shards at every stage, and parts are added in rank order: see [Note: order of sums]
+in `reductions`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..collectives.maps import ops, rows_over
-from ..comm.mesh import Axis
+from ..collectives.maps import ops, rows_over, sum_over
+from ..comm.mesh import Mesh
 from ..ops import leaf_axes as _ops  # noqa: F401  (defines zerofn::squares_along and its like)
+from ..parallel.cuts import counts
+from ..parallel.overlaps import Region, Runs, overlap, region_of, shape_in
 from .layout import LeafInfo
-from .sharded import Sharded, is_sharded, mesh_among, refuse_slices
+from .sharded import Sharded, is_sharded, mesh_among
 
 Kept = tuple[bool, ...]  # for each dim of a leaf: whether the sums keep it
 
@@ -61,16 +64,16 @@ class _Run(NamedTuple):
     first: int
     row: int
     leaf: int
-    counts: bool  # False for a replicated leaf that another rank counts
+    counts: bool  # False for a replicated leaf, or a slice, that another rank counts
 
 
 def logical_leaves(values: Any) -> list[LeafInfo]:
-    """Return the logical leaves of a tree, `Sharded` or plain, in order, with their names in the plain tree."""
+    """Return the logical leaves of a tree, `Sharded` or plain, in order: their names and shapes in the plain tree."""
     paths, nodes, _ = tree.flatten_with_path(values, is_leaf=is_sharded)
     out = []
     for path, node in zip(paths, nodes, strict=True):
         if is_sharded(node):
-            out += [LeafInfo(tree.name_of((*path, x.name)), x.shape, x.dtype) for x in node.layout.leaves]
+            out += [LeafInfo(tree.name_of((*path, x.name)), x.whole, x.dtype) for x in node.layout.leaves]
         else:
             out.append(LeafInfo(tree.name_of(path), tuple(node.shape), node.dtype))
     return out
@@ -95,26 +98,34 @@ def axis_squares(values: Any, groups: Sequence[Group]) -> Tensor:
     """Return sums of squares over the dims that are not kept, [columns], in float32 at least, with the same bits on
     every rank.
 
-    One all-gather of the sums serves the whole tree. All ranks must call it.
+    One all-gather of the sums along each axis serves the whole tree. All ranks must call it.
     """
-    flat, runs, axis, complete = _runs(values)
+    flat, runs, mesh, complete = _runs(values)
+    axis = None if mesh is None else mesh.shards
     size = 1 if axis is None else axis.size
     if not flat or not groups:
         return torch.zeros(0)
+    num_all = num_columns(groups)
+    groups, moves = _own_groups(values, mesh, groups)
     chosen = [(run, g) for g in groups for run in runs[g.leaf] if run.counts]
     lists = ([getattr(run, name) for run, _ in chosen] for name in ("tensor", "start", "stop", "first", "row"))
     rows = size if complete else 1
     grid = ops.squares_along(flat, *lists, *_columns([g for _, g in chosen]), rows, num_columns(groups))
+    grid = ops.spread_columns(grid, *moves, num_all) if moves else grid
     grid = grid if complete or axis is None else rows_over(grid[0], axis)
     total = grid[0]
     for row in grid[1:]:
         total = total + row
+    for each in () if mesh is None else mesh.slices:
+        total = sum_over(total, each)
     return total
 
 
 def axis_scale(values: Any, groups: Sequence[Group], factors: Tensor) -> Any:
     """Multiply every leaf by the numbers of all its groups, from `factors` [columns]. Leaves keep their dtypes."""
-    flat, runs, _, _ = _runs(values)
+    flat, runs, mesh, _ = _runs(values)
+    groups, moves = _own_groups(values, mesh, groups)
+    factors = ops.own_columns(factors, *moves, num_columns(groups)) if moves else factors
     out = []
     for k, x in enumerate(flat):
         chosen = [(run, g) for g in groups for run in runs[g.leaf] if run.tensor == k]
@@ -131,16 +142,36 @@ def _columns(groups: Sequence[Group]) -> tuple[list[int], list[int], list[int], 
     return [g.column for g in groups], list(map(len, shapes)), sizes, [k for each in kept for k in each]
 
 
-def _runs(values: Any) -> tuple[list[Tensor], dict[int, list[_Run]], Axis | None, bool]:
-    """Return a tree's flat tensors, the runs of each leaf in them, the axis, and whether this rank has every leaf
-    completely.
+def _own_groups(values: Any, mesh: Mesh | None, groups: Sequence[Group]) -> tuple[list[Group], list[list[int]]]:
+    """Return the groups of the slices that this rank has, and how their columns lie in those of whole leaves: nothing
+    if all leaves are whole.
     """
-    refuse_slices(values, "an optimizer that sums over dims of a leaf")
+    if mesh is None or not mesh.slices:
+        return list(groups), []
+    regions: list[Region] = []
+    for node in tree.leaves(values, is_leaf=is_sharded):
+        regions += [region_of(x.cuts, mesh) for x in node.layout.leaves] if is_sharded(node) else [()]
+    own: list[Group] = []
+    columns: list[Runs] = []
+    for g in groups:
+        region = regions[g.leaf]
+        own.append(Group(g.leaf, shape_in(g.shape, region), g.kept, num_columns(own)))
+        dims = [d for d, keep in enumerate(g.kept) if keep]
+        kept = tuple((dims.index(d), intervals) for d, intervals in region if d in dims)
+        for run in overlap(g.own_shape, (), kept, 0, own[-1].numel):
+            columns.append(run._replace(start=g.column + run.start, at=own[-1].column + run.at))
+    return own, [[run[k] for run in columns] for k in range(6)]
+
+
+def _runs(values: Any) -> tuple[list[Tensor], dict[int, list[_Run]], Mesh | None, bool]:
+    """Return a tree's flat tensors, the runs of each leaf in them, the mesh, and whether no other rank of its axis of
+    shards has what is not here.
+    """
     nodes = tree.leaves(values, is_leaf=is_sharded)
     mesh = mesh_among(nodes)
     axis = None if mesh is None else mesh.shards
     complete = all(n.spec.num_shards == 1 for n in nodes if is_sharded(n))
-    counts = complete or axis is None or axis.rank == 0
+    once = (complete or axis is None or axis.rank == 0) and (mesh is None or counts((), mesh))
     flat: list[Tensor] = []
     runs: dict[int, list[_Run]] = {}
     for node in nodes:
@@ -151,9 +182,9 @@ def _runs(values: Any) -> tuple[list[Tensor], dict[int, list[_Run]], Axis | None
                 runs[run.leaf].append(run)
             flat.extend(node.shards)
         else:
-            runs[leaf] = [_Run(first, 0, node.numel(), 0, 0, leaf, counts)] if node.numel() else []
+            runs[leaf] = [_Run(first, 0, node.numel(), 0, 0, leaf, once)] if node.numel() else []
             flat.append(node)
-    return flat, runs, axis, complete
+    return flat, runs, mesh, complete
 
 
 def _sharded_runs(sharded: Sharded, tensor: int, leaf: int) -> Iterator[_Run]:
@@ -166,4 +197,5 @@ def _sharded_runs(sharded: Sharded, tensor: int, leaf: int) -> Iterator[_Run]:
             for x, a, b in unit.intervals(start, stop):
                 shift = start - begin
                 row = rank if whole else 0
-                yield _Run(tensor + k, a + shift, b + shift, start + a - x.offset, row, leaf + x.index, True)
+                once = counts(x.cuts, spec.mesh)
+                yield _Run(tensor + k, a + shift, b + shift, start + a - x.offset, row, leaf + x.index, once)

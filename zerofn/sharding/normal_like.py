@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import tree
-from ..random import noise as _noise  # noqa: F401  (defines zerofn::normal_shard)
+from ..parallel.overlaps import overlap, region_of
+from ..random import noise as _noise  # noqa: F401  (defines zerofn::normal_shard and its like)
 from ..random.draws import check_scalar
-from .sharded import Sharded, is_sharded, refuse_slices
+from .layout import Leaf
+from .sharded import Sharded, is_sharded
 
 ops = torch.ops.zerofn
 
@@ -20,9 +24,9 @@ def normal_like(values: Any, key: Tensor) -> Any:
 
     `values`: a tree of floating tensors. `key`: a random key, an int64 scalar on the CPU. An element's draw depends on
     the key, its leaf's place in the tree and its own place in the leaf, so the noise has the same bits at every stage,
-    on any number of ranks and in a plain tree (on one kind of device). For Langevin dynamics, and for gradients that
-    are clipped and blurred for privacy; `torch.randn_like` on a shard is refused, because it would draw the same for
-    every rank's shard. Use a key for one tree: `zerofn.random.fold_in(state.rng_at(), 1)`, then 2.
+    on any mesh and in a plain tree (on one kind of device). For Langevin dynamics, and for gradients that are clipped
+    and blurred for privacy; `torch.randn_like` on a shard is refused, because it would draw the same for every rank's
+    shard. Use a key for one tree: `zerofn.random.fold_in(state.rng_at(), 1)`, then 2.
 
     Leaves have the shapes, dtypes and devices of `values`. Not differentiable. Raises `TypeError` for a key of another
     kind or a leaf that is not floating-point.
@@ -36,7 +40,6 @@ def normal_like(values: Any, key: Tensor) -> Any:
     """
     check_scalar(key, "normal_like", "the key")
     nodes, treedef = tree.flatten(values, is_leaf=is_sharded)
-    refuse_slices(values, "normal_like")
     out: list[Any] = []
     index = 0  # of the logical leaf
     for node in nodes:
@@ -55,9 +58,21 @@ def _of_sharded(values: Sharded, key: Tensor, index: int) -> Sharded:
     for unit, shard in zip(values.layout.units, values.shards, strict=True):
         _check(shard)
         start, stop = values.spec.bounds(unit)
+        if any(leaf.cuts for leaf in unit.leaves):
+            runs = [run for x, a, b in unit.intervals(start, stop) for run in _of_slice(values, x, index, start, a, b)]
+            shards.append(ops.normal_slices(key, shard, *([r[k] for r in runs] for k in range(8))))
+            continue
         parts = [(x.index + index, x.numel, start + a - x.offset, a, b) for x, a, b in unit.intervals(start, stop)]
         shards.append(ops.normal_shard(key, shard, *([p[k] for p in parts] for k in range(5))))
     return Sharded(values.spec, shards)
+
+
+def _of_slice(values: Sharded, x: Leaf, index: int, begin: int, a: int, b: int) -> Iterator[tuple[int, ...]]:
+    """Yield what `normal_slices` takes of a leaf of which the shard, from `begin` on, has elements [a, b)."""
+    first = begin - x.offset
+    for run in overlap(x.whole, (), region_of(x.cuts, values.spec.mesh), first + a, first + b):
+        place = (x.index + index, math.prod(x.whole), run.start, a + run.at)
+        yield *place, run.length, run.count, run.step, run.stride
 
 
 def _check(x: Any) -> None:

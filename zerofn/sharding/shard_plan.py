@@ -15,6 +15,7 @@ from ..comm.mesh import EXPERT, Mesh
 from ..offload.policy import Offload, of_units
 from ..ops.codecs import PLAIN, SPLIT, Codec
 from ..parallel.cuts import Cut, local_shape
+from ..parallel.overlaps import makes_up
 from ..util.errors import nearest
 from .layout import Layout, LeafInfo, make_layout
 from .precision import Precision
@@ -155,8 +156,8 @@ def given_cuts(cuts: Mapping[str, Cut | Sequence[Cut]] | None) -> dict[str, tupl
 
 
 def check_cuts(trees: Sequence[Any], policy: ShardPolicy) -> None:
-    """Raise `ValueError` for a cut of a leaf that is not there or has another shape, for an axis that is not there, and
-    for an axis of slices that no leaf is cut over.
+    """Raise `ValueError` for a cut of a leaf that is not there or has another shape, for an axis that is not there, for
+    slices that are not a partition, and for an axis of slices that no leaf is cut over.
     """
     shapes = {
         tree.name_of(p): tuple(x.shape) for t in trees for p, x in zip(*tree.flatten_with_path(t)[:2], strict=True)
@@ -173,6 +174,11 @@ def check_cuts(trees: Sequence[Any], policy: ShardPolicy) -> None:
                 raise ValueError(
                     f"shard: {name!r} has shape {list(shape)}, and its cut is of {cut.size} elements along dim "
                     f"{cut.dim} into {len(cut.slices)} slices, for the {axis.size} ranks of {cut.axis!r}."
+                )
+            if not makes_up(cut):
+                raise ValueError(
+                    f"shard: the slices {cut.slices} of {name!r} do not make up its {cut.size} elements along dim "
+                    f"{cut.dim}, each in one of them; write zerofn.parallel.tensor(model, mesh) for cuts that do."
                 )
     used = {cut.axis for cuts in policy.cuts.values() for cut in cuts}
     idle = [axis for axis in policy.mesh.slices if axis.name not in used]

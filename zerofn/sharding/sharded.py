@@ -302,17 +302,6 @@ def is_sharded(x: Any) -> bool:
     return isinstance(x, Sharded)
 
 
-def refuse_slices(values: Any, what: str) -> None:
-    """Raise `NotImplementedError` for a tree with a leaf of which ranks have slices: `what` does not know them yet."""
-    for x in tree.leaves(values, is_leaf=is_sharded):
-        for leaf in x.layout.leaves if is_sharded(x) else ():
-            if leaf.cuts:
-                raise NotImplementedError(
-                    f"{what}: ranks have slices of {leaf.name!r} along the mesh's axis {leaf.cuts[0].axis!r}, which "
-                    f"{what} does not know yet; write zerofn.unshard(...) for whole leaves."
-                )
-
-
 def check_whole(values: Any, what: str) -> None:
     """Raise `TypeError` for a tree with a `LocalShard`, which cannot be gathered by itself."""
     for x in tree.leaves(values, is_leaf=lambda x: isinstance(x, Sharded | LocalShard)):

@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import tree
-from ..collectives.maps import AllGather, ops
+from ..collectives.maps import AllGather, ops, rows_over
+from ..comm.mesh import Axis, Mesh
 from ..ops import leaf_axes as _ops  # noqa: F401  (defines zerofn::take_shard)
+from ..parallel.cuts import Cut, sliced
 from .layout import Unit, unravel
-from .sharded import Sharded, Spec, is_sharded, refuse_slices
+from .sharded import Sharded, Spec, is_sharded
 
 
 def map_whole(rule: Callable[[Tensor], Tensor], values: Any) -> Any:
     """Apply `rule(leaf)` to every whole leaf of a tree, `Sharded` or plain. A result has its leaf's shape.
 
     Each unit of a `Sharded` is gathered in its own dtype: one all-gather a unit, with (N - 1) / N of its bytes
-    received by each of N ranks, and none at stage 0. A rank runs the rule on the leaves of which it has a part, and
-    keeps that part of the result, without further communication. Not differentiable. All ranks must call it.
+    received by each of N ranks, and none at stage 0; where ranks have slices of its leaves, one more along their axis.
+    A rank runs the rule on the leaves of which it has a part, and keeps that part of the result, without further
+    communication. Not differentiable. All ranks must call it.
     """
-    refuse_slices(values, "an optimizer of whole matrices")
     return tree.tree_map(lambda x: _on_shards(rule, x) if is_sharded(x) else rule(x), values, is_leaf=is_sharded)
 
 
 def _on_shards(rule: Callable[[Tensor], Tensor], values: Sharded) -> Sharded:
-    shards = []
+    shards, mesh = [], values.spec.mesh
     for unit, shard in zip(values.layout.units, values.shards, strict=True):
         start, stop = values.spec.bounds(unit)
-        whole = unravel(_whole(values.spec, unit, shard), unit)
+        cuts = [leaf.cuts for leaf in unit.leaves]
+        whole = _assembled(unravel(_whole(values.spec, unit, shard), unit), cuts, mesh)
         mine = {leaf.index for leaf, _, _ in unit.intervals(start, stop)}
-        leaves = [rule(x) if leaf.index in mine else None for leaf, x in zip(unit.leaves, whole, strict=True)]
-        if not mine:  # a gather needs a user on every rank
-            leaves[0] = whole[0]
+        leaves = [
+            sliced(rule(x), leaf.cuts, mesh) if leaf.index in mine else None
+            for leaf, x in zip(unit.leaves, whole, strict=True)
+        ]
+        for k in _needed([leaf.index in mine for leaf in unit.leaves], cuts, mesh):
+            leaves[k] = sliced(whole[k], cuts[k], mesh)
         offsets = [leaf.offset for leaf in unit.leaves]
         shards.append(ops.take_shard(leaves, offsets, start, stop, shard.dtype))
     return Sharded(values.spec, shards)
@@ -41,3 +49,42 @@ def _on_shards(rule: Callable[[Tensor], Tensor], values: Sharded) -> Sharded:
 
 def _whole(spec: Spec, unit: Unit, shard: Tensor) -> Tensor:
     return ops.as_whole(shard) if spec.num_shards == 1 else AllGather(spec.axis, unit.name)(shard)[0]
+
+
+def _needed(mine: Sequence[bool], cuts: Sequence[Sequence[Cut]], mesh: Mesh) -> Iterator[int]:
+    """Yield leaves without a part here that are used all the same: a gather needs a user on every rank."""
+    for name in [None, *(axis.name for axis in mesh.slices)]:
+        along = [k for k, each in enumerate(cuts) if name is None or any(cut.axis == name for cut in each)]
+        if along and not any(mine[k] for k in along):
+            yield along[0]
+
+
+def _assembled(slices: Sequence[Tensor], cuts: Sequence[Sequence[Cut]], mesh: Mesh) -> list[Tensor]:
+    """Return whole leaves for this rank's slices of them, in one all-gather along each axis."""
+    out = list(slices)
+    for axis in mesh.slices:
+        found = [(k, cut) for k, each in enumerate(cuts) for cut in each if cut.axis == axis.name]
+        if found:
+            _assemble(out, found, axis)
+    return out
+
+
+def _assemble(out: list[Tensor], cuts: Sequence[tuple[int, Cut]], axis: Axis) -> None:
+    """Put the leaves together that are cut along an axis. `cuts`: which of `out`, and how."""
+    flats, shapes = [], []
+    for k, cut in cuts:
+        rows = out[k].movedim(cut.dim, 0)
+        longest = max(map(cut.length, range(axis.size)))
+        shapes.append((longest, *rows.shape[1:]))
+        flats.append(torch.nn.functional.pad(rows.reshape(-1), (0, (longest - len(rows)) * math.prod(rows.shape[1:]))))
+    gathered, start = rows_over(torch.cat(flats), axis), 0
+    for (k, cut), shape in zip(cuts, shapes, strict=True):
+        stop = start + math.prod(shape)
+        rows, places = gathered[:, start:stop].view(axis.size, *shape), []
+        for rank in sorted({cut.first(r) for r in range(axis.size)}):
+            at = 0
+            for a, b in cut.slices[rank]:
+                places.append((a, b, rows[rank, at : at + b - a]))
+                at += b - a
+        pieces = [x for a, b, x in sorted(places, key=lambda place: place[:2]) if a < b]
+        out[k], start = torch.cat(pieces).movedim(0, cut.dim).contiguous(), stop

@@ -1,0 +1,155 @@
+"""Which rank writes which part of a `Sharded`, and what the manifest says of it.
+
+Ranks that have the same shard of the same slices are replicas: the first of them writes it. A slice that ranks with
+other slices have, too, is written by the first of those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..parallel.cuts import counts
+from ..sharding.sharded import Sharded
+from ..sharding.storage import Stored
+from ..util.errors import CheckpointError
+from .contents import Part, leaves_of
+from .manifest import SavedTree, SavedUnit, tree_as_json, tree_from_json
+from .tensor_file import Entry
+
+Slices = tuple[int, ...]  # which slices a rank has: its places along the axes of slices
+
+
+class Told(NamedTuple):
+    """What a rank tells the others of a `Sharded`: which slices and which shard it has. `tree`: what the manifest says
+    of its slices, from one of the ranks that have them.
+    """
+
+    slices: Slices
+    shard: int
+    tree: SavedTree | None
+
+    @staticmethod
+    def of(value: Any) -> Told:
+        """Read what `OwnTree.told` returns."""
+        slices, shard, tree = value
+        return Told(tuple(slices), shard, None if tree is None else tree_from_json(tree))
+
+
+@dataclass(frozen=True)
+class OwnTree:
+    """What this rank, or one with its slices, writes of a `Sharded`. `tree`: without its files."""
+
+    part: Part
+    tree: SavedTree
+    indices: tuple[int, ...]  # of the tree's units among those of the `Sharded`
+
+    @staticmethod
+    def of(part: Part, tensors: Iterable[str]) -> OwnTree:
+        """`tensors`: what its units are called in files."""
+        sharded: Sharded = part.value
+        spec, leaves = sharded.spec, leaves_of(part)
+        units = [
+            SavedUnit(u.name, u.size, p.dtype, u.trainable, tensor)
+            for u, p, tensor in zip(sharded.layout.units, sharded.stored, tensors, strict=True)
+        ]
+        if not spec.mesh.slices:
+            tree = SavedTree(part.name, spec.stage, spec.axis.size, (), tuple(units), tuple(leaves))
+            return OwnTree(part, tree, tuple(range(len(units))))
+        cuts = [leaf.cuts for unit in sharded.layout.units for leaf in unit.leaves]
+        own = [leaf for leaf, each in zip(leaves, cuts, strict=True) if counts(each, spec.mesh)]
+        kept = sorted({leaf.unit for leaf in own})
+        numbered = tuple(replace(leaf, unit=kept.index(leaf.unit)) for leaf in own)
+        units = [units[k] for k in kept]
+        tree = SavedTree(part.name, spec.stage, spec.axis.size, (), tuple(units), numbered, packed=True)
+        return OwnTree(part, tree, tuple(kept))
+
+    def told(self) -> Any:
+        """Return as JSON what the other ranks need to know."""
+        mesh, shard = self.part.value.spec.mesh, self.part.value.spec.axis.rank
+        first = all(axis.rank == 0 for axis in mesh.axes if axis not in mesh.slices)
+        tree = tree_as_json(self.tree) if self.tree.packed and first else None
+        return [axis.rank for axis in mesh.slices], shard, tree
+
+    def entries(self) -> list[Entry]:
+        """Return what this rank writes, if it is the first of those that have it."""
+        make = _packed if self.tree.packed else _own
+        return [make(self.tree, k, self.part.value, index) for k, index in enumerate(self.indices)]
+
+
+def _own(tree: SavedTree, k: int, sharded: Sharded, index: int) -> Entry:
+    """Return this rank's N-th of a unit; at stage 0 a part of the whole unit, which it has."""
+    start, stop = sharded.layout.cut(sharded.layout.units[index], sharded.spec.axis.rank)
+    return _entry(tree.units[k].tensor, sharded, index, [(start, stop)])
+
+
+def _packed(tree: SavedTree, k: int, sharded: Sharded, index: int) -> Entry:
+    """Return the leaves of a tree in this rank's N-th of a unit, one after the other."""
+    inside = tree.in_shard(k, sharded.spec.axis.rank)
+    return _entry(tree.units[k].tensor, sharded, index, [(x.offset + a, x.offset + b) for x, a, b, _ in inside])
+
+
+def _entry(name: str, sharded: Sharded, index: int, parts: Sequence[tuple[int, int]]) -> Entry:
+    """Return some elements of a unit, one after the other. `parts`: [start, stop) in the unit."""
+    shard, first = sharded.stored[index], sharded.spec.bounds(sharded.layout.units[index])[0]
+    total = sum(stop - start for start, stop in parts)
+    held: list[Stored] = []  # a shard from a drive, while it is being written
+
+    def read(a: int, b: int) -> Tensor:
+        held[:] = held or [shard.loaded()]
+        found, at = [], 0
+        for start, stop in parts:
+            low, high = max(a - at, 0), min(b - at, stop - start)
+            if low < high:
+                found.append(held[0].read(start - first + low, start - first + high))
+            at += stop - start
+        if b == total:
+            held.clear()
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    return Entry(name, shard.dtype, (total,), read)
+
+
+@dataclass(frozen=True)
+class EveryTree:
+    """What all ranks write of a `Sharded`. `writers`: (slices, shard) -> the first rank that has it; `slices`: of every
+    rank; `trees`: slices -> what the manifest says of them, without files.
+    """
+
+    own: OwnTree
+    writers: dict[tuple[Slices, int], int]
+    slices: list[Slices]
+    trees: dict[Slices, SavedTree]
+
+    @staticmethod
+    def of(what: str, own: OwnTree, told: Sequence[Told]) -> EveryTree:
+        """`told[r]`: what rank r tells. Raises `CheckpointError` if a shard is on no rank."""
+        writers = {(x.slices, x.shard): r for r, x in reversed(list(enumerate(told)))}
+        trees: dict[Slices, SavedTree] = {x.slices: x.tree for x in told if x.tree is not None}
+        if not own.tree.packed:
+            trees = {(): own.tree}
+        size = own.tree.num_shards
+        for slices in sorted({x.slices for x in told}):
+            there = [writers[slices, p] for p in range(size) if (slices, p) in writers]
+            if len(there) != size:
+                raise CheckpointError(
+                    f"{what}: {own.part.name!r} is in {size} shards, but only ranks {sorted(there)} of its axis are "
+                    "here; every rank must call save."
+                )
+        return EveryTree(own, writers, [x.slices for x in told], trees)
+
+    def writes(self, rank: int) -> bool:
+        """Whether this rank, whose number is `rank`, writes what it has."""
+        return rank in self.writers.values()
+
+    def saved(self, file_of: Callable[[int], str]) -> list[SavedTree]:
+        """Return what the manifest says. `file_of`: a rank's file."""
+        return [
+            replace(tree, files=tuple(file_of(self.writers[slices, p]) for p in range(tree.num_shards)))
+            for slices, tree in sorted(self.trees.items(), key=lambda item: item[0])
+            if tree.leaves or not tree.packed
+        ]
