@@ -70,6 +70,37 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="zerofn", description=__doc__)
     parser.add_argument("--version", action="version", version=f"zerofn {__version__}, torch {torch.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
+    _add_plan(commands)
+    two = commands.add_parser("profile", help="measure this machine, for plans and predictions")
+    two.add_argument("file", type=Path)
+    two.add_argument("--ranks", type=int, default=1, help="processes that load it together, as training will (1)")
+    two.add_argument("--folder", type=Path, help="on the drive that state is offloaded to")
+    two.set_defaults(run=_profile)
+    three = commands.add_parser(
+        "config",
+        help="what each key of a DeepSpeed configuration becomes here",
+        description="Prints, key by key, what becomes of a DeepSpeed configuration, and the code that takes its place. "
+        "Without FILE: all keys that DeepSpeed has. Ends with 1 where a key is unknown or has no counterpart.",
+    )
+    three.add_argument("file", nargs="?", type=Path, metavar="FILE", help="such as ds_config.json")
+    three.add_argument("--world", type=int, default=1, help="ranks, for the batch size (1)")
+    three.add_argument("--auto", nargs="+", default=[], metavar="KEY=VALUE", help='in place of "auto", such as lr=3e-4')
+    three.set_defaults(run=_config)
+    four = commands.add_parser(
+        "report",
+        help="what this machine has, measured, and what each shortage costs",
+        description="Versions, processors, GPUs, limits, rates of memory, kernels, drives and links, and ten seconds "
+        "of a real training on all devices. A line with ! says what a shortage costs, and what to type. Half a minute.",
+    )
+    four.add_argument("--ranks", type=int, help="of the training (one to a GPU or, without, to a processor; 8 at most)")
+    four.add_argument("--folder", type=Path, help="on a drive to measure, too")
+    four.set_defaults(run=lambda args: report(args.folder, args.ranks) and 0)
+    _add_launch(commands)
+    _add_checkpoints(commands)
+    return parser
+
+
+def _add_plan(commands: Any) -> None:
     one = commands.add_parser(
         "plan",
         help="what a script's training step needs and does on a cluster",
@@ -106,33 +137,6 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--picture", type=Path, help="draw it to this file, such as plan.png")
     one.add_argument("--json", type=Path, help="write it to this file")
     one.set_defaults(run=_plan)
-    two = commands.add_parser("profile", help="measure this machine, for plans and predictions")
-    two.add_argument("file", type=Path)
-    two.add_argument("--ranks", type=int, default=1, help="processes that load it together, as training will (1)")
-    two.add_argument("--folder", type=Path, help="on the drive that state is offloaded to")
-    two.set_defaults(run=_profile)
-    three = commands.add_parser(
-        "config",
-        help="what each key of a DeepSpeed configuration becomes here",
-        description="Prints, key by key, what becomes of a DeepSpeed configuration, and the code that takes its place. "
-        "Without FILE: all keys that DeepSpeed has. Ends with 1 where a key is unknown or has no counterpart.",
-    )
-    three.add_argument("file", nargs="?", type=Path, metavar="FILE", help="such as ds_config.json")
-    three.add_argument("--world", type=int, default=1, help="ranks, for the batch size (1)")
-    three.add_argument("--auto", nargs="+", default=[], metavar="KEY=VALUE", help='in place of "auto", such as lr=3e-4')
-    three.set_defaults(run=_config)
-    four = commands.add_parser(
-        "report",
-        help="what this machine has, measured, and what each shortage costs",
-        description="Versions, processors, GPUs, limits, rates of memory, kernels, drives and links, and ten seconds "
-        "of a real training on all devices. A line with ! says what a shortage costs, and what to type. Half a minute.",
-    )
-    four.add_argument("--ranks", type=int, help="of the training (one to a GPU or, without, to a processor; 8 at most)")
-    four.add_argument("--folder", type=Path, help="on a drive to measure, too")
-    four.set_defaults(run=lambda args: report(args.folder, args.ranks) and 0)
-    _add_launch(commands)
-    _add_checkpoints(commands)
-    return parser
 
 
 def _add_launch(commands: Any) -> None:

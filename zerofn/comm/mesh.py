@@ -124,11 +124,15 @@ class Mesh:
 
     @cached_property
     def names_of_groups(self) -> dict[str, frozenset[str]]:
-        """The name of each process group of this mesh -> its axes."""
-        found = [(axis, frozenset([axis.name])) for axis in self.axes]
+        """The name of each process group of this mesh -> its axes, also those of one rank that belong to it."""
+        pairs = [(axis, (axis.name,)) for axis in self.axes]
         for among in (BATCH, SHARDS, tuple(axis.name for axis in self.axes)):
-            found.append((self.over(among), frozenset(self._names(among))))
-        return {axis.group: names for axis, names in found if axis.group and axis.size > 1}
+            pairs.append((self.over(among), self._names(among)))
+        found: dict[str, frozenset[str]] = {}
+        for axis, names in pairs:
+            if axis.group and axis.size > 1:
+                found[axis.group] = found.get(axis.group, frozenset()) | frozenset(names)
+        return found
 
     @property
     def batch_names(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from ..comm.mesh import DATA, REPLICATE, TENSOR, Mesh
 from ..cost.machine import Machine
 from ..graph.capture import CaptureError
 from .rows import ALL, Asked, Initial, RowPlanner, Step, halves, listed
-from .table import Row
+from .table import Config, Row
 
 AUTO = "auto"
 STAGES = (1, 3)  # 0 keeps more than 1 and sends as much; 2 differs from 1 where a step has several batches
@@ -100,7 +100,10 @@ def _narrowed(asked: Asked, machine: Machine) -> tuple[Asked, list[str]]:
     told = []
     if asked.stage == ALL:
         asked = asked._replace(stage=list(STAGES))
-        told.append("stages 0 and 2: as 1 with one batch a step, or larger; --stage 0 2 plans them.")
+        told.append(
+            "stages 0 and 2, and 3 where 1 fits: as 1 with one batch a step, or they keep or send more; "
+            "--stage 0 1 2 3 plans them."
+        )
     if asked.precision == ALL and machine.device != "cpu":
         asked = asked._replace(precision=halves(machine))
         told.append("full precision: slower and larger; --precision none plans it.")
@@ -147,6 +150,17 @@ class _Search:
         if mesh.size(TENSOR) > 1 and not step.cuts:
             raise ValueError("no leaf is cut over it; a model is, by cuts=zerofn.parallel.tensor(model, mesh).")
         self.name = step.name
-        if mesh.size(DATA) == 1 and asked.stage == list(STAGES):  # there is nothing to cut into shards
-            asked = asked._replace(stage=3)
-        return list(RowPlanner(step, mesh, self._machine, self._written, self._initials).rows(asked))
+        planner = RowPlanner(step, mesh, self._machine, self._written, self._initials)
+        if asked.remat != ALL:
+            return list(planner.rows(asked))
+        rows: list[Row] = []
+        narrowed, done = asked.stage == list(STAGES), set[Config]()
+        for config in planner.configs(asked):
+            alike = config._replace(stage=0)
+            if narrowed and (alike in done or config.stage < STAGES[-1] and mesh.size(DATA) == 1):
+                continue  # a lower stage fits; or all stages are the same
+            found = planner.until_one_fits(config)
+            rows += found
+            if found[-1].fits and found[-1].config.remat is None:
+                done.add(alike)
+        return rows

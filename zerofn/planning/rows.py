@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from ..comm.mesh import Mesh
 from ..cost.machine import Machine
 from ..dry_run.fake_machine import FakeMachine
 from ..graph.captured import captured
+from ..graph.edit import copied
 from ..graph.program import Program
 from ..offload.drive_tensor import DriveTensor
 from ..parallel.cuts import Cut
@@ -115,6 +117,17 @@ def _tiers(stage: int, machine: Machine) -> list[str | None]:
     return [None, *["cpu"] * (stage >= 2 and machine.device != "cpu"), *["nvme"] * (stage == 3 and machine.disk > 0)]
 
 
+class _Prepared(NamedTuple):
+    """A captured step with the passes that schedule it, the needs of its state, and the size of its batch."""
+
+    program: Program
+    pipeline: passes.Pipeline
+    fake: FakeMachine
+    needs: Needs
+    tokens: int
+    unit: str
+
+
 class RowPlanner:
     """Makes the rows of one step on one mesh of a machine. `machine_argument`: the machine, as code."""
 
@@ -126,42 +139,76 @@ class RowPlanner:
 
     def rows(self, asked: Asked) -> Iterator[Row]:
         """Plan every configuration that is asked for, and what does not fit with recomputation too."""
+        for config in self.configs(asked):
+            row = self.row(config)
+            yield row
+            if not row.fits and asked.remat == ALL and row.plan is not None:
+                with contextlib.suppress(ValueError):  # there is nothing to recompute
+                    yield from [self.row(row.config._replace(remat=how)) for how in ("auto", "full")]
+
+    def configs(self, asked: Asked) -> Iterator[Config]:
+        """Return every configuration that is asked for."""
         for number in [self.num_rows] if asked.rows is None else listed(asked.rows):
             for config in configs(asked, self._machine, self._mesh, number):
-                row = self.row(config._replace(machine=self._written, cut=bool(self._step.cuts)))
-                yield row
-                if not row.fits and asked.remat == ALL and row.plan is not None:
-                    with contextlib.suppress(ValueError):  # there is nothing to recompute
-                        yield from [self.row(row.config._replace(remat=how)) for how in ("auto", "full")]
+                yield config._replace(machine=self._written, cut=bool(self._step.cuts))
 
     def row(self, config: Config) -> Row:
         """Plan one configuration."""
+        found = self._prepared(config)
+        return found if isinstance(found, Row) else self._row(config, found, found.program)
+
+    def until_one_fits(self, config: Config) -> list[Row]:
+        """Plan one configuration, and with ever more recomputation until it fits. It is captured once."""
+        found = self._prepared(config)
+        if isinstance(found, Row):
+            return [found]
+        rows: list[Row] = []
+        for how in (None, "auto", "full"):
+            own = replace(found.program, gm=copied(found.program.gm), buffers=[], drive_space=[], timings={})
+            try:
+                rows.append(self._row(config._replace(remat=how), found, own))
+            except ValueError:  # there is nothing to recompute
+                break
+            if rows[-1].fits:
+                break
+        return rows
+
+    def _prepared(self, config: Config) -> _Prepared | Row:
+        """Return the captured step, before any decision about memory; a row if the state alone is too large."""
         m = self._machine
-        num_ranks = min(self._mesh.num_ranks, m.ranks)
         fake = FakeMachine(m.device != "cpu", m.host_rate / m.ranks, m.host_link)
         with fake():
             first = self._initials.of(self._step.init_state, resolve(config.precision))
             given = config.precision, config.offload, self._step.unit, self._step.cuts
             state = shard_fake(first, config.stage, self._mesh, *given)
             needs = _state_needs(state)
-            lacks = lacking(needs, m, num_ranks)
+            lacks = lacking(needs, m, self._ranks_of_node)
             if lacks:
                 return Row(config, needs, f"{lacks} for the state alone", None)
             batch, tokens, unit = self._scaled(fake, config.rows)
             program, _ = captured(self._step.train_step, state, batch)
             program.name = self._step.name
-            donating = program.new_state is not None
-            pipeline = passes.pipeline(donating)
+            pipeline = passes.pipeline(program.new_state is not None)
             pipeline.prepare(program, m)
+        return _Prepared(program, pipeline, fake, needs, tokens, unit)
+
+    def _row(self, config: Config, found: _Prepared, program: Program) -> Row:
+        """Schedule a prepared program."""
+        m = self._machine
+        with found.fake():
             try:
-                choices = self._choices(pipeline, program, config.remat)
+                choices = self._choices(found.pipeline, program, config.remat)
             except OverBudget as error:
-                return Row(config, needs, f"the least that it takes is {error.least:,}", None)
-            pipeline.finish(program, choices=choices, budget=self._budget(config.remat))
-            found = Plan(program, m, fake)
-        memory = found.memory()
+                return Row(config, found.needs, f"the least that it takes is {error.least:,}", None)
+            found.pipeline.finish(program, choices=choices, budget=self._budget(config.remat))
+            plan = Plan(program, m, found.fake)
+        memory = plan.memory()
         needs = Needs(memory.total, memory.host, memory.disk)
-        return Row(config, needs, lacking(needs, m, num_ranks), found, tokens, unit)
+        return Row(config, needs, lacking(needs, m, self._ranks_of_node), plan, found.tokens, found.unit)
+
+    @property
+    def _ranks_of_node(self) -> int:
+        return min(self._mesh.num_ranks, self._machine.ranks)
 
     def _choices(self, pipeline: passes.Pipeline, program: Program, remat: str | None) -> Sequence[Choice]:
         if remat is None:

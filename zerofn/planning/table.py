@@ -209,9 +209,9 @@ class Row:
 
 
 def _along(sent: dict[str, int]) -> str:
-    """Return bytes by axis as a table shows them; without the axis, where there is one."""
-    several = len(sent) > 1
-    return ", ".join(f"{axis} {in_words(n)}" if several else in_words(n) for axis, n in sent.items() if n)
+    """Return bytes by axis as a table shows them, the most first; without the axis, where there is one."""
+    several, most_first = len(sent) > 1, sorted(sent.items(), key=lambda x: -x[1])
+    return ", ".join(f"{axis} {in_words(n)}" if several else in_words(n) for axis, n in most_first if n)
 
 
 def _short(value: Any) -> str:
