@@ -125,7 +125,7 @@ class Mesh:
     @cached_property
     def names_of_groups(self) -> dict[str, frozenset[str]]:
         """The name of each process group of this mesh -> its axes, also those of one rank that belong to it."""
-        pairs = [(axis, (axis.name,)) for axis in self.axes]
+        pairs: list[tuple[Axis, tuple[str, ...]]] = [(axis, (axis.name,)) for axis in self.axes]
         for among in (BATCH, SHARDS, tuple(axis.name for axis in self.axes)):
             pairs.append((self.over(among), self._names(among)))
         found: dict[str, frozenset[str]] = {}
