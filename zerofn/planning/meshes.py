@@ -106,7 +106,7 @@ def _narrowed(asked: Asked, machine: Machine) -> tuple[Asked, list[str]]:
         )
     if asked.precision == ALL and machine.device != "cpu":
         asked = asked._replace(precision=halves(machine))
-        told.append("full precision: slower and larger; --precision none plans it.")
+        told.append("full precision: larger, and slower where matrix products take long; --precision none plans it.")
     return asked._replace(offload=None if asked.offload == ALL else asked.offload), told
 
 
@@ -151,16 +151,14 @@ class _Search:
             raise ValueError("no leaf is cut over it; a model is, by cuts=zerofn.parallel.tensor(model, mesh).")
         self.name = step.name
         planner = RowPlanner(step, mesh, self._machine, self._written, self._initials)
-        if asked.remat != ALL:
-            return list(planner.rows(asked))
         rows: list[Row] = []
         narrowed, done = asked.stage == list(STAGES), set[Config]()
         for config in planner.configs(asked):
             alike = config._replace(stage=0)
             if narrowed and (alike in done or config.stage < STAGES[-1] and mesh.size(DATA) == 1):
                 continue  # a lower stage fits; or all stages are the same
-            found = planner.until_one_fits(config)
+            found = planner.until_one_fits(config) if asked.remat == ALL else [planner.row(config)]
             rows += found
-            if found[-1].fits and found[-1].config.remat is None:
+            if found[-1].fits and found[-1].config.remat == config.remat:
                 done.add(alike)
         return rows
