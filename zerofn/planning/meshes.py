@@ -13,7 +13,6 @@ from .table import Config, Row
 
 AUTO = "auto"
 STAGES = (1, 3)  # 0 keeps more than 1 and sends as much; 2 differs from 1 where a step has several batches
-AXES = (REPLICATE, DATA, TENSOR)  # in the order of a mesh: who sends most has neighbours
 
 
 class Found(NamedTuple):
@@ -56,7 +55,8 @@ def rows_of_meshes(
 def meshes(world: int, per_node: int, tensor_sizes: Sequence[int]) -> Iterator[dict[str, int]]:
     """Yield the meshes of `world` ranks, on nodes of `per_node`, with such sizes of the tensor axis.
 
-    Units are cut over all ranks, or over those of one node with replicas on every node.
+    Units are cut over all ranks, or over those of one node with replicas on every node. Axes have the order of the
+    mesh: along the last one, which sends most, ranks are neighbours. A new axis is one more loop here.
     """
     for tensor in tensor_sizes:
         for replicate in (1, *_nodes(world, per_node, tensor)):
