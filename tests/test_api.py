@@ -13,8 +13,8 @@ PUBLIC = {
     zerofn: "abort abstract accumulate all_finite collectives compile copy eager_region even export export_dcp "
     "first_nonfinite from_deepspeed gather global_norm leaf_norms load load_dcp load_deepspeed "
     "load_safetensors load_state_dict normal_like optim parallel plan progress random rank register_step_pre_hook "
-    "remat run same save saved_paths scatter shard skeleton this_machine tree_map unshard value_and_grad vdot verify "
-    "world_size "
+    "remat run same sampler save saved_paths scatter shard skeleton this_machine tree_map unshard value_and_grad vdot "
+    "verify world_size "
     "CaptureError CheckpointError Checkpoints DynamicLossScale Machine Mesh NoLossScale Offload Pass "
     "Precision Sharded StaticLossScale TrainState",
     optim: "adafactor adagrad adam adamw adaptive_grad_clip add_decayed_weights apply_updates chain clip "
@@ -30,7 +30,7 @@ PUBLIC = {
     "ScaleByRStdDevState ScaleByRmsState ScaleByRssState ScaleByScheduleState Schedule SgdState TraceState",
     random: "fold_in key randomness",
     collectives: "all_gather all_reduce all_to_all permute psum reduce_scatter same vary Linear LinearMap",
-    parallel: "tensor Slice",
+    parallel: "attention context split_sequence tensor Slice",
 }
 MODULES = ["collectives", "optim", "parallel", "random"]  # the public ones
 each_package = pytest.mark.parametrize("package", PUBLIC, ids=lambda p: p.__name__)

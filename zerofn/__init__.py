@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from .training.grad import accumulate, value_and_grad
     from .training.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
     from .training.remat import remat
+    from .training.sampler import sampler
     from .training.train_state import TrainState
     from .tree import tree_map
 
@@ -90,6 +91,7 @@ _WHERE = {
     "progress": "notebook.progress",
     "run": "launch.run",
     "same": "collectives",
+    "sampler": "training.sampler",
     "saved_paths": "checkpoint.owner",
     "skeleton": "deferred_init.skeleton",
     "this_machine": "cost.calibrate",
@@ -129,6 +131,7 @@ __all__ = [
     "remat",
     "run",
     "same",
+    "sampler",
     "save",
     "saved_paths",
     "scatter",

@@ -2,7 +2,10 @@
 
 How soon they are there; what a cell takes beyond the same call in a script; a step's time in a cell beside the same
 training by `zerofn.run`, whose ranks are torchrun's; how soon a killed rank is told; what `zerofn.progress` takes of a
-step of 100 ms. Some three minutes.
+step of 100 ms. Some nine minutes.
+
+Steps take a few percent more or less in each new process, by where its memory lies, and the first ones after a pause
+take longer. So each round has new ranks behind the notebook and new ones by the launcher, and both are asked alike.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from benchmarks.common.check import Check
 from benchmarks.common.processes import HERE
 from benchmarks.common.statistic import Ratio, interval, ratio
 
-RANKS, STEPS, CELLS = 2, 150, 30
+RANKS, STEPS, CELLS = 2, 400, 30
+ASKED = 3  # times that ranks are asked for a step's time; the first does not count
 CODE = """
 import time, torch, zerofn
 from benchmarks.common.workload import SMOKE
@@ -47,11 +51,11 @@ row = Compiled(SMOKE, 3)
 """
 
 
-def script(count: int, rounds: int) -> list[float]:
+def script() -> float:
     """Milliseconds a step, by ranks of their own."""
     space: dict[str, Any] = {}
     exec(CODE, space)
-    return [space["steps"](space["row"], count) for _ in range(rounds)][1:]
+    return statistics.median([space["steps"](space["row"], STEPS) for _ in range(ASKED)][1:])
 
 
 class Notebook:
@@ -86,6 +90,14 @@ def cell_overheads(notebook: Notebook) -> list[float]:
     """Seconds of a cell that does next to nothing, with the same call here taken off."""
     notebook.run("%%ranks\nx = 1")
     return [seconds(lambda: notebook.run("%%ranks\nx = 1")) for _ in range(CELLS)]
+
+
+def steps_in_cells(notebook: Notebook) -> float:
+    """Milliseconds a step, by new ranks behind a notebook."""
+    notebook.run(f"%ranks stop\n%ranks {RANKS}")
+    notebook.run("%%ranks\n" + CODE)
+    found = [notebook.run(f"%%ranks\nprint(steps(row, {STEPS}))").splitlines()[0] for _ in range(ASKED)]
+    return statistics.median(map(float, found[1:]))
 
 
 def told_after(notebook: Notebook) -> float:
@@ -135,11 +147,10 @@ def main() -> int:
         notebook.run("%ranks stop")
         ready.append(seconds(lambda: notebook.run(f"%ranks {RANKS}")))
     overhead = cell_overheads(notebook)
-    notebook.run("%%ranks\n" + CODE + "steps(row, 20)")
     here, there = [], []
     for _ in range(options.rounds):
-        here.append(float(notebook.run(f"%%ranks\nprint(steps(row, {STEPS}))").splitlines()[0]))
-        there.append(statistics.median(zerofn.run(script, STEPS, 3, ranks=RANKS)))
+        here.append(steps_in_cells(notebook))
+        there.append(zerofn.run(script, ranks=RANKS))
     told = told_after(notebook)
     notebook.run("%ranks stop")
     steps, cell, share = ratio(here, there), interval([1e3 * x for x in overhead]), progress_share()

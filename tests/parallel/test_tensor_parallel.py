@@ -8,68 +8,9 @@ from torch import nn
 from torch.func import functional_call
 
 import zerofn
-from tests.support.float64_models import build, in_float64
-from zerofn import optim
+from tests.support.mesh_training import assert_same_training, plain, trained
 from zerofn.comm.mesh import Mesh
 from zerofn.parallel import Slice, tensor
-
-STEPS = 4
-GPT2 = {
-    "plan": {
-        "transformer.h.*.attn.c_attn": Slice(-2, parts=3, output="cut"),
-        "transformer.h.*.attn.c_proj": "rowwise",
-        "transformer.h.*.mlp.c_fc": "colwise",
-        "transformer.h.*.mlp.c_proj": "rowwise",
-        "transformer.wte": "embedding_rowwise",
-        "lm_head": "colwise_gather_output",
-    },
-    "attributes": {"transformer.h.*.attn": {"split_size": lambda n, ranks: n // ranks}},
-}
-
-
-def batches():
-    draw = torch.Generator().manual_seed(5)
-    return [torch.randint(3, 67, (12, 9), generator=draw) for _ in range(STEPS)]
-
-
-def plain(name):
-    """The losses, and the parameters after all steps, of torch on one process."""
-    with in_float64():
-        model, losses = build(name), []
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
-        for x in batches():
-            optimizer.zero_grad()
-            loss = model(input_ids=x, labels=x).loss
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses, {k: v.detach() for k, v in model.named_parameters()}
-
-
-def trained(name, sizes, stage, captured=True):
-    with in_float64():
-        mesh = Mesh.make(**sizes)
-        model = zerofn.skeleton(partial(build, name))
-        cuts = tensor(model, mesh, **(GPT2 if name == "gpt2" else {}))
-
-        def init_state():
-            return zerofn.TrainState.create(params=dict(build(name).named_parameters()), tx=optim.sgd(0.1, 0.9))
-
-        def loss_fn(params, x):
-            return functional_call(model, params, (), {"input_ids": x, "labels": x}).loss
-
-        def train_step(state, x):
-            loss, grads = state.value_and_grad(loss_fn)(x)
-            return state.apply_gradients(grads), loss
-
-        state = zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=cuts)
-        step, losses = zerofn.compile(train_step) if captured else train_step, []
-        for x in batches():
-            state, loss = step(state, x.chunk(mesh.batch.size)[mesh.batch.rank])
-            losses.append(loss.item())
-        held = sum(x.numel() for x in state.params.shards)
-        return losses, zerofn.unshard(state.params), held
-
 
 CASES = [
     ("llama", 2, {"tensor": 2}, 3),
@@ -87,12 +28,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "num_ranks", "sizes", "stage"), CASES)
 def test_models_are_those_of_plain_torch(ranks, name, num_ranks, sizes, stage):
-    losses, params = plain(name)
-    largest = max(x.abs().max() for x in params.values())
-    for found, ours, _ in ranks(num_ranks, trained, name, sizes, stage):
-        assert found == pytest.approx(losses, rel=1e-12)
-        for key, x in params.items():
-            assert (ours[key] - x).abs().max() <= 1e-12 * largest, key
+    assert_same_training(ranks(num_ranks, trained, name, sizes, stage), plain(name))
 
 
 def test_eager_steps_have_the_bits_of_captured_ones(ranks):

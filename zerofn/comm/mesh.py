@@ -24,12 +24,13 @@ from .arrivals import fresh
 from .failures import refuse_after_failure
 from .launch import launch_of
 
-DATA, REPLICATE, TENSOR = "data", "replicate", "tensor"
-NAMES = (REPLICATE, DATA, TENSOR)
-BATCH = (REPLICATE, DATA)  # along these axes ranks have different parts of a batch
+DATA, REPLICATE, CONTEXT, TENSOR = "data", "replicate", "context", "tensor"
+NAMES = (REPLICATE, DATA, CONTEXT, TENSOR)
+ROWS = (REPLICATE, DATA)  # along these axes ranks have different rows of a batch
+BATCH = (*ROWS, CONTEXT)  # along these axes ranks have different parts of a batch
 BETWEEN = " x "  # in the name of an axis for several
 SLICES = (TENSOR,)  # along these axes leaves are cut into slices
-SHARDS = (DATA,)  # along these axes units are cut into shards
+SHARDS = (DATA, CONTEXT)  # along these axes units are cut into shards
 FAKE = "fake machine, "  # begins the name of a group that is only planned for; the names of its axes follow
 
 
@@ -68,9 +69,10 @@ class Mesh:
         """Return the grid of all ranks of the job with these axes, in this order; joins the ranks.
 
         Axes: `data`, along which ranks have rows of their own, and units are cut into shards; `replicate`, along which
-        they have rows of their own, and the same shards; `tensor`, along which they have the same rows, and slices of
-        the same layers (`zerofn.parallel.tensor`). An axis that is not named has size 1. One size may
-        be -1: what is left.
+        they have rows of their own, and the same shards; `context`, along which they have parts of the same rows
+        (`zerofn.parallel.split_sequence`), and units are cut, too; `tensor`, along which they have the same parts of
+        rows, and slices of the same layers (`zerofn.parallel.tensor`). An axis that is not named has size 1. One size
+        may be -1: what is left.
 
         As in `DeviceMesh`, ranks that differ along the last axis only are neighbours. So the axis that sends most
         comes last, and lies within a machine.
@@ -162,6 +164,11 @@ class Mesh:
     def batch(self) -> Axis:
         """The ranks with different parts of the batch, along one axis."""
         return self.over(BATCH)
+
+    @cached_property
+    def rows(self) -> Axis:
+        """The ranks with different rows of the batch, along one axis."""
+        return self.over(ROWS)
 
     @cached_property
     def shards(self) -> Axis:

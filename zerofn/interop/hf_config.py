@@ -36,7 +36,7 @@ def step_of(path: str | os.PathLike[str], context: int, rows: int = 1, mesh: zer
     `path`: a config.json, or a folder with one. The model's class is the one that the config names, or the causal
     language model of its kind. Raises `FileNotFoundError`; `ImportError` without transformers; `ValueError` for a file
     that is no config, a model that takes no tokens, a context that is longer than the model's positions, and a tensor
-    axis that does not divide the heads of attention, or that the model has no plan for.
+    axis that does not divide the heads of attention, or that the model has no plan for, and a context axis.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
@@ -74,6 +74,10 @@ def step_of(path: str | os.PathLike[str], context: int, rows: int = 1, mesh: zer
 
 def _cuts(model: torch.nn.Module, config: Any, mesh: zerofn.Mesh | None) -> Any:
     """Let a model compute with slices over the tensor axis. Return its cuts, None without such an axis."""
+    if mesh is not None and mesh.size("context") > 1:
+        raise ValueError(
+            "a configuration is not planned with a context axis yet; plan a script that calls zerofn.parallel.context."
+        )
     size = 1 if mesh is None else mesh.size("tensor")
     if mesh is None or size == 1:
         return None

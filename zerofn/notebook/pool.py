@@ -124,7 +124,7 @@ class Pool:
         interrupted, start = False, time.monotonic()
         while not self._ended(results, shown):
             # What comes early is shown at once; in a long cell the ranks need the processors.
-            pause = min(_SELDOM, max(_LOOK, (time.monotonic() - start) / 20))
+            pause = min(_SELDOM, max(_LOOK, (time.monotonic() - start) / 8))
             try:
                 next(x for x in results if not x.done()).wait(pause)
             except StopIteration:

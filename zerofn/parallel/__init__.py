@@ -1,9 +1,14 @@
-"""Layers that are cut over a mesh: slices of weights for each rank, and the maps between them, in unmodified models."""
+"""Layers and sequences that are cut over a mesh, in unmodified models: slices of weights, parts of sequences, and the
+maps between them.
+"""
 
+from .attention import attention
+from .context import context
 from .plan import Slice
+from .sequence import split_sequence
 from .tensor_parallel import tensor
 
-__all__ = ["Slice", "tensor"]
+__all__ = ["Slice", "attention", "context", "split_sequence", "tensor"]
 
 
 def __dir__() -> list[str]:

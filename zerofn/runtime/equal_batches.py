@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import tree
 from ..comm.agreement import exchange
-from ..comm.mesh import Mesh
+from ..comm.mesh import CONTEXT, Mesh
 from ..ops.same import digest
 from ..sharding.sharded import is_sharded
 
@@ -20,24 +20,33 @@ log = logging.getLogger("zerofn")
 def compare_batches(name: str, batch: Any, mesh: Mesh | None) -> None:
     """Log, on the first rank, that every rank of the job has the same batch. All ranks must call it.
 
-    Raises `RuntimeError` on all ranks if those that share the work on one batch have different ones.
+    Raises `RuntimeError` on all ranks if those that share the work on one batch have different ones, and if those that
+    share sequences have the same.
     """
     leaves = [x for x in tree.leaves(batch, is_leaf=is_sharded) if isinstance(x, Tensor) and x.numel() > 1]
     if mesh is None or mesh.num_ranks == 1 or not leaves:
         return
     words = repr([digest(x).tolist() for x in leaves])
-    theirs = exchange(f"zerofn.compile({name})", f"{mesh.batch.rank} {hashlib.sha256(words.encode()).hexdigest()}")
+    mine = f"{mesh.rows.rank} {mesh.batch.rank} {hashlib.sha256(words.encode()).hexdigest()}"
+    theirs = exchange(f"zerofn.compile({name})", mine)
     if len(theirs) != mesh.num_ranks:  # the mesh is of some ranks of the job
         return
     first: dict[str, tuple[int, str]] = {}
+    of_rows: dict[tuple[str, str], tuple[int, str]] = {}
     for rank, text in enumerate(theirs):
-        place, found = text.split()
+        rows, place, found = text.split()
         before, known = first.setdefault(place, (rank, found))
         if known != found:
             raise RuntimeError(
                 f"{name}: ranks {before} and {rank} have slices of the same layers, and different batches. Along "
                 f"{' and '.join(repr(axis.name) for axis in mesh.slices)} ranks need the same rows: take those number "
-                "mesh.batch.rank of mesh.batch.size."
+                "mesh.rows.rank of mesh.rows.size."
+            )
+        before, part = of_rows.setdefault((rows, found), (rank, place))
+        if part != place:
+            raise RuntimeError(
+                f"{name}: ranks {before} and {rank} share the sequences of their rows, along {CONTEXT!r}, and have the "
+                "same batch: cut it by zerofn.parallel.split_sequence(batch, mesh)."
             )
     if mesh.batch.size > 1 and len({found for _, found in first.values()}) == 1 and mesh.all.rank == 0:
         log.warning(

@@ -1,0 +1,97 @@
+"""Unmodified models on parts of sequences, beside plain torch in float64."""
+
+from functools import partial
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.func import functional_call
+
+import zerofn
+from tests.support.float64_models import SMALL, build
+from tests.support.mesh_training import assert_same_training, plain, trained
+from zerofn import optim
+from zerofn.comm.mesh import Mesh
+from zerofn.parallel import context, split_sequence
+
+T5 = transformers.T5Config(vocab_size=67, d_model=24, d_kv=4, d_ff=36, num_layers=1, num_heads=6)
+ODD = transformers.LlamaConfig(**{**SMALL, "num_attention_heads": 3, "num_key_value_heads": 3}, intermediate_size=35)
+CASES = [
+    ("llama", 2, {"context": 2}, 3, "ulysses"),
+    ("llama", 3, {"context": 3}, 0, "ring"),
+    ("llama, 2 key heads", 4, {"context": 4}, 1, "ulysses"),
+    ("qwen3", 4, {"data": 2, "context": 2}, 2, "ring"),
+    ("mixtral", 2, {"context": 2}, 3, "ulysses"),
+    ("qwen3_moe", 3, {"context": 3}, 2, "ulysses"),
+    ("deepseek_v3", 2, {"replicate": 1, "context": 2}, 3, "ring"),
+    ("gpt2", 3, {"context": 3}, 1, "ulysses"),
+    ("llama", 4, {"context": 2, "tensor": 2}, 3, "ring"),
+    ("llama", 8, {"data": 2, "tensor": 2, "context": 2}, 3, "ring"),
+]
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "sizes", "stage", "method"), CASES)
+def test_models_are_those_of_plain_torch(ranks, name, num_ranks, sizes, stage, method):
+    assert_same_training(ranks(num_ranks, trained, name, sizes, stage, True, method), plain(name))
+
+
+def test_eager_steps_have_the_bits_of_captured_ones(ranks):
+    eager, captured = (ranks(2, trained, "llama", {"context": 2}, 3, x) for x in (False, True))
+    for (a, x, _), (b, y, _) in zip(eager, captured, strict=True):
+        assert a == b and all(torch.equal(x[k], y[k]) for k in x)
+
+
+def of_rows(num):
+    return {"input_ids": torch.arange(num * 8).view(num, 8) % 67, "labels": torch.arange(num * 8).view(num, 8) % 67}
+
+
+def stepped(mesh, batch, **options):
+    """A step of llama on a batch, not cut by this function."""
+    model = zerofn.skeleton(partial(build, "llama"))
+    context(model, mesh, **options)
+
+    def train_step(state, batch):
+        loss, grads = state.value_and_grad(lambda p, x: functional_call(model, p, (), x).loss)(batch)
+        return state.apply_gradients(grads), loss
+
+    def init_state():
+        return zerofn.TrainState.create(params=dict(build("llama").named_parameters()), tx=optim.sgd(0.1))
+
+    return zerofn.compile(train_step)(zerofn.shard(init_state, mesh=mesh), batch)
+
+
+def refusals():
+    mesh = Mesh.make(context=2)
+    rank, batch = mesh.axis("context").rank, of_rows(2)
+    cut = split_sequence(batch, mesh)
+    own = {**cut, "shift_labels": None}
+    windowed = transformers.MistralConfig(**SMALL, intermediate_size=36, sliding_window=4)
+    bad = [
+        (lambda: context(nn.Linear(2, 2), mesh), "Linear is no model of transformers"),
+        (lambda: context(build("llama"), mesh, method="rings"), "no method 'rings'"),
+        (lambda: context(build("llama"), Mesh.make(data=2)), "mesh has no axis 'context'"),
+        (lambda: context(transformers.T5ForConditionalGeneration(T5), mesh), "has an encoder and a decoder"),
+        (lambda: context(transformers.LlamaForCausalLM(ODD), mesh), "2 ranks of 'context' cannot share the 3 heads"),
+        (lambda: stepped(mesh, split_sequence(batch, Mesh.make(data=2))), "share the sequences of their rows"),
+        (lambda: stepped(mesh, {k: x + rank for k, x in batch.items()}), "cut the batch by zerofn.parallel.split_seq"),
+        (lambda: stepped(mesh, own), "labels that are shifted before"),
+        (lambda: stepped(mesh, split_sequence(batch, mesh, shift=False)), "labels that are shifted before"),
+        (lambda: stepped(mesh, split_sequence({k: x + rank for k, x in batch.items()}, mesh)), "has other bits|differ"),
+        (lambda: split_sequence({"labels": batch["labels"]}, mesh), "the batch has no 'input_ids'"),
+        (lambda: split_sequence({"input_ids": torch.zeros(1, 6)}, mesh), "sequences of 6 tokens: pad them to 8"),
+        (lambda: split_sequence({**batch, "attention_mask": 0 * batch["labels"]}, mesh), "leaves tokens out"),
+        (lambda: split_sequence({**batch, "position_ids": batch["labels"] % 4}, mesh), "do not count from 0"),
+        (lambda: split_sequence({**batch, "weight": torch.ones(3)}, mesh), r"'weight' is \[3\]"),
+    ]
+    for call, message in bad:
+        with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
+            call()
+    model = transformers.MistralForCausalLM(windowed)
+    context(model, mesh)
+    with pytest.raises(ValueError, match="no window"):
+        model(**cut)
+
+
+def test_mistakes_are_sentences(ranks):
+    ranks(2, refusals)

@@ -1,0 +1,190 @@
+"""Attention over sequences that are cut along an axis of ranks, as plain functions.
+
+A rank has two chunks of each sequence: of 2 * size chunks, those number r and 2 * size - 1 - r ("zigzag"). So under a
+causal mask, where a token looks at those before it, all ranks have the same work.
+
+`ulysses` exchanges: each rank gets whole sequences of some heads (DeepSpeed-Ulysses, arXiv:2309.14509). `ring` hands
+blocks of keys and values round, and adds up what each block contributes, relative to the greatest score seen so far
+(ring attention, arXiv:2310.01889).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..collectives import permute
+from ..collectives.maps import Linear, ops
+from ..comm.mesh import CONTEXT, Axis, Mesh, current_mesh
+
+METHODS = ("ulysses", "ring")
+
+
+@dataclass(frozen=True)
+class SequencesOfHeads:
+    """[..., H, s, D] on each rank, its chunks of all heads -> [..., H / size, size * s, D], its heads' sequences."""
+
+    axis: Axis
+
+    @property
+    def transpose(self) -> HeadsOfChunks:
+        """The way back: the map only moves elements."""
+        return HeadsOfChunks(self.axis)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """One exchange, and the chunks in order."""
+        rows = x.unflatten(-3, (self.axis.size, -1)).movedim(-4, 0)
+        first, last = _exchanged(rows, self.axis).chunk(2, -2)
+        return (torch.cat([*first.unbind(0), *reversed(last.unbind(0))], -2),)
+
+
+@dataclass(frozen=True)
+class HeadsOfChunks:
+    """[..., H / size, size * s, D] on each rank, its heads' sequences -> [..., H, s, D], its chunks of all heads."""
+
+    axis: Axis
+
+    @property
+    def transpose(self) -> SequencesOfHeads:
+        """The way back: the map only moves elements."""
+        return SequencesOfHeads(self.axis)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """The chunks by rank, and one exchange."""
+        chunks = x.chunk(2 * self.axis.size, -2)
+        pairs = zip(chunks[: self.axis.size], reversed(chunks[self.axis.size :]), strict=True)
+        rows = torch.stack([torch.cat(pair, -2) for pair in pairs])
+        return (_exchanged(rows, self.axis).movedim(0, -4).flatten(-4, -3),)
+
+
+def _exchanged(rows: Tensor, axis: Axis) -> Tensor:
+    rows = rows.contiguous()
+    return ops.wait(ops.exchange(rows.view(axis.size, -1), axis.size, axis.group)).view(rows.shape)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    axis: str | Axis = CONTEXT,
+    method: str = "ulysses",
+    causal: bool = True,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of a rank's part of each sequence to the whole sequence.
+
+    `q` [B, H, s, D], `k` [B, G, s, D], `v` [B, G, s, E]: floating; the rank's part of each sequence as
+    `split_sequence` cuts it, of G heads of keys and values, where G divides H. `axis`: the ranks that share sequences.
+    `method`: "ulysses", two exchanges and torch's own attention, for which the ranks have to divide H; "ring", for any
+    number of heads. `causal`: whether a token looks only at those before it, and itself. `scale`: of the scores, by
+    default D ** -0.5.
+
+    -> [B, H, s, E] in the dtype of `q`. All ranks must call it. Raises `ValueError` for heads that ranks cannot share,
+    for an odd s, for an unknown method and for an axis that is not there.
+
+    >>> x = torch.randn(1, 2, 4, 8)
+    >>> attention(x, x, x, axis="data").shape
+    torch.Size([1, 2, 4, 8])
+    """
+    where = axis if isinstance(axis, Axis) else (current_mesh() or Mesh.of(None)).axis(axis)
+    _check(q, k, where, method)
+    if where.size == 1:
+        return _whole(q, k, v, causal, scale)
+    if method == "ring":
+        return _ring(q, k, v, where, causal, q.shape[-1] ** -0.5 if scale is None else scale)
+    there, back = SequencesOfHeads(where), HeadsOfChunks(where)
+    k, v = (_for_ranks(x, q.shape[-3], where.size) for x in (k, v))
+    q, k, v = (Linear.apply(there, x)[0] for x in (q, k, v))
+    return Linear.apply(back, _whole(q, k, v, causal, scale))[0]
+
+
+def _check(q: Tensor, k: Tensor, axis: Axis, method: str) -> None:
+    heads, groups, size = q.shape[-3], k.shape[-3], q.shape[-2]
+    if method not in METHODS:
+        raise ValueError(f"attention: there is no method {method!r}; there are {' and '.join(map(repr, METHODS))}.")
+    if heads % groups:
+        raise ValueError(f"attention: {groups} heads of keys do not divide {heads} heads of queries.")
+    if method == "ulysses" and heads % axis.size:
+        raise ValueError(
+            f"attention: {axis.size} ranks of {axis.name!r} cannot share {heads} heads; write method='ring', which "
+            "cuts no heads."
+        )
+    if axis.size > 1 and (size % 2 or k.shape[-2] != size):
+        raise ValueError(
+            f"attention: expected two chunks of one size, of queries and of keys, got {size} and {k.shape[-2]} tokens; "
+            "cut batches by zerofn.parallel.split_sequence."
+        )
+
+
+def _for_ranks(x: Tensor, heads: int, num: int) -> Tensor:
+    """Repeat heads of keys and values until ranks can share them: the first of a rank's heads is that of its queries.
+
+    Their gradients are summed, as those of anything that is used several times.
+    """
+    groups = x.shape[-3]
+    if groups % num == 0:
+        return x
+    wanted = num if num % groups == 0 else heads
+    return x.repeat_interleave(wanted // groups, -3)
+
+
+def _whole(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[-3] != k.shape[-3])
+
+
+class _Part(NamedTuple):
+    """What blocks of keys contribute to rows of queries. `values`: the sum of exp(score - greatest) * value; `weights`:
+    that of exp(score - greatest).
+    """
+
+    values: Tensor
+    weights: Tensor
+    greatest: Tensor
+
+    def __add__(self, other: _Part) -> _Part:  # type: ignore[override]
+        greatest = torch.maximum(self.greatest, other.greatest)
+        mine, theirs = (self.greatest - greatest).exp(), (other.greatest - greatest).exp()
+        return _Part(self.values * mine + other.values * theirs, self.weights * mine + other.weights * theirs, greatest)
+
+    def halves(self) -> list[_Part]:
+        """The first chunk's rows, and the second's."""
+        return [_Part(*xs) for xs in zip(*(x.chunk(2, -2) for x in self), strict=True)]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False) -> _Part:
+    """q [B, G, n, s, D], k [B, G, 1, t, D], v [B, G, 1, t, E]."""
+    scores = (q @ k.transpose(-1, -2)) * scale
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if causal:
+        behind = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(behind, float("-inf"))
+    # Any number would do, so its derivative is none: what it is subtracted from is divided by the same sum.
+    greatest = scores.detach().amax(-1, keepdim=True)
+    terms = (scores - greatest).exp()
+    return _Part((terms.to(v.dtype) @ v).to(scores.dtype), terms.sum(-1, keepdim=True), greatest)
+
+
+def _ring(q: Tensor, k: Tensor, v: Tensor, axis: Axis, causal: bool, scale: float) -> Tensor:
+    half = q.shape[-2] // 2
+    q = q.unflatten(-3, (k.shape[-3], -1))
+    before = [(r - 1) % axis.size for r in range(axis.size)]
+    parts: list[_Part] = []  # of the first chunk's rows, and of the second's
+    block = k, v
+    for turn in range(axis.size):
+        here, source = block, (axis.rank - turn) % axis.size
+        if turn < axis.size - 1:  # sent on before it is used: the next block comes meanwhile
+            block = permute(here[0], before, axis), permute(here[1], before, axis)
+        keys, values = (x.unsqueeze(-3) for x in here)
+        if causal and source > axis.rank:  # both of its chunks are between this rank's
+            parts[1] += _attend(q[..., half:, :], keys, values, scale)
+            continue
+        if causal and source < axis.rank:  # its second chunk is behind both of this rank's
+            keys, values = keys[..., :half, :], values[..., :half, :]
+        found = _attend(q, keys, values, scale, causal=causal and turn == 0).halves()
+        parts = [a + b for a, b in zip(parts, found, strict=True)] if parts else found
+    return torch.cat([x.values / x.weights for x in parts], -2).flatten(-4, -3).to(q.dtype)

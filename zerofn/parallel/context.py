@@ -1,0 +1,144 @@
+"""Unmodified models of transformers on parts of sequences: their attention sees whole ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..collectives import same
+from ..comm.mesh import CONTEXT, TENSOR, Axis, Mesh
+from .attention import METHODS, attention
+
+_FOREIGN = ("position_bias", "s_aux", "softcap", "sliding_window")  # what other attention has, and this one has not
+_LABELS_AS_THEY_ARE = ("ForMaskedLM", "ForTokenClassification")  # losses that do not shift labels
+
+
+def context(model: nn.Module, mesh: Mesh, *, method: str = "ulysses") -> None:
+    """Let a model of transformers compute with parts of sequences, over the mesh's axis "context".
+
+        mesh = zerofn.Mesh.make(data=-1, context=2)
+        model = zerofn.skeleton(build)
+        zerofn.parallel.context(model, mesh)
+        batch = zerofn.parallel.split_sequence(batch, mesh)
+        loss = functional_call(model, params, (), batch).loss
+
+    `method`: see `attention`. Its functions are registered with transformers by the names "zerofn_ulysses" and
+    "zerofn_ring", and the model is switched to one of them. Its forward then takes what `split_sequence` returns, and
+    its loss is such that the mean over ranks is that of whole sequences. Ranks compare their rows in every step.
+
+    Raises `TypeError` for anything that is no decoder or encoder of transformers, and `ValueError` for a model that
+    mixes tokens in another way than by full attention, for heads that ranks cannot share, and, when the model is
+    called, for a batch that was not cut by `split_sequence`.
+    """
+    axis = mesh.axis(CONTEXT)
+    name = type(model).__name__
+    config: Any = getattr(model, "config", None)
+    if not hasattr(model, "set_attn_implementation") or config is None:
+        raise TypeError(f"context: {name} is no model of transformers; call zerofn.parallel.attention in your own.")
+    if method not in METHODS:
+        raise ValueError(f"context: there is no method {method!r}; there are {' and '.join(map(repr, METHODS))}.")
+    if axis.size == 1:
+        return
+    _check(model, name, config, axis, mesh.size(TENSOR), method)
+    _register()
+    switch: Any = model.set_attn_implementation
+    switch(f"zerofn_{method}")
+    if config._attn_implementation != f"zerofn_{method}":
+        raise TypeError(f"context: the attention of {name} cannot be replaced: it has code of its own for it.")
+    for part in model.modules():
+        if hasattr(part, "is_causal"):
+            part.zerofn_axis = axis  # type: ignore[assignment]
+    model.forward = _of_parts(model, model.forward, axis)
+
+
+def _check(model: nn.Module, name: str, config: Any, axis: Axis, slices: int, method: str) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"context: {name} has an encoder and a decoder, whose sequences differ; use other axes.")
+    odd = {x for x in getattr(config, "layer_types", None) or () if x != "full_attention"}
+    odd |= {type(x).__name__ for x in model.modules() if isinstance(x, nn.Conv1d | nn.RNNBase)}
+    if odd:
+        raise ValueError(f"context: {name} mixes tokens by {', '.join(sorted(odd))}, and only attention can be cut.")
+    heads = getattr(config, "num_attention_heads", None)
+    if method == "ulysses" and isinstance(heads, int) and heads % (axis.size * slices):
+        each = f"{heads // slices} of the {heads}" if slices > 1 else f"the {heads}"
+        raise ValueError(
+            f"context: {axis.size} ranks of {axis.name!r} cannot share {each} heads of {name}; write method='ring', "
+            "which cuts no heads."
+        )
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    for method in METHODS:
+        AttentionInterface.register(f"zerofn_{method}", functools.partial(_attend, method))
+        AttentionMaskInterface.register(f"zerofn_{method}", _no_mask)
+
+
+def _no_mask(*, attention_mask: Tensor | None = None, local_size: int | None = None, **_: Any) -> None:
+    """What transformers asks for a mask: attention knows by itself what is before a token."""
+    if attention_mask is not None or local_size is not None:
+        raise ValueError(
+            "attention over a cut sequence looks at all tokens before one: it knows no attention_mask, and no window."
+        )
+
+
+def _attend(
+    method: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """q [B, H, s, D], k and v [B, G, s, D] -> [B, s, H, D], as transformers calls it."""
+    found = [what for what in _FOREIGN if more.get(what) is not None]
+    if attention_mask is not None or found or dropout:
+        what = ", ".join(found) or (f"dropout={dropout}" if dropout else "an attention_mask")
+        raise ValueError(
+            f"attention over a cut sequence does not know {what}; set it to nothing in the model's config."
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    out = attention(query, key, value, axis=module.zerofn_axis, method=method, causal=causal, scale=scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _of_parts(model: Any, forward: Callable[..., Any], axis: Axis) -> Callable[..., Any]:
+    """Return the model's forward for what `split_sequence` returns."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, row_digest: Tensor | None = None, items_per_row: Tensor | None = None, **inputs: Any) -> Any:
+        if row_digest is None or "position_ids" not in inputs:
+            raise ValueError(
+                f"{type(model).__name__} computes with parts of sequences: cut the batch by "
+                "zerofn.parallel.split_sequence(batch, mesh), and call the model with all that it returns."
+            )
+        if inputs.get("labels") is not None:
+            inputs |= _counted(model, inputs, items_per_row, axis)
+        # Comes to nothing but if rows differ: then all ranks raise.
+        inputs["position_ids"] = inputs["position_ids"] + 0 * same(row_digest, axis).unsqueeze(-1)
+        return forward(*args, **inputs)
+
+    return run
+
+
+def _counted(model: Any, inputs: dict[str, Any], items_per_row: Tensor | None, axis: Axis) -> dict[str, Any]:
+    """Return what a loss of transformers needs to divide by: the ranks' share of the row's labels that count."""
+    shifts = getattr(model, "loss_type", None) not in _LABELS_AS_THEY_ARE
+    if items_per_row is None or shifts == (inputs.get("shift_labels") is None):
+        raise ValueError(
+            f"{type(model).__name__}: its loss takes labels that {'are' if shifts else 'are not'} shifted before "
+            f"sequences are cut: write split_sequence(batch, mesh, shift={shifts}), with the labels in the batch."
+        )
+    wide = any(p.dtype == torch.float64 for p in model.parameters())
+    total = items_per_row.sum().to(torch.float64 if wide else torch.float32)
+    return {"num_items_in_batch": total / axis.size}
