@@ -18,7 +18,7 @@ from zerofn.comm.mesh import BETWEEN, Mesh
 from zerofn.comm.pending import pending
 from zerofn.comm.transport import SentBytes
 from zerofn.cost.machine import KNOWN, machine_of
-from zerofn.parallel import tensor
+from zerofn.parallel import context, split_sequence, tensor
 from zerofn.planning.meshes import meshes
 from zerofn.util.process import the
 
@@ -126,6 +126,41 @@ def test_ranks_with_the_same_heads_send_along_the_tensor_axis_too(ranks):
     row = zerofn.plan(train_step, init, IDS, mesh=mesh, cuts=cuts, machine=HERE, stage=3, offload=None, remat=None)[0]
     for rank, (mine, sent) in enumerate(ranks(4, llama_on_ranks)):
         assert mine[-1] == sent and set(sent) == {"tensor"}
+        assert rank or told(row.plan) == mine
+
+
+def in_parts(mesh):
+    """A model on parts of sequences, and this rank's part."""
+    build_it = partial(build_llama, "llama")
+    model = zerofn.skeleton(build_it)
+    context(model, mesh)
+
+    def init():
+        return zerofn.TrainState.create(params=dict(build_it().named_parameters()), tx=optim.sgd(0.1))
+
+    def train_step(state, x):
+        loss, grads = state.value_and_grad(lambda params, x: functional_call(model, params, (), x).loss)(x)
+        return state.apply_gradients(grads), loss
+
+    tokens = torch.arange(32).view(2, 16)
+    return train_step, init, split_sequence({"input_ids": tokens, "labels": tokens}, mesh)
+
+
+def in_parts_on_ranks():
+    mesh = Mesh.make(data=2, context=2)
+    train_step, init, batch = in_parts(mesh)
+    step, state = zerofn.compile(train_step), zerofn.shard(init, stage=3, mesh=mesh)
+    return told(step.lower(state, batch)), counted(mesh, step, state, batch)
+
+
+def test_sequences_in_parts_are_planned_too(ranks):
+    """Shards lie along both axes, and attention exchanges heads along one."""
+    mesh = Mesh.planned({"data": 2, "context": 2})
+    train_step, init, batch = in_parts(mesh)
+    row = zerofn.plan(train_step, init, batch, mesh=mesh, machine=HERE, stage=3, offload=None, remat=None)[0]
+    assert row.speed == pytest.approx(4 * row.tokens / row.seconds) and row.tokens == 2 * 8
+    for rank, (mine, sent) in enumerate(ranks(4, in_parts_on_ranks)):
+        assert mine[-1] == sent and {"context", "data x context"} <= set(sent), rank
         assert rank or told(row.plan) == mine
 
 
