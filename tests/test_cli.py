@@ -111,11 +111,78 @@ step, evaluate =""",
     assert found[0] == found[1] and "precision='bf16'" in found[0]
 
 
+ON_A_MESH = """
+mesh = zerofn.Mesh.make(data=-1, tensor=2)
+cut = zerofn.skeleton(lambda: torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)))
+cuts = zerofn.parallel.tensor(cut, mesh, {"0": "colwise", "2": "rowwise"})
+module = cut  # what the loss computes with
+state = zerofn.shard(init_state, precision="bf16", mesh=mesh, cuts=cuts)
+"""
+
+
+def test_a_script_gets_the_mesh_that_is_planned(script, tmp_path, capsys):
+    """Its own, where none is named; axes that it asks for are there."""
+    text = script.read_text().replace('state = zerofn.shard(init_state, precision="bf16")\n', ON_A_MESH)
+    text = text.replace('width, name = int(sys.argv[1]), "unknown"\nmodule =', "width = int(sys.argv[1])\nwhole =")
+    script.write_text(text.replace("dict(module.", "dict(whole."))
+    chosen = ["--stage", "3", "--offload", "none", "--machine", "A100-8", "--json", str(tmp_path / "plan.json")]
+    for more, sizes in (
+        ([], {"data": 4, "tensor": 2}),
+        (["--world", "4"], {"data": 2, "tensor": 2}),
+        (["--mesh", "replicate=2,data=2,tensor=4"], {"replicate": 2, "data": 2, "tensor": 4}),
+        (["--mesh", "data=8"], {"data": 8}),
+    ):
+        assert main(["plan", str(script), *chosen, *more, "--", "64"]) == 0
+        found = json.loads((tmp_path / "plan.json").read_text())
+        (row,) = found["rows"]
+        assert row["mesh"] == sizes and row["precision"] == "bf16" and row["rows"] == 8
+        assert set(sizes) <= set(" x ".join(row["plan"]["sent"]).split(" x "))
+    capsys.readouterr()
+    assert main(["plan", str(script), *chosen, "--mesh", "auto", "--machine", "2 x A100", "--", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "train_step on 2 rank(s) of 2 x A100" in out and "bf16" in out and "left out: tensor 2" in out
+
+
+def test_a_script_without_slices_has_no_tensor_axis(script, capsys):
+    chosen = ["--stage", "3", "--offload", "none", "--machine", "A100-8"]
+    assert main(["plan", str(script), *chosen, "--mesh", "replicate=2,data=4", "--", "64"]) == 0
+    assert "mesh=zerofn.Mesh.make(replicate=2, data=4)" in capsys.readouterr().out
+    assert main(["plan", str(script), *chosen, "--mesh", "data=4,tensor=2", "--", "64"]) == 1
+    assert "no leaf is cut over it" in capsys.readouterr().err
+    assert main(["plan", str(script), *chosen, "--mesh", "auto", "--", "64"]) == 0
+    assert "left out: tensor 2, 4, 8: no leaf is cut over it" in capsys.readouterr().out
+
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 48, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 128,
+}  # fmt: skip
+
+
+def test_the_fastest_mesh_of_a_configuration_is_named(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    options = ["--context", "16", "--machine", "2 x A100-8", "--world", "16", "--json", str(tmp_path / "plan.json")]
+    assert main(["plan", str(tmp_path / "config.json"), *options, "--mesh", "auto"]) == 0
+    out, found = capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
+    grids = {tuple(row["mesh"].items()) for row in found["rows"]}
+    assert grids == {(("data", 16),), (("replicate", 2), ("data", 8)), (("data", 8), ("tensor", 2)),
+                     (("replicate", 2), ("data", 4), ("tensor", 2))}  # fmt: skip
+    assert "left out: tensor 4: LlamaForCausalLM has 6 heads of attention, which 4 ranks cannot share" in out
+    best = found["rows"][found["best"]]
+    assert best["speed"] >= 0.98 * max(row["speed"] for row in found["rows"]) and best["call"] in out
+    assert main(["plan", str(tmp_path), *options, "--stage", "3", "--mesh", "data=8,tensor=2"]) == 0
+    assert "data=8,tensor=2" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("arguments", "said"), [
     (["plan", "nowhere.py"], "there is no script 'nowhere.py'"),
     (["plan", "{script}:train", "--", "64"], "calls no compiled step 'train'; it calls 'evaluate', 'train_step'"),
     (["plan", "{script}", "--machine", "H100-9", "--", "64"], "did you mean 'H100-8'"),
     (["plan", "{script}", "--stage", "5", "--", "64"], "stage=5"),
+    (["plan", "{script}", "--mesh", "data4", "--", "64"], "--mesh data4: expected sizes by axis"),
+    (["plan", "{script}", "--mesh", "data=4,data=2", "--", "64"], "every axis may stand there once"),
+    (["plan", "{script}", "--mesh", "data=4", "--world", "8", "--", "64"], "data 4 are 4 ranks, and there are 8"),
+    (["plan", "{script}", "--mesh", "dta=4", "--", "64"], "there is no axis 'dta'"),
 ])  # fmt: skip
 def test_what_is_wrong_is_told_in_a_sentence(script, capsys, arguments, said):
     assert main([x.format(script=script) for x in arguments]) == 1

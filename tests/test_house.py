@@ -70,10 +70,12 @@ def test_top_level_files_are_few():
 # Those that behave otherwise on a machine that is not there; all others treat its tensors as any.
 KNOW_DRY_RUNS = {
     "zerofn.cli": "runs a script up to its step",
+    "zerofn.comm.mesh": "makes the mesh that is planned for",
     "zerofn.compile": "stops a script at its step",
     "zerofn.sharding.shard": "lays a state out without memory for it",
     "zerofn.planning.plan": "makes the machine that is not there",
-    "zerofn.planning.planner": "makes the machine that is not there",
+    "zerofn.planning.planner": "asks for how many ranks to plan",
+    "zerofn.planning.rows": "makes the machine that is not there",
     "zerofn.graph.resident": "asks which tensors lie on the host",
     "zerofn.graph.liveness": "asks which tensors lie on the host",
     "zerofn.cost.simulator": "asks which tensors lie on the host",

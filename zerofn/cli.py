@@ -6,28 +6,34 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .checkpoint import CheckpointError, export, verify
 from .checkpoint.reports import checkpoints_at, described, differences
+from .comm.mesh import DATA, TENSOR, Mesh
 from .cost.calibrate import this_machine
-from .cost.machine import KNOWN, machine_of
+from .cost.machine import KNOWN
 from .dry_run.script import DryRun, Reached
 from .graph.capture import CaptureError
 from .interop import deepspeed_report, hf_config
 from .launch.nodes import LaunchError
 from .launch.report import report
 from .launch.script import Launch, launch
-from .planning.planner import ALL, plan
+from .planning.meshes import AUTO
+from .planning.planner import cluster, grid_of, plan, plan_meshes
+from .planning.rows import ALL, Asked, Step
+from .planning.table import Table
 from .util.version import __version__
 
 
@@ -64,33 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="zerofn", description=__doc__)
     parser.add_argument("--version", action="version", version=f"zerofn {__version__}, torch {torch.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser(
-        "plan",
-        help="what a script's training step needs and does on a cluster",
-        description="Runs SCRIPT as it is, up to the first call of the compiled step FUNCTION "
-        "(any, where none is named): with no memory for its state, which is then planned for. "
-        "The script's own arguments come last, behind --. Or plans the training of a Hugging Face config.json, with "
-        "AdamW on rows of --context tokens. Ends with 1 where nothing fits.",
-    )
-    one.add_argument("script", metavar="SCRIPT[:FUNCTION] | config.json")
-    one.add_argument("--context", type=int, help="tokens of a row, with a config.json")
-    one.add_argument("--world", type=int, default=8, help="ranks (8)")
-    one.add_argument("--machine", default="H100-8", help=f"{', '.join(KNOWN)}, or what `zerofn profile` wrote (H100-8)")
-    one.add_argument("--stage", type=int, nargs="+", help="of 0, 1, 2, 3; all of them by default")
-    one.add_argument("--offload", nargs="+", help="none, cpu, nvme; those that differ by default")
-    one.add_argument(
-        "--precision",
-        nargs="+",
-        help="none, fp32, bf16, fp16; by default the script's own, or where it names none those that are usual there",
-    )
-    one.add_argument(
-        "--remat", nargs="+", help="none, auto, full, budget; auto and full where it does not fit by default"
-    )
-    one.add_argument("--rows", type=int, nargs="+", help="rows of a rank's batch; the script's by default")
-    one.add_argument("--memory", help="of a device, such as 24GiB, in the place of the machine's")
-    one.add_argument("--picture", type=Path, help="draw it to this file, such as plan.png")
-    one.add_argument("--json", type=Path, help="write it to this file")
-    one.set_defaults(run=_plan)
+    _add_plan(commands)
     two = commands.add_parser("profile", help="measure this machine, for plans and predictions")
     two.add_argument("file", type=Path)
     two.add_argument("--ranks", type=int, default=1, help="processes that load it together, as training will (1)")
@@ -118,6 +98,45 @@ def _parser() -> argparse.ArgumentParser:
     _add_launch(commands)
     _add_checkpoints(commands)
     return parser
+
+
+def _add_plan(commands: Any) -> None:
+    one = commands.add_parser(
+        "plan",
+        help="what a script's training step needs and does on a cluster",
+        description="Runs SCRIPT as it is, up to the first call of the compiled step FUNCTION "
+        "(any, where none is named): with no memory for its state, which is then planned for. "
+        "The script's own arguments come last, behind --. Or plans the training of a Hugging Face config.json, with "
+        "AdamW on rows of --context tokens. Ends with 1 where nothing fits.",
+    )
+    one.add_argument("script", metavar="SCRIPT[:FUNCTION] | config.json")
+    one.add_argument("--context", type=int, help="tokens of a row, with a config.json")
+    one.add_argument("--world", type=int, help="ranks (all of the machine's nodes, where it says how many; else 8)")
+    one.add_argument(
+        "--mesh",
+        help="the ranks as a grid, such as data=4,tensor=2; auto plans all that may be the fastest, and names it "
+        "(what the script makes, or data)",
+    )
+    one.add_argument(
+        "--machine",
+        default="H100-8",
+        help=f"{', '.join(KNOWN)}, or what `zerofn profile` wrote; several nodes are '8 x H100-8' (H100-8)",
+    )
+    one.add_argument("--stage", type=int, nargs="+", help="of 0, 1, 2, 3; all of them by default")
+    one.add_argument("--offload", nargs="+", help="none, cpu, nvme; those that differ by default")
+    one.add_argument(
+        "--precision",
+        nargs="+",
+        help="none, fp32, bf16, fp16; by default the script's own, or where it names none those that are usual there",
+    )
+    one.add_argument(
+        "--remat", nargs="+", help="none, auto, full, budget; auto and full where it does not fit by default"
+    )
+    one.add_argument("--rows", type=int, nargs="+", help="rows of a rank's batch; the script's by default")
+    one.add_argument("--memory", help="of a device, such as 24GiB, in the place of the machine's")
+    one.add_argument("--picture", type=Path, help="draw it to this file, such as plan.png")
+    one.add_argument("--json", type=Path, help="write it to this file")
+    one.set_defaults(run=_plan)
 
 
 def _add_launch(commands: Any) -> None:
@@ -222,25 +241,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     """Return the exit status: 1 if nothing fits."""
-    machine_of(args.machine)  # before the script runs
-    found, unit, usual = _planned(args)
-    given: dict[str, Any] = {
-        name: [None if x == "none" else x for x in values]
-        for name, values in vars(args).items()
-        if name in ("offload", "remat", "stage") and values
-    }
-    precision = [None if x == "none" else x for x in args.precision] if args.precision else usual
-    table = plan(
-        found.train_step,
-        found.init_state,
-        found.batch,
-        world=args.world,
-        machine=args.machine,
-        rows=args.rows,
-        memory=args.memory,
-        unit=unit,
-        **{"precision": precision or ALL, **given},
-    )
+    table = _table(args)
     print(table.text())
     if args.picture:
         table.picture(args.picture)
@@ -249,35 +250,96 @@ def _plan(args: argparse.Namespace) -> int:
     return int(not any(row.fits for row in table))
 
 
-def _planned(args: argparse.Namespace) -> tuple[hf_config.Planned, Any, Any]:
-    """Return (what is planned, the script's units, its precision)."""
-    if args.script.endswith(".json") or Path(args.script).is_dir():
-        if args.context is None:
-            raise ValueError(f"{args.script} needs --context, the tokens of a row, such as --context 4096.")
-        return hf_config.step_of(args.script, args.context, (args.rows or [1])[0]), None, None
-    if args.context is not None:
+def _table(args: argparse.Namespace) -> Table:
+    """Return the plans that are asked for."""
+    where, ranks = cluster(args.machine, args.world, args.memory)  # before the script runs
+    given: dict[str, Any] = {
+        name: [None if x == "none" else x for x in values]
+        for name, values in vars(args).items()
+        if name in ("offload", "remat", "stage", "precision") and values
+    }
+    is_config = args.script.endswith(".json") or Path(args.script).is_dir()
+    if is_config and args.context is None:
+        raise ValueError(f"{args.script} needs --context, the tokens of a row, such as --context 4096.")
+    if not is_config and args.context is not None:
         raise ValueError("--context has no effect on a script, which has its own batch; leave it out.")
+    make = functools.cache(functools.partial(_of_config, args) if is_config else functools.partial(_of_script, args))
+    if args.mesh == AUTO:
+        usual = None if is_config else make(Mesh.planned({DATA: ranks})).precision
+        asked = Asked(**{"precision": usual or ALL, **given}, rows=args.rows)
+
+        def step_on(mesh: Mesh) -> Step:
+            # A configuration's model is the same on all meshes with one tensor axis: it is made once for each.
+            return make(Mesh.planned({TENSOR: mesh.size(TENSOR)}) if is_config else mesh).step
+
+        return plan_meshes(step_on, ranks, args.machine, where, asked)
+    known = args.world is not None or where.nodes > 0
+    grid = None if args.mesh is None and not is_config else grid_of(ranks, _sizes(args.mesh), known)
+    found = make(grid) if grid is not None else _of_script(args, None, ranks if known else None)
+    return plan(
+        *found.step[:3],
+        mesh=found.mesh or grid,
+        cuts=found.step.cuts,
+        world=args.world,
+        machine=args.machine,
+        rows=args.rows,
+        memory=args.memory,
+        unit=found.step.unit,
+        **{"precision": found.precision or ALL, **given},
+    )
+
+
+def _sizes(text: str | None) -> dict[str, int] | None:
+    """Return the sizes of axes that --mesh gives."""
+    if text is None:
+        return None
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name and re.fullmatch(r"-?\d+", size) for name, _, size in pairs):
+        raise ValueError(f"--mesh {text}: expected sizes by axis, such as data=4,tensor=2, or auto.")
+    if len({name for name, _, _ in pairs}) < len(pairs):
+        raise ValueError(f"--mesh {text}: every axis may stand there once.")
+    return {name: int(size) for name, _, size in pairs}
+
+
+class Found(NamedTuple):
+    """A step to plan. `mesh`: the script's own, None where it makes none. `precision`: the script's own."""
+
+    step: Step
+    mesh: Mesh | None = None
+    precision: Any = None
+
+
+def _of_config(args: argparse.Namespace, mesh: Mesh) -> Found:
+    """Return the step of a Hugging Face configuration on a mesh."""
+    found = hf_config.step_of(args.script, args.context, (args.rows or [1])[0], mesh)
+    return Found(Step(found.train_step, found.init_state, found.batch, found.cuts))
+
+
+def _of_script(args: argparse.Namespace, mesh: Mesh | None, ranks: int | None = None) -> Found:
+    """Return the step of a script that gets this mesh where it makes one. `ranks`: where no mesh is given."""
     script, _, function = args.script.rpartition(":") if ":" in args.script else (args.script, "", "")
     if not Path(script).is_file():
         raise ValueError(f"there is no script {script!r}.")
-    found = _dry_run(script, function, args.arguments)
-    planned = hf_config.Planned(found.step, found.init, found.batch, script)
-    return planned, found.options["unit"], found.options["precision"]
+    sizes = None if mesh is None else {axis.name: axis.size for axis in mesh.axes}
+    found = _dry_run(script, args.arguments, DryRun(function, ranks, sizes))
+    chosen = found.options
+    step = Step(found.step, found.init, found.batch, chosen["cuts"], chosen["unit"])
+    return Found(step, chosen["mesh"], chosen["precision"])
 
 
-def _dry_run(script: str, function: str, arguments: Sequence[str]) -> Reached:
+def _dry_run(script: str, arguments: Sequence[str], dry_run: DryRun) -> Reached:
     """Run the script up to its step."""
     before, sys.argv = sys.argv, [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
-        with DryRun(function)(), contextlib.redirect_stdout(sys.stderr):  # the script's output is not the plan
+        with dry_run(), contextlib.redirect_stdout(sys.stderr):  # the script's output is not the plan
             runpy.run_path(script, run_name="__main__")
     except Reached as found:
         return found
     finally:
         sys.argv = before
         sys.path.pop(0)
-    what = f"the compiled step {function!r}" if function else "a compiled step"
+    what = f"the compiled step {dry_run.name!r}" if dry_run.name else "a compiled step"
     raise ValueError(
         f"{script} ended without a call of {what}; name the function that it gives to zerofn.compile, and "
         "its own arguments behind --."

@@ -151,3 +151,21 @@ def test_a_grid_of_axes(ranks):
 def test_a_planned_grid_has_no_ranks():
     mesh = Mesh.planned({"data": 8, "tensor": 4})
     assert (mesh.num_ranks, mesh.batch.size, mesh.all.group) == (32, 8, "fake machine, data x tensor")
+
+
+def test_axes_of_one_rank_belong_to_every_group_that_they_were_asked_for_with():
+    """Else a gradient that is summed over "data" would count as different along "replicate"."""
+    mesh = Mesh.planned({"replicate": 1, "data": 2, "tensor": 2})
+    assert mesh.names_of_groups[mesh.axis("data").group] == {"replicate", "data"}
+    assert mesh.names_of_groups[mesh.axis("tensor").group] == {"tensor"}
+
+
+@pytest.mark.parametrize(("sizes", "num_ranks", "said"), [
+    ({"data": 3}, 4, "Mesh.planned: data 3 are 3 ranks, and there are 4"),
+    ({"dta": 3}, None, "Mesh.planned: there is no axis 'dta'"),
+    ({"data": "3"}, None, "Mesh.planned: data='3' is no size"),
+    ({}, None, "Mesh.planned: no axis is given"),
+])  # fmt: skip
+def test_what_cannot_be_planned(sizes, num_ranks, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        Mesh.planned(sizes, num_ranks)

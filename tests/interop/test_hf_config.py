@@ -67,3 +67,14 @@ def test_no_file_and_no_tokens(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="config.json is no JSON"):
         step_of(tmp_path, 16)
+
+
+def test_a_model_is_cut_by_its_own_plan(tmp_path):
+    path = written(tmp_path, LLAMA)
+    assert step_of(path, 16, mesh=zerofn.Mesh.planned({"data": 2})).cuts is None
+    cuts = step_of(path, 16, mesh=zerofn.Mesh.planned({"data": 2, "tensor": 2})).cuts
+    assert {x.axis for x in cuts.values()} == {"tensor"} and "model.layers.1.mlp.down_proj.weight" in cuts
+    refused = {"tensor": "4 heads of attention, which 3 ranks", "context": "not planned with a context axis"}
+    for axis, said in refused.items():
+        with pytest.raises(ValueError, match=said):
+            step_of(path, 16, mesh=zerofn.Mesh.planned({axis: 3}))

@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..dry_run.script import current_dry_run
 from ..util.errors import nearest
 from ..util.process import the
 from .arrivals import fresh
@@ -31,6 +32,7 @@ BETWEEN = " x "  # in the name of an axis for several
 SLICES = (EXPERT, TENSOR)  # along these axes leaves are cut into slices
 REPLICAS = (REPLICATE, EXPERT)  # along these axes ranks have the same shards of units that are not cut into slices
 SHARDS = (DATA, CONTEXT)  # along these axes units are cut into shards
+FAKE = "fake machine, "  # begins the name of a group that is only planned for; the names of its axes follow
 
 
 @dataclass(frozen=True)
@@ -82,14 +84,26 @@ class Mesh:
         >>> Mesh.make(data=-1)
         Mesh(data: rank 0 of 1)
         """
+        if (dry_run := current_dry_run()) is not None:
+            return Mesh.planned(*dry_run.grid(sizes))
         world = Mesh.of(None).axes[0]
         names, shape = tuple(sizes), resolved(sizes, world.size)
         return _grid(names, shape, range(world.size), world.rank)
 
     @staticmethod
-    def planned(sizes: dict[str, int]) -> Mesh:
-        """Return the grid of a machine that need not exist, as its rank 0 sees it."""
-        return Mesh(tuple(Axis(name, size, 0, _fake(name)) for name, size in sizes.items()))
+    def planned(sizes: Mapping[str, int], num_ranks: int | None = None) -> Mesh:
+        """Return the grid of a machine that need not exist, as its rank 0 sees it: what `zerofn.plan` plans for.
+
+        `sizes`, axes: as for `make`. `num_ranks`: of the machine, for a size of -1. Raises what `make` raises.
+
+        >>> Mesh.planned({"data": 4, "tensor": 2})
+        Mesh(data: rank 0 of 4, tensor: rank 0 of 2)
+        """
+        if num_ranks is None and -1 in sizes.values():
+            raise ValueError(f"Mesh.planned: {dict(sizes)} has a size of -1; say of how many ranks: num_ranks=8.")
+        known = math.prod(x for x in sizes.values() if isinstance(x, int)) if num_ranks is None else num_ranks
+        shape = resolved(sizes, known, "Mesh.planned")
+        return Mesh(tuple(Axis(name, size, 0, _fake(name)) for name, size in zip(sizes, shape, strict=True)))
 
     @staticmethod
     def of(mesh: Mesh | DeviceMesh | None) -> Mesh:
@@ -114,11 +128,15 @@ class Mesh:
 
     @cached_property
     def names_of_groups(self) -> dict[str, frozenset[str]]:
-        """The name of each process group of this mesh -> its axes."""
-        found = [(axis, frozenset([axis.name])) for axis in self.axes]
+        """The name of each process group of this mesh -> its axes, also those of one rank that belong to it."""
+        pairs: list[tuple[Axis, tuple[str, ...]]] = [(axis, (axis.name,)) for axis in self.axes]
         for among in (BATCH, SHARDS, REPLICAS, tuple(axis.name for axis in self.axes)):
-            found.append((self.over(among), frozenset(self._names(among))))
-        return {axis.group: names for axis, names in found if axis.group and axis.size > 1}
+            pairs.append((self.over(among), self._names(among)))
+        found: dict[str, frozenset[str]] = {}
+        for axis, names in pairs:
+            if axis.group and axis.size > 1:
+                found[axis.group] = found.get(axis.group, frozenset()) | frozenset(names)
+        return found
 
     @property
     def batch_names(self) -> tuple[str, ...]:
@@ -270,8 +288,8 @@ class Groups:
         self._names.setdefault(ranks, name)
 
 
-def resolved(sizes: dict[str, int], num_ranks: int) -> tuple[int, ...]:
-    """Return the sizes of axes, -1 replaced by what is left of `num_ranks`.
+def resolved(sizes: Mapping[str, int], num_ranks: int, what: str = "Mesh.make") -> tuple[int, ...]:
+    """Return the sizes of axes, -1 replaced by what is left of `num_ranks`. `what`: who asks, for errors.
 
     Raises `TypeError` for an unknown axis, and `ValueError` unless the product is `num_ranks`.
     """
@@ -279,27 +297,25 @@ def resolved(sizes: dict[str, int], num_ranks: int) -> tuple[int, ...]:
         if name not in NAMES:
             near = nearest(name, NAMES, 1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise TypeError(f"Mesh.make: there is no axis {name!r}: axes are {', '.join(NAMES)}{hint}")
+            raise TypeError(f"{what}: there is no axis {name!r}: axes are {', '.join(NAMES)}{hint}")
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
-            raise ValueError(f"Mesh.make: {name}={size!r} is no size; give a number of ranks, or -1 for what is left.")
+            raise ValueError(f"{what}: {name}={size!r} is no size; give a number of ranks, or -1 for what is left.")
     if not sizes:
-        raise ValueError("Mesh.make: no axis is given; write zerofn.Mesh.make(data=-1).")
+        raise ValueError(f"{what}: no axis is given, such as data=8.")
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
-        raise ValueError(f"Mesh.make: {' and '.join(free)} are both -1; only one axis can get what is left.")
+        raise ValueError(f"{what}: {' and '.join(free)} are both -1; only one axis can get what is left.")
     known = math.prod(size for size in sizes.values() if size != -1)
     product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size != -1) or "1"
     if free and num_ranks % known:
-        raise ValueError(
-            f"Mesh.make: {product} does not divide {num_ranks} ranks, so {free[0]} cannot be what is left."
-        )
+        raise ValueError(f"{what}: {product} does not divide {num_ranks} ranks, so {free[0]} cannot be what is left.")
     if not free and known != num_ranks:
-        raise ValueError(f"Mesh.make: {product} are {known} ranks, and there are {num_ranks}.")
+        raise ValueError(f"{what}: {product} are {known} ranks, and there are {num_ranks}.")
     return tuple(num_ranks // known if size == -1 else size for size in sizes.values())
 
 
 def _fake(name: str) -> str:
-    return f"fake machine, {name}"
+    return FAKE + name
 
 
 def _grid(names: Iterable[str], shape: tuple[int, ...], ranks: Iterable[int], rank: int) -> Mesh:

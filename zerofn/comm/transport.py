@@ -16,6 +16,7 @@ thread does all the posting; the tag is assigned where the transfer starts.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -48,6 +49,17 @@ class Sums:
     in_rank_order = False
 
 
+class SentBytes:
+    """Bytes that this process has sent to other ranks, by the name of their group. Plans are compared with them."""
+
+    def __init__(self) -> None:
+        self.by_group: Counter[str] = Counter()
+
+
+def _count(group: str, nbytes: int) -> None:
+    the(SentBytes).by_group[group] += nbytes
+
+
 def wait_(tensor: Tensor) -> Tensor:
     """Wait for the transfer into `tensor`, if there is one. Raises `RanksOutOfStep` if other ranks do other things."""
     meetings().settle()
@@ -60,6 +72,7 @@ def _point_to_point(group: str, sends: dict[int, Tensor], receives: dict[int, Te
     """Post transfers to and from ranks; see [Note: posting]. Every rank counts it, also one that takes no part."""
     pg = group_named(group)
     tag = meetings().next_tag(pg)
+    _count(group, sum(t.nbytes for t in sends.values()))
     if not any(t.numel() for t in (*sends.values(), *receives.values())):
         return tuple  # nothing to wait for: empty tensors all have one address
     # Each rank begins with its right neighbour, so that no rank is first for all.
@@ -101,6 +114,7 @@ def all_gather_start(
     full = empty(size * shard.numel(), shard.dtype, shard.device, place)
     shard = shard.contiguous()  # the gradient of what is frozen is one zero, repeated
     if not _is_gloo(group, shard):
+        _count(group, shard.nbytes * (size - 1))
         work = all_gather_single(_bytes(full), _bytes(shard), group=group_named(group), async_op=True)
         return pending().start(full, lambda: [work], (shard,))
     rows, rank = full.view(size, -1), dist.get_rank(group_named(group))
@@ -116,6 +130,7 @@ def all_gather_in_place_start(full: Tensor, rank: int, size: int, group: str, un
     _meet(group, "all_gather", full, unit)
     rows = full.view(size, -1)
     if not _is_gloo(group, full):
+        _count(group, _to_others(full, size))
         work = all_gather_single(_bytes(full), _bytes(rows[rank]), group=group_named(group), async_op=True)
         pending().start(full, lambda: [work], ())
         return
@@ -128,6 +143,7 @@ def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str) -> Tens
     """flat [size * s] -> [s]: the sum over ranks, in rank order, of this rank's shard."""
     _meet(group, "reduce_scatter", flat, unit)
     if not _is_gloo(group, flat):
+        _count(group, _to_others(flat, size))
         if the(Sums).in_rank_order:
             return _exchanged_and_summed(flat.contiguous().view(size, -1), group)
         flat, out = flat.contiguous(), flat.new_empty(flat.numel() // size)
@@ -172,6 +188,7 @@ def exchange_start(rows: Tensor, size: int, group: str) -> Tensor:
     rows = rows.contiguous()
     rank, out = dist.get_rank(group_named(group)), torch.empty_like(rows)
     if not _is_gloo(group, rows):
+        _count(group, _to_others(rows, size))
         flat = (_bytes(out.view(-1)), _bytes(rows.view(-1)))
         work = dist.all_to_all_single(*flat, group=group_named(group), async_op=True)
         return pending().start(out, lambda: [work], (rows,))
@@ -189,6 +206,7 @@ def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
     sends = {r: x for r, s in enumerate(sources) if s == rank and r != rank}
     receives = {} if sources[rank] == rank else {sources[rank]: out}
     if not _is_gloo(group, x):
+        _count(group, x.nbytes * len(sends))
         ends = ((dist.isend, sends), (dist.irecv, receives))
         ops = [dist.P2POp(f, _bytes(t.view(-1)), group=pg, group_peer=r) for f, to in ends for r, t in to.items()]
         begun = dist.batch_isend_irecv(ops) if ops else []

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,7 @@ class Machine:
     busy: float = 0.0  # seconds of computation that a byte of a transfer costs: gloo copies with the same cores
     slowest: float = 1.0  # the slowest rank's time over the average, for equal work
     measured_on: str = ""
+    nodes: int = 0  # how many there are; 0: as many as ranks need
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
@@ -55,7 +57,7 @@ class Machine:
                 f"Machine(flops={self.flops!r}): expected operations a second by dtype, 'float32' among "
                 "them: {'float32': 2e13, 'bfloat16': 1e14}."
             )
-        for name, least in (("ranks", 1), ("memory", 1), ("memory_rate", 1), ("link", 0), ("network", 0)):
+        for name, least in (("ranks", 1), ("memory", 1), ("memory_rate", 1), ("link", 0), ("network", 0), ("nodes", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
                 raise ValueError(f"Machine({name}={value!r}): expected a number, {least} or more.")
@@ -253,12 +255,21 @@ def usual(accelerated: bool) -> Machine:
 
 
 def machine_of(given: Machine | str | os.PathLike[str]) -> Machine:
-    """Return a `Machine`: as given, by name, or from a file that `zerofn profile` wrote.
+    """Return a `Machine`: as given, by name, or from a file that `zerofn profile` wrote; several nodes of either are
+    "8 x H100-8".
 
     Raises `ValueError` for an unknown name.
+
+    >>> machine_of("8 x H100-8").nodes
+    8
     """
     if isinstance(given, Machine):
         return given
+    if (several := re.fullmatch(r"(\d+) ?x ?(\S.*)", os.fspath(given))) and not Path(given).is_file():
+        number, one = int(several[1]), machine_of(several[2])
+        if not number:
+            raise ValueError(f"machine {os.fspath(given)!r} has no node; write '2 x {several[2]}' for two.")
+        return dataclasses.replace(one, name=f"{number} x {one.name}", nodes=number)
     if os.fspath(given) in KNOWN:
         return KNOWN[os.fspath(given)]
     if Path(given).is_file():

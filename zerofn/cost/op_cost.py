@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from .._torch_compat import OpOverload, packet_of
+from ..comm.mesh import Mesh
 from ..dry_run.fake_machine import is_host
 from ..graph.alias import is_view
 from ..graph.liveness import complete_values, tensors_of, values_of
@@ -17,8 +18,9 @@ from ..graph.loop import LoopCall, body_of, run_loop
 from ..graph.node_kinds import argument, arguments, traits
 from ..graph.program import tensor_of
 from ..ops.registry import Lane, argument_places, base_name
+from .links import SENT, axis_of
 
-SENT, READ, WRITTEN, DOWN, UP = "sent", "read", "written", "to the host", "to the device"
+READ, WRITTEN, DOWN, UP = "read", "written", "to the host", "to the device"
 _GROUPED = (("self", "mat2"), ("input", "weight"))  # names of torch's grouped product, and of transformers'
 _HOW = {Lane.LINK: SENT, Lane.READ: READ, Lane.WRITE: WRITTEN}
 
@@ -27,13 +29,15 @@ class Moved(NamedTuple):
     """Bytes that a node moves: `SENT` to other ranks (which send as many), `READ` from or `WRITTEN` to drives, `DOWN`
     to the host or `UP` to the device.
 
-    `what`: the operation. `unit`: the unit of a gather or reduce-scatter.
+    `what`: the operation. `unit`: the unit of a gather or reduce-scatter. `axis`: of the mesh, that it is sent along,
+    where `transfers` was asked for it; several are "replicate x data".
     """
 
     how: str
     what: str
     unit: str
     nbytes: int
+    axis: str = ""
 
 
 def flops(node: Node) -> int:
@@ -112,11 +116,11 @@ def _value(x: Any) -> Any:
     return x.meta["val"] if isinstance(x, Node) else x
 
 
-def transfers(gm: GraphModule, times: int = 1) -> Iterator[tuple[Moved, int]]:
-    """Return all transfers of a scheduled graph, in order, and how often each happens."""
+def transfers(gm: GraphModule, mesh: Mesh | None = None, times: int = 1) -> Iterator[tuple[Moved, int]]:
+    """Return all transfers of a scheduled graph, in order, and how often each happens. `mesh`: whose axes they name."""
     complete_values(gm.graph)
     for node in gm.graph.nodes:
         if node.target is run_loop:
-            yield from transfers(body_of(node), times * LoopCall.of(node).num_rounds)
+            yield from transfers(body_of(node), mesh, times * LoopCall.of(node).num_rounds)
         elif (found := moved(node)) is not None:
-            yield found, times
+            yield found._replace(axis=axis_of(node, mesh)), times

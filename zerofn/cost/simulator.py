@@ -4,6 +4,11 @@ Each *lane* does one thing at a time, in the order in which the graph starts the
 computes, the links to other ranks, to and from host memory and to and from drives, and the host's updates. At a wait
 the processor idles until the transfer ends. All ranks are assumed equal. Passes schedule transfers with it, and plans
 predict a step's time.
+
+On a mesh, transfers along each axis have a lane. Lanes that lie on the same cable share what it carries: the transfer
+with less left to send goes first, and the other one ends later by that time. (If both went at half the rate, the
+longer one would end at the same time. The shorter ones are those that the processor waits for: the sums of a layer that
+is cut, while the next unit is gathered.)
 """
 
 from __future__ import annotations
@@ -16,15 +21,17 @@ from typing import NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
+from ..comm.mesh import Mesh
 from ..dry_run.fake_machine import is_host
 from ..graph.alias import roots, writes
 from ..graph.edit import loops
 from ..graph.liveness import complete_values, tensors_of
 from ..graph.loop import LoopCall, body_of, run_loop
-from ..graph.node_kinds import ASIDE, reduces
+from ..graph.node_kinds import ASIDE, argument, reduces
 from ..util.sizes import time_in_words
-from .machine import Machine, hops, usual
-from .op_cost import DOWN, READ, SENT, UP, WRITTEN, flops, moved, touched_bytes
+from .links import SENT, Links
+from .machine import Machine, usual
+from .op_cost import DOWN, READ, UP, WRITTEN, Moved, flops, moved, touched_bytes
 
 ops = torch.ops.zerofn
 COMPUTE, UPDATES = "computing", "updates on the host"
@@ -46,15 +53,20 @@ class Span(NamedTuple):
 
 
 class Lanes:
-    """A simulated run of nodes on `machine`, by one of `world` ranks.
+    """A simulated run of nodes on `machine`, by one of `world` ranks, which form `mesh` if that is given.
 
     `cost`: seconds of a node on the processor; by the machine's rates if None. `free`: lane -> when it becomes
     idle, in seconds from the start. `spans`: the use of lanes. `starts`: when each node began, in order. `busy`:
     seconds by lane. `waited`: seconds that the processor idled, by what it waited for.
     """
 
-    def __init__(self, machine: Machine, world: int, cost: Cost | None = None) -> None:
-        self.machine, self.world, self.cost = machine, world, cost or roofline(machine)
+    def __init__(self, machine: Machine, world: int, cost: Cost | None = None, mesh: Mesh | None = None) -> None:
+        self.machine, self.world, self.cost, self.mesh = machine, world, cost or roofline(machine), mesh
+        self._links = Links(machine, world, mesh)
+        # In the order of first use, so that all ranks have the same sums: cable -> the lanes on it; lane -> the memory
+        # that it fills.
+        self._lanes_on: defaultdict[str, dict[str, None]] = defaultdict(dict)
+        self._filled: defaultdict[str, dict[Node, None]] = defaultdict(dict)
         self.spans: list[Span] = []
         self.starts: list[tuple[Node, float]] = []
         self.busy: defaultdict[str, float] = defaultdict(float)
@@ -89,19 +101,27 @@ class Lanes:
             else:
                 self._take(COMPUTE, node, 0.0, seconds)
         else:
-            how, nbytes = transfer.how, transfer.nbytes
-            self._take(COMPUTE, node, 0.0, self.machine.launch + (nbytes * self.machine.busy if how == SENT else 0.0))
-            self._meanwhile(how, node, self.seconds_of(how, nbytes), root)
+            copied = transfer.nbytes * self.machine.busy if transfer.how == SENT else 0.0
+            self._take(COMPUTE, node, 0.0, self.machine.launch + copied)
+            lane, seconds = self.transfer(node, transfer)
+            start = self._meanwhile(lane, node, seconds, root)
+            if transfer.how == SENT:
+                self._share(lane, self._links.of(node).cable, start, seconds)
 
     def done(self, memory: Node) -> float:
         """Return when the transfer into some memory ends."""
         return self._ready.get(memory, ("", 0.0))[1]
 
+    def transfer(self, node: Node, x: Moved) -> tuple[str, float]:
+        """Return the lane of a node's transfer, and the seconds that it takes there alone."""
+        if x.how != SENT:
+            return x.how, self.seconds_of(x.how, x.nbytes)
+        link = self._links.of(node)
+        return link.lane, link.latency + x.nbytes / link.rate
+
     def seconds_of(self, how: str, nbytes: int) -> float:
-        """Return the seconds of a transfer on its lane."""
+        """Return the seconds of a transfer between device, host and drives, on its lane."""
         m = self.machine
-        if how == SENT:
-            return m.latency * hops(self.world) + nbytes / m.rank_link(self.world)
         field, sharing = {
             UP: ("host_link", 1),
             DOWN: ("host_link", 1),
@@ -110,12 +130,44 @@ class Lanes:
         }[how]
         return nbytes / (m.known(field) / sharing)
 
-    def _meanwhile(self, lane: str, node: Node, seconds: float, root: dict[Node, Node]) -> None:
-        """Use a lane beside the processor's, once the inputs are complete."""
+    def _meanwhile(self, lane: str, node: Node, seconds: float, root: dict[Node, Node]) -> float:
+        """Use a lane beside the processor's, once the inputs are complete. Return from when on."""
         given = max([self.free[COMPUTE], *(self.done(root[x]) for x in node.all_input_nodes)])
-        self._take(lane, node, given, seconds)
+        start = self._take(lane, node, given, seconds)
         for written in [root[x] for x in writes(node)] or [node]:
             self._ready[written] = lane, self.free[lane]
+            self._filled[lane].pop(written, None)
+            self._filled[lane][written] = None
+        return start
+
+    def _share(self, lane: str, cable: str, start: float, seconds: float) -> None:
+        """Let the last transfer of a lane share its cable with those of other lanes: who has less left goes first."""
+        self._lanes_on[cable][lane] = None
+        for other in self._lanes_on[cable]:
+            left = self.free[other] - start
+            if other == lane:
+                continue
+            if 0.0 < left < seconds:
+                self._delay(lane, start, left)
+            elif left > 0.0:
+                self._delay(other, start, seconds)
+
+    def _delay(self, lane: str, start: float, seconds: float) -> None:
+        """Let what a lane has not done at `start` end later by `seconds`."""
+        self.free[lane] += seconds
+        for memory in reversed(self._filled[lane]):
+            where, done = self._ready[memory]
+            if where == lane and done <= start:
+                break
+            if where == lane:
+                self._ready[memory] = lane, done + seconds
+        for k in range(len(self.spans) - 1, -1, -1):
+            span = self.spans[k]
+            if span.lane == lane and span.stop <= start:
+                break
+            if span.lane == lane:
+                begun = span.start + (seconds if span.start >= start else 0.0)
+                self.spans[k] = span._replace(start=begun, stop=span.stop + seconds)
 
     def _wait(self, node: Node, memory: Node) -> None:
         lane, done = self._ready.get(memory, ("", 0.0))
@@ -125,27 +177,32 @@ class Lanes:
             self.waited[lane] += done - self.free[COMPUTE]
             self.free[COMPUTE] = done
         if reduces(memory) and is_host(memory.meta["val"].device):  # the wait sums what arrived
-            self._take(COMPUTE, node, 0.0, (self.world + 1) * memory.meta["val"].nbytes / self.machine.memory_rate)
+            rows = argument(memory, "size") + 1
+            self._take(COMPUTE, node, 0.0, rows * memory.meta["val"].nbytes / self.machine.memory_rate)
 
-    def _take(self, lane: str, node: Node, after: float, seconds: float) -> None:
+    def _take(self, lane: str, node: Node, after: float, seconds: float) -> float:
         start = max(self.free[lane], after)
         self.free[lane] = start + seconds
         if seconds:
             self.busy[lane] += seconds
             self.spans.append(Span(lane, node, start, start + seconds))
+        return start
 
 
 class Timeline(Lanes):
     """The step of a scheduled graph, directly after another step. `seconds`: its duration."""
 
-    def __init__(self, gm: GraphModule, machine: Machine, world: int, cost: Cost | None = None) -> None:
-        super().__init__(machine, world, cost)
+    def __init__(
+        self, gm: GraphModule, machine: Machine, world: int, cost: Cost | None = None, mesh: Mesh | None = None
+    ) -> None:
+        super().__init__(machine, world, cost, mesh)
         self.run(gm)
         first = self.free[COMPUTE]  # transfers in flight continue while the next step begins
         for told in (self.spans, self.starts, self.busy, self.waited):
             told.clear()
         self.run(gm)
-        self.seconds = max(self.free[COMPUTE] - first, *self.busy.values(), 0.0)
+        cables = [sum(self.busy[lane] for lane in lanes) for lanes in self._lanes_on.values()]
+        self.seconds = max(self.free[COMPUTE] - first, *self.busy.values(), *cables, 0.0)
         self.spans = [Span(x.lane, x.node, x.start - first, x.stop - first) for x in self.spans]
         self.starts = [(node, start - first) for node, start in self.starts]
 
@@ -179,26 +236,27 @@ def roofline(machine: Machine) -> Cost:
     return cost
 
 
-def note_machine(gm: GraphModule, machine: Machine | None, world: int) -> None:
-    """Note, for passes, the machine and number of ranks that will run a graph and its loops. None: a typical machine
-    of its kind.
+def note_machine(gm: GraphModule, machine: Machine | None, world: int, mesh: Mesh | None = None) -> None:
+    """Note, for passes, the machine, the number of ranks and their mesh that will run a graph and its loops. `machine`:
+    None for a typical one of its kind.
     """
     if machine is None:
         inputs = [x for n in gm.graph.nodes if n.op == "placeholder" for x in tensors_of(n.meta.get("val")) if x.dim()]
         machine = usual(accelerated=not all(is_host(x.device) for x in inputs))
-    gm.meta[_KEY] = machine, world
+    gm.meta[_KEY] = machine, world, mesh
     for _, body in loops(gm):
-        note_machine(body, machine, world)
+        note_machine(body, machine, world, mesh)
 
 
 def lanes_of(gm: GraphModule) -> Lanes:
     """Return an empty run on the machine that was noted for a graph."""
     if _KEY not in gm.meta:
         note_machine(gm, None, 1)
-    return Lanes(*gm.meta[_KEY])
+    machine, world, mesh = gm.meta[_KEY]
+    return Lanes(machine, world, mesh=mesh)
 
 
 def simulated(gm: GraphModule) -> Timeline:
     """Simulate a step on the machine that was noted for its graph."""
     lanes = lanes_of(gm)
-    return Timeline(gm, lanes.machine, lanes.world)
+    return Timeline(gm, lanes.machine, lanes.world, mesh=lanes.mesh)

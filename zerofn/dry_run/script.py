@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 from .. import tree
 from .fake_machine import inside
+
+NUM_RANKS = 8  # planned for, where nobody says how many
 
 _current: ContextVar[DryRun | None] = ContextVar("dry_run", default=None)
 
@@ -18,17 +20,28 @@ class DryRun:
 
     `zerofn.shard` records its arguments and makes a state without memory. The first call of the compiled step named
     `name`, or without a name the first one with such a state, ends the script. Other compiled functions return
-    ones.
+    ones. `num_ranks`, `mesh`: what is planned for, sizes by axis; by default what the script itself makes, whose -1
+    is what is left of 8 ranks.
     """
 
-    def __init__(self, name: str = "") -> None:
-        self.name = name
+    def __init__(self, name: str = "", num_ranks: int | None = None, mesh: Mapping[str, int] | None = None) -> None:
+        self.name, self._num_ranks, self._mesh = name, num_ranks, mesh
         self._sharded: list[tuple[Any, Any, dict[str, Any]]] = []
         self._passed: list[Callable[..., Any]] = []  # other functions that were called
 
     def __call__(self) -> contextlib.AbstractContextManager[None]:
         """Inside, scripts run dry."""
         return inside(_current, self)
+
+    def grid(self, sizes: Mapping[str, int]) -> tuple[dict[str, int], int | None]:
+        """Return the sizes of the mesh that a script gets where it asks for one of `sizes`, and the number of ranks.
+
+        Axes that it asks for are there, of size 1 if the planned mesh has none of that name.
+        """
+        wanted = dict(sizes)
+        if self._mesh is not None:
+            wanted = {**self._mesh, **dict.fromkeys(sizes.keys() - self._mesh.keys(), 1)}
+        return wanted, self._num_ranks or (NUM_RANKS if -1 in wanted.values() else None)
 
     def shards(self, state: Any, init: Any, options: dict[str, Any]) -> None:
         """Record a state without memory, and the arguments of `zerofn.shard`."""

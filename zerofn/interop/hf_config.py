@@ -18,20 +18,25 @@ from .. import optim
 
 @dataclass(frozen=True)
 class Planned:
-    """A step, its first state and a batch without memory, for `zerofn.plan`. `model`: the name of its class."""
+    """A step, its first state and a batch without memory, for `zerofn.plan`. `model`: the name of its class. `cuts`: of
+    its leaves, over the tensor axis of the mesh.
+    """
 
     train_step: Callable[[Any, Any], Any]
     init_state: Callable[[], Any]
     batch: dict[str, torch.Tensor]
     model: str
+    cuts: Any = None
 
 
-def step_of(path: str | os.PathLike[str], context: int, rows: int = 1) -> Planned:
-    """Return the training step of a config's model: AdamW, gradients clipped to norm 1, rows of `context` tokens.
+def step_of(path: str | os.PathLike[str], context: int, rows: int = 1, mesh: zerofn.Mesh | None = None) -> Planned:
+    """Return the training step of a config's model: AdamW, gradients clipped to norm 1, rows of `context` tokens. Over
+    the tensor axis of `mesh` it is cut by the model's own `tp_plan`.
 
     `path`: a config.json, or a folder with one. The model's class is the one that the config names, or the causal
     language model of its kind. Raises `FileNotFoundError`; `ImportError` without transformers; `ValueError` for a file
-    that is no config, a model that takes no tokens, and a context that is longer than the model's positions.
+    that is no config, a model that takes no tokens, a context that is longer than the model's positions, and a tensor
+    axis that does not divide the heads of attention, or that the model has no plan for, and a context axis.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
@@ -48,6 +53,7 @@ def step_of(path: str | os.PathLike[str], context: int, rows: int = 1) -> Planne
         return model
 
     model = zerofn.skeleton(build)
+    cuts = _cuts(model, config, mesh)
 
     def loss_fn(params: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         out: torch.Tensor = torch.func.functional_call(model, params, (), batch).loss
@@ -63,7 +69,22 @@ def step_of(path: str | os.PathLike[str], context: int, rows: int = 1) -> Planne
 
     train_step.__name__ = model_class.__name__
     tokens = torch.empty(rows, context, dtype=torch.int64, device="meta")
-    return Planned(train_step, init_state, {"input_ids": tokens, "labels": tokens}, model_class.__name__)
+    return Planned(train_step, init_state, {"input_ids": tokens, "labels": tokens}, model_class.__name__, cuts)
+
+
+def _cuts(model: torch.nn.Module, config: Any, mesh: zerofn.Mesh | None) -> Any:
+    """Let a model compute with slices over the tensor axis. Return its cuts, None without such an axis."""
+    if mesh is not None and mesh.size("context") > 1:
+        raise ValueError(
+            "a configuration is not planned with a context axis yet; plan a script that calls zerofn.parallel.context."
+        )
+    size = 1 if mesh is None else mesh.size("tensor")
+    if mesh is None or size == 1:
+        return None
+    heads = getattr(config, "num_attention_heads", None)
+    if isinstance(heads, int) and heads % size:
+        raise ValueError(f"{type(model).__name__} has {heads} heads of attention, which {size} ranks cannot share.")
+    return zerofn.parallel.tensor(model, mesh)
 
 
 def _config(file: Path) -> tuple[Any, Any]:

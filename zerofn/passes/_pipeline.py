@@ -53,7 +53,7 @@ class Pipeline:
         world = program.num_ranks
         if machine is not None:
             machine.check_ranks(world)
-        note_machine(program.gm, machine, world)
+        note_machine(program.gm, machine, world, program.mesh)
         _dump(program, 0, "capture")
         self._apply(program, self.passes[: self._num_prepare], 1)
 

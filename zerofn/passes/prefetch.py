@@ -146,13 +146,15 @@ class _Early:
         self.lanes.step(node, self.root)
         transfer = moved(node)
         if transfer is not None:
-            self._ends[transfer.how].append(self.lanes.free[transfer.how])
+            lane, _ = self.lanes.transfer(node, transfer)
+            self._ends[lane].append(self.lanes.free[lane])
             self.starts[node] = at
 
     def _is_free(self, node: Node) -> bool:
         transfer = moved(node)
         assert transfer is not None
-        return self._ends[transfer.how][-UNDER_WAY] <= self.lanes.free[COMPUTE]
+        lane, _ = self.lanes.transfer(node, transfer)
+        return self._ends[lane][-UNDER_WAY] <= self.lanes.free[COMPUTE]
 
 
 def _moving(sources: Sequence[Source]) -> set[Node]:

@@ -102,12 +102,12 @@ class Plan:
         return self._memory
 
     def transfers(self) -> Counter[Moved]:
-        """Return what the step moves -> how often: bytes sent to other ranks, read from and written to drives,
-        copied to and from host memory.
+        """Return what the step moves -> how often: bytes sent to other ranks along each axis of the mesh, read from and
+        written to drives, copied to and from host memory.
         """
         found: Counter[Moved] = Counter()
         with self._there():
-            for x, times in transfers(self.program.gm):
+            for x, times in transfers(self.program.gm, self.program.mesh):
                 found[x] += times
         return found
 
@@ -138,7 +138,7 @@ class Plan:
         with self._there():
             if where not in self._timelines:
                 cost = measured([self.graph], where) if where.is_here else None
-                self._timelines[where] = Timeline(self.graph, where, self.world, cost)
+                self._timelines[where] = Timeline(self.graph, where, self.world, cost, self.program.mesh)
             return self._timelines[where]
 
     def collectives(self) -> dict[Moved, int]:
@@ -151,6 +151,22 @@ class Plan:
     def sent(self) -> int:
         """Return the bytes that a rank sends to others in a step; it receives as many."""
         return sum(x.nbytes * times for x, times in self.collectives().items())
+
+    @property
+    def sent_along(self) -> dict[str, int]:
+        """Return the bytes that a rank sends in a step along each axis of the mesh, by the axis's name.
+
+        What is summed over the ranks of several axes at once counts under both names: "replicate x data".
+        """
+        found: Counter[str] = Counter()
+        for x, times in self.collectives().items():
+            found[x.axis] += x.nbytes * times
+        return dict(found)
+
+    @property
+    def num_batches(self) -> int:
+        """Return the number of parts that a batch has, over all ranks: along some axes they have the same part."""
+        return 1 if self.program.mesh is None else self.program.mesh.batch.size
 
     def text(self) -> str:
         """Return the whole plan as text."""
@@ -171,6 +187,8 @@ class Plan:
         for x, times in self.transfers().items():
             per[x.how] += x.nbytes * times
         lines += [f"  {how} by a rank in a step: {in_words(n)}" for how, n in per.items() if n]
+        if len(self.sent_along) > 1:
+            lines += [f"    along {axis:<6} {in_words(n)}" for axis, n in self.sent_along.items()]
         if self.machine is not None:
             time = self.timeline()
             busy = ", ".join(f"{lane} {time.busy[lane]:.3g}" for lane in sorted(time.busy, key=lambda x: -time.busy[x]))
@@ -190,6 +208,7 @@ class Plan:
             "disk": m.disk,
             "static_buffers": m.static_buffers,
             "used": m.used,
+            "sent": self.sent_along,
             "transfers": [{**x._asdict(), "times": n} for x, n in self.transfers().items()],
         }
 

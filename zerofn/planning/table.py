@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from ..comm.mesh import DATA
 from ..cost.machine import Machine
 from ..graph.liveness import KINDS
 from ..util.html import preformatted, table
@@ -16,7 +17,9 @@ from ..util.sizes import in_words, time_in_words
 from .picture import File, draw_rows, page
 from .plan import Plan
 
+_CUTS = "zerofn.parallel.tensor(model, mesh)"
 _HEAD = (
+    "mesh",
     "stage",
     "offload",
     "precision",
@@ -36,7 +39,7 @@ _HEAD = (
 
 class Config(NamedTuple):
     """The arguments of `shard` and `compile` for one row of a table ("budget" for a memory budget), and the rows of a
-    rank's batch.
+    rank's batch. `mesh`: the axes of several ranks, (name, size) each; `cut`: whether leaves are cut over one.
     """
 
     stage: int
@@ -46,6 +49,23 @@ class Config(NamedTuple):
     rows: int
     memory: float = 0.0  # of a device
     machine: str = "machine"  # as written in an argument
+    mesh: tuple[tuple[str, int], ...] = ()
+    cut: bool = False
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the mesh as the arguments of `Mesh.make`."""
+        return dict(self.mesh) or {DATA: 1}
+
+    @property
+    def on_axes(self) -> bool:
+        """Return whether the mesh has other axes than "data"."""
+        return self.sizes.keys() != {DATA}
+
+    @property
+    def grid(self) -> str:
+        """Return the mesh as `zerofn plan --mesh` takes it."""
+        return ",".join(f"{name}={size}" for name, size in self.sizes.items())
 
     @property
     def options(self) -> dict[str, Any]:
@@ -58,16 +78,28 @@ class Config(NamedTuple):
         offload = self.offload and f"offload {_short(self.offload)}"
         remat = self.remat and f"remat {self.remat}"
         rows = f"{self.rows} rows" if with_rows else ""
-        parts = (f"stage {self.stage}", offload, self.precision and _short(self.precision), remat, rows)
+        parts = (
+            self.on_axes and self.grid,
+            f"stage {self.stage}",
+            offload,
+            self.precision and _short(self.precision),
+            remat,
+            rows,
+        )
         return ", ".join(str(x) for x in parts if x)
 
     def call(self) -> str:
         """Return the code to write."""
-        options = ", ".join(f"{name}={_written(value)}" for name, value in self.options.items())
+        given, first = [f"{name}={_written(value)}" for name, value in self.options.items()], ""
+        if self.on_axes:
+            mesh = f"zerofn.Mesh.make({', '.join(f'{name}={size}' for name, size in self.sizes.items())})"
+            given.append(f"mesh=mesh, cuts={_CUTS}" if self.cut else f"mesh={mesh}")
+            first = f"mesh = {mesh}; " if self.cut else ""
+        options = ", ".join(given)
         remat = f", remat={self.remat!r}" if self.remat else ""
         remat = f", memory={int(self.memory)}" if self.remat == "budget" else remat
         return (
-            f"state = zerofn.shard(init_state, {options}); "
+            f"{first}state = zerofn.shard(init_state, {options}); "
             f"step = zerofn.compile(train_step{remat}, machine={self.machine})"
         )
 
@@ -121,7 +153,7 @@ class Row:
     @property
     def speed(self) -> float:
         """Tokens, or rows, per second of all ranks."""
-        return self.tokens * self.plan.world / self.seconds if self.plan is not None else 0.0
+        return self.tokens * self.plan.num_batches / self.seconds if self.plan is not None else 0.0
 
     @property
     def rate(self) -> str:
@@ -146,6 +178,7 @@ class Row:
         return {
             **self.config._asdict(),
             **written,
+            "mesh": self.config.sizes,
             **self.needs._asdict(),
             "fits": self.fits,
             "lacks": self.lacks,
@@ -164,7 +197,7 @@ class Row:
     def cells(self) -> list[str]:
         """Return its cells of the table."""
         c, plan = self.config, self.plan
-        out = [str(c.stage), _short(c.offload), _short(c.precision), c.remat or "-", str(c.rows)]
+        out = [c.grid, str(c.stage), _short(c.offload), _short(c.precision), c.remat or "-", str(c.rows)]
         out.append(f"{'' if plan else '> '}{in_words(self.needs.device)}")
         peak = plan.memory().peak if plan else {}
         out += [in_words(peak[kind]) if peak.get(kind) else "" for kind in KINDS]
@@ -172,14 +205,13 @@ class Row:
         if plan is None:
             return [*out, "", "", "", "", self.lacks]
         time = plan.timeline()
-        return [
-            *out,
-            in_words(plan.sent) if plan.sent else "",
-            time_in_words(time.seconds),
-            time.bound,
-            self.rate,
-            self.lacks or "fits",
-        ]
+        return [*out, _along(plan.sent_along), time_in_words(time.seconds), time.bound, self.rate, self.lacks or "fits"]
+
+
+def _along(sent: dict[str, int]) -> str:
+    """Return bytes by axis as a table shows them, the most first; without the axis, where there is one."""
+    several, most_first = len(sent) > 1, sorted(sent.items(), key=lambda x: -x[1])
+    return ", ".join(f"{axis} {in_words(n)}" if several else in_words(n) for axis, n in most_first if n)
 
 
 def _short(value: Any) -> str:
@@ -202,10 +234,16 @@ def lacking(needs: Needs, machine: Machine, num_ranks: int) -> str:
 
 
 class Table:
-    """Plans for `world` ranks of `machine`, one a row; `best` is recommended. Methods of `Plan` speak of that row."""
+    """Plans for `world` ranks of `machine`, one a row; `best` is recommended. Methods of `Plan` speak of that row.
 
-    def __init__(self, rows: Sequence[Row], machine: Machine, world: int, name: str) -> None:
+    `left_out`: what was not planned, and why, a sentence each.
+    """
+
+    def __init__(
+        self, rows: Sequence[Row], machine: Machine, world: int, name: str, left_out: Sequence[str] = ()
+    ) -> None:
         self.rows, self.machine, self.world, self.name = list(rows), machine, world, name
+        self.left_out = list(left_out)
 
     @property
     def best(self) -> Row:
@@ -274,6 +312,7 @@ class Table:
         for row, told in zip((None, *self.rows), cells, strict=True):
             mark = "*" if row is not None and row is best else " "
             lines.append(f"{mark} " + "  ".join(x.rjust(w) for x, w in zip(told, widths, strict=True)).rstrip())
+        lines += [f"  left out: {x}" for x in self.left_out]
         lines.append(f"* {self._advice()}" if best is not None else self._advice())
         return "\n".join(lines)
 
@@ -286,7 +325,9 @@ class Table:
     def _cells(self) -> list[list[str]]:
         """Return the head and all rows, without columns that are empty."""
         cells = [list(_HEAD), *(row.cells() for row in self.rows)]
-        shown = [k for k in range(len(_HEAD)) if k == len(_HEAD) - 1 or any(row[k].strip("-") for row in cells[1:])]
+        several = any(row.config.on_axes for row in self.rows)
+        full = [k for k, name in enumerate(_HEAD) if any(row[k].strip("-") for row in cells[1:]) or not name]
+        shown = [k for k in full if several or _HEAD[k] != "mesh"]
         return [[told[k] for k in shown] for told in cells]
 
     def _advice(self) -> str:
@@ -304,6 +345,7 @@ class Table:
             "machine": self.machine.name,
             "best": best,
             "rows": [row.json() for row in self.rows],
+            "left_out": self.left_out,
         }
 
     def picture(self, path: str | os.PathLike[str]) -> None:
@@ -328,7 +370,8 @@ class Table:
         head, *rows = self._cells()
         marked = None if self._best is None else self.rows.index(self._best)
         body = table(self._title(), head, rows, left=[len(head) - 1], marked=marked)
-        return page(body + preformatted(self._advice()), self._draw)
+        told = [*(f"left out: {x}" for x in self.left_out), self._advice()]
+        return page(body + preformatted("\n".join(told)), self._draw)
 
     def __repr__(self) -> str:
         return self.text()

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import tree
 from ..comm.agreement import agree_on
-from ..comm.mesh import DATA, Axis, Mesh
+from ..comm.mesh import DATA, NAMES, Axis, Mesh
 from ..deferred_init import record
 from ..dry_run.fake_machine import FakeMachine, fake_machine
 from ..dry_run.script import current_dry_run
@@ -73,13 +73,15 @@ def shard(
     about the layout. Nothing is allocated before these checks.
     """
     if stage == "auto" or plan is not None:
-        stage, precision, offload = _planned(stage, precision, offload, plan, Mesh.of(mesh).axis().size)
+        stage, precision, offload = _planned(stage, precision, offload, plan, Mesh.of(mesh))
     where = Mesh.of(mesh)
     if (dry_run := current_dry_run()) is not None:
         with FakeMachine(False, 1.0, 1.0)():
             first = initial(state_or_init, resolve(precision))
-            state = shard_fake(first, stage, Mesh((Axis(DATA, 1),)), precision, None, unit)
-        dry_run.shards(state, state_or_init, {"precision": precision, "unit": unit})
+            grid = Mesh((Axis(DATA, 1),)) if where.ranks else where
+            state = shard_fake(first, stage, grid, precision, None, unit, cuts)
+        chosen = {"mesh": None if where.ranks else where, "cuts": cuts}
+        dry_run.shards(state, state_or_init, {"precision": precision, "unit": unit, **chosen})
         return state
     map_large_blocks()
     policy, values, parts, treedef = agree_on(
@@ -96,7 +98,7 @@ def _scratch_of_all(policy: ShardPolicy, parts: list[ShardedPart | ReplicatedPar
     return agree_on("zerofn.shard", lambda: (scratch_for(cuts), ""))
 
 
-def _planned(stage: Any, precision: Any, offload: Any, plan: Any, num_ranks: int) -> tuple[int, Any, Any]:
+def _planned(stage: Any, precision: Any, offload: Any, plan: Any, mesh: Mesh) -> tuple[int, Any, Any]:
     """Return (stage, precision, offload) of a plan's recommended row."""
     if stage != "auto" or not hasattr(plan, "options"):
         raise ValueError(
@@ -108,12 +110,18 @@ def _planned(stage: Any, precision: Any, offload: Any, plan: Any, num_ranks: int
             "shard(stage='auto') takes precision and offload from the plan; leave them out, or give them "
             "to zerofn.plan."
         )
-    if plan.world != num_ranks:
+    if plan.world != mesh.num_ranks:
         raise ValueError(
-            f"shard: the plan is for {plan.world} rank(s), and there are {num_ranks}; write "
-            f"zerofn.plan(..., world={num_ranks})."
+            f"shard: the plan is for {plan.world} rank(s), and there are {mesh.num_ranks}; write "
+            f"zerofn.plan(..., world={mesh.num_ranks})."
         )
-    options = plan.options()
+    options, wanted = plan.options(), plan.best.config.sizes
+    found = [(x.name if x.name in NAMES else DATA, x.size) for x in mesh.axes if x.size > 1]
+    if [x for x in wanted.items() if x[1] > 1] != found:
+        raise ValueError(
+            f"shard: the plan recommends another mesh than {mesh}; write "
+            f"mesh=zerofn.Mesh.make({', '.join(f'{name}={size}' for name, size in wanted.items())})."
+        )
     log.info("shard(stage='auto'): %s", plan.best.config.call())
     return options["stage"], options.get("precision"), options.get("offload")
 

@@ -345,8 +345,7 @@ def _gathers(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
             if num_others(k, timeline, where[before], where[after]):
                 nbytes = tensor_of(start).nbytes  # type: ignore[union-attr]
                 key = (start.name, before.name)
-                transfer = cast(Moved, moved(start))
-                seconds = lanes.seconds_of(transfer.how, transfer.nbytes)
+                _, seconds = lanes.transfer(start, cast(Moved, moved(start)))
                 yield Drop((GATHERED, key), where[before], where[after], nbytes, seconds)
 
 

@@ -1,0 +1,382 @@
+"""Plans on meshes that are not there, beside real ranks on such meshes; and which mesh is named the fastest."""
+
+import dataclasses
+import json
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from torch.func import functional_call
+
+import zerofn
+from tests.support.float64_models import build as build_llama
+from tests.support.small_steps import WIDTH, batch_of, build, train_step_of, unit_of
+from zerofn import optim
+from zerofn.comm.lines import axes_along
+from zerofn.comm.mesh import BETWEEN, Mesh
+from zerofn.comm.pending import pending
+from zerofn.comm.transport import SentBytes
+from zerofn.cost.machine import KNOWN, machine_of
+from zerofn.parallel import context, split_sequence, tensor
+from zerofn.planning.meshes import meshes
+from zerofn.util.process import the
+
+NORMED = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
+LAYERS = 6
+PLAN = {str(3 * k): ("colwise", "rowwise")[k % 2] for k in range(LAYERS)}
+HERE = zerofn.Machine("here", "cpu", 4, 8e9, 1e10, {"float32": 1e10}, link=1e9, network=1e8, host_memory=32e9,
+                      host_rate=4e10)  # fmt: skip
+
+
+def init_state():
+    return zerofn.TrainState.create(params=dict(build(LAYERS).named_parameters()), tx=NORMED)
+
+
+def step_on(mesh):
+    """(train step, cuts) of the multilayer perceptron on a mesh."""
+    module = zerofn.skeleton(partial(build, LAYERS))
+    cuts = tensor(module, mesh, PLAN) if mesh.size("tensor") > 1 else None
+    return train_step_of(module), cuts
+
+
+def planned(sizes, stage, precision=None, machine=HERE, **options):
+    mesh = Mesh.planned(sizes)
+    train_step, cuts = step_on(mesh)
+    return zerofn.plan(train_step, init_state, batch_of(), mesh=mesh, cuts=cuts, machine=machine, stage=stage,
+                       precision=precision, offload=None, remat=None, unit=unit_of, **options)  # fmt: skip
+
+
+def told(plan):
+    """What a plan says in numbers."""
+    memory = plan.memory()
+    return memory.peak, memory.host, memory.disk, sorted(plan.transfers().items()), plan.sent_along
+
+
+def counted(mesh, step, state, batch):
+    """Bytes that this rank sends in the third step, by the axis."""
+    for _ in range(2):
+        state, _ = step(state, batch)
+    pending().wait_for_all()
+    before = Counter(the(SentBytes).by_group)
+    state, _ = step(state, batch)
+    pending().wait_for_all()
+    found = Counter()
+    for group, nbytes in (the(SentBytes).by_group - before).items():
+        found[BETWEEN.join(axes_along(mesh, group))] += nbytes
+    return dict(found)
+
+
+def real(sizes, stage, precision):
+    """(what the step's own plan says, bytes by axis that were sent) on this rank."""
+    mesh = Mesh.make(**sizes)
+    train_step, cuts = step_on(mesh)
+    state = zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=cuts, precision=precision, unit=unit_of)
+    step, batch = zerofn.compile(train_step), batch_of(mesh.batch.rank)
+    return told(step.lower(state, batch)), counted(mesh, step, state, batch)
+
+
+@pytest.mark.parametrize(("num_ranks", "sizes", "runs"), [
+    (2, {"tensor": 2}, [(0, None), (3, "bf16")]),
+    (3, {"tensor": 3}, [(3, None)]),  # 16 columns: 6, 6 and 4
+    (4, {"data": 2, "tensor": 2}, [(0, None), (1, "bf16"), (2, None), (3, "fp16")]),
+    (4, {"replicate": 2, "data": 2}, [(0, "bf16"), (1, None), (2, "bf16"), (3, None)]),
+])  # fmt: skip
+def test_a_plan_is_what_the_step_on_such_a_mesh_is(ranks, num_ranks, sizes, runs):
+    for stage, precision in runs:
+        found = ranks(num_ranks, real, sizes, stage, precision)
+        row = planned(sizes, stage, precision)[0]
+        assert told(row.plan) == found[0][0], (stage, precision)
+        for rank, ((*_, along), sent) in enumerate(found):
+            assert along == sent, (stage, precision, rank)
+            assert {name for name, size in sizes.items() if size > 1} <= set(sent)
+
+
+def llama(mesh):
+    """A model with fewer heads of keys and values than ranks, cut by its own plan."""
+    build_it = partial(build_llama, "llama, 2 key heads")
+    model = zerofn.skeleton(build_it)
+    cuts = tensor(model, mesh)
+
+    def init():
+        return zerofn.TrainState.create(params=dict(build_it().named_parameters()), tx=optim.sgd(0.1))
+
+    def train_step(state, x):
+        loss, grads = state.value_and_grad(
+            lambda params, x: functional_call(model, params, (), {"input_ids": x, "labels": x}).loss
+        )(x)
+        return state.apply_gradients(grads), loss
+
+    return train_step, init, cuts
+
+
+IDS = torch.arange(18).view(2, 9)
+
+
+def llama_on_ranks():
+    mesh = Mesh.make(tensor=4)
+    train_step, init, cuts = llama(mesh)
+    step, state = zerofn.compile(train_step), zerofn.shard(init, stage=3, mesh=mesh, cuts=cuts)
+    return told(step.lower(state, IDS)), counted(mesh, step, state, IDS)
+
+
+def test_ranks_with_the_same_heads_send_along_the_tensor_axis_too(ranks):
+    mesh = Mesh.planned({"tensor": 4})
+    train_step, init, cuts = llama(mesh)
+    row = zerofn.plan(train_step, init, IDS, mesh=mesh, cuts=cuts, machine=HERE, stage=3, offload=None, remat=None)[0]
+    for rank, (mine, sent) in enumerate(ranks(4, llama_on_ranks)):
+        assert mine[-1] == sent and set(sent) == {"tensor"}
+        assert rank or told(row.plan) == mine
+
+
+def in_parts(mesh):
+    """A model on parts of sequences, and this rank's part."""
+    build_it = partial(build_llama, "llama")
+    model = zerofn.skeleton(build_it)
+    context(model, mesh)
+
+    def init():
+        return zerofn.TrainState.create(params=dict(build_it().named_parameters()), tx=optim.sgd(0.1))
+
+    def train_step(state, x):
+        loss, grads = state.value_and_grad(lambda params, x: functional_call(model, params, (), x).loss)(x)
+        return state.apply_gradients(grads), loss
+
+    tokens = torch.arange(32).view(2, 16)
+    return train_step, init, split_sequence({"input_ids": tokens, "labels": tokens}, mesh)
+
+
+def in_parts_on_ranks():
+    mesh = Mesh.make(data=2, context=2)
+    train_step, init, batch = in_parts(mesh)
+    step, state = zerofn.compile(train_step), zerofn.shard(init, stage=3, mesh=mesh)
+    return told(step.lower(state, batch)), counted(mesh, step, state, batch)
+
+
+def test_sequences_in_parts_are_planned_too(ranks):
+    """Shards lie along both axes, and attention exchanges heads along one."""
+    mesh = Mesh.planned({"data": 2, "context": 2})
+    train_step, init, batch = in_parts(mesh)
+    row = zerofn.plan(train_step, init, batch, mesh=mesh, machine=HERE, stage=3, offload=None, remat=None)[0]
+    assert row.speed == pytest.approx(4 * row.tokens / row.seconds) and row.tokens == 2 * 8
+    for rank, (mine, sent) in enumerate(ranks(4, in_parts_on_ranks)):
+        assert mine[-1] == sent and {"context", "data x context"} <= set(sent), rank
+        assert rank or told(row.plan) == mine
+
+
+WIDE = 512
+
+
+def two_matrices():
+    return torch.nn.Sequential(torch.nn.Linear(WIDE, WIDE, False), torch.nn.Linear(WIDE, WIDE, False))
+
+
+def state_of_two_matrices():
+    return zerofn.TrainState.create(params=dict(two_matrices().named_parameters()), tx=optim.adamw(1e-3))
+
+
+@pytest.mark.parametrize(("sizes", "share"), [({"data": 4}, 4), ({"data": 2, "tensor": 2}, 4),
+                                              ({"replicate": 2, "data": 2}, 2)])  # fmt: skip
+def test_state_of_slices_is_that_of_the_closed_form(sizes, share):
+    """Master and two moments, 12 bytes a parameter: slices are cut over data, and replicas keep the same."""
+    mesh, module = Mesh.planned(sizes), zerofn.skeleton(two_matrices)
+    cuts = tensor(module, mesh, {"0": "colwise", "1": "rowwise"}) if "tensor" in sizes else None
+
+    def train_step(state, x):
+        loss, grads = state.value_and_grad(lambda p, x: functional_call(module, p, (x,)).square().mean())(x)
+        return state.apply_gradients(grads), loss
+
+    table = zerofn.plan(train_step, state_of_two_matrices, torch.ones(2, WIDE), mesh=mesh, cuts=cuts, machine=HERE,
+                        stage=3, offload=None, remat=None)  # fmt: skip
+    assert abs(table[0].plan.memory().peak["state"] - 2 * WIDE * WIDE * 12 / share) < 64
+
+
+def test_only_ranks_with_other_rows_count_for_the_speed():
+    both, slices = planned({"data": 4}, 3)[0], planned({"data": 2, "tensor": 2}, 3)[0]
+    assert both.speed == pytest.approx(both.tokens * 4 / both.seconds)
+    assert slices.speed == pytest.approx(slices.tokens * 2 / slices.seconds)
+
+
+def test_the_table_names_axes():
+    table = planned({"data": 2, "tensor": 2}, (0, 3))
+    assert "data=2,tensor=2" in table.text() and "mesh" in table.text().splitlines()[1]
+    row, along = table[0], table[0].plan.sent_along
+    assert "along data" in row.plan.text() and "along tensor" in row.plan.text()
+    assert json.loads(json.dumps(table.json()))["rows"][0]["plan"]["sent"] == along
+    assert row.plan.sent == sum(along.values()) and "tensor" in table._repr_html_()
+    assert row.config.call().startswith(
+        "mesh = zerofn.Mesh.make(data=2, tensor=2); state = zerofn.shard(init_state, stage=0, mesh=mesh, "
+        "cuts=zerofn.parallel.tensor(model, mesh)); "
+    )
+    assert "sent along tensor" in planned({"data": 2, "tensor": 2}, 3)[0].plan.timeline().busy
+    hybrid = planned({"replicate": 2, "data": 2}, 3)[0].config
+    assert "mesh=zerofn.Mesh.make(replicate=2, data=2))" in hybrid.call()
+    plain = planned({"data": 4}, 3)
+    assert "mesh" not in plain.text() and "Mesh" not in plain[0].config.call()
+
+
+def test_shard_takes_the_plan_of_its_own_mesh_alone():
+    table = planned({"data": 1}, 3)
+    assert zerofn.shard(init_state, stage="auto", plan=table, unit=unit_of).params.spec.stage == 3
+    with pytest.raises(ValueError, match=r"for 4 rank\(s\), and there are 1"):
+        zerofn.shard(init_state, stage="auto", plan=planned({"data": 2, "tensor": 2}, 3), unit=unit_of)
+
+
+def taken():
+    table = planned({"data": 1, "replicate": 2}, 3)
+    with pytest.raises(ValueError, match=r"recommends another mesh.*write mesh=zerofn.Mesh.make\(replicate=2\)"):
+        zerofn.shard(init_state, stage="auto", plan=table, unit=unit_of)
+    mesh = Mesh.make(replicate=2)
+    return zerofn.shard(init_state, stage="auto", plan=table, unit=unit_of, mesh=mesh).params.spec.mesh.size(
+        "replicate"
+    )
+
+
+def test_shard_names_the_mesh_that_is_recommended(ranks):
+    assert ranks(2, taken) == [2, 2]
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"mesh": {"data": 3, "tensor": 2}, "world": 8}, "data 3 x tensor 2 are 6 ranks, and there are 8"),
+    ({"mesh": {"dta": 2}}, "no axis 'dta'.*did you mean 'data'"),
+    ({"mesh": {"data": 2, "tensor": 2}}, "no leaf is cut over it"),
+    ({"mesh": "all"}, "mesh='all'.*or 'auto'"),
+    ({"mesh": Mesh.planned({"data": 4}), "world": 8}, "of 4 ranks, and there are 8"),
+    ({"machine": "2 x H100-8", "world": 17}, "2 x H100-8 has 16 devices"),
+    ({"machine": "0 x H100-8"}, "has no node"),
+    ({"machine": "2 x H100-9"}, "did you mean 'H100-8'"),
+    ({"mesh": "auto", "cuts": {}}, "every mesh has cuts of its own"),
+])  # fmt: skip
+def test_bad_input(options, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        zerofn.plan(step_on(Mesh.planned({"data": 1}))[0], init_state, batch_of(), **options)
+
+
+def test_what_auto_needs_is_told():
+    with pytest.raises(TypeError, match="function of a mesh that returns"):
+        zerofn.plan(lambda mesh: step_on(mesh)[0], init_state, batch_of(), mesh="auto", machine=HERE)
+    with pytest.raises(ValueError, match="size of -1; say of how many ranks"):
+        Mesh.planned({"data": -1})
+
+
+def test_nodes_are_counted():
+    several = machine_of("8 x H100-8")
+    assert (several.nodes, several.ranks, several.name) == (8, 8, "8 x H100-8")
+    assert several.link == KNOWN["H100-8"].link
+    table = zerofn.plan(step_on(Mesh.planned({"data": 1}))[0], init_state, batch_of(), machine="3x4090", stage=3,
+                        offload=None, precision=None, remat=None)  # fmt: skip
+    assert table.world == 3 and table[0].config.call().endswith("machine='3x4090')")
+
+
+def test_meshes_are_enumerated():
+    assert [tuple(x.values()) for x in meshes(8, 8, [1, 2, 4, 8])] == [(1, 8, 1), (1, 4, 2), (1, 2, 4), (1, 1, 8)]
+    assert [tuple(x.values()) for x in meshes(16, 8, [1, 4, 8])] == [
+        (1, 16, 1), (2, 8, 1), (1, 4, 4), (2, 2, 4), (1, 2, 8)
+    ]  # fmt: skip
+    assert [tuple(x.values()) for x in meshes(12, 8, [1, 2])] == [(1, 12, 1), (1, 6, 2)]
+    for sizes in meshes(64, 8, [1, 2, 4, 8]):
+        assert list(sizes) == ["replicate", "data", "tensor"]
+        assert sizes["replicate"] * sizes["data"] * sizes["tensor"] == 64
+
+
+def auto(machine=HERE, make=step_on, world=None, **options):
+    return zerofn.plan(make, init_state, batch_of(), mesh="auto", machine=machine, world=world, unit=unit_of, **options)
+
+
+def test_the_fastest_mesh_that_fits_is_named():
+    table = auto(dataclasses.replace(HERE, nodes=2))
+    assert {row.config.grid for row in table} == {
+        "data=8", "replicate=2,data=4", "data=4,tensor=2", "replicate=2,data=2,tensor=2", "data=2,tensor=4"
+    }, table.left_out  # fmt: skip
+    speeds = [row.speed for row in table]
+    assert all(row.fits for row in table) and speeds == sorted(speeds, reverse=True)
+    assert table.best.speed >= 0.98 * speeds[0] and table.best.config.call() in table.text()
+    assert {row.config.stage for row in table} == {1}  # 3 sends more
+    for said in ("left out: tensor 8: more ranks than a node", "left out: replicate 4, 8", "left out: stages 0 and 2"):
+        assert said in table.text(), said
+    assert json.loads(json.dumps(table.json()))["left_out"] == table.left_out
+
+
+def test_slow_links_between_nodes_keep_gathers_within_one():
+    """Stage 3 gathers all parameters twice a step; replicas send a shard's gradient between nodes, and that once."""
+    rows = {row.config.grid: row for row in auto(dataclasses.replace(HERE, nodes=2, network=1e6), stage=3)}
+    assert rows["replicate=2,data=4"].seconds < rows["data=8"].seconds
+    outer = [rows[x].plan.timeline().busy for x in ("replicate=2,data=4", "data=8")]
+    assert outer[0]["sent along replicate"] < 0.5 * outer[1]["sent"]
+
+
+def test_a_higher_stage_is_tried_where_a_lower_one_has_too_little():
+    lower, higher = (planned({"data": 4}, stage)[0].needs.device for stage in (1, 3))
+    assert higher < lower
+    for memory, stages in ((lower, {1}), (lower - 1, {1, 3})):
+        rows = [row for row in auto(world=4, memory=memory) if row.config.grid == "data=4"]
+        assert {row.config.stage for row in rows} == stages
+        assert {row.config.stage for row in rows if row.fits} == {max(stages)}
+
+
+def with_dropout(mesh):
+    return train_step_of(build(12, dropout=0.1)), None
+
+
+def test_a_step_is_captured_once_for_all_ways_to_recompute():
+    """As if each were planned alone."""
+    mesh = Mesh.planned({"replicate": 1, "data": 2, "tensor": 1})
+    params = dict(build(12).named_parameters())
+    given = (lambda: zerofn.TrainState.create(params=params, tx=NORMED), batch_of())
+    options = {"machine": HERE, "stage": 3, "precision": None, "offload": None, "unit": unit_of, "rows": 512}
+    whole = zerofn.plan(with_dropout(mesh)[0], *given, mesh=mesh, remat=None, **options)[0].needs.device
+    options["memory"] = whole // 3
+    table = zerofn.plan(with_dropout, *given, mesh="auto", world=2, **options)
+    assert {row.config.remat for row in table} == {None, "auto", "full"}
+    for row in table:
+        alone = zerofn.plan(with_dropout(mesh)[0], *given, mesh=mesh, remat=row.config.remat, **options)[0]
+        assert told(alone.plan) == told(row.plan) and alone.seconds == row.seconds and alone.lacks == row.lacks
+
+
+def test_what_does_not_fit_says_what_is_missing():
+    whole = auto(world=4, remat=None)
+    least = min(row.needs.device for row in whole)
+    tight = auto(world=4, remat=None, memory=least)
+    assert [row.fits for row in tight].count(True) >= 1 and not tight[-1].fits
+    assert all(row.fits or "too little" in row.lacks for row in tight)
+    assert tight.best.needs.device == least
+
+
+def test_more_ranks_than_a_node_has_share_layers_only_where_nothing_fits_else():
+    """Also where the drives and the host have nothing to give."""
+    pair = dataclasses.replace(HERE, ranks=2, nodes=2, disk=0.0)
+    needs = {row.config.grid: row.needs.device for row in auto(pair, remat=None, stage=3)}
+    assert not any("tensor=4" in grid for grid in needs)
+    wide = auto(pair, remat=None, stage=3, memory=min(needs.values()) - 1)
+    assert any("tensor=4" in row.config.grid for row in wide)
+
+
+def test_a_mesh_that_the_model_cannot_take_is_a_sentence():
+    def make(mesh):
+        if mesh.size("tensor") == 4:
+            raise ValueError("6 heads cannot be shared by 4 ranks")
+        return step_on(mesh)
+
+    table = auto(make=make, world=4)
+    assert "tensor 4: 6 heads cannot be shared by 4 ranks" in table.left_out
+    assert {row.config.grid for row in table} == {"data=4", "data=2,tensor=2"}
+    plain = auto(make=lambda mesh: (step_on(Mesh.planned({"data": 1}))[0], None), world=4)
+    assert any(x.startswith("tensor 2, 4: no leaf is cut over it") for x in plain.left_out)
+    assert {row.config.grid for row in plain} == {"data=4"}
+
+
+def test_a_step_that_is_wrong_on_every_mesh_raises():
+    def make(mesh):
+        raise ValueError("no such model")
+
+    with pytest.raises(ValueError, match="no such model"):
+        auto(make=make, world=4)
+
+
+def test_where_nothing_fits_it_is_tried_beside_the_device():
+    gpu = dataclasses.replace(KNOWN["A100"], ranks=2, nodes=1)
+    options = {"precision": None, "remat": None}
+    there = auto(gpu, **options)
+    assert {row.config.offload for row in there} == {None}
+    tight = auto(gpu, memory=min(row.needs.device for row in there) - WIDTH, **options)
+    assert {"cpu", "nvme"} <= {row.config.offload for row in tight}

@@ -1,0 +1,251 @@
+"""Rows of a table: one step on one mesh of one machine, laid out, captured and scheduled in every requested way."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import passes, tree
+from .._torch_compat import storage_key
+from ..comm.mesh import Mesh
+from ..cost.machine import Machine
+from ..dry_run.fake_machine import FakeMachine
+from ..graph.captured import captured
+from ..graph.edit import copied
+from ..graph.program import Program
+from ..offload.drive_tensor import DriveTensor
+from ..parallel.cuts import Cut
+from ..passes.budget.decision import Choice
+from ..passes.budget.search import OverBudget
+from ..sharding.precision import Precision, resolve
+from ..sharding.shard import initial, shard_fake
+from ..sharding.shard_plan import STAGES, check_stage
+from ..sharding.sharded import is_sharded
+from ..sharding.storage import StoredPart
+from .plan import Plan
+from .table import Config, Needs, Row, lacking
+
+ALL = "all"
+BUDGET = "budget"
+REMATS = (None, "full", "auto", BUDGET)
+Cuts = Mapping[str, Cut | Sequence[Cut]]
+
+
+class Step(NamedTuple):
+    """What is planned: the arguments of `zerofn.plan`."""
+
+    train_step: Callable[[Any, Any], Any]
+    init_state: Any
+    batch: Any
+    cuts: Cuts | None = None
+    unit: Callable[[str], str] | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return getattr(self.train_step, "__name__", "step")
+
+
+class Asked(NamedTuple):
+    """The ways to train that are asked for: for each argument of `shard` or `compile` one value, a list of them, or
+    "all".
+    """
+
+    stage: Any = ALL
+    offload: Any = ALL
+    precision: Any = ALL
+    remat: Any = ALL
+    rows: Any = None
+
+
+class Initial:
+    """The states that functions make, once for each precision: recording one takes longer than laying it out."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[Any, Any]] = {}
+
+    def of(self, init_state: Any, precision: Precision) -> Any:
+        """Return the whole state."""
+        key = id(init_state), precision
+        if key not in self._known:
+            self._known[key] = init_state, initial(init_state, precision)
+        return self._known[key][1]
+
+
+def listed(x: Any) -> list[Any]:
+    """Return one value, or several, as a list."""
+    return list(x) if isinstance(x, list | tuple) else [x]
+
+
+def halves(machine: Machine) -> str:
+    """Return the half precision that a machine computes in: before Ampere, GPUs have no bfloat16."""
+    return "bf16" if "bfloat16" in machine.flops else "fp16"
+
+
+def configs(asked: Asked, machine: Machine, mesh: Mesh, rows: int) -> Iterator[Config]:
+    """Return every requested configuration with that many rows, without those that equal another one.
+
+    Raises `ValueError` for an argument that is not known.
+    """
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+        raise ValueError(f"plan(rows={rows!r}): expected a number above 0, or several.")
+    axes = tuple((axis.name, axis.size) for axis in mesh.axes if axis.size > 1)
+    stages = (STAGES if mesh.shards.size > 1 else (3,)) if asked.stage == ALL else listed(asked.stage)
+    for stage in stages:
+        check_stage(stage)
+    usual = (halves(machine), None) if machine.device != "cpu" else (None,)
+    precisions = usual if asked.precision == ALL else listed(asked.precision)
+    remats = (None,) if asked.remat == ALL else listed(asked.remat)
+    for how in remats:
+        if how not in REMATS:
+            raise ValueError(f"plan(remat={how!r}) is not known; there are 'full', 'auto', 'budget' and None.")
+    for precision in precisions:
+        for stage in stages:
+            tiers = _tiers(stage, machine) if asked.offload == ALL else listed(asked.offload)
+            for offload in tiers:
+                for how in remats:
+                    yield Config(stage, offload, precision, how, rows, machine.memory, mesh=axes)
+
+
+def _tiers(stage: int, machine: Machine) -> list[str | None]:
+    """Return the tiers to try at a stage: the more the stage saves, the farther from the device."""
+    return [None, *["cpu"] * (stage >= 2 and machine.device != "cpu"), *["nvme"] * (stage == 3 and machine.disk > 0)]
+
+
+class _Prepared(NamedTuple):
+    """A captured step with the passes that schedule it, the needs of its state, and the size of its batch."""
+
+    program: Program
+    pipeline: passes.Pipeline
+    fake: FakeMachine
+    needs: Needs
+    tokens: int
+    unit: str
+
+
+class RowPlanner:
+    """Makes the rows of one step on one mesh of a machine. `machine_argument`: the machine, as code."""
+
+    def __init__(self, step: Step, mesh: Mesh, machine: Machine, machine_argument: str, initials: Initial) -> None:
+        self._step, self._mesh, self._machine = step, mesh, machine
+        self._written, self._initials = machine_argument, initials
+        tensors = [x for x in tree.leaves(step.batch) if isinstance(x, Tensor)]
+        self.num_rows = next((x.shape[0] for x in tensors if x.dim()), 1)
+
+    def rows(self, asked: Asked) -> Iterator[Row]:
+        """Plan every configuration that is asked for, and what does not fit with recomputation too."""
+        for config in self.configs(asked):
+            row = self.row(config)
+            yield row
+            if not row.fits and asked.remat == ALL and row.plan is not None:
+                with contextlib.suppress(ValueError):  # there is nothing to recompute
+                    yield from [self.row(row.config._replace(remat=how)) for how in ("auto", "full")]
+
+    def configs(self, asked: Asked) -> Iterator[Config]:
+        """Return every configuration that is asked for."""
+        for number in [self.num_rows] if asked.rows is None else listed(asked.rows):
+            for config in configs(asked, self._machine, self._mesh, number):
+                yield config._replace(machine=self._written, cut=bool(self._step.cuts))
+
+    def row(self, config: Config) -> Row:
+        """Plan one configuration."""
+        found = self._prepared(config)
+        return found if isinstance(found, Row) else self._row(config, found, found.program)
+
+    def until_one_fits(self, config: Config) -> list[Row]:
+        """Plan one configuration, and with ever more recomputation until it fits. It is captured once."""
+        found = self._prepared(config)
+        if isinstance(found, Row):
+            return [found]
+        rows: list[Row] = []
+        for how in (None, "auto", "full"):
+            own = replace(found.program, gm=copied(found.program.gm), buffers=[], drive_space=[], timings={})
+            try:
+                rows.append(self._row(config._replace(remat=how), found, own))
+            except ValueError:  # there is nothing to recompute
+                break
+            if rows[-1].fits:
+                break
+        return rows
+
+    def _prepared(self, config: Config) -> _Prepared | Row:
+        """Return the captured step, before any decision about memory; a row if the state alone is too large."""
+        m = self._machine
+        fake = FakeMachine(m.device != "cpu", m.host_rate / m.ranks, m.host_link)
+        with fake():
+            first = self._initials.of(self._step.init_state, resolve(config.precision))
+            given = config.precision, config.offload, self._step.unit, self._step.cuts
+            state = shard_fake(first, config.stage, self._mesh, *given)
+            needs = _state_needs(state)
+            lacks = lacking(needs, m, self._ranks_of_node)
+            if lacks:
+                return Row(config, needs, f"{lacks} for the state alone", None)
+            batch, tokens, unit = self._scaled(fake, config.rows)
+            program, _ = captured(self._step.train_step, state, batch)
+            program.name = self._step.name
+            pipeline = passes.pipeline(program.new_state is not None)
+            pipeline.prepare(program, m)
+        return _Prepared(program, pipeline, fake, needs, tokens, unit)
+
+    def _row(self, config: Config, found: _Prepared, program: Program) -> Row:
+        """Schedule a prepared program."""
+        m = self._machine
+        with found.fake():
+            try:
+                choices = self._choices(found.pipeline, program, config.remat)
+            except OverBudget as error:
+                return Row(config, found.needs, f"the least that it takes is {error.least:,}", None)
+            found.pipeline.finish(program, choices=choices, budget=self._budget(config.remat))
+            plan = Plan(program, m, found.fake)
+        memory = plan.memory()
+        needs = Needs(memory.total, memory.host, memory.disk)
+        return Row(config, needs, lacking(needs, m, self._ranks_of_node), plan, found.tokens, found.unit)
+
+    @property
+    def _ranks_of_node(self) -> int:
+        return min(self._mesh.num_ranks, self._machine.ranks)
+
+    def _choices(self, pipeline: passes.Pipeline, program: Program, remat: str | None) -> Sequence[Choice]:
+        if remat is None:
+            return ()
+        return pipeline.decide(program, memory=self._budget(remat), remat=None if remat == BUDGET else remat)
+
+    def _budget(self, remat: str | None) -> int | None:
+        return int(self._machine.memory) if remat == BUDGET else None
+
+    def _scaled(self, fake: FakeMachine, rows: int) -> tuple[Any, int, str]:
+        """Return the batch with that many rows, without memory; its number of tokens, or of rows if it has none;
+        and which it is.
+        """
+        leaves, treedef = tree.flatten(self._step.batch, is_leaf=is_sharded)
+        made = [self._leaf(fake, x, rows) for x in leaves]
+        whole = [x for x in made if isinstance(x, Tensor) and x.dim() > 1 and not x.is_floating_point()]
+        number, unit = (whole[0].numel(), "tokens") if whole else (rows, "rows")
+        return tree.unflatten(treedef, made), number, unit
+
+    def _leaf(self, fake: FakeMachine, x: Any, rows: int) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        shape = (rows, *x.shape[1:]) if x.dim() and x.shape[0] == self.num_rows else tuple(x.shape)
+        return fake.zeros(shape, x.dtype, torch.device("cpu"))
+
+
+def _state_needs(state: Any) -> Needs:
+    """Return the bytes of a rank's state."""
+    device: dict[Any, int] = {}  # shards may be views of a gathered copy
+    host = disk = 0
+    for x in tree.leaves(state, is_leaf=is_sharded):
+        parts: list[StoredPart] = [part for shard in x.stored for part in shard.parts] if is_sharded(x) else [x]
+        for part in (*parts, *(x.copies or ())) if is_sharded(x) else parts:
+            if isinstance(part, Tensor):
+                device[storage_key(part)] = part.untyped_storage().nbytes()
+            elif isinstance(part, DriveTensor):
+                disk += part.nbytes
+            else:
+                host += part.nbytes
+    return Needs(sum(device.values()), host, disk)
