@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.func import functional_call
 
 import zerofn
+from benchmarks.mesh.float64_models import build, in_float64
+from benchmarks.mesh.training import assert_same_training, batches
+from benchmarks.mesh.training import plain as plain_torch
 from tests.support.checkpoint_states import draw
-from tests.support.float64_models import build, in_float64
-from tests.support.mesh_training import assert_same_training, batches
-from tests.support.mesh_training import plain as plain_torch
 from tests.support.same import assert_same_trees
 from zerofn import optim
 from zerofn.checkpoint.reports import described, differences

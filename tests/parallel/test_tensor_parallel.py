@@ -9,8 +9,8 @@ from torch import nn
 from torch.func import functional_call
 
 import zerofn
-from tests.support.float64_models import SMALL
-from tests.support.mesh_training import assert_same_training, plain, trained
+from benchmarks.mesh.float64_models import SMALL
+from benchmarks.mesh.training import assert_same_training, plain, trained
 from zerofn.comm.mesh import Mesh
 from zerofn.parallel import Slice, tensor
 from zerofn.parallel.cuts import Cut

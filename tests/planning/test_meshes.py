@@ -10,7 +10,7 @@ import torch
 from torch.func import functional_call
 
 import zerofn
-from tests.support.float64_models import build as build_llama
+from benchmarks.mesh.float64_models import build as build_llama
 from tests.support.small_steps import WIDTH, batch_of, build, train_step_of, unit_of
 from zerofn import optim
 from zerofn.comm.lines import axes_along

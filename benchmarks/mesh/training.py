@@ -6,12 +6,12 @@ import torch
 from torch.func import functional_call
 
 import zerofn
-from tests.support.float64_models import build, in_float64
+from benchmarks.mesh.float64_models import build, in_float64
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
 from zerofn.parallel import Slice, context, split_sequence, tensor
 
-STEPS = 4
+STEPS = 5
 GPT2 = {
     "plan": {
         "transformer.h.*.attn.c_attn": Slice(-2, parts=3, output="cut"),

@@ -1,0 +1,203 @@
+"""python -m benchmarks.mesh.mesh   (make bench): a step on meshes, in ZeroFn and in the systems that have them.
+
+The same Llama, tokens and AdamW everywhere, on 2 and on 4 ranks: cut along tensor, and along the sequence. Each round
+starts every system once, as fresh processes of one thread, in an order that rotates. A peer that does not run here is
+a row with its error. With --equality: models, meshes and stages beside plain torch in float64, without times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import processes, report
+from benchmarks.common.check import Check
+from benchmarks.common.processes import HERE, BenchmarkError, program
+from benchmarks.common.statistic import ratio
+from benchmarks.common.workload import WORKLOADS
+from benchmarks.mesh.rows import PEERS, ZEROFN
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+LIMIT = 0.90  # of the best peer's time
+LOSS_TOLERANCE = 1e-3  # relative; systems sum in different orders
+MB = 1e6
+
+
+class Runs:
+    """How rows are started. `broken`: peers that do not run here, with the end of their error."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.options, self.folder = options, folder
+        self.broken: dict[str, str] = {}
+        self._losses: dict[int, list[float]] = {}
+
+    def ranks(self, row: str, world: int, steps: int, workload: str, preload: Path | None = None) -> list[dict]:
+        """One run: what each rank measured."""
+        python = self.options.peers_python if row.startswith("DeepSpeed") else self.options.zerofn_python
+        command = [*program(python, "benchmarks.mesh.worker"), row, "--world", str(world), "--steps", str(steps)]
+        command += ["--workload", workload, "--port", str(processes.free_port())]
+        command += ["--preload", str(preload)] if preload else []
+        alone = row == "reference"
+        return processes.run(row, [[*command, "--rank", str(k)] for k in range(1 if alone else world)])
+
+    def try_out(self, row: str, world: int, console: Console) -> None:
+        """Start a row once on a small model, and note what it imports on the way, or why it does not run."""
+        try:
+            first = self.ranks(row, world, 1, "smoke")[0]
+        except BenchmarkError as error:
+            if row.startswith("ZeroFn"):
+                raise
+            told = [x.strip() for x in str(error).splitlines() if "Error" in x]
+            self.broken[row] = (told or str(error).splitlines())[-1].removeprefix("[rank0]: ")[:200]
+            console.print(f"{row} does not run here: {self.broken[row]}", highlight=False)
+            return
+        self._imports(row, world).write_text(json.dumps(first["late_imports"]))
+
+    def _imports(self, row: str, world: int) -> Path:
+        return self.folder / f"{world} {row}.json"
+
+    def measured(self, row: str, world: int) -> dict[str, float]:
+        """One round of a row. Raises `BenchmarkError` if it trains another model than the reference."""
+        steps, workload = self.options.steps, self.options.workload
+        if world not in self._losses:
+            self._losses[world] = self.ranks("reference", world, steps, workload)[0]["losses"]
+        ranks = self.ranks(row, world, steps, workload, self._imports(row, world))
+        for step, losses in enumerate(zip(*(r["losses"] for r in ranks), strict=True)):
+            came, expected = statistics.fmean(losses), self._losses[world][step]
+            if not abs(came - expected) <= LOSS_TOLERANCE * abs(expected):
+                raise BenchmarkError(
+                    f"{row}: the loss of step {step} is {came:.6f}, and plain torch has {expected:.6f}."
+                )
+        return {
+            "ms": max(r["ms"] for r in ranks),
+            "beyond": max(r["peak"] - r["imports"] for r in ranks),
+            "state": max(r["state"] for r in ranks),
+            "wire": ranks[0]["wire"] / len(ranks),
+        }
+
+
+def cells(options: argparse.Namespace) -> list[tuple[int, str]]:
+    """(ranks, what is cut) of the tables."""
+    return [(world, kind) for world in options.worlds for kind in PEERS[world]]
+
+
+def measure(runs: Runs, console: Console) -> dict[str, dict[str, list[dict[str, float]]]]:
+    """Every cell's rows, round by round."""
+    found: dict[str, dict[str, list[dict[str, float]]]] = {}
+    for world, kind in cells(runs.options):
+        rows = [x for x in (*PEERS[world][kind], *ZEROFN[world][kind]) if x not in runs.broken]
+        cell = found[f"{kind}, {world} ranks"] = {row: [] for row in rows}
+        for number in range(runs.options.rounds):
+            shift = number % len(rows)
+            for row in rows[shift:] + rows[:shift]:
+                cell[row].append(runs.measured(row, world))
+                console.print(f"round {number + 1}  {row:<32} {cell[row][-1]['ms']:.0f} ms", highlight=False)
+    return found
+
+
+def _of(rounds: list[dict[str, float]], what: str) -> list[float]:
+    return [one[what] for one in rounds]
+
+
+def checks(found: dict[str, dict[str, list[dict[str, float]]]]) -> list[Check]:
+    """ZeroFn's fastest row of each cell beside the best peer: time and memory."""
+    out = []
+    for cell, rows in found.items():
+        ours = {k: v for k, v in rows.items() if k.startswith("ZeroFn")}
+        peers = {k: v for k, v in rows.items() if k not in ours}
+        if not peers:
+            continue
+        mine = min(ours, key=lambda k: statistics.median(_of(ours[k], "ms")))
+        for what, limit in (("ms", LIMIT), ("beyond", 1.0)):
+            best = min(peers, key=lambda k: statistics.median(_of(peers[k], what)))
+            share = ratio(_of(ours[mine], what), _of(peers[best], what))
+            name = "ms/step" if what == "ms" else "memory"
+            out.append(Check(f"{cell}: {name}, {mine} / {best}", str(share), share.median, limit, strict=what != "ms"))
+    return out
+
+
+def table(cell: str, rows: dict[str, list[dict[str, float]]], broken: dict[str, str], peers: list[str]) -> Table:
+    """A cell, as it is printed."""
+    out = Table("system", "ms/step", "beyond imports\nMB", "state\nMB/rank", "sent\nMB/rank", title=cell)
+    for name, rounds in rows.items():
+        figures = [statistics.median(_of(rounds, "ms"))]
+        figures += [statistics.median(_of(rounds, what)) / MB for what in ("beyond", "state", "wire")]
+        out.add_row(name, *(f"{x:.0f}" for x in figures), style="bold green" if name.startswith("ZeroFn") else None)
+    for name in peers:
+        if name in broken:
+            out.add_row(name, f"does not run: {broken[name]}")
+    return out
+
+
+def draw(found: dict[str, dict[str, list[dict[str, float]]]], path: Path) -> None:
+    """Milliseconds a step and memory, a row a cell."""
+    figure, axes = pyplot.subplots(
+        len(found), 2, figsize=(11, 0.9 + 1.5 * len(found)), layout="constrained", squeeze=False
+    )
+    for (cell, rows), pair in zip(found.items(), axes, strict=True):
+        for axis, what, unit, title in zip(
+            pair, ("ms", "beyond"), (1, MB), ("ms/step", "MB beyond imports"), strict=True
+        ):
+            values = [statistics.median(_of(rounds, what)) / unit for rounds in rows.values()]
+            colours = ["#d1495b" if name.startswith("ZeroFn") else "#6c8ebf" for name in rows]
+            bars = axis.barh(list(rows), values, color=colours)
+            axis.bar_label(bars, [f"{x:.0f}" for x in values], padding=3, fontsize=8)
+            axis.set_title(f"{cell}: {title}", loc="left", fontsize=9)
+            axis.invert_yaxis()
+            axis.margins(x=0.12)
+            axis.tick_params(labelsize=8)
+            axis.spines[["top", "right"]].set_visible(False)
+        pair[1].set_yticklabels([])
+    figure.savefig(path, dpi=140)
+    pyplot.close(figure)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--rounds", type=int, default=5)
+    add("--steps", type=int, default=5, help="timed steps of a run, after two")
+    add("--worlds", type=int, nargs="+", default=[2, 4], choices=[2, 4])
+    add("--workload", choices=WORKLOADS, default="small")
+    add("--out", type=Path, default=HERE / "results")
+    add("--zerofn-python", default=sys.executable)
+    add("--peers-python", default=str(HERE.parent / ".venv-peers/bin/python"))
+    add("--equality", action="store_true", help="only models beside plain torch, in float64")
+    add("--check", action="store_true", help="end with 1 if a limit is missed")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options, console = arguments(), Console(width=150 if not sys.stdout.isatty() else None)
+    if options.equality:
+        from benchmarks.mesh import equality
+
+        return equality.main(options.out / "mesh_equality.json", console)
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Runs(options, Path(folder))
+        for world, kind in cells(options):
+            for row in (*PEERS[world][kind], *ZEROFN[world][kind]):
+                runs.try_out(row, world, console)
+        found = measure(runs, console)
+    held = checks(found)
+    for (world, kind), (cell, rows) in zip(cells(options), found.items(), strict=True):
+        console.print(table(cell, rows, runs.broken, list(PEERS[world][kind])))
+    console.print(report.check_table(held))
+    run: dict[str, Any] = {"surroundings": report.surroundings(), "workload": options.workload, "cells": found}
+    draw(found, options.out / "mesh.png")
+    return report.conclude(options.out / "mesh.json", run | {"broken": runs.broken}, held, options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
