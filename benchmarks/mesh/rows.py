@@ -177,6 +177,7 @@ def deepspeed_autotp(data: int, tensor: int) -> Builder:
     def build(work: Workload, rank: int, world: int) -> Row:
         import deepspeed
 
+        deepspeed.init_distributed("gloo")
         settings = _deepspeed_settings(work.batch * world // data, 2 if data > 1 else 1)
         settings["tensor_parallel"] = {"autotp_size": tensor}
         model = deepspeed.tp_model_init(work.build(), tp_size=tensor, dtype=torch.float32)
@@ -198,10 +199,10 @@ def deepspeed_ulysses(context: int) -> Builder:
     def build(work: Workload, rank: int, world: int) -> Row:
         import deepspeed
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-        from deepspeed.utils import groups
 
+        deepspeed.init_distributed("gloo")
         model = work.build()
-        UlyssesSPAttentionHF.register_with_transformers(
+        mpu = UlyssesSPAttentionHF.register_with_transformers(
             model_name_or_path=model,
             core_attn_implementation="sdpa",
             sequence_parallel_size=context,
@@ -209,11 +210,10 @@ def deepspeed_ulysses(context: int) -> Builder:
             seq_length=work.seq,
             seq_length_is_variable=False,
         )
-        model.config._attn_implementation = "ulysses"
-        group = groups._get_sequence_parallel_group()
+        group = mpu.get_sequence_parallel_group()
         settings = _deepspeed_settings(work.batch * world, 2) | {"sequence_parallel_size": context}
         optimizer = adamw(model.parameters())
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=groups)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=mpu)
 
         def inputs(tokens: torch.Tensor) -> dict[str, Any]:
             labels, places = _next_tokens(tokens), torch.arange(tokens.shape[1]).repeat(len(tokens), 1)
