@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -59,7 +60,8 @@ class Runs:
             if row.startswith("ZeroFn"):
                 raise
             told = [x.strip() for x in str(error).splitlines() if "Error" in x]
-            self.broken[row] = (told or str(error).splitlines())[-1].removeprefix("[rank0]: ")[:200]
+            last = (told or str(error).splitlines())[-1].strip()
+            self.broken[row] = re.sub(r"^(\[rank\d+\])?:? *", "", last)[:200]
             console.print(f"{row} does not run here: {self.broken[row]}", highlight=False)
             return
         self._imports(row, world).write_text(json.dumps(first["late_imports"]))
@@ -136,7 +138,7 @@ def table(cell: str, rows: dict[str, list[dict[str, float]]], broken: dict[str, 
         out.add_row(name, *(f"{x:.0f}" for x in figures), style="bold green" if name.startswith("ZeroFn") else None)
     for name in peers:
         if name in broken:
-            out.add_row(name, f"does not run: {broken[name]}")
+            out.caption = f"{out.caption or ''}\n{name} does not run here: {broken[name]}".strip()
     return out
 
 
@@ -195,6 +197,7 @@ def main() -> int:
         console.print(table(cell, rows, runs.broken, list(PEERS[world][kind])))
     console.print(report.check_table(held))
     run: dict[str, Any] = {"surroundings": report.surroundings(), "workload": options.workload, "cells": found}
+    options.out.mkdir(parents=True, exist_ok=True)
     draw(found, options.out / "mesh.png")
     return report.conclude(options.out / "mesh.json", run | {"broken": runs.broken}, held, options.check)
 
