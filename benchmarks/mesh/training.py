@@ -74,7 +74,7 @@ def plain(name):
         return losses, {k: v.detach() for k, v in model.named_parameters()}
 
 
-def trained(name, sizes, stage, captured=True, method="ulysses"):
+def trained(name, sizes, stage, captured=True, method="ulysses", num_microbatches=1, shards=None, compiles=None):
     """The losses, the parameters after all steps, and the number of elements that a rank holds."""
     with in_float64():
         mesh = Mesh.make(**sizes)
@@ -96,18 +96,19 @@ def trained(name, sizes, stage, captured=True, method="ulysses"):
             return mesh.size("context") * total / batch["items_per_row"].sum()
 
         def train_step(state, batch):
-            loss, grads = state.value_and_grad(loss_fn)(batch)
+            loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), num_microbatches)(batch)
             return state.apply_gradients(grads), loss
 
-        state = zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=cuts)
-        step, losses = zerofn.compile(train_step) if captured else train_step, []
+        state = zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=cuts, **(shards or {}))
+        step, losses = zerofn.compile(train_step, **(compiles or {})) if captured else train_step, []
         for batch in batches():
             own = {k: x.chunk(mesh.rows.size)[mesh.rows.rank] for k, x in batch.items()}
             if "context" in sizes:
                 own = split_sequence(own, mesh, shift=name != "bert")
             state, loss = step(state, own)
             losses.append(loss.item())
-        held = sum(x.numel() for x in state.params.shards)
+        spec = state.params.spec
+        held = sum(b - a for a, b in map(spec.bounds, spec.layout.units))
         return losses, zerofn.unshard(state.params), held
 
 

@@ -85,10 +85,10 @@ LOADS = [  # ranks, mesh, stage, options, from which
     (1, {"data": 1}, 3, {}, ["t2", "t3", "d2t2", "t2r2", "t4", "t3d1 halves"]),
     (2, {"tensor": 2}, 0, {}, ["t3", "d2", "t2r2"]),
     (3, {"tensor": 3}, 3, {"precision": "bf16"}, ["t3", "d2t2", "t4"]),
-    (3, {"data": 3}, 2, {}, ["t2", "t4"]),
+    pytest.param(3, {"data": 3}, 2, {}, ["t2", "t4"], marks=pytest.mark.whole),
     (4, {"tensor": 2, "data": 2}, 1, {}, ["t2", "d2", "d2t2"]),
-    (4, {"replicate": 2, "tensor": 2}, 3, {}, ["t4", "t3"]),
-    (4, {"tensor": 4}, 2, {}, ["d2t2", "t2"]),
+    pytest.param(4, {"replicate": 2, "tensor": 2}, 3, {}, ["t4", "t3"], marks=pytest.mark.whole),
+    pytest.param(4, {"tensor": 4}, 2, {}, ["d2t2", "t2"], marks=pytest.mark.whole),
     (4, {"context": 2, "tensor": 2}, 1, {}, ["t3", "c2d2"]),
 ]
 
@@ -262,7 +262,7 @@ def half(folder, name, sizes, stage, first):
     ("name", "first", "then"),
     [
         ("llama, 2 key heads", (4, {"tensor": 4}, 0), (2, {"data": 2}, 1)),
-        ("llama", (2, {"data": 2}, 3), (3, {"tensor": 3}, 0)),
+        pytest.param("llama", (2, {"data": 2}, 3), (3, {"tensor": 3}, 0), marks=pytest.mark.whole),
     ],
 )
 def test_training_goes_on_on_another_mesh_as_plain_torch(ranks, tmp_path, name, first, then):

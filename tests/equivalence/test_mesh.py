@@ -71,11 +71,11 @@ def every_stage(sizes):
 
 MESHES = [
     {"replicate": 2, "data": 1},
-    {"replicate": 3},
+    pytest.param({"replicate": 3}, marks=pytest.mark.whole),
     {"replicate": 2, "data": 2},
     {"data": 2, "tensor": 2},
-    {"tensor": 2, "replicate": 2},
-    {"replicate": 2, "data": 2, "tensor": 2},
+    pytest.param({"tensor": 2, "replicate": 2}, marks=pytest.mark.whole),
+    pytest.param({"replicate": 2, "data": 2, "tensor": 2}, marks=pytest.mark.whole),
 ]
 
 
@@ -154,7 +154,12 @@ def other_rows():
     for _ in range(2):
         with pytest.raises(RuntimeError, match="ranks 0 and 1 have slices of the same layers, and different batches"):
             step(state, torch.ones(4, 7, dtype=torch.float64) * mesh.axis("tensor").rank)
-    step(state, torch.ones(4, 7, dtype=torch.float64))
+    state, _ = step(state, torch.ones(4, 7, dtype=torch.float64))
+    before = zerofn.unshard(state)
+    with pytest.raises(RuntimeError, match="batch entry .* which ranks of 'tensor' share, must be the same"):
+        step(state, torch.ones(4, 7, dtype=torch.float64) * mesh.axis("tensor").rank)
+    assert_same_trees(zerofn.unshard(state), before)
+    step(state, torch.zeros(4, 7, dtype=torch.float64))
 
 
 def test_ranks_that_share_the_work_on_a_batch_need_the_same(ranks):

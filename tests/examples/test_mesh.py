@@ -21,7 +21,7 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize(
     ("num_ranks", "mesh", "options"),
     [
-        (4, "data=2,tensor=2", ["--stage", 2]),
+        (2, "tensor=2", ["--stage", 2]),
         pytest.param(8, "data=2,tensor=2,context=2", ["--method", "ring"], marks=pytest.mark.whole),
     ],
 )

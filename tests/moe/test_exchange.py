@@ -26,6 +26,7 @@ def sent(num_experts, k, capacity):
     return routing.slot, routing.capacity, rows, combine(rows * factors.view(-1, 1, 1), routing, "data"), routing
 
 
+@pytest.mark.part(size=[1, 3])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_rows_arrive_at_their_experts_and_come_back(ranks, size):
     num_experts = 2 * size if size < 4 else 4

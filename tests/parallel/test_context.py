@@ -20,15 +20,15 @@ ODD = transformers.LlamaConfig(**{**SMALL, "num_attention_heads": 3, "num_key_va
 CASES = [
     ("llama", 2, {"context": 2}, 3, "ulysses"),
     ("llama", 3, {"context": 3}, 0, "ring"),
-    ("llama, 2 key heads", 4, {"context": 4}, 1, "ulysses"),
+    pytest.param("llama, 2 key heads", 4, {"context": 4}, 1, "ulysses", marks=pytest.mark.whole),
     ("qwen3", 4, {"data": 2, "context": 2}, 2, "ring"),
-    ("mixtral", 2, {"context": 2}, 3, "ulysses"),
+    pytest.param("mixtral", 2, {"context": 2}, 3, "ulysses", marks=pytest.mark.whole),
     ("qwen3_moe", 3, {"context": 3}, 2, "ulysses"),
-    ("deepseek_v3", 2, {"replicate": 1, "context": 2}, 3, "ring"),
-    ("gpt2", 3, {"context": 3}, 1, "ulysses"),
-    ("llama", 2, {"data": 2, "context": 1}, 2, "ring"),
+    pytest.param("deepseek_v3", 2, {"replicate": 1, "context": 2}, 3, "ring", marks=pytest.mark.whole),
+    pytest.param("gpt2", 3, {"context": 3}, 1, "ulysses", marks=pytest.mark.whole),
+    pytest.param("llama", 2, {"data": 2, "context": 1}, 2, "ring", marks=pytest.mark.whole),
     ("bert", 2, {"context": 2}, 3, "ulysses"),
-    ("llama", 4, {"context": 2, "tensor": 2}, 3, "ring"),
+    pytest.param("llama", 4, {"context": 2, "tensor": 2}, 3, "ring", marks=pytest.mark.whole),
     ("llama, 2 key heads", 8, {"data": 2, "tensor": 2, "context": 2}, 3, "ulysses"),
 ]
 
@@ -79,7 +79,10 @@ def refusals():
         (lambda: stepped(mesh, {k: x + rank for k, x in batch.items()}), "cut the batch by zerofn.parallel.split_seq"),
         (lambda: stepped(mesh, own), "labels that are shifted before"),
         (lambda: stepped(mesh, split_sequence(batch, mesh, shift=False)), "labels that are shifted before"),
-        (lambda: stepped(mesh, split_sequence({k: x + rank for k, x in batch.items()}, mesh)), "has other bits|differ"),
+        (
+            lambda: stepped(mesh, split_sequence({k: x + rank for k, x in batch.items()}, mesh)),
+            "the rows whose sequences ranks of 'context' share must be",
+        ),
         (
             lambda: stepped(mesh, split_sequence(batch, mesh, shift=False), "bert"),
             "computes its loss in a way of its own",

@@ -95,9 +95,9 @@ def trained(names, sizes, stage, captured):
         (2, {"tensor": 2}, 3, True),
         (3, {"tensor": 3}, 0, True),
         (4, {"data": 2, "tensor": 2}, 1, True),
-        (4, {"tensor": 2, "data": 2}, 3, True),
-        (4, {"data": 2, "tensor": 2}, 2, False),
-        (4, {"tensor": 4}, 3, True),
+        pytest.param(4, {"tensor": 2, "data": 2}, 3, True, marks=pytest.mark.whole),
+        pytest.param(4, {"data": 2, "tensor": 2}, 2, False, marks=pytest.mark.whole),
+        pytest.param(4, {"tensor": 4}, 3, True, marks=pytest.mark.whole),
     ],
 )
 def test_rules_are_those_of_whole_leaves(ranks, num_ranks, sizes, stage, captured):

@@ -20,14 +20,14 @@ CASES = [
     ("llama", 3, {"tensor": 3}, 0),
     ("llama", 4, {"data": 2, "tensor": 2}, 1),
     ("llama, 2 key heads", 4, {"tensor": 4}, 3),
-    ("qwen3", 4, {"replicate": 2, "tensor": 2}, 2),
+    pytest.param("qwen3", 4, {"replicate": 2, "tensor": 2}, 2, marks=pytest.mark.whole),
     ("mixtral", 2, {"tensor": 2}, 3),
-    ("qwen3_moe", 3, {"data": 1, "tensor": 3}, 3),
+    pytest.param("qwen3_moe", 3, {"data": 1, "tensor": 3}, 3, marks=pytest.mark.whole),
     ("deepseek_v3", 2, {"tensor": 2}, 0),
     ("gpt2", 2, {"tensor": 2}, 3),
-    ("gpt2", 3, {"tensor": 3}, 2),
+    pytest.param("gpt2", 3, {"tensor": 3}, 2, marks=pytest.mark.whole),
     ("t5", 2, {"tensor": 2}, 3),
-    ("t5", 3, {"tensor": 3}, 1),
+    pytest.param("t5", 3, {"tensor": 3}, 1, marks=pytest.mark.whole),
     ("bert", 2, {"tensor": 2}, 2),
 ]
 

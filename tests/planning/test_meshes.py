@@ -79,8 +79,10 @@ def real(sizes, stage, precision):
 @pytest.mark.parametrize(("num_ranks", "sizes", "runs"), [
     (2, {"tensor": 2}, [(0, None), (3, "bf16")]),
     (3, {"tensor": 3}, [(3, None)]),  # 16 columns: 6, 6 and 4
-    (4, {"data": 2, "tensor": 2}, [(0, None), (1, "bf16"), (2, None), (3, "fp16")]),
-    (4, {"replicate": 2, "data": 2}, [(0, "bf16"), (1, None), (2, "bf16"), (3, None)]),
+    (4, {"data": 2, "tensor": 2}, [(1, "bf16"), (3, "fp16")]),
+    (4, {"replicate": 2, "data": 2}, [(0, "bf16"), (3, None)]),
+    pytest.param(4, {"data": 2, "tensor": 2}, [(0, None), (2, None)], marks=pytest.mark.whole),
+    pytest.param(4, {"replicate": 2, "data": 2}, [(1, None), (2, "bf16")], marks=pytest.mark.whole),
 ])  # fmt: skip
 def test_a_plan_is_what_the_step_on_such_a_mesh_is(ranks, num_ranks, sizes, runs):
     for stage, precision in runs:

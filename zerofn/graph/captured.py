@@ -15,6 +15,7 @@ from ..sharding.sharded import is_sharded, mesh_among
 from ..util.user_line import user_line
 from .capture import CaptureError, capture
 from .data_sizes import bound_sizes
+from .declare_same import share_batch
 from .draws import warn_of_equal_draws
 from .program import Program
 from .verify import check_purity
@@ -33,6 +34,7 @@ def captured(
             program = capture(step, state, batch, traces=traces)
         bound_sizes(program)
         constants = check_purity(program)
+        share_batch(program)
         if not traces:
             warn_of_equal_draws(program, getattr(step, "__name__", "the step"))
         if program.warning and not traces:

@@ -9,19 +9,33 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..collectives.maps import ops
+from ..comm.mesh import BATCH, SLICES, Axis
 from ..ops.same import WORDS
 from .edit import behind
-from .program import Program, tensor_of
+from .program import Program, owners, tensor_of
 
 
-def declare_same(program: Program, entry: Node, name: str) -> None:
+def share_batch(program: Program) -> None:
+    """Let the step check that ranks with slices of the same layers have the same batch."""
+    mesh = program.mesh
+    axis = None if mesh is None else mesh.over(name for name in SLICES if name not in BATCH)
+    if axis is None or axis.size == 1:
+        return
+    pairs = zip(program.batch_placeholders, owners(program.batch.nodes), program.batch.names, strict=True)
+    for entry, (spec, _), name in pairs:
+        if spec is None and entry.users and tensor_of(entry) is not None:
+            declare_same(program, entry, f"batch entry {name!r}, which ranks of {axis.name!r} share,", axis)
+
+
+def declare_same(program: Program, entry: Node, name: str, axis: Axis | None = None) -> None:
     """Compare digests of an input over ranks at the start of the step, and let every user read the checked value.
 
-    The step then raises `RanksDiffer` on all ranks, before the first write, if the values differ.
+    The step then raises `RanksDiffer` on all ranks, before the first write, if the values differ. `axis`: all ranks by
+    default.
     """
     like = tensor_of(entry)
     assert program.mesh is not None and like is not None
-    axis = program.mesh.all
+    axis = axis or program.mesh.all
     graph, users = program.gm.graph, list(entry.users)
     at = behind(entry)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..collectives import same
+from ..collectives.maps import Linear, Same
 from ..comm.mesh import CONTEXT, TENSOR, Axis, Mesh
 from .attention import METHODS, attention
 
@@ -126,7 +126,8 @@ def _of_parts(model: Any, forward: Callable[..., Any], axis: Axis) -> Callable[.
                 "zerofn.parallel.split_sequence(batch, mesh), and call the model with all that it returns."
             )
         # Adds nothing; if rows differ, all ranks raise.
-        inputs["position_ids"] = inputs["position_ids"] + 0 * same(row_digest, axis).unsqueeze(-1)
+        (digest,) = Linear.apply(Same(axis, f"the rows whose sequences ranks of {axis.name!r} share"), row_digest)
+        inputs["position_ids"] = inputs["position_ids"] + 0 * digest.unsqueeze(-1)
         if inputs.get("labels") is None:
             return forward(*args, **inputs)
         inputs |= _counted(model, inputs, items_per_row, axis)

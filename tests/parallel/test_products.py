@@ -1,0 +1,52 @@
+"""Meshes with everything else that a step can have: the same bits, or nearly the same numbers."""
+
+import re
+
+import pytest
+
+import zerofn
+from benchmarks.mesh.training import assert_same_training, plain, trained
+from tests.support.same import assert_same_trees
+
+MESHES = [({"tensor": 2}, "ulysses"), ({"context": 2}, "ring")]
+
+
+def variants(sizes, method, folder):
+    """Trainings whose bits must not differ: (losses, parameters) each."""
+
+    def run(**options):
+        return trained("llama", sizes, 3, method=method, **options)[:2]
+
+    with pytest.raises(MemoryError) as told:
+        run(compiles={"memory": 1})
+    least = int(re.search("the least that it takes is ([0-9,]+)", str(told.value))[1].replace(",", ""))
+    on_drives = zerofn.Offload(optimizer="nvme", params="nvme", path=folder)
+    return [run(), run(compiles={"remat": "full"}), run(compiles={"memory": least}), run(shards={"offload": on_drives})]
+
+
+@pytest.mark.parametrize(("sizes", "method"), MESHES, ids=str)
+def test_recomputation_budgets_and_drives_keep_the_bits(ranks, tmp_path, sizes, method):
+    for (losses, params), *others in ranks(2, variants, sizes, method, tmp_path):
+        for again, ours in others:
+            assert again == losses
+            assert_same_trees(ours, params)
+
+
+def with_microbatches(sizes, method):
+    return trained("llama", sizes, 2, method=method, num_microbatches=3)
+
+
+@pytest.mark.parametrize(("sizes", "method"), MESHES, ids=str)
+def test_microbatches_are_the_whole_batch(ranks, sizes, method):
+    assert_same_training(ranks(2, with_microbatches, sizes, method), plain("llama"))
+
+
+def in_halves(sizes, method):
+    return trained("llama", sizes, 2, method=method, shards={"precision": "bf16"})[0]
+
+
+@pytest.mark.parametrize(("sizes", "method"), MESHES, ids=str)
+def test_losses_in_16_bits_are_near(ranks, sizes, method):
+    losses, _ = plain("llama")
+    for found in ranks(2, in_halves, sizes, method):
+        assert found == pytest.approx(losses, rel=0.02)
