@@ -74,7 +74,9 @@ def plain(name):
         return losses, {k: v.detach() for k, v in model.named_parameters()}
 
 
-def trained(name, sizes, stage, captured=True, method="ulysses", num_microbatches=1, shards=None, compiles=None):
+def trained(
+    name, sizes, stage, captured=True, method="ulysses", num_microbatches=1, weighted=False, shards=None, compiles=None
+):
     """The losses, the parameters after all steps, and the number of elements that a rank holds."""
     with in_float64():
         mesh = Mesh.make(**sizes)
@@ -86,7 +88,17 @@ def trained(name, sizes, stage, captured=True, method="ulysses", num_microbatche
         def init_state():
             return zerofn.TrainState.create(params=dict(build(name).named_parameters()), tx=optim.sgd(0.1, 0.9))
 
+        def of_sum(params, batch):
+            """(the sum over a rank's tokens, their number), as a loss of one's own may be."""
+            labels = batch["shift_labels"]
+            inputs = {k: x for k, x in batch.items() if k not in ("labels", "shift_labels")}
+            logits = functional_call(model, params, (), inputs).logits
+            total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            return total, (labels != -100).sum()
+
         def loss_fn(params, batch):
+            if weighted:
+                return of_sum(params, batch)
             if name != "bert" or "context" not in sizes:
                 return functional_call(model, params, (), batch).loss
             labels = batch["labels"]  # its own loss does not know parts of sequences

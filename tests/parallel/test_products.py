@@ -50,3 +50,13 @@ def test_losses_in_16_bits_are_near(ranks, sizes, method):
     losses, _ = plain("llama")
     for found in ranks(2, in_halves, sizes, method):
         assert found == pytest.approx(losses, rel=0.02)
+
+
+def weighted(sizes, num_microbatches):
+    return trained("llama", sizes, 2, method="ring", num_microbatches=num_microbatches, weighted=True)
+
+
+@pytest.mark.parametrize(("sizes", "num_microbatches"), [({"context": 2}, 1), ({"context": 2}, 3)], ids=str)
+def test_sums_and_weights_are_those_of_whole_sequences(ranks, sizes, num_microbatches):
+    """A rank's gradients are of the other's tokens, too, whose number is another."""
+    assert_same_training(ranks(2, weighted, sizes, num_microbatches), plain("llama"))

@@ -149,6 +149,37 @@ def test_sum_and_weight_are_exact_over_microbatches(ranks, stage):
 # --- aux, frozen, mixed trees, batches of all kinds
 
 
+def contrasted(size):
+    rank = dist.get_rank()
+    x = torch.linspace(-1, 1, 6 * size * 2, dtype=torch.float64).view(size, 6, 2)
+    p = torch.tensor([[0.3, -1.0], [0.7, 0.2]], dtype=torch.float64)
+    params = cut(3, {"w": p})
+
+    def loss_fn(p, x):
+        y = torch.tanh(x @ p["w"])
+        scores = y @ zerofn.collectives.all_gather(y).T
+        return scores.pow(3).sum(), float(rank + 1)
+
+    return value_and_grad(loss_fn)(params, x[rank])
+
+
+def test_ranks_that_look_at_each_others_values_and_have_weights(ranks):
+    """A rank's gradient is then of the others' losses, too, which enter with their own weights."""
+    size = 3
+    x = torch.linspace(-1, 1, 6 * size * 2, dtype=torch.float64).view(size, 6, 2)
+    p = torch.tensor([[0.3, -1.0], [0.7, 0.2]], dtype=torch.float64, requires_grad=True)
+    y = torch.tanh(x @ p)
+    loss = (y.flatten(0, 1) @ y.flatten(0, 1).T).pow(3).sum() / 6  # the weights are 1, 2 and 3
+    (grad,) = torch.autograd.grad(loss, p)
+    for found, grads in ranks(size, contrasted_and_whole, size):
+        close((found, grads), (loss.detach(), {"w": grad}))
+
+
+def contrasted_and_whole(size):
+    loss, grads = contrasted(size)
+    return loss, unshard(grads)
+
+
 def with_aux(p, x, y):
     out = logits(p, x)
     return cross_entropy(out, y), {"logits": out.detach(), "rows": len(x), "none": None}

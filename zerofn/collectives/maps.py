@@ -6,6 +6,9 @@ order, and under capture: the derivative of a linear map is the map itself forwa
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,12 +35,29 @@ class LinearMap(Protocol):
         """The map itself, on tensors without autograd."""
 
 
+_heard: ContextVar[list[Axis] | None] = ContextVar("heard_transfers", default=None)
+
+
+@contextlib.contextmanager
+def heard_transfers() -> Iterator[list[Axis]]:
+    """Inside, note the axis of every map between several ranks that is run, but for checks."""
+    found: list[Axis] = []
+    before = _heard.set(found)
+    try:
+        yield found
+    finally:
+        _heard.reset(before)
+
+
 class Linear(torch.autograd.Function):
     """`Linear.apply(map, *xs)`: a linear map under every transform of torch."""
 
     @staticmethod
     def forward(op: LinearMap, *xs: Tensor) -> tuple[Tensor, ...]:
         """Run the map below autograd."""
+        heard, axis = _heard.get(), getattr(op, "axis", None)
+        if heard is not None and axis is not None and axis.size > 1 and not isinstance(op, Same):
+            heard.append(axis)
         with below_autograd():
             return op(*xs)
 

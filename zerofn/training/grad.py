@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .. import tree
 from .._torch_compat import current_trace
-from ..collectives.maps import sum_over
-from ..comm.mesh import EXPERT, Axis, axes_of
+from ..collectives.maps import heard_transfers, sum_over
+from ..comm.mesh import BATCH, BETWEEN, SLICES, Axis, axes_of
 from ..graph.advice import instead
 from ..graph.loop import loop
 from ..graph.phase import BACKWARD, FORWARD, phase
@@ -99,8 +99,7 @@ class ValueAndGrad:
             check_effect("value_and_grad: frozen", self.frozen, ask_names("frozen", self.frozen, names))
         learns = [_trainable(tree.name_of(p), x, self.frozen) for p, x in zip(paths, nodes, strict=True)]
         mesh = mesh_among(nodes)
-        exchanges = mesh is not None and mesh.size(EXPERT) > 1
-        work = _Work(self, nodes, learns, treedef, None if mesh is None else mesh.batch, exchanges)
+        work = _Work(self, nodes, learns, treedef, None if mesh is None else mesh.batch)
         with axes_of(mesh):
             if self.num_microbatches == 1:
                 only, partial = work.microbatch(nodes, args, 0)
@@ -139,7 +138,7 @@ class _Work:
     """One call of `ValueAndGrad`.
 
     `nodes`: the parameters' nodes, `Sharded` or plain tensors. `treedef`: the tree of these nodes. `axis`: the ranks
-    with different parts of the batch. `exchanges`: a rank's gradients are of the losses of others, too.
+    with different parts of the batch.
     """
 
     vg: ValueAndGrad
@@ -147,7 +146,6 @@ class _Work:
     learns: list[list[bool]]  # for each node: whether each of its leaves gets a gradient
     treedef: tree.PyTreeSpec
     axis: Axis | None
-    exchanges: bool
 
     @property
     def num_ranks(self) -> int:
@@ -169,12 +167,12 @@ class _Work:
         wanted = [t for ts in leaves for t in ts if t.requires_grad]
         key = self._key(index)
         with torch.enable_grad(), randomness(key), same_parameters():
-            with phase(FORWARD):
+            with phase(FORWARD), heard_transfers() as heard:
                 loss = self._loss(tree.unflatten(self.treedef, logical), args, wanted)
             check_gradient(loss.mean, wanted)
-            factor = self._factor(loss)
+            factor, share = self._factor(loss, heard)
             with phase(BACKWARD):
-                found = _derivatives(loss.mean, wanted, self._seed(loss, factor))
+                found = _derivatives(loss.mean, wanted, self._seed(loss, share))
         by_leaf = {id(t): g for t, g in zip(wanted, found, strict=True)}
         return loss, _flat_gradients(nodes, leaves, by_leaf, factor)
 
@@ -225,22 +223,25 @@ class _Work:
         # A rank without tokens has weight 0 and sum 0: it adds nothing, instead of 0 / 0.
         return _Loss(total / torch.where(weight == 0, torch.ones_like(weight), weight), total, weight, aux)
 
-    def _factor(self, loss: _Loss) -> Tensor | None:
-        """Return what gradients are multiplied by behind the backward pass, where half precision may not hold it: the
-        weight. Where ranks exchange values it is the mean of all, and each loss enters with its own part of that.
-        """
-        if loss.weight is None or self.axis is None or not self.exchanges:
-            return loss.weight
-        mean = sum_over(loss.weight, self.axis) / self.num_ranks
-        return torch.where(mean == 0, torch.ones_like(mean), mean)
+    def _factor(self, loss: _Loss, heard: Sequence[Axis]) -> tuple[Tensor | None, Tensor | None]:
+        """Return (what gradients are multiplied by behind the backward pass, what the loss is before it).
 
-    def _seed(self, loss: _Loss, factor: Tensor | None) -> Tensor:
+        That is the weight, behind, since half precision may not hold it. Where ranks with other weights have exchanged
+        values, a rank's gradients are of the others' losses, too: then it is the mean of all weights, and each loss
+        enters with its own part of that. `heard`: the axes along which the loss function has exchanged values.
+        """
+        among = {name for axis in heard for name in axis.name.split(BETWEEN)}
+        if loss.weight is None or self.axis is None or not among - set(SLICES) | among & set(BATCH):
+            return loss.weight, None
+        mean = sum_over(loss.weight, self.axis) / self.num_ranks
+        mean = torch.where(mean == 0, torch.ones_like(mean), mean)
+        return mean, loss.weight / mean
+
+    def _seed(self, loss: _Loss, share: Tensor | None) -> Tensor:
         # The seed of the backward pass divides by ranks and microbatches, which saves a pass over the gradients.
         parts = 1 if loss.weight is not None else self.num_ranks * self.vg.num_microbatches
         seed = torch.full_like(loss.mean.detach(), 1.0 / parts)
-        if factor is not None and loss.weight is not None and self.exchanges:
-            seed = seed * (loss.weight / factor)
-        return self.vg.scale.scale(seed)
+        return self.vg.scale.scale(seed if share is None else seed * share)
 
     def reduce(self, flats: list[Tensor]) -> list[Tensor]:
         """Sum gradients over ranks; return this rank's shard of each unit, and the whole sums of plain leaves."""
