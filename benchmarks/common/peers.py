@@ -78,18 +78,23 @@ def zero_redundancy(work: Workload, rank: int, world: int) -> Row:
     return Row(train_once(model, optimizer), lambda: state_of(model, optimizer.optim))
 
 
+def shard_layers(work: Workload, model: torch.nn.Module, mesh: Any, **how: Any) -> None:
+    """Wrap the layers one by one, and the model, as FSDP2's users do. `how`: what the layers are told."""
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in work.blocks(model):
+        fully_shard(layer, mesh=mesh, **how)
+    fully_shard(model, mesh=mesh)
+
+
 def fsdp2(reshard: bool) -> Callable[[Workload, int, int], Row]:
     """With `reshard_after_forward` of the layers, which is true by default; the root keeps its own until it ends."""
 
     def build(work: Workload, rank: int, world: int) -> Row:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh("cpu", (world,))
         model = work.build()
-        for layer in work.blocks(model):
-            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(model, mesh=mesh)
+        shard_layers(work, model, init_device_mesh("cpu", (world,)), reshard_after_forward=reshard)
         optimizer = adamw(model.parameters())
         return Row(train_once(model, optimizer), lambda: state_of(model, optimizer))
 

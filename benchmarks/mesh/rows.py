@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.common import measure
 from benchmarks.common.handwritten import Handwritten
-from benchmarks.common.peers import Row, adamw, state_of
+from benchmarks.common.peers import Row, adamw, shard_layers, state_of, train_once
 from benchmarks.common.workload import BETAS, EPS, LEARNING_RATE, SEED, WEIGHT_DECAY, Workload
 
 Builder = Callable[[Workload, int, int], Row]
@@ -86,29 +86,18 @@ def torch_tensor(data: int, tensor: int) -> Builder:
 
     def build(work: Workload, rank: int, world: int) -> Row:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor.parallel import parallelize_module
 
         mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("data", "tensor"))
         model = parallelize_module(work.build(), mesh["tensor"], _tensor_plan())
         if data > 1:
-            for layer in work.blocks(model):
-                fully_shard(layer, mesh=mesh["data"])
-            fully_shard(model, mesh=mesh["data"])
+            shard_layers(work, model, mesh["data"])
         # Norms are no DTensors where nothing is sharded; a fused update takes one kind at a time.
         kinds = [[p for p in model.parameters() if isinstance(p, DTensor) == kind] for kind in (True, False)]
         optimizer = adamw([{"params": kind} for kind in kinds if kind])
-
-        def step(tokens: torch.Tensor) -> torch.Tensor:
-            mine = tokens.chunk(data)[rank // tensor]
-            loss = model(input_ids=mine, labels=mine).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            return loss.detach()
-
-        return Row(step, lambda: state_of(model, optimizer))
+        step = train_once(model, optimizer)
+        return Row(lambda tokens: step(tokens.chunk(data)[rank // tensor]), lambda: state_of(model, optimizer))
 
     return build
 
@@ -122,15 +111,11 @@ def torch_context(data: int, context: int) -> Builder:
 
     def build(work: Workload, rank: int, world: int) -> Row:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor.experimental import context_parallel
 
         mesh = init_device_mesh("cpu", (data, context), mesh_dim_names=("data", "context"))
-        over = mesh["data", "context"]._flatten("all")
         model = work.build()
-        for layer in work.blocks(model):
-            fully_shard(layer, mesh=over)
-        fully_shard(model, mesh=over)
+        shard_layers(work, model, mesh["data", "context"]._flatten("all"))
         optimizer = adamw(model.parameters())
 
         def step(tokens: torch.Tensor) -> torch.Tensor:

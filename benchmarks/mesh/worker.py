@@ -6,7 +6,6 @@ mesh.py starts it: python -m benchmarks.mesh.worker ROW --rank R --world N --por
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
 import torch
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from benchmarks.common import measure
 from benchmarks.common.workload import WORKLOADS, batches
 from benchmarks.mesh.rows import builders
-from benchmarks.step.worker import NUM_WARMUP_STEPS, join, preload, timed_steps
+from benchmarks.step.worker import NUM_WARMUP_STEPS, answer, join, preload, timed_steps
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
@@ -38,18 +37,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("row")
-    for name in ("rank", "world", "port", "steps"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--workload", choices=WORKLOADS, required=True)
-    parser.add_argument("--preload", help="JSON file: modules to import before memory is read")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    print("RESULT " + json.dumps(run(options)), flush=True)
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    answer(__doc__, "row", WORKLOADS, run)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,20 +105,24 @@ def reference(options: argparse.Namespace) -> dict[str, object]:
     return {"losses": [float(loop.on_global_batch(list(p))) for p in zip(*parts, strict=True)]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("system")
+def answer(description: str | None, row: str, workloads: dict, result: Callable[[argparse.Namespace], dict]) -> None:
+    """Read the command line of one rank, and print `result` of it. `row`: what rows are called there."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument(row)
     for name in ("rank", "world", "port", "steps"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--workload", choices=ALL_WORKLOADS, required=True)
+    parser.add_argument("--workload", choices=workloads, required=True)
     parser.add_argument("--preload", help="JSON file: modules to import before memory is read")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    result = reference(options) if options.system == "reference" else run(options)
-    print("RESULT " + json.dumps(result), flush=True)
+    print("RESULT " + json.dumps(result(options)), flush=True)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def main() -> None:
+    answer(__doc__, "system", ALL_WORKLOADS, lambda x: reference(x) if x.system == "reference" else run(x))
 
 
 if __name__ == "__main__":

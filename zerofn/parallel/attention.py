@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import permute
-from ..collectives.maps import Linear, ops
+from ..collectives.maps import Exchange, Linear
 from ..comm.mesh import CONTEXT, Axis, axis_of
 
 METHODS = ("ulysses", "ring")
@@ -61,8 +61,7 @@ class HeadsOfChunks:
 
 
 def _exchanged(rows: Tensor, axis: Axis) -> Tensor:
-    rows = rows.contiguous()
-    return ops.wait(ops.exchange(rows.view(axis.size, -1), axis.size, axis.group)).view(rows.shape)
+    return Exchange(axis)(rows.reshape(axis.size, -1))[0].view(rows.shape)
 
 
 def attention(
@@ -102,10 +101,15 @@ def attention(
     return Linear.apply(back, _whole(q, k, v, causal, scale))[0]
 
 
+def check_method(what: str, method: str) -> None:
+    """Raise `ValueError` for an unknown method."""
+    if method not in METHODS:
+        raise ValueError(f"{what}: there is no method {method!r}; there are {' and '.join(map(repr, METHODS))}.")
+
+
 def _check(q: Tensor, k: Tensor, axis: Axis, method: str) -> None:
     heads, groups, size = q.shape[-3], k.shape[-3], q.shape[-2]
-    if method not in METHODS:
-        raise ValueError(f"attention: there is no method {method!r}; there are {' and '.join(map(repr, METHODS))}.")
+    check_method("attention", method)
     if heads % groups:
         raise ValueError(f"attention: {groups} heads of keys do not divide {heads} heads of queries.")
     if method == "ulysses" and heads % axis.size:

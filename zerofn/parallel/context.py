@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..collectives.maps import Linear, Same
 from ..comm.mesh import CONTEXT, TENSOR, Axis, Mesh
-from .attention import METHODS, attention
+from .attention import METHODS, attention, check_method
 
 _FOREIGN = ("position_bias", "s_aux", "softcap", "sliding_window")  # what other attention has, and this one has not
 _LABELS_AS_THEY_ARE = ("ForMaskedLM", "ForTokenClassification")  # losses that do not shift labels
@@ -39,8 +39,7 @@ def context(model: nn.Module, mesh: Mesh, *, method: str = "ulysses") -> None:
     config: Any = getattr(model, "config", None)
     if not hasattr(model, "set_attn_implementation") or config is None:
         raise TypeError(f"context: {name} is no model of transformers; call zerofn.parallel.attention in your own.")
-    if method not in METHODS:
-        raise ValueError(f"context: there is no method {method!r}; there are {' and '.join(map(repr, METHODS))}.")
+    check_method("context", method)
     if axis.size > 1:
         _check(model, name, config, axis, mesh.size(TENSOR), method)
         _switch(model, config, axis, method)
