@@ -247,6 +247,12 @@ def inside_functorch() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def functorch_level() -> int:
+    """How many `torch.func` transforms are being applied right now, by the number of the innermost; 0 if none is."""
+    innermost = torch._C._functorch.peek_interpreter_stack()
+    return 0 if innermost is None else innermost.level()
+
+
 def is_functorch_tensor(x: torch.Tensor) -> bool:
     """Whether `x` is tracked by a `torch.func` transform."""
     return torch._C._functorch.is_functorch_wrapped_tensor(x)

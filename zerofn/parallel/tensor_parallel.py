@@ -20,6 +20,7 @@ from ..comm.mesh import TENSOR, Axis, Mesh
 from ..util.errors import nearest
 from .cuts import Cut, equal
 from .plan import Slice, slice_of
+from .varied import Varied
 
 # What modules of attention call the size of a head.
 _SIZES_OF_HEADS = ("head_dim", "attention_head_size", "key_value_proj_dim")
@@ -60,6 +61,7 @@ def tensor(
         how = slice_of(key, value)
         if not made.take(key, how) and not own:  # a model's own plan is that of its whole family
             raise ValueError(f"plan[{key!r}] matches no module and no parameter{made.near(key)}")
+    made.vary_once()
     if not made.cuts:
         raise ValueError(f"the plan of {type(model).__name__} cuts none of its parameters.")
     for key, changes in (attributes or {}).items():
@@ -99,6 +101,7 @@ class _Maker:
         }
         self._taken: dict[str, str] = {}
         self._regrouped: set[int] = set()
+        self._varied: dict[str, Varied] = {}  # by the module whose layers take what varies
 
     def near(self, key: str) -> str:
         """Return the end of a sentence that offers the nearest name."""
@@ -117,6 +120,12 @@ class _Maker:
         for name in modules:
             self._module(name, self._modules[name], how)
         return bool(modules or params)
+
+    def vary_once(self) -> None:
+        """Let layers of one module that take the same tensor send one sum of its gradients."""
+        for where, varied in self._varied.items():
+            above = self._modules[where]
+            above.forward = varied.inside(above.forward)
 
     def _cut(self, name: str, param: Tensor, how: Slice, where: str, dim: int | None = None) -> Cut | None:
         """Note the cut of a parameter; return it."""
@@ -184,7 +193,8 @@ class _Maker:
         elif how.kind == "linear":
             sharers = self._sharers(name, cut)
             inner = forward if sharers is None else _varied(part, forward, sharers)
-            part.forward = _linear(part, inner, how, axis, sizes, adds_bias)
+            vary = self._varied.setdefault(name.rpartition(".")[0], Varied(axis))
+            part.forward = _linear(part, inner, how, axis, sizes, adds_bias, vary)
         elif how.kind == "embedding" and how.output == "concat":
             part.forward = _before_and_behind(forward, None, lambda y: Linear.apply(Concat(axis, sizes), y)[0])
         elif how.kind == "experts":
@@ -210,11 +220,17 @@ def _before_and_behind(
 
 
 def _linear(
-    part: nn.Module, forward: Callable[..., Any], how: Slice, axis: Axis, sizes: tuple[int, ...], adds_bias: bool
+    part: nn.Module,
+    forward: Callable[..., Any],
+    how: Slice,
+    axis: Axis,
+    sizes: tuple[int, ...],
+    adds_bias: bool,
+    vary: Callable[[Tensor], Tensor],
 ) -> Callable[[Tensor], Tensor]:
     def run(x: Tensor) -> Tensor:
         if how.input == "equal":
-            (x,) = Linear.apply(Vary(axis), x)
+            x = vary(x)
         elif how.input == "take":
             (x,) = Linear.apply(Take(axis, sizes), x)
         if adds_bias:

@@ -1,0 +1,47 @@
+"""What several layers of one module take varies once: one sum is sent of their gradients, not one for each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch_compat import functorch_level
+from ..collectives.maps import Linear, Vary
+from ..comm.mesh import Axis
+
+
+class Varied:
+    """`vary` for the layers of one module: while its forward runs, a tensor gives the same result again."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self._known: list[tuple[Tensor, tuple[Any, ...], Tensor]] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`vary` of x over the axis."""
+        # A result belongs to the transform and to the mode of autograd in which it was made, and to x as it was then.
+        when = functorch_level(), torch.is_grad_enabled(), x._version
+        for known, then, out in self._known or ():
+            if known is x and then == when:
+                return out
+        (out,) = Linear.apply(Vary(self._axis), x)
+        if self._known is not None:
+            self._known.append((x, when, out))
+        return out
+
+    def inside(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the module's forward, at whose end all is forgotten."""
+
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before, self._known = self._known, []
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._known = before
+
+        return run
