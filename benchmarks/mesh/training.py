@@ -46,6 +46,16 @@ BERT = {
     }
 }
 PLANS = {"gpt2": GPT2, "t5": T5, "bert": BERT}  # the others have their own
+LAYERS = {"gpt2": "transformer.h.*", "bert": "bert.encoder.layer.*"}  # the others': model.layers.*
+
+
+def cuts_of(name, model, mesh, in_parts=False):
+    """The cuts of a model by its plan. `in_parts`: layers have parts of the tokens, and heads part of the logits."""
+    made = dict(PLANS.get(name, {"plan": model.tp_plan}))
+    if in_parts:
+        head = {} if name == "bert" else {"lm_head": "colwise"}
+        made["plan"] = {**made["plan"], LAYERS.get(name, "model.layers.*"): "sequence_parallel", **head}
+    return tensor(model, mesh, **made)
 
 
 def batches():
@@ -75,13 +85,22 @@ def plain(name):
 
 
 def trained(
-    name, sizes, stage, captured=True, method="ulysses", num_microbatches=1, weighted=False, shards=None, compiles=None
+    name,
+    sizes,
+    stage,
+    captured=True,
+    method="ulysses",
+    num_microbatches=1,
+    weighted=False,
+    shards=None,
+    compiles=None,
+    in_parts=False,
 ):
     """The losses, the parameters after all steps, and the number of elements that a rank holds."""
     with in_float64():
         mesh = Mesh.make(**sizes)
         model = zerofn.skeleton(partial(build, name))
-        cuts = tensor(model, mesh, **PLANS.get(name, {})) if mesh.size("tensor") > 1 else None
+        cuts = cuts_of(name, model, mesh, in_parts) if mesh.size("tensor") > 1 else None
         if "context" in sizes:
             context(model, mesh, method=method)
 

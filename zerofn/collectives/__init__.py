@@ -40,10 +40,11 @@ def __dir__() -> list[str]:
     return list(__all__)
 
 
-def _last(x: Tensor, dim: int, what: str) -> Tensor:
+def _from_last(x: Tensor, dim: int, what: str) -> int:
+    """Return which dim this is, counted from the last."""
     if x.dim() == 0:
         raise ValueError(f"{what}: expected a tensor with at least one dim, got a scalar; write x.view(1).")
-    return x.movedim(dim, -1)
+    return range(-x.dim(), 0)[dim]
 
 
 def all_gather(x: Tensor, axis: str | Axis = DATA, *, dim: int = 0) -> Tensor:
@@ -60,7 +61,7 @@ def all_gather(x: Tensor, axis: str | Axis = DATA, *, dim: int = 0) -> Tensor:
     >>> all_gather(torch.tensor([1.0, 2.0]))
     tensor([1., 2.])
     """
-    return Linear.apply(AllGather(_axis(axis)), _last(x, dim, "all_gather"))[0].movedim(-1, dim)
+    return Linear.apply(AllGather(_axis(axis), dim=_from_last(x, dim, "all_gather")), x)[0]
 
 
 def reduce_scatter(x: Tensor, axis: str | Axis = DATA, *, dim: int = 0) -> Tensor:
@@ -78,13 +79,13 @@ def reduce_scatter(x: Tensor, axis: str | Axis = DATA, *, dim: int = 0) -> Tenso
     tensor([1., 2.])
     """
     where = _axis(axis)
-    moved = _last(x, dim, "reduce_scatter")
-    if moved.shape[-1] % where.size:
+    counted = _from_last(x, dim, "reduce_scatter")
+    if x.shape[counted] % where.size:
         raise ValueError(
-            f"reduce_scatter: dim {dim} has {moved.shape[-1]} elements, which {where.size} ranks of "
+            f"reduce_scatter: dim {dim} has {x.shape[counted]} elements, which {where.size} ranks of "
             f"axis {where.name!r} cannot share equally; pad it to a multiple."
         )
-    return Linear.apply(ReduceScatter(where), moved)[0].movedim(-1, dim)
+    return Linear.apply(ReduceScatter(where, dim=counted), x)[0]
 
 
 def all_reduce(x: Tensor, axis: str | Axis = DATA) -> Tensor:

@@ -87,53 +87,52 @@ class Linear(torch.autograd.Function):
         return out, (0,) * len(out)
 
 
-def _rows_first(x: Tensor, size: int) -> Tensor:
-    """[..., size * s] -> flat, the rank dim first."""
-    return x.reshape(*x.shape[:-1], size, x.shape[-1] // size).movedim(-2, 0).reshape(-1)
-
-
 @dataclass(frozen=True)
 class AllGather:
-    """[..., s] on each rank -> [..., size * s]."""
+    """[..., s, ...] on each rank -> [..., size * s, ...], along `dim`, which counts from the last."""
 
     axis: Axis
     unit: str = ""
+    dim: int = -1
 
     @property
     def transpose(self) -> ReduceScatter:
         """A summing reduce-scatter."""
-        return ReduceScatter(self.axis, self.unit)
+        return ReduceScatter(self.axis, self.unit, self.dim)
 
     def __call__(self, x: Tensor) -> tuple[Tensor]:
         """Shards in rank order."""
         if self.axis.size == 1:
             return (ops.as_equal(x, self.axis.name),)
         full = ops.wait(ops.all_gather(x.reshape(-1), self.axis.size, self.axis.group, self.unit))
-        if x.dim() > 1:
-            rows = full.view(self.axis.size, *x.shape).movedim(0, -2)
-            full = rows.reshape(*x.shape[:-1], self.axis.size * x.shape[-1])
-        return (full,)
+        if x.dim() == 1:
+            return (full,)
+        rows = full.view(self.axis.size, *x.shape).movedim(0, self.dim - 1)
+        return (rows.flatten(self.dim - 1, self.dim),)
 
 
 @dataclass(frozen=True)
 class ReduceScatter:
-    """[..., size * s] on each rank -> [..., s]: the sum over ranks, in rank order, of one's own shard."""
+    """[..., size * s, ...] on each rank -> [..., s, ...]: the sum over ranks, in rank order, of one's own shard."""
 
     axis: Axis
     unit: str = ""
+    dim: int = -1
 
     @property
     def transpose(self) -> AllGather:
         """An all-gather."""
-        return AllGather(self.axis, self.unit)
+        return AllGather(self.axis, self.unit, self.dim)
 
     def __call__(self, x: Tensor) -> tuple[Tensor]:
         """The sum."""
         if self.axis.size == 1:
             return (x.view_as(x),)
-        flat = _rows_first(x, self.axis.size) if x.dim() > 1 else x.contiguous()
-        shard = ops.wait(ops.reduce_scatter(flat, self.axis.size, self.axis.group, self.unit))
-        return (shard.view(*x.shape[:-1], x.shape[-1] // self.axis.size),)
+        if x.dim() == 1:
+            return (ops.wait(ops.reduce_scatter(x.contiguous(), self.axis.size, self.axis.group, self.unit)),)
+        rows = x.unflatten(self.dim, (self.axis.size, x.shape[self.dim] // self.axis.size)).movedim(self.dim - 1, 0)
+        shard = ops.wait(ops.reduce_scatter(rows.reshape(-1), self.axis.size, self.axis.group, self.unit))
+        return (shard.view(rows.shape[1:]),)
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,12 @@ maps between them.
 
 from .attention import attention
 from .context import context
+from .cross_entropy import cross_entropy
 from .plan import Slice
 from .sequence import split_sequence
 from .tensor_parallel import tensor
 
-__all__ = ["Slice", "attention", "context", "split_sequence", "tensor"]
+__all__ = ["Slice", "attention", "context", "cross_entropy", "split_sequence", "tensor"]
 
 
 def __dir__() -> list[str]:

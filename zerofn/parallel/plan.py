@@ -54,7 +54,8 @@ WORDS: dict[str, Slice] = {
     "moe_identity_expert": Slice(None, kind="identity", output="equal"),
     "replicated_with_grad_allreduce": Slice(None, kind="varied", input="cut", output="cut"),
     "all_reduce": Slice(None, kind="plain", input="cut", output="sum"),
-    "mla_kv_a_proj": Slice(None, kind="mla", output="equal"),
+    "mla_kv_a_proj": Slice(None, kind="latent", output="equal"),
+    "sequence_parallel": Slice(None, kind="sequence", output="equal"),
     "local_params": Slice(None, kind="plain", output="equal"),
     "replicate": Slice(None, kind="plain", output="equal"),
 }

@@ -7,9 +7,9 @@ changed but for the forward of the layers that the plan names.
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,10 +17,13 @@ from torch import Tensor, nn
 
 from ..collectives.maps import Concat, Linear, Psum, Take, Vary
 from ..comm.mesh import TENSOR, Axis, Mesh
+from ..random.mode import draw_by_place, places_kept
 from ..util.errors import nearest
+from .cross_entropy import give_loss_of_slices
 from .cuts import Cut, equal
 from .plan import Slice, slice_of
-from .varied import Varied
+from .sequence_parallel import Region
+from .varied import Varied, with_varied_parameters
 
 # What modules of attention call the size of a head.
 _SIZES_OF_HEADS = ("head_dim", "attention_head_size", "key_value_proj_dim")
@@ -42,14 +45,19 @@ def tensor(
     `plan`: module or parameter name, with `*` for numbers and for any one component -> a word of transformers'
     `tp_plan`, or a `Slice`; by default the model's own `tp_plan`. Layers inside attention are cut at whole heads.
     Where there are fewer heads of keys and values than ranks, several ranks have the same, and their gradients are
-    summed. `attributes`: module name -> {attribute: function of (value, ranks)}, for numbers that modules keep.
+    summed. Two entries more, beside those of a model's own plan:
+
+    - "model.layers.*": "sequence_parallel": between attention and MLP, ranks have parts of the tokens;
+    - "lm_head": "colwise": logits stay cut by vocabulary, and the model's loss is computed from slices.
+
+    `attributes`: module name -> {attribute: function of (value, ranks)}, for numbers that modules keep.
 
     Raises `ValueError` for a model without a plan, an entry that matches nothing, an unknown word, and for heads that
     ranks cannot share.
     """
-    axis, own = mesh.axis(TENSOR), plan is None
+    axis, own = mesh.axis(TENSOR), getattr(model, "tp_plan", None) or {}
     if plan is None:
-        plan = getattr(model, "tp_plan", None) or {}
+        plan = own
         if not plan:
             raise ValueError(
                 f"{type(model).__name__} has no tp_plan of its own; give plan={{'layers.*.up': 'colwise', ...}}."
@@ -57,11 +65,11 @@ def tensor(
     if axis.size == 1:
         return {}
     made = _Maker(model, mesh, axis)
-    for key, value in plan.items():
-        how = slice_of(key, value)
-        if not made.take(key, how) and not own:  # a model's own plan is that of its whole family
+    entries = {key: slice_of(key, value) for key, value in plan.items()}
+    for key, how in sorted(entries.items(), key=lambda entry: entry[1].kind != "sequence"):
+        if not made.take(key, how) and own.get(key) != plan[key]:  # a model's own plan is that of its whole family
             raise ValueError(f"plan[{key!r}] matches no module and no parameter{made.near(key)}")
-    made.vary_once()
+    made.close()
     if not made.cuts:
         raise ValueError(f"the plan of {type(model).__name__} cuts none of its parameters.")
     for key, changes in (attributes or {}).items():
@@ -102,6 +110,9 @@ class _Maker:
         self._taken: dict[str, str] = {}
         self._regrouped: set[int] = set()
         self._varied: dict[str, Varied] = {}  # by the module whose layers take what varies
+        self._regions: list[Region] = []
+        self._head = getattr(model, "get_output_embeddings", lambda: None)()
+        self._with_varied_parameters: set[str] = set()
 
     def near(self, key: str) -> str:
         """Return the end of a sentence that offers the nearest name."""
@@ -115,17 +126,40 @@ class _Maker:
             if name in self._taken:
                 raise ValueError(f"plan[{key!r}] and plan[{self._taken[name]!r}] both match {name!r}; leave one out.")
             self._taken[name] = key
+        if how.kind == "sequence":
+            self._refuse_outputs_of_layers(key)
+            self._region(key, modules)
+            return bool(modules)
         for name in params:
             self._cut(name, self._params[name], how, name)
         for name in modules:
             self._module(name, self._modules[name], how)
         return bool(modules or params)
 
-    def vary_once(self) -> None:
-        """Let layers of one module that take the same tensor send one sum of its gradients."""
+    def close(self) -> None:
+        """Give modules their maps that have layers with maps."""
         for where, varied in self._varied.items():
             above = self._modules[where]
             above.forward = varied.inside(above.forward)
+        for region in self._regions:
+            region.close(set(self.cuts), self._with_varied_parameters)
+
+    def _region(self, key: str, names: list[str]) -> None:
+        """Note layers that compute with parts of the tokens: those of one list follow one another."""
+        for _, found in itertools.groupby(names, key=lambda name: name.rpartition(".")[0]):
+            self._regions.append(Region(key, {name: self._modules[name] for name in found}, self._axis))
+
+    def _refuse_outputs_of_layers(self, key: str) -> None:
+        config = getattr(self._modules[""], "config", None)
+        for what in ("output_hidden_states", "output_router_logits", "output_attentions"):
+            if getattr(config, what, False):
+                raise ValueError(
+                    f"plan[{key!r}]='sequence_parallel': with {what} in its config, the model reads parts of "
+                    "tokens for whole ones; set it to False."
+                )
+
+    def _region_of(self, name: str) -> Region | None:
+        return next((x for x in self._regions if x.has(name)), None)
 
     def _cut(self, name: str, param: Tensor, how: Slice, where: str, dim: int | None = None) -> Cut | None:
         """Note the cut of a parameter; return it."""
@@ -186,27 +220,61 @@ class _Maker:
         self._axis_maps(name, part, how, cut, bias is not None and how.dim == -1)
 
     def _axis_maps(self, name: str, part: nn.Module, how: Slice, cut: Cut | None, adds_bias: bool) -> None:
-        forward, axis = part.forward, self._axis
+        forward, axis, region = part.forward, self._axis, self._region_of(name)
         sizes = tuple(cut.length(rank) for rank in range(axis.size)) if cut is not None else ()
-        if how.kind == "embedding" and how.dim == 0 and cut is not None:
+        if how.kind == "linear":
+            part.forward = self._linear(name, part, how, cut, adds_bias)
+        elif how.kind == "varied":
+            self._with_varied_parameters.add(name)
+            part.forward = with_varied_parameters(part, forward, axis)
+        elif how.kind == "experts":
+            part.forward = _experts(forward, axis) if region is None else region.experts(name, forward)
+        elif region is not None and (how.kind, how.output) != ("plain", "equal"):
+            raise ValueError(
+                f"{name}: this word of the plan is not known inside of layers that are 'sequence_parallel'."
+            )
+        elif how.kind == "embedding" and how.dim == 0 and cut is not None:
             part.forward = _rows_of_vocabulary(part, forward, cut, axis)
-        elif how.kind == "linear":
-            sharers = self._sharers(name, cut)
-            inner = forward if sharers is None else _varied(part, forward, sharers)
-            vary = self._varied.setdefault(name.rpartition(".")[0], Varied(axis))
-            part.forward = _linear(part, inner, how, axis, sizes, adds_bias, vary)
         elif how.kind == "embedding" and how.output == "concat":
             part.forward = _before_and_behind(forward, None, lambda y: Linear.apply(Concat(axis, sizes), y)[0])
-        elif how.kind == "experts":
-            part.forward = _experts(forward, axis)
-        elif how.kind == "varied":
-            part.forward = _varied(part, forward, axis)
         elif how.kind == "identity":
             part.forward = _before_and_behind(forward, lambda x: x / axis.size, None)
-        elif how.kind == "mla":
-            raise ValueError(f"{name}: the word mla_kv_a_proj is not supported yet.")
+        elif how.kind == "latent":
+            part.forward = _before_and_behind(forward, None, self._latent(name, part))
         elif how.output == "sum":
             part.forward = _before_and_behind(forward, None, lambda y: Linear.apply(Psum(axis), y)[0])
+
+    def _linear(
+        self, name: str, part: nn.Module, how: Slice, cut: Cut | None, adds_bias: bool
+    ) -> Callable[[Tensor], Tensor]:
+        axis, region, owner = self._axis, self._region_of(name), name.rpartition(".")[0]
+        sizes = tuple(cut.length(rank) for rank in range(axis.size)) if cut is not None else ()
+        sharers = self._sharers(name, cut)
+        forward = part.forward if sharers is None else with_varied_parameters(part, part.forward, sharers)
+        if adds_bias:
+            forward = _without_bias(part, forward)
+        if region is not None:
+            bias = (lambda: part._parameters["bias"]) if adds_bias else None
+            return region.linear(name, self._modules[owner], forward, how, bias)
+        if cut is not None and how.output == "cut" and part is self._head:
+            give_loss_of_slices(self._modules[""], axis, cut.size)
+        vary = self._varied.setdefault(owner, Varied(axis)) if how.input == "equal" else None
+        return _linear(part, forward, how, axis, sizes, adds_bias, vary)
+
+    def _latent(self, name: str, part: nn.Module) -> Callable[[Tensor], Tensor]:
+        """Return the map behind the layer of latent attention (DeepSeek-V2) whose output is [keys and values, rotated
+        keys]: those go into a layer that is cut, these into every head as they are.
+        """
+        above = self._modules[name.rpartition(".")[0]]
+        size = getattr(above, "qk_rope_head_dim", None)
+        if not isinstance(size, int):
+            raise ValueError(f"{name}: the word mla_kv_a_proj is for a layer of attention with qk_rope_head_dim.")
+
+        def run(y: Tensor) -> Tensor:
+            latent, rotated = y.split([y.shape[-1] - size, size], -1)
+            return torch.cat([latent, Linear.apply(Vary(self._axis), rotated)[0]], -1)
+
+        return run
 
 
 def _before_and_behind(
@@ -221,41 +289,43 @@ def _before_and_behind(
 
 def _linear(
     part: nn.Module,
-    forward: Callable[..., Any],
+    forward: Callable[[Tensor], Tensor],
     how: Slice,
     axis: Axis,
     sizes: tuple[int, ...],
     adds_bias: bool,
-    vary: Callable[[Tensor], Tensor],
+    vary: Varied | None,
 ) -> Callable[[Tensor], Tensor]:
     def run(x: Tensor) -> Tensor:
-        if how.input == "equal":
+        if vary is not None:
             x = vary(x)
         elif how.input == "take":
             (x,) = Linear.apply(Take(axis, sizes), x)
-        if adds_bias:
-            bias = part._parameters["bias"]
-            with _without_bias(part):
-                y = forward(x)
-            return Linear.apply(Psum(axis), y)[0] + bias
         y = forward(x)
+        draw_by_place(axis.rank if vary is not None and how.output == "cut" else None)
         if how.output == "sum":
-            return Linear.apply(Psum(axis), y)[0]
-        return Linear.apply(Concat(axis, sizes), y)[0] if how.output == "concat" else y
+            (y,) = Linear.apply(Psum(axis), y)
+        elif how.output == "concat":
+            (y,) = Linear.apply(Concat(axis, sizes), y)
+        bias: Any = part._parameters["bias"] if adds_bias else None
+        return y if bias is None else y + bias
 
     return run
 
 
-@contextlib.contextmanager
-def _without_bias(part: nn.Module) -> Iterator[None]:
-    """Inside, a linear layer adds no bias."""
-    bias: Any = part._parameters["bias"]
-    none: Any = torch.zeros_like(bias) if _is_transposed(part) else None
-    part._parameters["bias"] = none
-    try:
-        yield
-    finally:
-        part._parameters["bias"] = bias
+def _without_bias(part: nn.Module, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return the forward of a linear layer that adds no bias."""
+
+    def run(x: Tensor) -> Tensor:
+        bias: Any = part._parameters["bias"]
+        none: Any = torch.zeros_like(bias) if _is_transposed(part) else None
+        part._parameters["bias"] = none
+        try:
+            return forward(x)
+        finally:
+            part._parameters["bias"] = bias
+
+    return run
 
 
 def _is_transposed(part: nn.Module) -> bool:
@@ -283,20 +353,9 @@ def _rows_of_vocabulary(
 def _experts(forward: Callable[..., Any], axis: Axis) -> Callable[..., Any]:
     def run(hidden: Tensor, index: Tensor, weights: Tensor, *rest: Any) -> Tensor:
         hidden, weights = Linear.apply(Vary(axis), hidden)[0], Linear.apply(Vary(axis), weights)[0]
-        return Linear.apply(Psum(axis), forward(hidden, index, weights, *rest))[0]
-
-    return run
-
-
-def _varied(part: nn.Module, forward: Callable[..., Any], axis: Axis) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        own = dict(part._parameters)
-        try:
-            for name, x in own.items():
-                if x is not None:
-                    (part._parameters[name],) = Linear.apply(Vary(axis), x)
-            return forward(*args, **kwargs)
-        finally:
-            part._parameters.update(own)
+        with places_kept():
+            draw_by_place(axis.rank)
+            y = forward(hidden, index, weights, *rest)
+        return Linear.apply(Psum(axis), y)[0]
 
     return run

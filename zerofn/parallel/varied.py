@@ -1,4 +1,6 @@
-"""What several layers of one module take varies once: one sum is sent of their gradients, not one for each."""
+"""What cut layers of one module have in common: what they take varies once, so that one sum is sent of their gradients,
+and what is drawn between them is drawn for slices.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._torch_compat import functorch_level
 from ..collectives.maps import Linear, Vary
 from ..comm.mesh import Axis
+from ..random.mode import places_kept
 
 
 class Varied:
-    """`vary` for the layers of one module: while its forward runs, a tensor gives the same result again."""
+    """`vary` for the layers of one module: while its forward runs, a tensor gives the same result again.
+
+    Draws behind a layer with a cut output are a rank's own, up to one with a cut input, or the end of the forward.
+    """
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
@@ -40,8 +46,25 @@ class Varied:
         def run(*args: Any, **kwargs: Any) -> Any:
             before, self._known = self._known, []
             try:
-                return forward(*args, **kwargs)
+                with places_kept():
+                    return forward(*args, **kwargs)
             finally:
                 self._known = before
 
         return run
+
+
+def with_varied_parameters(part: nn.Module, forward: Callable[..., Any], axis: Axis) -> Callable[..., Any]:
+    """Return the forward of a module whose parameters are whole, and used by each rank in its own way."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        own = dict(part._parameters)
+        try:
+            for name, x in own.items():
+                if x is not None:
+                    (part._parameters[name],) = Linear.apply(Vary(axis), x)
+            return forward(*args, **kwargs)
+        finally:
+            part._parameters.update(own)
+
+    return run

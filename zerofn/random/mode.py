@@ -55,6 +55,7 @@ class _Randomness(TorchDispatchMode):
     def __init__(self, key: Tensor | None) -> None:
         super().__init__()
         self.key = key
+        self.place: int | None = None
         self.position = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,7 +77,7 @@ class _Randomness(TorchDispatchMode):
                 f"{func.name()}{_where()} was given a torch.Generator, whose state is hidden from "
                 "the step. Drop generator=...: draws come from the step's key."
             )
-        return self.counted(self.key)
+        return self.counted(self.key if self.place is None else draws.fold_in_rank(self.key, self.place))
 
     def counted(self, key: Tensor) -> tuple[Tensor, int]:
         """Return `key` and the position of a new draw, and count it."""
@@ -86,8 +87,32 @@ class _Randomness(TorchDispatchMode):
 
 def current_draw() -> tuple[Tensor, int] | None:
     """Return the key and position of a new draw here, and count it; None without `randomness` or its key."""
-    mode = next((x for x in reversed(dispatch_modes()) if isinstance(x, _Randomness)), None)
-    return None if mode is None or mode.key is None else mode.counted(mode.key)
+    return next((mode.counted(mode.key) for mode in _current() if mode.key is not None), None)
+
+
+def draw_by_place(place: int | None) -> None:
+    """From here on, draws are functions of a place as well: where a rank has a slice of what is drawn for. None: not.
+
+    Inside `places_kept`, and nothing without `randomness`.
+    """
+    for mode in _current():
+        mode.place = place
+
+
+@contextmanager
+def places_kept() -> Iterator[None]:
+    """Inside, `draw_by_place` may be called; behind, draws are functions of what they were before."""
+    before = [(mode, mode.place) for mode in _current()]
+    try:
+        yield
+    finally:
+        for mode, place in before:
+            mode.place = place
+
+
+def _current() -> list[_Randomness]:
+    """The innermost `randomness` here, if any."""
+    return [x for x in dispatch_modes() if isinstance(x, _Randomness)][-1:]
 
 
 def _where() -> str:

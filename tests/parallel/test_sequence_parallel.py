@@ -1,0 +1,152 @@
+"""Layers with parts of the tokens, and heads with parts of the vocabulary, beside plain torch in float64."""
+
+from functools import partial
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.func import functional_call
+
+import zerofn
+from benchmarks.mesh.training import assert_same_training, cuts_of, plain, trained
+from zerofn.comm.mesh import Mesh
+from zerofn.parallel import tensor
+
+CASES = [
+    ("llama", {"tensor": 2}, 3, {}),
+    pytest.param("llama, 2 key heads", {"tensor": 4}, 0, {}, marks=pytest.mark.whole),
+    ("qwen3", {"tensor": 3}, 1, {}),
+    ("gpt2", {"tensor": 2}, 2, {}),
+    ("mixtral", {"tensor": 2}, 3, {}),
+    pytest.param("bert", {"tensor": 2}, 3, {}, marks=pytest.mark.whole),
+    pytest.param("qwen3_moe", {"data": 2, "tensor": 2}, 3, {}, marks=pytest.mark.whole),
+    pytest.param("llama", {"context": 2, "tensor": 2}, 3, {"method": "ring"}, marks=pytest.mark.whole),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "stage", "more"), CASES)
+def test_models_are_those_of_plain_torch(ranks, name, sizes, stage, more):
+    num_ranks = torch.tensor(list(sizes.values())).prod().item()
+    fn = partial(trained, in_parts=True, **more)
+    assert_same_training(ranks(num_ranks, fn, name, sizes, stage), plain(name))
+
+
+def lowered(in_parts):
+    mesh = Mesh.make(tensor=-1)
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4
+    )
+    build = partial(small, config)
+    model = zerofn.skeleton(build)
+    cuts = cuts_of("llama", model, mesh, in_parts)
+
+    def init_state():
+        return zerofn.TrainState.create(params=dict(build().named_parameters()), tx=zerofn.optim.sgd(0.1))
+
+    def train_step(state, batch):
+        loss, grads = state.value_and_grad(lambda p, b: functional_call(model, p, (), b).loss)(batch)
+        return state.apply_gradients(grads), loss
+
+    state = zerofn.shard(init_state, stage=0, mesh=mesh, cuts=cuts)
+    ids = torch.zeros(2, 64, dtype=torch.long)
+    report = zerofn.compile(train_step).lower(state, {"input_ids": ids, "labels": ids})
+    return report.sent_along["tensor"], report.memory().peak["activations"]
+
+
+def small(config):
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def test_parts_take_less_memory_and_send_no_more(ranks):
+    ((sent, kept), *_), ((sent_whole, kept_whole), *_) = ranks(2, lowered, True), ranks(2, lowered, False)
+    assert sent < sent_whole  # logits are not gathered
+    assert kept < 0.8 * kept_whole
+
+
+class Attention(nn.Module):
+    is_causal = True
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.o, self.norm = nn.Linear(6, 6), nn.Linear(6, 6), nn.LayerNorm(6)
+
+    def forward(self, x):
+        return self.o(self.norm(self.q(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(6), Attention()
+
+    def forward(self, x):
+        return x + self.attn(self.norm(x))
+
+
+def layers():
+    return nn.Sequential(Layer(), Layer())
+
+
+def refusal(plan, tokens, config=None):
+    mesh = Mesh.make(tensor=-1)
+    model = zerofn.skeleton(layers)
+    if config is not None:
+        model.config = config
+    try:
+        tensor(model, mesh, plan)
+        model(torch.zeros(1, tokens, 6))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+COLUMNS, ROWS = {"*.attn.q": "colwise"}, {"*.attn.o": "rowwise"}
+VARIED, PARTS = {"*.attn.norm": "replicated_with_grad_allreduce"}, {"*": "sequence_parallel"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "tokens", "message"),
+    [
+        (PARTS | ROWS, 4, "no layer inside is cut by columns"),
+        (PARTS | COLUMNS | ROWS, 4, "0.attn.norm.weight is whole inside of a module whose layers are cut"),
+        (PARTS | VARIED | COLUMNS | ROWS, 5, "2 ranks of 'tensor' cannot share sequences of 5 tokens; pad them to 6"),
+        (PARTS | {"0.attn.*": "colwise"}, 4, "1.attn looks at several tokens, and the plan does not cut its layers"),
+        (PARTS | COLUMNS | {"*.attn.o": "rowwise_split_input"}, 4, "0.attn.o is neither cut by columns with a cut"),
+    ],
+)
+def test_what_is_no_part_is_refused(ranks, plan, tokens, message):
+    for said in ranks(2, refusal, plan, tokens):
+        assert message in said
+
+
+def test_outputs_of_layers_are_refused(ranks):
+    config = transformers.PretrainedConfig(output_hidden_states=True)
+    for said in ranks(2, refusal, PARTS | VARIED | COLUMNS | ROWS, 4, config):
+        assert "with output_hidden_states in its config" in said
+
+
+def normed():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8)).double()
+
+
+def of_norm():
+    mesh = Mesh.make(tensor=-1)
+    model = zerofn.skeleton(normed)
+    cuts = tensor(model, mesh, {"0": "sequence_parallel", "1": "colwise_gather_output"})
+    params = zerofn.shard({"params": dict(normed().named_parameters())}, mesh=mesh, cuts=cuts)["params"]
+    x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(2, 4, 6).sin()
+    loss, grads = zerofn.value_and_grad(lambda p, x: functional_call(model, p, (x,)).pow(3).mean())(params, x)
+    return loss, zerofn.unshard(grads)
+
+
+def test_a_norm_alone_may_have_parts(ranks):
+    model = normed()
+    expected = model(torch.linspace(-1, 1, 48, dtype=torch.float64).view(2, 4, 6).sin()).pow(3).mean()
+    expected.backward()
+    for loss, grads in ranks(2, of_norm):
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+        for name, x in model.named_parameters():
+            torch.testing.assert_close(grads[name], x.grad, rtol=1e-12, atol=1e-14)

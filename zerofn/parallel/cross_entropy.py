@@ -1,0 +1,127 @@
+"""Cross-entropy of logits that are cut by vocabulary, which no rank ever has whole."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..collectives.maps import Linear, Psum, rows_over
+from ..comm.mesh import TENSOR, Axis, axis_of
+from .cuts import equal
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    *,
+    axis: str | Axis = TENSOR,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    """Cross-entropy where each rank has the logits of its part of the vocabulary.
+
+    `logits` [..., v]: floating; what a head that is cut by columns returns, without a gather: of `vocab_size` entries
+    each of n ranks has ceil(vocab_size / n), the last ones fewer. `labels` [...]: integers, the same on all ranks;
+    those equal to `ignore_index` count for nothing, and the loss of one that is not in the vocabulary is nan. `axis`:
+    the ranks that share the vocabulary. `reduction`: "mean" over labels that count, "sum", or "none".
+
+    -> a scalar, or [...] with "none": the same on all ranks, in float32 for logits of fewer bits, else in their dtype.
+    Ranks send the greatest logit of each label, and two sums. All ranks must call it. Raises `ValueError` for logits of
+    another size, for labels of another shape and for an unknown reduction.
+
+    >>> logits, labels = torch.tensor([[2.0, 0.0, 1.0]]), torch.tensor([0])
+    >>> cross_entropy(logits, labels, 3, axis="data")
+    tensor(0.4076)
+    """
+    where = axis_of(axis)
+    cut = equal(where.name, 0, vocab_size, where.size)
+    _check(logits, labels, cut.length(where.rank), vocab_size, where, reduction)
+    ((start, stop),) = cut.slices[where.rank]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # Any number would do, so its derivative is none: log(sum(exp(x - greatest))) + greatest is the same for each.
+    greatest = rows_over(wide.detach().amax(-1), where).amax(0)
+    here = (labels >= start) & (labels < stop)
+    of_label = wide.gather(-1, torch.where(here, labels - start, 0).unsqueeze(-1)).squeeze(-1)
+    terms = torch.stack([(wide - greatest.unsqueeze(-1)).exp().sum(-1), (of_label - greatest) * here])
+    weights, scores = Linear.apply(Psum(where), terms)[0].unbind(0)
+    counts = labels != ignore_index
+    losses = torch.where((labels >= 0) & (labels < vocab_size), weights.log() - scores, float("nan"))
+    losses = torch.where(counts, losses, 0)
+    if reduction == "none":
+        return losses
+    return losses.sum() / counts.sum() if reduction == "mean" else losses.sum()
+
+
+def _check(logits: Tensor, labels: Tensor, size: int, vocab_size: int, axis: Axis, reduction: str) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"cross_entropy: reduction is one of {', '.join(REDUCTIONS)}, not {reduction!r}.")
+    if logits.shape[-1] != size:
+        raise ValueError(
+            f"cross_entropy: of {vocab_size} entries of the vocabulary rank {axis.rank} of the {axis.size} of axis "
+            f"{axis.name!r} has {size}, and its logits are {list(logits.shape)}; give those of a head that is cut by "
+            "columns and does not gather them ('colwise')."
+        )
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(f"cross_entropy: labels are {list(labels.shape)}, and logits {list(logits.shape)}.")
+
+
+def give_loss_of_slices(model: Any, axis: Axis, vocab_size: int) -> None:
+    """Let a model of transformers, whose head returns a rank's logits, compute its loss from them."""
+    asked: list[bool] = []
+    # Models whose loss has no name of its own have that of causal ones.
+    knows = hasattr(model, "loss_function") and getattr(model, "loss_type", None) in ("ForCausalLM", None)
+    if knows:
+        model.loss_function = _causal_loss(axis, vocab_size, asked)
+    model.forward = _with_loss_of_slices(model, model.forward, asked, knows)
+
+
+def _causal_loss(axis: Axis, size: int, asked: list[bool]) -> Callable[..., Tensor]:
+    """Return the loss that transformers has for whole logits, by its arguments. `asked`: notes that it was called."""
+
+    def loss(
+        logits: Tensor,
+        labels: Tensor | None = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        asked.append(True)
+        if labels is not None and shift_labels is None:
+            shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        found = cross_entropy(logits, shift_labels, size, axis=axis, ignore_index=ignore_index, reduction=reduction)
+        return found if num_items_in_batch is None else found / num_items_in_batch
+
+    return loss
+
+
+def _with_loss_of_slices(model: Any, forward: Callable[..., Any], asked: list[bool], knows: bool) -> Callable[..., Any]:
+    """Return a forward that raises where labels would meet slices of logits in a loss that takes them for whole."""
+
+    def refuse() -> None:
+        raise ValueError(
+            f"{type(model).__name__} computes its loss in a way of its own, from whole logits, and the plan leaves "
+            "each rank its slice of them: call it without labels, and give its logits to zerofn.parallel.cross_entropy."
+        )
+
+    @functools.wraps(forward)
+    def run(*args: Any, **inputs: Any) -> Any:
+        labelled = inputs.get("labels") is not None
+        if labelled and not knows:
+            refuse()
+        asked.clear()
+        out = forward(*args, **inputs)
+        if labelled and not asked:
+            refuse()
+        return out
+
+    return run

@@ -1,0 +1,178 @@
+"""Layers that have a rank's part of the tokens where nothing of them is cut: norms, sums, dropout (Korthikanti et al.,
+"Reducing activation recomputation in large transformer models", arXiv:2205.05198).
+
+Between layers a rank has a part of each sequence. A module with column-cut layers (attention, an MLP) gets all of it,
+by an all-gather; a row-cut layer leaves a part of it, by a reduce-scatter: each is the other's transpose, and both
+together send what one sum does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..collectives.maps import AllGather, Concat, Linear, ReduceScatter, Take, Vary
+from ..comm.mesh import Axis
+from ..random.mode import draw_by_place, places_kept
+from .varied import with_varied_parameters
+
+_TOKENS = -2  # the dim of tokens, of what layers hand on
+
+
+class Region:
+    """Layers that follow one another, each of which hands its part of the tokens on to the next."""
+
+    def __init__(self, key: str, layers: Mapping[str, nn.Module], axis: Axis) -> None:
+        self._key, self._layers, self._axis = key, layers, axis
+        self._owners: dict[str, nn.Module] = {}
+        self._free: set[str] = set()  # modules that need no map of their own for their parameters
+        self._whole = 0  # how many tokens a sequence has, in the call that is running
+
+    def has(self, name: str) -> bool:
+        """Return whether a module is inside."""
+        return any(name.startswith(f"{layer}.") for layer in self._layers)
+
+    def linear(
+        self, name: str, owner: nn.Module, forward: Callable[..., Any], how: Any, bias: Any
+    ) -> Callable[..., Any]:
+        """Return the forward of a linear layer that is cut. `bias`: returns the one that is added behind, if any."""
+        self._free.add(name)
+        if (how.input, how.output) == ("equal", "cut"):
+            self._owners[name.rpartition(".")[0]] = owner
+            return forward
+        if (how.input, how.output) != ("cut", "sum"):
+            raise ValueError(
+                f"plan[{self._key!r}]='sequence_parallel': {name} is neither cut by columns with a cut output, nor by "
+                "rows with a cut input."
+            )
+
+        def run(x: Tensor) -> Tensor:
+            y = self._part_of_sum(forward(x), name)
+            return y if bias is None else y + Linear.apply(Vary(self._axis), bias())[0]
+
+        return run
+
+    def experts(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward of experts that are cut: tokens in any order, [n, H]."""
+        self._free.add(name)
+        gather, scatter = (x(self._axis, dim=_TOKENS) for x in (AllGather, ReduceScatter))
+
+        def run(hidden: Tensor, index: Tensor, weights: Tensor, *rest: Any) -> Tensor:
+            hidden, index, weights = (Linear.apply(gather, x)[0] for x in (hidden, index, weights))
+            return Linear.apply(scatter, forward(hidden, index, weights, *rest))[0]
+
+        return run
+
+    def _part_of_sum(self, y: Tensor, name: str) -> Tensor:
+        if y.shape[_TOKENS] != self._whole:
+            raise ValueError(
+                f"{name}: expected all {self._whole} tokens in dim {_TOKENS} of its output, whose part a rank goes on "
+                f"with (plan[{self._key!r}]='sequence_parallel'), got {list(y.shape)}."
+            )
+        return Linear.apply(ReduceScatter(self._axis, dim=_TOKENS), y)[0]
+
+    def close(self, cut: set[str], varied: set[str]) -> None:
+        """Give all modules inside their maps. `cut`: parameters; `varied`: modules whose parameters vary already."""
+        self._check_whole_parameters(cut, varied)
+        for name, part in self._inside():
+            below_owner = any(name == owner or name.startswith(f"{owner}.") for owner in self._owners)
+            if not below_owner and name not in self._free and any(x is not None for x in part._parameters.values()):
+                part.forward = with_varied_parameters(part, part.forward, self._axis)
+        for owner in self._owners.values():
+            owner.forward = self._of_whole(owner.forward)
+        layers = list(self._layers.values())
+        for layer in layers:
+            layer.forward = self._of_parts(layer.forward, layer is layers[0], layer is layers[-1])
+
+    def _inside(self) -> Iterator[tuple[str, nn.Module]]:
+        for layer, module in self._layers.items():
+            for below, part in module.named_modules():
+                yield f"{layer}.{below}" if below else layer, part
+
+    def _check_whole_parameters(self, cut: set[str], varied: set[str]) -> None:
+        where = f"plan[{self._key!r}]='sequence_parallel'"
+        if not self._owners and any(next(x.children(), None) is not None for x in self._layers.values()):
+            raise ValueError(f"{where}: no layer inside is cut by columns, so that nothing there would see all tokens.")
+        for name, part in self._inside():
+            owned = [x for x in self._owners if name == x or name.startswith(f"{x}.") or x.startswith(f"{name}.")]
+            if not owned and hasattr(part, "is_causal") or isinstance(part, nn.MultiheadAttention | nn.RNNBase):
+                raise ValueError(f"{where}: {name} looks at several tokens, and the plan does not cut its layers.")
+            if not any(name == x or name.startswith(f"{x}.") for x in self._owners) or name in varied | self._free:
+                continue
+            for last in part._parameters:
+                if f"{name}.{last}" not in cut:
+                    raise ValueError(
+                        f"{where}: {name}.{last} is whole inside of a module whose layers are cut, and would be "
+                        "counted once for each rank; cut it, or write 'replicated_with_grad_allreduce' for its module."
+                    )
+
+    def _of_whole(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward of a module with column-cut layers: it gets all tokens."""
+        return _with_first(forward, lambda x: Linear.apply(AllGather(self._axis, dim=_TOKENS), x)[0])
+
+    def _of_parts(self, forward: Callable[..., Any], first: bool, last: bool) -> Callable[..., Any]:
+        """Return the forward of a layer: the first one takes a part of the tokens, and the last one returns all."""
+
+        def own(x: Tensor) -> Tensor:
+            num, size = x.shape[_TOKENS], self._axis.size
+            if first:
+                if num % size:
+                    raise ValueError(
+                        f"plan[{self._key!r}]='sequence_parallel': {size} ranks of {self._axis.name!r} cannot share "
+                        f"sequences of {num} tokens; pad them to {num + -num % size}, or cut them."
+                    )
+                self._whole = num
+                return _moved(Take(self._axis, (num // size,) * size), x)
+            if num * size != self._whole:
+                raise ValueError(
+                    f"plan[{self._key!r}]='sequence_parallel': a layer got {num} tokens, and the one before it "
+                    f"left {self._whole // size}; the layers are to be called one after the other."
+                )
+            return x
+
+        run = _with_own_draws(_with_first(forward, own), self._axis)
+        if not last:
+            return run
+
+        @functools.wraps(forward)
+        def with_all(*args: Any, **kwargs: Any) -> Any:
+            out, size = run(*args, **kwargs), self._axis.size
+            concat = Concat(self._axis, (self._whole // size,) * size)
+            return (_moved(concat, out[0]), *out[1:]) if isinstance(out, tuple) else _moved(concat, out)
+
+        return with_all
+
+
+def _with_own_draws(forward: Callable[..., Any], axis: Axis) -> Callable[..., Any]:
+    """Return a forward in which all that is drawn is for a part of the tokens, or for slices."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with places_kept():
+            draw_by_place(axis.rank)
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def _moved(op: Take | Concat, x: Tensor) -> Tensor:
+    return Linear.apply(op, x.movedim(_TOKENS, -1))[0].movedim(-1, _TOKENS)
+
+
+def _with_first(forward: Callable[..., Any], change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """Return a forward whose first tensor is changed before."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], Tensor):
+            return forward(change(args[0]), *args[1:], **kwargs)
+        name = next((name for name, x in kwargs.items() if isinstance(x, Tensor)), None)
+        name = "hidden_states" if "hidden_states" in kwargs else name
+        if name is None:
+            raise TypeError("a layer of plan word 'sequence_parallel' was called without a tensor.")
+        return forward(*args, **kwargs | {name: change(kwargs[name])})
+
+    return run
