@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .interop.deepspeed import from_deepspeed
     from .interop.deepspeed_checkpoint import load_deepspeed
     from .launch.run import run
+    from .memory.remat import remat
     from .notebook.progress import progress
     from .offload.policy import Offload
     from .passes import Pass
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from .training.even import even
     from .training.grad import accumulate, value_and_grad
     from .training.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
-    from .training.remat import remat
     from .training.sampler import sampler
     from .training.train_state import TrainState
     from .tree import tree_map
@@ -87,7 +87,7 @@ _WHERE = {
     "even": "training.even",
     "plan": "planning.planner",
     "register_step_pre_hook": "runtime.hooks",
-    "remat": "training.remat",
+    "remat": "memory.remat",
     "progress": "notebook.progress",
     "run": "launch.run",
     "same": "collectives",

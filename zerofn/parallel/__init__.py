@@ -8,8 +8,9 @@ from .cross_entropy import cross_entropy
 from .plan import Slice
 from .sequence import split_sequence
 from .tensor_parallel import tensor
+from .tiled_loss import tiled_loss
 
-__all__ = ["Slice", "attention", "context", "cross_entropy", "split_sequence", "tensor"]
+__all__ = ["Slice", "attention", "context", "cross_entropy", "split_sequence", "tensor", "tiled_loss"]
 
 
 def __dir__() -> list[str]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..collectives import permute
 from ..collectives.maps import Exchange, Linear
 from ..comm.mesh import CONTEXT, Axis, axis_of
+from ..memory.remat import remat
 
 METHODS = ("ulysses", "ring")
 
@@ -160,6 +161,7 @@ class _Part(NamedTuple):
         return [_Part(*xs) for xs in zip(*(x.chunk(2, -2) for x in self), strict=True)]
 
 
+@remat  # scores are never kept, only what they are computed from
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False) -> _Part:
     """q [B, G, n, s, D], k [B, G, 1, t, D], v [B, G, 1, t, E]."""
     scores = (q @ k.transpose(-1, -2)) * scale

@@ -1,0 +1,99 @@
+"""A loss that has the logits of some tokens at a time: a tile of them, which is computed again in the backward pass."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ..memory.remat import remat
+from .sequence import IGNORED
+
+
+def tiled_loss(model: nn.Module, tiles: int = 8) -> None:
+    """Let a decoder of transformers compute its loss without ever having all logits.
+
+        zerofn.parallel.tiled_loss(model)
+        loss = functional_call(model, params, (), batch).loss
+
+    `tiles`: into how many parts sequences are cut. Where the model is called with labels, its head and its loss run on
+    one part after the other, and again in the backward pass; its output has no logits then. Call `tensor` before.
+
+    Raises `TypeError` for anything that is no decoder of transformers with a head, `ValueError` for fewer tiles than
+    one, and, when the model is called with labels, for a model that does more with logits than its loss.
+    """
+    name = type(model).__name__
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None or getattr(model, "loss_type", None) not in ("ForCausalLM", None):
+        raise TypeError(f"tiled_loss: {name} is no decoder of transformers with a head and its loss.")
+    if tiles < 1:
+        raise ValueError(f"tiled_loss: expected one tile or more, got {tiles}.")
+    _give(model, head, tiles)
+
+
+def _give(model: Any, head: nn.Module, tiles: int) -> None:
+    run, of_whole = model.forward, model.loss_function
+    of_head, hidden = head.forward, _Hidden()
+
+    def later(x: Tensor) -> Tensor:
+        return of_head(x) if hidden.seen is None else hidden.take(x)
+
+    def of_tiles(logits: Tensor, labels: Any = None, *args: Any, shift_labels: Any = None, **kwargs: Any) -> Tensor:
+        x = hidden.give(logits, type(model).__name__)
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        if kwargs.get("num_items_in_batch") is None:
+            kwargs["num_items_in_batch"] = (shift_labels != IGNORED).sum()
+        params = {k: v for k, v in head._parameters.items() if v is not None}
+
+        def of_tile(params: Any, x: Tensor, labels: Tensor) -> Tensor:
+            logits = functional_call(head, params, (x,))
+            return of_whole(logits, labels, *args, shift_labels=labels.contiguous(), **kwargs)
+
+        parts = zip(x.chunk(tiles, -2), shift_labels.chunk(tiles, -1), strict=True)
+        return torch.stack([remat(of_tile)(params, *part) for part in parts]).sum()
+
+    @functools.wraps(run)
+    def forward(*args: Any, **inputs: Any) -> Any:
+        if inputs.get("labels") is None:
+            return run(*args, **inputs)
+        with hidden:
+            out = run(*args, **inputs)
+        if not hasattr(out, "logits"):
+            raise ValueError("tiled_loss: call the model with return_dict=True, and read its loss by name.")
+        out.logits = None
+        return out
+
+    head.forward, model.loss_function, model.forward = later, of_tiles, forward
+
+
+class _Hidden:
+    """What the head was given, until the loss asks for it."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] | None = None
+
+    def __enter__(self) -> None:
+        self.seen = []
+
+    def __exit__(self, *_: object) -> None:
+        self.seen = None
+
+    def take(self, x: Tensor) -> Tensor:
+        """Note what the head is given."""
+        assert self.seen is not None
+        self.seen.append(x)
+        return x
+
+    def give(self, logits: Tensor, name: str) -> Tensor:
+        """Return it, and let the head work again."""
+        seen, self.seen = self.seen or [], None
+        if len(seen) != 1 or seen[0] is not logits:
+            raise ValueError(
+                f"tiled_loss: {name} does more with logits than its loss (a scale, a cap); compute a loss of tiles in "
+                "your own function, by zerofn.remat."
+            )
+        return logits
