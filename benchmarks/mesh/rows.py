@@ -5,6 +5,7 @@ A row's builder takes `(work, rank, world)` and returns a `Row`, whose step take
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -26,15 +27,21 @@ def reference(work: Workload, rank: int, world: int) -> Row:
     return Row(loop, loop.state_tensors)
 
 
-def zerofn_on(sizes: dict[str, int], stage: int = 2, method: str = "ulysses") -> Builder:
-    """As a user writes it."""
+IN_PARTS = {"model.layers.*": "sequence_parallel", "lm_head": "colwise"}
+
+
+def zerofn_on(
+    sizes: dict[str, int], stage: int = 2, method: str = "ulysses", more: dict[str, str] | None = None
+) -> Builder:
+    """As a user writes it. `more`: entries beside those of the model's own plan."""
 
     def build(work: Workload, rank: int, world: int) -> Row:
         import zerofn
 
         mesh = zerofn.Mesh.make(**sizes)
         model = zerofn.skeleton(work.module)
-        cuts = zerofn.parallel.tensor(model, mesh) if "tensor" in sizes else None
+        plan: Any = model.tp_plan
+        cuts = zerofn.parallel.tensor(model, mesh, plan | (more or {})) if "tensor" in sizes else None
         if "context" in sizes:
             zerofn.parallel.context(model, mesh, method=method)
 
@@ -67,8 +74,9 @@ def zerofn_on(sizes: dict[str, int], stage: int = 2, method: str = "ulysses") ->
     return build
 
 
-def _tensor_plan() -> dict[str, Any]:
-    from torch.distributed.tensor import Replicate
+def _tensor_plan(gathers: bool) -> dict[str, Any]:
+    """Return torch's plan for the layers that Llama's own names. `gathers`: whether its head gathers the logits."""
+    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     cut = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")} | {"o_proj": RowwiseParallel()}
@@ -77,27 +85,36 @@ def _tensor_plan() -> dict[str, Any]:
         plan[f"model.layers.*.mlp.{name}"] = ColwiseParallel()
     plan["model.layers.*.mlp.down_proj"] = RowwiseParallel()
     plan["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
-    plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
+    head = {"output_layouts": Replicate()} if gathers else {"output_layouts": Shard(-1), "use_local_output": False}
+    plan["lm_head"] = ColwiseParallel(**head)
     return plan
 
 
-def torch_tensor(data: int, tensor: int) -> Builder:
-    """`parallelize_module`, and `fully_shard` along the other axis if it has several ranks."""
+def torch_tensor(data: int, tensor: int, gathers: bool = True) -> Builder:
+    """`parallelize_module`, and `fully_shard` along the other axis if it has several ranks; without a gather of logits
+    in `loss_parallel`.
+    """
 
     def build(work: Workload, rank: int, world: int) -> Row:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor.parallel import parallelize_module
+        from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
         mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("data", "tensor"))
-        model = parallelize_module(work.build(), mesh["tensor"], _tensor_plan())
+        model = parallelize_module(work.build(), mesh["tensor"], _tensor_plan(gathers))
         if data > 1:
             shard_layers(work, model, mesh["data"])
         # Norms are no DTensors where nothing is sharded; a fused update takes one kind at a time.
         kinds = [[p for p in model.parameters() if isinstance(p, DTensor) == kind] for kind in (True, False)]
         optimizer = adamw([{"params": kind} for kind in kinds if kind])
-        step = train_once(model, optimizer)
-        return Row(lambda tokens: step(tokens.chunk(data)[rank // tensor]), lambda: state_of(model, optimizer))
+        once = train_once(model, optimizer)
+
+        def step(tokens: torch.Tensor) -> torch.Tensor:
+            with contextlib.nullcontext() if gathers else loss_parallel():
+                loss = once(tokens.chunk(data)[rank // tensor])
+            return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+        return Row(step, lambda: state_of(model, optimizer))
 
     return build
 
@@ -219,24 +236,38 @@ TENSOR, CONTEXT = "tensor", "context"
 # world -> what is cut -> system -> builder. The peers of a cell do the work of ZeroFn's rows in it.
 PEERS: dict[int, dict[str, dict[str, Builder]]] = {
     2: {
-        TENSOR: {"torch, tensor 2": torch_tensor(1, 2), "DeepSpeed AutoTP 2": deepspeed_autotp(1, 2)},
+        TENSOR: {
+            "torch, tensor 2": torch_tensor(1, 2),
+            "torch, tensor 2, loss_parallel": torch_tensor(1, 2, gathers=False),
+            "DeepSpeed AutoTP 2": deepspeed_autotp(1, 2),
+        },
         CONTEXT: {"torch, context 2": torch_context(1, 2), "DeepSpeed Ulysses 2": deepspeed_ulysses(2)},
     },
     4: {
-        TENSOR: {"torch, data 2 x tensor 2": torch_tensor(2, 2), "DeepSpeed AutoTP 2 x ZeRO-2": deepspeed_autotp(2, 2)},
+        TENSOR: {
+            "torch, data 2 x tensor 2": torch_tensor(2, 2),
+            "torch, data 2 x tensor 2, loss_parallel": torch_tensor(2, 2, gathers=False),
+            "DeepSpeed AutoTP 2 x ZeRO-2": deepspeed_autotp(2, 2),
+        },
         CONTEXT: {"torch, data 2 x context 2": torch_context(2, 2), "DeepSpeed Ulysses 4": deepspeed_ulysses(4)},
     },
 }
 ZEROFN: dict[int, dict[str, dict[str, Builder]]] = {
     2: {
-        TENSOR: {"ZeroFn, tensor 2": zerofn_on({"tensor": 2})},
+        TENSOR: {
+            "ZeroFn, tensor 2": zerofn_on({"tensor": 2}),
+            "ZeroFn, tensor 2, in parts": zerofn_on({"tensor": 2}, more=IN_PARTS),
+        },
         CONTEXT: {
             "ZeroFn, context 2": zerofn_on({"context": 2}),
             "ZeroFn, context 2, ring": zerofn_on({"context": 2}, method="ring"),
         },
     },
     4: {
-        TENSOR: {"ZeroFn, data 2 x tensor 2": zerofn_on({"data": 2, "tensor": 2})},
+        TENSOR: {
+            "ZeroFn, data 2 x tensor 2": zerofn_on({"data": 2, "tensor": 2}),
+            "ZeroFn, data 2 x tensor 2, in parts": zerofn_on({"data": 2, "tensor": 2}, more=IN_PARTS),
+        },
         CONTEXT: {
             "ZeroFn, data 2 x context 2": zerofn_on({"data": 2, "context": 2}),
             "ZeroFn, context 4": zerofn_on({"context": 4}),
