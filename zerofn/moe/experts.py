@@ -28,6 +28,7 @@ from ..parallel.plan import did_you_mean, matches
 from ..parallel.tensor_parallel import CutExperts
 from ..util.errors import nearest
 from .exchange import combine, dispatch
+from .router_logits import of_whole_batch
 from .routing import order_of, placed, places_of
 
 _CUT, _DISPATCH, _WHOLE = "grouped_gemm", "ep_dispatch_experts", "replicated_with_grad_allreduce"
@@ -57,7 +58,8 @@ def experts(
     `cuts=zerofn.parallel.tensor(model, mesh) | zerofn.moe.experts(model, mesh)`. A rank then has a part of each of its
     experts if the tensor plan cuts experts, and else whole ones.
 
-    All ranks of the axis need as many tokens as the others in every step. Raises `ValueError` for a mesh without the
+    A model with `output_router_logits` adds its load-balance loss of the global batch. All ranks need as many tokens as
+    the others in every step. Raises `ValueError` for a mesh without the
     axis, a model without a plan, an entry that matches nothing, an unknown word, a capacity that is no positive number,
     and for experts that ranks cannot share; `TypeError` for a module that is not made as transformers' experts are.
     """
@@ -83,6 +85,7 @@ def experts(
             if odd
             else f"moe.experts: the plan of {name} matches none of its modules of experts."
         )
+    of_whole_batch(model, mesh)
     return found if axis.size > 1 else {}
 
 
@@ -153,10 +156,10 @@ def _check_word(key: str, word: Any) -> None:
     if near:
         hint = f"; did you mean {near[0]!r}?"
     elif word in TENSOR_WORDS:
-        hint = ": it is a word of tp_plan, for zerofn.parallel.tensor."
+        hint = ", a word of tp_plan, which zerofn.parallel.tensor takes; leave it out of plan=."
     else:
         hint = f"; there are {', '.join(_WORDS)}."
-    raise ValueError(f"moe.experts: plan[{key!r}]={word!r} is not known{hint}")
+    raise ValueError(f"moe.experts: plan[{key!r}]={word!r} says nothing of experts{hint}")
 
 
 def _share(
@@ -166,7 +169,7 @@ def _share(
     held: Any = part  # of which attributes are read and set
     over = part.forward if isinstance(part.forward, CutExperts) else None
     if isinstance(part.forward, _Shared) or (over and isinstance(over.forward, _Shared)):
-        raise ValueError(f"moe.experts: {where!r} is shared already; make the skeleton anew to share it in another way.")
+        raise ValueError(f"moe.experts: {where!r} is shared already; make a new skeleton to share it anew.")
     if not hasattr(part, "_is_expert_parallel") or not isinstance(getattr(part, "num_experts", None), int):
         raise TypeError(
             f"moe.experts: {where!r} is a {type(part).__name__}, which is not made as transformers' experts are "
