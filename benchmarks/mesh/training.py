@@ -83,7 +83,7 @@ def trained(
         mesh = Mesh.make(**sizes)
         model = zerofn.skeleton(partial(build, name))
         cuts = tensor(model, mesh, **PLANS.get(name, {})) if mesh.size("tensor") > 1 else {}
-        if mesh.size("expert") > 1:
+        if "expert" in sizes:
             cuts |= experts(model, mesh)
         if "context" in sizes:
             context(model, mesh, method=method)

@@ -66,6 +66,7 @@ def variants(folder):
     return [run(), run(compiles={"remat": "full"}), run(compiles={"memory": least}), run(shards={"offload": on_drives})]
 
 
+@whole
 def test_recomputation_budgets_and_drives_keep_the_bits(ranks, tmp_path):
     for (losses, params), *others in ranks(2, variants, tmp_path):
         for again, ours in others:
@@ -73,14 +74,13 @@ def test_recomputation_budgets_and_drives_keep_the_bits(ranks, tmp_path):
             assert_same_trees(ours, params)
 
 
-def memory(sizes):
-    return trained("mixtral", sizes, 0)[2]
-
-
-def test_experts_take_their_part_of_the_memory(ranks):
-    """At stage 0 a rank holds its experts of all layers, which are most of the model, and all of the rest."""
-    whole, half = ranks(1, memory, {"data": 1})[0], ranks(2, memory, {"expert": 2})[0]
-    assert half < 0.7 * whole
+def test_a_rank_holds_its_experts_and_all_of_the_rest():
+    mesh = Mesh.planned({"expert": 2})
+    cuts, whole = moe.experts(zerofn.skeleton(small), mesh), dict(small().named_parameters())
+    of_experts = sum(x.numel() for name, x in whole.items() if ".experts." in name)
+    rest = sum(x.numel() for x in whole.values()) - of_experts
+    held = sum(x.numel() * cuts[k].length(0) // 4 if k in cuts else x.numel() for k, x in whole.items())
+    assert held == of_experts // 2 + rest
 
 
 def test_tensor_parallelism_cuts_within_experts():
@@ -284,7 +284,8 @@ EXPERTS, UP = "model.layers.*.mlp.experts", "model.layers.*.mlp.experts.gate_up_
 
 def test_mistakes_are_sentences():
     two, three = Mesh.planned({"expert": 2}), Mesh.planned({"expert": 3})
-    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=7, hidden_size=8, num_hidden_layers=1))
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=7, num_hidden_layers=1, **sizes))
     bad = [
         (lambda: moe.experts(small(), Mesh.planned({"data": 2})), "mesh has no axis 'expert'"),
         (lambda: moe.experts(llama, two), "LlamaForCausalLM has no ep_plan of its own"),
@@ -298,7 +299,7 @@ def test_mistakes_are_sentences():
         (lambda: moe.experts(small(), two, {UP: "grouped_gemm"}), "and not its module; add 'model.layers.0.mlp.exp"),
         (lambda: moe.experts(small(), two, {EXPERTS: "ep_dispatch_experts"}), "the plan leaves it out; write 'grouped"),
         (lambda: moe.experts(small(), two, {EXPERTS: "ep_dispatch_experts", UP: "grouped_gemm"}), "down_proj' has sha"),
-        (lambda: moe.experts(small(), two, {}), "has no ep_plan of its own"),
+        (lambda: moe.experts(small(), two, {}), "matches none of its modules of experts"),
         (lambda: moe.experts(nn.Sequential(Foreign()), two, {"0": "ep_dispatch_experts", "0.up": "grouped_gemm"}),
          "a Foreign, which is not made as transformers' experts are"),
         *[
@@ -325,7 +326,7 @@ def test_a_model_is_shared_once_and_after_it_was_cut():
 
 
 def masked():
-    mesh = Mesh.make(expert=2)
+    mesh = Mesh.make(data=2, expert=1)
     model = small(output_router_logits=True)
     moe.experts(model, mesh)
     rows = torch.ones(1, 4, dtype=torch.int64)
