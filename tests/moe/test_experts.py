@@ -242,6 +242,13 @@ def test_the_models_own_choice_of_kernels_is_captured(ranks):
             torch.testing.assert_close(ours[name], x, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("capacity", [None, 1.0])
+def test_one_rank_of_all_axes_is_not_warned(capacity):
+    """Nothing differs from rank to rank, so that more ranks would not be refused."""
+    loss, params, _ = by_default({"data": -1, "expert": 1, "context": 1}, 2, capacity)
+    assert torch.isfinite(torch.tensor(loss)) and params.keys() == dict(small().named_parameters()).keys()
+
+
 TOKENS, WIDTH = 16, 16  # of a rank; 4 bytes each
 
 
