@@ -27,9 +27,10 @@ def mesh_of(text: str) -> dict[str, int]:
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--mesh", type=mesh_of, default={"data": -1}, help="axes and sizes, as in data=2,tensor=2,context=2")
+    add("--mesh", type=mesh_of, default={"data": -1}, help="axes and sizes, as in data=2,tensor=2,context=2; expert=2")
     add("--model", default="llama", choices=["llama", "mixtral"])
     add("--method", default="ulysses", choices=["ulysses", "ring"], help="of attention along the axis context")
+    add("--capacity", type=float, help="of experts along the axis expert, as a factor; by default nothing is dropped")
     add("--stage", type=int, default=3, choices=range(4))
     add("--steps", type=int, default=60)
     add("--batch", type=int, default=8, help="sequences a step, over all ranks")
@@ -47,7 +48,7 @@ def config_of(args: argparse.Namespace) -> LlamaConfig | MixtralConfig:
     sizes |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), args.heads)
     if args.model == "llama":
         return LlamaConfig(**sizes)
-    return MixtralConfig(**sizes, num_local_experts=4, experts_implementation="batched_mm")
+    return MixtralConfig(**sizes, num_local_experts=4)
 
 
 def sequences(args: argparse.Namespace) -> torch.Tensor:
@@ -71,7 +72,9 @@ def main() -> None:
         return AutoModelForCausalLM.from_config(config_of(args))
 
     model = zerofn.skeleton(build)
-    cuts = zerofn.parallel.tensor(model, mesh) if "tensor" in args.mesh else None
+    cuts = zerofn.parallel.tensor(model, mesh) if "tensor" in args.mesh else {}
+    if "expert" in args.mesh:
+        cuts |= zerofn.moe.experts(model, mesh, capacity=args.capacity)
     if "context" in args.mesh:
         zerofn.parallel.context(model, mesh, method=args.method)
 
@@ -89,7 +92,7 @@ def main() -> None:
         batch = {"input_ids": rows, "labels": rows}
         return zerofn.parallel.split_sequence(batch, mesh) if "context" in args.mesh else batch
 
-    state = zerofn.shard(init_state, stage=args.stage, mesh=mesh, cuts=cuts)
+    state = zerofn.shard(init_state, stage=args.stage, mesh=mesh, cuts=cuts or None)
     step = zerofn.compile(train_step)
     data = sequences(args)
     sampler = zerofn.sampler(data, mesh, shuffle=False)

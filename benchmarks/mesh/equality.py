@@ -25,6 +25,11 @@ MESHES: list[tuple[dict[str, int], str]] = [
     ({"context": 3}, "ring"),
     ({"replicate": 2, "data": 2}, "ulysses"),
     ({"data": 2, "tensor": 2}, "ulysses"),
+    ({"expert": 2}, "ulysses"),
+    ({"expert": 3}, "ulysses"),
+    ({"data": 2, "expert": 2}, "ulysses"),
+    ({"expert": 2, "tensor": 2}, "ulysses"),
+    ({"expert": 2, "context": 2}, "ulysses"),
     ({"data": 2, "tensor": 2, "context": 2}, "ring"),
 ]
 

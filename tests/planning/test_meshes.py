@@ -210,6 +210,8 @@ def test_the_table_names_axes():
         "mesh = zerofn.Mesh.make(data=2, tensor=2); state = zerofn.shard(init_state, stage=0, mesh=mesh, "
         "cuts=zerofn.parallel.tensor(model, mesh)); "
     )
+    both = row.config._replace(mesh=(("expert", 2), ("tensor", 2))).call()
+    assert "cuts=zerofn.parallel.tensor(model, mesh) | zerofn.moe.experts(model, mesh));" in both
     assert "sent along tensor" in planned({"data": 2, "tensor": 2}, 3)[0].plan.timeline().busy
     hybrid = planned({"replicate": 2, "data": 2}, 3)[0].config
     assert "mesh=zerofn.Mesh.make(replicate=2, data=2))" in hybrid.call()

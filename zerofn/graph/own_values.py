@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from ..comm.mesh import BETWEEN, Mesh
+from ..comm.mesh import BATCH, BETWEEN, Mesh
 from ..ops.registry import OnShard
 from .alias import sources, writes
 from .loop import body_of, given_to_body, run_loop
@@ -114,7 +114,10 @@ class _Follower:
         """Return the axes of the mesh that a transfer or a mark goes over: none for a group of another mesh."""
         group = argument(node, "group") if traits(node).collective else None
         if group is None:
-            return frozenset(str(argument(node, "axis")).split(BETWEEN))
+            named = frozenset(str(argument(node, "axis")).split(BETWEEN))
+            # Axes of one rank have no transfers: what is equal along one is marked by the name of any of them.
+            alone = frozenset(x.name for x in self._mesh.axes if x.size == 1 and x.name in BATCH)
+            return named | alone if named & frozenset(BATCH) else named
         return self._mesh.names_of_groups.get(group, _NO_AXES)
 
     def _through(self, loop: Node, origins: dict[Node, Origins], memory: dict[Node, Node]) -> list[Origins]:

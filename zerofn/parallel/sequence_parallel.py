@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..collectives.maps import AllGather, Concat, Linear, ReduceScatter, Take, Vary
 from ..comm.mesh import Axis
 from ..random.mode import draw_by_place, places_kept
+from .cut_experts import CutExperts
 from .varied import with_varied_parameters
 
 _TOKENS = -2  # the dim of tokens, of what layers hand on
@@ -28,7 +29,7 @@ class Region:
     def __init__(self, key: str, layers: Mapping[str, nn.Module], axis: Axis) -> None:
         self._key, self._layers, self._axis = key, layers, axis
         self._owners: dict[str, nn.Module] = {}
-        self._free: set[str] = set()  # modules that need no map of their own for their parameters
+        self._free: set[str] = set()  # modules whose parameters need no map
         self._whole = 0  # how many tokens a sequence has, in the call that is running
 
     def has(self, name: str) -> bool:
@@ -55,17 +56,6 @@ class Region:
 
         return run
 
-    def experts(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward of experts that are cut: tokens in any order, [n, H]."""
-        self._free.add(name)
-        gather, scatter = (x(self._axis, dim=_TOKENS) for x in (AllGather, ReduceScatter))
-
-        def run(hidden: Tensor, index: Tensor, weights: Tensor, *rest: Any) -> Tensor:
-            hidden, index, weights = (Linear.apply(gather, x)[0] for x in (hidden, index, weights))
-            return Linear.apply(scatter, forward(hidden, index, weights, *rest))[0]
-
-        return run
-
     def _part_of_sum(self, y: Tensor, name: str) -> Tensor:
         if y.shape[_TOKENS] != self._whole:
             raise ValueError(
@@ -79,7 +69,8 @@ class Region:
         self._check_whole_parameters(cut, varied)
         for name, part in self._inside():
             below_owner = any(name == owner or name.startswith(f"{owner}.") for owner in self._owners)
-            if not below_owner and name not in self._free and any(x is not None for x in part._parameters.values()):
+            free = name in self._free or isinstance(part.forward, CutExperts)
+            if not below_owner and not free and any(x is not None for x in part._parameters.values()):
                 part.forward = with_varied_parameters(part, part.forward, self._axis)
         for owner in self._owners.values():
             owner.forward = self._of_whole(owner.forward)

@@ -8,7 +8,6 @@ changed but for the forward of the layers that the plan names.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,11 +16,11 @@ from torch import Tensor, nn
 
 from ..collectives.maps import Concat, Linear, Psum, Take, Vary
 from ..comm.mesh import TENSOR, Axis, Mesh
-from ..random.mode import draw_by_place, places_kept
-from ..util.errors import nearest
+from ..random.mode import draw_by_place
 from .cross_entropy import give_loss_of_slices
+from .cut_experts import CutExperts
 from .cuts import Cut, equal
-from .plan import Slice, slice_of
+from .plan import Slice, did_you_mean, matches, slice_of
 from .sequence_parallel import Region
 from .varied import Varied, with_varied_parameters
 
@@ -73,23 +72,13 @@ def tensor(
     if not made.cuts:
         raise ValueError(f"the plan of {type(model).__name__} cuts none of its parameters.")
     for key, changes in (attributes or {}).items():
-        found = [part for name, part in model.named_modules() if _matches(key, name)]
+        found = [part for name, part in model.named_modules() if matches(key, name)]
         if not found:
-            raise ValueError(f"attributes[{key!r}] matches no module{_near(key, dict(model.named_modules()))}")
+            raise ValueError(f"attributes[{key!r}] matches no module{did_you_mean(key, dict(model.named_modules()))}")
         for part in found:
             for attribute, change in changes.items():
                 setattr(part, attribute, change(getattr(part, attribute), axis.size))
     return made.cuts
-
-
-def _matches(key: str, name: str) -> bool:
-    pattern = "".join(r"[^.]+" if x == "*" else re.escape(x) for x in re.split(r"(\*)", key))
-    return re.fullmatch(pattern, name) is not None
-
-
-def _near(key: str, names: Mapping[str, Any]) -> str:
-    found = nearest(key, {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names if name})
-    return f"; did you mean {found[0]!r}?" if found else "."
 
 
 class _Maker:
@@ -116,12 +105,12 @@ class _Maker:
 
     def near(self, key: str) -> str:
         """Return the end of a sentence that offers the nearest name."""
-        return _near(key, self._modules)
+        return did_you_mean(key, self._modules)
 
     def take(self, key: str, how: Slice) -> bool:
         """Apply one entry of the plan. Return whether it matches anything."""
-        modules = [name for name in self._modules if name and _matches(key, name)]
-        params = [name for name in self._params if _matches(key, name)]
+        modules = [name for name in self._modules if name and matches(key, name)]
+        params = [name for name in self._params if matches(key, name)]
         for name in modules + params:
             if name in self._taken:
                 raise ValueError(f"plan[{key!r}] and plan[{self._taken[name]!r}] both match {name!r}; leave one out.")
@@ -228,7 +217,12 @@ class _Maker:
             self._with_varied_parameters.add(name)
             part.forward = with_varied_parameters(part, forward, axis)
         elif how.kind == "experts":
-            part.forward = _experts(forward, axis) if region is None else region.experts(name, forward)
+            if "forward" in vars(part):
+                raise ValueError(
+                    f"{name}: something has replaced its forward, as zerofn.moe.experts does; call "
+                    "zerofn.parallel.tensor first."
+                )
+            part.forward = CutExperts(forward, axis, self.cuts, in_parts=region is not None)
         elif region is not None and (how.kind, how.output) != ("plain", "equal"):
             raise ValueError(
                 f"{name}: this word of the plan is not known inside of layers that are 'sequence_parallel'."
@@ -346,16 +340,5 @@ def _rows_of_vocabulary(
         there = (ids >= start) & (ids < stop)
         rows = forward(torch.where(there, ids - start, 0))
         return Linear.apply(Psum(axis), rows * there.unsqueeze(-1).to(rows.dtype))[0]
-
-    return run
-
-
-def _experts(forward: Callable[..., Any], axis: Axis) -> Callable[..., Any]:
-    def run(hidden: Tensor, index: Tensor, weights: Tensor, *rest: Any) -> Tensor:
-        hidden, weights = Linear.apply(Vary(axis), hidden)[0], Linear.apply(Vary(axis), weights)[0]
-        with places_kept():
-            draw_by_place(axis.rank)
-            y = forward(hidden, index, weights, *rest)
-        return Linear.apply(Psum(axis), y)[0]
 
     return run

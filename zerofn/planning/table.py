@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ..comm.mesh import DATA
+from ..comm.mesh import DATA, EXPERT, TENSOR
 from ..cost.machine import Machine
 from ..graph.liveness import KINDS
 from ..util.html import preformatted, table
@@ -17,7 +17,7 @@ from ..util.sizes import in_words, time_in_words
 from .picture import File, draw_rows, page
 from .plan import Plan
 
-_CUTS = "zerofn.parallel.tensor(model, mesh)"
+_CUTS = {TENSOR: "zerofn.parallel.tensor(model, mesh)", EXPERT: "zerofn.moe.experts(model, mesh)"}
 _HEAD = (
     "mesh",
     "stage",
@@ -93,7 +93,8 @@ class Config(NamedTuple):
         given, first = [f"{name}={_written(value)}" for name, value in self.options.items()], ""
         if self.on_axes:
             mesh = f"zerofn.Mesh.make({', '.join(f'{name}={size}' for name, size in self.sizes.items())})"
-            given.append(f"mesh=mesh, cuts={_CUTS}" if self.cut else f"mesh={mesh}")
+            cuts = " | ".join(call for name, call in _CUTS.items() if self.sizes.get(name, 1) > 1)
+            given.append(f"mesh=mesh, cuts={cuts}" if self.cut else f"mesh={mesh}")
             first = f"mesh = {mesh}; " if self.cut else ""
         options = ", ".join(given)
         remat = f", remat={self.remat!r}" if self.remat else ""

@@ -1,0 +1,43 @@
+"""Experts of which each rank has a part, as transformers' modules of experts are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..collectives.maps import AllGather, Linear, Psum, ReduceScatter, Vary
+from ..comm.mesh import Axis
+from ..random.mode import draw_by_place, places_kept
+from .cuts import Cut
+
+
+@dataclass(frozen=True)
+class CutExperts:
+    """The forward of a module of experts, of each of which a rank has a part.
+
+    `forward`: the module's own, whose results are terms of a sum over the ranks of `axis`. `cuts`: those of the model.
+    `in_parts`: whether each rank has tokens of its own, and not all have the same.
+    """
+
+    forward: Callable[..., Any]
+    axis: Axis
+    cuts: Mapping[str, Cut]
+    in_parts: bool = False
+
+    def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor, *rest: Any) -> Tensor:
+        """Compute as whole experts do: tokens [S, d], their experts and weights [S, k] -> [S, d]."""
+        before: Any
+        behind: Any
+        if self.in_parts:
+            before, behind = AllGather(self.axis, dim=-2), ReduceScatter(self.axis, dim=-2)
+            (index,) = Linear.apply(before, index)
+        else:
+            before, behind = Vary(self.axis), Psum(self.axis)
+        hidden, weights = (Linear.apply(before, x)[0] for x in (hidden, weights))
+        with places_kept():
+            draw_by_place(self.axis.rank)
+            y = self.forward(hidden, index, weights, *rest)
+        return Linear.apply(behind, y)[0]
