@@ -13,6 +13,8 @@ KERNELS := CMakeLists.txt $(wildcard ops/csrc/*)
 torch_stamp := torch-$(subst /,_,$(subst :,_,$(TORCH))).stamp
 
 export OMP_NUM_THREADS ?= 1
+# Where it is set, as in many containers, each of some hundred processes that tests start would compile the library.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check test test-all test-system lint bench docs architecture clean
 .NOTPARALLEL:
