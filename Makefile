@@ -6,7 +6,8 @@ VENV ?= .venv
 PEERS ?= .venv-peers
 RANKS ?= 2
 JOBS ?= 2
-PIP = bin/python -m pip install --disable-pip-version-check --quiet
+# Of the 20,000 modules that are installed few are ever imported: those are compiled then, and not all of them here.
+PIP = bin/python -m pip install --disable-pip-version-check --quiet --no-compile
 KERNELS := CMakeLists.txt $(wildcard ops/csrc/*)
 
 # Stamps carry the requirement they stand for, so another TORCH is installed and not taken as done.
