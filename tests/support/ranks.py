@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import io
 import multiprocessing
 import os
@@ -146,7 +145,6 @@ def _work(connection: Connection, log: str) -> None:
     faulthandler.enable(file)
     faulthandler.register(signal.SIGUSR1, file)  # the parent's question to a rank that hangs
     torch.set_num_threads(1)
-    gc.freeze()  # captures make much garbage, beside a million objects of modules
     generation = None
     while True:
         try:
