@@ -6,13 +6,16 @@ VENV ?= .venv
 PEERS ?= .venv-peers
 RANKS ?= 2
 JOBS ?= 2
-PIP = bin/python -m pip install --disable-pip-version-check --quiet
+# Of the 20,000 modules that are installed few are ever imported: those are compiled then, and not all of them here.
+PIP = bin/python -m pip install --disable-pip-version-check --quiet --no-compile
 KERNELS := CMakeLists.txt $(wildcard ops/csrc/*)
 
 # Stamps carry the requirement they stand for, so another TORCH is installed and not taken as done.
 torch_stamp := torch-$(subst /,_,$(subst :,_,$(TORCH))).stamp
 
 export OMP_NUM_THREADS ?= 1
+# Where it is set, as in many containers, each of some hundred processes that tests start would compile the library.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check test test-all test-system lint bench docs architecture clean
 .NOTPARALLEL:

@@ -1,4 +1,4 @@
-# torchrun --standalone --nproc-per-node 8 examples/mesh.py --mesh data=2,tensor=2,context=2
+# torchrun --standalone --nproc-per-node 8 examples/mesh.py --mesh data=2,context=2,tensor=2
 """transformers' Llama or Mixtral, unmodified and from random weights, on any mesh of ranks.
 
 It reads Python, byte by byte, from the standard library's sources. Before the first step it prints what each axis of
@@ -21,13 +21,16 @@ from zerofn import optim
 
 
 def mesh_of(text: str) -> dict[str, int]:
-    return {name: int(size) for name, size in (axis.split("=") for axis in text.split(","))}
+    try:
+        return {name.strip(): int(size) for name, size in (axis.split("=") for axis in text.split(","))}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no mesh; write axes and sizes, as data=2,tensor=2") from None
 
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--mesh", type=mesh_of, default={"data": -1}, help="axes and sizes, as in data=2,tensor=2,context=2; expert=2")
+    add("--mesh", type=mesh_of, default={"data": -1}, help="axes and sizes, as in data=2,context=2,tensor=2; expert=2")
     add("--model", default="llama", choices=["llama", "mixtral"])
     add("--method", default="ulysses", choices=["ulysses", "ring"], help="of attention along the axis context")
     add("--capacity", type=float, help="of experts along the axis expert, as a factor; by default nothing is dropped")
@@ -58,6 +61,8 @@ def sequences(args: argparse.Namespace) -> torch.Tensor:
         text += path.read_bytes()
         if len(text) >= wanted:
             break
+    if len(text) < wanted:
+        raise SystemExit(f"{args.steps} steps read {wanted:,} bytes, and there are {len(text):,}: give fewer --steps.")
     return torch.frombuffer(text, dtype=torch.uint8, count=wanted).long().view(-1, args.length)
 
 

@@ -3,8 +3,6 @@
 import ast
 import importlib
 
-import pytest
-
 from tests.support.library import FILES, LIBRARY, ORDER, ROOT, imported_modules, parse, room, room_imported
 
 MAX_FILE_LINES = 400
@@ -19,7 +17,10 @@ GUESTS = ("interop", "integrations", "launch", "notebook")
 PUBLIC_MODULES = {"zerofn", "zerofn.optim", "zerofn.random", "zerofn.collectives"}
 
 
-each_file = pytest.mark.parametrize("module", FILES)
+def wrong_in(files, check):
+    """What `check(module)` finds in each file of the library, where it finds anything."""
+    found = {module: list(check(module)) for module in files}
+    return {module: lines for module, lines in found.items() if lines}
 
 
 def upward_imports(module, tree):
@@ -32,15 +33,13 @@ def upward_imports(module, tree):
             yield f"line {line}: {room(module)} imports {name}, which stands above it"
 
 
-@each_file
-def test_modules_have_a_place_in_the_order(module):
-    assert room(module) in ORDER, f"give {room(module)} its place in ORDER"
+def test_modules_have_a_place_in_the_order():
+    assert {room(module) for module in FILES} - set(ORDER) == set(), "give these their places in ORDER"
 
 
-@each_file
-def test_imports_go_downward(module):
-    if room(module) in ORDER:  # else the test above says so
-        assert list(upward_imports(module, parse(module))) == []
+def test_imports_go_downward():
+    placed = [module for module in FILES if room(module) in ORDER]  # of others the test above speaks
+    assert wrong_in(placed, lambda module: upward_imports(module, parse(module))) == {}
 
 
 def test_upward_imports_are_seen(monkeypatch):
@@ -54,12 +53,16 @@ def test_upward_imports_are_seen(monkeypatch):
         assert bool(list(upward_imports("zerofn.optim.adam", tree))) == (line in bad), line
 
 
-@pytest.mark.parametrize("module", [x for x in FILES if room(x) in GUESTS])
-def test_guests_import_public_names_alone(module):
-    names = [name for _, name in imported_modules(module, parse(module)) if name.startswith("zerofn")]
+def test_guests_import_public_names_alone():
     own = tuple(f"zerofn.{x}" for x in GUESTS)
     public = {f"{package}.{x}" for package in PUBLIC_MODULES for x in importlib.import_module(package).__all__}
-    assert [x for x in names if not x.startswith(own) and x not in PUBLIC_MODULES | public] == []
+
+    def private(module):
+        names = [name for _, name in imported_modules(module, parse(module)) if name.startswith("zerofn")]
+        return [x for x in names if not x.startswith(own) and x not in PUBLIC_MODULES | public]
+
+    guests = [x for x in FILES if room(x) in GUESTS]
+    assert guests and wrong_in(guests, private) == {}
 
 
 def test_top_level_files_are_few():
@@ -147,11 +150,10 @@ def private_names(tree):
             yield node.lineno, dotted(node, names)
 
 
-@each_file
-def test_private_torch_names_are_in_one_file(module):
-    if module != "zerofn._torch_compat":
-        found = sorted(set(private_names(parse(module))))
-        assert found == [], f"import these through _torch_compat: {found}"
+def test_private_torch_names_are_in_one_file():
+    others = [module for module in FILES if module != "zerofn._torch_compat"]
+    found = wrong_in(others, lambda module: sorted(set(private_names(parse(module)))))
+    assert found == {}, "import these through _torch_compat"
 
 
 def test_private_torch_names_are_seen():
@@ -271,25 +273,36 @@ def kernel_files():
     return [path for path in sorted((ROOT / "ops").rglob("*")) if path.suffix in endings]
 
 
-@pytest.mark.parametrize("path", [*FILES.values(), *kernel_files()], ids=lambda p: p.name)
-def test_files_are_short(path):
-    num_lines = path.read_text().count("\n")
-    assert num_lines <= MAX_FILE_LINES
+def test_files_are_short():
+    num_lines = {str(path): path.read_text().count("\n") for path in [*FILES.values(), *kernel_files()]}
+    assert {path: n for path, n in num_lines.items() if n > MAX_FILE_LINES} == {}
 
 
-@each_file
-def test_functions_are_short(module):
+def long_functions(tree):
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    functions = [node for node in ast.walk(parse(module)) if isinstance(node, kinds)]
-    lengths = {f.name: f.end_lineno - f.lineno + 1 for f in functions}
-    assert {name: n for name, n in lengths.items() if n > MAX_FUNCTION_LINES} == {}
+    lengths = [(f.name, f.end_lineno - f.lineno + 1) for f in ast.walk(tree) if isinstance(f, kinds)]
+    return [(name, n) for name, n in lengths if n > MAX_FUNCTION_LINES]
 
 
-@each_file
-def test_public_names_have_docstrings(module):
+def test_functions_are_short():
+    assert wrong_in(FILES, lambda module: long_functions(parse(module))) == {}
+
+
+def names_without_docstrings(tree):
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    public = [n for n in parse(module).body if isinstance(n, kinds) and not n.name.startswith("_")]
-    assert [node.name for node in public if not ast.get_docstring(node)] == []
+    public = [n for n in tree.body if isinstance(n, kinds) and not n.name.startswith("_")]
+    return [node.name for node in public if not ast.get_docstring(node)]
+
+
+def test_public_names_have_docstrings():
+    assert wrong_in(FILES, lambda module: names_without_docstrings(parse(module))) == {}
+
+
+def test_long_functions_and_names_without_docstrings_are_seen():
+    tree = ast.parse("def f():\n" + "    pass\n" * MAX_FUNCTION_LINES)
+    assert long_functions(tree) == [("f", MAX_FUNCTION_LINES + 1)] and names_without_docstrings(tree) == ["f"]
+    tree = ast.parse('def f():\n    "Return None."' + "\n    pass" * (MAX_FUNCTION_LINES - 2) + "\ndef _g(): ...")
+    assert long_functions(tree) == names_without_docstrings(tree) == []
 
 
 # --- one registry of operations ---------------------------------------------------------------
@@ -326,10 +339,10 @@ def tables_of_operations(tree):
             yield node.lineno
 
 
-@each_file
-def test_tables_of_operations_stand_in_the_registry(module):
-    if module not in OPERATION_TABLES:
-        assert list(tables_of_operations(parse(module))) == [], "what an operation is, its traits say: see ops/registry"
+def test_tables_of_operations_stand_in_the_registry():
+    others = [module for module in FILES if module not in OPERATION_TABLES]
+    found = wrong_in(others, lambda module: tables_of_operations(parse(module)))
+    assert found == {}, "what an operation is, its traits say: see ops/registry"
 
 
 def test_tables_of_operations_are_seen():
@@ -361,9 +374,8 @@ def forbidden_imports(module, tree):
             yield f"line {line}: {room(module)} must not import {name}"
 
 
-@each_file
-def test_rooms_know_nothing_of_what_they_should_not(module):
-    assert list(forbidden_imports(module, parse(module))) == []
+def test_rooms_know_nothing_of_what_they_should_not():
+    assert wrong_in(FILES, lambda module: forbidden_imports(module, parse(module))) == {}
 
 
 def test_forbidden_imports_are_seen(monkeypatch):

@@ -1,6 +1,6 @@
 """The same training of a small Hugging Face model, in float64: by plain torch, and on a mesh."""
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch.func import functional_call
@@ -71,6 +71,7 @@ def batches():
     return found
 
 
+@cache
 def plain(name):
     """The losses, and the parameters after all steps, of torch on one process."""
     with in_float64():

@@ -189,6 +189,7 @@ def meeting_the_state(stage):
     run(of_others)
 
 
+@pytest.mark.part(stage=[0, 3])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_ranks_own_values_may_not_meet_the_state(ranks, stage):
     ranks(2, meeting_the_state, stage)
@@ -204,6 +205,7 @@ def refusals():
             lambda: moe.cuts(start(5), mesh),
             r"'moe.experts.bias' has shape \[5, 4\], and 2 ranks of 'expert' cannot share",
         ),
+        (lambda: moe.cuts({"experts": torch.ones(0, 4)}, mesh), r"'experts' has shape \[0, 4\], and 2 ranks"),
         (lambda: zerofn.shard({"params": params}, mesh=mesh), r"no leaf is cut over it. Give cuts=zerofn.moe.cuts"),
     ]
     for call, message in bad:

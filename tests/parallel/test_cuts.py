@@ -40,6 +40,12 @@ def test_fewer_heads_than_ranks():
         equal("tensor", 0, 8, 3, unit=4)
 
 
+@pytest.mark.parametrize("options", [{}, {"parts": 3}, {"unit": 4}])
+def test_a_dim_of_size_0_is_refused(options):
+    with pytest.raises(ValueError, match="dim 1 has size 0, and nothing to share; leave it whole"):
+        equal("tensor", 1, 0, 2, **options)
+
+
 def test_shapes():
     cut = equal("tensor", 1, 7, 3)
     assert [local_shape((4, 7), [cut], on(rank, 3)) for rank in range(3)] == [(4, 3), (4, 3), (4, 1)]

@@ -8,25 +8,40 @@ import zerofn
 from benchmarks.mesh.training import assert_same_training, plain, trained
 from tests.support.same import assert_same_trees
 
-MESHES = [({"tensor": 2}, "ulysses"), ({"context": 2}, "ring")]
+WHOLE = pytest.mark.whole
+MESHES = [({"tensor": 2}, "ulysses"), pytest.param({"context": 2}, "ring", marks=WHOLE)]
+WAYS = [
+    ({"tensor": 2}, "ulysses", ["budget"]),
+    ({"context": 2}, "ring", ["remat", "drives"]),
+    pytest.param({"tensor": 2}, "ulysses", ["remat", "drives"], marks=WHOLE),
+    pytest.param({"context": 2}, "ring", ["budget"], marks=WHOLE),
+]
 
 
-def variants(sizes, method, folder):
-    """Trainings whose bits must not differ: (losses, parameters) each."""
+def variants(sizes, method, ways, folder):
+    """Trainings whose bits must not differ: (losses, parameters) each. The first is without any of `ways`."""
 
     def run(**options):
         return trained("llama", sizes, 3, method=method, **options)[:2]
 
-    with pytest.raises(MemoryError) as told:
-        run(compiles={"memory": 1})
-    least = int(re.search("the least that it takes is ([0-9,]+)", str(told.value))[1].replace(",", ""))
+    def least():
+        with pytest.raises(MemoryError) as told:
+            run(compiles={"memory": 1})
+        return int(re.search("the least that it takes is ([0-9,]+)", str(told.value))[1].replace(",", ""))
+
     on_drives = zerofn.Offload(optimizer="nvme", params="nvme", path=folder)
-    return [run(), run(compiles={"remat": "full"}), run(compiles={"memory": least}), run(shards={"offload": on_drives})]
+    run_of = {
+        "remat": lambda: run(compiles={"remat": "full"}),
+        "budget": lambda: run(compiles={"memory": least()}),
+        "drives": lambda: run(shards={"offload": on_drives}),
+    }
+    return [run(), *(run_of[way]() for way in ways)]
 
 
-@pytest.mark.parametrize(("sizes", "method"), MESHES, ids=str)
-def test_recomputation_budgets_and_drives_keep_the_bits(ranks, tmp_path, sizes, method):
-    for (losses, params), *others in ranks(2, variants, sizes, method, tmp_path):
+@pytest.mark.parametrize(("sizes", "method", "ways"), WAYS, ids=str)
+def test_recomputation_budgets_and_drives_keep_the_bits(ranks, tmp_path, sizes, method, ways):
+    for (losses, params), *others in ranks(2, variants, sizes, method, ways, tmp_path):
+        assert len(others) == len(ways)
         for again, ours in others:
             assert again == losses
             assert_same_trees(ours, params)
@@ -56,7 +71,8 @@ def weighted(sizes, num_microbatches):
     return trained("llama", sizes, 2, method="ring", num_microbatches=num_microbatches, weighted=True)
 
 
-@pytest.mark.parametrize(("sizes", "num_microbatches"), [({"context": 2}, 1), ({"context": 2}, 3)], ids=str)
-def test_sums_and_weights_are_those_of_whole_sequences(ranks, sizes, num_microbatches):
+@pytest.mark.part(num_microbatches=[3])
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_sums_and_weights_are_those_of_whole_sequences(ranks, num_microbatches):
     """A rank's gradients are of the other's tokens, too, whose number is another."""
-    assert_same_training(ranks(2, weighted, sizes, num_microbatches), plain("llama"))
+    assert_same_training(ranks(2, weighted, {"context": 2}, num_microbatches), plain("llama"))

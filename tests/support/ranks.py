@@ -40,7 +40,11 @@ from tests.support import runtimes
 
 # Imported once in the fork server; only what the tests have imported anyway, so nothing can fail, and dynamo, which
 # torch imports for the first fake tensor.
-PRELOAD = ("torch", "torch.distributed", "optree", "tensordict", "transformers", "zerofn")
+PRELOAD = ("torch", "torch.distributed", "optree", "tensordict", "transformers", "zerofn", "pytest")
+# What a rank would import for its first step, and for its first model: a thousand modules, in seconds.
+FIRST = {"zerofn": "zerofn.compile", "transformers": "transformers.models.llama.modeling_llama"}
+# Rooms that import other libraries, which few ranks need.
+LEFT_OUT = ("zerofn.integrations", "zerofn.interop", "zerofn.notebook")
 # What ranks other than the first to fail get for saying why, before all are killed.
 GRACE_SECONDS = 1.0
 LOG_LINES = 40
@@ -199,6 +203,13 @@ def _join(group: Group) -> None:
 # --- in the test session -------------------------------------------------------------------------
 
 
+def preloaded() -> list[str]:
+    """What the fork server imports before it makes the first rank."""
+    own = sorted(m for m in sys.modules if m.startswith("zerofn.") and not m.startswith(LEFT_OUT))
+    there = [m for m in PRELOAD if m in sys.modules]
+    return [*there, *own, *(first for m, first in FIRST.items() if m in there), "torch._dynamo"]
+
+
 class RankPool:
     """Calls a function on n ranks at once. Workers start at the first call that needs them.
 
@@ -272,7 +283,7 @@ class RankPool:
         if self._store is None:
             # The session holds the rendezvous store, as torchrun's agent does: it outlives ranks.
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            self._context.set_forkserver_preload([*(m for m in PRELOAD if m in sys.modules), "torch._dynamo"])
+            self._context.set_forkserver_preload(preloaded())
         while len(self._workers) < num_ranks:
             ours, theirs = multiprocessing.Pipe()
             log = Path(self._logs.name) / f"worker{self._num_started}.log"

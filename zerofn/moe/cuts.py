@@ -43,7 +43,7 @@ def cuts(params: Any, mesh: Mesh, experts: Callable[[str], bool] = _of_experts) 
             "experts=lambda name: ..."
         )
     for name, x in found.items():
-        if not isinstance(x, Tensor) or not x.dim() or x.shape[0] % axis.size:
+        if not isinstance(x, Tensor) or not x.dim() or not x.shape[0] or x.shape[0] % axis.size:
             shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
                 f"moe.cuts: {name!r} has shape {shape}, and {axis.size} ranks of {EXPERT!r} cannot share its first dim "

@@ -50,9 +50,11 @@ def equal(axis: str, dim: int, size: int, num: int, parts: int = 1, unit: int = 
     """Return the cut of a dim into `num` slices, as equal as whole multiples of `unit` allow: the last are shorter.
 
     `parts`: how many matrices of one size the leaf holds along the dim; each is cut. Where there are fewer units than
-    ranks, several ranks in a row have the same slice. Raises `ValueError` for a size that units and parts do not
-    divide, and for fewer units than ranks where they do not divide these.
+    ranks, several ranks in a row have the same slice. Raises `ValueError` for a size of 0, for one that units and parts
+    do not divide, and for fewer units than ranks where they do not divide these.
     """
+    if not size:
+        raise ValueError(f"dim {dim} has size 0, and nothing to share; leave it whole")
     whole, rest = divmod(size, parts * unit)
     if rest:
         raise ValueError(f"{size} is no multiple of {parts * unit}")
