@@ -5,6 +5,7 @@ import zerofn
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import (
     SCHEDULE,
+    aten,
     batch_of,
     build,
     captured,
@@ -98,10 +99,10 @@ def test_what_is_reduced_across_replicas_starts_as_soon_as_it_is_reduced_within(
         last_gradient = where[within[-1]]
         assert [where[n] < last_gradient for n in across] == [True] * 4 + [False] * 2
         assert [where[n] < last_gradient for n in back] == ([] if hpz else [True] * 2 + [False] * 4)
-        moved = {*back, *map(wait_of, [*across, *back])}
         for start in across:
             (first,) = (n for n in within if argument(n, "unit") == argument(start, "unit"))
-            assert {*nodes[where[wait_of(first)] + 1 : where[start]]} <= moved
+            between = nodes[where[wait_of(first)] + 1 : where[start]]
+            assert not [n for n in between if n.target is aten.mm.default]  # nothing that takes long
         for starts in (within, across, back):
             for start, later in zip(starts[:-2], starts[1:-1], strict=True):
                 assert where[wait_of(start)] > where[later]

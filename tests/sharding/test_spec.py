@@ -141,7 +141,7 @@ def init_state(tx, make=build):
     return lambda: zerofn.TrainState.create(params=dict(make().named_parameters()), tx=tx)
 
 
-def trained(mesh, tx, captured=True, num_microbatches=1, make=build, **options):
+def trained(mesh, tx, captured=True, num_microbatches=1, make=build, remat=None, **options):
     """(losses, parameters after all steps, the last state, the step)."""
     model = zerofn.skeleton(make)
     cuts = tensor(model, mesh, PLAN) if mesh.size("tensor") > 1 else None
@@ -156,7 +156,7 @@ def trained(mesh, tx, captured=True, num_microbatches=1, make=build, **options):
         return state.apply_gradients(grads), loss
 
     state = zerofn.shard(init_state(tx, make), stage=3, mesh=mesh, cuts=cuts, unit=unit_of, **options)
-    step, losses = zerofn.compile(train_step) if captured else train_step, []
+    step, losses = zerofn.compile(train_step, remat=remat) if captured else train_step, []
     for batch in batches():
         own = {k: x.chunk(mesh.batch.size)[mesh.batch.rank] for k, x in batch.items()}
         state, loss = step(state, own)
@@ -169,6 +169,8 @@ RULES = {
     "adamw": (optim.adamw(1e-2, weight_decay=0.1), {}),
     "halves": (optim.adamw(1e-2), {"precision": "bf16"}),
     "8 bit": (optim.adamw(1e-2, moments="8bit"), {"precision": "fp32"}),
+    "drives": (optim.adamw(1e-2), {"offload": zerofn.Offload(optimizer="nvme")}),
+    "remat": (optim.adamw(1e-2), {"remat": "full"}),
     "clipped": (optim.chain(optim.clip_by_global_norm(0.3), optim.sgd(0.1, 0.9)), {}),
     "adafactor": (optim.adafactor(1e-2), {}),
     "muon": (optim.muon(1e-2), {}),
@@ -198,6 +200,8 @@ def assert_close(mine, ours):
         ({"replicate": 2, "data": 2}, "halves", True, 1),
         pytest.param({"replicate": 2, "data": 2}, "halves", False, 1, marks=pytest.mark.whole),
         pytest.param({"replicate": 2, "data": 2}, "8 bit", True, 1, marks=pytest.mark.whole),
+        ({"replicate": 2, "data": 2}, "drives", True, 1),
+        pytest.param({"replicate": 2, "data": 2}, "remat", True, 1, marks=pytest.mark.whole),
         ({"replicate": 2, "data": 2}, "clipped", True, 1),
         ({"replicate": 2, "data": 2}, "adafactor", True, 1),
         ({"replicate": 2, "data": 2}, "muon", True, 1),

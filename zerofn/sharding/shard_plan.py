@@ -171,7 +171,7 @@ def check_hpz(hpz: Any, stage: int, mesh: Mesh) -> None:
             f"shard: hpz=True has no effect on a mesh of {sizes}: there is no axis 'replicate' of several ranks that "
             "the state could be cut over, too. Write mesh=zerofn.Mesh.make(replicate=nodes, data=-1), or leave hpz out."
         )
-    if mesh.shards_of_experts.size == 1:
+    if mesh.shards.size == 1:
         raise ValueError(
             f"shard: hpz=True on a mesh of {sizes} would gather parameters among one rank, which is stage 2 on "
             f"zerofn.Mesh.make(data={mesh.replicas.size}); write that, or give 'data' the ranks of a node."
