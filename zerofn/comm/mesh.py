@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import math
 import os
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from ..util.errors import nearest
 from ..util.process import the
 from .arrivals import fresh
 from .failures import refuse_after_failure
+from .groups import Groups
 from .launch import launch_of
 
 DATA, REPLICATE, EXPERT, CONTEXT, TENSOR = "data", "replicate", "expert", "context", "tensor"
@@ -281,30 +281,6 @@ def axes_of(mesh: Mesh | None) -> Iterator[None]:
         yield
     finally:
         _current.reset(before)
-
-
-class Groups:
-    """Process groups by their ranks, of the job's present group."""
-
-    def __init__(self) -> None:
-        self._names: dict[tuple[int, ...], str] = {}
-        self._world: weakref.ref[dist.ProcessGroup] | None = None
-
-    def of(self, ranks: tuple[int, ...]) -> str:
-        """Return the name of the group of these ranks. They must all ask, if it is for the first time."""
-        world = dist.group.WORLD
-        assert world is not None
-        if self._world is None or self._world() is not world:
-            self._names, self._world = {tuple(range(world.size())): world.group_name}, weakref.ref(world)
-        if ranks not in self._names:
-            group = dist.new_group(list(ranks), use_local_synchronization=True)
-            self._names[ranks] = group.group_name
-        return self._names[ranks]
-
-    def know(self, ranks: tuple[int, ...], name: str) -> None:
-        """Take a group that somebody else has made."""
-        self.of(tuple(range(dist.get_world_size())))  # so that names of an earlier job are gone
-        self._names.setdefault(ranks, name)
 
 
 def resolved(sizes: Mapping[str, int], num_ranks: int, what: str = "Mesh.make") -> tuple[int, ...]:
