@@ -99,7 +99,6 @@ def test_a_plan_of_state_over_all_ranks_is_what_such_a_step_is(ranks):
     for precision in (None, "bf16"):
         (row,) = planned(sizes, "all", precision, hpz=True)
         assert row.config.stage == 3 and "hpz=True" in row.config.call() and "hpz" in row.config.label()
-        assert row.needs.device < planned(sizes, 3, precision)[0].needs.device
         for rank, (mine, sent) in enumerate(ranks(4, partial(real, hpz=True), sizes, 3, precision)):
             assert mine[-1] == sent, (precision, rank)
             assert rank or told(row.plan) == mine
