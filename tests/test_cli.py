@@ -143,6 +143,19 @@ def test_a_script_gets_the_mesh_that_is_planned(script, tmp_path, capsys):
     assert "train_step on 2 rank(s) of 2 x A100" in out and "bf16" in out and "left out: tensor 2" in out
 
 
+def test_a_script_with_state_over_all_ranks(script, capsys):
+    options = 'precision="bf16", mesh=zerofn.Mesh.make(replicate=2, data=-1), hpz=True'
+    script.write_text(
+        script.read_text().replace('zerofn.shard(init_state, precision="bf16")', f"zerofn.shard(init_state, {options})")
+    )
+    chosen = ["--offload", "none", "--machine", "A100-8"]
+    assert main(["plan", str(script), *chosen, "--", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "hpz=True, mesh=zerofn.Mesh.make(replicate=2, data=4)" in out and "stage=3" in out and "stage=1" not in out
+    assert main(["plan", str(script), *chosen, "--mesh", "data=8", "--", "64"]) == 1
+    assert "hpz=True has no effect on a mesh of data=8, replicate=1" in capsys.readouterr().err
+
+
 def test_a_script_without_slices_has_no_tensor_axis(script, capsys):
     chosen = ["--stage", "3", "--offload", "none", "--machine", "A100-8"]
     assert main(["plan", str(script), *chosen, "--mesh", "replicate=2,data=4", "--", "64"]) == 0

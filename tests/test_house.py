@@ -206,7 +206,7 @@ PROCESS_WIDE = {
     "zerofn.tracing.shortcut._names": FACT,
     "zerofn.random.mode._rules": FACT,
     "zerofn.tree._seen": FACT,
-    "zerofn.sharding.sharded._signatures": FACT,
+    "zerofn.sharding.spec._signatures": FACT,
     "zerofn.offload.disk.files._buffered": "warns once a folder",
     "zerofn.offload.disk.probe._known": MEASURED,
     "zerofn.cost.op_timer._known": MEASURED,

@@ -285,6 +285,7 @@ def _table(args: argparse.Namespace) -> Table:
         rows=args.rows,
         memory=args.memory,
         unit=found.step.unit,
+        hpz=found.step.hpz,
         **{"precision": found.precision or ALL, **given},
     )
 
@@ -323,7 +324,7 @@ def _of_script(args: argparse.Namespace, mesh: Mesh | None, ranks: int | None = 
     sizes = None if mesh is None else {axis.name: axis.size for axis in mesh.axes}
     found = _dry_run(script, args.arguments, DryRun(function, ranks, sizes))
     chosen = found.options
-    step = Step(found.step, found.init, found.batch, chosen["cuts"], chosen["unit"])
+    step = Step(found.step, found.init, found.batch, chosen["cuts"], chosen["unit"], chosen["hpz"])
     return Found(step, chosen["mesh"], chosen["precision"])
 
 

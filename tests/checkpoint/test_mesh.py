@@ -79,17 +79,22 @@ SAVES = {  # name: (ranks, mesh, stage, options)
     "t2r2": (4, {"tensor": 2, "replicate": 2}, 2, {}),
     "t4": (4, {"tensor": 4}, 1, {}),
     "c2d2": (4, {"data": 2, "context": 2}, 3, {}),
+    "r2d2 hpz": (4, {"replicate": 2, "data": 2}, 3, {"hpz": True}),
+    "d2r2 hpz halves": (4, {"data": 2, "replicate": 2}, 3, {"hpz": True, "precision": "bf16"}),
     "t3d1 halves": (3, {"data": 1, "tensor": 3}, 3, {"precision": "bf16"}),
 }
 LOADS = [  # ranks, mesh, stage, options, from which
-    (1, {"data": 1}, 3, {}, ["t2", "t3", "d2t2", "t2r2", "t4", "t3d1 halves"]),
-    (2, {"tensor": 2}, 0, {}, ["t3", "d2", "t2r2"]),
+    (1, {"data": 1}, 3, {}, ["t2", "t3", "d2t2", "t2r2", "t4", "t3d1 halves", "r2d2 hpz"]),
+    (2, {"tensor": 2}, 0, {}, ["t3", "d2", "t2r2", "d2r2 hpz halves"]),
     (3, {"tensor": 3}, 3, {"precision": "bf16"}, ["t3", "d2t2", "t4"]),
     pytest.param(3, {"data": 3}, 2, {}, ["t2", "t4"], marks=pytest.mark.whole),
     (4, {"tensor": 2, "data": 2}, 1, {}, ["t2", "d2", "d2t2"]),
     pytest.param(4, {"replicate": 2, "tensor": 2}, 3, {}, ["t4", "t3"], marks=pytest.mark.whole),
     pytest.param(4, {"tensor": 4}, 2, {}, ["d2t2", "t2"], marks=pytest.mark.whole),
     (4, {"context": 2, "tensor": 2}, 1, {}, ["t3", "c2d2"]),
+    (4, {"replicate": 2, "data": 2}, 3, {"hpz": True}, ["t2r2", "d2r2 hpz halves", "r2d2 hpz", "d2"]),
+    (4, {"data": 2, "replicate": 2}, 3, {"hpz": True, "precision": "bf16"}, ["r2d2 hpz", "t3"]),
+    pytest.param(4, {"replicate": 2, "data": 2}, 3, {}, ["r2d2 hpz", "d2r2 hpz halves"], marks=pytest.mark.whole),
 ]
 
 
@@ -124,7 +129,7 @@ def test_files_hold_every_element_once_and_the_manifest_says_where(saved):
     for name in SAVES:
         checkpoint = Checkpoint(saved / name)
         manifest = json.loads((saved / name / "manifest.json").read_text())
-        assert manifest["version"] == (3 if name in ("d2", "c2d2") else 4)
+        assert manifest["version"] == (4 if "tensor" in SAVES[name][1] else 3)
         params = [t for t in manifest["trees"] if t["path"] == "params"]
         assert len(params) == SAVES[name][1].get("tensor", 1)
         elements = dict.fromkeys(SHAPES, 0)
@@ -326,10 +331,10 @@ def test_shapes_are_those_of_whole_leaves(ranks, tmp_path):
     ranks(2, refused, tmp_path)
 
 
-def kept(sizes, stage):
+def kept(sizes, stage, **options):
     from zerofn.launch.parcel import packed
 
-    state = on(sizes, stage, 7)
+    state = on(sizes, stage, 7, **options)
     here = zerofn.abstract(state)
     assert here.params.layout == state.params.layout
     return packed(here, "")
@@ -348,3 +353,8 @@ def taken(folder, stage, parcel):
 def test_an_abstract_state_has_whole_leaves_elsewhere(ranks, saved, sizes, stage, there):
     for parcel in ranks(3, partial(kept), sizes, stage):
         ranks(there, taken, saved, stage, parcel)
+
+
+def test_an_abstract_state_with_hpz_is_one_without_elsewhere(ranks, saved):
+    parcel, *_ = ranks(4, partial(kept, hpz=True), {"replicate": 2, "data": 2}, 3)
+    ranks(2, taken, saved, 3, parcel)

@@ -55,7 +55,7 @@ def loss_fn(params, x, target):
     return (y @ params["out"] - target).square().mean() + 0.1 * aux.balance + 0.01 * aux.z
 
 
-def trained(mesh, stage, captured, num_microbatches=1):
+def trained(mesh, stage, captured, num_microbatches=1, **options):
     def init_state():
         tx = optim.chain(optim.clip_by_global_norm(CLIP), optim.sgd(0.1, 0.9))
         return zerofn.TrainState.create(params=start(EXPERTS), tx=tx)
@@ -64,7 +64,7 @@ def trained(mesh, stage, captured, num_microbatches=1):
         loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), num_microbatches)(*batch)
         return state.apply_gradients(grads), (loss, zerofn.global_norm(grads))
 
-    state = zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=moe.cuts(start(EXPERTS), mesh))
+    state = zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=moe.cuts(start(EXPERTS), mesh), **options)
     step, told = zerofn.compile(train_step) if captured else train_step, []
     for batch in batches(mesh.batch.rank):
         state, aux = step(state, tuple(batch))
@@ -101,6 +101,24 @@ def test_every_stage_is_plain_torch_and_has_the_bits_of_the_others(ranks, sizes)
         check(halves, plain(size, halves=True))
         for _, ours in whole[1:]:
             assert_same_trees(ours, whole[0][1])
+
+
+def over_all_ranks(sizes):
+    mesh = Mesh.make(**sizes)
+    return [trained(mesh, 3, captured, hpz=True) for captured in (True, False)], trained(mesh, 3, True, 2, hpz=True)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"replicate": 2, "expert": 2}, pytest.param({"replicate": 2, "data": 2, "expert": 2}, marks=pytest.mark.whole)],
+    ids=str,
+)
+def test_state_over_all_ranks_is_plain_torch_too(ranks, sizes):
+    """Experts are gathered among the ranks that have the same ones, of which there may be one."""
+    size = torch.tensor(list(sizes.values())).prod().item()
+    for whole, halves in ranks(size, over_all_ranks, sizes):
+        check(whole, plain(size))
+        check([halves], plain(size, halves=True))
 
 
 def product(sizes):

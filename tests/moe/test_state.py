@@ -6,6 +6,7 @@ import zerofn
 from tests.support.same import assert_same_trees
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
+from zerofn.sharding.sharded import is_sharded
 
 
 def init():
@@ -58,6 +59,28 @@ def saved(folder):
 
 def test_checkpoints_load_on_other_meshes(ranks, tmp_path):
     ranks(4, saved, tmp_path)
+
+
+def held(sizes, stage):
+    """For each unit: whether it is of experts, and the part of it that this rank has of the parameters and moments."""
+    mesh = Mesh.make(**sizes)
+    make = lambda: zerofn.TrainState.create(params=init(), tx=optim.adam(1e-2))  # noqa: E731
+    state = zerofn.shard(make, stage=stage, mesh=mesh, cuts=zerofn.moe.cuts(init(), mesh))
+    nodes = [x for x in zerofn.tree.leaves(state, is_leaf=is_sharded) if is_sharded(x)]
+    assert len(nodes) == 3
+    found = []
+    for node in nodes:
+        for unit, shard in zip(node.layout.units, node.shards, strict=True):
+            found.append((unit.is_cut("expert"), unit.size // shard.numel()))
+    return found
+
+
+def test_dense_parts_lie_in_shards_over_all_ranks_and_experts_over_those_that_have_them(ranks):
+    for sizes, dense, experts in (({"data": 2, "expert": 2}, 4, 2), ({"expert": 4}, 4, 1)):
+        for stage in (1, 3):
+            for found in ranks(4, held, sizes, stage):
+                assert {share for of_experts, share in found if not of_experts} == {dense}
+                assert {share for of_experts, share in found if of_experts} == {experts}
 
 
 def by_mesh(sizes):

@@ -34,8 +34,8 @@ def test_fewer_heads_than_ranks():
     cut = equal("tensor", 0, 8, 4, unit=4)
     assert cut.slices == (((0, 4),), ((0, 4),), ((4, 8),), ((4, 8),))
     assert [cut.first(rank) for rank in range(4)] == [0, 0, 2, 2]
-    assert [counts([cut], on(rank, 4)) for rank in range(4)] == [True, False, True, False]
-    assert [counts([], on(rank, 4)) for rank in range(4)] == [True, False, False, False]
+    assert [counts([cut], on(rank, 4).slices) for rank in range(4)] == [True, False, True, False]
+    assert [counts([], on(rank, 4).slices) for rank in range(4)] == [True, False, False, False]
     with pytest.raises(ValueError, match="2 parts cannot be shared by 3 ranks"):
         equal("tensor", 0, 8, 3, unit=4)
 

@@ -1,8 +1,11 @@
+import pytest
 import torch
 
 import zerofn
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import (
+    SCHEDULE,
+    aten,
     batch_of,
     build,
     captured,
@@ -14,8 +17,9 @@ from tests.support.small_steps import (
     state_of,
     train_step_of,
 )
+from zerofn.comm.mesh import Mesh
 from zerofn.graph.alias import positions, writes
-from zerofn.graph.node_kinds import wait_of
+from zerofn.graph.node_kinds import argument, is_gather, wait_of
 from zerofn.passes.canonicalize import canonicalize
 from zerofn.passes.raise_reduce_scatters import IN_FLIGHT, raise_reduce_scatters
 
@@ -69,6 +73,39 @@ def test_a_gradient_is_sent_after_what_writes_it_through_a_view():
     where = positions(gm.graph)
     writers = sorted(where[n] for n in gm.graph.nodes if writes(n))
     assert len(writers) == 4 and [where[s] > writers[2 * k + 1] for k, s in enumerate(scatters(gm))] == [True] * 2
+
+
+def over_replicas(*schedule, hpz):
+    """A step on replicate 2 x data 2 after some passes, and for each unit its transfers, by the axis."""
+    module = build(6)
+    with fake_ranks(4):
+        mesh = Mesh.make(replicate=2, data=2)
+        state = state_of(module, 3, mesh=mesh, hpz=hpz)
+        program = captured(train_step_of(module), state, batch_of(), *schedule)
+        found = {
+            axis.name: [n for n in scatters(program.gm) if argument(n, "group") == axis.group] for axis in mesh.axes
+        }
+        gathers = [n for n in program.gm.graph.nodes if is_gather(n) and argument(n, "group") == mesh.replicas.group]
+    return program.gm, found["data"], found["replicate"], gathers
+
+
+@pytest.mark.parametrize("hpz", [False, True])
+def test_what_is_reduced_across_replicas_starts_as_soon_as_it_is_reduced_within(hpz):
+    """The last two units have nothing behind them that could hide it; all others do."""
+    for schedule in ((canonicalize, raise_reduce_scatters), SCHEDULE):
+        gm, within, across, back = over_replicas(*schedule, hpz=hpz)
+        nodes, where = list(gm.graph.nodes), positions(gm.graph)
+        assert len(within) == len(across) == 6 and len(back) == (0 if hpz else 6)
+        last_gradient = where[within[-1]]
+        assert [where[n] < last_gradient for n in across] == [True] * 4 + [False] * 2
+        assert [where[n] < last_gradient for n in back] == ([] if hpz else [True] * 2 + [False] * 4)
+        for start in across:
+            (first,) = (n for n in within if argument(n, "unit") == argument(start, "unit"))
+            between = nodes[where[wait_of(first)] + 1 : where[start]]
+            assert not [n for n in between if n.target is aten.mm.default]  # nothing that takes long
+        for starts in (within, across, back):
+            for start, later in zip(starts[:-2], starts[1:-1], strict=True):
+                assert where[wait_of(start)] > where[later]
 
 
 def bit_equal():

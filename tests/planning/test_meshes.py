@@ -67,11 +67,11 @@ def counted(mesh, step, state, batch):
     return dict(found)
 
 
-def real(sizes, stage, precision):
+def real(sizes, stage, precision, **options):
     """(what the step's own plan says, bytes by axis that were sent) on this rank."""
     mesh = Mesh.make(**sizes)
     train_step, cuts = step_on(mesh)
-    state = zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=cuts, precision=precision, unit=unit_of)
+    state = zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=cuts, precision=precision, unit=unit_of, **options)
     step, batch = zerofn.compile(train_step), batch_of(mesh.batch.rank)
     return told(step.lower(state, batch)), counted(mesh, step, state, batch)
 
@@ -92,6 +92,20 @@ def test_a_plan_is_what_the_step_on_such_a_mesh_is(ranks, num_ranks, sizes, runs
         for rank, ((*_, along), sent) in enumerate(found):
             assert along == sent, (stage, precision, rank)
             assert {name for name, size in sizes.items() if size > 1} <= set(sent)
+
+
+def test_a_plan_of_state_over_all_ranks_is_what_such_a_step_is(ranks):
+    sizes = {"replicate": 2, "data": 2}
+    for precision in (None, "bf16"):
+        (row,) = planned(sizes, "all", precision, hpz=True)
+        assert row.config.stage == 3 and "hpz=True" in row.config.call() and "hpz" in row.config.label()
+        for rank, (mine, sent) in enumerate(ranks(4, partial(real, hpz=True), sizes, 3, precision)):
+            assert mine[-1] == sent, (precision, rank)
+            assert rank or told(row.plan) == mine
+    with pytest.raises(ValueError, match="has no effect on a mesh of data=4"):
+        planned({"data": 4}, 3, hpz=True)
+    with pytest.raises(ValueError, match="mesh='auto', hpz=True"):
+        zerofn.plan(step_on, init_state, batch_of(), mesh="auto", machine=HERE, hpz=True)
 
 
 def llama(mesh):
@@ -234,6 +248,17 @@ def taken():
     return zerofn.shard(init_state, stage="auto", plan=table, unit=unit_of, mesh=mesh).params.spec.mesh.size(
         "replicate"
     )
+
+
+def over_all():
+    mesh, table = Mesh.make(replicate=2, data=2), planned({"replicate": 2, "data": 2}, 3, hpz=True)
+    with pytest.raises(ValueError, match="takes precision, offload and hpz from the plan"):
+        zerofn.shard(init_state, stage="auto", plan=table, unit=unit_of, mesh=mesh, hpz=True)
+    return zerofn.shard(init_state, stage="auto", plan=table, unit=unit_of, mesh=mesh).params.spec.hpz
+
+
+def test_shard_cuts_the_state_as_the_plan_recommends(ranks):
+    assert ranks(4, over_all) == [True] * 4
 
 
 def test_shard_names_the_mesh_that_is_recommended(ranks):

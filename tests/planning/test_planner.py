@@ -176,7 +176,7 @@ def test_shard_takes_what_is_recommended():
         zerofn.shard(init_state, stage="auto")
     with pytest.raises(ValueError, match="go together"):
         zerofn.shard(init_state, stage=3, plan=table)
-    with pytest.raises(ValueError, match="takes precision and offload from the plan"):
+    with pytest.raises(ValueError, match="takes precision, offload and hpz from the plan"):
         zerofn.shard(init_state, stage="auto", plan=table, precision="bf16")
 
 

@@ -49,19 +49,19 @@ def check(layout, params):
     assert [leaf.shape for leaf in layout.leaves] == [tuple(x.shape) for x in leaves]
     assert len({u.name for u in layout.units}) == len(layout.units)
     for unit in layout.units:
-        assert unit.size % (SHARD_MULTIPLE * layout.num_shards) == 0 and unit.size > 0
+        assert unit.size % (SHARD_MULTIPLE * unit.num_shards) == 0 and unit.size > 0
         end = 0
         for leaf in unit.leaves:
             assert leaf.offset % ALIGN == 0 and end <= leaf.offset < end + ALIGN
             end = leaf.stop
         assert (
-            end <= unit.size < end + ALIGN + SHARD_MULTIPLE * layout.num_shards
-            or unit.size == SHARD_MULTIPLE * layout.num_shards
+            end <= unit.size < end + ALIGN + SHARD_MULTIPLE * unit.num_shards
+            or unit.size == SHARD_MULTIPLE * unit.num_shards
         )
         assert len({leaves[leaf.index].dtype for leaf in unit.leaves}) == 1
         # a shard's intervals, put side by side, are the leaves again
         seen = {leaf.index: [] for leaf in unit.leaves}
-        for shard in range(layout.num_shards):
+        for shard in range(unit.num_shards):
             start, stop = layout.cut(unit, shard)
             for leaf, a, b in unit.intervals(start, stop):
                 assert 0 <= a < b <= stop - start

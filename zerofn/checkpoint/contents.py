@@ -110,11 +110,12 @@ def describe(parts: Iterable[Part]) -> list[str]:
     for part in parts:
         if is_sharded(part.value):
             spec = part.value.spec
-            units = [(u.name, u.size) for u in spec.layout.units]
+            units: list[Any] = [(u.name, u.size) for u in spec.layout.units]
             if spec.mesh.slices:  # ranks have units of their own sizes
                 units = [(u.name, [leaf.cuts for leaf in u.leaves if leaf.cuts]) for u in spec.layout.units]
                 lines.append(f"{part.name}: {[(axis.name, axis.size) for axis in spec.mesh.axes]}")
-            lines.append(f"{part.name}: stage {spec.stage}, {spec.axis.size} ranks, {units}")
+            shards = [u.num_shards for u in spec.layout.units]
+            lines.append(f"{part.name}: stage {spec.stage}, {shards} shards, {units}")
         lines += [f"{leaf.name} {list(leaf.shape)} {leaf.dtype}" for leaf in leaves_of(part)]
     return lines
 

@@ -69,7 +69,7 @@ class Filling:
         spec = like.spec
         names = [join(part.name, name) for name in tree.field_names(spec.layout.treedef)]
         for i, unit in enumerate(spec.layout.units):
-            start, stop = spec.layout.cut(unit, spec.axis.rank)  # the rest comes from other ranks
+            start, stop = spec.own_cut(unit)  # the rest comes from other ranks
             shift = start - spec.bounds(unit)[0]
             held, before = fresh.stored[i].loaded(), None
             for leaf, a, b in unit.intervals(start, stop):
@@ -115,7 +115,7 @@ def _allocate_like(part: Part, scratch: Store | None) -> Sharded:
     else:  # it was donated, and its device is unknown
         device = torch.accelerator.current_accelerator() or torch.device("cpu")
     is_params = part.name.rpartition(".")[2] == "params"
-    cached = like.full is not None or (is_params and spec.stage in (1, 2) and spec.axis.size > 1)
+    cached = like.full is not None or (is_params and spec.has_copies)
     return allocate(
         spec, torch.device("cpu") if device.type == "meta" else device, cached, storages_of(like), scratch, part.name
     )

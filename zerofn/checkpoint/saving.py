@@ -106,8 +106,8 @@ def prepared(
     if len(set(prints)) > 1:
         raise _unequal(lines)
     trees = [EveryTree.of(WHAT, x, [Told.of(each[k]) for each in told]) for k, x in enumerate(own)]
-    for tree in trees[:1]:
-        _check_slices(tree.slices, of_slices, in_slices)
+    if trees:  # units of experts are in more slices than others
+        _check_slices(max((tree.slices for tree in trees), key=lambda x: len(x[0])), of_slices, in_slices)
     return _prepare(path, parts, numbers[0], trees, along)
 
 
@@ -247,7 +247,8 @@ def _replicas(parts: list[Part], quick: bool, *, slices: bool) -> Iterator[tuple
         yield part.name, _digest(part.tensor, quick)
     for part in _trees(parts):
         sharded: Sharded = part.value
-        if sharded.spec.stage == 0 and (sharded.spec.axis.size > 1 or sharded.spec.mesh.slices):
+        spec = sharded.spec
+        if spec.stage == 0 and (spec.mesh.shards.size > 1 or spec.mesh.slices):
             for unit, leaves in groupby(leaves_of(part), key=lambda leaf: leaf.unit):
                 whole = sharded.stored[unit].loaded()
                 for leaf in leaves:
@@ -258,7 +259,7 @@ def _replicas(parts: list[Part], quick: bool, *, slices: bool) -> Iterator[tuple
 def _own_trees(parts: list[Part]) -> Iterator[OwnTree]:
     used = {p.name for p in _replicated(parts)}
     for part in _trees(parts):
-        yield OwnTree.of(part, [_unique(f"{part.name}/{unit.name}", used) for unit in part.value.layout.units])
+        yield from OwnTree.of(part, [_unique(f"{part.name}/{unit.name}", used) for unit in part.value.layout.units])
 
 
 @dataclass(frozen=True)

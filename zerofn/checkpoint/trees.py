@@ -1,18 +1,20 @@
 """Which rank writes which part of a `Sharded`, and what the manifest says of it.
 
 Ranks that have the same shard of the same slices are replicas: the first of them writes it. A slice that ranks with
-other slices have, too, is written by the first of those.
+other slices have, too, is written by the first of those. Units of experts, which are in slices along "expert", and
+others, which are in shards there, are written as two trees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..comm.mesh import EXPERT, Axis
 from ..parallel.cuts import counts
 from ..sharding.sharded import Sharded
 from ..sharding.storage import Stored
@@ -42,14 +44,20 @@ class Told(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnTree:
-    """What this rank, or one with its slices, writes of a `Sharded`. `tree`: without its files."""
+    """What this rank, or one with its slices, writes of a `Sharded`, or of some of its units.
+
+    `tree`: without its files. `shard`: which of the shards this rank has. `slices`: the axes along which ranks have
+    slices.
+    """
 
     part: Part
     tree: SavedTree
     indices: tuple[int, ...]  # of the tree's units among those of the `Sharded`
+    shard: int
+    slices: tuple[Axis, ...]
 
     @staticmethod
-    def of(part: Part, tensors: Iterable[str]) -> OwnTree:
+    def of(part: Part, tensors: Iterable[str]) -> Iterator[OwnTree]:
         """`tensors`: what its units are called in files."""
         sharded: Sharded = part.value
         spec, leaves = sharded.spec, leaves_of(part)
@@ -57,40 +65,42 @@ class OwnTree:
             SavedUnit(u.name, u.size, p.dtype, u.trainable, tensor)
             for u, p, tensor in zip(sharded.layout.units, sharded.stored, tensors, strict=True)
         ]
-        if not spec.mesh.slices:
-            tree = SavedTree(part.name, spec.stage, spec.axis.size, (), tuple(units), tuple(leaves))
-            return OwnTree(part, tree, tuple(range(len(units))))
         cuts = [leaf.cuts for unit in sharded.layout.units for leaf in unit.leaves]
-        own = [leaf for leaf, each in zip(leaves, cuts, strict=True) if counts(each, spec.mesh)]
-        kept = sorted({leaf.unit for leaf in own})
-        numbered = tuple(replace(leaf, unit=kept.index(leaf.unit)) for leaf in own)
-        units = [units[k] for k in kept]
-        tree = SavedTree(part.name, spec.stage, spec.axis.size, (), tuple(units), numbered, packed=True)
-        return OwnTree(part, tree, tuple(kept))
+        groups: dict[bool, list[int]] = {}
+        for k, unit in enumerate(sharded.layout.units):
+            groups.setdefault(unit.is_cut(EXPERT), []).append(k)
+        for experts, members in sorted(groups.items()):
+            axis, slices = spec.axis_of(sharded.layout.units[members[0]]), spec.slices_of(experts)
+            pairs = [(leaf, each) for leaf, each in zip(leaves, cuts, strict=True) if leaf.unit in members]
+            kept, own = members, [leaf for leaf, each in pairs if counts(each, slices)]
+            if packed := bool(spec.mesh.slices):
+                kept = sorted({leaf.unit for leaf in own})
+            numbered = tuple(replace(leaf, unit=kept.index(leaf.unit)) for leaf in own)
+            there = tuple(units[k] for k in kept)
+            tree = SavedTree(part.name, spec.stage, axis.size, (), there, numbered, packed)
+            yield OwnTree(part, tree, tuple(kept), axis.rank, slices)
 
     def told(self) -> Any:
         """Return as JSON what the other ranks need to know."""
-        mesh, shard = self.part.value.spec.mesh, self.part.value.spec.axis.rank
-        first = all(axis.rank == 0 for axis in mesh.axes if axis not in mesh.slices)
+        first = all(axis.rank == 0 for axis in self.part.value.spec.mesh.axes if axis not in self.slices)
         tree = tree_as_json(self.tree) if self.tree.packed and first else None
-        return [axis.rank for axis in mesh.slices], shard, tree
+        return [axis.rank for axis in self.slices], self.shard, tree
 
     def entries(self) -> list[Entry]:
         """Return what this rank writes, if it is the first of those that have it."""
-        make = _packed if self.tree.packed else _own
-        return [make(self.tree, k, self.part.value, index) for k, index in enumerate(self.indices)]
+        make = self._packed if self.tree.packed else self._own
+        return [make(k, index) for k, index in enumerate(self.indices)]
 
+    def _own(self, k: int, index: int) -> Entry:
+        """Return this rank's N-th of a unit; at stage 0 a part of the whole unit, which it has."""
+        sharded: Sharded = self.part.value
+        cut = sharded.spec.own_cut(sharded.layout.units[index])
+        return _entry(self.tree.units[k].tensor, sharded, index, [cut])
 
-def _own(tree: SavedTree, k: int, sharded: Sharded, index: int) -> Entry:
-    """Return this rank's N-th of a unit; at stage 0 a part of the whole unit, which it has."""
-    start, stop = sharded.layout.cut(sharded.layout.units[index], sharded.spec.axis.rank)
-    return _entry(tree.units[k].tensor, sharded, index, [(start, stop)])
-
-
-def _packed(tree: SavedTree, k: int, sharded: Sharded, index: int) -> Entry:
-    """Return the leaves of a tree in this rank's N-th of a unit, one after the other."""
-    inside = tree.in_shard(k, sharded.spec.axis.rank)
-    return _entry(tree.units[k].tensor, sharded, index, [(x.offset + a, x.offset + b) for x, a, b, _ in inside])
+    def _packed(self, k: int, index: int) -> Entry:
+        """Return the leaves of a tree in this rank's N-th of a unit, one after the other."""
+        parts = [(x.offset + a, x.offset + b) for x, a, b, _ in self.tree.in_shard(k, self.shard)]
+        return _entry(self.tree.units[k].tensor, self.part.value, index, parts)
 
 
 def _entry(name: str, sharded: Sharded, index: int, parts: Sequence[tuple[int, int]]) -> Entry:

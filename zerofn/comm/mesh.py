@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import math
 import os
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from ..util.errors import nearest
 from ..util.process import the
 from .arrivals import fresh
 from .failures import refuse_after_failure
+from .groups import Groups
 from .launch import launch_of
 
 DATA, REPLICATE, EXPERT, CONTEXT, TENSOR = "data", "replicate", "expert", "context", "tensor"
@@ -30,8 +30,8 @@ ROWS = (REPLICATE, DATA, EXPERT)  # along these axes ranks have different rows o
 BATCH = (*ROWS, CONTEXT)  # along these axes ranks have different parts of a batch
 BETWEEN = " x "  # in the name of an axis for several
 SLICES = (EXPERT, TENSOR)  # along these axes leaves are cut into slices
-REPLICAS = (REPLICATE, EXPERT)  # along these axes ranks have the same shards of units that are not cut into slices
-SHARDS = (DATA, CONTEXT)  # along these axes units are cut into shards
+SHARDS = (DATA, EXPERT, CONTEXT)  # along these axes units are cut into shards
+SHARDS_OF_EXPERTS = (DATA, CONTEXT)  # the same for units of experts, which are cut into slices along EXPERT
 FAKE = "fake machine, "  # begins the name of a group that is only planned for; the names of its axes follow
 
 
@@ -71,8 +71,8 @@ class Mesh:
 
         Axes: `data`, along which ranks have rows of their own, and units are cut into shards; `replicate`, along which
         they have rows of their own, and the same shards; `expert`, along which they have rows of their own, experts of
-        their own (`zerofn.moe.cuts`), and the same shards of all else; `context`, along which they have parts of the
-        same rows (`zerofn.parallel.split_sequence`), and units are cut into shards, too; `tensor`, along which they
+        their own (`zerofn.moe.cuts`), and shards of all else; `context`, along which they have parts of the same rows
+        (`zerofn.parallel.split_sequence`), and units are cut into shards, too; `tensor`, along which they
         have the same parts of rows, and slices of the same layers (`zerofn.parallel.tensor`). An axis that is not named
         has size 1. One size may be -1: what is left.
 
@@ -130,7 +130,7 @@ class Mesh:
     def names_of_groups(self) -> dict[str, frozenset[str]]:
         """The name of each process group of this mesh -> its axes, also those of one rank that belong to it."""
         pairs: list[tuple[Axis, tuple[str, ...]]] = [(axis, (axis.name,)) for axis in self.axes]
-        for among in (BATCH, SHARDS, REPLICAS, tuple(axis.name for axis in self.axes)):
+        for among in (BATCH, SHARDS, SHARDS_OF_EXPERTS, tuple(axis.name for axis in self.axes)):
             pairs.append((self.over(among), self._names(among)))
         found: dict[str, frozenset[str]] = {}
         for axis, names in pairs:
@@ -174,18 +174,37 @@ class Mesh:
 
     @cached_property
     def shards(self) -> Axis:
-        """The ranks that a unit is cut over, along one axis."""
+        """The ranks that a unit is cut over, along one axis; of a unit of experts, see `shards_of_experts`."""
         return self.over(SHARDS)
+
+    @cached_property
+    def shards_of_experts(self) -> Axis:
+        """The ranks that a unit of experts is cut over, along one axis: all that have the same experts."""
+        return self.over(SHARDS_OF_EXPERTS)
+
+    @cached_property
+    def shards_by_row(self) -> tuple[int, ...]:
+        """For each rank along `shards_of_experts`: the number along `shards` of the one with this rank's place along
+        "expert".
+        """
+        found = [axis for axis in self.axes if axis.name in self._names(SHARDS)]
+        out = []
+        for place in itertools.product(*([a.rank] if a.name == EXPERT else range(a.size) for a in found)):
+            k = 0
+            for axis, x in zip(found, place, strict=True):
+                k = k * axis.size + x
+            out.append(k)
+        return tuple(out)
+
+    @cached_property
+    def replicas(self) -> Axis:
+        """The ranks along "replicate"."""
+        return self.over((REPLICATE,))
 
     @cached_property
     def slices(self) -> tuple[Axis, ...]:
         """The axes of several ranks with slices of the same leaves."""
         return tuple(axis for axis in self.axes if axis.name in SLICES and axis.size > 1)
-
-    @property
-    def num_replicas(self) -> int:
-        """The number of ranks that have the same shards of units that are not cut into slices."""
-        return math.prod(axis.size for axis in self.axes if axis.name in REPLICAS)
 
     @cached_property
     def all(self) -> Axis:
@@ -262,30 +281,6 @@ def axes_of(mesh: Mesh | None) -> Iterator[None]:
         yield
     finally:
         _current.reset(before)
-
-
-class Groups:
-    """Process groups by their ranks, of the job's present group."""
-
-    def __init__(self) -> None:
-        self._names: dict[tuple[int, ...], str] = {}
-        self._world: weakref.ref[dist.ProcessGroup] | None = None
-
-    def of(self, ranks: tuple[int, ...]) -> str:
-        """Return the name of the group of these ranks. They must all ask, if it is for the first time."""
-        world = dist.group.WORLD
-        assert world is not None
-        if self._world is None or self._world() is not world:
-            self._names, self._world = {tuple(range(world.size())): world.group_name}, weakref.ref(world)
-        if ranks not in self._names:
-            group = dist.new_group(list(ranks), use_local_synchronization=True)
-            self._names[ranks] = group.group_name
-        return self._names[ranks]
-
-    def know(self, ranks: tuple[int, ...], name: str) -> None:
-        """Take a group that somebody else has made."""
-        self.of(tuple(range(dist.get_world_size())))  # so that names of an earlier job are gone
-        self._names.setdefault(ranks, name)
 
 
 def resolved(sizes: Mapping[str, int], num_ranks: int, what: str = "Mesh.make") -> tuple[int, ...]:

@@ -12,7 +12,8 @@ from torch.fx import GraphModule, Node
 
 from .. import tree
 from ..comm.mesh import Mesh
-from ..sharding.sharded import Sharded, Spec, is_sharded
+from ..sharding.sharded import Sharded, is_sharded
+from ..sharding.spec import Spec
 from ..sharding.storage import StorageSpec, Stored
 from .buffers import BufferSpec, DriveSpec
 
@@ -118,7 +119,7 @@ class Flat:
 def cached(value: Any) -> dict[int, list[Tensor]]:
     """Map the positions of a tree's `Sharded` nodes to their gathered copies; nodes without one are left out.
 
-    At stages 1 and 2 parameters have a gathered copy. Its all-gather may not have finished.
+    At stages 1 and 2, and with hpZ, parameters have a gathered copy. Its all-gather may not have finished.
     """
     leaves = tree.leaves(value, is_leaf=is_sharded)
     return {k: list(x.copies) for k, x in enumerate(leaves) if is_sharded(x) and x.copies is not None}

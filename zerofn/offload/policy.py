@@ -90,13 +90,13 @@ class Offload:
         return "nvme" in (self.optimizer, self.params)
 
 
-def resolve(offload: Offload | str | None, stage: int, num_ranks: int, device: torch.device) -> Offload:
+def resolve(offload: Offload | str | None, copies: str, device: torch.device) -> Offload:
     """Return the `Offload` that `shard` was asked for.
 
-    "cpu" and "nvme" mean the optimizer's state, and the parameters if they are sharded. Raises `ValueError` or
-    `TypeError` for unknown values and for values without effect.
+    "cpu" and "nvme" mean the optimizer's state, and the parameters unless a gathered copy exists beside their shards:
+    `copies` says when one does, "at stages 1 and 2", and is empty if none does. Raises `ValueError` or `TypeError` for
+    unknown values and for values without effect.
     """
-    whole = stage in (1, 2) and num_ranks > 1  # a gathered copy exists beside the shards
     if offload is None:
         return Offload()
     if isinstance(offload, str):
@@ -106,10 +106,10 @@ def resolve(offload: Offload | str | None, stage: int, num_ranks: int, device: t
                 f"offload={offload!r} is not known; did you mean {near[0]!r}? There are 'cpu', 'nvme' and "
                 "zerofn.Offload(optimizer=..., params=..., path=...)."
             )
-        offload = Offload(optimizer=offload, params=None if whole else offload)
+        offload = Offload(optimizer=offload, params=None if copies else offload)
     if not isinstance(offload, Offload):
         raise TypeError(f"offload: expected None, 'cpu', 'nvme' or a zerofn.Offload, got {type(offload).__name__}.")
-    _check(offload, whole, device)
+    _check(offload, copies, device)
     offload = _without_effect(offload, device)
     if fake_machine():
         return offload
@@ -144,16 +144,16 @@ def _without_effect(offload: Offload, device: torch.device) -> Offload:
     return kept
 
 
-def _check(offload: Offload, whole: bool, device: torch.device) -> None:
+def _check(offload: Offload, copies: str, device: torch.device) -> None:
     if not (offload.optimizer or offload.params):
         raise ValueError(
             f"{offload} offloads nothing: name what is to lie where, optimizer= or params=, 'cpu' or "
             "'nvme', or write offload=None."
         )
-    if offload.params and whole:
+    if offload.params and copies:
         raise ValueError(
-            "Offload(params=...) has no effect at stages 1 and 2, where every rank holds a gathered copy "
-            "of the parameters; use stage=3, or offload the optimizer alone."
+            f"Offload(params=...) has no effect {copies}, where every rank holds a gathered copy "
+            "of the parameters; use stage=3 without hpz, or offload the optimizer alone."
         )
     if is_host(device) and offload.update != "auto":
         raise ValueError(

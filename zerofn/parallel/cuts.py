@@ -106,10 +106,10 @@ def assembled(x: Tensor, cuts: Sequence[Cut], mesh: Mesh) -> Tensor:
     return x.contiguous()
 
 
-def counts(cuts: Iterable[Cut], mesh: Mesh) -> bool:
-    """Return whether this rank is the first of those with the same slice of a leaf."""
+def counts(cuts: Iterable[Cut], slices: Iterable[Axis]) -> bool:
+    """Return whether this rank is the first of those with the same slice of a leaf along the axes `slices`."""
     by_axis = {cut.axis: cut for cut in cuts}
-    firsts = ((axis, by_axis[axis.name].first(axis.rank) if axis.name in by_axis else 0) for axis in mesh.slices)
+    firsts = ((axis, by_axis[axis.name].first(axis.rank) if axis.name in by_axis else 0) for axis in slices)
     return all(axis.rank == first for axis, first in firsts)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from ..graph.alias import is_view, positions
 from ..graph.edit import clean, raise_up
-from ..graph.node_kinds import casts, is_scatter, wait_of
+from ..graph.node_kinds import casts, is_gather, is_scatter, is_start, start_of, wait_of
 from ..graph.program import Program
 
 IN_FLIGHT = 2  # reduce-scatters in flight: each holds a unit's whole gradient
@@ -19,26 +21,48 @@ def raise_reduce_scatters(program: Program) -> None:
     """Move every reduce-scatter, with the copy into its bucket, up to where its last gradient is made.
 
     Its wait moves down to the first use, or to where the second reduce-scatter after it starts. The transfer then
-    overlaps the rest of the backward pass; capture leaves all reduce-scatters at its end.
+    overlaps the rest of the backward pass; capture leaves all reduce-scatters at its end. On a mesh with replicas, what
+    was reduced among some ranks is then reduced across the others, and gathered across them again: each of these
+    transfers starts behind the wait for the one before, and is waited for as late.
     """
     gm = program.gm
     graph = gm.graph
+    first = [node for node in graph.nodes if node.target is ops.ravel.default or is_scatter(node)]
+    across = [node for node in first if is_scatter(node) and _reduced_by(node) is not None]
+    back = [node for node in graph.nodes if is_gather(node) and _reduced_by(node) in across]
+    for nodes in ([node for node in first if node not in across], across, back):
+        _raise(graph, nodes)
+    clean(gm)
+
+
+def _raise(graph: Graph, nodes: Sequence[Node]) -> None:
+    """Move transfers, and the copies into buckets, up with what prepares them, and waits for transfers down."""
     flats: dict[Node, None] = {}
-    for node in graph.nodes:
-        if node.target is ops.ravel.default or is_scatter(node):
-            flats.update(_preparation(node))
-            flats[node] = None
+    for node in nodes:
+        flats.update(_preparation(node))
+        flats[node] = None
     where = positions(graph)
     raise_up(graph, sorted(flats, key=where.__getitem__))
     where = positions(graph)
-    starts = sorted(filter(is_scatter, graph.nodes), key=where.__getitem__)
+    starts = sorted(filter(is_start, nodes), key=where.__getitem__)
     for k, start in enumerate(starts):
         wait = wait_of(start)
         late = starts[k + IN_FLIGHT : k + IN_FLIGHT + 1]
         target = min([*wait.users, *late], key=where.__getitem__, default=None)
         if target is not None:
             target.prepend(wait)
-    clean(gm)
+
+
+def _reduced_by(node: Node) -> Node | None:
+    """Return the reduce-scatter whose result a transfer sends; None if it sends something else."""
+    while node.all_input_nodes:
+        node = node.all_input_nodes[0]
+        start = start_of(node)
+        if start is not None:
+            return start if is_scatter(start) else None
+        if not (is_view(node) or casts(node)):
+            break
+    return None
 
 
 def _preparation(node: Node) -> dict[Node, None]:
@@ -46,7 +70,8 @@ def _preparation(node: Node) -> dict[Node, None]:
     out: dict[Node, None] = {}
     while node.all_input_nodes:
         node = node.all_input_nodes[0]
-        if not (is_view(node) or _prepares(node)) or len(node.users) > 1:
+        waits = start_of(node) is not None  # a wait counts as a view, and is to stay late
+        if waits or not (is_view(node) or _prepares(node)) or len(node.users) > 1:
             break
         out = {node: None, **out}
         if node.target is ops.ravel.default:

@@ -1,4 +1,4 @@
-"""Stages 1 and 2: all-gather updated parameters at the end of a step, for the next one."""
+"""Stages 1 and 2, and hpZ: all-gather updated parameters at the end of a step, for the next one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ ops, aten = torch.ops.zerofn, torch.ops.aten
 
 
 def start_param_gather(program: Program) -> None:
-    """Insert an all-gather of each shard after its update, into the copy of the unit that the parameters hold.
+    """Insert an all-gather of each shard after its update, into the copy of the unit that the parameters hold. With hpZ
+    the copy is a part of the unit, which is gathered again before each use.
 
     If the dtypes agree, the shard is a view of that copy and nothing is copied; otherwise it is cast into its place.
     The next step waits for the all-gather (`wait_param_gather`). `donate` has made the updates write the shards in
@@ -28,18 +29,18 @@ def start_param_gather(program: Program) -> None:
         if writer is None:
             continue
         spec, unit = owners[shard]
-        start, stop = spec.layout.cut(unit, spec.axis.rank)
-        with graph.inserting_after(writer):
-            fetch = graph.call_function(
-                ops.all_gather_into_.default, (whole, spec.axis.rank, spec.axis.size, spec.axis.group, unit.name)
-            )
+        axis, (start, stop, _) = spec.copied_over(unit), spec.in_copy(unit)
+        after = writer.next
         if writer.meta.get(ASIDE):
-            with graph.inserting_before(fetch):
+            with graph.inserting_before(after):
                 graph.call_function(ops.wait.default, (shard,))
         if not aliased:
-            with graph.inserting_before(fetch):
+            with graph.inserting_before(after):
                 part = graph.call_function(aten.slice.Tensor, (whole, 0, start, stop))
                 value = tensor_of(whole)
                 part.meta["val"] = None if value is None else value[start:stop]
                 graph.call_function(aten.copy_.default, (part, shard))
+        if axis is not None:
+            with graph.inserting_before(after):
+                graph.call_function(ops.all_gather_into_.default, (whole, axis.rank, axis.size, axis.group, unit.name))
     clean(gm)

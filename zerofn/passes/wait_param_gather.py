@@ -1,4 +1,4 @@
-"""Stages 1 and 2: wait for a unit's gathered copy at its first use."""
+"""Stages 1 and 2, and hpZ: wait for a unit's gathered copy at its first use."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ def plan(
     rows: int | Sequence[int] | None = None,
     memory: int | str | None = None,
     unit: Callable[[str], str] | None = None,
+    hpz: bool = False,
 ) -> Table:
     """Plan `train_step(state, batch)` on `world` ranks, in every requested way, and return a `Table` whose `best` is
     recommended.
@@ -47,8 +48,8 @@ def plan(
     memory. `memory`: bytes of a device, or a text such as "24GiB", instead of the machine's; 1 GiB of it is left to
     CUDA.
 
-    `mesh`: the ranks as a grid, {"data": -1, "tensor": 2}; by default all along "data". A model that is cut over
-    "tensor" is made for a mesh that need not exist, and its cuts are given, too:
+    `mesh`: the ranks as a grid, {"data": -1, "tensor": 2}; by default all along "data". `hpz`: as for `shard`. A model
+    that is cut over "tensor" is made for a mesh that need not exist, and its cuts are given, too:
 
         mesh = zerofn.Mesh.planned({"data": 4, "tensor": 2})
         model = zerofn.skeleton(build)
@@ -67,16 +68,23 @@ def plan(
     if isinstance(mesh, str):
         if mesh != AUTO:
             raise ValueError(f"plan(mesh={mesh!r}) is not known; give sizes, {{'data': 4, 'tensor': 2}}, or 'auto'.")
-        if cuts is not None:
-            raise ValueError("plan(mesh='auto', cuts=...): every mesh has cuts of its own; let train_step return them.")
+        _check_for_all_meshes(cuts, hpz)
         return plan_meshes(
             lambda grid: _step_on(train_step, grid, init_state, batch, unit), ranks, machine, where, asked
         )
     grid = grid_of(ranks, mesh, given=world is not None or where.nodes > 0)
     where.check_ranks(grid.num_ranks)
-    step = Step(train_step, init_state, batch, cuts, unit)
+    step = Step(train_step, init_state, batch, cuts, unit, hpz)
     found = RowPlanner(step, grid, where, written(machine), Initial()).rows(asked)
     return Table(list(found), where, grid.num_ranks, step.name)
+
+
+def _check_for_all_meshes(cuts: Cuts | None, hpz: bool) -> None:
+    """Raise `ValueError` for what is not an argument for all meshes."""
+    if cuts is not None:
+        raise ValueError("plan(mesh='auto', cuts=...): every mesh has cuts of its own; let train_step return them.")
+    if hpz:
+        raise ValueError("plan(mesh='auto', hpz=True): most meshes have no replicas; give one that has.")
 
 
 def plan_meshes(

@@ -44,6 +44,7 @@ class Step(NamedTuple):
     batch: Any
     cuts: Cuts | None = None
     unit: Callable[[str], str] | None = None
+    hpz: bool = False
 
     @property
     def name(self) -> str:
@@ -150,7 +151,9 @@ class RowPlanner:
         """Return every configuration that is asked for."""
         for number in [self.num_rows] if asked.rows is None else listed(asked.rows):
             for config in configs(asked, self._machine, self._mesh, number):
-                yield config._replace(machine=self._written, cut=bool(self._step.cuts))
+                if self._step.hpz and asked.stage == ALL and config.stage != STAGES[-1]:
+                    continue  # it has no effect there
+                yield config._replace(machine=self._written, cut=bool(self._step.cuts), hpz=self._step.hpz)
 
     def row(self, config: Config) -> Row:
         """Plan one configuration."""
@@ -180,7 +183,7 @@ class RowPlanner:
         with fake():
             first = self._initials.of(self._step.init_state, resolve(config.precision))
             given = config.precision, config.offload, self._step.unit, self._step.cuts
-            state = shard_fake(first, config.stage, self._mesh, *given)
+            state = shard_fake(first, config.stage, self._mesh, *given, self._step.hpz)
             needs = _state_needs(state)
             lacks = lacking(needs, m, self._ranks_of_node)
             if lacks:

@@ -51,6 +51,7 @@ class Config(NamedTuple):
     machine: str = "machine"  # as written in an argument
     mesh: tuple[tuple[str, int], ...] = ()
     cut: bool = False
+    hpz: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -70,7 +71,7 @@ class Config(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         """Return the arguments for `shard`."""
-        given = {"stage": self.stage, "precision": self.precision, "offload": self.offload}
+        given = {"stage": self.stage, "precision": self.precision, "offload": self.offload, "hpz": self.hpz or None}
         return {name: value for name, value in given.items() if value is not None}
 
     def label(self, with_rows: bool = True) -> str:
@@ -81,6 +82,7 @@ class Config(NamedTuple):
         parts = (
             self.on_axes and self.grid,
             f"stage {self.stage}",
+            self.hpz and "hpz",
             offload,
             self.precision and _short(self.precision),
             remat,

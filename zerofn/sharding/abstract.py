@@ -13,7 +13,8 @@ from .. import tree
 from ..comm.mesh import Mesh
 from .layout import ALIGN, Layout, Leaf, Unit, padded, padded_to
 from .precision import Precision
-from .sharded import Sharded, Spec, is_sharded
+from .sharded import Sharded, is_sharded
+from .spec import Spec
 from .storage import StorageSpec
 
 _WHY = "This Sharded is from zerofn.abstract and has no values; zerofn.load(path, like=...) returns a state that has."
@@ -102,10 +103,10 @@ class _Abstract(Sharded):
 
     def __reduce__(self) -> tuple[Any, ...]:
         spec, layout = self.spec, self.layout
-        block = padded_to(layout.num_shards, spec.mesh.num_replicas)
+        replicas = 1 if spec.hpz else spec.mesh.replicas.size
         units = []
         for x in layout.units:
-            places = self.places[x.name, x.size]
+            places, block = self.places[x.name, x.size], padded_to(x.num_shards, replicas)
             units.append((x.name, places.whole(x), _stop(x, places, block), x.trainable, x.dtype))
         return _here, (units, layout.treedef, spec.stage, spec.precision, spec.halves, self._storages)
 
@@ -128,8 +129,11 @@ def _here(
     mesh = Mesh.of(None)
     axis = mesh.shards
     block = padded_to(axis.size)
-    own = tuple(Unit(name, leaves, padded(stop, block), *rest) for name, leaves, stop, *rest in units)
-    spec = Spec(Layout(own, treedef, axis.name, axis.size), mesh, stage, precision, halves)
+    own = tuple(
+        Unit(name, leaves, padded(stop, block), trainable, dtype, axis.size)
+        for name, leaves, stop, trainable, dtype in units
+    )
+    spec = Spec(Layout(own, treedef, axis.name), mesh, stage, precision, halves)
     cut = Sharded(spec, ())
     cut._storages = tuple(map(_on_this_device, storages))
     known = {(x.name, x.size): _Places(stop) for x, (_, _, stop, *_) in zip(own, units, strict=True)}

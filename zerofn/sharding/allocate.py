@@ -17,7 +17,9 @@ from ..offload.disk import Store, pages, scratch_space
 from ..offload.drive_tensor import DriveTensor, handle_of
 from ..offload.host_tensor import HostTensor, on_host
 from ..ops.codecs import PLAIN, SPLIT
-from .sharded import Sharded, Spec
+from .layout import Unit
+from .sharded import Sharded
+from .spec import Spec
 from .storage import StorageSpec, Stored, StoredPart
 
 HELD = 2  # units that may be partly filled in memory before they are written to a drive
@@ -47,9 +49,10 @@ def allocate(
         a, b = spec.bounds(unit)
         parts: list[StoredPart] = []
         if cached:
-            full.append(zeros(unit.size, spec.precision.computes(storage.dtype), device))
-        if cached and storage.lies_in(full[-1].dtype):
-            parts.append(full[-1][a:b])
+            start, stop, size = spec.in_copy(unit)
+            full.append(zeros(size, spec.precision.computes(storage.dtype), device))
+            if storage.lies_in(full[-1].dtype):
+                parts.append(full[-1][start:stop])
         for k, (dtype, size, tier) in list(enumerate(storage.parts(b - a)))[len(parts) :]:
             if tier == "cpu":
                 parts.append(HostTensor(on_host(size, dtype, device), device))
@@ -114,12 +117,13 @@ class Filler:
 
 def _take_first_replica(sharded: Sharded) -> None:
     """Give every shard the values that it has on the first of the ranks that share it."""
-    for unit, shard in zip(sharded.layout.units, sharded.stored, strict=True):
-        replicas = sharded.spec.replicas_of(unit)
-        if replicas.size > 1:
-            held = shard.loaded()
-            equalize(held.tensors, replicas)
-            shard.save(held)
+    replicas = sharded.spec.shared_over
+    if replicas is None:
+        return
+    for shard in sharded.stored:
+        held = shard.loaded()
+        equalize(held.tensors, replicas)
+        shard.save(held)
 
 
 def equalize(values: Sequence[Tensor], axis: Axis) -> None:
@@ -137,20 +141,21 @@ def equalize(values: Sequence[Tensor], axis: Axis) -> None:
 
 def lacks_copy(sharded: Sharded) -> bool:
     """Return whether parameters of this layout should have a gathered copy and have lost it."""
-    return sharded.copies is None and sharded.spec.stage in (1, 2) and sharded.spec.axis.size > 1
+    return sharded.copies is None and sharded.spec.has_copies
 
 
 def refill(sharded: Sharded) -> None:
-    """Gather the copy that stages 1 and 2 hold beside parameters again, if an unflatten has dropped it.
+    """Gather the copy that stages 1 and 2, and hpZ, hold beside parameters again, if an unflatten has dropped it.
 
     The shards become views of it if dtypes agree, so nothing is held twice. All ranks must call it.
     """
     pending().wait_for_all()
     spec, shards, full = sharded.spec, [], []
     for unit, x in zip(spec.layout.units, sharded.stored, strict=True):
-        full.append(zeros(unit.size, spec.precision.computes(x.dtype), x.device))
+        start, stop, size = spec.in_copy(unit)
+        full.append(zeros(size, spec.precision.computes(x.dtype), x.device))
         if x.storage.lies_in(full[-1].dtype):
-            part = full[-1][slice(*spec.bounds(unit))].copy_(x.tensors[0].detach())
+            part = full[-1][start:stop].copy_(x.tensors[0].detach())
             x = Stored(x.storage, (part, *x.parts[1:]))
         shards.append(x)
     settle(Sharded(spec, shards, full))
@@ -171,17 +176,24 @@ def keep_halves(sharded: Sharded) -> None:
 
 def settle(sharded: Sharded) -> None:
     """Make replicas equal: each shard takes the values of the rank that owns it. All ranks must call it."""
-    spec = sharded.spec
+    spec, full = sharded.spec, sharded.full
     _take_first_replica(sharded)
-    if spec.axis.size == 1 or (spec.stage != 0 and sharded.full is None):
-        return
     for i, (unit, shard) in enumerate(zip(spec.layout.units, sharded.stored, strict=True)):
-        a, b = spec.layout.cut(unit, spec.axis.rank)
-        if sharded.full is not None and not shard.storage.lies_in(sharded.full[i].dtype):
-            sharded.full[i][a:b].copy_(spec.precision.narrow(shard.decode()))
-        held = shard.loaded()
-        for whole in held.tensors if sharded.full is None else [sharded.full[i]]:
-            ops.all_gather_into_(whole, spec.axis.rank, spec.axis.size, spec.axis.group, unit.name)
-            ops.wait(whole)
-        if sharded.full is None:
+        if full is not None:
+            start, stop, _ = spec.in_copy(unit)
+            if not shard.storage.lies_in(full[i].dtype):
+                full[i][start:stop].copy_(spec.precision.narrow(shard.decode()))
+            _gather_into([full[i]], spec.copied_over(unit), unit)
+        elif spec.stage == 0 and spec.within(unit).size > 1:
+            held = shard.loaded()
+            _gather_into(held.tensors, spec.within(unit), unit)
             shard.save(held)
+
+
+def _gather_into(values: Iterable[Tensor], axis: Axis | None, unit: Unit) -> None:
+    """Fill flat tensors, of which each rank has its part in place, from all ranks of an axis."""
+    if axis is None:
+        return
+    for whole in values:
+        ops.all_gather_into_(whole, axis.rank, axis.size, axis.group, unit.name)
+        ops.wait(whole)

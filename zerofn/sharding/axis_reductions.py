@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..collectives.maps import ops, rows_over, sum_over
-from ..comm.mesh import Mesh
+from ..collectives.maps import ops, sum_over
 from ..ops import leaf_axes as _ops  # noqa: F401  (defines zerofn::squares_along and its like)
 from ..parallel.cuts import counts
 from ..parallel.overlaps import Region, Runs, overlap, region_of, shape_in
 from .layout import LeafInfo
-from .sharded import Sharded, is_sharded, mesh_among
+from .sharded import Sharded, is_sharded, spec_among
+from .spec import Spec, rows_of
 
 Kept = tuple[bool, ...]  # for each dim of a leaf: whether the sums keep it
 
@@ -100,31 +100,30 @@ def axis_squares(values: Any, groups: Sequence[Group]) -> Tensor:
 
     One all-gather of the sums along each axis serves the whole tree. All ranks must call it.
     """
-    flat, runs, mesh, complete = _runs(values)
-    axis = None if mesh is None else mesh.shards
-    size = 1 if axis is None else axis.size
+    flat, runs, spec, complete = _runs(values)
+    axes = () if spec is None else spec.rows
     if not flat or not groups:
         return torch.zeros(0)
     num_all = num_columns(groups)
-    groups, moves = _own_groups(values, mesh, groups)
+    groups, moves = _own_groups(values, spec, groups)
     chosen = [(run, g) for g in groups for run in runs[g.leaf] if run.counts]
     lists = ([getattr(run, name) for run, _ in chosen] for name in ("tensor", "start", "stop", "first", "row"))
-    rows = size if complete else 1
+    rows = math.prod(axis.size for axis in axes) if complete else 1
     grid = ops.squares_along(flat, *lists, *_columns([g for _, g in chosen]), rows, num_columns(groups))
     grid = ops.spread_columns(grid, *moves, num_all) if moves else grid
-    grid = grid if complete or axis is None else rows_over(grid[0], axis)
+    grid = grid if complete else rows_of(grid[0], axes)
     total = grid[0]
     for row in grid[1:]:
         total = total + row
-    for each in () if mesh is None else mesh.slices:
-        total = sum_over(total, each)
+    for axis in () if spec is None else spec.mesh.slices:
+        total = sum_over(total, axis)
     return total
 
 
 def axis_scale(values: Any, groups: Sequence[Group], factors: Tensor) -> Any:
     """Multiply every leaf by the numbers of all its groups, from `factors` [columns]. Leaves keep their dtypes."""
-    flat, runs, mesh, _ = _runs(values)
-    groups, moves = _own_groups(values, mesh, groups)
+    flat, runs, spec, _ = _runs(values)
+    groups, moves = _own_groups(values, spec, groups)
     factors = ops.own_columns(factors, *moves, num_columns(groups)) if moves else factors
     out = []
     for k, x in enumerate(flat):
@@ -142,12 +141,13 @@ def _columns(groups: Sequence[Group]) -> tuple[list[int], list[int], list[int], 
     return [g.column for g in groups], list(map(len, shapes)), sizes, [k for each in kept for k in each]
 
 
-def _own_groups(values: Any, mesh: Mesh | None, groups: Sequence[Group]) -> tuple[list[Group], list[list[int]]]:
+def _own_groups(values: Any, spec: Spec | None, groups: Sequence[Group]) -> tuple[list[Group], list[list[int]]]:
     """Return the groups of the slices that this rank has, and how their columns lie in those of whole leaves: nothing
     if all leaves are whole.
     """
-    if mesh is None or not mesh.slices:
+    if spec is None or not spec.mesh.slices:
         return list(groups), []
+    mesh = spec.mesh
     regions: list[Region] = []
     for node in tree.leaves(values, is_leaf=is_sharded):
         regions += [region_of(x.cuts, mesh) for x in node.layout.leaves] if is_sharded(node) else [()]
@@ -163,15 +163,15 @@ def _own_groups(values: Any, mesh: Mesh | None, groups: Sequence[Group]) -> tupl
     return own, [[run[k] for run in columns] for k in range(6)]
 
 
-def _runs(values: Any) -> tuple[list[Tensor], dict[int, list[_Run]], Mesh | None, bool]:
-    """Return a tree's flat tensors, the runs of each leaf in them, the mesh, and whether no other rank of its axis of
+def _runs(values: Any) -> tuple[list[Tensor], dict[int, list[_Run]], Spec | None, bool]:
+    """Return a tree's flat tensors, the runs of each leaf in them, a spec, and whether no other rank of its axis of
     shards has what is not here.
     """
     nodes = tree.leaves(values, is_leaf=is_sharded)
-    mesh = mesh_among(nodes)
-    axis = None if mesh is None else mesh.shards
-    complete = all(n.spec.num_shards == 1 for n in nodes if is_sharded(n))
-    once = (complete or axis is None or axis.rank == 0) and (mesh is None or counts((), mesh))
+    spec = spec_among(nodes)
+    complete = all(n.spec.is_whole for n in nodes if is_sharded(n))
+    first_row = complete or spec is None or all(axis.rank == 0 for axis in spec.rows)
+    once = first_row and (spec is None or counts((), spec.mesh.slices))
     flat: list[Tensor] = []
     runs: dict[int, list[_Run]] = {}
     for node in nodes:
@@ -184,18 +184,14 @@ def _runs(values: Any) -> tuple[list[Tensor], dict[int, list[_Run]], Mesh | None
         else:
             runs[leaf] = [_Run(first, 0, node.numel(), 0, 0, leaf, once)] if node.numel() else []
             flat.append(node)
-    return flat, runs, mesh, complete
+    return flat, runs, spec, complete
 
 
 def _sharded_runs(sharded: Sharded, tensor: int, leaf: int) -> Iterator[_Run]:
     spec = sharded.spec
-    whole = spec.num_shards == 1
     for k, unit in enumerate(spec.layout.units):
         begin = spec.bounds(unit)[0]
-        for rank in range(spec.axis.size) if whole else [spec.axis.rank]:
-            start, stop = spec.layout.cut(unit, rank)
+        for start, stop, row, mine in spec.stored_shards(unit):
             for x, a, b in unit.intervals(start, stop):
-                shift = start - begin
-                row = rank if whole else 0
-                once = counts(x.cuts, spec.mesh)
+                shift, once = start - begin, mine and spec.counts(x)
                 yield _Run(tensor + k, a + shift, b + shift, start + a - x.offset, row, leaf + x.index, once)

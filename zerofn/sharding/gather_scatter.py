@@ -21,13 +21,14 @@ from ..collectives.maps import AllGather, Linear, ReduceScatter, ops
 from ..comm.mesh import EXPERT, Axis
 from ..ops import ravel as _flat  # noqa: F401  (defines zerofn::ravel)
 from .layout import Unit, unravel
-from .sharded import Sharded, Spec, check_whole, is_sharded
+from .sharded import Sharded, check_whole, is_sharded
+from .spec import Spec
 from .storage import Stored
 
 
 @dataclass(frozen=True)
 class GatherUnit:
-    """shard -> the unit's flat buffer in the compute dtype. `full`: that buffer, if it is cached."""
+    """shard -> the unit's flat buffer in the compute dtype. `full`: the copy that is held of it, or of a part of it."""
 
     spec: Spec
     unit: Unit
@@ -50,12 +51,13 @@ class GatherUnit:
         return (ops.as_slice(whole, EXPERT) if self.unit.is_cut(EXPERT) else whole,)
 
     def _whole(self, shard: Tensor) -> Tensor:
-        if self.full is not None:
+        steps = self.spec.steps(self.unit, self.full is not None)
+        if self.full is not None and not steps:
             return self.full.view_as(self.full)
-        shard = self.spec.precision.narrow(shard)
-        if self.spec.num_shards == 1:
-            return ops.as_whole(shard)
-        return AllGather(self.spec.axis, self.unit.name)(shard)[0]
+        x = self.spec.precision.narrow(shard) if self.full is None else self.full
+        for axis in steps:
+            (x,) = AllGather(axis, self.unit.name)(x)
+        return x if steps else ops.as_whole(x)
 
 
 @dataclass(frozen=True)
@@ -81,13 +83,14 @@ class ScatterUnit:
 
 def reduce_unit(spec: Spec, unit: Unit, flat: Tensor) -> Tensor:
     """flat [..., size] on each rank -> this rank's stored part of the sum over ranks, added in rank order."""
-    axis, replicas = spec.axis, spec.replicas_of(unit)
+    axis, replicas = spec.within(unit), spec.mesh.replicas
     shard = ReduceScatter(axis, unit.name)(flat)[0] if axis.size > 1 else ops.as_shard(flat, axis.name)
-    if replicas.size > 1:  # an all-reduce, in two steps that are started apart
-        (part,) = ReduceScatter(replicas, unit.name)(shard)
-        shard = ops.as_shard(AllGather(replicas, unit.name)(part)[0])
+    if replicas.size > 1:  # an all-reduce, in two steps that are started apart; with hpZ its first half
+        (shard,) = ReduceScatter(replicas, unit.name)(shard)
+        if not spec.hpz:
+            shard = ops.as_shard(AllGather(replicas, unit.name)(shard)[0])
     # Stage 0 uses the same steps, so that its sums have the bits of every other stage.
-    if axis.size > 1 and spec.num_shards == 1:
+    if axis.size > 1 and spec.num_shards(unit) == 1:
         shard = ops.as_shard(AllGather(axis, unit.name)(shard)[0])
     # Along "expert" slices differ by right: they are parts of one whole, as shards are.
     return ops.as_shard(shard, EXPERT) if unit.is_cut(EXPERT) else shard

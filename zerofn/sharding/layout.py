@@ -103,13 +103,16 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Unit:
-    """One flat buffer: some leaves of one dtype, all trainable or all frozen. `size` counts padding."""
+    """One flat buffer: some leaves of one dtype, all trainable or all frozen. `size` counts padding. `num_shards`: the
+    equal parts that it is cut into.
+    """
 
     name: str = field(compare=False)  # two parts of one structure, such as twin critics, get equal layouts
     leaves: tuple[Leaf, ...]
     size: int
     trainable: bool
     dtype: torch.dtype = field(compare=False)
+    num_shards: int
 
     @property
     def numel(self) -> int:
@@ -145,16 +148,15 @@ class Unit:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The cut of a tree of tensors into units, over the `num_shards` ranks of an axis."""
+    """The cut of a tree of tensors into units, and of units into shards. `axis`: the ranks that have these."""
 
     units: tuple[Unit, ...]
     treedef: PyTreeSpec
     axis: str
-    num_shards: int
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
-        return (self.units, self.axis, self.num_shards)
+        return (self.units, self.axis)
 
     @cached_property
     def _hash(self) -> int:
@@ -178,7 +180,7 @@ class Layout:
 
     def cut(self, unit: Unit, shard: int) -> tuple[int, int]:
         """[start, stop) of a rank's shard of `unit`, in elements."""
-        size = unit.size // self.num_shards
+        size = unit.size // unit.num_shards
         return shard * size, (shard + 1) * size
 
     def subset(self, prefix: str) -> Layout:
@@ -210,16 +212,10 @@ class Layout:
             raise KeyError(f"params[{prefix!r}]: only a top-level entry of params can be taken out.")
         strip = len(prefix) + 1 if inside else 0
         renamed = tuple(
-            Unit(
-                u.name,
-                tuple(replace(x, name=x.name[strip:], index=order[x.index]) for x in u.leaves),
-                u.size,
-                u.trainable,
-                u.dtype,
-            )
+            replace(u, leaves=tuple(replace(x, name=x.name[strip:], index=order[x.index]) for x in u.leaves))
             for u in units
         )
-        return Layout(renamed, sub, self.axis, self.num_shards)
+        return Layout(renamed, sub, self.axis)
 
 
 def _nothing_under(name: str, layout: Layout) -> str:
@@ -239,10 +235,10 @@ def restrict(layout: Layout, keep: Callable[[Unit, Leaf], bool]) -> Layout:
     for u in layout.units:
         leaves = tuple(replace(x, index=order[x.index]) for x in u.leaves if x.index in kept)
         if leaves:
-            units.append(Unit(u.name, leaves, u.size, u.trainable, u.dtype))
+            units.append(replace(u, leaves=leaves))
     marks = [i if i in kept else None for i in range(layout.treedef.num_leaves)]
     treedef = tree.structure(tree.unflatten(layout.treedef, marks))
-    return Layout(tuple(units), treedef, layout.axis, layout.num_shards)
+    return Layout(tuple(units), treedef, layout.axis)
 
 
 def make_layout(
@@ -250,6 +246,7 @@ def make_layout(
     num_shards: int,
     *,
     axis: str = "data",
+    of_experts: int | None = None,
     replicas: int = 1,
     unit: Callable[[str], str] | None = None,
     trainable: Callable[[str], bool] = lambda name: True,
@@ -265,9 +262,10 @@ def make_layout(
     A unit is the key path up to its first integer component; leaves without one join by parent module. Units under
     2^16 elements merge into the previous one, within one top-level entry of a nested tree. `unit` (leaf name ->
     unit name) replaces these rules. There is one buffer per (unit, dtype, trainable), and one of its own for slices
-    along "expert", which fewer ranks have. Within it, leaves are ordered by (label, path), so that each label of an
-    optimizer is one run of elements. `dtype` replaces the leaves' floating dtype (the master's). `slice_of`: (name,
-    shape) of a leaf -> the shape of this rank's slice, and the cuts.
+    along "expert", which fewer ranks have: it is cut into `of_experts` shards, by default `num_shards` like the others.
+    Within it, leaves are ordered by (label, path), so that each label of an optimizer is one run of elements. `dtype`
+    replaces the leaves' floating dtype (the master's). `slice_of`: (name, shape) of a leaf -> the shape of this rank's
+    slice, and the cuts.
 
     Raises `TypeError` for a complex leaf that is to be trained; integers never are.
     """
@@ -285,17 +283,19 @@ def make_layout(
     names = _buffer_names(buffers)
     units = []
     for key, members in buffers.items():
+        shards = of_experts if key.of_experts and of_experts is not None else num_shards
         members = sorted(members, key=lambda i: (repr(label(tree.name_of(paths[i]), values[i])), place[i]))
         units.append(
             _unit(
                 names[key],
                 [(i, tree.name_of(paths[i]), *slices[i]) for i in members],
-                padded_to(num_shards, replicas),
+                padded_to(shards, replicas),
                 key.dtype,
                 key.trainable,
+                shards,
             )
         )
-    return Layout(tuple(units), treedef, axis, num_shards)
+    return Layout(tuple(units), treedef, axis)
 
 
 class _Kind(NamedTuple):
@@ -325,13 +325,14 @@ def _unit(
     block: int,
     dtype: torch.dtype,
     trainable: bool,
+    num_shards: int,
 ) -> Unit:
     leaves, offset = [], 0
     for index, leaf_name, shape, cuts in members:
         leaf = Leaf(leaf_name, shape, index, offset, dtype, cuts)
         leaves.append(leaf)
         offset = -(-leaf.stop // ALIGN) * ALIGN
-    return Unit(name, tuple(leaves), padded(offset, block), trainable, dtype)
+    return Unit(name, tuple(leaves), padded(offset, block), trainable, dtype, num_shards)
 
 
 def padded_to(num_shards: int, replicas: int = 1) -> int:

@@ -18,11 +18,11 @@ from torch import Tensor
 from .. import tree
 from .._torch_compat import is_functorch_tensor
 from ..collectives.maps import ops, rows_over
-from ..comm.mesh import Axis, Mesh
+from ..comm.mesh import Axis
 from ..ops import part_reductions as _parts_ops  # noqa: F401  (defines zerofn::part_norms and its like)
 from ..ops import runs as _runs_ops  # noqa: F401  (defines zerofn::fill_runs)
-from ..parallel.cuts import counts
-from .sharded import Sharded, is_sharded, mesh_among
+from .sharded import Sharded, is_sharded, spec_among
+from .spec import Spec, rows_of
 
 
 class _Part(NamedTuple):
@@ -44,7 +44,7 @@ class _Parts(NamedTuple):
     names: list[str]
     tensors: list[list[Tensor]]  # one list per tree
     parts: list[_Part]
-    mesh: Mesh | None
+    spec: Spec | None
     complete: bool  # no other rank of the axis of shards has parts that are not here
     shards: set[int]  # which tensors are shards
 
@@ -53,12 +53,7 @@ class _Parts(NamedTuple):
         paths, nodes, _ = tree.flatten_with_path(trees[0], is_leaf=is_sharded)
         others = [tree.leaves(t, is_leaf=is_sharded) for t in trees[1:]]
         found = _Parts(
-            [],
-            [[] for _ in trees],
-            [],
-            mesh_among(nodes),
-            all(n.spec.num_shards == 1 for n in nodes if is_sharded(n)),
-            set(),
+            [], [[] for _ in trees], [], spec_among(nodes), all(n.spec.is_whole for n in nodes if is_sharded(n)), set()
         )
         for k, node in enumerate(nodes):
             found._add(tree.name_of(paths[k]), [node, *(o[k] for o in others)])
@@ -72,7 +67,7 @@ class _Parts(NamedTuple):
             prefix = f"{name}." if name else ""
             self.names.extend(prefix + leaf.name for leaf in group[0].layout.leaves)
         else:
-            if self.complete or self.axis is None or self.axis.rank == 0:  # replicated: only one rank counts it
+            if self.complete or all(axis.rank == 0 for axis in self.rows):  # replicated: only one rank counts it
                 once = all(axis.rank == 0 for axis in self.slices)
                 self.parts.append(_Part(first, 0, group[0].numel(), 0, len(self.names), once))
             self.names.append(name)
@@ -80,14 +75,14 @@ class _Parts(NamedTuple):
             tensors.extend(x.shards if is_sharded(x) else [x.reshape(-1)])
 
     @property
-    def axis(self) -> Axis | None:
-        """The axis of shards."""
-        return None if self.mesh is None else self.mesh.shards
+    def rows(self) -> tuple[Axis, ...]:
+        """The axes of shards; see `Spec.rows`."""
+        return () if self.spec is None else self.spec.rows
 
     @property
     def slices(self) -> tuple[Axis, ...]:
         """The axes of slices."""
-        return () if self.mesh is None else self.mesh.slices
+        return () if self.spec is None else self.spec.mesh.slices
 
     @property
     def tracked(self) -> bool:
@@ -116,16 +111,15 @@ class _Parts(NamedTuple):
 
     def reduce(self, op: Any) -> Tensor:
         """Reduce each part to a number: [ranks, leaves], zero where a rank has no part of a leaf."""
-        size = 1 if self.axis is None else self.axis.size
-        rows = size if self.complete else 1
+        rows = math.prod(axis.size for axis in self.rows) if self.complete else 1
         parts = [p for p in self.parts if p.stop > p.start and p.counts]
         if not self.tensors[0] or not self.names:
             grid = torch.zeros(rows, len(self.names))
         else:  # also on a rank without parts: all ranks need the same graph
             columns = [[p[k] for p in parts] for k in range(len(_Part._fields) - 1)]
             grid = op(*self.tensors, *columns, rows, len(self.names))
-        if not self.complete and self.axis is not None:
-            grid = rows_over(grid[0], self.axis)
+        if not self.complete:
+            grid = rows_of(grid[0], self.rows)
         for axis in self.slices:
             grid = rows_over(grid, axis).flatten(0, 1)
         return grid
@@ -133,14 +127,11 @@ class _Parts(NamedTuple):
 
 def _sharded_parts(sharded: Sharded, first: int, column: int) -> Iterator[_Part]:
     spec = sharded.spec
-    whole = spec.num_shards == 1
     for i, unit in enumerate(spec.layout.units):
         begin = spec.bounds(unit)[0]
-        for rank in range(spec.axis.size) if whole else [spec.axis.rank]:
-            start, stop = spec.layout.cut(unit, rank)
+        for start, stop, row, mine in spec.stored_shards(unit):
             for leaf, a, b in unit.intervals(start, stop):
-                shift, row = start - begin, rank if whole else 0
-                once = counts(leaf.cuts, spec.mesh)
+                shift, once = start - begin, mine and spec.counts(leaf)
                 yield _Part(first + i, a + shift, b + shift, row, column + leaf.index, once)
 
 

@@ -29,8 +29,17 @@ from .allocate import Filler, allocate, equalize, scratch_for, settle
 from .gather_scatter import gather_leaves
 from .layout import Layout
 from .precision import Precision, resolve
-from .shard_plan import ReplicatedPart, ShardedPart, ShardPolicy, check_stage, description, given_cuts, plan_state
-from .sharded import Sharded, Spec, check_whole, is_sharded
+from .shard_plan import (
+    ReplicatedPart,
+    ShardedPart,
+    ShardPolicy,
+    check_hpz,
+    check_stage,
+    description,
+    given_cuts,
+    plan_state,
+)
+from .sharded import Sharded, check_whole, is_sharded
 from .state_tree import adapted, device_of
 
 log = logging.getLogger("zerofn")
@@ -47,6 +56,7 @@ def shard(
     device: torch.device | str | None = None,
     plan: Any = None,
     cuts: Mapping[str, Cut | Sequence[Cut]] | None = None,
+    hpz: bool = False,
 ) -> Any:
     """Return a state whose partitioned parts are `Sharded`: each rank holds 1/N of them.
 
@@ -58,34 +68,37 @@ def shard(
     another memory format (`channels_last`). The result never aliases the input.
 
     `stage`: 0 replicates; 1 and 2 shard the optimizer's state; 3 shards the parameters too. `stage="auto"` with
-    `plan`, a table from `zerofn.plan`, takes its recommended stage, precision and offload. `precision`: None,
+    `plan`, a table from `zerofn.plan`, takes its recommended stage, precision, offload and hpz. `precision`: None,
     "fp32", "bf16", "fp16" or a `Precision`. `unit`: leaf name -> unit name; a unit is gathered as one, and is
     usually a layer. `device`: where shards are stored; by default where the parameters are. `offload`: None, "cpu",
     "nvme" or an `Offload` stores the optimizer's state, the parameters, or both in host memory or on drives.
 
     `mesh`: the ranks and their axes, `zerofn.Mesh.make(replicate=2, data=-1)` for example; by default all ranks along
     "data". Units are cut over "data", and every rank of "replicate" has the same shards, so that gathers stay among the
-    ranks of "data" (hybrid sharding). `cuts`: leaf name -> how it is cut into slices over "tensor", as
-    `zerofn.parallel.tensor` returns it.
+    ranks of "data" (hybrid sharding). `hpz`: cut each shard once more over "replicate", the optimizer's state with it,
+    and hold the uncut shard of the parameters as a copy in the compute dtype: gathers still stay among the ranks of
+    "data", the state is cut over all (ZeRO++'s hpZ); for stage 3. `cuts`: leaf name -> how it is cut into slices over
+    "tensor", as `zerofn.parallel.tensor` returns it.
 
     Raises `ValueError` or `TypeError` for a state without `params`, a leaf that is no tensor or number, or an
     unknown option; `MemoryError` for a plan in which nothing fits; `RuntimeError` on every rank if ranks disagree
     about the layout. Nothing is allocated before these checks.
     """
     if stage == "auto" or plan is not None:
-        stage, precision, offload = _planned(stage, precision, offload, plan, Mesh.of(mesh))
+        stage, precision, offload, hpz = _planned(stage, precision, offload, hpz, plan, Mesh.of(mesh))
     where = Mesh.of(mesh)
     if (dry_run := current_dry_run()) is not None:
         with FakeMachine(False, 1.0, 1.0)():
             first = initial(state_or_init, resolve(precision))
             grid = Mesh((Axis(DATA, 1),)) if where.ranks else where
-            state = shard_fake(first, stage, grid, precision, None, unit, cuts)
-        chosen = {"mesh": None if where.ranks else where, "cuts": cuts}
+            alone = grid.num_ranks == 1  # of the script itself; what is planned for need not be
+            state = shard_fake(first, stage, grid, precision, None, unit, cuts, hpz and not alone)
+        chosen = {"mesh": None if where.ranks else where, "cuts": cuts, "hpz": hpz}
         dry_run.shards(state, state_or_init, {"precision": precision, "unit": unit, **chosen})
         return state
     map_large_blocks()
     policy, values, parts, treedef = agree_on(
-        "zerofn.shard", lambda: _plan(state_or_init, stage, where, precision, unit, device, offload, cuts)
+        "zerofn.shard", lambda: _plan(state_or_init, stage, where, precision, unit, device, offload, cuts, hpz)
     )
     return _place(policy, values, parts, treedef, _scratch_of_all(policy, parts))
 
@@ -98,16 +111,16 @@ def _scratch_of_all(policy: ShardPolicy, parts: list[ShardedPart | ReplicatedPar
     return agree_on("zerofn.shard", lambda: (scratch_for(cuts), ""))
 
 
-def _planned(stage: Any, precision: Any, offload: Any, plan: Any, mesh: Mesh) -> tuple[int, Any, Any]:
-    """Return (stage, precision, offload) of a plan's recommended row."""
+def _planned(stage: Any, precision: Any, offload: Any, hpz: Any, plan: Any, mesh: Mesh) -> tuple[int, Any, Any, bool]:
+    """Return (stage, precision, offload, hpz) of a plan's recommended row."""
     if stage != "auto" or not hasattr(plan, "options"):
         raise ValueError(
             "shard: stage='auto' and plan= go together: table = zerofn.plan(train_step, init_state, "
             "batch, world=..., machine=...), then shard(init_state, stage='auto', plan=table)."
         )
-    if precision is not None or offload is not None:
+    if precision is not None or offload is not None or hpz:
         raise ValueError(
-            "shard(stage='auto') takes precision and offload from the plan; leave them out, or give them "
+            "shard(stage='auto') takes precision, offload and hpz from the plan; leave them out, or give them "
             "to zerofn.plan."
         )
     if plan.world != mesh.num_ranks:
@@ -123,7 +136,7 @@ def _planned(stage: Any, precision: Any, offload: Any, plan: Any, mesh: Mesh) ->
             f"mesh=zerofn.Mesh.make({', '.join(f'{name}={size}' for name, size in wanted.items())})."
         )
     log.info("shard(stage='auto'): %s", plan.best.config.call())
-    return options["stage"], options.get("precision"), options.get("offload")
+    return options["stage"], options.get("precision"), options.get("offload"), options.get("hpz", False)
 
 
 def initial(state_or_init: Any, precision: Precision) -> Any:
@@ -139,6 +152,7 @@ def shard_fake(
     offload: Offload | str | None,
     unit: Callable[[str], str] | None,
     cuts: Mapping[str, Cut | Sequence[Cut]] | None = None,
+    hpz: bool = False,
 ) -> Any:
     """Return the state, from `initial`, as rank 0 of a fake machine would hold it: the same layout, tensors without
     memory.
@@ -146,7 +160,8 @@ def shard_fake(
     machine = fake_machine()
     assert machine is not None
     check_stage(stage)
-    policy = _policy(state, stage, mesh, resolve(precision), unit, None, offload, cuts)
+    check_hpz(hpz, stage, mesh)
+    policy = _policy(state, stage, mesh, resolve(precision), unit, None, offload, cuts, hpz)
     parts, treedef = plan_state(state, policy)
     scratch = scratch_for((p.spec, p.storages) for p in parts if isinstance(p, ShardedPart))
     return tree.unflatten(
@@ -156,17 +171,26 @@ def shard_fake(
 
 @uncollected()
 def _plan(
-    state_or_init: Any, stage: Any, mesh: Mesh, precision: Any, unit: Any, device: Any, offload: Any, cuts: Any
+    state_or_init: Any,
+    stage: Any,
+    mesh: Mesh,
+    precision: Any,
+    unit: Any,
+    device: Any,
+    offload: Any,
+    cuts: Any,
+    hpz: Any,
 ) -> tuple[Any, str]:
     """Find every error before anything is allocated or sent."""
     check_stage(stage)
+    check_hpz(hpz, stage, mesh)
     precision, device = resolve(precision), _numbered(device)
     state, values = _initial(state_or_init, precision)
-    policy = _policy(state, stage, mesh, precision, unit, device, offload, cuts)
+    policy = _policy(state, stage, mesh, precision, unit, device, offload, cuts, hpz)
     parts, treedef = plan_state(state, policy)
     if policy.offload.optimizer or policy.offload.params:
         _check_offload(policy.offload, [p for p in parts if isinstance(p, ShardedPart)], policy.home)
-    return (policy, values, parts, treedef), description(stage, precision, parts)
+    return (policy, values, parts, treedef), description(stage, precision, hpz, parts)
 
 
 def _numbered(device: Any) -> torch.device | None:
@@ -186,11 +210,13 @@ def _policy(
     device: torch.device | None,
     offload: Any,
     cuts: Any,
+    hpz: bool,
 ) -> ShardPolicy:
     """Return the policy, completed by where the state is."""
     home = device or device_of(state)
-    placed = resolve_offload(offload, stage, mesh.shards.size, home)
-    return ShardPolicy(stage, mesh, precision, unit, device, placed, home, given_cuts(cuts))
+    copies = "with hpz" if hpz else "at stages 1 and 2" if stage in (1, 2) and mesh.shards.size > 1 else ""
+    placed = resolve_offload(offload, copies, home)
+    return ShardPolicy(stage, mesh, precision, unit, device, placed, home, given_cuts(cuts), hpz)
 
 
 def _initial(state_or_init: Any, precision: Precision) -> tuple[Any, Iterator[tuple[int, Any]]]:
@@ -212,7 +238,7 @@ def _check_offload(offload: Offload, cuts: list[ShardedPart], home: torch.device
     kept: Counter[str] = Counter()
     for cut in cuts:
         for unit, storage in zip(cut.spec.layout.units, cut.storages, strict=True):
-            for k, (dtype, size, tier) in enumerate(storage.parts(unit.size // cut.spec.num_shards)):
+            for k, (dtype, size, tier) in enumerate(storage.parts(unit.size // cut.spec.num_shards(unit))):
                 what = "parameters" if cut.is_params and k == 0 else "optimizer"
                 kept[f"{what} on {tier or home.type}"] += size * dtype.itemsize
     check_memory(offload, kept, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -239,10 +265,11 @@ def unshard(state: Any, rank: int | None = None) -> Any:
         if not is_sharded(x):
             return x.clone() if isinstance(x, Tensor) else x
         mesh = x.spec.mesh
-        spec, here = Spec(x.layout, mesh, x.spec.stage, Precision()), rank in (None, mesh.all.rank)
+        here = rank in (None, mesh.all.rank)
         leaves: list[Any] = [None] * len(x.layout.where)
         for i, unit in enumerate(x.layout.units):
-            one = Sharded(Spec(_single(x.layout, i), mesh, spec.stage, Precision()), [x.stored[i].loaded()])
+            spec = replace(x.spec, layout=_single(x.layout, i), precision=Precision())
+            one = Sharded(spec, [x.stored[i].loaded()])
             for leaf, value in zip(unit.leaves, gather_leaves(one), strict=True):
                 whole = assembled(value, leaf.cuts, mesh) if leaf.cuts else value.clone()
                 leaves[leaf.index] = whole if here else None
@@ -256,8 +283,7 @@ def _single(layout: Layout, index: int) -> Layout:
     """Return the layout of one unit, its leaves numbered in its own order."""
     unit = layout.units[index]
     leaves = tuple(replace(x, index=k) for k, x in enumerate(unit.leaves))
-    own = type(unit)(unit.name, leaves, unit.size, unit.trainable, unit.dtype)
-    return Layout((own,), tree.structure(list(range(len(leaves)))), layout.axis, layout.num_shards)
+    return Layout((replace(unit, leaves=leaves),), tree.structure(list(range(len(leaves)))), layout.axis)
 
 
 def _place(
@@ -292,8 +318,7 @@ def _place(
 def _allocate(policy: ShardPolicy, part: ShardedPart, scratch: Store | None) -> Sharded:
     device = policy.device or part.device
     device = torch.device("cpu") if device is None or device.type == "meta" else device
-    cached = part.is_params and policy.stage in (1, 2) and part.spec.axis.size > 1
-    return allocate(part.spec, device, cached, part.storages, scratch, part.name)
+    return allocate(part.spec, device, part.is_params and part.spec.has_copies, part.storages, scratch, part.name)
 
 
 def _keeper(out: list[Any], k: int, device: torch.device | None) -> Callable[[Tensor], None]:

@@ -4,77 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import tree
-from ..comm.mesh import EXPERT, REPLICAS, REPLICATE, Axis, Mesh
+from ..comm.mesh import Mesh
 from ..comm.pending import pending
 from ..comm.transport import wait_
 from ..memory import donation
 from ..offload.host_worker import worker
 from ..util.html import preformatted, table
-from .layout import Layout, Leaf, Unit, restrict
-from .precision import Precision
+from .layout import Layout, Leaf
+from .spec import Spec, nested
 from .storage import StorageSpec, Stored, stored
-
-_signatures: dict[Any, int] = {}
-
-
-@dataclass(frozen=True)
-class Spec:
-    """The static part of a `Sharded`. Equal specs have equal layouts: dtype, stage and rank do not count."""
-
-    layout: Layout
-    mesh: Mesh = field(compare=False)
-    stage: int = field(compare=False)
-    precision: Precision = field(compare=False)
-    halves: bool = field(default=False, compare=False)  # for parameters: whether they are stored as split masters
-
-    @cached_property
-    def axis(self) -> Axis:
-        """The ranks that a unit is cut over."""
-        return self.mesh.shards
-
-    def replicas_of(self, unit: Unit) -> Axis:
-        """Return the ranks that have the same shards of a unit as this one, with other rows of the batch."""
-        return self.mesh.over((REPLICATE,) if unit.is_cut(EXPERT) else REPLICAS)
-
-    @property
-    def num_shards(self) -> int:
-        """The number of parts that a unit is stored in: 1 at stage 0."""
-        return 1 if self.stage == 0 else self.axis.size
-
-    def bounds(self, unit: Unit) -> tuple[int, int]:
-        """Return [start, stop) of this rank's stored part of `unit`, in elements."""
-        if self.num_shards == 1:
-            return 0, unit.size
-        return self.layout.cut(unit, self.axis.rank)
-
-    def check_axis(self, axis: str | Axis | None, what: str) -> None:
-        """Raise `ValueError` unless `axis` is the one that this layout was cut over, or None."""
-        name = axis.name if isinstance(axis, Axis) else axis
-        if name not in (None, self.axis.name):
-            raise ValueError(
-                f"{what}: there is no axis {name!r} here; the tree is sharded over {self.axis.name!r} alone. Write "
-                f"axis={self.axis.name!r}, or leave axis out."
-            )
-
-    @cached_property
-    def signature(self) -> int:
-        """A number that two specs share if a step captured with one may run with the other on this rank."""
-        axes = tuple((x.name, x.size, x.rank, x.group) for x in self.mesh.axes)
-        key = (self.layout, self.layout.treedef, self.stage, self.precision, axes)
-        return _signatures.setdefault(key, len(_signatures))
-
-    @cached_property
-    def trainable(self) -> Spec:
-        """The spec without frozen units."""
-        return replace(self, layout=restrict(self.layout, lambda unit, _: unit.trainable))
-
 
 _NO_DICT = (
     "it is what this rank holds of a tree, cut into flat shards. Write params['name'] for a leaf, tree_map for "
@@ -95,7 +39,7 @@ class Sharded:
     def __init__(self, spec: Spec, shards: Iterable[Tensor | Stored], full: Sequence[Tensor] | None = None) -> None:
         self.spec = spec
         self._kept = tuple(shards)
-        self._copies = full  # stages 1 and 2: the gathered copy, a cache beside the tree
+        self._copies = full  # stages 1 and 2, hpZ: the gathered copy, a cache beside the tree
         self._pending = 0  # the generation of the transfers that fill it, until somebody waits for them
         self._storages: tuple[StorageSpec, ...] = ()  # after the shards were donated
         self._lost: str | None = None
@@ -143,7 +87,7 @@ class Sharded:
 
     @property
     def copies(self) -> Sequence[Tensor] | None:
-        """The gathered copy of every unit, perhaps still in flight; None if there is none."""
+        """The gathered copy of every unit, with hpZ of a part of it, perhaps in flight; None if there is none."""
         if self._pending and self._pending != pending().generation:
             self.forget_copies()  # a failed step has cut off all transfers, or this is a forked process
         return self._copies
@@ -329,9 +273,10 @@ def _title(sharded: Sharded) -> str:
     spec = sharded.spec
     held = sum(x.nbytes for x in sharded.stored)
     total = sum(u.numel for u in spec.layout.units)
+    rank = nested(spec.mesh.shards, spec.mesh.replicas) if spec.hpz else spec.mesh.shards
     return (
         f"{len(spec.layout.where)} leaves, {total:,} elements in {len(spec.layout.units)} unit(s); stage {spec.stage}, "
-        f"rank {spec.axis.rank} of {spec.axis.size} holds {held:,} bytes"
+        f"rank {rank.rank} of {rank.size} holds {held:,} bytes"
     )
 
 
@@ -367,4 +312,10 @@ def with_trainable(sharded: Sharded, part: Sharded) -> Sharded:
 
 def mesh_among(nodes: Iterable[Any]) -> Mesh | None:
     """Return the mesh of the first `Sharded` of these nodes; None if there is none."""
-    return next((x.spec.mesh for x in nodes if is_sharded(x)), None)
+    spec = spec_among(nodes)
+    return None if spec is None else spec.mesh
+
+
+def spec_among(nodes: Iterable[Any]) -> Spec | None:
+    """Return the spec of the first `Sharded` of these nodes; None if there is none."""
+    return next((x.spec for x in nodes if is_sharded(x)), None)

@@ -11,7 +11,8 @@ from torch import Tensor
 from .. import tree
 from .layout import Layout, restrict
 from .precision import Precision
-from .sharded import Spec, is_sharded
+from .sharded import is_sharded
+from .spec import Spec
 
 
 def _signature(x: Any) -> Any:

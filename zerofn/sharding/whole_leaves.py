@@ -15,7 +15,8 @@ from ..comm.mesh import Axis, Mesh
 from ..ops import leaf_axes as _ops  # noqa: F401  (defines zerofn::take_shard)
 from ..parallel.cuts import Cut, sliced
 from .layout import Unit, unravel
-from .sharded import Sharded, Spec, is_sharded
+from .sharded import Sharded, is_sharded
+from .spec import Spec
 
 
 def map_whole(rule: Callable[[Tensor], Tensor], values: Any) -> Any:
@@ -48,7 +49,10 @@ def _on_shards(rule: Callable[[Tensor], Tensor], values: Sharded) -> Sharded:
 
 
 def _whole(spec: Spec, unit: Unit, shard: Tensor) -> Tensor:
-    return ops.as_whole(shard) if spec.num_shards == 1 else AllGather(spec.axis, unit.name)(shard)[0]
+    steps = spec.steps(unit)
+    for axis in steps:
+        (shard,) = AllGather(axis, unit.name)(shard)
+    return shard if steps else ops.as_whole(shard)
 
 
 def _needed(mine: Sequence[bool], cuts: Sequence[Sequence[Cut]], mesh: Mesh) -> Iterator[int]:

@@ -34,7 +34,7 @@ class Lender:
         for name, x in (extra or {}).items():
             above, _, last = name.rpartition(".")
             self._module.get_submodule(above)._buffers[last] = x
-        alone = params.spec.num_shards == 1 or params.spec.stage < 3
+        alone = params.spec.is_whole or params.spec.stage < 3
         by_block: dict[str, set[str]] = {}
         for unit in params.layout.units:
             names = {leaf.name for leaf in unit.leaves}

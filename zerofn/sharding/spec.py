@@ -1,0 +1,175 @@
+"""Over which ranks the units of a `Sharded` are cut, and along which axes they are gathered.
+
+A unit is cut into shards over the ranks of one axis: along "data" and "context", and along "expert" too unless it
+consists of experts. With hpZ each of these parts is cut once more, along "replicate", and parameters hold such a part
+as a copy, from which units are gathered among the ranks of a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..collectives.maps import rows_over
+from ..comm.mesh import BETWEEN, EXPERT, Axis, Mesh
+from ..parallel.cuts import counts
+from .layout import Layout, Leaf, Unit, restrict
+from .precision import Precision
+
+_signatures: dict[Any, int] = {}
+
+
+class StoredShard(NamedTuple):
+    """Elements [start, stop) of a unit. `row`: where a rank that has all shards puts its sums; see `Spec.rows`. `mine`:
+    False for a shard of another rank along "expert", which counts it.
+    """
+
+    start: int
+    stop: int
+    row: int
+    mine: bool
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The static part of a `Sharded`. Equal specs have equal layouts: dtype, stage and rank do not count."""
+
+    layout: Layout
+    mesh: Mesh = field(compare=False)
+    stage: int = field(compare=False)
+    precision: Precision = field(compare=False)
+    halves: bool = field(default=False, compare=False)  # for parameters: whether they are stored as split masters
+    hpz: bool = field(default=False, compare=False)  # whether each shard is cut once more, over the replicas
+
+    @property
+    def axis(self) -> str:
+        """The name of the ranks that units are cut over."""
+        return self.layout.axis
+
+    def within(self, unit: Unit) -> Axis:
+        """Return the ranks that a unit is cut over first, and along which it is gathered before each use."""
+        return self.mesh.shards_of_experts if unit.is_cut(EXPERT) else self.mesh.shards
+
+    def axis_of(self, unit: Unit) -> Axis:
+        """Return the ranks that a unit is cut over, in the order of its shards. With hpZ, no transfer goes over all of
+        them at once: see `steps`.
+        """
+        within = self.within(unit)
+        return nested(within, self.mesh.replicas) if self.hpz else within
+
+    def steps(self, unit: Unit, from_copy: bool = False) -> tuple[Axis, ...]:
+        """Return the axes along which shards become the whole unit, one after the other. `from_copy`: those along which
+        the copy does, which is gathered along `copied_over`.
+        """
+        if self.hpz:
+            return (self.within(unit),) if from_copy else (self.mesh.replicas, self.within(unit))
+        return () if from_copy or self.num_shards(unit) == 1 else (self.within(unit),)
+
+    def copied_over(self, unit: Unit) -> Axis | None:
+        """Return the axis along which shards become the copy that parameters hold beside them; None if they hold none.
+
+        At stages 1 and 2 it is the whole unit, with hpZ the part of it that the ranks of a node share.
+        """
+        axis = self.mesh.replicas if self.hpz else self.within(unit) if self.stage in (1, 2) else None
+        return axis if axis is not None and axis.size > 1 else None
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether parameters hold such a copy."""
+        return any(self.copied_over(unit) for unit in self.layout.units)
+
+    @property
+    def shared_over(self) -> Axis | None:
+        """The ranks that have the same shards as this one, with other rows of the batch; None if there are none."""
+        return None if self.hpz or self.mesh.replicas.size == 1 else self.mesh.replicas
+
+    @property
+    def rows(self) -> tuple[Axis, ...]:
+        """The axes along which ranks have other shards of the same slices, the one that is cut last first."""
+        within = self.mesh.shards_of_experts
+        return (self.mesh.replicas, within) if self.hpz else (within,)
+
+    def counts(self, leaf: Leaf) -> bool:
+        """Return whether this rank's elements of a leaf are to be counted: no rank before it has the same slice."""
+        return counts(leaf.cuts, self.slices_of(any(cut.axis == EXPERT for cut in leaf.cuts)))
+
+    def slices_of(self, experts: bool) -> tuple[Axis, ...]:
+        """Return the axes along which ranks have slices of units of experts, or of others: those are in shards along
+        "expert".
+        """
+        return tuple(axis for axis in self.mesh.slices if experts or axis.name != EXPERT)
+
+    def stored_shards(self, unit: Unit) -> list[StoredShard]:
+        """Return the shards of a unit that this rank stores: its own, or all at stage 0."""
+        if self.num_shards(unit) > 1:
+            return [StoredShard(*self.own_cut(unit), 0, True)]
+        numbers = range(unit.num_shards) if unit.is_cut(EXPERT) else self.mesh.shards_by_row
+        rows = {number: row for row, number in enumerate(numbers)}
+        return [StoredShard(*self.layout.cut(unit, k), rows.get(k, 0), k in rows) for k in range(unit.num_shards)]
+
+    def num_shards(self, unit: Unit) -> int:
+        """Return the number of parts that a unit is stored in: 1 at stage 0."""
+        return 1 if self.stage == 0 else unit.num_shards
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank stores all of its units."""
+        return all(self.num_shards(unit) == 1 for unit in self.layout.units)
+
+    def bounds(self, unit: Unit) -> tuple[int, int]:
+        """Return [start, stop) of this rank's stored part of `unit`, in elements."""
+        if self.num_shards(unit) == 1:
+            return 0, unit.size
+        return self.layout.cut(unit, self.axis_of(unit).rank)
+
+    def own_cut(self, unit: Unit) -> tuple[int, int]:
+        """Return [start, stop) of this rank's shard of `unit`, which at stage 0 is a part of what it stores."""
+        return self.layout.cut(unit, self.axis_of(unit).rank)
+
+    def in_copy(self, unit: Unit) -> tuple[int, int, int]:
+        """Return (start, stop, size): where this rank's shard is in the copy, and the elements of the copy."""
+        axis, size = self.copied_over(unit), unit.size // unit.num_shards
+        rank, num = (0, 1) if axis is None else (axis.rank, axis.size)
+        return rank * size, (rank + 1) * size, num * size
+
+    def check_axis(self, axis: str | Axis | None, what: str) -> None:
+        """Raise `ValueError` unless `axis` is the one that this layout was cut over, or None."""
+        name = axis.name if isinstance(axis, Axis) else axis
+        if name not in (None, self.axis):
+            raise ValueError(
+                f"{what}: there is no axis {name!r} here; the tree is sharded over {self.axis!r} alone. Write "
+                f"axis={self.axis!r}, or leave axis out."
+            )
+
+    @cached_property
+    def signature(self) -> int:
+        """A number that two specs share if a step captured with one may run with the other on this rank."""
+        axes = tuple((x.name, x.size, x.rank, x.group) for x in self.mesh.axes)
+        key = (self.layout, self.layout.treedef, self.stage, self.precision, axes)
+        return _signatures.setdefault(key, len(_signatures))
+
+    @cached_property
+    def trainable(self) -> Spec:
+        """The spec without frozen units."""
+        return replace(self, layout=restrict(self.layout, lambda unit, _: unit.trainable))
+
+
+def rows_of(x: Tensor, axes: Sequence[Axis]) -> Tensor:
+    """[...] on each rank -> [ranks, ...] by rank along several axes, the last of which varies slowest."""
+    rows = rows_over(x, axes[0]) if axes else x.unsqueeze(0)
+    for axis in axes[1:]:
+        rows = rows_over(rows, axis).flatten(0, 1)
+    return rows
+
+
+def nested(within: Axis, beyond: Axis) -> Axis:
+    """Return the ranks of two axes as one, for units that are cut along `within`, and each part along `beyond`."""
+    if beyond.size == 1:
+        return within
+    return Axis(
+        f"{within.name}{BETWEEN}{beyond.name}", within.size * beyond.size, within.rank * beyond.size + beyond.rank
+    )
