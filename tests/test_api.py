@@ -30,7 +30,7 @@ PUBLIC = {
     "ScaleByRStdDevState ScaleByRmsState ScaleByRssState ScaleByScheduleState Schedule SgdState TraceState",
     random: "fold_in key randomness",
     collectives: "all_gather all_reduce all_to_all permute psum reduce_scatter same vary Linear LinearMap",
-    moe: "combine cuts dispatch gumbel jitter layer load_balance_loss own residual route z_loss Aux Routing",
+    moe: "combine cuts dispatch dropped experts gumbel jitter layer load_balance_loss own residual route z_loss Aux Routing",
     parallel: "attention context split_sequence tensor Slice",
 }
 MODULES = ["collectives", "moe", "optim", "parallel", "random"]  # the public ones

@@ -15,7 +15,7 @@ SMALL = {
 EXPERTS = {"moe_intermediate_size": 18, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
 LATENT = {
     "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
-    "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "intermediate_size": 36,
+    "n_routed_experts": 6, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "intermediate_size": 36,
 }  # fmt: skip
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SMALL, intermediate_size=35),
@@ -24,10 +24,10 @@ CONFIGS = {
     ),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, intermediate_size=35, head_dim=4),
     "mixtral": lambda: transformers.MixtralConfig(
-        **SMALL, intermediate_size=36, num_local_experts=4, num_experts_per_tok=2, experts_implementation="batched_mm"
+        **SMALL, intermediate_size=36, num_local_experts=6, num_experts_per_tok=2, experts_implementation="batched_mm"
     ),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **SMALL, **EXPERTS, intermediate_size=36, num_experts=4, head_dim=4
+        **SMALL, **EXPERTS, intermediate_size=36, num_experts=6, head_dim=4
     ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(**SMALL, **EXPERTS, **LATENT),
     "gpt2": lambda: transformers.GPT2Config(

@@ -9,6 +9,7 @@ import zerofn
 from benchmarks.mesh.float64_models import build, in_float64
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
+from zerofn.moe import experts
 from zerofn.parallel import Slice, context, split_sequence, tensor
 
 STEPS = 5
@@ -81,7 +82,9 @@ def trained(
     with in_float64():
         mesh = Mesh.make(**sizes)
         model = zerofn.skeleton(partial(build, name))
-        cuts = tensor(model, mesh, **PLANS.get(name, {})) if mesh.size("tensor") > 1 else None
+        cuts = tensor(model, mesh, **PLANS.get(name, {})) if mesh.size("tensor") > 1 else {}
+        if mesh.size("expert") > 1:
+            cuts |= experts(model, mesh)
         if "context" in sizes:
             context(model, mesh, method=method)
 
@@ -111,7 +114,7 @@ def trained(
             loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), num_microbatches)(batch)
             return state.apply_gradients(grads), loss
 
-        state = zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=cuts, **(shards or {}))
+        state = zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=cuts or None, **(shards or {}))
         step, losses = zerofn.compile(train_step, **(compiles or {})) if captured else train_step, []
         for batch in batches():
             own = {k: x.chunk(mesh.rows.size)[mesh.rows.rank] for k, x in batch.items()}

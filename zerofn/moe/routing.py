@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -100,17 +100,33 @@ def route(
     gates = torch.softmax(logits, -1)
     expert = _chosen(logits.detach(), k, noise, noisy_first)
     weight = gates.gather(1, expert.t()).t()
-    order = _order(priority, weight.detach())
-    there = expert.unsqueeze(-1) == torch.arange(num_experts, device=logits.device)
+    order = order_of(priority, weight.detach())
+    found = placed(expert, weight, num_experts, places, order, used)
+    if k > 1 if normalize is None else normalize:
+        weight = found.weight / found.weight.sum(0).clamp_min(torch.finfo(weight.dtype).eps)
+        return replace(found, weight=weight)
+    return found
+
+
+def placed(
+    expert: Tensor,
+    weight: Tensor,
+    num_experts: int,
+    places: int,
+    order: Tensor | None = None,
+    used: Tensor | None = None,
+) -> Routing:
+    """Give choices, in the order of `order`, places among those of their experts; without a place the weight is 0.
+
+    `expert` int64 [k, S], `weight` [k, S]: the choices. `places`: of each expert. `order`: see `order_of`.
+    """
+    there = expert.unsqueeze(-1) == torch.arange(num_experts, device=expert.device)
     if used is not None:
         there = there & used.unsqueeze(-1)
     place, counts = _places(there, order)
     kept = there.any(-1) & (place < places)
     slot = torch.where(kept, expert * places + place, num_experts * places)
-    weight = torch.where(kept, weight, torch.zeros_like(weight))
-    if k > 1 if normalize is None else normalize:
-        weight = weight / weight.sum(0).clamp_min(torch.finfo(weight.dtype).eps)
-    return Routing(expert, slot, weight, counts, num_experts, places)
+    return Routing(expert, slot, torch.where(kept, weight, torch.zeros_like(weight)), counts, num_experts, places)
 
 
 def _sizes(logits: Tensor, k: int) -> tuple[int, int]:
@@ -162,7 +178,7 @@ def _chosen(logits: Tensor, k: int, noise: Tensor | None, noisy_first: bool) -> 
     return scores.topk(k, 1).indices.t()
 
 
-def _order(priority: str | Tensor, weight: Tensor) -> Tensor | None:
+def order_of(priority: str | Tensor, weight: Tensor) -> Tensor | None:
     """Return the choices [k * S] in the order in which they get their places; None for the order in which they are."""
     if isinstance(priority, Tensor):
         _check_shape("priority", priority, tuple(weight.shape))

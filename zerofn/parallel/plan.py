@@ -5,6 +5,8 @@ Words are those of transformers' `tp_plan`.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,3 +75,15 @@ def slice_of(key: str, value: Any) -> Slice:
         hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(WORDS)}."
         raise ValueError(f"plan[{key!r}]={value!r} is not known{hint}")
     return WORDS[value]
+
+
+def matches(key: str, name: str) -> bool:
+    """Return whether a plan's key means the module or parameter `name`; `*` stands for any one component."""
+    pattern = "".join(r"[^.]+" if x == "*" else re.escape(x) for x in re.split(r"(\*)", key))
+    return re.fullmatch(pattern, name) is not None
+
+
+def did_you_mean(key: str, names: Iterable[str]) -> str:
+    """Return the end of a sentence that offers the nearest of `names`, with `*` for numbers."""
+    found = nearest(key, {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names if name})
+    return f"; did you mean {found[0]!r}?" if found else "."

@@ -8,8 +8,8 @@ changed but for the forward of the layers that the plan names.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from ..collectives.maps import Concat, Linear, Psum, Take, Vary
 from ..comm.mesh import TENSOR, Axis, Mesh
-from ..util.errors import nearest
 from .cuts import Cut, equal
-from .plan import Slice, slice_of
+from .plan import Slice, did_you_mean, matches, slice_of
 
 # What modules of attention call the size of a head.
 _SIZES_OF_HEADS = ("head_dim", "attention_head_size", "key_value_proj_dim")
@@ -63,23 +62,13 @@ def tensor(
     if not made.cuts:
         raise ValueError(f"the plan of {type(model).__name__} cuts none of its parameters.")
     for key, changes in (attributes or {}).items():
-        found = [part for name, part in model.named_modules() if _matches(key, name)]
+        found = [part for name, part in model.named_modules() if matches(key, name)]
         if not found:
-            raise ValueError(f"attributes[{key!r}] matches no module{_near(key, dict(model.named_modules()))}")
+            raise ValueError(f"attributes[{key!r}] matches no module{did_you_mean(key, dict(model.named_modules()))}")
         for part in found:
             for attribute, change in changes.items():
                 setattr(part, attribute, change(getattr(part, attribute), axis.size))
     return made.cuts
-
-
-def _matches(key: str, name: str) -> bool:
-    pattern = "".join(r"[^.]+" if x == "*" else re.escape(x) for x in re.split(r"(\*)", key))
-    return re.fullmatch(pattern, name) is not None
-
-
-def _near(key: str, names: Mapping[str, Any]) -> str:
-    found = nearest(key, {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names if name})
-    return f"; did you mean {found[0]!r}?" if found else "."
 
 
 class _Maker:
@@ -102,12 +91,12 @@ class _Maker:
 
     def near(self, key: str) -> str:
         """Return the end of a sentence that offers the nearest name."""
-        return _near(key, self._modules)
+        return did_you_mean(key, self._modules)
 
     def take(self, key: str, how: Slice) -> bool:
         """Apply one entry of the plan. Return whether it matches anything."""
-        modules = [name for name in self._modules if name and _matches(key, name)]
-        params = [name for name in self._params if _matches(key, name)]
+        modules = [name for name in self._modules if name and matches(key, name)]
+        params = [name for name in self._params if matches(key, name)]
         for name in modules + params:
             if name in self._taken:
                 raise ValueError(f"plan[{key!r}] and plan[{self._taken[name]!r}] both match {name!r}; leave one out.")
@@ -188,7 +177,12 @@ class _Maker:
         elif how.kind == "embedding" and how.output == "concat":
             part.forward = _before_and_behind(forward, None, lambda y: Linear.apply(Concat(axis, sizes), y)[0])
         elif how.kind == "experts":
-            part.forward = _experts(forward, axis)
+            if "forward" in vars(part):
+                raise ValueError(
+                    f"{name}: something has replaced its forward, as zerofn.moe.experts does; call "
+                    "zerofn.parallel.tensor first."
+                )
+            part.forward = CutExperts(forward, axis, self.cuts)
         elif how.kind == "varied":
             part.forward = _varied(part, forward, axis)
         elif how.kind == "identity":
@@ -264,12 +258,21 @@ def _rows_of_vocabulary(
     return run
 
 
-def _experts(forward: Callable[..., Any], axis: Axis) -> Callable[..., Any]:
-    def run(hidden: Tensor, index: Tensor, weights: Tensor, *rest: Any) -> Tensor:
-        hidden, weights = Linear.apply(Vary(axis), hidden)[0], Linear.apply(Vary(axis), weights)[0]
-        return Linear.apply(Psum(axis), forward(hidden, index, weights, *rest))[0]
+@dataclass(frozen=True)
+class CutExperts:
+    """The forward of a module of experts, of each of which a rank has a part.
 
-    return run
+    `forward`: the module's own, whose results are terms of a sum over the ranks of `axis`. `cuts`: those of the model.
+    """
+
+    forward: Callable[..., Any]
+    axis: Axis
+    cuts: Mapping[str, Cut]
+
+    def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor, *rest: Any) -> Tensor:
+        """Compute as whole experts do: tokens [S, d], their experts and weights [S, k] -> [S, d]."""
+        hidden, weights = Linear.apply(Vary(self.axis), hidden)[0], Linear.apply(Vary(self.axis), weights)[0]
+        return Linear.apply(Psum(self.axis), self.forward(hidden, index, weights, *rest))[0]
 
 
 def _varied(part: nn.Module, forward: Callable[..., Any], axis: Axis) -> Callable[..., Any]:

@@ -184,7 +184,9 @@ def check_cuts(trees: Sequence[Any], policy: ShardPolicy) -> None:
     idle = [axis for axis in policy.mesh.slices if axis.name not in used]
     if idle:
         of_experts = idle[0].name == EXPERT
-        how = "zerofn.moe.cuts(params, mesh)" if of_experts else "zerofn.parallel.tensor(model, mesh)"
+        how = "zerofn.parallel.tensor(model, mesh)"
+        if of_experts:
+            how = "zerofn.moe.cuts(params, mesh), or zerofn.moe.experts(model, mesh) for a model of transformers"
         raise ValueError(
             f"shard: the {idle[0].size} ranks of axis {idle[0].name!r} would all do the same: no leaf is cut over it. "
             f"Give cuts={how}, or leave the axis out of the mesh."

@@ -1,0 +1,255 @@
+"""Unmodified models of transformers whose experts are shared by the ranks of the mesh's axis "expert".
+
+A rank has whole experts and rows of its own. Its tokens go to the ranks of their experts, which are computed there by
+the model's own code, and the results come back. Sizes are static: the host never asks where tokens go.
+
+Without a capacity every rank gets the tokens of all, computes what its experts add to them, and each gets back the sum
+for its own. So nothing can be dropped, and a token is sent once to every rank, however many of its experts are there.
+With a capacity an expert has so many places for the tokens of each rank, which are all that is sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..collectives import all_gather, reduce_scatter
+from ..comm.mesh import EXPERT, Axis, Mesh
+from ..parallel.cuts import Cut, equal
+from ..parallel.plan import WORDS as TENSOR_WORDS
+from ..parallel.plan import did_you_mean, matches
+from ..parallel.tensor_parallel import CutExperts
+from ..util.errors import nearest
+from .exchange import combine, dispatch
+from .routing import order_of, placed, places_of
+
+_CUT, _DISPATCH, _WHOLE = "grouped_gemm", "ep_dispatch_experts", "replicated_with_grad_allreduce"
+_WORDS = (_CUT, _DISPATCH, _WHOLE)
+
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+_counted: ContextVar[list[Tensor] | None] = ContextVar("dropped_choices", default=None)
+
+
+def experts(
+    model: nn.Module, mesh: Mesh, plan: Mapping[str, str] | None = None, *, capacity: float | None = None
+) -> dict[str, Cut | tuple[Cut, ...]]:
+    """Let a skeleton compute with a rank's experts over the mesh's axis "expert"; return the cuts, for `shard`.
+
+        mesh = zerofn.Mesh.make(data=-1, expert=2)
+        model = zerofn.skeleton(build)
+        state = zerofn.shard(init_state, mesh=mesh, cuts=zerofn.moe.experts(model, mesh))
+
+    `plan`: module or parameter name, with `*` for any one component -> a word of transformers' `ep_plan`; by default
+    the model's own. `ep_dispatch_experts`: a module of experts, of which each rank has its part; `grouped_gemm`: a
+    parameter of it, one row for each expert [E, ...]; `replicated_with_grad_allreduce`: a parameter of it that all
+    ranks have. `capacity`: an expert takes `capacity * k * S / E` of a rank's S tokens, rounded up, those with the
+    largest weights; the others go without it, and `dropped` counts them. None drops nothing.
+
+    With tensor parallelism call `zerofn.parallel.tensor` before, and give `shard` both:
+    `cuts=zerofn.parallel.tensor(model, mesh) | zerofn.moe.experts(model, mesh)`. A rank then has a part of each of its
+    experts if the tensor plan cuts experts, and else whole ones.
+
+    All ranks of the axis need as many tokens as the others in every step. Raises `ValueError` for a mesh without the
+    axis, a model without a plan, an entry that matches nothing, an unknown word, a capacity that is no positive number,
+    and for experts that ranks cannot share; `TypeError` for a module that is not made as transformers' experts are.
+    """
+    axis, name, own = mesh.axis(EXPERT), type(model).__name__, plan is None
+    _check_capacity(capacity)
+    if plan is None:
+        plan = getattr(model, "ep_plan", None) or {}
+        if not plan:
+            raise ValueError(
+                f"moe.experts: {name} has no ep_plan of its own; give plan={{'layers.*.mlp.experts': {_DISPATCH!r}, "
+                f"'layers.*.mlp.experts.up': {_CUT!r}, ...}}, or use zerofn.moe.layer in a model of your own."
+            )
+    words = _named(model, plan, own)
+    found: dict[str, Cut | tuple[Cut, ...]] = {}
+    for where, part in model.named_modules():
+        if words.get(where) == _DISPATCH:
+            found |= _share(where, part, words, axis, capacity)
+    odd = [where for where, word in words.items() if word != _DISPATCH and where.rpartition(".")[0] not in words]
+    if odd or not found:
+        raise ValueError(
+            f"moe.experts: the plan of {name} has {odd[0]!r}, and not its module; add {odd[0].rpartition('.')[0]!r}: "
+            f"{_DISPATCH!r}."
+            if odd
+            else f"moe.experts: the plan of {name} matches none of its modules of experts."
+        )
+    return found if axis.size > 1 else {}
+
+
+@contextlib.contextmanager
+def dropped() -> Iterator[list[Tensor]]:
+    """Inside, note how many choices of experts had no place, in each layer of a model that `experts` has changed.
+
+        def loss_fn(params, batch):
+            with zerofn.moe.dropped() as counts:
+                loss = functional_call(model, params, (), batch).loss
+            return loss, sum(counts)
+
+        (loss, lost), grads = state.value_and_grad(loss_fn, has_aux=True)(batch)
+
+    -> a list, which gets a 0-d int64 tensor for each layer as it is computed: of this rank's tokens, of k choices each.
+
+    >>> with dropped() as counts:
+    ...     pass
+    >>> counts
+    []
+    """
+    found: list[Tensor] = []
+    before = _counted.set(found)
+    try:
+        yield found
+    finally:
+        _counted.reset(before)
+
+
+def _check_capacity(capacity: float | None) -> None:
+    if capacity is None:
+        return
+    number = isinstance(capacity, int | float) and not isinstance(capacity, bool)
+    if not number or not math.isfinite(capacity) or capacity <= 0:
+        raise ValueError(
+            f"moe.experts: capacity={capacity!r} is no factor above 0; give one, such as 1.25, or None to drop nothing."
+        )
+
+
+def _named(model: nn.Module, plan: Mapping[str, str], own: bool) -> dict[str, str]:
+    """Return the word for each module and parameter. `own`: the model's own plan, which is that of its whole family."""
+    modules = [name for name, _ in model.named_modules() if name]
+    params = [name for name, _ in model.named_parameters()]
+    words: dict[str, str] = {}
+    keys: dict[str, str] = {}
+    for key, word in plan.items():
+        _check_word(key, word)
+        among = modules if word == _DISPATCH else params
+        found = [name for name in among if matches(key, name)]
+        if not found and not own:
+            raise ValueError(
+                f"moe.experts: plan[{key!r}]={word!r} matches no {'module' if among is modules else 'parameter'}"
+                f"{did_you_mean(key, among)}"
+            )
+        for name in found:
+            if name in keys:
+                raise ValueError(
+                    f"moe.experts: plan[{key!r}] and plan[{keys[name]!r}] both match {name!r}; leave one out."
+                )
+            keys[name], words[name] = key, word
+    return words
+
+
+def _check_word(key: str, word: Any) -> None:
+    if word in _WORDS:
+        return
+    near = nearest(word, _WORDS, 1) if isinstance(word, str) else ()
+    if near:
+        hint = f"; did you mean {near[0]!r}?"
+    elif word in TENSOR_WORDS:
+        hint = ": it is a word of tp_plan, for zerofn.parallel.tensor."
+    else:
+        hint = f"; there are {', '.join(_WORDS)}."
+    raise ValueError(f"moe.experts: plan[{key!r}]={word!r} is not known{hint}")
+
+
+def _share(
+    where: str, part: nn.Module, words: Mapping[str, str], axis: Axis, capacity: float | None
+) -> dict[str, Cut | tuple[Cut, ...]]:
+    """Let a module compute with a rank's experts; return the cuts of its parameters."""
+    held: Any = part  # of which attributes are read and set
+    over = part.forward if isinstance(part.forward, CutExperts) else None
+    if isinstance(part.forward, _Shared) or (over and isinstance(over.forward, _Shared)):
+        raise ValueError(f"moe.experts: {where!r} is shared already; make the skeleton anew to share it in another way.")
+    if not hasattr(part, "_is_expert_parallel") or not isinstance(getattr(part, "num_experts", None), int):
+        raise TypeError(
+            f"moe.experts: {where!r} is a {type(part).__name__}, which is not made as transformers' experts are "
+            "(use_experts_implementation); write zerofn.moe.layer in a model of your own."
+        )
+    number, size = held.num_experts, axis.size
+    if number % size:
+        raise ValueError(
+            f"moe.experts: {where!r} has {number} experts, which {size} ranks of {axis.name!r} cannot share equally; "
+            f"give a multiple of {size} experts, or another size of the axis."
+        )
+    found: dict[str, Cut | tuple[Cut, ...]] = {}
+    for last, x in part.named_parameters():
+        name = f"{where}.{last}"
+        word = words.get(name)
+        if word is None or (word == _CUT and (not x.dim() or x.shape[0] != number)):
+            raise ValueError(
+                f"moe.experts: {name!r} has shape {list(x.shape)}, of {number} experts, and the plan "
+                f"{f'says {word!r} of it' if word else 'leaves it out'}; write {_CUT!r} for one row for each expert, "
+                f"and {_WHOLE!r} for what all experts share."
+            )
+        if word == _CUT:
+            found[name] = _cut(name, equal(EXPERT, 0, number, size), over)
+    held.num_experts, held._is_expert_parallel = number // size, size > 1
+    shared = _Shared(over.forward if over else part.forward, axis, number, capacity)
+    held.forward = CutExperts(shared, over.axis, over.cuts) if over else shared
+    return found
+
+
+def _cut(name: str, mine: Cut, over: CutExperts | None) -> Cut | tuple[Cut, ...]:
+    """Return the cuts of a parameter: over the experts, and within each as tensor parallelism has it."""
+    within = over.cuts.get(name) if over else None
+    if within is None:
+        return mine
+    if within.dim == 0:
+        raise ValueError(
+            f"moe.experts: {name!r} is cut along dim 0 over both {EXPERT!r} and {within.axis!r}; leave it out of the "
+            "plan of zerofn.parallel.tensor."
+        )
+    return mine, within
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """The forward of a module of experts that ranks share. `forward`: of those that are here. `number`: of all."""
+
+    forward: Forward
+    axis: Axis
+    number: int
+    capacity: float | None
+
+    def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Send tokens [S, d] to their experts `index` int64 [S, k]; return the sum by `weights` [S, k] of what comes
+        back, [S, d].
+        """
+        counts = _counted.get()
+        if self.capacity is not None:
+            return self._in_places(hidden, index, weights, counts)
+        if counts is not None:
+            counts.append(torch.zeros((), dtype=torch.int64, device=hidden.device))
+        return self.forward(hidden, index, weights) if self.axis.size == 1 else self._of_all(hidden, index, weights)
+
+    def _of_all(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Compute with the tokens of all ranks what the experts that are here add to them."""
+        here = self.number // self.axis.size
+        first = self.axis.rank * here
+        tokens, chosen, by = (all_gather(x, self.axis) for x in (hidden, index, weights))
+        elsewhere = (chosen < first) | (chosen >= first + here)
+        # The number behind the last expert is that of none, for transformers.
+        local = torch.where(elsewhere, here, chosen - first)
+        return reduce_scatter(self.forward(tokens, local, by.masked_fill(elsewhere, 0.0)), self.axis)
+
+    def _in_places(self, hidden: Tensor, index: Tensor, weights: Tensor, counts: list[Tensor] | None) -> Tensor:
+        """Send each expert as many tokens as it has places, and add up what comes back here."""
+        num_tokens, k = index.shape
+        places = places_of(num_tokens, self.number, k, self.capacity, 1)
+        order = order_of("probability", weights.detach().t())
+        found = placed(index.t(), weights.t(), self.number, places, order)
+        if counts is not None:
+            counts.append(found.dropped)
+        axis = self.axis if self.axis.size > 1 else None
+        rows = dispatch(hidden, found, axis)
+        flat = rows.flatten(0, 1)
+        local = torch.arange(rows.shape[0], device=flat.device).repeat_interleave(rows.shape[1]).unsqueeze(-1)
+        y = self.forward(flat, local, torch.ones_like(local, dtype=weights.dtype))
+        return combine(y.view(*rows.shape[:2], -1), found, axis)
