@@ -111,10 +111,12 @@ def planned(model: str, sizes: dict[str, int], stage: int, method: str) -> Any:
 
 def measured(model: str, sizes: dict[str, int], stage: int, method: str) -> dict[str, Any]:
     """What a rank needs and sends."""
+    import torch
     import torch.distributed as dist
 
     import zerofn
     from benchmarks.common import measure
+    from zerofn import tree
     from zerofn.comm.lines import axes_along
     from zerofn.comm.mesh import BETWEEN
     from zerofn.comm.pending import pending
@@ -138,7 +140,9 @@ def measured(model: str, sizes: dict[str, int], stage: int, method: str) -> dict
         sent[BETWEEN.join(axes_along(mesh, group))] += nbytes
     (state, _), found = step.profile(state, batch)
     own = step.lower(state, batch)
+    held = measure.storage_bytes([x for x in zerofn.tree.leaves((state, batch)) if isinstance(x, torch.Tensor)])
     return {"peak": found.peak, "own": own.memory().total, "own_sent": own.sent_along, "wire": on_wire / STEPS,
+            "held": held, "own_state": own.memory().peak["state"],
             "sent": {axis: nbytes / STEPS for axis, nbytes in sent.items() if axis}}  # fmt: skip
 
 
@@ -183,6 +187,9 @@ def checks(found: dict[str, Any]) -> list[Check]:
             share = (row["planned"] if rank == 0 else came["own"]) / came["peak"]
             off = max(share / BYTES[1], BYTES[0] / share)
             out.append(Check(f"{name}, rank {rank}: peak, planned / measured, in {BYTES}", f"{share:.5f}", off, 1.0))
+            share = came["own_state"] / came["held"]
+            off = max(share / BYTES[1], BYTES[0] / share)
+            out.append(Check(f"{name}, rank {rank}: state, planned / held, in {BYTES}", f"{share:.5f}", off, 1.0))
             apart = sum(abs(came["sent"].get(x, 0) - n) for x, n in came["own_sent"].items())
             out.append(Check(f"{name}, rank {rank}: bytes sent that are not planned", f"{apart:.0f}", apart, 0.0))
         if row["sent"] != row["ranks"][0]["own_sent"]:

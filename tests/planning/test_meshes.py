@@ -95,6 +95,26 @@ def test_a_plan_is_what_the_step_on_such_a_mesh_is(ranks, num_ranks, sizes, runs
             assert {name for name, size in sizes.items() if size > 1} <= set(sent)
 
 
+def weighed(sizes, stage):
+    """(peak by the allocator, peak by the step's own plan) of a step on this rank."""
+    mesh = Mesh.make(**sizes)
+    train_step, cuts = step_on(mesh)
+    state = zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=cuts, unit=unit_of)
+    step, batch = zerofn.compile(train_step), batch_of(mesh.batch.rank)
+    for _ in range(2):
+        state, _ = step(state, batch)
+    (state, _), found = step.profile(state, batch)
+    return found.peak, step.lower(state, batch).memory().total
+
+
+@pytest.mark.parametrize(("num_ranks", "sizes"), [(2, {"tensor": 2}), (4, {"data": 2, "tensor": 2})])
+def test_memory_is_what_was_planned(ranks, num_ranks, sizes):
+    total = planned(sizes, 3)[0].plan.memory().total
+    for rank, (measured, own) in enumerate(ranks(num_ranks, weighed, sizes, 3)):
+        assert measured == pytest.approx(own, rel=0.01), rank
+        assert rank or own == total
+
+
 def llama(mesh):
     """A model with fewer heads of keys and values than ranks, cut by its own plan."""
     build_it = partial(build_llama, "llama, 2 key heads")

@@ -62,6 +62,8 @@ def step_of(
     most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if most and context > most and not getattr(config, "rope_parameters", None):
         raise ValueError(f"--context {context}: {model_class.__name__} of this config has {most} positions.")
+    if mesh is not None:
+        _check(model_class.__name__, config, mesh)
     num_layers, odd = _layers(model_class, config.to_json_string(use_diff=False)) if layers is None else (0, 0)
     if layers is not None:
         config = _shallow(config, layers)
@@ -73,10 +75,17 @@ def step_of(
     model = zerofn.skeleton(build)
     tokens = torch.empty(rows, context, dtype=torch.int64, device="meta")
     batch = {"input_ids": tokens, "labels": tokens}
-    cuts = None if mesh is None else _cuts(model, config, mesh, capacity)
+    cuts = None if mesh is None else _cuts(model, mesh, capacity)
     if mesh is not None and mesh.size("context") > 1:
         zerofn.parallel.context(model, mesh, method=_method(config, mesh))
         batch = zerofn.parallel.split_sequence(batch, mesh)
+
+    init_state, train_step = _training(model, build)
+    return Planned(train_step, init_state, batch, model_class.__name__, cuts, num_layers, odd)
+
+
+def _training(model: torch.nn.Module, build: Callable[[], torch.nn.Module]) -> tuple[Any, Any]:
+    """Return (the first state, the step) of a skeleton's training, under the name of its class."""
 
     def loss_fn(params: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         out: torch.Tensor = torch.func.functional_call(model, params, (), batch).loss
@@ -90,8 +99,8 @@ def step_of(
         loss, grads = state.value_and_grad(loss_fn)(batch)
         return state.apply_gradients(grads), {"loss": loss}
 
-    train_step.__name__ = model_class.__name__
-    return Planned(train_step, init_state, batch, model_class.__name__, cuts, num_layers, odd)
+    train_step.__name__ = type(model).__name__
+    return init_state, train_step
 
 
 def _method(config: Any, mesh: zerofn.Mesh) -> str:
@@ -100,17 +109,19 @@ def _method(config: Any, mesh: zerofn.Mesh) -> str:
     return "ring" if heads % (mesh.size("context") * mesh.size("tensor")) else "ulysses"
 
 
-def _cuts(model: torch.nn.Module, config: Any, mesh: zerofn.Mesh, capacity: float | None) -> Any:
-    """Let a model compute with slices, over the tensor and expert axes. Return its cuts, None without such axes."""
-    size, name, cuts = mesh.size("tensor"), type(model).__name__, {}
-    heads = getattr(config, "num_attention_heads", None)
+def _check(name: str, config: Any, mesh: zerofn.Mesh) -> None:
+    """Raise `ValueError` for axes that a model cannot have, before it is made."""
+    heads, size = getattr(config, "num_attention_heads", None), mesh.size("tensor")
     if isinstance(heads, int) and heads % size:
         raise ValueError(f"{name} has {heads} heads of attention, which {size} ranks cannot share.")
-    if size > 1:
-        cuts |= zerofn.parallel.tensor(model, mesh)
+    if mesh.size("expert") > 1 and not getattr(config, "base_model_ep_plan", None):
+        raise ValueError(f"{name} has no ep_plan: it has no experts, or none that ranks can share.")
+
+
+def _cuts(model: torch.nn.Module, mesh: zerofn.Mesh, capacity: float | None) -> Any:
+    """Let a model compute with slices, over the tensor and expert axes. Return its cuts, None without such axes."""
+    cuts = zerofn.parallel.tensor(model, mesh) if mesh.size("tensor") > 1 else {}
     if mesh.size("expert") > 1:
-        if not getattr(model, "ep_plan", None):
-            raise ValueError(f"{name} has no ep_plan: it has no experts, or none that ranks can share.")
         cuts |= zerofn.moe.experts(model, mesh, capacity=capacity)
     return cuts or None
 
