@@ -140,7 +140,7 @@ def measured(model: str, sizes: dict[str, int], stage: int, method: str) -> dict
         sent[BETWEEN.join(axes_along(mesh, group))] += nbytes
     (state, _), found = step.profile(state, batch)
     own = step.lower(state, batch)
-    held = measure.storage_bytes([x for x in zerofn.tree.leaves((state, batch)) if isinstance(x, torch.Tensor)])
+    held = measure.storage_bytes([x for x in tree.leaves((state, batch)) if isinstance(x, torch.Tensor)])
     return {"peak": found.peak, "own": own.memory().total, "own_sent": own.sent_along, "wire": on_wire / STEPS,
             "held": held, "own_state": own.memory().peak["state"],
             "sent": {axis: nbytes / STEPS for axis, nbytes in sent.items() if axis}}  # fmt: skip

@@ -120,7 +120,7 @@ def _check(name: str, config: Any, mesh: zerofn.Mesh) -> None:
 
 def _cuts(model: torch.nn.Module, mesh: zerofn.Mesh, capacity: float | None) -> Any:
     """Let a model compute with slices, over the tensor and expert axes. Return its cuts, None without such axes."""
-    cuts = zerofn.parallel.tensor(model, mesh) if mesh.size("tensor") > 1 else {}
+    cuts: dict[str, Any] = dict(zerofn.parallel.tensor(model, mesh)) if mesh.size("tensor") > 1 else {}
     if mesh.size("expert") > 1:
         cuts |= zerofn.moe.experts(model, mesh, capacity=capacity)
     return cuts or None

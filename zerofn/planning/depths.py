@@ -47,8 +47,7 @@ class Estimator:
                     return  # recomputation saves nothing else
 
     def _row(self, few: Row, more: Row) -> Row:
-        plans = few.plan, more.plan
-        assert plans[0] is not None and plans[1] is not None  # the state of all layers fits
+        plans = [x.plan for x in (few, more) if x.plan is not None]  # both: the state of all layers fits
         memories, times = [x.memory() for x in plans], [x.timeline() for x in plans]
         grows = self._at_depth(*(x.total - x.static_buffers for x in memories))
         device = round(grows) + max(x.static_buffers for x in memories)
