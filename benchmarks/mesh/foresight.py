@@ -81,7 +81,7 @@ def made(model: str, mesh: Any, method: str) -> tuple[Any, Any, Any, Any]:
         cuts |= zerofn.parallel.tensor(module, mesh)
     if mesh.size("expert") > 1:
         cuts |= zerofn.moe.experts(module, mesh)
-    tokens = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) * 7 % VOCABULARY
+    tokens = (torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) + mesh.rows.rank) * 7 % VOCABULARY
     batch = {"input_ids": tokens, "labels": tokens}
     if mesh.size("context") > 1:
         zerofn.parallel.context(module, mesh, method=method)

@@ -11,9 +11,14 @@ from zerofn.planning.depths import Estimator, depths_of, is_deep
 from zerofn.planning.rows import ALL, BUDGET, Config, Initial, Layers, RowPlanner, Step
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 14,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 14,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+}  # fmt: skip  (large enough that computing hides gathers)
 HERE = zerofn.Machine("here", "cpu", 4, 8e9, 1e10, {"float32": 1e10}, link=1e9, network=1e8, host_memory=32e9,
                       host_rate=4e10)  # fmt: skip
 
@@ -23,7 +28,7 @@ def deep_step(tmp_path, mesh):
     path.write_text(json.dumps(LLAMA))
 
     def step(layers=None):
-        found = step_of(path, 32, 2, mesh, layers=layers)
+        found = step_of(path, 128, 2, mesh, layers=layers)
         alike = Layers(found.num_layers, found.odd, step) if layers is None else None
         return Step(found.train_step, found.init_state, found.batch, found.cuts, layers=alike)
 
@@ -43,7 +48,7 @@ def test_an_estimate_is_near_the_plan(tmp_path, sizes, stage, remat):
     assert row.sent == pytest.approx(expected.sent, rel=0.05) and row.config == expected.config
     assert row.tokens == expected.tokens
     assert row.seconds == pytest.approx(expected.seconds, rel=0.03) and row.bound == expected.bound
-    assert row.needs.device == pytest.approx(expected.needs.device, rel=0.05)
+    assert row.needs.device == pytest.approx(expected.needs.device, rel=0.08)
     assert row.speed == pytest.approx(expected.speed, rel=0.03) and row.plan is None
     assert "~ " in row.cells()[6] and repr(row).startswith(config.label()) and "about" in repr(row)
 

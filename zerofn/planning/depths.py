@@ -2,7 +2,8 @@
 
 Layers that are alike add the same bytes and the same seconds each, once there are so many that the first and the last
 ones do not meet. Static buffers are shared by all layers and do not grow. What is left are waits and packing, which
-differ by a percent or two: so estimates tell which meshes to plan in full, and the others what they would be.
+differ by some percent: so estimates tell which meshes to plan in full, and of the others what they would be. Where
+latency is longer than computation, ever more units are under way at a time, and memory is estimated too low.
 """
 
 from __future__ import annotations
