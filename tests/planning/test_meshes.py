@@ -198,13 +198,13 @@ def test_sequences_in_parts_are_planned_too(ranks, sizes, method):
 def test_activations_of_parts_are_that_part_of_the_whole():
     """Keys and values of other ranks come and go; what waits for the backward pass is the rank's own."""
     found = []
-    for num in (1, 2, 4):
+    for num in (1, 2, 3):
         mesh = Mesh.planned({"context": num})
         train_step, init, batch = in_parts(mesh)
         row = zerofn.plan(train_step, init, batch, mesh=mesh, machine=HERE, stage=0, offload=None, remat=None)[0]
         found.append(row.plan.memory().peak["activations"])
     assert found[1] / found[0] == pytest.approx(1 / 2, rel=0.02)
-    assert found[2] / found[0] == pytest.approx(1 / 4, rel=0.04)
+    assert found[2] / found[0] == pytest.approx(1 / 3, rel=0.03)
 
 
 EXPERTS, INNER = 4, 8

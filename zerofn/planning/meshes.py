@@ -95,7 +95,7 @@ def _plan_context(
 
     Where they do, ranks with parts of a row would gather and send as much for fewer tokens, and exchange heads besides.
     """
-    sizes = within[1:]
+    sizes, within = within[1:], [n for n in within if search.takes(Shape(expert, tensor=n))]
     tight = [n for n in within if not search.fits_as_it_is({EXPERT: expert, TENSOR: n})]
     plan(Shape(expert, c, n) for n in tight for c in sizes if node % (c * n) == 0)
     if sizes and len(tight) < len(within):

@@ -56,6 +56,10 @@ class Search:
         """Return all rows, the fastest that fit first."""
         return sorted(self.rows, key=lambda row: (not row.fits, -row.speed, row.needs.device))
 
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        """Return whether the model has not refused such sizes of the axes for which it is changed."""
+        return shape not in self._why
+
     def fits_as_it_is(self, sizes: Mapping[str, int]) -> bool:
         """Return whether something fits without recomputation on meshes with such sizes, and whole sequences."""
         wanted = {CONTEXT: 1, **sizes}
