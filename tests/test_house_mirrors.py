@@ -134,6 +134,7 @@ TESTED_BY = {
     "passes.budget.decision": "passes/test_offload_activations.py",
     "passes.budget.eviction": "passes/budget/test_search.py",
     "planning.picture": "planning/test_plan.py",
+    "planning.row": "planning/test_planner.py",
     "planning.rows": "planning/test_planner.py",
     "planning.table": "planning/test_planner.py",
     "random.mode": "random/test_draws.py",

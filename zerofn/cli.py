@@ -21,7 +21,7 @@ import torch
 
 from .checkpoint import CheckpointError, export, verify
 from .checkpoint.reports import checkpoints_at, described, differences
-from .comm.mesh import DATA, TENSOR, Mesh
+from .comm.mesh import CONTEXT, DATA, EXPERT, TENSOR, Mesh
 from .cost.calibrate import this_machine
 from .cost.machine import KNOWN
 from .dry_run.script import DryRun, Reached
@@ -32,7 +32,7 @@ from .launch.report import report
 from .launch.script import Launch, launch
 from .planning.meshes import AUTO
 from .planning.planner import cluster, grid_of, plan, plan_meshes
-from .planning.rows import ALL, Asked, Step
+from .planning.rows import ALL, Asked, Layers, Step
 from .planning.table import Table
 from .util.version import __version__
 
@@ -111,6 +111,7 @@ def _add_plan(commands: Any) -> None:
     )
     one.add_argument("script", metavar="SCRIPT[:FUNCTION] | config.json")
     one.add_argument("--context", type=int, help="tokens of a row, with a config.json")
+    one.add_argument("--capacity", type=float, help="of an expert, with a config.json: a factor (none: drop nothing)")
     one.add_argument("--world", type=int, help="ranks (all of the machine's nodes, where it says how many; else 8)")
     one.add_argument(
         "--mesh",
@@ -263,14 +264,17 @@ def _table(args: argparse.Namespace) -> Table:
         raise ValueError(f"{args.script} needs --context, the tokens of a row, such as --context 4096.")
     if not is_config and args.context is not None:
         raise ValueError("--context has no effect on a script, which has its own batch; leave it out.")
+    if not is_config and args.capacity is not None:
+        raise ValueError("--capacity has no effect on a script, which says it to its own layers; leave it out.")
     make = functools.cache(functools.partial(_of_config, args) if is_config else functools.partial(_of_script, args))
     if args.mesh == AUTO:
         usual = None if is_config else make(Mesh.planned({DATA: ranks})).precision
         asked = Asked(**{"precision": usual or ALL, **given}, rows=args.rows)
 
         def step_on(mesh: Mesh) -> Step:
-            # A configuration's model is the same on all meshes with one tensor axis: it is made once for each.
-            return make(Mesh.planned({TENSOR: mesh.size(TENSOR)}) if is_config else mesh).step
+            # A configuration's model is the same on all meshes that agree along these axes: it is made once for each.
+            inner = {name: mesh.size(name) for name in (EXPERT, CONTEXT, TENSOR)}
+            return make(Mesh.planned(inner) if is_config else mesh).step
 
         return plan_meshes(step_on, ranks, args.machine, where, asked)
     known = args.world is not None or where.nodes > 0
@@ -312,8 +316,17 @@ class Found(NamedTuple):
 
 def _of_config(args: argparse.Namespace, mesh: Mesh) -> Found:
     """Return the step of a Hugging Face configuration on a mesh."""
-    found = hf_config.step_of(args.script, args.context, (args.rows or [1])[0], mesh)
-    return Found(Step(found.train_step, found.init_state, found.batch, found.cuts))
+
+    def planned(layers: int | None = None) -> hf_config.Planned:
+        rows = (args.rows or [1])[0]
+        return hf_config.step_of(args.script, args.context, rows, mesh, capacity=args.capacity, layers=layers)
+
+    def step(found: hf_config.Planned, layers: Layers | None = None) -> Step:
+        return Step(found.train_step, found.init_state, found.batch, found.cuts, layers=layers)
+
+    found = planned()
+    few = functools.cache(lambda number: step(planned(number)))
+    return Found(step(found, Layers(found.num_layers, found.odd, few) if found.num_layers else None))
 
 
 def _of_script(args: argparse.Namespace, mesh: Mesh | None, ranks: int | None = None) -> Found:

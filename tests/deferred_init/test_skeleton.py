@@ -185,3 +185,17 @@ def test_a_module_in_evaluation_mode_is_said_once(caplog):
     assert not caplog.records
     skeleton(lambda: torch.nn.Sequential(torch.nn.Dropout(0.1)).eval())
     assert [r.getMessage().startswith("skeleton: Sequential is in evaluation mode") for r in caplog.records] == [True]
+
+
+def test_a_parameter_that_no_machine_has_room_for():
+    """Nobody has written to it, so there is nothing to compute; what is small stays where it was."""
+
+    class Large(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.Parameter(torch.empty(1 << 20, 1 << 20, 4))
+            self.register_buffer("places", torch.empty(3).fill_(2.0))
+
+    found = skeleton(Large)
+    assert found.experts.shape == (1 << 20, 1 << 20, 4) and found.experts.is_meta
+    assert found.places.tolist() == [2.0, 2.0, 2.0]

@@ -78,3 +78,38 @@ def test_a_model_is_cut_by_its_own_plan(tmp_path):
     for axis, said in refused.items():
         with pytest.raises(ValueError, match=said):
             step_of(path, 16, mesh=zerofn.Mesh.planned({axis: 3}))
+
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
+    "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 2,
+    "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 2, "vocab_size": 64,
+}  # fmt: skip
+SLIDING = {**LLAMA, "model_type": "gemma3_text", "architectures": None, "num_hidden_layers": 12, "head_dim": 8}
+
+
+@pytest.mark.parametrize(("config", "expected"), [(LLAMA | {"num_hidden_layers": 9}, (9, 0)), (DEEPSEEK, (6, 2)),
+                                                  (T5, (0, 0)), (SLIDING, (0, 0))])  # fmt: skip
+def test_layers_that_are_alike_are_counted(tmp_path, config, expected):
+    """Of a model whose every sixth layer attends to all tokens, the last ones differ, too."""
+    found = step_of(written(tmp_path, config), context=16)
+    assert (found.num_layers, found.odd) == expected
+
+
+def test_a_model_with_fewer_layers_is_the_same_otherwise(tmp_path):
+    path = written(tmp_path, DEEPSEEK)
+    whole, few = (dict(step_of(path, 16, layers=n).init_state().params) for n in (None, 4))
+    assert {k: x.shape for k, x in few.items()} == {
+        k: x.shape for k, x in whole.items() if not k.startswith(("model.layers.4.", "model.layers.5."))
+    }
+
+
+def test_axes_change_the_model_and_the_batch(tmp_path):
+    path = written(tmp_path, DEEPSEEK)
+    found = step_of(path, 16, 3, zerofn.Mesh.planned({"data": 2, "context": 2}))
+    assert found.batch["input_ids"].shape == (3, 8) and "row_digest" in found.batch and found.cuts is None
+    found = step_of(path, 16, 3, zerofn.Mesh.planned({"data": 2, "expert": 2}), capacity=1.5)
+    assert {cut.axis for cut in found.cuts.values()} == {"expert"} and found.batch["input_ids"].shape == (3, 16)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no ep_plan"):
+        step_of(written(tmp_path, LLAMA), 16, 1, zerofn.Mesh.planned({"expert": 2}))

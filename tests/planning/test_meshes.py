@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections import Counter
 from functools import partial
 
@@ -19,7 +20,7 @@ from zerofn.comm.pending import pending
 from zerofn.comm.transport import SentBytes
 from zerofn.cost.machine import KNOWN, machine_of
 from zerofn.parallel import context, split_sequence, tensor
-from zerofn.planning.meshes import meshes
+from zerofn.planning.meshes import Shape, meshes
 from zerofn.util.process import the
 
 NORMED = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
@@ -108,6 +109,26 @@ def test_a_plan_of_state_over_all_ranks_is_what_such_a_step_is(ranks):
         zerofn.plan(step_on, init_state, batch_of(), mesh="auto", machine=HERE, hpz=True)
 
 
+def weighed(sizes, stage):
+    """(peak by the allocator, peak by the step's own plan) of a step on this rank."""
+    mesh = Mesh.make(**sizes)
+    train_step, cuts = step_on(mesh)
+    state = zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=cuts, unit=unit_of)
+    step, batch = zerofn.compile(train_step), batch_of(mesh.batch.rank)
+    for _ in range(2):
+        state, _ = step(state, batch)
+    (state, _), found = step.profile(state, batch)
+    return found.peak, step.lower(state, batch).memory().total
+
+
+@pytest.mark.parametrize(("num_ranks", "sizes"), [(2, {"tensor": 2}), (4, {"data": 2, "tensor": 2})])
+def test_memory_is_what_was_planned(ranks, num_ranks, sizes):
+    total = planned(sizes, 3)[0].plan.memory().total
+    for rank, (measured, own) in enumerate(ranks(num_ranks, weighed, sizes, 3)):
+        assert measured == pytest.approx(own, rel=0.01), rank
+        assert rank or own == total
+
+
 def llama(mesh):
     """A model with fewer heads of keys and values than ranks, cut by its own plan."""
     build_it = partial(build_llama, "llama, 2 key heads")
@@ -145,11 +166,12 @@ def test_ranks_with_the_same_heads_send_along_the_tensor_axis_too(ranks):
         assert rank or told(row.plan) == mine
 
 
-def in_parts(mesh):
+def in_parts(mesh, method="ulysses"):
     """A model on parts of sequences, and this rank's part."""
     build_it = partial(build_llama, "llama")
     model = zerofn.skeleton(build_it)
-    context(model, mesh)
+    if mesh.size("context") > 1:
+        context(model, mesh, method=method)
 
     def init():
         return zerofn.TrainState.create(params=dict(build_it().named_parameters()), tx=optim.sgd(0.1))
@@ -158,25 +180,99 @@ def in_parts(mesh):
         loss, grads = state.value_and_grad(lambda params, x: functional_call(model, params, (), x).loss)(x)
         return state.apply_gradients(grads), loss
 
-    tokens = torch.arange(32).view(2, 16)
+    tokens = torch.arange(48).view(2, 24)
     return train_step, init, split_sequence({"input_ids": tokens, "labels": tokens}, mesh)
 
 
-def in_parts_on_ranks():
-    mesh = Mesh.make(data=2, context=2)
-    train_step, init, batch = in_parts(mesh)
+def in_parts_on_ranks(sizes, method):
+    mesh = Mesh.make(**sizes)
+    train_step, init, batch = in_parts(mesh, method)
     step, state = zerofn.compile(train_step), zerofn.shard(init, stage=3, mesh=mesh)
     return told(step.lower(state, batch)), counted(mesh, step, state, batch)
 
 
-def test_sequences_in_parts_are_planned_too(ranks):
-    """Shards lie along both axes, and attention exchanges heads along one."""
-    mesh = Mesh.planned({"data": 2, "context": 2})
-    train_step, init, batch = in_parts(mesh)
+@pytest.mark.parametrize(("sizes", "method"), [
+    ({"data": 2, "context": 2}, "ulysses"), ({"context": 3}, "ring"),
+    pytest.param({"context": 2}, "ulysses", marks=pytest.mark.whole),
+    pytest.param({"data": 2, "context": 2}, "ring", marks=pytest.mark.whole),
+])  # fmt: skip
+def test_sequences_in_parts_are_planned_too(ranks, sizes, method):
+    """Shards lie along both axes, and attention exchanges heads, or blocks of keys and values, along one."""
+    mesh = Mesh.planned(sizes)
+    train_step, init, batch = in_parts(mesh, method)
     row = zerofn.plan(train_step, init, batch, mesh=mesh, machine=HERE, stage=3, offload=None, remat=None)[0]
-    assert row.speed == pytest.approx(4 * row.tokens / row.seconds) and row.tokens == 2 * 8
-    for rank, (mine, sent) in enumerate(ranks(4, in_parts_on_ranks)):
-        assert mine[-1] == sent and {"context", "data x context"} <= set(sent), rank
+    assert row.speed == pytest.approx(mesh.num_ranks * row.tokens / row.seconds)
+    assert row.tokens * mesh.size("context") == 2 * 24
+    axes = {"context", "data x context"} if "data" in sizes else {"context"}
+    for rank, (mine, sent) in enumerate(ranks(mesh.num_ranks, in_parts_on_ranks, sizes, method)):
+        assert mine[-1] == sent and axes <= set(sent), rank
+        assert rank or told(row.plan) == mine
+
+
+def test_activations_of_parts_are_that_part_of_the_whole():
+    """Keys and values of other ranks come and go; what waits for the backward pass is the rank's own."""
+    found = []
+    for num in (1, 2, 3):
+        mesh = Mesh.planned({"context": num})
+        train_step, init, batch = in_parts(mesh)
+        row = zerofn.plan(train_step, init, batch, mesh=mesh, machine=HERE, stage=0, offload=None, remat=None)[0]
+        found.append(row.plan.memory().peak["activations"])
+    assert found[1] / found[0] == pytest.approx(1 / 2, rel=0.02)
+    assert found[2] / found[0] == pytest.approx(1 / 3, rel=0.03)
+
+
+EXPERTS, INNER = 4, 8
+
+
+def expert_params():
+    draw = torch.Generator().manual_seed(0)
+    up, down = (torch.randn(EXPERTS, *size, generator=draw) for size in ((WIDTH, INNER), (INNER, WIDTH)))
+    return {"gate": torch.randn(EXPERTS, WIDTH, generator=draw), "experts": {"up": up, "down": down}}
+
+
+def init_experts():
+    return zerofn.TrainState.create(params=expert_params(), tx=optim.adamw(1e-3))
+
+
+def experts_on(mesh):
+    """(train step, cuts) of a layer of experts of one's own."""
+    cuts = zerofn.moe.cuts(expert_params(), mesh) if mesh.size("expert") > 1 else None
+
+    def expert(p, rows):
+        return torch.tanh(rows @ p["up"]) @ p["down"]
+
+    def loss_fn(params, x):
+        axis = "expert" if mesh.size("expert") > 1 else None
+        y, aux = zerofn.moe.layer(params, x, torch.vmap(expert), k=2, capacity=1.5, axis=axis)
+        return y.square().mean() + 0.01 * aux.balance
+
+    def train_step(state, x):
+        loss, grads = state.value_and_grad(loss_fn)(x)
+        return state.apply_gradients(grads), loss
+
+    return train_step, cuts
+
+
+def rows_of_experts(rank=0):
+    return torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+def experts_on_ranks(sizes):
+    mesh = Mesh.make(**sizes)
+    train_step, cuts = experts_on(mesh)
+    batch = rows_of_experts(mesh.batch.rank)
+    step, state = zerofn.compile(train_step), zerofn.shard(init_experts, stage=3, mesh=mesh, cuts=cuts)
+    return told(step.lower(state, batch)), counted(mesh, step, state, batch)
+
+
+@pytest.mark.parametrize("sizes", [{"expert": 2}, {"data": 2, "expert": 2}])
+def test_experts_of_ranks_are_planned_too(ranks, sizes):
+    mesh = Mesh.planned(sizes)
+    train_step, cuts = experts_on(mesh)
+    options = {"machine": HERE, "stage": 3, "offload": None, "remat": None}
+    row = zerofn.plan(train_step, init_experts, rows_of_experts(), mesh=mesh, cuts=cuts, **options)[0]
+    for rank, (mine, sent) in enumerate(ranks(mesh.num_ranks, experts_on_ranks, sizes)):
+        assert mine[-1] == sent and {"expert"} <= set(sent), rank
         assert rank or told(row.plan) == mine
 
 
@@ -205,6 +301,31 @@ def test_state_of_slices_is_that_of_the_closed_form(sizes, share):
     table = zerofn.plan(train_step, state_of_two_matrices, torch.ones(2, WIDE), mesh=mesh, cuts=cuts, machine=HERE,
                         stage=3, offload=None, remat=None)  # fmt: skip
     assert abs(table[0].plan.memory().peak["state"] - 2 * WIDE * WIDE * 12 / share) < 64
+
+
+@pytest.mark.parametrize("sizes", [{"expert": 2}, {"data": 2, "expert": 2}, {"replicate": 2, "expert": 2}])
+def test_state_of_experts_is_that_of_the_closed_form(sizes):
+    """12 bytes a parameter, of a rank's experts; all else is cut along data alone."""
+    mesh, big = Mesh.planned(sizes), 256
+
+    def params():
+        return {"gate": torch.zeros(8, big), "experts": {"w": torch.zeros(8, big, big)}}
+
+    def train_step(state, x):
+        def loss_fn(p, x):
+            return zerofn.moe.layer(p, x, lambda p, rows: rows @ p["w"], k=1, axis="expert")[0].square().mean()
+
+        loss, grads = state.value_and_grad(loss_fn)(x)
+        return state.apply_gradients(grads), loss
+
+    def init():
+        return zerofn.TrainState.create(params=params(), tx=optim.adamw(1e-3))
+
+    table = zerofn.plan(train_step, init, torch.ones(8, big), mesh=mesh, cuts=zerofn.moe.cuts(params(), mesh),
+                        machine=HERE, stage=3, offload=None, remat=None)  # fmt: skip
+    data = sizes.get("data", 1)
+    expected = 12 * (8 * big * big / 2 + 8 * big) / data
+    assert abs(table[0].plan.memory().peak["state"] - expected) < 3 * 4 * 2048 + 64  # the gate's unit is padded
 
 
 def test_only_ranks_with_other_rows_count_for_the_speed():
@@ -298,14 +419,19 @@ def test_nodes_are_counted():
 
 
 def test_meshes_are_enumerated():
-    assert [tuple(x.values()) for x in meshes(8, 8, [1, 2, 4, 8])] == [(1, 8, 1), (1, 4, 2), (1, 2, 4), (1, 1, 8)]
-    assert [tuple(x.values()) for x in meshes(16, 8, [1, 4, 8])] == [
-        (1, 16, 1), (2, 8, 1), (1, 4, 4), (2, 2, 4), (1, 2, 8)
+    def found(world, per_node, *shapes):
+        return [tuple(x.values()) for x in meshes(world, per_node, [Shape(*shape) for shape in shapes])]
+
+    tensor = [(1, 1, n) for n in (1, 2, 4, 8)]
+    assert found(8, 8, *tensor) == [(1, 8, 1, 1, 1), (1, 4, 1, 1, 2), (1, 2, 1, 1, 4), (1, 1, 1, 1, 8)]
+    assert found(16, 8, (1, 1, 1), (1, 1, 4), (1, 1, 8)) == [
+        (1, 16, 1, 1, 1), (2, 8, 1, 1, 1), (1, 4, 1, 1, 4), (2, 2, 1, 1, 4), (1, 2, 1, 1, 8)
     ]  # fmt: skip
-    assert [tuple(x.values()) for x in meshes(12, 8, [1, 2])] == [(1, 12, 1), (1, 6, 2)]
-    for sizes in meshes(64, 8, [1, 2, 4, 8]):
-        assert list(sizes) == ["replicate", "data", "tensor"]
-        assert sizes["replicate"] * sizes["data"] * sizes["tensor"] == 64
+    assert found(12, 8, (1, 1, 1), (1, 1, 2)) == [(1, 12, 1, 1, 1), (1, 6, 1, 1, 2)]
+    assert found(16, 8, (2, 2, 2), (16, 1, 1), (3, 1, 1)) == [(1, 2, 2, 2, 2), (1, 1, 16, 1, 1)]
+    for sizes in meshes(64, 8, [Shape(e, c, t) for e in (1, 2) for c in (1, 2, 4) for t in (1, 8)]):
+        assert list(sizes) == ["replicate", "data", "expert", "context", "tensor"]
+        assert math.prod(sizes.values()) == 64
 
 
 def auto(machine=HERE, make=step_on, world=None, **options):
@@ -392,6 +518,45 @@ def test_a_mesh_that_the_model_cannot_take_is_a_sentence():
     plain = auto(make=lambda mesh: (step_on(Mesh.planned({"data": 1}))[0], None), world=4)
     assert any(x.startswith("tensor 2, 4: no leaf is cut over it") for x in plain.left_out)
     assert {row.config.grid for row in plain} == {"data=4"}
+
+
+def parts_on(mesh):
+    train_step, _, batch = in_parts(mesh)
+    return train_step, None, batch
+
+
+def parts_auto(make, **options):
+    init, batch = in_parts(Mesh.planned({"data": 1}))[1:]
+    whole = {k: x for k, x in batch.items() if k in ("input_ids", "labels")}
+    given = {"mesh": "auto", "world": 2, "machine": HERE, "stage": 3, "offload": None, **options}
+    return zerofn.plan(make, init, whole, **given)
+
+
+def test_sequences_are_cut_where_whole_ones_do_not_fit():
+    """And nowhere else."""
+    there = parts_auto(parts_on)
+    assert not any("context" in row.config.sizes for row in there)
+    assert any(x.startswith("context 2: whole sequences fit") for x in there.left_out), there.left_out
+    tight = parts_auto(parts_on, memory=min(row.needs.device for row in there) - 1)
+    rows = {row.config.grid: row for row in tight if row.config.remat is None}
+    assert set(rows) == {"data=2", "context=2"}, tight
+    assert not rows["data=2"].fits and rows["context=2"].fits
+    assert rows["context=2"].tokens * 2 == rows["data=2"].tokens
+    assert "zerofn.parallel.context(model, mesh); state" in rows["context=2"].config.call()
+
+
+def test_a_batch_that_is_not_cut_is_told():
+    memory = min(row.needs.device for row in parts_auto(parts_on)) - 1
+    found = parts_auto(lambda mesh: (*in_parts(mesh)[:1], None), memory=memory)
+    assert any(x.startswith("context 2: a rank's batch is not a part of the seq") for x in found.left_out)
+
+
+def test_experts_are_shared_where_a_model_has_them():
+    found = zerofn.plan(experts_on, init_experts, rows_of_experts(), mesh="auto", world=4, machine=HERE)
+    grids = {row.config.grid for row in found}
+    assert {"data=4", "data=2,expert=2", "expert=4"} <= grids, found.left_out
+    assert "zerofn.moe" in next(row for row in found if row.config.grid == "expert=4").config.call()
+    assert any(x.startswith("expert 2, 4: no leaf is cut over it") for x in auto(world=4).left_out)
 
 
 def test_a_step_that_is_wrong_on_every_mesh_raises():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +28,8 @@ from .effects import is_random, tensors
 from .materialize import record
 
 log = logging.getLogger("zerofn")
+
+_LARGE = 1 << 30  # bytes
 
 
 def skeleton(build: Callable[[], nn.Module]) -> nn.Module:
@@ -213,15 +216,26 @@ def _draw(func: Any, args: Any, kwargs: Any) -> None:
 
 
 class _AssignedData(TorchFunctionMode):
-    """`param.data = real` on a meta twin: torch refuses to change a tensor's device that way."""
+    """`param.data = real` on a meta twin: torch refuses to change a tensor's device that way. And large memory that
+    nobody has written is on meta from the beginning: the experts of one layer may be more than a machine can promise.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        setter = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+        setter, kwargs = torch.Tensor.data.__set__, kwargs or {}  # type: ignore[attr-defined]
         if func == setter and args[0].is_meta and not args[1].is_meta:
             args = (args[0], args[1].detach().to("meta"))
-        return func(*args, **(kwargs or {}))
+        if func is torch.empty and _is_large(args, kwargs):
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+def _is_large(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether `torch.empty` is asked for more than `_LARGE` bytes of this machine's memory."""
+    size = kwargs["size"] if "size" in kwargs else args[0] if args and not isinstance(args[0], int) else args
+    dtype, device = kwargs.get("dtype") or torch.get_default_dtype(), kwargs.get("device") or torch.get_default_device()
+    return torch.device(device).type == "cpu" and "out" not in kwargs and math.prod(size) * dtype.itemsize > _LARGE
 
 
 def _replace_the_rest(module: nn.Module, twins: _Twins) -> None:

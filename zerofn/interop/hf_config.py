@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,8 @@ from .. import optim
 @dataclass(frozen=True)
 class Planned:
     """A step, its first state and a batch without memory, for `zerofn.plan`. `model`: the name of its class. `cuts`: of
-    its leaves, over the tensor axis of the mesh.
+    its leaves, over the tensor and expert axes of the mesh. `num_layers`, `odd`: its layers, of which all but the first
+    `odd` are alike; 0 layers where they are not, or have no number.
     """
 
     train_step: Callable[[Any, Any], Any]
@@ -27,16 +30,28 @@ class Planned:
     batch: dict[str, torch.Tensor]
     model: str
     cuts: Any = None
+    num_layers: int = 0
+    odd: int = 0
 
 
-def step_of(path: str | os.PathLike[str], context: int, rows: int = 1, mesh: zerofn.Mesh | None = None) -> Planned:
+def step_of(
+    path: str | os.PathLike[str],
+    context: int,
+    rows: int = 1,
+    mesh: zerofn.Mesh | None = None,
+    *,
+    capacity: float | None = None,
+    layers: int | None = None,
+) -> Planned:
     """Return the training step of a config's model: AdamW, gradients clipped to norm 1, rows of `context` tokens. Over
-    the tensor axis of `mesh` it is cut by the model's own `tp_plan`.
+    the tensor axis of `mesh` it is cut by the model's own `tp_plan`, over the expert axis by its own `ep_plan`, and
+    over the context axis by `zerofn.parallel.context`.
 
     `path`: a config.json, or a folder with one. The model's class is the one that the config names, or the causal
-    language model of its kind. Raises `FileNotFoundError`; `ImportError` without transformers; `ValueError` for a file
-    that is no config, a model that takes no tokens, a context that is longer than the model's positions, and a tensor
-    axis that does not divide the heads of attention, or that the model has no plan for, and a context axis.
+    language model of its kind. `capacity`: of an expert, see `zerofn.moe.experts`. `layers`: only as many of them.
+    Raises `FileNotFoundError`; `ImportError` without transformers; `ValueError` for a file that is no config, a model
+    that takes no tokens, a context that is longer than the model's positions, and for axes that do not divide heads,
+    experts or the sequence, or that the model has no plan for.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
@@ -47,13 +62,30 @@ def step_of(path: str | os.PathLike[str], context: int, rows: int = 1, mesh: zer
     most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if most and context > most and not getattr(config, "rope_parameters", None):
         raise ValueError(f"--context {context}: {model_class.__name__} of this config has {most} positions.")
+    if mesh is not None:
+        _check(model_class.__name__, config, mesh)
+    num_layers, odd = _layers(model_class, config.to_json_string(use_diff=False)) if layers is None else (0, 0)
+    if layers is not None:
+        config = _shallow(config, layers)
 
     def build() -> torch.nn.Module:
         model: torch.nn.Module = model_class(config)
         return model
 
     model = zerofn.skeleton(build)
-    cuts = _cuts(model, config, mesh)
+    tokens = torch.empty(rows, context, dtype=torch.int64, device="meta")
+    batch = {"input_ids": tokens, "labels": tokens}
+    cuts = None if mesh is None else _cuts(model, mesh, capacity)
+    if mesh is not None and mesh.size("context") > 1:
+        zerofn.parallel.context(model, mesh, method=_method(config, mesh))
+        batch = zerofn.parallel.split_sequence(batch, mesh)
+
+    init_state, train_step = _training(model, build)
+    return Planned(train_step, init_state, batch, model_class.__name__, cuts, num_layers, odd)
+
+
+def _training(model: torch.nn.Module, build: Callable[[], torch.nn.Module]) -> tuple[Any, Any]:
+    """Return (the first state, the step) of a skeleton's training, under the name of its class."""
 
     def loss_fn(params: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         out: torch.Tensor = torch.func.functional_call(model, params, (), batch).loss
@@ -67,24 +99,71 @@ def step_of(path: str | os.PathLike[str], context: int, rows: int = 1, mesh: zer
         loss, grads = state.value_and_grad(loss_fn)(batch)
         return state.apply_gradients(grads), {"loss": loss}
 
-    train_step.__name__ = model_class.__name__
-    tokens = torch.empty(rows, context, dtype=torch.int64, device="meta")
-    return Planned(train_step, init_state, {"input_ids": tokens, "labels": tokens}, model_class.__name__, cuts)
+    train_step.__name__ = type(model).__name__
+    return init_state, train_step
 
 
-def _cuts(model: torch.nn.Module, config: Any, mesh: zerofn.Mesh | None) -> Any:
-    """Let a model compute with slices over the tensor axis. Return its cuts, None without such an axis."""
-    if mesh is not None and mesh.size("context") > 1:
-        raise ValueError(
-            "a configuration is not planned with a context axis yet; plan a script that calls zerofn.parallel.context."
-        )
-    size = 1 if mesh is None else mesh.size("tensor")
-    if mesh is None or size == 1:
-        return None
-    heads = getattr(config, "num_attention_heads", None)
+def _method(config: Any, mesh: zerofn.Mesh) -> str:
+    """Return the method of attention over parts of sequences: exchanges, where ranks can share the heads."""
+    heads = getattr(config, "num_attention_heads", 0)
+    return "ring" if heads % (mesh.size("context") * mesh.size("tensor")) else "ulysses"
+
+
+def _check(name: str, config: Any, mesh: zerofn.Mesh) -> None:
+    """Raise `ValueError` for axes that a model cannot have, before it is made."""
+    heads, size = getattr(config, "num_attention_heads", None), mesh.size("tensor")
     if isinstance(heads, int) and heads % size:
-        raise ValueError(f"{type(model).__name__} has {heads} heads of attention, which {size} ranks cannot share.")
-    return zerofn.parallel.tensor(model, mesh)
+        raise ValueError(f"{name} has {heads} heads of attention, which {size} ranks cannot share.")
+    if mesh.size("expert") > 1 and not getattr(config, "base_model_ep_plan", None):
+        raise ValueError(f"{name} has no ep_plan: it has no experts, or none that ranks can share.")
+
+
+def _cuts(model: torch.nn.Module, mesh: zerofn.Mesh, capacity: float | None) -> Any:
+    """Let a model compute with slices, over the tensor and expert axes. Return its cuts, None without such axes."""
+    cuts: dict[str, Any] = dict(zerofn.parallel.tensor(model, mesh)) if mesh.size("tensor") > 1 else {}
+    if mesh.size("expert") > 1:
+        cuts |= zerofn.moe.experts(model, mesh, capacity=capacity)
+    return cuts or None
+
+
+@functools.cache
+def _layers(model_class: Any, text: str) -> tuple[int, int]:
+    """Return how many layers a model has, and how many of the first ones are unlike the others; (0, 0) where their
+    parameters do not tell. `text`: the configuration as JSON.
+    """
+    config = model_class.config_class.from_dict(json.loads(text))
+    number = getattr(config, "num_hidden_layers", None)
+    if not isinstance(number, int) or getattr(config, "is_encoder_decoder", False):
+        return 0, 0
+    whole, odd = _shapes(config, model_class), 0
+    for listed in vars(config).values():
+        if isinstance(listed, list | tuple) and len(listed) == number:  # something of each layer
+            odd = max([odd, *(k + 1 for k, x in enumerate(listed) if x != listed[-1])])
+    for first in range(max(odd, 1), min(number, odd + 8)):
+        few, more = (_shapes(_shallow(config, n), model_class) for n in (first, first + 1))
+        one = more - few
+        if all(whole[x] == few[x] + (number - first) * one[x] for x in whole | more):
+            return number, max(odd, first if one - few else first - 1)
+    return 0, 0
+
+
+def _shapes(config: Any, model_class: Any) -> Counter[Any]:
+    """Return how often a model has a parameter of each shape."""
+    with torch.device("meta"):
+        model = model_class(config)
+    return Counter(tuple(p.shape) for p in model.parameters())
+
+
+def _shallow(config: Any, layers: int) -> Any:
+    """Return the same configuration with fewer layers."""
+    number, content = config.num_hidden_layers, config.to_dict()
+    for name, x in list(content.items()):
+        if isinstance(x, list | tuple) and len(x) == number:
+            content[name] = list(x)[:layers]
+    content["num_hidden_layers"] = layers
+    found = type(config).from_dict(content)
+    found.use_cache = config.use_cache
+    return found
 
 
 def _config(file: Path) -> tuple[Any, Any]:

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ..comm.mesh import DATA, REPLICATE, TENSOR, Mesh
+from ..comm.mesh import CONTEXT, DATA, EXPERT, REPLICATE, TENSOR, Mesh
 from ..cost.machine import Machine
-from ..graph.capture import CaptureError
-from .rows import ALL, Asked, Initial, RowPlanner, Step, halves, listed
-from .table import Config, Row
+from .row import Row
+from .rows import ALL, Asked, Step, halves, listed
+from .search import STAGES, Search
 
 AUTO = "auto"
-STAGES = (1, 3)  # 0 keeps more than 1 and sends as much; 2 differs from 1 where a step has several batches
 
 
 class Found(NamedTuple):
-    """What has been planned so far: rows, sentences on what was left out, and the name of the step."""
+    """What has been planned: rows, sentences on what was left out, and the name of the step."""
 
     rows: list[Row]
     left_out: list[str]
     name: str
+
+
+class Shape(NamedTuple):
+    """Sizes of the axes for which a model is changed: along the others, all ranks compute with the same."""
+
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
 
 
 def rows_of_meshes(
@@ -31,41 +38,94 @@ def rows_of_meshes(
     `step_on`: the step for a mesh; it raises `ValueError` for one that the model cannot take.
     """
     narrowed, told = _narrowed(asked, machine)
-    search = _Search(step_on, machine, machine_argument)
-    within, beyond = _tensor_sizes(world, machine.ranks)
-    search.plan(list(meshes(world, machine.ranks, within)), narrowed)
+    search = Search(step_on, machine, machine_argument)
+    per_node = machine.ranks
+
+    def plan(shapes: Iterable[Shape], asked: Asked = narrowed) -> None:
+        search.plan(list(meshes(world, per_node, shapes)), asked)
+
+    within, beyond = _tensor_sizes(world, per_node)
+    plan(Shape(tensor=n) for n in within)
+    expert = _plan_experts(plan, search, world, within, told)
+    _plan_context(plan, search, expert, min(world, per_node), within, told)
+    search.settle()
     if beyond and not search.fits:
-        search.plan(list(meshes(world, machine.ranks, beyond)), narrowed)
+        plan(Shape(expert, tensor=n) for n in beyond)
     elif beyond:
-        told.append(f"{_several(TENSOR, beyond)}: more ranks than a node has devices, and others fit.")
+        told.append(f"{several(TENSOR, beyond)}: more ranks than a node has devices, and others fit.")
+    search.settle()
     if asked.offload == ALL and not search.fits:
         stages = [stage for stage in listed(narrowed.stage) if stage == 3]
         tiers = ["cpu"] * (machine.device != "cpu") + ["nvme"] * (machine.disk > 0)
-        search.plan(list(meshes(world, machine.ranks, within)), narrowed._replace(stage=stages, offload=tiers))
+        plan((Shape(expert, tensor=n) for n in within), narrowed._replace(stage=stages, offload=tiers))
+        search.settle()
     elif asked.offload == ALL:
         told.append("offloading: some meshes fit without; --offload cpu nvme plans it.")
     if odd := [n for n in range(2, world + 1) if world % n == 0 and n not in (*within, *beyond)]:
-        told.append(f"{_several(TENSOR, odd)}: neither a part of a node's devices nor whole nodes.")
-    if _between(world, machine.ranks):
-        told.append(_why_between(world, machine.ranks))
-    rows = sorted(search.rows, key=lambda row: (not row.fits, -row.speed, row.needs.device))
-    return Found(rows, [*search.left_out, *told], search.name)
+        told.append(f"{several(TENSOR, odd)}: neither a part of a node's devices nor whole nodes.")
+    if _between(world, per_node):
+        told.append(_why_between(world, per_node))
+    return Found(search.sorted(), [*search.left_out, *told], search.name)
 
 
-def meshes(world: int, per_node: int, tensor_sizes: Sequence[int]) -> Iterator[dict[str, int]]:
-    """Yield the meshes of `world` ranks, on nodes of `per_node`, with such sizes of the tensor axis.
+def _plan_experts(
+    plan: Callable[[Iterable[Shape]], None], search: Search, world: int, within: Sequence[int], told: list[str]
+) -> int:
+    """Plan shapes with an expert axis, and return the size of it with which other axes are tried."""
+    sizes = [n for n in range(2, world + 1) if world % n == 0]
+    if not sizes:
+        return 1
+    plan(Shape(n) for n in sizes)
+    best = search.fastest(EXPERT)
+    if best > 1 and len(within) > 1:
+        plan(Shape(best, tensor=n) for n in within[1:])
+        told.append(f"tensor beside other sizes of expert: it was tried with {EXPERT} {best}, the fastest without it.")
+    return best
+
+
+def _plan_context(
+    plan: Callable[[Iterable[Shape]], None],
+    search: Search,
+    expert: int,
+    node: int,
+    within: Sequence[int],
+    told: list[str],
+) -> None:
+    """Plan shapes with a context axis where whole sequences do not fit without recomputation.
+
+    Where they do, ranks with parts of a row would gather and send as much for fewer tokens, and exchange heads besides.
+    """
+    sizes, within = within[1:], [n for n in within if search.takes(Shape(expert, tensor=n))]
+    tight = [n for n in within if not search.fits_as_it_is({EXPERT: expert, TENSOR: n})]
+    plan(Shape(expert, c, n) for n in tight for c in sizes if node % (c * n) == 0)
+    if sizes and len(tight) < len(within):
+        there = "" if not tight else f" beside {several(TENSOR, [n for n in within if n not in tight])}"
+        told.append(f"{several(CONTEXT, sizes)}{there}: whole sequences fit, and parts of them send more for a token.")
+
+
+def meshes(world: int, per_node: int, shapes: Iterable[Shape]) -> Iterator[dict[str, int]]:
+    """Yield the meshes of `world` ranks, on nodes of `per_node`, with such sizes of the axes that change a model.
 
     Units are cut over all ranks, or over those of one node with replicas on every node. Axes have the order of the
-    mesh: along the last one, which sends most, ranks are neighbours. A new axis is one more loop here.
+    mesh: along the last one, which sends most, ranks are neighbours. A new axis is one more field of `Shape`.
     """
-    for tensor in tensor_sizes:
-        for replicate in (1, *_nodes(world, per_node, tensor)):
-            yield {REPLICATE: replicate, DATA: world // tensor // replicate, TENSOR: tensor}
+    for shape in shapes:
+        inner = shape.expert * shape.context * shape.tensor
+        if world % inner:
+            continue
+        for replicate in (1, *_nodes(world, per_node, inner)):
+            yield {
+                REPLICATE: replicate,
+                DATA: world // inner // replicate,
+                EXPERT: shape.expert,
+                CONTEXT: shape.context,
+                TENSOR: shape.tensor,
+            }
 
 
-def _nodes(world: int, per_node: int, tensor: int) -> tuple[int, ...]:
+def _nodes(world: int, per_node: int, inner: int) -> tuple[int, ...]:
     """Return the number of nodes, if replicas may have one each: of several, all whole, with several ranks of data."""
-    several = world > per_node and world % per_node == 0 and per_node % tensor == 0 and per_node > tensor
+    several = world > per_node and world % per_node == 0 and per_node % inner == 0 and per_node > inner
     return (world // per_node,) if several else ()
 
 
@@ -83,7 +143,7 @@ def _between(world: int, per_node: int) -> list[int]:
 
 
 def _why_between(world: int, per_node: int) -> str:
-    return f"{_several(REPLICATE, _between(world, per_node))}: " + (
+    return f"{several(REPLICATE, _between(world, per_node))}: " + (
         "replicas within a node keep more, and send over the same links."
         if world <= per_node
         else "replicas of parts of a node, or of several nodes, keep more than those of one node or of none, and "
@@ -91,7 +151,8 @@ def _why_between(world: int, per_node: int) -> str:
     )
 
 
-def _several(name: str, sizes: Sequence[int]) -> str:
+def several(name: str, sizes: Sequence[int]) -> str:
+    """Return an axis with some sizes in words."""
     return f"{name} {', '.join(map(str, sizes))}"
 
 
@@ -108,57 +169,3 @@ def _narrowed(asked: Asked, machine: Machine) -> tuple[Asked, list[str]]:
         asked = asked._replace(precision=halves(machine))
         told.append("full precision: larger, and slower where matrix products take long; --precision none plans it.")
     return asked._replace(offload=None if asked.offload == ALL else asked.offload), told
-
-
-class _Search:
-    """Plans meshes one by one."""
-
-    def __init__(self, step_on: Callable[[Mesh], Step], machine: Machine, machine_argument: str) -> None:
-        self.rows: list[Row] = []
-        self.name = "step"
-        self._step_on, self._machine, self._written = step_on, machine, machine_argument
-        self._initials, self._why = Initial(), dict[int, str]()  # size of the tensor axis -> why it is left out
-
-    @property
-    def fits(self) -> bool:
-        """Whether something fits."""
-        return any(row.fits for row in self.rows)
-
-    @property
-    def left_out(self) -> list[str]:
-        """A sentence for each reason."""
-        sizes: dict[str, list[int]] = {}
-        for size, why in self._why.items():
-            sizes.setdefault(why, []).append(size)
-        return [f"{_several(TENSOR, found)}: {why}" for why, found in sizes.items()]
-
-    def plan(self, several: Sequence[dict[str, int]], asked: Asked) -> None:
-        """Add the rows of some meshes. Raises what the step raises on a mesh without slices."""
-        for sizes in several:
-            tensor = sizes[TENSOR]
-            if tensor in self._why:
-                continue
-            try:
-                self.rows += self._rows(Mesh.planned(sizes), asked)
-            except (ValueError, CaptureError) as error:
-                if tensor == 1:
-                    raise
-                self._why[tensor] = str(error)
-
-    def _rows(self, mesh: Mesh, asked: Asked) -> list[Row]:
-        step = self._step_on(mesh)
-        if mesh.size(TENSOR) > 1 and not step.cuts:
-            raise ValueError("no leaf is cut over it; a model is, by cuts=zerofn.parallel.tensor(model, mesh).")
-        self.name = step.name
-        planner = RowPlanner(step, mesh, self._machine, self._written, self._initials)
-        rows: list[Row] = []
-        narrowed, done = asked.stage == list(STAGES), set[Config]()
-        for config in planner.configs(asked):
-            alike = config._replace(stage=0)
-            if narrowed and (alike in done or config.stage < STAGES[-1] and mesh.size(DATA) == 1):
-                continue  # a lower stage fits; or all stages are the same
-            found = planner.until_one_fits(config) if asked.remat == ALL else [planner.row(config)]
-            rows += found
-            if found[-1].fits and found[-1].config.remat == config.remat:
-                done.add(alike)
-        return rows

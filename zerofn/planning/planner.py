@@ -57,7 +57,8 @@ def plan(
         table = zerofn.plan(train_step, init_state, batch, mesh=mesh, cuts=cuts)
 
     `mesh="auto"` plans on all meshes that may be the fastest one; `table.left_out` says which are not, and why. Each
-    needs a model of its own, so `train_step` is then a function of a mesh that returns (train step, cuts or None).
+    needs a model of its own, so `train_step` is then a function of a mesh that returns (train step, cuts or None), and
+    for a mesh with an axis "context" (train step, cuts or None, batch), with a rank's part of the sequences of `batch`.
     What is not asked for explicitly is narrowed: half precision, stages 1 and 3, and offloading only where nothing
     fits without.
 
@@ -133,12 +134,12 @@ def grid_of(ranks: int, mesh: Mesh | Mapping[str, int] | None, given: bool) -> M
 def _step_on(make: Callable[..., Any], mesh: Mesh, init_state: Any, batch: Any, unit: Any) -> Step:
     """Return the step that the user's function makes for a mesh. Raises `TypeError` if it returns something else."""
     found = make(mesh)
-    if not isinstance(found, tuple) or len(found) != 2 or not callable(found[0]):
+    if not isinstance(found, tuple) or len(found) not in (2, 3) or not callable(found[0]):
         raise TypeError(
             "plan(mesh='auto'): train_step is a function of a mesh that returns (train step, cuts), for example "
-            "lambda mesh: (train_step, None)."
+            "lambda mesh: (train_step, None); or (train step, cuts, batch), with a rank's part of the sequences."
         )
-    return Step(found[0], init_state, batch, found[1], unit)
+    return Step(found[0], init_state, found[2] if len(found) == 3 else batch, found[1], unit)
 
 
 def written(machine: Machine | str | os.PathLike[str]) -> str:

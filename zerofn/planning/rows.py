@@ -28,7 +28,7 @@ from ..sharding.shard_plan import STAGES, check_stage
 from ..sharding.sharded import is_sharded
 from ..sharding.storage import StoredPart
 from .plan import Plan
-from .table import Config, Needs, Row, lacking
+from .row import Config, Needs, Row, lacking
 
 ALL = "all"
 BUDGET = "budget"
@@ -36,8 +36,16 @@ REMATS = (None, "full", "auto", BUDGET)
 Cuts = Mapping[str, Cut | Sequence[Cut]]
 
 
+class Layers(NamedTuple):
+    """A model of `number` layers, of which all but the first `odd` are alike. `step`: the same step, with fewer."""
+
+    number: int
+    odd: int
+    step: Callable[[int], Step]
+
+
 class Step(NamedTuple):
-    """What is planned: the arguments of `zerofn.plan`."""
+    """What is planned: the arguments of `zerofn.plan`. `layers`: where the same step can be made with fewer."""
 
     train_step: Callable[[Any, Any], Any]
     init_state: Any
@@ -45,6 +53,7 @@ class Step(NamedTuple):
     cuts: Cuts | None = None
     unit: Callable[[str], str] | None = None
     hpz: bool = False
+    layers: Layers | None = None
 
     @property
     def name(self) -> str:
@@ -162,30 +171,59 @@ class RowPlanner:
 
     def until_one_fits(self, config: Config) -> list[Row]:
         """Plan one configuration, and with ever more recomputation until it fits. It is captured once."""
-        found = self._prepared(config)
-        if isinstance(found, Row):
-            return [found]
         rows: list[Row] = []
-        for how in (None, "auto", "full"):
-            own = replace(found.program, gm=copied(found.program.gm), buffers=[], drive_space=[], timings={})
-            try:
-                rows.append(self._row(config._replace(remat=how), found, own))
-            except ValueError:  # there is nothing to recompute
-                break
-            if rows[-1].fits:
+        for row in self.ways(config):
+            rows.append(row)
+            if row.fits:
                 break
         return rows
 
-    def _prepared(self, config: Config) -> _Prepared | Row:
-        """Return the captured step, before any decision about memory; a row if the state alone is too large."""
+    def ways(self, config: Config) -> Iterator[Row]:
+        """Plan one configuration, and with ever more recomputation, as the rows are asked for. It is captured once."""
+        found = self._prepared(config)
+        if isinstance(found, Row):
+            yield found
+            return
+        for how in (None, "auto", "full"):
+            own = replace(found.program, gm=copied(found.program.gm), buffers=[], drive_space=[], timings={})
+            try:
+                yield self._row(config._replace(remat=how), found, own)
+            except ValueError:  # there is nothing to recompute
+                return
+
+    def of_state(self, config: Config) -> Needs:
+        """Return what the state alone needs."""
+        return _state_needs(self._laid(self._fake, config))
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of a rank's batch, or its rows if it has none."""
+        return self._scaled(self._fake, self.num_rows)[1]
+
+    @property
+    def ranks_of_node(self) -> int:
+        """The ranks that share a node's host memory and drives."""
+        return min(self._mesh.num_ranks, self._machine.ranks)
+
+    @property
+    def _fake(self) -> FakeMachine:
         m = self._machine
-        fake = FakeMachine(m.device != "cpu", m.host_rate / m.ranks, m.host_link)
+        return FakeMachine(m.device != "cpu", m.host_rate / m.ranks, m.host_link)
+
+    def _laid(self, fake: FakeMachine, config: Config) -> Any:
+        """Return the state, laid out."""
         with fake():
             first = self._initials.of(self._step.init_state, resolve(config.precision))
             given = config.precision, config.offload, self._step.unit, self._step.cuts
-            state = shard_fake(first, config.stage, self._mesh, *given, self._step.hpz)
+            return shard_fake(first, config.stage, self._mesh, *given, self._step.hpz)
+
+    def _prepared(self, config: Config) -> _Prepared | Row:
+        """Return the captured step, before any decision about memory; a row if the state alone is too large."""
+        m, fake = self._machine, self._fake
+        state = self._laid(fake, config)
+        with fake():
             needs = _state_needs(state)
-            lacks = lacking(needs, m, self._ranks_of_node)
+            lacks = lacking(needs, m, self.ranks_of_node)
             if lacks:
                 return Row(config, needs, f"{lacks} for the state alone", None)
             batch, tokens, unit = self._scaled(fake, config.rows)
@@ -207,11 +245,7 @@ class RowPlanner:
             plan = Plan(program, m, found.fake)
         memory = plan.memory()
         needs = Needs(memory.total, memory.host, memory.disk)
-        return Row(config, needs, lacking(needs, m, self._ranks_of_node), plan, found.tokens, found.unit)
-
-    @property
-    def _ranks_of_node(self) -> int:
-        return min(self._mesh.num_ranks, self._machine.ranks)
+        return Row(config, needs, lacking(needs, m, self.ranks_of_node), plan, found.tokens, found.unit)
 
     def _choices(self, pipeline: passes.Pipeline, program: Program, remat: str | None) -> Sequence[Choice]:
         if remat is None:

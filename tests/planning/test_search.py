@@ -1,0 +1,45 @@
+"""A search over meshes of a deep model: estimates first, and plans of what may be the fastest."""
+
+import json
+
+import pytest
+
+from zerofn.cli import main
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 12,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96,
+}  # fmt: skip
+
+
+@pytest.fixture
+def planned(tmp_path, capsys):
+    """What `zerofn plan --mesh auto` prints, and writes, with more options."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+
+    def run(*more):
+        options = ["--context", "32", "--machine", "A100-8", "--world", "2", "--json", str(tmp_path / "p.json")]
+        status = main(["plan", str(tmp_path), *options, "--mesh", "auto", *more])
+        return status, capsys.readouterr().out, json.loads((tmp_path / "p.json").read_text())
+
+    return run
+
+
+def test_the_fastest_is_planned_with_all_layers(planned):
+    status, out, found = planned()
+    assert status == 0
+    best, estimated = found["rows"][found["best"]], [row for row in found["rows"] if "estimate" in row]
+    assert best["plan"]["total"] == best["device"] and best["call"] in out
+    assert estimated and all(row["estimate"]["speed"] <= best["speed"] for row in estimated)
+    assert all(row["estimate"]["few"] == 3 and row["estimate"]["more"] == 6 for row in estimated)
+    assert {tuple(row["mesh"].items()) for row in found["rows"]} == {(("data", 2),), (("tensor", 2),)}
+    assert "left out: ~ is an estimate, from plans of 3 and of 6 of the 12 layers" in out
+    assert sum("~ " in line for line in out.splitlines() if "left out" not in line) == len(estimated)
+
+
+def test_where_nothing_fits_the_nearest_is_planned(planned):
+    status, out, found = planned("--memory", "2MB", "--offload", "none", "--stage", "3", "--precision", "bf16")
+    assert status == 1 and found["best"] is None and "Nothing fits" in out
+    (row,) = [row for row in found["rows"] if "plan" in row]
+    assert not row["fits"] and row["plan"]["total"] > 2_000_000
+    assert row["device"] <= 1.05 * min(x["device"] for x in found["rows"] if "estimate" in x)

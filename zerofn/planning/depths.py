@@ -1,0 +1,85 @@
+"""Deep models by shallow ones: what a step takes with many layers, from two plans of it with few.
+
+Layers that are alike add the same bytes and the same seconds each, once there are so many that the first and the last
+ones do not meet. Static buffers are shared by all layers and do not grow. What is left are waits and packing, which
+differ by some percent: so estimates tell which meshes to plan in full, and of the others what they would be. Where
+latency is longer than computation, ever more units are under way at a time, and memory is estimated too low.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..comm.mesh import Mesh
+from ..cost.machine import Machine
+from .row import Config, Estimate, Needs, Row, lacking
+from .rows import ALL, BUDGET, Initial, Layers, RowPlanner, Step
+
+FEW = 3  # beside the odd ones: a first one, a last one and one between, so that transfers of neighbours overlap
+SPAN = 3  # more of them in the second plan
+UNSURE = 1.05  # of the device's memory: what is estimated to need less may fit
+
+
+class Estimator:
+    """Estimates rows of one step on one mesh of a machine, see `RowPlanner`. `step.layers` must be there."""
+
+    def __init__(self, step: Step, mesh: Mesh, machine: Machine, machine_argument: str, initials: Initial) -> None:
+        assert step.layers is not None
+        self._layers, self._machine, self._num_batches = step.layers, machine, mesh.batch.size
+        self._few, self._more = depths_of(step.layers)
+        self._planners = [
+            RowPlanner(step.layers.step(number), mesh, machine, machine_argument, initials)
+            for number in (self._few, self._more)
+        ]
+
+    def rows(self, config: Config, remat: str | None) -> Iterator[Row]:
+        """Estimate one configuration; where `remat` is "all", with ever more recomputation, as rows are asked for."""
+        one, other = self._planners
+        states = zip(one.of_state(config), other.of_state(config), strict=True)
+        state = Needs(*(round(self._at_depth(a, b)) for a, b in states))
+        if lacks := lacking(state, self._machine, one.ranks_of_node):
+            yield Row(config, state, f"{lacks} for the state alone", None)
+        elif remat != ALL:
+            yield self._row(one.row(config), other.row(config))
+        else:
+            for few, more in zip(one.ways(config), other.ways(config), strict=False):
+                yield self._row(few, more)
+                if self._without_activations(few, more) > UNSURE * self._machine.memory:
+                    return  # recomputation saves nothing else
+
+    def _row(self, few: Row, more: Row) -> Row:
+        plans = [x.plan for x in (few, more) if x.plan is not None]  # both: the state of all layers fits
+        memories, times = [x.memory() for x in plans], [x.timeline() for x in plans]
+        grows = self._at_depth(*(x.total - x.static_buffers for x in memories))
+        device = round(grows) + max(x.static_buffers for x in memories)
+        needs = Needs(
+            device, *(round(self._at_depth(a, b)) for a, b in zip(few.needs[1:], more.needs[1:], strict=True))
+        )
+        busy = {lane: self._at_depth(times[0].busy.get(lane, 0.0), x) for lane, x in times[1].busy.items()}
+        sent = {x: round(self._at_depth(few.sent.get(x, 0), n)) for x, n in more.sent.items()}
+        seconds = self._at_depth(times[0].seconds, times[1].seconds)
+        bound = max(busy, key=busy.__getitem__, default=more.bound)
+        found = Estimate(self._few, self._more, seconds, sent, bound, self._num_batches)
+        lacks = lacking(needs, self._machine, self._planners[0].ranks_of_node)
+        return Row(few.config, needs, lacks, None, few.tokens, few.unit, found)
+
+    def _without_activations(self, few: Row, more: Row) -> float:
+        """Return the bytes of the peak that no recomputation saves."""
+        found = [x.plan.memory() for x in (few, more) if x.plan is not None]
+        return self._at_depth(*(x.total - x.static_buffers - x.peak["activations"] for x in found))
+
+    def _at_depth(self, few: float, more: float) -> float:
+        """Return what grows by the same with every layer, for all of them."""
+        return more + (more - few) * (self._layers.number - self._more) / (self._more - self._few)
+
+
+def depths_of(layers: Layers) -> tuple[int, int]:
+    """Return the two numbers of layers that are planned for an estimate."""
+    return layers.odd + FEW, layers.odd + FEW + SPAN
+
+
+def is_deep(step: Step, remat: str | None) -> bool:
+    """Return whether a step is estimated first: it has more layers than both plans together, and no budget, which it
+    would use up with few layers, too.
+    """
+    return step.layers is not None and remat != BUDGET and step.layers.number > sum(depths_of(step.layers))

@@ -1,0 +1,244 @@
+"""A row of a table of plans: one way to train, what it needs and takes, and what to write for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..comm.mesh import CONTEXT, DATA, EXPERT, TENSOR
+from ..cost.machine import Machine
+from ..graph.liveness import KINDS
+from ..util.sizes import in_words, time_in_words
+from .plan import Plan
+
+_CUTS = {TENSOR: "zerofn.parallel.tensor(model, mesh)", EXPERT: "zerofn.moe.experts(model, mesh)"}
+
+
+class Config(NamedTuple):
+    """The arguments of `shard` and `compile` for one row of a table ("budget" for a memory budget), and the rows of a
+    rank's batch. `mesh`: the axes of several ranks, (name, size) each; `cut`: whether leaves are cut over one.
+    """
+
+    stage: int
+    offload: Any
+    precision: Any
+    remat: str | None
+    rows: int
+    memory: float = 0.0  # of a device
+    machine: str = "machine"  # as written in an argument
+    mesh: tuple[tuple[str, int], ...] = ()
+    cut: bool = False
+    hpz: bool = False
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the mesh as the arguments of `Mesh.make`."""
+        return dict(self.mesh) or {DATA: 1}
+
+    @property
+    def on_axes(self) -> bool:
+        """Return whether the mesh has other axes than "data"."""
+        return self.sizes.keys() != {DATA}
+
+    @property
+    def grid(self) -> str:
+        """Return the mesh as `zerofn plan --mesh` takes it."""
+        return ",".join(f"{name}={size}" for name, size in self.sizes.items())
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the arguments for `shard`."""
+        given = {"stage": self.stage, "precision": self.precision, "offload": self.offload, "hpz": self.hpz or None}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def label(self, with_rows: bool = True) -> str:
+        """Describe it in a few words."""
+        offload = self.offload and f"offload {_short(self.offload)}"
+        remat = self.remat and f"remat {self.remat}"
+        rows = f"{self.rows} rows" if with_rows else ""
+        parts = (
+            self.on_axes and self.grid,
+            f"stage {self.stage}",
+            self.hpz and "hpz",
+            offload,
+            self.precision and _short(self.precision),
+            remat,
+            rows,
+        )
+        return ", ".join(str(x) for x in parts if x)
+
+    def call(self) -> str:
+        """Return the code to write."""
+        given, first = [f"{name}={_written(value)}" for name, value in self.options.items()], ""
+        if self.on_axes:
+            mesh = f"zerofn.Mesh.make({', '.join(f'{name}={size}' for name, size in self.sizes.items())})"
+            named = self.cut or CONTEXT in self.sizes
+            cuts = " | ".join(code for axis, code in _CUTS.items() if axis in self.sizes) or _CUTS[TENSOR]
+            given.append(f"mesh={'mesh' if named else mesh}" + (f", cuts={cuts}" if self.cut else ""))
+            first = f"mesh = {mesh}; " if named else ""
+            first += "zerofn.parallel.context(model, mesh); " if CONTEXT in self.sizes else ""
+        options = ", ".join(given)
+        remat = f", remat={self.remat!r}" if self.remat else ""
+        remat = f", memory={int(self.memory)}" if self.remat == "budget" else remat
+        return (
+            f"{first}state = zerofn.shard(init_state, {options}); "
+            f"step = zerofn.compile(train_step{remat}, machine={self.machine})"
+        )
+
+
+def _written(value: Any) -> str:
+    """Return an argument as code; of a dataclass, what differs from the defaults."""
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    given = ((x.name, getattr(value, x.name)) for x in dataclasses.fields(value) if getattr(value, x.name) != x.default)
+    return f"zerofn.{type(value).__name__}({', '.join(f'{name}={x!r}' for name, x in given)})"
+
+
+class Needs(NamedTuple):
+    """Bytes of a rank: on the device at the step's peak, in host memory and on drives."""
+
+    device: int
+    host: int
+    disk: int
+
+    def __repr__(self) -> str:
+        away = {"in host memory": self.host, "on drives": self.disk}
+        kept = {"on the device": self.device, **{where: n for where, n in away.items() if n}}
+        return ", ".join(f"{in_words(n)} {where}" for where, n in kept.items())
+
+
+class Estimate(NamedTuple):
+    """What a step takes that was planned with fewer of its layers: `few` of them, and `more`.
+
+    `sent`: bytes of a rank by axis. `bound`: as `Timeline.bound`. `num_batches`: as `Plan.num_batches`.
+    """
+
+    few: int
+    more: int
+    seconds: float
+    sent: dict[str, int]
+    bound: str
+    num_batches: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train.
+
+    `plan`: None if the state alone is too large, and nothing else was tried; and for an `estimate`. `lacks`: what the
+    machine has too little of, empty if it fits.
+    """
+
+    config: Config
+    needs: Needs
+    lacks: str
+    plan: Plan | None = field(repr=False)
+    tokens: int = 0  # of a rank's batch, or its rows where it has no tokens
+    unit: str = "rows"
+    estimate: Estimate | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the machine has enough of everything."""
+        return not self.lacks
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step; infinity without a plan and an estimate."""
+        if self.plan is not None:
+            return self.plan.timeline().seconds
+        return self.estimate.seconds if self.estimate is not None else math.inf
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """Bytes that a rank sends in a step, by the axis of the mesh."""
+        if self.plan is not None:
+            return self.plan.sent_along
+        return self.estimate.sent if self.estimate is not None else {}
+
+    @property
+    def bound(self) -> str:
+        """The lane that limits the step; empty without a plan and an estimate."""
+        if self.plan is not None:
+            return self.plan.timeline().bound
+        return self.estimate.bound if self.estimate is not None else ""
+
+    @property
+    def speed(self) -> float:
+        """Tokens, or rows, per second of all ranks."""
+        found = self.plan if self.plan is not None else self.estimate
+        return self.tokens * found.num_batches / self.seconds if found is not None else 0.0
+
+    @property
+    def rate(self) -> str:
+        """`speed` in words."""
+        return f"{self.speed:,.0f} {self.unit}/s"
+
+    def json(self) -> dict[str, Any]:
+        """As numbers and texts."""
+        told = {"seconds": self.seconds, "speed": self.speed, "bound": self.bound}
+        known: dict[str, Any] = {} if self.plan is None else {"plan": self.plan.json(), **told}
+        if self.estimate is not None:
+            known = {"estimate": {**self.estimate._asdict(), **told}}
+        written = {
+            k: None if x is None else str(x) for k, x in self.config._asdict().items() if k in ("offload", "precision")
+        }
+        return {
+            **self.config._asdict(),
+            **written,
+            "mesh": self.config.sizes,
+            **self.needs._asdict(),
+            "fits": self.fits,
+            "lacks": self.lacks,
+            "call": self.config.call(),
+            **known,
+        }
+
+    def __repr__(self) -> str:
+        c = self.config
+        if not self.bound:
+            return f"{c.label()}: more than {self.needs}; {self.lacks}"
+        about = "about " if self.plan is None else ""
+        took = f"{time_in_words(self.seconds)} a step, bound by {self.bound}, {self.rate}"
+        return f"{c.label()}: {about}{self.needs}; {took}; {self.lacks or 'fits'}"
+
+    def cells(self) -> list[str]:
+        """Return its cells of the table."""
+        c, plan = self.config, self.plan
+        about = "~ " if self.estimate is not None else ""
+        out = [c.grid, str(c.stage), _short(c.offload), _short(c.precision), c.remat or "-", str(c.rows)]
+        out.append(f"{about if self.bound else '> '}{in_words(self.needs.device)}")
+        peak = plan.memory().peak if plan else {}
+        out += [in_words(peak[kind]) if peak.get(kind) else "" for kind in KINDS]
+        out += [in_words(n) if n else "" for n in self.needs[1:]]
+        if not self.bound:
+            return [*out, "", "", "", "", self.lacks]
+        took, rate = f"{about}{time_in_words(self.seconds)}", f"{about}{self.rate}"
+        return [*out, _along(self.sent), took, self.bound, rate, self.lacks or "fits"]
+
+
+def _along(sent: dict[str, int]) -> str:
+    """Return bytes by axis as a table shows them, the most first; without the axis, where there is one."""
+    several, most_first = len(sent) > 1, sorted(sent.items(), key=lambda x: -x[1])
+    return ", ".join(f"{axis} {in_words(n)}" if several else in_words(n) for axis, n in most_first if n)
+
+
+def _short(value: Any) -> str:
+    """Return an argument as a table shows it."""
+    if value is None or isinstance(value, str):
+        return value or "-"
+    return _written(value).partition("(")[2].rstrip(")").replace("'", "").replace("torch.", "")
+
+
+def lacking(needs: Needs, machine: Machine, num_ranks: int) -> str:
+    """Say what a machine with that many ranks on a node has too little of; empty if it has enough."""
+    pairs = [
+        ("memory" if machine.device == "cpu" else "device memory", needs.device, machine.memory),
+        ("host memory", needs.host * num_ranks, machine.host_memory),
+        ("room on drives", needs.disk * num_ranks, machine.disk),
+    ]
+    return ", ".join(
+        f"{in_words(needed - there)} of {what} too little" for what, needed, there in pairs if needed > there
+    )

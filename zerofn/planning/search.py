@@ -1,0 +1,155 @@
+"""Plan a step on one mesh after the other: deep models are estimated first, and what may be the fastest is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from ..comm.mesh import BETWEEN, CONTEXT, EXPERT, SLICES, TENSOR, Mesh
+from ..cost.machine import Machine
+from ..graph.capture import CaptureError
+from .depths import UNSURE, Estimator, depths_of, is_deep
+from .row import Config, Row
+from .rows import ALL, Asked, Initial, RowPlanner, Step
+
+STAGES = (1, 3)  # 0 keeps more than 1 and sends as much; 2 differs from 1 where a step has several batches
+_INNER = (EXPERT, CONTEXT, TENSOR)  # axes for which a model is changed
+_CUT_BY = {
+    EXPERT: "zerofn.moe.experts(model, mesh), and a model of your own by zerofn.moe.cuts(params, mesh)",
+    TENSOR: "zerofn.parallel.tensor(model, mesh)",
+}
+
+
+class Search:
+    """Plans meshes one by one. `step_on`: the step for a mesh."""
+
+    def __init__(self, step_on: Callable[[Mesh], Step], machine: Machine, machine_argument: str) -> None:
+        self.rows: list[Row] = []
+        self.name = "step"
+        self._step_on, self._machine, self._written = step_on, machine, machine_argument
+        self._initials = Initial()
+        self._why: dict[tuple[int, ...], str] = {}  # sizes of the inner axes -> why they are left out
+        self._planners: dict[Config, RowPlanner] = {}  # of estimated rows
+        self._depths: dict[tuple[int, int, int], None] = {}
+        self._num_tokens = 0  # of a rank's batch of whole sequences
+
+    @property
+    def fits(self) -> bool:
+        """Whether something fits."""
+        return any(row.fits for row in self.rows)
+
+    @property
+    def left_out(self) -> list[str]:
+        """A sentence for each reason."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for shape, why in self._why.items():
+            axes = [(name, size) for name, size in zip(_INNER, shape, strict=True) if size > 1]
+            name, size = BETWEEN.join(x for x, _ in axes), BETWEEN.join(str(n) for _, n in axes)
+            found.setdefault((name, why), []).append(size)
+        told = [f"{name} {', '.join(sizes)}: {why}" for (name, why), sizes in found.items()]
+        return told + [
+            f"~ is an estimate, from plans of {few} and of {more} of the {number} layers: a row without is planned in "
+            "full, as are all that may be faster."
+            for few, more, number in self._depths
+        ]
+
+    def sorted(self) -> list[Row]:
+        """Return all rows, the fastest that fit first."""
+        return sorted(self.rows, key=lambda row: (not row.fits, -row.speed, row.needs.device))
+
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        """Return whether the model has not refused such sizes of the axes for which it is changed."""
+        return shape not in self._why
+
+    def fits_as_it_is(self, sizes: Mapping[str, int]) -> bool:
+        """Return whether something fits without recomputation on meshes with such sizes, and whole sequences."""
+        wanted = {CONTEXT: 1, **sizes}
+        return any(
+            row.fits and row.config.remat is None and all(row.config.sizes.get(k, 1) == n for k, n in wanted.items())
+            for row in self.rows
+        )
+
+    def fastest(self, name: str) -> int:
+        """Return the size of an axis of the fastest row that fits; if none does, of the one that needs the least."""
+        best = min(self.rows, key=lambda row: (not row.fits, -row.speed if row.fits else row.needs.device))
+        return best.config.sizes.get(name, 1)
+
+    def plan(self, several: Sequence[dict[str, int]], asked: Asked) -> None:
+        """Add the rows of some meshes. Raises what the step raises on a mesh without inner axes."""
+        for sizes in several:
+            shape = tuple(sizes[name] for name in _INNER)
+            if shape in self._why:
+                continue
+            try:
+                self.rows += self._rows(Mesh.planned(sizes), asked)
+            except (ValueError, CaptureError) as error:
+                if max(shape) == 1:
+                    raise
+                self._why[shape] = str(error)
+
+    def settle(self) -> None:
+        """Plan in full what is estimated to fit and to be faster than all that is planned; or, if nothing fits, the
+        estimated row that needs the least.
+        """
+        while True:
+            planned = max((row.speed for row in self.rows if row.fits and row.plan is not None), default=0.0)
+            estimated = [k for k, row in enumerate(self.rows) if row.estimate is not None]
+            hopes = [k for k in estimated if self.rows[k].speed > planned and self._may_fit(self.rows[k])]
+            if hopes:
+                self._plan_in_full(max(hopes, key=lambda k: self.rows[k].speed))
+            elif estimated and all(row.plan is None for row in self.rows):
+                self._plan_in_full(min(estimated, key=lambda k: self.rows[k].needs.device))
+            else:
+                return
+
+    def _may_fit(self, row: Row) -> bool:
+        return row.fits or row.needs.device <= UNSURE * self._machine.memory
+
+    def _plan_in_full(self, k: int) -> None:
+        config = self.rows[k].config
+        self.rows[k] = self._planners[config].row(config)
+
+    def _rows(self, mesh: Mesh, asked: Asked) -> list[Row]:
+        step = self._step_on(mesh)
+        planner = RowPlanner(step, mesh, self._machine, self._written, self._initials)
+        self._check(step, mesh, planner.num_tokens)
+        self.name = step.name
+        rows: list[Row] = []
+        narrowed, done = asked.stage == list(STAGES), set[Config]()
+        ways = self._ways(step, mesh, planner, asked)
+        for config in planner.configs(asked):
+            alike = config._replace(stage=0)
+            if narrowed and (alike in done or config.stage < STAGES[-1] and mesh.shards.size == 1):
+                continue  # a lower stage fits; or all stages are the same
+            for row in ways(config):
+                rows.append(row)
+                if row.fits:
+                    break
+            if rows[-1].fits and rows[-1].config.remat == config.remat:
+                done.add(alike)
+            self._planners |= {row.config: planner for row in rows if row.estimate is not None}
+        return rows
+
+    def _ways(self, step: Step, mesh: Mesh, planner: RowPlanner, asked: Asked) -> Callable[[Config], Iterator[Row]]:
+        """Return what makes the rows of a configuration, with ever more recomputation if all is asked for."""
+        if not is_deep(step, asked.remat):
+            return planner.ways if asked.remat == ALL else lambda config: iter([planner.row(config)])
+        assert step.layers is not None
+        self._depths[(*depths_of(step.layers), step.layers.number)] = None
+        estimator = Estimator(step, mesh, self._machine, self._written, self._initials)
+        return lambda config: estimator.rows(config, asked.remat)
+
+    def _check(self, step: Step, mesh: Mesh, num_tokens: int) -> None:
+        """Raise `ValueError` where a step is not made for a mesh."""
+        cuts = (step.cuts or {}).values()
+        along = {cut.axis for x in cuts for cut in (x if isinstance(x, Sequence) else [x])}
+        for name in SLICES:
+            if mesh.size(name) > 1 and name not in along:
+                raise ValueError(f"no leaf is cut over it; a model is, by cuts={_CUT_BY[name]}.")
+        parts = mesh.size(CONTEXT)
+        if parts == 1:
+            self._num_tokens = num_tokens
+        elif num_tokens * parts != self._num_tokens:
+            raise ValueError(
+                "a rank's batch is not a part of the sequences; it is by zerofn.parallel.split_sequence(batch, mesh), "
+                "and from Python train_step returns (train step, cuts, batch)."
+            )
