@@ -8,6 +8,7 @@ latency is longer than computation, ever more units are under way at a time, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from ..comm.mesh import Mesh
@@ -43,15 +44,19 @@ class Estimator:
         elif remat != ALL:
             yield self._row(one.row(config), other.row(config))
         else:
+            most = math.inf
             for few, more in zip(one.ways(config), other.ways(config), strict=False):
-                yield self._row(few, more)
+                row = self._row(few, more, most)
+                most = row.needs.device
+                yield row
                 if self._without_activations(few, more) > UNSURE * self._machine.memory:
                     return  # recomputation saves nothing else
 
-    def _row(self, few: Row, more: Row) -> Row:
+    def _row(self, few: Row, more: Row, most: float = math.inf) -> Row:
+        """`most`: bytes that less recomputation needs, and this does not exceed."""
         plans = [x.plan for x in (few, more) if x.plan is not None]  # both: the state of all layers fits
         memories, times = [x.memory() for x in plans], [x.timeline() for x in plans]
-        device = self._device(*memories)
+        device = int(min(self._device(*memories), most))
         needs = Needs(
             device, *(round(self._at_depth(a, b)) for a, b in zip(few.needs[1:], more.needs[1:], strict=True))
         )
