@@ -65,7 +65,7 @@ def build(model: str) -> Any:
             "use_cache": False}  # fmt: skip
     if model == "llama":
         return hf.LlamaForCausalLM(hf.LlamaConfig(hidden_size=384, intermediate_size=1024, **text))
-    more = {"num_local_experts": 4, "experts_implementation": "batched_mm"}
+    more = {"num_local_experts": 4}
     return hf.MixtralForCausalLM(hf.MixtralConfig(hidden_size=256, intermediate_size=512, **text, **more))
 
 
@@ -174,9 +174,14 @@ def rows(world: int) -> dict[str, Any]:
             "ranks": [rank[name] for rank in ranks],
             "sent": plan.sent_along,
             "state": mine.peak["state"] / all_of_it.peak["state"],
-            "activations": mine.peak["activations"] / all_of_it.peak["activations"],
+            "activations": _most(mine) / _most(all_of_it),
         }
     return found
+
+
+def _most(memory: Any) -> int:
+    """The most bytes of activations that wait for the backward pass."""
+    return max(x.live["activations"] for x in memory.over_time)
 
 
 def checks(found: dict[str, Any]) -> list[Check]:
@@ -187,9 +192,11 @@ def checks(found: dict[str, Any]) -> list[Check]:
             share = (row["planned"] if rank == 0 else came["own"]) / came["peak"]
             off = max(share / BYTES[1], BYTES[0] / share)
             out.append(Check(f"{name}, rank {rank}: peak, planned / measured, in {BYTES}", f"{share:.5f}", off, 1.0))
-            share = came["own_state"] / came["held"]
-            off = max(share / BYTES[1], BYTES[0] / share)
-            out.append(Check(f"{name}, rank {rank}: state, planned / held, in {BYTES}", f"{share:.5f}", off, 1.0))
+            if "stage 3" in name:  # at stage 1 shards are views of the gathered copy
+                share = came["own_state"] / came["held"]
+                off = max(share / BYTES[1], BYTES[0] / share)
+                what = f"{name}, rank {rank}: state, planned / held, in {BYTES}"
+                out.append(Check(what, f"{share:.5f}", off, 1.0))
             apart = sum(abs(came["sent"].get(x, 0) - n) for x, n in came["own_sent"].items())
             out.append(Check(f"{name}, rank {rank}: bytes sent that are not planned", f"{apart:.0f}", apart, 0.0))
         if row["sent"] != row["ranks"][0]["own_sent"]:
@@ -225,7 +232,7 @@ def main() -> int:
     if args.world:
         print("RESULT " + json.dumps(child(args.world, args.rank, args.port)), flush=True)
         os._exit(0)
-    console, found = Console(), {}
+    console, found = Console(soft_wrap=True), {}
     for world in args.worlds:
         found |= rows(world)
     console.print(table(found))

@@ -8,10 +8,12 @@ latency is longer than computation, ever more units are under way at a time, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from ..comm.mesh import Mesh
 from ..cost.machine import Machine
+from .plan import Memory
 from .row import Config, Estimate, Needs, Row, lacking
 from .rows import ALL, BUDGET, Initial, Layers, RowPlanner, Step
 
@@ -42,16 +44,19 @@ class Estimator:
         elif remat != ALL:
             yield self._row(one.row(config), other.row(config))
         else:
+            most = math.inf
             for few, more in zip(one.ways(config), other.ways(config), strict=False):
-                yield self._row(few, more)
+                row = self._row(few, more, most)
+                most = row.needs.device
+                yield row
                 if self._without_activations(few, more) > UNSURE * self._machine.memory:
                     return  # recomputation saves nothing else
 
-    def _row(self, few: Row, more: Row) -> Row:
+    def _row(self, few: Row, more: Row, most: float = math.inf) -> Row:
+        """`most`: bytes that less recomputation needs, and this does not exceed."""
         plans = [x.plan for x in (few, more) if x.plan is not None]  # both: the state of all layers fits
         memories, times = [x.memory() for x in plans], [x.timeline() for x in plans]
-        grows = self._at_depth(*(x.total - x.static_buffers for x in memories))
-        device = round(grows) + max(x.static_buffers for x in memories)
+        device = int(min(self._device(*memories), most))
         needs = Needs(
             device, *(round(self._at_depth(a, b)) for a, b in zip(few.needs[1:], more.needs[1:], strict=True))
         )
@@ -63,14 +68,28 @@ class Estimator:
         lacks = lacking(needs, self._machine, self._planners[0].ranks_of_node)
         return Row(few.config, needs, lacks, None, few.tokens, few.unit, found)
 
+    def _device(self, few: Memory, more: Memory) -> int:
+        """Return the bytes of the peak. It is where most activations wait, or most gradients, or at the end, and each
+        of these moments grows by itself; with many layers it may be another one than with few.
+        """
+        pairs = zip(_moments(few), _moments(more), strict=True)
+        grown = [self._at_depth(a - few.static_buffers, b - more.static_buffers) for a, b in pairs]
+        return max(round(max(grown)) + max(few.static_buffers, more.static_buffers), more.total)
+
     def _without_activations(self, few: Row, more: Row) -> float:
-        """Return the bytes of the peak that no recomputation saves."""
+        """Return bytes of a step that no recomputation saves: what is there at its end."""
         found = [x.plan.memory() for x in (few, more) if x.plan is not None]
-        return self._at_depth(*(x.total - x.static_buffers - x.peak["activations"] for x in found))
+        return self._at_depth(*(x.over_time[-1].nbytes - x.static_buffers for x in found))
 
     def _at_depth(self, few: float, more: float) -> float:
         """Return what grows by the same with every layer, for all of them."""
         return more + (more - few) * (self._layers.number - self._more) / (self._more - self._few)
+
+
+def _moments(memory: Memory) -> list[int]:
+    """Return the bytes at the moments that may be the peak with more layers."""
+    by_kind = [max(memory.over_time, key=lambda x: (x.live[kind], x.nbytes)) for kind in ("activations", "gradients")]
+    return [x.nbytes for x in (*by_kind, memory.over_time[-1])]
 
 
 def depths_of(layers: Layers) -> tuple[int, int]:

@@ -32,7 +32,8 @@ from .row import Config, Needs, Row, lacking
 
 ALL = "all"
 BUDGET = "budget"
-REMATS = (None, "full", "auto", BUDGET)
+WAYS = (None, "auto", "full")  # recomputation, ever more of it
+REMATS = (*WAYS, BUDGET)
 Cuts = Mapping[str, Cut | Sequence[Cut]]
 
 
@@ -179,12 +180,14 @@ class RowPlanner:
         return rows
 
     def ways(self, config: Config) -> Iterator[Row]:
-        """Plan one configuration, and with ever more recomputation, as the rows are asked for. It is captured once."""
+        """Plan one configuration, and with ever more recomputation, as the rows are asked for. It is captured once.
+        Raises `ValueError` for other recomputation than none, "auto" and "full".
+        """
         found = self._prepared(config)
         if isinstance(found, Row):
             yield found
             return
-        for how in (None, "auto", "full"):
+        for how in WAYS[WAYS.index(config.remat) :]:
             own = replace(found.program, gm=copied(found.program.gm), buffers=[], drive_space=[], timings={})
             try:
                 yield self._row(config._replace(remat=how), found, own)

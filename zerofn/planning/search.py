@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ..comm.mesh import BETWEEN, CONTEXT, EXPERT, SLICES, TENSOR, Mesh
@@ -19,6 +20,10 @@ _CUT_BY = {
 }
 
 
+def _alone(planner: RowPlanner, config: Config) -> list[Row]:
+    return [planner.row(config)]
+
+
 class Search:
     """Plans meshes one by one. `step_on`: the step for a mesh."""
 
@@ -28,7 +33,7 @@ class Search:
         self._step_on, self._machine, self._written = step_on, machine, machine_argument
         self._initials = Initial()
         self._why: dict[tuple[int, ...], str] = {}  # sizes of the inner axes -> why they are left out
-        self._planners: dict[Config, RowPlanner] = {}  # of estimated rows
+        self._in_full: dict[Config, Callable[[Config], list[Row]]] = {}  # what plans estimated rows
         self._depths: dict[tuple[int, int, int], None] = {}
         self._num_tokens = 0  # of a rank's batch of whole sequences
 
@@ -106,7 +111,9 @@ class Search:
 
     def _plan_in_full(self, k: int) -> None:
         config = self.rows[k].config
-        self.rows[k] = self._planners[config].row(config)
+        found = self._in_full[config](config)
+        planned = {row.config for row in found}
+        self.rows = [row for row in self.rows if row.config not in planned] + found
 
     def _rows(self, mesh: Mesh, asked: Asked) -> list[Row]:
         step = self._step_on(mesh)
@@ -126,7 +133,8 @@ class Search:
                     break
             if rows[-1].fits and rows[-1].config.remat == config.remat:
                 done.add(alike)
-            self._planners |= {row.config: planner for row in rows if row.estimate is not None}
+            in_full = planner.until_one_fits if asked.remat == ALL else functools.partial(_alone, planner)
+            self._in_full |= {row.config: in_full for row in rows if row.estimate is not None}
         return rows
 
     def _ways(self, step: Step, mesh: Mesh, planner: RowPlanner, asked: Asked) -> Callable[[Config], Iterator[Row]]:
