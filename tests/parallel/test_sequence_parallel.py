@@ -109,6 +109,7 @@ VARIED, PARTS = {"*.attn.norm": "replicated_with_grad_allreduce"}, {"*": "sequen
 @pytest.mark.parametrize(
     ("plan", "tokens", "message"),
     [
+        ({"*.attn": "sequence_parallel"} | COLUMNS, 4, "0.attn has layers of its own that are cut by columns"),
         (PARTS | ROWS, 4, "no layer inside is cut by columns"),
         (PARTS | COLUMNS | ROWS, 4, "0.attn.norm.weight is whole inside of a module whose layers are cut"),
         (PARTS | VARIED | COLUMNS | ROWS, 5, "2 ranks of 'tensor' cannot share sequences of 5 tokens; pad them to 6"),

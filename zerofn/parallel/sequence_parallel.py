@@ -87,6 +87,11 @@ class Region:
         where = f"plan[{self._key!r}]='sequence_parallel'"
         if not self._owners and any(next(x.children(), None) is not None for x in self._layers.values()):
             raise ValueError(f"{where}: no layer inside is cut by columns, so that nothing there would see all tokens.")
+        for name in self._owners.keys() & self._layers.keys():
+            raise ValueError(
+                f"{where}: {name} has layers of its own that are cut by columns, and would get all tokens where it is "
+                "to have a part; put them into a module of their own, such as an MLP."
+            )
         for name, part in self._inside():
             owned = [x for x in self._owners if name == x or name.startswith(f"{x}.") or x.startswith(f"{name}.")]
             if not owned and hasattr(part, "is_causal") or isinstance(part, nn.MultiheadAttention | nn.RNNBase):

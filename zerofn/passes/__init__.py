@@ -14,6 +14,7 @@ from .fold_split_master import fold_split_master
 from .functionalize import functionalize
 from .fuse_norms import fuse_norms
 from .gradients_as_bucket_views import gradients_as_bucket_views
+from .hide_sums import hide_sums
 from .offload_activations import offload_activations
 from .offload_gradients import offload_gradients
 from .prefetch import prefetch
@@ -61,6 +62,7 @@ def standard(donating: bool) -> list[Pass]:
         Pass(recompute_activations, "body"),
         Pass(offload_activations, "body"),
         Pass(reshard, "body"),
+        Pass(hide_sums, "body"),
         Pass(raise_reduce_scatters, "body"),
         Pass(raise_unscale, "body"),
         Pass(gradients_as_bucket_views, "body"),
