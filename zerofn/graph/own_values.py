@@ -51,10 +51,16 @@ def own_values(program: Program, same: frozenset[Node] = frozenset()) -> OwnValu
         return OwnValues({}, {})
     pairs = zip(program.batch_placeholders, owners(program.batch.nodes), strict=True)
     entries = [x for x, (spec, _) in pairs if spec is None and x not in same]
-    given: dict[Node, Origins] = {x: frozenset((x, axis) for axis in mesh.batch_names) for x in entries}
+    given: dict[Node, Origins] = {x: frozenset((x, axis) for axis in _differing(mesh)) for x in entries}
     found = OwnValues({}, {})
     _Follower(mesh, found).follow(program.gm.graph, given)
     return found
+
+
+def _differing(mesh: Mesh) -> frozenset[str]:
+    """Return the axes along which ranks have batches of their own; on one rank, those along which others would."""
+    several = frozenset(name for name in mesh.batch_names if mesh.size(name) > 1)
+    return several or frozenset(mesh.batch_names)
 
 
 class _Follower:
@@ -102,7 +108,7 @@ class _Follower:
         if known.own:
             word = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
             whole_batch = not known.collective and node.target is not ops.as_slice.default
-            axes = frozenset(self._mesh.batch_names) if whole_batch else self._axes(node)
+            axes = _differing(self._mesh) if whole_batch else self._axes(node)
             return read | self._caused(_WORDS[word], axes)
         return read
 
