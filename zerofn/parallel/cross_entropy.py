@@ -12,6 +12,7 @@ from torch import Tensor
 from ..collectives.maps import Linear, Psum, rows_over
 from ..comm.mesh import TENSOR, Axis, axis_of
 from .cuts import equal
+from .sequence import shifted
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -72,11 +73,15 @@ def _check(logits: Tensor, labels: Tensor, size: int, vocab_size: int, axis: Axi
         raise ValueError(f"cross_entropy: labels are {list(labels.shape)}, and logits {list(logits.shape)}.")
 
 
+def has_causal_loss(model: Any) -> bool:
+    """Return whether a model of transformers asks for the loss of causal ones: it does if it names no other."""
+    return hasattr(model, "loss_function") and getattr(model, "loss_type", None) in ("ForCausalLM", None)
+
+
 def give_loss_of_slices(model: Any, axis: Axis, vocab_size: int) -> None:
     """Let a model of transformers, whose head returns a rank's logits, compute its loss from them."""
     asked: list[bool] = []
-    # Models whose loss has no name of its own have that of causal ones.
-    knows = hasattr(model, "loss_function") and getattr(model, "loss_type", None) in ("ForCausalLM", None)
+    knows = has_causal_loss(model)
     if knows:
         model.loss_function = _causal_loss(axis, vocab_size, asked)
     model.forward = _with_loss_of_slices(model, model.forward, asked, knows)
@@ -96,7 +101,7 @@ def _causal_loss(axis: Axis, size: int, asked: list[bool]) -> Callable[..., Tens
     ) -> Tensor:
         asked.append(True)
         if labels is not None and shift_labels is None:
-            shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+            shift_labels = shifted(labels, ignore_index)
         reduction = "mean" if num_items_in_batch is None else "sum"
         found = cross_entropy(logits, shift_labels, size, axis=axis, ignore_index=ignore_index, reduction=reduction)
         return found if num_items_in_batch is None else found / num_items_in_batch

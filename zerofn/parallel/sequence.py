@@ -56,11 +56,16 @@ def split_sequence(batch: Mapping[str, Tensor], mesh: Mesh, *, shift: bool = Tru
     more = {"row_digest": _digest(ids)}
     if "labels" in parts:
         if shift:
-            parts["labels"] = torch.nn.functional.pad(parts["labels"][..., 1:], (0, 1), value=IGNORED)
+            parts["labels"] = shifted(parts["labels"])
             parts["shift_labels"] = parts["labels"]
         more["items_per_row"] = (parts["labels"] != IGNORED).sum(-1)
     rank = mesh.axis(CONTEXT).rank if num > 1 else 0
     return {k: _own(x, rank, num) for k, x in parts.items()} | more
+
+
+def shifted(labels: Tensor, ignored: int = IGNORED) -> Tensor:
+    """Return for each token [..., S] the label of the next one; the last one has none."""
+    return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=ignored)
 
 
 def _own(x: Tensor, rank: int, num: int) -> Tensor:

@@ -210,7 +210,7 @@ class _Maker:
 
     def _axis_maps(self, name: str, part: nn.Module, how: Slice, cut: Cut | None, adds_bias: bool) -> None:
         forward, axis, region = part.forward, self._axis, self._region_of(name)
-        sizes = tuple(cut.length(rank) for rank in range(axis.size)) if cut is not None else ()
+        sizes = _sizes(cut)
         if how.kind == "linear":
             part.forward = self._linear(name, part, how, cut, adds_bias)
         elif how.kind == "varied":
@@ -242,7 +242,7 @@ class _Maker:
         self, name: str, part: nn.Module, how: Slice, cut: Cut | None, adds_bias: bool
     ) -> Callable[[Tensor], Tensor]:
         axis, region, owner = self._axis, self._region_of(name), name.rpartition(".")[0]
-        sizes = tuple(cut.length(rank) for rank in range(axis.size)) if cut is not None else ()
+        sizes = _sizes(cut)
         sharers = self._sharers(name, cut)
         forward = part.forward if sharers is None else with_varied_parameters(part, part.forward, sharers)
         if adds_bias:
@@ -269,6 +269,11 @@ class _Maker:
             return torch.cat([latent, Linear.apply(Vary(self._axis), rotated)[0]], -1)
 
         return run
+
+
+def _sizes(cut: Cut | None) -> tuple[int, ...]:
+    """Return the sizes of all ranks' slices; nothing for what is whole."""
+    return () if cut is None else tuple(map(cut.length, range(len(cut.slices))))
 
 
 def _before_and_behind(

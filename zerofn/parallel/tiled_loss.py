@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..memory.remat import remat
-from .sequence import IGNORED
+from .cross_entropy import has_causal_loss
+from .sequence import IGNORED, shifted
 
 
 def tiled_loss(model: nn.Module, tiles: int = 8) -> None:
@@ -27,7 +28,7 @@ def tiled_loss(model: nn.Module, tiles: int = 8) -> None:
     """
     name = type(model).__name__
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is None or getattr(model, "loss_type", None) not in ("ForCausalLM", None):
+    if head is None or not has_causal_loss(model):
         raise TypeError(f"tiled_loss: {name} is no decoder of transformers with a head and its loss.")
     if tiles < 1:
         raise ValueError(f"tiled_loss: expected one tile or more, got {tiles}.")
@@ -44,7 +45,7 @@ def _give(model: Any, head: nn.Module, tiles: int) -> None:
     def of_tiles(logits: Tensor, labels: Any = None, *args: Any, shift_labels: Any = None, **kwargs: Any) -> Tensor:
         x = hidden.give(logits, type(model).__name__)
         if shift_labels is None:
-            shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+            shift_labels = shifted(labels)
         if kwargs.get("num_items_in_batch") is None:
             kwargs["num_items_in_batch"] = (shift_labels != IGNORED).sum()
         params = {k: v for k, v in head._parameters.items() if v is not None}

@@ -52,11 +52,12 @@ def _not_needed(start: Node, window: Sequence[Node]) -> list[Node]:
 def _place(free: Sequence[Node], start: Node, then: Node | None) -> None:
     """Put nodes behind the start of a transfer, and half of their work behind that of the next."""
     work = [flops(x) for x in free]
-    if not any(work):
+    total = sum(work)
+    if not total:
         return
     done, anchor = 0, start
     for node, n in zip(free, work, strict=True):
-        if then is not None and done >= sum(work) / 2:
+        if then is not None and done >= total / 2:
             anchor, then = then, None
         anchor.append(node)
         anchor, done = node, done + n
