@@ -6,6 +6,7 @@ from torch import nn
 from torch.func import functional_call
 
 import zerofn
+from tests.support.plain_sgd import trained_by_torch
 from tests.support.same import assert_same_trees
 from zerofn import collectives, optim
 from zerofn.comm.mesh import Mesh
@@ -27,16 +28,7 @@ def batches():
 
 
 def plain():
-    model, losses = build(), []
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
-    for batch in batches():
-        optimizer.zero_grad()
-        loss = (model(batch["x"]) - batch["y"]).square().mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {k: v.detach() for k, v in model.named_parameters()}
+    return trained_by_torch(build(), batches(), max_norm=0.3)
 
 
 def trained(mesh, stage, captured, num_microbatches):
