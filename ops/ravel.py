@@ -60,13 +60,15 @@ define(
 )
 
 # The same memory, marked. Stage 0 has the first two instead of a gather and a cut; one rank has the third instead of a
-# transfer that makes a value equal on all ranks. The fourth says that ranks have other slices. `axis`: over which axes
-# of ranks the value is a shard, equal, or a slice, now.
+# transfer that makes a value equal on all ranks. The fourth says that ranks have other slices, and the fifth that what
+# they have differs by right, as a part of one whole. `axis`: over which axes of ranks the value is a shard, equal, a
+# slice, or a part, now.
 _MARKS = {
     "as_whole": Traits(OnShard.LEAVES),
     "as_shard": Traits(OnShard.MAKES),
     "as_equal": Traits(OnShard.LEAVES, equal=True),
     "as_slice": Traits(OnShard.LEAVES, own=True),
+    "as_part": Traits(OnShard.LEAVES, equal=True),
 }
 for _mark, _of_mark in _MARKS.items():
     define(

@@ -181,6 +181,7 @@ _SHAPE_ONLY = (
 )
 _ELEMENTWISE = (aten.clone.default, aten.copy_.default, aten.lift_fresh_copy.default, aten.where.self, aten.fill.Scalar)
 SAME = (aten.detach.default, aten.alias.default)  # the very same value
+COPIES = (aten.clone.default, aten._to_copy.default)  # the same numbers in memory of their own
 VIEWS = (aten.view.default, aten._unsafe_view.default)  # the same memory in another shape
 # A shard where the shape stays; see `graph.verify`.
 RESHAPES = (*VIEWS, aten.reshape.default, aten.expand.default)

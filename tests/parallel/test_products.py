@@ -10,19 +10,20 @@ from tests.support.same import assert_same_trees
 
 WHOLE = pytest.mark.whole
 MESHES = [({"tensor": 2}, "ulysses"), pytest.param({"context": 2}, "ring", marks=WHOLE)]
+IN_PARTS, RING = {"in_parts": True}, {"method": "ring"}
 WAYS = [
-    ({"tensor": 2}, "ulysses", ["budget"]),
-    ({"context": 2}, "ring", ["remat", "drives"]),
-    pytest.param({"tensor": 2}, "ulysses", ["remat", "drives"], marks=WHOLE),
-    pytest.param({"context": 2}, "ring", ["budget"], marks=WHOLE),
+    ({"tensor": 2}, IN_PARTS, ["remat", "budget"]),
+    ({"context": 2}, RING, ["remat", "drives"]),
+    pytest.param({"tensor": 2}, {}, ["budget", "remat", "drives"], marks=WHOLE),
+    pytest.param({"context": 2}, RING, ["budget"], marks=WHOLE),
 ]
 
 
-def variants(sizes, method, ways, folder):
+def variants(sizes, how, ways, folder):
     """Trainings whose bits must not differ: (losses, parameters) each. The first is without any of `ways`."""
 
     def run(**options):
-        return trained("llama", sizes, 3, method=method, **options)[:2]
+        return trained("llama", sizes, 3, **how, **options)[:2]
 
     def least():
         with pytest.raises(MemoryError) as told:
@@ -38,9 +39,9 @@ def variants(sizes, method, ways, folder):
     return [run(), *(run_of[way]() for way in ways)]
 
 
-@pytest.mark.parametrize(("sizes", "method", "ways"), WAYS, ids=str)
-def test_recomputation_budgets_and_drives_keep_the_bits(ranks, tmp_path, sizes, method, ways):
-    for (losses, params), *others in ranks(2, variants, sizes, method, ways, tmp_path):
+@pytest.mark.parametrize(("sizes", "how", "ways"), WAYS, ids=str)
+def test_recomputation_budgets_and_drives_keep_the_bits(ranks, tmp_path, sizes, how, ways):
+    for (losses, params), *others in ranks(2, variants, sizes, how, ways, tmp_path):
         assert len(others) == len(ways)
         for again, ours in others:
             assert again == losses

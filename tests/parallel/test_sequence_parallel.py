@@ -51,7 +51,7 @@ def lowered(in_parts):
     state = zerofn.shard(init_state, stage=0, mesh=mesh, cuts=cuts)
     ids = torch.zeros(2, 64, dtype=torch.long)
     report = zerofn.compile(train_step).lower(state, {"input_ids": ids, "labels": ids})
-    return report.sent_along["tensor"], report.memory().peak["activations"]
+    return report.sent_along.get("tensor", 0), report.memory().peak["activations"]
 
 
 def small(config):
@@ -61,8 +61,10 @@ def small(config):
 
 def test_parts_take_less_memory_and_send_no_more(ranks):
     ((sent, kept), *_), ((sent_whole, kept_whole), *_) = ranks(2, lowered, True), ranks(2, lowered, False)
-    assert sent < sent_whole  # logits are not gathered
-    assert kept < 0.8 * kept_whole
+    assert sent < sent_whole  # logits are not gathered, which is more than what is gathered again
+    assert kept < 0.75 * kept_whole
+    ((_, alone),) = ranks(1, lowered, True)
+    assert kept < 0.55 * alone
 
 
 class Attention(nn.Module):

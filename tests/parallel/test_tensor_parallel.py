@@ -177,3 +177,38 @@ def refusals():
 
 def test_mistakes_are_sentences(ranks):
     ranks(2, refusals)
+
+
+def meeting_the_state(note):
+    """A step that uses what slices compute, before their sum."""
+    mesh = Mesh.make(tensor=2)
+    model = zerofn.skeleton(mlp)
+    cut = Slice(-1, input="cut", output="sum" if note is not None else "cut")
+    cuts = tensor(model, mesh, {"up": "colwise", "down": cut})
+
+    def init_state():
+        params = dict(mlp().named_parameters())
+        extra = {} if note is None else {"norm": torch.zeros((), dtype=torch.float64)}
+        return zerofn.TrainState.create(params=params, tx=zerofn.optim.sgd(0.1), extra=extra)
+
+    def train_step(state, batch):
+        _, grads = state.value_and_grad(lambda p, x: functional_call(model, p, (x,)).pow(3).mean())(batch)
+        state = state.apply_gradients(grads)
+        if note is None:
+            return state, None
+        return state.replace(extra={"norm": note(zerofn.gather(state.params)["up.weight"].square().sum())}), None
+
+    state = zerofn.shard(init_state, mesh=mesh, cuts=cuts)
+    zerofn.compile(train_step)(state, torch.ones(4, 6, dtype=torch.float64))
+
+
+def of_slices():
+    with pytest.raises(zerofn.CaptureError, match=r"its slices of layers\. .*psum\(x, 'tensor'\) is the sum of what"):
+        meeting_the_state(None)
+    with pytest.raises(zerofn.CaptureError, match=r"'extra.norm' is replicated.*computed with this rank's slices"):
+        meeting_the_state(lambda x: x)
+    meeting_the_state(lambda x: zerofn.collectives.psum(x, "tensor"))
+
+
+def test_what_slices_compute_may_not_meet_what_is_whole(ranks):
+    ranks(2, of_slices)

@@ -89,11 +89,14 @@ class Linear(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class AllGather:
-    """[..., s, ...] on each rank -> [..., size * s, ...], along `dim`, which counts from the last."""
+    """[..., s, ...] on each rank -> [..., size * s, ...], along `dim`, which counts from the last. `kept`: for the
+    backward pass of a captured step, which else gathers it again.
+    """
 
     axis: Axis
     unit: str = ""
     dim: int = -1
+    kept: bool = True
 
     @property
     def transpose(self) -> ReduceScatter:
@@ -104,7 +107,8 @@ class AllGather:
         """Shards in rank order."""
         if self.axis.size == 1:
             return (ops.as_equal(x, self.axis.name),)
-        full = ops.wait(ops.all_gather(x.reshape(-1), self.axis.size, self.axis.group, self.unit))
+        to = (self.axis.size, self.axis.group, self.unit)
+        full = ops.wait(ops.all_gather(x.reshape(-1), *to, **({} if self.kept else {"kept": False})))
         if x.dim() == 1:
             return (full,)
         rows = full.view(self.axis.size, *x.shape).movedim(0, self.dim - 1)

@@ -103,12 +103,19 @@ def _meet(group: str, what: str, x: Tensor, unit: str = "") -> None:
 
 
 def all_gather_start(
-    shard: Tensor, size: int, group: str, unit: str, own: Sequence[int] | None = None, place: Sequence[int] = ()
+    shard: Tensor,
+    size: int,
+    group: str,
+    unit: str,
+    own: Sequence[int] | None = None,
+    place: Sequence[int] = (),
+    kept: bool = True,
 ) -> Tensor:
     """shard [s] on each rank -> [size * s], shards in rank order.
 
     `own`: copy only this interval of the local shard; other elements of it are not read. `place`: in an arena;
-    memory of its own if empty.
+    memory of its own if empty. `kept`: a captured step keeps the result for its backward pass, or else gathers it
+    again there.
     """
     _meet(group, "all_gather", shard, unit)
     full = empty(size * shard.numel(), shard.dtype, shard.device, place)
@@ -225,9 +232,10 @@ def _to_others(whole: Tensor, size: int) -> int:
 
 
 define(
-    "all_gather(Tensor shard, int size, str group, str unit, *, int[]? own=None, int[] place=[]) -> Tensor",
+    "all_gather(Tensor shard, int size, str group, str unit, *, int[]? own=None, int[] place=[], "
+    "bool kept=True) -> Tensor",
     all_gather_start,
-    lambda shard, size, group, unit, own=None, place=(): shard.new_empty(shard.numel() * size),
+    lambda shard, size, group, unit, own=None, place=(), kept=True: shard.new_empty(shard.numel() * size),
     traits=Traits(
         OnShard.LEAVES,
         Moves(Lane.LINK, lambda given, _: given["shard"].nbytes * (given["size"] - 1)),

@@ -1,8 +1,8 @@
 """Values of a step that differ from rank to rank: they depend on a rank's own batch, random key or place.
 
-A loss and its gradients do, until they are reduced. Shards differ by design and count as parts of one whole, so what
-is computed from shards alone is not a rank's own. On a mesh a value may differ along some axes and not along others: a
-transfer along an axis makes it equal along that one.
+A loss and its gradients do, until they are reduced, and what layers that are cut over ranks compute with their slices.
+Shards differ by design and count as parts of one whole, so what is computed from shards alone is not a rank's own. On a
+mesh a value may differ along some axes and not along others: a transfer along an axis makes it equal along that one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from ..comm.mesh import BATCH, BETWEEN, Mesh
+from ..comm.mesh import BATCH, BETWEEN, EXPERT, TENSOR, Mesh
 from ..ops.registry import OnShard
 from .alias import sources, writes
 from .loop import body_of, given_to_body, run_loop
@@ -31,8 +31,8 @@ _WORDS = {
     "fold_in_rank": "its random key",
     "exchange": "its place in all_to_all",
     "reduce_scatter": "its part of a reduce_scatter",
-    "as_slice": "its experts",
 }
+OF_SLICES = {EXPERT: "its experts", TENSOR: "its slices of layers"}
 
 
 class OwnValues(NamedTuple):
@@ -106,9 +106,10 @@ class _Follower:
         if known.on_shard is OnShard.MAKES and not known.cuts:
             return _NONE
         if known.own:
+            if node.target is ops.as_slice.default:
+                return read | self._caused(OF_SLICES[str(argument(node, "axis"))], self._axes(node))
             word = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
-            whole_batch = not known.collective and node.target is not ops.as_slice.default
-            axes = _differing(self._mesh) if whole_batch else self._axes(node)
+            axes = self._axes(node) if known.collective else _differing(self._mesh)
             return read | self._caused(_WORDS[word], axes)
         return read
 
@@ -149,6 +150,6 @@ def _memory(graph: Graph) -> dict[Node, Node]:
     for node in graph.nodes:
         source = sources(node)
         known = traits(node)
-        anew = known.equal or known.on_shard is OnShard.MAKES
+        anew = known.equal or known.own or known.on_shard is OnShard.MAKES
         found[node] = found[source[0]] if source and not anew else node
     return found

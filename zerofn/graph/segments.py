@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from torch.fx import Graph, Node
 
-from .alias import is_given, roots, touches, writes
+from ..ops.registry import COPIES
+from .alias import is_given, positions, roots, touches, writes
 from .liveness import memory_bytes
-from .node_kinds import is_start
+from .node_kinds import arguments, is_start
 from .phase import BACKWARD, FORWARD, phase_of
 from .program import tensor_of
 
@@ -26,6 +27,7 @@ class Segments:
 
     `activations`: memory that the forward pass makes, the backward pass reads, and a policy may drop, in order. Memory
     that crosses a boundary (`crossing`), that the step returns or that cannot be recomputed is not among them.
+    `gathered_again`: memory that is never kept, because the step asks for its gather to run again.
 
     If the last segment makes all of them, as in a model of one unit, segments begin where a leaf is first used instead.
     """
@@ -33,6 +35,7 @@ class Segments:
     def __init__(self, graph: Graph) -> None:
         self._root = roots(graph)
         self.touched = touches(graph, self._root)
+        self.gathered_again = self._gathered_again(graph)
         self._written = {self._root[x] for n in graph.nodes if phase_of(n) for x in writes(n)}
         made = [n for n in graph.nodes if self._root[n] is n and phase_of(n) == FORWARD and n.op == "call_function"]
         for parameter in (self.memory, self._leaf):
@@ -44,11 +47,11 @@ class Segments:
         """Find the activations among the memory `made` in the forward pass, with these segments."""
         self._segment = self._joined(segment)
         self._last = max(self._segment.values(), default=0)
-        self.crossing = {n for n in made if self._crosses(n)}
-        self._fixed = self.crossing | {n for n in made if is_start(n)}
-        self.activations = [
-            n for n in made if n not in self._fixed and self._is_saved(n) and self._can_be_recomputed(n)
-        ]
+        self.crossing = {n for n in made if n not in self.gathered_again and self._crosses(n)}
+        starts = {n for n in made if is_start(n) and n not in self.gathered_again}
+        self._fixed = self.crossing | starts
+        free = (n for n in made if n not in self._fixed and n not in self.gathered_again)
+        self.activations = [n for n in free if self._is_saved(n) and self._can_be_recomputed(n)]
 
     def memory(self, node: Node) -> Node:
         """Return the node that made the memory of a node's value."""
@@ -84,7 +87,25 @@ class Segments:
         memory = self._root[node]
         if phase_of(node) != FORWARD or is_given(memory) or memory in self._fixed:
             return False
-        return memory in dropped or not self._is_saved(memory)
+        return memory in self.gathered_again or memory in dropped or not self._is_saved(memory)
+
+    def _gathered_again(self, graph: Graph) -> set[Node]:
+        """Return the memory of gathers that the backward pass runs again, and of copies of it. What they send is read
+        there, and so saved.
+        """
+        found: dict[Node, Node] = {}  # -> the memory that is sent
+        for node in graph.nodes:
+            if phase_of(node) != FORWARD or self._root[node] is not node:
+                continue
+            if is_start(node) and arguments(node).get("kept") is False:
+                found[node] = self._root[node.all_input_nodes[0]]
+            elif node.target in COPIES and self._root[node.all_input_nodes[0]] in found:
+                found[node] = found[self._root[node.all_input_nodes[0]]]
+        where = positions(graph) if found else {}
+        for memory, sent in found.items():
+            later = {x for x in self.touched[memory] if phase_of(x) == BACKWARD}
+            self.touched[sent] = sorted({*self.touched[sent], *later}, key=where.__getitem__)
+        return set(found)
 
     def _is_saved(self, memory: Node) -> bool:
         return any(phase_of(n) == BACKWARD for n in self.touched.get(memory, ()))

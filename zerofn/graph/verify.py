@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from .._torch_compat import OpOverload
+from ..comm.mesh import TENSOR
 from ..ops.registry import OVER_DIMS, RESHAPES, OnShard
 from .alias import sources, writes
 from .capture import CaptureError
@@ -17,7 +19,7 @@ from .declare_same import declare_same
 from .edit import bodies
 from .loop import body_of, given_to_body, run_loop
 from .node_kinds import argument, arguments, is_gather, is_ours, traits
-from .own_values import OwnValues, own_values
+from .own_values import OF_SLICES, OwnValues, own_values
 from .program import Program, owners, tensor_of
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
@@ -99,10 +101,14 @@ def _check_write(node: Node, name: str | None) -> None:
 
 
 def _check_meetings(program: Program, shards: set[Node], names: dict[Node, str]) -> None:
-    """Raise at the first value of a rank's own that is combined with a shard; see `own_values`."""
+    """Raise at the first value of a rank's own that is combined with a shard, or with slices alone becomes the new
+    state; see `own_values`.
+    """
     if program.mesh is None:
         return
-    meetings = list(_meetings(own_values(program), shards))
+    own = own_values(program)
+    _check_replicated(program, own)
+    meetings = list(_meetings(own, shards))
     numbers = {x for _, origins in meetings for x in origins if isinstance(x, Node) and _is_number(x)}
     others = ((node, origins - numbers) for node, origins in meetings)
     node, origins = next(((node, origins) for node, origins in others if origins), (None, set[Node | str]()))
@@ -116,11 +122,30 @@ def _check_meetings(program: Program, shards: set[Node], names: dict[Node, str])
             declare_same(program, number, names[number])
 
 
+def _check_replicated(program: Program, own: OwnValues) -> None:
+    """Raise if ranks would have other values of a replicated state entry because of their slices of layers. What their
+    batches make of it is averaged by `sync_replicated_state`.
+    """
+    outputs: Any = program.output.args[0]
+    entries = zip(program.owners, program.state.names, outputs[: program.num_new], strict=False)
+    for (spec, _), name, value in entries if program.new_state is not None else ():
+        if spec is None and any(cause == OF_SLICES[TENSOR] for cause, _ in own.results.get(value, ())):
+            raise CaptureError(
+                f"state entry {name!r} is replicated, but its new value is computed with this rank's slices of layers, "
+                f"so that it differs along {TENSOR!r}. Sum it first with zerofn.collectives.psum(x, {TENSOR!r}), or "
+                "keep it out of the state."
+            )
+
+
 def _meetings(own: OwnValues, shards: set[Node]) -> Iterator[tuple[Node, set[Node | str]]]:
-    """Yield the operations that combine a shard, or cut one from, values of a rank's own, and what made them so."""
+    """Yield the operations that combine a shard, or cut one from, values of a rank's own, and what made them so.
+
+    A shard is one itself if it was reduced of gradients of whole leaves that differ where they should not.
+    """
     for node, read in own.read.items():
         if traits(node).cuts or (node in shards and traits(node).on_shard is OnShard.KEEPS):
-            origins = {cause for x, each in read.items() if x not in shards for cause, _ in each}
+            alone = all(x in read for x in node.all_input_nodes if x in shards)  # no other shard comes in
+            origins = {cause for x, each in read.items() if not alone or x not in shards for cause, _ in each}
             if origins:
                 yield node, origins
 
@@ -132,11 +157,17 @@ def _is_number(entry: Node) -> bool:
 
 def _own_value(node: Node, origins: set[Node | str], names: dict[Node, str]) -> str:
     what = " and ".join(sorted(names.get(x, "the batch") if isinstance(x, Node) else x for x in origins))
+    advice = (
+        "zerofn.collectives.psum(x, 'tensor') is the sum of what ranks computed with their slices; a layer that is cut "
+        "without a word of what becomes of its output leaves a part of it, or a part of a sum."
+        if OF_SLICES[TENSOR] in origins
+        else "zerofn.collectives.all_reduce(x) is the sum over ranks; or let the loss return (sum, weight). If it is "
+        "equal on all ranks, write zerofn.same(x)."
+    )
     return (
         f"{_op(node)}{_line(node)} combines a shard with a value that differs from rank to rank: it depends on this "
-        f"rank's own {what}. Each rank would change its part of the state in "
-        "another way. Reduce the value first: zerofn.collectives.all_reduce(x) is the sum over ranks; or let the loss "
-        "return (sum, weight). If it is equal on all ranks, write zerofn.same(x)."
+        f"rank's own {what}. Each rank would change its part of the state in another way. Reduce the value first: "
+        f"{advice}"
     )
 
 

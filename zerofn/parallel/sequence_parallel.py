@@ -3,7 +3,7 @@
 
 Between layers a rank has a part of each sequence. A module with column-cut layers (attention, an MLP) gets all of it,
 by an all-gather; a row-cut layer leaves a part of it, by a reduce-scatter: each is the other's transpose, and both
-together send what one sum does.
+together send what one sum does. The backward pass gathers once more, so that no rank keeps all tokens.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Region:
                     )
 
     def _of_whole(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward of a module with column-cut layers: it gets all tokens."""
-        return _with_first(forward, lambda x: Linear.apply(AllGather(self._axis, dim=_TOKENS), x)[0])
+        """Return the forward of a module with column-cut layers: it gets all tokens, which are not kept."""
+        return _with_first(forward, lambda x: Linear.apply(AllGather(self._axis, dim=_TOKENS, kept=False), x)[0])
 
     def _of_parts(self, forward: Callable[..., Any], first: bool, last: bool) -> Callable[..., Any]:
         """Return the forward of a layer: the first one takes a part of the tokens, and the last one returns all."""

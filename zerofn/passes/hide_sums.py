@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from ..cost.op_cost import flops
-from ..graph.alias import writes
+from ..graph.alias import is_view, positions, writes
 from ..graph.edit import clean
+from ..graph.liveness import AGAIN
 from ..graph.node_kinds import arguments, is_start, start_of, wait_of
 from ..graph.program import Program
 
@@ -19,7 +20,10 @@ def hide_sums(program: Program) -> None:
     Layers that are cut over ranks sum, exchange or gather values, and what follows needs them at once. In the backward
     pass the product before a transfer is that of the gradient which is sent; those of weights, which it does not need,
     come in between. A reduce-scatter and the all-gather that makes a sum of it get half of them each.
+
+    What the backward pass gathers again it has for long: such a gather starts as soon as the one before it is over.
     """
+    _start_again_early(program.gm.graph)
     window: list[Node] = []  # since the last transfer
     nodes = [node for node in program.gm.graph.nodes if node.op == "call_function"]
     for k, node in enumerate(nodes):
@@ -33,6 +37,22 @@ def hide_sums(program: Program) -> None:
     clean(program.gm)
 
 
+def _start_again_early(graph: Graph) -> None:
+    """Move gathers that run again, with the views that they send, to behind the wait of the transfer before them."""
+    where, last = positions(graph), None
+    for node in list(graph.nodes):
+        begun = start_of(node)
+        if begun is not None and _is_of_values(begun):
+            last = node
+        elif last is not None and node.meta.get(AGAIN) and _is_of_values(node):
+            moved = [node]
+            while where[source := moved[-1].all_input_nodes[0]] > where[last] and is_view(source):
+                moved.append(source)
+            if where[source] <= where[last]:
+                for each in moved:  # the views right behind the wait, and so before what was put there already
+                    last.append(each)
+
+
 def _is_of_values(node: Node) -> bool:
     """Return whether a node starts a transfer of values, not of a unit."""
     return is_start(node) and not arguments(node).get("unit")
@@ -44,7 +64,8 @@ def _not_needed(start: Node, window: Sequence[Node]) -> list[Node]:
         return []  # what is moved might read what they write
     needed = {start}
     for node in reversed(window):
-        if is_start(node) or start_of(node) is not None or any(x in needed for x in node.users):
+        waits = start_of(node) is not None and not node.meta.get(AGAIN)
+        if is_start(node) or waits or any(x in needed for x in node.users):
             needed.add(node)
     return [x for x in window if x not in needed]
 

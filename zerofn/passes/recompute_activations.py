@@ -18,14 +18,14 @@ def recompute_activations(program: Program) -> None:
 
     The copies start from saved values, and the activations leave memory in between. Random operations depend on their
     key alone and draw the same numbers again. The memory search makes the choice. `functionalize` has made values pure
-    where it could; only those can be chosen.
+    where it could; only those can be chosen. What the step gathers and does not keep is always gathered again.
     """
     gm = program.gm
-    dropped = choice_of(gm).dropped
-    if not dropped:
+    dropped, segments = choice_of(gm).dropped, Segments(gm.graph)
+    if not dropped and not segments.gathered_again:
         return
-    segments = Segments(gm.graph)
-    again = _Again(gm.graph, segments, {node for node in segments.activations if node.name in dropped})
+    chosen = {node for node in segments.activations if node.name in dropped}
+    again = _Again(gm.graph, segments, chosen | segments.gathered_again)
     for node in list(gm.graph.nodes):
         if phase_of(node) == BACKWARD:
             again.feed(node)

@@ -20,7 +20,7 @@ from .. import tree
 from ..collectives.maps import AllGather, Linear, ReduceScatter, ops
 from ..comm.mesh import EXPERT, Axis
 from ..ops import ravel as _flat  # noqa: F401  (defines zerofn::ravel)
-from .layout import Unit, unravel
+from .layout import Leaf, Unit, unravel
 from .sharded import Sharded, check_whole, is_sharded
 from .spec import Spec
 from .storage import Stored
@@ -47,17 +47,13 @@ class GatherUnit:
 
     def __call__(self, shard: Tensor) -> tuple[Tensor]:
         """Cast on the shard, then gather."""
-        whole = self._whole(shard)
-        return (ops.as_slice(whole, EXPERT) if self.unit.is_cut(EXPERT) else whole,)
-
-    def _whole(self, shard: Tensor) -> Tensor:
         steps = self.spec.steps(self.unit, self.full is not None)
         if self.full is not None and not steps:
-            return self.full.view_as(self.full)
+            return (self.full.view_as(self.full),)
         x = self.spec.precision.narrow(shard) if self.full is None else self.full
         for axis in steps:
             (x,) = AllGather(axis, self.unit.name)(x)
-        return x if steps else ops.as_whole(x)
+        return (x if steps else ops.as_whole(x),)
 
 
 @dataclass(frozen=True)
@@ -92,8 +88,7 @@ def reduce_unit(spec: Spec, unit: Unit, flat: Tensor) -> Tensor:
     # Stage 0 uses the same steps, so that its sums have the bits of every other stage.
     if axis.size > 1 and spec.num_shards(unit) == 1:
         shard = ops.as_shard(AllGather(axis, unit.name)(shard)[0])
-    # Along "expert" slices differ by right: they are parts of one whole, as shards are.
-    return ops.as_shard(shard, EXPERT) if unit.is_cut(EXPERT) else shard
+    return shard
 
 
 @dataclass(frozen=True)
@@ -109,8 +104,10 @@ class Unravel:
         return Ravel(self.unit, self.dtype)
 
     def __call__(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Views."""
-        return tuple(unravel(flat, self.unit))
+        """Views, marked where they are slices."""
+        return tuple(
+            _marked(x, leaf, ops.as_slice) for x, leaf in zip(unravel(flat, self.unit), self.unit.leaves, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -131,11 +128,18 @@ class Ravel:
 
 
 def ravel(leaves: Sequence[Tensor | None], unit: Unit, dtype: torch.dtype) -> Tensor:
-    """The unit's flat buffer in `dtype`; None stands for zeros."""
+    """The unit's flat buffer in `dtype`; None stands for zeros. What belongs to slices differs by right."""
+    leaves = [None if x is None else _marked(x, leaf, ops.as_part) for x, leaf in zip(leaves, unit.leaves, strict=True)]
     num_batch_dims = next(
         (x.dim() - len(leaf.shape) for x, leaf in zip(leaves, unit.leaves, strict=True) if x is not None), 0
     )
     return ops.ravel(list(leaves), [leaf.offset for leaf in unit.leaves], unit.size, dtype, num_batch_dims)
+
+
+def _marked(x: Tensor, leaf: Leaf, mark: Callable[[Tensor, str], Tensor]) -> Tensor:
+    for cut in leaf.cuts:
+        x = mark(x, cut.axis)
+    return x
 
 
 def gather_leaves(
