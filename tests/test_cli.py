@@ -258,3 +258,24 @@ def test_a_config_is_planned(tmp_path, capsys):
     assert "needs --context" in capsys.readouterr().err
     assert main(["plan", "train.py", "--context", "32"]) == 1
     assert "--context has no effect on a script" in capsys.readouterr().err
+
+
+def test_layers_with_parts_of_the_tokens_are_planned(tmp_path, capsys):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
+    config = {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 2, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    fixed = ["--machine", "4090", "--precision", "bf16", "--stage", "1", "--offload", "none", "--remat", "none"]
+    options = [str(tmp_path), "--context", "256", "--world", "2", *fixed]
+    kept = []
+    for more in ([], ["--sequence-parallel"]):
+        argv = ["plan", *options, "--mesh", "data=1,tensor=2", "--json", str(tmp_path / "plan.json"), *more]
+        assert main(argv) == 0
+        (row,) = json.loads((tmp_path / "plan.json").read_text())["rows"]
+        kept.append(row["plan"]["peak"]["activations"])
+    assert kept[1] < 0.75 * kept[0]
+    entries = "{'model.layers.*': 'sequence_parallel', 'lm_head': 'colwise'}"
+    assert f"cuts=zerofn.parallel.tensor(model, mesh, model.tp_plan | {entries})" in capsys.readouterr().out
+    assert main(["plan", *options, "--mesh", "data=2", "--sequence-parallel"]) == 1
+    assert "no effect without several ranks along tensor" in capsys.readouterr().err
+    assert main(["plan", "train.py", "--sequence-parallel"]) == 1
+    assert "--sequence-parallel has no effect on a script" in capsys.readouterr().err

@@ -31,7 +31,7 @@ from .launch.nodes import LaunchError
 from .launch.report import report
 from .launch.script import Launch, launch
 from .planning.meshes import AUTO
-from .planning.planner import cluster, grid_of, plan, plan_meshes
+from .planning.planner import cluster, grid_of, plan_meshes, plan_step
 from .planning.rows import ALL, Asked, Layers, Step
 from .planning.table import Table
 from .util.version import __version__
@@ -112,6 +112,11 @@ def _add_plan(commands: Any) -> None:
     one.add_argument("script", metavar="SCRIPT[:FUNCTION] | config.json")
     one.add_argument("--context", type=int, help="tokens of a row, with a config.json")
     one.add_argument("--capacity", type=float, help="of an expert, with a config.json: a factor (none: drop nothing)")
+    one.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        help="along tensor, with a config.json: layers have parts of the tokens",
+    )
     one.add_argument("--world", type=int, help="ranks (all of the machine's nodes, where it says how many; else 8)")
     one.add_argument(
         "--mesh",
@@ -266,6 +271,10 @@ def _table(args: argparse.Namespace) -> Table:
         raise ValueError("--context has no effect on a script, which has its own batch; leave it out.")
     if not is_config and args.capacity is not None:
         raise ValueError("--capacity has no effect on a script, which says it to its own layers; leave it out.")
+    if args.sequence_parallel and not is_config:
+        raise ValueError("--sequence-parallel has no effect on a script, which has a plan of its own; leave it out.")
+    if args.sequence_parallel and args.mesh != AUTO and (_sizes(args.mesh) or {}).get(TENSOR, 1) == 1:
+        raise ValueError("--sequence-parallel has no effect without several ranks along tensor; leave it out.")
     make = functools.cache(functools.partial(_of_config, args) if is_config else functools.partial(_of_script, args))
     if args.mesh == AUTO:
         usual = None if is_config else make(Mesh.planned({DATA: ranks})).precision
@@ -280,18 +289,8 @@ def _table(args: argparse.Namespace) -> Table:
     known = args.world is not None or where.nodes > 0
     grid = None if args.mesh is None and not is_config else grid_of(ranks, _sizes(args.mesh), known)
     found = make(grid) if grid is not None else _of_script(args, None, ranks if known else None)
-    return plan(
-        *found.step[:3],
-        mesh=found.mesh or grid,
-        cuts=found.step.cuts,
-        world=args.world,
-        machine=args.machine,
-        rows=args.rows,
-        memory=args.memory,
-        unit=found.step.unit,
-        hpz=found.step.hpz,
-        **{"precision": found.precision or ALL, **given},
-    )
+    asked = Asked(**{"precision": found.precision or ALL, **given}, rows=args.rows)
+    return plan_step(found.step, grid_of(ranks, found.mesh or grid, known), args.machine, where, asked)
 
 
 def _sizes(text: str | None) -> dict[str, int] | None:
@@ -319,10 +318,11 @@ def _of_config(args: argparse.Namespace, mesh: Mesh) -> Found:
 
     def planned(layers: int | None = None) -> hf_config.Planned:
         rows = (args.rows or [1])[0]
-        return hf_config.step_of(args.script, args.context, rows, mesh, capacity=args.capacity, layers=layers)
+        given = {"capacity": args.capacity, "sequence_parallel": args.sequence_parallel}
+        return hf_config.step_of(args.script, args.context, rows, mesh, **given, layers=layers)
 
     def step(found: hf_config.Planned, layers: Layers | None = None) -> Step:
-        return Step(found.train_step, found.init_state, found.batch, found.cuts, layers=layers)
+        return Step(found.train_step, found.init_state, found.batch, found.cuts, layers=layers, written=found.written)
 
     found = planned()
     few = functools.cache(lambda number: step(planned(number)))

@@ -80,6 +80,7 @@ def test_a_model_is_cut_by_its_own_plan(tmp_path):
             step_of(path, 16, mesh=zerofn.Mesh.planned({axis: 3}))
 
 
+OPT = {"model_type": "opt", "hidden_size": 48, "word_embed_proj_dim": 48, "num_hidden_layers": 1}
 DEEPSEEK = {
     "model_type": "deepseek_v3", "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
     "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8,
@@ -111,5 +112,8 @@ def test_axes_change_the_model_and_the_batch(tmp_path):
     assert found.batch["input_ids"].shape == (3, 8) and "row_digest" in found.batch and found.cuts is None
     found = step_of(path, 16, 3, zerofn.Mesh.planned({"data": 2, "expert": 2}), capacity=1.5)
     assert {cut.axis for cut in found.cuts.values()} == {"expert"} and found.batch["input_ids"].shape == (3, 16)
+    with pytest.raises(ValueError, match="OPTForCausalLM has no tp_plan, or no list of layers"):
+        path = written(tmp_path, OPT)
+        step_of(path, 16, 2, zerofn.Mesh.planned({"tensor": 2}), sequence_parallel=True)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no ep_plan"):
         step_of(written(tmp_path, LLAMA), 16, 1, zerofn.Mesh.planned({"expert": 2}))

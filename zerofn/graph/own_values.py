@@ -125,7 +125,8 @@ class _Follower:
             # Axes of one rank have no transfers: what is equal along one is marked by the name of any of them.
             alone = frozenset(x.name for x in self._mesh.axes if x.size == 1 and x.name in BATCH)
             return named | alone if named & frozenset(BATCH) else named
-        return self._mesh.names_of_groups.get(group, _NO_AXES)
+        alone = frozenset(x.name for x in self._mesh.axes if x.size == 1 and x.name not in BATCH)
+        return self._mesh.names_of_groups.get(group, _NO_AXES) - alone
 
     def _through(self, loop: Node, origins: dict[Node, Origins], memory: dict[Node, Node]) -> list[Origins]:
         """Return the origins of a loop's results, and add those of what it writes to `origins`."""

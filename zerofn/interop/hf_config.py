@@ -21,8 +21,8 @@ from .. import optim
 @dataclass(frozen=True)
 class Planned:
     """A step, its first state and a batch without memory, for `zerofn.plan`. `model`: the name of its class. `cuts`: of
-    its leaves, over the tensor and expert axes of the mesh. `num_layers`, `odd`: its layers, of which all but the first
-    `odd` are alike; 0 layers where they are not, or have no number.
+    its leaves, over the tensor and expert axes of the mesh; `written`: the code that makes them. `num_layers`, `odd`:
+    its layers, of which all but the first `odd` are alike; 0 layers where they are not, or have no number.
     """
 
     train_step: Callable[[Any, Any], Any]
@@ -32,6 +32,7 @@ class Planned:
     cuts: Any = None
     num_layers: int = 0
     odd: int = 0
+    written: str = ""
 
 
 def step_of(
@@ -41,6 +42,7 @@ def step_of(
     mesh: zerofn.Mesh | None = None,
     *,
     capacity: float | None = None,
+    sequence_parallel: bool = False,
     layers: int | None = None,
 ) -> Planned:
     """Return the training step of a config's model: AdamW, gradients clipped to norm 1, rows of `context` tokens. Over
@@ -48,7 +50,9 @@ def step_of(
     over the context axis by `zerofn.parallel.context`.
 
     `path`: a config.json, or a folder with one. The model's class is the one that the config names, or the causal
-    language model of its kind. `capacity`: of an expert, see `zerofn.moe.experts`. `layers`: only as many of them.
+    language model of its kind. `capacity`: of an expert, see `zerofn.moe.experts`. `sequence_parallel`: over the tensor
+    axis, layers have parts of the tokens, and the loss is computed from slices of logits; see `zerofn.parallel.tensor`.
+    `layers`: only as many of them.
     Raises `FileNotFoundError`; `ImportError` without transformers; `ValueError` for a file that is no config, a model
     that takes no tokens, a context that is longer than the model's positions, and for axes that do not divide heads,
     experts or the sequence, or that the model has no plan for.
@@ -75,13 +79,13 @@ def step_of(
     model = zerofn.skeleton(build)
     tokens = torch.empty(rows, context, dtype=torch.int64, device="meta")
     batch = {"input_ids": tokens, "labels": tokens}
-    cuts = None if mesh is None else _cuts(model, mesh, capacity)
+    cuts, written = (None, "") if mesh is None else _cuts(model, mesh, capacity, sequence_parallel)
     if mesh is not None and mesh.size("context") > 1:
         zerofn.parallel.context(model, mesh, method=_method(config, mesh))
         batch = zerofn.parallel.split_sequence(batch, mesh)
 
     init_state, train_step = _training(model, build)
-    return Planned(train_step, init_state, batch, model_class.__name__, cuts, num_layers, odd)
+    return Planned(train_step, init_state, batch, model_class.__name__, cuts, num_layers, odd, written)
 
 
 def _training(model: torch.nn.Module, build: Callable[[], torch.nn.Module]) -> tuple[Any, Any]:
@@ -118,12 +122,33 @@ def _check(name: str, config: Any, mesh: zerofn.Mesh) -> None:
         raise ValueError(f"{name} has no ep_plan: it has no experts, or none that ranks can share.")
 
 
-def _cuts(model: torch.nn.Module, mesh: zerofn.Mesh, capacity: float | None) -> Any:
-    """Let a model compute with slices, over the tensor and expert axes. Return its cuts, None without such axes."""
-    cuts: dict[str, Any] = dict(zerofn.parallel.tensor(model, mesh)) if mesh.size("tensor") > 1 else {}
+def _cuts(
+    model: torch.nn.Module, mesh: zerofn.Mesh, capacity: float | None, sequence_parallel: bool
+) -> tuple[dict[str, Any] | None, str]:
+    """Let a model compute with slices, over the tensor and expert axes. Return its cuts, None without such axes, and
+    the code that makes them.
+    """
+    cuts: dict[str, Any] = {}
+    written = []
+    if mesh.size("tensor") > 1:
+        own: dict[str, Any] = dict(getattr(model, "tp_plan", None) or {})
+        more = _in_parts(model, own) if sequence_parallel else {}
+        cuts |= zerofn.parallel.tensor(model, mesh, own | more if more else None)
+        written.append(f"zerofn.parallel.tensor(model, mesh{f', model.tp_plan | {more}' if more else ''})")
     if mesh.size("expert") > 1:
         cuts |= zerofn.moe.experts(model, mesh, capacity=capacity)
-    return cuts or None
+        written.append(f"zerofn.moe.experts(model, mesh{'' if capacity is None else f', capacity={capacity}'})")
+    return cuts or None, " | ".join(written)
+
+
+def _in_parts(model: torch.nn.Module, plan: dict[str, Any]) -> dict[str, str]:
+    """Return what is added to a model's own plan: layers have parts of the tokens, the head leaves slices of logits."""
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    places = {name.rpartition(".") for name, part in model.named_modules() if type(part).__name__ in kinds}
+    layers = {f"{listed}.*": "sequence_parallel" for listed, _, number in places if number.isdigit()}
+    if not plan or not layers:
+        raise ValueError(f"{type(model).__name__} has no tp_plan, or no list of layers with parts of the tokens.")
+    return layers | ({"lm_head": "colwise"} if "lm_head" in plan else {})
 
 
 @functools.cache

@@ -74,10 +74,7 @@ def plan(
             lambda grid: _step_on(train_step, grid, init_state, batch, unit), ranks, machine, where, asked
         )
     grid = grid_of(ranks, mesh, given=world is not None or where.nodes > 0)
-    where.check_ranks(grid.num_ranks)
-    step = Step(train_step, init_state, batch, cuts, unit, hpz)
-    found = RowPlanner(step, grid, where, written(machine), Initial()).rows(asked)
-    return Table(list(found), where, grid.num_ranks, step.name)
+    return plan_step(Step(train_step, init_state, batch, cuts, unit, hpz), grid, machine, where, asked)
 
 
 def _check_for_all_meshes(cuts: Cuts | None, hpz: bool) -> None:
@@ -86,6 +83,13 @@ def _check_for_all_meshes(cuts: Cuts | None, hpz: bool) -> None:
         raise ValueError("plan(mesh='auto', cuts=...): every mesh has cuts of its own; let train_step return them.")
     if hpz:
         raise ValueError("plan(mesh='auto', hpz=True): most meshes have no replicas; give one that has.")
+
+
+def plan_step(step: Step, mesh: Mesh, machine: Machine | str | os.PathLike[str], where: Machine, asked: Asked) -> Table:
+    """Plan a step on one mesh. `machine`: as it was given; `where`: see `cluster`."""
+    where.check_ranks(mesh.num_ranks)
+    found = RowPlanner(step, mesh, where, written(machine), Initial()).rows(asked)
+    return Table(list(found), where, mesh.num_ranks, step.name)
 
 
 def plan_meshes(

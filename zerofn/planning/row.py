@@ -7,18 +7,17 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..comm.mesh import CONTEXT, DATA, EXPERT, TENSOR
+from ..comm.mesh import CONTEXT, DATA
 from ..cost.machine import Machine
 from ..graph.liveness import KINDS
 from ..util.sizes import in_words, time_in_words
 from .plan import Plan
 
-_CUTS = {TENSOR: "zerofn.parallel.tensor(model, mesh)", EXPERT: "zerofn.moe.experts(model, mesh)"}
-
 
 class Config(NamedTuple):
     """The arguments of `shard` and `compile` for one row of a table ("budget" for a memory budget), and the rows of a
-    rank's batch. `mesh`: the axes of several ranks, (name, size) each; `cut`: whether leaves are cut over one.
+    rank's batch. `mesh`: the axes of several ranks, (name, size) each; `cuts`: the argument of that name as written,
+    empty where no leaf is cut over one.
     """
 
     stage: int
@@ -29,7 +28,7 @@ class Config(NamedTuple):
     memory: float = 0.0  # of a device
     machine: str = "machine"  # as written in an argument
     mesh: tuple[tuple[str, int], ...] = ()
-    cut: bool = False
+    cuts: str = ""
     hpz: bool = False
 
     @property
@@ -74,9 +73,8 @@ class Config(NamedTuple):
         given, first = [f"{name}={_written(value)}" for name, value in self.options.items()], ""
         if self.on_axes:
             mesh = f"zerofn.Mesh.make({', '.join(f'{name}={size}' for name, size in self.sizes.items())})"
-            named = self.cut or CONTEXT in self.sizes
-            cuts = " | ".join(code for axis, code in _CUTS.items() if axis in self.sizes) or _CUTS[TENSOR]
-            given.append(f"mesh={'mesh' if named else mesh}" + (f", cuts={cuts}" if self.cut else ""))
+            named = self.cuts or CONTEXT in self.sizes
+            given.append(f"mesh={'mesh' if named else mesh}" + (f", cuts={self.cuts}" if self.cuts else ""))
             first = f"mesh = {mesh}; " if named else ""
             first += "zerofn.parallel.context(model, mesh); " if CONTEXT in self.sizes else ""
         options = ", ".join(given)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import passes, tree
 from .._torch_compat import storage_key
-from ..comm.mesh import Mesh
+from ..comm.mesh import EXPERT, TENSOR, Mesh
 from ..cost.machine import Machine
 from ..dry_run.fake_machine import FakeMachine
 from ..graph.captured import captured
@@ -46,7 +46,9 @@ class Layers(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What is planned: the arguments of `zerofn.plan`. `layers`: where the same step can be made with fewer."""
+    """What is planned: the arguments of `zerofn.plan`. `layers`: where the same step can be made with fewer. `written`:
+    the cuts as code, where they are not the usual ones.
+    """
 
     train_step: Callable[[Any, Any], Any]
     init_state: Any
@@ -55,6 +57,7 @@ class Step(NamedTuple):
     unit: Callable[[str], str] | None = None
     hpz: bool = False
     layers: Layers | None = None
+    written: str = ""
 
     @property
     def name(self) -> str:
@@ -86,6 +89,12 @@ class Initial:
         if key not in self._known:
             self._known[key] = init_state, initial(init_state, precision)
         return self._known[key][1]
+
+
+def _usual_cuts(mesh: Mesh) -> str:
+    """Return code that makes cuts on a mesh."""
+    usual = {TENSOR: "zerofn.parallel.tensor(model, mesh)", EXPERT: "zerofn.moe.experts(model, mesh)"}
+    return " | ".join(code for axis, code in usual.items() if mesh.size(axis) > 1) or usual[TENSOR]
 
 
 def listed(x: Any) -> list[Any]:
@@ -159,11 +168,12 @@ class RowPlanner:
 
     def configs(self, asked: Asked) -> Iterator[Config]:
         """Return every configuration that is asked for."""
+        cuts = (self._step.written or _usual_cuts(self._mesh)) if self._step.cuts else ""
         for number in [self.num_rows] if asked.rows is None else listed(asked.rows):
             for config in configs(asked, self._machine, self._mesh, number):
                 if self._step.hpz and asked.stage == ALL and config.stage != STAGES[-1]:
                     continue  # it has no effect there
-                yield config._replace(machine=self._written, cut=bool(self._step.cuts), hpz=self._step.hpz)
+                yield config._replace(machine=self._written, cuts=cuts, hpz=self._step.hpz)
 
     def row(self, config: Config) -> Row:
         """Plan one configuration."""
