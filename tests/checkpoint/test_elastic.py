@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 import torch
 
 from benchmarks.checkpoint import chaos
@@ -39,6 +40,7 @@ def saved_by_two(folder):
     return bool(found) and ranks_at(folder, found[-1]) == 2
 
 
+@pytest.mark.whole
 def test_a_machine_that_is_gone(tmp_path):
     port = free_port()
     agents = [agent(tmp_path, port, host) for host in (True, False)]

@@ -117,6 +117,7 @@ agreement.agree("the second attempt", "")
 """
 
 
+@pytest.mark.whole
 def test_torchrun_does_not_wait_for_a_frozen_rank_that_others_wait_for_in_an_agreement(tmp_path):
     (tmp_path / "job.py").write_text(AGREEING)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]

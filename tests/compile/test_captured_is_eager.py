@@ -31,6 +31,7 @@ def everything_at_once(precision):
 
 
 @pytest.mark.quick(precision=["fp16"])
+@pytest.mark.part(precision=[None, "fp16"])
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
 def test_one_rank_captured_is_eager(precision):
     everything_at_once(precision)

@@ -73,6 +73,7 @@ def refused(stage):
     assert_same_trees(zerofn.unshard(ours), zerofn.unshard(expected), f"{stage=}")
 
 
+@pytest.mark.part(size=[2], stage=[3])
 @pytest.mark.parametrize(("size", "stage"), [(1, 3), (2, 1), (2, 3)])
 def test_a_refused_step_leaves_the_state_as_it_was(ranks, size, stage):
     ranks(size, refused, stage)

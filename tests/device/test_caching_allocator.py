@@ -59,6 +59,7 @@ def several(*cases):
     return [planned(**case) for case in cases]
 
 
+@pytest.mark.whole
 def test_on_two_ranks_too(ranks):
     for each in ranks(2, several, *CASES[::2]):
         for plan, found in each:

@@ -25,7 +25,7 @@ def test_one_rank(tmp_path, case):
     assert checked(tmp_path, case)[0] > 100
 
 
-@pytest.mark.part(num_ranks=[3])
+@pytest.mark.part(num_ranks=[2])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_several_ranks(ranks, tmp_path, num_ranks):
     for found in ranks(num_ranks, checked, tmp_path, *CASES[num_ranks - 2 :: 8]):

@@ -22,7 +22,7 @@ def test_one_rank(tmp_path, case):
     both(tmp_path, case)
 
 
-@pytest.mark.part(num_ranks=[3])
+@pytest.mark.part(num_ranks=[2])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_several_ranks(ranks, tmp_path, num_ranks):
     ranks(num_ranks, both, tmp_path, *CASES[num_ranks::8])

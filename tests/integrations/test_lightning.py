@@ -202,6 +202,7 @@ def test_two_ranks_are_one_with_all_rows(tmp_path, stage):
         assert metrics[name] == pytest.approx(float(plain.callback_metrics[name]), rel=1e-4)
 
 
+@pytest.mark.whole
 def test_a_checkpoint_goes_on_with_other_ranks(tmp_path):
     whole, kept, _ = fitted(max_epochs=4, options={"batch_norm": False})
     *_, path = zerofn.run(on_ranks, 3, tmp_path, ranks=2)

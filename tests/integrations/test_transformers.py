@@ -193,6 +193,7 @@ def test_two_ranks_are_one_with_twice_the_rows(tmp_path, stage):
     assert_same_trees(dict(again.named_parameters()), params)
 
 
+@pytest.mark.whole
 def test_a_run_goes_on_with_other_ranks(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "save_total_limit": None}
     whole = ours(tmp_path / "whole", {"max_steps": 6})

@@ -11,6 +11,7 @@ from zerofn import cli
 from zerofn.launch import report
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 def test_a_whole_report(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(report, "_TRAINING", 0.5)

@@ -50,6 +50,7 @@ def test_the_first_error_is_raised_with_its_lines():
     assert "worker.py" not in note
 
 
+@pytest.mark.whole
 def test_lines_of_a_cell_are_shown():
     source = "def fails():\n    raise ValueError('in a cell')\n"
     names = {}

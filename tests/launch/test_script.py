@@ -57,6 +57,7 @@ def test_a_script_that_fails(script):
     assert run("train.py").returncode == 1
 
 
+@pytest.mark.whole
 def test_a_script_that_is_to_be_started_again(ssh, script, tmp_path):  # noqa: F811
     script.write_text(
         "import os, signal, time\n"

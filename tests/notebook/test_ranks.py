@@ -144,6 +144,7 @@ def test_a_name_of_the_notebooks_own_process(two):
     assert "'here_alone' was defined in a cell that ran in the notebook's own process" in traceback_of(caught)
 
 
+@pytest.mark.whole
 def test_a_rank_that_alone_calls_what_all_must_call_can_be_interrupted(two):
     two.run(TRAIN)
     alone = "%%ranks\nif zerofn.rank() == 0:\n    zerofn.unshard(state.params)"
@@ -204,6 +205,7 @@ def by_one_process(steps):
     return zerofn.unshard(state.params)["w"].tolist()
 
 
+@pytest.mark.whole
 def test_a_state_goes_on_with_other_ranks(two):
     two.run(TRAIN)
     assert two.run(WEIGHTS).splitlines()[0] == f"3 {by_one_process(3)} 2"

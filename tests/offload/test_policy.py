@@ -212,7 +212,7 @@ def hosted(path, stage, precision, num_microbatches, share):
         assert_bits_of_memory(path, stage, tiers, precision, num_microbatches, NORMED)
 
 
-@pytest.mark.part(share=[0.5])
+@pytest.mark.part(share=[0.5], precision=["fp16"])
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "share"), [(None, 0.0), ("bf16", 0.0), ("bf16", 0.5), ("fp16", 0.5), ("fp16", 1.0), (None, 1.0)]

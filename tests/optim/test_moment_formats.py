@@ -55,8 +55,7 @@ def at_all_stages(name, moments):
         assert_same_trees(other, first, f"{name}, moments in {moments}, stage {stage} beside stage 0")
 
 
-@pytest.mark.part(moments=["8bit", "fp8"])
-@pytest.mark.part(num_ranks=[3])
+@pytest.mark.part(moments=["8bit"], num_ranks=[3])
 @each_format
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_every_stage_has_the_same_bits(ranks, num_ranks, moments):

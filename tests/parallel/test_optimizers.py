@@ -93,7 +93,7 @@ def trained(names, sizes, stage, captured):
     ("num_ranks", "sizes", "stage", "captured"),
     [
         (2, {"tensor": 2}, 3, True),
-        (3, {"tensor": 3}, 0, True),
+        pytest.param(3, {"tensor": 3}, 0, True, marks=pytest.mark.whole),
         (4, {"data": 2, "tensor": 2}, 1, True),
         pytest.param(4, {"tensor": 2, "data": 2}, 3, True, marks=pytest.mark.whole),
         pytest.param(4, {"data": 2, "tensor": 2}, 2, False, marks=pytest.mark.whole),

@@ -81,7 +81,7 @@ def real(sizes, stage, precision, **options):
     (2, {"tensor": 2}, [(0, None), (3, "bf16")]),
     (3, {"tensor": 3}, [(3, None)]),  # 16 columns: 6, 6 and 4
     (4, {"data": 2, "tensor": 2}, [(1, "bf16"), (3, "fp16")]),
-    (4, {"replicate": 2, "data": 2}, [(0, "bf16"), (3, None)]),
+    pytest.param(4, {"replicate": 2, "data": 2}, [(0, "bf16"), (3, None)], marks=pytest.mark.whole),
     pytest.param(4, {"data": 2, "tensor": 2}, [(0, None), (2, None)], marks=pytest.mark.whole),
     pytest.param(4, {"replicate": 2, "data": 2}, [(1, None), (2, "bf16")], marks=pytest.mark.whole),
 ])  # fmt: skip
@@ -192,7 +192,8 @@ def in_parts_on_ranks(sizes, method):
 
 
 @pytest.mark.parametrize(("sizes", "method"), [
-    ({"data": 2, "context": 2}, "ulysses"), ({"context": 3}, "ring"),
+    ({"data": 2, "context": 2}, "ulysses"),
+    pytest.param({"context": 3}, "ring", marks=pytest.mark.whole),
     pytest.param({"context": 2}, "ulysses", marks=pytest.mark.whole),
     pytest.param({"data": 2, "context": 2}, "ring", marks=pytest.mark.whole),
 ])  # fmt: skip
