@@ -216,6 +216,7 @@ def test_a_script_without_a_step(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 def test_this_machine_is_measured_by_all_ranks(tmp_path):
     file = tmp_path / "here.json"
     command = [sys.executable, "-m", "zerofn.cli", "profile", str(file), "--ranks", "2", "--folder", str(tmp_path)]

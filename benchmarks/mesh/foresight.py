@@ -29,10 +29,13 @@ STEPS = 4  # during which bytes are counted
 WIRE = 1.02  # the loopback's bytes over those of all ranks: packets have heads, and ranks agree
 BYTES = (0.99, 1.01)
 ROWS, LENGTH, VOCABULARY = 4, 128, 1000  # of a rank's batch, without a context axis
-# world -> (model, mesh, stage, method)
+PARTS = 1.1  # the activations of layers in parts, over those of one rank divided by the ranks
+IN_PARTS = {"model.layers.*": "sequence_parallel", "lm_head": "colwise"}
+# world -> (model, mesh, stage, "in parts" or the method of attention along context)
 CASES: dict[int, list[tuple[str, dict[str, int], int, str]]] = {
     2: [
         ("llama", {"tensor": 2}, 3, "ulysses"),
+        ("llama", {"tensor": 2}, 3, "in parts"),
         ("llama", {"context": 2}, 1, "ulysses"),
         ("llama", {"context": 2}, 3, "ulysses"),
         ("llama", {"context": 2}, 3, "ring"),
@@ -42,6 +45,7 @@ CASES: dict[int, list[tuple[str, dict[str, int], int, str]]] = {
     4: [
         ("llama", {"data": 2, "tensor": 2}, 1, "ulysses"),
         ("llama", {"data": 2, "tensor": 2}, 3, "ulysses"),
+        ("llama", {"tensor": 4}, 3, "in parts"),
         ("llama", {"replicate": 2, "data": 2}, 3, "ulysses"),
         ("llama", {"context": 4}, 3, "ulysses"),
         ("llama", {"context": 2, "tensor": 2}, 3, "ulysses"),
@@ -54,7 +58,7 @@ CASES: dict[int, list[tuple[str, dict[str, int], int, str]]] = {
 def label(model: str, sizes: dict[str, int], stage: int, method: str) -> str:
     """A row's name in the table."""
     mesh = " x ".join(f"{name} {size}" for name, size in sizes.items())
-    return f"{model}, {mesh}{', ring' if method == 'ring' else ''}, stage {stage}"
+    return f"{model}, {mesh}{'' if method == 'ulysses' else f', {method}'}, stage {stage}"
 
 
 def build(model: str) -> Any:
@@ -78,7 +82,7 @@ def made(model: str, mesh: Any, method: str) -> tuple[Any, Any, Any, Any]:
 
     module, cuts = zerofn.skeleton(lambda: build(model)), {}
     if mesh.size("tensor") > 1:
-        cuts |= zerofn.parallel.tensor(module, mesh)
+        cuts |= zerofn.parallel.tensor(module, mesh, module.tp_plan | (IN_PARTS if method == "in parts" else {}))
     if mesh.size("expert") > 1:
         cuts |= zerofn.moe.experts(module, mesh)
     tokens = (torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) + mesh.rows.rank) * 7 % VOCABULARY
@@ -201,6 +205,9 @@ def checks(found: dict[str, Any]) -> list[Check]:
             out.append(Check(f"{name}, rank {rank}: bytes sent that are not planned", f"{apart:.0f}", apart, 0.0))
         if row["sent"] != row["ranks"][0]["own_sent"]:
             out.append(Check(f"{name}: the plan of ranks that are not there sends others", str(row["sent"]), 1.0, 0.0))
+        if "in parts" in name:
+            share = row["activations"] * len(row["ranks"])
+            out.append(Check(f"{name}: activations x ranks / those of one rank", f"{share:.3f}", share, PARTS))
         share = _on_wire(row)
         out.append(Check(f"{name}: the loopback's bytes / those of all ranks", f"{share:.4f}", share, WIRE))
     return out

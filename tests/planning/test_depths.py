@@ -35,7 +35,8 @@ def deep_step(tmp_path, mesh):
     return step()
 
 
-@pytest.mark.parametrize(("sizes", "stage", "remat"), [({"data": 4}, 3, None), ({"data": 4}, 1, None),
+@pytest.mark.parametrize(("sizes", "stage", "remat"), [({"data": 4}, 3, None),
+                                                       pytest.param({"data": 4}, 1, None, marks=pytest.mark.whole),
                                                        ({"data": 2, "tensor": 2}, 3, "full")])  # fmt: skip
 def test_an_estimate_is_near_the_plan(tmp_path, sizes, stage, remat):
     """Waits and packing differ, and a unit of the last layers may be gathered once less."""

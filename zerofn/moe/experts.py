@@ -59,9 +59,11 @@ def experts(
     experts if the tensor plan cuts experts, and else whole ones.
 
     A model with `output_router_logits` adds its load-balance loss of the global batch. All ranks need as many tokens as
-    the others in every step. Raises `ValueError` for a mesh without the
-    axis, a model without a plan, an entry that matches nothing, an unknown word, a capacity that is no positive number,
-    and for experts that ranks cannot share; `TypeError` for a module that is not made as transformers' experts are.
+    the others in every step.
+
+    Raises `ValueError` for a mesh without the axis, a model without a plan, an entry that matches nothing, an unknown
+    word, a capacity that is no positive number, and for experts that ranks cannot share; `TypeError` for a module that
+    is not made as transformers' experts are.
     """
     axis, name, own = mesh.axis(EXPERT), type(model).__name__, plan is None
     _check_capacity(capacity)

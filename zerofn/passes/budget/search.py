@@ -96,7 +96,9 @@ def recomputed(program: Program, how: str, schedule: Schedule) -> list[Choice]:
     if how == "full":
         return full
     whole = search.attempt([Choice() for _ in search.graphs])
-    drops = [list(_activations(gm, _positions_in(gm.graph, x.gm.graph))) for gm, x in search.pairs(whole)]
+    drops = [
+        list(_activations(gm, Segments(gm.graph), _positions_in(gm.graph, x.gm.graph))) for gm, x in search.pairs(whole)
+    ]
     found = search.fit(whole, drops, whole.peak // 2, lambda taken: _choice(taken)._replace(cuts=None, starts=None))
     return found.choices if found is not None else full
 
@@ -284,9 +286,9 @@ def _starts(scheduled: _Levels, gm: GraphModule, limit: float) -> frozenset[tupl
     return frozenset((start.name, node.name) for start, node in before.items() if node is not wait_of(start))
 
 
-def _activations(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
+def _activations(gm: GraphModule, segments: Segments, where: dict[Node, int]) -> Iterator[Drop]:
     """Yield the activations that may be recomputed, at positions of the scheduled graph."""
-    segments, lanes = Segments(gm.graph), lanes_of(gm)
+    lanes = lanes_of(gm)
     for memory in segments.activations:
         last, first = segments.gap(memory)
         seconds = sum(map(lanes.cost, segments.missing(memory, {memory})))
@@ -297,21 +299,22 @@ def _activations(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
 
 def _drops(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
     """Yield every value that may be dropped, once for each way to bring it back."""
-    again = list(_activations(gm, where))
+    segments = Segments(gm.graph)
+    again = list(_activations(gm, segments, where))
     yield from again
-    yield from _offloads(gm, where, again)
+    yield from _offloads(gm, where, again, segments.gathered_again)
     yield from _gathers(gm, where)
 
 
-def _offloads(gm: GraphModule, where: dict[Node, int], computed: list[Drop]) -> Iterator[Drop]:
+def _offloads(gm: GraphModule, where: dict[Node, int], computed: list[Drop], gone: set[Node]) -> Iterator[Drop]:
     """Yield activations that may wait in host memory, at positions of the scheduled graph; none where models compute
-    on the host.
+    on the host, and nothing that is `gone` anyway.
 
     Transfers that fit into the share `HIDDEN` of the forward pass cost only the time that device memory takes to read
     or write. The activations that are the most expensive to recompute get that share. All other transfers are assumed
     to stall the device, in both directions.
     """
-    found = [x for x in stays(gm.graph) if not is_host(tensor_of(x.memory).device)]  # type: ignore[union-attr]
+    found = [x for x in stays(gm.graph) if x.memory not in gone and not is_host(tensor_of(x.memory).device)]  # type: ignore[union-attr]
     lanes = lanes_of(gm)
     again = {drop.of: drop.seconds / drop.nbytes for drop in computed}
     free = HIDDEN * sum(lanes.cost(n) for n in gm.graph.nodes if phase_of(n) == FORWARD) if found else 0.0
