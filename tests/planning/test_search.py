@@ -5,6 +5,8 @@ import json
 import pytest
 
 from zerofn.cli import main
+from zerofn.planning.row import Config, Estimate, Needs, Row
+from zerofn.planning.search import Search
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 12,
@@ -35,3 +37,24 @@ def test_the_fastest_is_planned_with_all_layers(planned):
     assert {tuple(row["mesh"].items()) for row in found["rows"]} == {(("data", 2),), (("tensor", 2),)}
     assert "left out: ~ is an estimate, from plans of 3 and of 6 of the 12 layers" in out
     assert sum("~ " in line for line in out.splitlines() if "left out" not in line) == len(estimated)
+
+
+def row(expert, device, seconds, lacks=""):
+    config = Config(1, None, None, None, 1, mesh=(("expert", expert),))
+    estimate = None if seconds is None else Estimate(3, 6, seconds, {}, "computing", 8)
+    return Row(config, Needs(device, 0, 0), lacks, None, 100, "tokens", estimate)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([row(1, 50, 9.0), row(8, 90, 2.0, "10 B"), row(16, 85, 3.0, "5 B"), row(4, 82, 10.0, "2 B")], [1, 16]),
+        ([row(1, 50, 1.0), row(8, 90, 2.0, "10 B"), row(16, 85, None, "5 B")], [1]),
+        ([row(1, 99, 1.0, "19 B"), row(8, 90, 2.0, "10 B"), row(16, 85, None, "5 B")], [16]),
+    ],
+)
+def test_what_lacks_a_little_memory_is_tried_beside_other_axes(rows, expected):
+    """A slow row that fits does not end the search along the others."""
+    search = Search(None, None, "")
+    search.rows = rows
+    assert search.promising("expert") == expected

@@ -46,18 +46,20 @@ def rows_of_meshes(
 
     within, beyond = _tensor_sizes(world, per_node)
     plan(Shape(tensor=n) for n in within)
-    expert = _plan_experts(plan, search, world, within, told)
-    _plan_context(plan, search, expert, min(world, per_node), within, told)
+    experts = _plan_experts(plan, search, world, within, told)
+    for expert in experts:
+        _plan_context(plan, search, expert, min(world, per_node), within, told)
     search.settle()
     if beyond and not search.fits:
-        plan(Shape(expert, tensor=n) for n in beyond)
+        plan(Shape(expert, tensor=n) for expert in experts for n in beyond)
     elif beyond:
         told.append(f"{several(TENSOR, beyond)}: more ranks than a node has devices, and others fit.")
     search.settle()
     if asked.offload == ALL and not search.fits:
         stages = [stage for stage in listed(narrowed.stage) if stage == 3]
         tiers = ["cpu"] * (machine.device != "cpu") + ["nvme"] * (machine.disk > 0)
-        plan((Shape(expert, tensor=n) for n in within), narrowed._replace(stage=stages, offload=tiers))
+        shapes = [Shape(expert, tensor=n) for expert in experts for n in within]
+        plan(shapes, narrowed._replace(stage=stages, offload=tiers))
         search.settle()
     elif asked.offload == ALL:
         told.append("offloading: some meshes fit without; --offload cpu nvme plans it.")
@@ -70,17 +72,21 @@ def rows_of_meshes(
 
 def _plan_experts(
     plan: Callable[[Iterable[Shape]], None], search: Search, world: int, within: Sequence[int], told: list[str]
-) -> int:
-    """Plan shapes with an expert axis, and return the size of it with which other axes are tried."""
+) -> list[int]:
+    """Plan shapes with an expert axis, and return the sizes of it with which other axes are tried."""
     sizes = [n for n in range(2, world + 1) if world % n == 0]
     if not sizes:
-        return 1
+        return [1]
     plan(Shape(n) for n in sizes)
-    best = search.fastest(EXPERT)
-    if best > 1 and len(within) > 1:
-        plan(Shape(best, tensor=n) for n in within[1:])
-        told.append(f"tensor beside other sizes of expert: it was tried with {EXPERT} {best}, the fastest without it.")
-    return best
+    found = search.promising(EXPERT)
+    several_ranks = [n for n in found if n > 1]
+    if several_ranks and len(within) > 1:
+        plan(Shape(expert, tensor=n) for expert in several_ranks for n in within[1:])
+        told.append(
+            f"tensor beside other sizes of expert: it was tried with {several(EXPERT, several_ranks)}, the fastest "
+            "that fits without it, or what lacks the least memory of what would be faster."
+        )
+    return found
 
 
 def _plan_context(
@@ -99,7 +105,9 @@ def _plan_context(
     tight = [n for n in within if not search.fits_as_it_is({EXPERT: expert, TENSOR: n})]
     plan(Shape(expert, c, n) for n in tight for c in sizes if node % (c * n) == 0)
     if sizes and len(tight) < len(within):
-        there = "" if not tight else f" beside {several(TENSOR, [n for n in within if n not in tight])}"
+        beside = [several(EXPERT, [expert])] if expert > 1 else []
+        beside += [several(TENSOR, [n for n in within if n not in tight])] if tight else []
+        there = f" beside {' and '.join(beside)}" if beside else ""
         told.append(f"{several(CONTEXT, sizes)}{there}: whole sequences fit, and parts of them send more for a token.")
 
 

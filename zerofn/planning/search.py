@@ -73,10 +73,16 @@ class Search:
             for row in self.rows
         )
 
-    def fastest(self, name: str) -> int:
-        """Return the size of an axis of the fastest row that fits; if none does, of the one that needs the least."""
-        best = min(self.rows, key=lambda row: (not row.fits, -row.speed if row.fits else row.needs.device))
-        return best.config.sizes.get(name, 1)
+    def promising(self, name: str) -> list[int]:
+        """Return the sizes of an axis beside which others are worth trying: that of the fastest row that fits, and of
+        the row that needs the least among those that would be faster, had they the memory. If none fits, of the row
+        that needs the least of all.
+        """
+        best = max((row for row in self.rows if row.fits), key=lambda row: row.speed, default=None)
+        faster = [row for row in self.rows if best is None or not row.fits and row.speed > best.speed]
+        found = [best] if best is not None else []
+        found += [min(faster, key=lambda row: row.needs.device)] if faster else []
+        return list(dict.fromkeys(row.config.sizes.get(name, 1) for row in found))
 
     def plan(self, several: Sequence[dict[str, int]], asked: Asked) -> None:
         """Add the rows of some meshes. Raises what the step raises on a mesh without inner axes."""
