@@ -110,6 +110,13 @@ def build():
     return nn.Sequential(nn.Linear(70, 130), nn.Tanh(), nn.Linear(130, 5)).double()
 
 
+def deep():
+    """With values that can be computed again."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(70, 130), nn.Tanh(), nn.Sigmoid(), nn.Linear(130, 130), nn.Tanh(), nn.Linear(130, 5)]
+    return nn.Sequential(*layers).double()
+
+
 def even():
     """Units of whole shards for four ranks."""
     torch.manual_seed(0)
@@ -163,7 +170,7 @@ RULES = {
     "halves": (optim.adamw(1e-2), {"precision": "bf16"}),
     "8 bit": (optim.adamw(1e-2, moments="8bit"), {"precision": "fp32"}),
     "drives": (optim.adamw(1e-2), {"offload": zerofn.Offload(optimizer="nvme")}),
-    "remat": (optim.adamw(1e-2), {"remat": "full"}),
+    "remat": (optim.adamw(1e-2), {"remat": "full", "make": deep}),
     "clipped": (optim.chain(optim.clip_by_global_norm(0.3), optim.sgd(0.1, 0.9)), {}),
     "adafactor": (optim.adafactor(1e-2), {}),
     "muon": (optim.muon(1e-2), {}),
