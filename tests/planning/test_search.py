@@ -1,10 +1,12 @@
 """A search over meshes of a deep model: estimates first, and plans of what may be the fastest."""
 
+import dataclasses
 import json
 
 import pytest
 
 from zerofn.cli import main
+from zerofn.cost.machine import KNOWN
 from zerofn.planning.row import Config, Estimate, Needs, Row
 from zerofn.planning.search import Search
 
@@ -48,13 +50,13 @@ def row(expert, device, seconds, lacks=""):
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ([row(1, 50, 9.0), row(8, 90, 2.0, "10 B"), row(16, 85, 3.0, "5 B"), row(4, 82, 10.0, "2 B")], [1, 16]),
+        ([row(1, 50, 9.0), row(8, 90, 2.0, "10 B"), row(16, 85, 3.0, "5 B"), row(32, 170, 1.0, "90 B")], [1, 8]),
         ([row(1, 50, 1.0), row(8, 90, 2.0, "10 B"), row(16, 85, None, "5 B")], [1]),
-        ([row(1, 99, 1.0, "19 B"), row(8, 90, 2.0, "10 B"), row(16, 85, None, "5 B")], [16]),
+        ([row(1, 190, 1.0, "110 B"), row(8, 180, 2.0, "100 B"), row(16, 175, None, "95 B")], [16]),
     ],
 )
-def test_what_lacks_a_little_memory_is_tried_beside_other_axes(rows, expected):
+def test_what_lacks_less_than_half_is_tried_beside_other_axes(rows, expected):
     """A slow row that fits does not end the search along the others."""
-    search = Search(None, None, "")
+    search = Search(None, dataclasses.replace(KNOWN["H100-8"], memory=80), "")
     search.rows = rows
     assert search.promising("expert") == expected

@@ -84,7 +84,7 @@ def _plan_experts(
         plan(Shape(expert, tensor=n) for expert in several_ranks for n in within[1:])
         told.append(
             f"tensor beside other sizes of expert: it was tried with {several(EXPERT, several_ranks)}, the fastest "
-            "that fits without it, or what lacks the least memory of what would be faster."
+            "that fits without it, or would with half of what it needs."
         )
     return found
 

@@ -75,13 +75,13 @@ class Search:
 
     def promising(self, name: str) -> list[int]:
         """Return the sizes of an axis beside which others are worth trying: that of the fastest row that fits, and of
-        the row that needs the least among those that would be faster, had they the memory. If none fits, of the row
-        that needs the least of all.
+        the fastest that would fit with half of what it needs, which is the most that two ranks of another axis save. If
+        there is neither, of the row that needs the least.
         """
-        best = max((row for row in self.rows if row.fits), key=lambda row: row.speed, default=None)
-        faster = [row for row in self.rows if best is None or not row.fits and row.speed > best.speed]
-        found = [best] if best is not None else []
-        found += [min(faster, key=lambda row: row.needs.device)] if faster else []
+        fits = [row for row in self.rows if row.fits]
+        near = [row for row in self.rows if row.speed and row.needs.device <= 2 * self._machine.memory]
+        found = [max(among, key=lambda row: row.speed) for among in (fits, near) if among]
+        found = found or [min(self.rows, key=lambda row: row.needs.device)]
         return list(dict.fromkeys(row.config.sizes.get(name, 1) for row in found))
 
     def plan(self, several: Sequence[dict[str, int]], asked: Asked) -> None:
