@@ -31,7 +31,6 @@ BYTES = (0.99, 1.01)
 ROWS, LENGTH, VOCABULARY = 4, 128, 1000  # of a rank's batch, without a context axis
 PARTS = (0.99, 1.01)  # what a layer in parts keeps, times the ranks, over what it keeps on one rank; without masks
 LAYERS = 4
-IN_PARTS = {"model.layers.*": "sequence_parallel", "lm_head": "colwise"}
 # world -> (model, mesh, stage, "in parts" or the method of attention along context)
 CASES: dict[int, list[tuple[str, dict[str, int], int, str]]] = {
     2: [
@@ -79,6 +78,7 @@ def made(model: str, mesh: Any, method: str, layers: int = LAYERS) -> tuple[Any,
     import torch
 
     import zerofn
+    from benchmarks.mesh.rows import IN_PARTS
     from zerofn import optim
 
     module, cuts = zerofn.skeleton(lambda: build(model, layers)), {}

@@ -112,6 +112,7 @@ def test_axes_change_the_model_and_the_batch(tmp_path):
     assert found.batch["input_ids"].shape == (3, 8) and "row_digest" in found.batch and found.cuts is None
     found = step_of(path, 16, 3, zerofn.Mesh.planned({"data": 2, "expert": 2}), capacity=1.5)
     assert {cut.axis for cut in found.cuts.values()} == {"expert"} and found.batch["input_ids"].shape == (3, 16)
+    assert found.written == "zerofn.moe.experts(model, mesh, capacity=1.5)"
     with pytest.raises(ValueError, match="OPTForCausalLM has no tp_plan, or no list of layers"):
         path = written(tmp_path, OPT)
         step_of(path, 16, 2, zerofn.Mesh.planned({"tensor": 2}), sequence_parallel=True)

@@ -21,6 +21,7 @@ from zerofn.comm.transport import SentBytes
 from zerofn.cost.machine import KNOWN, machine_of
 from zerofn.parallel import context, split_sequence, tensor
 from zerofn.planning.meshes import Shape, meshes
+from zerofn.planning.rows import _usual_cuts
 from zerofn.util.process import the
 
 NORMED = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
@@ -334,6 +335,8 @@ def test_the_table_names_axes():
         "mesh = zerofn.Mesh.make(data=2, tensor=2); state = zerofn.shard(init_state, stage=0, mesh=mesh, "
         "cuts=zerofn.parallel.tensor(model, mesh)); "
     )
+    both = row.config._replace(cuts=_usual_cuts(Mesh.planned({"expert": 2, "tensor": 2}))).call()
+    assert "cuts=zerofn.parallel.tensor(model, mesh) | zerofn.moe.experts(model, mesh));" in both
     assert row.config._replace(cuts="").call().startswith("state = zerofn.shard(init_state, stage=0, mesh=zerofn.Mesh")
     assert "sent along tensor" in planned({"data": 2, "tensor": 2}, 3)[0].plan.timeline().busy
     hybrid = planned({"replicate": 2, "data": 2}, 3)[0].config
@@ -546,10 +549,8 @@ def test_experts_are_shared_where_a_model_has_them():
     found = zerofn.plan(experts_on, init_experts, rows_of_experts(), mesh="auto", world=4, machine=HERE)
     grids = {row.config.grid for row in found}
     assert {"data=4", "data=2,expert=2", "expert=4"} <= grids, found.left_out
-    assert (
-        "cuts=zerofn.moe.experts(model, mesh))"
-        in next(row for row in found if row.config.grid == "expert=4").config.call()
-    )
+    (row,) = {row.config.call() for row in found if row.config.grid == "expert=4"}
+    assert "cuts=zerofn.moe.experts(model, mesh))" in row
     assert any(x.startswith("expert 2, 4: no leaf is cut over it") for x in auto(world=4).left_out)
 
 

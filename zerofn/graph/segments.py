@@ -22,6 +22,11 @@ from .phase import BACKWARD, FORWARD, phase_of
 from .program import tensor_of
 
 
+def is_not_kept(node: Node) -> bool:
+    """Return whether a node gathers what the step asks to gather again in the backward pass."""
+    return is_start(node) and arguments(node).get("kept") is False
+
+
 class Segments:
     """The segments of a graph's forward pass.
 
@@ -97,7 +102,7 @@ class Segments:
         for node in graph.nodes:
             if phase_of(node) != FORWARD or self._root[node] is not node:
                 continue
-            if is_start(node) and arguments(node).get("kept") is False:
+            if is_not_kept(node):
                 found[node] = self._root[node.all_input_nodes[0]]
             elif node.target in COPIES and self._root[node.all_input_nodes[0]] in found:
                 found[node] = found[self._root[node.all_input_nodes[0]]]

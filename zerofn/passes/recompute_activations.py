@@ -9,7 +9,7 @@ from ..graph.edit import clean
 from ..graph.liveness import AGAIN
 from ..graph.phase import BACKWARD, FORWARD, phase_of
 from ..graph.program import Program
-from ..graph.segments import Segments
+from ..graph.segments import Segments, is_not_kept
 from .budget.decision import choice_of
 
 
@@ -21,9 +21,10 @@ def recompute_activations(program: Program) -> None:
     where it could; only those can be chosen. What the step gathers and does not keep is always gathered again.
     """
     gm = program.gm
-    dropped, segments = choice_of(gm).dropped, Segments(gm.graph)
-    if not dropped and not segments.gathered_again:
+    dropped = choice_of(gm).dropped
+    if not dropped and not any(map(is_not_kept, gm.graph.nodes)):
         return
+    segments = Segments(gm.graph)
     chosen = {node for node in segments.activations if node.name in dropped}
     again = _Again(gm.graph, segments, chosen | segments.gathered_again)
     for node in list(gm.graph.nodes):

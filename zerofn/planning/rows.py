@@ -45,6 +45,9 @@ class Layers(NamedTuple):
     step: Callable[[int], Step]
 
 
+USUAL_CUTS = {TENSOR: "zerofn.parallel.tensor(model, mesh)", EXPERT: "zerofn.moe.experts(model, mesh)"}  # as code
+
+
 class Step(NamedTuple):
     """What is planned: the arguments of `zerofn.plan`. `layers`: where the same step can be made with fewer. `written`:
     the cuts as code, where they are not the usual ones.
@@ -93,8 +96,7 @@ class Initial:
 
 def _usual_cuts(mesh: Mesh) -> str:
     """Return code that makes cuts on a mesh."""
-    usual = {TENSOR: "zerofn.parallel.tensor(model, mesh)", EXPERT: "zerofn.moe.experts(model, mesh)"}
-    return " | ".join(code for axis, code in usual.items() if mesh.size(axis) > 1) or usual[TENSOR]
+    return " | ".join(code for axis, code in USUAL_CUTS.items() if mesh.size(axis) > 1) or USUAL_CUTS[TENSOR]
 
 
 def listed(x: Any) -> list[Any]:

@@ -10,14 +10,11 @@ from ..cost.machine import Machine
 from ..graph.capture import CaptureError
 from .depths import UNSURE, Estimator, depths_of, is_deep
 from .row import Config, Row
-from .rows import ALL, Asked, Initial, RowPlanner, Step
+from .rows import ALL, USUAL_CUTS, Asked, Initial, RowPlanner, Step
 
 STAGES = (1, 3)  # 0 keeps more than 1 and sends as much; 2 differs from 1 where a step has several batches
 _INNER = (EXPERT, CONTEXT, TENSOR)  # axes for which a model is changed
-_CUT_BY = {
-    EXPERT: "zerofn.moe.experts(model, mesh), and a model of your own by zerofn.moe.cuts(params, mesh)",
-    TENSOR: "zerofn.parallel.tensor(model, mesh)",
-}
+_CUT_BY = {**USUAL_CUTS, EXPERT: f"{USUAL_CUTS[EXPERT]}, and a model of your own by zerofn.moe.cuts(params, mesh)"}
 
 
 def _alone(planner: RowPlanner, config: Config) -> list[Row]:
