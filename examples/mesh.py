@@ -32,7 +32,7 @@ def options() -> argparse.Namespace:
     add = parser.add_argument
     add("--mesh", type=mesh_of, default={"data": -1}, help="axes and sizes, as in data=2,context=2,tensor=2; expert=2")
     add("--model", default="llama", choices=["llama", "mixtral"])
-    add("--method", default="ulysses", choices=["ulysses", "ring"], help="of attention along the axis context")
+    add("--method", choices=["ulysses", "ring"], help="of attention along the axis context (by the number of heads)")
     add("--capacity", type=float, help="of experts along the axis expert, as a factor; by default nothing is dropped")
     add("--stage", type=int, default=3, choices=range(4))
     add("--steps", type=int, default=60)
@@ -77,10 +77,11 @@ def main() -> None:
         return AutoModelForCausalLM.from_config(config_of(args))
 
     model = zerofn.skeleton(build)
-    cuts = zerofn.parallel.tensor(model, mesh) if "tensor" in args.mesh else {}
-    if "expert" in args.mesh:
+    axes = {axis.name for axis in mesh.axes}  # `zerofn plan --mesh ...` makes another mesh of this script
+    cuts = zerofn.parallel.tensor(model, mesh) if "tensor" in axes else {}
+    if "expert" in axes and args.model == "mixtral":
         cuts |= zerofn.moe.experts(model, mesh, capacity=args.capacity)
-    if "context" in args.mesh:
+    if "context" in axes:
         zerofn.parallel.context(model, mesh, method=args.method)
 
     def init_state():
@@ -95,7 +96,7 @@ def main() -> None:
 
     def batch_of(rows):
         batch = {"input_ids": rows, "labels": rows}
-        return zerofn.parallel.split_sequence(batch, mesh) if "context" in args.mesh else batch
+        return zerofn.parallel.split_sequence(batch, mesh) if "context" in axes else batch
 
     state = zerofn.shard(init_state, stage=args.stage, mesh=mesh, cuts=cuts or None)
     step = zerofn.compile(train_step)

@@ -268,7 +268,7 @@ def test_layers_with_parts_of_the_tokens_are_planned(tmp_path, capsys):
     fixed = ["--machine", "4090", "--precision", "bf16", "--stage", "1", "--offload", "none", "--remat", "none"]
     options = [str(tmp_path), "--context", "256", "--world", "2", *fixed]
     kept = []
-    for more in ([], ["--sequence-parallel"]):
+    for more in (["--no-sequence-parallel"], []):
         argv = ["plan", *options, "--mesh", "data=1,tensor=2", "--json", str(tmp_path / "plan.json"), *more]
         assert main(argv) == 0
         (row,) = json.loads((tmp_path / "plan.json").read_text())["rows"]

@@ -126,6 +126,7 @@ TESTED_BY = {
     "optim.warmup": "optim/test_schedules.py",
     "moe.router_logits": "moe/test_experts.py",
     "parallel.cut_experts": "parallel/test_sequence_parallel.py",
+    "parallel.once": "parallel/test_heads.py",
     "parallel.plan": "parallel/test_tensor_parallel.py",
     "passes._checked": "passes/test_pass.py",
     "passes._packing": "passes/test_assign_buffers.py",

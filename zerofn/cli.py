@@ -114,8 +114,8 @@ def _add_plan(commands: Any) -> None:
     one.add_argument("--capacity", type=float, help="of an expert, with a config.json: a factor (none: drop nothing)")
     one.add_argument(
         "--sequence-parallel",
-        action="store_true",
-        help="along tensor, with a config.json: layers have parts of the tokens",
+        action=argparse.BooleanOptionalAction,
+        help="along tensor, with a config.json: layers have parts of the tokens (where the model takes it)",
     )
     one.add_argument("--world", type=int, help="ranks (all of the machine's nodes, where it says how many; else 8)")
     one.add_argument(
@@ -271,9 +271,10 @@ def _table(args: argparse.Namespace) -> Table:
         raise ValueError("--context has no effect on a script, which has its own batch; leave it out.")
     if not is_config and args.capacity is not None:
         raise ValueError("--capacity has no effect on a script, which says it to its own layers; leave it out.")
-    if args.sequence_parallel and not is_config:
+    parts = args.sequence_parallel is not None
+    if parts and not is_config:
         raise ValueError("--sequence-parallel has no effect on a script, which has a plan of its own; leave it out.")
-    if args.sequence_parallel and args.mesh != AUTO and (_sizes(args.mesh) or {}).get(TENSOR, 1) == 1:
+    if parts and args.mesh != AUTO and (_sizes(args.mesh) or {}).get(TENSOR, 1) == 1:
         raise ValueError("--sequence-parallel has no effect without several ranks along tensor; leave it out.")
     make = functools.cache(functools.partial(_of_config, args) if is_config else functools.partial(_of_script, args))
     if args.mesh == AUTO:
@@ -316,17 +317,19 @@ class Found(NamedTuple):
 def _of_config(args: argparse.Namespace, mesh: Mesh) -> Found:
     """Return the step of a Hugging Face configuration on a mesh."""
 
-    def planned(layers: int | None = None) -> hf_config.Planned:
+    def step(parts: bool, number: int | None = None) -> Step:
         rows = (args.rows or [1])[0]
-        given = {"capacity": args.capacity, "sequence_parallel": args.sequence_parallel}
-        return hf_config.step_of(args.script, args.context, rows, mesh, **given, layers=layers)
-
-    def step(found: hf_config.Planned, layers: Layers | None = None) -> Step:
+        given = {"capacity": args.capacity, "sequence_parallel": parts, "layers": number}
+        found = hf_config.step_of(args.script, args.context, rows, mesh, **given)
+        few = functools.cache(lambda number: step(parts, number))
+        layers = Layers(found.num_layers, found.odd, few) if found.num_layers else None
         return Step(found.train_step, found.init_state, found.batch, found.cuts, layers=layers, written=found.written)
 
-    found = planned()
-    few = functools.cache(lambda number: step(planned(number)))
-    return Found(step(found, Layers(found.num_layers, found.odd, few) if found.num_layers else None))
+    if args.sequence_parallel is not None or mesh.size(TENSOR) == 1:
+        return Found(step(bool(args.sequence_parallel)))
+    with contextlib.suppress(ValueError):  # the model does not take it
+        return Found(step(True)._replace(otherwise=lambda: step(False)))
+    return Found(step(False))
 
 
 def _of_script(args: argparse.Namespace, mesh: Mesh | None, ranks: int | None = None) -> Found:
@@ -350,6 +353,10 @@ def _dry_run(script: str, arguments: Sequence[str], dry_run: DryRun) -> Reached:
             runpy.run_path(script, run_name="__main__")
     except Reached as found:
         return found
+    except SystemExit as error:
+        if isinstance(error.code, str):  # it does not take this mesh
+            raise ValueError(error.code) from None
+        raise
     finally:
         sys.argv = before
         sys.path.pop(0)

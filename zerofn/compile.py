@@ -25,7 +25,8 @@ from .memory.host_allocator import keep_freed_memory
 from .offload.host_worker import worker
 from .ops.same import RanksDiffer
 from .passes import Pass
-from .passes.budget.decision import Choice, as_text, from_text
+from .passes.budget.decision import Choice, as_text, from_text, names_of
+from .passes.budget.search import graphs
 from .planning.plan import Plan
 from .planning.profile import Profile, profiled
 from .runtime.agreed import agree_among_slices, agreed_text
@@ -285,9 +286,11 @@ class CompiledStep:
             found = agree_on(what, lambda: self._scheduled(self._captured(state, batch), [], why))
         else:
             mine = agree_on(what, lambda: (self._captured(state, batch), ""))
-            # ranks may differ by a few bytes: all use the first rank's choices
-            first, *_ = exchange(what, as_text(mine.choices))
-            found = agree_on(what, lambda: self._scheduled(mine, from_text(first), why))
+            texts = exchange(what, f"{names_of(graphs(mine.program.gm))} {as_text(mine.choices)}")
+            names, first = zip(*(text.split(" ", 1) for text in texts), strict=True)
+            # ranks may differ by a few bytes: all use the first rank's choices, if its names mean the same to all
+            choices = from_text(first[0]) if len(set(names)) == 1 else mine.choices
+            found = agree_on(what, lambda: self._scheduled(mine, choices, why))
         agree_among_slices(what, found[0].program)
         return found
 

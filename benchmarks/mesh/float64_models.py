@@ -43,8 +43,9 @@ CONFIGS = {
         attention_probs_dropout_prob=0.0,
     ),
 }  # fmt: skip
-BALANCED = {  # with the load-balance loss, which is right where zerofn.moe.experts has been
-    "mixtral, balanced": lambda: _with(CONFIGS["mixtral"](), output_router_logits=True, router_aux_loss_coef=0.5)
+VARIANTS = {  # the load-balance loss is right where zerofn.moe.experts has been
+    "mixtral, balanced": lambda: _with(CONFIGS["mixtral"](), output_router_logits=True, router_aux_loss_coef=0.5),
+    "llama, tied": lambda: _with(CONFIGS["llama"](), tie_word_embeddings=True),
 }
 CLASSES = {"t5": "T5ForConditionalGeneration", "bert": "BertForMaskedLM"}  # the others are decoders
 
@@ -90,6 +91,6 @@ def in_float64():
 def build(name):
     """The model, in float64."""
     torch.manual_seed(0)
-    config, kind = (CONFIGS | BALANCED)[name](), getattr(transformers, CLASSES.get(name, "AutoModelForCausalLM"))
+    config, kind = (CONFIGS | VARIANTS)[name](), getattr(transformers, CLASSES.get(name, "AutoModelForCausalLM"))
     made = getattr(kind, "from_config", None) or kind._from_config
     return made(config, attn_implementation="eager").double()

@@ -61,6 +61,11 @@ def test_one_that_fails_ends_all(ssh, tmp_path):
     assert alive(tmp_path / "pids") == []
 
 
+def test_an_agent_that_loses_the_first_machine_is_started_again_with_it(ssh):
+    first, other = order("raise SystemExit(75)"), order("import time; time.sleep(1.5); raise SystemExit(1)")
+    assert run_on({"a": first, "b": other}, over_ssh, io.StringIO()) == os.EX_TEMPFAIL
+
+
 def test_nothing_starts_if_one_cannot_be_reached(ssh, tmp_path):
     touched = tmp_path / "started"
     with pytest.raises(LaunchError, match="gone1 cannot be reached: ssh: connect to host gone1 .*No route to host"):

@@ -67,6 +67,11 @@ def test_a_script_that_is_to_be_started_again(ssh, script, tmp_path):  # noqa: F
     )
     assert run("--ranks", "2", "train.py").returncode == 75
     (tmp_path / "hostfile").write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
+    script.write_text(
+        "import os, time\n"
+        "time.sleep(5 * (os.environ['GROUP_RANK'] == '1'))  # its agent is left without the first machine's\n"
+        "raise SystemExit(75)\n"
+    )
     assert run("-H", "hostfile", "--port", "29478", "train.py").returncode == 75
 
 

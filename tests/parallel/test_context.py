@@ -74,7 +74,10 @@ def refusals():
         (lambda: context(build("llama"), mesh, method="rings"), "no method 'rings'"),
         (lambda: context(build("llama"), Mesh.make(data=2)), "mesh has no axis 'context'"),
         (lambda: context(transformers.T5ForConditionalGeneration(T5), mesh), "has an encoder and a decoder"),
-        (lambda: context(transformers.LlamaForCausalLM(ODD), mesh), "2 ranks of 'context' cannot share the 3 heads"),
+        (
+            lambda: context(transformers.LlamaForCausalLM(ODD), mesh, method="ulysses"),
+            "2 ranks of 'context' cannot share the 3 heads",
+        ),
         (lambda: stepped(mesh, split_sequence(batch, Mesh.make(data=2))), "share the sequences of their rows"),
         (lambda: stepped(mesh, {k: x + rank for k, x in batch.items()}), "cut the batch by zerofn.parallel.split_seq"),
         (lambda: stepped(mesh, own), "labels that are shifted before"),
@@ -100,6 +103,16 @@ def refusals():
     context(model, mesh)
     with pytest.raises(ValueError, match="no window"):
         model(**cut)
+    with pytest.raises(ValueError, match="context: it has changed this MistralForCausalLM before"):
+        context(model, mesh)
+    model = build("llama")
+    context(model, mesh)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="its attention is 'sdpa' now"):
+        model(**cut)
+    model = transformers.LlamaForCausalLM(ODD)
+    context(model, mesh)
+    assert model.config._attn_implementation == "zerofn_ring"  # 3 heads for 2 ranks
 
 
 def test_mistakes_are_sentences(ranks):

@@ -52,6 +52,16 @@ def test_other_rows_have_another_digest():
             IDS[:1].flip(1),
             IDS[:1].roll(1, 1),
             IDS[:1].clone().index_fill_(1, IDS[0, :1], 0),
+            IDS[:1] + torch.tensor([2, -1] + [0] * 10),  # the same sum of places times tokens
         )
     }
-    assert len(digests) == 5
+    assert len(digests) == 6
+
+
+def test_a_digest_is_of_all_that_was_given():
+    mesh = Mesh((Axis("context", 1),))
+    whole = {"input_ids": IDS, "labels": LABELS, "weights": IDS / 7}
+    others = {name: {**whole, name: x + (x == x[0, 0])} for name, x in whole.items()}
+    first, *more = (split_sequence(x, mesh)["row_digest"] for x in (whole, *others.values()))
+    for digest in more:
+        assert digest[0] != first[0] and digest[1] == first[1]

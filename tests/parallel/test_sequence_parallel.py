@@ -9,6 +9,7 @@ from torch import nn
 from torch.func import functional_call
 
 import zerofn
+from benchmarks.mesh.float64_models import SMALL
 from benchmarks.mesh.training import assert_same_training, cuts_of, plain, trained
 from zerofn.comm.mesh import Mesh
 from zerofn.parallel import tensor
@@ -91,9 +92,15 @@ def layers():
     return nn.Sequential(Layer(), Layer())
 
 
+class Convolved(Layer):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(6, 6, 1)
+
+
 def refusal(plan, tokens, config=None):
     mesh = Mesh.make(tensor=-1)
-    model = zerofn.skeleton(layers)
+    model = zerofn.skeleton(layers if "*.conv" not in plan else lambda: nn.Sequential(Convolved(), Layer()))
     if config is not None:
         model.config = config
     try:
@@ -105,6 +112,7 @@ def refusal(plan, tokens, config=None):
 
 
 COLUMNS, ROWS = {"*.attn.q": "colwise"}, {"*.attn.o": "rowwise"}
+CONVOLVED = {"*.conv": "replicate"}
 VARIED, PARTS = {"*.attn.norm": "replicated_with_grad_allreduce"}, {"*": "sequence_parallel"}
 
 
@@ -116,6 +124,7 @@ VARIED, PARTS = {"*.attn.norm": "replicated_with_grad_allreduce"}, {"*": "sequen
         (PARTS | COLUMNS | ROWS, 4, "0.attn.norm.weight is whole inside of a module whose layers are cut"),
         (PARTS | VARIED | COLUMNS | ROWS, 5, "2 ranks of 'tensor' cannot share sequences of 5 tokens; pad them to 6"),
         (PARTS | {"0.attn.*": "colwise"}, 4, "1.attn looks at several tokens, and the plan does not cut its layers"),
+        (PARTS | VARIED | COLUMNS | ROWS | CONVOLVED, 4, "0.conv looks at several tokens, and the plan does not cut"),
         (PARTS | COLUMNS | {"*.attn.o": "rowwise_split_input"}, 4, "0.attn.o is neither cut by columns with a cut"),
     ],
 )
@@ -127,7 +136,71 @@ def test_what_is_no_part_is_refused(ranks, plan, tokens, message):
 def test_outputs_of_layers_are_refused(ranks):
     config = transformers.PretrainedConfig(output_hidden_states=True)
     for said in ranks(2, refusal, PARTS | VARIED | COLUMNS | ROWS, 4, config):
-        assert "with output_hidden_states in its config" in said
+        assert "with output_hidden_states, the model reads parts" in said
+
+
+def asked_later():
+    model = zerofn.skeleton(partial(small, transformers.MixtralConfig(**SMALL, num_local_experts=2)))
+    tensor(model, Mesh.make(tensor=-1), model.tp_plan | {"model.layers.*": "sequence_parallel"})
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="with output_router_logits, the model reads parts"):
+        model(input_ids=ids, output_router_logits=True)
+    model.config.output_hidden_states = True
+    with pytest.raises(ValueError, match="with output_hidden_states, the model reads parts"):
+        model(input_ids=ids)
+
+
+def test_outputs_of_layers_are_refused_when_they_are_asked_for(ranks):
+    ranks(2, asked_later)
+
+
+NOTES = []
+
+
+class Noted(Layer):
+    def __init__(self):
+        super().__init__()
+        self.attn.norm = nn.Identity()
+
+    def forward(self, x):
+        x = super().forward(x)
+        NOTES[:] = [x.square().mean()]
+        return x
+
+
+def noted():
+    torch.manual_seed(0)
+    return nn.Sequential(Noted(), Noted()).double()
+
+
+def of_parts(finish):
+    mesh = Mesh.make(tensor=-1)
+    model = zerofn.skeleton(noted)
+    cuts = tensor(model, mesh, PARTS | COLUMNS | ROWS)
+
+    def init_state():
+        extra = {"mean": torch.zeros((), dtype=torch.float64)}
+        return zerofn.TrainState.create(params=dict(noted().named_parameters()), tx=zerofn.optim.sgd(0.1), extra=extra)
+
+    def train_step(state, batch):
+        def loss(params, x):
+            out = functional_call(model, params, (x,)).square().mean()
+            return out, NOTES.pop()
+
+        (_, mean), grads = state.value_and_grad(loss, has_aux=True)(batch)
+        return state.apply_gradients(grads).replace(extra={"mean": finish(mean)}), None
+
+    return zerofn.compile(train_step)(zerofn.shard(init_state, mesh=mesh, cuts=cuts), torch.ones(1, 4, 6).double())
+
+
+def statistics():
+    with pytest.raises(zerofn.CaptureError, match=r"'extra.mean' is replicated.*or parts of tokens"):
+        of_parts(lambda x: x)
+    of_parts(lambda x: zerofn.collectives.psum(x, "tensor") / 2)
+
+
+def test_what_parts_tell_may_not_meet_replicated_state(ranks):
+    ranks(2, statistics)
 
 
 def normed():

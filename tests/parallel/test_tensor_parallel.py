@@ -19,6 +19,7 @@ CASES = [
     ("llama", 3, {"tensor": 3}, 0),
     ("llama", 4, {"data": 2, "tensor": 2}, 1),
     ("llama, 2 key heads", 4, {"tensor": 4}, 3),
+    ("llama, tied", 2, {"tensor": 2}, 3),
     pytest.param("qwen3", 4, {"replicate": 2, "tensor": 2}, 2, marks=pytest.mark.whole),
     ("mixtral", 2, {"tensor": 2}, 3),
     pytest.param("qwen3_moe", 3, {"data": 1, "tensor": 3}, 3, marks=pytest.mark.whole),
@@ -152,6 +153,9 @@ ODD = transformers.LlamaConfig(**{**SMALL, "num_attention_heads": 3, "num_key_va
 OVERLAPPING = {"w": Cut("tensor", 0, 3, (((0, 2),), ((1, 3),)))}
 
 
+TIED, UNALIKE = "llama, tied", {"model.embed_tokens": "embedding_colwise", "lm_head": "colwise"}
+
+
 def refusals():
     mesh = Mesh.make(tensor=2)
     bad = [
@@ -165,7 +169,23 @@ def refusals():
         (lambda: zerofn.shard({"params": {"w": torch.ones(3)}}, mesh=mesh), "no leaf is cut over it"),
         (lambda: tensor(transformers.LlamaForCausalLM(ODD), mesh), "q_proj: .*3 heads cannot be shared by 2"),
         (lambda: zerofn.shard({"params": {"w": torch.ones(3)}}, mesh=mesh, cuts=OVERLAPPING), "do not make up its 3"),
+        (lambda: tensor(build(TIED), mesh, {**UNALIKE, "model.embed_tokens": "replicate"}), "have the same parameter"),
+        (
+            lambda: tensor(build(TIED), mesh, {"model.embed_tokens": "embedding_rowwise"}),
+            "lm_head and .* the same parameter",
+        ),
+        (
+            lambda: tensor(build(TIED), mesh, UNALIKE),
+            "lm_head: the plan cuts dim 0 of .*, and dim 1 for another module",
+        ),
+        (
+            lambda: tensor(mlp(), mesh, PLAN, attributes={"up": {"out_features": lambda n, ranks: n // ranks}}),
+            "out_features is 9, which 2 ranks cannot share",
+        ),
         (lambda: Slice(0, output="whole"), "output='whole' is not known"),
+        (lambda: tensor(mlp(), mesh, {"up": Slice(-2)}), "up: a layer .* along 'out' has .*output='cut' or 'concat'"),
+        (lambda: tensor(mlp(), mesh, {"up": Slice(1)}), "up: a layer .* along 'in' has input='cut' or 'take'"),
+        (lambda: tensor(mlp(), mesh, {"up": Slice(2)}), r"up: the weight .* is \[out, in\], and has no dim 2"),
     ]
     for call, message in bad:
         with pytest.raises((ValueError, TypeError), match=message):
@@ -179,15 +199,15 @@ def test_mistakes_are_sentences(ranks):
     ranks(2, refusals)
 
 
-def meeting_the_state(note):
+def meeting_the_state(note, build=mlp):
     """A step that uses what slices compute, before their sum."""
     mesh = Mesh.make(tensor=2)
-    model = zerofn.skeleton(mlp)
-    cut = Slice(-1, input="cut", output="sum" if note is not None else "cut")
+    model = zerofn.skeleton(build)
+    cut = Slice(-1, input="cut") if note is not None else Slice(-1, output="cut", kind="plain")  # without its sum
     cuts = tensor(model, mesh, {"up": "colwise", "down": cut})
 
     def init_state():
-        params = dict(mlp().named_parameters())
+        params = dict(build().named_parameters())
         extra = {} if note is None else {"norm": torch.zeros((), dtype=torch.float64)}
         return zerofn.TrainState.create(params=params, tx=zerofn.optim.sgd(0.1), extra=extra)
 
@@ -208,6 +228,26 @@ def of_slices():
     with pytest.raises(zerofn.CaptureError, match=r"'extra.norm' is replicated.*computed with this rank's slices"):
         meeting_the_state(lambda x: x)
     meeting_the_state(lambda x: zerofn.collectives.psum(x, "tensor"))
+
+
+class Skipping(Mlp):
+    def forward(self, x):
+        hidden, dropped = torch.tanh(self.up(x)), nn.functional.dropout(x)  # drawn where draws are for slices
+        return self.norm(self.down(hidden) + dropped)
+
+
+def skipping():
+    torch.manual_seed(0)
+    return Skipping().double()
+
+
+def drawn_for_slices():
+    with pytest.raises(zerofn.CaptureError, match="its random key"):
+        meeting_the_state(lambda x: zerofn.collectives.psum(x, "tensor"), skipping)
+
+
+def test_what_is_drawn_for_slices_may_not_meet_what_is_whole(ranks):
+    ranks(2, drawn_for_slices)
 
 
 def test_what_slices_compute_may_not_meet_what_is_whole(ranks):

@@ -21,7 +21,8 @@ from zerofn.comm.transport import SentBytes
 from zerofn.cost.machine import KNOWN, machine_of
 from zerofn.parallel import context, split_sequence, tensor
 from zerofn.planning.meshes import Shape, meshes
-from zerofn.planning.rows import _usual_cuts
+from zerofn.planning.planner import plan_step
+from zerofn.planning.rows import Asked, Step, _usual_cuts
 from zerofn.util.process import the
 
 NORMED = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
@@ -451,6 +452,18 @@ def test_slow_links_between_nodes_keep_gathers_within_one():
     assert outer[0]["sent along replicate"] < 0.5 * outer[1]["sent"]
 
 
+def test_shards_are_cut_over_replicas_where_they_do_not_fit_without():
+    two_nodes = dataclasses.replace(HERE, nodes=2, network=1e6)
+    sizes = {"replicate": 2, "data": 4}
+    least = planned(sizes, 3)[0].needs.device
+    for memory, tried in ((least, {False}), (least - 1, {False, True})):
+        rows = [x for x in auto(two_nodes, memory=memory, stage=3, remat=None) if x.config.sizes == sizes]
+        assert {row.config.hpz for row in rows} == tried
+        assert {row.cells()[1] for row in rows} == {"3 hpz" if hpz else "3" for hpz in tried}
+    away = auto(two_nodes, memory=least - 1, stage=3, remat=None, offload=zerofn.Offload(params="nvme"))
+    assert not any(row.config.hpz for row in away)  # it has no effect beside offloaded parameters
+
+
 def test_a_higher_stage_is_tried_where_a_lower_one_has_too_little():
     lower, higher = (planned({"data": 4}, stage)[0].needs.device for stage in (1, 3))
     assert higher < lower
@@ -533,7 +546,10 @@ def test_sequences_are_cut_where_whole_ones_do_not_fit():
     assert set(rows) == {"data=2", "context=2"}, tight
     assert not rows["data=2"].fits and rows["context=2"].fits
     assert rows["context=2"].tokens * 2 == rows["data=2"].tokens
-    assert "zerofn.parallel.context(model, mesh); state" in rows["context=2"].config.call()
+    assert (
+        "zerofn.parallel.context(model, mesh); batch = zerofn.parallel.split_sequence(batch, mesh); state"
+        in rows["context=2"].config.call()
+    )
 
 
 def test_a_batch_that_is_not_cut_is_told():
@@ -542,7 +558,32 @@ def test_a_batch_that_is_not_cut_is_told():
 
     memory = min(row.needs.device for row in parts_auto(make)) - 1
     found = parts_auto(make, memory=memory)
-    assert any(x.startswith("context 2: a rank's batch is not a part of the seq") for x in found.left_out)
+    assert any(x.startswith("context 2: a rank's rows are no parts of sequences") for x in found.left_out)
+
+
+def test_rows_of_one_batch_for_all_ranks_may_be_cut():
+    """A rank has more rows where fewer ranks have rows of their own."""
+
+    def make(mesh):
+        train_step, _, batch = in_parts(mesh)
+        longer = {k: x.repeat(mesh.size("context"), *[1] * (x.dim() - 1)) for k, x in batch.items()}
+        return train_step, None, longer
+
+    found = parts_auto(make, memory=min(row.needs.device for row in parts_auto(make)) - 1)
+    assert not any("no parts of sequences" in x for x in found.left_out)
+    assert any("context" in row.config.sizes for row in found)
+
+
+def test_what_is_there_otherwise_is_planned():
+    def bad(state, batch):
+        raise ValueError("it cannot be")
+
+    mesh = Mesh.planned({"data": 2})
+    step = Step(bad, init_state, batch_of(), unit=unit_of, otherwise=lambda: step._replace(train_step=step_on(mesh)[0]))
+    found = plan_step(step, mesh, HERE, HERE, Asked(3, None, None, None))
+    assert [row.fits for row in found] == [True]
+    with pytest.raises(ValueError, match="it cannot be"):
+        plan_step(step._replace(otherwise=None), mesh, HERE, HERE, Asked(3, None, None, None))
 
 
 def test_experts_are_shared_where_a_model_has_them():

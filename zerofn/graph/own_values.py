@@ -109,7 +109,8 @@ class _Follower:
             if node.target is ops.as_slice.default:
                 return read | self._caused(OF_SLICES[str(argument(node, "axis"))], self._axes(node))
             word = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
-            axes = self._axes(node) if known.collective else _differing(self._mesh)
+            named = node.target is ops.fold_in_rank.default and argument(node, "axis")
+            axes = self._axes(node) if known.collective or named else _differing(self._mesh)
             return read | self._caused(_WORDS[word], axes)
         return read
 

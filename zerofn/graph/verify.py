@@ -129,11 +129,11 @@ def _check_replicated(program: Program, own: OwnValues) -> None:
     outputs: Any = program.output.args[0]
     entries = zip(program.owners, program.state.names, outputs[: program.num_new], strict=False)
     for (spec, _), name, value in entries if program.new_state is not None else ():
-        if spec is None and any(cause == OF_SLICES[TENSOR] for cause, _ in own.results.get(value, ())):
+        if spec is None and any(axis == TENSOR for _, axis in own.results.get(value, ())):
             raise CaptureError(
                 f"state entry {name!r} is replicated, but its new value is computed with this rank's slices of layers, "
-                f"so that it differs along {TENSOR!r}. Sum it first with zerofn.collectives.psum(x, {TENSOR!r}), or "
-                "keep it out of the state."
+                f"or parts of tokens, so that it differs along {TENSOR!r}. Sum it first with "
+                f"zerofn.collectives.psum(x, {TENSOR!r}), or keep it out of the state."
             )
 
 

@@ -81,7 +81,7 @@ def step_of(
     batch = {"input_ids": tokens, "labels": tokens}
     cuts, written = (None, "") if mesh is None else _cuts(model, mesh, capacity, sequence_parallel)
     if mesh is not None and mesh.size("context") > 1:
-        zerofn.parallel.context(model, mesh, method=_method(config, mesh))
+        zerofn.parallel.context(model, mesh)
         batch = zerofn.parallel.split_sequence(batch, mesh)
 
     init_state, train_step = _training(model, build)
@@ -105,12 +105,6 @@ def _training(model: torch.nn.Module, build: Callable[[], torch.nn.Module]) -> t
 
     train_step.__name__ = type(model).__name__
     return init_state, train_step
-
-
-def _method(config: Any, mesh: zerofn.Mesh) -> str:
-    """Return the method of attention over parts of sequences: exchanges, where ranks can share the heads."""
-    heads = getattr(config, "num_attention_heads", 0)
-    return "ring" if heads % (mesh.size("context") * mesh.size("tensor")) else "ulysses"
 
 
 def _check(name: str, config: Any, mesh: zerofn.Mesh) -> None:

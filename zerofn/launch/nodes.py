@@ -143,11 +143,11 @@ def run_on(orders: dict[str, dict[str, Any]], reach: Callable[[str], list[str]],
                 raise LaunchError(f"{node.host} cannot be reached: {node.last or 'it said nothing'}")
         for node in nodes:
             node.tell("go")
-        while (code := _first_failure(nodes)) is None and any(node.process.poll() is None for node in nodes):
+        while any(node.process.poll() is None for node in nodes) and _first_failure(nodes) is None:
             time.sleep(0.1)
-        if code is not None:
-            raise LaunchError(code)
-        return max(node.process.returncode for node in nodes)
+        if failure := _first_failure(nodes):
+            raise LaunchError(failure)
+        return os.EX_TEMPFAIL if any(node.process.returncode for node in nodes) else 0
     finally:
         for node in nodes:
             node.end()
@@ -156,6 +156,8 @@ def run_on(orders: dict[str, dict[str, Any]], reach: Callable[[str], list[str]],
 
 
 def _first_failure(nodes: list[Node]) -> str | None:
+    if nodes[0].process.poll() == os.EX_TEMPFAIL:
+        return None  # the others' agents meet on the first machine, and fail once its agent has ended
     for node in nodes:
         code = node.process.poll()
         if code and code != os.EX_TEMPFAIL:

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from ..collectives.maps import Linear, Same
 from ..comm.mesh import CONTEXT, TENSOR, Axis, Mesh
 from .attention import METHODS, attention, check_method
+from .once import once
 
 _FOREIGN = ("position_bias", "s_aux", "softcap", "sliding_window")  # what other attention has, and this one has not
 _LABELS_AS_THEY_ARE = ("ForMaskedLM", "ForTokenClassification")  # losses that do not shift labels
 
 
-def context(model: nn.Module, mesh: Mesh, *, method: str = "ulysses") -> None:
+def context(model: nn.Module, mesh: Mesh, *, method: str | None = None) -> None:
     """Let a model of transformers compute with parts of sequences, over the mesh's axis "context".
 
         mesh = zerofn.Mesh.make(data=-1, context=2)
@@ -26,24 +27,31 @@ def context(model: nn.Module, mesh: Mesh, *, method: str = "ulysses") -> None:
         batch = zerofn.parallel.split_sequence(batch, mesh)
         loss = functional_call(model, params, (), batch).loss
 
-    `method`: see `attention`. Its functions are registered with transformers by the names "zerofn_ulysses" and
-    "zerofn_ring", and the model is switched to one of them. Its forward then takes what `split_sequence` returns, and
-    its loss is such that the mean over ranks is that of whole sequences. Ranks compare their rows in every step.
+    `method`: see `attention`; by default "ulysses" where ranks can share the heads, and else "ring". Its functions are
+    registered with transformers by the names "zerofn_ulysses" and "zerofn_ring", and the model is switched to one of
+    them. Its forward then takes what `split_sequence` returns, and its loss is such that the mean over ranks is that of
+    whole sequences. Ranks compare their rows in every step.
 
-    Raises `TypeError` for anything that is no decoder or encoder of transformers, and `ValueError` for a model that
-    mixes tokens in another way than by full attention, for heads that ranks cannot share, and, when the model is
-    called, for a batch that was not cut by `split_sequence`.
+    Raises `TypeError` for anything that is no decoder or encoder of transformers, and `ValueError` for a mesh without
+    the axis, a second call, a model that mixes tokens in another way than by full attention, for heads that ranks
+    cannot share, and, when the model is called, for a batch that was not cut by `split_sequence`.
     """
     axis = mesh.axis(CONTEXT)
     name = type(model).__name__
     config: Any = getattr(model, "config", None)
     if not hasattr(model, "set_attn_implementation") or config is None:
         raise TypeError(f"context: {name} is no model of transformers; call zerofn.parallel.attention in your own.")
+    config = config.get_text_config()
+    if method is None:
+        heads = getattr(config, "num_attention_heads", None)
+        unshared = isinstance(heads, int) and heads % (axis.size * mesh.size(TENSOR))
+        method = "ring" if unshared else "ulysses"
     check_method("context", method)
+    once("context", model)
     if axis.size > 1:
         _check(model, name, config, axis, mesh.size(TENSOR), method)
         _switch(model, config, axis, method)
-    model.forward = _of_parts(model, model.forward, axis)
+    model.forward = _of_parts(model, model.forward, axis, f"zerofn_{method}")
 
 
 def _switch(model: Any, config: Any, axis: Axis, method: str) -> None:
@@ -110,12 +118,15 @@ def _attend(
             f"attention over a cut sequence does not know {what}; set it to nothing in the model's config."
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not hasattr(module, "zerofn_axis"):
+        raise TypeError(f"context: {type(module).__name__} has no is_causal, so that it was not seen to be attention.")
     out = attention(query, key, value, axis=module.zerofn_axis, method=method, causal=causal, scale=scaling)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _of_parts(model: Any, forward: Callable[..., Any], axis: Axis) -> Callable[..., Any]:
+def _of_parts(model: Any, forward: Callable[..., Any], axis: Axis, implementation: str) -> Callable[..., Any]:
     """Return the model's forward for what `split_sequence` returns."""
+    config = model.config.get_text_config()
 
     @functools.wraps(forward)
     def run(*args: Any, row_digest: Tensor | None = None, items_per_row: Tensor | None = None, **inputs: Any) -> Any:
@@ -123,6 +134,11 @@ def _of_parts(model: Any, forward: Callable[..., Any], axis: Axis) -> Callable[.
             raise ValueError(
                 f"{type(model).__name__} computes with parts of sequences: cut the batch by "
                 "zerofn.parallel.split_sequence(batch, mesh), and call the model with all that it returns."
+            )
+        if axis.size > 1 and config._attn_implementation != implementation:
+            raise ValueError(
+                f"{type(model).__name__}: its attention is {config._attn_implementation!r} now, which sees a rank's "
+                f"part of the sequences alone; leave it {implementation!r}, as zerofn.parallel.context has set it."
             )
         # Adds nothing; if rows differ, all ranks raise.
         (digest,) = Linear.apply(Same(axis, f"the rows whose sequences ranks of {axis.name!r} share"), row_digest)

@@ -38,6 +38,6 @@ class CutExperts:
             before, behind = Vary(self.axis), Psum(self.axis)
         hidden, weights = (Linear.apply(before, x)[0] for x in (hidden, weights))
         with places_kept():
-            draw_by_place(self.axis.rank)
+            draw_by_place((self.axis.rank, self.axis.name))
             y = self.forward(hidden, index, weights, *rest)
         return Linear.apply(behind, y)[0]

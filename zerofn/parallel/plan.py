@@ -12,16 +12,23 @@ from typing import Any
 
 from ..util.errors import nearest
 
+KINDS = ("linear", "embedding", "experts", "identity", "varied", "plain", "latent", "sequence")
+
 
 @dataclass(frozen=True)
 class Slice:
     """How a layer's weights are cut over the tensor axis.
 
-    `dim`: of the weight [out, in] of a linear layer, or of a parameter with the name of the plan's key; None leaves
-    them whole. `parts`: how many matrices lie one after the other along `dim`; each is cut. `input`: "equal", the same
-    on all ranks; "cut", this rank's part of the last dim; "take", the same on all ranks, of which each takes its part.
-    `output`: "cut", this rank's part of the last dim; "sum", terms of the ranks; "concat", parts that each rank gets
-    all of; "equal".
+    `dim`: of the weight [out, in] of a linear layer, also where it is kept transposed, or of a parameter with the name
+    of the plan's key; None leaves them whole. `parts`: how many matrices lie one after the other along `dim`; each is
+    cut. `input`: "equal", the same on all ranks; "cut", this rank's part of the last dim; "take", the same on all
+    ranks, of which each takes its part. `output`: "cut", this rank's part of the last dim; "sum", terms of the ranks;
+    "concat", parts that each rank gets all of; "equal". `kind`: of module, by which it computes with its slices, such
+    as "embedding"; most have a word.
+
+    A linear layer that is cut along "out" takes what is equal and leaves "cut" or "concat": `COLWISE` is
+    `Slice(-2, output="cut")`. One that is cut along "in" takes "cut" or "take" and leaves a "sum": `ROWWISE` is
+    `Slice(-1, input="cut")`.
     """
 
     dim: int | None
@@ -31,9 +38,12 @@ class Slice:
     kind: str = "linear"
 
     def __post_init__(self) -> None:
+        if isinstance(self.parts, bool) or not isinstance(self.parts, int) or self.parts < 1:
+            raise ValueError(f"Slice: parts={self.parts!r} is no number of matrices, 1 or more.")
         for what, value, known in (
             ("input", self.input, ("equal", "cut", "take")),
             ("output", self.output, ("cut", "sum", "concat", "equal")),
+            ("kind", self.kind, KINDS),
         ):
             if value not in known:
                 raise ValueError(f"Slice: {what}={value!r} is not known; there are {', '.join(map(repr, known))}.")
@@ -61,6 +71,29 @@ WORDS: dict[str, Slice] = {
     "local_params": Slice(None, kind="plain", output="equal"),
     "replicate": Slice(None, kind="plain", output="equal"),
 }
+
+
+def of_matrix(where: str, how: Slice, num_dims: int) -> Slice:
+    """Return what a plan says of a linear layer, its `dim` from the end: -2 is "out", and -1 "in".
+
+    `where`: the layer. `num_dims`: of its weight. Raises `ValueError` for another dim, and for an input or an output
+    that such slices do not have.
+    """
+    assert how.dim is not None
+    dim = how.dim if how.dim < 0 else how.dim - max(num_dims, 2)
+    if dim not in (-2, -1):
+        raise ValueError(f"{where}: the weight of a linear layer is [out, in], and has no dim {how.dim} to be cut.")
+    inputs, outputs = (("equal",), ("cut", "concat")) if dim == -2 else (("cut", "take"), ("sum",))
+    if how.input not in inputs or how.output not in outputs:
+        raise ValueError(
+            f"{where}: a layer that is cut along {('in' if dim == -1 else 'out')!r} has input={_either(inputs)} and "
+            f"output={_either(outputs)}, not {how.input!r} and {how.output!r}."
+        )
+    return replace(how, dim=dim)
+
+
+def _either(words: Iterable[str]) -> str:
+    return " or ".join(map(repr, words))
 
 
 def slice_of(key: str, value: Any) -> Slice:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..comm.mesh import CONTEXT, Mesh
 
-_SPREAD = 0x9E3779B97F4A7C1  # so that places which are near get numbers which are not
+_SPREAD = 0x9E3779B97F4A7C1, 0x94D049BB133111E  # so that places which are near get numbers which are not
 IGNORED = -100  # the label of a token that counts for no loss
 
 
@@ -26,7 +26,8 @@ def split_sequence(batch: Mapping[str, Tensor], mesh: Mesh, *, shift: bool = Tru
     - `position_ids` [B, S / size]: the tokens' places in the whole sequence;
     - with labels: `shift_labels`, the same as `labels` now are (with `shift`), and `items_per_row` [B]: how many labels
       of the whole row count for a loss, those that are not -100;
-    - `row_digest` [B]: a number that follows from the whole row, by which ranks see that they have the same rows.
+    - `row_digest` [B]: a number that follows from all that was given of the row, by which ranks see that they have the
+      same rows.
 
     A rank's loss is size * (sum of its tokens' losses) / items_per_row.sum(): its mean over ranks is that of whole
     sequences. `zerofn.parallel.context` lets transformers' models compute it. Raises `ValueError` for a length that
@@ -52,8 +53,9 @@ def split_sequence(batch: Mapping[str, Tensor], mesh: Mesh, *, shift: bool = Tru
     for name, x in parts.items():
         if x.shape != ids.shape:
             raise ValueError(f"split_sequence: {name!r} is {list(x.shape)}, and 'input_ids' {list(ids.shape)}.")
+    digests = [_digest(x, number) for number, (_, x) in enumerate(sorted(parts.items()))]
+    more = {"row_digest": torch.stack(digests).sum(0)}
     parts["position_ids"] = torch.arange(size, device=ids.device).expand_as(ids)
-    more = {"row_digest": _digest(ids)}
     if "labels" in parts:
         if shift:
             parts["labels"] = shifted(parts["labels"])
@@ -75,10 +77,14 @@ def _own(x: Tensor, rank: int, num: int) -> Tensor:
     return torch.cat([chunks[rank], chunks[2 * num - 1 - rank]], -1)
 
 
-def _digest(ids: Tensor) -> Tensor:
-    """[B, S] -> [B]: the sum of the tokens, each times a number of its place."""
-    places = torch.arange(1, ids.shape[-1] + 1, device=ids.device)
-    return (ids.long() * (places * _SPREAD)).sum(-1)  # whole numbers, which wrap
+def _digest(x: Tensor, number: int) -> Tensor:
+    """[B, S] -> [B]: the sum of the bits of all entries, each times a number of its place. `number`: of the tensor."""
+    places = torch.arange(1, x.shape[-1] + 1, device=x.device) + (number << 32)
+    for spread in _SPREAD:  # whole numbers, which wrap
+        places = places * spread
+        places = places ^ (places >> 31)
+    bits = x.double().view(torch.int64) if x.is_floating_point() else x.long()
+    return (bits * places).sum(-1)
 
 
 def _refuse_padding(batch: Mapping[str, Tensor], ids: Tensor) -> None:

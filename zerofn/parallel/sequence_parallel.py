@@ -18,9 +18,34 @@ from ..collectives.maps import AllGather, Concat, Linear, ReduceScatter, Take, V
 from ..comm.mesh import Axis
 from ..random.mode import draw_by_place, places_kept
 from .cut_experts import CutExperts
+from .heads import size_of_head
 from .varied import with_varied_parameters
 
 _TOKENS = -2  # the dim of tokens, of what layers hand on
+_OUTPUTS = ("output_hidden_states", "output_router_logits", "output_attentions")
+
+
+def refuse_outputs_of_layers(key: str, model: nn.Module) -> None:
+    """Let a model raise `ValueError` where it is asked for outputs of layers, of which it has parts. Raise it now if
+    its config asks for them.
+    """
+    config, forward = getattr(model, "config", None), model.forward
+
+    def check(asked: Mapping[str, Any]) -> None:
+        for what in _OUTPUTS:
+            if asked.get(what) or getattr(config, what, False):
+                raise ValueError(
+                    f"plan[{key!r}]='sequence_parallel': with {what}, the model reads parts of tokens for whole ones; "
+                    "set it to False."
+                )
+
+    @functools.wraps(forward)
+    def run(*args: Any, **inputs: Any) -> Any:
+        check(inputs)
+        return forward(*args, **inputs)
+
+    check({})
+    model.forward = run
 
 
 class Region:
@@ -94,7 +119,8 @@ class Region:
             )
         for name, part in self._inside():
             owned = [x for x in self._owners if name == x or name.startswith(f"{x}.") or x.startswith(f"{name}.")]
-            if not owned and hasattr(part, "is_causal") or isinstance(part, nn.MultiheadAttention | nn.RNNBase):
+            mixes = isinstance(part, nn.MultiheadAttention | nn.RNNBase | nn.Conv1d)
+            if mixes or not owned and (hasattr(part, "is_causal") or size_of_head(part) > 1):
                 raise ValueError(f"{where}: {name} looks at several tokens, and the plan does not cut its layers.")
             if not any(name == x or name.startswith(f"{x}.") for x in self._owners) or name in varied | self._free:
                 continue
@@ -148,7 +174,7 @@ def _with_own_draws(forward: Callable[..., Any], axis: Axis) -> Callable[..., An
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         with places_kept():
-            draw_by_place(axis.rank)
+            draw_by_place((axis.rank, axis.name))
             return forward(*args, **kwargs)
 
     return run

@@ -20,20 +20,15 @@ from ..random.mode import draw_by_place
 from .cross_entropy import give_loss_of_slices
 from .cut_experts import CutExperts
 from .cuts import Cut, equal
-from .plan import Slice, did_you_mean, matches, slice_of
-from .sequence_parallel import Region
+from .heads import Attributes, change_numbers, check_numbers, size_of_head
+from .once import once
+from .plan import Slice, did_you_mean, matches, of_matrix, slice_of
+from .sequence_parallel import Region, refuse_outputs_of_layers
 from .varied import Varied, with_varied_parameters
-
-# What modules of attention call the size of a head.
-_SIZES_OF_HEADS = ("head_dim", "attention_head_size", "key_value_proj_dim")
 
 
 def tensor(
-    model: nn.Module,
-    mesh: Mesh,
-    plan: Mapping[str, str | Slice] | None = None,
-    *,
-    attributes: Mapping[str, Mapping[str, Callable[[Any, int], Any]]] | None = None,
+    model: nn.Module, mesh: Mesh, plan: Mapping[str, str | Slice] | None = None, *, attributes: Attributes | None = None
 ) -> dict[str, Cut]:
     """Let a skeleton compute with slices of its layers over the mesh's axis "tensor"; return the cuts, for `shard`.
 
@@ -49,10 +44,14 @@ def tensor(
     - "model.layers.*": "sequence_parallel": between attention and MLP, ranks have parts of the tokens;
     - "lm_head": "colwise": logits stay cut by vocabulary, and the model's loss is computed from slices.
 
-    `attributes`: module name -> {attribute: function of (value, ranks)}, for numbers that modules keep.
+    `attributes`: module name -> {attribute: function of (value, ranks)}, for numbers that modules keep, such as that of
+    their heads: {"blocks.*.attn": {"num_heads": lambda heads, ranks: heads // ranks}}. Which layers are of attention
+    follows from `head_dim`, or another name of a head's size, in the module that has them.
 
-    Raises `ValueError` for a model without a plan, an entry that matches nothing, an unknown word, and for heads that
-    ranks cannot share.
+    An embedding whose weight is that of a head cut by columns ("tied") is cut with it.
+
+    Raises `ValueError` for a mesh without the axis, a model without a plan, an entry that matches nothing, an unknown
+    word, a parameter of several modules of which the plan cuts one, and for heads that ranks cannot share.
     """
     axis, own = mesh.axis(TENSOR), getattr(model, "tp_plan", None) or {}
     if plan is None:
@@ -63,6 +62,7 @@ def tensor(
             )
     if axis.size == 1:
         return {}
+    once("tensor", model)
     made = _Maker(model, mesh, axis)
     entries = {key: slice_of(key, value) for key, value in plan.items()}
     for key, how in sorted(entries.items(), key=lambda entry: entry[1].kind != "sequence"):
@@ -71,13 +71,9 @@ def tensor(
     made.close()
     if not made.cuts:
         raise ValueError(f"the plan of {type(model).__name__} cuts none of its parameters.")
-    for key, changes in (attributes or {}).items():
-        found = [part for name, part in model.named_modules() if matches(key, name)]
-        if not found:
-            raise ValueError(f"attributes[{key!r}] matches no module{did_you_mean(key, dict(model.named_modules()))}")
-        for part in found:
-            for attribute, change in changes.items():
-                setattr(part, attribute, change(getattr(part, attribute), axis.size))
+    for name in made.owners:
+        check_numbers(name, made.modules[name], attributes or {})
+    change_numbers(model, attributes or {}, axis.size)
     return made.cuts
 
 
@@ -86,17 +82,19 @@ class _Maker:
 
     def __init__(self, model: nn.Module, mesh: Mesh, axis: Axis) -> None:
         self.cuts: dict[str, Cut] = {}
+        self.owners: set[str] = set()  # modules with linear layers that are cut
         self._mesh, self._axis = mesh, axis
-        self._modules = dict(model.named_modules())
+        self.modules = dict(model.named_modules())
         self._params = dict(model.named_parameters())
         names = {id(p): name for name, p in self._params.items()}
         self._name_of = {
             (path, last): names[id(p)]
-            for path, part in self._modules.items()
+            for path, part in self.modules.items()
             for last, p in part._parameters.items()
             if p is not None
         }
         self._taken: dict[str, str] = {}
+        self._cut_in: dict[str, set[str]] = {}  # weight -> modules by which it is cut
         self._regrouped: set[int] = set()
         self._varied: dict[str, Varied] = {}  # by the module whose layers take what varies
         self._regions: list[Region] = []
@@ -105,30 +103,36 @@ class _Maker:
 
     def near(self, key: str) -> str:
         """Return the end of a sentence that offers the nearest name."""
-        return did_you_mean(key, self._modules)
+        return did_you_mean(key, self.modules)
 
     def take(self, key: str, how: Slice) -> bool:
         """Apply one entry of the plan. Return whether it matches anything."""
-        modules = [name for name in self._modules if name and matches(key, name)]
+        modules = [name for name in self.modules if name and matches(key, name)]
         params = [name for name in self._params if matches(key, name)]
         for name in modules + params:
             if name in self._taken:
                 raise ValueError(f"plan[{key!r}] and plan[{self._taken[name]!r}] both match {name!r}; leave one out.")
             self._taken[name] = key
         if how.kind == "sequence":
-            self._refuse_outputs_of_layers(key)
+            refuse_outputs_of_layers(key, self.modules[""])
             self._region(key, modules)
             return bool(modules)
         for name in params:
             self._cut(name, self._params[name], how, name)
         for name in modules:
-            self._module(name, self._modules[name], how)
+            self._module(name, self.modules[name], how)
         return bool(modules or params)
 
     def close(self) -> None:
-        """Give modules their maps that have layers with maps."""
+        """Cut what shares a parameter with a module that is cut, and give modules their maps that have layers with
+        maps.
+        """
+        for (path, last), name in self._name_of.items():
+            others = self._cut_in.get(name, set())
+            if last == "weight" and others and path not in others:
+                self._tied(path, name, min(others))
         for where, varied in self._varied.items():
-            above = self._modules[where]
+            above = self.modules[where]
             above.forward = varied.inside(above.forward)
         for region in self._regions:
             region.close(set(self.cuts), self._with_varied_parameters)
@@ -136,16 +140,18 @@ class _Maker:
     def _region(self, key: str, names: list[str]) -> None:
         """Note layers that compute with parts of the tokens: those of one list follow one another."""
         for _, found in itertools.groupby(names, key=lambda name: name.rpartition(".")[0]):
-            self._regions.append(Region(key, {name: self._modules[name] for name in found}, self._axis))
+            self._regions.append(Region(key, {name: self.modules[name] for name in found}, self._axis))
 
-    def _refuse_outputs_of_layers(self, key: str) -> None:
-        config = getattr(self._modules[""], "config", None)
-        for what in ("output_hidden_states", "output_router_logits", "output_attentions"):
-            if getattr(config, what, False):
-                raise ValueError(
-                    f"plan[{key!r}]='sequence_parallel': with {what} in its config, the model reads parts of "
-                    "tokens for whole ones; set it to False."
-                )
+    def _tied(self, path: str, name: str, other: str) -> None:
+        """Cut a module of which one that is cut has the weight: an embedding, whose rows are those of a head."""
+        part, cut = self.modules[path], self.cuts[name]
+        if not isinstance(part, nn.Embedding) or cut.dim != 0 or path in self._taken:
+            raise ValueError(
+                f"{path} and {other} have the same parameter, {name!r}, and the plan cuts dim {cut.dim} of it for "
+                f"{other} alone; give {path!r} an entry that cuts it, too."
+            )
+        lookup: Any = part
+        lookup.forward = _rows_of_vocabulary(part, part.forward, cut, self._axis)
 
     def _region_of(self, name: str) -> Region | None:
         return next((x for x in self._regions if x.has(name)), None)
@@ -156,15 +162,21 @@ class _Maker:
         if dim is None:
             return None
         dim %= param.dim()
-        unit, size = self._unit(where) if how.kind == "linear" else 1, self._axis.size
+        above = self.modules.get(where.rpartition(".")[0])
+        unit, size = size_of_head(above) if how.kind == "linear" else 1, self._axis.size
         try:
             cut = equal(TENSOR, dim, param.shape[dim], size, how.parts, unit)
             heads = param.shape[dim] // (how.parts * unit)
             if unit > 1 and heads > size and heads % size:  # queries would meet keys of other heads
                 raise ValueError(f"{heads} heads cannot be shared by {size} ranks")
+            if len(set(cut.slices)) < size and (how.kind, how.output) != ("linear", "cut"):  # sums would count twice
+                raise ValueError(f"there are fewer {'heads' if unit > 1 else 'entries of this dim'} than ranks")
         except ValueError as error:
             raise ValueError(f"{where}: {self._axis.size} ranks of {TENSOR!r} cannot share it: {error}.") from None
-        self.cuts[name] = cut
+        if self.cuts.setdefault(name, cut) != cut:
+            raise ValueError(
+                f"{where}: the plan cuts dim {dim} of {name!r}, and dim {self.cuts[name].dim} for another module."
+            )
         return cut
 
     def _sharers(self, where: str, cut: Cut | None) -> Axis | None:
@@ -176,17 +188,11 @@ class _Maker:
         num = size if cut is None else len(set(cut.slices))
         if num == size:
             return None
-        above: Any = self._modules[where.rpartition(".")[0]]
+        above: Any = self.modules[where.rpartition(".")[0]]
         if id(above) not in self._regrouped and hasattr(above, "num_key_value_groups"):
             self._regrouped.add(id(above))
             above.num_key_value_groups = above.num_key_value_groups * num // size
         return self._mesh.block(TENSOR, size // num)
-
-    def _unit(self, where: str) -> int:
-        """Return the size of what may not be cut: a head, for a layer of attention."""
-        above = self._modules.get(where.rpartition(".")[0])
-        found = [getattr(above, name, None) for name in _SIZES_OF_HEADS]
-        return next((x for x in found if isinstance(x, int)), 1)
 
     def _module(self, name: str, part: nn.Module, how: Slice) -> None:
         transposed = _is_transposed(part)
@@ -199,9 +205,11 @@ class _Maker:
                 )
             dim = how.dim
             if how.kind == "linear":
+                how = of_matrix(name, how, weight.dim())
                 dim = weight.dim() - 2 if how.dim == -2 else weight.dim() - 1
                 dim = 1 - dim if transposed else dim
             cut = self._cut(self._name_of[name, "weight"], weight, how, name, dim)
+            self._cut_in.setdefault(self._name_of[name, "weight"], set()).add(name)
             if transposed and how.dim == -2 and cut is not None:
                 setattr(part, "nf", cut.length(self._axis.rank))  # noqa: B010  (its width, which it asks)
             if bias is not None and how.dim == -2:
@@ -243,15 +251,17 @@ class _Maker:
     ) -> Callable[[Tensor], Tensor]:
         axis, region, owner = self._axis, self._region_of(name), name.rpartition(".")[0]
         sizes = _sizes(cut)
+        if cut is not None:
+            self.owners.add(owner)
         sharers = self._sharers(name, cut)
         forward = part.forward if sharers is None else with_varied_parameters(part, part.forward, sharers)
         if adds_bias:
             forward = _without_bias(part, forward)
         if region is not None:
             bias = (lambda: part._parameters["bias"]) if adds_bias else None
-            return region.linear(name, self._modules[owner], forward, how, bias)
+            return region.linear(name, self.modules[owner], forward, how, bias)
         if cut is not None and how.output == "cut" and part is self._head:
-            give_loss_of_slices(self._modules[""], axis, cut.size)
+            give_loss_of_slices(self.modules[""], axis, cut.size)
         vary = self._varied.setdefault(owner, Varied(axis)) if how.input == "equal" else None
         return _linear(part, forward, how, axis, sizes, adds_bias, vary)
 
@@ -259,7 +269,7 @@ class _Maker:
         """Return the map behind the layer of latent attention (DeepSeek-V2) whose output is [keys and values, rotated
         keys]: those go into a layer that is cut, these into every head as they are.
         """
-        above = self._modules[name.rpartition(".")[0]]
+        above = self.modules[name.rpartition(".")[0]]
         size = getattr(above, "qk_rope_head_dim", None)
         if not isinstance(size, int):
             raise ValueError(f"{name}: the word mla_kv_a_proj is for a layer of attention with qk_rope_head_dim.")
@@ -301,7 +311,7 @@ def _linear(
         elif how.input == "take":
             (x,) = Linear.apply(Take(axis, sizes), x)
         y = forward(x)
-        draw_by_place(axis.rank if vary is not None and how.output == "cut" else None)
+        draw_by_place((axis.rank, axis.name) if vary is not None and how.output == "cut" else None)
         if how.output == "sum":
             (y,) = Linear.apply(Psum(axis), y)
         elif how.output == "concat":

@@ -82,14 +82,14 @@ def _check_for_all_meshes(cuts: Cuts | None, hpz: bool) -> None:
     if cuts is not None:
         raise ValueError("plan(mesh='auto', cuts=...): every mesh has cuts of its own; let train_step return them.")
     if hpz:
-        raise ValueError("plan(mesh='auto', hpz=True): most meshes have no replicas; give one that has.")
+        raise ValueError("plan(mesh='auto', hpz=True): it is tried on meshes with replicas; leave it out.")
 
 
 def plan_step(step: Step, mesh: Mesh, machine: Machine | str | os.PathLike[str], where: Machine, asked: Asked) -> Table:
     """Plan a step on one mesh. `machine`: as it was given; `where`: see `cluster`."""
     where.check_ranks(mesh.num_ranks)
-    found = RowPlanner(step, mesh, where, written(machine), Initial()).rows(asked)
-    return Table(list(found), where, mesh.num_ranks, step.name)
+    rows = step.planned_by(lambda step: list(RowPlanner(step, mesh, where, written(machine), Initial()).rows(asked)))
+    return Table(rows, where, mesh.num_ranks, step.name)
 
 
 def plan_meshes(

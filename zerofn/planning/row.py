@@ -76,7 +76,8 @@ class Config(NamedTuple):
             named = self.cuts or CONTEXT in self.sizes
             given.append(f"mesh={'mesh' if named else mesh}" + (f", cuts={self.cuts}" if self.cuts else ""))
             first = f"mesh = {mesh}; " if named else ""
-            first += "zerofn.parallel.context(model, mesh); " if CONTEXT in self.sizes else ""
+            if CONTEXT in self.sizes:
+                first += "zerofn.parallel.context(model, mesh); batch = zerofn.parallel.split_sequence(batch, mesh); "
         options = ", ".join(given)
         remat = f", remat={self.remat!r}" if self.remat else ""
         remat = f", memory={int(self.memory)}" if self.remat == "budget" else remat
@@ -206,7 +207,8 @@ class Row:
         """Return its cells of the table."""
         c, plan = self.config, self.plan
         about = "~ " if self.estimate is not None else ""
-        out = [c.grid, str(c.stage), _short(c.offload), _short(c.precision), c.remat or "-", str(c.rows)]
+        stage = f"{c.stage} hpz" if c.hpz else str(c.stage)
+        out = [c.grid, stage, _short(c.offload), _short(c.precision), c.remat or "-", str(c.rows)]
         out.append(f"{about if self.bound else '> '}{in_words(self.needs.device)}")
         peak = plan.memory().peak if plan else {}
         out += [in_words(peak[kind]) if peak.get(kind) else "" for kind in KINDS]

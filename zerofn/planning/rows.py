@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from .._torch_compat import storage_key
 from ..comm.mesh import EXPERT, TENSOR, Mesh
 from ..cost.machine import Machine
 from ..dry_run.fake_machine import FakeMachine
+from ..graph.capture import CaptureError
 from ..graph.captured import captured
 from ..graph.edit import copied
 from ..graph.program import Program
@@ -29,6 +30,8 @@ from ..sharding.sharded import is_sharded
 from ..sharding.storage import StoredPart
 from .plan import Plan
 from .row import Config, Needs, Row, lacking
+
+T = TypeVar("T")
 
 ALL = "all"
 BUDGET = "budget"
@@ -50,7 +53,7 @@ USUAL_CUTS = {TENSOR: "zerofn.parallel.tensor(model, mesh)", EXPERT: "zerofn.moe
 
 class Step(NamedTuple):
     """What is planned: the arguments of `zerofn.plan`. `layers`: where the same step can be made with fewer. `written`:
-    the cuts as code, where they are not the usual ones.
+    the cuts as code, where they are not the usual ones. `otherwise`: what is planned where this cannot be.
     """
 
     train_step: Callable[[Any, Any], Any]
@@ -61,11 +64,21 @@ class Step(NamedTuple):
     hpz: bool = False
     layers: Layers | None = None
     written: str = ""
+    otherwise: Callable[[], Step] | None = None
 
     @property
     def name(self) -> str:
         """The name of the function."""
         return getattr(self.train_step, "__name__", "step")
+
+    def planned_by(self, plan: Callable[[Step], T]) -> T:
+        """Return `plan` of this step, or of the one that is there where this cannot be planned."""
+        try:
+            return plan(self)
+        except (ValueError, CaptureError):
+            if self.otherwise is None:
+                raise
+            return plan(self.otherwise())
 
 
 class Asked(NamedTuple):
@@ -230,7 +243,7 @@ class RowPlanner:
         with fake():
             first = self._initials.of(self._step.init_state, resolve(config.precision))
             given = config.precision, config.offload, self._step.unit, self._step.cuts
-            return shard_fake(first, config.stage, self._mesh, *given, self._step.hpz)
+            return shard_fake(first, config.stage, self._mesh, *given, config.hpz)
 
     def _prepared(self, config: Config) -> _Prepared | Row:
         """Return the captured step, before any decision about memory; a row if the state alone is too large."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ..comm.mesh import BETWEEN, CONTEXT, EXPERT, SLICES, TENSOR, Mesh
 from ..cost.machine import Machine
@@ -21,6 +21,14 @@ def _alone(planner: RowPlanner, config: Config) -> list[Row]:
     return [planner.row(config)]
 
 
+def _with_hpz(configs: Iterable[Config], mesh: Mesh) -> Iterator[Config]:
+    """Yield configurations, and those at stage 3 once more with each shard cut over the replicas, if there are any."""
+    for config in configs:
+        yield config
+        if config.stage == STAGES[-1] and mesh.replicas.size > 1 and config.offload is None and not config.hpz:
+            yield config._replace(hpz=True)
+
+
 class Search:
     """Plans meshes one by one. `step_on`: the step for a mesh."""
 
@@ -32,7 +40,7 @@ class Search:
         self._why: dict[tuple[int, ...], str] = {}  # sizes of the inner axes -> why they are left out
         self._in_full: dict[Config, Callable[[Config], list[Row]]] = {}  # what plans estimated rows
         self._depths: dict[tuple[int, int, int], None] = {}
-        self._num_tokens = 0  # of a rank's batch of whole sequences
+        self._length = 0.0  # of a whole sequence
 
     @property
     def fits(self) -> bool:
@@ -88,7 +96,8 @@ class Search:
             if shape in self._why:
                 continue
             try:
-                self.rows += self._rows(Mesh.planned(sizes), asked)
+                mesh = Mesh.planned(sizes)
+                self.rows += self._step_on(mesh).planned_by(functools.partial(self._rows, mesh=mesh, asked=asked))
             except (ValueError, CaptureError) as error:
                 if max(shape) == 1:
                     raise
@@ -118,18 +127,19 @@ class Search:
         planned = {row.config for row in found}
         self.rows = [row for row in self.rows if row.config not in planned] + found
 
-    def _rows(self, mesh: Mesh, asked: Asked) -> list[Row]:
-        step = self._step_on(mesh)
+    def _rows(self, step: Step, mesh: Mesh, asked: Asked) -> list[Row]:
         planner = RowPlanner(step, mesh, self._machine, self._written, self._initials)
-        self._check(step, mesh, planner.num_tokens)
+        self._check(step, mesh, planner.num_tokens / planner.num_rows)
         self.name = step.name
         rows: list[Row] = []
         narrowed, done = asked.stage == list(STAGES), set[Config]()
         ways = self._ways(step, mesh, planner, asked)
-        for config in planner.configs(asked):
-            alike = config._replace(stage=0)
-            if narrowed and (alike in done or config.stage < STAGES[-1] and mesh.shards.size == 1):
-                continue  # a lower stage fits; or all stages are the same
+        for config in _with_hpz(planner.configs(asked), mesh):
+            alike = config._replace(stage=0, hpz=False)
+            if alike in done and (narrowed or config.hpz):
+                continue  # a lower stage fits, or one without hpz, which saves nothing but memory
+            if narrowed and config.stage < STAGES[-1] and mesh.shards.size == 1:
+                continue  # all stages are the same
             for row in ways(config):
                 rows.append(row)
                 if row.fits:
@@ -149,7 +159,7 @@ class Search:
         estimator = Estimator(step, mesh, self._machine, self._written, self._initials)
         return lambda config: estimator.rows(config, asked.remat)
 
-    def _check(self, step: Step, mesh: Mesh, num_tokens: int) -> None:
+    def _check(self, step: Step, mesh: Mesh, length: float) -> None:
         """Raise `ValueError` where a step is not made for a mesh."""
         cuts = (step.cuts or {}).values()
         along = {cut.axis for x in cuts for cut in (x if isinstance(x, Sequence) else [x])}
@@ -158,9 +168,9 @@ class Search:
                 raise ValueError(f"no leaf is cut over it; a model is, by cuts={_CUT_BY[name]}.")
         parts = mesh.size(CONTEXT)
         if parts == 1:
-            self._num_tokens = num_tokens
-        elif num_tokens * parts != self._num_tokens:
+            self._length = length
+        elif length * parts != self._length:
             raise ValueError(
-                "a rank's batch is not a part of the sequences; it is by zerofn.parallel.split_sequence(batch, mesh), "
+                "a rank's rows are no parts of sequences; they are by zerofn.parallel.split_sequence(batch, mesh), "
                 "and from Python train_step returns (train step, cuts, batch)."
             )

@@ -71,9 +71,11 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     return torch.ops.zerofn.fold_in.int(key, _signed(data))
 
 
-def fold_in_rank(key: Tensor, rank: int) -> Tensor:
-    """The bits of `fold_in(key, rank)`, for this process's rank: a captured step knows that ranks draw differently."""
-    return torch.ops.zerofn.fold_in_rank.default(key, rank)
+def fold_in_rank(key: Tensor, rank: int, axis: str = "") -> Tensor:
+    """The bits of `fold_in(key, rank)`, for this process's rank: a captured step knows that ranks draw differently,
+    along an axis of the mesh, or along those of the batch.
+    """
+    return torch.ops.zerofn.fold_in_rank.default(key, rank, axis)
 
 
 def check_scalar(x: Any, where: str, what: str) -> None:
@@ -103,9 +105,9 @@ def _fake_fold_in(key: Tensor, data: int | Tensor) -> Tensor:
 _define("fold_in(Tensor key, Tensor data) -> Tensor", _run_fold_in, _fake_fold_in)
 _define("fold_in.int(Tensor key, int data) -> Tensor", _run_fold_in, _fake_fold_in)
 define(  # the same, by a name that says that ranks get different keys
-    "fold_in_rank(Tensor key, int rank) -> Tensor",
-    _run_fold_in,
-    _fake_fold_in,
+    "fold_in_rank(Tensor key, int rank, str axis='') -> Tensor",
+    lambda key, rank, axis="": _run_fold_in(key, rank),
+    lambda key, rank, axis="": _fake_fold_in(key, rank),
     traits=Traits(OnShard.REFUSED, own=True),
 )
 

@@ -55,7 +55,7 @@ class _Randomness(TorchDispatchMode):
     def __init__(self, key: Tensor | None) -> None:
         super().__init__()
         self.key = key
-        self.place: int | None = None
+        self.place: tuple[int, str] | None = None  # of a rank along an axis
         self.position = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,7 +77,7 @@ class _Randomness(TorchDispatchMode):
                 f"{func.name()}{_where()} was given a torch.Generator, whose state is hidden from "
                 "the step. Drop generator=...: draws come from the step's key."
             )
-        return self.counted(self.key if self.place is None else draws.fold_in_rank(self.key, self.place))
+        return self.counted(self.key if self.place is None else draws.fold_in_rank(self.key, *self.place))
 
     def counted(self, key: Tensor) -> tuple[Tensor, int]:
         """Return `key` and the position of a new draw, and count it."""
@@ -90,8 +90,9 @@ def current_draw() -> tuple[Tensor, int] | None:
     return next((mode.counted(mode.key) for mode in _current() if mode.key is not None), None)
 
 
-def draw_by_place(place: int | None) -> None:
-    """From here on, draws are functions of a place as well: where a rank has a slice of what is drawn for. None: not.
+def draw_by_place(place: tuple[int, str] | None) -> None:
+    """From here on, draws are functions of a place as well, (rank, name of the axis): where a rank has a slice of what
+    is drawn for. None: not.
 
     Inside `places_kept`, and nothing without `randomness`.
     """

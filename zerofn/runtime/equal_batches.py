@@ -51,7 +51,7 @@ def compare_batches(name: str, batch: Any, mesh: Mesh | None) -> None:
     if mesh.batch.size > 1 and len({found for _, found in first.values()}) == 1 and mesh.all.rank == 0:
         log.warning(
             "%s: all %d ranks have the same batch, so they all do the work of one. Give each rank its own part, "
-            "such as with torch.utils.data.DistributedSampler.",
+            "such as with zerofn.sampler(dataset, mesh).",
             name,
             mesh.batch.size,
         )

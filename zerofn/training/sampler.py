@@ -14,9 +14,9 @@ def sampler(dataset: Any, mesh: Any = None, *, shuffle: bool = True, seed: int =
     """Return the sampler of this rank's rows, for a `DataLoader`.
 
     `dataset`: has a length, the same on all ranks. `mesh`: a `zerofn.Mesh`, a `DeviceMesh`, or None for all ranks.
-    Ranks along "replicate" and "data" have rows of their own; those along "context" and "tensor" have the same ones, in
-    the same order. All have equally many: what is left over is dropped. `shuffle`: whether each epoch has an order of
-    its own, which follows from `seed` and from `sampler.set_epoch(epoch)`.
+    Ranks along "replicate", "data" and "expert" have rows of their own; those along "context" and "tensor" have the
+    same ones, in the same order. All have equally many: what is left over is dropped. `shuffle`: whether each epoch has
+    an order of its own, which follows from `seed` and from `sampler.set_epoch(epoch)`.
 
     Raises `ValueError` for a dataset with fewer rows than ranks that have their own.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch.fx import GraphModule
@@ -45,6 +47,17 @@ def from_text(text: str) -> list[Choice]:
         Choice(frozenset(dropped), _pairs(cuts), _pairs(starts), frozenset(offloaded))
         for dropped, cuts, starts, offloaded in json.loads(text)
     ]
+
+
+def names_of(gms: Iterable[GraphModule]) -> str:
+    """Return a text that two ranks have where every name means the same operation to both. It does not in a step with
+    `zerofn.parallel.attention(method="ring")`, in which blocks of keys before a rank's own are other operations than
+    those behind.
+    """
+    found = hashlib.sha256()
+    for node in (node for gm in gms for node in gm.graph.nodes):
+        found.update(f"{node.name} {getattr(node.target, '__name__', node.target)}\n".encode())
+    return found.hexdigest()
 
 
 def _pairs(found: list[list[str]] | None) -> frozenset[tuple[str, str]] | None:

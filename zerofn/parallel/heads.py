@@ -1,0 +1,55 @@
+"""Heads of attention in modules that the library does not know: how large one is, and how many a rank has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from .plan import did_you_mean, matches
+
+Attributes = Mapping[str, Mapping[str, Callable[[Any, int], Any]]]
+
+# What modules of attention call the size of a head.
+_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "d_head", "dim_head")
+
+
+def size_of_head(attention: nn.Module | None) -> int:
+    """Return the size of what may not be cut in a module's layers; 1 if it knows no heads."""
+    found = [getattr(attention, name, None) for name in _SIZES]
+    return next((x for x in found if isinstance(x, int)), 1)
+
+
+def check_numbers(name: str, part: nn.Module, attributes: Attributes) -> None:
+    """Raise `ValueError` if a module, of which layers are cut, would go on with the number of all heads.
+
+    With `head_dim`, or another name of a head's size, modules ask how many heads there are.
+    """
+    told = {x for key, changes in attributes.items() if matches(key, name) for x in changes}
+    for attribute, value in vars(part).items() if size_of_head(part) == 1 else ():
+        counts = re.search("heads?$", attribute) and isinstance(value, int) and value > 1
+        if counts and attribute not in told:
+            key = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+            raise ValueError(
+                f"{name}.{attribute} is {value}, and layers of {name} are cut: say how many heads a rank has by "
+                f"attributes={{{key!r}: {{{attribute!r}: lambda heads, ranks: heads // ranks}}}}."
+            )
+
+
+def change_numbers(model: nn.Module, attributes: Attributes, size: int) -> None:
+    """Change numbers that modules keep to those of one of `size` ranks. Raises `ValueError` for a key that matches no
+    module, and for a number that ranks cannot share.
+    """
+    for key, changes in attributes.items():
+        found = [part for name, part in model.named_modules() if matches(key, name)]
+        if not found:
+            raise ValueError(f"attributes[{key!r}] matches no module{did_you_mean(key, dict(model.named_modules()))}")
+        for part in found:
+            for attribute, change in changes.items():
+                value = getattr(part, attribute)
+                changed = change(value, size)
+                if isinstance(value, int) and changed != value and value > size and value % size:
+                    raise ValueError(f"attributes[{key!r}]: {attribute} is {value}, which {size} ranks cannot share.")
+                setattr(part, attribute, changed)
