@@ -14,6 +14,8 @@ from benchmarks.mesh.training import assert_same_training, plain, trained
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
 from zerofn.parallel import context, split_sequence
+from zerofn.passes.budget.decision import names_of
+from zerofn.passes.budget.search import graphs
 
 T5 = transformers.T5Config(vocab_size=67, d_model=24, d_kv=4, d_ff=36, num_layers=1, num_heads=6)
 ODD = transformers.LlamaConfig(**{**SMALL, "num_attention_heads": 3, "num_key_value_heads": 3}, intermediate_size=35)
@@ -42,6 +44,31 @@ def test_eager_steps_have_the_bits_of_captured_ones(ranks):
     assert_same_training(captured, plain("llama"))
     for (a, x, _), (b, y, _) in zip(eager, captured, strict=True):
         assert a == b and all(torch.equal(x[k], y[k]) for k in x)
+
+
+def in_a_ring(memory):
+    """The peak that is planned for this rank."""
+    mesh = Mesh.make(context=-1)
+    model = zerofn.skeleton(partial(build, "llama"))
+    context(model, mesh, method="ring")
+
+    def init_state():
+        return zerofn.TrainState.create(params=dict(build("llama").named_parameters()), tx=optim.sgd(0.1))
+
+    def train_step(state, batch):
+        loss, grads = state.value_and_grad(lambda p, x: functional_call(model, p, (), x).loss)(batch)
+        return state.apply_gradients(grads), loss
+
+    step = zerofn.compile(train_step, memory=memory)
+    plan = step.lower(zerofn.shard(init_state, mesh=mesh), split_sequence(of_rows(24), mesh))
+    return plan.memory().total, names_of(graphs(plan.graph))
+
+
+def test_ranks_of_a_ring_keep_to_a_budget_each_by_its_own_operations(ranks):
+    (peak, names), (other_peak, other_names) = ranks(2, in_a_ring, None)
+    assert names != other_names
+    memory = 9 * max(peak, other_peak) // 10
+    assert all(total <= memory for total, _ in ranks(2, in_a_ring, memory))
 
 
 def of_rows(num):

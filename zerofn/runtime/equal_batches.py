@@ -23,20 +23,23 @@ def compare_batches(name: str, batch: Any, mesh: Mesh | None) -> None:
     Raises `RuntimeError` on all ranks if those that share the work on one batch have different ones, and if those that
     share sequences have the same.
     """
-    leaves = [x for x in tree.leaves(batch, is_leaf=is_sharded) if isinstance(x, Tensor) and x.numel() > 1]
+    entries = tree.leaves(batch, is_leaf=is_sharded)
+    numbers = [x for x in entries if isinstance(x, bool | int | float | str)]
+    leaves = [x for x in entries if isinstance(x, Tensor) and x.numel() > 1]
     if mesh is None or mesh.num_ranks == 1 or not leaves:
         return
     words = repr([digest(x).tolist() for x in leaves])
-    mine = f"{mesh.rows.rank} {mesh.batch.rank} {hashlib.sha256(words.encode()).hexdigest()}"
+    hashes = [hashlib.sha256(x.encode()).hexdigest() for x in (words, f"{words} {numbers}")]
+    mine = f"{mesh.rows.rank} {mesh.batch.rank} {' '.join(hashes)}"
     theirs = exchange(f"zerofn.compile({name})", mine)
     if len(theirs) != mesh.num_ranks:  # the mesh is of some ranks of the job
         return
     first: dict[str, tuple[int, str]] = {}
     of_rows: dict[tuple[str, str], tuple[int, str]] = {}
     for rank, text in enumerate(theirs):
-        rows, place, found = text.split()
-        before, known = first.setdefault(place, (rank, found))
-        if known != found:
+        rows, place, found, with_numbers = text.split()
+        before, known = first.setdefault(place, (rank, with_numbers))
+        if known != with_numbers:
             shared = " and ".join(repr(axis.name) for axis in mesh.slices if axis.name not in BATCH)
             raise RuntimeError(
                 f"{name}: ranks {before} and {rank} have slices of the same layers, and different batches. Along "
@@ -48,7 +51,7 @@ def compare_batches(name: str, batch: Any, mesh: Mesh | None) -> None:
                 f"{name}: ranks {before} and {rank} share the sequences of their rows, along {CONTEXT!r}, and have the "
                 "same batch: cut it by zerofn.parallel.split_sequence(batch, mesh)."
             )
-    if mesh.batch.size > 1 and len({found for _, found in first.values()}) == 1 and mesh.all.rank == 0:
+    if mesh.batch.size > 1 and len({text.split()[2] for text in theirs}) == 1 and mesh.all.rank == 0:
         log.warning(
             "%s: all %d ranks have the same batch, so they all do the work of one. Give each rank its own part, "
             "such as with zerofn.sampler(dataset, mesh).",
