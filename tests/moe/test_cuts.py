@@ -199,7 +199,7 @@ def meeting_the_state(stage):
         state = zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=moe.cuts(start(EXPERTS), mesh))
         zerofn.compile(train_step)(state, tuple(batches(mesh.batch.rank)[0]))
 
-    for number, cause in ((of_rows, "batch entry"), (of_experts, "its experts")):
+    for number, cause in ((of_rows, "batch entry"), (of_experts, "own experts")):
         with pytest.raises(zerofn.CaptureError, match="combines a shard with a value that differs") as told:
             run(number)
         assert cause in str(told.value)

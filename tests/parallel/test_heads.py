@@ -1,6 +1,9 @@
 """What a rank has of heads, and what it may not."""
 
+from contextlib import nullcontext
+
 import pytest
+import torch
 import transformers
 from torch import nn
 
@@ -70,3 +73,29 @@ def test_slices_have_known_words():
     for wrong, message in (({"kind": "lin"}, "kind='lin' is not known"), ({"parts": 0}, "parts=0 is no number")):
         with pytest.raises(ValueError, match=message):
             Slice(-2, output="cut", **wrong)
+
+
+def test_one_number_for_each_head_goes_with_it():
+    class Gated(Attention):
+        def __init__(self):
+            super().__init__(head_dim=6)
+            self.sinks, self.gates = nn.Parameter(torch.zeros(4)), nn.Linear(24, 4)
+
+    model = zerofn.skeleton(lambda: nn.Sequential(Gated()))
+    cuts = tensor(model, Mesh.planned({"tensor": 2}), PLAN | {"*.sinks": "colwise", "*.gates": "colwise"})
+    assert [cuts[name].slices for name in ("0.sinks", "0.gates.weight")] == [(((0, 2),), ((2, 4),))] * 2
+
+
+def test_gates_and_what_they_multiply_are_two_matrices():
+    class Experts(nn.Module):
+        has_gate = is_concatenated = True
+
+        def __init__(self):
+            super().__init__()
+            self.gate_up_proj, self.down_proj = nn.Parameter(torch.zeros(2, 8, 4)), nn.Parameter(torch.zeros(2, 4, 4))
+
+    plan = {"experts": "moe_tp_experts", "experts.down_proj": "rowwise"}
+    for word, refused in (("colwise", True), ("packed_colwise", False)):
+        model = zerofn.skeleton(lambda: nn.ModuleDict({"experts": Experts()}))
+        with pytest.raises(ValueError, match="gate_up_proj holds two matrices") if refused else nullcontext():
+            tensor(model, Mesh.planned({"tensor": 2}), plan | {"experts.gate_up_proj": word})

@@ -223,7 +223,7 @@ def meeting_the_state(note, build=mlp):
 
 
 def of_slices():
-    with pytest.raises(zerofn.CaptureError, match=r"its slices of layers\. .*psum\(x, 'tensor'\) is the sum of what"):
+    with pytest.raises(zerofn.CaptureError, match=r"own slices of layers\. .*psum\(x, 'tensor'\) is the sum of what"):
         meeting_the_state(None)
     with pytest.raises(zerofn.CaptureError, match=r"'extra.norm' is replicated.*computed with this rank's slices"):
         meeting_the_state(lambda x: x)
@@ -242,7 +242,7 @@ def skipping():
 
 
 def drawn_for_slices():
-    with pytest.raises(zerofn.CaptureError, match="its random key"):
+    with pytest.raises(zerofn.CaptureError, match="random key"):
         meeting_the_state(lambda x: zerofn.collectives.psum(x, "tensor"), skipping)
 
 

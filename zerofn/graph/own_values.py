@@ -27,12 +27,8 @@ ops = torch.ops.zerofn
 Origins = frozenset[tuple[Node | str, str]]
 _NONE: Origins = frozenset()
 _NO_AXES: frozenset[str] = frozenset()
-_WORDS = {
-    "fold_in_rank": "its random key",
-    "exchange": "its place in all_to_all",
-    "reduce_scatter": "its part of a reduce_scatter",
-}
-OF_SLICES = {EXPERT: "its experts", TENSOR: "its slices of layers"}
+_WORDS = {"fold_in_rank": "random key", "exchange": "place in all_to_all", "reduce_scatter": "part of a reduce_scatter"}
+OF_SLICES = {EXPERT: "experts", TENSOR: "slices of layers"}
 
 
 class OwnValues(NamedTuple):

@@ -156,7 +156,7 @@ def _is_number(entry: Node) -> bool:
 
 
 def _own_value(node: Node, origins: set[Node | str], names: dict[Node, str]) -> str:
-    what = " and ".join(sorted(names.get(x, "the batch") if isinstance(x, Node) else x for x in origins))
+    what = " and ".join(sorted(names.get(x, "batch") if isinstance(x, Node) else x for x in origins))
     advice = (
         "zerofn.collectives.psum(x, 'tensor') is the sum of what ranks computed with their slices; a layer that is cut "
         "without a word of what becomes of its output leaves a part of it, or a part of a sum."

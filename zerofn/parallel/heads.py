@@ -1,4 +1,6 @@
-"""Heads of attention in modules that the library does not know: how large one is, and how many a rank has."""
+"""What lies side by side in weights of modules that the library does not know: heads of attention, how large one is and
+how many a rank has; and the two matrices of experts with a gate.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from .plan import did_you_mean, matches
+from .plan import Slice, did_you_mean, matches
 
 Attributes = Mapping[str, Mapping[str, Callable[[Any, int], Any]]]
 
@@ -36,6 +38,18 @@ def check_numbers(name: str, part: nn.Module, attributes: Attributes) -> None:
                 f"{name}.{attribute} is {value}, and layers of {name} are cut: say how many heads a rank has by "
                 f"attributes={{{key!r}: {{{attribute!r}: lambda heads, ranks: heads // ranks}}}}."
             )
+
+
+def check_matrices(name: str, part: nn.Module, how: Slice) -> None:
+    """Raise `ValueError` if gates and what they multiply would be cut as one matrix, in a module of transformers'
+    experts that has one behind the other.
+    """
+    both = getattr(part, "has_gate", False) and getattr(part, "is_concatenated", False)
+    if both and re.search(r"\bgate_up_proj(_bias)?$", name) and how.dim is not None and how.parts != 2:
+        raise ValueError(
+            f"{name} holds two matrices, one behind the other, and the plan cuts it as one: write 'packed_colwise' for "
+            "it, in model.tp_plan | {...}."
+        )
 
 
 def change_numbers(model: nn.Module, attributes: Attributes, size: int) -> None:

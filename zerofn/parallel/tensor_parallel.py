@@ -20,7 +20,7 @@ from ..random.mode import draw_by_place
 from .cross_entropy import give_loss_of_slices
 from .cut_experts import CutExperts
 from .cuts import Cut, equal
-from .heads import Attributes, change_numbers, check_numbers, size_of_head
+from .heads import Attributes, change_numbers, check_matrices, check_numbers, size_of_head
 from .once import once
 from .plan import Slice, did_you_mean, matches, of_matrix, slice_of
 from .sequence_parallel import Region, refuse_outputs_of_layers
@@ -63,7 +63,8 @@ def tensor(
     if axis.size == 1:
         return {}
     once("tensor", model)
-    made = _Maker(model, mesh, axis)
+    words = [key for key, word in plan.items() if own.get(key) == word]
+    made = _Maker(model, mesh, axis, lambda name: any(matches(key, name) for key in words))
     entries = {key: slice_of(key, value) for key, value in plan.items()}
     for key, how in sorted(entries.items(), key=lambda entry: entry[1].kind != "sequence"):
         if not made.take(key, how) and own.get(key) != plan[key]:  # a model's own plan is that of its whole family
@@ -80,10 +81,10 @@ def tensor(
 class _Maker:
     """Collects the cuts of a model, and gives its layers their maps."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, axis: Axis) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, axis: Axis, is_own: Callable[[str], bool]) -> None:
         self.cuts: dict[str, Cut] = {}
-        self.owners: set[str] = set()  # modules with linear layers that are cut
-        self._mesh, self._axis = mesh, axis
+        self.owners: set[str] = set()  # modules with linear layers that are cut, and not by the model's own plan
+        self._mesh, self._axis, self._is_own = mesh, axis, is_own
         self.modules = dict(model.named_modules())
         self._params = dict(model.named_parameters())
         names = {id(p): name for name, p in self._params.items()}
@@ -118,6 +119,7 @@ class _Maker:
             self._region(key, modules)
             return bool(modules)
         for name in params:
+            check_matrices(name, self.modules[name.rpartition(".")[0]], how)
             self._cut(name, self._params[name], how, name)
         for name in modules:
             self._module(name, self.modules[name], how)
@@ -163,7 +165,10 @@ class _Maker:
             return None
         dim %= param.dim()
         above = self.modules.get(where.rpartition(".")[0])
-        unit, size = size_of_head(above) if how.kind == "linear" else 1, self._axis.size
+        size = self._axis.size
+        unit = size_of_head(above) if how.kind == "linear" else 1
+        if param.shape[dim] < unit and param.shape[dim] % size == 0:
+            unit = 1  # one number for each head
         try:
             cut = equal(TENSOR, dim, param.shape[dim], size, how.parts, unit)
             heads = param.shape[dim] // (how.parts * unit)
@@ -251,7 +256,7 @@ class _Maker:
     ) -> Callable[[Tensor], Tensor]:
         axis, region, owner = self._axis, self._region_of(name), name.rpartition(".")[0]
         sizes = _sizes(cut)
-        if cut is not None:
+        if cut is not None and not self._is_own(name):
             self.owners.add(owner)
         sharers = self._sharers(name, cut)
         forward = part.forward if sharers is None else with_varied_parameters(part, part.forward, sharers)
