@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,6 +142,16 @@ def test_a_script_gets_the_mesh_that_is_planned(script, tmp_path, capsys):
     assert main(["plan", str(script), *chosen, "--mesh", "auto", "--machine", "2 x A100", "--", "64"]) == 0
     out = capsys.readouterr().out
     assert "train_step on 2 rank(s) of 2 x A100" in out and "bf16" in out and "left out: tensor 2" in out
+
+
+def test_the_example_is_planned_on_other_meshes(capsys):
+    """It lowers its step before it calls it, and says of some meshes that it does not take them."""
+    example = str(Path(__file__).parents[1] / "examples" / "mesh.py")
+    chosen = ["--machine", "A100-8", "--stage", "3", "--offload", "none", "--remat", "none", "--precision", "none"]
+    assert main(["plan", example, *chosen, "--mesh", "data=2,tensor=2"]) == 0
+    assert "data=2,tensor=2" in capsys.readouterr().out
+    assert main(["plan", example, *chosen, "--mesh", "data=2,tensor=2", "--", "--batch", "3"]) == 1
+    assert "--batch 3: 2 ranks have rows of their own" in capsys.readouterr().err
 
 
 def test_a_script_with_state_over_all_ranks(script, capsys):

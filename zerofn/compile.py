@@ -211,6 +211,8 @@ class CompiledStep:
         The step is captured and scheduled, and the next call runs what was planned. Nothing is allocated. All
         ranks must call it.
         """
+        if (dry_run := current_dry_run()) is not None:
+            dry_run.come_to(self._step, state, batch)
         return Plan(self._entry_for(state, batch).entry.program)
 
     def profile(
