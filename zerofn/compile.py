@@ -211,9 +211,7 @@ class CompiledStep:
         The step is captured and scheduled, and the next call runs what was planned. Nothing is allocated. All
         ranks must call it.
         """
-        if (dry_run := current_dry_run()) is not None:
-            dry_run.come_to(self._step, state, batch)
-        return Plan(self._entry_for(state, batch).entry.program)
+        return Plan(self._planned(state, batch).program)
 
     def profile(
         self, state: Any, batch: Any, machine: Machine | str | os.PathLike[str] | None = None
@@ -225,8 +223,14 @@ class CompiledStep:
         call it. Raises `ValueError` for another backend than "eager": only that one tells when each operation
         begins.
         """
-        entry = self._entry_for(state, batch).entry
+        entry = self._planned(state, batch)
         return profiled(self, Plan(entry.program), entry, state, batch, machine)
+
+    def _planned(self, state: Any, batch: Any) -> Entry:
+        """Return what will run, before it does. A dry run has come to the step then."""
+        if (dry_run := current_dry_run()) is not None:
+            dry_run.come_to(self._step, state, batch)
+        return self._entry_for(state, batch).entry
 
     def _entry_for(self, state: Any, batch: Any) -> _Call:
         """Return the flat arguments, and the entry for their signature, captured now if it is new."""

@@ -51,7 +51,7 @@ def context(model: nn.Module, mesh: Mesh, *, method: str | None = None) -> None:
     if axis.size > 1:
         _check(model, name, config, axis, mesh.size(TENSOR), method)
         _switch(model, config, axis, method)
-    model.forward = _of_parts(model, model.forward, axis, f"zerofn_{method}")
+    model.forward = _of_parts(model, model.forward, config, axis, f"zerofn_{method}")
 
 
 def _switch(model: Any, config: Any, axis: Axis, method: str) -> None:
@@ -124,9 +124,10 @@ def _attend(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _of_parts(model: Any, forward: Callable[..., Any], axis: Axis, implementation: str) -> Callable[..., Any]:
+def _of_parts(
+    model: Any, forward: Callable[..., Any], config: Any, axis: Axis, implementation: str
+) -> Callable[..., Any]:
     """Return the model's forward for what `split_sequence` returns."""
-    config = model.config.get_text_config()
 
     @functools.wraps(forward)
     def run(*args: Any, row_digest: Tensor | None = None, items_per_row: Tensor | None = None, **inputs: Any) -> Any:

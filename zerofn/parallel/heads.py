@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from .plan import Slice, did_you_mean, matches
+from .plan import Slice, did_you_mean, key_of, matches
 
 Attributes = Mapping[str, Mapping[str, Callable[[Any, int], Any]]]
 
@@ -33,10 +33,9 @@ def check_numbers(name: str, part: nn.Module, attributes: Attributes) -> None:
     for attribute, value in vars(part).items() if size_of_head(part) == 1 else ():
         counts = re.search("heads?$", attribute) and isinstance(value, int) and value > 1
         if counts and attribute not in told:
-            key = re.sub(r"\.\d+(?=\.|$)", ".*", name)
             raise ValueError(
                 f"{name}.{attribute} is {value}, and layers of {name} are cut: say how many heads a rank has by "
-                f"attributes={{{key!r}: {{{attribute!r}: lambda heads, ranks: heads // ranks}}}}."
+                f"attributes={{{key_of(name)!r}: {{{attribute!r}: lambda heads, ranks: heads // ranks}}}}."
             )
 
 

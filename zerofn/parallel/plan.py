@@ -117,7 +117,12 @@ def matches(key: str, name: str) -> bool:
     return re.fullmatch(pattern, name) is not None
 
 
+def key_of(name: str) -> str:
+    """Return a module's name as a key of a plan, with `*` for numbers."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
 def did_you_mean(key: str, names: Iterable[str]) -> str:
     """Return the end of a sentence that offers the nearest of `names`, with `*` for numbers."""
-    found = nearest(key, {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names if name})
+    found = nearest(key, {key_of(name) for name in names if name})
     return f"; did you mean {found[0]!r}?" if found else "."

@@ -63,17 +63,17 @@ def tensor(
     if axis.size == 1:
         return {}
     once("tensor", model)
-    words = [key for key, word in plan.items() if own.get(key) == word]
-    made = _Maker(model, mesh, axis, lambda name: any(matches(key, name) for key in words))
+    of_family = {key for key, word in plan.items() if own.get(key) == word}  # a model's own plan is its whole family's
+    made = _Maker(model, mesh, axis, of_family)
     entries = {key: slice_of(key, value) for key, value in plan.items()}
     for key, how in sorted(entries.items(), key=lambda entry: entry[1].kind != "sequence"):
-        if not made.take(key, how) and own.get(key) != plan[key]:  # a model's own plan is that of its whole family
+        if not made.take(key, how) and key not in of_family:
             raise ValueError(f"plan[{key!r}] matches no module and no parameter{made.near(key)}")
     made.close()
     if not made.cuts:
         raise ValueError(f"the plan of {type(model).__name__} cuts none of its parameters.")
     for name in made.owners:
-        check_numbers(name, made.modules[name], attributes or {})
+        check_numbers(name, model.get_submodule(name), attributes or {})
     change_numbers(model, attributes or {}, axis.size)
     return made.cuts
 
@@ -81,16 +81,16 @@ def tensor(
 class _Maker:
     """Collects the cuts of a model, and gives its layers their maps."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, axis: Axis, is_own: Callable[[str], bool]) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, axis: Axis, of_family: set[str]) -> None:
         self.cuts: dict[str, Cut] = {}
-        self.owners: set[str] = set()  # modules with linear layers that are cut, and not by the model's own plan
-        self._mesh, self._axis, self._is_own = mesh, axis, is_own
-        self.modules = dict(model.named_modules())
+        self.owners: set[str] = set()  # modules with linear layers that are cut, and not by an entry `of_family`
+        self._mesh, self._axis, self._of_family = mesh, axis, of_family
+        self._modules = dict(model.named_modules())
         self._params = dict(model.named_parameters())
         names = {id(p): name for name, p in self._params.items()}
         self._name_of = {
             (path, last): names[id(p)]
-            for path, part in self.modules.items()
+            for path, part in self._modules.items()
             for last, p in part._parameters.items()
             if p is not None
         }
@@ -104,25 +104,25 @@ class _Maker:
 
     def near(self, key: str) -> str:
         """Return the end of a sentence that offers the nearest name."""
-        return did_you_mean(key, self.modules)
+        return did_you_mean(key, self._modules)
 
     def take(self, key: str, how: Slice) -> bool:
         """Apply one entry of the plan. Return whether it matches anything."""
-        modules = [name for name in self.modules if name and matches(key, name)]
+        modules = [name for name in self._modules if name and matches(key, name)]
         params = [name for name in self._params if matches(key, name)]
         for name in modules + params:
             if name in self._taken:
                 raise ValueError(f"plan[{key!r}] and plan[{self._taken[name]!r}] both match {name!r}; leave one out.")
             self._taken[name] = key
         if how.kind == "sequence":
-            refuse_outputs_of_layers(key, self.modules[""])
+            refuse_outputs_of_layers(key, self._modules[""])
             self._region(key, modules)
             return bool(modules)
         for name in params:
-            check_matrices(name, self.modules[name.rpartition(".")[0]], how)
+            check_matrices(name, self._modules[name.rpartition(".")[0]], how)
             self._cut(name, self._params[name], how, name)
         for name in modules:
-            self._module(name, self.modules[name], how)
+            self._module(name, self._modules[name], how)
         return bool(modules or params)
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class _Maker:
             if last == "weight" and others and path not in others:
                 self._tied(path, name, min(others))
         for where, varied in self._varied.items():
-            above = self.modules[where]
+            above = self._modules[where]
             above.forward = varied.inside(above.forward)
         for region in self._regions:
             region.close(set(self.cuts), self._with_varied_parameters)
@@ -142,11 +142,11 @@ class _Maker:
     def _region(self, key: str, names: list[str]) -> None:
         """Note layers that compute with parts of the tokens: those of one list follow one another."""
         for _, found in itertools.groupby(names, key=lambda name: name.rpartition(".")[0]):
-            self._regions.append(Region(key, {name: self.modules[name] for name in found}, self._axis))
+            self._regions.append(Region(key, {name: self._modules[name] for name in found}, self._axis))
 
     def _tied(self, path: str, name: str, other: str) -> None:
         """Cut a module of which one that is cut has the weight: an embedding, whose rows are those of a head."""
-        part, cut = self.modules[path], self.cuts[name]
+        part, cut = self._modules[path], self.cuts[name]
         if not isinstance(part, nn.Embedding) or cut.dim != 0 or path in self._taken:
             raise ValueError(
                 f"{path} and {other} have the same parameter, {name!r}, and the plan cuts dim {cut.dim} of it for "
@@ -164,7 +164,7 @@ class _Maker:
         if dim is None:
             return None
         dim %= param.dim()
-        above = self.modules.get(where.rpartition(".")[0])
+        above = self._modules.get(where.rpartition(".")[0])
         size = self._axis.size
         unit = size_of_head(above) if how.kind == "linear" else 1
         if param.shape[dim] < unit and param.shape[dim] % size == 0:
@@ -193,7 +193,7 @@ class _Maker:
         num = size if cut is None else len(set(cut.slices))
         if num == size:
             return None
-        above: Any = self.modules[where.rpartition(".")[0]]
+        above: Any = self._modules[where.rpartition(".")[0]]
         if id(above) not in self._regrouped and hasattr(above, "num_key_value_groups"):
             self._regrouped.add(id(above))
             above.num_key_value_groups = above.num_key_value_groups * num // size
@@ -256,7 +256,7 @@ class _Maker:
     ) -> Callable[[Tensor], Tensor]:
         axis, region, owner = self._axis, self._region_of(name), name.rpartition(".")[0]
         sizes = _sizes(cut)
-        if cut is not None and not self._is_own(name):
+        if cut is not None and self._taken[name] not in self._of_family:
             self.owners.add(owner)
         sharers = self._sharers(name, cut)
         forward = part.forward if sharers is None else with_varied_parameters(part, part.forward, sharers)
@@ -264,9 +264,9 @@ class _Maker:
             forward = _without_bias(part, forward)
         if region is not None:
             bias = (lambda: part._parameters["bias"]) if adds_bias else None
-            return region.linear(name, self.modules[owner], forward, how, bias)
+            return region.linear(name, self._modules[owner], forward, how, bias)
         if cut is not None and how.output == "cut" and part is self._head:
-            give_loss_of_slices(self.modules[""], axis, cut.size)
+            give_loss_of_slices(self._modules[""], axis, cut.size)
         vary = self._varied.setdefault(owner, Varied(axis)) if how.input == "equal" else None
         return _linear(part, forward, how, axis, sizes, adds_bias, vary)
 
@@ -274,7 +274,7 @@ class _Maker:
         """Return the map behind the layer of latent attention (DeepSeek-V2) whose output is [keys and values, rotated
         keys]: those go into a layer that is cut, these into every head as they are.
         """
-        above = self.modules[name.rpartition(".")[0]]
+        above = self._modules[name.rpartition(".")[0]]
         size = getattr(above, "qk_rope_head_dim", None)
         if not isinstance(size, int):
             raise ValueError(f"{name}: the word mla_kv_a_proj is for a layer of attention with qk_rope_head_dim.")

@@ -44,10 +44,11 @@ def _give(model: Any, head: nn.Module, tiles: int) -> None:
 
     def of_tiles(logits: Tensor, labels: Any = None, *args: Any, shift_labels: Any = None, **kwargs: Any) -> Tensor:
         x = hidden.give(logits, type(model).__name__)
+        ignored = kwargs.get("ignore_index", IGNORED)
         if shift_labels is None:
-            shift_labels = shifted(labels, kwargs.get("ignore_index", IGNORED))
+            shift_labels = shifted(labels, ignored)
         if kwargs.get("num_items_in_batch") is None:
-            kwargs["num_items_in_batch"] = (shift_labels != kwargs.get("ignore_index", IGNORED)).sum()
+            kwargs["num_items_in_batch"] = (shift_labels != ignored).sum()
         params = {k: v for k, v in head._parameters.items() if v is not None}
 
         def of_tile(params: Any, x: Tensor, labels: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def compare_batches(name: str, batch: Any, mesh: Mesh | None) -> None:
                 f"{name}: ranks {before} and {rank} share the sequences of their rows, along {CONTEXT!r}, and have the "
                 "same batch: cut it by zerofn.parallel.split_sequence(batch, mesh)."
             )
-    if mesh.batch.size > 1 and len({text.split()[2] for text in theirs}) == 1 and mesh.all.rank == 0:
+    if mesh.batch.size > 1 and len({found for _, found in of_rows}) == 1 and mesh.all.rank == 0:
         log.warning(
             "%s: all %d ranks have the same batch, so they all do the work of one. Give each rank its own part, "
             "such as with zerofn.sampler(dataset, mesh).",
