@@ -1,9 +1,10 @@
 """The GPU kernels of `csrc/cuda.cu`: what `native` does on the CPU, for tensors on one CUDA device, in torch's stream.
 
-CuPy has the driver's functions; NVRTC compiles the kernels at their first use on a device (about a second). Nothing
-waits for the device, which reads counts, learning rates, factors and finite checks itself. Results are those of the
-CPU library, bit for bit, except where `pow` of a device and of the host differ (`zf_runs`): at rare counts a constant
-differs by an ulp. Without CuPy torch's operations serve. `ZEROFN_NATIVE=0` disables the kernels, as on the CPU.
+CuPy has the driver's functions; NVRTC compiles the kernels at their first use on a device (two to three seconds).
+Nothing waits for the device, which reads counts, learning rates, factors and finite checks itself. Results are those of
+the CPU library, bit for bit, except where `pow` of a device and of the host differ (`zf_runs`): at rare counts a
+constant differs by an ulp. Without CuPy torch's operations serve. `ZEROFN_NATIVE=0` disables the kernels, as on the
+CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from .kernel_args import GRADIENTS, RULES, check_run_lists, check_tensor, check_
 
 # CuPy's own RawModule would add -ftz=true, with which small numbers lose their bits.
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
-KERNELS = ("runs", "update", "chunks", "norms", "split", "joined", "encode", "decode", "cast")
+_UPDATES = ("update_whole", "update_half", "update_blocks")  # by the moments' format
+KERNELS = ("runs", *_UPDATES, "chunks", "norms", "split", "joined", "encode", "decode", "cast")
 _NUMBERS = {dtype: i for i, dtype in enumerate(GRADIENTS)}  # zf_number
 _WARPS = 8  # of a launch's block
 _RUN_BYTES = 64  # of a zf_run
@@ -128,12 +130,11 @@ def update_(
     runs = _runs_of(rule, table, hyper, counted, lr)
     kept = [part for moment in moments for part in pair(moment)]
     _launch(
-        "update",
+        _UPDATES[moment_format(moments[0]) if moments else 0],
         device,
         num_blocks(g.numel()),
         known.number,
         _NUMBERS[g.dtype],
-        moment_format(moments[0]) if moments else 0,
         *pair(p),
         g,
         *(*kept, *[None] * 4)[:4],

@@ -115,7 +115,8 @@ class T5(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
 
 
-def _weight(name: str, shape: torch.Size) -> Tensor:
+def weight(name: str, shape: torch.Size) -> Tensor:
+    """The parameter's first value, on the CPU."""
     if len(shape) == 1:
         return torch.ones(shape)
     deviation = 1.0 if name.startswith("embedding") else 0.5 / math.sqrt(shape[-1])
@@ -133,7 +134,7 @@ def make(name: str, recompute: bool, on_nonfinite: str) -> tuple[Callable[[], An
 
     def init_state() -> Any:
         torch.manual_seed(0)
-        params = {k: _weight(k, shape) for k, shape in shapes.items()}
+        params = {k: weight(k, shape) for k, shape in shapes.items()}
         return zerofn.TrainState.create(params=params, tx=optim.adamw(1e-4))
 
     def train_step(state: Any, batch: Any) -> Any:

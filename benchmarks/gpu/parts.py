@@ -10,6 +10,7 @@ import argparse
 import functools
 import json
 import logging
+import math
 import os
 import statistics
 import sys
@@ -36,7 +37,8 @@ class Run:
     """The options of this process, and what it says."""
 
     def __init__(self, device: str, seconds: float) -> None:
-        self.device, self.dry, self.end = device, device == "cpu", time.monotonic() + seconds
+        since = time.time() - psutil.Process().create_time()  # imports count
+        self.device, self.dry, self.end = device, device == "cpu", time.monotonic() + seconds - since
 
     def left(self) -> float:
         return self.end - time.monotonic()
@@ -54,11 +56,11 @@ class Run:
         if gib is not None and not self.dry:
             torch.cuda.set_per_process_memory_fraction(gib * GIB / torch.cuda.mem_get_info()[1])
 
-    def peak(self) -> int:
-        """Bytes of the device that torch has held since the last call, with what its allocator keeps."""
+    def peak(self) -> tuple[int, int]:
+        """Bytes of the device since the last call: that torch has held, with what its allocator keeps, and in use."""
         if self.dry:
-            return 0
-        peak = torch.cuda.max_memory_reserved()
+            return 0, 0
+        peak = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         return peak
 
@@ -85,8 +87,9 @@ class HostMemory:
 
 
 def timed(run: Run, function: Callable[[], Any], repeats: int) -> float:
-    """The least seconds of `repeats` calls, after two that do not count."""
-    found = []
+    """The least seconds of `repeats` calls, after two that do not count. On a GPU the device is kept busy before each,
+    so that it never waits for a launch."""
+    found, busy = [], None if run.dry else torch.randn(DENSE, DENSE, device=run.device, dtype=torch.bfloat16)
     for _ in range(repeats + 2):
         if run.dry:
             began = time.perf_counter()
@@ -94,6 +97,8 @@ def timed(run: Run, function: Callable[[], Any], repeats: int) -> float:
             found.append(time.perf_counter() - began)
             continue
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(2):
+            busy @ busy
         begin.record()
         function()
         end.record()
@@ -204,12 +209,15 @@ class Training:
         self.run.sync()
         seconds = (time.perf_counter() - began) / num
         tokens = 2 * size * model.CONFIGS[self.name].length
+        held, used = self.run.peak()
         return {
             "batch": size,
             "ms": 1e3 * seconds,
             "tokens_per_second": tokens / seconds,
             "losses": losses,
-            "device_bytes": self.run.peak(),
+            "device_bytes": held,
+            "used_bytes": used,
+            "planned_bytes": self.step.lower(self.state, batch).memory().total,
             "first_step_s": self.first,
             "sharding_s": self.sharding,
         }
@@ -230,28 +238,86 @@ def largest(
     recompute: bool,
     on_nonfinite: str = "skip",
 ) -> None:
-    """Measure two batch sizes, and then the largest that fits under the cap, by the line through their peaks."""
+    """Measure two batch sizes, the largest that fits under the cap by the line through their peaks, and then, by
+    halves, what is between the largest that ran and the least that did not."""
     run.cap(cap)
     memory = HostMemory()
     training = Training(run, "tiny" if run.dry else name, offload, recompute, on_nonfinite)
     done: list[dict[str, Any]] = []
-    todo = list(sizes[1:] if run.dry else sizes)
+    todo, least = list(sizes[1:] if run.dry else sizes), math.inf  # `least` did not fit
     while todo and (not done or run.left() > 1.5 * training.first):
         size = todo.pop(0)
         try:
             found = training.measure(size)
         except torch.OutOfMemoryError as error:
             run.row(what=what, batch=size, out_of_memory=str(error).splitlines()[0][:200])
-            return
-        done.append(found)
-        run.row(what=what, host_bytes=memory.peak, cap_bytes=cap * GIB, recompute=recompute, **found)
-        if len(done) == 2 and not run.dry:
-            (a, b), low = (x["device_bytes"] for x in done), done[0]["batch"]
-            slope = (b - a) / (done[1]["batch"] - low)
-            best = int((0.96 * cap * GIB - a) / slope) + low if slope > 0 else 0
-            todo += [best - best % 2] if best > done[1]["batch"] + 3 else []
+            least, todo = size, []
+            torch.cuda.empty_cache()
+        else:
+            done.append(found)
+            run.row(what=what, host_bytes=memory.peak, cap_bytes=cap * GIB, recompute=recompute, **found)
+        if todo or run.dry:
+            continue
+        best = done[-1]["batch"] if done else 0
+        size = (best + int(least)) // 2 if least < math.inf else _by_line(done, cap)
+        todo += [size] if size > best + 2 else []
     if todo:
         run.row(what=what, cut_short=f"no time for batch {todo}")
+
+
+def _by_line(done: list[dict[str, Any]], cap: float) -> int:
+    """The batch whose peak is 0.96 of the cap, on the line through the last two peaks."""
+    if len(done) < 2:
+        return 0
+    (a, b), (low, high) = ([x[key] for x in done[-2:]] for key in ("device_bytes", "batch"))
+    slope = (b - a) / (high - low)
+    return int((0.96 * cap * GIB - b) / slope) + high if slope > 0 else 0
+
+
+# --- beside plain torch ----------------------------------------------------------------------------------------------
+
+
+def plain(run: Run) -> None:
+    """The same steps by torch alone, in turns: fp32 parameters, autocast to bf16, its fused AdamW."""
+    name = "tiny" if run.dry else LARGE
+    training = Training(run, name, None, False, "ignore")
+    c = model.CONFIGS[name]
+    module = model.T5(c, False).to(run.device)
+    params = dict(zip(dict(module.named_parameters()), module.parameters(), strict=True))
+    with torch.no_grad():
+        for key, p in params.items():
+            p.copy_(model.weight(key, p.shape))
+    adamw = torch.optim.AdamW(module.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
+
+    def steps(batch: Any) -> float:
+        for _ in range(3):
+            adamw.zero_grad()
+            with torch.autocast(run.device, torch.bfloat16):
+                loss = module(batch["source"], batch["target"])
+            loss.backward()
+            adamw.step()
+        return loss.item()
+
+    for size in (2,) if run.dry else (16, 64, 128):
+        batch = model.batch_of(name, size, run.device)
+        ways = {"plain": functools.partial(steps, batch), "ours": functools.partial(training.steps, batch, 3)}
+        times: dict[str, list[float]] = {key: [] for key in ways}
+        peaks = {}
+        for turn in range(2 if run.dry else 6):
+            for key, work in ways.items():
+                run.sync()
+                run.peak()
+                began = time.perf_counter()
+                work()
+                run.sync()
+                if turn:  # the first captures
+                    times[key].append((time.perf_counter() - began) / 3)
+                    peaks[key] = run.peak()[1]
+        run.row(what="beside plain torch", batch=size, seconds=times, used_bytes=peaks,
+                ratio=statistics.median(a / b for a, b in zip(times["ours"], times["plain"], strict=True)))  # fmt: skip
+
+
+# --- largest batches -------------------------------------------------------------------------------------------------
 
 
 def large_resident(run: Run) -> None:
@@ -273,7 +339,7 @@ def big_10(run: Run) -> None:
     memory = HostMemory(32 * GIB)
     tiers = offload_of(run, optimizer="cpu", fraction=0.9, update="cpu")
     training = Training(run, "tiny" if run.dry else BIG, tiers, True, "ignore")
-    run.row(what="t5-3b, sharded", host_bytes=memory.peak, device_bytes=run.peak(), sharding_s=training.sharding)
+    run.row(what="t5-3b, sharded", host_bytes=memory.peak, device_bytes=run.peak()[0], sharding_s=training.sharding)
     try:
         found = training.measure(1, num=3 if run.dry else 12)
     except torch.OutOfMemoryError as error:
@@ -339,9 +405,10 @@ def tokens(run: Run) -> None:
 
 def main() -> None:
     from benchmarks.gpu.correct import correct
-    from benchmarks.gpu.ranks import ranks
+    from benchmarks.gpu.ranks import meshes, ranks
 
-    parts = {f.__name__: f for f in (correct, ranks, kernels, large_resident, large_offload, big_24, big_10, tokens)}
+    large = (large_resident, large_offload, big_24, big_10, tokens)
+    parts = {f.__name__: f for f in (correct, ranks, meshes, kernels, plain, *large)}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=parts)
     parser.add_argument("seconds", type=float)

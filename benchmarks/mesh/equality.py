@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,14 @@ MESHES: list[tuple[dict[str, int], str]] = [
 ]
 
 
-def difference(name: str, sizes: dict[str, int], method: str, expected: Expected) -> list[float]:
+def difference(
+    name: str,
+    sizes: dict[str, int],
+    method: str,
+    expected: Expected,
+    stages: Iterable[int] = range(4),
+    device: str = "cpu",
+) -> list[float]:
     """For each stage the greatest difference from plain torch, of losses and of parameters, relative to the largest.
 
     Every rank calls it, and returns its own.
@@ -44,8 +52,8 @@ def difference(name: str, sizes: dict[str, int], method: str, expected: Expected
     losses, params = expected
     largest = max(float(x.abs().max()) for x in params.values())
     found = []
-    for stage in range(4):
-        mine, ours, _ = trained(name, sizes, stage, True, method)
+    for stage in stages:
+        mine, ours, _ = trained(name, sizes, stage, True, method, device=device)
         of_losses = max(abs(a - b) / abs(b) for a, b in zip(mine, losses, strict=True))
         of_params = max(float((ours[k] - x).abs().max()) for k, x in params.items()) / largest
         found.append(max(of_losses, of_params))

@@ -59,7 +59,7 @@ def cuts_of(name, model, mesh, in_parts=False):
     return tensor(model, mesh, **made)
 
 
-def batches():
+def batches(device="cpu"):
     """Rows of 24 tokens, two of which in each row have no label."""
     draw = torch.Generator().manual_seed(5)
     found = []
@@ -67,17 +67,18 @@ def batches():
         ids = torch.randint(3, 67, (12, 24), generator=draw)
         labels = ids.clone()
         without = torch.rand(12, 23, generator=draw).argsort(-1)[:, :2] + 1
-        found.append({"input_ids": ids, "labels": labels.scatter(1, without, -100)})
+        batch = {"input_ids": ids, "labels": labels.scatter(1, without, -100)}
+        found.append({k: x.to(device) for k, x in batch.items()})
     return found
 
 
 @cache
-def plain(name):
+def plain(name, device="cpu"):
     """The losses, and the parameters after all steps, of torch on one process."""
     with in_float64():
-        model, losses = build(name), []
+        model, losses = build(name).to(device), []
         optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
-        for batch in batches():
+        for batch in batches(device):
             optimizer.zero_grad()
             loss = model(**batch).loss
             loss.backward()
@@ -97,11 +98,12 @@ def trained(
     shards=None,
     compiles=None,
     in_parts=False,
+    device="cpu",
 ):
     """The losses, the parameters after all steps, and the number of elements that a rank holds."""
     with in_float64():
         mesh = Mesh.make(**sizes)
-        model = zerofn.skeleton(partial(build, name))
+        model = zerofn.skeleton(partial(build, name), device=device)
         cuts = cuts_of(name, model, mesh, in_parts) if mesh.size("tensor") > 1 else {}
         if "expert" in sizes:
             cuts |= experts(model, mesh)
@@ -134,9 +136,9 @@ def trained(
             loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), num_microbatches)(batch)
             return state.apply_gradients(grads), loss
 
-        state = zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=cuts or None, **(shards or {}))
+        state = zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=cuts or None, device=device, **(shards or {}))
         step, losses = zerofn.compile(train_step, **(compiles or {})) if captured else train_step, []
-        for batch in batches():
+        for batch in batches(device):
             own = {k: x.chunk(mesh.rows.size)[mesh.rows.rank] for k, x in batch.items()}
             if "context" in sizes:
                 own = split_sequence(own, mesh, shift=name != "bert")

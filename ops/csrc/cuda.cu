@@ -58,7 +58,7 @@ ZF_GPU void set_half(Eight &e, int k, zf_u32 x) { e.word[k / 2] ^= (half_of(e, k
 ZF_GPU void set_byte(Eight &e, int k, zf_u32 x) { e.word[k / 4] ^= (byte_of(e, k) ^ x) << 8 * (k % 4); }
 ZF_GPU bool one_access(const void *x, int width) { return (zf_u64)x % (width == 1 ? 8 : 16) == 0; }
 
-// Elements [at, at + n); n is 8 or less, or negative. The others are zero.
+// Elements [at, at + n), 8 of them at most; n may be negative. The others are zero.
 ZF_GPU Eight load(const void *all, int width, zf_i64 at, zf_i64 n) {
     Eight e = {};
     const void *x = (const char *)all + at * width;
@@ -84,8 +84,23 @@ ZF_GPU Eight load(const void *all, int width, zf_i64 at, zf_i64 n) {
     return e;
 }
 
+// A warp's 8 elements of 4 bytes are stored by pairs of threads: both write 16 bytes of one's 32, then of the other's,
+// so that memory gets its 32 at a time.
+ZF_GPU void store_in_pairs(void *all, zf_i64 at, const Eight &e) {
+    const bool odd = lane_of() % 2;
+    uint4 *const x = (uint4 *)((char *)all + (at - 8 * odd) * 4) + odd;
+    zf_u32 mine[4], other[4]; // of the even thread's elements, and of the odd one's
+    for (int k = 0; k < 4; ++k) {
+        const zf_u32 got = __shfl_xor_sync(ALL_LANES, odd ? e.word[k] : e.word[k + 4], 1);
+        mine[k] = odd ? got : e.word[k], other[k] = odd ? e.word[k + 4] : got;
+    }
+    x[0] = make_uint4(mine[0], mine[1], mine[2], mine[3]);
+    x[2] = make_uint4(other[0], other[1], other[2], other[3]);
+}
+
 ZF_GPU void store(void *all, int width, zf_i64 at, zf_i64 n, const Eight &e) {
     void *x = (char *)all + at * width;
+    if (width == 4 && n + 8 * lane_of() >= ZF_BLOCK && one_access(all, width)) return store_in_pairs(all, at, e);
     if (n >= 8 && one_access(x, width)) {
         if (width == 1)
             *(uint2 *)x = make_uint2(e.word[0], e.word[1]);
@@ -166,6 +181,13 @@ ZF_KERNEL zf_runs(const Constants *in, zf_run *out, zf_i64 num, zf_i64 rule, zf_
 ZF_GPU void steps(zf_i64 rule, bool lossy, zf_u32 inside, int tail, const zf_rates *run, float *p, const float *g,
                   float *m, float *v) {
     const zf_rates r = *run;
+    if (rule == ZF_ADAM && inside == 0xFFu && tail == 8) { // nothing is asked between elements: their steps overlap
+        if (lossy)
+            EACH(k) p[k] = zf_adam_lossy(p[k], g[k], m + k, v + k, &r);
+        else
+            EACH(k) p[k] = zf_adam(p[k], g[k], m + k, v + k, &r, 0);
+        return;
+    }
 #define INSIDE EACH(k) if (inside >> k & 1u) p[k] =
     if (rule == ZF_ADAM && !lossy) INSIDE zf_adam(p[k], g[k], m + k, v + k, &r, k >= tail);
     if (rule == ZF_ADAM && lossy) INSIDE zf_adam_lossy(p[k], g[k], m + k, v + k, &r);
@@ -222,21 +244,22 @@ ZF_GPU void write(Moment &s, const float *x, zf_u32 inside, zf_u32 seed, zf_u32 
 }
 
 // `lo`, `m`, `v`, their scales, `factor` and `finite` may be NULL. Elements of no run stay as they are, blocks that no
-// run enters too. `runs`: none empty, in order, apart.
-ZF_KERNEL zf_update(zf_i64 rule, zf_i64 g_number, zf_i64 format, void *p, void *lo, const void *g, void *m,
-                    zf_u32 *m_scales, void *v, zf_u32 *v_scales, const zf_i64 *count, const float *factor,
-                    const zf_u8 *finite, zf_i64 offset, zf_i64 size, const zf_run *runs, zf_i64 num_runs) {
+// run enters too. `runs`: none empty, in order, apart. A kernel for each format of moments, which asks nothing about it.
+template <zf_i64 format>
+ZF_GPU void updated(zf_i64 rule, zf_i64 g_number, void *p, void *lo, const void *g, void *m, zf_u32 *m_scales, void *v,
+                    zf_u32 *v_scales, const zf_i64 *count, const float *factor, const zf_u8 *finite, zf_i64 offset,
+                    zf_i64 size, const zf_run *runs, zf_i64 num_runs) {
     if (finite && !*finite) return;
     const float f = factor ? *factor : 1.0f;
     const zf_u64 key = (zf_u64)*count, draws = zf_seed(key, ZF_DRAWS);
     for (zf_i64 first = warp_of() * ZF_BLOCK; first < size; first += num_warps() * ZF_BLOCK) {
         zf_i64 run = first_past(runs, num_runs, first);
         if (run == num_runs || runs[run].start >= first + ZF_BLOCK) continue; // the whole warp
-        const zf_i64 at = first + 8 * lane_of(), n = least(size - at, 8);
-        Eight hi = load(p, lo ? 2 : 4, at, n), low = {};
-        if (lo) low = load(lo, 2, at, n);
-        const Eight gradient = load(g, width_of(g_number), at, n);
-        Moment of_m = moment(m, m_scales, format, 1, at, n), of_v = moment(v, v_scales, format, 0, at, n);
+        const zf_i64 at = first + 8 * lane_of(), rest = size - at, n = least(rest, 8);
+        Eight hi = load(p, lo ? 2 : 4, at, rest), low = {};
+        if (lo) low = load(lo, 2, at, rest);
+        const Eight gradient = load(g, width_of(g_number), at, rest);
+        Moment of_m = moment(m, m_scales, format, 1, at, rest), of_v = moment(v, v_scales, format, 0, at, rest);
 
         float p_now[8], g_now[8], m_now[8] = {}, v_now[8] = {};
         zf_u32 inside = 0;
@@ -260,20 +283,33 @@ ZF_KERNEL zf_update(zf_i64 rule, zf_i64 g_number, zf_i64 format, void *p, void *
                 set_half(hi, k, zf_split_hi(zf_splittable(p_now[k])));
                 set_half(low, k, zf_split_lo(zf_splittable(p_now[k])));
             }
-            store(lo, 2, at, n, low);
+            store(lo, 2, at, rest, low);
         } else
             EACH(k) hi.word[k] = zf_bits(p_now[k]);
-        store(p, lo ? 2 : 4, at, n, hi);
+        store(p, lo ? 2 : 4, at, rest, hi);
         const zf_u32 seed = zf_seed(key, (zf_u64)(offset + first) / ZF_UNIT);
         write(of_m, m_now, inside, seed, (zf_u32)draws), write(of_v, v_now, inside, seed, (zf_u32)draws);
     }
 }
+
+#define UPDATE(name, format)                                                                                           \
+    ZF_KERNEL name(zf_i64 rule, zf_i64 g_number, void *p, void *lo, const void *g, void *m, zf_u32 *m_scales, void *v, \
+                   zf_u32 *v_scales, const zf_i64 *count, const float *factor, const zf_u8 *finite, zf_i64 offset,     \
+                   zf_i64 size, const zf_run *runs, zf_i64 num_runs) {                                                 \
+        updated<format>(rule, g_number, p, lo, g, m, m_scales, v, v_scales, count, factor, finite, offset, size, runs, \
+                        num_runs);                                                                                     \
+    }
+UPDATE(zf_update_whole, ZF_WHOLE)
+UPDATE(zf_update_half, ZF_HALF)
+UPDATE(zf_update_blocks, ZF_BLOCKS)
 
 /* --- norms ------------------------------------------------------------------------------------------------------ */
 
 struct Piece { // elements [start, end) of a part: chunks up to `stop` (not included), from the `stop` of the one before
     zf_i64 start, end, stop;
 };
+
+#define LOADS 4 // under way at once
 
 // A warp sums the squares of a chunk: eight in float, then in double. Of g * factor, which may be NULL.
 ZF_KERNEL zf_chunks(const void *g, zf_i64 number, const float *factor, const Piece *parts, zf_i64 num_parts,
@@ -286,16 +322,23 @@ ZF_KERNEL zf_chunks(const void *g, zf_i64 number, const float *factor, const Pie
         const zf_i64 end = least(first + chunk, parts[part].end);
         double sum = 0.0;
         zf_u32 top = 0;
-        for (zf_i64 at = first + 8 * lane_of(); at < end; at += ZF_BLOCK) {
-            float x[8], squares = 0.0f;
-            numbers(load(g, width_of(number), at, end - at), number, x);
-            EACH(k) {
-                const float now = at + k < end ? x[k] * f : 0.0f; // where f is inf, what is not there stays zero
-                const zf_u32 magnitude = zf_bits(now) & ZF_ABS;
-                squares = ZF_FMA(now, now, squares);
-                top = magnitude > top ? magnitude : top;
+        for (zf_i64 at = first + 8 * lane_of(); at < end; at += LOADS * ZF_BLOCK) {
+            Eight raw[LOADS];
+#pragma unroll
+            for (int i = 0; i < LOADS; ++i)
+                raw[i] = load(g, width_of(number), at + i * ZF_BLOCK, end - at - i * ZF_BLOCK);
+#pragma unroll
+            for (int i = 0; i < LOADS; ++i) {
+                float x[8], squares = 0.0f;
+                numbers(raw[i], number, x);
+                EACH(k) { // where f is inf, what is not there stays zero
+                    const float now = at + i * ZF_BLOCK + k < end ? x[k] * f : 0.0f;
+                    const zf_u32 magnitude = zf_bits(now) & ZF_ABS;
+                    squares = ZF_FMA(now, now, squares);
+                    top = magnitude > top ? magnitude : top;
+                }
+                sum += squares;
             }
-            sum += squares;
         }
         sum = sum_of_warp(sum), top = largest_of_warp(top);
         if (lane_of() == 0) sums[c] = sum, largest[c] = top;

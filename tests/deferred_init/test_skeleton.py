@@ -108,6 +108,18 @@ def test_buffers_made_from_parameters() -> None:
     assert shapes.average is shapes.same
 
 
+def test_buffers_go_to_the_device() -> None:
+    def build() -> nn.Module:
+        module = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+        module[1].running_mean = module[0].running_mean
+        return module
+
+    module = skeleton(build, device="meta")  # stands for another device
+    assert {x.device.type for x in module.buffers()} == {"meta"}
+    assert module[1].running_mean is module[0].running_mean
+    assert skeleton(build).get_buffer("0.running_var").device.type == "cpu"
+
+
 def test_seeds_inside() -> None:
     class Seeded(nn.Module):
         def __init__(self) -> None:

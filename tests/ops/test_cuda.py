@@ -12,6 +12,7 @@ import types
 import pytest
 import torch
 
+import zerofn.ops.adamw  # noqa: F401 - defines the operation
 from tests.support import kernels_on_cpu
 from zerofn.ops import cpu, cuda, formats, reference, update_rule
 
@@ -290,7 +291,7 @@ def test_rules_and_formats_reach_the_kernels(device, monkeypatch):
         )
         decoded = [cpu.decode(*x, i == 0) if blocks else x[0] for i, x in enumerate(coded)]
         assert_same(moved, [*flat[:3], *decoded])
-    assert {"runs", "update", "encode", "decode"} <= set(called)
+    assert {"runs", "update_whole", "update_blocks", "encode", "decode"} <= set(called)
     x = floats(300, 4).to(device)
     halves = cpu.split(x.cpu())
     assert_same([torch.ops.zerofn.high(x), *torch.ops.zerofn.split(x)], [halves[0], *halves])

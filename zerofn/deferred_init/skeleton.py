@@ -32,14 +32,14 @@ log = logging.getLogger("zerofn")
 _LARGE = 1 << 30  # bytes
 
 
-def skeleton(build: Callable[[], nn.Module]) -> nn.Module:
+def skeleton(build: Callable[[], nn.Module], *, device: torch.device | str | None = None) -> nn.Module:
     """Return the module that `build()` makes, with its real buffers, and with the shapes of its parameters only.
 
     Parameters are on the `meta` device, with their dtypes, strides, `requires_grad` and class; tied ones stay one
     object. Buffers, and tensors that are plain attributes, have the values of a plain `build()` under the present
-    generator state. At most one real parameter exists at a time. The generators are left as they are. `build` is
-    called a second time if a buffer is computed from a parameter (a running copy of a weight, for example). For use
-    with `torch.func.functional_call`.
+    generator state. `device`: where buffers are put then, "cuda" for steps on a GPU. At most one real parameter exists
+    at a time. The generators are left as they are. `build` is called a second time if a buffer is computed from a
+    parameter (a running copy of a weight, for example). For use with `torch.func.functional_call`.
 
     Raises `TypeError` if `build()` returns no module, `RuntimeError` if a parameter is still lazy, or building
     needs the value of a parameter.
@@ -76,7 +76,18 @@ def skeleton(build: Callable[[], nn.Module]) -> nn.Module:
     missing = [name for name, buffer in buffers if buffer.is_meta or draws.seeded_inside()]
     if missing:
         _fill_buffers(module, missing, build)
+    if device is not None:
+        buffers_to(module, torch.device(device))
     return module
+
+
+def buffers_to(module: nn.Module, device: torch.device) -> None:
+    """Move the buffers of a module, whose parameters may have no values; shared ones stay so."""
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the old ones, so that no other gets an id of theirs
+    for part in module.modules():
+        for name, x in part._buffers.items():
+            if x is not None:
+                _, part._buffers[name] = moved.setdefault(id(x), (x, x.to(device)))
 
 
 class _Twins:
