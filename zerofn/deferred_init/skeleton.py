@@ -77,11 +77,11 @@ def skeleton(build: Callable[[], nn.Module], *, device: torch.device | str | Non
     if missing:
         _fill_buffers(module, missing, build)
     if device is not None:
-        buffers_to(module, torch.device(device))
+        _buffers_to(module, torch.device(device))
     return module
 
 
-def buffers_to(module: nn.Module, device: torch.device) -> None:
+def _buffers_to(module: nn.Module, device: torch.device) -> None:
     """Move the buffers of a module, whose parameters may have no values; shared ones stay so."""
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the old ones, so that no other gets an id of theirs
     for part in module.modules():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 
+import torch
 from torch import Tensor, nn
 
 
@@ -37,3 +38,10 @@ def with_values(module: nn.Module, params: Mapping[str, Tensor]) -> Iterator[Non
 def is_shape_only(module: nn.Module) -> bool:
     """Whether any parameter has no value."""
     return any(p.is_meta for p in module.parameters())
+
+
+def buffers_to(module: nn.Module, device: torch.device) -> None:
+    """Move the buffers of a module, whose parameters may have no values."""
+    for part in module.modules():
+        for name, x in list(part.named_buffers(recurse=False)):
+            part._buffers[name] = x.to(device)

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 import zerofn
 
-from ...deferred_init.skeleton import buffers_to
-from ..modules import forget_values, is_shape_only, with_values
+from ..modules import buffers_to, forget_values, is_shape_only, with_values
 from . import checkpoints
 from .evaluation import Lender
 from .optimizers import Groups, clipping, let_go

@@ -15,9 +15,8 @@ from torch.func import functional_call
 
 import zerofn
 
-from ...deferred_init.skeleton import buffers_to
 from ..losses import LossesInFloat32
-from ..modules import forget_values, is_shape_only, with_values
+from ..modules import buffers_to, forget_values, is_shape_only, with_values
 from ..torch_optimizers import translated
 from .arguments import Seq2SeqTrainingArguments, TrainingArguments
 from .modules import EvaluatedModule, LossModule, tensors_of
