@@ -1,4 +1,4 @@
-"""python -m benchmarks.gpu.meshes [--device cpu]: one of two ranks on one GPU, over gloo; a mesh of two axes, in turns.
+"""python -m benchmarks.gpu.meshes [--device cpu]: one of two ranks on one GPU, over gloo, on meshes of one axis.
 
 Hugging Face models in float64, cut along `tensor`, along `context` with exchanges, and by experts, beside plain torch
 on that GPU. Blocks that go round a ring are not among them: gloo sends none from a GPU's memory.

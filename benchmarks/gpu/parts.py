@@ -281,11 +281,9 @@ def plain(run: Run) -> None:
     """The same steps by torch alone, in turns: fp32 parameters, autocast to bf16, its fused AdamW."""
     name = "tiny" if run.dry else LARGE
     training = Training(run, name, None, False, "ignore")
-    c = model.CONFIGS[name]
-    module = model.T5(c, False).to(run.device)
-    params = dict(zip(dict(module.named_parameters()), module.parameters(), strict=True))
+    module = model.T5(model.CONFIGS[name], False).to(run.device)
     with torch.no_grad():
-        for key, p in params.items():
+        for key, p in module.named_parameters():
             p.copy_(model.weight(key, p.shape))
     adamw = torch.optim.AdamW(module.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
 

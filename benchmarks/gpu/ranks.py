@@ -90,12 +90,16 @@ class Trial:
         """(losses, an evaluation after each step, and the whole state, on the host; the last step's plan)."""
         module = self.model(dropout)
         before = self.allocated()  # with what matrix products work in, which no plan knows
-
-        def init_state() -> Any:
-            params = {k: p.detach().clone() for k, p in module.named_parameters()}
-            return zerofn.TrainState.create(params=params, tx=optim.adamw(RATE, weight_decay=DECAY))
-
-        state = zerofn.shard(init_state(), stage=stage, precision=precision, offload=offload, device=self.device)
+        state = zerofn.shard(  # of what nobody else refers to, so that it does not count
+            zerofn.TrainState.create(
+                params={k: p.detach().clone() for k, p in module.named_parameters()},
+                tx=optim.adamw(RATE, weight_decay=DECAY),
+            ),
+            stage=stage,
+            precision=precision,
+            offload=offload,
+            device=self.device,
+        )
 
         def loss_fn(params: Any, batch: Any) -> Tensor:
             logits = functional_call(module, params, (batch["x"],))

@@ -1,8 +1,8 @@
 // The GPU's loops over elements. ops/cuda.py hands this to NVRTC with its headers, so no header of CUDA is included.
 //
 // A warp takes 256 elements at a time, a block of 8-bit codes, and a thread of it 8 in a row: 16 bytes an access where
-// memory is aligned to that, single elements elsewhere and at the end. What differs between rules and formats is asked
-// once for 8 elements, by all threads alike: memory is what such a kernel waits for, and one kernel is soon compiled.
+// memory is aligned to that, single elements elsewhere and at the end. What differs between rules is asked once for 8
+// elements, by all threads alike: memory is what such a kernel waits for, and few kernels are soon compiled.
 // What changes from step to step is read on the device, so that no launch waits for a number. Kernels take pointers,
 // 64-bit integers and doubles alone.
 #include "eights.h"
@@ -15,7 +15,7 @@ struct Constants { // of a run, as they are known beforehand
 };
 static_assert(sizeof(Constants) == 32 && sizeof(zf_run) == 64, "ops/cuda.py allocates them");
 
-// ops/arguments.py's `rates_of`, in double. `pow` is off by an ulp or two of double, and the host's by less than one,
+// ops/kernel_args.py's `rates_of`, in double. `pow` is off by an ulp or two of double, and the host's by less than one,
 // so a constant, rounded to float, differs from the host's once in many million counts.
 ZF_KERNEL zf_runs(const Constants *in, zf_run *out, zf_i64 num, zf_i64 rule, zf_i64 decoupled, double b1, double b2,
                   double eps, zf_i64 nesterov, const zf_i64 *count, const double *lr) {
