@@ -174,6 +174,55 @@ CHANGES = {
         "m = nn.Sequential(nn.Sequential(M()), nn.ReLU())\ndef step(s, x): return m(x)",
         "m[0][0].eval()",
     ),
+    "a member of an enum, by its value": (
+        "from enum import Enum\nclass E(Enum): A, B = 2.0, 3.0\nm = E.A\ndef step(s, x): return x * m.value",
+        "m = E.B",
+    ),
+    "a member of an enum, in a table": (
+        "from enum import Enum\nclass E(Enum): A, B = 1, 2\ntable, m = {E.A: 2.0, E.B: 3.0}, E.A\n"
+        "def step(s, x): return x * table[m]",
+        "m = E.B",
+    ),
+    "a member of an enum of strings": (
+        "from enum import Enum\nclass E(str, Enum): A, B = 'sum', 'mean'\nm = E.A\n"
+        "def step(s, x): return x.sum() if m == E.A else x.mean()",
+        "m = E.B",
+    ),
+    "a member of an enum of integers, as an attribute": (
+        "from enum import IntEnum\nclass E(IntEnum): A, B = 2, 3\nclass C: m = E.A\nc = C()\n"
+        "def step(s, x): return x * c.m",
+        "c.m = E.B",
+    ),
+    "a global of an enum's method": (
+        "from enum import Enum\nclass E(Enum):\n  A = 2.0\n  def scaled(self): return a * self.value\na, m = 1.0, E.A\n"
+        "def step(s, x): return x * m.scaled()",
+        "a = 2.0",
+    ),
+    "a number of a class of its own": (
+        "class Metres(float): pass\na = Metres(2)\ndef step(s, x): return x * a",
+        "a = Metres(3)",
+    ),
+    "a text of a class of its own": (
+        "class Name(str): pass\nk = Name('sum')\ndef step(s, x): return getattr(x * s['w'], k)()",
+        "k = Name('mean')",
+    ),
+    "an attribute of a list of a class of its own": (
+        "class Bag(list): pass\nb = Bag()\nb.a = 2.0\ndef step(s, x): return x * b.a",
+        "b.a = 3.0",
+    ),
+    "a global of a named tuple's method": (
+        "from typing import NamedTuple\nclass P(NamedTuple):\n  n: int\n  def scaled(self): return a * self.n\na, p = 1.0, P(2)\n"
+        "def step(s, x): return x * p.scaled()",
+        "a = 2.0",
+    ),
+    "an object that is a key": (
+        "class K: pass\nk, other = K(), K()\ntable = {k: 2.0, other: 3.0}\ndef step(s, x): return x * table[k]",
+        "k = other",
+    ),
+    "an object that is in a set": (
+        "class K: pass\nk, other = K(), K()\nchosen = {k}\ndef step(s, x): return x * 2 if k in chosen else x",
+        "k = other",
+    ),
     "a module's attribute": ("m = nn.LeakyReLU(0.1)\ndef step(s, x): return m(x)", "m.negative_slope = 0.5"),
     "a module's attribute behind its __setattr__": (
         "m = nn.LeakyReLU(0.1)\ndef step(s, x): return m(x)",
@@ -370,6 +419,8 @@ LOGGED = {
     "a module's attribute": "(global m.negative_slope 0.1 -> 0.5)",
     "another child": "(global m.0 is another object",
     "a config of a module": "(global m.config.a 2.0 -> 3.0;",
+    "a member of an enum of strings": "(global m E.A -> E.B",
+    "a number of a class of its own": "(global a Metres(2.0) -> Metres(3.0))",
 }
 
 

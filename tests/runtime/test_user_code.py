@@ -23,6 +23,18 @@ def test_packages_of_any_folder(tmp_path, monkeypatch, folder):
     assert of_user(package) == is_users(package.f.__code__.co_filename) == (folder == "project")
 
 
+def test_packages_that_were_installed_into_any_folder_on_the_path(tmp_path, monkeypatch):
+    """As `pip install --target` and archives of environments do: beside a package lies the record of it."""
+    for name in ("a_library", "a_script_beside_it"):
+        (tmp_path / f"{name}.py").write_text("def f(x):\n    return x\n")
+    info = tmp_path / "a_library-1.0.dist-info"
+    info.mkdir()
+    (info / "RECORD").write_text("a_library.py,sha256=0,1\na_library-1.0.dist-info/RECORD,,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not of_user(importlib.import_module("a_library"))
+    assert of_user(importlib.import_module("a_script_beside_it"))
+
+
 @pytest.mark.parametrize("module", [json, os, torch, pytest])
 def test_libraries(module):
     assert not of_user(module)

@@ -102,6 +102,8 @@ def told(before: Facts, now: Facts, path: str) -> str:
         return f"{path} was redefined"
     if was[0] == "tensor" and was[1] == is_now[1]:
         return f"{path} was written to"
+    if was[0] == "value":
+        return f"{path} {was[2]} -> {is_now[2]}"
     if was[0] == "of length":
         return f"{path} has {is_now[1]} entries instead of {was[1]}"
     return f"{path} is another object"

@@ -6,7 +6,6 @@ function was given to keep (a wrapped function, a schedule, a module) is read.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import inspect
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from ..sharding.sharded import is_sharded
 from .contents import contents_of
 from .facts import NOTHING, Facts, Same, plain
+from .kinds import attributes_of, held, is_config, is_followed, shown, told_by_value
 from .places import Places
 from .user_code import is_users, of_user, reads_of
 
@@ -55,7 +55,7 @@ class Reader:
                 read, args = self._todo.popleft()
                 read(*args)
             for value, path in list(self._open):
-                for name in sorted(self._names):
+                for name in sorted(self._names & attributes_of(value)):
                     if self._first(("named", id(value), name)):
                         self._chain(value, path, (name,))
         self.places.seal()
@@ -67,7 +67,10 @@ class Reader:
             return
         token = plain(value)
         if token is None:
+            known = id(value) in self._seen
             before = self._seen.setdefault(id(value), (path, value))
+            if known and before[0] == path and path in self.facts:  # what it depends on is noted, or will be
+                return
             token = ("as", before[0]) if before[0] != path else self._token(value, path)
         self.facts[path] = token
 
@@ -102,29 +105,36 @@ class Reader:
             self._later(self._module, value, path)
             return "module", Same(type(value))
         if isinstance(value, list | tuple | set | frozenset | deque | dict):
+            if of_user(type(value)):
+                self._by_name(value, path)
             return self._container(value, path)
         return self._object(value, path)
 
     def _object(self, value: Any, path: str) -> Any:
-        if _is_config(value) and not isinstance(value, Mapping):
+        by_value = told_by_value(value)
+        if is_config(value) and not isinstance(value, Mapping):
             self._later(self._fields, value, path)
-            return "config", Same(type(value))
+            return by_value or ("config", Same(type(value)))
         if isinstance(value, type | ModuleType):
             if of_user(value):
                 self._open.append((value, path))
             return "object", Same(value)
         if of_user(type(value)):
-            self._open.append((value, path))
-            self._later(self._chain, value, path, ("__call__",))
-            return "object", Same(type(value))
+            self._by_name(value, path)
+            return by_value or ("object", Same(type(value)))
         if isinstance(value, Mapping) and not is_sharded(value):
             for key, x in value.items():
-                self.visit(x, f"{path}[{_shown(key)}]")
+                self.visit(x, f"{path}[{shown(key)}]")
             self.places.mapping(value)
             return "of length", len(value), type(value).__name__
         if callable(wrapped := getattr(value, "__dict__", {}).get("__wrapped__")):
             self.visit(wrapped, f"{path}.__wrapped__")
         return "object", Same(value)
+
+    def _by_name(self, value: Any, path: str) -> None:
+        """See to it that those attributes of an object of the user's are read whose names occur in functions."""
+        self._open.append((value, path))
+        self._later(self._chain, value, path, ("__call__",))
 
     def _container(self, value: Any, path: str) -> Any:
         mutable = not isinstance(value, tuple | frozenset)
@@ -134,17 +144,25 @@ class Reader:
             return kind
         if isinstance(value, dict):
             for key, x in value.items():
-                self.visit(x, f"{path}[{_shown(key)}]")
+                self.visit(x, f"{path}[{shown(key)}]")
+            self._members(value, path)
             self.places.contents(value.values())
             self.places.contents(value.keys())
             return kind
         if mutable:
             self.places.contents(value)
         if isinstance(value, set | frozenset):
+            self._members(value, path)
             return (*kind, frozenset(plain(x) or Same(x) for x in value))
         for k, x in enumerate(value):
             self.visit(x, f"{path}[{k}]")
         return kind
+
+    def _members(self, value: Any, path: str) -> None:
+        """Keys, and elements of sets: which of them an object is, is seen where it is met again."""
+        for x in value:
+            if plain(x) is None:
+                self.visit(x, f"{path}: {shown(x)}")
 
     def _partial(self, value: Any, path: str) -> None:
         self.visit(value.func, f"{path}.func")
@@ -192,7 +210,7 @@ class Reader:
             self._code(f.__code__, f, path, owner)
         else:
             for cell_name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
-                x = _held(cell)
+                x = held(cell)
                 if callable(x) or dataclasses.is_dataclass(x) or isinstance(x, tuple):
                     self.places.cell(cell, x)
                     self.visit(x, f"{name}: {cell_name}")
@@ -220,7 +238,7 @@ class Reader:
                     if name in sys.modules:
                         self._root(sys.modules[name], f"module {name}", read)
             elif read.kind == "free" and read.name in cells:
-                x = _held(cells[read.name])
+                x = held(cells[read.name])
                 if x is not NOTHING and f"{self._name_of(f)}: {read.name}" not in self._skip:
                     self.places.cell(cells[read.name], x)
                     self._root(x, f"{self._name_of(f)}: {read.name}", read)
@@ -261,9 +279,9 @@ class Reader:
         while names:
             if path in self._skip:
                 return
-            if isinstance(value, nn.Module):
+            if isinstance(value, nn.Module | list | dict | tuple) or told_by_value(value):
                 self.visit(value, path)
-            if not _is_followed(value):
+            if not is_followed(value):
                 break
             self.facts.setdefault(
                 path, ("object", Same(value if isinstance(value, type | ModuleType) else type(value)))
@@ -363,32 +381,3 @@ class Reader:
 
 class _Done:
     """In place of a value that needs no more reading."""
-
-
-def _held(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty
-        return NOTHING
-
-
-def _shown(key: Any) -> str:
-    return repr(key) if isinstance(key, str | int | float | bool | tuple) else f"{type(key).__name__} {id(key)}"
-
-
-def _is_config(value: Any) -> bool:
-    kind = type(value)
-    if isinstance(value, types.SimpleNamespace | argparse.Namespace):
-        return True
-    if is_sharded(value):
-        return False
-    return not isinstance(value, type) and (dataclasses.is_dataclass(value) or "config" in kind.__name__.lower())
-
-
-def _is_followed(value: Any) -> bool:
-    """Whether attributes of a value are read one by one."""
-    if isinstance(value, Tensor | FunctionType | MethodType | functools.partial | list | dict | tuple | str):
-        return False
-    if isinstance(value, type | ModuleType):
-        return of_user(value)
-    return isinstance(value, nn.Module) or _is_config(value) or of_user(type(value))

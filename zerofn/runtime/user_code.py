@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import dis
 import functools
 import sys
 import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
@@ -16,7 +18,8 @@ _SKIPPED = {"CACHE", "PRECALL", "PUSH_NULL", "EXTENDED_ARG", "RESUME", "NOP", "N
 _GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _FREE = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"}
 _ATTRIBUTE = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
-# Packages may be installed in several places: the environment's, the system's below it, the home folder's.
+# Packages may be installed in several places: the environment's, the system's below it, the home folder's, or any
+# folder on the path.
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 _BY_STRING = {"getattr", "hasattr", "attrgetter", "methodcaller", "vars", "__dict__"}
 
@@ -53,7 +56,20 @@ def _libraries() -> tuple[str, ...]:
 def is_users(file: str) -> bool:
     """Whether code of this file is the user's: neither the standard library's, an installed package's nor ours."""
     prefixes = tuple(x for x in library_prefixes() if x != "<string>")
-    return not file.startswith((*_libraries(), *prefixes)) and not any(folder in file for folder in _INSTALLED)
+    if file.startswith((*_libraries(), *prefixes)) or any(folder in file for folder in _INSTALLED):
+        return False
+    folders = (x.rstrip("/") for x in sys.path if x and file.startswith(f"{x.rstrip('/')}/"))
+    return not any(file[len(x) + 1 :].partition("/")[0] in _installed_in(x) for x in folders)
+
+
+@functools.cache
+def _installed_in(folder: str) -> frozenset[str]:
+    """The packages and modules that `pip install --target` put into a folder: what its records list."""
+    found = set()
+    for record in Path(folder).glob("*.dist-info/RECORD"):
+        with record.open(newline="", encoding="utf-8", errors="replace") as lines:
+            found |= {row[0].partition("/")[0] for row in csv.reader(lines) if row}
+    return frozenset(found)
 
 
 @functools.cache

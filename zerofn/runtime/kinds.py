@@ -1,0 +1,67 @@
+"""The kinds of values that a reading meets: what it follows by attributes, and what it tells apart by value."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import functools
+import types
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..sharding.sharded import is_sharded
+from .facts import NOTHING, Same
+from .user_code import of_user
+
+_WITH_VALUES = (str, bytes, float, complex, int)
+
+
+def told_by_value(value: Any) -> tuple[str, Same, str] | None:
+    """Return the token of an enum's member, or of a number or text of a class of its own; None for other values."""
+    if isinstance(value, enum.Enum):
+        return "value", Same(value), f"{type(value).__name__}.{value.name}"
+    for kind in _WITH_VALUES:
+        if isinstance(value, kind) and type(value) is not kind:
+            return "value", Same(type(value)), f"{type(value).__name__}({kind.__repr__(value)})"
+    return None
+
+
+def attributes_of(value: Any) -> set[str]:
+    """Return the names of an object's attributes, its own and its classes'."""
+    kinds = (value if isinstance(value, type) else type(value)).__mro__
+    return {*getattr(value, "__dict__", ())}.union(*(kind.__dict__ for kind in kinds))
+
+
+def held(cell: Any) -> Any:
+    """Return what a closure's cell holds."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return NOTHING
+
+
+def shown(key: Any) -> str:
+    """Return what a path calls a key."""
+    return repr(key) if isinstance(key, str | int | float | bool | tuple) else f"{type(key).__name__} {id(key)}"
+
+
+def is_config(value: Any) -> bool:
+    """Whether all fields of an object are read: a dataclass, a namespace, or what calls itself a config."""
+    kind = type(value)
+    if isinstance(value, types.SimpleNamespace | argparse.Namespace):
+        return True
+    if is_sharded(value):
+        return False
+    return not isinstance(value, type) and (dataclasses.is_dataclass(value) or "config" in kind.__name__.lower())
+
+
+def is_followed(value: Any) -> bool:
+    """Whether attributes of a value are read one by one."""
+    if isinstance(value, Tensor | FunctionType | MethodType | functools.partial):
+        return False
+    if isinstance(value, type | ModuleType):
+        return of_user(value)
+    return isinstance(value, nn.Module) or is_config(value) or of_user(type(value))
