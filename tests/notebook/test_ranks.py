@@ -163,12 +163,19 @@ def test_ranks_that_fail_alone_are_named(two):
     assert "1" in two.run("%%ranks\nprint(1)")
 
 
+def interrupt_after_steps(ranks, number):
+    before = ranks._steps[:2].max()
+    while ranks._steps[:2].max() - before < number:
+        before = min(before, ranks._steps[:2].max())  # a cell begins with none
+        time.sleep(0.01)
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
 def test_an_interrupt_stops_all_ranks_before_the_same_step(two):
     two.run(TRAIN)
-    main = threading.main_thread().ident
-    threading.Timer(1.0, signal.pthread_kill, (main, signal.SIGINT)).start()
+    threading.Thread(target=interrupt_after_steps, args=(two.pool, 3)).start()
     with pytest.raises(KeyboardInterrupt, match=r"before step \d+ of the cell, on all ranks"):
-        two.run("%%ranks\nfor k in range(10**6):\n    state, _ = step(state, torch.full((5,), 2.0))", within=8)
+        two.run("%%ranks\nfor k in range(10**6):\n    state, _ = step(state, torch.full((5,), 2.0))", within=30)
     steps = two.run("%%ranks\nprint(int(state.step))")
     assert steps.splitlines()[0] == two.run("%ranks output 1").strip() and int(steps.splitlines()[0]) > 3
     two.run("%%ranks\nfor k in range(2):\n    state, _ = step(state, torch.full((5,), 2.0))\nprint(int(state.step))")
@@ -181,6 +188,22 @@ def test_an_interrupt_ends_cells_without_steps_too(two, monkeypatch):
     with pytest.raises(KeyboardInterrupt, match="where each rank was"):
         two.run("%%ranks\nimport time\nfor k in range(600):\n    time.sleep(0.1)", within=15)
     assert "1" in two.run("%%ranks\nprint(1)")
+
+
+def test_an_interrupt_while_output_is_shown_stops_the_ranks(two, monkeypatch):
+    two.run(TRAIN)
+    show, shown = pool.Shown.show, []
+
+    def interrupted(self):
+        shown.append(self)
+        if len(shown) == 3:
+            signal.raise_signal(signal.SIGINT)
+        show(self)
+
+    monkeypatch.setattr(pool.Shown, "show", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="Their states are there"):
+        two.run("%%ranks\nfor k in range(10**6):\n    state, _ = step(state, torch.full((5,), 2.0))", within=30)
+    assert "1" in two.run("%%ranks\nprint(1)", within=30)
 
 
 def test_every_cell_after_autoranks(two):

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from . import engine
-from .cells import CellFailed, Interrupted, Shown, first_error, ranks_in_words
+from .cells import CellFailed, Interrupted, Shown, counted_interrupts, first_error, ranks_in_words
 
 _START = 60.0  # seconds until engines must be there
 _GRACE = 5.0  # seconds that ranks have to end by themselves when one has failed, has died, or was interrupted
@@ -118,24 +118,27 @@ class Pool:
         self._look_at_saves()
         self._check_alive()
         self._steps[:] = 0
+        with counted_interrupts() as interrupts:
+            self._run(code, interrupts)
+
+    def _run(self, code: str, interrupts: list[int]) -> None:
         results = [view.execute(code, silent=False, block=False) for view in self._views]
         shown = Shown(results, 0)
         self._results = results
-        interrupted, start = False, time.monotonic()
+        start, stopped = time.monotonic(), 0
         while not self._ended(results, shown):
             # What comes early is shown at once; in a long cell the ranks need the processors.
             pause = min(_SELDOM, max(_LOOK, (time.monotonic() - start) / 8))
-            try:
-                next(x for x in results if not x.done()).wait(pause)
-            except StopIteration:
-                pass
-            except KeyboardInterrupt:
-                self.interrupt(results, shown, at_once=interrupted)
-                interrupted = True
+            for x in results:
+                if not x.done():
+                    x.wait(pause)
+                    break
+            if len(interrupts) > stopped:
+                stopped = self._interrupt(results, shown, interrupts, at_once=stopped > 0)
         shown.end()
         self._asked = self._views[0].apply_async(engine.described, self.saved[0])
         failed = first_error(results)
-        if interrupted and (failed is None or "KeyboardInterrupt" in str(failed)):
+        if interrupts and (failed is None or "KeyboardInterrupt" in str(failed)):
             steps = self._steps[: self.size].tolist()
             where = f"before step {steps[0] + 1} of the cell, on all ranks" if any(steps) else "where each rank was"
             raise Interrupted(f"{where}. Their states are there.")
@@ -165,8 +168,12 @@ class Pool:
             if not x.done():
                 os.kill(pid, signal.SIGKILL)  # it hears nothing
 
-    def interrupt(self, results: Sequence[Any], shown: Shown, *, at_once: bool) -> None:
-        """Stop all ranks before the same step, or, where none begins in `_GRACE` seconds, wherever they are."""
+    def _interrupt(self, results: Sequence[Any], shown: Shown, interrupts: list[int], *, at_once: bool) -> int:
+        """Stop all ranks before the same step, or, where none begins in `_GRACE` seconds, wherever they are.
+
+        So does another interrupt while one waits. Returns how many interrupts have been followed.
+        """
+        came = len(interrupts)
         if not at_once:
             before = self._steps[: self.size].max()
             self._steps[engine.STOP] = before + 2  # the fastest rank may be about to begin the next
@@ -176,12 +183,13 @@ class Pool:
                 if self._steps[: self.size].max() > before:
                     end = time.monotonic() + _GRACE
                     before = self._steps[: self.size].max()
-                if time.monotonic() > end:
+                if time.monotonic() > end or len(interrupts) > came:
                     break
                 time.sleep(_LOOK)
         for x, pid in zip(results, self.pids, strict=True):
             if not x.done():
                 os.kill(pid, signal.SIGINT)
+        return len(interrupts)
 
     def _look_at_saves(self) -> None:
         """Take what rank 0 has said, after the last cell, about its saves."""
