@@ -13,6 +13,7 @@ import gc
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -200,6 +201,7 @@ def job(run: Any, backend: str, size: int, *module: str) -> None:
     started = []
     for rank, log in enumerate(logs):
         places = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        places["PYTHONFAULTHANDLER"] = "1"  # one that is ended for its time says where it was
         with log.open("w") as out:
             started.append(subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | places))
     why = ""
@@ -210,6 +212,9 @@ def job(run: Any, backend: str, size: int, *module: str) -> None:
         time.sleep(0.05)
     time.sleep(2.0 * any(x.poll() for x in started))  # the others say what they heard
     for process in started:
+        process.send_signal(signal.SIGABRT)
+    time.sleep(0.5 * any(x.poll() is None for x in started))
+    for process in started:
         process.kill()
         process.wait()
     said = [log.read_text(errors="replace").splitlines() for log in logs]
@@ -217,8 +222,9 @@ def job(run: Any, backend: str, size: int, *module: str) -> None:
         if line.startswith("ROW "):
             run.row(**json.loads(line.removeprefix("ROW ")))
     if why or any(x.returncode for x in started):
-        tails = [line[:300] for lines in said for line in lines[-30:] if not line.startswith("ROW ")]
-        run.row(what=f"{_named(size, backend)}: all ends well", passed=False, error=why or "\n".join(tails))
+        tails = [line[:300] for lines in said for line in lines[-120:] if not line.startswith("ROW ")]
+        error = "\n".join(([why] if why else []) + tails)
+        run.row(what=f"{_named(size, backend)}: all ends well", passed=False, error=error)
     for log in logs:
         log.unlink()
 
