@@ -24,7 +24,7 @@ def told_by_value(value: Any) -> tuple[str, Same, str] | None:
     if isinstance(value, enum.Enum):
         return "value", Same(value), f"{type(value).__name__}.{value.name}"
     for kind in _WITH_VALUES:
-        if isinstance(value, kind) and type(value) is not kind:
+        if isinstance(value, kind) and type(value) not in (kind, bool):
             return "value", Same(type(value)), f"{type(value).__name__}({kind.__repr__(value)})"
     return None
 

@@ -1,0 +1,114 @@
+"""What a reading tells apart by value, and which attributes it may meet."""
+
+import argparse
+import dataclasses
+import enum
+import types
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from zerofn.runtime.kinds import attributes_of, held, is_config, is_followed, shown, told_by_value
+
+
+class Colour(enum.Enum):
+    RED, BLUE = 1, 2
+
+
+class Mode(str, enum.Enum):
+    FAST, SLOW = "fast", "slow"
+
+
+class Metres(float):
+    def __repr__(self):
+        return "some metres"
+
+
+class Name(str):
+    pass
+
+
+class Pair(NamedTuple):
+    a: int
+    b: int
+
+
+@dataclasses.dataclass
+class Fields:
+    a: int = 1
+
+
+class ModelConfig:
+    pass
+
+
+class Slotted:
+    __slots__ = ("a",)
+
+
+class Plain:
+    b = 2
+
+    def __init__(self):
+        self.a = 1
+
+
+@pytest.mark.parametrize(
+    "a, b, equal",
+    [
+        (Colour.RED, Colour.RED, True),
+        (Colour.RED, Colour.BLUE, False),
+        (Mode.FAST, Mode.SLOW, False),
+        (Metres(1.0), Metres(1.0), True),
+        (Metres(1.0), Metres(2.0), False),
+        (Metres(0.0), Metres(-0.0), False),
+        (Name("a"), Name("b"), False),
+        (Name("1.0"), Metres(1.0), False),
+    ],
+)
+def test_members_and_numbers_of_ones_own_classes(a, b, equal):
+    assert told_by_value(a) is not None
+    assert (told_by_value(a) == told_by_value(b)) is equal
+
+
+@pytest.mark.parametrize("x", [1.0, "a", b"a", True, None, Plain(), [1], Pair(1, 2), torch.ones(1)])
+def test_others_are_told_apart_elsewhere(x):
+    assert told_by_value(x) is None
+
+
+def test_how_they_are_called():
+    assert told_by_value(Colour.RED)[2] == "Colour.RED" and told_by_value(Metres(2))[2] == "Metres(2.0)"
+
+
+def test_attributes():
+    assert {"a", "b", "__init__"} <= attributes_of(Plain()) and "a" not in attributes_of(Plain)
+    assert "a" in attributes_of(Slotted()) and "RED" in attributes_of(Colour)
+
+
+@pytest.mark.parametrize("x", [types.SimpleNamespace(a=1), argparse.Namespace(a=1), Fields(), ModelConfig()])
+def test_configs(x):
+    assert is_config(x) and is_followed(x)
+    assert not is_config(type(x))
+
+
+@pytest.mark.parametrize(
+    "x, followed",
+    [(Plain(), True), (Plain, True), (Mode.FAST, True), (Pair(1, 2), True), (nn.ReLU(), True), (torch.ones(1), False),
+     (attributes_of, False), ("a", False), ([1], False), ({}, False), (torch, False)],
+)  # fmt: skip
+def test_what_is_followed_by_attributes(x, followed):
+    assert is_followed(x) is followed
+
+
+def test_cells_and_keys():
+    x = 1
+
+    def reads():
+        return x, later
+
+    assert held(reads.__closure__[1]) == 1 and repr(held(reads.__closure__[0])) == "nothing"
+    later = 2
+    assert held(reads.__closure__[0]) == 2
+    assert shown("a") == "'a'" and shown(k := Plain()) == f"Plain {id(k)}"
