@@ -223,6 +223,48 @@ CHANGES = {
         "class K: pass\nk, other = K(), K()\nchosen = {k}\ndef step(s, x): return x * 2 if k in chosen else x",
         "k = other",
     ),
+    "an attribute that an object's item is computed from": (
+        "class C:\n  a = 0.0\n  def __getitem__(self, k): return self.a + k\nc = C()\nc.a = 2.0\ndef step(s, x): return x * c[0]",
+        "c.a = 3.0",
+    ),
+    "an attribute that an object is multiplied by": (
+        "class C:\n  def __rmul__(self, x): return x * self.a\nc = C()\nc.a = 2.0\ndef step(s, x): return 1.0 * c * x",
+        "c.a = 3.0",
+    ),
+    "an attribute that a context gives": (
+        "class C:\n  def __enter__(self): return self.a\n  def __exit__(self, *_): pass\nc = C()\nc.a = 2.0\n"
+        "def step(s, x):\n  with c as a: return x * a",
+        "c.a = 3.0",
+    ),
+    "an attribute behind __getattr__": (
+        "class C:\n  def __getattr__(self, name): return self.__dict__['a']\nc = C()\nc.a = 2.0\ndef step(s, x): return x * c.b",
+        "c.a = 3.0",
+    ),
+    "an attribute in an object's dict": (
+        "class C: pass\nc = C()\nc.a = 2.0\ndef step(s, x): return x * c.__dict__['a']",
+        "c.a = 3.0",
+    ),
+    "an attribute that was not there": (
+        "class C: pass\nc = C()\ndef step(s, x): return x * getattr(c, 'a', 2.0)",
+        "c.a = 3.0",
+    ),
+    "an attribute of a namespace that was not there": (
+        "from types import SimpleNamespace\nc = SimpleNamespace()\ndef step(s, x): return x * (c.a if hasattr(c, 'a') else 2.0)",
+        "c.a = 3.0",
+    ),
+    "a global of a constructor": (
+        "class C:\n  def __init__(self): self.a = b\nb = 2.0\ndef step(s, x): return x * C().a",
+        "b = 3.0",
+    ),
+    "a global of a constructor behind super()": (
+        "class B:\n  def __init__(self): self.a = b\nclass C(B):\n  def __init__(self): super().__init__()\nb = 2.0\n"
+        "def step(s, x): return x * C().a",
+        "b = 3.0",
+    ),
+    "a global that an item of a module is computed from": (
+        "class M(nn.Module):\n  def __getitem__(self, k): return a\na, m = 2.0, M()\ndef step(s, x): return x * m[0]",
+        "a = 3.0",
+    ),
     "a module's attribute": ("m = nn.LeakyReLU(0.1)\ndef step(s, x): return m(x)", "m.negative_slope = 0.5"),
     "a module's attribute behind its __setattr__": (
         "m = nn.LeakyReLU(0.1)\ndef step(s, x): return m(x)",

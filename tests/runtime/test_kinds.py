@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from zerofn.runtime.kinds import attributes_of, held, is_config, is_followed, shown, told_by_value
+from zerofn.runtime.kinds import attributes_of, held, is_config, is_followed, shown, special_methods, told_by_value
 
 
 class Colour(enum.Enum):
@@ -85,6 +85,19 @@ def test_how_they_are_called():
 def test_attributes():
     assert {"a", "b", "__init__"} <= attributes_of(Plain()) and "a" not in attributes_of(Plain)
     assert "a" in attributes_of(Slotted()) and "RED" in attributes_of(Colour)
+
+
+def test_special_methods():
+    class Items(Plain):
+        def __getitem__(self, k):
+            return k
+
+        def __repr__(self):
+            return "items"
+
+    assert special_methods(Items()) == ("__getitem__",)
+    assert special_methods(Items) == ("__getitem__", "__init__")
+    assert special_methods(nn.ReLU()) == special_methods([1]) == ()
 
 
 @pytest.mark.parametrize("x", [types.SimpleNamespace(a=1), argparse.Namespace(a=1), Fields(), ModelConfig()])

@@ -16,6 +16,11 @@ from ..sharding.sharded import is_sharded
 from .facts import NOTHING, Same
 from .user_code import of_user
 
+_MAKE = {"__init__", "__new__", "__post_init__"}
+_NOT_CALLED_BY_STEPS = {
+    *("__del__", "__repr__", "__dir__", "__sizeof__", "__init_subclass__", "__class_getitem__", "__set_name__"),
+    *("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__copy__", "__deepcopy__"),
+}
 _WITH_VALUES = (str, bytes, float, complex, int)
 
 
@@ -33,6 +38,18 @@ def attributes_of(value: Any) -> set[str]:
     """Return the names of an object's attributes, its own and its classes'."""
     kinds = (value if isinstance(value, type) else type(value)).__mro__
     return {*getattr(value, "__dict__", ())}.union(*(kind.__dict__ for kind in kinds))
+
+
+def special_methods(value: Any) -> tuple[str, ...]:
+    """Return the names of the special methods that a step may call of an object, or of what a class makes.
+
+    Of the user's classes alone.
+    """
+    is_class = isinstance(value, type)
+    kinds = (value if is_class else type(value)).__mro__
+    names = {name for kind in kinds if of_user(kind) for name, x in kind.__dict__.items() if callable(x)}
+    special = {name for name in names if name.startswith("__") and name.endswith("__")}
+    return tuple(sorted(special - _NOT_CALLED_BY_STEPS - (set() if is_class else _MAKE)))
 
 
 def held(cell: Any) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..sharding.sharded import is_sharded
 from .contents import contents_of
 from .facts import NOTHING, Facts, Same, plain
-from .kinds import attributes_of, held, is_config, is_followed, shown, told_by_value
+from .kinds import attributes_of, held, is_config, is_followed, shown, special_methods, told_by_value
 from .places import Places
 from .user_code import is_users, of_user, reads_of
 
@@ -117,7 +117,7 @@ class Reader:
             return by_value or ("config", Same(type(value)))
         if isinstance(value, type | ModuleType):
             if of_user(value):
-                self._open.append((value, path))
+                self._by_name(value, path)
             return "object", Same(value)
         if of_user(type(value)):
             self._by_name(value, path)
@@ -132,9 +132,19 @@ class Reader:
         return "object", Same(value)
 
     def _by_name(self, value: Any, path: str) -> None:
-        """See to it that those attributes of an object of the user's are read whose names occur in functions."""
+        """See to it that those attributes of an object of the user's are read whose names occur in functions.
+
+        And its special methods, which no name tells of: `x[0]`, `2 * x`, `with x`, and `x()` for what a class makes.
+        """
         self._open.append((value, path))
-        self._later(self._chain, value, path, ("__call__",))
+        self._number(value)
+        for name in special_methods(value):
+            self._later(self._chain, value, path, (name,))
+
+    def _number(self, value: Any) -> None:
+        """How many attributes an object has: one that is new may be asked for by functions that did without."""
+        if not isinstance(value, type | ModuleType):
+            self.places.length(getattr(value, "__dict__", ()))
 
     def _container(self, value: Any, path: str) -> Any:
         mutable = not isinstance(value, tuple | frozenset)
@@ -172,6 +182,7 @@ class Reader:
 
     def _fields(self, value: Any, path: str) -> None:
         """All fields of a config."""
+        self._number(value)
         attributes = getattr(value, "__dict__", {})
         names = [x.name for x in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
         for name in dict.fromkeys([*attributes, *names]):
@@ -287,7 +298,9 @@ class Reader:
                 path, ("object", Same(value if isinstance(value, type | ModuleType) else type(value)))
             )
             found = self._attribute(value, names[0], path)
-            if found is None:
+            if found is None:  # so it may be the affair of `__getattr__`
+                if not isinstance(value, nn.Module) and of_user(type(value)):
+                    self.visit(value, path)
                 return
             value, path, names = found, f"{path}.{names[0]}", names[1:]
         if not isinstance(value, _Done):
@@ -298,6 +311,8 @@ class Reader:
         if f"{path}.{name}" in self._skip:
             return None
         own = getattr(value, "__dict__", {})
+        if name == "__dict__" and own and not isinstance(value, type):
+            return own
         if isinstance(value, nn.Module) and name not in own:
             if any(name in own.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules")):
                 return _Done() if name not in own["_modules"] else own["_modules"][name]
@@ -330,7 +345,7 @@ class Reader:
             inner = found
         if inner is None:
             return found
-        owner = kind if isinstance(found, classmethod) else None if isinstance(value, type) else value
+        owner = kind if isinstance(found, classmethod) else value
         self.facts[f"{path}.{name}"] = ("function", getattr(inner, "__code__", None))
         self._later(self._function, inner, f"{path}.{name}", owner)
         return _Done()
@@ -363,10 +378,10 @@ class Reader:
         for hooks in _HOOKS:
             if attributes.get(hooks):
                 self.visit(attributes[hooks], f"{path}.{hooks}")
-        self._class(module)
+        self._class(module, path)
 
-    def _class(self, module: nn.Module) -> None:
-        """A module class's `forward`, by which functions it calls if it is the user's."""
+    def _class(self, module: nn.Module, path_of_module: str) -> None:
+        """A module class's `forward`, by which functions it calls if it is the user's, and special methods."""
         for kind in type(module).__mro__:
             forward = kind.__dict__.get("forward")
             if forward is not None:
@@ -376,7 +391,9 @@ class Reader:
                     self.places.item(kind.__dict__, "forward", forward)
                     if of_user(kind):
                         self._later(self._function, forward, path, module)
-                return
+                break
+        for name in special_methods(module):
+            self._later(self._chain, module, path_of_module, (name,))
 
 
 class _Done:
