@@ -207,7 +207,7 @@ def meeting_the_state(stage):
     run(of_others)
 
 
-@pytest.mark.part(stage=[0, 3])
+@pytest.mark.part(stage=[3])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_ranks_own_values_may_not_meet_the_state(ranks, stage):
     ranks(2, meeting_the_state, stage)

@@ -93,7 +93,7 @@ def test_one_rank_has_the_bits_of_memory(tmp_path, stage, precision):
     every_tier(tmp_path, stage, precision, 1)
 
 
-@pytest.mark.part(num_ranks=[2, 3], stage=[1, 3])
+@pytest.mark.part(num_ranks=[2, 3], stage=[3])
 @pytest.mark.parametrize(
     ("num_ranks", "stage", "precision", "num_microbatches"),
     [
@@ -112,7 +112,7 @@ def test_several_ranks_have_the_bits_of_memory(ranks, tmp_path, num_ranks, stage
     ranks(num_ranks, every_tier, tmp_path, stage, precision, num_microbatches)
 
 
-@pytest.mark.part(number=[0, 3, 5])
+@pytest.mark.part(number=[0, 3])
 @pytest.mark.quick(number=[0])
 @pytest.mark.parametrize("number", range(len(RULES)))
 def test_every_rule_has_the_bits_of_memory(tmp_path, number):

@@ -1,6 +1,5 @@
 """The GPU kernels: compiled for every architecture, run thread by thread on the CPU, and on a GPU if there is one."""
 
-import concurrent.futures
 import contextlib
 import ctypes
 import importlib.metadata
@@ -57,16 +56,11 @@ def compiled(architecture):
     return result, log.value.decode(), codes[0].raw, codes[1].value.decode()
 
 
-@pytest.fixture(scope="module")
-def programs():
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return dict(zip(ARCHITECTURES, pool.map(compiled, ARCHITECTURES), strict=True))
-
-
 @pytest.mark.slow
+@pytest.mark.part(architecture=[70, 90, 120])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_kernels_compile_without_a_warning(programs, architecture):
-    result, log, cubin, ptx = programs[architecture]
+def test_kernels_compile_without_a_warning(architecture):
+    result, log, cubin, ptx = compiled(architecture)
     warnings = [x for x in log.splitlines() if x.strip() and "Architectures prior to" not in x]
     assert (result, warnings) == (0, [])
     assert cubin[:4] == b"\x7fELF"

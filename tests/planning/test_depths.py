@@ -35,7 +35,7 @@ def deep_step(tmp_path, mesh):
     return step()
 
 
-@pytest.mark.parametrize(("sizes", "stage", "remat"), [({"data": 4}, 3, None),
+@pytest.mark.parametrize(("sizes", "stage", "remat"), [pytest.param({"data": 4}, 3, None, marks=pytest.mark.whole),
                                                        pytest.param({"data": 4}, 1, None, marks=pytest.mark.whole),
                                                        ({"data": 2, "tensor": 2}, 3, "full")])  # fmt: skip
 def test_an_estimate_is_near_the_plan(tmp_path, sizes, stage, remat):
