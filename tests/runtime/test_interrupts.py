@@ -1,5 +1,4 @@
 import gc
-import os
 import signal
 import subprocess
 import sys
@@ -29,7 +28,7 @@ def handler(monkeypatch):
 def interrupted():
     """What came of the rest of a step, in the middle of which somebody pressed Ctrl-C."""
     with whole_steps():
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         return "the rest of the step"
 
 
@@ -59,7 +58,7 @@ def test_the_handler_that_was_there_is_called_and_put_back():
         assert seen == []
         deliver()
         assert seen == [signal.SIGINT]
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         assert seen == [signal.SIGINT] * 2
     finally:
         signal.signal(signal.SIGINT, before)
@@ -91,7 +90,7 @@ import os, signal, time
 from zerofn.runtime.interrupts import deliver, whole_steps
 signal.signal(signal.SIGINT, signal.{})
 with whole_steps():
-    os.kill(os.getpid(), signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
     print("whole", flush=True)
 deliver()
 print("after", flush=True)
