@@ -99,7 +99,7 @@ def after_steps(entry, tier, stage, folder, delayed):
 MOST = ("compiled evaluation", "another compiled step", "gather", "unshard", "save")
 
 
-@pytest.mark.part(tier=["optimizer", "parameters"])
+@pytest.mark.part(tier=["optimizer"])
 @pytest.mark.parametrize(
     ("entry", "tier"),
     [(entry, "optimizer") for entry in ENTRIES]

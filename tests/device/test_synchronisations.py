@@ -72,6 +72,7 @@ def run(program, num_steps):
         step.run(list(state))
 
 
+@pytest.mark.part(tiers=[None, ALL_ON_HOST])
 @pytest.mark.parametrize("tiers", [None, HOST, ALL_ON_HOST], ids=str)
 @pytest.mark.parametrize(
     ("precision", "tx", "on_nonfinite", "num_microbatches"),

@@ -58,7 +58,8 @@ def mixed(gm):
     return found
 
 
-@pytest.mark.quick(tiers=TIERS[:2])
+@pytest.mark.part(tiers=TIERS[::2])
+@pytest.mark.quick(tiers=TIERS[:4:2])
 @pytest.mark.parametrize("tiers", TIERS, ids=str)
 @pytest.mark.parametrize(
     ("precision", "tx", "on_nonfinite"),

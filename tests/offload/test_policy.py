@@ -86,6 +86,7 @@ def every_tier(path, stage, precision, num_microbatches):
     assert_bits_of_memory(path, stage, tiers, precision, num_microbatches, NORMED)
 
 
+@pytest.mark.part(stage=[0, 3])
 @pytest.mark.quick(stage=[3], precision=["bf16"])
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
 @pytest.mark.parametrize("stage", range(4))
@@ -147,6 +148,7 @@ def drive_buffers(program):
     return [x.nbytes for x in program.buffers if x.device is None]
 
 
+@pytest.mark.part(world=[2])
 @pytest.mark.quick(tiers=TIERS[1:2], world=[2])
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("on_nonfinite", ["skip", "ignore"])
