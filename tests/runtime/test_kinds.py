@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from zerofn.runtime.kinds import attributes_of, held, is_config, is_followed, shown, special_methods, told_by_value
+from zerofn.runtime.kinds import (
+    attributes_of,
+    held,
+    is_config,
+    is_followed,
+    own_attributes,
+    shown,
+    special_methods,
+    told_by_value,
+)
 
 
 class Colour(enum.Enum):
@@ -97,7 +106,19 @@ def test_special_methods():
 
     assert special_methods(Items()) == ("__getitem__",)
     assert special_methods(Items) == ("__getitem__", "__init__")
-    assert special_methods(nn.ReLU()) == special_methods([1]) == ()
+    assert special_methods(nn.ReLU()) == special_methods([1]) == special_methods(Fields()) == ()
+    assert special_methods(Fields) == ("__init__",)
+
+
+def test_attributes_of_what_answers_to_every_name():
+    class Proxy:
+        __slots__ = ()
+
+        def __getattr__(self, name):
+            return 7
+
+    assert own_attributes(Proxy()) == {} and "__getattr__" in attributes_of(Proxy())
+    assert own_attributes(Plain()) == {"a": 1} and "b" in own_attributes(Plain)
 
 
 @pytest.mark.parametrize("x", [types.SimpleNamespace(a=1), argparse.Namespace(a=1), Fields(), ModelConfig()])

@@ -7,8 +7,9 @@ import dataclasses
 import enum
 import functools
 import types
+from collections.abc import Mapping
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -18,7 +19,8 @@ from .user_code import of_user
 
 _MAKE = {"__init__", "__new__", "__post_init__"}
 _NOT_CALLED_BY_STEPS = {
-    *("__del__", "__repr__", "__dir__", "__sizeof__", "__init_subclass__", "__class_getitem__", "__set_name__"),
+    *("__del__", "__repr__", "__str__", "__dir__", "__sizeof__", "__init_subclass__", "__class_getitem__"),
+    "__set_name__",
     *("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__copy__", "__deepcopy__"),
 }
 _WITH_VALUES = (str, bytes, float, complex, int)
@@ -34,22 +36,40 @@ def told_by_value(value: Any) -> tuple[str, Same, str] | None:
     return None
 
 
+def own_attributes(value: Any) -> Mapping[str, Any]:
+    """Return an object's `__dict__`, empty where it has none. Its `__getattr__` is not asked."""
+    try:
+        return cast(Mapping[str, Any], object.__getattribute__(value, "__dict__"))
+    except AttributeError:
+        return {}
+
+
 def attributes_of(value: Any) -> set[str]:
     """Return the names of an object's attributes, its own and its classes'."""
     kinds = (value if isinstance(value, type) else type(value)).__mro__
-    return {*getattr(value, "__dict__", ())}.union(*(kind.__dict__ for kind in kinds))
+    return {*own_attributes(value)}.union(*(kind.__dict__ for kind in kinds))
 
 
 def special_methods(value: Any) -> tuple[str, ...]:
     """Return the names of the special methods that a step may call of an object, or of what a class makes.
 
-    Of the user's classes alone.
+    Of the user's classes alone. A dataclass's comparisons are generated: its fields are read anyway.
     """
     is_class = isinstance(value, type)
     kinds = (value if is_class else type(value)).__mro__
-    names = {name for kind in kinds if of_user(kind) for name, x in kind.__dict__.items() if callable(x)}
-    special = {name for name in names if name.startswith("__") and name.endswith("__")}
-    return tuple(sorted(special - _NOT_CALLED_BY_STEPS - (set() if is_class else _MAKE)))
+    found = {
+        name
+        for kind in kinds
+        if of_user(kind)
+        for name, x in kind.__dict__.items()
+        if name.startswith("__") and name.endswith("__") and callable(x) and (name in _MAKE or not _is_generated(x))
+    }
+    return tuple(sorted(found - _NOT_CALLED_BY_STEPS - (set() if is_class else _MAKE)))
+
+
+def _is_generated(method: Any) -> bool:
+    code = getattr(method, "__code__", None)
+    return code is not None and code.co_filename == "<string>"
 
 
 def held(cell: Any) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..sharding.sharded import is_sharded
 from .contents import contents_of
 from .facts import NOTHING, Facts, Same, plain
-from .kinds import attributes_of, held, is_config, is_followed, shown, special_methods, told_by_value
+from .kinds import attributes_of, held, is_config, is_followed, own_attributes, shown, special_methods, told_by_value
 from .places import Places
 from .user_code import is_users, of_user, reads_of
 
@@ -127,7 +127,7 @@ class Reader:
                 self.visit(x, f"{path}[{shown(key)}]")
             self.places.mapping(value)
             return "of length", len(value), type(value).__name__
-        if callable(wrapped := getattr(value, "__dict__", {}).get("__wrapped__")):
+        if callable(wrapped := own_attributes(value).get("__wrapped__")):
             self.visit(wrapped, f"{path}.__wrapped__")
         return "object", Same(value)
 
@@ -144,7 +144,7 @@ class Reader:
     def _number(self, value: Any) -> None:
         """How many attributes an object has: one that is new may be asked for by functions that did without."""
         if not isinstance(value, type | ModuleType):
-            self.places.length(getattr(value, "__dict__", ()))
+            self.places.length(own_attributes(value))
 
     def _container(self, value: Any, path: str) -> Any:
         mutable = not isinstance(value, tuple | frozenset)
@@ -183,7 +183,7 @@ class Reader:
     def _fields(self, value: Any, path: str) -> None:
         """All fields of a config."""
         self._number(value)
-        attributes = getattr(value, "__dict__", {})
+        attributes = own_attributes(value)
         names = [x.name for x in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
         for name in dict.fromkeys([*attributes, *names]):
             if f"{path}.{name}" in self._skip:
@@ -310,7 +310,7 @@ class Reader:
         """Return an attribute's value; `_Done` for a method, which is read later, None for one that is not there."""
         if f"{path}.{name}" in self._skip:
             return None
-        own = getattr(value, "__dict__", {})
+        own = own_attributes(value)
         if name == "__dict__" and own and not isinstance(value, type):
             return own
         if isinstance(value, nn.Module) and name not in own:
