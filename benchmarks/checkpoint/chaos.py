@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -89,9 +90,10 @@ def environment() -> dict[str, str]:
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started."""
-    threads = Path(f"/proc/{pid}/task")
-    found = [(x / "children").read_text().split() for x in threads.iterdir()] if threads.exists() else []
-    return [int(child) for each in found for child in each]
+    try:
+        return [x.pid for x in psutil.Process(pid).children()]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def send(pid: int, what: signal.Signals) -> None:
