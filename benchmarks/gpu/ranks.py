@@ -223,7 +223,7 @@ def job(run: Any, backend: str, size: int, *module: str) -> None:
             run.row(**json.loads(line.removeprefix("ROW ")))
     if why or any(x.returncode for x in started):
         tails = [line[:300] for lines in said for line in lines[-120:] if not line.startswith("ROW ")]
-        error = "\n".join(([why] if why else []) + tails)
+        error = "\n".join(filter(None, [why, *tails]))
         run.row(what=f"{_named(size, backend)}: all ends well", passed=False, error=error)
     for log in logs:
         log.unlink()

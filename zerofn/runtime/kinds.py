@@ -44,10 +44,14 @@ def own_attributes(value: Any) -> Mapping[str, Any]:
         return {}
 
 
+def _classes_of(value: Any) -> tuple[type, ...]:
+    """Where an object's attributes, or a class's, are looked for, in order."""
+    return (value if isinstance(value, type) else type(value)).__mro__
+
+
 def attributes_of(value: Any) -> set[str]:
     """Return the names of an object's attributes, its own and its classes'."""
-    kinds = (value if isinstance(value, type) else type(value)).__mro__
-    return {*own_attributes(value)}.union(*(kind.__dict__ for kind in kinds))
+    return {*own_attributes(value)}.union(*(kind.__dict__ for kind in _classes_of(value)))
 
 
 def special_methods(value: Any) -> tuple[str, ...]:
@@ -55,16 +59,14 @@ def special_methods(value: Any) -> tuple[str, ...]:
 
     Of the user's classes alone. A dataclass's comparisons are generated: its fields are read anyway.
     """
-    is_class = isinstance(value, type)
-    kinds = (value if is_class else type(value)).__mro__
     found = {
         name
-        for kind in kinds
+        for kind in _classes_of(value)
         if of_user(kind)
         for name, x in kind.__dict__.items()
         if name.startswith("__") and name.endswith("__") and callable(x) and (name in _MAKE or not _is_generated(x))
     }
-    return tuple(sorted(found - _NOT_CALLED_BY_STEPS - (set() if is_class else _MAKE)))
+    return tuple(sorted(found - _NOT_CALLED_BY_STEPS - (set() if isinstance(value, type) else _MAKE)))
 
 
 def _is_generated(method: Any) -> bool:
