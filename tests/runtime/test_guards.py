@@ -236,6 +236,11 @@ CHANGES = {
         "def step(s, x):\n  with c as a: return x * a",
         "c.a = 3.0",
     ),
+    "a method of what answers to every name": (
+        "class C:\n  __slots__ = ()\n  def __getattr__(self, name): return 7\n  def f(self, x): return 2 * x\n"
+        "c = C()\ndef step(s, x): return c.f(x)",
+        "C.f = lambda self, x: 3 * x",
+    ),
     "an attribute behind __getattr__": (
         "class C:\n  def __getattr__(self, name): return self.__dict__['a']\nc = C()\nc.a = 2.0\ndef step(s, x): return x * c.b",
         "c.a = 3.0",

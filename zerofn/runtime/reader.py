@@ -335,8 +335,8 @@ class Reader:
 
     def _of_class(self, value: Any, kind: type, name: str, found: Any, path: str) -> Any:
         self.places.item(kind.__dict__, name, found)
-        if not isinstance(value, type) and hasattr(value, "__dict__"):
-            self.places.absent(value.__dict__, name)
+        if not isinstance(value, type):
+            self.places.absent(own_attributes(value), name)
         if isinstance(found, staticmethod):
             return found.__func__
         inner = found.__func__ if isinstance(found, classmethod) else None
