@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from .._torch_compat import OpOverload
+from .._torch_compat import OpOverload, schema_arguments
 from ..graph.alias import is_view, roots, touches, writes, written_memory
 from ..graph.edit import clean
 from ..graph.liveness import complete_values, values_of
 from ..graph.node_kinds import argument
 from ..graph.program import Program, alike, tensor_of
+from ..ops.registry import base_name
 
 aten = torch.ops.aten
 
@@ -57,13 +59,33 @@ def _pure(node: Node, stays: Callable[[Node], bool]) -> Any:
     if node.target is aten.copy_.default:
         source: Any = argument(node, "src")
         return "given" if alike(value, given[1]) and len(source.users) == 1 and stays(source) else None
-    name, overload = node.target._schema.name.split("::")[1], node.target._overloadname  # type: ignore[union-attr]
-    packet = getattr(aten, name[:-1], None) if name.endswith("_") and not name.endswith("__") else None
-    pure: Callable[..., Any] | None = getattr(packet, overload, None)
+    pure = _functional(node.target)  # type: ignore[arg-type]
     if pure is None:
         return None
     with value.fake_mode:
         return pure if alike(value, pure(*given)) else None
+
+
+@functools.cache
+def _functional(op: OpOverload) -> OpOverload | None:
+    """Return the operation that computes what an in-place one writes to its first argument, from the same arguments.
+
+    Overloads of one name may take other arguments: `pow_.Scalar` raises a tensor to a number, `pow.Scalar` a number to
+    a tensor. So schemas are compared.
+    """
+    name = base_name(op)
+    packet = getattr(aten, name[:-1], None) if name.endswith("_") and not name.endswith("__") else None
+    for overload in () if packet is None else packet.overloads():
+        found = getattr(packet, overload)
+        is_value = [str(x.type) for x in found._schema.returns] == ["Tensor"] and not found.is_view
+        if is_value and not found._schema.is_mutable and _parameters(found) == _parameters(op):
+            return found
+    return None
+
+
+def _parameters(op: OpOverload) -> list[tuple[str, str, bool]]:
+    """Return name, type and whether it is given by name of each argument."""
+    return [(x.name, str(x.type), x.kwarg_only) for x in schema_arguments(op)]
 
 
 def _replace(graph: Graph, touched: list[Node], pure: dict[Node, Any]) -> None:
