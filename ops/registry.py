@@ -64,6 +64,7 @@ class Traits:
     same number at every place. `equal`: the result is the same on all ranks of its axis. `own`: it differs from rank to
     rank whatever came in. `cuts`: the result is this rank's shard of a value that must be equal on all ranks.
     `checks`: it may raise, on all ranks, and then before the first write. `free`: it takes no time of its own.
+    `opaque`: it runs a function of the user's, which values that no step has computed may not suit.
     """
 
     on_shard: OnShard
@@ -81,6 +82,7 @@ class Traits:
     cuts: bool = False
     checks: bool = False
     free: bool = False
+    opaque: bool = False
 
 
 _traits: dict[str, Traits] = {}  # of ours, by name without an overload

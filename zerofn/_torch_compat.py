@@ -232,6 +232,13 @@ def is_composite(op: OpOverload) -> bool:
     return has_kernel(op.name(), "CompositeImplicitAutograd") and not own
 
 
+def has_decomposition(op: OpOverload) -> bool:
+    """Whether torch writes an operation in terms of simpler ones, in Python."""
+    from torch._decomp import decomposition_table
+
+    return op in decomposition_table
+
+
 def schema_text(op: OpOverload) -> str:
     """An operation's schema, as `torch.library.Library.define` takes it."""
     return str(op._schema)

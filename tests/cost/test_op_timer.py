@@ -91,3 +91,18 @@ def test_what_operations_take_is_measured():
     gm.graph.output(list(sizes.values()))
     cost = op_timer.measured([gm], usual(accelerated=False))
     assert 0 < 10 * cost(sizes[64]) < cost(sizes[512])  # 512 times the arithmetic
+
+
+def test_operations_that_invented_values_might_not_suit_take_their_time_by_rates(timed):
+    """A workspace that no forward kernel has filled, or a function of the user's, which may divide by what it gets."""
+    graph = Graph()
+    x, rest = graph.placeholder("x"), graph.placeholder("rest")
+    x.meta["val"], rest.meta["val"] = torch.zeros(4), torch.zeros(4, dtype=torch.uint8)
+    region = graph.call_function(torch.ops.zerofn.eager_region.default, ([x], 0, None))
+    region.meta["val"] = [torch.zeros(())]
+    total = graph.call_function(torch.ops.aten.sum.default, (rest,))
+    total.meta["val"] = torch.zeros(())
+    graph.output([region, total])
+    seconds = op_timer.measured([GraphModule(torch.nn.Module(), graph)], usual(accelerated=False))
+    assert timed == []
+    assert seconds(total) > 0

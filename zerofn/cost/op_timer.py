@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from .._torch_compat import below_autograd, tree_leaves, tree_map
+from .._torch_compat import OpOverload, below_autograd, tree_leaves, tree_map
 from ..graph.alias import roots
 from ..graph.liveness import complete_values, tensors_of, values_of
 from ..graph.loop import body_of, run_loop
-from ..graph.node_kinds import traits
+from ..graph.node_kinds import is_ours, traits
 from ..runtime.executor import callable_of
+from ..tracing.invented import takes_any_values
 from .machine import Machine
 from .op_cost import groups_of, moved, touched_bytes
 from .simulator import Cost, roofline
@@ -33,8 +34,8 @@ _known: dict[Hashable, float] = {}
 
 
 def measured(gms: Iterable[GraphModule], machine: Machine) -> Cost:
-    """Return the seconds of nodes of these graphs and of their loops' bodies that touch more than `LARGE` bytes by the
-    rates of `machine`.
+    """Return the seconds of nodes of these graphs and of their loops' bodies. Those that touch more than `LARGE` bytes,
+    and those that invented values might not suit, have them by the rates of `machine`.
 
     What was measured before is not run again. Call it on all ranks of a machine at once: they share caches and
     memory.
@@ -59,7 +60,7 @@ def _measure(gm: GraphModule, otherwise: Cost, found: dict[Node, float]) -> None
         nbytes = touched_bytes(node)
         if node.target is run_loop:
             _measure(body_of(node), otherwise, found)
-        elif _counts(node) and nbytes > LARGE:
+        elif _counts(node) and (nbytes > LARGE or not _may_run(node)):
             found[node] = otherwise(node)
         elif _counts(node):
             ago = [_rounded(_since(touches[root[n]], *_extent(x), touched)) if nbytes else 0 for n, x in _inputs(node)]
@@ -116,6 +117,13 @@ def _counts(node: Node) -> bool:
         and not traits(node).free
         and moved(node) is None
     )
+
+
+def _may_run(node: Node) -> bool:
+    """Return whether a node may be run on made-up values. Our own operations are written so that they may."""
+    if is_ours(node) or not isinstance(node.target, OpOverload):
+        return not traits(node).opaque
+    return takes_any_values(node.target, [x for _, x in _inputs(node)])
 
 
 def _key(node: Node) -> Hashable:

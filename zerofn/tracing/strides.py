@@ -3,7 +3,8 @@
 A fake kernel tells a result's shape from a formula, and some formulas forget the strides: `elu` of a transposed tensor
 keeps its strides, and its fake result is contiguous. A capture would then leave out a copy that is needed, or take a
 view that is not there. So an operation on tensors that are not contiguous runs once on small tensors with the same
-order of strides, real and fake. Where both agree the promise holds; elsewhere the real order is used.
+order of strides, real and fake. Where both agree the promise holds; elsewhere the real order is used. What might not
+bear invented values (`invented.py`) is not tried.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from .._torch_compat import FakeTensor, below_autograd, outside_trace, without_dispatch_modes
 from ..util.nested import tensors_in, with_tensors
+from .invented import takes_any_values
 
 _KEPT = 16  # sizes up to here stay: kernels of a convolution, groups
 _MOST = 1 << 22  # elements of all arguments together, for a trial at full size
@@ -26,7 +28,8 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
 def is_suspect(func: Any, tensors: Sequence[Tensor]) -> bool:
     """Return whether an operation's promise of strides needs a trial."""
     drawn = torch.Tag.nondeterministic_seeded in func.tags
-    return func.namespace == "aten" and not drawn and any(x.dim() > 1 and not x.is_contiguous() for x in tensors)
+    reordered = any(x.dim() > 1 and not x.is_contiguous() for x in tensors)
+    return reordered and not drawn and takes_any_values(func, tensors)
 
 
 def real_strides(func: Any, args: Any, kwargs: Any, promised: Any) -> list[tuple[int, ...] | None]:
@@ -35,8 +38,10 @@ def real_strides(func: Any, args: Any, kwargs: Any, promised: Any) -> list[tuple
     `args`, `kwargs`: fake. `promised`: the fake result.
     """
     results = [x if isinstance(x, Tensor) else None for x in _several(promised)]
-    for shrink in (_small_sizes(tensors_in((args, kwargs))), None):
-        trial = _Trial(shrink)
+    small = _small_sizes(tensors_in((args, kwargs)))
+    fits = torch.Tag.pointwise in func.tags or all(n <= _KEPT or n in small for n in _ints_in((args, kwargs)))
+    for sizes in (small, None) if fits else (None,):
+        trial = _Trial(sizes)
         try:
             fake, real = trial.run(func, args, kwargs)
         except Exception:  # sizes that do not fit together: try the real ones
@@ -53,18 +58,26 @@ def _several(result: Any) -> list[Any]:
     return list(result) if isinstance(result, list | tuple) else [result]
 
 
-def _small_sizes(tensors: Iterator[Tensor]) -> Callable[[int], int]:
-    """Return a map of sizes to small ones: equal ones stay equal, others different, multiples of 16 such."""
+def _small_sizes(tensors: Iterator[Tensor]) -> dict[int, int]:
+    """Map large sizes to small ones: equal ones stay equal, others different, multiples of 16 such."""
     large = sorted({n for x in tensors for n in x.shape if n > _KEPT})
-    small = {n: _KEPT * (k + 1) + (1 if n % _KEPT else 0) for k, n in enumerate(large)}
-    return lambda n: small.get(n, n)
+    return {n: _KEPT * (k + 1) + (1 if n % _KEPT else 0) for k, n in enumerate(large)}
+
+
+def _ints_in(value: Any) -> Iterator[int]:
+    """All integers among an operation's arguments: counts, sizes, dims and indices, unless it is elementwise."""
+    if isinstance(value, dict | list | tuple):
+        for x in value.values() if isinstance(value, dict) else value:
+            yield from _ints_in(x)
+    elif type(value) is int:
+        yield value
 
 
 class _Trial:
-    """One run of an operation on zeros, fake and real. `shrink`: None for full size."""
+    """One run of an operation on zeros, fake and real. `sizes`: large -> small ones; None for full size."""
 
-    def __init__(self, shrink: Callable[[int], int] | None) -> None:
-        self.shrink = shrink
+    def __init__(self, sizes: dict[int, int] | None) -> None:
+        self.shrink: Callable[[int], int] | None = None if sizes is None else lambda n: sizes.get(n, n)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
         """Return the strides of fake and of real results. Raises whatever the operation raises."""
@@ -83,16 +96,14 @@ class _Trial:
         return [x.stride() if isinstance(x, Tensor) else None for x in _several(out)]
 
     def _ints(self, value: Any) -> Any:
-        """Shrink sizes in lists, such as a norm's shape."""
+        """Shrink sizes, such as a norm's shape."""
         if self.shrink is None:
             return value
         if isinstance(value, dict):
             return {k: self._ints(v) for k, v in value.items()}
         if isinstance(value, tuple | list):
-            if value and all(type(x) is int for x in value):
-                return type(value)(map(self.shrink, value))
             return type(value)(map(self._ints, value))
-        return value
+        return self.shrink(value) if type(value) is int else value
 
     def _like(self, x: Tensor) -> Tensor:
         shape, strides = tuple(x.shape), x.stride()

@@ -192,10 +192,15 @@ def _shown(kinds: Sequence[Any]) -> str:
     return ", ".join(f"{list(x[0])} {x[1]}" if isinstance(x, tuple) else str(x) for x in kinds)
 
 
-define("eager_region(Tensor[] xs, int number, Tensor? key) -> Tensor[]", _run, _fake, traits=Traits(OnShard.REFUSED))
+define(
+    "eager_region(Tensor[] xs, int number, Tensor? key) -> Tensor[]",
+    _run,
+    _fake,
+    traits=Traits(OnShard.REFUSED, opaque=True),
+)
 define(
     "eager_region_backward(Tensor[] xs, Tensor[] grads, int number, Tensor? key, bool[] wanted) -> Tensor[]",
     _run_backward,
     _fake_backward,
-    traits=Traits(OnShard.REFUSED),
+    traits=Traits(OnShard.REFUSED, opaque=True),
 )
