@@ -59,7 +59,7 @@ def _pure(node: Node, stays: Callable[[Node], bool]) -> Any:
     if node.target is aten.copy_.default:
         source: Any = argument(node, "src")
         return "given" if alike(value, given[1]) and len(source.users) == 1 and stays(source) else None
-    pure = _functional(node.target)  # type: ignore[arg-type]
+    pure = _functional(node.target)
     if pure is None:
         return None
     with value.fake_mode:
