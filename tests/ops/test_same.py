@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import zerofn
-from zerofn.ops.same import RanksDiffer, check_same, digest
+from zerofn.ops.same import RanksDiffer, check_same, checksum, digest
 
 DTYPES = [
     torch.float32,
@@ -19,6 +19,16 @@ DTYPES = [
 def values(dtype, numel=1000):
     drawn = torch.randint(0, 2 if dtype == torch.bool else 100, (numel,), generator=torch.Generator().manual_seed(0))
     return drawn.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_checksum_is_of_the_bits_in_their_order_whatever_the_strides(dtype):
+    x = values(dtype)
+    other = x.clone()
+    other[[3, 900]] = x[[900, 3]]
+    assert not torch.equal(x, other)
+    assert checksum(x) == checksum(torch.stack([x, x], 1)[:, 0]) == checksum(x.clone().view(10, 100))
+    assert len({checksum(x), checksum(other), checksum(x.flip(0)), checksum(x[1:])}) == 4
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -12,7 +12,7 @@ what reads a tensor that exists (a copy, a cast) to right behind it.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ import torch
 from .. import tree
 from .._torch_compat import FakeTensor
 from .call_log import Call, Region, closure
+from .described import described
 from .record import Recorder, recording
 
 Flatten = Callable[[Any], tuple[list[Any], Any]]
@@ -79,6 +80,13 @@ class Replay:
         self._versions = recorder.versions
         self._regions = regions
         self._was_run = False
+
+    def lines(self, names: Sequence[str]) -> list[str]:
+        """Return what it draws and computes, in words, before it runs. `names`: of `leaves`.
+
+        Two recordings with equal lines give equal values, if torch's default generators are in equal states.
+        """
+        return described(self._calls, self._versions, list(zip(names, self._regions, strict=True)))
 
     def run(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Execute, and yield (index into `leaves`, its tensor) as soon as a leaf has its final

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import tree
 from ..comm.agreement import agree_on
 from ..comm.mesh import DATA, NAMES, Axis, Mesh
-from ..deferred_init import record
+from ..deferred_init import Replay, record
 from ..dry_run.fake_machine import FakeMachine, fake_machine
 from ..dry_run.script import current_dry_run
 from ..memory.host_allocator import map_large_blocks
@@ -26,6 +28,7 @@ from ..offload.policy import resolve as resolve_offload
 from ..parallel.cuts import Cut, assembled, of_first, sliced
 from ..util.patches import uncollected
 from .allocate import Filler, allocate, equalize, scratch_for, settle
+from .first_rank import as_on_first, check_equal, lines_of_values, on_device, on_host, values_on_first
 from .gather_scatter import gather_leaves
 from .layout import Layout
 from .precision import Precision, resolve
@@ -62,10 +65,14 @@ def shard(
 
     `state_or_init`: a pytree, or a function without arguments that returns one. A function is replayed leaf by
     leaf, so that no rank ever holds more full parameters than one unit; the result is bit-equal to calling it with
-    the same seed. The entry named `params` holds the parameters. Every other subtree with their structure and
-    shapes is cut in the same way. The rest is replicated with the first rank's values; ints and floats become 0-d
-    tensors. What is cut is stored in row-major order: gathered parameters are contiguous, also those that were in
-    another memory format (`channels_last`). The result never aliases the input.
+    the same seed. The first rank's seed counts: on every rank the function draws from torch's, Python's and NumPy's
+    global generators in their states there. A generator that was in another state gets its own state back afterwards;
+    the others have advanced, as after a plain call.
+
+    The entry named `params` holds the parameters. Every other subtree with their structure and shapes is cut in the
+    same way. The rest is replicated; ints and floats become 0-d tensors. If the values of a pytree differ between
+    ranks, all take the first rank's, with a warning. What is cut is stored in row-major order: gathered parameters are
+    contiguous, also those that were in another memory format (`channels_last`). The result never aliases the input.
 
     `stage`: 0 replicates; 1 and 2 shard the optimizer's state; 3 shards the parameters too. `stage="auto"` with
     `plan`, a table from `zerofn.plan`, takes its recommended stage, precision, offload and hpz. `precision`: None,
@@ -82,25 +89,39 @@ def shard(
 
     Raises `ValueError` or `TypeError` for a state without `params`, a leaf that is no tensor or number, or an
     unknown option; `MemoryError` for a plan in which nothing fits; `RuntimeError` on every rank if ranks disagree
-    about the layout. Nothing is allocated before these checks.
+    about the layout, or a function computes something else on one of them: other numbers, files, or seeds inside it.
+    Nothing is allocated before these checks.
     """
     if stage == "auto" or plan is not None:
         stage, precision, offload, hpz = _planned(stage, precision, offload, hpz, plan, Mesh.of(mesh))
     where = Mesh.of(mesh)
-    if (dry_run := current_dry_run()) is not None:
-        with FakeMachine(False, 1.0, 1.0)():
-            first = initial(state_or_init, resolve(precision))
-            grid = Mesh((Axis(DATA, 1),)) if where.ranks else where
-            alone = grid.num_ranks == 1  # of the script itself; what is planned for need not be
-            state = shard_fake(first, stage, grid, precision, None, unit, cuts, hpz and not alone)
-        chosen = {"mesh": None if where.ranks else where, "cuts": cuts, "hpz": hpz}
-        dry_run.shards(state, state_or_init, {"precision": precision, "unit": unit, **chosen})
-        return state
+    if current_dry_run() is not None:
+        return _shard_dry(state_or_init, stage, where, precision, unit, cuts, hpz)
+    plan_it = partial(_plan, state_or_init, stage, where, precision, unit, device, offload, cuts, hpz)
     map_large_blocks()
-    policy, values, parts, treedef = agree_on(
-        "zerofn.shard", lambda: _plan(state_or_init, stage, where, precision, unit, device, offload, cuts, hpz)
-    )
-    return _place(policy, values, parts, treedef, _scratch_of_all(policy, parts))
+    with contextlib.ExitStack() as alike:
+        if _is_function(state_or_init):
+            alike.enter_context(as_on_first(where, on_host()))
+        policy, given, lines, parts, treedef = agree_on("zerofn.shard", plan_it)
+        if isinstance(given, Replay):
+            check_equal(where, lines)
+            alike.enter_context(as_on_first(where, on_device()))
+        values = given.run() if isinstance(given, Replay) else values_on_first(where, given, lines, policy.home)
+        return _place(policy, values, parts, treedef, _scratch_of_all(policy, parts))
+
+
+def _shard_dry(state_or_init: Any, stage: int, where: Mesh, precision: Any, unit: Any, cuts: Any, hpz: bool) -> Any:
+    """Return the state of a dry run, in which a script comes to its first step."""
+    dry_run = current_dry_run()
+    assert dry_run is not None
+    with FakeMachine(False, 1.0, 1.0)():
+        first = initial(state_or_init, resolve(precision))
+        grid = Mesh((Axis(DATA, 1),)) if where.ranks else where
+        alone = grid.num_ranks == 1  # of the script itself; what is planned for need not be
+        state = shard_fake(first, stage, grid, precision, None, unit, cuts, hpz and not alone)
+    chosen = {"mesh": None if where.ranks else where, "cuts": cuts, "hpz": hpz}
+    dry_run.shards(state, state_or_init, {"precision": precision, "unit": unit, **chosen})
+    return state
 
 
 def _scratch_of_all(policy: ShardPolicy, parts: list[ShardedPart | ReplicatedPart]) -> Store | None:
@@ -181,16 +202,24 @@ def _plan(
     cuts: Any,
     hpz: Any,
 ) -> tuple[Any, str]:
-    """Find every error before anything is allocated or sent."""
+    """Find every error before anything is allocated or sent.
+
+    Returns (policy, the leaves or the replay that makes them, what of these must be equal on all ranks, parts, treedef)
+    and a description.
+    """
     check_stage(stage)
     check_hpz(hpz, stage, mesh)
     precision, device = resolve(precision), _numbered(device)
-    state, values = _initial(state_or_init, precision)
+    state, replay = _initial(state_or_init, precision)
     policy = _policy(state, stage, mesh, precision, unit, device, offload, cuts, hpz)
     parts, treedef = plan_state(state, policy)
     if policy.offload.optimizer or policy.offload.params:
         _check_offload(policy.offload, [p for p in parts if isinstance(p, ShardedPart)], policy.home)
-    return (policy, values, parts, treedef), description(stage, precision, hpz, parts)
+    given: Any = replay or tree.leaves(state)
+    names, lines = tree.field_names(tree.structure(state)), list[str]()
+    if mesh.num_ranks > 1:
+        lines = replay.lines(names) if replay else lines_of_values(names, given)
+    return (policy, given, lines, parts, treedef), description(stage, precision, hpz, parts)
 
 
 def _numbered(device: Any) -> torch.device | None:
@@ -219,14 +248,17 @@ def _policy(
     return ShardPolicy(stage, mesh, precision, unit, device, placed, home, given_cuts(cuts), hpz)
 
 
-def _initial(state_or_init: Any, precision: Precision) -> tuple[Any, Iterator[tuple[int, Any]]]:
-    """Return the state, and its leaves' indices and values in the order in which they are made."""
-    if callable(state_or_init) and not isinstance(state_or_init, torch.nn.Module):
-        with uncollected():
-            recorded = record(lambda: adapted(state_or_init(), precision), tree.flatten)
-        return recorded.output, recorded.run()
-    state = adapted(state_or_init, precision)
-    return state, enumerate(tree.leaves(state))
+def _is_function(state_or_init: Any) -> bool:
+    return callable(state_or_init) and not isinstance(state_or_init, torch.nn.Module)
+
+
+def _initial(state_or_init: Any, precision: Precision) -> tuple[Any, Replay | None]:
+    """Return the state; without memory if a function makes it, which the replay does then."""
+    if not _is_function(state_or_init):
+        return adapted(state_or_init, precision), None
+    with uncollected():
+        replay = record(lambda: adapted(state_or_init(), precision), tree.flatten)
+    return replay.output, replay
 
 
 def _check_offload(offload: Offload, cuts: list[ShardedPart], home: torch.device) -> None:
