@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ..util.errors import CheckpointError
-from .places import fetch, is_remote, put, text_of
+from .places import fetch, is_link, is_remote, put, text_of
 from .tensor_file import mark_of
 
 MANIFEST = "manifest.json"
@@ -45,19 +45,31 @@ def is_complete(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
+def is_data(file: Path) -> bool:
+    """Whether a file has a name such as ranks give theirs."""
+    return _DATA.fullmatch(file.name) is not None
+
+
+def has_our_name(file: Path) -> bool:
+    """Whether a file has a name such as saves give theirs."""
+    return is_data(file) or file.name in (MANIFEST, SAVING) or _HALF.fullmatch(file.name) is not None
+
+
 def is_ours(file: Path) -> bool:
     """Whether a save has made this file: by its name, and by what it begins with unless nothing was written yet."""
-    data = _DATA.fullmatch(file.name)
-    if data is None and file.name not in (MANIFEST, SAVING) and not _HALF.fullmatch(file.name):
+    if not has_our_name(file):
         return False
+    data = _DATA.fullmatch(file.name)
     try:
         if file.stat().st_size == 0:
             return file.name not in (MANIFEST, SAVING)
-        if data is not None:
-            return mark_of(file) == data[1]
+        if data is not None:  # zeros are what a loss of power has left of it
+            return mark_of(file) == data[1] or not any(fetch(file, 0, 256))
         return b'"format": "zerofn-' in fetch(file, 0, 64)
     except FileNotFoundError:  # another save has just removed its own
-        return True
+        return not is_link(file)
+    except IsADirectoryError:
+        return False
 
 
 def check_usable(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -17,9 +18,10 @@ from ..util.errors import CheckpointError
 from ..util.process import the
 from . import as_json, owner, steps
 from .behind import InFlight, Saving
+from .folder import MANIFEST
 from .loading import load, load_copy
 from .manifest import read_manifest
-from .places import located
+from .places import is_link, located
 from .replicas import Replicas
 from .saving import Along, save_along
 from .stopping import Stopped, Stopping
@@ -90,6 +92,7 @@ class Checkpoints:
         self._replicate_every = replicate_every or 0
         self._found: dict[int, str] = {}  # the saves that were there when this run began, by step
         self._damaged: set[int] = set()
+        self._stuck: set[Path] = set()  # what could not be removed, and was told
         self._begun = self._told = False
 
     def steps(self) -> list[int]:
@@ -253,6 +256,11 @@ class Checkpoints:
     def _check_alone(self, step: int) -> None:
         """On rank 0: raise `CheckpointError` if another job has saved to this folder since the run began."""
         mine = the(owner.Job)
+        if is_link(self.path(step)):
+            raise CheckpointError(
+                f"{WHAT}: {self.path(step)} is a link, so what is saved would replace {located(self.path(step))}. "
+                f"Step {step} was not saved; remove the link."
+            )
         for s in self.steps():
             found = steps.saved_by(self.folder, s)
             if found and found.get("job") != mine.name and found.get("save") != self._found.get(s):
@@ -263,17 +271,35 @@ class Checkpoints:
                 )
 
     def _remove_old(self, newest: int) -> None:
-        """On rank 0: remove what is not to be kept. Damaged ones go when the run has passed them."""
-        there = self.steps()
-        self._damaged.discard(newest)
-        good = [s for s in there if s not in self._damaged]
-        kept = set(good if self._keep is None else good[-self._keep :])
-        kept |= {s for s in self._damaged if s > newest}
-        if self._keep_best is not None:
-            kept.add(steps.best_step(self.folder, good, *self._keep_best) or newest)
-        for s in there:
-            if s not in kept:
-                steps.remove(self.path(s))
+        """On rank 0, when a checkpoint is complete: remove those that are not to be kept, and what killed processes
+        have left. Damaged ones go when the run has passed them. What cannot be removed stays.
+        """
+        with self._told_once(self.folder):
+            there = self.steps()
+            self._damaged.discard(newest)
+            good = [s for s in there if s not in self._damaged]
+            kept = set(good if self._keep is None else good[-self._keep :])
+            kept |= {s for s in self._damaged if s > newest}
+            if self._keep_best is not None:
+                best = steps.best_step(self.folder, good, *self._keep_best)
+                kept.add(newest if best is None else best)
+            for path in (self.path(s) for s in there if s not in kept):
+                with self._told_once(path):
+                    steps.remove(path)
+            now = owner.touched(self.path(newest) / MANIFEST)[0]
+            for path in steps.folders(self.folder).values():
+                with self._told_once(path):
+                    steps.clear(path, now)
+
+    @contextlib.contextmanager
+    def _told_once(self, path: Path) -> Iterator[None]:
+        """Log what goes wrong as something at `path` is removed."""
+        try:
+            yield
+        except Exception as error:  # a network's errors are of many kinds
+            if path not in self._stuck:
+                log.warning("%s: what is not to be kept at %s could not be removed, and stays: %s", WHAT, path, error)
+                self._stuck.add(path)
 
 
 def _check(every: Any, keep: Any, keep_best: Any, loader: Any, time_limit: Any, replicate_every: Any) -> None:

@@ -91,8 +91,17 @@ def saving(path: Path, save: str) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-        if _read(file).get("save") == save:
-            file.unlink(missing_ok=True)
+        try:
+            if _read(file).get("save") == save:
+                file.unlink(missing_ok=True)
+        except Exception as error:  # the save has ended as it has; a network's errors are of many kinds
+            log.warning("save: %s could not be removed (%s).", file, error)
+
+
+def is_saving(path: Path, now: float) -> bool:
+    """Whether a process that lives saves to `path`. `now`: the time by the clock of the file system."""
+    found = _read(path / SAVING)
+    return bool(found) and not gone(found) and now - touched(path / SAVING)[0] < SILENCE
 
 
 def check_still(path: Path, save: str) -> None:
@@ -109,10 +118,10 @@ def _wait(path: Path) -> bool:
     """Wait until nobody saves; True if somebody does who is dead."""
     start, word = time.monotonic(), _FIRST_WORD
     seen, since = None, start
-    while now := _read(path / SAVING):
+    while (now := _read(path / SAVING)) or (path / SAVING).exists():  # it may be damaged, and then nobody's
         if gone(now):
             return True
-        beat = (now.get("save"), *_touched(path / SAVING))
+        beat = (now.get("save"), *touched(path / SAVING))
         if beat != seen:
             seen, since = beat, time.monotonic()
         waited = time.monotonic() - start
@@ -148,7 +157,8 @@ def _read(file: Path) -> dict[str, Any]:
     return {}
 
 
-def _touched(file: Path) -> tuple[float, int]:
+def touched(file: Path) -> tuple[float, int]:
+    """Return when a file was written or touched, and its bytes; zeros if it is not there."""
     with contextlib.suppress(OSError):
         return file.stat().st_mtime, file.stat().st_size
     return 0.0, 0

@@ -51,6 +51,11 @@ def is_remote(path: Path) -> bool:
     return not isinstance(cast(object, path), Path)
 
 
+def is_link(path: Path) -> bool:
+    """Whether a path is a symbolic link; a store that is reached through fsspec has none."""
+    return not is_remote(path) and path.is_symlink()
+
+
 def _fs(path: Path) -> tuple[Any, str]:
     """The file system, and its own name of the path."""
     remote = cast(Any, path)
