@@ -127,6 +127,13 @@ class Checkpoints:
             self._begun = True
             return state
         self._stopping.listen()
+        try:
+            return self._restored(state)
+        except BaseException:
+            self._stopping.close()
+            raise
+
+    def _restored(self, state: Any) -> Any:
         if self._replicas is not None:
             self._replicas.begin()
         listed = json.loads(exchange(f"{WHAT}.restore_or", json.dumps(self.steps()))[0])
@@ -171,7 +178,7 @@ class Checkpoints:
         elif self._replicas is not None and self.step % self._replicate_every == 0:
             self._replicas.keep(self.step, state, self._along(metrics))
         if reason:
-            self._stopping.close()
+            self._stopping.answer()
             if self._replicas is not None:
                 self._replicas.close()
             raise Stopped(f"stopped after step {self.step}, because of {reason}; it is saved in {self.folder}.")
@@ -200,12 +207,18 @@ class Checkpoints:
         """End the run: wait until the checkpoint that is being written is complete, no longer handle signals, and free
         the memory of copies.
 
-        Raises `CheckpointError` if it failed.
+        Raises `CheckpointError` if it failed, and `Stopped` if a signal came after the last step: the program was asked
+        to end, and what comes after this run is not begun.
         """
-        self._stopping.close()
+        came = self._stopping.close()
         the(InFlight).finish()
         if self._replicas is not None:
             self._replicas.close()
+        if came is not None:
+            raise Stopped(
+                f"stopped as the run was closed, because of {came.name}, after step {self.step}. In {self.folder} are "
+                f"steps {self.steps()}."
+            )
 
     def _check_begun(self, what: str) -> None:
         if not self._begun:

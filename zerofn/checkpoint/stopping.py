@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
-import threading
+import sys
 import time
 from collections.abc import Iterable
-from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,8 @@ import torch.distributed as dist
 from ..comm.agreement import rank_and_size
 from ..comm.failures import explained
 from ..comm.meetings import meetings
+from ..util.process import the
+from .signals import Handlers
 
 log = logging.getLogger("zerofn")
 
@@ -45,33 +46,43 @@ class Stopping:
         self._start = self._asked = time.monotonic()
         self._end = self._start + limit if limit is not None else _end_of_slurm_job()
         self._came: signal.Signals | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        self._warned = False
         self._signals = tuple(signals)
         self._steps, self._next, self._apart = 0, 1, 1  # `_apart`: steps from one question to the next
 
     def listen(self) -> None:
-        """Handle the signals from now on. Raises `ValueError` outside of the main thread, where none arrives."""
-        if not self._signals or self._before:
-            return
-        if threading.current_thread() is not threading.main_thread():
-            raise ValueError(
-                "zerofn.Checkpoints: signals are handled in the main thread alone; call restore_or there, or pass "
-                "signals=()."
-            )
-        self._before = {s: signal.signal(s, self._handle) for s in self._signals}
+        """Hear the signals from now on. Raises `ValueError` outside of the main thread, where none arrives."""
+        if self._signals:
+            the(Handlers).listen(self, self._signals)
 
-    def close(self) -> None:
-        """Put the handlers back that were there before."""
-        for s, handler in self._before.items():
-            if signal.getsignal(s) == self._handle:
-                signal.signal(s, signal.SIG_DFL if handler is None else handler)
-        self._before = {}
+    def hear(self, number: signal.Signals) -> None:
+        """Note a first signal."""
+        self._came = number
+        with contextlib.suppress(RuntimeError):  # the stream may be in the middle of a write
+            log.warning("%s: the run is saved after this step, and ends. Another one ends it at once.", number.name)
+
+    def close(self) -> signal.Signals | None:
+        """Hear no more. Returns a signal that no step has answered, for the caller to answer. While an error is on its
+        way, the next run of the process answers it.
+        """
+        the(Handlers).leave(self)
+        came, self._came = self._came, None
+        if came is not None and sys.exc_info()[0] is not None:
+            the(Handlers).leave_to_next(came)
+            return None
+        return came
+
+    def answer(self) -> None:
+        """The run is saved, and ends."""
+        the(Handlers).leave(self)
+        self._came = None
 
     def due(self) -> str:
         """Return why the run is to end after this step, "" if it goes on: the same on all ranks. To be called by each
         after every step.
         """
         self._steps += 1
+        self._warn_if_replaced()
         if rank_and_size()[1] == 1:
             return self._said(self._wish())
         if self._steps < self._next:
@@ -93,11 +104,13 @@ class Stopping:
             return self._came.name if self._came is not None else "a signal to another rank"
         return f"its time is over after {time.monotonic() - self._start:.0f} s" if wish == _TIME else ""
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Note a first signal; a second one does what it did before."""
-        self._came = signal.Signals(number)
-        self.close()
-        log.warning("%s: the run is saved after this step, and ends. Another one ends it at once.", self._came.name)
+    def _warn_if_replaced(self) -> None:
+        for number in the(Handlers).replaced_for(self) if not self._warned else ():
+            self._warned = True
+            log.warning(
+                "%s: another handler was set since restore_or. Unless it calls the one before it, the run is not saved "
+                "when %s comes. Call restore_or after what sets handlers.", number.name, number.name,
+            )  # fmt: skip
 
 
 def _largest(*values: float) -> list[float]:
