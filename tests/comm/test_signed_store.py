@@ -10,7 +10,7 @@ import zerofn
 from tests.support.checkpoint_states import train_state
 from zerofn._torch_compat import default_store
 from zerofn.comm import agreement, failures
-from zerofn.comm.signed_store import SignedStore
+from zerofn.comm.signed_store import PART, SignedStore
 
 
 @pytest.fixture
@@ -27,6 +27,30 @@ def test_texts_come_back(raw):
     theirs.delete("a")
     assert mine.get("a") is None
     mine.delete("a")  # again, and harmless
+
+
+def test_long_texts_come_back(raw):
+    """They lie in parts, which go with them."""
+    mine, theirs = SignedStore(raw), SignedStore(raw)
+    for text in ("ä" * (PART + 1), "\2" * (3 * PART), "x" * PART, "\0019"):
+        mine.set("a", text)
+        assert theirs.get("a") == text
+        theirs.delete("a")
+        assert raw.num_keys() == 1  # the secret
+    mine.set("a", "y" * (2 * PART))
+    raw.set("a/part 1", "z" * PART)
+    assert theirs.get("a") is None and theirs.has_foreign("a")
+    raw.set("a", raw.get("a")[:33] + b"999999999")
+    assert theirs.get("a") is None
+
+
+def exchange_long_texts():
+    texts = agreement.exchange("zerofn.test", f"{dist.get_rank()}" * 9_000_000)
+    return [(text[0], len(text)) for text in texts]
+
+
+def test_ranks_exchange_more_than_the_store_takes_at_once(ranks):
+    assert ranks(2, exchange_long_texts) == [[("0", 9_000_000), ("1", 9_000_000)]] * 2
 
 
 @pytest.mark.parametrize("value", ["", "rank 1: stop", "0" * 32, "0" * 32 + "stop", b"\xff" * 40])

@@ -8,19 +8,23 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from numbers import Real
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
+
+from torch import Tensor
 
 from .. import tree
-from ..comm.agreement import exchange, rank_and_size
+from ..comm.agreement import together, with_texts
 from ..dry_run.script import current_dry_run
 from ..util.errors import CheckpointError
 from ..util.process import the
-from . import as_json, owner, steps
+from . import loader_state, owner, steps
 from .behind import InFlight, Saving
 from .folder import MANIFEST
+from .loader_state import HasState
 from .loading import load, load_copy
-from .manifest import read_manifest
 from .places import is_link, located
 from .replicas import Replicas
 from .saving import Along, save_along
@@ -31,16 +35,6 @@ log = logging.getLogger("zerofn")
 
 WHAT = "zerofn.Checkpoints"
 T = TypeVar("T")
-
-
-class HasState(Protocol):
-    """What can be saved along with a state, as a data loader that knows where it stands."""
-
-    def state_dict(self) -> Any:
-        """Return where it stands."""
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Go on from there."""
 
 
 class Checkpoints:
@@ -136,10 +130,12 @@ class Checkpoints:
     def _restored(self, state: Any) -> Any:
         if self._replicas is not None:
             self._replicas.begin()
-        listed = json.loads(exchange(f"{WHAT}.restore_or", json.dumps(self.steps()))[0])
+        what = f"{WHAT}.restore_or"
+        listed = json.loads(with_texts(what, lambda: (None, json.dumps(self.steps())))[1][0])
         said: list[str] = []
         for step, path, in_memory in self._candidates(listed):
             try:
+                where = together(what, partial(loader_state.read, self._loader, path))
                 if in_memory:
                     loaded = load_copy(path, state, f"step {step} in memory")
                 else:
@@ -153,14 +149,16 @@ class Checkpoints:
                     self._damaged.add(step)
                     said += faults
                 continue
-            self._begin(step, listed, path)
+            together(what, partial(loader_state.go_on, self._loader, where))
+            self._begin(step, listed)
+            log.info("%s: the run goes on after step %d, from %s.", WHAT, step, path)
             return loaded
         if said:
             raise CheckpointError(
                 f"{WHAT}: all {len(listed)} checkpoints in {self.folder} are damaged, the newest so: {said[0]} To "
                 "begin anew, give another folder."
             )
-        self._begin(0, [], None)
+        self._begin(0, [])
         return state
 
     def after_step(self, state: Any, metrics: Any = None) -> None:
@@ -199,9 +197,8 @@ class Checkpoints:
             )  # fmt: skip
 
     def _along(self, metrics: Any) -> Along:
-        own = "" if self._loader is None else as_json.dumps(self._loader.state_dict(), "loader.state_dict()")
         notes, step = {"metrics": _numbers(metrics)}, self.step
-        return Along(notes, own, before=lambda: self._check_alone(step), after=lambda: self._remove_old(step))
+        return Along(notes, self._loader, before=lambda: self._check_alone(step), after=lambda: self._remove_old(step))
 
     def close(self) -> None:
         """End the run: wait until the checkpoint that is being written is complete, no longer handle signals, and free
@@ -238,33 +235,10 @@ class Checkpoints:
             if step >= 0:
                 yield step, self.path(step), False
 
-    def _begin(self, step: int, listed: list[int], path: Path | None) -> None:
-        """Go on after a step whose state was read at `path`."""
+    def _begin(self, step: int, listed: list[int]) -> None:
+        """Go on after a step."""
         self._begun, self.step = True, step
         self._found = {s: steps.saved_by(self.folder, s).get("save", "") for s in listed}
-        if path is not None:
-            self._restore_loader(path)
-            log.info("%s: the run goes on after step %d, from %s.", WHAT, step, path)
-
-    def _restore_loader(self, path: Path) -> None:
-        texts = read_manifest(path).notes.get("ranks", [])
-        if self._loader is None:
-            if texts:
-                log.warning("%s: %s holds where a loader stood, and none was given.", WHAT, path)
-            return
-        rank, size = rank_and_size()
-        if not texts:
-            raise CheckpointError(
-                f"{WHAT}: {path} does not say where the loader stood, since it was saved without one. Pass "
-                "loader=None, and set the loader by hand."
-            )
-        if len(texts) != size and len(set(texts)) > 1:
-            raise CheckpointError(
-                f"{WHAT}: {path} says where each of {len(texts)} ranks' loaders stood, and now there are "
-                f"{size} ranks. Use a loader whose state is the same on all ranks (how many samples all of them have "
-                f"seen), go on with {len(texts)} ranks, or pass loader=None and set the loader by hand."
-            )
-        self._loader.load_state_dict(as_json.loads(texts[min(rank, len(texts) - 1)], "the loader's state"))
 
     def _check_alone(self, step: int) -> None:
         """On rank 0: raise `CheckpointError` if another job has saved to this folder since the run began."""
@@ -339,7 +313,11 @@ def _check(every: Any, keep: Any, keep_best: Any, loader: Any, time_limit: Any, 
 
 
 def _numbers(metrics: Any) -> dict[str, float]:
-    """Return the scalars of a tree, by key path."""
+    """Return the real numbers of a tree, by key path."""
     leaves, treedef = tree.flatten(metrics)
-    pairs = zip(tree.field_names(treedef), leaves, strict=True)
-    return {name: float(x) for name, x in pairs if isinstance(x, float | int) or getattr(x, "numel", lambda: 0)() == 1}
+    found = {}
+    for name, x in zip(tree.field_names(treedef), leaves, strict=True):
+        if isinstance(x, Real) or (isinstance(x, Tensor) and x.numel() == 1 and not (x.is_complex() or x.is_meta)):
+            with contextlib.suppress(OverflowError):  # an integer that no float can be
+                found[name] = float(x)
+    return found

@@ -94,11 +94,9 @@ class Replicas:
         path = steps.path_of(self.folder, step)
         job = prepared(path, state, along, f"step {step} in memory", quick=True, before=self.finish)
         together(WHAT, lambda: path.mkdir(exist_ok=True))
-        files, own = write_all(job, lambda: job.entries)
+        files = write_all(job, lambda: job.entries)
         self._sending = Saving(path, 0.0)
-        self._sending.begin(
-            "zerofn-replicas", " of replicas", lambda: self._complete(job, files, job.manifest(files, own))
-        )
+        self._sending.begin("zerofn-replicas", " of replicas", lambda: self._complete(job, files, job.manifest(files)))
 
     def finish(self) -> None:
         """Wait for what is being sent. Raises `CheckpointError` if that failed."""

@@ -25,7 +25,7 @@ from ..sharding.sharded import Sharded, is_sharded
 from ..util.errors import CheckpointError
 from ..util.process import the
 from ..util.version import __version__
-from . import folder, owner
+from . import folder, loader_state, owner
 from .behind import InFlight, Saving, Snapshot
 from .contents import Part, describe, leaves_of, storages_of, take_apart
 from .manifest import Manifest, SavedLeaf, SavedTree, read_manifest
@@ -62,12 +62,12 @@ def save(path: str | os.PathLike[str], state: Any, *, wait: bool = True) -> Savi
 
 @dataclass(frozen=True)
 class Along:
-    """What is saved along with a state: `notes`, which rank 0 gives, and a text of each rank's own. `after` is called
-    on rank 0 when the checkpoint is complete; `before`, before anything is written.
+    """What is saved along with a state: `notes`, which rank 0 gives, and where each rank's loader stands. `after` is
+    called on rank 0 when the checkpoint is complete; `before`, before anything is written.
     """
 
     notes: dict[str, Any] = field(default_factory=dict)
-    own: str = ""
+    loader: loader_state.HasState | None = None
     before: Callable[[], object] = lambda: None
     after: Callable[[], object] = lambda: None
 
@@ -91,6 +91,7 @@ def prepared(
     `words`: what must be the same on all ranks. `quick`: compare replicated values by less. Raises as `save` does.
     """
     lines, in_slices, parts, own = [words], list[str](), list[Part](), list[OwnTree]()
+    loader = list[str]()
 
     def describe_it() -> tuple[None, str]:
         before()
@@ -98,30 +99,31 @@ def prepared(
         lines.extend(_lines(parts, quick=quick))
         in_slices.extend(f"{name} = {digest}" for name, digest in _replicas(parts, quick, slices=True))
         own.extend(_own_trees(parts))
+        loader.append(loader_state.text_of(along.loader))
         prints = [fingerprint("\n".join(x)) for x in (lines, in_slices)]
-        return None, json.dumps([*prints, folder.new_save(), [x.told() for x in own]])
+        return None, json.dumps([*prints, folder.new_save(), loader_state.digest(loader[0]), [x.told() for x in own]])
 
     texts = with_texts(WHAT, describe_it)[1]
-    prints, of_slices, numbers, told = zip(*map(json.loads, texts), strict=True)
+    prints, of_slices, numbers, digests, told = zip(*map(json.loads, texts), strict=True)
     if len(set(prints)) > 1:
         raise _unequal(lines)
     trees = [EveryTree.of(WHAT, x, [Told.of(each[k]) for each in told]) for k, x in enumerate(own)]
     if trees:  # units of experts are in more slices than others
         _check_slices(max((tree.slices for tree in trees), key=lambda x: len(x[0])), of_slices, in_slices)
-    return _prepare(path, parts, numbers[0], trees, along)
+    return _prepare(path, parts, numbers[0], trees, along, (loader[0], digests))
 
 
 def _run(job: Job, entries: Callable[[], list[Entry]]) -> None:
     with contextlib.ExitStack() as stack:
         job.on_rank_0(lambda: stack.enter_context(_at(job)))
-        files, own = write_all(job, entries)
-        job.on_rank_0(lambda: job.finish(files, own))
+        files = write_all(job, entries)
+        job.on_rank_0(lambda: job.finish(files))
         job.on_rank_0(stack.close)
         job.on_rank_0(job.along.after)
 
 
-def write_all(job: Job, entries: Callable[[], list[Entry]]) -> tuple[dict[str, Written], list[str]]:
-    """Write this rank's file. Returns what every rank has written, by file name, and what each saves along."""
+def write_all(job: Job, entries: Callable[[], list[Entry]]) -> dict[str, Written]:
+    """Write this rank's file. Returns what every rank has written, by file name."""
 
     def write() -> Written | None:
         mine = entries()
@@ -129,10 +131,10 @@ def write_all(job: Job, entries: Callable[[], list[Entry]]) -> tuple[dict[str, W
 
     written = together(WHAT, write)
     job.check_ranks()
-    told = json.dumps([None if written is None else [written.nbytes, written.header], job.along.own])
-    found, own = zip(*map(json.loads, exchange(WHAT, told)), strict=True)
+    told = json.dumps(None if written is None else [written.nbytes, written.header])
+    found = map(json.loads, exchange(WHAT, told))
     names = [folder.file_of(r, job.size, job.number) for r in range(job.size)]
-    return {name: Written(*w) for name, w in zip(names, found, strict=True) if w is not None}, list(own)
+    return {name: Written(*w) for name, w in zip(names, found, strict=True) if w is not None}
 
 
 @contextlib.contextmanager
@@ -257,7 +259,7 @@ def _replicas(parts: list[Part], quick: bool, *, slices: bool) -> Iterator[tuple
 
 
 def _own_trees(parts: list[Part]) -> Iterator[OwnTree]:
-    used = {p.name for p in _replicated(parts)}
+    used = {loader_state.TENSOR, *(p.name for p in _replicated(parts))}
     for part in _trees(parts):
         yield from OwnTree.of(part, [_unique(f"{part.name}/{unit.name}", used) for unit in part.value.layout.units])
 
@@ -276,6 +278,7 @@ class Job:
     stored: dict[str, str]  # how each tree is stored, for people
     step: int | None
     along: Along
+    notes: dict[str, Any]
 
     @property
     def file(self) -> Path:
@@ -292,7 +295,7 @@ class Job:
         self.check_ranks()
         together(WHAT, work if self.rank == 0 else lambda: None)
 
-    def finish(self, files: dict[str, Written], own: list[str]) -> None:
+    def finish(self, files: dict[str, Written]) -> None:
         """On rank 0: see that every file has arrived, and let the manifest name them."""
         for name, written in files.items():
             file = self.path / name
@@ -301,31 +304,43 @@ class Job:
                     f"{WHAT}: rank 0 does not see the whole of {file}; {self.path} must "
                     "lie on a file system that all ranks share."
                 )
-        text = self.manifest(files, own)
+        text = self.manifest(files)
         folder.flush(self.path)
         owner.check_still(self.path, self.number)
         folder.replace_text(self.path / folder.MANIFEST, text, self.number)
 
-    def manifest(self, files: dict[str, Written], own: list[str]) -> str:
+    def manifest(self, files: dict[str, Written]) -> str:
         """Return the text of the manifest."""
         saved = {"save": self.number, **the(owner.Job).described(), "time": datetime.now(timezone.utc).isoformat()}
         saved |= {"program": " ".join(sys.argv), "stored": self.stored}
-        notes = self.along.notes | ({"ranks": own} if any(own) else {})
-        return Manifest(self.size, self.trees, self.leaves, files, self.step, _versions(), saved, notes).text()
+        return Manifest(self.size, self.trees, self.leaves, files, self.step, _versions(), saved, self.notes).text()
 
 
-def _prepare(path: Path, parts: list[Part], number: str, trees: Sequence[EveryTree], along: Along) -> Job:
-    """Return the save of these parts. `trees`: what ranks write of each `Sharded`."""
+def _prepare(
+    path: Path,
+    parts: list[Part],
+    number: str,
+    trees: Sequence[EveryTree],
+    along: Along,
+    loader: tuple[str, Sequence[str]],
+) -> Job:
+    """Return the save of these parts. `trees`: what ranks write of each `Sharded`; `loader`: where this rank's stands,
+    and the digests of all ranks'.
+    """
     rank, size = rank_and_size()
-    saved = [x for tree in trees for x in tree.saved(lambda r: folder.file_of(r, size, number))]
+    file_of = partial(folder.file_of, num_ranks=size, save=number)
+    saved = [x for tree in trees for x in tree.saved(file_of)]
     entries = [entry for tree in trees if tree.writes(rank) for entry in tree.own.entries()]
     if rank == 0:
         entries += [Entry.of(p.name, p.tensor) for p in _replicated(parts)]
-    leaves = tuple(SavedLeaf(leaves_of(p)[0], folder.file_of(0, size, number), p.name) for p in _replicated(parts))
+    tensor = _unique(loader_state.TENSOR, {p.name for p in _replicated(parts)})
+    entries += loader_state.entries(loader[0], tensor, rank, loader[1])
+    notes = along.notes | loader_state.noted(tensor, loader[1], file_of)
+    leaves = tuple(SavedLeaf(leaves_of(p)[0], file_of(0), p.name) for p in _replicated(parts))
     step = next((p.tensor for p in _replicated(parts) if p.name == "step"), None)
     count = int(step) if step is not None and step.numel() == 1 else None
     stored = {p.name: _stored(p) for p in _trees(parts)}
-    return Job(path, number, rank, size, entries, tuple(saved), leaves, stored, count, along)
+    return Job(path, number, rank, size, entries, tuple(saved), leaves, stored, count, along, notes)
 
 
 def _stored(part: Part) -> str:

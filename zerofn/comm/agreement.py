@@ -32,7 +32,7 @@ from .failures import (
 )
 from .heartbeat import PATIENCE, Sign, channel_now, heartbeat, wait_until_heard
 from .meetings import meetings
-from .signed_store import SignedStore
+from .signed_store import PART, SignedStore
 
 log = logging.getLogger("zerofn")
 
@@ -147,7 +147,7 @@ def _meet(store: SignedStore, what: str, text: str, mine: str) -> list[str]:
     keys = [f"zerofn/agree{channel}/{number}/{r}" for r in range(size)]
     store.set(keys[rank], mine)
     if not channel:  # what a thread beside the program does is in step with nothing else
-        store.set(f"{LAST_TEXT}{rank}", mine)
+        store.set(f"{LAST_TEXT}{rank}", mine[:PART])
         meetings().begin_round(what)
     try:
         theirs = [_await(store, key, r, what, text) for r, key in enumerate(keys)]

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import hmac
 import os
+import re
 import secrets
 
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from .._torch_compat import connected_again
 
 _SECRET = "zerofn/secret"
 _DIGEST = 32  # hexadecimal digits before a text
+PART = 1 << 20  # characters, of 4 bytes at most: torch's store ends the connection of whoever sends 8 MiB at once
+_PARTS = "\2"  # begins what is written in place of a longer text: the number of its parts, which have keys of their own
 
 
 class SignedStore:
@@ -29,8 +32,11 @@ class SignedStore:
         self._store, self._secret = store, os.environ.get("ZEROFN_SECRET", "")
 
     def set(self, key: str, text: str) -> None:
-        """Write a text."""
-        self._store.set(key, self._signature(key, text) + text)
+        """Write a text of any length."""
+        parts = [text[k : k + PART] for k in range(0, len(text), PART)] if len(text) > PART else []
+        for k, part in enumerate(parts):
+            self._store.set(f"{key}/part {k}", part)
+        self._store.set(key, self._signature(key, text) + (f"{_PARTS}{len(parts)}" if parts else text))
 
     def set_first(self, key: str, text: str) -> None:
         """Write a text unless a rank has written one there."""
@@ -45,6 +51,11 @@ class SignedStore:
             return None
         value = self._store.get(key).decode(errors="replace")
         text = value[_DIGEST:]
+        if re.fullmatch(_PARTS + "[0-9]{1,4}", text):
+            keys = [f"{key}/part {k}" for k in range(int(text[1:]))]
+            if not self._store.check(keys):
+                return None
+            text = "".join(self._store.get(each).decode(errors="replace") for each in keys)
         return text if hmac.compare_digest(value[:_DIGEST].encode(), self._signature(key, text).encode()) else None
 
     def has_foreign(self, key: str) -> bool:
@@ -54,6 +65,9 @@ class SignedStore:
     def delete(self, key: str) -> None:
         """Remove a text, where the store can."""
         with contextlib.suppress(RuntimeError, NotImplementedError):
+            k = 0
+            while self._store.delete_key(f"{key}/part {k}"):
+                k += 1
             self._store.delete_key(key)
 
     def connected_again(self) -> SignedStore:
