@@ -8,7 +8,7 @@ refuses it on a shard.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,7 +201,7 @@ _ATEN: dict[OpOverload, Traits] = {
 # Results that share their first argument's memory, which their schemas do not say.
 UNDECLARED_VIEWS = (aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
 # Arguments that are written in training, which their schemas do not say.
-UNDECLARED_WRITES = {
+_UNDECLARED_WRITES = {
     packet.default: ("running_mean", "running_var")
     for packet in (
         aten.native_batch_norm,
@@ -212,6 +212,24 @@ UNDECLARED_WRITES = {
         aten.batch_norm_gather_stats_with_counts,
     )
 }
+
+
+def may_write(target: OpOverload) -> bool:
+    """Return whether an operation writes to an argument, whether its schema says so or not."""
+    return target._schema.is_mutable or target in _UNDECLARED_WRITES
+
+
+def written_arguments(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments of a call that it writes to."""
+    if not may_write(target):
+        return []
+    given = schema_arguments(target)
+    named = {a.name: args[k] if k < len(args) else kwargs.get(a.name) for k, a in enumerate(given)}
+    if target in _UNDECLARED_WRITES:
+        return [named[name] for name in _UNDECLARED_WRITES[target]] if named.get("training", True) else []
+    return [named[a.name] for a in given if a.alias_info is not None and a.alias_info.is_write]
+
+
 # Operations that may write to the memory of an operand of their result's shape: (the form that does, its argument).
 OUT_ELEMENTWISE = {
     aten.add.Tensor: (aten.add.out, "out"),

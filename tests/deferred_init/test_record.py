@@ -201,6 +201,41 @@ def test_seeds_inside() -> None:
     check(init)
 
 
+FORWARD = {
+    "batch norm": lambda: nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)),
+    "cumulative batch norm": lambda: nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6, momentum=None)),
+    "batch norm in evaluation mode": lambda: nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6).eval()),
+    "instance norm": lambda: nn.Sequential(nn.Unflatten(0, (1, 4)), nn.InstanceNorm1d(4, track_running_stats=True)),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(5, 6)),
+    "LSTM": lambda: nn.LSTM(5, 3, num_layers=2),
+    "dropout": lambda: nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(5)),
+}
+
+
+@pytest.mark.parametrize("build", FORWARD.values(), ids=FORWARD.keys())
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_a_forward_pass_inside(build: Any, mode: Any) -> None:
+    """A dry run changes the statistics of batch norm, whose operation does not say that it writes them."""
+
+    def init() -> Any:
+        model = build()
+        with mode():
+            out = model(torch.arange(20.0).view(4, 5) / 7)
+        return dict(model.state_dict()), [x.clone() for x in tree.leaves(out)]
+
+    check(init)
+
+
+def test_what_a_kernel_keeps_for_its_backward_pass_is_not_replayed() -> None:
+    def init() -> Any:
+        model = nn.LSTM(5, 3)
+        out, _ = model(torch.ones(4, 2, 5))
+        return torch.autograd.grad(out.sum(), list(model.parameters()))
+
+    with pytest.raises(RuntimeError, match="Compute no gradients of such layers there"):
+        list(record(init).run())
+
+
 def test_the_same_seed_for_every_layer() -> None:
     def init() -> Any:
         out = []

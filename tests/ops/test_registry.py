@@ -1,13 +1,19 @@
 """What is known of an operation: ours must say it, ATen's follows from schema and tags, of others nothing is known."""
 
+import contextlib
+import itertools
+
 import pytest
 import torch
+from torch.testing._internal.common_methods_invocations import op_db
 
 import zerofn
 from tests.support.small_steps import build, state_of
 from zerofn import tree
+from zerofn._torch_compat import TorchDispatchMode, storage_key
 from zerofn.graph.capture import CaptureError
-from zerofn.ops.registry import UNKNOWN, OnShard, Traits, argument_places, define, traits_of
+from zerofn.ops.registry import UNKNOWN, OnShard, Traits, argument_places, define, traits_of, written_arguments
+from zerofn.util.nested import tensors_in
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
 
@@ -99,3 +105,50 @@ def test_a_custom_operation_on_a_shard_is_refused_and_on_gathered_values_runs():
             tree.leaves(zerofn.unshard(state.params)), tree.leaves(zerofn.unshard(plain.params)), strict=True
         ):
             assert torch.equal(a, b)
+
+
+def bits(x):
+    return x.resolve_conj().resolve_neg().clone().reshape(-1).contiguous().view(torch.uint8)
+
+
+class Effects(TorchDispatchMode):
+    """Collects the operations that write to an argument of which the registry does not say so."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.wrote = set(), set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = [x for x in tensors_in((args, kwargs)) if x.layout is torch.strided and not x._is_zerotensor()]
+        before = [bits(x) for x in given]
+        out = func(*args, **kwargs)
+        self.seen.add(func)
+        written = {storage_key(x) for x in tensors_in(written_arguments(func, args, kwargs))}
+        for x, was in zip(given, before, strict=True):
+            if storage_key(x) not in written and not torch.equal(bits(x), was):
+                self.wrote.add(func)
+        return out
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_registry_knows_every_write_of_torchs_operations():
+    effects = Effects()
+    for info in op_db:
+        if torch.float32 not in info.dtypes:
+            continue
+        samples = info.sample_inputs("cpu", torch.float32, requires_grad=info.supports_autograd)
+        for sample in itertools.islice(samples, 1):
+            with contextlib.suppress(Exception), effects:
+                results = tensors_in(info.op(sample.input, *sample.args, **sample.kwargs))
+                ends = [x for x in results if x.requires_grad]
+                torch.autograd.backward(ends, [torch.ones_like(x) for x in ends])
+    assert effects.wrote == set()
+    assert len(effects.seen) > 400
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_writes_its_statistics_in_training(training):
+    x, weight, mean, var = torch.randn(4, 3), torch.ones(3), torch.zeros(3), torch.ones(3)
+    args = (x, weight, weight, mean, var, training, 0.1, 1e-5)
+    assert written_arguments(aten.native_batch_norm.default, args, {}) == ([mean, var] if training else [])

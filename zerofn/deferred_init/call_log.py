@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .._torch_compat import tree_leaves
+from .._torch_compat import below_autograd, tree_leaves
 from .effects import mapped
 from .rng_marks import SavedState
 
@@ -66,33 +66,49 @@ class Call:
     outputs: list[Region | None]  # the flat outputs; a Region where one is a new buffer
     versions: set[int]  # all that it touches
     is_random: bool
-    default_dtype: torch.dtype
+    # Settings of torch's that kernels read: a recurrent one rounds otherwise where no gradient will be asked for.
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    grad_mode: bool = field(default_factory=torch.is_grad_enabled)
     value_deps: set[int] = field(default_factory=set)  # calls whose results it needs
     order_deps: set[int] = field(default_factory=set)  # calls it must not overtake
     saves: list[SavedState] = field(default_factory=list)
 
-    def run(self, buffers: dict[int, torch.UntypedStorage], versions: list[Version]) -> Any:
-        """Execute; read, write and extend `buffers` (version -> storage)."""
+    def run(self, buffers: dict[int, torch.UntypedStorage | None], versions: list[Version]) -> Any:
+        """Execute; read, write and extend `buffers` (version -> storage). It is None for a result of another shape than
+        its fake twin's: a kernel's own workspace.
+        """
 
         def tensor(x: Any) -> Any:
             if not isinstance(x, Region):
                 return x
             if x.version not in buffers:
                 buffers[x.version] = versions[x.version].take()
-            return x.on(buffers[x.version])
+            return x.on(known(buffers[x.version]))
 
         for saved in self.saves:
             saved.save()
         ambient = torch.get_default_dtype()
         try:
             torch.set_default_dtype(self.default_dtype)
-            result = self.func(*mapped(tensor, self.args), **mapped(tensor, self.kwargs))
+            with torch.set_grad_enabled(self.grad_mode), below_autograd():
+                result = self.func(*mapped(tensor, self.args), **mapped(tensor, self.kwargs))
         finally:
             torch.set_default_dtype(ambient)
         for region, out in zip(self.outputs, tree_leaves(result), strict=False):
             if region is not None and region.version not in buffers:
-                buffers[region.version] = _with_geometry(out, region).untyped_storage()
+                same = out is not None and tuple(out.shape) == region.size
+                buffers[region.version] = _with_geometry(out, region).untyped_storage() if same else None
         return result
+
+
+def known(storage: torch.UntypedStorage | None) -> torch.UntypedStorage:
+    """A buffer; raises `RuntimeError` for one whose size its fake twin did not know."""
+    if storage is None:
+        raise RuntimeError(
+            "initialisation uses what a kernel keeps for its backward pass, whose size is known only when it runs. "
+            "Compute no gradients of such layers there, or pass `shard` the finished state instead of a function."
+        )
+    return storage
 
 
 def closure(calls: list[Call], roots: Iterable[int]) -> set[int]:

@@ -4,13 +4,13 @@ into, whether it reads what it overwrites, whether it draws.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .._torch_compat import OpOverload, schema_arguments
+from ..ops.registry import written_arguments
 
 aten = torch.ops.aten
 
@@ -39,20 +39,8 @@ _OVERWRITE = frozenset(
 
 
 def written_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensor arguments that `func`'s schema says it writes into."""
-    written: list[torch.Tensor] = []
-    for i, name in _written_arguments(func):
-        written += tensors(args[i] if i < len(args) else kwargs.get(name))
-    return written
-
-
-@functools.cache
-def _written_arguments(func: OpOverload) -> list[tuple[int, str]]:
-    return [
-        (i, argument.name)
-        for i, argument in enumerate(schema_arguments(func))
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    """The tensor arguments that `func` writes into."""
+    return tensors(written_arguments(func, args, kwargs))
 
 
 def overwrites(func: Any, kwargs: Any, tensor: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ import torch
 
 from .. import tree
 from .._torch_compat import FakeTensor
-from .call_log import Call, Region, closure
+from .call_log import Call, Region, closure, known
 from .described import described
 from .record import Recorder, recording
 
@@ -108,7 +108,7 @@ class Replay:
         last_writes = [self._versions[v].last_write for v in leaves_of]
         order = schedule(self._calls, [w for w in last_writes if w is not None])
         last_use = {v: position for position, i in enumerate(order) for v in self._calls[i].versions}
-        buffers: dict[int, torch.UntypedStorage] = {}
+        buffers: dict[int, torch.UntypedStorage | None] = {}
         for position, i in enumerate(order):
             call = self._calls[i]
             call.run(buffers, self._versions)
@@ -118,8 +118,8 @@ class Replay:
             if version not in last_use:  # constants, and memory that was never written
                 yield from self._hand_out(leaves, self._versions[version].take())
 
-    def _hand_out(self, leaves: list[int], storage: torch.UntypedStorage) -> Iterator[tuple[int, torch.Tensor]]:
-        tensors = [(leaf, self._regions[leaf].on(storage)) for leaf in reversed(leaves)]
+    def _hand_out(self, leaves: list[int], storage: torch.UntypedStorage | None) -> Iterator[tuple[int, torch.Tensor]]:
+        tensors = [(leaf, self._regions[leaf].on(known(storage))) for leaf in reversed(leaves)]
         del storage  # the caller's alone from here
         while tensors:
             yield tensors.pop()

@@ -26,11 +26,13 @@ from .._torch_compat import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    is_composite,
     storage_key,
     tree_leaves,
     tree_map,
     without_dispatch_modes,
 )
+from ..ops.registry import ASKS_METADATA
 from ..tracing.shortcut import Shortcut
 from ..util.user_line import user_place
 from .call_log import Call, Region, Version, closure
@@ -71,6 +73,11 @@ class Recorder(TorchDispatchMode):
             return func(*args)
         if func is aten._local_scalar_dense.default:
             return self.evaluate(func, args, kwargs)
+        if is_composite(func) and func not in ASKS_METADATA:  # inference mode shows it whole, with its effects hidden
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
         try:
             out = func(*args, **kwargs)
         except (DataDependentError, DynamicShapeError):
@@ -145,7 +152,7 @@ class Recorder(TorchDispatchMode):
         for restore in restores:
             self.log_restore(restore)
         index = len(self.calls)
-        call = Call(func, (), {}, [], set(), draws, torch.get_default_dtype(), saves=saves)
+        call = Call(func, (), {}, [], set(), draws, saves=saves)
         written_keys = {storage_key(t) for t in written}
         for tensor in tensors((args, kwargs)):
             if storage_key(tensor) not in written_keys:
@@ -196,8 +203,7 @@ class Recorder(TorchDispatchMode):
         """Log that the function set a generator's state."""
         if self._draws_elsewhere:
             raise RuntimeError(_SEEDS_ELSEWHERE)
-        dtype = torch.get_default_dtype()
-        self._append(Call(restore, (), {}, [], set(), True, dtype, saves=restore.saves))
+        self._append(Call(restore, (), {}, [], set(), True, saves=restore.saves))
 
     def _before_draw(self, func: Any, args: Any, kwargs: Any) -> tuple[list[Restore], list[SavedState]]:
         generator = next((a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Generator)), None)
@@ -234,11 +240,11 @@ class Recorder(TorchDispatchMode):
                 "instead of a branch, or pass `shard` the finished state instead of a function."
             )
         args, kwargs = tree_map(self._as_region, (args, kwargs))
-        final = Call(func, args, kwargs, [], set(), False, torch.get_default_dtype())
+        final = Call(func, args, kwargs, [], set(), False)
         constants = [v.constant for v in self.versions]
         try:
             with without_dispatch_modes():
-                buffers: dict[int, torch.UntypedStorage] = {}
+                buffers: dict[int, torch.UntypedStorage | None] = {}
                 for call in [*(self.calls[i] for i in sorted(needed)), final]:
                     result = call.run(buffers, self.versions)
         finally:

@@ -7,8 +7,8 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
-from .._torch_compat import OpOverload, aliased_arguments, schema_arguments
-from ..ops.registry import UNDECLARED_VIEWS, UNDECLARED_WRITES, traits_of
+from .._torch_compat import OpOverload, aliased_arguments
+from ..ops.registry import UNDECLARED_VIEWS, may_write, traits_of, written_arguments
 from .loop import body_of, given_to_body, run_loop
 
 # Both caches are keyed by id, because hashing an operation is a slow call in Python. Their values hold the operation,
@@ -62,20 +62,12 @@ def writes(node: Node) -> list[Node]:
     target = node.target
     if id(target) in _pure:
         return []
-    if target in UNDECLARED_WRITES:
-        given = {a.name: x for a, x in zip(schema_arguments(target), node.args, strict=False)}
-        found = [given.get(name) for name in UNDECLARED_WRITES[target]] if given.get("training", True) else []
-        return [x for x in found if isinstance(x, Node)]
-    if not target._schema.is_mutable:
+    if not may_write(target):
         _pure[id(target)] = target
         return []
-    out: list[Node] = []
-    for k, argument in enumerate(schema_arguments(target)):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
-        out.extend(x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Node))
-    return out
+    found = written_arguments(target, node.args, node.kwargs)
+    several = [x if isinstance(x, list | tuple) else [x] for x in found]
+    return [x for each in several for x in each if isinstance(x, Node)]
 
 
 def _written_by_loop(node: Node) -> list[Node]:
