@@ -16,8 +16,8 @@ from torch import Tensor
 from ..util.errors import CheckpointError
 from .checksums import SUFFIX, checksums_of, checksums_text
 from .contents import LeafInfo, missing_leaf
-from .folder import flush
-from .places import is_remote, located
+from .folder import MANIFEST, flush
+from .places import check_answers, is_remote, located
 from .sources import Checkpoint
 from .tensor_file import Entry, write_file
 
@@ -51,6 +51,7 @@ def export(
     """
     if is_remote(located(out)):
         raise ValueError(f"{WHAT}: out={str(out)!r} is no local path; export to one, and copy the files from there.")
+    check_answers(located(path) / MANIFEST)
     checkpoint, target = Checkpoint(located(path)), Path(out).expanduser()
     try:
         entries = _entries(checkpoint, _part(checkpoint, part), dtype, rename)

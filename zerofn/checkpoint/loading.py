@@ -19,8 +19,9 @@ from ..sharding.sharded import is_sharded
 from ..util.errors import CheckpointError
 from .contents import Part, describe, leaves_of, missing_leaf, take_apart
 from .filling import Filling, settle_all
+from .folder import MANIFEST
 from .manifest import digest_now
-from .places import located
+from .places import check_answers, located
 from .reading import Renamed, Source
 from .sources import Checkpoint
 
@@ -137,8 +138,7 @@ class _Reading:
 
     def _once(self) -> list[Any]:
         path, parts, choice = self._path, self._parts, self._choice
-        now = digest_now(path)
-        found = together(WHAT, partial(_unless_replaced, path, now, partial(Checkpoint, path, choice.whole)))
+        found = together(WHAT, partial(_opened, path, choice.whole))
         _check_the_same(found)
         try:
             source, filling = together(WHAT, partial(_matched, found, parts, choice))
@@ -154,6 +154,12 @@ class _Reading:
         for part in self._parts if self._choice.donate and self._begun else []:
             if is_sharded(part.value) and part.value.lost is None:
                 part.value.donate(f"{part.name!r} was donated to zerofn.load(..., donate=True) of {self._path}, {how}")
+
+
+def _opened(path: Path, whole: bool) -> Checkpoint:
+    """Return the checkpoint at a path. `whole`: whether all of its files must be there."""
+    check_answers(path / MANIFEST)
+    return _unless_replaced(path, digest_now(path), partial(Checkpoint, path, whole))
 
 
 def _check_the_same(checkpoint: Checkpoint) -> None:

@@ -25,7 +25,7 @@ from .behind import InFlight, Saving
 from .folder import MANIFEST
 from .loader_state import HasState
 from .loading import load, load_copy
-from .places import is_link, located
+from .places import check_answers, is_link, located
 from .replicas import Replicas
 from .saving import Along, save_along
 from .stopping import Stopped, Stopping
@@ -93,6 +93,10 @@ class Checkpoints:
         """Return the steps that have a complete checkpoint, in ascending order."""
         return steps.complete_steps(self.folder)
 
+    def _listed(self) -> list[int]:
+        check_answers(self.folder / MANIFEST)
+        return self.steps()
+
     def path(self, step: int) -> Path:
         """Return where the checkpoint of a step is, or would be: for `zerofn.load`, `export` and `verify`."""
         return steps.path_of(self.folder, step)
@@ -131,7 +135,7 @@ class Checkpoints:
         if self._replicas is not None:
             self._replicas.begin()
         what = f"{WHAT}.restore_or"
-        listed = json.loads(with_texts(what, lambda: (None, json.dumps(self.steps())))[1][0])
+        listed = json.loads(with_texts(what, lambda: (None, json.dumps(self._listed())))[1][0])
         said: list[str] = []
         for step, path, in_memory in self._candidates(listed):
             try:

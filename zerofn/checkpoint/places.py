@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from ..util.errors import CheckpointError
+from .answers import asked
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _PART = 8 << 20  # bytes of an upload's parts, at least
@@ -66,7 +67,7 @@ def fetch(path: Path, start: int, stop: int) -> bytes:
     """Return the bytes [start, stop) of a file, fewer if it ends before."""
     if is_remote(path):
         fs, name = _fs(path)
-        return cast(bytes, fs.cat_file(name, start=start, end=stop))
+        return asked(fs, str(path), lambda: cast(bytes, fs.cat_file(name, start=start, end=stop)))
     with open(path, "rb") as file:
         file.seek(start)
         return file.read(stop - start)
@@ -77,7 +78,19 @@ def text_of(path: Path) -> str:
     if not is_remote(path):
         return path.read_text()
     fs, name = _fs(path)
-    return cast(bytes, fs.cat_file(name)).decode()
+    return asked(fs, str(path), lambda: cast(bytes, fs.cat_file(name))).decode()
+
+
+def check_answers(path: Path) -> None:
+    """Raise `CheckpointError` if `path`, a file which need not be there, is in a store that cannot be reached."""
+    if is_remote(path):
+        try:
+            fetch(path, 0, 1)
+        except (OSError, CheckpointError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+        except Exception as error:  # of the library, which has its own
+            raise CheckpointError(f"{path}: its store cannot be reached: {error}.") from error
 
 
 def upload(path: Path, nbytes: int) -> contextlib.AbstractContextManager[IO[bytes]]:
@@ -92,7 +105,7 @@ def upload(path: Path, nbytes: int) -> contextlib.AbstractContextManager[IO[byte
 def put(path: Path, text: str) -> None:
     """Give a remote file new contents at once."""
     fs, name = _fs(path)
-    fs.pipe_file(name, text.encode())
+    asked(fs, str(path), lambda: fs.pipe_file(name, text.encode()))
 
 
 def make_folder(path: Path) -> None:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .contents import LeafInfo
-from .folder import is_complete
+from .folder import MANIFEST, is_complete
 from .manifest import Manifest, read_manifest
-from .places import located
+from .places import check_answers, located
 from .sources import Checkpoint
 from .steps import complete_steps, path_of
 from .tensor_file import BLOCK, CODES
@@ -25,6 +25,7 @@ from .tensor_file import BLOCK, CODES
 def checkpoints_at(path: str | os.PathLike[str]) -> list[Path]:
     """Return the checkpoint at a path, or all of the run whose folder it is."""
     path = located(path)
+    check_answers(path / MANIFEST)
     steps = [] if is_complete(path) else complete_steps(path)
     return [path_of(path, step) for step in steps] or [path]
 

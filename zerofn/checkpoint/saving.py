@@ -29,7 +29,7 @@ from . import folder, loader_state, owner
 from .behind import InFlight, Saving, Snapshot
 from .contents import Part, describe, leaves_of, storages_of, take_apart
 from .manifest import Manifest, SavedLeaf, SavedTree, read_manifest
-from .places import located, make_folder, remove_folder
+from .places import check_answers, located, make_folder, remove_folder
 from .tensor_file import BLOCK, Entry, Written, as_bytes, write_file
 from .trees import EveryTree, OwnTree, Told
 
@@ -127,6 +127,7 @@ def write_all(job: Job, entries: Callable[[], list[Entry]]) -> dict[str, Written
 
     def write() -> Written | None:
         mine = entries()
+        check_answers(job.path / folder.MANIFEST)
         return write_file(job.file, mine, save=job.number)[0] if mine else None
 
     written = together(WHAT, write)
@@ -141,6 +142,7 @@ def write_all(job: Job, entries: Callable[[], list[Entry]]) -> dict[str, Written
 def _at(job: Job) -> Iterator[None]:
     """On rank 0: a folder that this save alone writes to, without what killed saves have left."""
     path, number = job.path, job.number
+    check_answers(path / folder.MANIFEST)
     job.along.before()
     folder.check_usable(path)
     new = not path.exists()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ..comm.agreement import exchange, rank_and_size
 from ..util.errors import CheckpointError
-from .places import located
+from .folder import MANIFEST
+from .places import check_answers, located
 from .sources import Checkpoint
 
 WHAT = "zerofn.verify"
@@ -28,6 +29,7 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
 def _faults(path: Path, rank: int, size: int) -> list[str]:
     """What is wrong with the manifest, and with each `size`-th file."""
     try:
+        check_answers(path / MANIFEST)
         checkpoint = Checkpoint(path)
     except (CheckpointError, OSError) as error:
         return [str(error)]
