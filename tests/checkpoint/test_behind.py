@@ -130,8 +130,22 @@ def differing(path):
         zerofn.save(path, state, wait=False)
 
 
+def permuted(path):
+    """The same words in another order on rank 1, in a replicated leaf and in one of stage 0, over 1 MiB each."""
+    words = torch.arange(1 << 18).roll(dist.get_rank())
+    sharded = zerofn.shard({"params": {"w": torch.zeros(1 << 18)}}, stage=0)
+    with torch.no_grad():
+        for shard in sharded["params"].shards:
+            shard.copy_(words)
+    for state, name in (({"params": torch.zeros(3), "order": words}, "order"), (sharded, "params.w")):
+        for wait in (True, False):
+            with pytest.raises(ValueError, match=f"replicated leaf '{name}' differs between rank"):
+                zerofn.save(path, state, wait=wait)
+
+
 def test_replicas_are_compared_before(ranks, tmp_path):
     ranks(2, differing, tmp_path / "a")
+    ranks(2, permuted, tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
 
 

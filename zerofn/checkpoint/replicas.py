@@ -92,7 +92,7 @@ class Replicas:
         what the one before has raised.
         """
         path = steps.path_of(self.folder, step)
-        job = prepared(path, state, along, f"step {step} in memory", quick=True, before=self.finish)
+        job = prepared(path, state, along, f"step {step} in memory", before=self.finish)
         together(WHAT, lambda: path.mkdir(exist_ok=True))
         files = write_all(job, lambda: job.entries)
         self._sending = Saving(path, 0.0)

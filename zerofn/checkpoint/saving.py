@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -18,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..comm.agreement import difference_in_full, exchange, fingerprint, rank_and_size, together, with_texts
+from ..ops.same import checksum
 from ..sharding.sharded import Sharded, is_sharded
 from ..util.errors import CheckpointError
 from ..util.process import the
@@ -30,7 +29,7 @@ from .behind import InFlight, Saving, Snapshot
 from .contents import Part, describe, leaves_of, storages_of, take_apart
 from .manifest import Manifest, SavedLeaf, SavedTree, read_manifest
 from .places import check_answers, located, make_folder, remove_folder
-from .tensor_file import BLOCK, Entry, Written, as_bytes, write_file
+from .tensor_file import Entry, Written, write_file
 from .trees import EveryTree, OwnTree, Told
 
 log = logging.getLogger("zerofn")
@@ -76,19 +75,17 @@ def save_along(path: str | os.PathLike[str], state: Any, wait: bool, along: Alon
     """Save a state, with what goes along with it. The rest is as in `save`."""
     start, target = time.perf_counter(), located(path)
     words = f"path {path}{'' if wait else ', behind the step'}"
-    job = prepared(target, state, along, words, quick=not wait, before=the(InFlight).finish)
+    job = prepared(target, state, along, words, before=the(InFlight).finish)
     if wait:
         _run(job, lambda: job.entries)
         return Saving(path, time.perf_counter() - start)
     return the(InFlight).begin(path, partial(_run, job, the(Snapshot).of(job.entries)), start)
 
 
-def prepared(
-    path: Path, state: Any, along: Along, words: str, *, quick: bool, before: Callable[[], object] = lambda: None
-) -> Job:
+def prepared(path: Path, state: Any, along: Along, words: str, *, before: Callable[[], object] = lambda: None) -> Job:
     """Return what all ranks agree on about a save to the folder `path`, which may be another on each machine.
 
-    `words`: what must be the same on all ranks. `quick`: compare replicated values by less. Raises as `save` does.
+    `words`: what must be the same on all ranks. Raises as `save` does.
     """
     lines, in_slices, parts, own = [words], list[str](), list[Part](), list[OwnTree]()
     loader = list[str]()
@@ -96,8 +93,8 @@ def prepared(
     def describe_it() -> tuple[None, str]:
         before()
         parts.extend(_plan(state))
-        lines.extend(_lines(parts, quick=quick))
-        in_slices.extend(f"{name} = {digest}" for name, digest in _replicas(parts, quick, slices=True))
+        lines.extend(_lines(parts))
+        in_slices.extend(f"{name} = {digest}" for name, digest in _replicas(parts, slices=True))
         own.extend(_own_trees(parts))
         loader.append(loader_state.text_of(along.loader))
         prints = [fingerprint("\n".join(x)) for x in (lines, in_slices)]
@@ -208,9 +205,9 @@ def _replicated(parts: list[Part]) -> list[Part]:
     return [p for p in parts if not is_sharded(p.value)]
 
 
-def _lines(parts: list[Part], *, quick: bool) -> list[str]:
+def _lines(parts: list[Part]) -> list[str]:
     """What all ranks must have alike: the structure, and the values of replicated leaves."""
-    return [*describe(parts), *(f"{name} = {digest}" for name, digest in _replicas(parts, quick, slices=False))]
+    return [*describe(parts), *(f"{name} = {digest}" for name, digest in _replicas(parts, slices=False))]
 
 
 def _unequal(lines: list[str]) -> ValueError:
@@ -243,12 +240,12 @@ def _check_slices(slices: Sequence[tuple[int, ...]], prints: Sequence[str], line
     )
 
 
-def _replicas(parts: list[Part], quick: bool, *, slices: bool) -> Iterator[tuple[str, str]]:
+def _replicas(parts: list[Part], *, slices: bool) -> Iterator[tuple[str, str]]:
     """(name, digest) of every leaf that each rank holds whole; with `slices`, of every slice that it holds whole."""
     if rank_and_size()[1] == 1:
         return
     for part in () if slices else _replicated(parts):
-        yield part.name, _digest(part.tensor, quick)
+        yield part.name, checksum(part.tensor)
     for part in _trees(parts):
         sharded: Sharded = part.value
         spec = sharded.spec
@@ -257,7 +254,7 @@ def _replicas(parts: list[Part], quick: bool, *, slices: bool) -> Iterator[tuple
                 whole = sharded.stored[unit].loaded()
                 for leaf in leaves:
                     if bool(leaf.region) == slices:
-                        yield leaf.name, _digest(whole.read(leaf.offset, leaf.offset + leaf.numel), quick)
+                        yield leaf.name, checksum(whole.read(leaf.offset, leaf.offset + leaf.numel))
 
 
 def _own_trees(parts: list[Part]) -> Iterator[OwnTree]:
@@ -360,18 +357,3 @@ def _unique(name: str, used: set[str]) -> str:
         name += "'"
     used.add(name)
     return name
-
-
-def _digest(tensor: Tensor, quick: bool) -> str:
-    """Return what differs if the tensor does: its SHA-256, or at the speed of memory the sum of its words."""
-    flat = tensor.detach().reshape(-1)
-    if quick and flat.nbytes >= BLOCK and flat.is_contiguous() and not flat.is_complex():
-        size = 8 // flat.element_size()
-        words = flat.clone() if flat.data_ptr() % 8 else flat
-        whole = words[: flat.numel() // size * size].view(torch.int64)
-        return f"{int(whole.sum())} {_digest(flat[flat.numel() // size * size :], False)}"
-    digest = hashlib.sha256()
-    step = BLOCK // flat.element_size()
-    for start in range(0, flat.numel(), step):
-        digest.update(as_bytes(flat[start : start + step]))
-    return digest.hexdigest()[:16]
