@@ -1,6 +1,7 @@
 """What a terminal shows while a step is captured; the log lines are in compile/test_signatures.py."""
 
 import io
+import logging
 import sys
 import time
 
@@ -64,3 +65,74 @@ def test_nothing_is_shown(monkeypatch, why):
 
 def slow_step_of(step):
     time.sleep(0.15)
+
+
+# --- parameters that no loss uses
+
+
+def used_by_turns(name):
+    """A step whose loss uses one of two heads."""
+
+    def step(state, x):
+        loss, grads = state.value_and_grad(lambda p, x: ((x * p["body"]) @ p[name]).sum())(x)
+        return state.apply_gradients(grads), loss
+
+    return zerofn.compile(step)
+
+
+def heads(number=2):
+    params = {"body": torch.ones(3)} | {f"head{k}": torch.ones(3) for k in range(number)}
+    return zerofn.TrainState.create(params=params, tx=zerofn.optim.adamw(0.1, weight_decay=0.5))
+
+
+def told(caplog):
+    return [x.getMessage() for x in caplog.records if "no loss uses" in x.getMessage()]
+
+
+@pytest.mark.parametrize("stage", [None, 0, 3])
+def test_parameters_without_a_gradient_are_named_once_and_still_decay(stage, caplog):
+    state, step, x = heads(9), used_by_turns("head0"), torch.ones(3)
+    state = state if stage is None else zerofn.shard(state, stage=stage)
+    with caplog.at_level(logging.WARNING, "zerofn"):
+        state, _ = step(state, x)
+        state, _ = step(state, torch.ones(2, 3))  # captured again
+    (line,) = told(caplog)
+    assert line.startswith(
+        "step: no loss uses 'head1', 'head2', 'head3', 'head4', 'head5' and 3 more parameters. The gradient of such"
+    )
+    decayed = 1.0 * (1 - 0.1 * 0.5) ** 2
+    torch.testing.assert_close(zerofn.unshard(state.params)["head5"], torch.full((3,), decayed))
+
+
+def test_a_parameter_that_one_of_two_losses_uses_is_not_named(caplog):
+    def step(state, x):
+        whole, grads = state.value_and_grad(lambda p, x: (x * p["body"] * p["head0"]).sum())(x)
+        part, of_head = zerofn.value_and_grad(lambda p, x: (p * x).sum())(state.params["head1"], x)
+        return state.apply_gradients(grads | {"head1": of_head}), whole + part
+
+    with caplog.at_level(logging.WARNING, "zerofn"):
+        zerofn.compile(step)(heads(), torch.ones(3))
+    assert len(told(caplog)) == 1  # a leaf alone has no name
+
+    def named(state, x):
+        whole, grads = state.value_and_grad(lambda p, x: (x * p["body"] * p["head0"]).sum())(x)
+        part, of_head = zerofn.value_and_grad(lambda p, x: (p["head1"] * x).sum())({"head1": state.params["head1"]}, x)
+        return state.apply_gradients(grads | of_head), whole + part
+
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "zerofn"):
+        zerofn.compile(named)(heads(), torch.ones(3))
+    assert told(caplog) == []
+
+
+def test_frozen_parameters_and_evaluations_are_not_named(caplog):
+    state = zerofn.TrainState.create(
+        params={"body": torch.ones(3), "head0": torch.ones(3)}, tx=zerofn.optim.sgd(0.1), frozen=lambda n: n == "head0"
+    )
+    step = zerofn.compile(lambda s, x: (lambda loss, g: (s.apply_gradients(g), loss))(*s.value_and_grad(
+        lambda p, x: (p["body"] * x).sum())(x)))  # fmt: skip
+    evaluate = zerofn.compile(lambda s, x: s.value_and_grad(lambda p, x: p["body"].sum())(x)[0])
+    with caplog.at_level(logging.WARNING, "zerofn"):
+        step(zerofn.shard(state), torch.ones(3))
+        evaluate(zerofn.shard(heads()), torch.ones(3))
+    assert told(caplog) == []

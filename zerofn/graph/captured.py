@@ -18,6 +18,7 @@ from .data_sizes import bound_sizes
 from .declare_same import share_batch
 from .draws import warn_of_equal_draws
 from .program import Program
+from .unused import noted_gradients, unused
 from .verify import check_purity
 
 
@@ -30,8 +31,9 @@ def captured(
     """
     mesh = mesh_among(tree.leaves((state, batch), is_leaf=is_sharded))
     try:
-        with axes_of(mesh):
+        with axes_of(mesh), noted_gradients() as seen:
             program = capture(step, state, batch, traces=traces)
+        program.unused = unused(seen)
         bound_sizes(program)
         constants = check_purity(program)
         share_batch(program)

@@ -151,6 +151,7 @@ class Program:
     drive_space: list[DriveSpec] = field(default_factory=list)  # for gradients that are offloaded to drives
     budget: int | None = None  # bytes that the step may take on the device
     warning: str = ""  # what is refused as soon as there is more than one rank
+    unused: list[str] = field(default_factory=list)  # parameters without a gradient
 
     def inside(self, body: GraphModule) -> Program:
         """Return the program with the body of a loop in place of the step's graph.

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from ..comm.agreement import rank_and_size
 from ..graph.program import Program, tensor_of
 from ..ops import cpu, cuda
 
@@ -25,6 +26,7 @@ _OUTSIDE = "something outside its arguments"
 MANY = 8  # captures of one step before a warning: a few shapes are normal
 SOON = 2.0  # seconds of a capture until a terminal shows that it goes on
 _AGAIN = 0.5
+_NAMED = 5  # parameters in a warning
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -73,6 +75,7 @@ class CaptureLog:
         self._before: dict[str, str] = {}  # inputs of the last capture: entry -> shape and dtype, or number
         self._changes: Counter[str] = Counter()  # entry -> captures in which it differed from the one before
         self._num_captures = 0
+        self._unused: set[str] = set()  # parameters that were told of
 
     def report(
         self, program: Program, constants: Sequence[Tensor], seconds: float, donating: bool, why: str = ""
@@ -93,6 +96,7 @@ class CaptureLog:
         self._before = now
         for device in {x.device.type for x in map(tensor_of, program.placeholders) if x is not None and x.dim()}:
             _tell_of_kernels(device)
+        self._tell_of_unused(program)
         log.info(
             "%s: captured (%s): %s, %d nodes, %.2f s%s",
             self._name,
@@ -101,6 +105,20 @@ class CaptureLog:
             len(program.gm.graph.nodes),
             seconds,
             _baked(constants),
+        )
+
+    def _tell_of_unused(self, program: Program) -> None:
+        """Warn, once and on the first rank, of trained parameters that no loss uses."""
+        names = [name for name in program.unused if name not in self._unused]
+        if not names or program.new_state is None or rank_and_size()[0] > 0:
+            return
+        self._unused.update(names)
+        log.warning(
+            "%s: no loss uses %s%s. The gradient of such a parameter is zero, so weight decay and old moments still "
+            "move it; torch's optimizers would leave it alone. To keep it, write TrainState.create(..., frozen=...).",
+            self._name,
+            ", ".join(map(repr, names[:_NAMED])),
+            f" and {len(names) - _NAMED} more parameters" if len(names) > _NAMED else "",
         )
 
     def _warn(self, changes: dict[str, str], numbers: set[str]) -> None:

@@ -6,7 +6,7 @@ old-style autograd functions, and takes about twice the memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from ..comm.mesh import BATCH, BETWEEN, SLICES, Axis, axes_of
 from ..graph.advice import instead
 from ..graph.loop import loop
 from ..graph.phase import BACKWARD, FORWARD, phase
+from ..graph.unused import note_gradients
 from ..random import fold_in, randomness
 from ..random.draws import fold_in_rank
 from ..sharding.gather_scatter import gather_leaves, ravel, reduce_unit
@@ -99,7 +100,7 @@ class ValueAndGrad:
             check_effect("value_and_grad: frozen", self.frozen, ask_names("frozen", self.frozen, names))
         learns = [_trainable(tree.name_of(p), x, self.frozen) for p, x in zip(paths, nodes, strict=True)]
         mesh = mesh_among(nodes)
-        work = _Work(self, nodes, learns, treedef, None if mesh is None else mesh.batch)
+        work = _Work(self, paths, nodes, learns, treedef, None if mesh is None else mesh.batch)
         with axes_of(mesh):
             if self.num_microbatches == 1:
                 only, partial = work.microbatch(nodes, args, 0)
@@ -137,11 +138,12 @@ def accumulate(vg: Any, n: int) -> Any:
 class _Work:
     """One call of `ValueAndGrad`.
 
-    `nodes`: the parameters' nodes, `Sharded` or plain tensors. `treedef`: the tree of these nodes. `axis`: the ranks
-    with different parts of the batch.
+    `paths`, `nodes`: the parameters' nodes, `Sharded` or plain tensors. `treedef`: the tree of these nodes. `axis`: the
+    ranks with different parts of the batch.
     """
 
     vg: ValueAndGrad
+    paths: Sequence[tree.Path]
     nodes: list[Any]
     learns: list[list[bool]]  # for each node: whether each of its leaves gets a gradient
     treedef: tree.PyTreeSpec
@@ -174,7 +176,16 @@ class _Work:
             with phase(BACKWARD):
                 found = _derivatives(loss.mean, wanted, self._seed(loss, share))
         by_leaf = {id(t): g for t, g in zip(wanted, found, strict=True)}
+        note_gradients(lambda: self._used(leaves, by_leaf))
         return loss, _flat_gradients(nodes, leaves, by_leaf, factor)
+
+    def _used(self, leaves: list[list[Tensor]], found: dict[int, Tensor | None]) -> Iterator[tuple[str, bool]]:
+        """Yield (name, whether the loss uses it) of every leaf that is trained."""
+        for path, x, ts in zip(self.paths, self.nodes, leaves, strict=True):
+            names = {leaf.index: leaf.name for leaf in x.layout.leaves} if is_sharded(x) else {}
+            for k, t in enumerate(ts):
+                if id(t) in found:
+                    yield tree.name_of((*path, names[k]) if names else path), found[id(t)] is not None
 
     def _key(self, index: Any) -> Tensor | None:
         if self.vg.rng is None:
