@@ -190,6 +190,21 @@ RESHAPES = (*VIEWS, aten.reshape.default, aten.expand.default)
 # Reductions over the dims in their argument `dim`.
 OVER_DIMS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default)
 ASKS_METADATA = (aten.size.default, aten.stride.default, aten.storage_offset.default, aten.is_nonzero.default)
+ASKS_VALUES = (aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default)  # results: Python's
+EMPTY = (  # memory with whatever is in it
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_permuted.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+)
+FILLS = (
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.zero_.default,
+    aten.copy_.default,
+)  # write all of the first argument
 LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default)  # constants into a trace
 _ATEN: dict[OpOverload, Traits] = {
     **dict.fromkeys(_SHAPE_ONLY, Traits(OnShard.SHAPE, even=True)),

@@ -203,7 +203,6 @@ PROCESS_WIDE = {
     "zerofn.graph.alias._pure": FACT,
     "zerofn.graph.edit._impure": FACT,
     "zerofn.tracing.shortcut._ways": FACT,
-    "zerofn.tracing.shortcut._names": FACT,
     "zerofn.random.mode._rules": FACT,
     "zerofn.tree._seen": FACT,
     "zerofn.sharding.spec._signatures": FACT,

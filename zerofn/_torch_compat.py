@@ -337,6 +337,21 @@ def bound_node(tracer: Any, x: torch.Tensor) -> torch.fx.Node | None:
     return slot.proxy.node if slot is not None and slot.constant is None else None
 
 
+def node_of(tracer: Any, x: torch.Tensor) -> torch.fx.Node | None:
+    """The node that a trace knows `x` by, also if it knows the value."""
+    slot = tracer.tensor_tracker.get(x)
+    return None if slot is None else slot.proxy.node
+
+
+@contextlib.contextmanager
+def plain_dispatch() -> Iterator[None]:
+    """Operations inside see no mode, no transform of `torch.func`, no autocast, and no autograd."""
+    c = torch._C
+    with without_dispatch_modes(), c.DisableTorchFunction(), c._DisableFuncTorch(), c._DisableAutocast():
+        with torch.no_grad(), below_autograd():
+            yield
+
+
 def name_of_node(op: OpOverload) -> str:
     """What capture calls the nodes of an operation."""
     return torch.fx.Graph()._target_to_str(op.overloadpacket.__name__)

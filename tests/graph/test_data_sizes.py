@@ -123,9 +123,9 @@ def of_jagged(params, batch):
 TRANSFORMER = torch.nn.Transformer(WIDTH, 2, 1, 1, 16, dropout=0.0, batch_first=True).requires_grad_(False)
 
 
-def of_transformer(params, batch, causal=None):
+def of_transformer(params, batch, causal=None, shut=0):
     x = (batch["x"] @ params["0.w"])[None]
-    mask = TRANSFORMER.generate_square_subsequent_mask(NUM)
+    mask = TRANSFORMER.generate_square_subsequent_mask(NUM) + shut
     return functional_call(TRANSFORMER, {}, (x, x), {"tgt_mask": mask, "tgt_is_causal": causal}).square().mean()
 
 
@@ -137,7 +137,10 @@ def of_transformer(params, batch, causal=None):
         (of_sparse, r"write nn.Embedding\(..., sparse=False\)"),
         (of_packed, "zerofn.eager_region"),
         (of_jagged, "pad and mask, or keep the part that uses them inside zerofn.eager_region"),
-        (of_transformer, r"Pass is_causal=True or False \(tgt_is_causal= of nn.Transformer\)"),
+        (
+            lambda p, b: of_transformer(p, b, shut=0 * b["token"][0]),
+            r"Pass is_causal=True or False \(tgt_is_causal= of nn.Transformer\)",
+        ),
     ],
 )
 def test_what_cannot_be_is_a_sentence(loss_fn, said):
@@ -159,8 +162,10 @@ def of_categorical(params, batch):
     return -torch.distributions.Categorical(logits=batch["x"] @ params["0.w"]).log_prob(batch["token"] % WIDTH).mean()
 
 
-@pytest.mark.parametrize("loss_fn", [of_normal, of_categorical, lambda p, b: of_transformer(p, b, True)])
-def test_distributions_and_told_masks_are_captured(loss_fn, monkeypatch):
+@pytest.mark.parametrize(
+    "loss_fn", [of_normal, of_categorical, of_transformer, lambda p, b: of_transformer(p, b, True)]
+)
+def test_distributions_and_masks_are_captured(loss_fn, monkeypatch):
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch.compile turns it off for good
     found, expected = (trained(loss_fn, compiled) for compiled in (True, False))
     assert_same_trees(found, expected)

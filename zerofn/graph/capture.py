@@ -21,6 +21,7 @@ from ..util.errors import note
 from ..util.patches import Patches, uncollected
 from .advice import instead, note_dtypes
 from .host_rng import HostDraw, no_draws
+from .known_values import answer, values_looked_at
 from .prints import warned_prints
 from .program import Flat, Program, cached
 from .source_lines import Lines, line_behind, readable, where
@@ -53,7 +54,7 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
     outputs: dict[str, Any] = {}
 
     def run(*flat: Tensor) -> list[Tensor]:
-        with Shortcut():
+        with Shortcut(answer):
             return recorded(*flat)
 
     def recorded(*flat: Tensor) -> list[Tensor]:
@@ -111,7 +112,7 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
     Libraries then skip checks that read data, and kernels that fake tensors do not support. It is not the default,
     because some libraries then choose another algorithm, which rounds differently from the eager step.
     """
-    with torch.no_grad(), lazy_code(True), quiet_fakes(), uncollected(), warned_prints, _unvalidated:
+    with torch.no_grad(), lazy_code(True), quiet_fakes(), uncollected(), warned_prints, _unvalidated, values_looked_at:
         try:
             return tracer(*inputs)
         except CaptureError:

@@ -9,6 +9,7 @@ tensors made here are its own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -35,7 +36,7 @@ from .._torch_compat import (
     outside_trace,
     storage_key,
 )
-from ..ops.registry import ASKS_METADATA, LIFTS, SAME, VIEWS
+from ..ops.registry import ASKS_METADATA, ASKS_VALUES, LIFTS, SAME, VIEWS
 from ..util.nested import tensors_in
 from . import fake_kernels  # noqa: F401  (registers them)
 from .strides import is_suspect, real_strides
@@ -81,8 +82,10 @@ class Shortcut(TorchDispatchMode):
         """Libraries that refuse to run under a mode need not know of this one."""
         return True
 
-    def __init__(self) -> None:
+    def __init__(self, answer: Callable[[OpOverload, Any, Any], Any] = lambda *_: NotImplemented) -> None:
+        """`answer(func, args, kwargs)`: what an operation says of values, if they are known."""
         super().__init__()
+        self._answer = answer
         self._fakes: Fakes | None = None
         self._kinds: dict[Any, _Kind | None] = {}  # None: only torch can make it
         self._views: dict[Any, Any] = {}
@@ -178,7 +181,7 @@ class _Call:
         """Add a node, if there is a trace."""
         if self.tracer is None:
             return None
-        node = new_node(self.tracer.graph, self.func, tuple(args), kwargs, _names[self.func])
+        node = new_node(self.tracer.graph, self.func, tuple(args), kwargs, _name_of(self.func))
         node.meta["val"] = val
         return node
 
@@ -270,6 +273,12 @@ def _parts(call: _Call, args: Any, kwargs: Any) -> Any:
 def _device(call: _Call, args: Any, kwargs: Any) -> Any:
     """Return the device, which autograd asks for a dozen times a tensor."""
     return args[0].device if type(args[0]) is FakeTensor else _LOST
+
+
+def _ask(call: _Call, args: Any, kwargs: Any) -> Any:
+    """Return what is asked of values that are known."""
+    out = call.owner._answer(call.func, args, kwargs or {})
+    return _LOST if out is NotImplemented else out
 
 
 def _is_ints(x: Any) -> bool:
@@ -365,15 +374,8 @@ class _Ways(dict[Any, "_Way | None"]):
         return way
 
 
-class _Names(dict[Any, str]):
-    """`names[func]`: what its nodes are called."""
-
-    def __missing__(self, func: Any) -> str:
-        name = self[func] = name_of_node(func)
-        return name
-
-
-_ways, _names = _Ways(), _Names()
+_ways = _Ways()
+_name_of = functools.cache(name_of_node)
 
 
 def _find_way(func: Any) -> _Way | None:
@@ -383,6 +385,8 @@ def _find_way(func: Any) -> _Way | None:
         return None
     if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims", "zerofn"):
         return None
+    if func in ASKS_VALUES:
+        return _ask
     if func in SAME:
         return _detach
     if func in VIEWS:
