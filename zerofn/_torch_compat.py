@@ -58,6 +58,8 @@ _GLOBAL_HOOKS = tuple(
 
 # Calls inside do not enter autograd again: collectives below our own autograd.Function.
 below_autograd = torch._C._AutoDispatchBelowAutograd
+# Calls inside are not cast again: a captured step has its casts, and parts in which autocast was off.
+without_autocast = torch._C._DisableAutocast
 
 
 @contextlib.contextmanager
@@ -173,6 +175,17 @@ def quiet_fakes() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+@contextlib.contextmanager
+def autocast_cache(enabled: bool) -> Iterator[None]:
+    """Inside, autocast keeps a weight's cast for further uses, or not; traces switch that off."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextlib.contextmanager

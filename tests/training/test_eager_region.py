@@ -173,3 +173,22 @@ def test_a_redefined_region_is_captured_again():
         found.append(step(state, rows())[1])
     plain = [loss_fn(params(), rows(), lambda h, w, f=f: ((h @ w).sum() * f, torch.tensor(1))) for f in (1.0, 3.0)]
     torch.testing.assert_close(found, plain)
+
+
+def test_gradients_of_what_is_used_inside_and_outside_have_the_bits_of_the_eager_step():
+    """Sums of three gradients depend on their order."""
+    region = zerofn.eager_region(lambda h: torch.tanh(h).sum() * h.exp().sum(), like=lambda h: h.new_empty(()))
+
+    def step(state, x):
+        def loss_fn(p, x):
+            h = x @ p["w"]
+            return region(h) + h.sin().sum() + region(3 * h) * h.cos().mean()
+
+        loss, grads = state.value_and_grad(loss_fn)(x)
+        return state.apply_gradients(grads), (loss, grads)
+
+    draw = torch.Generator().manual_seed(0)
+    state = zerofn.TrainState.create(params={"w": torch.randn(9, 9, generator=draw) / 9}, tx=optim.sgd(0.1))
+    x = torch.randn(7, 9, generator=draw)
+    expected = step(state, x)
+    assert_same_trees(zerofn.compile(step)(state, x), expected)

@@ -12,7 +12,16 @@ from torch import Tensor
 from torch.fx import GraphModule, Proxy
 
 from .. import tree
-from .._torch_compat import compiling, current_trace, data_dependent_errors, lazy_code, make_fx, proxies_of, quiet_fakes
+from .._torch_compat import (
+    autocast_cache,
+    compiling,
+    current_trace,
+    data_dependent_errors,
+    lazy_code,
+    make_fx,
+    proxies_of,
+    quiet_fakes,
+)
 from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.state_tree import as_tensor
 from ..sharding.storage import Stored
@@ -52,6 +61,7 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
     copies = cached(state)
     spans, flat_copies = _spans(copies)
     outputs: dict[str, Any] = {}
+    casts_once = torch.is_autocast_cache_enabled()
 
     def run(*flat: Tensor) -> list[Tensor]:
         with Shortcut(answer):
@@ -65,7 +75,7 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
         fake_state = _decode(stored_state, decoded)
         fake_batch = _decode(batch_flat.spread(flat[num_state + num_copies :]), {})
         try:
-            with Lines() if traces else contextlib.nullcontext(), no_draws():
+            with Lines() if traces else contextlib.nullcontext(), no_draws(), autocast_cache(casts_once):
                 out = step(fake_state, fake_batch)
         except HostDraw as name:
             raise CaptureError(_DRAWN.format(name)) from None

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from .._torch_compat import TorchDispatchMode, bind_outputs, current_trace, outside_trace, proxies_of, trace_inner
+from .._torch_compat import (
+    TorchDispatchMode,
+    autocast_cache,
+    bind_outputs,
+    current_trace,
+    outside_trace,
+    proxies_of,
+    trace_inner,
+)
 from ..util.nested import tensors_in, with_tensors
 
 # body(index, slices) -> (terms to sum, rows to stack, static). `static` is not a tensor; it is the same in every round.
@@ -137,10 +145,12 @@ def _captured(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor]
     """Capture the loop as one node.
 
     A first run of the body finds the tensors that it closes over; a second one records its graph, with inputs in
-    their place.
+    their place. Neither may find weights that were cast elsewhere.
     """
     trace = current_trace()
     assert trace is not None
+    casts_once = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
     with outside_trace():
         index = torch.zeros((), dtype=torch.int64)
         slices = [_empty_like(s[0]) for s in sequences]
@@ -154,11 +164,13 @@ def _captured(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor]
 
         def flat(index: Tensor, *rest: Tensor) -> list[Any]:
             pairs = {id(x): y for x, y in zip(closed, rest[num_slices:], strict=True)}
-            with _ReplaceTensors(pairs):
+            with _ReplaceTensors(pairs), autocast_cache(casts_once):
                 sums, rows, _ = _detached(*body(index, list(rest[:num_slices])))
             return [*sums, *(x for x in rows if isinstance(x, Tensor))]
 
+        torch.clear_autocast_cache()
         gm = trace_inner(flat)(index, *slices, *map(_empty_like, closed))
+        torch.clear_autocast_cache()
     return _node(trace, gm, n, sequences, closed, len(terms), results, row, static)
 
 

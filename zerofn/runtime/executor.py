@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from .._torch_compat import OpOverload, below_autograd
+from .._torch_compat import OpOverload, below_autograd, without_autocast
 from ..comm.meetings import meetings
 from ..graph.alias import writes
 from ..graph.node_kinds import ASIDE
@@ -40,7 +40,7 @@ class Executor:
     def run(self, inputs: list[Any]) -> list[Any]:
         """Run the step, and return its outputs in the graph's order."""
         self.wrote = False
-        with below_autograd():
+        with below_autograd(), without_autocast():
             return self._run(inputs)
 
     def close(self) -> None:

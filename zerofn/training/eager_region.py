@@ -21,9 +21,11 @@ from ..comm.meetings import meetings
 from ..ops.registry import OnShard, Traits, define
 from ..random import fold_in
 from ..random.mode import current_draw, randomness
+from ..random.rng_state import is_virtual
 from ..util.process import the
 
 ops = torch.ops.zerofn
+_DEVICES = ("cpu", "cuda", "xpu", "mps")  # whose autocast a region keeps, which runs when that has ended
 
 
 def eager_region(fn: Callable[..., Any], *, like: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,7 +36,8 @@ def eager_region(fn: Callable[..., Any], *, like: Callable[..., Any]) -> Callabl
     returns the tree of outputs with the shapes and dtypes that `fn` always returns, such as `x.new_empty(len(x))`.
 
     It is differentiable once: the backward pass runs `fn` again. Random operations inside draw from the step's key.
-    Memory and time inside `fn` are not planned. Outside of a captured step it is `fn`.
+    Memory and time inside `fn` are not planned. In a loss function that is not captured it runs in the same way, so
+    that its gradients have the same bits; elsewhere it is `fn`.
 
     In a captured step, raises `ValueError` for an argument or closure that hides a tensor that is differentiated, and
     while it runs `RuntimeError` if `fn` returns another structure, shape or dtype than `like`, writes to an argument
@@ -52,7 +55,9 @@ def eager_region(fn: Callable[..., Any], *, like: Callable[..., Any]) -> Callabl
             None if draw is None else fold_in(*draw)
         )  # both passes draw the same, and so does a step that is not captured
         leaves, treedef = tree.flatten(args)
-        if not any(isinstance(x, FakeTensor) for x in leaves):
+        captured = any(isinstance(x, FakeTensor) for x in leaves)
+        learns = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+        if not captured and (inside_functorch() or not (learns and is_virtual())):
             with contextlib.nullcontext() if draw is None else randomness(key):
                 return fn(*args)
         if inside_functorch():
@@ -60,8 +65,12 @@ def eager_region(fn: Callable[..., Any], *, like: Callable[..., Any]) -> Callabl
         _check_closure(fn)
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         region = _Region(fn, like, [None if isinstance(x, Tensor) else x for x in leaves], at, treedef)
-        number = the(_Regions).add(region)
-        out = _Opaque.apply(number, key, *(leaves[i] for i in at))
+        given = [leaves[i] for i in at]
+        if captured:
+            out = _Opaque.apply(the(_Regions).add(region), key, *given)
+        else:
+            region.fake(given)
+            out = _Now.apply(region, key, *given)
         return tree.unflatten(region.out, out)
 
     return call
@@ -74,6 +83,11 @@ class _Region:
         self.fn, self.like, self.static, self.at, self.treedef = fn, like, static, at, treedef
         self.out: Any = None
         self.kinds: list[tuple[Any, Any]] = []
+        self.autocasts = [
+            (x, torch.get_autocast_dtype(x), torch.is_autocast_enabled(x))
+            for x in _DEVICES
+            if torch.amp.is_autocast_available(x)
+        ]
 
     def args(self, tensors: Sequence[Tensor]) -> Any:
         leaves = list(self.static)
@@ -93,7 +107,9 @@ class _Region:
     def run(self, tensors: Sequence[Tensor], key: Tensor | None) -> list[Tensor]:
         """Return what `fn` makes of real tensors."""
         versions = [x._version for x in tensors]
-        with meetings().none_inside(_name(self.fn)), randomness(key):
+        with meetings().none_inside(_name(self.fn)), randomness(key), contextlib.ExitStack() as stack:
+            for settings in self.autocasts:
+                stack.enter_context(torch.autocast(*settings))
             out, structure = tree.flatten(self.fn(*self.args(tensors)))
         if [x._version for x in tensors] != versions:
             raise RuntimeError(f"{_name(self.fn)} wrote to an argument; an eager_region works on clones.")
@@ -138,17 +154,43 @@ class _Opaque(torch.autograd.Function):
         return None, None, *(next(found) if needs else None for needs in wanted)
 
 
+class _Now(torch.autograd.Function):
+    """A region in a loss function that is not captured."""
+
+    @staticmethod
+    def forward(ctx: Any, region: _Region, key: Tensor | None, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.region, ctx.key = region, key
+        ctx.save_for_backward(*xs)
+        return tuple(_forward(region, [x.detach() for x in xs], key))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        wanted = list(ctx.needs_input_grad[2:])
+        found = iter(_backward(ctx.region, list(ctx.saved_tensors), list(grads), ctx.key, wanted))
+        return None, None, *(next(found) if needs else None for needs in wanted)
+
+
 def _run(xs: list[Tensor], number: int, key: Tensor | None) -> list[Tensor]:
-    with above_autograd(), torch.no_grad():
-        out = the(_Regions).all[number].run(xs, key)
-        places = {x.untyped_storage().data_ptr() for x in xs}
-        return [x.clone() if x.untyped_storage().data_ptr() in places else x.contiguous() for x in out]
+    return _forward(the(_Regions).all[number], xs, key)
 
 
 def _run_backward(
     xs: list[Tensor], grads: list[Tensor], number: int, key: Tensor | None, wanted: list[bool]
 ) -> list[Tensor]:
-    region = the(_Regions).all[number]
+    return _backward(the(_Regions).all[number], xs, grads, key, wanted)
+
+
+def _forward(region: _Region, xs: list[Tensor], key: Tensor | None) -> list[Tensor]:
+    with above_autograd(), torch.no_grad():
+        out = region.run(xs, key)
+        places = {x.untyped_storage().data_ptr() for x in xs}
+        return [x.clone() if x.untyped_storage().data_ptr() in places else x.contiguous() for x in out]
+
+
+def _backward(
+    region: _Region, xs: list[Tensor], grads: list[Tensor], key: Tensor | None, wanted: list[bool]
+) -> list[Tensor]:
     with above_autograd(), torch.enable_grad():
         leaves = [x.detach().requires_grad_() if needs else x for x, needs in zip(xs, wanted, strict=True)]
         out = region.run(leaves, key)
