@@ -37,7 +37,6 @@ TESTED_BY = {
     "graph.captured": "planning/test_planner.py",
     "graph.edit": "graph/test_loop.py",
     "graph.fingerprint": "graph/test_verify.py",
-    "graph.host_rng": "random/test_draws.py",
     "graph.node_kinds": "graph/test_loop.py",
     "graph.phase": "passes/test_offload_activations.py",
     "graph.program": "graph/test_capture.py",

@@ -20,6 +20,7 @@ from .dry_run.script import current_dry_run
 from .graph.advice import no_leaf
 from .graph.captured import captured, dry_result
 from .graph.program import Program, tensor_of
+from .graph.same_graph import Outline
 from .graph.state_arithmetic import MEETS, line_of_number, state_arithmetic
 from .memory.host_allocator import keep_freed_memory
 from .offload.host_worker import worker
@@ -31,12 +32,12 @@ from .planning.plan import Plan
 from .planning.profile import Profile, profiled
 from .runtime.agreed import agree_among_slices, agreed_text
 from .runtime.backend import Backend, backend_of
-from .runtime.capture_log import CaptureLog, while_capturing
+from .runtime.capture_log import CaptureLog, told_of, while_capturing
 from .runtime.entry import Entry
 from .runtime.equal_batches import compare_batches
 from .runtime.errors import explain
 from .runtime.executor import Executor
-from .runtime.guards import Captures, Written
+from .runtime.guards import Captures, LeftOut
 from .runtime.hooks import before_step
 from .runtime.inputs import Inputs, collect, params_among, refill_copies, signature_of
 from .runtime.interrupts import whole_steps
@@ -47,7 +48,7 @@ from .sharding.sharded import is_sharded, mesh_among
 from .sharding.state_tree import as_tensor
 from .util.errors import note, said
 from .util.patches import uncollected
-from .util.sizes import in_words, num_bytes, time_in_words
+from .util.sizes import num_bytes
 
 KEPT = 128  # signatures of a step, each about 1 MB: those used last
 
@@ -62,6 +63,7 @@ def compile(
     backend: str | Backend = "eager",
     passes: Callable[[list[Pass]], list[Pass]] | None = None,
     deterministic: bool = False,
+    watch: Sequence[Any] = (),
 ) -> CompiledStep:
     """Return a callable `(state, batch) -> (state, aux)` that runs `train_step`, captured and scheduled.
 
@@ -85,6 +87,9 @@ def compile(
     (`zerofn.Pass`) that schedule a step and returns the list to run, with passes left out or added. Each added pass
     is checked: the graph that it leaves must be sound, take and return what it did, and still be a pure function.
 
+    `watch`: what the step depends on beyond what ZeroFn reads by itself (see `docs/sharp_bits.md`): objects, read with
+    all that they hold, and functions without arguments, whose results are compared at every call.
+
     `deterministic`: on devices, too, sum over ranks in rank order and take kernels that repeat their results; an
     operation without one raises `RuntimeError`. On the host all of this holds anyway.
 
@@ -102,15 +107,9 @@ def compile(
     `MemoryError` if `memory` is below what the least schedule takes, and `passes.PassError`, which names the pass,
     if an added pass leaves a graph that is not sound. At once: `ValueError` for unknown or contradicting options.
     """
-    if remat not in (None, "full", "auto"):
-        raise ValueError(f"compile: remat={remat!r} is not known; there are 'full', 'auto' and None.")
-    if remat is not None and memory is not None:
-        raise ValueError(f"compile(memory={memory!r}) decides what is computed again; leave remat={remat!r} out.")
-    if passes is not None and not callable(passes):
-        raise TypeError(f"compile: passes={passes!r} is no function; give one that takes the list of passes.")
-    budget = None if memory is None else num_bytes(memory)
-    where = None if machine is None else machine_of(machine)
-    return CompiledStep(train_step, _Options(donate, budget, remat, where, backend_of(backend), passes, deterministic))
+    budget, where = None if memory is None else num_bytes(memory), None if machine is None else machine_of(machine)
+    options = _Options(donate, budget, remat, where, backend_of(backend), passes, deterministic, watch)
+    return CompiledStep(train_step, options.checked())
 
 
 class _Options(NamedTuple):
@@ -123,6 +122,21 @@ class _Options(NamedTuple):
     backend: Backend
     passes: Callable[[list[Pass]], list[Pass]] | None
     deterministic: bool
+    watch: Sequence[Any]
+
+    def checked(self) -> _Options:
+        """Return these options. Raises for those that are unknown or contradict each other."""
+        if self.remat not in (None, "full", "auto"):
+            raise ValueError(f"compile: remat={self.remat!r} is not known; there are 'full', 'auto' and None.")
+        if self.remat is not None and self.memory is not None:
+            raise ValueError(
+                f"compile(memory={self.memory!r}) decides what is computed again; leave remat={self.remat!r} out."
+            )
+        if self.passes is not None and not callable(self.passes):
+            raise TypeError(f"compile: passes={self.passes!r} is no function; give one that takes the list of passes.")
+        if isinstance(self.watch, str) or not isinstance(self.watch, Sequence):
+            raise TypeError(f"compile: watch={self.watch!r} is no list; write watch=[settings, lambda: rate()].")
+        return self
 
     @property
     def chooses(self) -> bool:
@@ -164,23 +178,11 @@ class CompiledStep:
         self.timings: dict[str, Any] = {}
         self.state: Any = None
         self.__name__ = getattr(train_step, "__name__", "step")
-        self._log, self._written = CaptureLog(self.__name__), Written(self.__name__)
+        self._log, self._left_out = CaptureLog(self.__name__), LeftOut(self.__name__)
 
     def __repr__(self) -> str:
-        entries, o = self._entries.values(), self._options
-        told = ["not captured yet"]
-        if entries:
-            seconds = self.timings["capture"] + sum(self.timings["passes"].values())
-            num = len(self._captures)
-            signatures = f"{num} signature{'s' if num > 1 else ''}"
-            told = [f"captured for {signatures}, the last {self.timings['nodes']:,} nodes in {time_in_words(seconds)}"]
-        donates = any(x.donating for x in entries) if entries else o.donate
-        told.append("donates its state" if donates else "keeps its state")
-        if o.memory is not None:
-            told.append(f"at most {in_words(o.memory)} on a rank's device")
-        told += [f"remat={o.remat!r}"] if o.remat else []
-        told += [f"planned for {o.machine.name}"] if o.machine is not None else []
-        return f"<compiled {self.__name__}: {'; '.join(told)}>"
+        told = told_of(len(self._captures), [*self._entries.values()], self.timings, self._options)
+        return f"<compiled {self.__name__}: {told}>"
 
     @property
     def _entries(self) -> dict[Any, Entry]:
@@ -246,8 +248,8 @@ class CompiledStep:
         except TypeError:  # not hashable
             raise no_leaf(self.__name__, state, batch) from None
         if captures is None:
-            captures = Captures(self._step, state, self._written)
-        entry = captures.find()
+            captures = Captures(self._step, state, self._left_out, self._options.watch)
+        entry = captures.find(lambda lines: self._again(state, batch, lines))
         refill_copies(state_leaves, params_among(state_def) if entry is None else entry.program.full)
         if entry is None:
             state = tree.unflatten(state_def, state_leaves)
@@ -263,6 +265,13 @@ class CompiledStep:
             self._captures[signature] = self._captures.pop(signature)  # the last used is the last
         self._last = captures
         return _Call(entry, state_leaves, state_def, batch_leaves)
+
+    def _again(self, state: Any, batch: Any, lines: bool) -> Outline:
+        """Capture on this rank alone, to see whether the graph is another one by now."""
+        with self._arithmetic(tree.leaves(state, is_leaf=is_sharded)):
+            found = captured(self._step, state, batch, lines)[0].outline
+        assert found is not None
+        return found
 
     def _forget_old(self) -> None:
         while len(self._captures) > KEPT:

@@ -15,6 +15,7 @@ from torch.func import functional_call
 import zerofn
 from tests.support.same import assert_same_trees
 from zerofn import optim
+from zerofn.runtime import guards
 from zerofn.runtime.guards import KEPT
 
 STATE = {"w": torch.arange(1.0, 5.0)}
@@ -337,13 +338,203 @@ CHANGES = {
         "class Double(nn.Module):\n  def forward(self, w): return 2 * w\ndef step(s, x): return m(x)",
         "parametrize.register_parametrization(m, 'weight', Double())",
     ),
+    "what a scheduler of torch's returns": (
+        "o=torch.optim.SGD([torch.zeros(1)],lr=1.0)\nsched=torch.optim.lr_scheduler.LambdaLR(o, lambda k: 0.5**k)\ndef step(s,x): return x*sched.get_last_lr()[0]",
+        "o.step(); sched.step()",
+    ),
+    "what a bound method of a scheduler returns": (
+        "o=torch.optim.SGD([torch.zeros(1)],lr=1.0)\nsched=torch.optim.lr_scheduler.LambdaLR(o, lambda k: 0.5**k)\nget=sched.get_last_lr\ndef step(s,x): return x*get()[0]",
+        "o.step(); sched.step()",
+    ),
+    "an entry of an optimizer of torch's": (
+        "o=torch.optim.SGD([torch.zeros(1)],lr=1.0)\ndef step(s,x): return x*o.param_groups[0]['lr']",
+        "o.param_groups[0]['lr']=.25",
+    ),
+    "an entry of a class of one's own over a library's": (
+        "import collections\nclass S(collections.UserDict): pass\nc=S(w=1.0)\ndef step(s,x): return x*c['w']",
+        "c['w']=.5",
+    ),
+    "an entry of a list of a library's": (
+        "import collections\nc=collections.UserList([1.0])\ndef step(s,x): return x*c[0]",
+        "c[0]=.5",
+    ),
+    "a dict behind a library's": (
+        "import collections\nbase={'w':1.0}\nc=collections.ChainMap({},base)\ndef step(s,x): return x*c['w']",
+        "base['w']=.5",
+    ),
+    "a configuration file's option": (
+        "import configparser\nc=configparser.ConfigParser()\nc['l']={'w':'1.0'}\ndef step(s,x): return x*c.getfloat('l','w')",
+        "c['l']['w']='0.5'",
+    ),
+    "a variable of the environment": (
+        "import os\nos.environ['LW']='1.0'\ndef step(s,x): return x*float(os.environ['LW'])",
+        "os.environ['LW']='0.5'",
+    ),
+    "a variable of the environment, by a function": (
+        "import os\nos.environ['LW']='1.0'\ndef step(s,x): return x*float(os.getenv('LW'))",
+        "os.environ['LW']='0.5'",
+    ),
+    "a distribution's attribute": (
+        "d=torch.distributions.Normal(torch.tensor(0.),torch.tensor(1.))\ndef step(s,x): return x/d.scale",
+        "d.scale=torch.tensor(2.)",
+    ),
+    "what a distribution's method reads": (
+        "d=torch.distributions.Normal(torch.tensor(1.),torch.tensor(1.))\ndef step(s,x): return d.log_prob(x)",
+        "d.scale=torch.tensor(2.)",
+    ),
+    "a context variable": (
+        "import contextvars\nv=contextvars.ContextVar('v',default=1.0)\ndef step(s,x): return x*v.get()",
+        "v.set(.5)",
+    ),
+    "a bound method's object": (
+        "class C:\n  a=1.0\n  def f(self): return self.a\nc=C()\nm=c.f\ndef step(s,x): return x*m()",
+        "c.a=.5",
+    ),
+    "a bound method of a dict": ("d={'a':1.0}\ng=d.get\ndef step(s,x): return x*g('a')", "d['a']=.5"),
+    "what a descriptor keeps": (
+        "import weakref\nclass D:\n  def __init__(self): self.v=weakref.WeakKeyDictionary()\n  def __get__(self,o,k): return self.v[o]\n  def __set__(self,o,x): self.v[o]=x\nclass C:\n  a=D()\nc=C()\nc.a=1.0\ndef step(s,x): return x*c.a",
+        "c.a=.5",
+    ),
+    "what a descriptor puts under another name": (
+        "class D:\n  def __set_name__(self,k,n): self.n='_'+n\n  def __get__(self,o,k): return getattr(o,self.n)\n  def __set__(self,o,x): setattr(o,self.n,x)\nclass C:\n  a=D()\nc=C()\nc.a=1.0\ndef step(s,x): return x*c.a",
+        "c.a=.5",
+    ),
+    "a metaclass's attribute": (
+        "class M(type):\n  a=1.0\nclass C(metaclass=M): pass\ndef step(s,x): return x*C.a",
+        "M.a=.5",
+    ),
+    "a global of a metaclass's __call__": (
+        "class M(type):\n  def __call__(cls): return b\nclass C(metaclass=M): pass\nb=1.0\ndef step(s,x): return x*C()",
+        "b=.5",
+    ),
+    "an attribute behind super()": (
+        "class A: a=1.0\nclass B(A):\n  a=7.0\n  def f(self): return super().a\nc=B()\ndef step(s,x): return x*c.f()",
+        "A.a=.5",
+    ),
+    "another implementation of a generic function": (
+        "@functools.singledispatch\ndef f(y): return 1.0\nc=2\ndef step(s,x): return x*f(c)",
+        "f.register(int)(lambda y: .5)",
+    ),
+    "a global of a generic method": (
+        "class C:\n  @functools.singledispatchmethod\n  def f(self,y): return 1.0\n  @f.register\n  def _(self,y: int): return b\nb=1.0\nc=C()\ndef step(s,x): return x*c.f(2)",
+        "b=.5",
+    ),
+    "an attribute of a function": ("def step(s,x): return x*step.lr\nstep.lr=1.0", "step.lr=.5"),
+    "an attribute of a partial": ("f=functools.partial(len)\nf.lr=1.0\ndef step(s,x): return x*f.lr", "f.lr=.5"),
+    "whether a parameter requires grad": (
+        "m=nn.Linear(2,2)\ndef step(s,x): return x*sum(p.numel() for p in m.parameters() if p.requires_grad)",
+        "m.weight.requires_grad_(False)",
+    ),
+    "an attribute of a parameter": (
+        "m=nn.Linear(2,2)\nm.weight.lr=1.0\ndef step(s,x): return x*m.weight.lr",
+        "m.weight.lr=.5",
+    ),
+    "an array of 8 KB": ("t=np.linspace(1,2,1000)\ndef step(s,x): return x*float(t[3])", "t[:]=7"),
+    "a function of torch's": ("def step(s,x): return torch.sin(x)", "_old=torch.sin; torch.sin=torch.cos"),
+    "a number of a library's module": (
+        "import colorsys\ndef step(s,x): return x*colorsys.ONE_THIRD",
+        "colorsys.ONE_THIRD=3.0",
+    ),
+    "an attribute of a library's class": (
+        "import fractions\nfractions.Fraction.rate=1.0\ndef step(s,x): return x*fractions.Fraction.rate",
+        "fractions.Fraction.rate=.5",
+    ),
+    "a deque": ("import collections\nq=collections.deque([1.0])\ndef step(s,x): return x*q[0]", "q.appendleft(.5)"),
+    "the order of a dict": (
+        "import collections\nq=collections.OrderedDict(a=1.0,b=2.0)\ndef step(s,x): return x*next(iter(q.values()))",
+        "q.move_to_end('a')",
+    ),
+    "a dict behind a proxy": (
+        "import types\nb={'a':1.0}\nq=types.MappingProxyType(b)\ndef step(s,x): return x*q['a']",
+        "b['a']=.5",
+    ),
+    "a dict behind a view": ("b={'a':1.0}\nq=b.values()\ndef step(s,x): return x*list(q)[0]", "b['a']=.5"),
+    "bytes that can be written": ("q=bytearray(b'\\x01')\ndef step(s,x): return x*q[0]", "q[0]=5"),
+    "an object behind a weak reference": (
+        "import weakref\nclass C: a=1.0\nc=C()\nr=weakref.ref(c)\ndef step(s,x): return x*r().a",
+        "c.a=.5",
+    ),
+    "an attribute by an attrgetter": (
+        "import operator\nclass C: a=1.0\nc=C()\ng=operator.attrgetter('a')\ndef step(s,x): return x*g(c)",
+        "c.a=.5",
+    ),
+    "a global by its name": ("a=1.0\ndef step(s,x): return x*globals()['a']", "a=.5"),
+    "a global in an expression": ("a=1.0\ndef step(s,x): return x*eval('a+0')", "a=.5"),
+    "a module imported inside": (
+        "import sys,types as T\nm=T.ModuleType('mym2')\nm.lr=1.0\nsys.modules['mym2']=m\ndef step(s,x):\n  import mym2\n  return x*mym2.lr",
+        "m.lr=.5",
+    ),
+    "a name imported inside": (
+        "import sys,types as T\nm=T.ModuleType('mym3')\nm.lr=1.0\nsys.modules['mym3']=m\ndef step(s,x):\n  from mym3 import lr\n  return x*lr",
+        "m.lr=.5",
+    ),
+    "a module imported by its name": (
+        "import sys,types as T,importlib\nm=T.ModuleType('mym5')\nm.lr=1.0\nsys.modules['mym5']=m\ndef step(s,x): return x*importlib.import_module('mym5').lr",
+        "m.lr=.5",
+    ),
+    "a module by its name": (
+        "import sys,types as T\nm=T.ModuleType('mym')\nm.lr=1.0\nsys.modules['mym']=m\ndef step(s,x): return x*sys.modules['mym'].lr",
+        "m.lr=.5",
+    ),
+    "an object's partial method": (
+        "class C:\n  def f(self,y): return self.b*y\n  g=functools.partialmethod(f,2.0)\nc=C()\nc.b=1.0\ndef step(s,x): return x*c.g()",
+        "c.b=.5",
+    ),
+    "a global of a decorator": (
+        "def deco(f):\n  @functools.wraps(f)\n  def g(*a): return f(*a)*b\n  return g\nb=1.0\n@deco\ndef h(x): return x\ndef step(s,x): return h(x)",
+        "b=.5",
+    ),
+    "an attribute of a decorator": (
+        "class Deco:\n  def __init__(self,f): self.f=f; self.k=1.0\n  def __call__(self,x): return self.f(x)*self.k\n@Deco\ndef h(x): return x\ndef step(s,x): return h(x)",
+        "h.k=.5",
+    ),
+    "an attribute by a pattern": (
+        "class C: pass\nc=C()\nc.kind=1.0\ndef step(s,x):\n  match c:\n    case C(kind=k): return x*k",
+        "c.kind=.5",
+    ),
+    "an attribute by its place in a pattern": (
+        "class C: __match_args__=('kind',)\nc=C()\nc.kind=1.0\ndef step(s,x):\n  match c:\n    case C(k): return x*k",
+        "c.kind=.5",
+    ),
+    "an attribute of an object behind another": (
+        "class T: pass\nt=T()\nt.a=1.0\nclass C:\n  def __init__(self,t): self._t=t\n  def __getattr__(self,n): return getattr(self._t,n)\nc=C(t)\ndef step(s,x): return x*c.a",
+        "t.a=.5",
+    ),
+    "a dataclass's default": (
+        "from dataclasses import dataclass\n@dataclass\nclass C: a: float=1.0\ndef step(s,x): return x*C().a",
+        "C.__init__.__defaults__=(.5,)",
+    ),
+    "an attribute of an object in a library's": (
+        "import collections\nclass C: a=1.0\nd=collections.UserDict(a=C())\ndef step(s,x): return x*d['a'].a",
+        "d['a'].a=.5",
+    ),
+    "an entry of a library's object in one's own": (
+        "import collections\nclass C: pass\nc=C()\nc.d=collections.UserDict(a=1.0)\ndef step(s,x): return x*c.d['a']",
+        "c.d['a']=.5",
+    ),
+    "the truth of an object": (
+        "class C:\n  on=False\n  def __bool__(self): return self.on\nc=C()\ndef step(s,x): return x*(2 if c else 1)",
+        "c.on=True",
+    ),
+    "a global of an instance check": (
+        "class M(type):\n  def __instancecheck__(c,o): return flag\nclass C(metaclass=M): pass\nflag=False\ndef step(s,x): return x*(2 if isinstance(3,C) else 1)",
+        "flag=True",
+    ),
+    "an event": ("import threading\nq=threading.Event()\ndef step(s,x): return x*(2 if q.is_set() else 1)", "q.set()"),
+    "a value of this thread": ("import threading\nq=threading.local()\nq.a=1.0\ndef step(s,x): return x*q.a", "q.a=.5"),
+    "the bases of a class": (
+        "class A:\n  w=1.0\nclass B(A): pass\nclass A2:\n  w=.5\n  def z(self): pass\nb=B()\ndef step(s,x): return x*b.w",
+        "B.__bases__=(A2,)",
+    ),
 }
 
 
 @pytest.fixture(autouse=True)
-def no_global_hooks():
+def torch_as_it_was():
+    sin = torch.sin
     yield
     nn.modules.module._global_forward_hooks.clear()
+    torch.sin = sin
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -454,6 +645,93 @@ def test_what_the_step_itself_writes_is_said_once(name, caplog):
     assert sum(place in message for message in said) == 1
 
 
+def run_logged(code, changes, caplog, **options):
+    """The step of a cell run before and after each change, always equal to eager; what was logged."""
+    notebook = cell(code)
+    call = zerofn.compile(notebook.space["step"], donate=False, **{k: v(notebook.space) for k, v in options.items()})
+    with caplog.at_level(logging.INFO, "zerofn"):
+        for change in ["", *changes]:
+            notebook.run(change)
+            assert_same_trees(call(STATE, X), notebook.space["step"](STATE, X))
+    return call, [r.getMessage() for r in caplog.records]
+
+
+def test_what_changes_in_a_librarys_object_without_effect_is_not_looked_at_again(caplog):
+    """A scheduler counts its steps, which changes nothing while its rate stays."""
+    code = """
+    opt = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    sched = torch.optim.lr_scheduler.StepLR(opt, 3, gamma=0.5)
+    def step(s, x): return x * sched.get_last_lr()[0]
+    """
+    call, said = run_logged(code, ["opt.step(); sched.step()"] * 8, caplog)
+    assert captures(call) == 3  # rates 1, 1/2 and 1/4
+    assert sum("sched.last_epoch" in x and "the graph is the same: not looked at again" in x for x in said) == 1
+
+
+def test_what_is_not_followed_is_told_once_and_followed_where_it_is_watched(caplog):
+    code = """
+    import collections
+    outer = collections.UserDict(inner=collections.UserDict(a=2.0))
+    def step(s, x): return x * outer["inner"]["a"]
+    """
+    call, said = run_logged(code, ["x = 1", "x = 2"], caplog)
+    assert sum("global outer.data['inner'] holds is frozen at capture" in x for x in said) == 1
+    change = ["outer['inner']['a'] = 3.0"]
+    call, said = run_logged(code, change, caplog, watch=lambda space: [space["outer"]])
+    assert captures(call) == 2 and "watch[0].data['inner'].data['a'] 2.0 -> 3.0" in said[-1]
+    watched = lambda space: [lambda: space["outer"]["inner"]["a"]]  # noqa: E731
+    call, said = run_logged(code, ["pass", *change], caplog, watch=watched)
+    assert captures(call) == 2 and "watch[0] 2.0 -> 3.0" in said[-1]
+
+
+def test_a_watch_that_is_no_list_is_refused():
+    with pytest.raises(TypeError, match=r"compile: watch='lr' is no list.*watch=\[settings, lambda: rate\(\)\]"):
+        zerofn.compile(lambda s, x: x, watch="lr")
+
+
+def alone_on_one_rank():
+    """Rank 0 alone has a scheduler that counts on, as it alone has a progress bar or a writer."""
+    opt = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    sched = torch.optim.lr_scheduler.LambdaLR(opt, lambda k: 2.0)
+
+    def train_step(state, x):
+        loss, grads = state.value_and_grad(lambda p, x: (p["w"] * x).sum() * sched.get_last_lr()[0])(x)
+        return state.apply_gradients(grads), loss
+
+    make = lambda: zerofn.TrainState.create(params={"w": torch.ones(4)}, tx=optim.sgd(0.1))  # noqa: E731
+    state, call = zerofn.shard(make, stage=3), zerofn.compile(train_step)
+    losses = []
+    for _ in range(4):
+        state, loss = call(state, X)
+        losses.append(loss.item())
+        if zerofn.rank() == 0:
+            opt.step()
+            sched.step()
+    return losses, captures(call)
+
+
+def test_a_librarys_object_may_change_on_one_rank_alone(ranks):
+    first, second = ranks(2, alone_on_one_rank)
+    assert first == second and first[1] == 1 and len(set(first[0])) == 4
+
+
+def test_a_check_tells_of_a_stale_capture_in_words(monkeypatch):
+    """`ZEROFN_CHECK` captures again; it sees what no reading does."""
+    monkeypatch.setattr(guards, "CHECK", 2)
+    table = {"scale": 2.0}
+    hidden = np.frompyfunc(lambda x: x * table["scale"], 1, 1)  # a function in C, whose object shows nothing
+
+    def step(state, x):
+        return x * hidden(1.0)
+
+    call = zerofn.compile(step)
+    for _ in range(4):  # the first is captured, the third is checked
+        call(STATE, X)
+    table["scale"] = 3.0
+    with pytest.raises(guards.StaleCapture, match=r"aten.mul.Tensor.*2.0.* is now .*3.0.*watch=\[\.\.\.\]"):
+        call(STATE, X)
+
+
 LOGGED = {
     "a global number": "(global a 2.0 -> 3.0)",
     "a redefined function": "(global f was redefined)",
@@ -465,7 +743,7 @@ LOGGED = {
     "the training flag": "(global m.training True -> False)",
     "a module's attribute": "(global m.negative_slope 0.1 -> 0.5)",
     "another child": "(global m.0 is another object",
-    "a config of a module": "(global m.config.a 2.0 -> 3.0;",
+    "a config of a module": "(global m.config.a 2.0 -> 3.0)",
     "a member of an enum of strings": "(global m E.A -> E.B",
     "a number of a class of its own": "(global a Metres(2.0) -> Metres(3.0))",
 }

@@ -29,18 +29,13 @@ from ..tracing.shortcut import Shortcut
 from ..util.errors import note
 from ..util.patches import Patches, uncollected
 from .advice import instead, note_dtypes
-from .host_rng import HostDraw, no_draws
 from .known_values import answer, values_looked_at
+from .moving import Moved, unmoved
 from .prints import warned_prints
 from .program import Flat, Program, cached
 from .source_lines import Lines, line_behind, readable, where
 
 log = logging.getLogger("zerofn")
-_DRAWN = (
-    "the step draws from {}: the drawn values would be constants of the captured step, different on each rank. Draw "
-    "outside the step and pass tensors in the batch, or draw with torch under "
-    "zerofn.random.randomness(state.rng_at())."
-)
 
 
 class CaptureError(RuntimeError):
@@ -75,10 +70,10 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
         fake_state = _decode(stored_state, decoded)
         fake_batch = _decode(batch_flat.spread(flat[num_state + num_copies :]), {})
         try:
-            with Lines() if traces else contextlib.nullcontext(), no_draws(), autocast_cache(casts_once):
+            with Lines() if traces else contextlib.nullcontext(), unmoved(traces), autocast_cache(casts_once):
                 out = step(fake_state, fake_batch)
-        except HostDraw as name:
-            raise CaptureError(_DRAWN.format(name)) from None
+        except Moved as error:
+            raise CaptureError(str(error)).with_traceback(error.__traceback__ if error.here else None) from None
         _check_values(out)
         new_state, aux = _split(out, fake_state)
         new: list[Tensor] = []

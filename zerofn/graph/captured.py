@@ -18,6 +18,7 @@ from .data_sizes import bound_sizes
 from .declare_same import share_batch
 from .draws import warn_of_equal_draws
 from .program import Program
+from .same_graph import outline
 from .unused import noted_gradients, unused
 from .verify import check_purity
 
@@ -34,6 +35,7 @@ def captured(
         with axes_of(mesh), noted_gradients() as seen:
             program = capture(step, state, batch, traces=traces)
         program.unused = unused(seen)
+        program.outline = outline(program.gm, program.aux.baked)
         bound_sizes(program)
         constants = check_purity(program)
         share_batch(program)

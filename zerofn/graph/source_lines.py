@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import Node
 
 from .._torch_compat import OpOverload, TorchDispatchMode, current_trace
-from ..util.user_line import OURS, library_prefixes, user_line
+from ..util.user_line import OURS, library_prefixes, of_python, user_line
 from .edit import bodies
 
 
@@ -64,7 +64,8 @@ def where(error: BaseException) -> str:
     """Return ' at file:line (code)' of the user's line that an error comes from, or ''."""
     skipped = (OURS, *library_prefixes())
     rows = reversed(traceback.extract_tb(error.__traceback__))
-    return next((_shown(x.filename, x.lineno or 0) for x in rows if not x.filename.startswith(skipped)), "")
+    users = (x for x in rows if not x.filename.startswith(skipped) and not of_python(x.filename))
+    return next((_shown(x.filename, x.lineno or 0) for x in users), "")
 
 
 def readable(trace: TracebackType | None) -> TracebackType | None:

@@ -20,6 +20,8 @@ from torch import Tensor
 from ..comm.agreement import rank_and_size
 from ..graph.program import Program, tensor_of
 from ..ops import cpu, cuda
+from ..util.sizes import in_words, time_in_words
+from .entry import Entry
 
 log = logging.getLogger("zerofn")
 _OUTSIDE = "something outside its arguments"
@@ -65,6 +67,22 @@ def _sign_of_life(name: str) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+def told_of(num_signatures: int, entries: Sequence[Entry], timings: dict[str, Any], options: Any) -> str:
+    """Return what a compiled step says of itself: its captures, and the options that matter."""
+    told = ["not captured yet"]
+    if entries:
+        seconds = timings["capture"] + sum(timings["passes"].values())
+        signatures = f"{num_signatures} signature{'s' if num_signatures > 1 else ''}"
+        told = [f"captured for {signatures}, the last {timings['nodes']:,} nodes in {time_in_words(seconds)}"]
+    donates = any(x.donating for x in entries) if entries else options.donate
+    told.append("donates its state" if donates else "keeps its state")
+    if options.memory is not None:
+        told.append(f"at most {in_words(options.memory)} on a rank's device")
+    told += [f"remat={options.remat!r}"] if options.remat else []
+    told += [f"planned for {options.machine.name}"] if options.machine is not None else []
+    return "; ".join(told)
 
 
 class CaptureLog:

@@ -63,10 +63,10 @@ def plain(value: Any) -> Any:
         return kind, value
     if kind is tuple or kind is torch.Size or kind is frozenset:
         parts = [plain(x) for x in value]
-        return None if None in parts else (kind, frozenset(parts) if kind is frozenset else tuple(parts))
+        return None if None in parts else (kind, frozenset(parts) if kind is frozenset else tuple(parts), repr(value))
     if kind is slice:
         parts = [plain(x) for x in (value.start, value.stop, value.step)]
-        return None if None in parts else (kind, tuple(parts))
+        return None if None in parts else (kind, tuple(parts), repr(value))
     return None
 
 
@@ -105,6 +105,8 @@ def told(before: Facts, now: Facts, path: str) -> str:
     if was[0] == "value":
         return f"{path} {was[2]} -> {is_now[2]}"
     if was[0] == "of length":
+        if was[1] == is_now[1]:
+            return f"{path} has other entries, or in another order"
         return f"{path} has {is_now[1]} entries instead of {was[1]}"
     return f"{path} is another object"
 
@@ -113,26 +115,11 @@ def _word(token: Any) -> str:
     if token is NOTHING:
         return "nothing"
     if isinstance(token[0], type):
-        text = token[1] if token[0] in (float, complex) else repr(_value(token))
+        text = token[-1] if len(token) > 2 or token[0] in (float, complex) else repr(token[1])
         return text if len(text) <= 60 else f"{text[:57]}..."
-    value = token[1].value if len(token) > 1 and isinstance(token[1], Same) else None
     if token[0] == "function" and isinstance(token[1], CodeType):
         return f"a function ({token[1].co_name})"
-    return (
-        "a tensor"
-        if isinstance(value, torch.Tensor)
-        else f"a {type(value).__name__}"
-        if value is not None
-        else token[0]
-    )
-
-
-def _value(token: Any) -> Any:
-    kind, value = token
-    if kind in (float, complex):
-        return kind(value)
-    if kind is tuple or kind is torch.Size:
-        return tuple(_value(x) for x in value)
-    if kind is frozenset:
-        return frozenset(map(_value, value))
-    return slice(*map(_value, value)) if kind is slice else value
+    value = next((x.value for x in token if isinstance(x, Same)), NOTHING)
+    if value is NOTHING:
+        return str(token[0])
+    return "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"

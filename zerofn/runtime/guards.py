@@ -1,93 +1,122 @@
-"""Guards: a captured step is used again only while all that its capture has read outside its arguments is the same.
+"""Guards: a captured step is used again only while what its capture has read outside its arguments is the same.
 
-Read are: the globals, closure cells, defaults and attributes that the user's own functions use, from the step and the
-state's optimizer on; the modules among them with their modes, attributes, parameters, children and hooks; configs;
-and torch's settings. `Captures` keeps the captures of one signature, each with the facts it was made with, so that a
-model may go back and forth between `train()` and `eval()`.
+`reader.py` says what is read: code, globals, closures, modules, configs, and the attributes that some line of the
+user's names; beside them torch's settings, and what `compile(watch=)` declares. `Captures` keeps the captures of one
+signature, each with the facts it was made with, so that a model may go back and forth between `train()` and `eval()`.
 
-Lists and dicts are read up to 1,024 entries, larger ones by their length. Closed-over tensors are followed by identity
-and version, those of up to 4 KiB by their bytes. Not followed: what functions of installed packages look up, values
-reached only by computed names, and what the step itself writes when it is captured, which is logged once. All ranks
-must change what is followed alike: one that captures again alone waits for the others.
+What was found in an object of a library's may not matter: a counter beside the value that a method returns. If nothing
+else has changed, the step is captured once more on this rank alone. If that is the same graph, what has changed is
+not looked at again, and the log says so.
+
+All ranks must change what is read alike: one that captures again alone waits for the others.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import tree
+from ..comm.agreement import agree_on
+from ..graph.moving import watching
+from ..graph.same_graph import Outline, difference
 from ..sharding.sharded import is_sharded
 from ..training.train_state import TrainState
 from .contents import Contents
 from .entry import Entry
 from .facts import Facts, changed_paths, told, without
-from .places import Places
 from .reader import Reader
 from .torch_settings import facts_of, settings_now
 
 log = logging.getLogger("zerofn")
+CHECK = int(os.environ.get("ZEROFN_CHECK", "0"))  # every so many calls a capture is compared with one made now
 KEPT = 4  # captures of one signature: those of train() and eval(), twice
 _TOLD = 3  # changes that a message names
+_WATCH = "If the step shall follow it, name it in zerofn.compile(watch=[...])."
+
+
+def some(paths: Sequence[str], sign: str = ", ") -> str:
+    """Return the first few of several texts, and how many more there are."""
+    return sign.join(paths[:_TOLD]) + (f" and {len(paths) - _TOLD} more" if len(paths) > _TOLD else "")
 
 
 class _Reading(NamedTuple):
     """What a step depends on now."""
 
     facts: Facts
-    places: Places
     settings: tuple[Any, ...]
-    modules: dict[str, nn.Module]
+    reader: Reader
 
     def holds(self) -> bool:
         """Whether it depends on the same objects still."""
-        return settings_now() == self.settings and self.places.hold()
+        return settings_now() == self.settings and self.reader.places.hold()
 
 
 class _Kept(NamedTuple):
-    """A capture, the facts it was made with, and the contents of the tensors that it closes over."""
+    """A capture, the facts it was made with, its graph, and the contents of the tensors that it closes over."""
 
     entry: Entry
     facts: Facts
+    outline: Outline
     constants: Contents
 
 
-class Written:
-    """The paths that a step itself writes while it is captured, which no capture can depend on. Each is told once."""
+class LeftOut:
+    """The paths that no capture of a step depends on, `paths`, and what the log tells of them, once each."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
         self.paths: set[str] = set()
+        self._told: set[str] = set()
 
-    def add(self, paths: Sequence[str]) -> None:
-        """Add paths, and log those that are new."""
-        new = [path for path in paths if path not in self.paths]
-        self.paths.update(new)
+    def written(self, paths: Sequence[str]) -> None:
+        """Leave out what the step itself writes while it is captured."""
+        self.paths.update(paths)
+        # A list or dict now holds a tensor without a value; attributes, such as a module's cache, are common.
+        self._tell(
+            paths,
+            "writes %s when it is captured. A captured step does not write them again, and a change to them does not "
+            "lead to another capture; return what must be kept in the new state or in aux.",
+            logging.WARNING if any(path.endswith("]") for path in paths) else logging.INFO,
+        )
+
+    def without_effect(self, paths: Sequence[str]) -> None:
+        """Leave out what has changed in objects of libraries, and has changed nothing in the step."""
+        self.paths.update(paths)
+        self._tell(paths, f"%s changed, and the graph is the same: not looked at again. {_WATCH}")
+
+    def frozen(self, paths: Sequence[str]) -> None:
+        """Tell what is not read, so that a change to it leads to no other capture."""
+        self._tell(paths, f"what %s holds is frozen at capture. {_WATCH}")
+
+    def _tell(self, paths: Sequence[str], text: str, level: int = logging.INFO) -> None:
+        new = [path for path in dict.fromkeys(paths) if path not in self._told]
+        self._told.update(new)
         if new:
-            more = f" and {len(new) - _TOLD} more" if len(new) > _TOLD else ""
-            # A list or dict now holds a tensor without a value; attributes, such as a module's cache, are common.
-            log.log(
-                logging.WARNING if any(path.endswith("]") for path in new) else logging.INFO,
-                "%s: writes %s%s when it is captured. A captured step does not write them again, and a change to them "
-                "does not lead to another capture; return what must be kept in the new state or in aux.",
-                self._name,
-                ", ".join(new[:_TOLD]),
-                more,
-            )
+            log.log(level, f"%s: {text}", self.name, some(new))
 
 
 class Captures:
-    """The captures of one signature, the last used first."""
+    """The captures of one signature, the last used first.
 
-    def __init__(self, step: Callable[[Any, Any], Any], state: Any, written: Written) -> None:
+    `watched`: what `compile(watch=)` declares, by path. `again`: capture on this rank alone, and return the graph;
+    with True, slowly, so that it names lines.
+    """
+
+    def __init__(
+        self, step: Callable[[Any, Any], Any], state: Any, left_out: LeftOut, watched: Sequence[Any] = ()
+    ) -> None:
         self._roots = roots_of(step, state)
-        self._written = written
+        self._watched = {f"watch[{k}]": x for k, x in enumerate(watched)}
+        self._left_out = left_out
         self._kept: list[_Kept] = []
         self._reading: _Reading | None = None
-        self._num_written = 0  # paths that were left out of the reading
+        self._num_left_out = 0  # paths that were left out of the reading
+        self._num_found = 0  # calls for which there was a capture
         self.why = ""
 
     @property
@@ -95,57 +124,84 @@ class Captures:
         """All of them."""
         return [x.entry for x in self._kept]
 
-    def find(self) -> Entry | None:
+    def find(self, again: Callable[[bool], Outline]) -> Entry | None:
         """Return the capture for what the step depends on now; None if there is none. `why` then says what changed."""
         if not self._kept or self._reading is None:
             self.why, self._reading = "", self._read()
             return None
         if not self._reading.holds():
-            self._find_again()
+            self._find_again(again)
         if self._kept[0].facts is not self._reading.facts:
             return None
         if not self._kept[0].constants.hold():
             self._kept.pop(0).entry.close()
             self.why = "a tensor that the step closes over was written to"
             return None
+        self._num_found += 1
+        if CHECK and self._num_found % CHECK == 0:
+            agree_on(f"ZEROFN_CHECK of {self._left_out.name}", lambda: self._check(again))
         return self._kept[0].entry
 
-    def _find_again(self) -> None:
+    def _find_again(self, again: Callable[[bool], Outline]) -> None:
         """Read again, and put the capture with the same facts first, if there is one."""
-        if self._num_written != len(self._written.paths):  # since another capture, fewer facts are read
-            self._num_written = len(self._written.paths)
-            self._kept = [x._replace(facts=without(x.facts, self._written.paths)) for x in self._kept]
-        before = self._kept[0].facts
-        reading = self._read()
+        assert self._reading is not None
+        if self._num_left_out != len(self._left_out.paths):  # since another capture, fewer facts are read
+            self._leave_out()
+        before, unsure, reading = self._kept[0].facts, self._reading.reader.unsure, self._read()
+        paths = changed_paths(before, reading.facts)
+        if paths and unsure.union(reading.reader.unsure).issuperset(paths) and not self._differs(again):
+            self._left_out.without_effect(paths)
+            self._leave_out()
+            before, reading = self._kept[0].facts, self._read()
         for k, kept in enumerate(self._kept):
             if kept.facts == reading.facts:
                 self._kept.insert(0, self._kept.pop(k))
                 self._reading = reading._replace(facts=kept.facts)
                 return
-        paths = changed_paths(before, reading.facts)
-        more = f" and {len(paths) - _TOLD} more changes" if len(paths) > _TOLD else ""
-        self.why = "; ".join(told(before, reading.facts, path) for path in paths[:_TOLD]) + more
+        self.why = some([told(before, reading.facts, path) for path in changed_paths(before, reading.facts)], "; ")
         self._reading = reading
+
+    def _differs(self, again: Callable[[bool], Outline], lines: bool = False) -> str:
+        """Return how a capture made now would differ from the one used last: '' if it would not."""
+        try:
+            return difference(self._kept[0].outline, again(lines))
+        except Exception as error:
+            return f"it cannot be captured now: {error}"
+
+    def _leave_out(self) -> None:
+        """Forget the facts of paths that are left out by now."""
+        self._num_left_out = len(self._left_out.paths)
+        self._kept = [x._replace(facts=without(x.facts, self._left_out.paths)) for x in self._kept]
 
     def captured(self, make: Callable[[], tuple[Entry, Sequence[Tensor]]]) -> Entry:
         """Make a capture after `find` has found none, and keep it."""
         before = self._reading or self._read()
-        entry, constants = make()
+        with watching(before.reader.moving):
+            entry, constants = make()
         after = self._read()
         if paths := changed_paths(before.facts, after.facts):
-            self._written.add(paths)
+            unsure = before.reader.unsure | after.reader.unsure
+            self._left_out.paths |= unsure.intersection(paths)
+            self._left_out.written([path for path in paths if path not in unsure])
             after = self._read()
-        self._reading, self._num_written = after, len(self._written.paths)
-        self._kept.insert(0, _Kept(entry, after.facts, Contents(constants)))
+        self._left_out.frozen(after.reader.left)
+        self._reading, self._num_left_out = after, len(self._left_out.paths)
+        assert entry.program.outline is not None
+        self._kept.insert(0, _Kept(entry, after.facts, entry.program.outline, Contents(constants)))
         for old in self._kept[KEPT:]:
             old.entry.close()
         del self._kept[KEPT:]
         return entry
 
-    @property
-    def modules(self) -> dict[str, nn.Module]:
-        """The modules that the step was found to use, by path."""
-        return self._reading.modules if self._reading is not None else {}
+    def _check(self, again: Callable[[bool], Outline]) -> tuple[None, str]:
+        """Raise `StaleCapture` if a capture made now is another graph than the one in use."""
+        if self._differs(again):
+            raise StaleCapture(
+                f"{self._left_out.name} has changed since it was captured, by something that is not looked at: "
+                f"{self._differs(again, lines=True)}. Pass what changes in the batch, keep it in the state, or name it "
+                "in zerofn.compile(watch=[...])."
+            )
+        return None, ""
 
     def drop(self, entry: Entry) -> None:
         """Forget a capture."""
@@ -153,8 +209,12 @@ class Captures:
 
     def _read(self) -> _Reading:
         settings = settings_now()
-        reader = Reader(self._written.paths).read(self._roots)
-        return _Reading({**facts_of(settings), **reader.facts}, reader.places, settings, reader.modules)
+        reader = Reader(self._left_out.paths).read(self._roots, self._watched)
+        return _Reading({**facts_of(settings), **reader.facts}, settings, reader)
+
+
+class StaleCapture(RuntimeError):
+    """A captured step is not what its function does now. Only `ZEROFN_CHECK` looks for that."""
 
 
 def roots_of(step: Callable[[Any, Any], Any], state: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ are read in one way make one column, and Python's C code reads and compares all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import chain
 from operator import attrgetter, contains, is_, itemgetter
 from types import CellType, FunctionType
@@ -16,45 +16,37 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .contents import Contents
+from .facts import plain
 
 
 class Places:
     """Places with the objects that they held when they were noted. `hold` says whether they still do."""
 
     def __init__(self) -> None:
-        self._columns: dict[tuple[bool, str], tuple[Callable[[Any], Any], list[Any], list[Any]]] = {}
-        self._ways: list[Callable[[Any], Any]] = []  # a way to read, for each column
-        self._holders: list[list[Any]] = []  # what it reads from
-        self._values: list[Any] = []  # what was there, of all columns in turn
+        self._columns: dict[tuple[Any, str], tuple[Callable[[Any], Any], list[Any], list[Any]]] = {}
         self._absent: tuple[list[Any], list[str]] = ([], [])  # dicts, and the key that each lacks
         self._views: list[Any] = []
-        self._dicts: list[dict[str, Any]] = []
-        self._modules: list[nn.Module] = []
-        self._tensors: list[Any] = []
-        self._mappings: list[tuple[Mapping[Any, Any], list[Any]]] = []
-        self._long: list[Any] = []
-        self._types: list[type] = []
         self._sized: list[Any] = []
-        self._lengths: list[int] = []
-        self._filled: list[Any] = []
-        self._empty: list[Any] = []
-        self._held: list[Any] = []
-        self._contents = Contents([])
-        self._num_hooks = RemovableHandle.next_id
+        self._tensors: list[Any] = []
+        self._computed: list[tuple[Callable[[], Any], Any]] = []
+        self._hold: Callable[[], bool] = lambda: False
 
     def item(self, holder: Any, key: str, value: Any) -> None:
         """Note `holder[key]`."""
-        self._note(False, holder, key, value)
+        self._note(itemgetter, holder, key, value)
 
     def attribute(self, holder: Any, name: str, value: Any) -> None:
         """Note `holder.name`."""
-        self._note(True, holder, name, value)
+        self._note(attrgetter, holder, name, value)
 
-    def _note(self, is_attribute: bool, holder: Any, key: str, value: Any) -> None:
-        column = self._columns.get((is_attribute, key))
+    def kind(self, value: Any) -> None:
+        """Note a value's class."""
+        self._note(type, value, "", type(value))
+
+    def _note(self, way: Callable[[Any], Any], holder: Any, key: str, value: Any) -> None:
+        column = self._columns.get((way, key))
         if column is None:
-            get = attrgetter(key) if is_attribute else itemgetter(key)
-            column = self._columns[is_attribute, key] = (get, [], [])
+            column = self._columns[way, key] = (way(key) if way is not type else type, [], [])
         column[1].append(holder)
         column[2].append(value)
 
@@ -79,8 +71,8 @@ class Places:
     def module(self, module: nn.Module) -> None:
         """Note a module's class, the number of its attributes, its parameters, buffers and children."""
         attributes = module.__dict__
-        self._modules.append(module)
-        self._dicts.append(attributes)
+        self.kind(module)
+        self.length(attributes)
         for name in ("_parameters", "_buffers", "_modules"):
             self._views.append(attributes[name].values())
 
@@ -88,41 +80,39 @@ class Places:
         """Note what a tensor or an array holds."""
         self._tensors.append(value)
 
-    def mapping(self, mapping: Mapping[Any, Any]) -> None:
-        """Note the entries of a mapping that is no dict."""
-        self._mappings.append((mapping, [*mapping.keys(), *mapping.values()]))
+    def computed(self, get: Callable[[], Any], value: Any) -> None:
+        """Note what a function returns, which may be another object each time."""
+        self._computed.append((get, value))
 
     def length(self, value: Any) -> None:
         """Note the number of entries of a list or a dict, and not what they are."""
-        self._long.append(value)
+        self._sized.append(value)
 
     def seal(self) -> None:
         """Read the places noted so far: later checks compare with now."""
-        self._ways = [get for get, _, _ in self._columns.values()]
-        self._holders = [holders for _, holders, _ in self._columns.values()]
-        self._values = [x for _, _, values in self._columns.values() for x in values]
-        self._types = list(map(type, self._modules))
-        self._filled = [x for x in self._views if len(x)]
-        self._empty = [x for x in self._views if not len(x)]
-        self._sized = [*self._dicts, *self._filled, *self._long]
-        self._lengths = list(map(len, self._sized))
-        self._held = list(chain.from_iterable(self._filled))
-        self._contents = Contents(self._tensors)
-        self._num_hooks = RemovableHandle.next_id
+        ways, holders, values = zip(*self._columns.values(), strict=True) if self._columns else ((), (), ())
+        were = list(chain.from_iterable(values))
+        filled, empty = [x for x in self._views if len(x)], [x for x in self._views if not len(x)]
+        held, sized = list(chain.from_iterable(filled)), [*filled, *self._sized]
+        lengths, contents, num_hooks = list(map(len, sized)), Contents(self._tensors), RemovableHandle.next_id
+
+        def hold() -> bool:
+            return (
+                RemovableHandle.next_id == num_hooks
+                and not any(empty)
+                and list(map(len, sized)) == lengths
+                and all(map(is_, chain.from_iterable(filled), held))
+                and all(map(is_, chain.from_iterable(map(map, ways, holders)), were))
+                and not any(map(contains, *self._absent))
+                and all((x := get()) is was or plain(x) == plain(was) is not None for get, was in self._computed)
+                and contents.hold()
+            )
+
+        self._hold = hold
 
     def hold(self) -> bool:
         """Whether every place holds the object that it held."""
         try:
-            return (
-                RemovableHandle.next_id == self._num_hooks
-                and list(map(type, self._modules)) == self._types
-                and not any(self._empty)
-                and list(map(len, self._sized)) == self._lengths
-                and all(map(is_, chain.from_iterable(self._filled), self._held))
-                and all(map(is_, chain.from_iterable(map(map, self._ways, self._holders)), self._values))
-                and not any(map(contains, *self._absent))
-                and all([*x.keys(), *x.values()] == was for x, was in self._mappings)
-                and self._contents.hold()
-            )
+            return self._hold()
         except (AttributeError, KeyError, RuntimeError, ValueError):  # a place is gone
             return False

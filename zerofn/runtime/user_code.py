@@ -1,10 +1,11 @@
-"""The user's own code, and the names that it reads: globals, closure cells, arguments, and attributes of these."""
+"""The user's own code, and the names that it reads: of globals, of attributes, of modules."""
 
 from __future__ import annotations
 
 import csv
 import dis
 import functools
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -14,35 +15,26 @@ from typing import Any, NamedTuple
 
 from ..util.user_line import OURS, library_prefixes
 
-_SKIPPED = {"CACHE", "PRECALL", "PUSH_NULL", "EXTENDED_ARG", "RESUME", "NOP", "NOT_TAKEN", "COPY", "DUP_TOP"}
-_GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
-_FREE = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"}
-_ATTRIBUTE = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
+_KINDS = {
+    **dict.fromkeys(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"), "global"),
+    **dict.fromkeys(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"), "attribute"),
+    "IMPORT_NAME": "module",
+}
 # Packages may be installed in several places: the environment's, the system's below it, the home folder's, or any
 # folder on the path.
 _INSTALLED = ("/site-packages/", "/dist-packages/")
-_BY_STRING = {"getattr", "hasattr", "attrgetter", "methodcaller", "vars", "__dict__"}
-
-
-class Read(NamedTuple):
-    """A value that a function reads: `name.attributes[0].attributes[1]`...
-
-    `kind`: "global", "free" (a closure cell), "local" or "module" (one imported inside the function). `stays`: the
-    value only has an attribute set, so nothing else of it is read.
-    """
-
-    kind: str
-    name: str
-    attributes: tuple[str, ...] = ()
-    stays: bool = False
+# What looks names up by strings: those that stand in a function count as its names.
+_OF_OBJECTS = {"getattr", "hasattr", "attrgetter", "methodcaller", "vars", "__dict__", "__getattribute__"}
+_OF_MODULES, _OF_GLOBALS = {"modules", "import_module", "__import__"}, {"globals", "eval", "exec"}
+BY_STRING = _OF_OBJECTS | _OF_MODULES | _OF_GLOBALS
 
 
 class Reads(NamedTuple):
-    """What a code object reads. `names`: every attribute name in it. `asks_super`: whether it calls `super()`."""
+    """The names that a code object reads: of globals, of attributes, and of modules that it imports."""
 
-    reads: tuple[Read, ...]
-    names: frozenset[str]
-    asks_super: bool
+    globals: frozenset[str]
+    attributes: frozenset[str]
+    modules: frozenset[str]
 
 
 @functools.cache
@@ -89,40 +81,30 @@ def of_user(kind: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def reads_of(code: CodeType) -> Reads:
-    """Return what a code object reads, without the functions that are defined in it."""
-    steps = [x for x in dis.get_instructions(code) if x.opname not in _SKIPPED]
-    names = {str(x.argval).split(" + ")[-1] for x in steps if x.opname in _ATTRIBUTE}
-    read = {x.argval for x in steps if x.opname in _GLOBAL} | names
-    if read & _BY_STRING:
-        names |= {x for x in code.co_consts if isinstance(x, str) and x.isidentifier()}
-    found = dict.fromkeys(_reads(code, steps))
-    return Reads(tuple(found), frozenset(names), "super" in read)
+    """Return what a code object reads, and what the functions and classes read that are defined in it."""
+    reads: dict[str, set[str]] = {"global": set(), "attribute": set(), "module": set()}
+    for x in dis.get_instructions(code):
+        kind = _KINDS.get(x.opname)
+        if kind is not None:
+            reads[kind].add(str(x.argval).split(" + ")[-1])
+        if x.opname == "MATCH_CLASS" or (kind is not None and x.argval in BY_STRING):
+            texts = set(_texts(code.co_consts))
+            names = {name for text in texts for name in re.findall(r"\w+", text)}
+            reads["attribute"] |= names
+            reads["module"] |= texts if x.argval in _OF_MODULES else set()
+            reads["global"] |= names if x.argval in _OF_GLOBALS else set()
+    inner = [reads_of(x) for x in code.co_consts if isinstance(x, CodeType)]
+    return Reads(
+        frozenset(reads["global"]).union(*(x.globals for x in inner)),
+        frozenset(reads["attribute"]).union(*(x.attributes for x in inner)),
+        frozenset(reads["module"]).union(*(x.modules for x in inner)),
+    )
 
 
-def _reads(code: CodeType, steps: list[dis.Instruction]) -> Iterator[Read]:
-    cells = {*code.co_cellvars, *code.co_freevars}
-    imported = ""
-    for k, step in enumerate(steps):
-        if step.opname == "IMPORT_NAME":
-            imported = str(step.argval)
-            yield Read("module", imported, stays=True)
-        elif step.opname == "IMPORT_FROM":
-            yield Read("module", imported, (str(step.argval),))
-        elif step.opname in _GLOBAL:
-            yield _followed("global", str(step.argval), steps, k)
-        elif step.opname in _FREE:
-            yield _followed("free", str(step.argval), steps, k)
-        elif step.opname.startswith(("LOAD_FAST", "STORE_FAST_LOAD_FAST")):
-            several = step.argval if isinstance(step.argval, tuple) else (step.argval,)
-            if not step.opname.startswith("STORE") and len(several) > 1 and several[0] not in cells:
-                yield Read("local", str(several[0]))
-            if several[-1] not in cells:  # else a cell is handed to a function that is defined here
-                yield _followed("local", str(several[-1]), steps, k)
-
-
-def _followed(kind: str, name: str, steps: list[dis.Instruction], k: int) -> Read:
-    attributes: list[str] = []
-    while (k := k + 1) < len(steps) and steps[k].opname in ("LOAD_ATTR", "LOAD_METHOD"):
-        attributes.append(str(steps[k].argval).split(" + ")[-1])
-    stays = not attributes and k < len(steps) and steps[k].opname == "STORE_ATTR"
-    return Read(kind, name, tuple(attributes), stays)
+def _texts(constants: tuple[Any, ...]) -> Iterator[str]:
+    """Yield the constants that may be names of attributes: `getattr(x, "a")`, `case C(a=1)`."""
+    for x in constants:
+        if isinstance(x, tuple):
+            yield from _texts(x)
+        elif isinstance(x, str):
+            yield x

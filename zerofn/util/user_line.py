@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -31,6 +32,13 @@ def _folders(modules: tuple[str, ...]) -> tuple[str, ...]:
 def library_prefixes() -> tuple[str, ...]:
     """Return the path prefixes of libraries' files."""
     return (*_folders(tuple(name for name in _THROUGH if name in sys.modules)), *_GENERATED)
+
+
+@functools.cache
+def of_python(file: str) -> bool:
+    """Whether a file is of Python's own library."""
+    folder = f"{sysconfig.get_paths()['stdlib']}/"
+    return file.startswith(folder) and not file.startswith((f"{folder}site-packages/", f"{folder}dist-packages/"))
 
 
 def frames(frame: FrameType | None) -> Iterator[Line]:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import enum
+import functools
 import types
 from typing import NamedTuple
 
@@ -10,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from zerofn.runtime.kinds import (
+from zerofn.runtime.attributes import (
     attributes_of,
+    functions_in,
     held,
     is_config,
-    is_followed,
     own_attributes,
     shown,
     special_methods,
@@ -104,10 +105,10 @@ def test_special_methods():
         def __repr__(self):
             return "items"
 
-    assert special_methods(Items()) == ("__getitem__",)
-    assert special_methods(Items) == ("__getitem__", "__init__")
-    assert special_methods(nn.ReLU()) == special_methods([1]) == special_methods(Fields()) == ()
-    assert special_methods(Fields) == ("__init__",)
+    assert special_methods(Items()) == {"__getitem__"}
+    assert special_methods(Items) == {"__getitem__", "__init__"}
+    assert special_methods(nn.ReLU()) == special_methods([1]) == special_methods(Fields()) == set()
+    assert special_methods(Fields) == {"__init__"}
 
 
 def test_attributes_of_what_answers_to_every_name():
@@ -123,17 +124,17 @@ def test_attributes_of_what_answers_to_every_name():
 
 @pytest.mark.parametrize("x", [types.SimpleNamespace(a=1), argparse.Namespace(a=1), Fields(), ModelConfig()])
 def test_configs(x):
-    assert is_config(x) and is_followed(x)
+    assert is_config(x)
     assert not is_config(type(x))
 
 
-@pytest.mark.parametrize(
-    "x, followed",
-    [(Plain(), True), (Plain, True), (Mode.FAST, True), (Pair(1, 2), True), (nn.ReLU(), True), (torch.ones(1), False),
-     (attributes_of, False), ("a", False), ([1], False), ({}, False), (torch, False)],
-)  # fmt: skip
-def test_what_is_followed_by_attributes(x, followed):
-    assert is_followed(x) is followed
+def test_the_functions_that_attributes_run():
+    def f(self):
+        return self
+
+    kept = [f, staticmethod(f), classmethod(f), property(f), functools.cached_property(f), functools.partialmethod(f)]
+    assert [functions_in(x) for x in kept] == [[f]] * len(kept)
+    assert functions_in(3) == functions_in(len) == []
 
 
 def test_cells_and_keys():

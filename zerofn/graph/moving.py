@@ -1,0 +1,207 @@
+"""Refuse what would be a constant of a captured step though each call takes another value: draws from generators of
+Python and NumPy, the next value of an iterator, a random identifier, torch's seed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import random
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from types import FrameType, MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..util.patches import Patches
+from ..util.process import instead, the
+from ..util.user_line import OURS, library_prefixes, of_python
+
+_GLOBAL = {"Python's random": random.getstate.__self__, "numpy.random": np.random.get_state.__self__}  # type: ignore[attr-defined]
+_WAYS_OUT = "outside the step and pass it in the batch as a tensor"
+
+
+class Moved(RuntimeError):
+    """The step took a value that the next call would not take. The message says what from, and what to write.
+
+    `here`: whether it was raised where the step took the value, or once the step was over.
+    """
+
+    here = False
+
+
+def is_moving(value: Any) -> bool:
+    """Whether reading a value changes it: a generator of random numbers, an iterator.
+
+    >>> is_moving(random.Random(0)), is_moving(iter([1])), is_moving([1])
+    (True, True, False)
+    """
+    return is_generator(value) or (hasattr(type(value), "__next__") and not isinstance(value, type))
+
+
+class _Watched:
+    """The objects that a capture looks at beside the global generators, by what a message calls them."""
+
+    def __init__(self, found: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self.found = found
+
+
+def watching(found: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """Inside, `unmoved` also looks at these objects, by what a message calls them."""
+    return instead(_Watched(found))
+
+
+@contextlib.contextmanager
+def unmoved(traces: bool = False) -> Iterator[None]:
+    """Raise `Moved` if the code inside has moved a global generator or an object that is watched. With `traces`, name
+    the line. Generators are set back.
+    """
+    watched = {**_GLOBAL, **the(_Watched).found}
+    before = {name: position_of(x) for name, x in watched.items()}
+    back = [_restore(x) for x in watched.values() if is_generator(x)]
+
+    def moved() -> str | None:
+        return next((name for name, x in watched.items() if position_of(x) != before[name]), None)
+
+    try:
+        with _values_for_once, _lines(moved) if traces else contextlib.nullcontext([""]) as lines:
+            yield
+        name = moved()
+        if name is not None:
+            raise Moved(_message(name, watched[name], lines[0]))
+    finally:
+        for put in back:
+            put()
+
+
+def position_of(value: Any) -> Any:
+    """Return what tells where a generator or an iterator is: unequal once something was taken from it."""
+    if is_generator(value):
+        return pickle.dumps(_state(value))
+    if isinstance(value, types.GeneratorType):
+        frame = value.gi_frame
+        inner = value.gi_yieldfrom
+        local = None if frame is None else [id(x) for x in frame.f_locals.values()]
+        return local, getattr(frame, "f_lasti", None), position_of(inner) if is_moving(inner) else None
+    with contextlib.suppress(Exception):
+        return value.tell()  # a file's; none that is being iterated over has one
+    if isinstance(own := getattr(value, "__dict__", None), dict) and own:
+        return {k: x if isinstance(x, int | float | str | bool) else id(x) for k, x in own.items()}
+    with contextlib.suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # copies of itertools' iterators are deprecated
+        return [position_of(x) if is_moving(x) else id(x) if isinstance(x, list) else repr(x) for x in _parts(value)]
+    return repr(value)  # that of itertools.count has the number
+
+
+def _parts(iterator: Any) -> list[Any]:
+    """What an iterator would be made of again: what it iterates over, and where it is."""
+    made = iterator.__reduce__()
+    return [*made[1], *made[2:]]
+
+
+def is_generator(value: Any) -> bool:
+    """Whether a value is a generator of random numbers, Python's or NumPy's."""
+    numpys = isinstance(value, np.random.Generator | np.random.RandomState | np.random.BitGenerator)
+    return numpys or (isinstance(value, random.Random) and not isinstance(value, random.SystemRandom))
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return getattr(generator, "bit_generator", generator).state
+
+
+def _restore(generator: Any) -> Callable[[], None]:
+    """Return what sets a generator back to where it is now."""
+    state = _state(generator)
+    if isinstance(generator, random.Random):
+        return lambda: generator.setstate(state)
+    if isinstance(generator, np.random.RandomState):
+        return lambda: generator.set_state(state)
+    return lambda: setattr(getattr(generator, "bit_generator", generator), "state", state)
+
+
+def _message(name: str, value: Any, line: str) -> str:
+    if is_generator(value):
+        return (
+            f"the step draws from {name}{line}: the drawn values would be constants of the captured step. Draw "
+            f"{_WAYS_OUT}, or draw with torch under zerofn.random.randomness(state.rng_at())."
+        )
+    return (
+        f"the step takes the next value of {name}{line}, a {type(value).__name__}: it would be a constant of the "
+        f"captured step. Take it {_WAYS_OUT}; or, if it is a number that counts, keep it in the state."
+    )
+
+
+# --- functions whose value is another one at each call, or after a seed ----------------------------------------------
+
+
+def _refused(name: str) -> Callable[[Any], Any]:
+    def wrap(original: Any) -> Any:
+        def refuses(*args: Any, **kwargs: Any) -> Any:
+            if _asked_by_user(sys._getframe(1)):
+                error = Moved(
+                    f"the step calls {name}: its value would be a constant of the captured step. Call it {_WAYS_OUT}, "
+                    "or draw with torch under zerofn.random.randomness(state.rng_at())."
+                )
+                error.here = True
+                raise error
+            return original(*args, **kwargs)
+
+        return refuses
+
+    return wrap
+
+
+def _asked_by_user(frame: FrameType | None) -> bool:
+    """Whether the user's code called, itself or through modules of Python's that draw for it."""
+    while frame is not None and frame.f_globals.get("__name__") in ("uuid", "secrets", "random"):
+        frame = frame.f_back
+    return frame is not None and not _of_library(frame)
+
+
+def _of_library(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return file.startswith((OURS, *library_prefixes())) or of_python(file)
+
+
+_values_for_once = Patches(
+    lambda: [
+        (os, "urandom", _refused("os.urandom, secrets or uuid")),
+        (random, "_urandom", _refused("secrets or random.SystemRandom")),
+        (torch, "initial_seed", _refused("torch.initial_seed()")),
+        (torch.random, "initial_seed", _refused("torch.initial_seed()")),
+    ]
+)
+
+
+@contextlib.contextmanager
+def _lines(moved: Callable[[], str | None]) -> Iterator[list[str]]:
+    """Inside, find the user's line at which something moves: ' at file:line'. Slow: it looks at every line."""
+    found, last = [""], [""]
+
+    def look(frame: FrameType, event: str, _: Any) -> Any:
+        if _of_library(frame):
+            return None
+        if not found[0] and last[0] and moved() is not None:
+            found[0] = last[0]
+        if event in ("line", "call"):
+            last[0] = f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        yield found
+    finally:
+        sys.settrace(before)
+        if not found[0] and moved() is not None:
+            found[0] = last[0]
