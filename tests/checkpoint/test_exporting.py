@@ -13,6 +13,7 @@ import transformers as hf
 from safetensors.torch import load_file
 
 import zerofn
+from tests.checkpoint.test_steps import at_change, in_fork
 from tests.support.checkpoint_states import train_state
 from tests.support.same import assert_same_trees, first_difference
 from zerofn.checkpoint import CheckpointError, exporting
@@ -175,3 +176,23 @@ def test_transformers_reads_it(tmp_path, size):
     again = hf.GPT2LMHeadModel.from_pretrained(tmp_path / "b")
     ids = torch.arange(8)[None]
     assert torch.equal(again(ids).logits, model.eval()(ids).logits)
+
+
+def test_what_a_killed_export_has_left_goes_with_the_next(tmp_path):
+    """At any change of the folder it may be killed. What another one is writing stays."""
+    zerofn.save(tmp_path / "a", train_state(7))
+    number, code, left = 0, 9, 0
+    while code == 9:
+        number, path = number + 1, tmp_path / f"{number}"
+        path.mkdir()
+        code = in_fork(lambda number=number, path=path: (
+            at_change(path, number, lambda: os._exit(9)), zerofn.export(tmp_path / "a", path, max_shard_size="900KB"),
+        ))  # fmt: skip
+        left += any(".zerofn-" in name for name in names_in(path))
+        (path / "w.safetensors.zerofn-0123456789ab").symlink_to(tmp_path / "mine")
+        with exporting._Fresh() as other:
+            other.text(path / "other.safetensors", "being written")
+            zerofn.export(tmp_path / "a", path)
+            assert len(names_in(path)) == 4 and (path / "model.safetensors.crc32.json").exists()
+        assert_same_trees(load_file(path / "model.safetensors"), train_state(7).params)
+    assert code == 0 and number > 8 and left > 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
@@ -23,6 +25,7 @@ from .tensor_file import Entry, write_file
 
 WHAT = "zerofn.export"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_FRESH = re.compile(r"\.zerofn-[0-9a-f]{12}$")  # of a file that is to take another name
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
@@ -61,11 +64,13 @@ def export(
                     f"{WHAT}: several files need a folder, but out is {target}; give a folder, or no max_shard_size."
                 )
             target.parent.mkdir(parents=True, exist_ok=True)
+            _clear(target.parent)
             with _Fresh() as fresh:
                 fresh.weights(target, entries)
                 fresh.put_in_place()
             return [target]
         target.mkdir(parents=True, exist_ok=True)
+        _clear(target)
         return _write_folder(target, _split(entries, _bytes(max_shard_size)))
     finally:
         checkpoint.close()
@@ -146,15 +151,20 @@ def _write_folder(folder: Path, groups: list[list[Entry]]) -> list[Path]:
 
 
 class _Fresh:
-    """Files that take their names together, once all of them are complete. Those that did not are removed."""
+    """Files that take their names together, once all of them are complete. Those that did not are removed: at once, or
+    by the next export there if this one is killed. A lock, which the system takes away then, tells that it lives.
+    """
 
     def __init__(self) -> None:
         self._files: list[tuple[Path, Path]] = []
+        self._locks: list[int] = []
 
     def __enter__(self) -> _Fresh:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        for lock in self._locks:
+            os.close(lock)
         for fresh, target in self._files:
             fresh.unlink(missing_ok=True)
             if isinstance(error, OSError):
@@ -184,9 +194,40 @@ class _Fresh:
             flush(folder)
 
     def _fresh(self, target: Path) -> Path:
-        fresh = target.with_name(f"{target.name}.{secrets.token_hex(6)}")
+        fresh = target.with_name(f"{target.name}.zerofn-{secrets.token_hex(6)}")
         self._files.append((fresh, target))
+        lock = _locked(fresh, os.O_CREAT)
+        self._locks += [] if lock is None else [lock]
         return fresh
+
+
+def _clear(folder: Path) -> None:
+    """Remove what killed exports have left. Checksums whose file has its name take theirs: it is known as an export's
+    by them.
+    """
+    left = {file: _FRESH.sub("", file.name) for file in folder.iterdir() if _FRESH.search(file.name)}
+    for file, name in sorted(left.items(), key=lambda item: not item[1].endswith(SUFFIX)):
+        if (lock := _locked(file)) is None:
+            continue
+        weights = name.removesuffix(SUFFIX)
+        if weights not in (name, *left.values()) and (folder / weights).exists() and not (folder / name).exists():
+            os.replace(file, folder / name)
+        else:
+            file.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _locked(file: Path, flags: int = 0) -> int | None:
+    """Return a descriptor of a file that nobody has locked, locked now; None if it cannot be."""
+    with contextlib.suppress(OSError):  # another export writes it, or the file system has no locks
+        descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | flags, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+    return None
 
 
 def _bytes(size: int | str | None) -> int | None:
