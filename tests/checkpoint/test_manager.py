@@ -4,6 +4,7 @@ import json
 import logging
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -217,6 +218,27 @@ def test_when_its_time_is_over(tmp_path, monkeypatch):
 def test_options_that_make_no_sense(tmp_path, options, words):
     with pytest.raises(ValueError, match=words):
         zerofn.Checkpoints(tmp_path, **options)
+
+
+def test_a_folder_that_cannot_be_one_is_told_before_the_first_step(tmp_path, monkeypatch, caplog):
+    (tmp_path / "a").write_text("mine")
+    for path in (tmp_path / "a", tmp_path / "a/b"):
+        with pytest.raises(CheckpointError, match="a is a file, so .* can be no folder; give another path"):
+            zerofn.Checkpoints(path, signals=()).restore_or({})
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    zerofn.Checkpoints(tmp_path / "b/c", signals=()).restore_or({})
+    assert not caplog.text
+    zerofn.Checkpoints(tmp_path / "b/c", every=3, signals=()).restore_or({})
+    assert f"nothing may be written to {tmp_path}, so the first save will fail" in caplog.text
+
+
+def test_metrics_are_real_numbers(tmp_path):
+    metrics = {"a": np.float32(0.5), "b": torch.tensor([2]), "c": 10**400, "d": 1j, "e": torch.tensor(1j), "f": True}
+    checkpoints = zerofn.Checkpoints(tmp_path, signals=(), keep_best=("a", "max"))
+    checkpoints.restore_or({})
+    checkpoints.save({"w": torch.zeros(3)}, metrics)
+    notes = json.loads((tmp_path / "step-00000000/manifest.json").read_text())["notes"]
+    assert notes == {"metrics": {"a": 0.5, "b": 2.0, "f": 1.0}} and checkpoints.best_step() == 0
 
 
 def test_the_order_of_calls(tmp_path):

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from .. import tree
-from ..comm.agreement import together, with_texts
+from ..comm.agreement import rank_and_size, together, with_texts
 from ..dry_run.script import current_dry_run
 from ..util.errors import CheckpointError
 from ..util.process import the
@@ -25,7 +25,7 @@ from .behind import InFlight, Saving
 from .folder import MANIFEST
 from .loader_state import HasState
 from .loading import load, load_copy
-from .places import check_answers, is_link, located
+from .places import check_answers, is_link, is_remote, located
 from .replicas import Replicas
 from .saving import Along, save_along
 from .stopping import Stopped, Stopping
@@ -95,6 +95,14 @@ class Checkpoints:
 
     def _listed(self) -> list[int]:
         check_answers(self.folder / MANIFEST)
+        if not is_remote(self.folder):
+            there = next(p for p in (self.folder, *self.folder.parents) if p.exists())
+            if not there.is_dir():
+                raise CheckpointError(
+                    f"{WHAT}: {there} is a file, so {self.folder} can be no folder; give another path."
+                )
+            if self._every is not None and rank_and_size()[0] == 0 and not os.access(there, os.W_OK):
+                log.warning("%s: nothing may be written to %s, so the first save will fail.", WHAT, there)
         return self.steps()
 
     def path(self, step: int) -> Path:
