@@ -23,6 +23,7 @@ from .graph.program import Program, tensor_of
 from .graph.same_graph import Outline
 from .graph.state_arithmetic import MEETS, line_of_number, state_arithmetic
 from .memory.host_allocator import keep_freed_memory
+from .memory.turns import StepTurn, is_inside_step, outside_steps
 from .offload.host_worker import worker
 from .ops.same import RanksDiffer
 from .passes import Pass
@@ -173,6 +174,7 @@ class CompiledStep:
 
     def __init__(self, train_step: Callable[[Any, Any], Any], options: _Options) -> None:
         self._step, self._options = train_step, options
+        self.__wrapped__ = train_step  # a step that calls this one is guarded by what its function reads
         self._captures: dict[Any, Captures] = {}  # by signature; the longest unused first
         self._last: Captures | None = None
         self.timings: dict[str, Any] = {}
@@ -190,11 +192,17 @@ class CompiledStep:
         return {(key, k): x for key, captures in self._captures.items() for k, x in enumerate(captures.entries)}
 
     def __call__(self, state: Any, batch: Any) -> Any:
-        """Run one step."""
+        """Run one step. Inside another step it is the function that was compiled."""
+        if is_inside_step():
+            return self._step(state, batch)
         if (dry_run := current_dry_run()) is not None:
             dry_run.come_to(self._step, state, batch)
             return dry_result(self._step, state, batch)
         before_step()
+        with StepTurn(self.__name__):
+            return self._in_turn(state, batch)
+
+    def _in_turn(self, state: Any, batch: Any) -> Any:
         call = self._entry_for(state, batch)
         entry, leaves = call.entry, call.state_leaves
         worker().serve(entry)
@@ -207,6 +215,7 @@ class CompiledStep:
             self.state = result[0]
         return result
 
+    @outside_steps("step.lower")
     def lower(self, state: Any, batch: Any) -> Plan:
         """Return the `Plan` of a step on this state and batch: what it needs and does, known before it runs.
 
@@ -215,6 +224,7 @@ class CompiledStep:
         """
         return Plan(self._planned(state, batch).program)
 
+    @outside_steps("step.profile")
     def profile(
         self, state: Any, batch: Any, machine: Machine | str | os.PathLike[str] | None = None
     ) -> tuple[Any, Profile]:

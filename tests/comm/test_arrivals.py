@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import zerofn
+from benchmarks.common.processes import free_port
 from tests.support.library import ROOT
 from tests.support.same import assert_same_trees
 from zerofn.comm import arrivals
@@ -64,6 +65,34 @@ def test_who_is_waited_for_is_said(monkeypatch, caplog):
         arrivals.fresh(dist.HashStore(), 0, 12)
     said = [x.getMessage() for x in caplog.records]
     assert len(said) > 2 and all("rank 1, 2, 3" in x for x in said)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_ranks_without_a_launchers_store_say_for_whom_they_wait(late, monkeypatch, caplog):
+    """Rank 0 holds the store, and may come first or last."""
+    monkeypatch.setattr(arrivals, "FIRST_WORD", 0.05)
+    address, found = ("127.0.0.1", free_port()), {}
+
+    def come(rank):
+        store = arrivals.store_at(address, rank, held_for_us=False)
+        found[rank] = arrivals.fresh(store, rank, 2)
+
+    early, other = (threading.Thread(target=come, args=(rank,), daemon=True) for rank in (1 - late, late))
+    early.start()
+    early.join(0.3)
+    assert early.is_alive() and f"for rank {late}" in caplog.text
+    other.start()
+    for thread in (early, other):
+        thread.join(20)
+    found[0].set("word", "yes")
+    assert found[1].get("word") == b"yes"
+
+
+def test_a_rank_0_that_never_listens_is_named(monkeypatch):
+    monkeypatch.setattr(arrivals, "PATIENCE", 0.05)
+    port = free_port()
+    with pytest.raises(RuntimeError, match=rf"rank 0, which is to listen at 127.0.0.1:{port}, did not come within"):
+        arrivals.store_at(("127.0.0.1", port), 1, held_for_us=False)
 
 
 JOB = """

@@ -98,7 +98,7 @@ def test_a_rank_names_its_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", set_to.append)
-    monkeypatch.setattr(dist, "rendezvous", lambda url, rank, size: iter([(dist.HashStore(), rank, size)]))
+    monkeypatch.setattr(mesh, "store_at", lambda address, rank, held_for_us: dist.HashStore())
     monkeypatch.setattr(mesh, "fresh", lambda store, rank, size: store)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: called.update(options, backend=backend))
     for name, value in {

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..memory.turns import refuse_while_capturing
 from ..util.errors import CheckpointError
 from .checksums import SUFFIX, checksums_of, checksums_text
 from .contents import LeafInfo, missing_leaf
@@ -52,6 +53,7 @@ def export(
     Raises `CheckpointError` for a checkpoint that cannot be read, `ValueError` for a part or size that does not
     exist.
     """
+    refuse_while_capturing(WHAT)
     if is_remote(located(out)):
         raise ValueError(f"{WHAT}: out={str(out)!r} is no local path; export to one, and copy the files from there.")
     check_answers(located(path) / MANIFEST)

@@ -15,6 +15,7 @@ import torch
 
 from .. import tree
 from ..comm.agreement import exchange, first_difference, rank_and_size, together
+from ..memory.turns import outside_steps
 from ..sharding.sharded import is_sharded
 from ..util.errors import CheckpointError
 from .contents import Part, describe, leaves_of, missing_leaf, take_apart
@@ -70,6 +71,7 @@ def load_copy(path: Path, like: Any, words: str) -> Any:
     return _load(path, like, _Choice(None, None, whole=False, donate=True), words)
 
 
+@outside_steps(WHAT)
 def _load(path: Path, like: Any, choice: _Choice, words: str) -> Any:
     parts, treedef = together(WHAT, lambda: take_apart(like, WHAT))
     same_everywhere(WHAT, words, parts)

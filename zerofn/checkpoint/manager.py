@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import tree
 from ..comm.agreement import rank_and_size, together, with_texts
 from ..dry_run.script import current_dry_run
+from ..memory.turns import outside_steps
 from ..util.errors import CheckpointError
 from ..util.process import the
 from . import loader_state, owner, steps
@@ -115,6 +116,7 @@ class Checkpoints:
             raise ValueError(f"{WHAT}: without keep_best=(name, 'min' or 'max') no checkpoint is better than another.")
         return steps.best_step(self.folder, set(self.steps()) - self._damaged, *self._keep_best)
 
+    @outside_steps(f"{WHAT}.restore_or")
     def restore_or(self, init_state: T | Callable[[], T]) -> T:
         """Return the state of the newest checkpoint, laid out as `init_state`; that state itself if there is none yet.
 
@@ -173,6 +175,7 @@ class Checkpoints:
         self._begin(0, [])
         return state
 
+    @outside_steps(f"{WHAT}.after_step")
     def after_step(self, state: Any, metrics: Any = None) -> None:
         """Count a step; save every `every` steps, and when the run is to end. Every rank must call it after each step.
 
@@ -193,6 +196,7 @@ class Checkpoints:
                 self._replicas.close()
             raise Stopped(f"stopped after step {self.step}, because of {reason}; it is saved in {self.folder}.")
 
+    @outside_steps(f"{WHAT}.save")
     def save(self, state: Any, metrics: Any = None, *, wait: bool = True) -> Saving:
         """Save now, whatever the step, as after the last one. Every rank must call it; otherwise as `zerofn.save`."""
         self._check_begun("save")

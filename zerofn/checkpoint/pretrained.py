@@ -12,6 +12,7 @@ import torch
 
 from .. import tree
 from ..comm.agreement import together
+from ..memory.turns import outside_steps
 from ..util.errors import CheckpointError
 from .contents import Part, leaves_of, missing_leaf, take_apart
 from .filling import Filling, settle_all
@@ -25,6 +26,7 @@ log = logging.getLogger("zerofn")
 WHAT = "zerofn.load_safetensors"
 
 
+@outside_steps(WHAT)
 def load_safetensors(
     path: str | os.PathLike[str], like: Any, *, strict: bool = True, rename: Callable[[str], str | None] | None = None
 ) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..comm.agreement import difference_in_full, exchange, fingerprint, rank_and_size, together, with_texts
+from ..memory.turns import outside_steps
 from ..ops.same import checksum
 from ..sharding.sharded import Sharded, is_sharded
 from ..util.errors import CheckpointError
@@ -71,6 +72,7 @@ class Along:
     after: Callable[[], object] = lambda: None
 
 
+@outside_steps(WHAT)
 def save_along(path: str | os.PathLike[str], state: Any, wait: bool, along: Along) -> Saving:
     """Save a state, with what goes along with it. The rest is as in `save`."""
     start, target = time.perf_counter(), located(path)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..memory.turns import outside_steps
 from ..parallel.overlaps import Region
 from .contents import LeafInfo
 from .pretrained import fill
@@ -31,6 +32,7 @@ class Readable(Protocol):
         """Fill the 1-d `into` with the raveled tensor's elements from `start` on, cast to its dtype."""
 
 
+@outside_steps(WHAT)
 def load_state_dict(
     state_dict: Mapping[str, Tensor | Readable],
     like: Any,

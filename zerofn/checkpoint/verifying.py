@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from ..comm.agreement import exchange, rank_and_size
+from ..memory.turns import refuse_while_capturing
 from ..util.errors import CheckpointError
 from .folder import MANIFEST
 from .places import check_answers, located
@@ -20,6 +21,7 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
 
     Ranks, if there are several, read different files; every rank must call it, and all get the same list.
     """
+    refuse_while_capturing(WHAT)
     rank, size = rank_and_size()
     mine = _faults(located(path), rank, size)
     found = [fault for text in exchange(WHAT, json.dumps(mine)) for fault in json.loads(text)]

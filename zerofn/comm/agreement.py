@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from .._torch_compat import default_group
+from ..memory.turns import refuse_while_capturing
 from ..util.errors import CheckpointError, said
 from ..util.process import the
 from .failures import (
@@ -107,6 +108,7 @@ def agree_on(what: str, make: Callable[[], tuple[T, str]]) -> T:
 
 def _round(what: str, text: str) -> list[str]:
     """Exchange one text with every rank; return all, by rank: `what`, a zero byte, `text`."""
+    refuse_while_capturing(what)
     mine = f"{what}\0{text}"
     store = store_of_job()
     if store is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import socket
 import time
 
 import torch.distributed as dist
@@ -17,6 +18,25 @@ log = logging.getLogger("zerofn")
 PATIENCE = 300.0  # seconds until ranks that have not come are an error: they may import from a slow drive
 FIRST_WORD, NEXT_WORD = 10.0, 30.0  # seconds until a waiting rank says for whom, and says it again
 _PAUSE = 0.01
+_TRY = 5.0  # seconds of one try to connect
+
+
+def store_at(address: tuple[str, int], rank: int, *, held_for_us: bool) -> dist.Store:
+    """Return the job's store. Rank 0 listens at `address`, unless the launcher does (`held_for_us`).
+
+    torch's own rendezvous would wait in silence until every rank has come. Here the others connect when they come, and
+    a rank that waits says for whom. Raises `RuntimeError` if nobody listens within `PATIENCE` seconds.
+    """
+    host, port = address
+    if rank == 0 and not held_for_us:
+        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+    waiting, whom = _Waiting(), "the launcher's agent" if held_for_us else "rank 0"
+    while True:
+        try:
+            socket.create_connection(address, _TRY).close()  # torch's client logs a stack for each try that fails
+            return dist.TCPStore(host, port, is_master=False)
+        except OSError:
+            waiting.pause(f"{whom}, which is to listen at {host}:{port},")
 
 
 def fresh(store: dist.Store, rank: int, size: int) -> dist.Store:
@@ -39,7 +59,7 @@ def _arrive(store: dist.Store, rank: int, own: str) -> str:
             if to == own:
                 store.set(_came(name, rank), "")
                 return name
-        waiting.pause([0])
+        waiting.pause("rank 0")
 
 
 def _welcome(store: dist.Store, size: int, name: str) -> str:
@@ -55,7 +75,8 @@ def _welcome(store: dist.Store, size: int, name: str) -> str:
                     answered[rank] = arrived
         missing = [rank for rank in missing if not store.check([_came(name, rank)])]
         if missing:
-            waiting.pause(missing)
+            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+            waiting.pause(f"rank {', '.join(map(str, missing[:8]))}{more}")
     return name
 
 
@@ -77,11 +98,9 @@ class _Waiting:
     def __init__(self) -> None:
         self._start, self._word = time.monotonic(), FIRST_WORD
 
-    def pause(self, missing: list[int]) -> None:
-        """Wait a moment for these ranks."""
+    def pause(self, who: str) -> None:
+        """Wait a moment for `who`."""
         waited = time.monotonic() - self._start
-        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-        who = f"rank {', '.join(map(str, missing[:8]))}{more}"
         if waited > PATIENCE:
             raise RuntimeError(
                 f"{who} did not come within {PATIENCE:g} s of the job's start. See what it printed; every rank must be "

@@ -21,18 +21,16 @@ _PORTS = range(16384, 32768)  # below those that Linux draws from for connection
 
 
 class Launch(NamedTuple):
-    """This process's place in a job. `address`: (host, port) where rank 0 listens."""
+    """This process's place in a job. `address`: (host, port) where rank 0 listens, or the launcher's agent if that
+    holds the job's store.
+    """
 
     launcher: str
     rank: int
     size: int
     local_rank: int
     address: tuple[str, int]
-
-    @property
-    def url(self) -> str:
-        """What `torch.distributed.init_process_group(init_method=)` takes."""
-        return f"tcp://{self.address[0]}:{self.address[1]}"
+    agent_holds_store: bool = False
 
 
 def launch_of(environ: Mapping[str, str]) -> Launch | None:
@@ -46,7 +44,8 @@ def launch_of(environ: Mapping[str, str]) -> Launch | None:
         rank, size, local = (int(environ.get(name, "0")) for name in names)
         if size == 1 and (launcher != "torchrun" or "MASTER_ADDR" not in environ):
             return None
-        return Launch(launcher, rank, size, local, _address(launcher, size, environ))
+        agent = launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return Launch(launcher, rank, size, local, _address(launcher, size, environ), agent)
     return None
 
 

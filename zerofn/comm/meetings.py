@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..memory.turns import refuse_while_capturing
 from ..util.process import the
 from .failures import Signs, abandon, apart, backend_on, explained, group_named, is_there, last_text, store_of_job
 from .pending import pending
@@ -136,6 +137,7 @@ class Meetings:
         size = group.size()
         if size == 1 or backend_on(group) == "fake":
             return
+        refuse_while_capturing(what)
         watch().over(group)
         host, rank = self.host_of(group), group.rank()
         number = self._numbers[group] = self._numbers.get(group, 0) + 1

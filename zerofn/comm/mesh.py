@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..dry_run.script import current_dry_run
 from ..util.errors import nearest
 from ..util.process import the
-from .arrivals import fresh
+from .arrivals import fresh, store_at
 from .failures import refuse_after_failure
 from .groups import Groups
 from .launch import launch_of
@@ -389,6 +389,6 @@ def join() -> None:
             )
         torch.cuda.set_device(launch.local_rank)
         options["device_id"] = torch.device("cuda", launch.local_rank)  # else NCCL guesses it from the rank
-    where = "env://" if launch.launcher == "torchrun" else launch.url  # torchrun's agent may hold the store
-    store, rank, size = next(dist.rendezvous(where, launch.rank, launch.size))
-    dist.init_process_group(backend, store=fresh(store, rank, size), rank=rank, world_size=size, **options)
+    rank, size = launch.rank, launch.size
+    store = fresh(store_at(launch.address, rank, held_for_us=launch.agent_holds_store), rank, size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)

@@ -19,6 +19,7 @@ from ..comm.agreement import exchange
 from ..comm.meetings import meetings
 from ..comm.mesh import Axis, Mesh
 from ..comm.transport import all_gather_start, wait_
+from ..memory.turns import refuse_while_capturing
 from ..offload.disk.probe import probe
 from ..offload.policy import total_memory
 from .host_share import dram_rate, link_rate
@@ -40,6 +41,7 @@ def this_machine(folder: str | os.PathLike[str] | None = None) -> Machine:
     Every rank must call it; all get the first rank's result. `folder`: a folder on the drive to measure; None
     measures none.
     """
+    refuse_while_capturing("zerofn.this_machine")
     axis = Mesh.of(None).axis()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = ("float32", "bfloat16", "float16") if device.type == "cuda" else ("float32", "bfloat16", "float64")

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch_compat import REJECTION_SAMPLERS, TorchDispatchMode, tree_map
 from ..memory.host_allocator import map_large_blocks
+from ..memory.turns import refuse_while_capturing
 from ..util.user_line import user_place
 from .effects import is_random, tensors
 from .materialize import record
@@ -56,6 +57,7 @@ def skeleton(build: Callable[[], nn.Module], *, device: torch.device | str | Non
             f"skeleton takes a function that makes the module, got the {type(build).__name__} itself, whose "
             "weights are there already; write zerofn.skeleton(build), without calling it."
         )
+    refuse_while_capturing("zerofn.skeleton")
     map_large_blocks()
     with _forked_generators():
         with _meta_parameters() as (twins, draws):

@@ -26,6 +26,7 @@ from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.state_tree import as_tensor
 from ..sharding.storage import Stored
 from ..tracing.shortcut import Shortcut
+from ..util.errors import CaptureError as CaptureError
 from ..util.errors import note
 from ..util.patches import Patches, uncollected
 from .advice import instead, note_dtypes
@@ -36,10 +37,6 @@ from .program import Flat, Program, cached
 from .source_lines import Lines, line_behind, readable, where
 
 log = logging.getLogger("zerofn")
-
-
-class CaptureError(RuntimeError):
-    """The step cannot be captured. The message says which line is at fault, why, and what to write instead."""
 
 
 def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: bool = False) -> Program:

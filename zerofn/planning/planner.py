@@ -10,6 +10,7 @@ from typing import Any
 from ..comm.mesh import DATA, Mesh
 from ..cost.machine import KNOWN, Machine, machine_of
 from ..dry_run.script import NUM_RANKS
+from ..memory.turns import outside_steps
 from ..util.sizes import num_bytes
 from .meshes import AUTO, rows_of_meshes
 from .rows import ALL, Asked, Cuts, Initial, RowPlanner, Step
@@ -18,6 +19,7 @@ from .table import Table
 CONTEXT = 1 << 30  # bytes of a device that CUDA and its libraries take
 
 
+@outside_steps("zerofn.plan")
 def plan(
     train_step: Callable[..., Any],
     init_state: Any,

@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy as standard
 from typing import TypeVar
 
+from ..memory.turns import outside_steps
+
 T = TypeVar("T")
 
 
+@outside_steps("zerofn.copy")
 def copy(state: T) -> T:
     """Return a copy of a state, or of any tree, that shares no memory with it.
 

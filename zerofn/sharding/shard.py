@@ -16,12 +16,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import tree
+from .._torch_compat import current_trace
 from ..comm.agreement import agree_on
 from ..comm.mesh import DATA, NAMES, Axis, Mesh
 from ..deferred_init import Replay, record
 from ..dry_run.fake_machine import FakeMachine, fake_machine
 from ..dry_run.script import current_dry_run
 from ..memory.host_allocator import map_large_blocks
+from ..memory.turns import outside_steps
 from ..offload.disk import Store
 from ..offload.policy import Offload, check_memory
 from ..offload.policy import resolve as resolve_offload
@@ -48,6 +50,7 @@ from .state_tree import adapted, device_of
 log = logging.getLogger("zerofn")
 
 
+@outside_steps("zerofn.shard")
 def shard(
     state_or_init: Any,
     stage: Any = 3,
@@ -276,6 +279,7 @@ def _check_offload(offload: Offload, cuts: list[ShardedPart], home: torch.device
     check_memory(offload, kept, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
+@outside_steps("zerofn.unshard", capturable=True)
 def unshard(state: Any, rank: int | None = None) -> Any:
     """Return the full state: a plain tree in place of every `Sharded`, in the stored dtype.
 
@@ -291,7 +295,8 @@ def unshard(state: Any, rank: int | None = None) -> Any:
                 "numbered from 0. Leave rank out to have it on all of them."
             )
 
-    agree_on("zerofn.unshard", lambda: (None, ""))  # transfers would wait in silence for a rank that does not come
+    if current_trace() is None:  # transfers would wait in silence for a rank that does not come
+        agree_on("zerofn.unshard", lambda: (None, ""))
 
     def full(x: Any) -> Any:
         if not is_sharded(x):

@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import tree
 from .._torch_compat import FakeTensor, above_autograd, inside_functorch
 from ..comm.meetings import meetings
+from ..memory.turns import plain_python
 from ..ops.registry import OnShard, Traits, define
 from ..random import fold_in
 from ..random.mode import current_draw, randomness
@@ -107,7 +108,7 @@ class _Region:
     def run(self, tensors: Sequence[Tensor], key: Tensor | None) -> list[Tensor]:
         """Return what `fn` makes of real tensors."""
         versions = [x._version for x in tensors]
-        with meetings().none_inside(_name(self.fn)), randomness(key), contextlib.ExitStack() as stack:
+        with meetings().none_inside(_name(self.fn)), plain_python(), randomness(key), contextlib.ExitStack() as stack:
             for settings in self.autocasts:
                 stack.enter_context(torch.autocast(*settings))
             out, structure = tree.flatten(self.fn(*self.args(tensors)))

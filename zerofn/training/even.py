@@ -11,6 +11,7 @@ from ..collectives import all_gather
 from ..comm.failures import backend_on, group_named
 from ..comm.meetings import meetings
 from ..comm.mesh import Axis, Mesh
+from ..memory.turns import refuse_while_capturing
 
 _END, _BATCH, _FAILED = range(3)
 
@@ -33,6 +34,7 @@ def even(loader: Iterable[Any], *, pad: str | None = None, mesh: Any = None) -> 
     >>> [x["weight"].item() for x in even([{"x": 1}, {"x": 2}], pad="weight")]
     [1.0, 1.0]
     """
+    refuse_while_capturing("zerofn.even")
     axis = Mesh.of(mesh).all
     batches: Iterator[Any] | None = None
     last: Any = None

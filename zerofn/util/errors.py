@@ -69,5 +69,9 @@ class DiskError(OSError):
         self.errno = number
 
 
+class CaptureError(RuntimeError):
+    """The step cannot be captured. The message says which line is at fault, why, and what to write instead."""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be used, or could not be written."""
