@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
+from torch.utils._pytree import SUPPORTED_NODES as torch_pytree_nodes
 from torch.utils._pytree import register_pytree_node as register_torch_pytree_node
 from torch.utils._pytree import tree_leaves, tree_map
 

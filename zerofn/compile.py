@@ -34,7 +34,7 @@ from .planning.profile import Profile, profiled
 from .runtime.agreed import agree_among_slices, agreed_text
 from .runtime.backend import Backend, backend_of
 from .runtime.capture_log import CaptureLog, told_of, while_capturing
-from .runtime.entry import Entry
+from .runtime.entry import Call, Entry
 from .runtime.equal_batches import compare_batches
 from .runtime.errors import explain
 from .runtime.executor import Executor
@@ -158,15 +158,6 @@ class _Captured(NamedTuple):
     began: float
 
 
-class _Call(NamedTuple):
-    """A step's flat arguments, and the entry for them."""
-
-    entry: Entry
-    state_leaves: list[Any]
-    state_def: tree.PyTreeSpec
-    batch_leaves: list[Any]
-
-
 class CompiledStep:
     """A compiled step. `timings`: seconds of its last capture and passes, and its number of nodes. `state`: the newest
     state that it has returned, for the case that Ctrl-C ends the function that had it; write None to free it.
@@ -244,7 +235,7 @@ class CompiledStep:
             dry_run.come_to(self._step, state, batch)
         return self._entry_for(state, batch).entry
 
-    def _entry_for(self, state: Any, batch: Any) -> _Call:
+    def _entry_for(self, state: Any, batch: Any) -> Call:
         """Return the flat arguments, and the entry for their signature, captured now if it is new."""
         state_leaves, state_def = tree.flatten(state, is_leaf=is_sharded)
         batch_leaves, batch_def = tree.flatten(batch, is_leaf=is_sharded)
@@ -252,10 +243,10 @@ class CompiledStep:
         for x in state_leaves:
             if is_sharded(x):
                 keep_halves(x)
-        signature = (state_def, batch_def, signature_of(state_leaves), signature_of(batch_leaves))
         try:
+            signature = (state_def, batch_def, signature_of(state_leaves), signature_of(batch_leaves))
             captures = self._captures.get(signature)
-        except TypeError:  # not hashable
+        except TypeError:  # no constant, or not hashable
             raise no_leaf(self.__name__, state, batch) from None
         if captures is None:
             captures = Captures(self._step, state, self._left_out, self._options.watch)
@@ -274,7 +265,7 @@ class CompiledStep:
         elif captures is not self._last:
             self._captures[signature] = self._captures.pop(signature)  # the last used is the last
         self._last = captures
-        return _Call(entry, state_leaves, state_def, batch_leaves)
+        return Call(entry, state_leaves, state_def, batch_leaves)
 
     def _again(self, state: Any, batch: Any, lines: bool) -> Outline:
         """Capture on this rank alone, to see whether the graph is another one by now."""
@@ -353,7 +344,7 @@ class CompiledStep:
         text = agreed_text(program, captured.numbers, self._options.machine, self._options.deterministic)
         return (Entry(program, donating, self._options.backend, text), captured.constants), text
 
-    def _run(self, call: _Call, inputs: Inputs, batch: Any) -> list[Any]:
+    def _run(self, call: Call, inputs: Inputs, batch: Any) -> list[Any]:
         entry = call.entry
         try:
             with (

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from ._torch_compat import register_torch_pytree_node
+from ._torch_compat import register_torch_pytree_node, torch_pytree_nodes
 
 NAMESPACE = "zerofn"
 PyTreeSpec = optree.PyTreeSpec
@@ -105,6 +105,33 @@ def _register_mapping(cls: Any) -> None:
     _register(cls, flatten, unflatten, path_entry_type=optree.GetItemEntry, namespace=NAMESPACE)
 
 
+def _register_node_of_torch(cls: Any) -> None:
+    """Make a node of what is one for `torch.utils._pytree`: a user's class, a cache of transformers."""
+    node = torch_pytree_nodes[cls]
+
+    def flatten(x: Any) -> tuple[list[Any], _Context]:
+        children, context = node.flatten_fn(x)
+        return list(children), _Context(context)
+
+    def unflatten(context: _Context, children: Iterable[Any]) -> Any:
+        return node.unflatten_fn(list(children), context.value)
+
+    _register(cls, flatten, unflatten, namespace=NAMESPACE)
+
+
+class _Context:
+    """What a node of torch's remembers besides its children: torch compares it with `==`, and it may be a list."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Context) and bool(self.value == other.value)
+
+    def __hash__(self) -> int:
+        return hash(_Context)
+
+
 _seen: set[type] = set()
 
 
@@ -121,6 +148,8 @@ def _adopt(leaves: Iterable[Any]) -> bool:
             register_dataclass(cls)
         elif isinstance(leaf, Mapping):
             _register_mapping(cls)
+        elif cls in torch_pytree_nodes and not issubclass(cls, tuple):  # torch.Size is a value
+            _register_node_of_torch(cls)
         else:
             continue
         _seen.add(cls)

@@ -1,10 +1,12 @@
 """What makes a step be captured again, and what the log says of it."""
 
+import dataclasses
 import gc
 import logging
 import sys
 import weakref
 
+import optree
 import pytest
 import torch
 
@@ -159,3 +161,72 @@ def test_the_shapes_used_last_are_kept(monkeypatch):
     use(2)
     use(1)
     assert dropped() == {2, 3} and len(step._entries) == 3
+
+
+class Pair:
+    """Equal to all others of its class, as an object is that compares by its name."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __eq__(self, other):
+        return isinstance(other, Pair)
+
+    def __hash__(self):
+        return 0
+
+
+def squares(state, batch):
+    pair = batch["pair"] if isinstance(batch, dict) else batch
+    loss, grads = state.value_and_grad(lambda p, b: ((b.x @ p["w"] - b.y) ** 2).mean())(pair)
+    return state.apply_gradients(grads), loss
+
+
+def on_zeros():
+    return zerofn.shard(zerofn.TrainState.create(params={"w": torch.zeros(4, 1)}, tx=optim.sgd(0.0)))
+
+
+OBJECTS = {
+    "an object": lambda: Pair(torch.ones(2, 4), torch.ones(2, 1)),
+    "an object in a dict": lambda: {"pair": Pair(torch.ones(2, 4), torch.ones(2, 1))},
+    "a function": lambda: {"pair": lambda x: x},
+    "a module": lambda: {"pair": torch.nn.Linear(4, 1)},
+}
+
+
+@pytest.mark.parametrize("what", OBJECTS)
+def test_an_object_in_a_batch_is_refused(what):
+    """It would be a constant: every step would train on the first one."""
+    batch = OBJECTS[what]()
+    kind = type(batch["pair"] if isinstance(batch, dict) else batch).__name__
+    with pytest.raises(TypeError, match=rf"squares: batch .*is a {kind}; leaves are tensors, numbers, strings"):
+        zerofn.compile(squares)(on_zeros(), batch)
+
+
+class TorchNode(Pair):
+    pass
+
+
+class OptreeNode(Pair):
+    pass
+
+
+torch.utils._pytree.register_pytree_node(
+    TorchNode, lambda p: ([p.x, p.y], ["a list"]), lambda children, _: TorchNode(*children)
+)
+optree.register_pytree_node(OptreeNode, lambda p: ((p.x, p.y), None), lambda _, c: OptreeNode(*c), namespace="zerofn")
+
+
+@dataclasses.dataclass
+class DataNode:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize("node", [TorchNode, OptreeNode, DataNode])
+def test_an_object_that_is_registered_is_read_anew_at_each_step(node):
+    step, state, found = zerofn.compile(squares), on_zeros(), []
+    for k in (1.0, 2.0, 5.0):
+        state, loss = step(state, node(torch.ones(2, 4), torch.full((2, 1), k)))
+        found.append(loss.item())
+    assert found == [1.0, 4.0, 25.0] and len(step._entries) == 1

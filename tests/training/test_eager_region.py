@@ -192,3 +192,15 @@ def test_gradients_of_what_is_used_inside_and_outside_have_the_bits_of_the_eager
     x = torch.randn(7, 9, generator=draw)
     expected = step(state, x)
     assert_same_trees(zerofn.compile(step)(state, x), expected)
+
+
+class Held:
+    def __init__(self, x):
+        self.x = x
+
+
+def test_an_object_as_an_argument_of_a_region_is_refused():
+    """Its tensors would be those of the capture, at every step."""
+    region = zerofn.eager_region(lambda held: held.x.sum(), like=lambda held: held.x.new_empty(()))
+    with pytest.raises(TypeError, match=r"<lambda>: an argument's entry '0' is a Held; leaves are tensors"):
+        zerofn.compile(lambda state, x: region(Held(x)) + state["w"])({"w": torch.zeros(())}, torch.ones(2))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
 
 from .. import tree
 from ..sharding.sharded import is_sharded
+from ..util.constants import is_constant
 from ..util.errors import note, said
 
 _INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
@@ -122,13 +122,23 @@ def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def not_constant(name: str, what: str, value: Any) -> TypeError | None:
+    """Return the error for the first leaf of a tree that is neither a tensor nor a constant; None if there is none."""
+    for path, x in zip(*tree.flatten_with_path(value, is_leaf=is_sharded)[:2], strict=True):
+        if not (isinstance(x, Tensor) or is_sharded(x) or is_constant(x)):
+            entry = tree.name_of(path)
+            return TypeError(
+                f"{name}: {what} {f'entry {entry!r}' if entry else ''} is a {type(x).__name__}; leaves are "
+                "tensors, numbers, strings, bools and None, and what is inside an object is not seen: write "
+                "torch.as_tensor(...) for an array, make a class a dataclass or register it with optree, and close "
+                "over a function or a module.".replace("  ", " ")
+            )
+    return None
+
+
 def no_leaf(name: str, state: Any, batch: Any) -> TypeError:
-    """Return the error for the first leaf that is neither a tensor nor a hashable value. `name`: the step's."""
+    """Return the error for the first leaf that is neither a tensor nor a constant. `name`: the step's."""
     for what, value in (("state", state), ("batch", batch)):
-        for path, x in zip(*tree.flatten_with_path(value, is_leaf=is_sharded)[:2], strict=True):
-            if not isinstance(x, Hashable):
-                return TypeError(
-                    f"{name}: {what} entry {tree.name_of(path)!r} is a {type(x).__name__}; leaves are "
-                    "tensors, numbers, strings, bools and None: write torch.as_tensor(...) for an array."
-                )
+        if (error := not_constant(name, what, value)) is not None:
+            return error
     return TypeError(f"{name}: the state or the batch holds a node whose metadata cannot be hashed.")

@@ -13,6 +13,7 @@ from .. import tree
 from ..comm.mesh import axes_of
 from ..sharding.sharded import is_sharded, mesh_among
 from ..util.user_line import user_line
+from .advice import not_constant
 from .capture import CaptureError, capture
 from .data_sizes import bound_sizes
 from .declare_same import share_batch
@@ -30,6 +31,9 @@ def captured(
 
     Raises `CaptureError`, which names the user's line. Warns, at one rank, of what more ranks refuse.
     """
+    name = getattr(step, "__name__", "the step")
+    if (error := not_constant(name, "state", state) or not_constant(name, "batch", batch)) is not None:
+        raise error
     mesh = mesh_among(tree.leaves((state, batch), is_leaf=is_sharded))
     try:
         with axes_of(mesh), noted_gradients() as seen:
@@ -40,14 +44,14 @@ def captured(
         constants = check_purity(program)
         share_batch(program)
         if not traces:
-            warn_of_equal_draws(program, getattr(step, "__name__", "the step"))
+            warn_of_equal_draws(program, name)
         if program.warning and not traces:
             with axes_of(mesh):
                 again = capture(step, state, batch, traces=True)
             check_purity(again)
             line = user_line()
             where = ("zerofn", 0) if line is None else (line.file, line.number)
-            warnings.warn_explicit(f"{getattr(step, '__name__', 'the step')}: {again.warning}", UserWarning, *where)
+            warnings.warn_explicit(f"{name}: {again.warning}", UserWarning, *where)
         return program, constants
     except CaptureError:
         if traces:

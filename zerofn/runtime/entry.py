@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any, NamedTuple
 
 from ..comm.agreement import agree_on
 from ..comm.meetings import digest_of
@@ -12,6 +13,7 @@ from ..graph.program import Program, tensor_of
 from ..graph.resident import resident
 from ..memory.device_allocator import hold
 from ..ops.registry import argument_places
+from ..tree import PyTreeSpec
 from .backend import Backend, Runner
 from .buffers import Buffers
 
@@ -61,6 +63,15 @@ class Entry:
     def wrote(self) -> bool:
         """Whether the last run may have written to its inputs."""
         return getattr(self.runner, "wrote", True)
+
+
+class Call(NamedTuple):
+    """A step's flat arguments, and the entry for them."""
+
+    entry: Entry
+    state_leaves: list[Any]
+    state_def: PyTreeSpec
+    batch_leaves: list[Any]
 
 
 def _hold(program: Program) -> None:

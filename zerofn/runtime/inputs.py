@@ -13,6 +13,7 @@ from ..memory import donation
 from ..offload.drive_tensor import DriveTensor
 from ..sharding.allocate import lacks_copy, refill
 from ..sharding.sharded import is_sharded
+from ..util.constants import key_of
 
 
 class Inputs(NamedTuple):
@@ -122,7 +123,7 @@ def drive_handles(leaves: Iterable[Any]) -> dict[int, str]:
 
 
 def signature_of(leaves: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the properties of leaves that a capture depends on."""
+    """Return the properties of leaves that a capture depends on. Raises `NotConstant` for what is no leaf."""
     return tuple(map(_signature_of_leaf, leaves))
 
 
@@ -131,4 +132,4 @@ def _signature_of_leaf(x: Any) -> Any:
         return x.spec.signature, x.storages, tuple([t.device for t in x.parts])
     if isinstance(x, Tensor):
         return x.shape, x.dtype, x.device, x.stride()
-    return type(x), x
+    return key_of(x)

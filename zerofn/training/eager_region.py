@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from .._torch_compat import FakeTensor, above_autograd, inside_functorch
+from .._torch_compat import FakeTensor, above_autograd, current_trace, inside_functorch
 from ..comm.meetings import meetings
+from ..graph.advice import not_constant
 from ..memory.turns import plain_python
 from ..ops.registry import OnShard, Traits, define
 from ..random import fold_in
@@ -40,9 +41,9 @@ def eager_region(fn: Callable[..., Any], *, like: Callable[..., Any]) -> Callabl
     Memory and time inside `fn` are not planned. In a loss function that is not captured it runs in the same way, so
     that its gradients have the same bits; elsewhere it is `fn`.
 
-    In a captured step, raises `ValueError` for an argument or closure that hides a tensor that is differentiated, and
-    while it runs `RuntimeError` if `fn` returns another structure, shape or dtype than `like`, writes to an argument
-    or communicates.
+    In a captured step, raises `TypeError` for an argument that is neither tensor nor constant, `ValueError` for an
+    argument or closure that hides a tensor that is differentiated, and while it runs `RuntimeError` if `fn` returns
+    another structure, shape or dtype than `like`, writes to an argument or communicates.
 
     >>> top = eager_region(lambda x: x[x > x.mean()].sum(), like=lambda x: x.new_empty(()))
     >>> top(torch.tensor([1.0, 2.0, 6.0]))
@@ -56,6 +57,8 @@ def eager_region(fn: Callable[..., Any], *, like: Callable[..., Any]) -> Callabl
             None if draw is None else fold_in(*draw)
         )  # both passes draw the same, and so does a step that is not captured
         leaves, treedef = tree.flatten(args)
+        if current_trace() is not None and (error := not_constant(_name(fn), "an argument's", args)) is not None:
+            raise error
         captured = any(isinstance(x, FakeTensor) for x in leaves)
         learns = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
         if not captured and (inside_functorch() or not (learns and is_virtual())):

@@ -17,7 +17,7 @@ from .. import tree
 from .._torch_compat import current_trace
 from ..collectives.maps import heard_transfers, sum_over
 from ..comm.mesh import BATCH, BETWEEN, SLICES, Axis, axes_of
-from ..graph.advice import instead
+from ..graph.advice import instead, not_constant
 from ..graph.loop import loop
 from ..graph.phase import BACKWARD, FORWARD, phase
 from ..graph.unused import note_gradients
@@ -274,6 +274,9 @@ class _Work:
         Without weights, the first is the mean of the losses, and the second None.
         """
         n, late = self.vg.num_microbatches, self._late()
+        passed = tree.tree_map(lambda x: None if callable(x) and not isinstance(x, Tensor) else x, args)
+        if (error := not_constant("accumulate", "an argument's", passed)) is not None:  # its tensors would stay whole
+            raise error
         leaves, treedef = tree.flatten(args)
         parts = [_cut(x, n) if isinstance(x, Tensor) else x for x in leaves]
         nodes = self.nodes

@@ -1,0 +1,67 @@
+"""Constants: values that cannot change, which a captured step may hold and a signature compares."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import fractions
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+# Equal ones of one of these types are the same in every respect.
+_EQUAL = frozenset({
+    int, bool, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format,
+})  # fmt: skip
+# Of these types equal ones may differ: 0.0 and -0.0, Decimal("1") and Decimal("1.0"), range(0, 3, 2) and
+# range(0, 4, 2); and nan differs from itself.
+_TOLD_BY: dict[type, Callable[[Any], Any]] = {
+    float: float.hex,
+    complex: lambda x: (x.real.hex(), x.imag.hex()),
+    torch.Size: tuple,
+    tuple: lambda x: tuple(map(key_of, x)),
+    frozenset: lambda x: frozenset(map(key_of, x)),
+    slice: lambda x: (key_of(x.start), key_of(x.stop), key_of(x.step)),
+    **dict.fromkeys((range, decimal.Decimal, fractions.Fraction, datetime.timedelta, datetime.date), repr),
+    **dict.fromkeys((pathlib.PurePosixPath, pathlib.PosixPath, datetime.datetime, datetime.time), repr),
+}
+
+
+class NotConstant(TypeError):
+    """A value may change while it stays the same object, or hold what does."""
+
+
+def key_of(x: Any) -> Any:
+    """Return what two constants have alike if, and only if, a step cannot tell one from the other; it is hashable.
+
+    Raises `NotConstant` for what is no constant: an object of a class of the user's, whatever its own `__eq__` and
+    `__hash__` say, a function, a module.
+
+    >>> key_of(0.0) == key_of(-0.0), key_of(1) == key_of(True), key_of(float("nan")) == key_of(float("nan"))
+    (False, False, True)
+    """
+    kind = type(x)
+    if kind in _EQUAL:
+        return kind, x
+    if kind in _TOLD_BY:
+        return kind, _TOLD_BY[kind](x)
+    if isinstance(x, enum.Enum):
+        return kind, id(x)  # its class, which keeps it alive, has each member once
+    if isinstance(x, np.generic) and not x.dtype.hasobject:
+        return kind, x.dtype.str, x.tobytes()
+    if isinstance(x, np.dtype):
+        return np.dtype, x
+    raise NotConstant(kind.__name__)
+
+
+def is_constant(x: Any) -> bool:
+    """Return whether a value cannot change."""
+    try:
+        key_of(x)
+    except NotConstant:
+        return False
+    return True
