@@ -67,7 +67,7 @@ def test_both_of_two_runs_hear_a_signal(tmp_path):
         assert run.steps() == [1]
 
 
-def test_a_signal_after_the_last_step_stops_as_the_run_is_closed(tmp_path):
+def test_a_signal_after_the_last_step_stops_as_the_run_is_closed(tmp_path, caplog):
     checkpoints = begun(tmp_path, every=1)
     checkpoints.after_step({"w": torch.zeros(3)})
     signal.raise_signal(TERM)
@@ -75,7 +75,7 @@ def test_a_signal_after_the_last_step_stops_as_the_run_is_closed(tmp_path):
         Stopped, match=r"stopped as the run was closed, because of SIGTERM, after step 1.* \[1\]"
     ) as caught:
         checkpoints.close()
-    assert caught.value.code == 75
+    assert caught.value.code == 75 and str(caught.value) in caplog.text
     checkpoints.close()
 
 

@@ -228,10 +228,12 @@ class Checkpoints:
         if self._replicas is not None:
             self._replicas.close()
         if came is not None:
-            raise Stopped(
+            stopped = Stopped(
                 f"stopped as the run was closed, because of {came.name}, after step {self.step}. In {self.folder} are "
                 f"steps {self.steps()}."
             )
+            log.warning("%s: %s", WHAT, stopped)
+            raise stopped
 
     def _check_begun(self, what: str) -> None:
         if not self._begun:
