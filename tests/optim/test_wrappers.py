@@ -115,6 +115,30 @@ def test_a_rate_is_changed_between_steps_without_another_capture():
     assert state.learning_rate.item() == 0.25 and len(captures) == before
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_rate_from_the_batch_needs_one_capture(compiled):
+    captures = []
+
+    def train_step(state, batch):
+        captures.append(1)
+        state = state.replace(opt_state=state.opt_state.with_hyperparams(learning_rate=batch["lr"]))
+        loss, grads = state.value_and_grad(_loss)(batch)
+        return state.apply_gradients(grads), loss
+
+    tx = optim.inject_hyperparams(optim.sgd)(0.5)
+    state = zerofn.shard(zerofn.TrainState.create(params={"w": torch.ones(3)}, tx=tx), stage=3)
+    step = zerofn.compile(train_step) if compiled else train_step
+    w = torch.ones(3)
+    for rate in (0.25, 0.125, 0.5):
+        batch = {"x": torch.ones(()), "lr": torch.tensor(rate)}
+        w = w - rate * torch.func.grad(lambda w: _loss({"w": w}, batch))(w)  # noqa: B023
+        state, _ = step(state, batch)
+        assert torch.equal(zerofn.unshard(state.params)["w"], w)
+    assert not compiled or len(captures) == 1
+    with pytest.raises(TypeError, match="learning_rate: value must be a number, got tensor"):
+        state.opt_state.with_hyperparams(learning_rate=torch.ones(2))
+
+
 def test_what_cannot_be_injected_is_told():
     with pytest.raises(ValueError, match=r"static_args names \['rates'\], which are no arguments of sgd"):
         optim.inject_hyperparams(optim.sgd, "rates")

@@ -215,6 +215,9 @@ def test_options_that_cannot_be(options, message):
         zerofn.compile(no_backward, **options)
 
 
-def test_a_step_that_keeps_nothing():
-    with pytest.raises(ValueError, match="remat='full'\\) has no effect: no_backward keeps nothing"):
-        zerofn.compile(no_backward, remat="full")(state_of(MODULE, 3), batch_of())
+@pytest.mark.parametrize("how", ["full", "auto"])
+def test_a_step_that_keeps_nothing_runs_and_the_log_says_so(how, caplog):
+    state, batch = state_of(MODULE, 3), batch_of()
+    with caplog.at_level("INFO", "zerofn"):
+        assert torch.equal(zerofn.compile(no_backward, remat=how)(state, batch), no_backward(state, batch))
+    assert f"no_backward: remat={how!r} changes nothing: no activation is kept" in caplog.text

@@ -28,17 +28,26 @@ class InjectHyperparamsState(NamedTuple):
     hyperparams: dict[str, Tensor]
     inner_state: Any
 
-    def with_hyperparams(self, **values: float) -> InjectHyperparamsState:
-        """Return the state with some hyperparameters set to numbers.
+    def with_hyperparams(self, **values: float | Tensor) -> InjectHyperparamsState:
+        """Return the state with some hyperparameters set to numbers, or to tensors of one element.
 
-        Raises `KeyError` for a name that is not injected, `TypeError` for a value that is no number.
+        A number is a constant of a captured step; a tensor, such as an entry of the batch, may be another one at each
+        call. Raises `KeyError` for a name that is not injected, `TypeError` for a value that is neither.
         """
         for name, value in values.items():
             if name not in self.hyperparams:
                 raise KeyError(f"with_hyperparams: {name!r} is not injected; set one of {list(self.hyperparams)}.")
-            checks.number(f"with_hyperparams: {name}", value=value)
-        fresh = {name: torch.full_like(self.hyperparams[name], value) for name, value in values.items()}
+            if not (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()):
+                checks.number(f"with_hyperparams: {name}", value=value)
+        fresh = {name: _like(self.hyperparams[name], value) for name, value in values.items()}
         return self._replace(hyperparams={**self.hyperparams, **fresh})
+
+
+def _like(scalar: Tensor, value: float | Tensor) -> Tensor:
+    """Return a number, or a tensor's only element, as a scalar of this one's dtype and device."""
+    if isinstance(value, Tensor):
+        return value.detach().reshape(()).to(scalar, copy=True)
+    return torch.full_like(scalar, value)
 
 
 def inject_hyperparams(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,7 @@ from ..reshard import num_others, uses_of_gathers
 from .decision import Choice, choose
 from .eviction import Drop, cheapest
 
+log = logging.getLogger("zerofn")
 TRIES = 8  # schedules to try before giving up
 PAGE = 4096  # bytes: a budget of this much less than the least one that is named does not do
 SHORT = 0.01  # of a step's time: a smaller gain is not worth another schedule
@@ -79,7 +81,7 @@ def recomputed(program: Program, how: str, schedule: Schedule) -> list[Choice]:
     """Return decisions about which activations the backward pass recomputes.
 
     "full" keeps only the first values of each segment, and all of the last segment. "auto" recomputes the cheapest
-    activations until the saved ones take half of the memory. Raises `ValueError` if there are no activations.
+    activations until the saved ones take half of the memory. Without activations there is nothing to decide.
     `schedule` must be the same on all ranks.
     """
     search = _Search(program, schedule, lambda live: live["activations"])
@@ -88,10 +90,8 @@ def recomputed(program: Program, how: str, schedule: Schedule) -> list[Choice]:
         for parts in (Segments(gm.graph) for gm in search.graphs)
     ]
     if not any(names):
-        raise ValueError(
-            f"compile(remat={how!r}) has no effect: {program.name} keeps nothing for a backward pass that "
-            "could be computed again. Leave it out."
-        )
+        log.info("%s: remat=%r changes nothing: no activation is kept that could be computed again.", program.name, how)
+        return [Choice() for _ in search.graphs]
     full = [Choice(dropped) for dropped in names]
     if how == "full":
         return full
