@@ -1,5 +1,7 @@
 """TrainState: steps, skipped steps, loss scales and frozen parameters, against plain torch and GradScaler."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -410,3 +412,69 @@ def test_what_it_looks_like(ranks):
             assert len(text) < 1500 and max(map(len, text.splitlines())) < 150
         assert "holds" in cut and "layers.0" in cut and "loss_scale: DynamicLossScale(65536.0)\n" in cut
         assert "opt_state:" in cut and "bytes here" in cut
+
+
+# --- a sharded state with other static fields
+
+
+def linear_pair():
+    return {k: torch.full((4, 4), 1.0 + i) for i, k in enumerate(("body.w", "head.w"))}
+
+
+def two_layers(tx, frozen=None):
+    return TrainState.create(params=linear_pair(), tx=tx, frozen=frozen)
+
+
+def train_pair(state, compiled=True):
+    def step(state, x):
+        loss, grads = state.value_and_grad(lambda p, x: (x @ p["body.w"] @ p["head.w"]).sum())(x)
+        return state.apply_gradients(grads), loss
+
+    return (zerofn.compile(step) if compiled else step)(state, torch.ones(1, 4))[0]
+
+
+def body(name):
+    return name.startswith("body.")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("before, after", [(None, body), (body, None), (body, lambda name: not body(name))])
+def test_another_frozen_is_refused_with_the_way_out(stage, before, after):
+    state = train_pair(shard(two_layers(optim.adamw(0.1), before), stage=stage))
+    with pytest.raises(
+        ValueError, match=r"where shard has laid out the parameters, and `frozen` says .* anew"
+    ) as caught:
+        state.replace(frozen=after)
+    bare = dataclasses.replace(state, frozen=after)
+    with pytest.raises(ValueError, match="where shard has laid out the parameters"):
+        train_pair(bare)
+    same = state.replace(frozen=None if before is None else lambda name: before(name))  # the same choice, written anew
+    way_out = str(caught.value).partition("new moments: ")[2].removesuffix(".")
+    anew = eval(way_out, {"zerofn": zerofn, "state": state, "frozen": after})
+    assert torch.equal(anew.step, torch.ones((), dtype=torch.int64))
+    plain = two_layers(optim.adamw(0.1), after).replace(params=unshard(state.params))
+    assert_same_trees(unshard(train_pair(anew).params), train_pair(plain, compiled=False).params)
+    assert (unshard(train_pair(same).params)["body.w"] == 1).all() == (before is not None)
+
+
+def test_parameters_with_other_frozen_units_are_refused():
+    state = shard(two_layers(optim.sgd(0.1)))
+    with pytest.raises(
+        ValueError, match="'body.w' is frozen where shard has laid out the parameters, and `frozen` says"
+    ):
+        state.replace(params=shard(two_layers(optim.sgd(0.1), body)).params)
+
+
+def test_moments_that_shard_alone_stores_are_refused_with_the_way_out():
+    state, tx = train_pair(shard(two_layers(optim.adamw(0.1)))), optim.adamw(0.1, moments="8bit")
+    with pytest.raises(ValueError, match="the moments 'mu' of the new tx are to be kept in 8-bit blocks") as caught:
+        state.replace(tx=tx, opt_state=tx.init(state.params))
+    way_out = str(caught.value).partition("new moments: ")[2].removesuffix(".")
+    anew = eval(way_out, {"zerofn": zerofn, "state": state, "tx": tx})
+    assert train_pair(anew).opt_state.mu.stored[0].storage.codec.note == " in 8-bit blocks"
+    other = optim.lion(0.1)
+    plain = TrainState.create(params=unshard(state.params), tx=other)
+    assert_same_trees(
+        unshard(train_pair(state.replace(tx=other, opt_state=other.init(state.params))).params),
+        train_pair(plain, compiled=False).params,
+    )

@@ -23,6 +23,11 @@ from ..util.html import table
 from .grad import LossFn, ValueAndGrad, value_and_grad
 from .loss_scale import DynamicLossScale, StaticLossScale
 
+_ANEW = (
+    "Lay the state out anew, with new moments: zerofn.shard(zerofn.TrainState.create(params=zerofn.unshard("
+    "state.params), tx={tx}, frozen={frozen}).replace(step=state.step, rng=state.rng))."
+)
+
 
 @dataclass(frozen=True)
 class TrainState:
@@ -85,6 +90,7 @@ class TrainState:
 
         It takes the state's parameters, loss scale, random key of this step and `frozen`.
         """
+        _check_frozen(self.params, self.frozen)
         object.__setattr__(self, "_update", _Update(self.extra))
         return _AtState(self, value_and_grad(loss_fn, has_aux, self.loss_scale, self.rng_at(), self.frozen))
 
@@ -133,8 +139,15 @@ class TrainState:
         """Return a copy with some fields changed.
 
         In a step that `apply_gradients` skips, floating-point leaves of `extra` keep their old values.
+
+        Raises `ValueError` if the parameters are sharded, and `frozen` and they disagree about which are trained, or
+        the moments of a new `tx` are stored in another format than it asks for: `shard` decides both.
         """
         new = dataclasses.replace(self, **changes)
+        if not changes.keys().isdisjoint(("frozen", "params")):
+            _check_frozen(new.params, new.frozen)
+        if new.tx != self.tx:
+            _check_formats(new.opt_state)
         update: _Update | None = getattr(self, "_update", None)
         return new if update is None else new._after(update)
 
@@ -253,6 +266,38 @@ def _check_choices(params: Any, tx: GradientTransformation, frozen: Callable[[st
         check_effect("TrainState.create: frozen", frozen, ask_names("frozen", frozen, [x.name for x in leaves]))
     for name, mask in masks(tx):
         check_effect(f"{name}: mask", mask, {x.name: mask(x) for x in leaves})
+
+
+def _check_frozen(params: Any, frozen: Callable[[str], bool] | None) -> None:
+    """Raise `ValueError` if `frozen` selects other leaves than are frozen where sharded parameters lie."""
+    paths, nodes, _ = tree.flatten_with_path(params, is_leaf=is_sharded)
+    for path, x in zip(paths, nodes, strict=True):
+        for unit in x.layout.units if is_sharded(x) else ():
+            for leaf in unit.leaves if unit.dtype.is_floating_point else ():
+                name = tree.name_of((*path, leaf.name))
+                asked = frozen is not None and bool(frozen(name))
+                if asked == unit.trainable:
+                    raise ValueError(
+                        f"TrainState: {name!r} is {'trained' if asked else 'frozen'} where shard has laid out the "
+                        f"parameters, and `frozen` says {'otherwise' if frozen else 'nothing of it'}. "
+                        f"{_ANEW.format(tx='state.tx', frozen='frozen')}"
+                    )
+
+
+def _check_formats(opt_state: Any) -> None:
+    """Raise `ValueError` if moments are not stored as the type of their state asks."""
+
+    def asks(x: Any) -> bool:
+        return hasattr(type(x), "moment_storage")
+
+    for node in filter(asks, tree.flatten(opt_state, is_leaf=asks)[0]):
+        for field, (codec, _) in type(node).moment_storage.items():
+            moments = getattr(node, field)
+            if is_sharded(moments) and any(x.codec != codec for x in moments.storages):
+                raise ValueError(
+                    f"TrainState.replace: the moments {field!r} of the new tx are to be kept{codec.note}, and only "
+                    f"shard stores them so. {_ANEW.format(tx='tx', frozen='state.frozen')}"
+                )
 
 
 def _check_opt_state(tx: GradientTransformation, opt_state: Any) -> None:
