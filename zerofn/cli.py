@@ -34,6 +34,7 @@ from .planning.meshes import AUTO
 from .planning.planner import cluster, grid_of, plan_meshes, plan_step
 from .planning.rows import ALL, Asked, Layers, Step
 from .planning.table import Table
+from .util.errors import printable
 from .util.version import __version__
 
 
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         TypeError,
         ValueError,
     ) as error:
-        print(f"zerofn {args.command}: {error}", file=sys.stderr)
+        print(printable(f"zerofn {args.command}: {error}"), file=sys.stderr)
         return 1
 
 
@@ -200,7 +201,7 @@ def _config(args: argparse.Namespace) -> int:
     pairs = [text.partition("=") for text in args.auto]
     if bare := [name for name, is_given, _ in pairs if not is_given]:
         raise ValueError(f"--auto {bare[0]}: expected KEY=VALUE, such as lr=3e-4.")
-    print(deepspeed_report.text(deepspeed_report.explained(args.file)), end="\n\n")
+    print(printable(deepspeed_report.text(deepspeed_report.explained(args.file))), end="\n\n")
     print(deepspeed_report.summary(args.file, {name: _value(text) for name, _, text in pairs}, args.world))
     return 0
 
@@ -214,7 +215,7 @@ def _value(text: str) -> Any:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    print(described(args.path))
+    print(printable(described(args.path)))
     return 0
 
 
@@ -224,7 +225,7 @@ def _verify(args: argparse.Namespace) -> int:
     for path in checkpoints_at(args.path):
         found = verify(path)
         faults += len(found)
-        print("\n".join(found) if found else f"{path}: every bit is as saved")
+        print(printable("\n".join(found) if found else f"{path}: every bit is as saved"))
     return int(faults > 0)
 
 
@@ -241,7 +242,7 @@ def _diff(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace) -> int:
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     for file in export(args.path, args.out, part=args.part, dtype=dtype, max_shard_size=args.max_shard_size):
-        print(file)
+        print(printable(str(file)))
     return 0
 
 

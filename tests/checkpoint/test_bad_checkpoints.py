@@ -1,9 +1,15 @@
 """Checkpoints that cannot be loaded: every rank raises a sentence, and the state it had still works."""
 
+import contextlib
+import functools
 import json
+import math
+import os
 import random
 import re
 import shutil
+import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +20,7 @@ import zerofn
 from tests.support.checkpoint_states import mixed_state, train_state
 from tests.support.same import assert_same_trees
 from zerofn import tree
-from zerofn.checkpoint import CheckpointError, loading, manifest
+from zerofn.checkpoint import CheckpointError, loading, manifest, reports
 
 
 def save_one(folder: Path) -> None:
@@ -84,7 +90,7 @@ def spoil(folder: Path) -> dict[str, str]:
         "no manifest": "the save that was to make it was interrupted",
         "bad manifest": "manifest.json is damaged",
         "newer": "version 99",
-        "incomplete manifest": "manifest.json is damaged: KeyError: 'files'",
+        "incomplete manifest": "manifest.json is damaged: it has no 'files'",
         "other shape": r"'params.h.0.b' has shape \(301,\) there and \(17,\) in `like`",
         "other name": "has no leaf 'extra.average_of.average",
         "empty": "no complete checkpoint",
@@ -104,6 +110,47 @@ def test_each_raises_on_every_rank(ranks, tmp_path):
             assert re.search(expected[case], message), (case, message)
             if case != "other name":
                 assert str(tmp_path) in message
+
+
+def no_file(kind: str, path: Path) -> None:
+    """Put what is no regular file at a path, or a link to it."""
+    path.unlink(missing_ok=True)
+    target = path.with_name("target") if kind.startswith("link to ") else path
+    match kind.removeprefix("link to "):
+        case "pipe":
+            os.mkfifo(target)
+        case "socket":
+            with contextlib.chdir(target.parent), socket.socket(socket.AF_UNIX) as opened:
+                opened.bind(target.name)
+        case "device":
+            target = Path("/dev/zero")
+        case "folder":
+            target.mkdir()
+        case "itself":
+            target = path
+    if target != path or kind in ("device", "link to itself"):
+        path.symlink_to(target)
+
+
+NO_FILES = ["pipe", "socket", "device", "folder", "link to pipe", "link to folder", "link to nothing", "link to itself"]
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+@pytest.mark.parametrize("which", ["manifest.json", "rank-00000*", "zerofn-saving.json"])
+def test_what_is_no_file_is_told_at_once(tmp_path, kind, which):
+    state = zerofn.shard(train_state(7))
+    zerofn.save(tmp_path / "a", state)
+    (file,) = list((tmp_path / "a").glob(which)) or [tmp_path / "a" / which]
+    no_file(kind, file)
+    start = time.monotonic()
+    if which == "zerofn-saving.json":  # which only saves read
+        with pytest.raises(CheckpointError, match="zerofn-saving.json( is not ZeroFn's|\\.$)"):
+            zerofn.save(tmp_path / "a", state)
+    else:
+        with pytest.raises(CheckpointError):
+            zerofn.load(tmp_path / "a", like=state)
+        assert len(zerofn.verify(tmp_path / "a")) == 1
+    assert time.monotonic() - start < 5
 
 
 def spoiled(path: Path, at: int, bit: int) -> bytes:
@@ -158,6 +205,48 @@ MANIFESTS = {
     "replicated leaves elsewhere": lambda data: data["replicated"][0].update(file="../x"),
     "replicated leaves that are not there": lambda data: data["replicated"][0].update(tensor="x"),
 }
+
+
+STRANGE = [
+    None, -1, 2, 1 << 63, 10**30, "x", "", 1.5, [], {}, True, math.nan, math.inf, [None], "F99",
+    "\ud800", [1, 2], [[0, [[0, 1]]]],
+]  # fmt: skip
+
+
+def places_in(x, at=()):
+    """Every place of a JSON document, as the keys that lead there."""
+    yield at
+    for key in x if isinstance(x, dict) else range(len(x)) if isinstance(x, list) else ():
+        yield from places_in(x[key], (*at, key))
+
+
+def test_a_manifest_with_any_value_anywhere_is_right_or_told(tmp_path):
+    """`CheckpointError`, or the values that were saved; never an error of Python, nor memory for what is not there."""
+    saved = train_state(7)
+    zerofn.save(tmp_path / "a", zerofn.shard(saved))
+    good = (tmp_path / "a" / "manifest.json").read_text()
+    places = [x for x in places_in(json.loads(good)) if x and x[-1] not in ("sha256", "offset")]
+    chance, like = random.Random(0), zerofn.shard(train_state(1))
+    told = 0
+    for k in range(120):
+        *above, last = chance.choice(places)
+        value = chance.choice(STRANGE)
+
+        def change(data, above=above, last=last, value=value, removed=k % 4 == 0):
+            inside = functools.reduce(lambda x, key: x[key], above, data)
+            if removed:
+                del inside[last]
+            else:
+                inside[last] = value
+
+        edit_manifest(tmp_path / "a", change)
+        try:
+            assert_same_trees(zerofn.unshard(zerofn.load(tmp_path / "a", like=like)), saved)
+            reports.described(tmp_path / "a")
+        except CheckpointError as error:
+            told += "damaged: " in str(error)
+        (tmp_path / "a" / "manifest.json").write_text(good)
+    assert told > 60
 
 
 def rename_file(data: dict, name: str) -> None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -16,6 +17,7 @@ from tests.support.same import assert_same_trees, first_difference
 from tests.support.small_steps import apart, batch_of, build, state_of, train_step_of
 from tests.support.tiered_steps import TIERS
 from zerofn.checkpoint import CheckpointError, behind, tensor_file
+from zerofn.checkpoint.behind import Saving
 from zerofn.util.process import the
 
 
@@ -183,3 +185,15 @@ def test_the_end_of_the_program_waits(tmp_path):
     command = [sys.executable, "-c", LAST_LINE, str(tmp_path / "a")]
     subprocess.run(command, env=environ, check=True, timeout=60)
     assert torch.equal(zerofn.load(tmp_path / "a", like={"w": torch.zeros(5)})["w"], torch.arange(5.0))
+
+
+def test_a_save_whose_thread_cannot_start_says_so(tmp_path, monkeypatch):
+    def full(thread):
+        raise RuntimeError("can't start new thread")
+
+    saving = Saving(tmp_path, 0.0)
+    monkeypatch.setattr(threading.Thread, "start", full)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        saving.begin("a thread", "", lambda: None)
+    assert saving.done()
+    saving.wait()

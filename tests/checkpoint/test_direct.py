@@ -166,3 +166,16 @@ def test_no_descriptor_and_no_thread_is_left(tmp_path):
         reader.read((tmp_path / "a", 0, 10), iter(()), lambda x: None), torch.zeros(10, dtype=torch.uint8)
     )
     reader.close()
+
+
+def test_a_system_without_threads_says_so(tmp_path, monkeypatch):
+    def full(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", full)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        writer = Writer(tmp_path / "a", 8 * PIECE)
+        try:
+            writer.write(memoryview(bytearray(4 * PIECE)))
+        finally:
+            writer.close()

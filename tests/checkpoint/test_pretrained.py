@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers as hf
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import zerofn
 from tests.support.same import assert_same_trees
@@ -140,6 +140,24 @@ def test_paths_that_are_none(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "model.safetensors.index.json").write_text('{"weight_map": {"x": "y.safetensors"}}')
     fails(tmp_path / "b", "y.safetensors is missing")
+
+
+@pytest.mark.parametrize("length", [0x80, 0x180, 0x280, 0x8080])
+def test_a_header_whose_length_reads_as_a_pickles_first_byte(tmp_path, length):
+    file = tmp_path / "w.safetensors"
+    values = torch.arange(4.0)
+    save_file({"w": values}, file, metadata={"x": ""})
+    rest = length - int.from_bytes(file.read_bytes()[:8], "little")
+    save_file({"w": values}, file, metadata={"x": "." * rest}) if rest > 0 else save_file({"w" * 72: values}, file)
+    assert file.read_bytes()[:8] == length.to_bytes(8, "little")
+    (name,) = load_file(file)
+    assert torch.equal(zerofn.load_safetensors(file, like={name: torch.zeros(4)})[name], values)
+
+
+def test_pickled_weights_are_named_as_such(tmp_path):
+    for name, options in (("zip", {}), ("pickle", {"_use_new_zipfile_serialization": False})):
+        torch.save(weights(), tmp_path / f"{name}.safetensors", **options)
+        fails(tmp_path / f"{name}.safetensors", "holds pickled weights, .*save_file")
 
 
 def fail_on_one(path: Path) -> str:

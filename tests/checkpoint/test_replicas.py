@@ -232,6 +232,29 @@ def test_memory_of_jobs_that_have_ended_is_freed(tmp_path, monkeypatch):
         mine.begin()
 
 
+def test_names_of_others_end_no_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
+    monkeypatch.setattr(replicas, "MEMORY", tmp_path)
+    names = ("notes", "7", "-", "7-7", "x-7-0123456789ab", f"{'9' * 30}-7-0123456789ab", "7-0123456789ab-7", "7-8-9\n")
+    for name in names:
+        (tmp_path / f"{replicas._of_machine()}{name}").mkdir()
+    target = tmp_path / "target"
+    target.write_text("stays")
+    (tmp_path / f"{replicas._of_machine()}7-7-0123456789ab").symlink_to(target)
+    (tmp_path / f"{replicas._of_machine()}8-7-0123456789ab").write_text("a file")
+    before = set(tmp_path.iterdir())
+    mine = replicas.Replicas(tmp_path / "run")
+    mine.begin()
+    assert set(tmp_path.iterdir()) == before | {mine.folder}
+    (mine.folder / "step-00000003").write_text("a file")
+    (mine.folder / "notes").write_text("a file")
+    (mine.folder / "step-00000004").mkdir()
+    (mine.folder / "step-00000005").mkdir()
+    mine._remove_all_but(mine.folder / "step-00000005", [])
+    assert {p.name for p in mine.folder.iterdir()} == {"step-00000003", "step-00000005", "notes"}
+    assert list(mine.copies()) == []
+
+
 def test_where_it_makes_no_sense(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     with pytest.raises(ValueError, match="torchrun --max-restarts"):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import zerofn
+from tests.checkpoint.test_bad_checkpoints import edit_manifest
 from tests.support.checkpoint_states import train_state
 from tests.support.small_steps import build, state_of
 from zerofn.checkpoint.reports import differences
@@ -151,3 +152,19 @@ def test_a_donated_state_keeps_nothing(tmp_path):
     with pytest.raises(ValueError, match="keeps its values, but this state was used up by a step"):
         zerofn.load(tmp_path / "a", like=state, only="params")
     zerofn.load(tmp_path / "a", like=new, only="params")
+
+
+def test_what_a_checkpoint_holds_does_not_steer_a_terminal(tmp_path, capsys):
+    """Names and texts are those of whoever wrote the files."""
+    evil = "\x1b]0;owned\x07\x1b[2Jdown\u202eloaded\nstep 9\x9b"
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        zerofn.save(tmp_path / name, {"params": {evil: torch.full((3,), value)}})
+        edit_manifest(tmp_path / name, lambda data: data["saved"].update(program=evil, host=evil, time=evil))
+        edit_manifest(tmp_path / name, lambda data: data.update(notes={"metrics": {evil: 1.0}}, versions={evil: evil}))
+    assert main(["inspect", str(tmp_path / "a")]) == 0
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / evil)]) == 1
+    found = capsys.readouterr()
+    printed = found.out + found.err
+    assert printed.replace("\n", "").isprintable() and "\\x1b]0;owned\\x07\\x1b[2J" in printed
+    assert not any(line.startswith("step 9") for line in found.out.splitlines())

@@ -111,6 +111,49 @@ def test_ranks_at_work_are_waited_for(ranks):
     ranks.stop()
 
 
+class OfANetwork(Exception):
+    """As libraries of object stores raise: neither `OSError` nor anything else of Python's."""
+
+
+FAILURES = {
+    "disk": OSError(28, "No space left on device", "a file"),
+    "network": OfANetwork("403 Forbidden"),
+    "memory": MemoryError(),
+    "allocator": RuntimeError("can't allocate memory"),
+    "key": KeyError("w"),
+    "call": ValueError("two leaves are called 'w'"),
+    "type": TypeError("no tensor"),
+    "library": ImportError("pip install s3fs"),
+}
+
+
+def fails_as(failures):
+    """What this rank raises of each: its type, its text, and the error that it comes from."""
+    out = []
+    for own in failures:
+
+        def work(own=own):
+            if own[dist.get_rank()]:
+                raise FAILURES[own[dist.get_rank()]]
+
+        with pytest.raises(Exception) as caught:
+            agreement.together("a save", work)
+        out.append((type(caught.value).__name__, str(caught.value), repr(caught.value.__cause__)))
+    return out
+
+
+def test_all_ranks_raise_errors_of_one_type(ranks):
+    cases = [("", name) for name in FAILURES] + [("network", "call"), ("call", "network")]
+    first, second = ranks(2, fails_as, cases)
+    own = {"call": "ValueError", "type": "TypeError", "library": "ImportError"}
+    for case, here, there in zip(cases, first, second, strict=True):
+        assert here[0] == there[0] == own.get(case[0] or case[1], "CheckpointError"), (case, here, there)
+    told = dict(zip(FAILURES, first, strict=False))
+    assert told["network"][1] == "a save: rank 1 failed: OfANetwork: 403 Forbidden"
+    assert told["memory"][1] == "a save: rank 1 failed: out of memory"
+    assert second[1][2] == "OfANetwork('403 Forbidden')", "the rank where it happened has the error itself, too"
+
+
 def frozen():
     """What the others raise, and after how long, while rank 1 is stopped, as by SIGSTOP."""
     agreement.agree("all are here", "")

@@ -187,3 +187,60 @@ def test_what_is_missing_damaged_or_of_another_model(tmp_path):
     with pytest.raises(zerofn.CheckpointError, match="export_dcp: .* has no params"):
         zerofn.save(tmp_path / "bare", {"w": torch.ones(3)})
         zerofn.export_dcp(tmp_path / "bare", tmp_path / "out")
+
+
+def lies(path, change):
+    """Let the metadata say something else."""
+    with open(path / ".metadata", "rb") as file:
+        metadata = pickle.load(file)
+    change(metadata)
+    with open(path / ".metadata", "wb") as file:
+        pickle.dump(metadata, file)
+
+
+def tensor_of(metadata):
+    return metadata.state_dict_metadata["0.weight"]
+
+
+def place_of(metadata):
+    return next(x for index, x in metadata.storage_data.items() if index.fqn == "0.weight")
+
+
+LIES = {
+    "a huge shape": (lambda m: setattr(tensor_of(m), "size", torch.Size([1 << 20, 1 << 20])), "'0.weight' has shape"),
+    "a negative shape": (lambda m: setattr(tensor_of(m), "size", (-1, 5)), "has shape or offsets"),
+    "a shape that is none": (lambda m: setattr(tensor_of(m), "size", "x"), "has shape or offsets 'x'"),
+    "a dtype that is none": (lambda m: setattr(tensor_of(m).properties, "dtype", 5), "has dtype 5"),
+    "a chunk outside": (lambda m: setattr(tensor_of(m), "size", torch.Size([2, 5])), "and a chunk of"),
+    "a place outside": (lambda m: setattr(place_of(m), "offset", 1 << 40), "which has"),
+    "a place that is none": (lambda m: setattr(place_of(m), "length", None), "is damaged"),
+    "another place": (lambda m: setattr(place_of(m), "offset", 1), "'0.weight'"),
+    "no tensors": (lambda m: setattr(m, "state_dict_metadata", None), "no dict of tensors"),
+    "no places": (lambda m: setattr(m, "storage_data", [1]), "no dict of tensors"),
+    "a folder elsewhere": (lambda m: setattr(place_of(m), "relative_path", "../x"), "lies elsewhere"),
+    "an extension": (lambda m: setattr(place_of(m), "transform_descriptors", ["zstd"]), "save it without extensions"),
+}
+
+
+@pytest.mark.parametrize("case", LIES)
+def test_metadata_that_lies(tmp_path, case):
+    dcp.save(dict(build().named_parameters()), checkpoint_id=tmp_path)
+    change, words = LIES[case]
+    lies(tmp_path, change)
+    with pytest.raises(zerofn.CheckpointError, match=words):
+        zerofn.load_dcp(tmp_path, like=like(), only="params")
+
+
+def test_a_damaged_file_is_an_ordinary_error(tmp_path):
+    """torch raises what is no `Exception`."""
+    dcp.save(dict(build().named_parameters()), checkpoint_id=tmp_path)
+    (file,) = tmp_path.glob("*.distcp")
+    data = file.read_bytes()
+    for damaged in (data[: len(data) // 2], b"", bytes(len(data)), data.replace(b"data.pkl", b"data.pxl")):
+        file.write_bytes(damaged)
+        try:
+            zerofn.load_dcp(tmp_path, like=like(), only="params")
+        except Exception as error:
+            assert isinstance(error, zerofn.CheckpointError), error
+        else:
+            raise AssertionError("a damaged file was read")

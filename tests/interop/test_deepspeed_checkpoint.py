@@ -1,6 +1,7 @@
 """Checkpoints that DeepSpeed itself has written: benchmarks/interop/deepspeed_checkpoints.py made them."""
 
 import os
+import random
 import re
 import shutil
 import zipfile
@@ -8,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 import zerofn
 from benchmarks.interop.deepspeed_checkpoints import CASES, STEPS, Tiny
 from tests.support.same import assert_same_trees
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
+from zerofn.interop.deepspeed_checkpoint import _Empty
 from zerofn.parallel.cuts import equal
 
 ADAMW = optim.adamw(1e-2)
@@ -162,3 +165,45 @@ def test_the_other_name_of_a_tied_weight(tmp_path):
     expected = torch.load(path / "expected.pt", weights_only=True)
     assert torch.equal(loaded.params["head.weight"], expected["params.embed.weight"])
     assert torch.equal(loaded.opt_state.nu["head.weight"], expected["exp_avg_sq.embed.weight"])
+
+
+STRANGE = [None, -1, 1 << 70, "x", [], {}, True, float("nan"), [None], {1: 2}, torch.ones(2, 2), torch.ones(0)]
+
+
+def changed(value, chance):
+    """A copy in which one value, somewhere, is another one or is gone."""
+    if isinstance(value, dict | list) and value and chance.random() < 0.8:
+        out = value.copy()
+        key = chance.choice(list(value) if isinstance(value, dict) else range(len(value)))
+        if isinstance(value, dict) and chance.random() < 0.3:
+            del out[key]
+        else:
+            out[key] = changed(value[key], chance)
+        return out
+    return chance.choice(STRANGE)
+
+
+@pytest.mark.parametrize("name", ["stage0-fp32-one-group", "stage1-fp32", "stage2-fp32", "stage3-fp32"])
+def test_a_checkpoint_with_any_value_anywhere_is_read_or_told(tmp_path, name):
+    """`CheckpointError`s, and never an error of Python's."""
+    path, chance, told = unpacked(name, tmp_path), random.Random(0), 0
+    state = like(1, name)
+    for k in range(24):
+        files = sorted(x for x in (path / "last").iterdir() if x.suffix == ".pt")
+        file = files[k % len(files)]
+        kept = file.read_bytes()
+        with safe_globals([(_Empty, x) for x in get_unsafe_globals_in_checkpoint(file)]):
+            value = torch.load(file, weights_only=True)
+        inner = value.get("optimizer_state_dict", {})
+        inner.pop("loss_scaler", None)
+        if inner and k % 2:
+            value["optimizer_state_dict"] = changed(inner, chance)
+        else:
+            value = changed(value, chance)
+        torch.save(value, file)
+        try:
+            zerofn.load_deepspeed(path, like=state)
+        except zerofn.CheckpointError:
+            told += 1
+        file.write_bytes(kept)
+    assert told > 5

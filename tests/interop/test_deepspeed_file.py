@@ -1,7 +1,10 @@
 """Files that are no configuration, and values in place of "auto"."""
 
+import math
+
 import pytest
 
+import zerofn
 from zerofn.interop.deepspeed_file import filled, read
 
 
@@ -43,3 +46,41 @@ def test_values_that_nobody_reads_are_errors():
         filled({"train_batch_size": "auto"}, {"lr": 1e-3})
     with pytest.raises(ValueError, match="gradient_clipping is 1.0 in the configuration and 0.5 in auto="):
         filled({"gradient_clipping": 1.0}, {"gradient_clipping": 0.5})
+
+
+STRANGE = [math.inf, -math.inf, math.nan, 10**400, 10**5000, True, "x", [], ["fp16"], {"a": 1}, -7, 0.5]
+KEYS = [
+    "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping",
+    "communication_data_type", "optimizer.type", "optimizer.params.lr", "optimizer.params.betas",
+    "optimizer.params.eps", "optimizer.params.weight_decay", "scheduler.type", "scheduler.params.warmup_num_steps",
+    "scheduler.params.warmup_max_lr", "scheduler.params.warmup_type", "zero_optimization.stage",
+    "zero_optimization.offload_optimizer.device", "zero_optimization.offload_optimizer.nvme_path",
+    "zero_optimization.offload_optimizer.ratio", "bf16.enabled", "fp16.loss_scale", "fp16.initial_scale_power",
+    "fp16.hysteresis", "data_types.grad_accum_dtype",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_value_of_another_type_or_range_is_told_with_its_key(key):
+    """Each is taken, or refused by `ValueError` with the key; never an error of Python's own."""
+    told = 0
+    for value in STRANGE:
+        config = {
+            "train_micro_batch_size_per_gpu": 8,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+            "scheduler": {"type": "WarmupLR", "params": {}},
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}},
+            "fp16": {"enabled": key.startswith("fp16")},
+        }
+        *above, last = key.split(".")
+        block = config
+        for name in above:
+            block = block.setdefault(name, {})
+        block[last] = value
+        try:
+            zerofn.from_deepspeed(config)
+        except ValueError as error:
+            assert last in str(error) and str(error).startswith("from_deepspeed: "), (value, error)
+            assert len(str(error)) < 500
+            told += 1
+    assert told >= 5

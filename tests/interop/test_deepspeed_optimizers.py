@@ -92,7 +92,7 @@ def test_moments_in_a_format():
         ("Rprop", {}, "'Rprop' has no counterpart; there are Adam, AdamW"),
         ("AdamW", {"amsgrad": True}, "amsgrad=True: amsgrad has no counterpart"),
         ("AdamW", {"beta": 0.9}, "params.beta is not known; did you mean 'betas'"),
-        ("AdamW", {"betas": 0.9}, "betas: expected two numbers, got 0.9"),
+        ("AdamW", {"betas": 0.9}, "betas: expected two numbers from 0 to 1, got 0.9"),
         ("AdamW", {"lr": "1e-3"}, "params.lr: expected a number, got '1e-3'"),
         ("AdamW", {"max_grad_norm": 1.0}, "max_grad_norm is not known"),
         ("SGD", {"dampening": 0.5}, "dampening has no counterpart"),

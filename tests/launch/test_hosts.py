@@ -22,6 +22,9 @@ def test_a_hostfile(tmp_path):
         ("one slots=2\n# more\none slots=1\n", "line 3: 'one' is there already, in line 1"),
         ("one slots=0\n", "line 1: 'one' has no slots"),
         ("# nothing\n", "there is no machine in it"),
+        ("-oProxyCommand=x slots=2\n", "line 1: '-oProxyCommand=x' is no machine's name: ssh would"),
+        ("one slots=3000000000\n", "line 1: 'one' has slots=3000000000, and 4,096 are the most"),
+        (f"one slots={'9' * 9_999}\n", "and 4,096 are the most"),
     ],
 )
 def test_hostfiles_that_are_none(tmp_path, text, message):
@@ -71,3 +74,19 @@ def test_slurm():
     assert slurm_hosts(environ) == {"n1": [0, 1, 2, 3], "n2": [0, 1, 2, 3]}
     assert slurm_hosts({"SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS_PER_NODE": "2(x1)"}) == {"n1": [0, 1]}
     assert slurm_hosts({"SLURM_NTASKS_PER_NODE": "2"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "slots", "message"),
+    [
+        ("n[1-4000000000]", "1", "more than 65,536 machines"),
+        ("n[1-999]x[1-999]", "1", "more than 65,536 machines"),
+        ("n[x]", "1", r"expected numbers such as \[007-008,020\], got \[x\] in 'n\[x\]'"),
+        ("-oProxyCommand=x,b", "1", "'-oProxyCommand=x' is no machine's name"),
+        ("a", "x", "SLURM_GPUS_ON_NODE='x': expected a number from 1 to 4,096"),
+        ("a", "3000000000", "expected a number from 1 to 4,096"),
+    ],
+)
+def test_allocations_that_are_none(nodes, slots, message):
+    with pytest.raises(ValueError, match=message):
+        slurm_hosts({"SLURM_JOB_NODELIST": nodes, "SLURM_GPUS_ON_NODE": slots})

@@ -12,6 +12,7 @@ import zerofn
 from zerofn import optim
 from zerofn.notebook import progress as module
 from zerofn.notebook.progress import Line, leaves, number
+from zerofn.notebook.sinks import JsonLines
 
 BATCHES = [{"input_ids": torch.zeros(4, 8, dtype=torch.int64), "x": torch.zeros(4, 3)} for _ in range(7)]
 
@@ -147,3 +148,18 @@ def test_what_is_printed_takes_the_lines_place(monkeypatch):
 def test_leaves_and_numbers():
     assert list(leaves({"a": [1, (2,)], "b": 3})) == [1, 2, 3]
     assert [number(x) for x in (1, 2.5, torch.tensor([3]), torch.ones(2), "x", None)] == [1, 2.5, 3, None, None, None]
+
+
+def test_json_lines_are_json(tmp_path):
+    """JSON has no NaN: a reader that keeps to it refuses the whole line."""
+
+    def refuse(name):
+        raise ValueError(f"{name} is no JSON")
+
+    sink = JsonLines(tmp_path / "log.jsonl")
+    sink.write({"step": 3, "loss": float("nan"), "scale": float("inf"), "low": -float("inf"), "rate": 0.5})
+    sink.close()
+    (line,) = (tmp_path / "log.jsonl").read_text().splitlines()
+    found = json.loads(line, parse_constant=refuse)
+    assert found == {"step": 3, "loss": "NaN", "scale": "Infinity", "low": "-Infinity", "rate": 0.5}
+    assert float(found["scale"]) == float("inf")

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from traitlets.config import Config
 import zerofn
 from zerofn import optim
 from zerofn.notebook import pool
+from zerofn.notebook.pool import _local_store
 
 pytestmark = pytest.mark.slow
 
@@ -308,3 +310,12 @@ def test_the_extension_may_be_loaded_twice(none):
     none.run("%load_ext zerofn")
     zerofn.load_ipython_extension(none.shell)
     assert len(none.shell.input_transformers_cleanup) == before
+
+
+def test_the_store_listens_on_this_machine_alone():
+    store = _local_store()
+    listening = {x.laddr.ip for x in psutil.Process().net_connections() if x.laddr.port == store.port and not x.raddr}
+    assert listening == {"127.0.0.1"}
+    client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    client.set("key", "value")
+    assert store.get("key") == b"value"

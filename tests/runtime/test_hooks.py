@@ -6,6 +6,8 @@ import torch
 import zerofn
 from tests.support.same import assert_same_trees
 from zerofn import optim
+from zerofn.runtime.hooks import StepPreHooks
+from zerofn.util.process import the
 
 
 @pytest.fixture
@@ -42,3 +44,11 @@ def test_one_that_raises_leaves_the_state_as_it_was(training):
         step(state, torch.ones(3))
     assert_same_trees(state, kept)
     assert int(step(state, torch.ones(3))[0].step) == 1
+
+
+@pytest.mark.parametrize("hook", [3, None, "x", [], lambda x: None, int.__add__])
+def test_what_cannot_be_called_is_refused_at_once(hook):
+    before = dict(the(StepPreHooks))
+    with pytest.raises(TypeError, match="^register_step_pre_hook: hook must be a function that can be called without"):
+        zerofn.register_step_pre_hook(hook)
+    assert dict(the(StepPreHooks)) == before

@@ -48,8 +48,9 @@ class Saving:
                 log.error("save: %s", error)
                 self._error = error
 
-        self._thread = threading.Thread(target=run, name=name, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()  # which raises where a system has no more
+        self._thread = thread
 
     def done(self) -> bool:
         """Whether it has ended. If it failed, `wait` says how."""

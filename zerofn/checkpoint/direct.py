@@ -37,8 +37,9 @@ class _Threads:
 
     def do(self, task: _Task, depth: int = DEPTH) -> None:
         while len(self._threads) < depth:
-            self._threads.append(threading.Thread(target=self._work, name="zerofn-file", daemon=True))
-            self._threads[-1].start()
+            thread = threading.Thread(target=self._work, name="zerofn-file", daemon=True)
+            thread.start()  # which raises where a system has no more
+            self._threads.append(thread)
         self._tasks.put(task)
 
     def close(self) -> None:

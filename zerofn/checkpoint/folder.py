@@ -68,7 +68,7 @@ def is_ours(file: Path) -> bool:
         return b'"format": "zerofn-' in fetch(file, 0, 64)
     except FileNotFoundError:  # another save has just removed its own
         return not is_link(file)
-    except IsADirectoryError:
+    except CheckpointError:  # it is a folder, or a pipe
         return False
 
 

@@ -59,7 +59,7 @@ def load(
     file is missing, truncated or damaged, or if names, shapes or types of leaves differ from those of `like`.
     """
     words = f"{path}{'' if only is None else f', only {only}'}{', donated' if donate else ''}"
-    return _load(located(path), like, _Choice(only, rename, donate=donate), words)
+    return _load(together(WHAT, partial(located, path)), like, _Choice(only, rename, donate=donate), words)
 
 
 def load_copy(path: Path, like: Any, words: str) -> Any:

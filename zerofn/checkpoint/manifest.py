@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,16 +19,18 @@ from typing import Any
 
 import torch
 
-from ..parallel.overlaps import overlap
+from ..parallel.cuts import Intervals
+from ..parallel.overlaps import Region
 from ..util.errors import CheckpointError
 from .contents import LeafInfo
+from .fields import Field, as_number
 from .folder import MANIFEST
-from .tensor_file import CODES, DTYPES, MALFORMED, Written
+from .places import text_of
+from .tensor_file import CODES, DTYPES, MALFORMED, Written, without_repeats
 
 FORMAT = "zerofn-checkpoint"
 VERSION = 4  # 1 called `num_shards` `num_pieces`; 2 had no checksum, and no `saved`; 3 had no slices of leaves
 _WITHOUT_SLICES = 3
-MAX_BYTES = 1 << 30
 _ZEROS = "0" * 64
 _SUM = re.compile(r'"sha256": "([0-9a-f]{64})"')
 _FIX = "Load another checkpoint, or copy this one again."
@@ -145,8 +147,8 @@ def _digest(text: str) -> str:
 def digest_now(folder: Path) -> str:
     """Return what tells the checkpoint that is in a folder now from others; "" if there is none."""
     try:
-        return _digest((folder / MANIFEST).read_text("utf-8"))
-    except (OSError, ValueError):
+        return _digest(text_of(folder / MANIFEST))
+    except (OSError, ValueError, CheckpointError):
         return ""
 
 
@@ -154,18 +156,18 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint. Raises `CheckpointError` for one that cannot be understood."""
     path = folder / MANIFEST
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ValueError(f"it has {path.stat().st_size:,} bytes")
-        text = path.read_text("utf-8")
-        data = json.loads(text)
-        form, version = data["format"], data["version"]
-    except MALFORMED as error:
-        raise CheckpointError(f"{path} is damaged: it is no JSON of a ZeroFn checkpoint. {_FIX}") from error
-    if form != FORMAT or not isinstance(version, int) or version > VERSION:
+        text = text_of(path)
+        data = Field(json.loads(text, object_pairs_hook=without_repeats))
+        form, version = data["format"].text(), data["version"].count(1)
+    except (*MALFORMED, FileNotFoundError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: it is no JSON of a ZeroFn checkpoint ({type(error).__name__}: {error}). {_FIX}"
+        ) from error
+    if form != FORMAT or version > VERSION:
         raise CheckpointError(
             f"{path} has format {form!r}, version {version!r}; this ZeroFn reads "
             f"{FORMAT!r} up to version {VERSION}. Load it with the ZeroFn that wrote it "
-            f"({data.get('versions')})."
+            f"({data.object().get('versions')!r})."
         )
     if version >= 3:
         found = _SUM.search(text)
@@ -173,28 +175,21 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{path} is damaged: it has another checksum than the one in it. {_FIX}")
     try:
         return _checked(_parse(data, _digest(text)))
-    except MALFORMED as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}. {_FIX}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}. {_FIX}") from error
 
 
 def _checked(manifest: Manifest) -> Manifest:
-    """Raise `ValueError` unless every leaf lies in a file of this folder."""
+    """Raise `ValueError` unless every leaf lies in a file of this folder, which is large enough for it."""
     for name in manifest.files:
-        if not isinstance(name, str) or not re.fullmatch(r"[\w][\w.-]*", name):
+        if not re.fullmatch(r"[\w][\w.-]*", name, re.ASCII):
             raise ValueError(f"file name {name!r}")
     for x in manifest.trees:
-        if x.num_shards != len(x.files) or not set(x.files) <= set(manifest.files) or not x.files:
-            raise ValueError(f"{x.path!r} has {x.num_shards} shards in {len(x.files)} files")
-        for unit in x.units:
-            if type(unit.size) is not int or unit.size < 0 or unit.size % x.num_shards:
-                raise ValueError(f"unit {unit.name!r} of {unit.size} elements in {x.num_shards} shards")
-        for leaf in x.leaves:
-            whole = x.units[leaf.unit].size if 0 <= leaf.unit < len(x.units) else -1
-            if not 0 <= leaf.offset <= leaf.offset + leaf.numel <= whole:
-                raise ValueError(f"{leaf.name!r} does not lie in its unit")
+        _check_tree(x, manifest.files)
     for r in manifest.replicated:
         if r.file not in manifest.files:
             raise ValueError(f"{r.leaf.name!r} is in {r.file!r}, which is not among the files")
+        _check_room(r.leaf.name, r.leaf.numel * r.leaf.dtype.itemsize, [r.file], manifest.files)
     parts: dict[str, list[LeafInfo]] = {}
     for leaf in manifest._parts():
         parts.setdefault(leaf.name, []).append(leaf)
@@ -206,34 +201,81 @@ def _checked(manifest: Manifest) -> Manifest:
     return manifest
 
 
+def _check_tree(x: SavedTree, files: Mapping[str, Written]) -> None:
+    if x.num_shards != len(x.files) or not set(x.files) <= set(files):
+        raise ValueError(f"{x.path!r} has {x.num_shards} shards in {len(x.files)} files")
+    for unit in x.units:
+        if unit.size % x.num_shards:
+            raise ValueError(f"unit {unit.name!r} of {unit.size} elements in {x.num_shards} shards")
+    ends = [0] * len(x.units)
+    for leaf in sorted(x.leaves, key=lambda leaf: (leaf.offset, leaf.offset + leaf.numel)):
+        if not 0 <= leaf.unit < len(x.units) or not leaf.offset + leaf.numel <= x.units[leaf.unit].size:
+            raise ValueError(f"{leaf.name!r} does not lie in its unit")
+        if leaf.offset < ends[leaf.unit]:
+            raise ValueError(f"{leaf.name!r} lies where another leaf does")
+        ends[leaf.unit] = leaf.offset + leaf.numel
+    if len({leaf.name for leaf in x.leaves}) < len(x.leaves):
+        raise ValueError(f"two leaves of {x.path!r} have one name")
+    sizes = [u.size for u in x.units]
+    if x.packed:
+        sizes = [sum(leaf.numel for leaf in leaves) for leaves in x.by_unit]
+    _check_room(x.path, sum(n * u.dtype.itemsize for n, u in zip(sizes, x.units, strict=True)), x.files, files)
+
+
+def _check_room(what: str, nbytes: int, names: Iterable[str], files: Mapping[str, Written]) -> None:
+    """Raise `ValueError` for more bytes than files have: memory is taken for what is in files alone."""
+    there = sum(files[name].nbytes for name in set(names))
+    if nbytes > there:
+        raise ValueError(f"{what!r} has {nbytes:,} bytes, and its files {there:,}")
+
+
 def _make_up(slices: Sequence[LeafInfo]) -> bool:
     """Return whether slices are of one leaf, and each of its elements is in one of them."""
     shape = slices[0].shape
     if len({(x.shape, x.dtype) for x in slices}) > 1 or sum(x.numel for x in slices) != math.prod(shape):
         return False
-    for x in slices:
-        for dim, intervals in x.region:
-            ends = [end for interval in sorted(intervals) for end in interval]
-            if not 0 <= dim < len(shape) or not all(0 <= a <= b <= shape[dim] for a, b in intervals):
-                return False
-            if ends != sorted(ends):
-                return False
-    pairs = itertools.combinations(slices, 2)
-    return not any(any(True for _ in overlap(shape, a.region, b.region, 0, b.numel)) for a, b in pairs)
+    return not any(_meet(a, b) for a, b in itertools.combinations([x for x in slices if x.numel], 2))
 
 
-def _parse(data: dict[str, Any], digest: str) -> Manifest:
+def _meet(one: LeafInfo, other: LeafInfo) -> bool:
+    """Return whether an element is in both of two slices: in intervals of both, along every dim that both cut."""
+    mine, theirs = dict(one.region), dict(other.region)
+    return all(
+        any(max(a, c) < min(b, d) for (a, b), (c, d) in itertools.product(mine[dim], theirs[dim]))
+        for dim in mine.keys() & theirs.keys()
+    )
+
+
+def _parse(data: Field, digest: str) -> Manifest:
+    step = data.get("step", None)
     return Manifest(
-        data["world_size"],
-        tuple(map(tree_from_json, data["trees"])),
-        tuple(SavedLeaf(_leaf(r["leaf"]), r["file"], r["tensor"]) for r in data["replicated"]),
-        {name: Written(**w) for name, w in data["files"].items()},
-        data["step"],
-        data["versions"],
-        data.get("saved", {}),
-        data.get("notes", {}),
+        data["world_size"].count(1),
+        tuple(map(_tree, data["trees"].each())),
+        tuple(SavedLeaf(_leaf(r["leaf"]), r["file"].text(), r["tensor"].text()) for r in data["replicated"].each()),
+        {name: Written(w["nbytes"].count(), w["header"].text()) for name, w in data["files"].items()},
+        None if step.is_null() else step.count(),
+        {name: version.text() for name, version in data["versions"].items()},
+        _saved(data.get("saved", {})),
+        _notes(data.get("notes", {})),
         digest,
     )
+
+
+def _saved(saved: Field) -> dict[str, Any]:
+    """Return by which save and process it was written, when, and where: texts and whole numbers, and under "stored" a
+    text for each tree.
+    """
+    stored = {path: where.text() for path, where in saved.get("stored", {}).items() if not where.is_null()}
+    numbers = {name: saved.get(name, 0).count() for name in ("pid", "started")}
+    texts = {name: x.text() for name, x in saved.items() if name not in ("stored", *numbers)}
+    return {**texts, **{name: n for name, n in numbers.items() if n}, **({"stored": stored} if stored else {})}
+
+
+def _notes(notes: Field) -> dict[str, Any]:
+    """Return what `Checkpoints` has noted: numbers under "metrics", and a list under "ranks"."""
+    metrics = {name: x.number() for name, x in notes.get("metrics", {}).items()}
+    notes.get("ranks", []).each()
+    return {**notes.object(), **({"metrics": metrics} if metrics else {})}
 
 
 def tree_as_json(tree: SavedTree) -> Any:
@@ -243,24 +285,49 @@ def tree_as_json(tree: SavedTree) -> Any:
 
 def tree_from_json(t: dict[str, Any]) -> SavedTree:
     """Return a tree that was written as JSON."""
+    return _tree(Field(t), files=0)
+
+
+def _tree(t: Field, files: int = 1) -> SavedTree:
+    """`files`: how many there must be at least."""
+    names = tuple(x.text() for x in t["files"].each())
+    if len(names) < files:
+        raise ValueError(f"{t['path'].text()!r} has no files")
     return SavedTree(
-        t["path"],
-        t["stage"],
-        t["num_shards"] if "num_shards" in t else t["num_pieces"],
-        tuple(t["files"]),
-        tuple(map(_unit, t["units"])),
-        tuple(map(_leaf, t["leaves"])),
-        t.get("packed", False),
+        t["path"].text(),
+        t["stage"].count(0, 3),
+        t["num_shards" if "num_shards" in t.object() else "num_pieces"].count(1),
+        names,
+        tuple(map(_unit, t["units"].each())),
+        tuple(map(_leaf, t["leaves"].each())),
+        t.get("packed", False).flag(),
     )
 
 
-def _unit(u: dict[str, Any]) -> SavedUnit:
-    return SavedUnit(u["name"], u["size"], DTYPES[u["dtype"]], u["trainable"], u["tensor"])
+def _unit(u: Field) -> SavedUnit:
+    return SavedUnit(
+        u["name"].text(), u["size"].count(), u["dtype"].word(DTYPES), u["trainable"].flag(), u["tensor"].text()
+    )
 
 
-def _leaf(x: dict[str, Any]) -> LeafInfo:
-    region = tuple((dim, tuple((a, b) for a, b in intervals)) for dim, intervals in x.get("region", ()))
-    return LeafInfo(x["name"], tuple(x["shape"]), DTYPES[x["dtype"]], x["unit"], x["offset"], x["optional"], region)
+def _leaf(x: Field) -> LeafInfo:
+    shape = tuple(n.count() for n in x["shape"].each())
+    region: Region = tuple(_cut(pair, shape) for pair in x.get("region", []).each())
+    if len({dim for dim, _ in region}) < len(region):
+        raise ValueError(f"{x['name'].text()!r} is cut twice along one dim")
+    place = (x["unit"].count(-1), x["offset"].count(), x["optional"].flag(), region)
+    return LeafInfo(x["name"].text(), shape, x["dtype"].word(DTYPES), *place)
+
+
+def _cut(pair: Field, shape: tuple[int, ...]) -> tuple[int, Intervals]:
+    """Return a dim and the intervals of it that a slice has, which do not meet."""
+    dim, intervals = pair.several(2)
+    number = dim.count(0, len(shape) - 1)
+    found = tuple((a.count(), b.count(0, shape[number])) for a, b in (x.several(2) for x in intervals.each()))
+    ends = [end for interval in sorted(found) for end in interval]
+    if ends != sorted(ends):
+        raise ValueError(f"intervals {found} of dim {number} meet")
+    return number, found
 
 
 def _plain(x: Any) -> Any:
@@ -269,7 +336,7 @@ def _plain(x: Any) -> Any:
         return {k: _plain(v) for k, v in x.items() if v or k not in ("region", "packed")}
     if isinstance(x, list | tuple):
         return [_plain(v) for v in x]
-    return CODES[x] if isinstance(x, torch.dtype) else x
+    return CODES[x] if isinstance(x, torch.dtype) else as_number(x)
 
 
 def _lines(x: Any, indent: str = "") -> str:

@@ -150,7 +150,7 @@ def _beat(file: Path, save: str, over: threading.Event) -> None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, CheckpointError):
         found = json.loads(text_of(file))
         if isinstance(found, dict) and found.get("format") == "zerofn-save":
             return found

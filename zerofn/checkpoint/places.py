@@ -12,6 +12,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import stat
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -21,6 +22,11 @@ from .answers import asked
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _PART = 8 << 20  # bytes of an upload's parts, at least
 _MAX_PARTS = 9_000  # S3 takes 10,000
+MAX_TEXT = 1 << 30  # bytes of a manifest, an index and the like
+_KINDS = {
+    stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder",
+    stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+}  # fmt: skip
 _FRESH: dict[str, Any] = {"use_listings_cache": False}  # other ranks and jobs change what is there
 
 
@@ -68,6 +74,7 @@ def fetch(path: Path, start: int, stop: int) -> bytes:
     if is_remote(path):
         fs, name = _fs(path)
         return asked(fs, str(path), lambda: cast(bytes, fs.cat_file(name, start=start, end=stop)))
+    _check_kind(path)
     with open(path, "rb") as file:
         file.seek(start)
         return file.read(stop - start)
@@ -76,7 +83,10 @@ def fetch(path: Path, start: int, stop: int) -> bytes:
 def text_of(path: Path) -> str:
     """Return what a file says. A remote one is read in one request: opened, it fails if it is replaced meanwhile."""
     if not is_remote(path):
-        return path.read_text()
+        nbytes = _check_kind(path)
+        if nbytes > MAX_TEXT:
+            raise CheckpointError(f"{path} has {nbytes:,} bytes, and {MAX_TEXT:,} are the most of a file of its kind.")
+        return path.read_text("utf-8")
     fs, name = _fs(path)
     return asked(fs, str(path), lambda: cast(bytes, fs.cat_file(name))).decode()
 
@@ -91,6 +101,17 @@ def check_answers(path: Path) -> None:
                 raise
         except Exception as error:  # of the library, which has its own
             raise CheckpointError(f"{path}: its store cannot be reached: {error}.") from error
+
+
+def _check_kind(path: Path) -> int:
+    """Return the bytes of a file. Raises `CheckpointError` for what is none: to open a named pipe waits for a writer,
+    and a device never ends.
+    """
+    status = path.stat()
+    kind = stat.S_IFMT(status.st_mode)
+    if kind != stat.S_IFREG:
+        raise CheckpointError(f"{path} is {_KINDS.get(kind, 'no file')}, where a file was expected. Remove it.")
+    return status.st_size
 
 
 def upload(path: Path, nbytes: int) -> contextlib.AbstractContextManager[IO[bytes]]:

@@ -13,7 +13,7 @@ import torch
 from .. import tree
 from ..comm.agreement import together
 from ..memory.turns import outside_steps
-from ..util.errors import CheckpointError
+from ..util.errors import CheckpointError, printable
 from .contents import Part, leaves_of, missing_leaf, take_apart
 from .filling import Filling, settle_all
 from .loading import same_everywhere
@@ -85,7 +85,7 @@ def _match(weights: Source, parts: list[Part], path: str, strict: bool) -> froze
     if len(missing) == len(wanted) or (strict and (missing or unexpected)):
         raise CheckpointError(_mismatch(wanted, weights.leaves, missing, unexpected, path))
     if missing or unexpected:
-        shown = [", ".join(names[:3]) for names in (missing, unexpected)]
+        shown = [printable(", ".join(names[:3])) for names in (missing, unexpected)]
         log.info(
             "%s: %d of %d leaves keep their values (%s), %d tensors are left out (%s).",
             path,

@@ -12,7 +12,9 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +35,7 @@ log = logging.getLogger("zerofn")
 
 WHAT = "zerofn.Checkpoints(replicate_every=)"
 MEMORY = Path("/dev/shm")
+_OF_RUN = re.compile(r"([1-9]\d{0,9})-(\d{1,19})-[0-9a-f]{12}")  # what starts the ranks, when it began; and the run
 _PIECE = 4 << 20  # bytes that are sent at a time
 
 
@@ -132,12 +135,12 @@ class Replicas:
 
     def _make(self) -> None:
         for other in MEMORY.glob(f"{_of_machine()}*"):
-            pid, began = other.name.removeprefix(_of_machine()).split("-")[:2]
-            if started(int(pid)) != int(began) and other.stat().st_uid == os.getuid():
+            # What has another name, or is no folder of this user's, is somebody else's.
+            found = _OF_RUN.fullmatch(other.name.removeprefix(_of_machine()))
+            if found is not None and started(int(found[1])) != int(found[2]) and _is_own_folder(other):
                 shutil.rmtree(other, ignore_errors=True)
         self.folder.mkdir(mode=0o700, exist_ok=True)
-        status = self.folder.lstat()
-        if status.st_uid != os.getuid() or status.st_mode & 0o77 or self.folder.is_symlink():
+        if not _is_own_folder(self.folder) or self.folder.stat().st_mode & 0o77:
             raise CheckpointError(f"{WHAT}: {self.folder} is there and is not this user's own; remove it.")
 
     def _complete(self, job: Job, files: dict[str, Written], manifest: str) -> None:
@@ -165,8 +168,9 @@ class Replicas:
 
     def _remove_all_but(self, path: Path, files: Iterable[str]) -> None:
         if self._is_first_here():
-            for old in (p for p in self.folder.iterdir() if p != path):
-                steps.remove(old)
+            for old in steps.folders(self.folder).values():
+                if old != path and old.is_dir():
+                    steps.remove(old)
             for file in folder.left_behind(path, list(files)):
                 file.unlink(missing_ok=True)
 
@@ -230,7 +234,7 @@ def _there(memory: Path) -> list[_Copy]:
         except CheckpointError:
             continue
         sizes = {name: written.nbytes for name, written in manifest.files.items()}
-        names = [p.name for p in path.iterdir() if sizes.get(p.name) == p.stat().st_size]
+        names = [p.name for p in path.iterdir() if p.is_file() and sizes.get(p.name) == p.stat().st_size]
         own = all(len(t.files) == manifest.world_size and not t.packed for t in manifest.trees)
         found.append(_Copy(step, str(manifest.saved.get("save")), manifest.world_size, sizes, names, own))
     return found
@@ -239,6 +243,15 @@ def _there(memory: Path) -> list[_Copy]:
 def _of_machine() -> str:
     """What the names of this user's folders on this machine begin with."""
     return f"zerofn-{os.getuid()}-{_hash(machine())}-"
+
+
+def _is_own_folder(path: Path) -> bool:
+    """Whether this is a folder, and no link to one, of this user; False for what has just gone."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
 
 
 def _hash(text: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..util.errors import printable
 from .contents import LeafInfo
 from .folder import MANIFEST, is_complete
 from .manifest import Manifest, read_manifest
@@ -62,7 +63,7 @@ def _page(path: Path, manifest: Manifest) -> str:
     if manifest.notes.get("ranks"):
         rows.append(("loader", f"state of {len(manifest.notes['ranks'])} ranks"))
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+    return "\n".join(printable(f"{name:<{width}}  {text}".replace("\n", "\\n")) for name, text in rows)
 
 
 def _tree(manifest: Manifest, path: str) -> str:
@@ -112,7 +113,7 @@ class Difference:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.text}"
+        return printable(f"{self.name}: {self.text}".replace("\n", "\\n"))
 
 
 def differences(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> Iterator[Difference]:

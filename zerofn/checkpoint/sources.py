@@ -16,7 +16,7 @@ from .contents import LeafInfo
 from .direct import Reader
 from .folder import MANIFEST, find
 from .manifest import Manifest, SavedLeaf, SavedTree, read_manifest
-from .places import text_of
+from .places import fetch, text_of
 from .reading import Read, Source
 from .tensor_file import MALFORMED, TensorFile, Written
 
@@ -143,7 +143,15 @@ class Weights(Source):
         self._where: dict[str, tuple[str, str]] = {}
         self.leaves: dict[str, LeafInfo] = {}
         for file in names:
-            for tensor in self._files[file].names:
+            try:
+                tensors = self._files[file].names
+            except CheckpointError as error:
+                if _is_pickled(folder / file):
+                    raise CheckpointError(
+                        f"load_safetensors: {folder / file} holds pickled weights, {_CONVERT}"
+                    ) from error
+                raise
+            for tensor in tensors:
                 name = tensor if rename is None else rename(tensor)
                 if name is None:
                     continue
@@ -171,7 +179,6 @@ def _weight_files(path: Path) -> tuple[Path, list[str]]:
     if path.is_file():
         if path.name.endswith(".index.json"):
             return path.parent, _indexed(path)
-        _check_not_pickled(path)
         return path.parent, [path.name]
     if not path.is_dir():
         raise CheckpointError(
@@ -210,12 +217,10 @@ def _pickled(path: Path) -> str:
     return f", but pickled weights, {found[:4]}, {_CONVERT}"
 
 
-def _check_not_pickled(file: Path) -> None:
-    """Raise `CheckpointError` for a file of torch.save: a zip archive or a bare pickle."""
-    with file.open("rb") as opened:
-        begin = opened.read(4)
-    if begin == b"PK\3\4" or begin[:1] == b"\x80":
-        raise CheckpointError(f"load_safetensors: {file} holds pickled weights, {_CONVERT}")
+def _is_pickled(file: Path) -> bool:
+    """Whether a file that is no safetensors begins as those of torch.save do: as a zip archive, or as a pickle."""
+    begin = fetch(file, 0, 4)
+    return begin == b"PK\3\4" or begin[:1] == b"\x80"
 
 
 def _indexed(index: Path) -> list[str]:

@@ -266,7 +266,7 @@ class TensorFile:
                 f"{self.path} is damaged, or from another save: its header is not the one that was written. {self.fix}"
             )
         self._data = 8 + length
-        header = json.loads(text, object_pairs_hook=_without_repeats)
+        header = json.loads(text, object_pairs_hook=without_repeats)
         if not isinstance(header, dict) or not isinstance(header.get("__metadata__") or {}, dict):
             raise ValueError("its header is no object")
         return header
@@ -291,10 +291,10 @@ def checked_entries(header: dict[str, Any], nbytes: int) -> dict[str, _Place]:
     for name, e in header.items():
         if not isinstance(e, dict) or set(e) != {"dtype", "shape", "data_offsets"}:
             raise ValueError(f"{name!r} has not a dtype, a shape and data_offsets")
-        if e["dtype"] not in DTYPES:
+        if not isinstance(e["dtype"], str) or e["dtype"] not in DTYPES:
             raise ValueError(f"{name!r} has dtype {e['dtype']}, which cannot be read; known are {sorted(DTYPES)}")
         shape, (start, stop), dtype = e["shape"], e["data_offsets"], DTYPES[e["dtype"]]
-        if any(type(n) is not int or n < 0 for n in (*shape, start, stop)):
+        if type(shape) is not list or any(type(n) is not int or not 0 <= n < 1 << 63 for n in (*shape, start, stop)):
             raise ValueError(f"{name!r} has shape {shape} and offsets {start} to {stop}")
         if stop - start != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name!r} has shape {shape} and dtype {e['dtype']}, but {stop - start} bytes")
@@ -311,7 +311,8 @@ def checked_entries(header: dict[str, Any], nbytes: int) -> dict[str, _Place]:
     return found
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises `ValueError` if a name is there twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a name is there twice")

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from ..comm.agreement import exchange, rank_and_size
+from ..comm.agreement import rank_and_size, with_texts
 from ..memory.turns import refuse_while_capturing
 from ..util.errors import CheckpointError
 from .folder import MANIFEST
@@ -19,12 +19,12 @@ WHAT = "zerofn.verify"
 def verify(path: str | os.PathLike[str]) -> list[str]:
     """Return what is wrong with the checkpoint at `path`, a sentence each; an empty list if every bit is as saved.
 
-    Ranks, if there are several, read different files; every rank must call it, and all get the same list.
+    Ranks, if there are several, read different files; every rank must call it, and all get the same list. Raises
+    `CheckpointError`, on every rank, where a network or memory fails.
     """
     refuse_while_capturing(WHAT)
-    rank, size = rank_and_size()
-    mine = _faults(located(path), rank, size)
-    found = [fault for text in exchange(WHAT, json.dumps(mine)) for fault in json.loads(text)]
+    texts = with_texts(WHAT, lambda: (None, json.dumps(_faults(located(path), *rank_and_size()))))[1]
+    found = [fault for text in texts for fault in json.loads(text)]
     return list(dict.fromkeys(found))  # what all of them see is said once
 
 

@@ -46,6 +46,7 @@ _ONE_SHAPE = "Every rank's batch must have the same shapes: drop_last=True in th
 _UNTIL_HEARD = 3.0  # seconds that rank 0 stays to tell why it failed
 _LATE = 1 / 32  # of a wait: how much later than it could a wait ends, up to 50 ms
 _RAISED = "\1"  # begins the text of a rank that failed
+_OF_CALLS = (ValueError, TypeError, ImportError)  # what `together` raises of a call that is wrong itself
 
 
 T = TypeVar("T")
@@ -266,8 +267,9 @@ def rank_and_size() -> tuple[int, int]:
 def together(what: str, work: Callable[[], T]) -> T:
     """Return the result of `work()` once it has succeeded on every rank.
 
-    If it raises, that rank raises the same, and all others raise `CheckpointError` with its message. Ranks wait for
-    those that work longer.
+    If it raises on some ranks, all raise an error of one type: `ValueError`, `TypeError` or `ImportError` if the first
+    of these did, which is a mistake in the call, and `CheckpointError` for all else, such as a disk, a network, or
+    memory that is full. Ranks wait for those that work longer.
     """
     return with_texts(what, lambda: (work(), ""))[0]
 
@@ -279,24 +281,38 @@ def with_texts(what: str, work: Callable[[], tuple[T, str]]) -> tuple[T, list[st
     try:
         with heartbeat().at_work(what):
             value, text = work()
-    except OSError as raised:
-        name = raised.filename2 or raised.filename
-        error = CheckpointError(f"{what}: {raised.strerror or raised}{f': {name}' if name else ''}.")
-        error.__cause__ = raised
     except Exception as raised:
-        error = raised
-    replies = exchange(what, text if error is None else _RAISED + _told(error).removeprefix(f"{what}: "))
-    if error is not None:
-        raise error
+        error = raised if isinstance(raised, (CheckpointError, *_OF_CALLS)) else _as_checkpoint_error(what, raised)
+        text = f"{_RAISED}{_type_of(error).__name__}{_RAISED}{str(error).removeprefix(f'{what}: ')}"
+    replies = exchange(what, text)
     for rank, reply in enumerate(replies):
         if reply.startswith(_RAISED):
-            raise CheckpointError(f"{what}: rank {rank} failed: {reply.removeprefix(_RAISED)}")
+            name, said_there = reply[1:].split(_RAISED, 1)
+            kind = next((x for x in _OF_CALLS if x.__name__ == name), CheckpointError)
+            if error is None:
+                raise kind(f"{what}: rank {rank} failed: {said_there}")
+            if isinstance(error, kind):
+                raise error
+            raise kind(str(error)) from error
     return value, replies
 
 
-def _told(error: Exception) -> str:
-    meant = isinstance(error, CheckpointError | ValueError | TypeError) and str(error)
-    return str(error) if meant else repr(error)
+def _type_of(error: Exception) -> type[Exception]:
+    """Return the type by which all ranks raise an error."""
+    return next((kind for kind in _OF_CALLS if isinstance(error, kind)), CheckpointError)
+
+
+def _as_checkpoint_error(what: str, error: Exception) -> CheckpointError:
+    if isinstance(error, OSError) and error.strerror:
+        name = error.filename2 or error.filename
+        text = f"{what}: {error.strerror}{f': {name}' if name else ''}."
+    elif isinstance(error, RuntimeError) and str(error):
+        text = str(error)
+    else:
+        text = f"{what}: {'out of memory' if isinstance(error, MemoryError) else said(error)}"
+    found = CheckpointError(text)
+    found.__cause__ = error
+    return found
 
 
 def on_rank_0(what: str, work: Callable[[], None]) -> None:

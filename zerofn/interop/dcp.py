@@ -65,7 +65,7 @@ def export_dcp(path: str | Path, out: str | Path) -> None:
     import torch.distributed.checkpoint as dcp
     from safetensors import safe_open
 
-    from .dcp_files import alone
+    from .dcp_files import alone, failing
 
     target = Path(out).expanduser()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def export_dcp(path: str | Path, out: str | Path) -> None:
         if not model:
             raise zerofn.CheckpointError(f"export_dcp: {path} has no params.")
         state = _moments(tensors)
-        with alone():
+        with failing(f"export_dcp: {target} cannot be written"), alone():
             dcp.save(
                 {"model": model} | ({"optim": {"state": state}} if state else {}), checkpoint_id=target, no_dist=True
             )

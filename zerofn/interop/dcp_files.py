@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import math
+import os
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -15,6 +18,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 import zerofn
+
+from .torch_files import check_size
 
 # What torch's own metadata is made of; a pickle may name anything, and calls what it names.
 _OF_METADATA = {
@@ -62,7 +67,15 @@ class Saved:
     def step(self, prefix: str, name: str) -> int:
         """Return the optimizer's step count, 0 if it was not saved as a tensor."""
         key = f"{prefix}{name}.step"
-        return int(_Stored(self._reader, key, self._tensors).whole()) if key in self._tensors else 0
+        if key not in self._tensors:
+            return 0
+        stored = _Stored(self._reader, key, self._tensors)
+        value = float(stored.whole()) if math.prod(stored.shape) == 1 and not stored.dtype.is_complex else -1.0
+        if not 0 <= value < 2**53:
+            raise zerofn.CheckpointError(
+                f"load_dcp: {self.path}: {key!r} is no number of steps: it has shape {stored.shape}, and value {value}."
+            )
+        return int(value)
 
 
 class _Stored:
@@ -77,12 +90,10 @@ class _Stored:
         if self._reader.last is not None and self._reader.last[0] == self._key:
             return self._reader.last[1]
         self._reader.last = None  # one is in memory at a time
+        self._reader.check(self._key, math.prod(self.shape) * self.dtype.itemsize)
         found = torch.empty(self.shape, dtype=self.dtype)
-        try:
-            with alone():
-                dcp.load({self._key: found}, storage_reader=self._reader, no_dist=True)
-        except Exception as error:
-            raise zerofn.CheckpointError(f"load_dcp: {self._key!r} cannot be read: {error}") from error
+        with failing(f"load_dcp: {self._key!r} cannot be read"), alone():
+            dcp.load({self._key: found}, storage_reader=self._reader, no_dist=True)
         self._reader.last = self._key, found
         return found
 
@@ -98,6 +109,7 @@ class _Reader(dcp.FileSystemReader):
         super().__init__(path)
         self._file = path / ".metadata"
         self._known: Metadata | None = None
+        self._places: dict[str, list[Any]] = {}  # where in files a tensor's chunks are
         self.last: tuple[str, Tensor] | None = None  # the name and the values of the tensor that was read last
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -119,18 +131,108 @@ class _Reader(dcp.FileSystemReader):
         return self._known
 
     def _checked(self, metadata: Any) -> Metadata:
+        """Raise `zerofn.CheckpointError` unless tensors lie in files of this folder: nothing was looked at so far."""
         if not isinstance(metadata, Metadata):
             raise zerofn.CheckpointError(f"load_dcp: {self._file} is no metadata of torch's checkpoints.")
-        for info in metadata.storage_data.values():
-            if (
-                Path(info.relative_path).name != info.relative_path
-                or not (self._file.parent / info.relative_path).is_file()
-            ):
-                raise zerofn.CheckpointError(
-                    f"load_dcp: {self._file.parent / info.relative_path} is missing, or lies elsewhere; copy all "
-                    "files again."
-                )
+        tensors, storage = (getattr(metadata, name, None) for name in ("state_dict_metadata", "storage_data"))
+        sizes: dict[str, int] = {}
+        try:
+            for name, x in _items(tensors):
+                if isinstance(x, TensorStorageMetadata):
+                    _check_tensor(name, x)
+            for index, info in _items(storage):
+                if info.relative_path not in sizes:
+                    sizes[info.relative_path] = self._size(info.relative_path)
+                _check_place(index, info, sizes[info.relative_path])
+                self._places.setdefault(index.fqn, []).append(info)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise zerofn.CheckpointError(f"load_dcp: {self._file} is damaged: {error}.") from error
         return metadata
+
+    def _size(self, name: str) -> int:
+        file = self._file.parent / name
+        if Path(name).name != name or not file.is_file():
+            raise zerofn.CheckpointError(f"load_dcp: {file} is missing, or lies elsewhere; copy all files again.")
+        return file.stat().st_size
+
+    def check(self, key: str, nbytes: int) -> None:
+        """Raise `zerofn.CheckpointError` unless a tensor of so many bytes is in the files, and nothing larger."""
+        places, what = self._places.get(key, ()), f"load_dcp: {key!r} in {self._file.parent}"
+        there = sum(info.length for info in places)
+        if nbytes > there:
+            raise zerofn.CheckpointError(f"{what} has {nbytes:,} bytes, and the files have {there:,} of it.")
+        for info in places:
+            with open(self._file.parent / info.relative_path, "rb") as opened:
+                check_size(cast("IO[bytes]", _Slice(opened, info.offset, info.length)), info.length, what)
+
+
+class _Slice(io.RawIOBase):
+    """Some bytes of an open file, as a file."""
+
+    def __init__(self, opened: IO[bytes], start: int, nbytes: int) -> None:
+        self._opened, self._start, self._nbytes, self._at = opened, start, nbytes, 0
+
+    def seekable(self) -> bool:
+        """Whether there is `seek`."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a place, and return it."""
+        place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
+        if place < 0:
+            raise ValueError("a place before the first byte")
+        self._at = place
+        return self._at
+
+    def tell(self) -> int:
+        """Return the place."""
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        """Return bytes from here on, `size` at most."""
+        left = max(0, self._nbytes - self._at)
+        self._opened.seek(self._start + self._at)
+        found = self._opened.read(left if size < 0 else min(size, left))
+        self._at += len(found)
+        return found
+
+
+def _items(found: Any) -> Iterable[tuple[Any, Any]]:
+    if not isinstance(found, dict):
+        raise TypeError("it has no dict of tensors, or of where they are")
+    return found.items()
+
+
+def _check_tensor(name: Any, x: TensorStorageMetadata) -> None:
+    """Raise `TypeError` or `ValueError` unless chunks of a tensor lie inside it."""
+    if not isinstance(name, str) or not isinstance(x.properties.dtype, torch.dtype):
+        raise TypeError(f"{name!r} has dtype {x.properties.dtype!r}")
+    size = _numbers(name, x.size)
+    for chunk in x.chunks:
+        offsets, sizes = _numbers(name, chunk.offsets), _numbers(name, chunk.sizes)
+        ends = [a + b for a, b in zip(offsets, sizes, strict=False)]
+        if not len(size) == len(offsets) == len(sizes) or any(a > n for a, n in zip(ends, size, strict=True)):
+            raise ValueError(f"{name!r} has shape {list(size)}, and a chunk of {list(sizes)} at {list(offsets)}")
+
+
+def _numbers(name: str, found: Any) -> tuple[int, ...]:
+    if not isinstance(found, tuple | list) or not all(type(n) is int and n >= 0 for n in found):
+        raise ValueError(f"{name!r} has shape or offsets {found!r}")
+    return tuple(found)
+
+
+def _check_place(index: Any, info: Any, nbytes: int) -> None:
+    """Raise `TypeError` or `ValueError` unless something lies in a file of `nbytes` bytes, and as it is."""
+    offset, length = _numbers(index.fqn, (info.offset, info.length))
+    if offset + length > nbytes:
+        raise ValueError(
+            f"{index.fqn!r} ends at byte {offset + length:,} of {info.relative_path}, which has {nbytes:,}"
+        )
+    if getattr(info, "transform_descriptors", None):
+        raise ValueError(
+            f"{index.fqn!r} is stored through {info.transform_descriptors!r}, so that nothing bounds what is read of "
+            "it; save it without extensions"
+        )
 
 
 class _Unpickler(pickle.Unpickler):
@@ -149,3 +251,17 @@ def alone() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is ", UserWarning)
         yield
+
+
+@contextlib.contextmanager
+def failing(what: str) -> Iterator[None]:
+    """Inside, what torch raises is a `zerofn.CheckpointError` that begins with `what`: its own `CheckpointException` is
+    no `Exception`.
+    """
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        first, *_ = [x for x, _ in error.failures.values()] or [error]
+        raise zerofn.CheckpointError(f"{what}: {type(first).__name__}: {first}") from error
+    except Exception as error:
+        raise zerofn.CheckpointError(f"{what}: {type(error).__name__}: {error}") from error

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import zerofn
 
-from .deepspeed_file import BATCH, Block, check_keys, filled, read
+from .deepspeed_file import BATCH, Block, check_keys, filled, read, shown
 from .deepspeed_keys import flat, row_of, turned_off
 from .deepspeed_optimizers import clipped, optimizer_of
 
@@ -104,7 +104,7 @@ def _check_refused(config: Mapping[str, Any]) -> None:
     for key, value in flat(config):
         row = row_of(key)
         if row is not None and row.fate == "refused" and not turned_off(row, key, value, config):
-            raise ValueError(f"from_deepspeed: {key}={value!r} has no counterpart. {row.what}")
+            raise ValueError(f"from_deepspeed: {key}={shown(value)} has no counterpart. {row.what}")
 
 
 def _batch(top: Block, world: int) -> tuple[int | None, int]:
@@ -188,7 +188,7 @@ def _offload(zero: Block) -> Any:
     paths = [
         path
         for block, tier in ((optimizer, where), (params, other))
-        if tier == "nvme" and (path := block.values.get("nvme_path")) is not None
+        if tier == "nvme" and (path := block.text("nvme_path")) is not None
     ]
     if len(set(paths)) > 1:
         raise ValueError(

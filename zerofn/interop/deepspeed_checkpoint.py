@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,23 @@ import zerofn
 
 from .adam import MOMENTS, names_of, with_moments
 from .pieces import Pieces, cut, first, numel
+from .torch_files import Count, Each, Flat, Named, Numbered, check_file, check_values
 
+_LONGEST = 4096  # bytes of a folder's name
+_SHAPES = Named(Each(Count))
+_KINDS = tuple(f"{kind}?" for kind in MOMENTS)
+_STATES = {"state": Numbered(dict.fromkeys(_KINDS, Tensor) | {"step?": (int, float, Tensor)})}
+# What is read of a rank's model file, and of a rank's optimizer file; any may hold more.
+_MODEL = {
+    "module?": dict, "buffer_names?": Each(str), "optimizer?": dict, "param_shapes?": Each(_SHAPES),
+    "frozen_param_shapes?": _SHAPES, "frozen_param_fragments?": dict, "shared_params?": Named(str),
+    "global_steps?": Count, "skipped_steps?": Count,
+}  # fmt: skip
+_OPTIMIZER = {
+    "base_optimizer_state?": _STATES, "optimizer_state_dict?": _STATES, "single_partition_of_fp32_groups?": Each(Flat),
+    "fp32_flat_groups?": Each(Flat), "partition_count?": object, "param_alignment_paddings?": Each(Each(Count)),
+}  # fmt: skip
+_STAGE_0 = {"state?": Numbered(_STATES["state"].of), "param_groups?": Each({"params": Each(int)})}
 _FP32 = {"single_partition_of_fp32_groups": "base_optimizer_state", "fp32_flat_groups": "optimizer_state_dict"}
 
 
@@ -70,9 +86,10 @@ def load_deepspeed(path: str | Path, like: Any, *, tag: str | None = None, only:
 
 def _tag_folder(path: Path, tag: str | None) -> Path:
     if tag is None and (path / "latest").is_file():
-        tag = (path / "latest").read_text().strip()
+        with (path / "latest").open("rb") as opened:  # a folder's name, and no more of what may be any file
+            tag = opened.read(_LONGEST).decode(errors="replace").strip()
     folder = path if tag is None else path / tag
-    if tag is not None and (re.search(r"[/\\]", tag) or tag in ("", ".", "..")):
+    if tag is not None and (re.search(r"[/\\\0]", tag) or tag in ("", ".", "..")):
         raise zerofn.CheckpointError(f"load_deepspeed: {path / 'latest'} names {tag!r}, which is no folder's name.")
     if not folder.is_dir():
         raise zerofn.CheckpointError(f"load_deepspeed: {folder} is not there; give the folder that has `latest`.")
@@ -102,9 +119,12 @@ class _Saved:
                 f"load_deepspeed: {folder} has no *_model_states.pt; it is no checkpoint of DeepSpeed's engine."
             )
         optims = _ranks(folder, re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"))
-        model = _read(models[0])
-        zero = [_read(file)["optimizer_state_dict"] for file in optims]
-        return _zero(folder, [model, *map(_read, models[1:])], zero) if zero else _plain(folder, model)
+        model = _read(models[0], _MODEL)
+        if not optims:
+            return _plain(folder, model)
+        return _zero(
+            folder, [model, *(_read(file, _MODEL) for file in models[1:])], [_read(file, _OPTIMIZER) for file in optims]
+        )
 
     def chosen(self, tensors: Mapping[str, Tensor | Pieces], names: set[str]) -> dict[str, Tensor | Pieces]:
         """Return tensors by the names that `like` has for tied ones."""
@@ -139,8 +159,13 @@ class _Empty:
         return object.__new__(cls)
 
 
-def _read(file: Path) -> Any:
-    """Return what a file holds, its tensors mapped. Raises `zerofn.CheckpointError` for one that would execute code."""
+def _read(file: Path, shape: Mapping[str, Any]) -> Any:
+    """Return what a file holds, its tensors mapped; of an optimizer's file what DeepSpeed puts below one key.
+
+    Raises `zerofn.CheckpointError` for one that would execute code, that is larger in memory than it is, or whose
+    values are not of this shape.
+    """
+    check_file(file, "load_deepspeed")
     try:
         named = get_unsafe_globals_in_checkpoint(file)
     except Exception as error:
@@ -154,18 +179,28 @@ def _read(file: Path) -> Any:
     inert: list[Any] = [(type(name.rpartition(".")[2], (_Empty,), {}), name) for name in named]
     try:
         with safe_globals(inert):
-            return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            found = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
         raise zerofn.CheckpointError(f"load_deepspeed: {file} cannot be read: {error}") from error
+    what = f"load_deepspeed: {file}"
+    if shape is _OPTIMIZER:
+        check_values(found, {"optimizer_state_dict": dict}, what)
+        found = found["optimizer_state_dict"]
+    check_values(found, shape, what)
+    return found
 
 
 def _plain(folder: Path, model: Mapping[str, Any]) -> _Saved:
     """A checkpoint of stage 0: the module's own tensors, and the optimizer's state by number."""
     buffers = set(model.get("buffer_names") or ())
+    what = f"load_deepspeed: {folder}"
+    check_values(model, {"module": Named(object)}, what)
     whole = {k: v for k, v in model["module"].items() if k not in buffers}
+    check_values(whole, Named(Tensor), what, "module")
     aliases = _tied(whole)
     params: dict[str, Tensor | Pieces] = {k: v for k, v in whole.items() if k not in aliases}
     optimizer = model.get("optimizer") or {}
+    check_values(optimizer, _STAGE_0, what, "optimizer")
     state, groups = optimizer.get("state") or {}, optimizer.get("param_groups") or []
     order = [i for group in groups for i in group["params"]]
     lacks, moments = "", {kind: dict[str, Tensor | Pieces]() for kind in MOMENTS}
@@ -175,13 +210,19 @@ def _plain(folder: Path, model: Mapping[str, Any]) -> _Saved:
             f"they have names, and here are {len(groups)} groups of {len(order)} parameters beside {len(params)} "
             "tensors."
         )
+    elif any(state[i].get(kind) is None for i in order for kind in MOMENTS):
+        lacks = _not_adam(folder)
     else:
         for i, (name, x) in zip(order, params.items(), strict=True):
             for kind in MOMENTS:
                 moments[kind][name] = state[i][kind]
                 if state[i][kind].shape != x.shape:
                     lacks = f"{folder}: moments do not come in the order of the module's parameters."
-    return _Saved(folder, params, moments, aliases, _count(state.values()), *_steps(model), None, lacks)
+    return _Saved(folder, params, moments, aliases, _count(folder, state), *_steps(model), None, lacks)
+
+
+def _not_adam(folder: Path) -> str:
+    return f"{folder} has no {' and '.join(MOMENTS)}; its optimizer is not Adam."
 
 
 def _tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -197,43 +238,63 @@ def _tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _zero(folder: Path, models: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> _Saved:
     """A checkpoint of stages 1 to 3."""
-    model, world = models[0], len(ranks)
+    model, world, what = models[0], len(ranks), f"load_deepspeed: {folder}"
     key = next((x for x in _FP32 if x in ranks[0]), None)
     counted = ranks[0].get("partition_count", world)
-    if key is None or (max(counted) if isinstance(counted, list) else counted) != world:
+    each = counted if isinstance(counted, list | tuple) else [counted]
+    if key is None or world not in each or any(not isinstance(x, int) or x > world for x in each):
         raise zerofn.CheckpointError(
-            f"load_deepspeed: {folder} has optimizer files of {world} ranks, and was saved by {counted}; copy it again."
+            f"{what} has optimizer files of {world} ranks, and was saved by {counted}; copy it again."
         )
+    for rank in ranks:
+        check_values(rank, {key: Each(Flat), _FP32[key]: {"state": Numbered(dict.fromkeys(_KINDS, Flat))}}, what)
+    check_values(model, {"param_shapes": Each(_SHAPES)}, what)
     states = [rank[_FP32[key]]["state"] for rank in ranks]
     flats: dict[str, list[list[Tensor]]] = {"params": [rank[key] for rank in ranks]}  # kind -> rank -> group
     flats |= {kind: [_groups(state, kind) for state in states] for kind in MOMENTS}
     shapes, whole = model["param_shapes"], key == "fp32_flat_groups"
     paddings = ranks[0].get("param_alignment_paddings")
     placed = {
-        kind: _by_parameter(shapes, found) if whole else _by_group(shapes, found, paddings)
+        kind: _by_parameter(shapes, found) if whole else _by_group(shapes, found, paddings, f"{what}: {kind}")
         for kind, found in flats.items()
         if all(found)
     }
-    missing = (
-        "" if len(placed) == len(flats) else f"{folder} has no {' and '.join(MOMENTS)}; its optimizer is not Adam."
-    )
-    params = placed["params"] | _frozen(models, whole)
-    shared = dict(model.get("shared_params") or {})
-    scaler = ranks[0].get("loss_scaler")
-    scale = float(getattr(scaler, "cur_scale", 1.0)) if ranks[0].get("dynamic_loss_scale") else None
+    missing = "" if len(placed) == len(flats) else _not_adam(folder)
+    params = placed.get("params", {}) | _frozen(models, whole, what)
+    for kind, pieces in {**placed, "params": params}.items():
+        for name, x in pieces.items():
+            if isinstance(x, Pieces) and (lacking := x.lacking()):
+                raise zerofn.CheckpointError(
+                    f"{what}: {kind} of {name!r}: {lacking:,} of the {numel(x.shape):,} elements of a tensor of shape "
+                    f"{x.shape} are missing; copy all files again."
+                )
+    scale = _scale(ranks[0].get("loss_scaler"), what) if ranks[0].get("dynamic_loss_scale") else None
     moments = {kind: placed.get(kind, {}) for kind in MOMENTS}
-    return _Saved(folder, params, moments, shared, _count(states[0].values()), *_steps(model), scale, missing)
+    aliases = dict(model.get("shared_params") or {})
+    return _Saved(folder, params, moments, aliases, _count(folder, states[0]), *_steps(model), scale, missing)
+
+
+def _scale(scaler: Any, what: str) -> float:
+    scale = getattr(scaler, "cur_scale", 1.0)
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < float("inf"):
+        raise zerofn.CheckpointError(f"{what}: loss_scaler.cur_scale: expected a number above 0, got {scale!r}.")
+    return float(scale)
 
 
 def _groups(state: Mapping[int, Mapping[str, Any]], kind: str) -> list[Tensor]:
-    return [state[k][kind] for k in sorted(state) if kind in state[k]]
+    return [x for k in sorted(state) if (x := state[k].get(kind)) is not None]
 
 
 def _by_group(
-    shapes: Sequence[Mapping[str, Sequence[int]]], ranks: Sequence[Sequence[Tensor]], paddings: Any
+    shapes: Sequence[Mapping[str, Sequence[int]]], ranks: Sequence[Sequence[Tensor]], paddings: Any, what: str
 ) -> dict[str, Tensor | Pieces]:
     """Stages 1 and 2: a group's parameters follow each other in a vector, which is cut over the ranks."""
     found: dict[str, Tensor | Pieces] = {}
+    counts = {len(shapes), *map(len, ranks)}
+    if len(counts) > 1:
+        raise zerofn.CheckpointError(f"{what}: ranks and the model have {sorted(counts)} groups; copy all files again.")
+    if paddings is not None and [len(x) for x in paddings] != [len(group) for group in shapes]:
+        raise zerofn.CheckpointError(f"{what}: param_alignment_paddings are not of these parameters.")
     for g, group in enumerate(shapes):
         flats, at = [rank[g] for rank in ranks], 0
         for k, (name, shape) in enumerate(group.items()):
@@ -256,22 +317,39 @@ def _by_parameter(
     return found
 
 
-def _frozen(models: Sequence[Mapping[str, Any]], whole: bool) -> dict[str, Tensor | Pieces]:
+def _frozen(models: Sequence[Mapping[str, Any]], whole: bool, what: str) -> dict[str, Tensor | Pieces]:
     """What is not trained: cut over the ranks at stage 3, else in the module."""
     shapes = models[0].get("frozen_param_shapes") or {}
     if whole:
+        fragments = dict.fromkeys(shapes, Flat)
+        for model in models if shapes else []:
+            check_values(model, {"frozen_param_fragments": fragments}, what)
         return {
             name: Pieces(tuple(shape), first([x["frozen_param_fragments"][name] for x in models], numel(shape)))
             for name, shape in shapes.items()
         }
     learned = {name for group in models[0]["param_shapes"] for name in group}
     aside = {*learned, *(models[0].get("shared_params") or {}), *(models[0].get("buffer_names") or ())}
-    return {name: x for name, x in models[0]["module"].items() if name not in aside}
+    frozen = {name: x for name, x in (models[0].get("module") or {}).items() if name not in aside}
+    check_values(frozen, Named(Tensor), what, "module")
+    return frozen
 
 
-def _count(states: Iterator[Mapping[str, Any]] | Any) -> int:
-    return max((int(x["step"]) for x in states if "step" in x), default=0)
+def _count(folder: Path, states: Mapping[int, Mapping[str, Any]]) -> int:
+    """Return the steps of the optimizer: the most of any parameter."""
+    most = 0
+    for number, x in states.items():
+        step = x.get("step") or 0
+        is_one = not isinstance(step, Tensor) or (step.numel() == 1 and not step.is_meta)
+        value = float(step) if is_one else -1.0
+        if not 0 <= value < 2**53:
+            raise zerofn.CheckpointError(
+                f"load_deepspeed: {folder}: the optimizer's state[{number}].step: expected a number of 0 or more, got "
+                f"{step!r}."
+            )
+        most = max(most, int(value))
+    return most
 
 
 def _steps(model: Mapping[str, Any]) -> tuple[int, int]:
-    return int(model.get("global_steps", 0)), int(model.get("skipped_steps", 0))
+    return model.get("global_steps") or 0, model.get("skipped_steps") or 0

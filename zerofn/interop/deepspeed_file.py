@@ -13,6 +13,7 @@ from .deepspeed_keys import flat, nearest, row_of, unknown
 AUTO = "auto"
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 WHERE = "from_deepspeed"
+_LARGEST = 2.0**63  # larger numbers are a mistake, and torch's counts do not hold them
 
 
 def read(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
@@ -91,6 +92,24 @@ def _replaced(block: Mapping[str, Any], used: Mapping[str, Any], above: str) -> 
     return out
 
 
+def is_number(value: Any) -> bool:
+    """Whether this is a number that a double holds: JSON as Python reads it has infinities, NaN, and any whole number.
+
+    >>> is_number(3), is_number(True), is_number(float("inf")), is_number(10**400)
+    (True, False, False, False)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < _LARGEST
+
+
+def shown(value: Any) -> str:
+    """Return a value for a message, cut where it is long."""
+    is_long = isinstance(value, int) and abs(value) >= 10**80
+    text = f"a number of {value.bit_length():,} bits" if is_long else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 class Block:
     """A part of a configuration, read by name: what is there has a type, and DeepSpeed's default where it is not."""
 
@@ -106,21 +125,21 @@ class Block:
 
     def number(self, name: str, default: Any, least: float | None = None, whole: bool = False) -> Any:
         """A number. Raises `ValueError` for anything else, and for one below `least`."""
-        value = self.values.get(name, default)
-        if value is default:
-            return value
+        value = self.values.get(name)
+        if value is None:
+            return default
         wanted = "a whole number" if whole else "a number"
-        if isinstance(value, bool) or not isinstance(value, int | float) or whole and value != int(value):
-            raise ValueError(f"{WHERE}: {self._of(name)}: expected {wanted}, got {value!r}.")
+        if not is_number(value) or whole and value != int(value):
+            raise ValueError(f"{WHERE}: {self._of(name)}: expected {wanted}, got {shown(value)}.")
         if not (least is None or value >= least):
-            raise ValueError(f"{WHERE}: {self._of(name)}: expected {wanted} of {least:g} or more, got {value!r}.")
+            raise ValueError(f"{WHERE}: {self._of(name)}: expected {wanted} of {least:g} or more, got {shown(value)}.")
         return int(value) if whole else float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
         """True or false. Raises `ValueError` for anything else."""
         value = self.values.get(name, default)
         if not isinstance(value, bool):
-            raise ValueError(f"{WHERE}: {self._of(name)}: expected true or false, got {value!r}.")
+            raise ValueError(f"{WHERE}: {self._of(name)}: expected true or false, got {shown(value)}.")
         return value
 
     def word(self, name: str, known: Mapping[str, Any] | tuple[str, ...], default: Any = None) -> Any:
@@ -128,9 +147,16 @@ class Block:
         value = self.values.get(name)
         if value is None:
             return default
-        if value not in known:
-            raise ValueError(f"{WHERE}: {self._of(name)}: expected one of {', '.join(known)}, got {value!r}.")
+        if not isinstance(value, str) or value not in known:
+            raise ValueError(f"{WHERE}: {self._of(name)}: expected one of {', '.join(known)}, got {shown(value)}.")
         return known[value] if isinstance(known, Mapping) else value
+
+    def text(self, name: str) -> str | None:
+        """A text, or None where it is not there. Raises `ValueError` for anything else."""
+        value = self.values.get(name)
+        if value is not None and (not isinstance(value, str) or not value):
+            raise ValueError(f"{WHERE}: {self._of(name)}: expected a text, got {shown(value)}.")
+        return value
 
     def only(self, *names: str) -> None:
         """Raise `ValueError` for a name that is none of these."""

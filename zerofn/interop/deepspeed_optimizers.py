@@ -10,7 +10,7 @@ import torch
 import zerofn
 
 from .. import optim
-from .deepspeed_file import Block
+from .deepspeed_file import Block, is_number, shown
 from .deepspeed_schedules import schedule_of
 
 _IGNORED = ("torch_adam", "fp32_optimizer_states", "foreach", "fused", "set_grad_none")  # how, not what
@@ -31,12 +31,12 @@ def optimizer_of(config: Block, moments: str | None) -> tuple[Any, Any]:
     `moments`: their format. Raises `ValueError` for an optimizer or a parameter that has no counterpart.
     """
     block = config("optimizer")
-    if "type" not in block.values:
+    if block.values.get("type") is None:
         raise ValueError(
             "from_deepspeed: the configuration names no optimizer. Write it there, or give zerofn.shard a state with a "
             "tx of yours: from_deepspeed(config, tx=optim.adamw(3e-4))."
         )
-    name = str(block.values["type"])
+    name = block.text("type") or ""
     kinds = {x.lower(): x for x in (*_OPTIMIZERS, *_REFUSED)}  # DeepSpeed takes any case of these
     kind = kinds.get(name.lower())
     if kind is None:
@@ -59,8 +59,8 @@ def clipped(tx: Any, norm: float) -> Any:
 
 def _betas(params: Block, default: tuple[float, float]) -> tuple[float, float]:
     value = params.values.get("betas", default)
-    if not (isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(x, int | float) for x in value)):
-        raise ValueError(f"from_deepspeed: {params.name}.betas: expected two numbers, got {value!r}.")
+    if not (isinstance(value, list | tuple) and len(value) == 2 and all(is_number(x) and 0 <= x < 1 for x in value)):
+        raise ValueError(f"from_deepspeed: {params.name}.betas: expected two numbers from 0 to 1, got {shown(value)}.")
     return float(value[0]), float(value[1])
 
 

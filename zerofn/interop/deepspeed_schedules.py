@@ -108,12 +108,12 @@ def _one_cycle(params: Block, lr: float) -> Schedule:
 
 def _shape(params: Block) -> tuple[float, float, int, int]:
     first = params.number("cycle_first_step_size", 2000.0)
-    second = params.number("cycle_second_step_size", first) if params.values.get("cycle_second_step_size") else first
-    if not first > 0:
-        raise ValueError(f"from_deepspeed: {params.name}.cycle_first_step_size must be above 0, got {first!r}.")
+    second = params.number("cycle_second_step_size", first)
+    for name, value in (("cycle_first_step_size", first), ("cycle_second_step_size", second)):
+        if not value > 0:
+            raise ValueError(f"from_deepspeed: {params.name}.{name} must be above 0, got {value!r}.")
     stairs = params.number("cycle_first_stair_count", 0, 0, whole=True)
-    other = params.values.get("cycle_second_stair_count")
-    return first, second, stairs, stairs if other is None else int(other)
+    return first, second, stairs, params.number("cycle_second_stair_count", stairs, 0, whole=True)
 
 
 def _cycle(params: Block) -> tuple[Callable[[Tensor], Tensor], float]:

@@ -22,6 +22,10 @@ class Pieces:
         """The dtype of the parts."""
         return self.parts[0].dtype if self.parts else torch.float32
 
+    def lacking(self) -> int:
+        """Return how many elements the parts have too few."""
+        return numel(self.shape) - sum(part.numel() for part in self.parts)
+
     def read(self, start: int, into: Tensor) -> None:
         """Fill the 1-d `into` with elements from `start` on, cast to its dtype."""
         done = 0

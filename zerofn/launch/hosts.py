@@ -9,7 +9,10 @@ from pathlib import Path
 
 Hosts = dict[str, list[int]]  # name -> its slots, such as GPUs, by number
 
+MAX_SLOTS = 4096  # of a machine, which has one for each GPU or processor
+MAX_NODES = 65_536
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)\s*(?:#.*)?")
+_LIST = "SLURM's list of nodes: "
 _RULE = "expected a name and its slots, such as 'worker-1 slots=8'"
 
 
@@ -29,9 +32,13 @@ def hosts_of(path: str | os.PathLike[str]) -> Hosts:
         match = _LINE.fullmatch(text)
         if match is None:
             raise ValueError(f"{where}: {_RULE}; got {text!r}.")
-        name, slots = match[1], int(match[2])
+        name, slots = match[1], _count(match[2])
         if not slots:
             raise ValueError(f"{where}: {name!r} has no slots; leave the line out, or write # before it.")
+        if slots > MAX_SLOTS:
+            raise ValueError(f"{where}: {name!r} has slots={match[2]}, and {MAX_SLOTS:,} are the most of a machine.")
+        if name.startswith("-"):
+            raise ValueError(f"{where}: {name!r} is no machine's name: ssh would take it for an option.")
         if name in found:
             raise ValueError(f"{where}: {name!r} is there already, in line {lines[name]}; leave one of them out.")
         found[name], lines[name] = list(range(slots)), number
@@ -75,7 +82,7 @@ def _specs(option: str, text: str, hosts: Hosts) -> Iterator[tuple[str, list[int
         if not colon:
             yield name, hosts[name]
             continue
-        numbers = [int(x) if x.isdigit() else -1 for x in slots.split(",")]
+        numbers = [_count(x) if re.fullmatch("[0-9]+", x) else -1 for x in slots.split(",")]
         for number, word in zip(numbers, slots.split(","), strict=True):
             if number not in hosts[name]:
                 has = ", ".join(map(str, hosts[name]))
@@ -90,8 +97,22 @@ def slurm_hosts(environ: Mapping[str, str]) -> Hosts:
     nodes = environ.get("SLURM_JOB_NODELIST", "")
     if not nodes:
         return {}
-    slots = environ.get("SLURM_GPUS_ON_NODE") or environ.get("SLURM_NTASKS_PER_NODE") or "1"
-    return {name: list(range(int(slots.partition("(")[0]))) for name in node_names(nodes)}
+    names = ("SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE")
+    name = next((x for x in names if environ.get(x)), "")
+    slots = environ[name] if name else "1"
+    found = re.match("[0-9]+", slots)
+    if found is None or not 0 < _count(found[0]) <= MAX_SLOTS:
+        raise ValueError(f"{name}={slots!r}: expected a number from 1 to {MAX_SLOTS:,}.")
+    return {node: list(range(_count(found[0]))) for node in node_names(nodes)}
+
+
+def _count(digits: str) -> int:
+    """Return a number; of one with too many digits, a large one.
+
+    >>> _count("0017"), _count("9" * 9_999) > MAX_SLOTS
+    (17, True)
+    """
+    return int(digits[-18:]) if not digits[:-18].strip("0") else 10**18
 
 
 def node_names(nodes: str) -> list[str]:
@@ -105,13 +126,23 @@ def node_names(nodes: str) -> list[str]:
         parts = re.split(r"\[([^\]]*)\]", word)  # text, a list of ranges, text, ...
         made = [""]
         for k, part in enumerate(parts):
-            made = [a + b for a in made for b in (_numbers(part) if k % 2 else [part])]
+            inside = list(_numbers(part, nodes)) if k % 2 else [part]
+            if len(names) + len(made) * len(inside) > MAX_NODES:
+                raise ValueError(f"{_LIST}{nodes!r} has more than {MAX_NODES:,} machines.")
+            made = [a + b for a in made for b in inside]
         names += made
+    if wrong := [x for x in names if x.startswith("-")]:
+        raise ValueError(f"{_LIST}{wrong[0]!r} is no machine's name: it would be taken for an option.")
     return names
 
 
-def _numbers(ranges: str) -> Iterator[str]:
+def _numbers(ranges: str, nodes: str) -> Iterator[str]:
     for each in ranges.split(","):
-        first, dash, last = each.partition("-")
-        for number in range(int(first), int(last if dash else first) + 1):
-            yield str(number).zfill(len(first))
+        found = re.fullmatch("([0-9]+)(?:-([0-9]+))?", each)
+        if found is None:
+            raise ValueError(f"{_LIST}expected numbers such as [007-008,020], got [{ranges}] in {nodes!r}.")
+        first, last = _count(found[1]), _count(found[2] or found[1])
+        if last - first >= MAX_NODES:
+            raise ValueError(f"{_LIST}{nodes!r} has more than {MAX_NODES:,} machines.")
+        for number in range(first, last + 1):
+            yield str(number).zfill(len(found[1]))

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -40,7 +41,7 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="zerofn-ranks-")
         counts = str(Path(self._folder.name) / "steps")
         self._steps = np.memmap(counts, np.int64, "w+", shape=(size + 1,))
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = _local_store()
         self._cluster = ipyparallel.Cluster(
             controller_ip="127.0.0.1",
             log_level=logging.ERROR,
@@ -226,6 +227,13 @@ class Pool:
         with contextlib.suppress(Exception):  # of engines that are dead already
             self._cluster.stop_cluster_sync()
         self._folder.cleanup()
+
+
+def _local_store() -> dist.TCPStore:
+    """Return a store that this machine alone reaches: torch's own would listen on all its networks."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def _all_done(results: Sequence[Any], seconds: float) -> bool:

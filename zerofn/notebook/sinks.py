@@ -11,6 +11,9 @@ from typing import Any, Protocol
 _KNOWN = "a path that ends in .jsonl, 'tensorboard:FOLDER', 'wandb', 'trackio', or an object with write() and close()"
 
 
+_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+
+
 class Sink(Protocol):
     """A place for records."""
 
@@ -22,7 +25,10 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """A file with one JSON object a line; what is there stays."""
+    """A file with one JSON object a line; what is there stays.
+
+    JSON has no NaN and no infinities: they are the texts "NaN", "Infinity" and "-Infinity", as in protobuf's JSON.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,7 +36,8 @@ class JsonLines:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write a line, at once."""
-        self._file.write(json.dumps(record) + "\n")
+        plain = {name: _NAMES.get(str(x), x) if isinstance(x, float) else x for name, x in record.items()}
+        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -27,8 +28,15 @@ def register_step_pre_hook(hook: Callable[[], object]) -> RemovableHandle:
 
     What it raises is raised in the step's place, with the state as it was. So a hook that raises `KeyboardInterrupt`
     before the same step on every rank stops a loop where all of them can go on. As `torch.optim` has
-    `register_optimizer_step_pre_hook`.
+    `register_optimizer_step_pre_hook`. Raises `TypeError` for what cannot be called so.
     """
+    try:
+        inspect.signature(hook).bind()
+    except (TypeError, ValueError) as error:  # ValueError: of a builtin that tells no signature
+        if not callable(hook) or isinstance(error, TypeError):
+            raise TypeError(
+                f"register_step_pre_hook: hook must be a function that can be called without arguments, got {hook!r}."
+            ) from None
     hooks = the(StepPreHooks)
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook

@@ -50,6 +50,17 @@ def some(names: Collection[str], most: int = 4) -> str:
     return shown if len(names) <= most else f"{shown}, ... ({len(names)} in all)"
 
 
+def printable(text: str) -> str:
+    """Return a text in which what would steer a terminal, or not be seen, is escaped, but for the ends of lines.
+
+    >>> printable("a\\x1b[2J\\nb\\u202e")
+    'a\\\\x1b[2J\\nb\\\\u202e'
+    """
+    if text.replace("\n", "").isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 def words_of(function: Callable[..., Any]) -> Iterator[str]:
     """Return the strings in a function's code, and those it closes over."""
     if not inspect.isfunction(function):

@@ -24,8 +24,8 @@ def gone(process: dict[str, Any]) -> bool:
 
 def here(process: dict[str, Any]) -> bool:
     """Whether a process that has described itself runs on this machine."""
-    began = process.get("started")
-    return process.get("host") == machine() and bool(began) and started(int(process.get("pid", 0))) == began
+    pid, began = process.get("pid"), process.get("started")
+    return process.get("host") == machine() and bool(began) and isinstance(pid, int) and started(pid) == began
 
 
 def machine() -> str:
