@@ -465,6 +465,12 @@ def test_parameters_with_other_frozen_units_are_refused():
         state.replace(params=shard(two_layers(optim.sgd(0.1), body)).params)
 
 
+def test_a_state_made_of_sharded_parameters_leaves_their_frozen_units():
+    params = shard(two_layers(optim.sgd(0.1), body)).params
+    after = unshard(train_pair(TrainState.create(params=params, tx=optim.adamw(0.1, weight_decay=0.5))).params)
+    assert (after["body.w"] == 1).all() and (after["head.w"] != 2).all()
+
+
 def test_moments_that_shard_alone_stores_are_refused_with_the_way_out():
     state, tx = train_pair(shard(two_layers(optim.adamw(0.1)))), optim.adamw(0.1, moments="8bit")
     with pytest.raises(ValueError, match="the moments 'mu' of the new tx are to be kept in 8-bit blocks") as caught:

@@ -324,13 +324,15 @@ def _kinds(x: Any) -> str:
 
 
 def _with_unlearned(params: Any, frozen: Callable[[str], bool] | None) -> Callable[[str], bool] | None:
-    paths, leaves, _ = tree.flatten_with_path(params)
-    names = frozenset(
-        tree.name_of(p)
-        for p, x in zip(paths, leaves, strict=True)
-        if isinstance(x, torch.nn.Parameter) and not x.requires_grad
-    )
-    return _Frozen(names, frozen) if names else frozen
+    paths, nodes, _ = tree.flatten_with_path(params, is_leaf=is_sharded)
+    names = set[str]()
+    for path, x in zip(paths, nodes, strict=True):
+        if is_sharded(x):  # laid out with frozen units
+            units = [unit for unit in x.layout.units if not unit.trainable]
+            names.update(tree.name_of((*path, leaf.name)) for unit in units for leaf in unit.leaves)
+        elif isinstance(x, torch.nn.Parameter) and not x.requires_grad:
+            names.add(tree.name_of(path))
+    return _Frozen(frozenset(names), frozen) if names else frozen
 
 
 def _learning(params: Any, frozen: Callable[[str], bool] | None) -> Any:
