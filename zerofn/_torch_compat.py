@@ -345,6 +345,11 @@ def bind(tracer: Any, x: torch.Tensor, node: torch.fx.Node) -> None:
     tracer.tensor_tracker[x] = _ProxyTensor(torch.fx.Proxy(node, tracer), None)
 
 
+def bind_alike(tracer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    """Let a trace know `x` by what it knows `y` by."""
+    tracer.tensor_tracker[x] = tracer.tensor_tracker[y]
+
+
 def bound_node(tracer: Any, x: torch.Tensor) -> torch.fx.Node | None:
     """The node that a trace knows `x` by; None for what it does not know, or knows the value of."""
     slot = tracer.tensor_tracker.get(x)

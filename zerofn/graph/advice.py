@@ -57,6 +57,17 @@ _INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
         "zerofn.eager_region, with dense tensors as its arguments and results",
     ),
     (
+        r"argument of type: <class 'torch.storage.UntypedStorage'>",
+        RuntimeError,
+        "a captured step cannot write to a tensor's storage: write to the tensor, x.copy_(y) or x[0] = y, or assign "
+        "x.data = y",
+    ),
+    (
+        r"Cannot swap t\d because it has weakref",
+        RuntimeError,
+        "a captured step cannot swap tensors: assign x.data = y, or use the other variable",
+    ),
+    (
         r"data-dependent expression|[Uu]nbacked symbol",
         RuntimeError,
         "a size depends on data in a way that cannot be captured: pad to a size that is always the same, or keep the "

@@ -30,6 +30,7 @@ from ..util.errors import CaptureError as CaptureError
 from ..util.errors import note
 from ..util.patches import Patches, uncollected
 from .advice import instead, note_dtypes
+from .assigned_data import OuterAssignment, assigned_data
 from .known_values import answer, values_looked_at
 from .moving import Moved, unmoved
 from .prints import warned_prints
@@ -71,6 +72,8 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
                 out = step(fake_state, fake_batch)
         except Moved as error:
             raise CaptureError(str(error)).with_traceback(error.__traceback__ if error.here else None) from None
+        except OuterAssignment as error:
+            raise CaptureError(str(error)).with_traceback(error.__traceback__) from None
         _check_values(out)
         new_state, aux = _split(out, fake_state)
         new: list[Tensor] = []
@@ -114,7 +117,10 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
     Libraries then skip checks that read data, and kernels that fake tensors do not support. It is not the default,
     because some libraries then choose another algorithm, which rounds differently from the eager step.
     """
-    with torch.no_grad(), lazy_code(True), quiet_fakes(), uncollected(), warned_prints, _unvalidated, values_looked_at:
+    patched = warned_prints, _unvalidated, values_looked_at, assigned_data
+    with torch.no_grad(), lazy_code(True), quiet_fakes(), uncollected(), contextlib.ExitStack() as stack:
+        for each in patched:
+            stack.enter_context(each)
         try:
             return tracer(*inputs)
         except CaptureError:

@@ -109,9 +109,14 @@ def _long_way(func: Any, args: Any, kwargs: Any) -> Any:
     """Run the operation as torch does, and forget what was known of its arguments, which it may have written."""
     out = func(*args, **kwargs)
     for x in tensors_in((args, kwargs)):
-        if type(x) is FakeTensor:
-            x.__dict__.pop(_KNOWN, None)
+        forget(x)
     return out
+
+
+def forget(x: Tensor) -> None:
+    """Let torch tell again what a tensor is."""
+    if type(x) is FakeTensor:
+        x.__dict__.pop(_KNOWN, None)
 
 
 class _Call:
