@@ -106,6 +106,14 @@ def schema_arguments(op: OpOverload) -> list:
 LEND_PARAMETERS = (torch.nn.utils.stateless, "_reparametrize_module")
 CHECKPOINT_SEGMENT = (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator")
 
+
+def list_parameters_again(module: torch.nn.Module) -> None:
+    """Recurrent networks keep a list of their parameters, which has those that were lent until the next call."""
+    for part in module.modules():
+        if isinstance(part, torch.nn.RNNBase):
+            part._init_flat_weights()
+
+
 # (module, name) of what turns a tensor into text.
 TENSOR_TEXT = (torch._tensor_str, "_str")
 
@@ -176,17 +184,6 @@ def quiet_fakes() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
-
-
-@contextlib.contextmanager
-def autocast_cache(enabled: bool) -> Iterator[None]:
-    """Inside, autocast keeps a weight's cast for further uses, or not; traces switch that off."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(enabled)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 @contextlib.contextmanager

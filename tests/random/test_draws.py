@@ -11,6 +11,8 @@ import transformers as hf
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
+import zerofn
+from zerofn import optim
 from zerofn._torch_compat import OpOverload, compiling, make_fx, schema_arguments
 from zerofn.random import draws, fold_in, key, randomness
 
@@ -533,3 +535,19 @@ def test_recomputation_that_draws_nothing_needs_no_key():
         out = checkpoint(torch.sin, leaf, use_reentrant=False)
         (grad,) = torch.autograd.grad(out.sum(), leaf)
     torch.testing.assert_close(grad, x().cos())
+
+
+def test_a_truncated_normal_is_one_draw_of_the_key():
+    """Torch draws until all samples are accepted, which a captured step cannot."""
+
+    def drawn():
+        return torch.nn.init.trunc_normal_(torch.empty(50), 1.0, 2.0, 0.0, 1.5)
+
+    def step(state, x):
+        loss, grads = state.value_and_grad(lambda p, x: (p["w"] * drawn() * drawn()).sum() + x.sum())(x)
+        return state.apply_gradients(grads), grads["w"]
+
+    state = zerofn.TrainState.create(params={"w": torch.ones(50)}, tx=optim.sgd(0.1))
+    expected = step(state, torch.ones(2))[1].clone()
+    assert torch.equal(zerofn.compile(step)(state, torch.ones(2))[1], expected)
+    assert 0 <= expected.min() and expected.max() <= 1.5**2 and len(expected.unique()) > 40

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import FakeTensor, bind_alike, lower_modes, storage_key
-from ..tracing.shortcut import forget
+from ..tracing.shortcut import KNOWN
 from ..util.patches import Patches
 
 
@@ -31,7 +31,7 @@ def _data(original: Any) -> property:
             )
         y = y.detach()  # a constant comes into the trace
         original.__set__(x, y)
-        forget(x)
+        vars(x).pop(KNOWN, None)
         if trace is not None:  # a loop's body runs without one first
             bind_alike(trace.tracer, x, y)
 

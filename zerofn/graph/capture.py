@@ -12,29 +12,21 @@ from torch import Tensor
 from torch.fx import GraphModule, Proxy
 
 from .. import tree
-from .._torch_compat import (
-    autocast_cache,
-    compiling,
-    current_trace,
-    data_dependent_errors,
-    lazy_code,
-    make_fx,
-    proxies_of,
-    quiet_fakes,
-)
+from .._torch_compat import compiling, current_trace, data_dependent_errors, lazy_code, make_fx, proxies_of, quiet_fakes
 from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.state_tree import as_tensor
 from ..sharding.storage import Stored
 from ..tracing.shortcut import Shortcut
 from ..util.errors import CaptureError as CaptureError
 from ..util.errors import note
-from ..util.patches import Patches, uncollected
+from ..util.patches import Patches, autocast_cache, uncollected
 from .advice import instead, note_dtypes
 from .assigned_data import OuterAssignment, assigned_data
 from .known_values import answer, values_looked_at
 from .moving import Moved, unmoved
 from .prints import warned_prints
 from .program import Flat, Program, cached
+from .recurrent import recurrent
 from .source_lines import Lines, line_behind, readable, where
 
 log = logging.getLogger("zerofn")
@@ -117,7 +109,7 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
     Libraries then skip checks that read data, and kernels that fake tensors do not support. It is not the default,
     because some libraries then choose another algorithm, which rounds differently from the eager step.
     """
-    patched = warned_prints, _unvalidated, values_looked_at, assigned_data
+    patched = warned_prints, _unvalidated, values_looked_at, assigned_data, recurrent
     with torch.no_grad(), lazy_code(True), quiet_fakes(), uncollected(), contextlib.ExitStack() as stack:
         for each in patched:
             stack.enter_context(each)

@@ -9,16 +9,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from .._torch_compat import (
-    TorchDispatchMode,
-    autocast_cache,
-    bind_outputs,
-    current_trace,
-    outside_trace,
-    proxies_of,
-    trace_inner,
-)
+from .._torch_compat import TorchDispatchMode, bind_outputs, current_trace, outside_trace, proxies_of, trace_inner
 from ..util.nested import tensors_in, with_tensors
+from ..util.patches import autocast_cache
 
 # body(index, slices) -> (terms to sum, rows to stack, static). `static` is not a tensor; it is the same in every round.
 Body = Callable[[Tensor, list[Tensor]], tuple[list[Tensor], list[Any], Any]]

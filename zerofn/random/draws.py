@@ -18,7 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_compat import OpOverload, num_dispatch_modes, schema_arguments, schema_text, tree_leaves
+from .._torch_compat import (
+    REJECTION_SAMPLERS,
+    OpOverload,
+    num_dispatch_modes,
+    schema_arguments,
+    schema_text,
+    tree_leaves,
+)
 from ..ops.registry import OnShard, Traits, define
 
 _WORD = (1 << 64) - 1
@@ -156,6 +163,9 @@ def _fill_bernoulli(out: Tensor, p: float, generator: torch.Generator) -> Tensor
     return out
 
 
+_truncated = getattr(*REJECTION_SAMPLERS[0])  # torch's own: how often it draws depends on what it drew
+
+
 # name -> (its parameters in the schema, what fills a contiguous tensor)
 _FILLS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "uniform": ("float low, float high", Tensor.uniform_),
@@ -166,6 +176,7 @@ _FILLS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "log_normal": ("float mean, float std", Tensor.log_normal_),
     "cauchy": ("float median, float sigma", Tensor.cauchy_),
     "randint": ("int? low, int? high", _fill_integers),
+    "trunc_normal": ("float mean, float std, float a, float b", _truncated),
 }
 
 

@@ -9,6 +9,7 @@ the position (see `rng_state`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_compat import FakeTensor, OpOverload, TorchDispatchMode, dispatch_modes, is_composite, schema_arguments
+from .._torch_compat import (
+    REJECTION_SAMPLERS,
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    dispatch_modes,
+    is_composite,
+    schema_arguments,
+)
+from ..util.patches import Patches
 from ..util.user_line import user_line
 from . import draws
 from .draws import key as key
@@ -39,8 +49,26 @@ def randomness(key: Tensor | None) -> Iterator[None]:
     if key is not None:
         draws.check_scalar(key, "randomness", "the key")
     mode = _Randomness(key)
-    with torch.autograd.set_multithreading_enabled(False), virtual_rng_state(mode), mode:
+    with torch.autograd.set_multithreading_enabled(False), virtual_rng_state(mode), _samplers, mode:
         yield
+
+
+def _as_one_draw(sampler: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a rejection sampler that is one draw where draws are functions of a key."""
+
+    @functools.wraps(sampler)
+    def draw(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
+        modes = _current()
+        if not modes:
+            return sampler(tensor, mean, std, a, b, generator=generator)
+        at = modes[0].next_draw(aten.normal_.default, generator)
+        with torch.no_grad():
+            return draws.fill_(tensor, "trunc_normal", *at, (mean, std, a, b))
+
+    return draw
+
+
+_samplers = Patches(lambda: [(module, name, _as_one_draw) for module, name in REJECTION_SAMPLERS])
 
 
 class _Randomness(TorchDispatchMode):

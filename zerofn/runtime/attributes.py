@@ -13,6 +13,8 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, cast
 
+from torch import Tensor
+
 from ..sharding.sharded import is_sharded
 from .contents import SUMMED
 from .facts import NOTHING, Same
@@ -104,12 +106,20 @@ def shown(key: Any) -> str:
     return repr(key) if isinstance(key, str | bytes | int | float | bool | tuple) else f"{type(key).__name__} {id(key)}"
 
 
+def referred(value: Any) -> Any:
+    """Return what a weak reference refers to. A tensor is kept elsewhere, and read there: recurrent networks refer anew
+    to the parameters of each call, of which nothing is left.
+    """
+    if not isinstance(value, weakref.ReferenceType):
+        return value
+    held = value()
+    return "a weak reference" if held is None or isinstance(held, Tensor) else held
+
+
 def shows(value: Any) -> Callable[[], Any] | None:
     """Return a function that gives what an object written in C holds; None if nothing does."""
     if isinstance(value, ContextVar):
         return partial(value.get, NOTHING)
-    if isinstance(value, weakref.ReferenceType):
-        return value
     for name in ("__self__", "mapping", "obj"):  # of methods in C, views of dicts, memoryviews
         if (x := getattr(value, name, None)) is not None and not isinstance(x, types.ModuleType):
             return partial(getattr, value, name)

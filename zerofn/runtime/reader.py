@@ -36,6 +36,7 @@ from .attributes import (
     held,
     is_config,
     own_attributes,
+    referred,
     shown,
     shows,
     special_methods,
@@ -105,7 +106,7 @@ class Reader:
         """Note a value, and all of it that a step may depend on."""
         if path in self._skip:
             return
-        token = plain(value)
+        token = plain(value := referred(value))
         if token is None:
             key = id(value), how == FOUND
             known = key in self._seen

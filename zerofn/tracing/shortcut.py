@@ -42,7 +42,7 @@ from . import fake_kernels  # noqa: F401  (registers them)
 from .strides import is_suspect, real_strides
 
 aten = torch.ops.aten
-_KNOWN = "_zerofn_known"  # the attribute of a fake tensor
+KNOWN = "_zerofn_known"  # the attribute of a fake tensor
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _LOST = object()  # the answer of a way that cannot handle a call
 
@@ -109,14 +109,9 @@ def _long_way(func: Any, args: Any, kwargs: Any) -> Any:
     """Run the operation as torch does, and forget what was known of its arguments, which it may have written."""
     out = func(*args, **kwargs)
     for x in tensors_in((args, kwargs)):
-        forget(x)
+        if type(x) is FakeTensor:
+            x.__dict__.pop(KNOWN, None)
     return out
-
-
-def forget(x: Tensor) -> None:
-    """Let torch tell again what a tensor is."""
-    if type(x) is FakeTensor:
-        x.__dict__.pop(_KNOWN, None)
 
 
 class _Call:
@@ -133,13 +128,13 @@ class _Call:
         """Return what is known of an argument; None if torch must see it."""
         if self.tracer is None:  # outside a trace `x.data = y` may change a tensor unseen
             return _Known(None, None, x.device, None, None) if self.fakes.simple(x) else None
-        found = x.__dict__.get(_KNOWN)
+        found = x.__dict__.get(KNOWN)
         if found is not None and found.tracer is self.tracer:
             return found
         node = bound_node(self.tracer, x)
         if node is None or not self.fakes.simple(x):
             return None
-        found = x.__dict__[_KNOWN] = _Known(self.tracer, node, x.device, None, None)
+        found = x.__dict__[KNOWN] = _Known(self.tracer, node, x.device, None, None)
         return found
 
     def read(self, args: Any) -> Any:
@@ -178,7 +173,7 @@ class _Call:
         """Return the tensor that `node` makes."""
         x = self.fakes.of(elem, device)
         if node is not None:
-            x.__dict__[_KNOWN] = _Known(self.tracer, node, device, elem, kind)
+            x.__dict__[KNOWN] = _Known(self.tracer, node, device, elem, kind)
             bind(self.tracer, x, node)
         return x
 

@@ -1,4 +1,4 @@
-"""Replace functions of other libraries inside a context; pause Python's garbage collector."""
+"""Contexts: replace functions of other libraries, pause Python's garbage collector, let autocast keep casts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+import torch
 
 Replacement = tuple[Any, str, Callable[[Any], Any]]  # owner, name, the original -> its replacement
 
@@ -53,3 +55,14 @@ def uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def autocast_cache(enabled: bool) -> Iterator[None]:
+    """Inside, autocast keeps a weight's cast for further uses, or not; traces switch that off."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
