@@ -244,7 +244,8 @@ class CompiledStep:
             if is_sharded(x):
                 keep_halves(x)
         try:
-            signature = (state_def, batch_def, signature_of(state_leaves), signature_of(batch_leaves))
+            leaves = signature_of(state_leaves), signature_of(batch_leaves)
+            signature = (state_def, batch_def, leaves, tree.orders(state), tree.orders(batch))
             captures = self._captures.get(signature)
         except TypeError:  # no constant, or not hashable
             raise no_leaf(self.__name__, state, batch) from None

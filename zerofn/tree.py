@@ -94,13 +94,22 @@ def _tensordict(aux: tuple[tuple[str, ...], tuple[int, ...]], children: Iterable
     return sys.modules["tensordict"].TensorDict(items, batch_size=shapes[0][:dims] if shapes else batch_size)
 
 
-def _register_mapping(cls: Any) -> None:
-    def flatten(x: Any) -> tuple[list[Any], tuple[Any, ...], tuple[Any, ...]]:
-        keys = tuple(sorted(x.keys(), key=lambda k: (type(k).__name__, k)))
-        return [x[k] for k in keys], keys, keys
+@dataclasses.dataclass(frozen=True)
+class _Keys:
+    """The keys of a mapping, of which those of equal ones may be `given` in another order, as with dicts."""
 
-    def unflatten(keys: tuple[Any, ...], children: Iterable[Any]) -> Any:
-        return cls(dict(zip(keys, children, strict=True)))
+    sorted: tuple[Any, ...]
+    given: tuple[Any, ...] = dataclasses.field(compare=False)
+
+
+def _register_mapping(cls: Any) -> None:
+    def flatten(x: Any) -> tuple[list[Any], _Keys, tuple[Any, ...]]:
+        keys = tuple(sorted(x.keys(), key=lambda k: (type(k).__name__, k)))
+        return [x[k] for k in keys], _Keys(keys, tuple(x.keys())), keys
+
+    def unflatten(keys: _Keys, children: Iterable[Any]) -> Any:
+        items = dict(zip(keys.sorted, children, strict=True))
+        return cls({k: items[k] for k in keys.given})
 
     _register(cls, flatten, unflatten, path_entry_type=optree.GetItemEntry, namespace=NAMESPACE)
 
@@ -163,6 +172,30 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
     if _adopt(x for x in leaves if is_leaf is None or not is_leaf(x)):
         return flatten(tree, is_leaf)
     return leaves, treedef
+
+
+def orders(tree: Any) -> Any:
+    """Return the orders in which the dicts of a tree have their keys, which `flatten` sorts: what runs through a dict
+    sees its order. None for a tree without dicts.
+
+    >>> orders([{"b": 1, "a": (2, {"c": 3})}, 4]), orders([1, (2, 3)])
+    (((('b', 'a'), (((('c',), ()),),)),), None)
+    """
+    kind = type(tree)
+    if kind is torch.Tensor or kind in _PLAIN:
+        return None
+    if isinstance(tree, Mapping):
+        return tuple(tree), tuple([found for x in tree.values() if (found := orders(x)) is not None])
+    if isinstance(tree, tuple | list):
+        inside = tree
+    elif dataclasses.is_dataclass(kind):
+        inside = [getattr(tree, f.name, None) for f in dataclasses.fields(tree)]
+    else:
+        return None
+    return tuple([found for x in inside if (found := orders(x)) is not None]) or None
+
+
+_PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
 def unflatten(treedef: PyTreeSpec, leaves: Iterable[Any]) -> Any:

@@ -1,8 +1,10 @@
 """What makes a step be captured again, and what the log says of it."""
 
+import collections
 import dataclasses
 import gc
 import logging
+import math
 import sys
 import weakref
 
@@ -230,3 +232,56 @@ def test_an_object_that_is_registered_is_read_anew_at_each_step(node):
         state, loss = step(state, node(torch.ones(2, 4), torch.full((2, 1), k)))
         found.append(loss.item())
     assert found == [1.0, 4.0, 25.0] and len(step._entries) == 1
+
+
+def first_entry(state, batch):
+    return state["w"] * list(batch["data"].values())[0] + list(state["extra"].values())[0]
+
+
+ORDERED = {
+    "a dict": lambda items: {"data": dict(items)},
+    "a dict in a list in a dict": lambda items: {"data": {"z": torch.ones(()), **dict(items)}, "more": [dict(items)]},
+    "a mapping": lambda items: {"data": collections.UserDict(items)},
+}
+
+
+@pytest.mark.parametrize("make", ORDERED.values(), ids=ORDERED)
+def test_a_step_sees_the_order_of_a_dict_as_it_is_given(make):
+    items = [("q", torch.tensor(2.0)), ("p", torch.tensor(5.0))]
+    state = {"w": torch.tensor(3.0), "extra": {"b": torch.tensor(1.0), "a": torch.tensor(2.0)}}
+    other = {"w": torch.tensor(3.0), "extra": {"a": torch.tensor(2.0), "b": torch.tensor(1.0)}}
+    step = zerofn.compile(first_entry)
+    for pairs in (items, items[::-1], items):
+        for each in (state, other):
+            batch = make(pairs)
+            assert step(each, batch) == first_entry(each, batch)
+    assert len(step._entries) == 4
+
+
+def of_number(state, batch):
+    return state["w"] * batch["x"] + math.copysign(1.0, batch["n"])
+
+
+def test_numbers_that_are_equal_and_differ_are_captured_apart_and_nan_once():
+    step, state = zerofn.compile(of_number), {"w": torch.ones(2)}
+    for n in (0.0, -0.0, 0.0, float("nan"), float("nan"), -0.0):
+        batch = {"x": torch.ones(2), "n": n}
+        assert torch.equal(step(state, batch), of_number(state, batch))
+    assert len(step._entries) == 3
+
+
+def test_a_conjugate_view_is_captured_apart():
+    step, z = zerofn.compile(lambda state, z: state["w"] * z.imag), torch.tensor([1 + 2j, 3 - 1j])
+    for batch in (z, z.conj(), torch.stack([z, z])[1].conj()):
+        assert torch.equal(step({"w": torch.ones(2)}, batch), batch.imag)
+
+
+def test_the_order_of_extra_in_a_training_state_is_seen():
+    def step(state, x):
+        return list(state.extra.values())[0] + x
+
+    run, x = zerofn.compile(step), torch.zeros(())
+    for names in ("ba", "ab", "ba"):
+        extra = {name: torch.tensor(float(ord(name))) for name in names}
+        state = zerofn.shard(zerofn.TrainState.create(params={"w": torch.ones(2)}, tx=optim.sgd(0.1), extra=extra))
+        assert run(state, x) == ord(names[0])

@@ -131,5 +131,5 @@ def _signature_of_leaf(x: Any) -> Any:
     if is_sharded(x):
         return x.spec.signature, x.storages, tuple([t.device for t in x.parts])
     if isinstance(x, Tensor):
-        return x.shape, x.dtype, x.device, x.stride()
+        return x.shape, x.dtype, x.device, x.stride(), x.is_conj(), x.is_neg()
     return key_of(x)
