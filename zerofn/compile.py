@@ -40,7 +40,7 @@ from .runtime.errors import explain
 from .runtime.executor import Executor
 from .runtime.guards import Captures, LeftOut
 from .runtime.hooks import before_step
-from .runtime.inputs import Inputs, collect, params_among, refill_copies, signature_of
+from .runtime.inputs import Inputs, collect, params_among, refill_copies, seen_of, signature_of
 from .runtime.interrupts import whole_steps
 from .runtime.outputs import returned
 from .runtime.repeatable import repeatable
@@ -244,7 +244,7 @@ class CompiledStep:
             if is_sharded(x):
                 keep_halves(x)
         try:
-            leaves = signature_of(state_leaves), signature_of(batch_leaves)
+            leaves = signature_of(state_leaves), signature_of(batch_leaves), seen_of(batch_leaves)
             signature = (state_def, batch_def, leaves, tree.orders(state), tree.orders(batch))
             captures = self._captures.get(signature)
         except TypeError:  # no constant, or not hashable

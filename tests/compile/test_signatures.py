@@ -285,3 +285,14 @@ def test_the_order_of_extra_in_a_training_state_is_seen():
         extra = {name: torch.tensor(float(ord(name))) for name in names}
         state = zerofn.shard(zerofn.TrainState.create(params={"w": torch.ones(2)}, tx=optim.sgd(0.1), extra=extra))
         assert run(state, x) == ord(names[0])
+
+
+def test_a_step_sees_whether_a_tensor_of_the_batch_requires_a_gradient_and_its_attributes():
+    def step(state, x):
+        return state["w"] * getattr(x, "scale", 1.0) * (2.0 if x.requires_grad else 1.0)
+
+    run, state, scaled = zerofn.compile(step), {"w": torch.ones(2)}, torch.ones(2)
+    scaled.scale = 3.0
+    for x in (torch.ones(2), torch.ones(2, requires_grad=True), scaled, torch.ones(2)):
+        assert torch.equal(run(state, x), step(state, x))
+    assert len(run._entries) == 3

@@ -17,6 +17,7 @@ from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.state_tree import as_tensor
 from ..sharding.storage import Stored
 from ..tracing.shortcut import Shortcut
+from ..util.constants import constant_attributes
 from ..util.errors import CaptureError as CaptureError
 from ..util.errors import note
 from ..util.patches import Patches, autocast_cache, uncollected
@@ -59,6 +60,7 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
         stored_state = state_flat.spread(flat[:num_state], full)
         fake_state = _decode(stored_state, decoded)
         fake_batch = _decode(batch_flat.spread(flat[num_state + num_copies :]), {})
+        _as_given(batch, fake_batch)
         try:
             with Lines() if traces else contextlib.nullcontext(), unmoved(traces), autocast_cache(casts_once):
                 out = step(fake_state, fake_batch)
@@ -245,6 +247,18 @@ def _decode(value: Any, decoded: dict[int, tuple[Tensor, Stored]]) -> Any:
         return Sharded(x.spec, shards, x.copies)
 
     return tree.tree_map(decode, value, is_leaf=is_sharded)
+
+
+def _as_given(batch: Any, fakes: Any) -> None:
+    """Let the fake tensors of a batch tell what its tensors do to Python: `requires_grad`, and attributes that are
+    constants.
+    """
+    pairs = zip(tree.leaves(batch, is_leaf=is_sharded), tree.leaves(fakes, is_leaf=is_sharded), strict=True)
+    for x, fake in pairs:
+        if isinstance(x, Tensor):
+            fake.requires_grad_(x.requires_grad)
+            for name, _ in constant_attributes(x):
+                setattr(fake, name, getattr(x, name))
 
 
 def _readable(error: Exception, name: str) -> Exception:

@@ -13,7 +13,7 @@ from ..memory import donation
 from ..offload.drive_tensor import DriveTensor
 from ..sharding.allocate import lacks_copy, refill
 from ..sharding.sharded import is_sharded
-from ..util.constants import key_of
+from ..util.constants import constant_attributes, key_of
 
 
 class Inputs(NamedTuple):
@@ -127,9 +127,16 @@ def signature_of(leaves: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(map(_signature_of_leaf, leaves))
 
 
+def seen_of(leaves: Iterable[Any]) -> tuple[Any, ...]:
+    """Return what Python sees of the batch's tensors besides. Those of the state are plain ones in every step."""
+    return tuple(
+        [(x.requires_grad, constant_attributes(x) if x.__dict__ else ()) for x in leaves if isinstance(x, Tensor)]
+    )
+
+
 def _signature_of_leaf(x: Any) -> Any:
     if is_sharded(x):
         return x.spec.signature, x.storages, tuple([t.device for t in x.parts])
     if isinstance(x, Tensor):
-        return x.shape, x.dtype, x.device, x.stride(), x.is_conj(), x.is_neg()
+        return x.shape, x.dtype, x.device, x.stride(), x.is_conj()
     return key_of(x)

@@ -65,3 +65,8 @@ def is_constant(x: Any) -> bool:
     except NotConstant:
         return False
     return True
+
+
+def constant_attributes(x: Any) -> tuple[tuple[str, Any], ...]:
+    """Return (name, key) of the attributes that somebody has set on an object and that are constants."""
+    return tuple((name, key_of(value)) for name, value in vars(x).items() if is_constant(value))
