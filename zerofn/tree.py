@@ -10,6 +10,7 @@ to import than all of ZeroFn: who has a TensorDict has imported it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -181,21 +182,26 @@ def orders(tree: Any) -> Any:
     >>> orders([{"b": 1, "a": (2, {"c": 3})}, 4]), orders([1, (2, 3)])
     (((('b', 'a'), (((('c',), ()),),)),), None)
     """
-    kind = type(tree)
-    if kind is torch.Tensor or kind in _PLAIN:
+    kind: Any = type(tree)
+    holds = _holds(kind)
+    if holds is None:
         return None
-    if isinstance(tree, Mapping):
-        return tuple(tree), tuple([found for x in tree.values() if (found := orders(x)) is not None])
-    if isinstance(tree, tuple | list):
-        inside = tree
-    elif dataclasses.is_dataclass(kind):
-        inside = [getattr(tree, f.name, None) for f in dataclasses.fields(tree)]
-    else:
-        return None
+    if holds is Mapping:
+        return tuple(tree.keys()), tuple([found for x in tree.values() if (found := orders(x)) is not None])
+    inside = tree if holds is list else [getattr(tree, name, None) for name in holds]
     return tuple([found for x in inside if (found := orders(x)) is not None]) or None
 
 
-_PLAIN = frozenset({int, float, bool, str, type(None)})
+@functools.cache
+def _holds(kind: Any) -> Any:
+    """Return how a container of a class holds its entries: `Mapping`, `list`, or the names of a dataclass's fields.
+    None for what is no container.
+    """
+    if issubclass(kind, Mapping):
+        return Mapping
+    if issubclass(kind, tuple | list):
+        return list
+    return tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
 
 
 def unflatten(treedef: PyTreeSpec, leaves: Iterable[Any]) -> Any:
