@@ -77,7 +77,14 @@ for _mark, _of_mark in _MARKS.items():
         lambda x, axis="": x.view_as(x),
         traits=_of_mark,
     )
-MARKS = tuple(getattr(ops, _mark).default for _mark in _MARKS)
+# What must hold of a value where ranks compare their steps: `graph.between_ranks` has a sentence for each `what`.
+define(
+    "expect(Tensor(a) x, str axis, str what) -> Tensor(a)",
+    lambda x, axis, what: x.view_as(x),
+    lambda x, axis, what: x.view_as(x),
+    traits=Traits(OnShard.LEAVES),
+)
+MARKS = (*(getattr(ops, _mark).default for _mark in _MARKS), ops.expect.default)
 
 
 def fill_(

@@ -18,10 +18,10 @@ from .comm.pending import pending
 from .cost.machine import Machine, machine_of
 from .dry_run.script import current_dry_run
 from .graph.advice import no_leaf
+from .graph.between_ranks import NumberedStep
 from .graph.captured import captured, dry_result
 from .graph.program import Program, tensor_of
 from .graph.same_graph import Outline
-from .graph.state_arithmetic import MEETS, line_of_number, state_arithmetic
 from .memory.host_allocator import keep_freed_memory
 from .memory.turns import StepTurn, is_inside_step, outside_steps
 from .offload.host_worker import worker
@@ -31,7 +31,7 @@ from .passes.budget.decision import Choice, as_text, from_text, names_of
 from .passes.budget.search import graphs
 from .planning.plan import Plan
 from .planning.profile import Profile, profiled
-from .runtime.agreed import agree_among_slices, agreed_text
+from .runtime.agreed import agree_among_slices, agreed_inputs, agreed_text, refuse_differences
 from .runtime.backend import Backend, backend_of
 from .runtime.capture_log import CaptureLog, told_of, while_capturing
 from .runtime.entry import Call, Entry
@@ -146,15 +146,13 @@ class _Options(NamedTuple):
 
 
 class _Captured(NamedTuple):
-    """A step captured on this rank and not scheduled yet. `numbers`: see `state_arithmetic`. `choices`: this rank's
-    decisions about memory.
-    """
+    """A step captured on this rank and not scheduled yet. `numbered`, `inputs`: what ranks compare of it."""
 
     program: Program
     constants: list[Tensor]
-    numbers: list[str]
+    numbered: NumberedStep
+    inputs: str
     pipeline: passes.Pipeline
-    choices: list[Choice]
     began: float
 
 
@@ -285,49 +283,53 @@ class CompiledStep:
 
         If one fails, the others raise its message. `why`: what changed outside the arguments since the last capture.
         """
-        try:
-            found = self._agreed(state, batch, why)
-            if found[0].program.new_state is not None:
-                mesh = mesh_among(tree.leaves(state, is_leaf=is_sharded))
-                compare_batches(self.__name__, batch, mesh)
-            return found
-        except RuntimeError as error:
-            if MEETS in str(error):
-                note(error, line_of_number(captured(self._step, state, batch, traces=True)[0], str(error)))
-            raise
+        found = self._agreed(state, batch, why)
+        if found[0].program.new_state is not None:
+            mesh = mesh_among(tree.leaves(state, is_leaf=is_sharded))
+            compare_batches(self.__name__, batch, mesh)
+        return found
 
     @while_capturing
     def _agreed(self, state: Any, batch: Any, why: str) -> tuple[Entry, Sequence[Tensor]]:
         what = f"zerofn.compile({self.__name__})"
+        mine = agree_on(what, lambda: self._captured(state, batch))
+        again = lambda: NumberedStep(captured(self._step, state, batch, traces=True)[0])  # noqa: E731  (with lines)
+        refuse_differences(what, mine.numbered, mine.program.mesh, again)
         if not self._options.chooses:
-            found = agree_on(what, lambda: self._scheduled(self._captured(state, batch), [], why))
+            found = agree_on(what, lambda: self._scheduled(mine, self._prepared(mine), why))
         else:
-            mine = agree_on(what, lambda: (self._captured(state, batch), ""))
-            texts = exchange(what, f"{names_of(graphs(mine.program.gm))} {as_text(mine.choices)}")
+            own = agree_on(what, lambda: (self._prepared(mine), ""))
+            texts = exchange(what, f"{names_of(graphs(mine.program.gm))} {as_text(own)}")
             names, first = zip(*(text.split(" ", 1) for text in texts), strict=True)
             # ranks may differ by a few bytes: all use the first rank's choices, if its names mean the same to all
-            choices = from_text(first[0]) if len(set(names)) == 1 else mine.choices
+            choices = from_text(first[0]) if len(set(names)) == 1 else own
             found = agree_on(what, lambda: self._scheduled(mine, choices, why))
         agree_among_slices(what, found[0].program)
         return found
 
     @uncollected()
-    def _captured(self, state: Any, batch: Any) -> _Captured:
+    def _captured(self, state: Any, batch: Any) -> tuple[_Captured, str]:
+        """Return (the captured step, what must be the same on all ranks)."""
         began = time.perf_counter()
         pending().wait_for_all()  # perhaps of another state that nobody will use again
         with self._arithmetic(tree.leaves(state, is_leaf=is_sharded)):
             program, constants = captured(self._step, state, batch)
         program.name = self.__name__
-        numbers = state_arithmetic(program)
+        numbered = NumberedStep(program)
         program.timings["capture"] = time.perf_counter() - began
         if any(x.device.type == "cpu" and x.dim() for x in map(tensor_of, program.placeholders) if x is not None):
             keep_freed_memory()
         pipeline = passes.pipeline(self._donates(program), self._options.passes)
-        pipeline.prepare(program, self._options.machine)
-        choices: list[Choice] = []
-        if self._options.chooses:
-            choices = pipeline.decide(program, memory=self._options.memory, remat=self._options.remat)
-        return _Captured(program, constants, numbers, pipeline, choices, began)
+        inputs = agreed_inputs(program, self._options.machine, self._options.deterministic)
+        return _Captured(program, constants, numbered, inputs, pipeline, began), inputs
+
+    @uncollected()
+    def _prepared(self, captured: _Captured) -> list[Choice]:
+        """Run the passes that stand before any decision about memory, and return this rank's decisions."""
+        captured.pipeline.prepare(captured.program, self._options.machine)
+        if not self._options.chooses:
+            return []
+        return captured.pipeline.decide(captured.program, memory=self._options.memory, remat=self._options.remat)
 
     def _donates(self, program: Program) -> bool:
         return self._options.donate and program.new_state is not None
@@ -342,7 +344,7 @@ class CompiledStep:
         took = dict(program.timings)
         self.timings = {"capture": took.pop("capture"), "passes": took, "nodes": len(program.gm.graph.nodes)}
         self._log.report(program, captured.constants, time.perf_counter() - captured.began, donating, why)
-        text = agreed_text(program, captured.numbers, self._options.machine, self._options.deterministic)
+        text = agreed_text(program, captured.inputs)
         return (Entry(program, donating, self._options.backend, text), captured.constants), text
 
     def _run(self, call: Call, inputs: Inputs, batch: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch  # noqa: F401  (for the examples)
 from torch import Tensor
 
-from ..comm.mesh import DATA, Axis
+from ..comm.mesh import DATA, TENSOR, Axis
 from ..comm.mesh import axis_of as _axis
 from .maps import AllGather, AllReduce, Exchange, Linear, LinearMap, Permute, Psum, ReduceScatter, Same, Vary
 
@@ -100,7 +100,9 @@ def all_reduce(x: Tensor, axis: str | Axis = DATA) -> Tensor:
     >>> all_reduce(torch.tensor(3.0), axis="data")
     tensor(3.)
     """
-    return Linear.apply(AllReduce(_axis(axis)), x)[0]
+    where = _axis(axis)
+    between = x.requires_grad and where.size > 1 and where.name == TENSOR
+    return Linear.apply(AllReduce(where, between), x)[0]
 
 
 def vary(x: Tensor, axis: str | Axis) -> Tensor:
@@ -130,7 +132,7 @@ def psum(x: Tensor, axis: str | Axis) -> Tensor:
     >>> psum(torch.tensor(3.0), axis="data")
     tensor(3.)
     """
-    return Linear.apply(Psum(_axis(axis)), x)[0]
+    return Linear.apply(Psum(_axis(axis), forward=x.requires_grad), x)[0]
 
 
 def all_to_all(x: Tensor, axis: str | Axis = DATA) -> Tensor:

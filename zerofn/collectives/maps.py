@@ -141,9 +141,13 @@ class ReduceScatter:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """The sum over ranks, in rank order, so that every rank has the same bits. Its own transpose."""
+    """The sum over ranks, in rank order, so that every rank has the same bits. Its own transpose. `between`: it is
+    differentiated along an axis over which gradients are not averaged; then ranks must have values of their own, and go
+    on with the sum in their own ways.
+    """
 
     axis: Axis
+    between: bool = False
 
     @property
     def transpose(self) -> AllReduce:
@@ -152,14 +156,17 @@ class AllReduce:
 
     def __call__(self, x: Tensor) -> tuple[Tensor]:
         """The sum."""
-        return (sum_over(x, self.axis),)
+        return (sum_over(ops.expect(x, self.axis.name, "all_reduce") if self.between else x, self.axis),)
 
 
 @dataclass(frozen=True)
 class Vary:
-    """The value itself, which from here on each rank uses in its own way. Transpose: the sum of what came of that."""
+    """The value itself, which from here on each rank uses in its own way. Transpose: the sum of what came of that.
+    `backward`: it is the transpose of a sum, whose gradient must be the same on all ranks.
+    """
 
     axis: Axis
+    backward: bool = False
 
     @property
     def transpose(self) -> Psum:
@@ -168,22 +175,29 @@ class Vary:
 
     def __call__(self, x: Tensor) -> tuple[Tensor]:
         """The value itself."""
-        return (x.view_as(x),)
+        if self.axis.size == 1:
+            return (x.view_as(x),)
+        return (ops.expect(x, self.axis.name, "vary") if self.backward else ops.as_slice(x, self.axis.name),)
 
 
 @dataclass(frozen=True)
 class Psum:
-    """The sum over ranks of values of their own, one value from here on. Transpose: the value itself."""
+    """The sum over ranks of values of their own, one value from here on. Transpose: the value itself. `forward`: it is
+    the user's and differentiated, so that ranks must have values of their own.
+    """
 
     axis: Axis
+    forward: bool = False
 
     @property
     def transpose(self) -> Vary:
         """The value itself."""
-        return Vary(self.axis)
+        return Vary(self.axis, backward=True)
 
     def __call__(self, x: Tensor) -> tuple[Tensor]:
         """The sum."""
+        if self.forward and self.axis.size > 1:
+            x = ops.expect(x, self.axis.name, "psum")
         return (sum_in_parts(x, self.axis),)
 
 
@@ -197,7 +211,7 @@ class Concat:
     @property
     def transpose(self) -> Take:
         """This rank's part."""
-        return Take(self.axis, self.sizes)
+        return Take(self.axis, self.sizes, backward=True)
 
     def __call__(self, x: Tensor) -> tuple[Tensor]:
         """All parts, in rank order."""
@@ -211,10 +225,13 @@ class Concat:
 
 @dataclass(frozen=True)
 class Take:
-    """[..., sum(sizes)], one value -> [..., sizes[r]] on rank r, which it uses in its own way. Transpose: all parts."""
+    """[..., sum(sizes)], one value -> [..., sizes[r]] on rank r, which it uses in its own way. Transpose: all parts.
+    `backward`: see `Vary`.
+    """
 
     axis: Axis
     sizes: tuple[int, ...]
+    backward: bool = False
 
     @property
     def transpose(self) -> Concat:
@@ -224,6 +241,7 @@ class Take:
     def __call__(self, x: Tensor) -> tuple[Tensor]:
         """This rank's part."""
         start = sum(self.sizes[: self.axis.rank])
+        x = ops.expect(x, self.axis.name, "vary") if self.backward else x
         return (x.narrow(-1, start, self.sizes[self.axis.rank]),)
 
 

@@ -107,6 +107,11 @@ def agree_on(what: str, make: Callable[[], tuple[T, str]]) -> T:
     return value
 
 
+def exchange_on(what: str, make: Callable[[], str]) -> list[str]:
+    """Return what `exchange` does of `make()`. If it raises on some ranks, all raise, as in `agree_on`."""
+    return exchange(what, agree_on(what, lambda: (make(), "")))
+
+
 def _round(what: str, text: str) -> list[str]:
     """Exchange one text with every rank; return all, by rank: `what`, a zero byte, `text`."""
     refuse_while_capturing(what)

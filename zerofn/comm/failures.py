@@ -208,8 +208,12 @@ def last_text(store: SignedStore, rank: int) -> str:
 
 
 def apart(text: str, other: str) -> str:
-    """Return the first lines of a text that the other lacks; its first lines if it lacks none."""
+    """Return the first lines of a text that the other lacks; its first lines if it lacks none. Where the other has
+    lines of the same names, only those.
+    """
     known = set(other.split("\n"))
     lines = [x for x in text.split("\n") if x not in known] or text.split("\n")
+    names = {x.partition(": ")[0] for x in known}
+    lines = [x for x in lines if ": " in x and x.partition(": ")[0] in names] or lines
     more = [f"(and {len(lines) - _SHOWN} lines more)"] if len(lines) > _SHOWN else []
     return "\n    ".join([*lines[:_SHOWN], *more])

@@ -238,6 +238,10 @@ class Mesh:
             return Axis(name, size, rank, _fake(name) if size > 1 else "")
         return Axis(name, size, rank, the(Groups).of(self._line({name})[first : first + size]))
 
+    def along(self, name: str) -> tuple[int, ...]:
+        """Return the ranks of the job that differ from this one along one axis only, this one among them."""
+        return self._line({name})
+
     def _names(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return those of `names` that are here. The only axis of a mesh is "data" whatever else it is called."""
         wanted = set(names)

@@ -8,7 +8,7 @@ mesh a value may differ along some axes and not along others: a transfer along a
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -22,8 +22,8 @@ from .node_kinds import argument, traits
 from .program import Program, owners
 
 ops = torch.ops.zerofn
-# What a difference between ranks comes from (an input of the step, or words for keys and places), and the axis along
-# which ranks differ. Empty: no difference.
+# What a difference between ranks comes from (an input of the step, a value that other ranks compute in another way, or
+# words for keys and places), and the axis along which ranks differ. Empty: no difference.
 Origins = frozenset[tuple[Node | str, str]]
 _NONE: Origins = frozenset()
 _NO_AXES: frozenset[str] = frozenset()
@@ -40,8 +40,12 @@ class OwnValues(NamedTuple):
     read: dict[Node, dict[Node, Origins]]
 
 
-def own_values(program: Program, same: frozenset[Node] = frozenset()) -> OwnValues:
-    """Return the values of a step that differ from rank to rank. `same`: batch entries that do not."""
+def own_values(
+    program: Program, same: frozenset[Node] = frozenset(), apart: Mapping[Node, frozenset[str]] | None = None
+) -> OwnValues:
+    """Return the values of a step that differ from rank to rank. `same`: batch entries that do not. `apart`: values
+    that other ranks compute in another way, with the axes along which these ranks are; see `expressions`.
+    """
     mesh = program.mesh
     if mesh is None:
         return OwnValues({}, {})
@@ -49,8 +53,20 @@ def own_values(program: Program, same: frozenset[Node] = frozenset()) -> OwnValu
     entries = [x for x, (spec, _) in pairs if spec is None and x not in same]
     given: dict[Node, Origins] = {x: frozenset((x, axis) for axis in _differing(mesh)) for x in entries}
     found = OwnValues({}, {})
-    _Follower(mesh, found).follow(program.gm.graph, given)
+    _Follower(mesh, found, apart or {}).follow(program.gm.graph, given)
     return found
+
+
+def axes_of_transfer(mesh: Mesh, node: Node) -> frozenset[str]:
+    """Return the axes of the mesh that a transfer or a mark goes over: none for a group of another mesh."""
+    group = argument(node, "group") if traits(node).collective else None
+    if group is None:
+        named = frozenset(str(argument(node, "axis")).split(BETWEEN))
+        # Axes of one rank have no transfers: what is equal along one is marked by the name of any of them.
+        alone = frozenset(x.name for x in mesh.axes if x.size == 1 and x.name in BATCH)
+        return named | alone if named & frozenset(BATCH) else named
+    alone = frozenset(x.name for x in mesh.axes if x.size == 1 and x.name not in BATCH)
+    return mesh.names_of_groups.get(group, _NO_AXES) - alone
 
 
 def _differing(mesh: Mesh) -> frozenset[str]:
@@ -60,34 +76,61 @@ def _differing(mesh: Mesh) -> frozenset[str]:
 
 
 class _Follower:
-    """Follows origins through the graphs of a step. `found`: gets what it finds."""
+    """Follows origins through the graphs of a step. `found`: gets what it finds. `apart`: see `own_values`."""
 
-    def __init__(self, mesh: Mesh, found: OwnValues) -> None:
-        self._mesh, self._found = mesh, found
+    def __init__(self, mesh: Mesh, found: OwnValues, apart: Mapping[Node, frozenset[str]]) -> None:
+        self._mesh, self._found, self._apart = mesh, found, apart
 
     def follow(self, graph: Graph, given: dict[Node, Origins]) -> dict[Node, Origins]:
         """Add a graph's values. Return the origins of its memory at the end, which includes what was written."""
-        memory = _memory(graph)
+        memory, viewed = self._memory(graph)
         origins = dict(given)  # of memory, by the node that made it
         of_loops: dict[Node, list[Origins]] = {}
+
+        def of(x: Node) -> Origins:
+            at: Node | None = memory[x]
+            found = _NONE
+            while at is not None:
+                found, at = found | origins.get(at, _NONE), viewed.get(at)
+            return found
+
         for node in graph.nodes:
-            read = {x: origins[memory[x]] for x in node.all_input_nodes if origins.get(memory[x])}
+            read = {x: mine for x in node.all_input_nodes if (mine := of(x))}
             if read:
                 self._found.read[node] = read
             if node.target is run_loop:
-                of_loops[node] = self._through(node, origins, memory)
+                of_loops[node] = self._through(node, origins, memory, of)
                 continue
             if node.target is operator.getitem and node.args[0] in of_loops:
                 mine = of_loops[node.args[0]][node.args[1]]
             else:
                 mine = self._of_result(node, _NONE.union(*read.values()))
+                if node in self._apart:
+                    mine |= self._caused(node, self._apart[node] - self._own_before(node, read))
             if mine:
-                for x in (node, *writes(node)):
-                    origins[memory[x]] = origins.get(memory[x], _NONE) | mine
+                origins[memory[node]] = origins.get(memory[node], _NONE) | mine
+                for at in map(memory.get, writes(node)):
+                    while at is not None:
+                        origins[at], at = origins.get(at, _NONE) | mine, viewed.get(at)
         for node in graph.nodes:
-            if mine := origins.get(memory[node], _NONE):
+            if mine := of(node):
                 self._found.results[node] = mine
         return origins
+
+    def _memory(self, graph: Graph) -> tuple[dict[Node, Node], dict[Node, Node]]:
+        """Return (every node -> the node that made its memory, such a node -> the memory that it is a view of). What a
+        transfer or a mark makes of a value counts as new, and so does a view that other ranks take in another way.
+        """
+        found: dict[Node, Node] = {}
+        viewed: dict[Node, Node] = {}
+        for node in graph.nodes:
+            source = sources(node)
+            known = traits(node)
+            anew = known.equal or known.own or known.on_shard is OnShard.MAKES
+            found[node] = found[source[0]] if source and not anew else node
+            if source and not anew and node in self._apart:
+                found[node], viewed[node] = node, found[source[0]]
+        return found, viewed
 
     def _of_result(self, node: Node, read: Origins) -> Origins:
         """Return the origins of a node's result. `read`: those of its inputs."""
@@ -103,7 +146,8 @@ class _Follower:
             return _NONE
         if known.own:
             if node.target is ops.as_slice.default:
-                return read | self._caused(OF_SLICES[str(argument(node, "axis"))], self._axes(node))
+                word = OF_SLICES.get(str(argument(node, "axis")), "use of what it was told to vary")
+                return read | self._caused(word, self._axes(node))
             word = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
             named = node.target is ops.fold_in_rank.default and argument(node, "axis")
             axes = self._axes(node) if known.collective or named else _differing(self._mesh)
@@ -111,24 +155,24 @@ class _Follower:
         return read
 
     @staticmethod
-    def _caused(cause: str, axes: Iterable[str]) -> Origins:
+    def _own_before(node: Node, read: Mapping[Node, Origins]) -> frozenset[str]:
+        """Return the axes along which what a node reads differs already."""
+        shape = traits(node).on_shard is OnShard.SHAPE
+        return _NO_AXES if shape else frozenset(axis for origins in read.values() for _, axis in origins)
+
+    @staticmethod
+    def _caused(cause: Node | str, axes: Iterable[str]) -> Origins:
         return frozenset((cause, axis) for axis in axes)
 
     def _axes(self, node: Node) -> frozenset[str]:
-        """Return the axes of the mesh that a transfer or a mark goes over: none for a group of another mesh."""
-        group = argument(node, "group") if traits(node).collective else None
-        if group is None:
-            named = frozenset(str(argument(node, "axis")).split(BETWEEN))
-            # Axes of one rank have no transfers: what is equal along one is marked by the name of any of them.
-            alone = frozenset(x.name for x in self._mesh.axes if x.size == 1 and x.name in BATCH)
-            return named | alone if named & frozenset(BATCH) else named
-        alone = frozenset(x.name for x in self._mesh.axes if x.size == 1 and x.name not in BATCH)
-        return self._mesh.names_of_groups.get(group, _NO_AXES) - alone
+        return axes_of_transfer(self._mesh, node)
 
-    def _through(self, loop: Node, origins: dict[Node, Origins], memory: dict[Node, Node]) -> list[Origins]:
+    def _through(
+        self, loop: Node, origins: dict[Node, Origins], memory: dict[Node, Node], of: Callable[[Node], Origins]
+    ) -> list[Origins]:
         """Return the origins of a loop's results, and add those of what it writes to `origins`."""
         inputs, graph = given_to_body(loop), body_of(loop).graph
-        inside = {x: origins.get(memory[outer], _NONE) for x, outer in inputs.items()}
+        inside = {x: of(outer) for x, outer in inputs.items()}
         while True:  # the next round reads what a round writes
             after = self.follow(graph, inside)
             grown = {x: after.get(x, _NONE) for x in inputs}
@@ -140,14 +184,3 @@ class _Follower:
                 origins[memory[outer]] = origins.get(memory[outer], _NONE) | inside[x]
         results = next(iter(reversed(graph.nodes))).args[0]
         return [self._found.results.get(x, _NONE) for x in results]
-
-
-def _memory(graph: Graph) -> dict[Node, Node]:
-    """Map every node to the node that made its memory. What a transfer or a mark makes of a value counts as new."""
-    found: dict[Node, Node] = {}
-    for node in graph.nodes:
-        source = sources(node)
-        known = traits(node)
-        anew = known.equal or known.own or known.on_shard is OnShard.MAKES
-        found[node] = found[source[0]] if source and not anew else node
-    return found

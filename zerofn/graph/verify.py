@@ -37,13 +37,18 @@ def check_purity(program: Program) -> list[Tensor]:
     """
     names = _names(program)
     _check_writes(program.gm, names)
-    inputs = _shards(program)
-    sizes = {x.numel() for x in map(tensor_of, inputs) if x is not None and x.dim() == 1}
-    _check_meetings(program, _check_shards(program.gm, inputs, names, sizes), names)
+    _check_meetings(program, _all_shards(program, names), names)
     graphs = [program.gm, *bodies(program.gm)]
     for gm in graphs:
         _check_draws(gm)
     return [constant for gm in graphs for constant in _constants(gm)]
+
+
+def _all_shards(program: Program, names: dict[Node, str]) -> set[Node]:
+    """Return all shards, those in loops too. Raises `CaptureError` for what may not be done to one."""
+    inputs = _shards(program)
+    sizes = {x.numel() for x in map(tensor_of, inputs) if x is not None and x.dim() == 1}
+    return _check_shards(program.gm, inputs, names, sizes)
 
 
 def _shards(program: Program) -> set[Node]:

@@ -7,27 +7,78 @@ of it, and the others the transfers between them alone: no rank waits for anothe
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from .. import tree
-from ..comm.agreement import agree_among
+from ..collectives import all_gather
+from ..comm.agreement import agree_among, exchange, exchange_on
+from ..comm.agreement import fingerprint as _short
+from ..comm.failures import backend_on, group_named
+from ..comm.meetings import meetings
+from ..comm.mesh import Axis, Mesh
+from ..graph.between_ranks import ADVICE, NumberedStep
+from ..graph.capture import CaptureError
 from ..graph.fingerprint import between_slices, fingerprint
 from ..graph.program import Program
 from ..optim.base import GradientTransformation
 
+_RANKS_TOLD = 4  # whose sentences an error has, at most
 
-def agreed_text(program: Program, numbers: list[str], machine: Any, deterministic: bool) -> str:
-    """Return what must be the same on all ranks. `numbers`: see `state_arithmetic`. `machine`: for which it is
-    scheduled, a dataclass or None.
+
+def agreed_inputs(program: Program, machine: Any, deterministic: bool) -> str:
+    """Return what must be the same on all ranks of a step that is not scheduled yet. `machine`: for which it will be, a
+    dataclass or None.
     """
-    slices = _slices(program)
-    inputs = _inputs(program, shards=not slices)
+    inputs = _inputs(program, shards=not _slices(program))
     known: dict[str, Any] = {**inputs, **_optimizers(program), "machine": machine, "deterministic": deterministic}
     if machine is not None:  # whose repr is rounded
         known["machine in full"] = dataclasses.asdict(machine)
-    transfers = between_slices(program) if slices else fingerprint(program)
-    return "\n".join([*(f"{k}: {v}" for k, v in known.items()), *numbers, transfers])
+    return "\n".join(f"{k}: {v}" for k, v in known.items())
+
+
+def agreed_text(program: Program, inputs: str) -> str:
+    """Return what must be the same on all ranks of a scheduled step. `inputs`: see `agreed_inputs`."""
+    return "\n".join([inputs, between_slices(program) if _slices(program) else fingerprint(program)])
+
+
+def refuse_differences(what: str, step: NumberedStep, mesh: Mesh | None, again: Callable[[], NumberedStep]) -> None:
+    """Raise `CaptureError` on every rank if values that ranks compute in different ways would make them go apart.
+
+    `again`: the same step, captured with the user's lines. All ranks must call it.
+    """
+    told = step.told()
+    lengths = {axis: (len(numbers), _short(str(sorted(numbers)))) for axis, numbers in told.items()}
+    notes = exchange(what, json.dumps({"told": lengths, "expects": step.expects}))
+    known = [json.loads(note) for note in notes]
+    if mesh is None or (len(set(notes)) == 1 and not step.expects):
+        return
+    common = {}
+    for axis, numbers in told.items():
+        theirs = [known[rank]["told"][axis] for rank in mesh.along(axis)]
+        if any(x != theirs[0] for x in theirs):
+            rows = _of_all(sorted(numbers), max(length for length, _ in theirs), mesh.axis(axis), what)
+            common[axis] = set.intersection(*map(set, rows))
+
+    def sentence() -> str:
+        found = step.difference(common)
+        return found and (again().difference(common) or found)
+
+    found = [f"  rank {rank}: {x}" for rank, x in enumerate(exchange_on(what, sentence)) if x]
+    if found:
+        raise CaptureError("\n".join([f"{what}: ranks differ.", *found[:_RANKS_TOLD], ADVICE]))
+
+
+def _of_all(numbers: list[int], length: int, axis: Axis, what: str) -> list[list[int]]:
+    """Return the numbers of every rank of the axis, each with -1 up to a length."""
+    device = "cpu" if backend_on(group_named(axis.group)) else "cuda"
+    mine = torch.tensor([[*numbers, *[-1] * (length - len(numbers))]], device=device)
+    with meetings().lasting([axis.group], f"what {what} computes", b""):
+        return all_gather(mine, axis).tolist()
 
 
 def agree_among_slices(what: str, program: Program) -> None:
@@ -49,7 +100,7 @@ def _slices(program: Program) -> list[str]:
 def _inputs(program: Program, *, shards: bool) -> dict[str, str]:
     """Return the shapes and dtypes of the state, with or without its shards, and of the batch.
 
-    A number in the batch may differ from rank to rank, unless it meets the state: `numbers` has it then.
+    A number in the batch may differ from rank to rank, unless it meets the state: see `refuse_differences`.
     """
     cut = {
         f"state.{name}"

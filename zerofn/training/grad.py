@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import tree
 from .._torch_compat import current_trace
 from ..collectives.maps import heard_transfers, sum_over
-from ..comm.mesh import BATCH, BETWEEN, SLICES, Axis, axes_of
+from ..comm.mesh import BATCH, BETWEEN, SLICES, TENSOR, Axis, Mesh, axes_of
 from ..graph.advice import instead, not_constant
 from ..graph.loop import loop
 from ..graph.phase import BACKWARD, FORWARD, phase
@@ -100,7 +100,7 @@ class ValueAndGrad:
             check_effect("value_and_grad: frozen", self.frozen, ask_names("frozen", self.frozen, names))
         learns = [_trainable(tree.name_of(p), x, self.frozen) for p, x in zip(paths, nodes, strict=True)]
         mesh = mesh_among(nodes)
-        work = _Work(self, paths, nodes, learns, treedef, None if mesh is None else mesh.batch)
+        work = _Work(self, paths, nodes, learns, treedef, mesh)
         with axes_of(mesh):
             if self.num_microbatches == 1:
                 only, partial = work.microbatch(nodes, args, 0)
@@ -138,8 +138,7 @@ def accumulate(vg: Any, n: int) -> Any:
 class _Work:
     """One call of `ValueAndGrad`.
 
-    `paths`, `nodes`: the parameters' nodes, `Sharded` or plain tensors. `treedef`: the tree of these nodes. `axis`: the
-    ranks with different parts of the batch.
+    `paths`, `nodes`: the parameters' nodes, `Sharded` or plain tensors. `treedef`: the tree of these nodes.
     """
 
     vg: ValueAndGrad
@@ -147,7 +146,12 @@ class _Work:
     nodes: list[Any]
     learns: list[list[bool]]  # for each node: whether each of its leaves gets a gradient
     treedef: tree.PyTreeSpec
-    axis: Axis | None
+    mesh: Mesh | None
+
+    @property
+    def axis(self) -> Axis | None:
+        """The ranks with different parts of the batch."""
+        return None if self.mesh is None else self.mesh.batch
 
     @property
     def num_ranks(self) -> int:
@@ -299,6 +303,8 @@ class _Work:
     def finish(self, loss: tuple[Tensor, Tensor | None], sums: list[Tensor]) -> tuple[Tensor, Any]:
         """Return the mean of the loss over the global batch, and gradients in the structure of the parameters."""
         total, weight = loss
+        if self.mesh is not None and self.mesh.size(TENSOR) > 1:
+            total = torch.ops.zerofn.expect(total, TENSOR, "loss")
         if self.axis is not None:
             total = sum_over(total, self.axis)
             weight = None if weight is None else sum_over(weight, self.axis)

@@ -1,0 +1,155 @@
+"""What ranks compute in other ways than others may not meet the state: they compare the numbers of their values.
+
+`NumberedStep.told` is what a rank tells the others of its step, along each axis. With the numbers that all ranks along
+an axis have told, `difference` finds what would make them go apart. See `expressions` for the numbers, and `own_values`
+for how a difference goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from ..ops.registry import OnShard
+from .edit import bodies
+from .expressions import expressions, text_of
+from .node_kinds import argument, traits
+from .own_values import Origins, own_values
+from .program import Program
+from .verify import _all_shards, _line, _names, ops
+
+MEETS = "{what} must be the same on all ranks along {axis!r}, and differs{why}."
+EXPECTED = {
+    "psum": "psum over {axis!r}{line} sums a value that is the same on all ranks, so that gradients would be too "
+    "small, by the number of ranks.",
+    "all_reduce": "all_reduce over {axis!r}{line} is differentiated where ranks have the same values, or go on with "
+    "the sum in the same way, so that gradients would be too large, by the number of ranks. Write psum(x, {axis!r}).",
+    "vary": "the gradient of a sum over {axis!r} must be the same on all ranks, and differs{why}.",
+    "loss": "the loss must be the same on all ranks along {axis!r}, and differs{why}.",
+}
+ADVICE = (
+    "Let all ranks compute the same, but for the loss of their own rows. Where each should do a part of one thing, "
+    "write x = zerofn.collectives.vary(x, axis) before, and zerofn.collectives.psum(y, axis) behind."
+)
+
+
+class NumberedStep:
+    """A captured step, with the numbers of its values. It is used before passes change the graph. `expects`: whether
+    something is to hold of its values that transfers along an axis rely on.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._numbers = expressions(program) if program.new_state is not None else {}
+        self._left_out = set(_for_shards_alone(program)) if self._numbers else set()
+        own = own_values(program).results if self._numbers else {}
+        self._kept = {axis: self._compared(axis, own) for axis in self._numbers}
+        graphs = [program.gm, *bodies(program.gm)] if self._numbers else []
+        self.expects = any(x.target is ops.expect.default for gm in graphs for x in gm.graph.nodes)
+
+    def told(self) -> dict[str, set[int]]:
+        """Return, for each axis of several ranks, the numbers of the values that are not a rank's own along it."""
+        return {axis: set(kept.values()) for axis, kept in self._kept.items()}
+
+    def difference(self, common: Mapping[str, set[int]]) -> str:
+        """Return a sentence for the first value that makes ranks go apart, or "".
+
+        `common`: for each axis along which ranks have told different numbers, those that all have told.
+        """
+        apart: dict[Node, frozenset[str]] = {}
+        for axis, known in common.items():
+            for node, number in self._kept[axis].items():
+                if number not in known:
+                    apart[node] = apart.get(node, frozenset()) | {axis}
+        return next(_Differences(self._program, apart).found(), "")
+
+    def _compared(self, axis: str, own: Mapping[Node, Origins]) -> dict[Node, int]:
+        return {
+            node: number
+            for node, number in self._numbers[axis].items()
+            if node.op in ("call_function", "get_attr")
+            and node not in self._left_out
+            and not any(name == axis for _, name in own.get(node, ()))
+        }
+
+
+def _for_shards_alone(program: Program) -> Iterator[Node]:
+    """Yield values of which only this rank's shard is kept: a rule of whole leaves runs on those that are partly here,
+    so that other ranks compute others.
+    """
+    for gm in (program.gm, *bodies(program.gm)):
+        found: set[Node] = set()
+        for node in reversed(gm.graph.nodes):
+            if traits(node).cuts or (node.users and all(user in found for user in node.users)):
+                found.add(node)
+        yield from found
+
+
+class _Differences:
+    """Finds where ranks go apart. `apart`: what other ranks compute otherwise, with the axes along which they are."""
+
+    def __init__(self, program: Program, apart: Mapping[Node, frozenset[str]]) -> None:
+        self._program, self._apart = program, apart
+        self._own = own_values(program, apart=apart)
+        self._names = _names(program)
+        self._graphs: list[Graph] = [program.gm.graph, *(gm.graph for gm in bodies(program.gm))]
+        self._causes = [x for graph in self._graphs for x in graph.nodes if self._is_cause(x)]
+
+    def found(self) -> Iterator[str]:
+        """Yield a sentence for each place, the first ones first."""
+        yield from self._expected(("psum", "all_reduce", "loss"))
+        yield from self._meetings()
+        yield from self._replicated()
+        yield from self._expected(("vary",))
+
+    def _is_cause(self, node: Node) -> bool:
+        return any(cause is node for cause, _ in self._own.results.get(node, ()))
+
+    def _meetings(self) -> Iterator[str]:
+        shards = _all_shards(self._program, self._names)
+        for graph in self._graphs:
+            for node in graph.nodes:
+                if not traits(node).cuts and (node not in shards or traits(node).on_shard is not OnShard.KEEPS):
+                    continue
+                read = self._own.read.get(node, {}).values()
+                origins = {x for each in read for x in each if x[0] in self._apart}
+                origins |= {(node, axis) for axis in self._apart.get(node, ()) if self._is_cause(node)}
+                yield from self._met(f"what meets the state{_line(node)}", origins)
+
+    def _replicated(self) -> Iterator[str]:
+        outputs: Any = self._program.output.args[0]
+        new = outputs[: self._program.num_new]
+        for (spec, _), name, value in zip(self._program.owners, self._program.state.names, new, strict=False):
+            origins = {x for x in self._own.results.get(value, ()) if spec is None and x[0] in self._apart}
+            yield from self._met(f"the new value of state entry {name!r}", origins)
+
+    def _met(self, what: str, origins: set[tuple[Node | str, str]]) -> Iterator[str]:
+        for axis in sorted({axis for _, axis in origins}):
+            yield MEETS.format(what=what, axis=axis, why=self._why({x for x, name in origins if name == axis}))
+
+    def _expected(self, kinds: tuple[str, ...]) -> Iterator[str]:
+        mesh = self._program.mesh
+        for node in (x for graph in self._graphs for x in graph.nodes if x.target is ops.expect.default):
+            axis, what = str(argument(node, "axis")), argument(node, "what")
+            if what not in kinds or mesh is None or mesh.size(axis) == 1:
+                continue
+            causes = {x for each in self._own.read.get(node, {}).values() for x, name in each if name == axis}
+            if bool(causes) == (what in ("vary", "loss")):
+                yield EXPECTED[what].format(axis=axis, line=_line(node), why=self._why(causes))
+
+    def _why(self, causes: set[Any]) -> str:
+        """Return what a difference comes from: an operation that other ranks do otherwise, with the user's line."""
+        node = next((x for x in self._causes if x in causes), None)
+        if node is None:
+            words = sorted(self._names.get(x, str(x)) for x in causes)
+            return f": it depends on this rank's own {' and '.join(words)}" if words else ""
+        # A backward pass has the line where it begins. The user's is that of the operation that it belongs to.
+        name = _base_name(node)
+        node = next((x for x in self._causes if name == f"{_base_name(x)}_backward"), node)
+        return f": this rank has {text_of(node)}{_line(node)}, where others have something else"
+
+
+def _base_name(node: Node) -> str:
+    return str(node.target).removeprefix("aten.").partition(".")[0]
