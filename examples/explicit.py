@@ -111,7 +111,7 @@ def main() -> None:
         params = zerofn.gather(state.params)  # shards -> full parameters
         grads, loss = grad_and_value(loss_fn)(params, batch)  # local: this rank's rows
         grads = zerofn.scatter(grads, like=state.params)  # the mean over ranks, this rank's shard of it
-        loss = zerofn.collectives.all_reduce(loss) / axis.size
+        loss = zerofn.collectives.mean(loss)
         return state.apply_gradients(grads), {"loss": loss}
 
     def train(step):

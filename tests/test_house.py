@@ -214,7 +214,7 @@ PROCESS_WIDE = {
     "zerofn.collectives.maps._heard": ONE_THREAD,
     "zerofn.graph.unused._seen": ONE_THREAD,
     "zerofn.moe.experts._counted": ONE_THREAD,
-    "zerofn.comm.mesh._current": ONE_THREAD,
+    "zerofn.comm.present._current": ONE_THREAD,
     "zerofn.dry_run.fake_machine._current": ONE_THREAD,
     "zerofn.dry_run.script._current": ONE_THREAD,
     "zerofn.deferred_init.record._recording": PATCH,

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from .checkpoint.owner import saved_paths
     from .collectives import same
     from .comm.failures import abort
-    from .comm.mesh import Mesh, rank, world_size
+    from .comm.mesh import Mesh
+    from .comm.present import rank, world_size
     from .compile import compile
     from .cost.calibrate import this_machine
     from .cost.machine import Machine
@@ -63,7 +64,7 @@ _WHERE = {
         "checkpoint",
     ),
     **dict.fromkeys(("all_finite", "first_nonfinite", "global_norm", "leaf_norms", "vdot"), "sharding.reductions"),
-    **dict.fromkeys(("Mesh", "rank", "world_size"), "comm.mesh"),
+    **dict.fromkeys(("rank", "world_size"), "comm.present"),
     **dict.fromkeys(("export_dcp", "load_dcp"), "interop.dcp"),
     **dict.fromkeys(("gather", "scatter"), "sharding.gather_scatter"),
     **dict.fromkeys(("shard", "unshard"), "sharding.shard"),
@@ -71,6 +72,7 @@ _WHERE = {
     **dict.fromkeys(("DynamicLossScale", "NoLossScale", "StaticLossScale"), "training.loss_scale"),
     "CaptureError": "graph.capture",
     "Machine": "cost.machine",
+    "Mesh": "comm.mesh",
     "normal_like": "sharding.normal_like",
     "Offload": "offload.policy",
     "Pass": "passes",

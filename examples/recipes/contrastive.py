@@ -30,7 +30,7 @@ def main(steps=100, rows=32, temperature=0.1):
             nn.functional.normalize(functional_call(model, params, (view,)), dim=-1) for view in (x, x.roll(1, dims=3))
         )
         everyone = zerofn.collectives.all_gather(other)  # [ranks * rows, 32]; its gradient goes back to each rank
-        right = torch.arange(len(x)) + zerofn.rank() * len(x)
+        right = torch.arange(len(x)) + zerofn.rank("rows") * len(x)
         return nn.functional.cross_entropy(one @ everyone.T / temperature, right)
 
     def train_step(state, batch):

@@ -12,5 +12,5 @@ def batches(steps, rows):
     x = torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1
     y = torch.tensor(data.target)
     for _ in range(steps):
-        mine = torch.randperm(len(x), generator=draw)[zerofn.rank() * rows :][:rows]
+        mine = torch.randperm(len(x), generator=draw)[zerofn.rank("rows") * rows :][:rows]
         yield {"x": x[mine], "y": y[mine]}

@@ -39,7 +39,7 @@ def main(steps=100, rows=32):
         with torch.no_grad():
             found = functional_call(model, zerofn.gather(params), (batch["x"],)).argmax(-1)
             right = (found == batch["y"]).float().mean()
-            return zerofn.collectives.all_reduce(right) / zerofn.world_size()
+            return zerofn.collectives.mean(right, like=params)
 
     state = zerofn.shard(init_state)
     step, evaluate, losses = zerofn.compile(train_step), zerofn.compile(accuracy), []

@@ -10,7 +10,8 @@ from tests.moe.test_compiled import OPTIONS, STEPS, TOKENS, WIDTH, over_rows, st
 from tests.support.plain_moe import plain_layer
 from tests.support.same import assert_same_trees
 from zerofn import collectives, moe, optim
-from zerofn.comm.mesh import Mesh, axes_of
+from zerofn.comm.mesh import Mesh
+from zerofn.comm.present import axes_of
 from zerofn.parallel.cuts import equal
 
 EXPERTS = 6

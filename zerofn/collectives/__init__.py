@@ -9,23 +9,35 @@ transposes under another inner product; see `sharding`.
 
 All ranks of the axis must call a collective, in the same order, with tensors of one shape and dtype. Nothing is written
 to an argument.
+
+`axis` is the name of an axis, or an `Axis` (`mesh.axis("tensor")`). Without one, the ranks that take part are those
+that have other parts of the batch: those along "replicate", "data", "expert" and "context" together. Ranks along
+"tensor" have the same parts; what they compute is equal, or a slice. Names are those of the state's mesh in a step and
+in a loss function. Elsewhere they are those of the mesh that the process has made (all ranks along "data", if it has
+made none); a process with several meshes, in which other ranks are meant, has to give an `Axis`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch  # noqa: F401  (for the examples)
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.mesh import DATA, TENSOR, Axis
-from ..comm.mesh import axis_of as _axis
+from .. import tree
+from ..comm.mesh import TENSOR, Axis, Mesh
+from ..comm.present import axis_of as _axis
+from ..comm.present import present
+from .averaged import check_psum
 from .maps import AllGather, AllReduce, Exchange, Linear, LinearMap, Permute, Psum, ReduceScatter, Same, Vary
 
 __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "mean",
     "permute",
     "psum",
     "reduce_scatter",
@@ -47,12 +59,12 @@ def _from_last(x: Tensor, dim: int, what: str) -> int:
     return range(-x.dim(), 0)[dim]
 
 
-def all_gather(x: Tensor, axis: str | Axis = DATA, *, dim: int = 0) -> Tensor:
+def all_gather(x: Tensor, axis: str | Axis | None = None, *, dim: int = 0) -> Tensor:
     """Concatenate every rank's `x` along `dim`, in rank order.
 
     `x` [..., s, ...]: any dtype, of one shape and dtype on all ranks, at least one dim. `axis`: the ranks that take
-    part, "data" for all of the job, or an `Axis` of another mesh (`Mesh.of(device_mesh).axis("name")`). `dim`: which
-    dim to concatenate along, negative ones counted from the last.
+    part, by default those with other parts of the batch; see the module. `dim`: which dim to concatenate along,
+    negative ones counted from the last.
 
     -> [..., size * s, ...] in the dtype and on the device of `x`, the same on all ranks. At one rank a view of `x`.
     Transpose: `reduce_scatter`, a sum. Raises `ValueError` for a scalar and for an axis that is not there, `IndexError`
@@ -64,7 +76,7 @@ def all_gather(x: Tensor, axis: str | Axis = DATA, *, dim: int = 0) -> Tensor:
     return Linear.apply(AllGather(_axis(axis), dim=_from_last(x, dim, "all_gather")), x)[0]
 
 
-def reduce_scatter(x: Tensor, axis: str | Axis = DATA, *, dim: int = 0) -> Tensor:
+def reduce_scatter(x: Tensor, axis: str | Axis | None = None, *, dim: int = 0) -> Tensor:
     """Sum `x` over ranks and keep this rank's equal part along `dim`.
 
     `x` [..., size * s, ...]: of one shape and dtype on all ranks, at least one dim. `axis`: see `all_gather`. `dim`:
@@ -88,14 +100,16 @@ def reduce_scatter(x: Tensor, axis: str | Axis = DATA, *, dim: int = 0) -> Tenso
     return Linear.apply(ReduceScatter(where, dim=counted), x)[0]
 
 
-def all_reduce(x: Tensor, axis: str | Axis = DATA) -> Tensor:
+def all_reduce(x: Tensor, axis: str | Axis | None = None) -> Tensor:
     """Sum `x` over ranks.
 
     `x` [...]: of one shape and dtype on all ranks. `axis`: see `all_gather`.
 
     -> [...] in the dtype of `x`, added up in rank order, so that all ranks have the same bits, on its device. At one
     rank a view of `x`. Each rank receives the values of all others: meant for losses and norms, not for gradients of a
-    model, which `scatter` averages. Transpose: itself. Raises `ValueError` for an axis that is not there.
+    model, which `scatter` averages. For a mean, see `mean`. Transpose: itself. In `value_and_grad` it is right where
+    gradients are averaged, and along "tensor" where each rank goes on with the sum in its own way; elsewhere a captured
+    step is refused. Raises `ValueError` for an axis that is not there.
 
     >>> all_reduce(torch.tensor(3.0), axis="data")
     tensor(3.)
@@ -103,6 +117,34 @@ def all_reduce(x: Tensor, axis: str | Axis = DATA) -> Tensor:
     where = _axis(axis)
     between = x.requires_grad and where.size > 1 and where.name == TENSOR
     return Linear.apply(AllReduce(where, between), x)[0]
+
+
+def mean(x: Tensor, like: Any = None) -> Tensor:
+    """Return the mean of `x` over the ranks that have other parts of the batch: what a rank's metric becomes.
+
+    `x` [...]: of one shape and dtype on all ranks, such as the loss of this rank's rows. `like`: the state or the
+    parameters with which it was computed, or their mesh; None is the present mesh, see the module.
+
+    -> [...] in the dtype of `x`, integers in torch's default dtype; the same on all ranks that computed `x` alike.
+    Ranks count equally: where they have unequally many tokens, divide `all_reduce` of sums by that of numbers.
+    Differentiable in `value_and_grad`. All ranks must call it. Raises `ValueError` where it is not clear which mesh is
+    meant, and for a `like` without a `Sharded`.
+
+    >>> mean(torch.tensor(3.0))
+    tensor(3.)
+    """
+    where = _axis(None, "collectives.mean") if like is None else _mesh_of(like).batch
+    return all_reduce(x, where) / where.size
+
+
+def _mesh_of(like: Any) -> Mesh:
+    if isinstance(like, Mesh | DeviceMesh):
+        return Mesh.of(like)
+    nodes = tree.leaves(like, is_leaf=lambda x: hasattr(x, "spec"))
+    found = next((x.spec.mesh for x in nodes if hasattr(x, "spec")), None)
+    if found is None:
+        raise ValueError("collectives.mean: nothing in `like` is sharded, so it has no mesh; give a state, or a mesh.")
+    return found
 
 
 def vary(x: Tensor, axis: str | Axis) -> Tensor:
@@ -127,15 +169,19 @@ def psum(x: Tensor, axis: str | Axis) -> Tensor:
     -> [...] in the dtype of `x`, added up in rank order, so that all ranks have the same bits. What follows is computed
     alike on all of them, so that the gradient of `x` is that of the sum: transpose `vary`. In `all_reduce` each rank
     goes on in its own way, and gradients are summed. All ranks must call it. Raises `ValueError` for an axis that is
-    not there.
+    not there, and in `value_and_grad` along an axis over which it averages gradients: they would be 1/n of what they
+    should be. There, `mean` and `all_reduce` are right, or `vary` of all parameters that go into `x`.
 
     >>> psum(torch.tensor(3.0), axis="data")
     tensor(3.)
     """
-    return Linear.apply(Psum(_axis(axis), forward=x.requires_grad), x)[0]
+    where = _axis(axis)
+    if x.requires_grad and where.size > 1:
+        check_psum(x, where)
+    return Linear.apply(Psum(where, forward=x.requires_grad), x)[0]
 
 
-def all_to_all(x: Tensor, axis: str | Axis = DATA) -> Tensor:
+def all_to_all(x: Tensor, axis: str | Axis | None = None) -> Tensor:
     """Send row r of `x` to rank r.
 
     `x` [size, ...]: any dtype, of one shape and dtype on all ranks, a row for each rank of the axis. `axis`: see
@@ -156,7 +202,7 @@ def all_to_all(x: Tensor, axis: str | Axis = DATA) -> Tensor:
     return Linear.apply(Exchange(where), x.reshape(where.size, -1))[0].view(x.shape)
 
 
-def permute(x: Tensor, sources: Sequence[int], axis: str | Axis = DATA) -> Tensor:
+def permute(x: Tensor, sources: Sequence[int], axis: str | Axis | None = None) -> Tensor:
     """Hand each rank another rank's `x`: rank r receives what rank `sources[r]` holds.
 
     `x` [...]: any dtype, of one shape and dtype on all ranks. `sources`: the ranks of the axis, each once, the same on
@@ -177,12 +223,13 @@ def permute(x: Tensor, sources: Sequence[int], axis: str | Axis = DATA) -> Tenso
     return Linear.apply(Permute(where, tuple(sources)), x)[0]
 
 
-def same(x: Tensor, axis: str | Axis = DATA) -> Tensor:
-    """Declare that `x` has the same value on every rank of an axis, and check it.
+def same(x: Tensor, axis: str | Axis | None = None) -> Tensor:
+    """Declare that `x` has the same value on every rank, and check it.
 
-    `x` [...]: of one shape and dtype on all ranks. `axis`: see `all_gather`. In a compiled step, a value that depends
-    on a rank's own batch, random key or place may not scale a shard or a gradient. If you know that it is equal
-    everywhere (a temperature in the batch, a file that all ranks read), say so with this function.
+    `x` [...]: of one shape and dtype on all ranks. `axis`: the ranks that compare it; by default all of the mesh. In a
+    compiled step, a value that depends on a rank's own batch, random key or place may not scale a shard or a gradient.
+    If you know that it is equal everywhere (a temperature in the batch, a file that all ranks read), say so with this
+    function.
 
     -> a view of `x`. Checksums of its bits are compared in every step, before the first write to the state; on a
     device the host waits for them. Transpose: itself, unchecked. Raises `RuntimeError` on every rank if values differ;
@@ -191,4 +238,5 @@ def same(x: Tensor, axis: str | Axis = DATA) -> Tensor:
     >>> same(torch.tensor(0.5))
     tensor(0.5000)
     """
-    return Linear.apply(Same(_axis(axis), "the value given to zerofn.same"), x)[0]
+    where = present(lambda mesh: mesh.all, "same") if axis is None else _axis(axis)
+    return Linear.apply(Same(where, "the value given to zerofn.same"), x)[0]

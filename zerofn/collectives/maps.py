@@ -38,6 +38,11 @@ class LinearMap(Protocol):
 _heard: ContextVar[list[Axis] | None] = ContextVar("heard_transfers", default=None)
 
 
+def heard_now() -> list[Axis] | None:
+    """Return what is noted so far; None outside of a loss function."""
+    return _heard.get()
+
+
 @contextlib.contextmanager
 def heard_transfers() -> Iterator[list[Axis]]:
     """Inside, note the axis of every map between several ranks that is run, but for checks."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -23,6 +21,7 @@ from .arrivals import fresh, store_at
 from .failures import refuse_after_failure
 from .groups import Groups
 from .launch import launch_of
+from .meshes import Meshes
 
 DATA, REPLICATE, EXPERT, CONTEXT, TENSOR = "data", "replicate", "expert", "context", "tensor"
 NAMES = (REPLICATE, DATA, EXPERT, CONTEXT, TENSOR)
@@ -88,7 +87,8 @@ class Mesh:
             return Mesh.planned(*dry_run.grid(sizes))
         world = Mesh.of(None).axes[0]
         names, shape = tuple(sizes), resolved(sizes, world.size)
-        return _grid(names, shape, range(world.size), world.rank)
+        found: Mesh = the(Meshes).know(_grid(names, shape, range(world.size), world.rank))
+        return found
 
     @staticmethod
     def planned(sizes: Mapping[str, int], num_ranks: int | None = None) -> Mesh:
@@ -261,32 +261,6 @@ class Mesh:
         return tuple(out)
 
 
-_current: ContextVar[Mesh | None] = ContextVar("current_mesh", default=None)
-
-
-def current_mesh() -> Mesh | None:
-    """Return the mesh that names of axes are of: that of the state, in a step and in a loss function."""
-    return _current.get()
-
-
-def axis_of(axis: str | Axis) -> Axis:
-    """Return an axis, or the one of that name of the present mesh. Raises `ValueError` if it is not there."""
-    return axis if isinstance(axis, Axis) else (current_mesh() or Mesh.of(None)).axis(axis)
-
-
-@contextlib.contextmanager
-def axes_of(mesh: Mesh | None) -> Iterator[None]:
-    """Inside, names of axes are those of this mesh; None changes nothing."""
-    if mesh is None:
-        yield
-        return
-    before = _current.set(mesh)
-    try:
-        yield
-    finally:
-        _current.reset(before)
-
-
 def resolved(sizes: Mapping[str, int], num_ranks: int, what: str = "Mesh.make") -> tuple[int, ...]:
     """Return the sizes of axes, -1 replaced by what is left of `num_ranks`. `what`: who asks, for errors.
 
@@ -353,21 +327,8 @@ def _of_device_mesh(mesh: DeviceMesh) -> Mesh:
     found = Mesh(tuple(axes), tuple(grid.flatten().tolist()))
     for axis in axes:
         the(Groups).know(found._line({axis.name}), axis.group)
+    the(Meshes).know(found)
     return found
-
-
-def rank() -> int:
-    """Return this process's rank, from 0; 0 if it is alone. Joins the ranks, as `Mesh.of` does.
-
-    >>> rank(), world_size()
-    (0, 1)
-    """
-    return Mesh.of(None).axis().rank
-
-
-def world_size() -> int:
-    """Return the number of ranks. Joins them, as `Mesh.of` does."""
-    return Mesh.of(None).axis().size
 
 
 def join() -> None:

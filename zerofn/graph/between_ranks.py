@@ -13,6 +13,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from ..ops.registry import OnShard
+from .alias import writes
 from .edit import bodies
 from .expressions import expressions, text_of
 from .node_kinds import argument, traits
@@ -82,9 +83,13 @@ def _for_shards_alone(program: Program) -> Iterator[Node]:
     for gm in (program.gm, *bodies(program.gm)):
         found: set[Node] = set()
         for node in reversed(gm.graph.nodes):
-            if traits(node).cuts or (node.users and all(user in found for user in node.users)):
+            if traits(node).cuts or (all(user in found for user in node.users) and _only_computes(node)):
                 found.add(node)
         yield from found
+
+
+def _only_computes(node: Node) -> bool:
+    return node.op == "get_attr" or (node.op == "call_function" and not writes(node))
 
 
 class _Differences:

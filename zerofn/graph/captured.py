@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..comm.mesh import axes_of
+from ..comm.present import axes_of
 from ..sharding.sharded import is_sharded, mesh_among
 from ..util.user_line import user_line
 from .advice import not_constant

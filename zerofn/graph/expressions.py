@@ -27,6 +27,7 @@ from .loop import LoopCall, body_of, given_to_body, run_loop
 from .node_kinds import argument, is_gather, is_ours, traits
 from .own_values import axes_of_transfer
 from .program import Program, owners, tensor_of
+from .verify import _origin
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
 _NOT_COMPARED = ("group", "rank", "place", "own")  # arguments of transfers that say where this rank is
@@ -92,7 +93,7 @@ class _Numbers:
     def _result(self, node: Node, now: Any) -> int:
         known = traits(node)
         if known.cuts or node.target is ops.as_part.default:
-            return _number(self._texts[node])  # each rank's own by right
+            return _number(_name(node))  # each rank's own by right
         if known.equal or known.collective == "scatter":
             if self._axis in axes_of_transfer(self._program.mesh, node):  # type: ignore[arg-type]
                 self._transfers += 1
@@ -143,12 +144,12 @@ class _Shown:
         if is_gather(node):
             unit = self._units.get(str(argument(node, "unit")))
         elif node.target is ops.as_whole.default:
-            unit = self._shards.get(first)  # type: ignore[arg-type]
+            unit = self._shards.get(_origin(node))
         else:
             unit = self._flat.get(first)  # type: ignore[arg-type]
         if unit is None:
             return ""
-        if node.target in (aten.slice.Tensor, aten.narrow.default):
+        if node.target is aten.slice.Tensor:
             start = argument(node, "start")
             return next((f"leaf {leaf.index}" for leaf in unit.leaves if leaf.offset == start), "")
         self._flat[node] = unit

@@ -235,7 +235,7 @@ def _train(seconds: float) -> tuple[float, float, int, float]:
             state, loss = step(state, batch)
         steps += 10
         spent = torch.tensor([time.perf_counter() - start if rank == 0 else 0.0], device=device)
-        if float(zerofn.collectives.all_reduce(spent)) > seconds:
+        if float(zerofn.collectives.all_reduce(spent, zerofn.Mesh.of(None).all)) > seconds:
             return first, float(loss), steps, time.perf_counter() - start
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from .. import tree
 from ..collectives import all_to_all
-from ..comm.mesh import Axis, axis_of
+from ..comm.mesh import Axis
+from ..comm.present import axis_of
 from .routing import Routing
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..collectives import all_reduce
-from ..comm.mesh import Axis, axis_of
+from ..comm.mesh import Axis
+from ..comm.present import axis_of
 
 
 def load_balance_loss(

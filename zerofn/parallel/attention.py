@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ..collectives import permute
 from ..collectives.maps import Exchange, Linear
-from ..comm.mesh import CONTEXT, Axis, axis_of
+from ..comm.mesh import CONTEXT, Axis
+from ..comm.present import axis_of
 from ..memory.remat import remat
 
 METHODS = ("ulysses", "ring")

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..collectives.maps import Linear, Psum, rows_over
-from ..comm.mesh import TENSOR, Axis, axis_of
+from ..comm.mesh import TENSOR, Axis
+from ..comm.present import axis_of
 from .cuts import equal
 from .sequence import shifted
 

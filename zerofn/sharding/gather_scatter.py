@@ -18,8 +18,9 @@ from torch import Tensor
 
 from .. import tree
 from ..collectives.maps import AllGather, Linear, ReduceScatter, ops
-from ..comm.mesh import EXPERT, Axis
+from ..comm.mesh import EXPERT, Axis, Mesh
 from ..ops import ravel as _flat  # noqa: F401  (defines zerofn::ravel)
+from ..parallel.cuts import assembled
 from .layout import Leaf, Unit, unravel
 from .sharded import Sharded, check_whole, is_sharded
 from .spec import Spec
@@ -165,18 +166,21 @@ def gather(values: Any, *, axis: str | Axis | None = None, only: str | Callable[
     `values`: a tree; plain tensors and other leaves pass through. `axis`: the mesh axis to gather over, a name or
     an `Axis`; it must be the axis that the tree is sharded over, which is also what None means. `only`: the name of a
     leaf, a key path above leaves, or a predicate of leaf names; the other leaves are None, and of units without such
-    a leaf nothing is gathered.
+    a leaf nothing is gathered. It is for looking at leaves: where ranks have slices of one (along "tensor", or
+    "expert"), the result is the whole leaf, as `unshard` returns it, and not differentiable. Without `only` it is this
+    rank's slice, with which layers that are cut compute.
 
-    Each leaf has its full shape, on the shards' device, in the precision's compute dtype (the stored dtype without
-    a precision), the same on all ranks. At stages 1 and 2 the parameters hold a gathered copy, which is returned
-    without communication. There, and with one rank, the result shares the state's memory: clone what must outlive
-    the next compiled step.
+    Each leaf is on the shards' device, in the precision's compute dtype (the stored dtype without a precision), the
+    same on all ranks that have the same slices. At stages 1 and 2 the parameters hold a gathered copy, which is
+    returned without communication. There, and with one rank, the result shares the state's memory: clone what must
+    outlive the next compiled step.
 
     Outside a compiled step, what is on drives is read now, into memory of its own.
 
     A pure function, differentiable to every order; its transpose is `scatter`. All ranks must call it. Raises
     `ValueError` for an axis that the tree is not sharded over, `KeyError` if `only` selects no leaf, `TypeError` for
-    `params["name"]`, which is one rank's part of a leaf, and `RuntimeError` for a state that was donated.
+    `params["name"]`, which is one rank's part of a leaf, and for a derivative of whole leaves that ranks have slices
+    of, and `RuntimeError` for a state that was donated.
 
     >>> import zerofn
     >>> params = zerofn.shard({"params": {"w": torch.arange(3.0)}})["params"]
@@ -195,13 +199,30 @@ def gather(values: Any, *, axis: str | Axis | None = None, only: str | Callable[
         if chosen is not None:
             keep = [chosen(leaf.name) for leaf in x.layout.leaves]
             found.extend(leaf.name for leaf, kept in zip(x.layout.leaves, keep, strict=True) if kept)
-            leaves = [v if kept else None for v, kept in zip(leaves, keep, strict=True)]
+            mesh = x.spec.mesh
+            by_index = sorted(x.layout.leaves, key=lambda leaf: leaf.index)
+            leaves = [
+                _looked_at(v, leaf, mesh) if kept else None
+                for v, leaf, kept in zip(leaves, by_index, keep, strict=True)
+            ]
         return tree.unflatten(x.layout.treedef, leaves)
 
     out = tree.tree_map(full, values, is_leaf=is_sharded)
     if only is not None and not found:
         raise KeyError(f"gather: only={only!r} selects no leaf of a Sharded; print it for the names of its units.")
     return out
+
+
+def _looked_at(x: Tensor, leaf: Leaf, mesh: Mesh) -> Tensor:
+    """Return a whole leaf, of which `x` is this rank's slice."""
+    if not any(mesh.size(cut.axis) > 1 for cut in leaf.cuts):
+        return x
+    if x.requires_grad and torch.is_grad_enabled():
+        raise TypeError(
+            f"gather: ranks have slices of {leaf.name!r}, and with only= it is whole and has no derivative. Leave only "
+            "out to compute with the slice, or detach the parameters to look at the leaf."
+        )
+    return assembled(x.detach(), leaf.cuts, mesh)
 
 
 def _named(path: str) -> Callable[[str], bool]:

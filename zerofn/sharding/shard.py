@@ -19,6 +19,7 @@ from .. import tree
 from .._torch_compat import current_trace
 from ..comm.agreement import agree_on
 from ..comm.mesh import DATA, NAMES, Axis, Mesh
+from ..comm.meshes import Meshes
 from ..deferred_init import Replay, record
 from ..dry_run.fake_machine import FakeMachine, fake_machine
 from ..dry_run.script import current_dry_run
@@ -29,6 +30,7 @@ from ..offload.policy import Offload, check_memory
 from ..offload.policy import resolve as resolve_offload
 from ..parallel.cuts import Cut, assembled, of_first, sliced
 from ..util.patches import uncollected
+from ..util.process import the
 from .allocate import Filler, allocate, equalize, scratch_for, settle
 from .first_rank import as_on_first, check_equal, lines_of_values, on_device, on_host, values_on_first
 from .gather_scatter import gather_leaves
@@ -97,7 +99,7 @@ def shard(
     """
     if stage == "auto" or plan is not None:
         stage, precision, offload, hpz = _planned(stage, precision, offload, hpz, plan, Mesh.of(mesh))
-    where = Mesh.of(mesh)
+    where: Mesh = the(Meshes).know(Mesh.of(mesh))
     if current_dry_run() is not None:
         return _shard_dry(state_or_init, stage, where, precision, unit, cuts, hpz)
     plan_it = partial(_plan, state_or_init, stage, where, precision, unit, device, offload, cuts, hpz)

@@ -16,7 +16,8 @@ from torch import Tensor
 from .. import tree
 from .._torch_compat import current_trace
 from ..collectives.maps import heard_transfers, sum_over
-from ..comm.mesh import BATCH, BETWEEN, SLICES, TENSOR, Axis, Mesh, axes_of
+from ..comm.mesh import BATCH, BETWEEN, SLICES, TENSOR, Axis, Mesh
+from ..comm.present import axes_of
 from ..graph.advice import instead, not_constant
 from ..graph.loop import loop
 from ..graph.phase import BACKWARD, FORWARD, phase

@@ -285,7 +285,7 @@ class Trainer(transformers.Trainer):
             if not whole:
                 shutil.rmtree(path)
         # No rank goes on, and perhaps opens the folder, before the first has written it.
-        zerofn.collectives.all_reduce(torch.zeros((), device=self.args.device))
+        zerofn.collectives.all_reduce(torch.zeros((), device=self.args.device), zerofn.Mesh.of(None).all)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -1,0 +1,46 @@
+"""Sums inside of `value_and_grad`, which averages gradients over the ranks that have other parts of the batch.
+
+The derivative of `psum` is that of one value, which all ranks go on with alike. Where gradients are averaged, each rank
+has a loss of its own, and the sum enters into all of them: a rank's value then has the derivatives of all, which
+`all_reduce` sums. With `psum` it would be 1/n of that. It is right along such an axis in one case: if all that is
+differentiated has come through `vary`, whose derivative sums over the ranks before gradients are averaged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..comm.mesh import BETWEEN, TENSOR, Axis
+from .maps import Vary, heard_now
+
+
+def check_psum(x: Tensor, axis: Axis) -> None:
+    """Raise `ValueError` in a loss function if a `psum` of `x` over this axis would make gradients too small."""
+    names = set(axis.name.split(BETWEEN)) - {TENSOR}
+    if heard_now() is None or not names or not _reaches_parameters(x, names):
+        return
+    raise ValueError(
+        f"psum over {axis.name!r} in a loss function: value_and_grad averages gradients over these {axis.size} ranks, "
+        f"so that they would be 1/{axis.size} of what they should be. Write zerofn.collectives.mean(x), or "
+        "all_reduce(x) for the sum; or leave it out, as the loss is averaged, too."
+    )
+
+
+def _reaches_parameters(x: Tensor, names: set[str]) -> bool:
+    """Return whether a path of derivatives leads from `x` to a leaf without a `vary` over these axes."""
+    todo: list[Any] = [x.grad_fn]
+    seen: set[Any] = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        op = getattr(node, "op", None)
+        if isinstance(op, Vary) and names <= set(op.axis.name.split(BETWEEN)):
+            continue
+        if not node.next_functions:
+            return True
+        todo += [following for following, _ in node.next_functions]
+    return x.grad_fn is None

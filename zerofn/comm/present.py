@@ -1,0 +1,90 @@
+"""The mesh that is meant where none is given: that of the state, in a step; outside of one, the process's only mesh."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+
+from ..util.process import the
+from .mesh import Axis, Mesh
+from .meshes import Meshes
+
+_current: ContextVar[Mesh | None] = ContextVar("current_mesh", default=None)
+
+
+def current_mesh() -> Mesh | None:
+    """Return the mesh that names of axes are of: that of the state, in a step and in a loss function."""
+    return _current.get()
+
+
+@contextlib.contextmanager
+def axes_of(mesh: Mesh | None) -> Iterator[None]:
+    """Inside, names of axes are those of this mesh; None changes nothing."""
+    if mesh is None:
+        yield
+        return
+    before = _current.set(mesh)
+    try:
+        yield
+    finally:
+        _current.reset(before)
+
+
+def present(choose: Callable[[Mesh], Axis], what: str) -> Axis:
+    """Return an axis of the present mesh. `what`: what is asked for, for errors.
+
+    Raises `ValueError` outside of a step if the process has several meshes, along which it would be other ranks.
+    """
+    current = current_mesh()
+    if current is not None:
+        return choose(current)
+    meshes = the(Meshes).known() or [Mesh.of(None)]
+    found = [choose(mesh) for mesh in meshes]
+    places = {(x.size, x.rank, x.group if x.size > 1 else "") for x in found}
+    if len(places) > 1:
+        raise ValueError(
+            f"{what}: this process has states on several meshes, {', '.join(map(repr, meshes))}, so say which ranks "
+            "are meant: like=state where it is taken, mesh=..., or an axis of one mesh, mesh.axis(name)."
+        )
+    return found[0]
+
+
+def axis_of(axis: str | Axis | None, what: str = "axis") -> Axis:
+    """Return an axis, or the one of that name of the present mesh; for None the ranks with other parts of the batch.
+
+    Raises `ValueError` if it is not there.
+    """
+    if isinstance(axis, Axis):
+        return axis
+    return present(lambda mesh: mesh.batch if axis is None else mesh.axis(axis), what)
+
+
+def rank(among: str = "") -> int:
+    """Return this process's rank, from 0; 0 if it is alone. Joins the ranks, as `Mesh.of` does.
+
+    `among`: "" for the rank in the job; "rows" for the number among ranks with rows of their own, which those along
+    "context" and "tensor" share, so that they read the same; or the name of an axis. These are of the state's mesh in a
+    step, and of the process's mesh outside. Raises `ValueError` if the axis is not there, or the process has several
+    meshes in which they differ.
+
+    >>> rank(), rank("rows"), world_size()
+    (0, 0, 1)
+    """
+    return _among(among, "rank").rank
+
+
+def world_size(among: str = "") -> int:
+    """Return the number of ranks. Joins them, as `Mesh.of` does. `among`: see `rank`.
+
+    >>> world_size(), world_size("rows")
+    (1, 1)
+    """
+    return _among(among, "world_size").size
+
+
+def _among(among: str, what: str) -> Axis:
+    if not among:
+        return Mesh.of(None).axis()
+    Mesh.of(None)
+    return present(lambda mesh: mesh.rows if among == "rows" else mesh.axis(among), f"{what}({among!r})")
