@@ -105,7 +105,10 @@ def failing(path):
 
 def test_a_loader_that_fails_on_one_rank_is_told_on_all(ranks, tmp_path):
     first, second = ranks(2, failing, tmp_path)
-    assert first[0] == "ZeroDivisionError: division by zero" and "rank 0 failed: ZeroDivisionError" in second[0]
+    assert (
+        first[0] == "CheckpointError: zerofn.save: ZeroDivisionError: division by zero"
+        and "rank 0 failed: ZeroDivisionError" in second[0]
+    )
     assert first[1] == "ValueError: of another data set" and "rank 0 failed: of another data set" in second[1]
 
 
