@@ -24,6 +24,7 @@ def test_a_network_lists_its_own_parameters_after_a_capture(kind, caplog):
     state = zerofn.shard(zerofn.TrainState.create(params=dict(net.named_parameters()), tx=optim.sgd(0.1)))
     x = torch.ones(2, 1, 4)
     expected = net(x)[0].detach()
+    step(state, x)
     state, _ = zerofn.compile(step)(state, x)
     zerofn.compile(lambda state, x: functional_call(net, zerofn.gather(state.params), (x,))[0])(state, x)
     assert "_flat_weight" not in caplog.text

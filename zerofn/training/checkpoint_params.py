@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
-from .._torch_compat import CHECKPOINT_SEGMENT, LEND_PARAMETERS
+from .._torch_compat import CHECKPOINT_SEGMENT, LEND_PARAMETERS, list_parameters_again
 from ..util.patches import Patches
 
 
@@ -46,6 +46,7 @@ def _noted(lend: Callable[..., Any]) -> Callable[..., Any]:
                 yield
             finally:
                 _lent.calls.pop()
+        list_parameters_again(module)
 
     return noted
 
