@@ -25,3 +25,12 @@ def test_every_part_runs_on_the_cpu(tmp_path):
     assert len(ranks) == 9 and all(map(held.__getitem__, ranks))  # three of them on meshes
     assert held["t5-large, 24 GiB, offload: 50 / largest batch"] and held["t5-3b, exact Adam: last loss / first"]
     assert "published, not run" in done.stdout
+
+
+def test_the_decoder_with_grouped_heads_runs_on_the_cpu(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.gpu.attention", "--dry-run", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "attention_gpu.json").read_text())
+    assert found["heads_of_keys"] == [2] and found["masks_of_all_pairs"] == 0
+    assert sum(found["operations"].values()) == 4 and found["zerofn"]["ms"] > 0 and found["torch"]["ms"] > 0
