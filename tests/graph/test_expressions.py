@@ -46,6 +46,15 @@ def test_ranks_with_other_parts_of_the_state_have_the_same_numbers(tx, n, stage)
     assert told(lambda g, s: g, 0, stage, n, tx) == told(lambda g, s: g, 1, stage, n, tx)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_noise_in_the_shape_of_shards_has_the_same_numbers(stage):
+    def noisy(grads, state):
+        noise = zerofn.normal_like(grads, zerofn.random.fold_in(state.rng_at(), 1))
+        return tree.tree_map(torch.add, grads, noise)
+
+    assert told(noisy, 0, stage) == told(noisy, 1, stage)
+
+
 @pytest.mark.parametrize(
     "factor",
     [

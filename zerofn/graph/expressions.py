@@ -163,7 +163,8 @@ class _Shown:
         if leaf := self._leaf(node):
             return leaf
         order = {x: k for k, x in enumerate(node.all_input_nodes)}
-        ours, draws = is_ours(node), "key" in _named(node)
+        ours = is_ours(node)
+        draws = "key" in _named(node) and traits(node).on_shard is not OnShard.MAKES  # noise of shards has their places
         given = []
         for name, value in _named(node).items():
             if name in _NOT_COMPARED or (ours and not draws and not _is_told(value)):
