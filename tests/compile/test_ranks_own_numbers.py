@@ -90,6 +90,20 @@ def raised(step, state):
     return said(caught.value)
 
 
+def lacks_a_key():
+    batch = batch_of(dist.get_rank())
+    if dist.get_rank() == 0:
+        batch["mask"] = torch.ones(2)
+    with pytest.raises(RuntimeError, match="ranks differ") as caught:
+        zerofn.compile(by_number)(state_of(MODULE, 3), {**batch, "n": 1.0})
+    return said(caught.value)
+
+
+def test_a_batch_that_lacks_a_key_on_one_rank_is_told_by_the_key(ranks):
+    for sentence in ranks(2, lacks_a_key):
+        assert "rank 0: batch.mask: " in sentence and "rank 1: nothing of that name" in sentence
+
+
 def constants(step, stage):
     return raised(step, state_of(MODULE, stage, extra=torch.zeros(())))
 
