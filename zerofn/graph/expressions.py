@@ -119,8 +119,8 @@ class _Numbers:
 
 
 class _Shown:
-    """Writes what is not a tensor in a node. The length of this rank's shards counts as one length, as ranks with other
-    slices of layers have others.
+    """Writes what is not a tensor in a node. The lengths of this rank's shards, and of the gathered copies of units,
+    count as one length, as ranks with other slices of layers have others.
     """
 
     def __init__(self, program: Program) -> None:
@@ -129,6 +129,7 @@ class _Shown:
         self._lengths = {x.numel() for x in shards if x is not None and x.dim() == 1}
         self._units = {unit.name: unit for _, unit in owners(program.state.nodes) if unit is not None}
         wholes = {whole: shard for shard, whole, _ in program.copies()}
+        self._lengths |= {x.numel() for x in map(tensor_of, wholes) if x is not None}
         found = {node: unit for node, (_, unit) in pairs if unit is not None}
         self._flat: dict[Node, Unit] = {whole: found[shard] for whole, shard in wholes.items()}  # gathered units
         self._shards = found
