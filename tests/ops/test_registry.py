@@ -131,6 +131,8 @@ class Effects(TorchDispatchMode):
         return out
 
 
+@pytest.mark.whole
+@pytest.mark.timeout(1200)  # beside many imported modules torch looks long for the sources of its operations
 @pytest.mark.filterwarnings("ignore")
 def test_the_registry_knows_every_write_of_torchs_operations():
     effects = Effects()
