@@ -13,6 +13,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from types import FrameType, MappingProxyType
 from typing import Any
 
@@ -64,7 +65,8 @@ def unmoved(traces: bool = False) -> Iterator[None]:
     """
     watched = {**_GLOBAL, **the(_Watched).found}
     before = {name: position_of(x) for name, x in watched.items()}
-    back = [_restore(x) for x in watched.values() if is_generator(x)]
+    accesses = [_access(x) for x in watched.values() if is_generator(x)]
+    back = [partial(put, get()) for get, put in accesses]
 
     def moved() -> str | None:
         return next((name for name, x in watched.items() if position_of(x) != before[name]), None)
@@ -83,7 +85,7 @@ def unmoved(traces: bool = False) -> Iterator[None]:
 def position_of(value: Any) -> Any:
     """Return what tells where a generator or an iterator is: unequal once something was taken from it."""
     if is_generator(value):
-        return pickle.dumps(_state(value))
+        return pickle.dumps(_access(value)[0]())
     if isinstance(value, types.GeneratorType):
         frame = value.gi_frame
         inner = value.gi_yieldfrom
@@ -111,22 +113,14 @@ def is_generator(value: Any) -> bool:
     return numpys or (isinstance(value, random.Random) and not isinstance(value, random.SystemRandom))
 
 
-def _state(generator: Any) -> Any:
+def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """Return what gets a generator's state, and what sets it."""
     if isinstance(generator, random.Random):
-        return generator.getstate()
+        return generator.getstate, generator.setstate
     if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    return getattr(generator, "bit_generator", generator).state
-
-
-def _restore(generator: Any) -> Callable[[], None]:
-    """Return what sets a generator back to where it is now."""
-    state = _state(generator)
-    if isinstance(generator, random.Random):
-        return lambda: generator.setstate(state)
-    if isinstance(generator, np.random.RandomState):
-        return lambda: generator.set_state(state)
-    return lambda: setattr(getattr(generator, "bit_generator", generator), "state", state)
+        return partial(generator.get_state, legacy=False), generator.set_state
+    bits = getattr(generator, "bit_generator", generator)
+    return lambda: bits.state, partial(setattr, bits, "state")
 
 
 def _message(name: str, value: Any, line: str) -> str:

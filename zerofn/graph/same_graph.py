@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ def outline(gm: GraphModule, numbers: Mapping[str, Any]) -> Outline:
     constants: list[Tensor] = []
     pairs = [*_described(gm, constants), *((f"returns {k} = {x!r}", "") for k, x in numbers.items())]
     lines, places = zip(*pairs, strict=True)
-    return Outline(tuple(map(_without_addresses, lines)), places, tuple(constants))
+    return Outline(tuple(map(without_addresses, lines)), places, tuple(constants))
 
 
 def difference(before: Outline, now: Outline) -> str:
@@ -62,9 +63,7 @@ def _described(gm: GraphModule, constants: list[Tensor]) -> Iterator[tuple[str, 
             else f" {list(value.shape)} {value.stride()} {value.dtype} {value.device}"
         )
         if node.op == "get_attr":
-            held: Any = gm
-            for part in str(node.target).split("."):
-                held = getattr(held, part)
+            held: Any = operator.attrgetter(str(node.target))(gm)
             if isinstance(held, GraphModule):
                 yield from _described(held, constants)
             else:
@@ -76,7 +75,8 @@ def _described(gm: GraphModule, constants: list[Tensor]) -> Iterator[tuple[str, 
             yield f"{node.target if node.op == 'call_function' else node.op}{args}{shape}", place
 
 
-def _without_addresses(text: str) -> str:
+def without_addresses(text: str) -> str:
+    """Return a repr that is the same in every process."""
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 

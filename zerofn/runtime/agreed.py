@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,7 @@ from ..graph.between_ranks import ADVICE, NumberedStep
 from ..graph.capture import CaptureError
 from ..graph.fingerprint import between_slices, fingerprint
 from ..graph.program import Program
+from ..graph.same_graph import without_addresses
 from ..optim.base import GradientTransformation
 
 _RANKS_TOLD = 4  # whose sentences an error has, at most
@@ -120,7 +120,7 @@ def _optimizers(program: Program) -> dict[str, str]:
             value = getattr(x, field.name)
             if isinstance(value, GradientTransformation):
                 name = f"{type(x).__name__}.{field.name}" + (f" {len(found) + 1}" if found else "")
-                found[name] = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+                found[name] = without_addresses(repr(value))
         return False
 
     treedef = program.state.treedef
