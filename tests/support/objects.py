@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import urllib.request
 from collections.abc import Iterator
 
 import fsspec
@@ -59,11 +60,13 @@ def s3_server() -> Iterator[UPath]:
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server.start()
+    host, port = server.get_host_and_port()
     try:
-        host, port = server.get_host_and_port()
         options = {"key": "a", "secret": "b", "client_kwargs": {"endpoint_url": f"http://{host}:{port}"}}
         bucket = UPath("s3://bucket", **options)
         bucket.fs.mkdir("bucket")
         yield bucket
     finally:
+        # All of moto's servers in one process share what they hold: the next one begins with nothing.
+        urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/moto-api/reset", method="POST"))
         server.stop()
