@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.testing._internal.common_methods_invocations import op_db
 
 import zerofn
+from tests.support.op_samples import OPERATIONS, samples
 from zerofn import optim
 from zerofn._torch_compat import FakeTensorMode, TorchDispatchMode
 from zerofn.tracing import strides
@@ -113,10 +113,8 @@ class Tried(TorchDispatchMode):
 @pytest.mark.filterwarnings("ignore")
 def test_operations_of_torchs_database_that_may_be_tried_survive_zeros():
     tried = Tried()
-    for info in op_db:
-        if torch.float32 not in info.dtypes:
-            continue
-        sample = next(iter(info.sample_inputs("cpu", torch.float32, requires_grad=info.supports_autograd)))
+    for info in OPERATIONS:
+        sample = next(samples(info, info.supports_autograd))
         with contextlib.suppress(Exception), tried:
             results = tensors_in(info.op(sample.input, *sample.args, **sample.kwargs))
             ends = [x for x in results if x.requires_grad]

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.fx import Interpreter
-from torch.testing._internal.common_methods_invocations import op_db
 
 import zerofn
+from tests.support.op_samples import OPERATIONS, samples
 from zerofn import optim
 from zerofn._torch_compat import below_autograd, make_fx
 from zerofn.tracing.shortcut import Shortcut
@@ -23,7 +23,7 @@ LEFT_OUT = set(
     "cauchy sgn _segment_reduce".split()  # sgn: a constant of its derivative stays fake in make_fx; the last reads as
     # many rows as its offsets say
 )
-KNOWN = [x for x in op_db if torch.float32 in x.dtypes and x.name not in LEFT_OUT and not x.name.startswith("sparse")]
+KNOWN = [x for x in OPERATIONS if x.name not in LEFT_OUT and not x.name.startswith("sparse")]
 # Those whose fake kernels are known to promise other strides, and some that do not.
 QUICK = (
     "nn.functional.elu nn.functional.logsigmoid nn.functional.hardtanh nn.functional.softplus logit "
@@ -104,7 +104,7 @@ def with_gradient(f, which, reorder):
 def differences(info, form, reorder, most=2):
     """Wrong promises, and wrong values, of an operation's samples with inputs in this form."""
     found = []
-    for number, sample in enumerate(info.sample_inputs("cpu", torch.float32, requires_grad=False)):
+    for number, sample in enumerate(samples(info)):
         if number >= most:
             break
         tensors = [x for x in (sample.input, *sample.args) if isinstance(x, torch.Tensor)]
