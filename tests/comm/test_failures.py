@@ -1,5 +1,9 @@
 """What a rank that fails tells the others, and what it lets go of."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -78,9 +82,69 @@ def test_one_process_has_nothing_to_abort():
     assert zerofn.shard({"params": {"w": torch.ones(3)}})
 
 
+def in_a_fork(folder):
+    """What a forked process does that fails as a rank would, and says of what ranks do together."""
+    sys.excepthook(ValueError, ValueError("in the child only"), None)
+    failures.abandon("in the child only")
+    zerofn.abort("in the child only")
+    assert dist.is_initialized() and zerofn.rank() == 1
+    for together in (
+        lambda: collectives.all_gather(torch.ones(2)),
+        lambda: zerofn.save(folder, {"w": torch.ones(2)}),
+        lambda: zerofn.shard({"params": {"w": torch.ones(2)}}),
+    ):
+        with pytest.raises(RuntimeError, match="was forked from rank 1, and is no rank itself"):
+            together()
+
+
+def forking(folder):
+    collectives.all_reduce(torch.ones(2))
+    zerofn.tree.leaves(zerofn.shard({"params": {"w": torch.ones(2)}}))  # agrees, which tells others of errors
+    if dist.get_rank() == 1:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                in_a_fork(folder)
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert failures.published_failure() is None
+    return collectives.all_reduce(torch.ones(2)).tolist()
+
+
+def test_how_a_forked_process_ends_is_no_matter_of_the_ranks(ranks, tmp_path):
+    assert ranks(2, forking, tmp_path / "x", timeout=60) == [[2.0, 2.0]] * 2
+    assert not list(tmp_path.iterdir())
+
+
+ENDS = """
+import os, sys, torch.distributed as dist, zerofn
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+zerofn.rank()
+del store
+child = os.fork()
+if child == 0:
+    sys.exit(3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_process_ends_with_its_own_status():
+    """And does not destroy groups and stores, whose threads it does not have."""
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "3\n", done.stderr
+
+
 def test_long_texts_are_shown_where_they_differ():
     assert failures.apart("a\nb\nc", "a\nx\nc") == "b"
     assert failures.apart("a", "a") == "a"
+    first, second = "step: state.w: [2]\nbatch.m: [3]\nbatch.x: [4]", "step: state.w: [2]\nbatch.x: [5]\nplan: 1"
+    assert failures.apart(first, second) == "batch.m: [3]" and failures.apart(second, first) == "no entry batch.m"
+    assert failures.apart(first, "unshard: w") == "step: state.w: [2]\n    batch.m: [3]\n    batch.x: [4]"
     assert failures.apart("\n".join("abcde"), "") == "a\n    b\n    c\n    (and 2 lines more)"
 
 

@@ -91,6 +91,34 @@ def test_ranks_that_take_different_captures_of_a_step(ranks):
     ranks.stop()
 
 
+def other_entries(needed):
+    """The first steps are of one batch; then one rank's has another entry, or lacks one, which the step may need."""
+
+    def loss(params, batch):
+        y = batch["m"] if needed else batch.get("m", 1.0)
+        return (params["w"] * batch["x"] * y).sum()
+
+    def train(state, batch):
+        loss_, grads = state.value_and_grad(loss)(batch)
+        return state.apply_gradients(grads), loss_
+
+    step = zerofn.compile(train)
+    state = zerofn.shard(zerofn.TrainState.create(params={"w": torch.ones(8)}, tx=optim.sgd(0.1)))
+    whole = {"x": torch.ones(8), "m": torch.full((8,), 1.0 + dist.get_rank())}
+    for _ in range(2):
+        state, _ = step(state, whole)
+    with pytest.raises(RuntimeError) as caught:
+        step(state, {"x": whole["x"]} if dist.get_rank() else whole)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_an_entry_that_one_batch_lacks_is_named_in_later_steps_too(ranks, needed):
+    for told in ranks(2, other_entries, needed, timeout=40):
+        assert "'m'" in told or "batch.m" in told, told
+    ranks.stop()
+
+
 def collectives():
     """Outside a step, by name and shape."""
     x, rank = torch.ones(6), dist.get_rank()

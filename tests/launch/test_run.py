@@ -95,6 +95,20 @@ def test_nothing_is_left(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir()) and "RANK" not in os.environ
 
 
+def test_a_process_that_the_function_forks_leaves_no_result():
+    def forks(way):
+        child = os.fork()
+        if child == 0:
+            if way == "raises":
+                raise ValueError("in the child only")
+            return "of the child"
+        os.waitpid(child, 0)
+        time.sleep(0.5)
+        return "of the rank"
+
+    assert [zerofn.run(forks, way, ranks=1) for way in ("raises", "returns")] == ["of the rank"] * 2
+
+
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "2", True])
 def test_numbers_of_ranks_that_cannot_be(wrong):
     with pytest.raises(ValueError, match="ranks must be a whole number of 1 or more, got"):

@@ -77,6 +77,7 @@ class Replicas:
             raise ValueError(f"{WHAT}: this system has no {MEMORY}, where files lie in memory; leave it out.")
         self.folder = MEMORY / f"{_of_machine()}{os.getppid()}-{started(os.getppid())}-{_hash(str(run))}"
         self._sending: Saving | None = None
+        self._pid = os.getpid()
         self._ranks: dict[str, list[int]] = {}  # by machine
         self._group: dist.ProcessGroup | None = None
 
@@ -127,7 +128,11 @@ class Replicas:
                 yield step, steps.path_of(self.folder, step)
 
     def close(self) -> None:
-        """Free the memory: the run has ended, or is saved. Raises as `finish`."""
+        """Free the memory: the run has ended, or is saved. A process that was forked in it frees nothing. Raises as
+        `finish`.
+        """
+        if os.getpid() != self._pid:
+            return
         try:
             self.finish()
         finally:

@@ -24,6 +24,7 @@ from .failures import (
     abandon,
     apart,
     backend_on,
+    is_argument,
     last_text,
     publish_failure,
     published_failure,
@@ -43,7 +44,6 @@ FIRST_WORD = 10.0  # seconds until a rank that waits says for whom
 _LEFT = 1.0  # seconds until a rank that has ended is believed not to come
 _BY_ALL = "Every rank must call it, with the same structure, shapes and dtypes: not under `if zerofn.rank() == 0:`."
 _ONE_SHAPE = "Every rank's batch must have the same shapes: drop_last=True in the loader, or pad the last rows."
-_ENTRIES = ("batch.", "state.")  # begin the lines of a step's arguments
 _UNTIL_HEARD = 3.0  # seconds that rank 0 stays to tell why it failed
 _LATE = 1 / 32  # of a wait: how much later than it could a wait ends, up to 50 ms
 _RAISED = "\1"  # begins the text of a rank that failed
@@ -244,7 +244,7 @@ def _unequal(what: str, one: tuple[int, str], other: tuple[int, str]) -> str:
     here, there = text.split("\n"), other_text.split("\n")
     for one_rank, lines, another, others in ((own, here, rank, there), (rank, there, own, here)):
         known = {x.partition(": ")[0] for x in others}
-        missing = [x for x in lines if x.startswith(_ENTRIES) and x.partition(": ")[0] not in known]
+        missing = [x for x in lines if is_argument(x) and x.partition(": ")[0] not in known]
         if missing:
             return (
                 f"{what}: ranks differ.\n  rank {one_rank}: {missing[0]}\n  rank {another}: nothing of that name\n"

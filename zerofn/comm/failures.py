@@ -5,6 +5,7 @@ that other ranks wait for.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
 import logging
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._torch_compat import abort_groups, default_store, resolve_process_group
+from .._torch_compat import abort_groups, default_store, groups_of_process, resolve_process_group
 from ..util.errors import said
 from ..util.other_processes import here
 from ..util.process import the
@@ -31,12 +32,21 @@ _FAILED = "zerofn/failed"
 _SHOWN = 3  # lines of a long text
 
 
+def _never_destroyed(*things: Any) -> None:
+    """Keep objects from being destroyed as the interpreter ends: torch's groups and stores would wait for threads that
+    a forked process does not have, or crash.
+    """
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
 class Signs:
     """What this rank has told the others.
 
     `heard`: what another rank has said when it failed. `mute`: whether the store does not answer. `taken_down`: why
     this one has taken its process group down, if it has; `leaving` is held while it does. `before_leaving`: what drops
-    references to the group, which would keep its connections open, and the other ranks waiting.
+    references to the group, which would keep its connections open, and the other ranks waiting. `inherited`: in a
+    forked process, the group of the rank that it was forked from.
     """
 
     def __init__(self) -> None:
@@ -45,6 +55,14 @@ class Signs:
         self.taken_down: str | None = None
         self.leaving = threading.RLock()
         self.before_leaving: list[Callable[[], object]] = []
+        self.inherited: dist.ProcessGroup | None = None
+
+    def forked(self) -> None:
+        """A forked process is no rank: how it ends is no matter of the job's."""
+        self.heard, self.mute, self.leaving = None, False, threading.RLock()
+        if dist.is_initialized():
+            self.inherited = dist.group.WORLD
+            _never_destroyed(*groups_of_process(), default_store())
 
     def let_go(self) -> None:
         """Drop what refers to the group."""
@@ -70,8 +88,28 @@ def refuse_after_failure() -> None:
         )
 
 
+def is_rank() -> bool:
+    """Whether this process is one of the job's ranks now: it has a group, and was not forked from a process that had
+    that group before.
+    """
+    return dist.is_initialized() and dist.group.WORLD is not the(Signs).inherited
+
+
+def refuse_in_fork() -> None:
+    """Raise `RuntimeError` in a process that was forked from a rank."""
+    if dist.is_initialized() and not is_rank():
+        raise RuntimeError(
+            f"this process was forked from rank {dist.get_rank()}, and is no rank itself: what ranks do together, such "
+            "as steps, collectives and saves, belongs to the process that it was forked from. Do it there; a worker of "
+            "a loader returns what it has read."
+        )
+
+
 def group_named(name: str) -> dist.ProcessGroup:
-    """Return the process group of an axis. Raises `RuntimeError`, with the reason, if it was taken down."""
+    """Return the process group of an axis. Raises `RuntimeError`, with the reason, if it was taken down, and in a
+    process that was forked from a rank.
+    """
+    refuse_in_fork()
     try:
         return resolve_process_group(name)
     except (RuntimeError, KeyError):
@@ -94,6 +132,7 @@ def store_of_job() -> SignedStore | None:
     attempt they are of.
     """
     refuse_after_failure()
+    refuse_in_fork()
     if not dist.is_initialized() or dist.get_world_size() == 1 or backend_on(dist.group.WORLD) == "fake":
         return None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
@@ -102,7 +141,7 @@ def store_of_job() -> SignedStore | None:
 
 def publish_failure(message: str) -> None:
     """Leave `message` for the other ranks, if the store is there still. The first one stays."""
-    store = store_of_job()
+    store = store_of_job() if is_rank() else None
     if store is not None and not the(Signs).mute:
         with contextlib.suppress(dist.DistError):
             store.set_first(_FAILED, f"rank {dist.get_rank()}: {message}")
@@ -121,7 +160,7 @@ def published_failure(store: SignedStore | None = None) -> str | None:
 
 def abandon(message: str) -> None:
     """Leave `message` for the other ranks, and take this rank's process group down, which ends their transfers."""
-    if not dist.is_initialized():
+    if not is_rank():
         return
     publish_failure(message)
     store = store_of_job()
@@ -167,7 +206,7 @@ def explained(error: BaseException) -> BaseException:
     """
     try:
         with the(Signs).leaving:
-            message = published_failure() if dist.is_initialized() else the(Signs).taken_down
+            message = published_failure() if is_rank() else the(Signs).taken_down
     except (RuntimeError, dist.DistStoreError):  # the store went down with the rank that held it
         message = None
     message = message or the(Signs).heard
@@ -196,7 +235,7 @@ def tell_others(until_heard: Callable[[], None]) -> None:
             publish_failure(said(error))
         before(kind, error, trace)
         with contextlib.suppress(RuntimeError, dist.DistStoreError):
-            if dist.is_initialized() and dist.get_rank() == 0:
+            if is_rank() and dist.get_rank() == 0:
                 until_heard()
 
     sys.excepthook = leave
@@ -208,12 +247,24 @@ def last_text(store: SignedStore, rank: int) -> str:
 
 
 def apart(text: str, other: str) -> str:
-    """Return the first lines of a text that the other lacks; its first lines if it lacks none. Where the other has
-    lines of the same names, only those.
+    """Return the first lines of a text that the other lacks; its first lines if it lacks none. Of the arguments of two
+    steps, the entries come first that only one of them has; then lines of names that the other has, too.
     """
-    known = set(other.split("\n"))
-    lines = [x for x in text.split("\n") if x not in known] or text.split("\n")
-    names = {x.partition(": ")[0] for x in known}
-    lines = [x for x in lines if ": " in x and x.partition(": ")[0] in names] or lines
+    mine, theirs = text.split("\n"), other.split("\n")
+    names, others = set(map(_name, mine)), set(map(_name, theirs))
+    lines = [x for x in mine if is_argument(x) and _name(x) not in others]
+    lines += [f"no entry {_name(x)}" for x in theirs if is_argument(x) and _name(x) not in names]
+    if not lines or not all(any(map(is_argument, x)) for x in (mine, theirs)):
+        lines = [x for x in mine if x not in theirs] or mine
+        lines = [x for x in lines if ": " in x and _name(x) in others] or lines
     more = [f"(and {len(lines) - _SHOWN} lines more)"] if len(lines) > _SHOWN else []
     return "\n    ".join([*lines[:_SHOWN], *more])
+
+
+def is_argument(line: str) -> bool:
+    """Whether a line of a text that ranks compare is about an argument of a step."""
+    return line.startswith(("batch.", "state."))
+
+
+def _name(line: str) -> str:
+    return line.partition(": ")[0]

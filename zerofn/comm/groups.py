@@ -6,6 +6,8 @@ import weakref
 
 import torch.distributed as dist
 
+from .failures import refuse_in_fork
+
 
 class Groups:
     """Process groups by their ranks, of the job's present group."""
@@ -21,6 +23,7 @@ class Groups:
         if self._world is None or self._world() is not world:
             self._names, self._world = {tuple(range(world.size())): world.group_name}, weakref.ref(world)
         if ranks not in self._names:
+            refuse_in_fork()
             group = dist.new_group(list(ranks), use_local_synchronization=True)
             self._names[ranks] = group.group_name
         return self._names[ranks]

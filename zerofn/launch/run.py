@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -33,14 +34,14 @@ def run(fn: Callable[..., Any], /, *args: Any, ranks: int = 2, **kwargs: Any) ->
 
     Raises what a rank raised, the first one where several did, with its traceback as a note; `RuntimeError` for a rank
     that was killed, and inside a rank; `TypeError` for arguments or a result that cannot travel; `ValueError` for a
-    number of ranks that cannot be. Nothing is left running.
+    number of ranks that cannot be. Nothing is left running, also if this process is killed.
 
     The ranks are workers of torch's elastic agent, with the variables that torchrun sets.
     """
     _check(fn, ranks)
     call = packed((fn, args, kwargs), f"zerofn.run: {getattr(fn, '__name__', 'the function')}, with its arguments,")
-    with tempfile.TemporaryDirectory(prefix="zerofn-run-") as name:
-        folder = Path(name)
+    folder = Path(tempfile.mkdtemp(prefix="zerofn-run-"))  # a TemporaryDirectory is removed by forked processes, too
+    try:
         (folder / "call").write_bytes(call)
         (folder / "path").write_text("\n".join(sys.path))
         config = LaunchConfig(
@@ -57,7 +58,7 @@ def run(fn: Callable[..., Any], /, *args: Any, ranks: int = 2, **kwargs: Any) ->
         )
         with _own_signals():
             try:
-                elastic_launch(config, sys.executable)("-m", "zerofn.launch.worker", name)
+                elastic_launch(config, sys.executable)("-m", "zerofn.launch.worker", str(folder), os.getpid())
             except SignalException as error:
                 if error.sigval is signal.SIGINT:
                     raise KeyboardInterrupt from None
@@ -65,6 +66,8 @@ def run(fn: Callable[..., Any], /, *args: Any, ranks: int = 2, **kwargs: Any) ->
             except ChildFailedError as error:
                 raise _first_error(folder, error, ranks) from None
         return unpacked((folder / "result").read_bytes())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check(fn: Callable[..., Any], ranks: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,7 @@ class RankMagics(Magics):
         magics = cls(shell)
         shell.register_magics(magics)
         shell.input_transformers_cleanup.append(magics.route)
-        atexit.register(magics.stop)
+        atexit.register(magics.stop_at_exit, os.getpid())
 
     def route(self, lines: list[str]) -> list[str]:
         """Send every cell to the ranks after %autoranks; without ranks, run cells for them here, as they are."""
@@ -88,6 +89,11 @@ class RankMagics(Magics):
         pool, self.pool = self.pool, None
         if pool is not None:
             pool.stop()
+
+    def stop_at_exit(self, pid: int) -> None:
+        """End the ranks as the process `pid` ends, and not as one that was forked from it does."""
+        if os.getpid() == pid:
+            self.stop()
 
     def _run(self, line: str, cell: str) -> None:
         if line.strip():

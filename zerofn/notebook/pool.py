@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -38,15 +39,16 @@ class Pool:
         self.saved: tuple[list[str], dict[str, bytes | str]] = ([], {})  # see `engine.described`
         self._asked: Any = None
         self._results: list[Any] = []  # of the last cell
-        self._folder = tempfile.TemporaryDirectory(prefix="zerofn-ranks-")
-        counts = str(Path(self._folder.name) / "steps")
+        self._folder = tempfile.mkdtemp(prefix="zerofn-ranks-")
+        counts = str(Path(self._folder) / "steps")
         self._steps = np.memmap(counts, np.int64, "w+", shape=(size + 1,))
         self._store = _local_store()
         self._cluster = ipyparallel.Cluster(
             controller_ip="127.0.0.1",
             log_level=logging.ERROR,
-            profile_dir=_profile_in(self._folder.name),
+            profile_dir=_profile_in(self._folder),
             engine_timeout=int(_START),
+            shutdown_atexit=False,  # which a forked process would do, too
         )
         try:
             self._views = self._start()
@@ -56,9 +58,10 @@ class Pool:
             raise
 
     def _start(self) -> list[Any]:
-        self._cluster.start_controller_sync()
         own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": _threads(self.size)}
-        self._cluster.start_engines_sync(self.size, environment=own)
+        tied = [sys.executable, "-m", "zerofn.launch.tied", str(os.getpid()), self._folder]
+        self._cluster.start_controller_sync(environment=own, controller_cmd=[*tied, "ipyparallel.controller"])
+        self._cluster.start_engines_sync(self.size, environment=own, engine_cmd=[*tied, "ipyparallel.engine"])
         client = self._cluster.connect_client_sync()
         client.wait_for_engines(self.size, timeout=_START, interactive=False)
         return [client[i] for i in sorted(client.ids)]
@@ -71,7 +74,7 @@ class Pool:
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.size)),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_RUN_ID": Path(self._folder.name).name,
+            "TORCHELASTIC_RUN_ID": Path(self._folder).name,
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
@@ -226,7 +229,7 @@ class Pool:
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(Exception):  # of engines that are dead already
             self._cluster.stop_cluster_sync()
-        self._folder.cleanup()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _local_store() -> dist.TCPStore:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import resource
 import sys
 import time
@@ -46,7 +47,7 @@ class Progress:
         self._state: Any = None
 
     def __iter__(self) -> Iterator[Any]:
-        self._since, self._before = time.perf_counter(), self._steps
+        self._since, self._before, pid = time.perf_counter(), self._steps, os.getpid()
         try:
             for batch in self._loader:
                 yield batch
@@ -57,10 +58,11 @@ class Progress:
             if self._steps > self._before:
                 self._show()
         finally:
-            if self._line is not None:
-                self._line.end()
-            for sink in self._sinks:
-                sink.close()
+            if os.getpid() == pid:  # a process that is forked in the loop leaves it, too
+                if self._line is not None:
+                    self._line.end()
+                for sink in self._sinks:
+                    sink.close()
 
     def log(self, metrics: Mapping[str, Any] | None = None, state: Any = None, **more: Any) -> None:
         """Say what the step has returned. Nothing is read from the device before the next line is due.
