@@ -5,7 +5,8 @@ import math
 import pytest
 
 import zerofn
-from zerofn.interop.deepspeed_file import filled, read
+from zerofn.interop.deepspeed_file import check_keys, filled, read
+from zerofn.interop.deepspeed_keys import blocks, known
 
 
 @pytest.mark.parametrize(
@@ -84,3 +85,56 @@ def test_a_value_of_another_type_or_range_is_told_with_its_key(key):
             assert len(str(error)) < 500
             told += 1
     assert told >= 5
+
+
+def nested(key, value):
+    """A configuration with one dotted key."""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
+
+
+WRONG = {
+    "flag": ["true", 1, [], {}, math.nan],
+    "whole": ["3", 2.5, True, math.inf, math.nan, -2, [3], {}],
+    "number": ["3", True, math.inf, math.nan, -0.5, 10**400, [3], {}],
+    "text": [3, True, ["x"], {}],
+    "list": [3, "x", {}],
+}
+
+
+def test_every_key_takes_values_of_its_kind_alone():
+    """Also a key without effect: whoever has misspelt its value means something else."""
+    for row in known().values():
+        if row.kind == "anything":
+            continue
+        check_keys(nested(row.key, row.default))
+        if row.key not in blocks():
+            check_keys(nested(row.key, "auto"))
+        for value in WRONG[row.kind]:
+            if value == {} and row.key in blocks():
+                continue
+            with pytest.raises(ValueError) as caught:
+                check_keys(nested(row.key, value))
+            assert str(caught.value).startswith(f"from_deepspeed: {row.key}: expected "), caught.value
+
+
+@pytest.mark.parametrize("key", ["fp16", "zero_optimization.offload_param", "timers.throughput", "autotuning"])
+@pytest.mark.parametrize("value", [3, "cpu", [1]])
+def test_a_block_is_an_object(key, value):
+    with pytest.raises(ValueError, match=rf"from_deepspeed: {key}: expected a JSON object"):
+        zerofn.from_deepspeed(nested(key, value))
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("flops_profiler.enabeld", "flops_profiler.enabled"),
+        ("bfloat16.enabeld", "bf16.enabled"),
+        ("zero_optimization.leaf_module.class", "zero_optimization.leaf_module.classes"),
+        ("bf16.loss_scale.window", "fp16.loss_scale_window"),
+    ],
+)
+def test_an_unknown_key_is_told_with_the_nearest_in_every_block(key, meant):
+    with pytest.raises(ValueError, match=rf"{key!r} is no key of DeepSpeed's configuration; did you mean '{meant}"):
+        check_keys(nested(key, 3))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .deepspeed_keys import flat, nearest, row_of, unknown
+from .deepspeed_keys import blocks, flat, nearest, row_of, unknown
 
 AUTO = "auto"
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -61,17 +61,21 @@ def filled(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
                 f'"{name}": "auto" there.'
             )
         for key in meant:
-            if keys[key] not in (AUTO, value):
+            if not _is_auto(keys[key]) and keys[key] != value:
                 raise ValueError(
                     f"{WHERE}: {key} is {keys[key]!r} in the configuration and {value!r} in auto=. Write "
                     f'"{key.rpartition(".")[2]}": "auto" there, or leave it out here.'
                 )
             used[key] = value
-    left = [key for key, value in keys.items() if value == AUTO and key not in used and _has_effect(key)]
+    left = [key for key, value in keys.items() if _is_auto(value) and key not in used and _has_effect(key)]
     if left:
         words = ", ".join(f'"{key}": ...' for key in left)
         raise ValueError(f'{WHERE}: the configuration says "auto" and nobody says what for: pass auto={{{words}}}.')
     return _replaced(config, used, "")
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == AUTO
 
 
 def _has_effect(key: str) -> bool:
@@ -87,7 +91,7 @@ def _replaced(block: Mapping[str, Any], used: Mapping[str, Any], above: str) -> 
             out[name] = used[key]
         elif isinstance(value, Mapping):
             out[name] = _replaced(value, used, f"{key}.")
-        elif value != AUTO:
+        elif not _is_auto(value):
             out[name] = value
     return out
 
@@ -158,6 +162,19 @@ class Block:
             raise ValueError(f"{WHERE}: {self._of(name)}: expected a text, got {shown(value)}.")
         return value
 
+    def of_kind(self, name: str, kind: str, default: Any) -> None:
+        """Raise `ValueError` for a value of another kind than a key's; see `Key.kind`. Numbers are from 0 on, unless
+        the `default` is below.
+        """
+        if kind in ("whole", "number"):
+            self.number(name, None, min(0, default or 0), kind == "whole")
+        elif kind == "flag":
+            self.flag(name)
+        elif kind == "text":
+            self.text(name)
+        elif kind == "list" and not isinstance(self.values[name], list | tuple):
+            raise ValueError(f"{WHERE}: {self._of(name)}: expected a list, got {shown(self.values[name])}.")
+
     def only(self, *names: str) -> None:
         """Raise `ValueError` for a name that is none of these."""
         for name in self.values:
@@ -170,8 +187,19 @@ class Block:
         return f"{self.name}.{name}" if self.name else name
 
 
-def check_keys(config: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a key that DeepSpeed does not have: DeepSpeed itself ignores many of them."""
-    for key, _ in flat(config):
-        if row_of(key) is None:
+def check_keys(config: Mapping[str, Any], above: str = "") -> None:
+    """Raise `ValueError` for a key that DeepSpeed does not have, which it may ignore itself, and for a value that is
+    not of its key's kind. null stands for the default of any key.
+    """
+    block = Block(config, above)
+    for name, value in config.items():
+        key = f"{above}.{name}" if above else str(name)
+        row = row_of(key)
+        if key in blocks() and not (row is not None and isinstance(value, bool)):  # some may be switched on and off
+            check_keys(block(name).values, key)
+        elif row is None and isinstance(value, Mapping) and value:  # keys of any depth, or unknown ones
+            check_keys(value, key)
+        elif row is None:
             raise ValueError(f"{WHERE}: {unknown(key)}")
+        elif value is not None and not _is_auto(value):
+            block.of_kind(name, row.kind, row.default)

@@ -17,11 +17,14 @@ from typing import Any
 
 _UNLESS_ENABLED = "unless enabled"  # a block that does nothing without `"enabled": true`
 
+_KINDS = {bool: "flag", int: "whole", float: "number", str: "text"}
+_OLD, _NEW = "bfloat16.", "bf16."  # one block, by its old name
+
 
 @dataclass(frozen=True)
 class Key:
     """A row of the table. `default`: DeepSpeed's. `off`: values with which a refused key asks for nothing. `until`: the
-    last version of DeepSpeed that has it.
+    last version of DeepSpeed that has it. `takes`: the kind of its values, where the default does not say; see `kind`.
     """
 
     key: str
@@ -30,6 +33,12 @@ class Key:
     default: Any = None
     off: Any = None
     until: str | None = None
+    takes: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """What its values are: "flag", "whole", "number", "text", "list" or "anything"."""
+        return self.takes or _KINDS.get(type(self.default), "anything")
 
 
 @functools.cache
@@ -48,9 +57,18 @@ def flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]
             yield f"{above}{name}", value
 
 
+@functools.cache
+def blocks() -> frozenset[str]:
+    """Return the keys of the blocks that a configuration may have, dotted."""
+    parts = [key.split(".") for key in known()]
+    return frozenset(".".join(x[:n]) for x in parts for n in range(1, len(x))) | {_OLD[:-1]}
+
+
 def row_of(key: str) -> Key | None:
     """Return the row that stands for a key; None for one that DeepSpeed does not have."""
     table = known()
+    if key.startswith(_OLD):
+        return table.get(_NEW + key.removeprefix(_OLD))
     if key in table:
         return table[key]
     parts = key.split(".")
