@@ -71,21 +71,34 @@ def _is_tensordict(cls: type) -> bool:
     return base is not None and issubclass(cls, base)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Keys:
+    """The keys of a mapping, of which those of equal ones may be `given` in another order, as with dicts."""
+
+    sorted: tuple[Any, ...]
+    given: tuple[Any, ...] = dataclasses.field(compare=False)
+
+    def in_order(self, children: Iterable[Any]) -> dict[Any, Any]:
+        """The mapping's entries as they were given."""
+        items = dict(zip(self.sorted, children, strict=True))
+        return {k: items[k] for k in self.given}
+
+
 def _register_tensordict(cls: Any) -> None:
     def flatten(x: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
-        keys = tuple(sorted(x.keys()))
-        return [x.get(k) for k in keys], (keys, tuple(x.batch_size)), keys
+        keys = _Keys(tuple(sorted(x.keys())), tuple(x.keys()))
+        return [x.get(k) for k in keys.sorted], (keys, tuple(x.batch_size)), keys.sorted
 
     _register(cls, flatten, _tensordict, path_entry_type=optree.GetItemEntry, namespace=NAMESPACE)
 
 
-def _tensordict(aux: tuple[tuple[str, ...], tuple[int, ...]], children: Iterable[Any]) -> Any:
+def _tensordict(aux: tuple[_Keys, tuple[int, ...]], children: Iterable[Any]) -> Any:
     """Rebuild a TensorDict, or a plain dict if a child is neither tensor nor TensorDict (such as a `Sharded`).
 
     Leaves may have been cut or stacked: the batch size becomes their common leading shape.
     """
     keys, batch_size = aux
-    items = dict(zip(keys, children, strict=True))
+    items = keys.in_order(children)
     if not all(isinstance(v, torch.Tensor) or _is_tensordict(type(v)) for v in items.values()):
         return items
     shapes = [tuple(v.shape) for v in items.values()]
@@ -95,22 +108,13 @@ def _tensordict(aux: tuple[tuple[str, ...], tuple[int, ...]], children: Iterable
     return sys.modules["tensordict"].TensorDict(items, batch_size=shapes[0][:dims] if shapes else batch_size)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Keys:
-    """The keys of a mapping, of which those of equal ones may be `given` in another order, as with dicts."""
-
-    sorted: tuple[Any, ...]
-    given: tuple[Any, ...] = dataclasses.field(compare=False)
-
-
 def _register_mapping(cls: Any) -> None:
     def flatten(x: Any) -> tuple[list[Any], _Keys, tuple[Any, ...]]:
         keys = tuple(sorted(x.keys(), key=lambda k: (type(k).__name__, k)))
         return [x[k] for k in keys], _Keys(keys, tuple(x.keys())), keys
 
     def unflatten(keys: _Keys, children: Iterable[Any]) -> Any:
-        items = dict(zip(keys.sorted, children, strict=True))
-        return cls({k: items[k] for k in keys.given})
+        return cls(keys.in_order(children))
 
     _register(cls, flatten, unflatten, path_entry_type=optree.GetItemEntry, namespace=NAMESPACE)
 
@@ -197,7 +201,7 @@ def _holds(kind: Any) -> Any:
     """Return how a container of a class holds its entries: `Mapping`, `list`, or the names of a dataclass's fields.
     None for what is no container.
     """
-    if issubclass(kind, Mapping):
+    if issubclass(kind, Mapping) or _is_tensordict(kind):
         return Mapping
     if issubclass(kind, tuple | list):
         return list

@@ -11,6 +11,7 @@ import weakref
 import optree
 import pytest
 import torch
+from tensordict import TensorDict
 
 import zerofn
 from tests.support.same import assert_same_trees
@@ -234,6 +235,32 @@ def test_an_object_that_is_registered_is_read_anew_at_each_step(node):
     assert found == [1.0, 4.0, 25.0] and len(step._entries) == 1
 
 
+class Doubled(torch.Tensor):
+    """Tensors whose products are twice what they are."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return out + out if func is torch.Tensor.mul else out
+
+
+def test_a_tensor_with_operations_of_its_own_is_refused():
+    step, x = zerofn.compile(lambda state, batch: state["w"] * batch["x"]), torch.ones(2).as_subclass(Doubled)
+    with pytest.raises(TypeError, match=r"batch entry 'x' is a Doubled, .* give x.as_subclass\(torch.Tensor\)"):
+        step({"w": torch.ones(2)}, {"x": x})
+    with pytest.raises(TypeError, match="state entry 'w' is a Doubled"):
+        step({"w": x}, {"x": torch.ones(2)})
+
+
+def test_a_parameter_in_a_batch_is_one_in_the_step():
+    def step(state, x):
+        return state["w"] * (2.0 if isinstance(x, torch.nn.Parameter) else 1.0)
+
+    run, state = zerofn.compile(step), {"w": torch.ones(2)}
+    for x in (torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)):
+        assert torch.equal(run(state, x), step(state, x))
+
+
 def first_entry(state, batch):
     return state["w"] * list(batch["data"].values())[0] + list(state["extra"].values())[0]
 
@@ -242,6 +269,7 @@ ORDERED = {
     "a dict": lambda items: {"data": dict(items)},
     "a dict in a list in a dict": lambda items: {"data": {"z": torch.ones(()), **dict(items)}, "more": [dict(items)]},
     "a mapping": lambda items: {"data": collections.UserDict(items)},
+    "a TensorDict": lambda items: {"data": TensorDict(dict(items), [])},
 }
 
 

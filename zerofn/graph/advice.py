@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import tree
 from ..sharding.sharded import is_sharded
-from ..util.constants import is_constant
+from ..util.constants import PLAIN_TENSORS, is_constant
 from ..util.errors import note, said
 
 _INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
@@ -134,16 +134,24 @@ def _name(dtype: Any) -> str:
 
 
 def not_constant(name: str, what: str, value: Any) -> TypeError | None:
-    """Return the error for the first leaf of a tree that is neither a tensor nor a constant; None if there is none."""
+    """Return the error for the first leaf of a tree that is neither a plain tensor nor a constant; None if there is
+    none.
+    """
     for path, x in zip(*tree.flatten_with_path(value, is_leaf=is_sharded)[:2], strict=True):
-        if not (isinstance(x, Tensor) or is_sharded(x) or is_constant(x)):
-            entry = tree.name_of(path)
+        if type(x) in PLAIN_TENSORS or is_sharded(x) or is_constant(x):
+            continue
+        entry = tree.name_of(path)
+        found = f"{name}: {what} {f'entry {entry!r}' if entry else ''} is a {type(x).__name__}".replace("  ", " ")
+        if isinstance(x, Tensor):
             return TypeError(
-                f"{name}: {what} {f'entry {entry!r}' if entry else ''} is a {type(x).__name__}; leaves are "
-                "tensors, numbers, strings, bools and None, and what is inside an object is not seen: write "
-                "torch.as_tensor(...) for an array, make a class a dataclass or register it with optree, and close "
-                "over a function or a module.".replace("  ", " ")
+                f"{found}, a class of tensors with operations of its own, which are not captured: give "
+                "x.as_subclass(torch.Tensor), or what its operations are computed from."
             )
+        return TypeError(
+            f"{found}; leaves are tensors, numbers, strings, bools and None, and what is inside an object is not "
+            "seen: write torch.as_tensor(...) for an array, make a class a dataclass or register it with optree, and "
+            "close over a function or a module."
+        )
     return None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Proxy
 
 from .. import tree
@@ -250,13 +250,14 @@ def _decode(value: Any, decoded: dict[int, tuple[Tensor, Stored]]) -> Any:
 
 
 def _as_given(batch: Any, fakes: Any) -> None:
-    """Let the fake tensors of a batch tell what its tensors do to Python: `requires_grad`, and attributes that are
-    constants.
+    """Let the fake tensors of a batch tell what its tensors do to Python: `requires_grad`, whether they are parameters,
+    and attributes that are constants.
     """
     pairs = zip(tree.leaves(batch, is_leaf=is_sharded), tree.leaves(fakes, is_leaf=is_sharded), strict=True)
     for x, fake in pairs:
         if isinstance(x, Tensor):
             fake.requires_grad_(x.requires_grad)
+            fake._is_param = isinstance(x, nn.Parameter)
             for name, _ in constant_attributes(x):
                 setattr(fake, name, getattr(x, name))
 

@@ -13,7 +13,7 @@ from ..memory import donation
 from ..offload.drive_tensor import DriveTensor
 from ..sharding.allocate import lacks_copy, refill
 from ..sharding.sharded import is_sharded
-from ..util.constants import constant_attributes, key_of
+from ..util.constants import PLAIN_TENSORS, constant_attributes, key_of
 
 
 class Inputs(NamedTuple):
@@ -130,13 +130,17 @@ def signature_of(leaves: Iterable[Any]) -> tuple[Any, ...]:
 def seen_of(leaves: Iterable[Any]) -> tuple[Any, ...]:
     """Return what Python sees of the batch's tensors besides. Those of the state are plain ones in every step."""
     return tuple(
-        [(x.requires_grad, constant_attributes(x) if x.__dict__ else ()) for x in leaves if isinstance(x, Tensor)]
+        [
+            (type(x), x.requires_grad, constant_attributes(x) if x.__dict__ else ())
+            for x in leaves
+            if isinstance(x, Tensor)
+        ]
     )
 
 
 def _signature_of_leaf(x: Any) -> Any:
     if is_sharded(x):
         return x.spec.signature, x.storages, tuple([t.device for t in x.parts])
-    if isinstance(x, Tensor):
+    if type(x) in PLAIN_TENSORS:
         return x.shape, x.dtype, x.device, x.stride(), x.is_conj()
     return key_of(x)

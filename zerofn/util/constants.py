@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .._torch_compat import FakeTensor
+
 # Equal ones of one of these types are the same in every respect.
 _EQUAL = frozenset({
     int, bool, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -29,6 +31,10 @@ _TOLD_BY: dict[type, Callable[[Any], Any]] = {
     **dict.fromkeys((range, decimal.Decimal, fractions.Fraction, datetime.timedelta, datetime.date), repr),
     **dict.fromkeys((pathlib.PurePosixPath, pathlib.PosixPath, datetime.datetime, datetime.time), repr),
 }
+
+
+# Tensors that do what their operations do. Other classes may have operations of their own.
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
 
 
 class NotConstant(TypeError):
