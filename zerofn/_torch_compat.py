@@ -31,7 +31,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # Modes that see every ATen call; trees of an operation's arguments.
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.overrides import _pop_mode_temporarily as without_last_function_mode
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 from torch.utils._pytree import SUPPORTED_NODES as torch_pytree_nodes
@@ -225,7 +226,7 @@ def modes_in_force() -> tuple[Any, ...]:
     """The classes of the function and dispatch modes that see the next call, and the devices that they set."""
     if not (torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()):
         return ()
-    modes: list[Any] = [*_get_current_function_mode_stack(), *dispatch_modes()]
+    modes: list[Any] = [*function_modes(), *dispatch_modes()]
     return tuple(x for mode in modes for x in (type(mode), getattr(mode, "device", None)))
 
 

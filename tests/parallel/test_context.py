@@ -29,6 +29,7 @@ CASES = [
     pytest.param("gpt2", 3, {"context": 3}, 1, "ulysses", marks=pytest.mark.whole),
     pytest.param("llama", 2, {"data": 2, "context": 1}, 2, "ring", marks=pytest.mark.whole),
     ("bert", 2, {"context": 2}, 3, "ulysses"),
+    ("roberta", 2, {"context": 2}, 3, "ring"),
     pytest.param("llama", 4, {"context": 2, "tensor": 2}, 3, "ring", marks=pytest.mark.whole),
     ("llama, 2 key heads", 8, {"data": 2, "tensor": 2, "context": 2}, 3, "ulysses"),
 ]
@@ -105,6 +106,7 @@ def refusals():
             lambda: context(transformers.LlamaForCausalLM(ODD), mesh, method="ulysses"),
             "2 ranks of 'context' cannot share the 3 heads",
         ),
+        (lambda: context(transformers.MistralForCausalLM(windowed), mesh), "Mistral.* no window of 4"),
         (lambda: stepped(mesh, split_sequence(batch, Mesh.make(data=2))), "share the sequences of their rows"),
         (lambda: stepped(mesh, {k: x + rank for k, x in batch.items()}), "cut the batch by zerofn.parallel.split_seq"),
         (lambda: stepped(mesh, own), "labels that are shifted before"),
@@ -126,14 +128,12 @@ def refusals():
     for call, message in bad:
         with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
             call()
-    model = transformers.MistralForCausalLM(windowed)
-    context(model, mesh)
-    with pytest.raises(ValueError, match="no window"):
-        model(**cut)
-    with pytest.raises(ValueError, match="context: it has changed this MistralForCausalLM before"):
-        context(model, mesh)
     model = build("llama")
     context(model, mesh)
+    with pytest.raises(ValueError, match="context: it has changed this LlamaForCausalLM before"):
+        context(model, mesh)
+    with pytest.raises(ValueError, match="knows no attention_mask; leave it out"):
+        model(**cut, attention_mask=torch.ones_like(cut["input_ids"]))
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="its attention is 'sdpa' now"):
         model(**cut)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..collectives.maps import Linear, Same
+from ..collectives.maps import AllGather, Linear, Same
 from ..comm.mesh import CONTEXT, TENSOR, Axis, Mesh
 from .attention import METHODS, attention, check_method
+from .check_context import ForeignMask, Ways, check_context, note_attention
 from .once import once
 
 _FOREIGN = ("position_bias", "s_aux", "softcap", "sliding_window")  # what other attention has, and this one has not
@@ -30,11 +31,15 @@ def context(model: nn.Module, mesh: Mesh, *, method: str | None = None) -> None:
     `method`: see `attention`; by default "ulysses" where ranks can share the heads, and else "ring". Its functions are
     registered with transformers by the names "zerofn_ulysses" and "zerofn_ring", and the model is switched to one of
     them. Its forward then takes what `split_sequence` returns, and its loss is such that the mean over ranks is that of
-    whole sequences. Ranks compare their rows in every step.
+    whole sequences. Ranks compare their rows in every step. Positions are those that the model itself counts: RoBERTa
+    and its kin begin with their padding's number + 1, and skip padding.
+
+    Before, a small model of the same class computes a row in parts and as a whole, in float64 and without a transfer:
+    outputs and gradients must be the same to 1e-6. If no small one can be made, the log says so.
 
     Raises `TypeError` for anything that is no decoder or encoder of transformers, and `ValueError` for a mesh without
-    the axis, a second call, a model that mixes tokens in another way than by full attention, for heads that ranks
-    cannot share, and, when the model is called, for a batch that was not cut by `split_sequence`.
+    the axis, a second call, a model that in parts is another one, for heads that ranks cannot share, and, when the
+    model is called, for a batch that was not cut by `split_sequence`.
     """
     axis = mesh.axis(CONTEXT)
     name = type(model).__name__
@@ -48,21 +53,29 @@ def context(model: nn.Module, mesh: Mesh, *, method: str | None = None) -> None:
         method = "ring" if unshared else "ulysses"
     check_method("context", method)
     once("context", model)
+    ways = Ways()
     if axis.size > 1:
         _check(model, name, config, axis, mesh.size(TENSOR), method)
-        _switch(model, config, axis, method)
-    model.forward = _of_parts(model, model.forward, config, axis, f"zerofn_{method}")
+        _register()
+        ways = check_context(model, axis.size, method, functools.partial(_cut, method))
+    _cut(method, model, axis, ways)
 
 
-def _switch(model: Any, config: Any, axis: Axis, method: str) -> None:
+def _cut(method: str, model: Any, axis: Axis, ways: Ways) -> None:
+    """Let the model compute with parts of sequences."""
+    config = model.config.get_text_config()
+    if axis.size > 1 or ways.rehearsed:
+        _switch(model, config, axis, method, ways)
+    model.forward = _of_parts(model, model.forward, config, axis, f"zerofn_{method}", ways)
+
+
+def _switch(model: Any, config: Any, axis: Axis, method: str, ways: Ways) -> None:
     """Let the model's attention be ours."""
-    _register()
     model.set_attn_implementation(f"zerofn_{method}")
     if config._attn_implementation != f"zerofn_{method}":
         raise TypeError(f"context: the attention of {type(model).__name__} is code of its own, and cannot be replaced.")
     for part in model.modules():
-        if hasattr(part, "is_causal"):
-            part.zerofn_axis = axis
+        part.zerofn_axis, part.zerofn_ways = axis, ways  # attention is handed its module
 
 
 def _check(model: nn.Module, name: str, config: Any, axis: Axis, slices: int, method: str) -> None:
@@ -90,12 +103,13 @@ def _register() -> None:
         AttentionMaskInterface.register(f"zerofn_{method}", _no_mask)
 
 
-def _no_mask(*, attention_mask: Tensor | None = None, local_size: int | None = None, **_: Any) -> None:
-    """What transformers asks for a mask: attention knows by itself what is before a token."""
-    if attention_mask is not None or local_size is not None:
-        raise ValueError(
-            "attention over a cut sequence looks at all tokens before one: it knows no attention_mask, and no window."
-        )
+def _no_mask(*, attention_mask: Tensor | None = None, local_size: int | None = None, **_: Any) -> Tensor | None:
+    """What transformers asks for a mask: attention knows by itself what is before a token. A mask that the model makes
+    goes to attention, which refuses it unless it hides nothing.
+    """
+    if local_size is not None:
+        raise ValueError(f"attention over a cut sequence looks at all tokens before one, and no window of {local_size}")
+    return attention_mask
 
 
 def _attend(
@@ -111,21 +125,25 @@ def _attend(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """q [B, H, s, D], k and v [B, G, s, D] -> [B, s, H, D], as transformers calls it."""
+    name = type(module).__name__
     found = [what for what in _FOREIGN if more.get(what) is not None]
-    if attention_mask is not None or found or dropout:
-        what = ", ".join(found) or (f"dropout={dropout}" if dropout else "an attention_mask")
+    if found or dropout:
+        what = ", ".join(found) or f"dropout={dropout}"
         raise ValueError(
-            f"attention over a cut sequence does not know {what}; set it to nothing in the model's config."
+            f"attention over a cut sequence does not know {what}, which {name} asks for; set it to nothing in the "
+            "model's config."
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if not hasattr(module, "zerofn_axis"):
-        raise TypeError(f"context: {type(module).__name__} has no is_causal, so that it was not seen to be attention.")
-    out = attention(query, key, value, axis=module.zerofn_axis, method=method, causal=causal, scale=scaling)
+    if attention_mask is not None and not module.zerofn_ways.makes_masks:
+        raise ForeignMask(f"attention over a cut sequence knows no mask, and {name} is given one that its model makes.")
+    note_attention()
+    if is_causal is None:  # a mask that hides nothing is that of an encoder
+        is_causal = getattr(module, "is_causal", attention_mask is None)
+    out = attention(query, key, value, axis=module.zerofn_axis, method=method, causal=is_causal, scale=scaling)
     return out.transpose(1, 2).contiguous(), None
 
 
 def _of_parts(
-    model: Any, forward: Callable[..., Any], config: Any, axis: Axis, implementation: str
+    model: Any, forward: Callable[..., Any], config: Any, axis: Axis, implementation: str, ways: Ways
 ) -> Callable[..., Any]:
     """Return the model's forward for what `split_sequence` returns."""
 
@@ -136,14 +154,24 @@ def _of_parts(
                 f"{type(model).__name__} computes with parts of sequences: cut the batch by "
                 "zerofn.parallel.split_sequence(batch, mesh), and call the model with all that it returns."
             )
+        if inputs.get("attention_mask") is not None:
+            raise ValueError(
+                f"{type(model).__name__}: attention over a cut sequence looks at all tokens, or all before one, and "
+                "knows no attention_mask; leave it out."
+            )
         if axis.size > 1 and config._attn_implementation != implementation:
             raise ValueError(
                 f"{type(model).__name__}: its attention is {config._attn_implementation!r} now, which sees a rank's "
                 f"part of the sequences alone; leave it {implementation!r}, as zerofn.parallel.context has set it."
             )
-        # Adds nothing; if rows differ, all ranks raise.
-        (digest,) = Linear.apply(Same(axis, f"the rows whose sequences ranks of {axis.name!r} share"), row_digest)
-        inputs["position_ids"] = inputs["position_ids"] + 0 * digest.unsqueeze(-1)
+        places = inputs.pop("position_ids")
+        if axis.size > 1:
+            # Adds nothing; if rows differ, all ranks raise.
+            (digest,) = Linear.apply(Same(axis, f"the rows whose sequences ranks of {axis.name!r} share"), row_digest)
+            places = places + 0 * digest.unsqueeze(-1)
+            if ways.padding is not None:
+                places = _counted_places(inputs["input_ids"], places, ways.padding, axis)
+            inputs["position_ids"] = places
         if inputs.get("labels") is None:
             return forward(*args, **inputs)
         inputs |= _counted(model, inputs, items_per_row, axis)
@@ -168,6 +196,16 @@ def _of_parts(
         return out
 
     return run
+
+
+def _counted_places(ids: Tensor, places: Tensor, padding: int, axis: Axis) -> Tensor:
+    """Return the positions of a rank's tokens [B, s] as models of RoBERTa's kind count them: the first token that is no
+    padding has padding + 1, and padding itself has `padding`. `places`: of the tokens in their rows.
+    """
+    (parts,) = Linear.apply(AllGather(axis), (ids != padding).long())
+    first, last = parts.unflatten(-1, (axis.size, 2, -1)).unbind(-2)
+    counts = torch.cat([first.flatten(-2), last.flip(-2).flatten(-2)], -1)
+    return (counts.cumsum(-1) * counts + padding).gather(-1, places)
 
 
 def _counted(model: Any, inputs: dict[str, Any], items_per_row: Tensor | None, axis: Axis) -> dict[str, Any]:

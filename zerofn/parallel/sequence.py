@@ -62,7 +62,7 @@ def split_sequence(batch: Mapping[str, Tensor], mesh: Mesh, *, shift: bool = Tru
             parts["shift_labels"] = parts["labels"]
         more["items_per_row"] = (parts["labels"] != IGNORED).sum(-1)
     rank = mesh.axis(CONTEXT).rank if num > 1 else 0
-    return {k: _own(x, rank, num) for k, x in parts.items()} | more
+    return {k: part_of_row(x, rank, num) for k, x in parts.items()} | more
 
 
 def shifted(labels: Tensor, ignored: int = IGNORED) -> Tensor:
@@ -70,11 +70,12 @@ def shifted(labels: Tensor, ignored: int = IGNORED) -> Tensor:
     return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=ignored)
 
 
-def _own(x: Tensor, rank: int, num: int) -> Tensor:
+def part_of_row(x: Tensor, rank: int, num: int, dim: int = -1) -> Tensor:
+    """Return the two chunks that a rank of `num` has of the tokens, which are counted along `dim`."""
     if num == 1:
         return x
-    chunks = x.chunk(2 * num, -1)
-    return torch.cat([chunks[rank], chunks[2 * num - 1 - rank]], -1)
+    chunks = x.chunk(2 * num, dim)
+    return torch.cat([chunks[rank], chunks[2 * num - 1 - rank]], dim)
 
 
 def _digest(x: Tensor, number: int) -> Tensor:

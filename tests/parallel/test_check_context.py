@@ -1,0 +1,78 @@
+"""Models that are no other ones in parts of rows, and those that are."""
+
+import logging
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from zerofn.comm.mesh import Mesh
+from zerofn.parallel import context
+
+TEXT = {
+    "vocab_size": 67, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 36,
+    "max_position_embeddings": 64, "decoder_attention_heads": 6,
+}  # fmt: skip
+MESH = Mesh.planned({"context": 2})
+
+
+def made(name, **more):
+    config = getattr(transformers, name.partition("For")[0] + "Config")
+    with torch.device("meta"):
+        return getattr(transformers, name)._from_config(config(**{**TEXT, **more}))
+
+
+@pytest.mark.parametrize("name", ["RobertaForMaskedLM", "CamembertForTokenClassification", "XLMRobertaXLForMaskedLM"])
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_models_that_count_positions_from_their_padding_are_taken(caplog, name, method):
+    context(made(name), MESH, method=method)
+    assert not caplog.records
+
+
+def test_a_model_whose_masks_hide_nothing_is_taken(caplog):
+    context(made("BioGptForCausalLM"), MESH)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("FNetForMaskedLM", "in parts of rows is another model: its outputs are off by"),
+        ("BartForCausalLM", "in parts of rows is another model"),  # asks for no positions
+        ("DogeForCausalLM", "asks for another attention than full one"),
+        ("RobertaForSequenceClassification", r"returns \[2, 2\] for tokens \[2, 16\]"),
+    ],
+)
+def test_a_model_that_parts_make_another_one_is_refused(name, message):
+    with pytest.raises(ValueError, match=f"context: {name} .*{message}"):
+        context(made(name), MESH)
+
+
+def test_attention_that_is_code_of_its_own_is_refused():
+    with pytest.raises(TypeError, match="^context: the attention of MegatronBertForMaskedLM is code of its own"):
+        context(made("MegatronBertForMaskedLM"), MESH)
+
+
+class Centred(transformers.BertForMaskedLM):
+    """Subtracts the mean over the row."""
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits - out.logits.mean(1, keepdim=True)
+        return out
+
+
+def test_a_class_of_ones_own_is_compared_by_its_own_forward():
+    with torch.device("meta"):
+        model = Centred._from_config(transformers.BertConfig(**TEXT))
+    with pytest.raises(ValueError, match="Centred in parts of rows is another model"):
+        context(model, MESH)
+
+
+def test_what_cannot_be_compared_is_told(caplog):
+    model = made("BertForMaskedLM")
+    model.cls.predictions.decoder = nn.Sequential(model.cls.predictions.decoder)
+    with caplog.at_level(logging.WARNING, logger="zerofn"):
+        context(model, MESH)
+    assert "BertForMaskedLM was not compared with the model on whole rows" in caplog.text

@@ -1,0 +1,208 @@
+"""Whether a model of transformers in parts of sequences is the model on whole ones: seen on a small twin of it, whose
+ranks run one after the other in this process.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.mesh import CONTEXT, Axis
+from ..util.process import the
+from .local_ranks import mesh_of, on_ranks
+from .sequence import part_of_row, split_sequence
+from .small_twin import LIMIT, NoTwin, difference, outputs_of, rows_of, small_twin, special_tokens
+
+log = logging.getLogger("zerofn")
+_attended: ContextVar[list[None] | None] = ContextVar("attended", default=None)
+
+
+@dataclass(frozen=True)
+class Ways:
+    """What a model does in its own way.
+
+    `padding`: the token that it counts positions from, as RoBERTa does; None if positions begin with 0. `makes_masks`:
+    whether it makes masks that hide nothing. `rehearsed`: whether it is a twin that is compared.
+    """
+
+    padding: int | None = None
+    makes_masks: bool = False
+    rehearsed: bool = False
+
+
+class ForeignMask(ValueError):
+    """Attention was given a mask."""
+
+
+class OfRows(ValueError):
+    """A model says something of a row, not of its tokens."""
+
+
+class _Found(NamedTuple):
+    out: Tensor  # [B, S, ...]
+    grads: dict[str, Tensor]
+    attended: int  # times
+
+
+class _Known:
+    """What was found before, since a planner asks for many meshes of one model."""
+
+    def __init__(self) -> None:
+        self.ways: dict[Any, Ways] = {}
+
+
+def note_attention() -> None:
+    """Count a call of attention over a cut sequence, where somebody counts them."""
+    counted = _attended.get()
+    if counted is not None:
+        counted.append(None)
+
+
+def check_context(model: Any, size: int, method: str, cut: Callable[[nn.Module, Axis, Ways], None]) -> Ways:
+    """Return the ways of a model with which its parts are the whole.
+
+    `cut`: lets a model compute with a rank's part. Raises `ValueError` if there are none. Of a model without a small
+    twin nothing is known, and the log says so.
+    """
+    parts = next(n for n in range(2, size + 1) if size % n == 0)
+    key = type(model), model.config.to_json_string(use_diff=False), parts, method
+    known = the(_Known).ways
+    if key not in known:
+        known[key] = _Check(model, parts, cut).ways()
+    return known[key]
+
+
+class _Check:
+    def __init__(self, model: Any, parts: int, cut: Callable[[nn.Module, Axis, Ways], None]) -> None:
+        self._model, self._parts, self._cut = model, parts, cut
+        self._name = type(model).__name__
+
+    def ways(self) -> Ways:
+        """Try the ways, the plain one first."""
+        try:
+            self._twin = small_twin(self._model, self._parts)
+            self._rows()
+            (self._plain,) = on_ranks(1, lambda _: self._run(copy.deepcopy(self._twin), {"input_ids": self._ids}))
+            if not self._plain.out.isfinite().all():
+                raise NoTwin("its outputs are no finite numbers")
+        except OfRows:
+            raise
+        except NoTwin as error:
+            why = str(error)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        else:
+            return self._first_that_holds()
+        log.warning(
+            "context: %s was not compared with the model on whole rows, since no small one could be made (%s). Compare "
+            "its loss on a mesh with that of one process.",
+            self._name,
+            why,
+        )
+        return Ways()
+
+    def _first_that_holds(self) -> Ways:
+        ways = Ways(rehearsed=True)
+        try:
+            wrong = self._wrong(ways)
+        except ForeignMask:
+            ways = Ways(makes_masks=True, rehearsed=True)
+            wrong = self._wrong(ways)
+        if wrong and self._padding is not None:
+            counting = Ways(self._padding, ways.makes_masks, True)
+            ways, wrong = counting, self._wrong(counting)
+        if wrong:
+            raise ValueError(f"context: {self._name} {wrong}")
+        return Ways(ways.padding, ways.makes_masks)
+
+    def _rows(self) -> None:
+        """Make rows of tokens, in whose middle are those with a meaning."""
+        self._ids = rows_of(self._twin, 8 * self._parts)
+        for k, x in enumerate(special_tokens(self._twin)[: 4 * self._parts]):
+            self._ids[1, 3 + k] = x
+        config: Any = self._twin.config
+        padding = getattr(config.get_text_config(), "pad_token_id", None)
+        self._padding = padding if isinstance(padding, int) else None
+
+    def _run(self, model: Any, batch: dict[str, Tensor], weights: Callable[[Tensor], Tensor] = lambda x: x) -> _Found:
+        counted: list[None] = []
+        token = _attended.set(counted)
+        try:
+            out = self._tokens_of(model(**batch), batch["input_ids"])
+        finally:
+            _attended.reset(token)
+        numbers = torch.Generator().manual_seed(3)
+        whole = torch.randn(*self._ids.shape, *out.shape[2:], generator=numbers, dtype=torch.float64)
+        names, params = zip(*((n, x) for n, x in model.named_parameters() if x.requires_grad), strict=True)
+        grads = torch.autograd.grad((out * weights(whole)).sum(), params, allow_unused=True)
+        found = {n: x.new_zeros(x.shape) if g is None else g for n, x, g in zip(names, params, grads, strict=True)}
+        return _Found(out.detach(), found, len(counted))
+
+    def _tokens_of(self, out: Any, ids: Tensor) -> Tensor:
+        """Return what a model says of each token: logits, or hidden states."""
+        found = outputs_of(out)
+        if not found or found[0].shape[:2] != ids.shape:
+            shape = list(found[0].shape) if found else "nothing"
+            raise OfRows(
+                f"context: {self._name} returns {shape} for tokens {list(ids.shape)}, and a rank has parts of rows: "
+                "take a model that returns something for each token."
+            )
+        return found[0]
+
+    def _on(self, size: int, ways: Ways) -> Callable[[], list[_Found]]:
+        """Return what runs the twin on ranks; raise what cutting it raises."""
+        meshes = [mesh_of(CONTEXT, size, rank) for rank in range(size)]
+        models = [copy.deepcopy(self._twin) for _ in meshes]
+        for model, mesh in zip(models, meshes, strict=True):
+            self._cut(model, mesh.axis(CONTEXT), ways)
+
+        def run(rank: int) -> _Found:
+            batch = split_sequence({"input_ids": self._ids}, meshes[rank])
+            return self._run(models[rank], batch, lambda x: part_of_row(x, rank, size, 1))
+
+        return lambda: on_ranks(size, run)
+
+    def _wrong(self, ways: Ways) -> str:
+        """Return what is wrong with a model that goes these ways, or nothing."""
+        on_one, on_parts = self._on(1, ways), self._on(self._parts, ways)
+        try:
+            (whole,), found = on_one(), on_parts()
+        except ForeignMask:
+            raise
+        except Exception as error:
+            return f"cannot compute with parts of sequences: {error}"
+        if whole.attended != found[0].attended:
+            return (
+                f"calls attention {whole.attended} times for a whole row, and {found[0].attended} times for a part: "
+                "it is another model in parts. Use other axes."
+            )
+        if not (off := difference(whole.out, self._plain.out)) <= LIMIT:  # also where it is no number
+            return (
+                f"asks for another attention than full one over all tokens, or all before one: with that, its outputs "
+                f"on a whole row are off by {off:.1g} of the largest. Use other axes."
+            )
+        each = [part_of_row(self._plain.out, rank, self._parts, 1) for rank in range(self._parts)]
+        off = max(difference(x.out, y) for x, y in zip(found, each, strict=True))
+        if not off <= LIMIT:
+            return (
+                f"in parts of rows is another model: its outputs are off by {off:.1g} of the largest of whole rows. "
+                "Its tokens meet elsewhere than in attention, or its positions do not count from 0. Use other axes."
+            )
+        return _of_gradients(self._plain.grads, found)
+
+
+def _of_gradients(plain: dict[str, Tensor], found: list[_Found]) -> str:
+    largest = max((float(x.abs().max()) for x in plain.values() if x.numel()), default=0.0)
+    for name, x in plain.items():
+        total = sum(one.grads[name] for one in found)
+        off = float((total - x).abs().max()) if x.numel() else 0.0
+        if off > LIMIT * largest + 100 * LIMIT * float(x.abs().max()):
+            return f"in parts of rows has another gradient of {name}, off by {off / largest:.1g}. Use other axes."
+    return ""
