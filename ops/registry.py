@@ -21,6 +21,7 @@ aten = torch.ops.aten
 
 _implementations: dict[str, Callable[..., Any]] = {}  # by name and overload
 _aside: dict[str, Callable[..., Any]] = {}
+REPLACED: dict[OpOverload, OpOverload] = {}  # ATen's -> the one of ours that a capture records in its place
 
 
 class OnShard(enum.Enum):
@@ -96,9 +97,11 @@ def define(
     *,
     traits: Traits,
     aside: Callable[..., Any] | None = None,
+    replaces: OpOverload | None = None,
 ) -> None:
     """Register `zerofn::schema` with one implementation for every device, one for fake tensors, and its traits.
     `aside`: what does it on the thread that updates state on the host, where that is more than calling `run` there.
+    `replaces`: an operation of ATen's with the same arguments, in whose place a capture records this one.
 
     No autograd formula: the operations run below autograd or under `no_grad`. Raises `ValueError` for a second
     overload with other traits.
@@ -113,6 +116,8 @@ def define(
     _lib.define(schema)
     _lib.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"zerofn::{name}", fake, lib=_lib)
+    if replaces is not None:
+        REPLACED[replaces] = getattr(getattr(torch.ops.zerofn, base), name.partition(".")[2] or "default")
 
 
 # By id, because an operation's hash is a call in Python: (it, what is known of it).

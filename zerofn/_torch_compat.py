@@ -115,6 +115,9 @@ def list_parameters_again(module: torch.nn.Module) -> None:
             part._init_flat_weights()
 
 
+# What holds the functions that pack padded sequences, and pad them again.
+PACKING = torch._VF
+
 # (module, name) of what turns a tensor into text.
 TENSOR_TEXT = (torch._tensor_str, "_str")
 

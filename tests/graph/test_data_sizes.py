@@ -109,12 +109,6 @@ def of_sparse(params, batch):
     return F.embedding(batch["token"] % WIDTH, params["0.w"], sparse=True).square().mean()
 
 
-def of_packed(params, batch):
-    h = (batch["x"] @ params["0.w"]).unsqueeze(1).expand(-1, 3, -1)
-    packed = torch.nn.utils.rnn.pack_padded_sequence(h, torch.tensor([6, 4, 2]))
-    return packed.data.square().mean()
-
-
 def of_jagged(params, batch):
     rows = torch.nested.nested_tensor_from_jagged(batch["x"] @ params["0.w"], torch.tensor([0, 4, NUM]))
     return rows.values().square().mean()
@@ -135,7 +129,6 @@ def of_transformer(params, batch, causal=None, shut=0):
     [
         (of_dropout, "keep the part that does inside zerofn.eager_region"),
         (of_sparse, r"write nn.Embedding\(..., sparse=False\)"),
-        (of_packed, "zerofn.eager_region"),
         (of_jagged, "pad and mask, or keep the part that uses them inside zerofn.eager_region"),
         (
             lambda p, b: of_transformer(p, b, shut=0 * b["token"][0]),

@@ -48,3 +48,50 @@ def test_experts_in_float32_are_captured_as_they_run(caplog):
     assert torch.equal(loss, same) and not any(seen)
     assert torch.equal(zerofn.unshard(plain.params)["w"], zerofn.unshard(compiled.params)["w"])
     assert "is_compiling" not in caplog.text
+
+
+SYSTEMS = {
+    "tall": ((2, 7, 4), (2, 7, 3), [None, "gels", "gelsy"]),
+    "wide": ((2, 4, 7), (2, 4, 3), [None, "gels", "gelsy", "gelsd", "gelss"]),
+    "one vector": ((4, 4), (4,), [None, "gelsd"]),
+    "vectors": ((2, 7, 4), (2, 7), ["gels"]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_least_squares(name, dtype):
+    a, b, drivers = SYSTEMS[name]
+    given = torch.randn(a, dtype=dtype), torch.randn(b, dtype=dtype)
+    for driver in drivers:
+        real = torch.linalg.lstsq(*given, driver=driver)
+        with FakeTensorMode() as mode:
+            fake = torch.linalg.lstsq(*map(mode.from_tensor, given), driver=driver)
+        for k, (x, y) in enumerate(zip(fake, real, strict=True)):
+            assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype), (driver, k)
+
+
+def test_a_step_that_solves_least_squares_is_captured():
+    def loss_fn(params, batch):
+        found = torch.linalg.lstsq(batch["a"] @ params["w"], batch["b"], driver="gels")
+        return found.solution.square().sum() + found.residuals.sum()
+
+    def step(state, batch):
+        loss, grads = state.value_and_grad(loss_fn)(batch)
+        return state.apply_gradients(grads), loss
+
+    batch = {"a": torch.randn(6, 3, dtype=torch.float64), "b": torch.randn(6, 2, dtype=torch.float64)}
+    params = {"w": torch.eye(3, dtype=torch.float64)}
+    state = zerofn.shard(zerofn.TrainState.create(params=params, tx=optim.sgd(0.1)), stage=3)
+    plain, loss = step(state, batch)
+    compiled, same = zerofn.compile(step, donate=False)(state, batch)
+    # LAPACK's result depends on where its arguments lie in memory
+    torch.testing.assert_close([same, zerofn.unshard(compiled.params)], [loss, zerofn.unshard(plain.params)])
+
+
+def test_residuals_whose_shape_depends_on_a_rank_are_refused():
+    def step(state, a):
+        return torch.linalg.lstsq(a, a, driver="gelsd").solution
+
+    with pytest.raises(zerofn.CaptureError, match="asks for the value of a tensor"):
+        zerofn.compile(step)({"p": torch.ones(1)}, torch.randn(5, 3))

@@ -24,6 +24,7 @@ from ..util.patches import Patches, autocast_cache, uncollected
 from .advice import instead, note_dtypes
 from .assigned_data import OuterAssignment, assigned_data
 from .known_values import answer, values_looked_at
+from .lengths import known_lengths
 from .moving import Moved, unmoved
 from .prints import warned_prints
 from .program import Flat, Program, cached
@@ -111,7 +112,7 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
     Libraries then skip checks that read data, and kernels that fake tensors do not support. It is not the default,
     because some libraries then choose another algorithm, which rounds differently from the eager step.
     """
-    patched = warned_prints, _unvalidated, values_looked_at, assigned_data, recurrent
+    patched = warned_prints, _unvalidated, values_looked_at, assigned_data, recurrent, known_lengths
     with torch.no_grad(), lazy_code(True), quiet_fakes(), uncollected(), contextlib.ExitStack() as stack:
         for each in patched:
             stack.enter_context(each)
@@ -283,8 +284,7 @@ _unvalidated = Patches(lambda: [(torch.distributions.Distribution, "_validate_ar
 
 # What a library asks of data, by the end of its file's name: what to tell it instead.
 _ASKED_BY = {
-    "torch/nn/modules/transformer.py": "Pass is_causal=True or False (tgt_is_causal= of nn.Transformer) with the mask.",
-    "torch/nn/utils/rnn.py": "Pass lengths as a list, or pad without packing.",
+    "torch/nn/modules/transformer.py": "Pass is_causal=True or False (tgt_is_causal= of nn.Transformer) with the mask."
 }
 
 

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import csv
 import dis
 import functools
 import re
 import sys
-import sysconfig
 from collections.abc import Iterator
-from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
-from ..util.user_line import OURS, library_prefixes
+from ..util.user_line import is_users as is_users
 
 _KINDS = {
     **dict.fromkeys(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"), "global"),
     **dict.fromkeys(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"), "attribute"),
     "IMPORT_NAME": "module",
 }
-# Packages may be installed in several places: the environment's, the system's below it, the home folder's, or any
-# folder on the path.
-_INSTALLED = ("/site-packages/", "/dist-packages/")
 # What looks names up by strings: those that stand in a function count as its names.
 _OF_OBJECTS = {"getattr", "hasattr", "attrgetter", "methodcaller", "vars", "__dict__", "__getattribute__"}
 _OF_MODULES, _OF_GLOBALS = {"modules", "import_module", "__import__"}, {"globals", "eval", "exec"}
@@ -35,33 +29,6 @@ class Reads(NamedTuple):
     globals: frozenset[str]
     attributes: frozenset[str]
     modules: frozenset[str]
-
-
-@functools.cache
-def _libraries() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    folders = {f"{paths[name]}/" for name in ("stdlib", "platstdlib") if paths.get(name)}
-    return (OURS, *sorted(folders), "<frozen", "<eval_with_key", "<zerofn", "<__")
-
-
-@functools.cache
-def is_users(file: str) -> bool:
-    """Whether code of this file is the user's: neither the standard library's, an installed package's nor ours."""
-    prefixes = tuple(x for x in library_prefixes() if x != "<string>")
-    if file.startswith((*_libraries(), *prefixes)) or any(folder in file for folder in _INSTALLED):
-        return False
-    folders = (x.rstrip("/") for x in sys.path if x and file.startswith(f"{x.rstrip('/')}/"))
-    return not any(file[len(x) + 1 :].partition("/")[0] in _installed_in(x) for x in folders)
-
-
-@functools.cache
-def _installed_in(folder: str) -> frozenset[str]:
-    """The packages and modules that `pip install --target` put into a folder: what its records list."""
-    found = set()
-    for record in Path(folder).glob("*.dist-info/RECORD"):
-        with record.open(newline="", encoding="utf-8", errors="replace") as lines:
-            found |= {row[0].partition("/")[0] for row in csv.reader(lines) if row}
-    return frozenset(found)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Fake kernels for operations whose own ones refuse what the real ones take."""
+"""Fake kernels for operations that have none, or whose own ones refuse what the real ones take."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_compat import register_fake
+from .._torch_compat import DynamicShapeError, register_fake
 
+aten = torch.ops.aten
 _ALIGNMENT = 16  # bytes: the rows of a grouped product begin at multiples of it
 
 
-@register_fake(torch.ops.aten._grouped_mm.default)
+@register_fake(aten._grouped_mm.default)
 def grouped_mm(
     mode: Any, func: Any, a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
 ) -> Any:
@@ -26,3 +27,26 @@ def grouped_mm(
     row = -(-n // aligned) * aligned
     with mode:
         return torch.empty_strided([*groups, m, n], [m * row] * len(groups) + [row, 1], dtype=dtype, device=a.device)
+
+
+@register_fake(aten.linalg_lstsq.default)
+def lstsq(mode: Any, func: Any, a: Tensor, b: Tensor, rcond: Any = None, *, driver: str | None = None) -> Any:
+    """Return (solution, residuals, rank, singular values).
+
+    `a`: [*, m, n]. `b`: [*, m, k] or [*, m]. Raises where the shape of the residuals depends on the rank of `a`.
+    """
+    *batch, m, n = a.shape
+    columns = b.shape[-1] if a.dim() == b.dim() else 1
+    driver = driver or ("gelsy" if a.device.type == "cpu" else "gels")
+    by_singular_values = driver in ("gelsd", "gelss")
+    if m > n and by_singular_values:
+        raise DynamicShapeError(func)
+    with mode:
+        solution = b.new_empty(*batch, columns, max(m, n)).mT.narrow(-2, 0, n)
+        real = a.real if a.is_complex() else a
+        return (
+            solution if a.dim() == b.dim() else solution.squeeze(-1),
+            real.new_empty(*batch, columns) if m > n and driver == "gels" else real.new_empty(0),
+            a.new_empty([0] if driver == "gels" else batch, dtype=torch.int64),
+            real.new_empty(*batch, min(m, n)) if by_singular_values else real.new_empty(0),
+        )

@@ -36,7 +36,8 @@ from .._torch_compat import (
     outside_trace,
     storage_key,
 )
-from ..ops.registry import ASKS_METADATA, ASKS_VALUES, LIFTS, SAME, VIEWS
+from ..ops import ctc  # noqa: F401  (defines what it replaces)
+from ..ops.registry import ASKS_METADATA, ASKS_VALUES, LIFTS, REPLACED, SAME, VIEWS
 from ..util.nested import tensors_in
 from . import fake_kernels  # noqa: F401  (registers them)
 from .strides import is_suspect, real_strides
@@ -91,6 +92,7 @@ class Shortcut(TorchDispatchMode):
         self._views: dict[Any, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = REPLACED.get(func, func)
         way = _ways[func]
         if way is not None:
             fake, trace, functional = lower_modes()
@@ -237,9 +239,7 @@ def _view(call: _Call, args: Any, kwargs: Any) -> Any:
 
 
 def _reshape(call: _Call, args: Any, kwargs: Any) -> Any:
-    """Make a view of another shape like the first of its kind: for dims of size 1, fake tensors and "meta" choose
-    different strides.
-    """
+    """Make a view like the first of its kind: in dims of size 1, fake tensors and "meta" choose other strides."""
     known = call.known(args[0]) if args and type(args[0]) is FakeTensor else None
     if known is None or kwargs or len(args) != 2 or not _is_ints(args[1]):
         return _LOST

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import sys
 import sysconfig
@@ -14,6 +15,10 @@ OURS = f"{Path(__file__).parent.parent}/"
 # torch calls the user's functions through these. Generated code has file names in angle brackets.
 _THROUGH = ("torch", "optree", "tensordict")
 _GENERATED = ("<frozen", "<eval_with_key", "<zerofn", "<string>", "<__")
+
+# Packages may be installed in several places: the environment's, the system's below it, the home folder's, or any
+# folder on the path.
+_INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 class Line(NamedTuple):
@@ -39,6 +44,33 @@ def of_python(file: str) -> bool:
     """Whether a file is of Python's own library."""
     folder = f"{sysconfig.get_paths()['stdlib']}/"
     return file.startswith(folder) and not file.startswith((f"{folder}site-packages/", f"{folder}dist-packages/"))
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    folders = {f"{paths[name]}/" for name in ("stdlib", "platstdlib") if paths.get(name)}
+    return (OURS, *sorted(folders), "<frozen", "<eval_with_key", "<zerofn", "<__")
+
+
+@functools.cache
+def is_users(file: str) -> bool:
+    """Whether code of this file is the user's: neither the standard library's, an installed package's nor ours."""
+    prefixes = tuple(x for x in library_prefixes() if x != "<string>")
+    if file.startswith((*_libraries(), *prefixes)) or any(folder in file for folder in _INSTALLED):
+        return False
+    folders = (x.rstrip("/") for x in sys.path if x and file.startswith(f"{x.rstrip('/')}/"))
+    return not any(file[len(x) + 1 :].partition("/")[0] in _installed_in(x) for x in folders)
+
+
+@functools.cache
+def _installed_in(folder: str) -> frozenset[str]:
+    """The packages and modules that `pip install --target` put into a folder: what its records list."""
+    found = set()
+    for record in Path(folder).glob("*.dist-info/RECORD"):
+        with record.open(newline="", encoding="utf-8", errors="replace") as lines:
+            found |= {row[0].partition("/")[0] for row in csv.reader(lines) if row}
+    return frozenset(found)
 
 
 def frames(frame: FrameType | None) -> Iterator[Line]:
