@@ -8,21 +8,9 @@ from typing import Any
 
 import torch
 
-Facts = dict[str, Any]  # path -> a hashable token
+from ..util.constants import EQUAL, TOLD_BY, NotConstant
 
-_PLAIN = (
-    bool,
-    int,
-    str,
-    bytes,
-    type(None),
-    type(...),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    range,
-)
+Facts = dict[str, Any]  # path -> a hashable token
 
 
 class Same:
@@ -51,23 +39,20 @@ NOTHING = _Nothing()
 
 
 def plain(value: Any) -> Any:
-    """Return the token of a number, a string or a tuple of them, which tells 1, 1.0 and True apart; None for others.
+    """Return the token of a constant, such as a number, which tells 1, 1.0 and True apart; None for others.
 
     >>> plain(1) == plain(1.0), plain((1, "a")) == plain((1, "a")), plain([1])
     (False, True, None)
     """
     kind = type(value)
-    if kind in (float, complex):
-        return kind, repr(value)  # equal for nan, not for 0.0 and -0.0
-    if kind in _PLAIN:
+    if kind in EQUAL:
         return kind, value
-    if kind is tuple or kind is torch.Size or kind is frozenset:
-        parts = [plain(x) for x in value]
-        return None if None in parts else (kind, frozenset(parts) if kind is frozenset else tuple(parts), repr(value))
-    if kind is slice:
-        parts = [plain(x) for x in (value.start, value.stop, value.step)]
-        return None if None in parts else (kind, tuple(parts), repr(value))
-    return None
+    if kind not in TOLD_BY:
+        return None
+    try:
+        return kind, TOLD_BY[kind](value), repr(value)
+    except NotConstant:
+        return None
 
 
 def without(facts: Facts, paths: Iterable[str]) -> Facts:
@@ -115,7 +100,7 @@ def _word(token: Any) -> str:
     if token is NOTHING:
         return "nothing"
     if isinstance(token[0], type):
-        text = token[-1] if len(token) > 2 or token[0] in (float, complex) else repr(token[1])
+        text = token[2] if len(token) > 2 else repr(token[1])
         return text if len(text) <= 60 else f"{text[:57]}..."
     if token[0] == "function" and isinstance(token[1], CodeType):
         return f"a function ({token[1].co_name})"

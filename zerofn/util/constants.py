@@ -16,12 +16,12 @@ import torch
 from .._torch_compat import FakeTensor
 
 # Equal ones of one of these types are the same in every respect.
-_EQUAL = frozenset({
+EQUAL = frozenset({
     int, bool, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format,
 })  # fmt: skip
 # Of these types equal ones may differ: 0.0 and -0.0, Decimal("1") and Decimal("1.0"), range(0, 3, 2) and
 # range(0, 4, 2); and nan differs from itself.
-_TOLD_BY: dict[type, Callable[[Any], Any]] = {
+TOLD_BY: dict[type, Callable[[Any], Any]] = {
     float: float.hex,
     complex: lambda x: (x.real.hex(), x.imag.hex()),
     torch.Size: tuple,
@@ -51,10 +51,10 @@ def key_of(x: Any) -> Any:
     (False, False, True)
     """
     kind = type(x)
-    if kind in _EQUAL:
+    if kind in EQUAL:
         return kind, x
-    if kind in _TOLD_BY:
-        return kind, _TOLD_BY[kind](x)
+    if kind in TOLD_BY:
+        return kind, TOLD_BY[kind](x)
     if isinstance(x, enum.Enum):
         return kind, id(x)  # its class, which keeps it alive, has each member once
     if isinstance(x, np.generic) and not x.dtype.hasobject:
