@@ -106,6 +106,8 @@ def schema_arguments(op: OpOverload) -> list:
 # its function, it calls it again in the backward pass.
 LEND_PARAMETERS = (torch.nn.utils.stateless, "_reparametrize_module")
 CHECKPOINT_SEGMENT = (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator")
+CONVERT_MODULE = (torch.nn.Module, "_apply")  # converts or moves its parameters
+PACKING = torch._VF  # holds what packs padded sequences, and what pads them again
 
 
 def list_parameters_again(module: torch.nn.Module) -> None:
@@ -114,9 +116,6 @@ def list_parameters_again(module: torch.nn.Module) -> None:
         if isinstance(part, torch.nn.RNNBase):
             part._init_flat_weights()
 
-
-# What holds the functions that pack padded sequences, and pad them again.
-PACKING = torch._VF
 
 # (module, name) of what turns a tensor into text.
 TENSOR_TEXT = (torch._tensor_str, "_str")

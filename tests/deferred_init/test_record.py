@@ -137,6 +137,46 @@ def test_modules_converted_inside() -> None:
     assert replay.output["0.weight"].dtype == torch.bfloat16
 
 
+def made_on_meta() -> nn.Module:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LSTM(4, 3))
+    model[1].weight = model[0].weight  # tied until `to_empty`
+    for part in model.to_empty(device="cpu"):
+        part.reset_parameters()
+    return model
+
+
+def skipped() -> nn.Module:
+    model = nn.utils.skip_init(nn.Linear, 4, 4)
+    model.reset_parameters()
+    return model
+
+
+def moved_to_meta() -> nn.Module:
+    model = nn.Linear(4, 4).to("meta").to_empty(device="cpu")
+    model.reset_parameters()
+    return model.double()
+
+
+@pytest.mark.parametrize("build", [made_on_meta, skipped, moved_to_meta])
+def test_modules_made_without_memory(build: Any) -> None:
+    before = nn.Module._apply
+    check(lambda: build().state_dict())
+    check(lambda: dict(build().named_parameters()))
+    assert nn.Module._apply is before
+
+
+def test_lazy_layers_are_refused() -> None:
+    def init() -> Any:
+        model = nn.Sequential(nn.LazyBatchNorm1d(), nn.LazyLinear(3))
+        model(torch.ones(2, 4))
+        return model.state_dict()
+
+    with pytest.raises(RuntimeError, match=r"test_record.py:\d+: .* lazy layer, .* Give the layer its sizes"):
+        record(init)
+    assert init()["1.weight"].shape == (3, 4)
+
+
 def test_containers_and_other_leaves() -> None:
     def init() -> Any:
         w = torch.randn(3, 4)

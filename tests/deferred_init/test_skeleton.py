@@ -190,6 +190,10 @@ def test_what_has_no_skeleton() -> None:
         skeleton(lambda: nn.Sequential(nn.LazyLinear(3)))
     with pytest.raises(RuntimeError, match=r"test_skeleton.py:\d+: .* value of a parameter"):
         skeleton(lambda: nn.Linear(2, 2 + int(nn.Linear(2, 2).weight.sum().item() > 0)))
+    with pytest.raises(RuntimeError, match=r"test_skeleton.py:\d+: .* use the module itself, build\(\)"):
+        skeleton(lambda: nn.utils.parametrizations.orthogonal(nn.Linear(2, 2)))
+    with pytest.raises(RuntimeError, match=r"computes with the values .* use the module itself, build\(\)"):
+        skeleton(lambda: nn.utils.fuse_linear_bn_eval(nn.Linear(2, 2).eval(), nn.BatchNorm1d(2).eval()))
 
 
 def test_a_module_in_evaluation_mode_is_said_once(caplog):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -283,6 +284,30 @@ def test_whole_numbers_among_the_parameters_ride_along(ranks, compiled):
             for key, want in net.named_parameters():
                 tol = {"rtol": 0.0, "atol": 0.0} if size == 1 else {"rtol": 1e-5, "atol": 1e-6}
                 torch.testing.assert_close(found[key], want.detach(), **tol)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_numbers_in_a_state_are_tensors(compiled):
+    """Python's and NumPy's float64 alike; a number among the parameters is trained."""
+    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    torch_optimizer = torch.optim.AdamW([scale], lr=0.1)
+    found = []
+    for number in (2.0, np.float64(2.0)):
+        given = {"a": torch.ones(3, dtype=torch.float64), "scale": number}
+        state = TrainState.create(params=given, tx=optim.adamw(0.1, weight_decay=0.01), extra={"rate": number})
+
+        def step(state, x):
+            loss, grads = state.value_and_grad(lambda p, x: (p["a"].detach() * x).sum() * p["scale"] ** 2)(x)
+            return state.apply_gradients(grads), loss
+
+        step = zerofn.compile(step) if compiled else step
+        state, _ = step(shard(state, stage=3), torch.ones(3, dtype=torch.float64))
+        assert state.extra["rate"].dtype == torch.float64 and state.extra["rate"] == 2
+        found.append(unshard(state.params)["scale"])
+    (3 * scale**2).backward()
+    torch_optimizer.step()
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0], scale.detach(), rtol=1e-12, atol=0)
 
 
 # --- extra, step, looks

@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .._torch_compat import (
+    CONVERT_MODULE,
     REJECTION_SAMPLERS,
     DataDependentError,
     DynamicShapeError,
@@ -294,8 +296,8 @@ class _Conversions(TorchFunctionMode):
 def _deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     if id(tensor) not in memo:
         copy = tensor.detach().clone()
-        if isinstance(tensor, torch.nn.Parameter):
-            copy = torch.nn.Parameter(copy, tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter):
+            copy = nn.Parameter(copy, tensor.requires_grad)
         memo[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
     return memo[id(tensor)]
 
@@ -315,6 +317,9 @@ def recording() -> Iterator[Recorder]:
                 setattr(module, name, _as_one_call(recorder, function))
             originals.append((torch.utils, "swap_tensors", torch.utils.swap_tensors))
             torch.utils.swap_tensors = _set_data
+            for owner, name, wrap in [(*CONVERT_MODULE, _moving), *((x, "__new__", _refusing_lazy) for x in _LAZY)]:
+                originals.append((owner, name, getattr(owner, name)))
+                setattr(owner, name, wrap(getattr(owner, name)))
             with recorder.fake_mode, Shortcut(), recorder, _Conversions(recorder):
                 yield recorder
             for restore in recorder.watch.finish():
@@ -335,6 +340,47 @@ def _as_one_call(recorder: Recorder, function: Callable[..., Any]) -> Callable[.
         return tensor
 
     return log
+
+
+def _moving(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """How a module converts its parameters here. Those that go to "meta" or come from it (`to_empty`) are new objects
+    then, as outside of a recording, and tied ones are tied no more."""
+
+    @functools.wraps(apply)
+    def moved(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        made: dict[int, torch.Tensor] = {}
+        new: dict[str, nn.Parameter | None] = {}
+        before = dict(self._parameters)
+        for name, param in before.items():
+            if isinstance(param, FakeTensor):
+                with torch.no_grad():
+                    made[id(param)] = result = fn(param)
+                if (param.device.type == "meta") != (result.device.type == "meta"):
+                    new[name] = nn.Parameter(result, param.requires_grad)
+        self._parameters.update(dict.fromkeys(new))  # `apply` leaves out what is None
+        apply(self, lambda x: made.pop(id(x)) if id(x) in made else fn(x), False)
+        self._parameters.update(new)
+        return self
+
+    return moved
+
+
+_LAZY: tuple[Any, ...] = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
+
+
+def _refusing_lazy(new: Callable[..., Any]) -> Callable[..., Any]:
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(torch.empty(0), FakeTensor):  # in this thread
+            raise RuntimeError(
+                f"{user_place()}: initialisation makes a lazy layer, which has no shapes until it is called. Give the "
+                "layer its sizes (nn.Linear instead of nn.LazyLinear), or pass `shard` the finished state instead of "
+                "a function."
+            )
+        return new(*args, **kwargs)
+
+    return made
 
 
 def _set_data(old: torch.Tensor, new: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .._torch_compat import REJECTION_SAMPLERS, TorchDispatchMode, tree_map
 from ..memory.host_allocator import map_large_blocks
 from ..memory.turns import refuse_while_capturing
+from ..ops.registry import ASKS_VALUES
 from ..util.user_line import user_place
 from .effects import is_random, tensors
 from .materialize import record
@@ -60,7 +62,7 @@ def skeleton(build: Callable[[], nn.Module], *, device: torch.device | str | Non
     refuse_while_capturing("zerofn.skeleton")
     map_large_blocks()
     with _forked_generators():
-        with _meta_parameters() as (twins, draws):
+        with _meta_parameters() as (twins, draws), _explained():
             module = build()
         if not isinstance(module, nn.Module):
             raise TypeError(
@@ -90,6 +92,23 @@ def _buffers_to(module: nn.Module, device: torch.device) -> None:
         for name, x in part._buffers.items():
             if x is not None:
                 _, part._buffers[name] = moved.setdefault(id(x), (x, x.to(device)))
+
+
+_NO_VALUES = (
+    "and a skeleton has none. Compute it from the sizes; or use the module itself, build(), in functional_call: its "
+    "own parameters stay unused."
+)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Say what is wrong where torch says that a parameter is on another device than what it meets."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _NO_VALUES in str(error) or not re.search(r"device.*\bmeta\b|\bmeta\b.*device", str(error)):
+            raise
+        raise RuntimeError(f"building the module computes with the values of a parameter, {_NO_VALUES}") from error
 
 
 class _Twins:
@@ -155,11 +174,8 @@ class _SkippedDraws(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            raise RuntimeError(
-                f"{user_place()}: building the module asks for the value of a parameter, and a "
-                "skeleton has none. Compute it from the sizes, or build the module itself."
-            )
+        if func in ASKS_VALUES and any(t.is_meta for t in tensors((args, kwargs))):
+            raise RuntimeError(f"{user_place()}: building the module asks for the value of a parameter, {_NO_VALUES}")
         if is_random(func):
             device = kwargs.get("device")
             on_meta = any(t.is_meta for t in tensors((args, kwargs)))

@@ -100,10 +100,11 @@ def _tensor(name: str, x: Any) -> Tensor:
         return as_tensor(x)
     raise TypeError(
         f"shard: leaf {name!r} is a {type(x).__name__}; a state's leaves are tensors, ints, floats, "
-        "bools and None. Keep other things outside the state."
+        "bools and None. Write torch.as_tensor(...) for a value of NumPy's, and keep other things outside the state."
     )
 
 
 def as_tensor(x: bool | int | float) -> Tensor:
     """Return the 0-d tensor for a number of a state: bool, int64 or float64."""
-    return torch.full((), x, dtype={bool: torch.bool, int: torch.int64, float: torch.float64}[type(x)])
+    dtype = torch.bool if isinstance(x, bool) else torch.int64 if isinstance(x, int) else torch.float64
+    return torch.full((), x, dtype=dtype)

@@ -19,6 +19,7 @@ from ..sharding.leaf_choices import ask_names, check_effect
 from ..sharding.precision import Precision
 from ..sharding.reductions import all_finite
 from ..sharding.sharded import Sharded, is_sharded, trainable, with_trainable
+from ..sharding.state_tree import as_tensor
 from ..util.html import table
 from .grad import LossFn, ValueAndGrad, value_and_grad
 from .loss_scale import DynamicLossScale, StaticLossScale
@@ -61,9 +62,9 @@ class TrainState:
     ) -> TrainState:
         """Return a state at step 0.
 
-        `params`: a tree of tensors. `tx`: the optimizer. `loss_scale`: None or a loss scale. `seed`: the first
-        `rng`. `frozen(leaf name) -> bool`: which parameters have neither gradient nor moments. An
-        `nn.Parameter` with `requires_grad=False` and integers are frozen, too.
+        `params`: a tree of tensors; a number becomes a tensor, int64 or float64. `tx`: the optimizer. `loss_scale`:
+        None or a loss scale. `seed`: the first `rng`. `frozen(leaf name) -> bool`: which parameters have neither
+        gradient nor moments. An `nn.Parameter` with `requires_grad=False` and integers are frozen, too.
 
         Raises `TypeError` if `tx` is no gradient transformation or `params` no tree of tensors, and
         `ValueError` if `frozen` or a mask in `tx` selects no leaf.
@@ -76,6 +77,7 @@ class TrainState:
                 f"optim.adamw(3e-4), got {type(tx).__name__}."
             )
         _check_params(params)
+        params = tree.tree_map(lambda p: as_tensor(p) if isinstance(p, int | float) else p, params)
         _check_choices(params, tx, frozen)
         frozen = _with_unlearned(params, frozen)
         params = tree.tree_map(lambda p: p.detach() if isinstance(p, Tensor) else p, params)
