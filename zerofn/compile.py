@@ -40,7 +40,7 @@ from .runtime.errors import explain
 from .runtime.executor import Executor
 from .runtime.guards import Captures, LeftOut
 from .runtime.hooks import before_step
-from .runtime.inputs import Inputs, collect, params_among, refill_copies, seen_of, signature_of
+from .runtime.inputs import Inputs, collect, params_among, refill_copies, resolved, seen_of, signature_of
 from .runtime.interrupts import whole_steps
 from .runtime.outputs import returned
 from .runtime.repeatable import repeatable
@@ -237,6 +237,7 @@ class CompiledStep:
         """Return the flat arguments, and the entry for their signature, captured now if it is new."""
         state_leaves, state_def = tree.flatten(state, is_leaf=is_sharded)
         batch_leaves, batch_def = tree.flatten(batch, is_leaf=is_sharded)
+        batch, batch_leaves = resolved(batch, batch_leaves, batch_def)
         state_leaves = [as_tensor(x) if isinstance(x, int | float) else x for x in state_leaves]
         for x in state_leaves:
             if is_sharded(x):

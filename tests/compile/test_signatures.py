@@ -252,6 +252,14 @@ def test_a_tensor_with_operations_of_its_own_is_refused():
         step({"w": x}, {"x": torch.ones(2)})
 
 
+def test_an_attribute_of_a_batchs_tensor_that_may_change_is_refused():
+    step, state, x = zerofn.compile(lambda state, x: state["w"] * x), {"w": torch.ones(2)}, torch.ones(2)
+    step(state, x)
+    x.scale = torch.tensor(4.0)
+    with pytest.raises(TypeError, match="batch has an attribute scale, a Tensor, .*Pass it as an entry of the batch"):
+        step(state, x)
+
+
 def test_a_parameter_in_a_batch_is_one_in_the_step():
     def step(state, x):
         return state["w"] * (2.0 if isinstance(x, torch.nn.Parameter) else 1.0)
@@ -298,10 +306,15 @@ def test_numbers_that_are_equal_and_differ_are_captured_apart_and_nan_once():
     assert len(step._entries) == 3
 
 
-def test_a_conjugate_view_is_captured_apart():
-    step, z = zerofn.compile(lambda state, z: state["w"] * z.imag), torch.tensor([1 + 2j, 3 - 1j])
-    for batch in (z, z.conj(), torch.stack([z, z])[1].conj()):
-        assert torch.equal(step({"w": torch.ones(2)}, batch), batch.imag)
+def test_conjugate_and_negative_views_are_numbers_like_others():
+    state, z = {"w": torch.ones(2)}, torch.tensor([1 + 2j, 3 - 1j])
+    conjugates = z, z.conj(), torch.stack([z, z])[1].conj(), z.conj()[::1]
+    step = zerofn.compile(lambda state, z: state["w"] * z.imag)
+    for batch in (*conjugates, *conjugates[::-1]):
+        assert torch.equal(step(state, batch), batch.imag)
+        assert torch.equal(zerofn.compile(lambda state, z: state["w"] * z.imag)(state, batch), batch.imag)
+    negative = z.conj().imag
+    assert negative.is_neg() and torch.equal(zerofn.compile(lambda state, x: state["w"] * x)(state, negative), negative)
 
 
 def test_the_order_of_extra_in_a_training_state_is_seen():

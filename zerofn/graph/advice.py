@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import tree
+from .._torch_compat import FakeTensor
 from ..sharding.sharded import is_sharded
 from ..util.constants import PLAIN_TENSORS, is_constant
 from ..util.errors import note, said
@@ -138,10 +139,16 @@ def not_constant(name: str, what: str, value: Any) -> TypeError | None:
     none.
     """
     for path, x in zip(*tree.flatten_with_path(value, is_leaf=is_sharded)[:2], strict=True):
+        entry = tree.name_of(path)
+        place = f"{name}: {what} entry {entry!r}" if entry else f"{name}: {what}"
+        if what == "batch" and isinstance(x, Tensor) and (hidden := _hidden_in(x)):
+            return TypeError(
+                f"{place} has an attribute {hidden}, a {type(getattr(x, hidden)).__name__}, which a captured step does "
+                "not see. Pass it as an entry of the batch."
+            )
         if type(x) in PLAIN_TENSORS or is_sharded(x) or is_constant(x):
             continue
-        entry = tree.name_of(path)
-        found = f"{name}: {what} {f'entry {entry!r}' if entry else ''} is a {type(x).__name__}".replace("  ", " ")
+        found = f"{place} is a {type(x).__name__}"
         if isinstance(x, Tensor):
             return TypeError(
                 f"{found}, a class of tensors with operations of its own, which are not captured: give "
@@ -153,6 +160,12 @@ def not_constant(name: str, what: str, value: Any) -> TypeError | None:
             "close over a function or a module."
         )
     return None
+
+
+def _hidden_in(x: Tensor) -> str:
+    """Return the first name of what somebody has set on a tensor and may change; libraries' own begin with '_'."""
+    own = {} if isinstance(x, FakeTensor) else vars(x)
+    return next((name for name, value in own.items() if name[0] != "_" and not is_constant(value)), "")
 
 
 def no_leaf(name: str, state: Any, batch: Any) -> TypeError:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from ..ops.registry import traits_of
+
 
 class Outline(NamedTuple):
     """A captured graph as text, a line for each operation, with the tensors that it closes over.
@@ -46,6 +48,7 @@ def difference(before: Outline, now: Outline) -> str:
 
 def _described(gm: GraphModule, constants: list[Tensor]) -> Iterator[tuple[str, str]]:
     numbers: dict[Node, int] = {}
+    regions: dict[int, int] = {}
 
     def name(x: Any) -> Any:
         return f"%{numbers[x]}" if isinstance(x, Node) else constant(x) if isinstance(x, Tensor) else x
@@ -71,8 +74,15 @@ def _described(gm: GraphModule, constants: list[Tensor]) -> Iterator[tuple[str, 
         elif node.op == "placeholder":
             yield f"input {len(numbers)}{shape}", place
         else:
-            args = torch.fx.node.map_aggregate((node.args, dict(node.kwargs)), name)
+            args = torch.fx.node.map_aggregate((_with_regions(node, regions), dict(node.kwargs)), name)
             yield f"{node.target if node.op == 'call_function' else node.op}{args}{shape}", place
+
+
+def _with_regions(node: Node, regions: dict[int, int]) -> tuple[Any, ...]:
+    """Return a node's arguments. Regions of plain Python have numbers of the process: here by first occurrence."""
+    if not traits_of(node.target).opaque:
+        return node.args
+    return tuple(regions.setdefault(x, len(regions)) if type(x) is int else x for x in node.args)
 
 
 def without_addresses(text: str) -> str:

@@ -122,6 +122,16 @@ def drive_handles(leaves: Iterable[Any]) -> dict[int, str]:
     }
 
 
+def resolved(batch: Any, leaves: list[Any], batch_def: tree.PyTreeSpec) -> tuple[Any, list[Any]]:
+    """Return (a batch, its leaves) without conjugate and negative views, of which a capture sees the bits in some
+    forms only.
+    """
+    if not any(isinstance(x, Tensor) and (x.is_conj() or x.is_neg()) for x in leaves):
+        return batch, leaves
+    leaves = [x.resolve_conj().resolve_neg() if isinstance(x, Tensor) else x for x in leaves]
+    return tree.unflatten(batch_def, leaves), leaves
+
+
 def signature_of(leaves: Iterable[Any]) -> tuple[Any, ...]:
     """Return the properties of leaves that a capture depends on. Raises `NotConstant` for what is no leaf."""
     return tuple(map(_signature_of_leaf, leaves))
@@ -131,7 +141,7 @@ def seen_of(leaves: Iterable[Any]) -> tuple[Any, ...]:
     """Return what Python sees of the batch's tensors besides. Those of the state are plain ones in every step."""
     return tuple(
         [
-            (type(x), x.requires_grad, constant_attributes(x) if x.__dict__ else ())
+            (type(x), x.requires_grad, (constant_attributes(x), tuple(x.__dict__)) if x.__dict__ else ())
             for x in leaves
             if isinstance(x, Tensor)
         ]
