@@ -16,9 +16,19 @@ from torch import Tensor, nn
 
 from ..comm.mesh import CONTEXT, Axis
 from ..util.process import the
-from .local_ranks import mesh_of, on_ranks
+from .local_ranks import mesh_of, on_ranks, without_modes
 from .sequence import part_of_row, split_sequence
-from .small_twin import LIMIT, NoTwin, difference, outputs_of, rows_of, small_twin, special_tokens
+from .small_twin import (
+    LIMIT,
+    NoTwin,
+    difference,
+    few_ranks,
+    other_gradient,
+    outputs_of,
+    rows_of,
+    small_twin,
+    special_tokens,
+)
 
 log = logging.getLogger("zerofn")
 _attended: ContextVar[list[None] | None] = ContextVar("attended", default=None)
@@ -71,7 +81,7 @@ def check_context(model: Any, size: int, method: str, cut: Callable[[nn.Module, 
     `cut`: lets a model compute with a rank's part. Raises `ValueError` if there are none. Of a model without a small
     twin nothing is known, and the log says so.
     """
-    parts = next(n for n in range(2, size + 1) if size % n == 0)
+    parts = few_ranks(size)
     key = type(model), model.config.to_json_string(use_diff=False), parts, method
     known = the(_Known).ways
     if key not in known:
@@ -84,6 +94,7 @@ class _Check:
         self._model, self._parts, self._cut = model, parts, cut
         self._name = type(model).__name__
 
+    @without_modes()
     def ways(self) -> Ways:
         """Try the ways, the plain one first."""
         try:
@@ -195,14 +206,6 @@ class _Check:
                 f"in parts of rows is another model: its outputs are off by {off:.1g} of the largest of whole rows. "
                 "Its tokens meet elsewhere than in attention, or its positions do not count from 0. Use other axes."
             )
-        return _of_gradients(self._plain.grads, found)
-
-
-def _of_gradients(plain: dict[str, Tensor], found: list[_Found]) -> str:
-    largest = max((float(x.abs().max()) for x in plain.values() if x.numel()), default=0.0)
-    for name, x in plain.items():
-        total = sum(one.grads[name] for one in found)
-        off = float((total - x).abs().max()) if x.numel() else 0.0
-        if off > LIMIT * largest + 100 * LIMIT * float(x.abs().max()):
-            return f"in parts of rows has another gradient of {name}, off by {off / largest:.1g}. Use other axes."
-    return ""
+        total = {name: torch.stack([one.grads[name] for one in found]).sum(0) for name in self._plain.grads}
+        other = other_gradient(self._plain.grads, total)
+        return f"in parts of rows has another gradient of {other}. Use other axes." if other else ""

@@ -25,13 +25,13 @@ from ..comm import transport  # noqa: F401  (defines the operations)
 from ..comm.mesh import Axis, Mesh
 
 T = TypeVar("T")
-_GROUP = "ranks in this process"
+LOCAL = "ranks in this process"  # the name of their group
 _OPS = torch.ops.zerofn
 
 
 def mesh_of(name: str, size: int, rank: int) -> Mesh:
     """Return the mesh that one of `size` ranks of one axis has, inside of `on_ranks`."""
-    return Mesh((Axis(name, size, rank, _GROUP),))
+    return Mesh((Axis(name, size, rank, LOCAL),))
 
 
 def on_ranks(size: int, call: Callable[[int], T]) -> list[T]:

@@ -7,13 +7,12 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .local_ranks import without_modes
 from .plan import key_of
 
 LIMIT = 1e-6  # of the largest number, by which a twin in parts may be off: models compute some things in float32
@@ -48,8 +47,43 @@ def small_twin(model: nn.Module, parts: int, kind_of: Callable[[str], Any] = lam
     config = getattr(model, "config", None)
     if not hasattr(model, "_from_config") or not hasattr(config, "get_text_config"):
         raise NoTwin("it is no model of transformers")
-    with without_modes():
-        return _built(model, config, parts, kind_of)
+    errors = []
+    for candidate in _candidates(model, config, parts, kind_of):
+        try:
+            with torch.device("meta"):
+                size = sum(x.numel() for x in _new(model, candidate).parameters())
+            if size > _MOST:
+                errors.append(f"{size} parameters are the fewest")
+                continue
+            with torch.random.fork_rng(()):
+                torch.manual_seed(0)
+                twin = _new(model, candidate).double().eval()
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            continue
+        _refuse_other_modules(model, twin)
+        _fill(twin)
+        return twin
+    raise NoTwin(f"its config cannot be made small ({'; '.join(dict.fromkeys(errors))})")
+
+
+def few_ranks(size: int) -> int:
+    """Return the fewest ranks, more than one, that show what `size` ranks do."""
+    return next(n for n in range(2, size + 1) if size % n == 0)
+
+
+def inputs_of(twin: nn.Module, length: int) -> dict[str, Tensor]:
+    """Return two rows of what a twin takes: `length` tokens, or an image. Raises `NoTwin` for anything else."""
+    config: Any = twin.config
+    name = str(getattr(twin, "main_input_name", "input_ids"))
+    if name == "pixel_values":
+        numbers, image = torch.Generator().manual_seed(2), config.image_size
+        sides = tuple(image) if isinstance(image, list | tuple) else (image, image)
+        return {name: torch.randn(2, config.num_channels, *sides, generator=numbers, dtype=torch.float64)}
+    if name != "input_ids":
+        raise NoTwin(f"it takes {name}")
+    ids = rows_of(twin, length)
+    return {name: ids, "decoder_input_ids": ids.flip(0)} if config.is_encoder_decoder else {name: ids}
 
 
 def rows_of(twin: nn.Module, length: int) -> Tensor:
@@ -81,25 +115,14 @@ def difference(x: Tensor, y: Tensor) -> float:
     return float((x - y).abs().max() / y.abs().max().clamp(min=1e-300)) if x.numel() else 0.0
 
 
-def _built(model: Any, config: Any, parts: int, kind_of: Callable[[str], Any]) -> nn.Module:
-    errors = []
-    for candidate in _candidates(model, config, parts, kind_of):
-        try:
-            with torch.device("meta"):
-                size = sum(x.numel() for x in _new(model, candidate).parameters())
-            if size > _MOST:
-                errors.append(f"{size} parameters are the fewest")
-                continue
-            with torch.random.fork_rng(()):
-                torch.manual_seed(0)
-                twin = _new(model, candidate).double().eval()
-        except Exception as error:
-            errors.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-            continue
-        _refuse_other_modules(model, twin)
-        _fill(twin)
-        return twin
-    raise NoTwin(f"its config cannot be made small ({'; '.join(dict.fromkeys(errors))})")
+def other_gradient(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
+    """Return the name of the first parameter whose gradient is another one, and how far it is off; or nothing."""
+    largest = max((float(x.abs().max()) for x in expected.values() if x.numel()), default=0.0)
+    for name, x in expected.items():
+        off = float((found[name] - x).abs().max()) if x.numel() else 0.0
+        if not off <= LIMIT * largest + 100 * LIMIT * (float(x.abs().max()) if x.numel() else 0.0):
+            return f"{name}, off by {off / max(largest, 1e-300):.1g} of the largest"
+    return ""
 
 
 def _new(model: Any, config: Any) -> Any:

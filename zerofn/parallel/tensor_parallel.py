@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from ..collectives.maps import Concat, Linear, Psum, Take, Vary
 from ..comm.mesh import TENSOR, Axis, Mesh
 from ..random.mode import draw_by_place
+from .check_plan import check_plan
 from .cross_entropy import give_loss_of_slices
 from .cut_experts import CutExperts
 from .cuts import Cut, equal
 from .heads import Attributes, change_numbers, check_matrices, check_numbers, size_of_head
+from .local_ranks import LOCAL
 from .once import once
 from .plan import Slice, did_you_mean, matches, of_matrix, slice_of
 from .sequence_parallel import Region, refuse_outputs_of_layers
@@ -50,8 +52,12 @@ def tensor(
 
     An embedding whose weight is that of a head cut by columns ("tied") is cut with it.
 
+    A plan that is not the model's own is tried first: a small model of the same class, cut by it, must have the outputs
+    and gradients of the whole one, in float64 to 1e-6. If no small one can be made, the log says so.
+
     Raises `ValueError` for a mesh without the axis, a model without a plan, an entry that matches nothing, an unknown
-    word, a parameter of several modules of which the plan cuts one, and for heads that ranks cannot share.
+    word, a parameter of several modules of which the plan cuts one, for heads that ranks cannot share, and for a plan
+    with which a model is another one.
     """
     axis, own = mesh.axis(TENSOR), getattr(model, "tp_plan", None) or {}
     if plan is None:
@@ -75,6 +81,8 @@ def tensor(
     for name in made.owners:
         check_numbers(name, model.get_submodule(name), attributes or {})
     change_numbers(model, attributes or {}, axis.size)
+    if (attributes or dict(plan) != dict(own)) and axis.group != LOCAL:
+        check_plan(model, axis.size, plan, attributes, tensor)
     return made.cuts
 
 
