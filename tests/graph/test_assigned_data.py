@@ -69,6 +69,12 @@ def set_(w, x):
     return loss_of(x, w)
 
 
+def set_to_itself(w, x):
+    with torch.no_grad():
+        w.set_(w)
+    return loss_of(x, w)
+
+
 CASES = (
     binary_weight,
     straight_through,
@@ -78,6 +84,7 @@ CASES = (
     a_view,
     from_outside,
     set_,
+    set_to_itself,
 )
 
 

@@ -539,3 +539,46 @@ def test_accumulate_refuses_an_object_whose_tensors_it_would_not_cut():
         f(torch.tensor(2.0), Held(torch.arange(4.0)))
     g = zerofn.accumulate(zerofn.value_and_grad(lambda w, square, x: square(w * x).mean()), 2)
     assert g(torch.tensor(2.0), torch.square, torch.arange(4.0))[0] == 14  # a function has nothing to cut
+
+
+# --- layers that are parametrized for one call
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, w):
+        return 2 * w
+
+
+def parametrized_for_a_call(net, p, x):
+    """As adapters do; torch calls `set_` on the parameter, between two layers of one unit."""
+
+    class Between(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x):
+            h = self.net[0](x).tanh()
+            torch.nn.utils.parametrize.register_parametrization(self.net[1], "weight", Doubled())
+            try:
+                return self.net[1](h).square().mean()
+            finally:
+                torch.nn.utils.parametrize.remove_parametrizations(self.net[1], "weight", leave_parametrized=False)
+
+    return torch.func.functional_call(Between(), {f"net.{k}": v for k, v in p.items()}, (x,))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_parameter_that_is_set_leaves_the_others_of_its_unit(compiled):
+    def build():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 4)).double()
+
+    def step(state, x):
+        return state, state.value_and_grad(lambda p, x: parametrized_for_a_call(net, p, x))(x)
+
+    x, net, given = rows(0)[0], build(), dict(build().named_parameters())
+    expected = by_torch(lambda p, x: parametrized_for_a_call(build(), p, x), given, x)
+    state = shard(zerofn.TrainState.create(params=given, tx=optim.sgd(0.1)), stage=3, unit=lambda name: "all")
+    loss, grads = (zerofn.compile(step) if compiled else step)(state, x)[1]
+    close((loss, unshard(grads)), expected)

@@ -1,7 +1,11 @@
-"""`x.data = y` while a step is captured: the dispatcher does not see it, so the trace is told here."""
+"""`x.data = y` and `x.set_(y)` while a step is captured. They give `x` other memory and write to none, so they are no
+operations of a graph: the trace is told here by what it knows `x` from then on.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +42,19 @@ def _data(original: Any) -> property:
     return property(original.__get__, assign)
 
 
+def _set(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return `Tensor.set_`, which of a tensor does what an assignment of `.data` does."""
+
+    @functools.wraps(original)
+    def set_(x: Tensor, *source: Any, **options: Any) -> Tensor:
+        if lower_modes()[0] is None or len(source) != 1 or not isinstance(source[0], Tensor):
+            return original(x, *source, **options)
+        x.data = source[0]
+        return x
+
+    return set_
+
+
 def _is_same(x: Tensor, y: Tensor) -> bool:
     """Return whether an assignment changes nothing, such as that of `module.float()`."""
     if isinstance(x, FakeTensor) or isinstance(y, FakeTensor):
@@ -45,4 +62,4 @@ def _is_same(x: Tensor, y: Tensor) -> bool:
     return storage_key(x) == storage_key(y) and (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
 
 
-assigned_data = Patches(lambda: [(torch.Tensor, "data", _data)])
+assigned_data = Patches(lambda: [(torch.Tensor, "data", _data), (torch.Tensor, "set_", _set)])

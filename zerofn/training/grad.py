@@ -348,7 +348,7 @@ def _trainable(name: str, node: Any, frozen: Callable[[str], bool] | None) -> li
 
 
 def _leaf(x: Tensor, learns: bool) -> Tensor:
-    x = x.detach()
+    x = x.data  # unlike `detach`, with its own count of writes: leaves of a unit lie in one buffer
     return x.requires_grad_() if learns else x
 
 
