@@ -9,7 +9,7 @@ import zerofn
 from tests.support.small_steps import fake_ranks
 from zerofn import collectives, optim
 from zerofn.comm.mesh import Mesh
-from zerofn.comm.present import axes_of, rank, world_size
+from zerofn.comm.present import as_rank, axes_of, rank, unlike_work, works_by_rank, world_size
 from zerofn.parallel.cuts import equal
 
 ROWS, TOKENS, WIDTH = 8, 4, 8
@@ -120,3 +120,13 @@ def test_a_mean_wants_a_mesh():
 def test_an_axis_that_is_not_there():
     with pytest.raises(ValueError, match="no axis 'tensor'"):
         rank("tensor")
+
+
+def test_work_by_rank_is_noted_and_seen_as_each_rank():
+    axis = Mesh.planned({"context": 2}).axis("context")
+    works_by_rank(axis)  # nobody plans
+    with unlike_work() as found:
+        works_by_rank(axis)
+        with as_rank(axis, 1):
+            assert axis.rank == 1
+    assert found == {"context"} and axis.rank == 0

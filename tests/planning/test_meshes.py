@@ -195,6 +195,7 @@ def in_parts_on_ranks(sizes, method):
 
 @pytest.mark.parametrize(("sizes", "method"), [
     ({"data": 2, "context": 2}, "ulysses"),
+    ({"context": 2}, "ring"),
     pytest.param({"context": 3}, "ring", marks=pytest.mark.whole),
     pytest.param({"context": 2}, "ulysses", marks=pytest.mark.whole),
     pytest.param({"data": 2, "context": 2}, "ring", marks=pytest.mark.whole),
@@ -207,9 +208,13 @@ def test_sequences_in_parts_are_planned_too(ranks, sizes, method):
     assert row.speed == pytest.approx(mesh.num_ranks * row.tokens / row.seconds)
     assert row.tokens * mesh.size("context") == 2 * 24
     axes = {"context", "data x context"} if "data" in sizes else {"context"}
-    for rank, (mine, sent) in enumerate(ranks(mesh.num_ranks, in_parts_on_ranks, sizes, method)):
+    found = ranks(mesh.num_ranks, in_parts_on_ranks, sizes, method)
+    for rank, (mine, sent) in enumerate(found):
         assert mine[-1] == sent and axes <= set(sent), rank
-        assert rank or told(row.plan) == mine
+    most = max(
+        sum(mine[0].values()) for mine, _ in found
+    )  # in a ring ranks run other operations, and need more or less
+    assert told(row.plan) == next(mine for mine, _ in found if sum(mine[0].values()) == most)
 
 
 EXPERTS, INNER = 4, 8

@@ -11,6 +11,7 @@ from .mesh import Axis, Mesh
 from .meshes import Meshes
 
 _current: ContextVar[Mesh | None] = ContextVar("current_mesh", default=None)
+_unlike: ContextVar[set[str] | None] = ContextVar("axes_of_unlike_work", default=None)
 
 
 def current_mesh() -> Mesh | None:
@@ -29,6 +30,35 @@ def axes_of(mesh: Mesh | None) -> Iterator[None]:
         yield
     finally:
         _current.reset(before)
+
+
+@contextlib.contextmanager
+def unlike_work() -> Iterator[set[str]]:
+    """Inside, note the axes along which ranks run other operations, by their number; see `works_by_rank`."""
+    found: set[str] = set()
+    before = _unlike.set(found)
+    try:
+        yield found
+    finally:
+        _unlike.reset(before)
+
+
+def works_by_rank(axis: Axis) -> None:
+    """Say that ranks of an axis run other operations, by their number: a plan of one of them is not that of all."""
+    found = _unlike.get()
+    if found is not None:
+        found.add(axis.name)
+
+
+@contextlib.contextmanager
+def as_rank(axis: Axis, rank: int) -> Iterator[None]:
+    """Inside, this process is another rank of an axis, for what asks for its number now: to plan what that one does."""
+    before = axis.rank
+    object.__setattr__(axis, "rank", rank)
+    try:
+        yield
+    finally:
+        object.__setattr__(axis, "rank", before)
 
 
 def present(choose: Callable[[Mesh], Axis], what: str) -> Axis:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..collectives import permute
 from ..collectives.maps import Exchange, Linear
 from ..comm.mesh import CONTEXT, Axis
-from ..comm.present import axis_of
+from ..comm.present import axis_of, works_by_rank
 from ..memory.remat import remat
 
 METHODS = ("ulysses", "ring")
@@ -178,6 +178,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False)
 
 def _ring(q: Tensor, k: Tensor, v: Tensor, axis: Axis, causal: bool, scale: float) -> Tensor:
     half = q.shape[-2] // 2
+    works_by_rank(axis)  # what is between its chunks, before or behind both
     q = q.unflatten(-3, (k.shape[-3], -1))
     before = [(r - 1) % axis.size for r in range(axis.size)]
     parts: list[_Part] = []  # of the first chunk's rows, and of the second's

@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import passes, tree
 from .._torch_compat import storage_key
 from ..comm.mesh import EXPERT, TENSOR, Mesh
+from ..comm.present import as_rank, unlike_work
 from ..cost.machine import Machine
 from ..dry_run.fake_machine import FakeMachine
 from ..graph.capture import CaptureError
@@ -192,8 +193,10 @@ class RowPlanner:
 
     def row(self, config: Config) -> Row:
         """Plan one configuration."""
-        found = self._prepared(config)
-        return found if isinstance(found, Row) else self._row(config, found, found.program)
+        found = self._of_ranks(config)
+        if isinstance(found, Row):
+            return found
+        return max((self._row(config, x, x.program) for x in found), key=_need)
 
     def until_one_fits(self, config: Config) -> list[Row]:
         """Plan one configuration, and with ever more recomputation until it fits. It is captured once."""
@@ -208,14 +211,14 @@ class RowPlanner:
         """Plan one configuration, and with ever more recomputation, as the rows are asked for. It is captured once.
         Raises `ValueError` for other recomputation than none, "auto" and "full".
         """
-        found = self._prepared(config)
+        found = self._of_ranks(config)
         if isinstance(found, Row):
             yield found
             return
         for how in WAYS[WAYS.index(config.remat) :]:
-            own = replace(found.program, gm=copied(found.program.gm), buffers=[], drive_space=[], timings={})
+            rows = (self._row(config._replace(remat=how), x, _copied(x.program)) for x in found)
             try:
-                yield self._row(config._replace(remat=how), found, own)
+                yield max(rows, key=_need)
             except ValueError:  # there is nothing to recompute
                 return
 
@@ -244,6 +247,23 @@ class RowPlanner:
             first = self._initials.of(self._step.init_state, resolve(config.precision))
             given = config.precision, config.offload, self._step.unit, self._step.cuts
             return shard_fake(first, config.stage, self._mesh, *given, config.hpz)
+
+    def _of_ranks(self, config: Config) -> list[_Prepared] | Row:
+        """Return the captured step of rank 0, and of every rank of an axis whose ranks run other operations: the one
+        that needs the most is the plan.
+        """
+        with unlike_work() as unlike:
+            first = self._prepared(config)
+        if isinstance(first, Row):
+            return first
+        found = [first]
+        for axis in (x for x in self._mesh.axes if x.name in unlike):
+            for rank in range(1, axis.size):
+                with as_rank(axis, rank):
+                    other = self._prepared(config)
+                assert isinstance(other, _Prepared)  # it has the same state
+                found.append(other)
+        return found
 
     def _prepared(self, config: Config) -> _Prepared | Row:
         """Return the captured step, before any decision about memory; a row if the state alone is too large."""
@@ -298,6 +318,14 @@ class RowPlanner:
             return x
         shape = (rows, *x.shape[1:]) if x.dim() and x.shape[0] == self.num_rows else tuple(x.shape)
         return fake.zeros(shape, x.dtype, torch.device("cpu"))
+
+
+def _copied(program: Program) -> Program:
+    return replace(program, gm=copied(program.gm), buffers=[], drive_space=[], timings={})
+
+
+def _need(row: Row) -> tuple[bool, float]:
+    return not row.fits, row.needs.device
 
 
 def _state_needs(state: Any) -> Needs:
