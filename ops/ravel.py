@@ -62,7 +62,7 @@ define(
 # The same memory, marked. Stage 0 has the first two instead of a gather and a cut; one rank has the third instead of a
 # transfer that makes a value equal on all ranks. The fourth says that ranks have other slices, and the fifth that what
 # they have differs by right, as a part of one whole. `axis`: over which axes of ranks the value is a shard, equal, a
-# slice, or a part, now.
+# slice, or a part, now. `of`: which leaf or module the slice is of.
 _MARKS = {
     "as_whole": Traits(OnShard.LEAVES),
     "as_shard": Traits(OnShard.MAKES),
@@ -72,12 +72,12 @@ _MARKS = {
 }
 for _mark, _of_mark in _MARKS.items():
     define(
-        f"{_mark}(Tensor(a) x, str axis='') -> Tensor(a)",
-        lambda x, axis="": x.view_as(x),
-        lambda x, axis="": x.view_as(x),
+        f"{_mark}(Tensor(a) x, str axis='', str of='') -> Tensor(a)",
+        lambda x, axis="", of="": x.view_as(x),
+        lambda x, axis="", of="": x.view_as(x),
         traits=_of_mark,
     )
-# What must hold of a value where ranks compare their steps: `graph.between_ranks` has a sentence for each `what`.
+# What must hold of a value: `graph.between_ranks` and `graph.unsummed` have a sentence for each `what`.
 define(
     "expect(Tensor(a) x, str axis, str what) -> Tensor(a)",
     lambda x, axis, what: x.view_as(x),

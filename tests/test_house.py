@@ -215,6 +215,7 @@ PROCESS_WIDE = {
     "zerofn.graph.unused._seen": ONE_THREAD,
     "zerofn.moe.experts._counted": ONE_THREAD,
     "zerofn.comm.present._current": ONE_THREAD,
+    "zerofn.comm.present._unlike": ONE_THREAD,
     "zerofn.parallel.check_context._attended": ONE_THREAD,
     "zerofn.dry_run.fake_machine._current": ONE_THREAD,
     "zerofn.dry_run.script._current": ONE_THREAD,

@@ -45,6 +45,10 @@ CONFIGS = {
 }  # fmt: skip
 VARIANTS = {  # the load-balance loss is right where zerofn.moe.experts has been
     "mixtral, balanced": lambda: _with(CONFIGS["mixtral"](), output_router_logits=True, router_aux_loss_coef=0.5),
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(**SMALL, **EXPERTS, **LATENT),
+    "llama4": lambda: transformers.Llama4TextConfig(
+        **SMALL, intermediate_size=36, intermediate_size_mlp=36, num_local_experts=6, head_dim=4
+    ),
     "llama, tied": lambda: _with(CONFIGS["llama"](), tie_word_embeddings=True),
     "roberta": lambda: transformers.RobertaConfig(  # counts positions from its padding, tokens of which are in rows
         **{**CONFIGS["bert"]().to_dict(), "pad_token_id": 5, "is_decoder": True}
@@ -71,7 +75,8 @@ class _Torch(types.ModuleType):
 @contextlib.contextmanager
 def in_float64():
     """While this is entered, transformers' models get float64 where they ask for float32."""
-    for name in ("llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "gpt2", "t5", "bert", "roberta"):
+    names = "llama qwen3 mixtral qwen3_moe deepseek_v2 deepseek_v3 llama4 gpt2 t5 bert roberta"
+    for name in names.split():
         importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     found = [m for n, m in sys.modules.items() if n.startswith("transformers.") and vars(m).get("torch") is torch]
     to_float = torch.Tensor.float

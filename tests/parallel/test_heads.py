@@ -86,6 +86,20 @@ def test_one_number_for_each_head_goes_with_it():
     assert [cuts[name].slices for name in ("0.sinks", "0.gates.weight")] == [(((0, 2),), ((2, 4),))] * 2
 
 
+@pytest.mark.parametrize(("heads", "size"), [(4, 6), (8, 3), (6, 4), (12, 2)])
+def test_as_many_numbers_as_heads_are_one_each(heads, size):
+    """Also where there are more heads than a head has entries, or as many."""
+
+    class Gated(Attention):
+        def __init__(self):
+            super().__init__(head_dim=size)
+            self.gates = nn.Linear(24, heads)
+
+    model = zerofn.skeleton(lambda: nn.Sequential(Gated()))
+    cuts = tensor(model, Mesh.planned({"tensor": 2}), PLAN | {"*.gates": "colwise"})
+    assert cuts["0.gates.weight"].slices == (((0, heads // 2),), ((heads // 2, heads),))
+
+
 def test_gates_and_what_they_multiply_are_two_matrices():
     class Experts(nn.Module):
         has_gate = is_concatenated = True

@@ -113,6 +113,7 @@ def refusal(plan, tokens, config=None):
 
 COLUMNS, ROWS = {"*.attn.q": "colwise"}, {"*.attn.o": "rowwise"}
 CONVOLVED = {"*.conv": "replicate"}
+FIRST = {"0.attn.q": "colwise", "0.attn.o": "rowwise", "0.attn.norm": "replicated_with_grad_allreduce"}
 VARIED, PARTS = {"*.attn.norm": "replicated_with_grad_allreduce"}, {"*": "sequence_parallel"}
 
 
@@ -123,7 +124,7 @@ VARIED, PARTS = {"*.attn.norm": "replicated_with_grad_allreduce"}, {"*": "sequen
         (PARTS | ROWS, 4, "no layer inside is cut by columns"),
         (PARTS | COLUMNS | ROWS, 4, "0.attn.norm.weight is whole inside of a module whose layers are cut"),
         (PARTS | VARIED | COLUMNS | ROWS, 5, "2 ranks of 'tensor' cannot share sequences of 5 tokens; pad them to 6"),
-        (PARTS | {"0.attn.*": "colwise"}, 4, "1.attn looks at several tokens, and the plan does not cut its layers"),
+        (PARTS | FIRST, 4, "1.attn looks at several tokens, and the plan does not cut its layers"),
         (PARTS | VARIED | COLUMNS | ROWS | CONVOLVED, 4, "0.conv looks at several tokens, and the plan does not cut"),
         (PARTS | COLUMNS | {"*.attn.o": "rowwise_split_input"}, 4, "0.attn.o is neither cut by columns with a cut"),
     ],

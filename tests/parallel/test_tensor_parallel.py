@@ -24,6 +24,8 @@ CASES = [
     ("mixtral", 2, {"tensor": 2}, 3),
     pytest.param("qwen3_moe", 3, {"data": 1, "tensor": 3}, 3, marks=pytest.mark.whole),
     ("deepseek_v3", 2, {"tensor": 2}, 0),
+    ("deepseek_v2", 2, {"tensor": 2}, 3),  # whose attention is cut, by its own plan
+    ("llama4", 2, {"tensor": 2}, 3),  # whose experts get tokens alone, sorted
     ("gpt2", 2, {"tensor": 2}, 3),
     pytest.param("gpt2", 3, {"tensor": 3}, 2, marks=pytest.mark.whole),
     ("t5", 2, {"tensor": 2}, 3),
@@ -223,7 +225,9 @@ def meeting_the_state(note, build=mlp):
 
 
 def of_slices():
-    with pytest.raises(zerofn.CaptureError, match=r"own slices of layers\. .*psum\(x, 'tensor'\) is the sum of what"):
+    with pytest.raises(
+        zerofn.CaptureError, match=r"differs along 'tensor': .*'up.weight'.*psum\(x, 'tensor'\) is the sum of"
+    ):
         meeting_the_state(None)
     with pytest.raises(zerofn.CaptureError, match=r"'extra.norm' is replicated.*computed with this rank's slices"):
         meeting_the_state(lambda x: x)

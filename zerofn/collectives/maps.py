@@ -22,6 +22,7 @@ from ..ops import ravel as _ravel  # noqa: F401  (defines zerofn::as_equal)
 from ..ops import same as _same  # noqa: F401  (defines zerofn::check_same)
 
 ops = torch.ops.zerofn
+OWN_OF = "own "  # what is expected of a value that a module of a plan is to sum, or to get, before the module's name
 
 
 class LinearMap(Protocol):
@@ -167,11 +168,13 @@ class AllReduce:
 @dataclass(frozen=True)
 class Vary:
     """The value itself, which from here on each rank uses in its own way. Transpose: the sum of what came of that.
-    `backward`: it is the transpose of a sum, whose gradient must be the same on all ranks.
+    `backward`: it is the transpose of a sum, whose gradient must be the same on all ranks. `of`: the module whose
+    parameter it is, for errors.
     """
 
     axis: Axis
     backward: bool = False
+    of: str = ""
 
     @property
     def transpose(self) -> Psum:
@@ -182,17 +185,19 @@ class Vary:
         """The value itself."""
         if self.axis.size == 1:
             return (x.view_as(x),)
-        return (ops.expect(x, self.axis.name, "vary") if self.backward else ops.as_slice(x, self.axis.name),)
+        return (ops.expect(x, self.axis.name, "vary") if self.backward else ops.as_slice(x, self.axis.name, self.of),)
 
 
 @dataclass(frozen=True)
 class Psum:
     """The sum over ranks of values of their own, one value from here on. Transpose: the value itself. `forward`: it is
-    the user's and differentiated, so that ranks must have values of their own.
+    the user's and differentiated, so that ranks must have values of their own. `of`: the module of a plan that leaves
+    them.
     """
 
     axis: Axis
     forward: bool = False
+    of: str = ""
 
     @property
     def transpose(self) -> Vary:
@@ -203,7 +208,50 @@ class Psum:
         """The sum."""
         if self.forward and self.axis.size > 1:
             x = ops.expect(x, self.axis.name, "psum")
+        if self.of and self.axis.size > 1:
+            x = ops.expect(x, self.axis.name, OWN_OF + self.of)
         return (sum_in_parts(x, self.axis),)
+
+
+@dataclass(frozen=True)
+class VaryLast:
+    """The value itself, whose last `size` features each rank uses in its own way, and the others as all ranks do.
+    Transpose: the sum of what came of those. `of`: the module that leaves it, for errors.
+
+    Nothing marks the value: it is the same on all ranks, and its other features would be taken for a rank's own.
+    """
+
+    axis: Axis
+    size: int
+    of: str = ""
+
+    @property
+    def transpose(self) -> PsumLast:
+        """The sum over ranks, of the last features."""
+        return PsumLast(self.axis, self.size, self.of)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """The value itself."""
+        return (x.view_as(x),)
+
+
+@dataclass(frozen=True)
+class PsumLast:
+    """A value that is the same on all ranks but for its last `size` features, which are summed. See `VaryLast`."""
+
+    axis: Axis
+    size: int
+    of: str = ""
+
+    @property
+    def transpose(self) -> VaryLast:
+        """The value itself."""
+        return VaryLast(self.axis, self.size, self.of)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """The sum."""
+        same, own = x.split([x.shape[-1] - self.size, self.size], -1)
+        return (torch.cat([ops.as_equal(same, self.axis.name), *Psum(self.axis, of=self.of)(own)], -1),)
 
 
 @dataclass(frozen=True)
@@ -346,4 +394,4 @@ def sum_in_parts(x: Tensor, axis: Axis) -> Tensor:
     flat = torch.nn.functional.pad(x.reshape(-1), (0, missing)) if missing else x.reshape(-1)
     part = ops.wait(ops.reduce_scatter(flat, axis.size, axis.group, ""))
     full = ops.wait(ops.all_gather(part, axis.size, axis.group, ""))
-    return (full[: x.numel()] if missing else full).view(x.shape)
+    return (full[: x.numel()] if missing else full).view(x.shape).detach()  # no view: what is behind may write to it

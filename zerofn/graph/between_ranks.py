@@ -17,7 +17,7 @@ from .alias import writes
 from .edit import bodies
 from .expressions import expressions, text_of
 from .node_kinds import argument, traits
-from .own_values import Origins, own_values
+from .own_values import Cause, Origins, own_values
 from .program import Program
 from .verify import _all_shards, _line, _names, ops
 
@@ -130,7 +130,7 @@ class _Differences:
             origins = {x for x in self._own.results.get(value, ()) if spec is None and x[0] in self._apart}
             yield from self._met(f"the new value of state entry {name!r}", origins)
 
-    def _met(self, what: str, origins: set[tuple[Node | str, str]]) -> Iterator[str]:
+    def _met(self, what: str, origins: set[tuple[Cause, str]]) -> Iterator[str]:
         for axis in sorted({axis for _, axis in origins}):
             yield MEETS.format(what=what, axis=axis, why=self._why({x for x, name in origins if name == axis}))
 

@@ -24,11 +24,25 @@ from .program import Program, owners
 ops = torch.ops.zerofn
 # What a difference between ranks comes from (an input of the step, a value that other ranks compute in another way, or
 # words for keys and places), and the axis along which ranks differ. Empty: no difference.
-Origins = frozenset[tuple[Node | str, str]]
+Origins = frozenset[tuple["Cause", str]]
 _NONE: Origins = frozenset()
 _NO_AXES: frozenset[str] = frozenset()
 _WORDS = {"fold_in_rank": "random key", "exchange": "place in all_to_all", "reduce_scatter": "part of a reduce_scatter"}
 OF_SLICES = {EXPERT: "experts", TENSOR: "slices of layers"}
+
+
+class SliceOf(NamedTuple):
+    """A cause of a difference: along `axis` a rank has its slice of something. `of`: the leaf or the module, or ""."""
+
+    axis: str
+    of: str
+
+    def __str__(self) -> str:
+        named = self.of and self.axis == TENSOR
+        return f"slice of {self.of}" if named else OF_SLICES.get(self.axis, "use of what it was told to vary")
+
+
+Cause = Node | str | SliceOf
 
 
 class OwnValues(NamedTuple):
@@ -146,8 +160,8 @@ class _Follower:
             return _NONE
         if known.own:
             if node.target is ops.as_slice.default:
-                word = OF_SLICES.get(str(argument(node, "axis")), "use of what it was told to vary")
-                return read | self._caused(word, self._axes(node))
+                cause = SliceOf(str(argument(node, "axis")), str(argument(node, "of")))
+                return read | self._caused(cause, self._axes(node))
             word = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
             named = node.target is ops.fold_in_rank.default and argument(node, "axis")
             axes = self._axes(node) if known.collective or named else _differing(self._mesh)
@@ -161,7 +175,7 @@ class _Follower:
         return _NO_AXES if shape else frozenset(axis for origins in read.values() for _, axis in origins)
 
     @staticmethod
-    def _caused(cause: Node | str, axes: Iterable[str]) -> Origins:
+    def _caused(cause: Cause, axes: Iterable[str]) -> Origins:
         return frozenset((cause, axis) for axis in axes)
 
     def _axes(self, node: Node) -> frozenset[str]:

@@ -19,8 +19,9 @@ from .declare_same import declare_same
 from .edit import bodies
 from .loop import body_of, given_to_body, run_loop
 from .node_kinds import argument, arguments, is_gather, is_ours, traits
-from .own_values import OF_SLICES, OwnValues, own_values
+from .own_values import Cause, OwnValues, SliceOf, own_values
 from .program import Program, owners, tensor_of
+from .unsummed import unsummed
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
 _CLOSED_OVER = "a tensor it closes over"  # a name beside those of state and batch entries
@@ -112,11 +113,13 @@ def _check_meetings(program: Program, shards: set[Node], names: dict[Node, str])
     if program.mesh is None:
         return
     own = own_values(program)
+    if told := unsummed(program, own):
+        raise CaptureError(told)
     _check_replicated(program, own)
     meetings = list(_meetings(own, shards))
     numbers = {x for _, origins in meetings for x in origins if isinstance(x, Node) and _is_number(x)}
     others = ((node, origins - numbers) for node, origins in meetings)
-    node, origins = next(((node, origins) for node, origins in others if origins), (None, set[Node | str]()))
+    node, origins = next(((node, origins) for node, origins in others if origins), (None, set[Cause]()))
     if node is not None:
         message = _own_value(node, origins, names)
         if program.num_ranks > 1:
@@ -142,7 +145,7 @@ def _check_replicated(program: Program, own: OwnValues) -> None:
             )
 
 
-def _meetings(own: OwnValues, shards: set[Node]) -> Iterator[tuple[Node, set[Node | str]]]:
+def _meetings(own: OwnValues, shards: set[Node]) -> Iterator[tuple[Node, set[Cause]]]:
     """Yield the operations that combine a shard, or cut one from, values of a rank's own, and what made them so.
 
     A shard is one itself if it was reduced of gradients of whole leaves that differ where they should not.
@@ -160,12 +163,12 @@ def _is_number(entry: Node) -> bool:
     return value is not None and value.dim() == 0
 
 
-def _own_value(node: Node, origins: set[Node | str], names: dict[Node, str]) -> str:
-    what = " and ".join(sorted(names.get(x, "batch") if isinstance(x, Node) else x for x in origins))
+def _own_value(node: Node, origins: set[Cause], names: dict[Node, str]) -> str:
+    what = " and ".join(sorted({names.get(x, "batch") if isinstance(x, Node) else str(x) for x in origins}))
     advice = (
         "zerofn.collectives.psum(x, 'tensor') is the sum of what ranks computed with their slices; a layer that is cut "
         "without a word of what becomes of its output leaves a part of it, or a part of a sum."
-        if OF_SLICES[TENSOR] in origins
+        if any(isinstance(x, SliceOf) and x.axis == TENSOR for x in origins)
         else "zerofn.collectives.all_reduce(x) is the sum over ranks; or let the loss return (sum, weight). If it is "
         "equal on all ranks, write zerofn.same(x)."
     )

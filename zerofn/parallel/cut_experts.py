@@ -27,17 +27,26 @@ class CutExperts:
     cuts: Mapping[str, Cut]
     in_parts: bool = False
 
-    def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor, *rest: Any) -> Tensor:
-        """Compute as whole experts do: tokens [S, d], their experts and weights [S, k] -> [S, d]."""
+    def __call__(self, hidden: Tensor, *routing: Any) -> Tensor:
+        """Compute as whole experts do: tokens [S, d], their experts and weights [S, k] -> [S, d]. Experts that are
+        called with tokens alone, sorted by expert, leave as many.
+        """
         before: Any
         behind: Any
         if self.in_parts:
+            if len(routing) < 2:
+                raise ValueError(
+                    "experts that are called with tokens alone, sorted by expert, cannot stand in layers that are "
+                    "'sequence_parallel': each rank's tokens are sorted by themselves. Leave these out of the plan."
+                )
             before, behind = AllGather(self.axis, dim=-2), ReduceScatter(self.axis, dim=-2)
-            (index,) = Linear.apply(before, index)
         else:
             before, behind = Vary(self.axis), Psum(self.axis)
-        hidden, weights = (Linear.apply(before, x)[0] for x in (hidden, weights))
+        given = [Linear.apply(before, x)[0] if self._moves(x) else x for x in (hidden, *routing[:2])]
         with places_kept():
             draw_by_place((self.axis.rank, self.axis.name))
-            y = self.forward(hidden, index, weights, *rest)
+            y = self.forward(*given, *routing[2:])
         return Linear.apply(behind, y)[0]
+
+    def _moves(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and (self.in_parts or x.is_floating_point())

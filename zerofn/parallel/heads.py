@@ -5,11 +5,12 @@ how many a rank has; and the two matrices of experts with a gate.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import nn
 
+from ..util.errors import some
 from .plan import Slice, did_you_mean, key_of, matches
 
 Attributes = Mapping[str, Mapping[str, Callable[[Any, int], Any]]]
@@ -24,8 +25,18 @@ def size_of_head(attention: nn.Module | None) -> int:
     return next((x for x in found if isinstance(x, int)), 1)
 
 
-def check_numbers(name: str, part: nn.Module, attributes: Attributes) -> None:
-    """Raise `ValueError` if a module, of which layers are cut, would go on with the number of all heads.
+def is_one_a_head(size: int, unit: int, features: int, groups: int) -> bool:
+    """Return whether `size` entries along a dim are one number for each head of queries, not heads of `unit` entries.
+
+    `features`: how many the layer behind attention takes, of all heads; 0 if it is not known. `groups`: how many heads
+    of queries go with one of keys.
+    """
+    heads = features // unit
+    return size < unit or size == heads and size != heads // groups * unit
+
+
+def check_numbers(name: str, part: nn.Module, attributes: Attributes, layers: Collection[str]) -> None:
+    """Raise `ValueError` if a module, of which `layers` are cut, would go on with the number of all heads.
 
     With `head_dim`, or another name of a head's size, modules ask how many heads there are.
     """
@@ -34,8 +45,10 @@ def check_numbers(name: str, part: nn.Module, attributes: Attributes) -> None:
         counts = re.search("heads?$", attribute) and isinstance(value, int) and value > 1
         if counts and attribute not in told:
             raise ValueError(
-                f"{name}.{attribute} is {value}, and layers of {name} are cut: say how many heads a rank has by "
-                f"attributes={{{key_of(name)!r}: {{{attribute!r}: lambda heads, ranks: heads // ranks}}}}."
+                f"{name}.{attribute} is {value}, and layers of {name or 'the model'} are cut ({some(layers)}). If they "
+                "are of attention, say how many heads a rank has by "
+                f"attributes={{{key_of(name)!r}: {{{attribute!r}: lambda heads, ranks: heads // ranks}}}}; if not, "
+                "as in an MLP, that heads stay as they are: lambda heads, ranks: heads."
             )
 
 

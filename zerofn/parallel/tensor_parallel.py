@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..collectives.maps import Concat, Linear, Psum, Take, Vary
+from ..collectives.maps import Concat, Linear, Psum, Take, VaryLast
 from ..comm.mesh import TENSOR, Axis, Mesh
 from ..random.mode import draw_by_place
 from .check_plan import check_plan
 from .cross_entropy import give_loss_of_slices
 from .cut_experts import CutExperts
 from .cuts import Cut, equal
-from .heads import Attributes, change_numbers, check_matrices, check_numbers, size_of_head
+from .heads import Attributes, change_numbers, check_matrices, check_numbers, is_one_a_head, size_of_head
 from .local_ranks import LOCAL
+from .mistakes import Explained, Trail, check_attention, check_module, is_transposed
 from .once import once
 from .plan import Slice, did_you_mean, matches, of_matrix, slice_of
 from .sequence_parallel import Region, refuse_outputs_of_layers
@@ -70,16 +71,16 @@ def tensor(
         return {}
     once("tensor", model)
     of_family = {key for key, word in plan.items() if own.get(key) == word}  # a model's own plan is its whole family's
-    made = _Maker(model, mesh, axis, of_family)
     entries = {key: slice_of(key, value) for key, value in plan.items()}
+    made = _Maker(model, mesh, axis, of_family, entries)
     for key, how in sorted(entries.items(), key=lambda entry: entry[1].kind != "sequence"):
         if not made.take(key, how) and key not in of_family:
             raise ValueError(f"plan[{key!r}] matches no module and no parameter{made.near(key)}")
     made.close()
     if not made.cuts:
         raise ValueError(f"the plan of {type(model).__name__} cuts none of its parameters.")
-    for name in made.owners:
-        check_numbers(name, model.get_submodule(name), attributes or {})
+    for name, layers in made.owners.items():
+        check_numbers(name, model.get_submodule(name), attributes or {}, layers)
     change_numbers(model, attributes or {}, axis.size)
     if (attributes or dict(plan) != dict(own)) and axis.group != LOCAL:
         check_plan(model, axis.size, plan, attributes, tensor)
@@ -89,9 +90,12 @@ def tensor(
 class _Maker:
     """Collects the cuts of a model, and gives its layers their maps."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, axis: Axis, of_family: set[str]) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, axis: Axis, of_family: set[str], entries: Mapping[str, Slice]
+    ) -> None:
         self.cuts: dict[str, Cut] = {}
-        self.owners: set[str] = set()  # modules with linear layers that are cut, and not by an entry `of_family`
+        self.owners: dict[str, list[str]] = {}  # module -> its linear layers that are cut, not by an entry `of_family`
+        self._entries = entries
         self._mesh, self._axis, self._of_family = mesh, axis, of_family
         self._modules = dict(model.named_modules())
         self._params = dict(model.named_parameters())
@@ -104,11 +108,13 @@ class _Maker:
         }
         self._taken: dict[str, str] = {}
         self._cut_in: dict[str, set[str]] = {}  # weight -> modules by which it is cut
+        self._grouped: dict[int, int] = {}  # module of attention -> heads of queries for one of keys, of all ranks
         self._regrouped: set[int] = set()
         self._varied: dict[str, Varied] = {}  # by the module whose layers take what varies
         self._regions: list[Region] = []
         self._head = getattr(model, "get_output_embeddings", lambda: None)()
         self._with_varied_parameters: set[str] = set()
+        self._trail, self._words = Trail(), dict[str, Slice]()
 
     def near(self, key: str) -> str:
         """Return the end of a sentence that offers the nearest name."""
@@ -146,6 +152,9 @@ class _Maker:
             above.forward = varied.inside(above.forward)
         for region in self._regions:
             region.close(set(self.cuts), self._with_varied_parameters)
+        check_attention(self._modules, self.cuts)
+        model = self._modules[""]
+        model.forward = Explained(model, self._trail, self._words, self.cuts).inside(model.forward)
 
     def _region(self, key: str, names: list[str]) -> None:
         """Note layers that compute with parts of the tokens: those of one list follow one another."""
@@ -175,8 +184,8 @@ class _Maker:
         above = self._modules.get(where.rpartition(".")[0])
         size = self._axis.size
         unit = size_of_head(above) if how.kind == "linear" else 1
-        if param.shape[dim] < unit and param.shape[dim] % size == 0:
-            unit = 1  # one number for each head
+        if unit > 1 and is_one_a_head(param.shape[dim], unit, self._features(where), self._groups(above)):
+            unit = 1
         try:
             cut = equal(TENSOR, dim, param.shape[dim], size, how.parts, unit)
             heads = param.shape[dim] // (how.parts * unit)
@@ -191,6 +200,19 @@ class _Maker:
                 f"{where}: the plan cuts dim {dim} of {name!r}, and dim {self.cuts[name].dim} for another module."
             )
         return cut
+
+    def _groups(self, attention: Any) -> int:
+        return self._grouped.setdefault(id(attention), getattr(attention, "num_key_value_groups", 1))
+
+    def _features(self, where: str) -> int:
+        """Return how many features a layer beside this one takes that is cut by rows; 0 if there is none."""
+        owner, found = where.rpartition(".")[0], [0]
+        for last, part in self._modules[owner].named_children():
+            name, weight = f"{owner}.{last}" if owner else last, part._parameters.get("weight")
+            words = [how for key, how in self._entries.items() if matches(key, name)]
+            if weight is not None and any(how.kind == "linear" and how.output == "sum" for how in words):
+                found.append(weight.shape[0 if is_transposed(part) else 1])
+        return max(found)
 
     def _sharers(self, where: str, cut: Cut | None) -> Axis | None:
         """Return the ranks with the same slice as this one; None if each has one of its own.
@@ -208,14 +230,11 @@ class _Maker:
         return self._mesh.block(TENSOR, size // num)
 
     def _module(self, name: str, part: nn.Module, how: Slice) -> None:
-        transposed = _is_transposed(part)
+        transposed = is_transposed(part)
         weight, bias = part._parameters.get("weight"), part._parameters.get("bias")
         cut = None
-        if how.dim is not None:
-            if weight is None:
-                raise ValueError(
-                    f"{name}: {type(part).__name__} has no weight to be cut; name its parameter in the plan."
-                )
+        check_module(name, part, how)
+        if how.dim is not None and weight is not None:
             dim = how.dim
             if how.kind == "linear":
                 how = of_matrix(name, how, weight.dim())
@@ -231,12 +250,12 @@ class _Maker:
 
     def _axis_maps(self, name: str, part: nn.Module, how: Slice, cut: Cut | None, adds_bias: bool) -> None:
         forward, axis, region = part.forward, self._axis, self._region_of(name)
-        sizes = _sizes(cut)
+        sizes, self._words[name] = _sizes(cut), how
         if how.kind == "linear":
             part.forward = self._linear(name, part, how, cut, adds_bias)
         elif how.kind == "varied":
             self._with_varied_parameters.add(name)
-            part.forward = with_varied_parameters(part, forward, axis)
+            part.forward = with_varied_parameters(part, forward, axis, name)
         elif how.kind == "experts":
             if "forward" in vars(part):
                 raise ValueError(
@@ -255,9 +274,11 @@ class _Maker:
         elif how.kind == "identity":
             part.forward = _before_and_behind(forward, lambda x: x / axis.size, None)
         elif how.kind == "latent":
-            part.forward = _before_and_behind(forward, None, self._latent(name, part))
+            part.forward = _before_and_behind(forward, None, self._latent(name))
         elif how.output == "sum":
-            part.forward = _before_and_behind(forward, None, lambda y: Linear.apply(Psum(axis), y)[0])
+            part.forward = _before_and_behind(forward, None, lambda y: Linear.apply(Psum(axis, of=name), y)[0])
+        if how.kind != "experts":
+            part.forward = self._trail.follow(name, part.forward, how, sizes)
 
     def _linear(
         self, name: str, part: nn.Module, how: Slice, cut: Cut | None, adds_bias: bool
@@ -265,7 +286,7 @@ class _Maker:
         axis, region, owner = self._axis, self._region_of(name), name.rpartition(".")[0]
         sizes = _sizes(cut)
         if cut is not None and self._taken[name] not in self._of_family:
-            self.owners.add(owner)
+            self.owners.setdefault(owner, []).append(name)
         sharers = self._sharers(name, cut)
         forward = part.forward if sharers is None else with_varied_parameters(part, part.forward, sharers)
         if adds_bias:
@@ -278,20 +299,15 @@ class _Maker:
         vary = self._varied.setdefault(owner, Varied(axis)) if how.input == "equal" else None
         return _linear(part, forward, how, axis, sizes, adds_bias, vary)
 
-    def _latent(self, name: str, part: nn.Module) -> Callable[[Tensor], Tensor]:
+    def _latent(self, name: str) -> Callable[[Tensor], Tensor]:
         """Return the map behind the layer of latent attention (DeepSeek-V2) whose output is [keys and values, rotated
         keys]: those go into a layer that is cut, these into every head as they are.
         """
-        above = self._modules[name.rpartition(".")[0]]
-        size = getattr(above, "qk_rope_head_dim", None)
+        size = getattr(self._modules[name.rpartition(".")[0]], "qk_rope_head_dim", None)
         if not isinstance(size, int):
             raise ValueError(f"{name}: the word mla_kv_a_proj is for a layer of attention with qk_rope_head_dim.")
-
-        def run(y: Tensor) -> Tensor:
-            latent, rotated = y.split([y.shape[-1] - size, size], -1)
-            return torch.cat([latent, Linear.apply(Vary(self._axis), rotated)[0]], -1)
-
-        return run
+        varied = VaryLast(self._axis, size, name)
+        return lambda y: Linear.apply(varied, y)[0]
 
 
 def _sizes(cut: Cut | None) -> tuple[int, ...]:
@@ -340,7 +356,7 @@ def _without_bias(part: nn.Module, forward: Callable[[Tensor], Tensor]) -> Calla
 
     def run(x: Tensor) -> Tensor:
         bias: Any = part._parameters["bias"]
-        none: Any = torch.zeros_like(bias) if _is_transposed(part) else None
+        none: Any = torch.zeros_like(bias) if is_transposed(part) else None
         part._parameters["bias"] = none
         try:
             return forward(x)
@@ -348,11 +364,6 @@ def _without_bias(part: nn.Module, forward: Callable[[Tensor], Tensor]) -> Calla
             part._parameters["bias"] = bias
 
     return run
-
-
-def _is_transposed(part: nn.Module) -> bool:
-    """Whether a linear layer has its weight as [in, out], as GPT-2's have."""
-    return type(part).__name__ == "Conv1D"
 
 
 def _rows_of_vocabulary(

@@ -6,15 +6,36 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._torch_compat import functorch_level
-from ..collectives.maps import Linear, Vary
+from .._torch_compat import current_trace, functorch_level
+from ..collectives.maps import OWN_OF, Linear, Vary, ops
 from ..comm.mesh import Axis
 from ..random.mode import places_kept
+
+BETWEEN_SLICES = " (replicated_with_grad_allreduce)"  # behind a module's name, in what its parameters are slices of
+
+
+@dataclass(frozen=True)
+class Own:
+    """The value itself, of which ranks are to have their own; a captured step checks it. `of`: who gets it."""
+
+    axis: Axis
+    of: str
+    checked: bool = True
+
+    @property
+    def transpose(self) -> Own:
+        """The value itself."""
+        return Own(self.axis, self.of, False)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """The value itself."""
+        return (ops.expect(x, self.axis.name, OWN_OF + self.of) if self.checked else x.view_as(x),)
 
 
 class Varied:
@@ -54,15 +75,21 @@ class Varied:
         return run
 
 
-def with_varied_parameters(part: nn.Module, forward: Callable[..., Any], axis: Axis) -> Callable[..., Any]:
-    """Return the forward of a module whose parameters are whole, and used by each rank in its own way."""
+def with_varied_parameters(
+    part: nn.Module, forward: Callable[..., Any], axis: Axis, name: str = ""
+) -> Callable[..., Any]:
+    """Return the forward of a module whose parameters are whole, and used by each rank in its own way. `name`: its, in
+    errors.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         own = dict(part._parameters)
+        if name and len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and current_trace() is not None:
+            args = Linear.apply(Own(axis, name + BETWEEN_SLICES), args[0])
         try:
-            for name, x in own.items():
+            for last, x in own.items():
                 if x is not None:
-                    (part._parameters[name],) = Linear.apply(Vary(axis), x)
+                    (part._parameters[last],) = Linear.apply(Vary(axis, of=name and name + BETWEEN_SLICES), x)
             return forward(*args, **kwargs)
         finally:
             part._parameters.update(own)

@@ -17,14 +17,17 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from .._torch_compat import current_trace
 from ..collectives.maps import AllGather, Linear, ReduceScatter, ops
-from ..comm.mesh import EXPERT, Axis, Mesh
+from ..comm.mesh import EXPERT, TENSOR, Axis, Mesh
 from ..ops import ravel as _flat  # noqa: F401  (defines zerofn::ravel)
 from ..parallel.cuts import assembled
 from .layout import Leaf, Unit, unravel
 from .sharded import Sharded, check_whole, is_sharded
 from .spec import Spec
 from .storage import Stored
+
+GRADIENT_OF = "gradient of "  # what `expected` expects, before the leaf's name
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,8 @@ class Unravel:
     def __call__(self, flat: Tensor) -> tuple[Tensor, ...]:
         """Views, marked where they are slices."""
         return tuple(
-            _marked(x, leaf, ops.as_slice) for x, leaf in zip(unravel(flat, self.unit), self.unit.leaves, strict=True)
+            _marked(x, leaf, ops.as_slice, leaf.name)
+            for x, leaf in zip(unravel(flat, self.unit), self.unit.leaves, strict=True)
         )
 
 
@@ -137,10 +141,18 @@ def ravel(leaves: Sequence[Tensor | None], unit: Unit, dtype: torch.dtype) -> Te
     return ops.ravel(list(leaves), [leaf.offset for leaf in unit.leaves], unit.size, dtype, num_batch_dims)
 
 
-def _marked(x: Tensor, leaf: Leaf, mark: Callable[[Tensor, str], Tensor]) -> Tensor:
+def _marked(x: Tensor, leaf: Leaf, mark: Callable[..., Tensor], *of: str) -> Tensor:
     for cut in leaf.cuts:
-        x = mark(x, cut.axis)
+        x = mark(x, cut.axis, *of)
     return x
+
+
+def expected(gradient: Tensor | None, leaf: Leaf, mesh: Mesh) -> Tensor | None:
+    """Return a leaf's gradient, of which a captured step is to hold that ranks along "tensor" have the same."""
+    whole = not any(cut.axis == TENSOR for cut in leaf.cuts)
+    if gradient is None or mesh.size(TENSOR) == 1 or not whole or current_trace() is None:
+        return gradient
+    return ops.expect(gradient, TENSOR, GRADIENT_OF + leaf.name)
 
 
 def gather_leaves(

@@ -24,7 +24,7 @@ from ..graph.phase import BACKWARD, FORWARD, phase
 from ..graph.unused import note_gradients
 from ..random import fold_in, randomness
 from ..random.draws import fold_in_rank
-from ..sharding.gather_scatter import gather_leaves, ravel, reduce_unit
+from ..sharding.gather_scatter import expected, gather_leaves, ravel, reduce_unit
 from ..sharding.leaf_choices import ask_names, check_effect, is_learned
 from ..sharding.sharded import Sharded, is_sharded, mesh_among
 from ..sharding.storage import Stored
@@ -366,7 +366,7 @@ def _flat_gradients(
         if is_sharded(x):
             for unit, shard in zip(x.layout.units, x.stored, strict=True):
                 if unit.trainable:
-                    mine = [found[id(ts[leaf.index])] for leaf in unit.leaves]
+                    mine = [expected(found[id(ts[leaf.index])], leaf, x.spec.mesh) for leaf in unit.leaves]
                     dtype = x.spec.precision.reduces(shard.dtype)
                     flats.append(
                         ravel(mine, unit, dtype)
