@@ -1,6 +1,7 @@
 """Jobs on several machines, played by a stand-in for ssh on PATH that runs the command here."""
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -135,6 +136,37 @@ def test_an_end_of_the_launcher_ends_every_machine(ssh, tmp_path, number):
         time.sleep(0.05)
     launcher.send_signal(number)
     launcher.wait()
+    while alive(tmp_path / "pids"):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if len(sys.argv) == 2:
+    subprocess.Popen([sys.executable, __file__, sys.argv[1], "rank"], start_new_session=True)
+open(sys.argv[1], "a").write(f"{os.getpid()} ")
+time.sleep(60)
+"""
+
+
+def test_what_does_not_end_in_time_is_killed_with_all_it_has_started(tmp_path):
+    """As an agent whose ranks have groups of their own."""
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    command = [sys.executable, str(tmp_path / "stubborn.py"), str(tmp_path / "pids")]
+    code = "import zerofn.launch.node as node; node.GRACE = 0.5; raise SystemExit(node.main())"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    asked = {**order(""), "command": command}
+    process.stdin.write(json.dumps(asked) + "\ngo\n")
+    process.stdin.flush()
+    end = time.monotonic() + 20
+    while not (tmp_path / "pids").exists() or len((tmp_path / "pids").read_text().split()) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.stdin.close()
+    process.wait(10)
+    process.stdout.close()
     while alive(tmp_path / "pids"):
         assert time.monotonic() < end
         time.sleep(0.05)

@@ -9,10 +9,15 @@ import sys
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from .node import NODE
+from .tied import end_with
+
 
 def main() -> int:
     """Return 0, or EX_TEMPFAIL where ranks have saved and ask to be started again; raise torch's error otherwise."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM sends it to all processes; it is for the ranks
+    if node := os.environ.pop(NODE, ""):
+        end_with(int(node), number=signal.SIGTERM)  # with which it ends its ranks
     try:
         torchrun.main(sys.argv[1:])
     except ChildFailedError as error:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 READY, FAILED = "zerofn: ready", "zerofn: cannot start: "
+NODE = "ZEROFN_NODE"  # the variable with this process's number, for what ends with it
 GRACE = 15.0  # seconds between SIGTERM, with which a run may save its state, and SIGKILL
 
 
@@ -30,7 +31,7 @@ def main() -> int:
     print(FAILED + fault if fault else READY, flush=True)
     if fault or sys.stdin.readline().strip() != "go":
         return 1
-    environ = os.environ | order["environ"]
+    environ = os.environ | order["environ"] | {NODE: str(os.getpid())}
     process = subprocess.Popen(
         order["command"], cwd=order["cwd"], env=environ, stdin=subprocess.DEVNULL, start_new_session=True
     )
@@ -57,11 +58,26 @@ def _fault(order: dict[str, Any]) -> str:
 def _end_with_input(process: subprocess.Popen[bytes]) -> None:
     while sys.stdin.readline():
         pass
-    for number, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, number)
-            process.wait(patience)
-            return
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(GRACE)
+        return
+    for pid in reversed(_descendants(process.pid)):  # ranks have groups of their own
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return a process, and those that it and they have started: parents first."""
+    children: dict[str, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            parent = stat.read_text().rpartition(")")[2].split()[1]
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found = [pid]
+    for each in found:
+        found += children.get(str(each), [])
+    return found
 
 
 if __name__ == "__main__":

@@ -20,19 +20,20 @@ import time
 SECONDS = 0.2  # between two looks
 
 
-def end_with(parent: int, folder: str) -> None:
+def end_with(parent: int, folder: str = "", number: signal.Signals = signal.SIGKILL) -> None:
     """From now on, end this process, and all of its group if it leads one, soon after the process `parent`, which has
-    started it. `folder`: what that one would have removed.
+    started it. `folder`: what that one would have removed. `number`: the signal.
     """
-    threading.Thread(target=_watch, args=(parent, folder), name="zerofn-tied", daemon=True).start()
+    threading.Thread(target=_watch, args=(parent, folder, number), name="zerofn-tied", daemon=True).start()
 
 
-def _watch(parent: int, folder: str) -> None:
+def _watch(parent: int, folder: str, number: signal.Signals) -> None:
     while os.getppid() == parent:
         time.sleep(SECONDS)
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(ProcessLookupError):
-        (os.killpg if os.getpgrp() == os.getpid() else os.kill)(os.getpid(), signal.SIGKILL)
+        (os.killpg if os.getpgrp() == os.getpid() else os.kill)(os.getpid(), number)
 
 
 def main() -> None:
