@@ -19,6 +19,7 @@ import optree
 import torch
 
 from ._torch_compat import register_torch_pytree_node, torch_pytree_nodes
+from .util.arguments import checked
 
 NAMESPACE = "zerofn"
 PyTreeSpec = optree.PyTreeSpec
@@ -231,6 +232,7 @@ def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]
     return flatten(tree, is_leaf)[0]
 
 
+@checked("f")
 def tree_map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """`f` at every leaf of `tree` (and of `rest`, which must have the same structure).
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..memory.turns import refuse_while_capturing
+from ..util.arguments import checked
 from ..util.errors import CheckpointError
 from .checksums import SUFFIX, checksums_of, checksums_text
 from .contents import LeafInfo, missing_leaf
@@ -32,6 +33,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
 
+@checked()
 def export(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],

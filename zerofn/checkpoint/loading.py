@@ -17,6 +17,7 @@ from .. import tree
 from ..comm.agreement import exchange, first_difference, rank_and_size, together
 from ..memory.turns import outside_steps
 from ..sharding.sharded import is_sharded
+from ..util.arguments import checked
 from ..util.errors import CheckpointError
 from .contents import Part, describe, leaves_of, missing_leaf, take_apart
 from .filling import Filling, settle_all
@@ -34,6 +35,7 @@ _TRIES, _PAUSE = 5, 0.2  # how often, and the first of the seconds between
 _REPLACED = "was replaced while it was read"
 
 
+@checked()
 def load(
     path: str | os.PathLike[str],
     like: Any,

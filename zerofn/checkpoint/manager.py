@@ -19,6 +19,7 @@ from .. import tree
 from ..comm.agreement import rank_and_size, together, with_texts
 from ..dry_run.script import current_dry_run
 from ..memory.turns import outside_steps
+from ..util.arguments import checked
 from ..util.errors import CheckpointError
 from ..util.process import the
 from . import loader_state, owner, steps
@@ -66,6 +67,7 @@ class Checkpoints:
     Raises `ValueError` for options that make no sense.
     """
 
+    @checked("folder", "async_", "time_limit", "signals")
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -79,7 +81,8 @@ class Checkpoints:
         replicate_every: int | None = None,
         signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
     ) -> None:
-        _check(every, keep, keep_best, loader, time_limit, replicate_every)
+        signals = tuple(signals)
+        _check(signals, every, keep, keep_best, loader, time_limit, replicate_every)
         self.folder, self.step = located(folder), 0
         self._every, self._keep, self._keep_best, self._async, self._loader = every, keep, keep_best, async_, loader
         self._stopping = Stopping(signals, time_limit)
@@ -307,7 +310,12 @@ class Checkpoints:
                 self._stuck.add(path)
 
 
-def _check(every: Any, keep: Any, keep_best: Any, loader: Any, time_limit: Any, replicate_every: Any) -> None:
+def _check(
+    signals: Any, every: Any, keep: Any, keep_best: Any, loader: Any, time_limit: Any, replicate_every: Any
+) -> None:
+    for each in signals:
+        if not isinstance(each, int) or isinstance(each, bool) or each not in signal.valid_signals():
+            raise ValueError(f"{WHAT}: signals must be signals such as signal.SIGTERM, got {each!r}.")
     for name, value in (("every", every), ("keep", keep), ("replicate_every", replicate_every)):
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{WHAT}: {name} is a number of steps or checkpoints from 1 on, or None; got {value!r}.")

@@ -13,6 +13,7 @@ import torch
 from .. import tree
 from ..comm.agreement import together
 from ..memory.turns import outside_steps
+from ..util.arguments import checked
 from ..util.errors import CheckpointError, printable
 from .contents import Part, leaves_of, missing_leaf, take_apart
 from .filling import Filling, settle_all
@@ -26,6 +27,7 @@ log = logging.getLogger("zerofn")
 WHAT = "zerofn.load_safetensors"
 
 
+@checked()
 @outside_steps(WHAT)
 def load_safetensors(
     path: str | os.PathLike[str], like: Any, *, strict: bool = True, rename: Callable[[str], str | None] | None = None

@@ -22,6 +22,7 @@ from ..comm.agreement import difference_in_full, exchange, fingerprint, rank_and
 from ..memory.turns import outside_steps
 from ..ops.same import checksum
 from ..sharding.sharded import Sharded, is_sharded
+from ..util.arguments import checked
 from ..util.errors import CheckpointError
 from ..util.process import the
 from ..util.version import __version__
@@ -38,6 +39,7 @@ log = logging.getLogger("zerofn")
 WHAT = "zerofn.save"
 
 
+@checked()
 def save(path: str | os.PathLike[str], state: Any, *, wait: bool = True) -> Saving:
     """Write a state to the folder `path`, where `load` finds it. Every rank must call it. Nothing is pickled.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..memory.turns import outside_steps
 from ..parallel.overlaps import Region
+from ..util.arguments import checked
 from .contents import LeafInfo
 from .pretrained import fill
 from .reading import Read, Source
@@ -32,6 +33,7 @@ class Readable(Protocol):
         """Fill the 1-d `into` with the raveled tensor's elements from `start` on, cast to its dtype."""
 
 
+@checked()
 @outside_steps(WHAT)
 def load_state_dict(
     state_dict: Mapping[str, Tensor | Readable],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..comm.agreement import rank_and_size, with_texts
 from ..memory.turns import refuse_while_capturing
+from ..util.arguments import checked
 from ..util.errors import CheckpointError
 from .folder import MANIFEST
 from .places import check_answers, located
@@ -16,6 +17,7 @@ from .sources import Checkpoint
 WHAT = "zerofn.verify"
 
 
+@checked()
 def verify(path: str | os.PathLike[str]) -> list[str]:
     """Return what is wrong with the checkpoint at `path`, a sentence each; an empty list if every bit is as saved.
 

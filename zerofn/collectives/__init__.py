@@ -30,6 +30,7 @@ from .. import tree
 from ..comm.mesh import TENSOR, Axis, Mesh
 from ..comm.present import axis_of as _axis
 from ..comm.present import present
+from ..util.arguments import checked
 from .averaged import check_psum
 from .maps import AllGather, AllReduce, Exchange, Linear, LinearMap, Permute, Psum, ReduceScatter, Same, Vary
 
@@ -56,9 +57,12 @@ def _from_last(x: Tensor, dim: int, what: str) -> int:
     """Return which dim this is, counted from the last."""
     if x.dim() == 0:
         raise ValueError(f"{what}: expected a tensor with at least one dim, got a scalar; write x.view(1).")
+    if not -x.dim() <= dim < x.dim():
+        raise IndexError(f"{what}: dim must be from {-x.dim()} to {x.dim() - 1} for shape {list(x.shape)}, got {dim}.")
     return range(-x.dim(), 0)[dim]
 
 
+@checked()
 def all_gather(x: Tensor, axis: str | Axis | None = None, *, dim: int = 0) -> Tensor:
     """Concatenate every rank's `x` along `dim`, in rank order.
 
@@ -76,6 +80,7 @@ def all_gather(x: Tensor, axis: str | Axis | None = None, *, dim: int = 0) -> Te
     return Linear.apply(AllGather(_axis(axis), dim=_from_last(x, dim, "all_gather")), x)[0]
 
 
+@checked()
 def reduce_scatter(x: Tensor, axis: str | Axis | None = None, *, dim: int = 0) -> Tensor:
     """Sum `x` over ranks and keep this rank's equal part along `dim`.
 
@@ -100,6 +105,7 @@ def reduce_scatter(x: Tensor, axis: str | Axis | None = None, *, dim: int = 0) -
     return Linear.apply(ReduceScatter(where, dim=counted), x)[0]
 
 
+@checked()
 def all_reduce(x: Tensor, axis: str | Axis | None = None) -> Tensor:
     """Sum `x` over ranks.
 
@@ -119,6 +125,7 @@ def all_reduce(x: Tensor, axis: str | Axis | None = None) -> Tensor:
     return Linear.apply(AllReduce(where, between), x)[0]
 
 
+@checked()
 def mean(x: Tensor, like: Any = None) -> Tensor:
     """Return the mean of `x` over the ranks that have other parts of the batch: what a rank's metric becomes.
 
@@ -147,6 +154,7 @@ def _mesh_of(like: Any) -> Mesh:
     return found
 
 
+@checked()
 def vary(x: Tensor, axis: str | Axis) -> Tensor:
     """Let each rank use one value in its own way, as the input of a layer that is cut over an axis. JAX's `pvary`.
 
@@ -161,6 +169,7 @@ def vary(x: Tensor, axis: str | Axis) -> Tensor:
     return Linear.apply(Vary(_axis(axis)), x)[0]
 
 
+@checked()
 def psum(x: Tensor, axis: str | Axis) -> Tensor:
     """Sum `x` over ranks into one value, as the output of a layer whose input is cut over an axis. JAX's `psum`.
 
@@ -181,6 +190,7 @@ def psum(x: Tensor, axis: str | Axis) -> Tensor:
     return Linear.apply(Psum(where, forward=x.requires_grad), x)[0]
 
 
+@checked()
 def all_to_all(x: Tensor, axis: str | Axis | None = None) -> Tensor:
     """Send row r of `x` to rank r.
 
@@ -202,6 +212,7 @@ def all_to_all(x: Tensor, axis: str | Axis | None = None) -> Tensor:
     return Linear.apply(Exchange(where), x.reshape(where.size, -1))[0].view(x.shape)
 
 
+@checked()
 def permute(x: Tensor, sources: Sequence[int], axis: str | Axis | None = None) -> Tensor:
     """Hand each rank another rank's `x`: rank r receives what rank `sources[r]` holds.
 
@@ -223,6 +234,7 @@ def permute(x: Tensor, sources: Sequence[int], axis: str | Axis | None = None) -
     return Linear.apply(Permute(where, tuple(sources)), x)[0]
 
 
+@checked()
 def same(x: Tensor, axis: str | Axis | None = None) -> Tensor:
     """Declare that `x` has the same value on every rank, and check it.
 

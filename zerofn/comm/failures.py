@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .._torch_compat import abort_groups, default_store, groups_of_process, resolve_process_group
+from ..util.arguments import checked
 from ..util.errors import said
 from ..util.other_processes import here
 from ..util.process import the
@@ -176,6 +177,7 @@ def abandon(message: str) -> None:
             dist.destroy_process_group()
 
 
+@checked()
 def abort(message: str) -> None:
     """Tell the other ranks that this one cannot go on, and leave the process group.
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..dry_run.script import current_dry_run
+from ..util.arguments import checked
 from ..util.errors import nearest
 from ..util.process import the
 from .arrivals import fresh, store_at
@@ -91,6 +92,7 @@ class Mesh:
         return found
 
     @staticmethod
+    @checked()
     def planned(sizes: Mapping[str, int], num_ranks: int | None = None) -> Mesh:
         """Return the grid of a machine that need not exist, as its rank 0 sees it: what `zerofn.plan` plans for.
 
@@ -143,6 +145,7 @@ class Mesh:
         """The axes along which ranks have different parts of the batch."""
         return self._names(BATCH)
 
+    @checked()
     def axis(self, name: str = DATA) -> Axis:
         """Return the axis called `name`. The only axis of a mesh also answers to "data".
 
@@ -153,6 +156,7 @@ class Mesh:
                 return axis
         raise ValueError(f"mesh has no axis {name!r}; its axes are {[a.name for a in self.axes]}.")
 
+    @checked()
     def size(self, name: str) -> int:
         """Return the size of an axis, 1 if it is not there."""
         return next((axis.size for axis in self.axes if axis.name == name), 1)
@@ -211,6 +215,7 @@ class Mesh:
         """All ranks, along one axis."""
         return self.over(tuple(axis.name for axis in self.axes))
 
+    @checked()
     def over(self, names: Iterable[str]) -> Axis:
         """Return one axis for several, row-major; those that are not there have size 1.
 
@@ -230,6 +235,7 @@ class Mesh:
             return Axis(name, size, rank, _fake(name))
         return Axis(name, size, rank, the(Groups).of(self._line({axis.name for axis in found})))
 
+    @checked()
     def block(self, name: str, size: int) -> Axis:
         """Return the ranks of an axis in blocks of `size`, as an axis of this rank's block. All ranks must ask."""
         whole = self.axis(name)
@@ -238,6 +244,7 @@ class Mesh:
             return Axis(name, size, rank, _fake(name) if size > 1 else "")
         return Axis(name, size, rank, the(Groups).of(self._line({name})[first : first + size]))
 
+    @checked()
     def along(self, name: str) -> tuple[int, ...]:
         """Return the ranks of the job that differ from this one along one axis only, this one among them."""
         return self._line({name})

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
+from ..util.arguments import checked
 from ..util.process import the
 from .mesh import Axis, Mesh
 from .meshes import Meshes
@@ -90,6 +91,7 @@ def axis_of(axis: str | Axis | None, what: str = "axis") -> Axis:
     return present(lambda mesh: mesh.batch if axis is None else mesh.axis(axis), what)
 
 
+@checked()
 def rank(among: str = "") -> int:
     """Return this process's rank, from 0; 0 if it is alone. Joins the ranks, as `Mesh.of` does.
 
@@ -104,6 +106,7 @@ def rank(among: str = "") -> int:
     return _among(among, "rank").rank
 
 
+@checked()
 def world_size(among: str = "") -> int:
     """Return the number of ranks. Joins them, as `Mesh.of` does. `among`: see `rank`.
 

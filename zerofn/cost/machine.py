@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ..util.arguments import check_fields, checked
 from ..util.errors import nearest
 from ..util.sizes import in_words
 
@@ -50,6 +51,8 @@ class Machine:
     nodes: int = 0  # how many there are; 0: as many as ranks need
 
     def __post_init__(self) -> None:
+        rates = ("host_link", "host_memory", "host_rate", "disk", "disk_read", "disk_write", "launch", "latency")
+        check_fields(self, "name", "flops", *rates, "busy", "slowest", "measured_on")
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"Machine(device={self.device!r}): expected 'cpu' or 'cuda'.")
         if "float32" not in self.flops:
@@ -59,7 +62,7 @@ class Machine:
             )
         for name, least in (("ranks", 1), ("memory", 1), ("memory_rate", 1), ("link", 0), ("network", 0), ("nodes", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
                 raise ValueError(f"Machine({name}={value!r}): expected a number, {least} or more.")
 
     def __repr__(self) -> str:
@@ -84,10 +87,15 @@ class Machine:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     @staticmethod
+    @checked()
     def from_json(text: str) -> Machine:
         """Return the machine that `to_json` wrote."""
-        return Machine(**json.loads(text))
+        try:
+            return Machine(**json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"Machine.from_json: text must be what to_json wrote, and is no JSON: {error}.") from None
 
+    @checked()
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, atomically."""
         target = Path(path)
@@ -98,6 +106,7 @@ class Machine:
         scratch.replace(target)
 
     @staticmethod
+    @checked()
     def load(path: str | os.PathLike[str]) -> Machine:
         """Read a machine that `save` wrote. Raises `ValueError` for another file."""
         try:
@@ -254,6 +263,7 @@ def usual(accelerated: bool) -> Machine:
     return KNOWN["A100-8"] if accelerated else _HOST
 
 
+@checked()
 def machine_of(given: Machine | str | os.PathLike[str]) -> Machine:
     """Return a `Machine`: as given, by name, or from a file that `zerofn profile` wrote; several nodes of either are
     "8 x H100-8".

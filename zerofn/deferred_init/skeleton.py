@@ -26,6 +26,7 @@ from .._torch_compat import REJECTION_SAMPLERS, TorchDispatchMode, tree_map
 from ..memory.host_allocator import map_large_blocks
 from ..memory.turns import refuse_while_capturing
 from ..ops.registry import ASKS_VALUES
+from ..util.arguments import checked
 from ..util.user_line import user_place
 from .effects import is_random, tensors
 from .materialize import record
@@ -35,6 +36,7 @@ log = logging.getLogger("zerofn")
 _LARGE = 1 << 30  # bytes
 
 
+@checked()
 def skeleton(build: Callable[[], nn.Module], *, device: torch.device | str | None = None) -> nn.Module:
     """Return the module that `build()` makes, with its real buffers, and with the shapes of its parameters only.
 

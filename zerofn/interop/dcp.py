@@ -14,9 +14,11 @@ from torch import Tensor
 
 import zerofn
 
-from .adam import names_of, with_moments
+from ..util.arguments import checked
+from .adam import names_of, params_of, with_moments
 
 
+@checked()
 def load_dcp(path: str | Path, like: Any, *, only: str | None = None) -> Any:
     """Return the state that `torch.distributed.checkpoint` has saved, laid out as the `TrainState` `like`.
 
@@ -31,10 +33,10 @@ def load_dcp(path: str | Path, like: Any, *, only: str | None = None) -> Any:
     Raises `zerofn.CheckpointError` for a folder that is no such checkpoint, is damaged or of another model, or whose
     metadata, which is a pickle, names anything but torch's classes for it; and where `like` has no `AdamState`.
     """
+    names = names_of(params_of("load_dcp", like))
     from .dcp_files import Saved  # which imports much of torch
 
     saved = Saved(Path(path).expanduser())
-    names = names_of(like.params)
     params = zerofn.load_state_dict(saved.below(saved.prefix(names, ""), names, ""), like=like.params)
     if only == "params":
         return dataclasses.replace(like, params=params)
@@ -53,6 +55,7 @@ def load_dcp(path: str | Path, like: Any, *, only: str | None = None) -> Any:
     return dataclasses.replace(like, params=params, opt_state=opt_state, step=torch.full_like(like.step, count))
 
 
+@checked()
 def export_dcp(path: str | Path, out: str | Path) -> None:
     """Write a ZeroFn checkpoint as one of `torch.distributed.checkpoint`, which FSDP2 and torchtitan load.
 

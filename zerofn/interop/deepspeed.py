@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import zerofn
 
+from ..util.arguments import checked
 from .deepspeed_file import BATCH, Block, check_keys, filled, read, shown
 from .deepspeed_keys import flat, row_of, turned_off
 from .deepspeed_optimizers import clipped, optimizer_of
@@ -44,6 +45,7 @@ class Setup:
     cast_batch: torch.dtype | None = None
 
 
+@checked("auto", "world")
 def from_deepspeed(
     config: str | os.PathLike[str] | Mapping[str, Any],
     *,
@@ -66,6 +68,8 @@ def from_deepspeed(
     `"auto"` that is not given, a batch size that is not rows x microbatches x ranks, and what has no counterpart;
     `FileNotFoundError`.
     """
+    if world is not None and world < 1:
+        raise ValueError(f"from_deepspeed: world must be a number of ranks of 1 or more, got {world!r}.")
     given = filled(read(config), auto or {})
     check_keys(given)
     _check_refused(given)

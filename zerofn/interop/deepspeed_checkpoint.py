@@ -22,7 +22,8 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 import zerofn
 
-from .adam import MOMENTS, names_of, with_moments
+from ..util.arguments import checked
+from .adam import MOMENTS, names_of, params_of, with_moments
 from .pieces import Pieces, cut, first, numel
 from .torch_files import Count, Each, Flat, Named, Numbered, check_file, check_values
 
@@ -44,6 +45,7 @@ _STAGE_0 = {"state?": Numbered(_STATES["state"].of), "param_groups?": Each({"par
 _FP32 = {"single_partition_of_fp32_groups": "base_optimizer_state", "fp32_flat_groups": "optimizer_state_dict"}
 
 
+@checked()
 def load_deepspeed(path: str | Path, like: Any, *, tag: str | None = None, only: str | None = None) -> Any:
     """Return the state that DeepSpeed has saved, laid out as the `TrainState` `like`.
 
@@ -61,8 +63,8 @@ def load_deepspeed(path: str | Path, like: Any, *, tag: str | None = None, only:
     Raises `zerofn.CheckpointError` for files that are missing, damaged, of another model, of model parallelism, or that
     want to execute something when they are read; and where `like` has no `AdamState` for the moments.
     """
+    names = set(names_of(params_of("load_deepspeed", like)))
     saved = _Saved.at(_tag_folder(Path(path).expanduser(), tag))
-    names = set(names_of(like.params))
     params = zerofn.load_state_dict(saved.chosen(saved.params, names), like=like.params)
     if only == "params":
         return dataclasses.replace(like, params=params)

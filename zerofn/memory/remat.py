@@ -13,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from .. import tree
 from .._torch_compat import inside_functorch, is_functorch_tensor
 from ..random.rng_state import is_virtual
+from ..util.arguments import checked
 
 
+@checked()
 def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return `fn` with its activations recomputed in the backward pass (Chen et al. 2016; `jax.checkpoint`).
 

@@ -11,12 +11,14 @@ from torch import Tensor
 from .. import tree
 from ..comm.mesh import EXPERT, Mesh
 from ..parallel.cuts import Cut, equal
+from ..util.arguments import checked
 
 
 def _of_experts(name: str) -> bool:
     return "experts" in name.split(".")
 
 
+@checked()
 def cuts(params: Any, mesh: Mesh, experts: Callable[[str], bool] = _of_experts) -> dict[str, Cut]:
     """Give each rank of the mesh's axis "expert" its part of the experts; return the cuts, for `shard`.
 

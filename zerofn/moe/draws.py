@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..random.draws import check_scalar, fill
+from ..util.arguments import checked
 
 
 def uniform(key: Tensor | None, like: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
@@ -19,6 +20,7 @@ def uniform(key: Tensor | None, like: Tensor, low: float = 0.0, high: float = 1.
     return fill("uniform", key, 0, like.shape, (low, high), like.dtype, like.device)
 
 
+@checked("logits")
 def gumbel(logits: Tensor, key: Tensor | None = None) -> Tensor:
     """Return noise for `route`: the k largest of `logits + noise` are k experts drawn by their probabilities.
 
@@ -36,6 +38,7 @@ def gumbel(logits: Tensor, key: Tensor | None = None) -> Tensor:
     return -(-uniform(key, logits).clamp_min(tiny).log()).clamp_min(tiny).log()
 
 
+@checked("x", "epsilon")
 def jitter(x: Tensor, key: Tensor | None = None, epsilon: float = 1e-2) -> Tensor:
     """Return `x` times uniform draws from [1 - epsilon, 1 + epsilon): the input of a gate (Switch Transformers).
 

@@ -15,6 +15,7 @@ from .. import tree
 from ..collectives import all_to_all
 from ..comm.mesh import Axis
 from ..comm.present import axis_of
+from ..util.arguments import checked
 from .routing import Routing
 
 
@@ -31,6 +32,7 @@ def experts_here(num_experts: int, axis: str | Axis | None, what: str) -> tuple[
     return num_experts // where.size, where.size
 
 
+@checked()
 def dispatch(x: Tensor, routing: Routing, axis: str | Axis | None = None) -> Tensor:
     """Send each token to its experts.
 
@@ -62,6 +64,7 @@ def dispatch(x: Tensor, routing: Routing, axis: str | Axis | None = None) -> Ten
     return got.movedim(0, 1).reshape(here, size * capacity, width)
 
 
+@checked()
 def combine(y: Tensor, routing: Routing, axis: str | Axis | None = None) -> Tensor:
     """Send experts' outputs back, and add those of each token up by their weights.
 
@@ -93,6 +96,7 @@ def combine(y: Tensor, routing: Routing, axis: str | Axis | None = None) -> Tens
     return (rows * routing.weight.unsqueeze(-1).to(rows.dtype)).sum(0)
 
 
+@checked()
 def own(experts: Any, axis: str | Axis) -> Any:
     """Return this rank's part of experts that every rank has: for parameters that were gathered whole.
 

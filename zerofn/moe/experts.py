@@ -26,6 +26,7 @@ from ..parallel.cut_experts import CutExperts
 from ..parallel.cuts import Cut, equal
 from ..parallel.plan import WORDS as TENSOR_WORDS
 from ..parallel.plan import did_you_mean, matches
+from ..util.arguments import checked
 from ..util.errors import nearest
 from .exchange import combine, dispatch
 from .router_logits import of_whole_batch
@@ -39,6 +40,7 @@ Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 _counted: ContextVar[list[Tensor] | None] = ContextVar("dropped_choices", default=None)
 
 
+@checked("plan")
 def experts(
     model: nn.Module, mesh: Mesh, plan: Mapping[str, str] | None = None, *, capacity: float | None = None
 ) -> dict[str, Cut | tuple[Cut, ...]]:

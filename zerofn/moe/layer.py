@@ -13,6 +13,7 @@ from ..comm.mesh import Axis, Mesh
 from ..comm.present import current_mesh
 from ..random import fold_in
 from ..random.draws import fold_in_rank
+from ..util.arguments import checked
 from .draws import gumbel, jitter, uniform
 from .exchange import combine, dispatch, experts_here
 from .losses import load_balance_loss, z_loss
@@ -37,6 +38,7 @@ class Aux(NamedTuple):
     dropped: Tensor
 
 
+@checked("params", "x", "min_capacity", "normalize", "used")
 def layer(
     params: Mapping[str, Any],
     x: Tensor,
@@ -99,6 +101,7 @@ def layer(
     return y.view(*x.shape[:-1], y.shape[-1]), Aux(even, z_loss(logits), found.counts, found.dropped)
 
 
+@checked()
 def residual(x: Tensor, routed: Tensor, dense: Tensor, coefficient: Mapping[str, Tensor]) -> Tensor:
     """Mix the outputs of a token's experts and of the one that all tokens go through (Residual-MoE, PR-MoE).
 

@@ -8,8 +8,10 @@ from torch import Tensor
 from ..collectives import all_reduce
 from ..comm.mesh import Axis
 from ..comm.present import axis_of
+from ..util.arguments import checked
 
 
+@checked()
 def load_balance_loss(
     logits: Tensor, expert: Tensor, *, used: Tensor | None = None, axis: str | Axis | None = None
 ) -> Tensor:
@@ -26,8 +28,13 @@ def load_balance_loss(
     >>> load_balance_loss(torch.zeros(2, 2), torch.tensor([[0, 1]]))
     tensor(1.)
     """
-    num_tokens, num_experts = logits.shape
-    if expert.dim() != 2 or expert.shape[1] != num_tokens or (used is not None and tuple(used.shape) != (num_tokens,)):
+    num_tokens, num_experts = logits.shape if logits.dim() == 2 else (-1, -1)
+    if (
+        num_tokens < 0
+        or expert.dim() != 2
+        or expert.shape[1] != num_tokens
+        or (used is not None and tuple(used.shape) != (num_tokens,))
+    ):
         of_used = "" if used is None else f", used {list(used.shape)}"
         raise ValueError(
             f"moe.load_balance_loss: expected logits [tokens, experts] and choices [n, tokens], got "
@@ -44,6 +51,7 @@ def load_balance_loss(
     return num_experts * (means[0] * means[1]).sum()
 
 
+@checked()
 def z_loss(logits: Tensor) -> Tensor:
     """Return the mean over tokens of the squared log-sum-exp of a gate's logits (ST-MoE).
 

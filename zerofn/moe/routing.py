@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..util.arguments import checked
 from ..util.errors import nearest
 
 PRIORITIES = ("choice", "position", "probability")
@@ -61,6 +62,7 @@ def _unflatten(aux: tuple[int, int], children: Iterable[Any]) -> Routing:
 tree.register_node(Routing, _flatten, _unflatten)
 
 
+@checked("logits", "min_capacity", "noise", "noisy_first", "normalize", "used")
 def route(
     logits: Tensor,
     k: int = 1,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import zerofn
 
+from ..util.arguments import checked
 from .sinks import Sink, sinks_of
 
 
@@ -136,6 +137,7 @@ class Progress:
         return "  ".join(parts)
 
 
+@checked("loader", "total", "tokens")
 def progress(
     loader: Iterable[Any],
     every: int = 10,

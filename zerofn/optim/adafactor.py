@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..util.arguments import checked
 from . import checks
 from .base import GradientTransformation, Mask, ScalarOrSchedule
 from .block_rms import clip_by_block_rms, scale_by_param_block_rms
@@ -15,6 +16,7 @@ from .scale import scale, scale_by_learning_rate
 from .torch_optimizers import told
 
 
+@checked()
 @told
 def adafactor(
     learning_rate: ScalarOrSchedule | None = None,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import tree
 from ..sharding.layout import LeafInfo as LeafInfo
+from ..util.arguments import check_fields
 
 ScalarOrSchedule = float | Callable[[Tensor], Any]
 
@@ -58,6 +59,7 @@ class GradientTransformation:
     by_runs: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.name:
             object.__setattr__(self, "args", (self.init, self.update))
 

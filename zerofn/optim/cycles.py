@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..util.arguments import checked
 from . import checks
 from .schedules import Schedule, join_schedules
 from .warmup import warmup_cosine_decay_schedule
@@ -52,6 +53,7 @@ def cosine_onecycle_schedule(
     return Schedule(where, (transition_steps, peak_value, pct_start, div_factor, final_div_factor), fn)
 
 
+@checked()
 def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
     """Warm restarts: one `warmup_cosine_decay_schedule` after the other (Loshchilov and Hutter 2017).
 

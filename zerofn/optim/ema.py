@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..util.arguments import checked
 from . import checks
 from .base import GradientTransformation, count_zero
 from .scale_by_adam import averaged, corrected
@@ -24,6 +25,7 @@ class EmaState(NamedTuple):
     ema: Any
 
 
+@checked("debias")
 def ema(decay: float, debias: bool = True) -> GradientTransformation:
     """Average past updates u: e = decay * e + (1 - decay) * u, from zero.
 

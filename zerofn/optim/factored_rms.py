@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import tree
 from ..ops import runs as _runs  # noqa: F401  (defines zerofn::fill_runs)
 from ..sharding.axis_reductions import Group, Kept, axis_scale, axis_squares, groups_of, logical_leaves, num_columns
+from ..util.arguments import checked
 from . import checks
 from .base import GradientTransformation, count_zero
 from .scale_by_adam import wide
@@ -32,6 +33,7 @@ class FactoredState(NamedTuple):
     v: Any
 
 
+@checked("factored", "min_dim_size_to_factor")
 def scale_by_factored_rms(
     factored: bool = True,
     decay_rate: float = 0.8,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..util.arguments import checked
 from . import checks
 from .base import GradientTransformation, apply_updates, count_zero, step
 
@@ -24,6 +25,7 @@ class LookaheadState(NamedTuple):
     slow: Any
 
 
+@checked("sync_period", "reset_state")
 def lookahead(
     fast_optimizer: GradientTransformation, sync_period: int, slow_step_size: float, reset_state: bool = False
 ) -> GradientTransformation:

@@ -23,7 +23,7 @@ from ..ops.codecs import MOMENTS
 
 def check(where: str, moments: str | None) -> None:
     """Raise `ValueError` for an unknown format."""
-    if moments not in MOMENTS:
+    if not isinstance(moments, str | None) or moments not in MOMENTS:
         *others, last = [repr(name) for name in MOMENTS if name is not None]
         raise ValueError(
             f"{where}: moments={moments!r} is not known; there are None (the parameters' dtype), "

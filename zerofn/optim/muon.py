@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from ..util.arguments import checked
 from . import checks
 from .base import GradientTransformation, LeafInfo, Mask, ScalarOrSchedule
 from .chain import chain
@@ -21,6 +22,7 @@ def _is_matrix(leaf: LeafInfo) -> bool:
     return leaf.ndim == 2
 
 
+@checked()
 @told
 def muon(
     learning_rate: ScalarOrSchedule,

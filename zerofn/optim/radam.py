@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..util.arguments import checked
 from . import checks
 from .base import GradientTransformation, ScalarOrSchedule
 from .chain import named_chain
@@ -16,6 +17,7 @@ from .scale_by_adam import AdamState, check_moments, first_moments, init_moments
 from .torch_optimizers import told
 
 
+@checked("nesterov")
 def scale_by_radam(
     b1: float = 0.9,
     b2: float = 0.999,
@@ -54,6 +56,7 @@ def scale_by_radam(
     return GradientTransformation(init_moments, update, "scale_by_radam", (*hyper, nesterov))
 
 
+@checked("nesterov")
 @told
 def radam(
     learning_rate: ScalarOrSchedule,

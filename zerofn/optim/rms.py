@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..util.arguments import checked
 from . import checks
 from .base import GradientTransformation, count_zero
 from .scale_by_adam import averaged, averaged_squares, corrected
@@ -37,6 +38,7 @@ class ScaleByRStdDevState(NamedTuple):
     count: Any = None
 
 
+@checked("eps_in_sqrt", "bias_correction")
 def scale_by_rms(
     decay: float = 0.9,
     eps: float = 1e-8,
@@ -65,6 +67,7 @@ def scale_by_rms(
     return GradientTransformation(init, update, "scale_by_rms", args)
 
 
+@checked("eps_in_sqrt", "bias_correction")
 def scale_by_stddev(
     decay: float = 0.9,
     eps: float = 1e-8,

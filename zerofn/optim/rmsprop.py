@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..util.arguments import checked
 from . import checks
 from .base import GradientTransformation, ScalarOrSchedule
 from .chain import named_chain
@@ -11,6 +12,7 @@ from .torch_optimizers import told
 from .trace import trace
 
 
+@checked("eps_in_sqrt", "centered", "momentum", "nesterov", "bias_correction")
 @told
 def rmsprop(
     learning_rate: ScalarOrSchedule,

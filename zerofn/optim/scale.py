@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..util.arguments import checked
 from . import checks
 from .base import EmptyState, GradientTransformation, ScalarOrSchedule, count_zero, no_state
 
@@ -41,7 +42,7 @@ def scale_by_schedule(step_size_fn: Any) -> GradientTransformation:
     """
     if not callable(step_size_fn):
         raise TypeError(
-            f"scale_by_schedule: expected a function of the count of applied updates, got "
+            f"scale_by_schedule: step_size_fn must be a function of the count of applied updates, got "
             f"{step_size_fn!r}; for a constant use scale({step_size_fn!r})."
         )
 
@@ -55,6 +56,7 @@ def scale_by_schedule(step_size_fn: Any) -> GradientTransformation:
     return GradientTransformation(init, update, "scale_by_schedule", (step_size_fn,))
 
 
+@checked("flip_sign")
 def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, flip_sign: bool = True) -> GradientTransformation:
     """Multiply by minus the learning rate, a number or a schedule; without `flip_sign`, by plus the learning rate.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..util.arguments import checked
 from . import checks
 from .base import GradientTransformation, count_zero
 from .moment_formats import initial, state_type
@@ -25,6 +26,7 @@ class AdamState(NamedTuple):
     nu: Any
 
 
+@checked("nesterov")
 def scale_by_adam(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, eps_root: float = 0.0, *, nesterov: bool = False
 ) -> GradientTransformation:

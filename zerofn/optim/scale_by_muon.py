@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import tree
 from ..sharding.axis_reductions import logical_leaves
 from ..sharding.whole_leaves import map_whole
+from ..util.arguments import checked
 from . import checks
 from .base import EmptyState, GradientTransformation, LeafInfo, count_zero, no_state
 from .leaf_runs import spread
@@ -30,6 +31,7 @@ class MuonState(NamedTuple):
     mu: Any
 
 
+@checked("ns_steps", "nesterov", "adaptive")
 def scale_by_muon(
     ns_coeffs: Coefficients | Sequence[Coefficients] = QUINTIC,
     ns_steps: int = 5,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..util.arguments import checked
 from . import checks
 
 
@@ -75,6 +76,7 @@ def linear_schedule(init_value: float, end_value: float, transition_steps: int, 
     return polynomial_schedule(init_value, end_value, 1, transition_steps, transition_begin)
 
 
+@checked("staircase")
 def exponential_decay(
     init_value: float,
     transition_steps: int,
@@ -126,6 +128,7 @@ def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.
     return Schedule("cosine_decay_schedule", (init_value, decay_steps, alpha, exponent), fn)
 
 
+@checked("boundaries_and_scales")
 def piecewise_constant_schedule(
     init_value: float, boundaries_and_scales: Mapping[int, float] | None = None
 ) -> Schedule:
@@ -151,6 +154,7 @@ def piecewise_constant_schedule(
     return Schedule("piecewise_constant_schedule", (init_value, scales), fn)
 
 
+@checked()
 def join_schedules(schedules: Sequence[Callable[..., Any]], boundaries: Sequence[int]) -> Schedule:
     """One schedule after the other.
 

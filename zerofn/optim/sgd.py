@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import tree
 from ..ops import sgd as _op  # noqa: F401  (defines zerofn::sgd)
+from ..util.arguments import checked
 from . import checks
 from . import moment_formats as formats
 from .base import GradientTransformation, Mask, ScalarOrSchedule, count_zero, rate_at
@@ -27,6 +28,7 @@ class SgdState(NamedTuple):
     trace: Any
 
 
+@checked("momentum", "nesterov")
 @told
 def sgd(
     learning_rate: ScalarOrSchedule,

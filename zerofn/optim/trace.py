@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import tree
+from ..util.arguments import checked
 from . import checks
 from .base import GradientTransformation
 
@@ -20,6 +21,7 @@ class TraceState(NamedTuple):
     trace: Any
 
 
+@checked("nesterov")
 def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
     """Sum past gradients with decay: t = g + decay * t, from zero (Sutskever et al. 2013).
 

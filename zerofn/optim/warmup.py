@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..util.arguments import checked
 from . import checks
 from .schedules import Schedule, cosine_decay_schedule, exponential_decay, join_schedules, linear_schedule
 
 
 def warmup_constant_schedule(init_value: float, peak_value: float, warmup_steps: int) -> Schedule:
     """A straight line from `init_value` to `peak_value` over `warmup_steps`, then constant."""
+    where = "warmup_constant_schedule"
+    checks.number(where, init_value=init_value, peak_value=peak_value, warmup_steps=warmup_steps)
     return linear_schedule(init_value, peak_value, warmup_steps)
 
 
@@ -36,7 +39,8 @@ def warmup_cosine_decay_schedule(
     [0.5, 1.0, 0.5, 0.0]
     """
     where = "warmup_cosine_decay_schedule"
-    checks.number(where, peak_value=peak_value, end_value=end_value, warmup_steps=warmup_steps)
+    checks.number(where, init_value=init_value, peak_value=peak_value, end_value=end_value)
+    checks.number(where, warmup_steps=warmup_steps, decay_steps=decay_steps)
     if not decay_steps > warmup_steps:
         raise ValueError(
             f"{where}: decay_steps counts the warm-up too, so it must be more than warmup_steps="
@@ -48,6 +52,7 @@ def warmup_cosine_decay_schedule(
     return Schedule(where, (init_value, peak_value, warmup_steps, decay_steps, end_value, exponent), joined.fn)
 
 
+@checked("staircase")
 def warmup_exponential_decay_schedule(
     init_value: float,
     peak_value: float,
@@ -62,6 +67,8 @@ def warmup_exponential_decay_schedule(
 
     The decay starts at `peak_value`, counts from the end of the warm-up, and takes the other arguments.
     """
+    where = "warmup_exponential_decay_schedule"
+    checks.number(where, init_value=init_value, peak_value=peak_value, warmup_steps=warmup_steps)
     decay = exponential_decay(peak_value, transition_steps, decay_rate, transition_begin, staircase, end_value)
     joined = join_schedules([linear_schedule(init_value, peak_value, warmup_steps), decay], [warmup_steps])
     args = (init_value, peak_value, warmup_steps, transition_steps, decay_rate, transition_begin, staircase, end_value)
@@ -94,7 +101,7 @@ def warmup_decay_lr(
     With T = total_num_steps, gamma is max(0, (T - i) / max(1, T - N)) for i >= N. Raises as `warmup_lr` does, and
     `ValueError` unless `total_num_steps` is positive.
     """
-    checks.number("warmup_decay_lr", 0, above=True, total_num_steps=total_num_steps)
+    checks.number("warmup_decay_lr", 0, above=True, total_num_steps=total_num_steps, warmup_num_steps=warmup_num_steps)
     width = max(1, total_num_steps - max(2, warmup_num_steps))
     args = (warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
     return _warmup("warmup_decay_lr", args, lambda i: ((total_num_steps - i) / width).clamp(min=0), total_num_steps)

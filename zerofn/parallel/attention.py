@@ -21,6 +21,7 @@ from ..collectives.maps import Exchange, Linear
 from ..comm.mesh import CONTEXT, Axis
 from ..comm.present import axis_of, works_by_rank
 from ..memory.remat import remat
+from ..util.arguments import checked
 
 METHODS = ("ulysses", "ring")
 
@@ -66,6 +67,7 @@ def _exchanged(rows: Tensor, axis: Axis) -> Tensor:
     return Exchange(axis)(rows.reshape(axis.size, -1))[0].view(rows.shape)
 
 
+@checked()
 def attention(
     q: Tensor,
     k: Tensor,
@@ -110,6 +112,9 @@ def check_method(what: str, method: str) -> None:
 
 
 def _check(q: Tensor, k: Tensor, axis: Axis, method: str) -> None:
+    for name, x in (("q", q), ("k", k)):
+        if x.dim() < 3:
+            raise ValueError(f"attention: {name} must be [..., heads, tokens, width], got {list(x.shape)}.")
     heads, groups, size = q.shape[-3], k.shape[-3], q.shape[-2]
     check_method("attention", method)
     if heads % groups:

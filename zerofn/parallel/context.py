@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..collectives.maps import AllGather, Linear, Same
 from ..comm.mesh import CONTEXT, TENSOR, Axis, Mesh
+from ..util.arguments import checked
 from .attention import METHODS, attention, check_method
 from .check_context import ForeignMask, Ways, check_context, note_attention
 from .once import once
@@ -19,6 +20,7 @@ _FOREIGN = ("position_bias", "s_aux", "softcap", "sliding_window")  # what other
 _LABELS_AS_THEY_ARE = ("ForMaskedLM", "ForTokenClassification")  # losses that do not shift labels
 
 
+@checked()
 def context(model: nn.Module, mesh: Mesh, *, method: str | None = None) -> None:
     """Let a model of transformers compute with parts of sequences, over the mesh's axis "context".
 

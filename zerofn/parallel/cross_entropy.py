@@ -12,12 +12,14 @@ from torch import Tensor
 from ..collectives.maps import Linear, Psum, rows_over
 from ..comm.mesh import TENSOR, Axis
 from ..comm.present import axis_of
+from ..util.arguments import checked
 from .cuts import equal
 from .sequence import shifted
 
 REDUCTIONS = ("mean", "sum", "none")
 
 
+@checked()
 def cross_entropy(
     logits: Tensor,
     labels: Tensor,

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..util.arguments import check_fields
 from ..util.errors import nearest
 
 KINDS = ("linear", "embedding", "experts", "identity", "varied", "plain", "latent", "sequence")
@@ -38,6 +39,7 @@ class Slice:
     kind: str = "linear"
 
     def __post_init__(self) -> None:
+        check_fields(self, "dim")
         if isinstance(self.parts, bool) or not isinstance(self.parts, int) or self.parts < 1:
             raise ValueError(f"Slice: parts={self.parts!r} is no number of matrices, 1 or more.")
         for what, value, known in (

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from ..comm.mesh import CONTEXT, Mesh
+from ..util.arguments import checked
 
 _SPREAD = 0x9E3779B97F4A7C1, 0x94D049BB133111E  # so that places which are near get numbers which are not
 IGNORED = -100  # the label of a token that counts for no loss
 
 
+@checked()
 def split_sequence(batch: Mapping[str, Tensor], mesh: Mesh, *, shift: bool = True) -> dict[str, Tensor]:
     """Cut the sequences of a batch for the ranks of the mesh's axis "context".
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..collectives.maps import Concat, Linear, Psum, Take, VaryLast
 from ..comm.mesh import TENSOR, Axis, Mesh
 from ..random.mode import draw_by_place
+from ..util.arguments import checked
 from .check_plan import check_plan
 from .cross_entropy import give_loss_of_slices
 from .cut_experts import CutExperts
@@ -30,6 +31,7 @@ from .sequence_parallel import Region, refuse_outputs_of_layers
 from .varied import Varied, with_varied_parameters
 
 
+@checked()
 def tensor(
     model: nn.Module, mesh: Mesh, plan: Mapping[str, str | Slice] | None = None, *, attributes: Attributes | None = None
 ) -> dict[str, Cut]:

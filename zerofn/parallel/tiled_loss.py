@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..memory.remat import remat
+from ..util.arguments import checked
 from .cross_entropy import has_causal_loss
 from .sequence import IGNORED, shifted
 
 
+@checked()
 def tiled_loss(model: nn.Module, tiles: int = 8) -> None:
     """Let a decoder of transformers compute its loss without ever having all logits.
 

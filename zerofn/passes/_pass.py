@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from ..graph.edit import bodies
 from ..graph.program import Program
+from ..util.arguments import check_fields
 
 Scope = Literal["step", "body"]
 
@@ -33,6 +34,7 @@ class Pass:
             raise TypeError(f"Pass: fn must be a function of a program, not {self.fn!r}.")
         if self.scope not in get_args(Scope):
             raise ValueError(f"Pass: scope={self.scope!r} is not known; there are 'step' and 'body'.")
+        check_fields(self, "name")
         if not self.name:
             object.__setattr__(self, "name", getattr(self.fn, "__name__", type(self.fn).__name__))
 

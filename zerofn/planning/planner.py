@@ -11,6 +11,7 @@ from ..comm.mesh import DATA, Mesh
 from ..cost.machine import KNOWN, Machine, machine_of
 from ..dry_run.script import NUM_RANKS
 from ..memory.turns import outside_steps
+from ..util.arguments import checked
 from ..util.sizes import num_bytes
 from .meshes import AUTO, rows_of_meshes
 from .rows import ALL, Asked, Cuts, Initial, RowPlanner, Step
@@ -19,6 +20,7 @@ from .table import Table
 CONTEXT = 1 << 30  # bytes of a device that CUDA and its libraries take
 
 
+@checked("train_step", "unit", "hpz")
 @outside_steps("zerofn.plan")
 def plan(
     train_step: Callable[..., Any],

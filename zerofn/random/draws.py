@@ -27,6 +27,7 @@ from .._torch_compat import (
     tree_leaves,
 )
 from ..ops.registry import OnShard, Traits, define
+from ..util.arguments import checked
 
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -54,6 +55,7 @@ def _scalar(word: int) -> Tensor:
     return torch.full((), _signed(word), dtype=torch.int64, device="cpu")
 
 
+@checked()
 def key(seed: int) -> Tensor:
     """The random key of a seed: an int64 scalar on the CPU.
 
@@ -65,6 +67,7 @@ def key(seed: int) -> Tensor:
     return _scalar(mix(seed))
 
 
+@checked("data")
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     """A new key from a key and a number (a step, a rank, a microbatch): int64 scalars on the CPU.
 

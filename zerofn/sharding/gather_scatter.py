@@ -22,6 +22,7 @@ from ..collectives.maps import AllGather, Linear, ReduceScatter, ops
 from ..comm.mesh import EXPERT, TENSOR, Axis, Mesh
 from ..ops import ravel as _flat  # noqa: F401  (defines zerofn::ravel)
 from ..parallel.cuts import assembled
+from ..util.arguments import checked
 from .layout import Leaf, Unit, unravel
 from .sharded import Sharded, check_whole, is_sharded
 from .spec import Spec
@@ -172,6 +173,7 @@ def gather_leaves(
     return out
 
 
+@checked("only", "axis")
 def gather(values: Any, *, axis: str | Axis | None = None, only: str | Callable[[str], bool] | None = None) -> Any:
     """Return a tree with the full tensors of every `Sharded` in it: one all-gather a unit.
 
@@ -241,6 +243,7 @@ def _named(path: str) -> Callable[[str], bool]:
     return lambda name: name == path or name.startswith(f"{path}.")
 
 
+@checked()
 def scatter(values: Any, like: Sharded, *, axis: str | Axis | None = None) -> Sharded:
     """Average a tree of full tensors over ranks, and return this rank's shards of the mean: one reduce-scatter a unit.
 

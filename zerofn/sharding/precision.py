@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ops import formats as _formats  # noqa: F401  (defines zerofn::high)
+from ..util.arguments import check_fields
 from ..util.errors import nearest
 
 
@@ -23,6 +24,9 @@ class Precision:
     param: torch.dtype | None = None
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def computes(self, stored: torch.dtype) -> torch.dtype:
         """Return the dtype in which a parameter stored as `stored` is gathered and used."""

@@ -21,6 +21,7 @@ from ..collectives.maps import ops, rows_over
 from ..comm.mesh import Axis
 from ..ops import part_reductions as _parts_ops  # noqa: F401  (defines zerofn::part_norms and its like)
 from ..ops import runs as _runs_ops  # noqa: F401  (defines zerofn::fill_runs)
+from ..util.arguments import told
 from .sharded import Sharded, is_sharded, spec_among
 from .spec import Spec, rows_of
 
@@ -56,6 +57,11 @@ class _Parts(NamedTuple):
             [], [[] for _ in trees], [], spec_among(nodes), all(n.spec.is_whole for n in nodes if is_sharded(n)), set()
         )
         for k, node in enumerate(nodes):
+            if not isinstance(node, Tensor) and not is_sharded(node):
+                where = f" at {tree.name_of(paths[k])!r}" if paths[k] else ""
+                raise TypeError(
+                    f"norms, dot products and finite checks: values must be tensors, got {told(node)}{where}."
+                )
             found._add(tree.name_of(paths[k]), [node, *(o[k] for o in others)])
         return found
 

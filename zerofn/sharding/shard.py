@@ -29,6 +29,7 @@ from ..offload.disk import Store
 from ..offload.policy import Offload, check_memory
 from ..offload.policy import resolve as resolve_offload
 from ..parallel.cuts import Cut, assembled, of_first, sliced
+from ..util.arguments import checked
 from ..util.patches import uncollected
 from ..util.process import the
 from .allocate import Filler, allocate, equalize, scratch_for, settle
@@ -52,6 +53,7 @@ from .state_tree import adapted, device_of
 log = logging.getLogger("zerofn")
 
 
+@checked("unit", "device", "cuts")
 @outside_steps("zerofn.shard")
 def shard(
     state_or_init: Any,
@@ -281,6 +283,7 @@ def _check_offload(offload: Offload, cuts: list[ShardedPart], home: torch.device
     check_memory(offload, kept, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
+@checked("rank")
 @outside_steps("zerofn.unshard", capturable=True)
 def unshard(state: Any, rank: int | None = None) -> Any:
     """Return the full state: a plain tree in place of every `Sharded`, in the stored dtype.

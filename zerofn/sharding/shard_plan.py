@@ -16,6 +16,7 @@ from ..offload.policy import Offload, of_units
 from ..ops.codecs import PLAIN, SPLIT, Codec
 from ..parallel.cuts import Cut, local_shape
 from ..parallel.overlaps import makes_up
+from ..util.arguments import told
 from ..util.errors import nearest
 from .layout import Layout, LeafInfo, make_layout
 from .precision import Precision
@@ -180,7 +181,11 @@ def check_hpz(hpz: Any, stage: int, mesh: Mesh) -> None:
 
 def given_cuts(cuts: Mapping[str, Cut | Sequence[Cut]] | None) -> dict[str, tuple[Cut, ...]]:
     """Return the cuts of every leaf, by name."""
-    return {name: (x,) if isinstance(x, Cut) else tuple(x) for name, x in (cuts or {}).items()}
+    found = {name: (x,) if isinstance(x, Cut) else x for name, x in (cuts or {}).items()}
+    for name, x in found.items():
+        if not isinstance(name, str) or not isinstance(x, list | tuple) or not all(isinstance(y, Cut) for y in x):
+            raise TypeError(f"shard: cuts must be as zerofn.parallel.tensor returns them, got {told(x)} for {name!r}.")
+    return {name: tuple(x) for name, x in found.items()}
 
 
 def check_cuts(trees: Sequence[Any], policy: ShardPolicy) -> None:

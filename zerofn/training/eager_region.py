@@ -24,12 +24,14 @@ from ..ops.registry import OnShard, Traits, define
 from ..random import fold_in
 from ..random.mode import current_draw, randomness
 from ..random.rng_state import is_virtual
+from ..util.arguments import checked
 from ..util.process import the
 
 ops = torch.ops.zerofn
 _DEVICES = ("cpu", "cuda", "xpu", "mps")  # whose autocast a region keeps, which runs when that has ended
 
 
+@checked()
 def eager_region(fn: Callable[..., Any], *, like: Callable[..., Any]) -> Callable[..., Any]:
     """Return `fn` as a function that a captured step calls without looking into it.
 

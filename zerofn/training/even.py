@@ -12,10 +12,12 @@ from ..comm.failures import backend_on, group_named
 from ..comm.meetings import meetings
 from ..comm.mesh import Axis, Mesh
 from ..memory.turns import refuse_while_capturing
+from ..util.arguments import checked
 
 _END, _BATCH, _FAILED = range(3)
 
 
+@checked("loader")
 def even(loader: Iterable[Any], *, pad: str | None = None, mesh: Any = None) -> Iterator[Any]:
     """Yield a loader's batches, the same number of them on every rank.
 

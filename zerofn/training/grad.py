@@ -28,11 +28,10 @@ from ..sharding.gather_scatter import expected, gather_leaves, ravel, reduce_uni
 from ..sharding.leaf_choices import ask_names, check_effect, is_learned
 from ..sharding.sharded import Sharded, is_sharded, mesh_among
 from ..sharding.storage import Stored
+from ..util.arguments import checked
 from .checkpoint_params import same_parameters
-from .loss_scale import NoLossScale
+from .loss_scale import NoLossScale, check_loss_scale
 from .mistakes import check_gradient, warn_of_weight
-
-LossFn = Callable[..., Any]
 
 
 class _Loss(NamedTuple):
@@ -48,8 +47,9 @@ class _Loss(NamedTuple):
     aux: Any
 
 
+@checked()
 def value_and_grad(
-    loss_fn: LossFn,
+    loss_fn: Callable[..., Any],
     has_aux: bool = False,
     scale: Any = None,
     rng: Tensor | None = None,
@@ -75,6 +75,7 @@ def value_and_grad(
     >>> f(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
     (tensor(5.5000), tensor([1.5000, 2.0000]))
     """
+    check_loss_scale(scale, "value_and_grad: scale")
     return ValueAndGrad(loss_fn, has_aux, scale if scale is not None else NoLossScale(), rng, frozen)
 
 
@@ -82,7 +83,7 @@ def value_and_grad(
 class ValueAndGrad:
     """The result of `value_and_grad`. `accumulate` sets `num_microbatches`."""
 
-    loss_fn: LossFn
+    loss_fn: Callable[..., Any]
     has_aux: bool
     scale: Any
     rng: Tensor | None
@@ -129,7 +130,7 @@ def accumulate(vg: Any, n: int) -> Any:
     (tensor(5.), tensor(2.5000))
     """
     if not hasattr(vg, "with_microbatches"):
-        raise TypeError(f"accumulate: expected what value_and_grad returned, got {type(vg).__name__}.")
+        raise TypeError(f"accumulate: vg must be what value_and_grad returned, got {type(vg).__name__}.")
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ValueError(f"accumulate: n must be a positive integer, got {n!r}.")
     return vg.with_microbatches(n)

@@ -6,6 +6,7 @@ are divided by it afterwards (Micikevicius et al. 2018, Mixed Precision Training
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..util.arguments import check_fields, told
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class StaticLossScale:
     loss_scale: Any
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "loss_scale", _scalar(self.loss_scale, torch.float32))
+        object.__setattr__(self, "loss_scale", _scalar(self, "loss_scale", self.loss_scale, torch.float32))
 
     def scale(self, values: Any) -> Any:
         """Return `values` with every leaf multiplied by the scale, in its dtype."""
@@ -97,8 +99,15 @@ class DynamicLossScale(StaticLossScale):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "counter", _scalar(self.counter, torch.int64))
-        object.__setattr__(self, "left", _scalar(self.hysteresis if self.left is None else self.left, torch.int64))
+        check_fields(self)
+        for name, least in (("period", 1), ("hysteresis", 1), ("min_loss_scale", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"DynamicLossScale: {name} must be {least} or more, got {getattr(self, name)!r}.")
+        if not self.factor > 1:
+            raise ValueError(f"DynamicLossScale: factor must be above 1, got {self.factor!r}.")
+        object.__setattr__(self, "counter", _scalar(self, "counter", self.counter, torch.int64))
+        left = self.hysteresis if self.left is None else self.left
+        object.__setattr__(self, "left", _scalar(self, "left", left, torch.int64))
 
     def adjust(self, finite: Tensor) -> DynamicLossScale:
         """Return the loss scale of the next step.
@@ -118,8 +127,23 @@ class DynamicLossScale(StaticLossScale):
         return DynamicLossScale(scale, counter, self.period, self.factor, self.min_loss_scale, self.hysteresis, left)
 
 
-def _scalar(x: Any, dtype: torch.dtype) -> Any:
-    return torch.tensor(x, dtype=dtype) if isinstance(x, int | float) else x
+def _scalar(owner: Any, name: str, x: Any, dtype: torch.dtype) -> Any:
+    """Return a number as a tensor. What is none stays: trees are made of anything."""
+    if not isinstance(x, int | float):
+        return x
+    if not 0 <= x < (math.inf if dtype.is_floating_point else 2.0**63):
+        raise ValueError(f"{type(owner).__name__}: {name} must be a number that is not negative, got {x!r}.")
+    return torch.tensor(x, dtype=dtype)
+
+
+def check_loss_scale(loss_scale: Any, what: str) -> None:
+    """Raise `TypeError` for what is neither None nor a loss scale, and for one of ours whose scale is no number."""
+    has_all = all(hasattr(loss_scale, x) for x in ("scale", "unscale", "adjust"))
+    wrong = loss_scale.loss_scale if isinstance(loss_scale, StaticLossScale) else loss_scale
+    if not (loss_scale is None or (has_all and (wrong is loss_scale or isinstance(wrong, Tensor)))):
+        raise TypeError(
+            f"{what} must be None or a loss scale such as zerofn.DynamicLossScale(2.0**16), got {told(wrong)}."
+        )
 
 
 tree.register_dataclass(NoLossScale)

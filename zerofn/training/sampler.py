@@ -9,8 +9,10 @@ from torch.utils.data import DistributedSampler
 
 from ..comm.mesh import Mesh
 from ..comm.present import present
+from ..util.arguments import checked, told
 
 
+@checked("shuffle", "seed")
 def sampler(dataset: Any, mesh: Any = None, *, shuffle: bool = True, seed: int = 0) -> DistributedSampler[Any]:
     """Return the sampler of this rank's rows, for a `DataLoader`.
 
@@ -26,6 +28,8 @@ def sampler(dataset: Any, mesh: Any = None, *, shuffle: bool = True, seed: int =
     >>> list(sampler(range(4), shuffle=False))
     [0, 1, 2, 3]
     """
+    if not hasattr(dataset, "__len__"):
+        raise TypeError(f"sampler: dataset must have a length, got {told(dataset)}.")
     rows = present(lambda own: own.rows, "sampler") if mesh is None else Mesh.of(mesh).rows
     if len(dataset) < rows.size:
         raise ValueError(f"sampler: {rows.size} ranks have rows of their own, and the dataset has {len(dataset)}.")

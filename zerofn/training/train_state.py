@@ -20,9 +20,10 @@ from ..sharding.precision import Precision
 from ..sharding.reductions import all_finite
 from ..sharding.sharded import Sharded, is_sharded, trainable, with_trainable
 from ..sharding.state_tree import as_tensor
+from ..util.arguments import checked, told
 from ..util.html import table
-from .grad import LossFn, ValueAndGrad, value_and_grad
-from .loss_scale import DynamicLossScale, StaticLossScale
+from .grad import ValueAndGrad, value_and_grad
+from .loss_scale import DynamicLossScale, StaticLossScale, check_loss_scale
 
 _ANEW = (
     "Lay the state out anew, with new moments: zerofn.shard(zerofn.TrainState.create(params=zerofn.unshard("
@@ -51,6 +52,7 @@ class TrainState:
     frozen: Callable[[str], bool] | None = None
 
     @staticmethod
+    @checked("seed", "frozen")
     def create(
         *,
         params: Any,
@@ -78,16 +80,20 @@ class TrainState:
             )
         _check_params(params)
         params = tree.tree_map(lambda p: as_tensor(p) if isinstance(p, int | float) else p, params)
+        check_loss_scale(loss_scale, "TrainState.create: loss_scale")
         _check_choices(params, tx, frozen)
         frozen = _with_unlearned(params, frozen)
         params = tree.tree_map(lambda p: p.detach() if isinstance(p, Tensor) else p, params)
+        if not -(2**63) <= seed < 2**63:
+            raise ValueError(f"TrainState.create: seed must be a number of 64 bits, got {told(seed)}.")
         zero = torch.zeros((), dtype=torch.int64)
         key = torch.full((), seed, dtype=torch.int64)
         return TrainState(
             zero, zero.clone(), params, tx.init(_learning(params, frozen)), loss_scale, key, extra, tx, frozen
         )
 
-    def value_and_grad(self, loss_fn: LossFn, has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
+    @checked()
+    def value_and_grad(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
         """Return `f(*args) -> (loss, grads)`: `zerofn.value_and_grad` at this state.
 
         It takes the state's parameters, loss scale, random key of this step and `frozen`.
@@ -145,6 +151,12 @@ class TrainState:
         Raises `ValueError` if the parameters are sharded, and `frozen` and they disagree about which are trained, or
         the moments of a new `tx` are stored in another format than it asks for: `shard` decides both.
         """
+        if not isinstance(changes.get("tx", self.tx), GradientTransformation):
+            raise TypeError(f"TrainState.replace: tx must be a GradientTransformation, got {told(changes['tx'])}.")
+        for name in changes.keys() & {"step", "skipped", "rng"}:
+            if not isinstance(changes[name], Tensor | int):
+                raise TypeError(f"TrainState.replace: {name} must be a scalar tensor, got {told(changes[name])}.")
+        check_loss_scale(changes.get("loss_scale"), "TrainState.replace: loss_scale")
         new = dataclasses.replace(self, **changes)
         if not changes.keys().isdisjoint(("frozen", "params")):
             _check_frozen(new.params, new.frozen)
