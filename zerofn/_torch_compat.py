@@ -88,8 +88,22 @@ def resolve_process_group(name: str) -> torch.distributed.ProcessGroup:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The identity of a tensor's storage, as long as that storage lives."""
-    return tensor.untyped_storage()._cdata
+    """The identity of a tensor's storage, of a sparse one's of its values, as long as that storage lives."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:
+        return dense_parts(tensor)[-1].untyped_storage()._cdata
+
+
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors that hold a tensor's numbers: itself, or the indices and the values of a sparse one."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    by_rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    ends = (tensor.crow_indices(), tensor.col_indices()) if by_rows else (tensor.ccol_indices(), tensor.row_indices())
+    return *ends, tensor.values()
 
 
 def packet_of(op: OpOverload) -> Any:

@@ -246,7 +246,7 @@ class CompiledStep:
             leaves = signature_of(state_leaves), signature_of(batch_leaves), seen_of(batch_leaves)
             signature = (state_def, batch_def, leaves, tree.orders(state), tree.orders(batch))
             captures = self._captures.get(signature)
-        except TypeError:  # no constant, or not hashable
+        except (TypeError, RuntimeError):  # no constant, not hashable, or of no shape
             raise no_leaf(self.__name__, state, batch) from None
         if captures is None:
             captures = Captures(self._step, state, self._left_out, self._options.watch)

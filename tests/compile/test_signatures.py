@@ -252,6 +252,55 @@ def test_a_tensor_with_operations_of_its_own_is_refused():
         step({"w": x}, {"x": torch.ones(2)})
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_refused(layout):
+    rows = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=layout)
+    with pytest.raises(TypeError, match="batch entry 'x' is a nested tensor, .*to_padded_tensor"):
+        zerofn.compile(lambda state, batch: state["w"].sum())({"w": torch.ones(2)}, {"x": rows})
+
+
+def a_sparse_matrix(form, seed):
+    numbers = torch.Generator().manual_seed(seed)
+    dense = torch.randn(5, 5, generator=numbers) * (torch.rand(5, 5, generator=numbers) < 0.4)
+    return {"coo": dense.to_sparse, "csr": dense.to_sparse_csr, "csc": dense.to_sparse_csc}[form]()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS")
+@pytest.mark.parametrize(
+    "form, where", [*((form, "in the batch") for form in ("coo", "csr", "csc")), ("coo", "a constant")]
+)
+def test_sparse_matrices_give_the_bits_of_plain_torch(form, where):
+    """Their numbers of elements may change from step to step."""
+    x, w = torch.arange(15.0).view(5, 3) / 7, torch.eye(3) + 0.1
+    known = a_sparse_matrix(form, 0)
+
+    def loss_fn(params, batch):
+        return ((batch.get("matrix", known) @ (batch["x"] @ params["w"])) ** 2).mean()
+
+    def step(state, batch):
+        loss, grads = state.value_and_grad(loss_fn)(batch)
+        return state.apply_gradients(grads), (loss, grads["w"])
+
+    run, state = zerofn.compile(step, donate=False), zerofn.TrainState.create(params={"w": w}, tx=optim.sgd(0.1))
+    for seed in (1, 2, 3):
+        given = {"x": x + seed} | ({"matrix": a_sparse_matrix(form, seed)} if where == "in the batch" else {})
+        leaf = w.clone().requires_grad_()
+        expected = loss_fn({"w": leaf}, given)
+        expected.backward()
+        _, (loss, grad) = run(state, given)
+        assert torch.equal(loss, expected.detach())
+        assert torch.equal(grad, leaf.grad)
+    assert len(run._entries) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS")
+def test_a_compressed_sparse_constant_is_refused():
+    matrix = a_sparse_matrix("csr", 1)
+    with pytest.raises(RuntimeError, match="pass it in the batch, or close over x.to_sparse_coo"):
+        zerofn.compile(lambda state, x: matrix @ state["w"] + x)({"w": torch.ones(5, 2)}, torch.ones(()))
+
+
 def test_an_attribute_of_a_batchs_tensor_that_may_change_is_refused():
     step, state, x = zerofn.compile(lambda state, x: state["w"] * x), {"w": torch.ones(2)}, torch.ones(2)
     step(state, x)

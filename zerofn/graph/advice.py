@@ -64,6 +64,12 @@ _INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
         "x.data = y",
     ),
     (
+        r"Sparse [CB]S[RC] tensors do not have strides",
+        RuntimeError,
+        "torch traces no closed-over matrix in a compressed sparse form: pass it in the batch, or close over "
+        "x.to_sparse_coo()",
+    ),
+    (
         r"Cannot swap t\d because it has weakref",
         RuntimeError,
         "a captured step cannot swap tensors: assign x.data = y, or use the other variable",
@@ -145,6 +151,11 @@ def not_constant(name: str, what: str, value: Any) -> TypeError | None:
             return TypeError(
                 f"{place} has an attribute {hidden}, a {type(getattr(x, hidden)).__name__}, which a captured step does "
                 "not see. Pass it as an entry of the batch."
+            )
+        if isinstance(x, Tensor) and x.is_nested:
+            return TypeError(
+                f"{place} is a nested tensor, whose shapes are no part of a capture. Pad it, by "
+                "torch.nested.to_padded_tensor, or pass its values and offsets as entries of the batch."
             )
         if type(x) in PLAIN_TENSORS or is_sharded(x) or is_constant(x):
             continue

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from .._torch_compat import FakeTensorMode, tree_leaves
+from .._torch_compat import FakeTensorMode, dense_parts, tree_leaves
 from ..dry_run.fake_machine import is_host
 from ..ops.ravel import ops
 from .alias import is_given, is_lent, positions, roots, touches
@@ -182,7 +182,7 @@ def values_of(node: Node) -> tuple[Any, Any]:
 
 def memory_bytes(value: Any) -> int:
     """Return the bytes of the storages of all tensors in a node's value."""
-    return sum(x.untyped_storage().nbytes() for x in tensors_of(value))
+    return sum(part.untyped_storage().nbytes() for x in tensors_of(value) for part in dense_parts(x))
 
 
 def tensors_of(value: Any) -> list[Tensor]:

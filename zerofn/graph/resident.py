@@ -89,7 +89,7 @@ def constants(gm: GraphModule) -> dict[int, int]:
         for node in each.graph.nodes
         if node.op == "get_attr"
     ]
-    return {storage_key(x): x.untyped_storage().nbytes() for x in values if isinstance(x, Tensor) and x.dim()}
+    return {storage_key(x): memory_bytes(x) for x in values if isinstance(x, Tensor) and x.dim()}
 
 
 def offloaded(gm: GraphModule) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .. import tree
@@ -152,5 +153,6 @@ def _signature_of_leaf(x: Any) -> Any:
     if is_sharded(x):
         return x.spec.signature, x.storages, tuple([t.device for t in x.parts])
     if type(x) in PLAIN_TENSORS:
-        return x.shape, x.dtype, x.device, x.stride(), x.is_conj()
+        layout = x.layout
+        return x.shape, x.dtype, x.device, x.stride() if layout is torch.strided else layout, x.is_conj()
     return key_of(x)
