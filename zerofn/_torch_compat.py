@@ -69,14 +69,7 @@ def above_autograd() -> Iterator[None]:
     """Calls inside enter autograd again, also below `below_autograd`."""
     c = torch._C
     excluded = c._dispatch_tls_local_exclude_set()
-    for name in (
-        "AutogradCPU",
-        "AutogradCUDA",
-        "AutogradMeta",
-        "AutogradOther",
-        "AutogradNestedTensor",
-        "ADInplaceOrView",
-    ):
+    for name in "AutogradCPU AutogradCUDA AutogradMeta AutogradOther AutogradNestedTensor ADInplaceOrView".split():
         excluded = excluded.remove(getattr(c.DispatchKey, name))
     with c._ForceDispatchKeyGuard(c._dispatch_tls_local_include_set(), excluded):
         yield
@@ -122,6 +115,8 @@ LEND_PARAMETERS = (torch.nn.utils.stateless, "_reparametrize_module")
 CHECKPOINT_SEGMENT = (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator")
 CONVERT_MODULE = (torch.nn.Module, "_apply")  # converts or moves its parameters
 PACKING = torch._VF  # holds what packs padded sequences, and what pads them again
+TENSOR_TEXT = (torch._tensor_str, "_str")  # turns a tensor into text
+REJECTION_SAMPLERS = ((torch.nn.init, "_no_grad_trunc_normal_"),)  # draw until all samples are accepted
 
 
 def list_parameters_again(module: torch.nn.Module) -> None:
@@ -129,13 +124,6 @@ def list_parameters_again(module: torch.nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, torch.nn.RNNBase):
             part._init_flat_weights()
-
-
-# (module, name) of what turns a tensor into text.
-TENSOR_TEXT = (torch._tensor_str, "_str")
-
-# (module, name) of samplers that draw until all samples are accepted.
-REJECTION_SAMPLERS = ((torch.nn.init, "_no_grad_trunc_normal_"),)
 
 
 def join_fake_group(world: int, rank: int = 0) -> None:
@@ -315,10 +303,8 @@ class Fakes:
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
         self._states: dict[torch.device, dict[str, Any]] = {}
-        unsafe = getattr(mode, "_allow_unsafe_data_ptr_access", True)
-        self._guard = (
-            torch._C._set_warn_deprecated_on_mutable_data_ptr if unsafe else (torch._C._set_throw_on_mutable_data_ptr)
-        )
+        c, unsafe = torch._C, getattr(mode, "_allow_unsafe_data_ptr_access", True)
+        self._guard = c._set_warn_deprecated_on_mutable_data_ptr if unsafe else c._set_throw_on_mutable_data_ptr
 
     def of(self, elem: torch.Tensor, device: torch.device) -> FakeTensor:
         """A fake tensor on `device` with the memory of `elem`, which is on "meta"."""
@@ -390,9 +376,7 @@ def name_of_node(op: OpOverload) -> str:
     return torch.fx.Graph()._target_to_str(op.overloadpacket.__name__)
 
 
-def new_node(
-    graph: torch.fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str
-) -> torch.fx.Node:
+def new_node(graph: torch.fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     """A call of a function, at the end of a graph."""
     node = graph.create_node("call_function", target, (), {}, name)
     node.args = args  # given at once, each would be looked at in Python, for symbolic numbers
