@@ -262,6 +262,10 @@ MISTAKES = {
         losing(lambda params, batch: SKELETON(batch["x"]).mean()),
         "write torch.func.functional_call(model, params, (x,))",
     ),
+    "on meta": (
+        losing(lambda params, batch: (params["0.bias"] * torch.ones(3, device="meta")).sum()),
+        """a tensor on "meta" has a shape and no values. If it is a skeleton's parameter, do not""",
+    ),
     "aux": (
         losing(lambda params, batch: (loss_fn(params, batch), {"n": 1})),
         "loss_fn returned (loss, dict).*has_aux=True",

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch.func import hessian, jacfwd, jacrev, vmap
 
 import zerofn
 from zerofn import optim
-from zerofn._torch_compat import FakeTensorMode
-from zerofn.tracing import fake_kernels  # noqa: F401  (registers them)
+from zerofn._torch_compat import FakeTensor, FakeTensorMode
+from zerofn.tracing import fake_kernels
 
 grouped = torch.ops.aten._grouped_mm.default
 OFFS = torch.tensor([3, 8], dtype=torch.int32)
@@ -95,3 +96,49 @@ def test_residuals_whose_shape_depends_on_a_rank_are_refused():
 
     with pytest.raises(zerofn.CaptureError, match="asks for the value of a tensor"):
         zerofn.compile(step)({"p": torch.ones(1)}, torch.randn(5, 3))
+
+
+SECOND = {
+    "hessian": hessian,
+    "forward over reverse": lambda f: jacfwd(jacrev(f)),
+    "reverse over forward": lambda f: jacrev(jacfwd(f)),
+    "forward over forward": lambda f: jacfwd(jacfwd(f)),
+    "reverse over reverse": lambda f: jacrev(jacrev(f)),
+}
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("name", SECOND)
+def test_a_loss_of_second_derivatives_is_trained_as_in_torch(name, batched):
+    def loss_fn(params, x):
+        second = SECOND[name](lambda x: (torch.tanh(x @ params["w"]) * x.view(1, 3).sum(1)).square().sum())
+        return (vmap(second)(x) if batched else second(x[0])).square().mean()
+
+    def step(state, x):
+        loss, grads = state.value_and_grad(loss_fn)(x)
+        return state.apply_gradients(grads), loss
+
+    w, x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True), torch.randn(5, 3, dtype=torch.float64)
+    loss = loss_fn({"w": w}, x)
+    (grad,) = torch.autograd.grad(loss, w)
+    state = zerofn.shard(zerofn.TrainState.create(params={"w": w.detach()}, tx=optim.sgd(0.1)), stage=3)
+    new, same = zerofn.compile(step)(state, x)
+    torch.testing.assert_close((same, zerofn.unshard(new.params)["w"]), (loss.detach(), w.detach() - 0.1 * grad))
+
+
+VIEWS = {
+    "view": lambda z: z.view(2, 3),
+    "as_strided": lambda z: z.as_strided((3,), (2,)),
+    "reshape": lambda z: z.reshape(3, 2),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_of_an_immutable_zero_stays_fake_and_where_it_was(name):
+    fake_kernels.see_views_of_zeros()
+    with FakeTensorMode():
+        fake = VIEWS[name](torch._efficientzerotensor(6))
+        assert type(fake) is FakeTensor and fake.device.type == "cpu"
+        assert (torch.ones(fake.shape) + fake).device.type == "cpu"
+    real = VIEWS[name](torch._efficientzerotensor(6))
+    assert real._is_zerotensor() and (real.shape, real.stride()) == (fake.shape, fake.stride())

@@ -17,8 +17,9 @@ _INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
     (
         r"device.*\bmeta\b|\bmeta\b.*device",
         RuntimeError,
-        "a skeleton has shapes and no weights, so it cannot be called by itself: write "
-        "torch.func.functional_call(model, params, (x,)) with all parameters, as the loss function gets them",
+        'a tensor on "meta" has a shape and no values. If it is a skeleton\'s parameter, do not call the skeleton by '
+        "itself: write torch.func.functional_call(model, params, (x,)) with all parameters, as the loss function gets "
+        "them",
     ),
     (
         r"parameter_and_buffer_dicts.*Sharded",

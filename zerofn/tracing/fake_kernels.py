@@ -1,7 +1,9 @@
-"""Fake kernels for operations that have none, or whose own ones refuse what the real ones take."""
+"""Fake kernels for operations that have none, or whose own ones refuse what the real ones take or escape a trace."""
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from .._torch_compat import DynamicShapeError, register_fake
 
 aten = torch.ops.aten
+_VIEWS = "view", "as_strided", "_reshape_alias"  # those that torch runs on zeros without asking a mode
 _ALIGNMENT = 16  # bytes: the rows of a grouped product begin at multiples of it
 
 
@@ -50,3 +53,18 @@ def lstsq(mode: Any, func: Any, a: Tensor, b: Tensor, rcond: Any = None, *, driv
             a.new_empty([0] if driver == "gels" else batch, dtype=torch.int64),
             real.new_empty(*batch, min(m, n)) if by_singular_values else real.new_empty(0),
         )
+
+
+@functools.cache
+def see_views_of_zeros() -> torch.library.Library:
+    """Let modes see all views of forward-mode differentiation's immutable zeros, from now on.
+
+    Torch has kernels of its own for some, above all modes. They make a plain tensor on "meta" of a fake one, and what
+    is added to that moves to "meta", too. Without them the general kernels run, which make the same of a real zero.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of a kernel that is replaced
+        for name in _VIEWS:
+            library.impl(name, torch.library.fallthrough_kernel, "ZeroTensor")
+    return library  # as long as it lives, they are replaced

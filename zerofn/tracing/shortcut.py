@@ -39,7 +39,7 @@ from .._torch_compat import (
 from ..ops import ctc  # noqa: F401  (defines what it replaces)
 from ..ops.registry import ASKS_METADATA, ASKS_VALUES, LIFTS, REPLACED, SAME, VIEWS
 from ..util.nested import tensors_in
-from . import fake_kernels  # noqa: F401  (registers them)
+from .fake_kernels import see_views_of_zeros
 from .strides import is_suspect, real_strides
 
 aten = torch.ops.aten
@@ -140,9 +140,7 @@ class _Call:
         return found
 
     def read(self, args: Any) -> Any:
-        """Return arguments with nodes in place of tensors, and append their kinds to `key`. `_LOST` for anything
-        else.
-        """
+        """Return arguments with nodes for tensors, and append their kinds to `key`. `_LOST` for anything else."""
         out: list[Any] = []
         key = self.key
         for x in args:
@@ -382,6 +380,7 @@ def _find_way(func: Any) -> _Way | None:
     if func is torch.ops.prim.device.default:
         return _device
     if func is aten._efficientzerotensor.default:  # its result is no plain tensor
+        see_views_of_zeros()
         return None
     if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims", "zerofn"):
         return None
