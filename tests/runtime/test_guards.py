@@ -656,6 +656,14 @@ def run_logged(code, changes, caplog, **options):
     return call, [r.getMessage() for r in caplog.records]
 
 
+def test_what_a_library_loads_when_it_is_first_named_is_nothing_that_the_step_writes(caplog, monkeypatch):
+    monkeypatch.delitem(vars(zerofn), "world_size", raising=False)
+    step = zerofn.compile(lambda state, x: x / zerofn.world_size())
+    with caplog.at_level(logging.INFO, "zerofn"):
+        assert step({"w": torch.ones(2)}, torch.tensor(3.0)) == 3
+    assert "writes" not in caplog.text
+
+
 def test_what_changes_in_a_librarys_object_without_effect_is_not_looked_at_again(caplog):
     """A scheduler counts its steps, which changes nothing while its rate stays."""
     code = """

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -28,9 +29,10 @@ from ..sharding.sharded import is_sharded
 from ..training.train_state import TrainState
 from .contents import Contents
 from .entry import Entry
-from .facts import Facts, changed_paths, told, without
+from .facts import Facts, Same, changed_paths, told, without
 from .reader import Reader
 from .torch_settings import facts_of, settings_now
+from .user_code import of_user
 
 log = logging.getLogger("zerofn")
 CHECK = int(os.environ.get("ZEROFN_CHECK", "0"))  # every so many calls a capture is compared with one made now
@@ -179,7 +181,8 @@ class Captures:
         with watching(before.reader.moving):
             entry, constants = make()
         after = self._read()
-        if paths := changed_paths(before.facts, after.facts):
+        paths = [x for x in changed_paths(before.facts, after.facts) if not _is_loaded(x, before.facts)]
+        if paths:
             unsure = before.reader.unsure | after.reader.unsure
             self._left_out.paths |= unsure.intersection(paths)
             self._left_out.written([path for path in paths if path not in unsure])
@@ -211,6 +214,13 @@ class Captures:
         settings = settings_now()
         reader = Reader(self._left_out.paths).read(self._roots, self._watched)
         return _Reading({**facts_of(settings), **reader.facts}, settings, reader)
+
+
+def _is_loaded(path: str, before: Facts) -> bool:
+    """Whether a path is new and of a library's module, which has loaded it when the step first named it."""
+    _, module = (*before.get(path.rpartition(".")[0], ()), None, None)[:2]
+    loads = isinstance(module, Same) and isinstance(module.value, ModuleType) and not of_user(module.value)
+    return loads and path not in before
 
 
 class StaleCapture(RuntimeError):

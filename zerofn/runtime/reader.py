@@ -309,11 +309,11 @@ class Reader:
         self._seen.setdefault((id(f), False), (path, f))
         name = self._name_of(f)
         self.places.function(f)
-        for k, x in enumerate(f.__defaults__ or ()):
-            self.visit(x, f"{name}: default {k}")
-        if f.__kwdefaults__:
-            self.visit(f.__kwdefaults__, f"{name}: keyword defaults")
         users = is_users(f.__code__.co_filename)
+        for k, x in enumerate((users and f.__defaults__) or ()):
+            self.visit(x, f"{name}: default {k}")
+        if users and f.__kwdefaults__:
+            self.visit(f.__kwdefaults__, f"{name}: keyword defaults")
         self.places.length(f.__dict__)
         for attribute in list(f.__dict__):
             self._item(f.__dict__, attribute, f"{path}.{attribute}")
