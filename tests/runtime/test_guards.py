@@ -17,6 +17,7 @@ from tests.support.same import assert_same_trees
 from zerofn import optim
 from zerofn.runtime import guards
 from zerofn.runtime.guards import KEPT
+from zerofn.runtime.reader import Reader
 
 STATE = {"w": torch.arange(1.0, 5.0)}
 X = torch.tensor([0.5, -1.0, 2.0, 3.0])
@@ -662,6 +663,15 @@ def test_what_a_library_loads_when_it_is_first_named_is_nothing_that_the_step_wr
     with caplog.at_level(logging.INFO, "zerofn"):
         assert step({"w": torch.ones(2)}, torch.tensor(3.0)) == 3
     assert "writes" not in caplog.text
+
+
+def test_of_a_function_that_looks_at_its_arguments_only_what_it_wraps_is_read():
+    """What the check knows of each argument would be compared at every call."""
+    facts = [
+        Reader().read({"step": step}, ()).facts
+        for step in (lambda state, x: x / zerofn.world_size(), lambda state, x: zerofn.remat(x))
+    ]
+    assert all("__wrapped__" not in path and "by_name" not in path for each in facts for path in each)
 
 
 def test_what_changes_in_a_librarys_object_without_effect_is_not_looked_at_again(caplog):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zerofn.comm.mesh import Axis, Mesh
-from zerofn.util.arguments import check_fields, checked, told
+from zerofn.util.arguments import check_fields, checked, told, unchecked
 
 
 @checked()
@@ -146,3 +146,10 @@ def test_fields_of_a_dataclass():
     for wrong, error in ((math.nan, ValueError), ("2", TypeError)):
         with pytest.raises(error, match=f"Options: rate must be a number, got {wrong!r}"):
             Options(wrong)
+
+
+def test_what_is_checked_is_found_in_its_wrapper():
+    def plain(a: int) -> int:
+        return a
+
+    assert unchecked(checked()(plain)) is plain and unchecked(plain) is plain and unchecked(takes) is not takes

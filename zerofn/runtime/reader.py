@@ -45,7 +45,7 @@ from .attributes import (
 from .contents import SUMMED, contents_of
 from .facts import NOTHING, Facts, Same, plain
 from .places import Places
-from .user_code import BY_STRING, is_users, of_user, reads_of
+from .user_code import BY_STRING, is_users, of_user, reads_of, unchecked
 
 MANY = 1024  # entries of a list or a dict beyond which only their number counts
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
@@ -304,7 +304,7 @@ class Reader:
     def _function(self, f: Any, path: str, owner: Any = None) -> None:
         if owner is not None:
             self.visit(owner, path.rpartition(".")[0] or path)
-        if not isinstance(f, FunctionType) or not self._first("function", id(f)):
+        if not isinstance(f, FunctionType) or not self._first("function", id(f := unchecked(f))):
             return
         self._seen.setdefault((id(f), False), (path, f))
         name = self._name_of(f)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
+from ..util.arguments import unchecked as unchecked
 from ..util.user_line import is_users as is_users
 
 _KINDS = {

@@ -110,6 +110,11 @@ def checked(*names: str) -> Callable[[F], F]:
     return wrap
 
 
+def unchecked(function: F) -> F:
+    """Return what stands in a function that `checked` has wrapped; any other function as it is."""
+    return function.__wrapped__ if function.__code__ is _WITH_CHECKS else function  # type: ignore[attr-defined]
+
+
 def check_fields(instance: Any, *names: str) -> None:
     """Raise `TypeError` if fields of a dataclass's instance are not what their annotations say. `names`: see `checked`.
 
@@ -187,3 +192,6 @@ def told(value: Any) -> str:
         return f"a tensor of shape {list(value.shape)}"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+_WITH_CHECKS = checked()(lambda: None).__code__  # all wrappers have one
