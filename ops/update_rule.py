@@ -65,7 +65,8 @@ def define_rule(
                     return
         _check_dtypes(name, p, kept, form, made[0])
         with _decoded(p, kept, form, count, offset) as written:
-            update(written, g.reshape(-1), count, lr, factor, finite, *runs, *constants)
+            # An expanded gradient stays without strides in one dim; torch's fused rules read memory in order.
+            update(written, g.reshape(-1).contiguous(), count, lr, factor, finite, *runs, *constants)
 
     def pure(p: Tensor, g: Tensor, *rest: Any) -> Any:
         fresh = [x.clone(memory_format=torch.contiguous_format) for x in (p, *rest[:num])]

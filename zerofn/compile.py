@@ -198,10 +198,11 @@ class CompiledStep:
         inputs = collect(self.__name__, leaves, call.batch_leaves, entry.program.full, entry.donating)
         entry.bind()
         entry.buffers.reserve(exactly=self._options.memory is not None)
-        outputs = self._run(call, inputs, batch)
-        result = returned(self.__name__, entry.program, entry.donating, outputs, inputs, leaves)
-        if entry.program.new_state is not None:
-            self.state = result[0]
+        with whole_steps():  # the old state is spent where the new one is made
+            outputs = self._run(call, inputs, batch)
+            result = returned(self.__name__, entry.program, entry.donating, outputs, inputs, leaves)
+            if entry.program.new_state is not None:
+                self.state = result[0]
         return result
 
     @outside_steps("step.lower")
@@ -237,16 +238,16 @@ class CompiledStep:
         """Return the flat arguments, and the entry for their signature, captured now if it is new."""
         state_leaves, state_def = tree.flatten(state, is_leaf=is_sharded)
         batch_leaves, batch_def = tree.flatten(batch, is_leaf=is_sharded)
-        batch, batch_leaves = resolved(batch, batch_leaves, batch_def)
         state_leaves = [as_tensor(x) if isinstance(x, int | float) else x for x in state_leaves]
         for x in state_leaves:
             if is_sharded(x):
                 keep_halves(x)
         try:
+            batch, batch_leaves = resolved(batch, batch_leaves, batch_def)
             leaves = signature_of(state_leaves), signature_of(batch_leaves), seen_of(batch_leaves)
             signature = (state_def, batch_def, leaves, tree.orders(state), tree.orders(batch))
             captures = self._captures.get(signature)
-        except (TypeError, RuntimeError):  # no constant, not hashable, or of no shape
+        except TypeError:  # no constant, not hashable, or of no shape
             raise no_leaf(self.__name__, state, batch) from None
         if captures is None:
             captures = Captures(self._step, state, self._left_out, self._options.watch)
@@ -353,7 +354,6 @@ class CompiledStep:
         try:
             with (
                 self._arithmetic(call.state_leaves),
-                whole_steps(),
                 meetings().lasting(entry.groups, f"the step {self.__name__}", entry.digest),
             ):
                 if not isinstance(entry.runner, Executor):  # which settles before its first write

@@ -192,7 +192,8 @@ def orders(tree: Any) -> Any:
     if holds is None:
         return None
     if holds is Mapping:
-        return tuple(tree.keys()), tuple([found for x in tree.values() if (found := orders(x)) is not None])
+        keys = tuple([key if type(key) is str else (type(key), repr(key)) for key in tree.keys()])  # 1 is not True
+        return keys, tuple([found for x in tree.values() if (found := orders(x)) is not None])
     inside = tree if holds is list else [getattr(tree, name, None) for name in holds]
     return tuple([found for x in inside if (found := orders(x)) is not None]) or None
 

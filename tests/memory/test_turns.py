@@ -1,12 +1,14 @@
 """Steps, captures and saves of several threads take turns; inside a step a compiled step is its function."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import zerofn
 from zerofn import optim
+from zerofn.memory import turns
 
 SIZE = 6
 
@@ -49,6 +51,17 @@ def twice_on_a_rank():
 def same(found):
     eager, compiled = found
     return all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
+
+
+def test_a_turn_that_an_interrupt_has_ended_is_given_back():
+    def interrupted():
+        turn = turns.StepTurn("step")
+        turn.__enter__()  # and a signal's handler raises before `with` would call `__exit__`
+
+    interrupted()
+    state, _ = inner(zerofn.copy(make()), batch())
+    with ThreadPoolExecutor(1) as other:
+        other.submit(zerofn.copy, state).result(20)
 
 
 def test_a_compiled_step_inside_a_step_is_its_function():

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from .._torch_compat import current_trace, num_dispatch_modes
@@ -22,13 +23,31 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Turns:
-    """The process's turns. `step`: the name of the step that runs now, "" if none does. `plain`: the thread that runs
-    plain Python as a part of that step (`plain_python`), 0 if none does.
+    """The process's turns. `step`: the name of the step that runs now, "" if none does, and the `frame` that called it.
+    `plain`: the thread that runs plain Python as a part of that step (`plain_python`), 0 if none does.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.step, self.plain = "", 0
+        self.frame: FrameType | None = None
+
+    def running(self) -> str:
+        """Return the step that runs in this thread, which has the lock. A step whose turn an interrupt has ended
+        before it could be given back does not run any more.
+        """
+        if self.step:
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and frame is not self.frame:
+                frame = frame.f_back
+            if frame is None:
+                self.end()
+        return self.step
+
+    def end(self) -> None:
+        """Give the turn of a step back."""
+        self.step, self.frame = "", None
+        self.lock.release()
 
     def forked(self) -> None:
         """The thread that had the turn is the parent's."""
@@ -43,14 +62,13 @@ class StepTurn:
 
     def __enter__(self) -> None:
         self._turns.lock.acquire()
-        if self._turns.step:
+        if running := self._turns.running():
             self._turns.lock.release()
-            raise RuntimeError(_inside(f"the step {self._name}", self._turns.step))
-        self._turns.step = self._name
+            raise RuntimeError(_inside(f"the step {self._name}", running))
+        self._turns.step, self._turns.frame = self._name, sys._getframe(1)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._turns.step = ""
-        self._turns.lock.release()
+        self._turns.end()
 
 
 def outside_steps(what: str, *, capturable: bool = False) -> Callable[[F], F]:
@@ -69,8 +87,8 @@ def outside_steps(what: str, *, capturable: bool = False) -> Callable[[F], F]:
                 return function(*args, **kwargs)
             turns = the(Turns)
             with turns.lock:
-                if turns.step:
-                    raise RuntimeError(_inside(what, turns.step))
+                if running := turns.running():
+                    raise RuntimeError(_inside(what, running))
                 return function(*args, **kwargs)
 
         return in_turn  # type: ignore[return-value]

@@ -14,7 +14,7 @@ from ..memory import donation
 from ..offload.drive_tensor import DriveTensor
 from ..sharding.allocate import lacks_copy, refill
 from ..sharding.sharded import is_sharded
-from ..util.constants import PLAIN_TENSORS, constant_attributes, key_of
+from ..util.constants import PLAIN_TENSORS, NotConstant, constant_attributes, key_of
 
 
 class Inputs(NamedTuple):
@@ -125,10 +125,13 @@ def drive_handles(leaves: Iterable[Any]) -> dict[int, str]:
 
 def resolved(batch: Any, leaves: list[Any], batch_def: tree.PyTreeSpec) -> tuple[Any, list[Any]]:
     """Return (a batch, its leaves) without conjugate and negative views, of which a capture sees the bits in some
-    forms only.
+    forms only. Raises `NotConstant` for a nested tensor, which has no shape.
     """
-    if not any(isinstance(x, Tensor) and (x.is_conj() or x.is_neg()) for x in leaves):
+    special = [x for x in leaves if isinstance(x, Tensor) and (x.is_conj() or x.is_neg() or x.is_nested)]
+    if not special:
         return batch, leaves
+    if any(x.is_nested for x in special):
+        raise NotConstant("a nested tensor")
     leaves = [x.resolve_conj().resolve_neg() if isinstance(x, Tensor) else x for x in leaves]
     return tree.unflatten(batch_def, leaves), leaves
 
