@@ -143,8 +143,7 @@ def other_numbers(stage, axis):
         found.append(told(step(), made(other), x))
     torch.set_float32_matmul_precision(("highest", "high")[rank])
     found.append(told(step(), made(), x))
-    # What is set to the default is no difference.
-    torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = ("ieee", "none")[rank]
+    torch.set_float32_matmul_precision("highest")
     for its in (lambda x: (x[rank : rank + 2], 2), lambda x: (x.roll(rank, 0), 4)):
         zerofn.compile(step(rows=its))(made(), x)
     zerofn.compile(step(rows=lambda batch: (batch["x"], batch["n"])))(made(), {"x": x, "n": 3 + rank})
