@@ -281,6 +281,16 @@ def test_non_contiguous_tensors_are_updated_like_any():
     assert torch.equal(written, torch.ops.zerofn.sgd(p, g, *runs))
 
 
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "lion"])
+def test_an_expanded_gradient_is_that_number_everywhere(name):
+    state = zerofn.TrainState.create(params={"w": torch.ones(5)}, tx=getattr(optim, name)(0.1))
+    _, grads = state.value_and_grad(lambda p: p["w"].sum())()
+    assert grads["w"].stride() == (0,)
+    found = state.apply_gradients(grads).params["w"]
+    dense = state.apply_gradients({"w": torch.ones(5)}).params["w"]
+    assert torch.equal(found, dense) and found.unique().numel() == 1
+
+
 @pytest.mark.parametrize("device, kind", [("cpu", float), ("meta", torch.float32)])
 def test_adamws_kernel_gets_a_rate_it_can_read(monkeypatch, device, kind):
     """A schedule's is a float64 tensor: a number on the CPU, which keeps its bits, and float32 elsewhere."""
