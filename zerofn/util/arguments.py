@@ -30,7 +30,9 @@ def _is_number(x: Any) -> bool:
 
 
 def _is_path(x: Any) -> bool:
-    return isinstance(x, str | os.PathLike) and os.fspath(x) not in ("", b"")
+    if isinstance(x, str | os.PathLike):
+        return os.fspath(x) not in ("", b"")
+    return hasattr(type(x), "joinpath")  # of a place that fsspec reaches
 
 
 def _is_sequence(x: Any) -> bool:
