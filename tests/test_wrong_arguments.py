@@ -58,8 +58,9 @@ CASES = [
         zerofn.all_finite, zerofn.global_norm, zerofn.leaf_norms, zerofn.first_nonfinite
     )),
     (zerofn.compile, {
-        "train_step": train, "memory": (None, "number or text"), "remat": (None, "ours"), "machine": (None, "ours"),
-        "backend": ("eager", "ours"), "passes": (None, "function"), "watch": ((), "list"),
+        "train_step": (train, "function"), "donate": (True, "flag"), "memory": (None, "number or text"),
+        "remat": (None, "ours"), "machine": (None, "ours"), "backend": ("eager", "ours"), "passes": (None, "function"),
+        "deterministic": (False, "flag"), "watch": ((), "list"),
     }),
     (zerofn.eager_region, {"fn": (len, "function"), "like": (len, "function")}),
     (zerofn.even, {"loader": ([1], "iterable")}),

@@ -47,6 +47,7 @@ from .runtime.repeatable import repeatable
 from .sharding.allocate import keep_halves
 from .sharding.sharded import is_sharded, mesh_among
 from .sharding.state_tree import as_tensor
+from .util.arguments import checked
 from .util.errors import note, said
 from .util.patches import uncollected
 from .util.sizes import num_bytes
@@ -54,6 +55,7 @@ from .util.sizes import num_bytes
 KEPT = 128  # signatures of a step, each about 1 MB: those used last
 
 
+@checked("train_step", "donate", "deterministic")
 def compile(
     train_step: Callable[[Any, Any], Any],
     *,
@@ -209,8 +211,7 @@ class CompiledStep:
     def lower(self, state: Any, batch: Any) -> Plan:
         """Return the `Plan` of a step on this state and batch: what it needs and does, known before it runs.
 
-        The step is captured and scheduled, and the next call runs what was planned. Nothing is allocated. All
-        ranks must call it.
+        The step is captured and scheduled; the next call runs it. Nothing is allocated. All ranks must call it.
         """
         return Plan(self._planned(state, batch).program)
 
