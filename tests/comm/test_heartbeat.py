@@ -84,7 +84,7 @@ def test_what_rank_0_said_is_heard_though_the_store_ends_with_it(how):
 def test_rank_0_that_is_killed():
     _, second = run("killed")
     assert "stopped, because another rank has ended" in second
-    assert "RuntimeError: stopped" in second.strip().splitlines()[-1]
+    assert "RuntimeError: stopped" in second  # a thread of torch's may print its stack after it
 
 
 SILENT = [

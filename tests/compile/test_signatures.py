@@ -137,8 +137,8 @@ def test_a_compiled_step_reads_with_units():
         f"<compiled {name}: captured for 2 signatures, the last {step.timings['nodes']:,} nodes in {seconds}; "
         f"donates its state; {limits}>"
     )
-    named = "<compiled len: not captured yet; keeps its state; remat='full'>"
-    assert repr(zerofn.compile(len, donate=False, remat="full")) == named
+    named = "<compiled squares: not captured yet; keeps its state; remat='full'>"
+    assert repr(zerofn.compile(squares, donate=False, remat="full")) == named
     keeps = zerofn.compile(lambda state, batch: batch["x"].sum())  # an evaluation step
     keeps(state, batch_of())
     assert "captured for 1 signature, the last " in repr(keeps) and repr(keeps).endswith("; keeps its state>")

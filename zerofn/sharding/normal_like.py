@@ -13,14 +13,12 @@ from .. import tree
 from ..parallel.overlaps import overlap, region_of
 from ..random import noise as _noise  # noqa: F401  (defines zerofn::normal_shard and its like)
 from ..random.draws import check_scalar
-from ..util.arguments import checked
 from .layout import Leaf
 from .sharded import Sharded, is_sharded
 
 ops = torch.ops.zerofn
 
 
-@checked()
 def normal_like(values: Any, key: Tensor) -> Any:
     """Return a tree like `values`, `Sharded` or plain, of independent draws from the standard normal distribution.
 

@@ -53,7 +53,7 @@ from .state_tree import adapted, device_of
 log = logging.getLogger("zerofn")
 
 
-@checked("unit", "device", "cuts")
+@checked("unit", "cuts")
 @outside_steps("zerofn.shard")
 def shard(
     state_or_init: Any,
