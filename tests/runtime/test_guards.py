@@ -408,6 +408,30 @@ CHANGES = {
         "class M(type):\n  def __call__(cls): return b\nclass C(metaclass=M): pass\nb=1.0\ndef step(s,x): return x*C()",
         "b=.5",
     ),
+    "a class attribute that comes to shadow an inherited one": (
+        "class A: a=1.0\nclass B(A): pass\ndef step(s,x): return x*B.a",
+        "B.a=3.0",
+    ),
+    "a method that comes to shadow an inherited one": (
+        "class A:\n  def f(self, x): return x\nclass B(A): pass\nb=B()\ndef step(s,x): return b.f(x)",
+        "B.f=lambda self, x: 3*x",
+    ),
+    "a property that comes to shadow an inherited attribute": (
+        "class A: a=1.0\nclass B(A): pass\nb=B()\ndef step(s,x): return x*b.a",
+        "B.a=property(lambda self: 3.0)",
+    ),
+    "an attribute that comes to shadow one of a metaclass": (
+        "class M(type): a=1.0\nclass C(metaclass=M): pass\ndef step(s,x): return x*C.a",
+        "C.a=3.0",
+    ),
+    "a forward that comes to shadow an inherited one": (
+        "class A(nn.Module):\n  def forward(self, x): return x\nclass B(A): pass\nm=B()\ndef step(s,x): return m(x)",
+        "B.forward=lambda self, x: 3*x",
+    ),
+    "a forward that comes to shadow one of torch's": (
+        "class B(nn.Identity): pass\nm=B()\ndef step(s,x): return m(x)",
+        "B.forward=lambda self, x: 3*x",
+    ),
     "an attribute behind super()": (
         "class A: a=1.0\nclass B(A):\n  a=7.0\n  def f(self): return super().a\nc=B()\ndef step(s,x): return x*c.f()",
         "A.a=.5",

@@ -6,7 +6,7 @@ are read in one way make one column, and Python's C code reads and compares all 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import attrgetter, contains, is_, itemgetter
 from types import CellType, FunctionType
@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .contents import Contents
 from .facts import plain
+from .user_code import of_user
 
 
 class Places:
@@ -54,6 +55,16 @@ class Places:
         """Note that a dict lacks a key."""
         self._absent[0].append(holder)
         self._absent[1].append(key)
+
+    def holders(self, kinds: Sequence[type], name: str) -> list[type]:
+        """Return the classes that hold an attribute. Note that those of the user's before the first one lack it: there
+        it would come before the one that is found.
+        """
+        found = [kind for kind in kinds if name in kind.__dict__]
+        for kind in kinds[: kinds.index(found[0])] if found else ():
+            if of_user(kind):
+                self.absent(kind.__dict__, name)
+        return found
 
     def contents(self, view: Any) -> None:
         """Note the entries of a list, or of the live view of a dict."""

@@ -263,9 +263,8 @@ class Reader:
             if name not in own:
                 self._given(value, full, name)
             return
-        for kind in classes_of(value):
-            if name in kind.__dict__:
-                self._of_class(value, full, name, kind)
+        for kind in self.places.holders(classes_of(value), name):
+            self._of_class(value, full, name, kind)
 
     def _of_class(self, value: Any, full: str, name: str, kind: type) -> None:
         found = kind.__dict__[name]
@@ -388,11 +387,10 @@ class Reader:
             users = [x for x in kind.__mro__ if of_user(x)]
             given = {name for x in kind.__mro__ if users for name, y in x.__dict__.items() if isinstance(y, property)}
             self._of_classes[kind] = given.union(*(x.__dict__ for x in users))
-            forward = next((x for x in kind.__mro__ if "forward" in x.__dict__), nn.Module)
-            self.places.item(forward.__dict__, "forward", forward.__dict__["forward"])
-            self.facts.setdefault(
-                f"class {forward.__qualname__}.forward", ("object", Same(forward.__dict__["forward"]))
-            )
+            forward = self.places.holders(kind.__mro__, "forward")[0]
+            found = forward.__dict__["forward"]
+            self.places.item(forward.__dict__, "forward", found)
+            self.facts.setdefault(f"class {forward.__qualname__}.forward", ("object", Same(found)))
         names = self._of_classes[kind]
         if names:
             self._open.append((module, path, names))
