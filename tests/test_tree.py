@@ -3,7 +3,8 @@
 import subprocess
 import sys
 from collections import OrderedDict, namedtuple
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -166,3 +167,66 @@ def test_registered_nodes_are_torchs_too():
     out = torch.vmap(lambda p: p.a + p.b)(Pair(torch.ones(3), torch.ones(3)))
     assert out.tolist() == [2, 2, 2]
     assert tree.leaves([Pair(1, 2)]) == [1, 2]
+
+
+@dataclass
+class Scaled:
+    """Its `__post_init__` does to an argument what must be done once."""
+
+    x: Any
+    scale: InitVar[float] = 1.0
+    rows: int = field(init=False, default=0)
+
+    def __post_init__(self, scale):
+        self.x = self.x * scale
+        self.rows = len(self.x)
+        self.mean = self.x.mean()  # no field
+
+    @cached_property
+    def twice(self):
+        return self.x * 2
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    x: Any
+    y: Any = field(init=False)
+
+
+class Doubled(namedtuple("Doubled", "x y")):
+    def __new__(cls, x, y):
+        return super().__new__(cls, x * 2, y)
+
+
+class Entries(dict):
+    def __init__(self, items=(), name="none"):
+        super().__init__(items)
+        self.name = name
+
+    def __getitem__(self, key):
+        return super().__getitem__(key) * 2
+
+
+def test_a_dataclass_is_rebuilt_as_it_is_and_not_made_again():
+    x = Scaled(torch.ones(3), scale=2.0)
+    assert x.twice.sum() == 12  # which is kept in __dict__
+    again = tree.tree_map(lambda value: value, x)
+    assert torch.equal(again.x, torch.full((3,), 2.0)) and again.rows == 3 and again.mean is x.mean
+    assert [tree.name_of(p) for p in tree.flatten_with_path(x)[0]] == ["x", "rows", "mean"]
+    assert "twice" not in vars(again) and again.twice.sum() == 12
+    slotted = Slotted(torch.ones(2))
+    assert len(tree.leaves(slotted)) == 1 and not hasattr(tree.tree_map(lambda value: value, slotted), "y")
+
+
+def test_a_dict_of_a_class_of_its_own_is_rebuilt_as_it_is():
+    x = Entries({"b": torch.ones(2), "a": torch.zeros(2)}, name="rows")
+    again = tree.tree_map(lambda value: value + 1, x)
+    assert type(again) is Entries and again.name == "rows" and list(again) == ["b", "a"]
+    assert torch.equal(again["b"], torch.full((2,), 4.0))  # (1 + 1) * 2
+    assert tree.structure(x) != tree.structure(Entries(dict.items(x), name="others"))
+
+
+def test_a_namedtuple_that_computes_is_not_made_again():
+    x = [Doubled(torch.ones(2), {"b": 1})]
+    tree.orders(x)  # makes a node of it
+    assert torch.equal(tree.tree_map(lambda value: value, x)[0].x, torch.full((2,), 2.0))

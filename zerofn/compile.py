@@ -237,8 +237,8 @@ class CompiledStep:
 
     def _entry_for(self, state: Any, batch: Any) -> Call:
         """Return the flat arguments, and the entry for their signature, captured now if it is new."""
-        state_leaves, state_def = tree.flatten(state, is_leaf=is_sharded)
-        batch_leaves, batch_def = tree.flatten(batch, is_leaf=is_sharded)
+        orders = tree.orders(state), tree.orders(batch)
+        (state_leaves, state_def), (batch_leaves, batch_def) = (tree.flatten(x, is_sharded) for x in (state, batch))
         state_leaves = [as_tensor(x) if isinstance(x, int | float) else x for x in state_leaves]
         for x in state_leaves:
             if is_sharded(x):
@@ -246,7 +246,7 @@ class CompiledStep:
         try:
             batch, batch_leaves = resolved(batch, batch_leaves, batch_def)
             leaves = signature_of(state_leaves), signature_of(batch_leaves), seen_of(batch_leaves)
-            signature = (state_def, batch_def, leaves, tree.orders(state), tree.orders(batch))
+            signature = (state_def, batch_def, leaves, orders)
             captures = self._captures.get(signature)
         except TypeError:  # no constant, not hashable, or of no shape
             raise no_leaf(self.__name__, state, batch) from None

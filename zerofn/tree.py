@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import torch
 
 from ._torch_compat import register_torch_pytree_node, torch_pytree_nodes
 from .util.arguments import checked
+from .util.constants import constant_attributes
 
 NAMESPACE = "zerofn"
 PyTreeSpec = optree.PyTreeSpec
@@ -53,17 +55,54 @@ class _Fields(NamedTuple):
     static: tuple[tuple[str, Any], ...]
 
 
+_of_fields: set[type] = set()  # dataclasses of which no other attributes are children
+
+
 def register_dataclass(cls: Any, static: tuple[str, ...] = ()) -> None:
-    """Make a dataclass a node of ZeroFn's trees; fields named in `static` are not children."""
-    names = tuple(f.name for f in dataclasses.fields(cls) if f.init and f.name not in static)
+    """Make a dataclass a node of ZeroFn's trees, whose children are its fields; those named in `static` are not."""
+    _of_fields.add(cls)
+    _register_dataclass(cls, static)
+
+
+def _register_dataclass(cls: Any, static: tuple[str, ...] = ()) -> None:
+    """Make a dataclass a node. What is rebuilt has the attributes that it had: neither `__init__` nor `__post_init__`
+    runs again.
+    """
 
     def flatten(x: Any) -> tuple[list[Any], _Fields, tuple[str, ...]]:
+        names = tuple([n for n in attributes_of(x) if n not in static])
         return [getattr(x, n) for n in names], _Fields(names, tuple((n, getattr(x, n)) for n in static)), names
 
     def unflatten(fields: _Fields, children: Iterable[Any]) -> Any:
-        return cls(**dict(zip(fields.names, children, strict=True)), **dict(fields.static))
+        values = dict(zip(fields.names, children, strict=True)) | dict(fields.static)
+        if cls.__new__ is not object.__new__:  # a dict or a model's output as well, whose entries it makes
+            return cls(**{n: values[n] for n in _fields_of(cls)[0] if n in values})
+        x = object.__new__(cls)
+        for name, value in values.items():
+            object.__setattr__(x, name, value)  # of a frozen one, too
+        return x
 
     _register(cls, flatten, unflatten, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)
+
+
+@functools.cache
+def _fields_of(cls: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of a dataclass's fields that `__init__` takes, and of the others."""
+    fields = dataclasses.fields(cls)
+    return tuple(f.name for f in fields if f.init), tuple(f.name for f in fields if not f.init)
+
+
+def attributes_of(x: Any) -> list[str]:
+    """Return the names of a dataclass's attributes, in one order on all ranks: its fields, then what else has been set
+    on it, but for what a `functools.cached_property` can compute anew.
+    """
+    cls: Any = type(x)
+    given, made = _fields_of(cls)
+    if cls in _of_fields or cls.__new__ is not object.__new__:
+        return [*given]
+    more = [n for n in getattr(x, "__dict__", ()) if n not in given and n not in made]
+    more = sorted(n for n in more if not isinstance(getattr(cls, n, None), functools.cached_property))
+    return [n for n in (*given, *made, *more) if hasattr(x, n)]
 
 
 def _is_tensordict(cls: type) -> bool:
@@ -109,15 +148,48 @@ def _tensordict(aux: tuple[_Keys, tuple[int, ...]], children: Iterable[Any]) -> 
     return sys.modules["tensordict"].TensorDict(items, batch_size=shapes[0][:dims] if shapes else batch_size)
 
 
-def _register_mapping(cls: Any) -> None:
-    def flatten(x: Any) -> tuple[list[Any], _Keys, tuple[Any, ...]]:
-        keys = tuple(sorted(x.keys(), key=lambda k: (type(k).__name__, k)))
-        return [x[k] for k in keys], _Keys(keys, tuple(x.keys())), keys
+class _Constants:
+    """The attributes of a mapping that are constants."""
 
-    def unflatten(keys: _Keys, children: Iterable[Any]) -> Any:
-        return cls(keys.in_order(children))
+    def __init__(self, x: Any) -> None:
+        self._keys = constant_attributes(x) if hasattr(x, "__dict__") else ()
+        self.values = {name: getattr(x, name) for name, _ in self._keys}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Constants) and self._keys == other._keys
+
+    def __hash__(self) -> int:
+        return hash(self._keys)
+
+
+def _register_mapping(cls: Any) -> None:
+    """Make a mapping a node. What is rebuilt has its entries and those of its attributes that are constants."""
+    plain = issubclass(cls, dict) and cls.__new__ is dict.__new__  # its own methods may do anything with entries
+
+    def flatten(x: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:
+        given = tuple(dict.keys(x) if plain else x.keys())
+        keys = tuple(sorted(given, key=lambda k: (type(k).__name__, k)))
+        return [dict.__getitem__(x, k) if plain else x[k] for k in keys], (_Keys(keys, given), _Constants(x)), keys
+
+    def unflatten(aux: tuple[_Keys, _Constants], children: Iterable[Any]) -> Any:
+        keys, attributes = aux
+        items = keys.in_order(children)
+        x = dict.__new__(cls) if plain else cls(items)
+        if plain:
+            dict.update(x, items)
+        for name, value in attributes.values.items():
+            object.__setattr__(x, name, value)
+        return x
 
     _register(cls, flatten, unflatten, path_entry_type=optree.GetItemEntry, namespace=NAMESPACE)
+
+
+def _register_namedtuple(cls: Any) -> None:
+    with warnings.catch_warnings():  # optree's, that it would be a node anyway
+        warnings.simplefilter("ignore", UserWarning)
+        _register(
+            cls, lambda x: (tuple(x), None, None), lambda _, children: tuple.__new__(cls, children), namespace=NAMESPACE
+        )
 
 
 def _register_node_of_torch(cls: Any) -> None:
@@ -160,7 +232,7 @@ def _adopt(leaves: Iterable[Any]) -> bool:
         if _is_tensordict(cls):
             _register_tensordict(cls)
         elif dataclasses.is_dataclass(cls):
-            register_dataclass(cls)
+            _register_dataclass(cls)
         elif isinstance(leaf, Mapping):
             _register_mapping(cls)
         elif cls in torch_pytree_nodes and not issubclass(cls, tuple):  # torch.Size is a value
@@ -182,7 +254,8 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
 
 def orders(tree: Any) -> Any:
     """Return the orders in which the dicts of a tree have their keys, which `flatten` sorts: what runs through a dict
-    sees its order. None for a tree without dicts.
+    sees its order. None for a tree without dicts. Namedtuples with a `__new__` of their own become nodes that are
+    rebuilt without it.
 
     >>> orders([{"b": 1, "a": (2, {"c": 3})}, 4]), orders([1, (2, 3)])
     (((('b', 'a'), (((('c',), ()),),)),), None)
@@ -194,20 +267,22 @@ def orders(tree: Any) -> Any:
     if holds is Mapping:
         keys = tuple([key if type(key) is str else (type(key), repr(key)) for key in tree.keys()])  # 1 is not True
         return keys, tuple([found for x in tree.values() if (found := orders(x)) is not None])
-    inside = tree if holds is list else [getattr(tree, name, None) for name in holds]
+    inside = tree if holds is list else [getattr(tree, name) for name in attributes_of(tree)]
     return tuple([found for x in inside if (found := orders(x)) is not None]) or None
 
 
 @functools.cache
 def _holds(kind: Any) -> Any:
-    """Return how a container of a class holds its entries: `Mapping`, `list`, or the names of a dataclass's fields.
+    """Return how a container of a class holds its entries: `Mapping`, `list`, or `object`, a dataclass's attributes.
     None for what is no container.
     """
     if issubclass(kind, Mapping) or _is_tensordict(kind):
         return Mapping
     if issubclass(kind, tuple | list):
+        if optree.is_namedtuple_class(kind) and kind.__new__.__code__.co_filename != "<string>":
+            _register_namedtuple(kind)
         return list
-    return tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
+    return object if dataclasses.is_dataclass(kind) else None
 
 
 def unflatten(treedef: PyTreeSpec, leaves: Iterable[Any]) -> Any:

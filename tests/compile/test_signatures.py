@@ -235,6 +235,43 @@ def test_an_object_that_is_registered_is_read_anew_at_each_step(node):
     assert found == [1.0, 4.0, 25.0] and len(step._entries) == 1
 
 
+@dataclasses.dataclass
+class Normed:
+    x: torch.Tensor
+    shift: dataclasses.InitVar[float] = 0.0
+
+    def __post_init__(self, shift):
+        self.x = self.x / 2 + shift
+        self.total = self.x.sum()
+
+
+class Rows(dict):
+    def __init__(self, items, weight=1.0):
+        super().__init__({k: x * 2 for k, x in items.items()})
+        self.weight = weight
+
+
+class Pairs(collections.namedtuple("Pairs", "x y")):
+    def __new__(cls, x, y):
+        return super().__new__(cls, x / 2, y)
+
+
+MADE = {
+    "a dataclass": (lambda x: Normed(x, 1.0), lambda b: b.x.sum() * b.total),
+    "a dict": (lambda x: Rows({"x": x}, weight=x.max().item()), lambda b: b["x"].sum() * b.weight),
+    "a namedtuple": (lambda x: Pairs(x, 3.0), lambda b: b.x.sum() * b.y),
+}
+
+
+@pytest.mark.parametrize("what", MADE)
+def test_a_step_has_what_a_class_has_made_of_its_arguments_once(what):
+    make, value = MADE[what]
+    step, state = zerofn.compile(lambda state, batch: value(batch["of"])), on_zeros()
+    for k in (1.0, 2.0):
+        batch = {"of": make(torch.full((3,), k))}
+        assert torch.equal(step(state, batch), value(batch["of"]))
+
+
 class Doubled(torch.Tensor):
     """Tensors whose products are twice what they are."""
 
