@@ -318,7 +318,7 @@ class CompiledStep:
         with self._arithmetic(tree.leaves(state, is_leaf=is_sharded)):
             program, constants = captured(self._step, state, batch)
         program.name = self.__name__
-        numbered = NumberedStep(program)
+        numbered = NumberedStep(program, None if self._captures else state)
         program.timings["capture"] = time.perf_counter() - began
         if any(x.device.type == "cpu" and x.dim() for x in map(tensor_of, program.placeholders) if x is not None):
             keep_freed_memory()

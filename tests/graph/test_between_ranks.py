@@ -119,7 +119,7 @@ def told(loss_of):
             _, model, state = sharded(tensor=2)
             steps.append(NumberedStep(captured(step_of(model, loss_of, rank), state, X, traces=True)[0]))
     common = {"tensor": set.intersection(*(step.told()["tensor"] for step in steps))}
-    return [step.difference(common) for step in steps]
+    return [step.difference(common, {}) for step in steps]
 
 
 @pytest.mark.parametrize("name", REFUSED)

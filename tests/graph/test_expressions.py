@@ -98,7 +98,7 @@ def test_what_the_loss_of_a_ranks_own_rows_is_multiplied_by_may_differ():
 
     steps = [step_of(rank) for rank in range(2)]
     common = {"data": set.intersection(*(step.told()["data"] for step in steps))}
-    assert [step.difference(common) for step in steps] == ["", ""]
+    assert [step.difference(common, {}) for step in steps] == ["", ""]
 
 
 def test_an_evaluation_and_one_rank_have_none():

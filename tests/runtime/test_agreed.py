@@ -107,3 +107,55 @@ def another_batch():
 
 def test_ranks_of_one_slice_must_transfer_the_same(ranks):
     ranks(4, another_batch)
+
+
+def told(step, state, batch):
+    """What every rank says of a step."""
+    with pytest.raises(RuntimeError) as caught:
+        zerofn.compile(step)(state, batch)
+    return str(caught.value)
+
+
+def other_numbers(stage, axis):
+    rank = dist.get_rank()
+    x = torch.randn(4, SIZE, generator=torch.Generator().manual_seed(rank))
+
+    def made(change=lambda state: state):
+        params = {"w": torch.zeros(SIZE, 3)}
+        make = lambda: zerofn.TrainState.create(params=params, tx=optim.sgd(0.1), extra=torch.tensor([1.0, 2.0]))  # noqa: E731
+        return change(zerofn.shard(make, stage=stage, mesh=Mesh.make(**{axis: 2})))
+
+    def step(rate=0.25, rows=lambda x: (x, len(x))):
+        def train_step(state, batch):
+            def loss_fn(p, batch):
+                x, n = rows(batch)
+                return torch.nn.functional.dropout(x, rate).mm(p["w"]).sin().sum() / n
+
+            loss, grads = state.value_and_grad(loss_fn)(batch)
+            return state.apply_gradients(grads), loss
+
+        return train_step
+
+    found = [told(step(0.25 * (1 + rank)), made(), x)]
+    found.append(told(step(), made(lambda s: s.replace(extra=s.extra + rank)), x))
+    if stage == 0 or axis == "replicate":
+        other = lambda s: s.replace(params=zerofn.tree_map(lambda p: p + rank, s.params))  # noqa: E731
+        found.append(told(step(), made(other), x))
+    torch.set_float32_matmul_precision(("highest", "high")[rank])
+    found.append(told(step(), made(), x))
+    torch.set_float32_matmul_precision("highest")
+    for its in (lambda x: (x[rank : rank + 2], 2), lambda x: (x.roll(rank, 0), 4)):
+        zerofn.compile(step(rows=its))(made(), x)
+    zerofn.compile(step(rows=lambda batch: (batch["x"], batch["n"])))(made(), {"x": x, "n": 3 + rank})
+    return found
+
+
+@pytest.mark.parametrize(("stage", "axis"), [(3, "data"), (0, "data"), (1, "replicate")])
+def test_numbers_values_and_settings_that_differ_are_told_on_all_ranks(ranks, stage, axis):
+    here, there = ranks(2, other_numbers, stage, axis)
+    assert [x.split("rank ")[0] for x in here] == [x.split("rank ")[0] for x in there]
+    rate, extra, *params, setting = here
+    assert "bernoulli" in rate and "0.75" in rate and "0.5" in rate and f"along '{axis}' must compute the same" in rate
+    assert "other values of 'extra'" in extra
+    assert all("other values of 'params.w'" in x for x in params)
+    assert "torch.backends.cuda.matmul.fp32_precision: " in setting

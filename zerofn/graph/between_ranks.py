@@ -1,8 +1,8 @@
 """What ranks compute in other ways than others may not meet the state: they compare the numbers of their values.
 
-`NumberedStep.told` is what a rank tells the others of its step, along each axis. With the numbers that all ranks along
-an axis have told, `difference` finds what would make them go apart. See `expressions` for the numbers, and `own_values`
-for how a difference goes on.
+`NumberedStep.told` is what a rank tells the others of its step, along each axis, and `of_rows` what it says of its own
+rows. With the numbers that all ranks along an axis have told, `difference` finds what would make them go apart. See
+`expressions` and `formulas` for the numbers, and `own_values` for how a difference goes on.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
+from .. import tree
 from ..ops.registry import OnShard
+from ..sharding.held_alike import Held, held_alike
+from ..sharding.sharded import is_sharded
 from .alias import writes
 from .edit import bodies
 from .expressions import expressions, text_of
+from .formulas import formulas
 from .node_kinds import argument, traits
 from .own_values import Cause, Origins, own_values
 from .program import Program
@@ -30,23 +34,35 @@ EXPECTED = {
     "vary": "the gradient of a sum over {axis!r} must be the same on all ranks, and differs{why}.",
     "loss": "the loss must be the same on all ranks along {axis!r}, and differs{why}.",
 }
+OF_ROWS = (
+    "ranks along {axis!r} must compute the same, each of its own part: this rank has {text}{line}, where others have "
+    "something else."
+)
 ADVICE = (
-    "Let all ranks compute the same, but for the loss of their own rows. Where each should do a part of one thing, "
-    "write x = zerofn.collectives.vary(x, axis) before, and zerofn.collectives.psum(y, axis) behind."
+    "Let all ranks compute the same, each of its own rows: give them the same numbers, flags, constants and branches, "
+    "and put what belongs to a rank's rows into its batch. Where each should do a part of one thing, write "
+    "x = zerofn.collectives.vary(x, axis) before, and zerofn.collectives.psum(y, axis) behind."
 )
 
 
 class NumberedStep:
     """A captured step, with the numbers of its values. It is used before passes change the graph. `expects`: whether
-    something is to hold of its values that transfers along an axis rely on.
+    something is to hold of its values that transfers along an axis rely on. `given`: what is not a tensor in the batch.
+    `held`: what other ranks hold, too, of the `state` that the step trains.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, state: Any = None) -> None:
         self._program = program
+        self.given = sorted(program.batch.baked.items())
+        self.held: list[Held] = []
+        if state is not None and program.new_state is not None and program.num_ranks > 1:
+            paths, leaves, _ = tree.flatten_with_path(state, is_leaf=is_sharded)
+            self.held = held_alike([tree.name_of(x) for x in paths], leaves, lambda *_: True)
         self._numbers = expressions(program) if program.new_state is not None else {}
         self._left_out = set(_for_shards_alone(program)) if self._numbers else set()
         own = own_values(program).results if self._numbers else {}
         self._kept = {axis: self._compared(axis, own) for axis in self._numbers}
+        self._of_rows = formulas(program)
         graphs = [program.gm, *bodies(program.gm)] if self._numbers else []
         self.expects = any(x.target is ops.expect.default for gm in graphs for x in gm.graph.nodes)
 
@@ -54,25 +70,35 @@ class NumberedStep:
         """Return, for each axis of several ranks, the numbers of the values that are not a rank's own along it."""
         return {axis: set(kept.values()) for axis, kept in self._kept.items()}
 
-    def difference(self, common: Mapping[str, set[int]]) -> str:
+    def of_rows(self) -> dict[str, set[int]]:
+        """Return, for each axis of several ranks, the numbers of what a rank computes of its own rows."""
+        return {axis: set(found.numbers.values()) for axis, found in self._of_rows.items()}
+
+    def difference(self, common: Mapping[str, set[int]], of_rows: Mapping[str, set[int]]) -> str:
         """Return a sentence for the first value that makes ranks go apart, or "".
 
-        `common`: for each axis along which ranks have told different numbers, those that all have told.
+        `common`, `of_rows`: for each axis along which ranks have told different numbers, those that all have told.
         """
         apart: dict[Node, frozenset[str]] = {}
         for axis, known in common.items():
             for node, number in self._kept[axis].items():
                 if number not in known:
                     apart[node] = apart.get(node, frozenset()) | {axis}
-        return next(_Differences(self._program, apart).found(), "")
+        return next(_Differences(self._program, apart).found(), "") or next(self._otherwise(of_rows), "")
+
+    def _otherwise(self, of_rows: Mapping[str, set[int]]) -> Iterator[str]:
+        """Yield a sentence for each value of a rank's own rows that others compute otherwise, the first ones first."""
+        for axis, known in of_rows.items():
+            numbers, compared = self._of_rows[axis]
+            for node in (x for x in numbers if x in compared and x not in self._left_out and _computes(x)):
+                if numbers[node] not in known:
+                    yield OF_ROWS.format(axis=axis, text=text_of(node), line=_line(node))
 
     def _compared(self, axis: str, own: Mapping[Node, Origins]) -> dict[Node, int]:
         return {
             node: number
             for node, number in self._numbers[axis].items()
-            if node.op in ("call_function", "get_attr")
-            and node not in self._left_out
-            and not any(name == axis for _, name in own.get(node, ()))
+            if _computes(node) and node not in self._left_out and not any(name == axis for _, name in own.get(node, ()))
         }
 
 
@@ -86,6 +112,10 @@ def _for_shards_alone(program: Program) -> Iterator[Node]:
             if traits(node).cuts or (all(user in found for user in node.users) and _only_computes(node)):
                 found.add(node)
         yield from found
+
+
+def _computes(node: Node) -> bool:
+    return node.op in ("call_function", "get_attr")
 
 
 def _only_computes(node: Node) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,8 +98,12 @@ class _Numbers:
             if self._axis in axes_of_transfer(self._program.mesh, node):  # type: ignore[arg-type]
                 self._transfers += 1
                 return _number("transfer", self._transfers)
-        inputs = [] if known.on_shard is OnShard.SHAPE else map(now, node.all_input_nodes)
+        inputs = [] if known.on_shard is OnShard.SHAPE else map(now, self._read(node))
         return _number(self._texts[node], *inputs)
+
+    def _read(self, node: Node) -> Sequence[Node]:
+        """Return the inputs that count for a node's number."""
+        return node.all_input_nodes
 
     def _loop(
         self, loop: Node, now: Any, memory: Mapping[Node, Node], written: dict[Node, int]
@@ -160,7 +164,7 @@ class _Shown:
         if node.op in ("placeholder", "output"):
             return ""
         if node.op == "get_attr":
-            return _constant(node)
+            return self._constant(node)
         if leaf := self._leaf(node):
             return leaf
         order = {x: k for k, x in enumerate(node.all_input_nodes)}
@@ -168,12 +172,19 @@ class _Shown:
         draws = "key" in _named(node) and traits(node).on_shard is not OnShard.MAKES  # noise of shards has their places
         given = []
         for name, value in _named(node).items():
-            if name in _NOT_COMPARED or (ours and not draws and not _is_told(value)):
+            if self._is_place(node, name) or (ours and not draws and not _is_told(value)):
                 continue  # whole numbers of ours say where this rank's shard or slice lies
             given.append(f"{name}={self._value(value, order)}")
         value = tensor_of(node) if traits(node).on_shard is OnShard.SHAPE else None
         shape = "" if value is None else self._value(list(value.shape), {})
         return f"{_name(node)}({', '.join(given)}){shape}"
+
+    def _constant(self, node: Node) -> str:
+        return _constant(node)
+
+    def _is_place(self, node: Node, name: str) -> bool:
+        """Whether an argument may differ, since it says which part of a thing this rank has or takes."""
+        return name in _NOT_COMPARED
 
     def _value(self, value: Any, order: Mapping[Node, int]) -> str:
         if isinstance(value, Node):

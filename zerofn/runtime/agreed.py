@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,10 @@ from ..graph.fingerprint import between_slices, fingerprint
 from ..graph.program import Program
 from ..graph.same_graph import without_addresses
 from ..optim.base import GradientTransformation
+from ..sharding.held_alike import Held, digests, first_unequal
+from .torch_settings import settings_of_all
 
+_VALUES, _ROWS = "values", "rows"
 _RANKS_TOLD = 4  # whose sentences an error has, at most
 
 
@@ -36,6 +39,7 @@ def agreed_inputs(program: Program, machine: Any, deterministic: bool) -> str:
     """
     inputs = _inputs(program, shards=not _slices(program))
     known: dict[str, Any] = {**inputs, **_optimizers(program), "machine": machine, "deterministic": deterministic}
+    known.update(settings_of_all())
     if machine is not None:  # whose repr is rounded
         known["machine in full"] = dataclasses.asdict(machine)
     return "\n".join(f"{k}: {v}" for k, v in known.items())
@@ -51,26 +55,50 @@ def refuse_differences(what: str, step: NumberedStep, mesh: Mesh | None, again: 
 
     `again`: the same step, captured with the user's lines. All ranks must call it.
     """
-    told = step.told()
-    lengths = {axis: (len(numbers), _short(str(sorted(numbers)))) for axis, numbers in told.items()}
-    notes = exchange(what, json.dumps({"told": lengths, "expects": step.expects}))
+    told = {_VALUES: step.told(), _ROWS: step.of_rows()}
+    lengths = {what: {axis: (len(x), _short(str(sorted(x)))) for axis, x in of.items()} for what, of in told.items()}
+    note = {
+        "told": lengths,
+        "expects": step.expects,
+        "given": _short(repr(step.given)),
+        "held": digests(step.held, mesh),
+    }
+    notes = exchange(what, json.dumps(note))
     known = [json.loads(note) for note in notes]
     if mesh is None or (len(set(notes)) == 1 and not step.expects):
         return
-    common = {}
-    for axis, numbers in told.items():
-        theirs = [known[rank]["told"][axis] for rank in mesh.along(axis)]
+    _refuse_other_values(what, step.held, [x["held"] for x in known])
+    common: dict[str, dict[str, set[int]]] = {_VALUES: {}, _ROWS: {}}
+    for kind, axis, numbers in ((kind, axis, x) for kind, of in told.items() for axis, x in of.items()):
+        ranks = [known[rank] for rank in mesh.along(axis)]
+        if kind == _ROWS and any(x["given"] != ranks[0]["given"] for x in ranks):
+            continue  # a graph does not tell which of its numbers are those of the batch
+        theirs = [x["told"][kind][axis] for x in ranks]
         if any(x != theirs[0] for x in theirs):
             rows = _of_all(sorted(numbers), max(length for length, _ in theirs), mesh.axis(axis), what)
-            common[axis] = set.intersection(*map(set, rows))
+            common[kind][axis] = set.intersection(*map(set, rows))
 
     def sentence() -> str:
-        found = step.difference(common)
-        return found and (again().difference(common) or found)
+        found = step.difference(common[_VALUES], common[_ROWS])
+        return found and (again().difference(common[_VALUES], common[_ROWS]) or found)
 
     found = [f"  rank {rank}: {x}" for rank, x in enumerate(exchange_on(what, sentence)) if x]
     if found:
         raise CaptureError("\n".join([f"{what}: ranks differ.", *found[:_RANKS_TOLD], ADVICE]))
+
+
+def _refuse_other_values(what: str, held: Sequence[Held], told: Sequence[Mapping[str, str]]) -> None:
+    """Raise `RuntimeError` on every rank if some hold other values of what they should hold alike."""
+    found = first_unequal(what, held, told)
+    if found is not None:
+        more = f" (and of {len(found.leaves) - 1} more leaves)" if len(found.leaves) > 1 else ""
+        name, one, other = found.leaves[0]
+        raise RuntimeError(
+            f"{what}: ranks hold other values of {name!r}{more}, which must be the same on all ranks that hold it.\n"
+            f"  rank {found.one}: {one}\n  rank {found.other}: {other}\n"
+            "Change a sharded state in the same way on every rank, or make the change before zerofn.shard. What "
+            "belongs to one rank goes into its batch."
+        )
 
 
 def _of_all(numbers: list[int], length: int, axis: Axis, what: str) -> list[list[int]]:

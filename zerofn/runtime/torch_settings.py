@@ -1,14 +1,14 @@
 """Settings of torch that decide which operations a step records: another setting takes another capture.
 
 Those that kernels read while they run, such as the precision of matrix products, determinism, the number of threads
-and seeds, are not here: a captured step obeys them as an eager one does. Grad mode is not, either: a step is captured
-without it, and `grad` sets its own.
+and seeds, take no other capture: a captured step obeys them as an eager one does. Ranks compare the first two, as they
+do all others here. Grad mode is not here: a step is captured without it, and `grad` sets its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -32,6 +32,27 @@ _GETTERS: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("torch.backends.cudnn.enabled", lambda: _backends.cudnn.enabled),
     ("hooks of all modules", num_global_hooks),
 )
+# Those that kernels read: a capture does not depend on them, but ranks that compute the same need the same.
+_OF_KERNELS: tuple[tuple[str, Callable[[], Any]], ...] = (
+    ("torch.are_deterministic_algorithms_enabled()", torch.are_deterministic_algorithms_enabled),
+    ("torch.backends.cudnn.deterministic", lambda: _backends.cudnn.deterministic),
+    ("torch.backends.cuda.matmul.fp32_precision", lambda: _cuda.matmul.fp32_precision),
+    ("torch.backends.cudnn.conv.fp32_precision", lambda: cast(Any, _backends.cudnn).conv.fp32_precision),
+    ("torch.backends.mkldnn.matmul.fp32_precision", lambda: cast(Any, _backends.mkldnn).matmul.fp32_precision),
+    (
+        "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+        lambda: _cuda.matmul.allow_bf16_reduced_precision_reduction,
+    ),
+    (
+        "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+        lambda: _cuda.matmul.allow_fp16_reduced_precision_reduction,
+    ),
+)
+
+
+def settings_of_all() -> dict[str, Any]:
+    """Return the settings that must be the same on all ranks. A rank may have hooks of its own."""
+    return {name: get() for name, get in (*_GETTERS, *_OF_KERNELS) if get is not num_global_hooks}
 
 
 def settings_now() -> tuple[Any, ...]:

@@ -1,0 +1,130 @@
+"""Ranks compute the same of their rows, or are refused; which rows each takes is its own business."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import zerofn
+from tests.graph.test_between_ranks import Net, X
+from tests.support.small_steps import fake_ranks
+from zerofn import optim
+from zerofn.graph.between_ranks import NumberedStep
+from zerofn.graph.captured import captured
+
+F = nn.functional
+
+
+def outputs(params, x, r=0, **flags):
+    """What the network makes of rows, with dropout and a buffer."""
+    options = SimpleNamespace(**{"p": 0.25, "train": True, "shift": torch.zeros(8), "act": torch.relu} | flags)
+    up = options.act(F.linear(x, params["up.weight"], params["up.bias"]))
+    dropped = F.dropout(up, options.p, options.train)
+    return F.linear(dropped, params["down.weight"], params["down.bias"]) + options.shift
+
+
+# (params, rows, the rank) -> the loss; and what an error names, on each rank.
+REFUSED = {
+    "a dropout rate": (lambda p, x, r: outputs(p, x, p=0.25 * (1 + r)).mean(), "bernoulli"),
+    "an activation": (lambda p, x, r: outputs(p, x, act=(torch.relu, torch.sigmoid)[r]).mean(), ("relu", "sigmoid")),
+    "a buffer": (lambda p, x, r: outputs(p, x, shift=torch.full((8,), 1.0 + r)).mean(), "a constant [8] float32"),
+    "train and eval": (lambda p, x, r: outputs(p, x, train=r == 0).mean(), ""),
+    "a factor": (lambda p, x, r: outputs(p, x).mean() * (0.5 + r), ("(x, 0.5)", "(x, 1.5)")),
+    "a whole factor": (lambda p, x, r: outputs(p, x).mean() / (2 + r), ("(x, 2)", "(x, 3)")),
+    "a branch": (lambda p, x, r: outputs(p, x).abs().mean() if r else outputs(p, x).exp().mean(), ("exp", "abs")),
+    "a sum, not a mean": (lambda p, x, r: outputs(p, x).sum() if r else outputs(p, x).mean(), ("mean", "sum")),
+    "a mean of the data": (lambda p, x, r: outputs(p, x - torch.full((8,), 0.5 + r)).mean(), "a constant [8] float32"),
+    "a dtype": (lambda p, x, r: outputs(p, x).to((torch.float32, torch.bfloat16)[r]).float().mean(), "aten."),
+    "a number of groups": (lambda p, x, r: outputs(p, x).view(-1, 2 + 2 * r).amax(1).mean(), "aten.view"),
+}
+ACCEPTED = {
+    "the same": lambda p, x, r: outputs(p, x).mean(),
+    "its rows": lambda p, x, r: outputs(p, x[2 * r : 2 * r + 2]).mean(),
+    "every second row": lambda p, x, r: outputs(p, x[r::2]).mean(),
+    "one row": lambda p, x, r: outputs(p, x[r][None]).mean(),
+    "a part": lambda p, x, r: outputs(p, x.chunk(2)[r]).mean(),
+    "rows of a list": lambda p, x, r: outputs(p, x[torch.tensor([r, 3 - r])]).mean(),
+    "rolled": lambda p, x, r: outputs(p, x.roll(r, 0)).mean(),
+    "rows of the outputs": lambda p, x, r: outputs(p, x)[2 * r : 2 * r + 2].square().mean(),
+    "indices of its own": lambda p, x, r: outputs(p, x.index_select(0, (torch.arange(2) + 2) % (3 + r))).mean(),
+    "noise of its own": lambda p, x, r: noisy(p, x, r),
+}
+
+
+def noisy(params, x, r):
+    with zerofn.random.randomness(zerofn.random.key(r)):
+        return outputs(params, x).mean()
+
+
+def differences(loss_of, axis="data", batches=(X, X), more=lambda state, loss, r: loss, n=1):
+    """What two ranks say of a step, each captured as its rank does."""
+    steps = []
+    for rank in range(2):
+
+        def step(state, batch, rank=rank):
+            vg = state.value_and_grad(lambda p, b: loss_of(p, b, rank))
+            loss, grads = (zerofn.accumulate(vg, n) if n > 1 else vg)(batch)
+            return state.apply_gradients(grads), more(state, loss, rank)
+
+        with fake_ranks(2, rank):
+            torch.manual_seed(0)
+            state = zerofn.TrainState.create(params=dict(Net().named_parameters()), tx=optim.sgd(0.1))
+            state = zerofn.shard(state, mesh=zerofn.Mesh.make(**{axis: 2}))
+            steps.append(NumberedStep(captured(step, state, batches[rank], traces=True)[0]))
+    common = {axis: set.intersection(*(step.of_rows()[axis] for step in steps))}
+    return [step.difference({}, common) for step in steps]
+
+
+@pytest.mark.parametrize(("axis", "name"), [("replicate", "a whole factor"), *(("data", name) for name in REFUSED)])
+def test_another_computation_of_the_own_rows_is_named_on_every_rank(name, axis):
+    loss_of, words = REFUSED[name]
+    for rank, sentence in enumerate(differences(loss_of, axis)):
+        assert f"ranks along '{axis}' must compute the same, each of its own part: this rank has" in sentence
+        assert (words if isinstance(words, str) else words[rank]) in sentence
+        assert f" at {__file__}:" in sentence or name == "train and eval"
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_ranks_take_which_rows_they_want(name):
+    assert differences(ACCEPTED[name]) == ["", ""]
+
+
+def test_a_loop_over_microbatches_is_followed():
+    assert all("bernoulli" in x for x in differences(REFUSED["a dropout rate"][0], n=2))
+    assert differences(ACCEPTED["the same"], n=2) == ["", ""]
+    assert differences(ACCEPTED["the same"], more=lambda s, loss, r: loss * (1.5 + r), n=2) == ["", ""]
+
+
+def test_entries_of_a_batch_count_as_one():
+    def its_entry(p, batch, r):
+        return outputs(p, batch[r]).mean()
+
+    assert differences(its_entry, batches=((X, X + 1),) * 2) == ["", ""]
+
+
+def test_what_is_only_reported_may_differ():
+    def report(state, loss, r):
+        return {"loss": loss} if r else {"loss": loss, "more": loss.square() * 0.5}
+
+    assert differences(ACCEPTED["the same"], more=report) == ["", ""]
+
+
+@pytest.mark.parametrize(("name", "refused"), [("a dropout rate", True), ("a buffer", True), ("a whole factor", False)])
+def test_ranks_with_other_tokens_may_have_other_whole_numbers(name, refused):
+    assert [bool(x) for x in differences(REFUSED[name][0], "context")] == [refused] * 2
+
+
+def test_an_evaluation_and_one_rank_have_no_numbers():
+    def step(state, x):
+        loss, grads = state.value_and_grad(lambda p, x: outputs(p, x).mean())(x)
+        return state.apply_gradients(grads), loss
+
+    def made():
+        return zerofn.shard(zerofn.TrainState.create(params=dict(Net().named_parameters()), tx=optim.sgd(0.1)))
+
+    assert NumberedStep(captured(step, made(), X)[0]).of_rows() == {}
+    with fake_ranks(2):
+        evaluate = lambda state, x: zerofn.gather(state.params)["up.bias"].sum() * x.mean()  # noqa: E731
+        assert NumberedStep(captured(evaluate, made(), X)[0]).of_rows() == {}
+        assert NumberedStep(captured(step, made(), X)[0]).of_rows()["data"]

@@ -1,0 +1,152 @@
+"""What a step computes of a rank's own rows, as numbers: ranks have other rows, and compute the same of them.
+
+The numbers are made as those of `expressions`, with this difference: the batches of all ranks count as one, and which
+rows a rank takes of it (indices, bounds, shifts, the keys of its noise) does not count. Where ranks have other tokens
+or experts, whole numbers do not count: they are positions and sizes. Nor do constants that may be slices. Along
+"tensor" ranks have the same rows, and slices: `expressions` has what they must compute alike.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from ..comm.mesh import BATCH, DATA, REPLICATE, SLICES
+from .alias import roots, sources, writes
+from .edit import bodies
+from .expressions import _named, _number, _Numbers, _Shown
+from .loop import body_of, given_to_body, run_loop
+from .program import Program, tensor_of
+
+ops = torch.ops.zerofn
+_PLACES = ("start", "end", "step", "index", "indices", "shifts", "key")
+
+
+class OfRows(NamedTuple):
+    """The numbers of a step's values along one axis, and which of these values must be the same; see above."""
+
+    numbers: dict[Node, int]
+    compared: set[Node]
+
+
+def formulas(program: Program) -> dict[str, OfRows]:
+    """Return, for each axis of several ranks, the numbers of all values, and those that the new state follows from."""
+    mesh = program.mesh
+    axes = [axis.name for axis in mesh.axes if axis.size > 1 and axis.name in BATCH] if mesh is not None else []
+    if not axes or program.new_state is None:
+        return {}
+    graphs = [program.gm, *bodies(program.gm)]
+    reads = _Reads(program)
+    names: dict[Node, int] = {x: _number("input", k) for k, x in enumerate(program.placeholders)}
+    for x in program.batch_placeholders:
+        value = tensor_of(x)
+        names[x] = _number("rows", "" if value is None else f"{list(value.shape)} {value.dtype}")
+    found: dict[str, OfRows] = {}
+    for axis in axes:
+        shown = _Formulas(program, sizes=axis in (DATA, REPLICATE), constants=axis not in SLICES)
+        texts = {node: shown(node) for gm in graphs for node in gm.graph.nodes}
+        numbers: dict[Node, int] = {}
+        _NumbersOfRows(program, axis, texts, numbers, reads).follow(program.gm, names)
+        found[axis] = OfRows(numbers, reads.needed)
+    return found
+
+
+class _Formulas(_Shown):
+    """Writes what is not a tensor in a node, without places. `sizes`: whether whole numbers count; `constants`: whether
+    the values of those do that are not whole numbers, either.
+    """
+
+    def __init__(self, program: Program, *, sizes: bool, constants: bool) -> None:
+        super().__init__(program)
+        self._sizes, self._constants = sizes, constants
+
+    def _is_place(self, node: Node, name: str) -> bool:
+        piece = node.target is operator.getitem and name == "1" and bool(sources(node))  # which one of a split
+        return piece or name in _PLACES or super()._is_place(node, name)
+
+    def _constant(self, node: Node) -> str:
+        value = operator.attrgetter(str(node.target))(node.graph.owning_module)
+        counts = self._sizes or (self._constants and isinstance(value, Tensor) and value.is_floating_point())
+        return super()._constant(node) if counts else "a constant"
+
+    def _value(self, value: Any, order: Mapping[Node, int]) -> str:
+        if not self._sizes and _are_sizes(value):
+            return "sizes"
+        return super()._value(value, order)
+
+
+class _NumbersOfRows(_Numbers):
+    def __init__(
+        self, program: Program, axis: str, texts: Mapping[Node, str], found: dict[Node, int], reads: _Reads
+    ) -> None:
+        super().__init__(program, axis, texts, found)
+        self._reads = reads
+
+    def _read(self, node: Node) -> Sequence[Node]:
+        return self._reads.of(node)
+
+
+class _Reads:
+    """What counts of the inputs of nodes. `needed`: the values that the new state follows from."""
+
+    def __init__(self, program: Program) -> None:
+        batch = set(program.batch_placeholders)
+        self._of_state: set[Node] = set()
+        self._spread(program.gm, {x for x in program.placeholders if x not in batch})
+        self.needed: set[Node] = set()
+        outputs: Any = program.output.args[0]
+        self._need(program.gm, [x for x in outputs[: program.num_new] if isinstance(x, Node)], set())
+
+    def of(self, node: Node) -> list[Node]:
+        """Return the inputs of a node, but for what says which rows it takes, unless that follows from the state."""
+        places = [x for name, value in _named(node).items() if name in _PLACES for x in _nodes(value)]
+        return [x for x in node.all_input_nodes if x not in places or x in self._of_state]
+
+    def _spread(self, gm: GraphModule, given: set[Node]) -> None:
+        self._of_state |= given
+        for node in gm.graph.nodes:
+            if node.target is run_loop:
+                inside = {x for x, outer in given_to_body(node).items() if outer in self._of_state}
+                self._spread(body_of(node), inside)
+            if any(x in self._of_state for x in node.all_input_nodes):
+                self._of_state.update([node, *writes(node)])
+
+    def _need(self, gm: GraphModule, values: Sequence[Node], outside: set[Node]) -> None:
+        """Add what these values of a graph follow from. `outside`: memory from outside, whose every write counts."""
+        memory = roots(gm.graph)
+        wanted = outside | {memory[x] for x in values}
+        self.needed.update(values)
+        for node in reversed(gm.graph.nodes):
+            if node not in self.needed and not any(memory[x] in wanted for x in writes(node)):
+                continue
+            self.needed.add(node)
+            read = self.of(node)
+            if node.target is run_loop:
+                self._need_in_body(node)
+            self.needed.update(read)
+            wanted |= {memory[x] for x in read}
+
+    def _need_in_body(self, loop: Node) -> None:
+        body = body_of(loop)
+        results = next(iter(reversed(body.graph.nodes))).args[0]
+        taken = {x.args[1] for x in loop.users if x in self.needed and x.target is operator.getitem}
+        values = [x for k, x in enumerate(results) if k in taken and isinstance(x, Node)]
+        self._need(body, values, set(given_to_body(loop)))
+
+
+def _are_sizes(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return bool(value) and all(map(_are_sizes, value))
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _nodes(value: Any) -> list[Node]:
+    found: list[Node] = []
+    map_arg(value, found.append)
+    return found
