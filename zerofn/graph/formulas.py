@@ -1,9 +1,9 @@
 """What a step computes of a rank's own rows, as numbers: ranks have other rows, and compute the same of them.
 
 The numbers are made as those of `expressions`, with this difference: the batches of all ranks count as one, and which
-rows a rank takes of it (indices, bounds, shifts, the keys of its noise) does not count. Where ranks have other tokens
-or experts, whole numbers do not count: they are positions and sizes. Nor do constants that may be slices. Along
-"tensor" ranks have the same rows, and slices: `expressions` has what they must compute alike.
+rows a rank takes of it (indices, bounds, shifts, the keys of its noise) does not count. Along "expert" whole numbers
+and constants do not count, either: they may be sizes and slices. Along "context" a rank's attention has a graph of its
+own, and along "tensor" ranks have the same rows: `expressions` has what they must compute alike.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from ..comm.mesh import BATCH, DATA, REPLICATE, SLICES
+from ..comm.mesh import EXPERT, ROWS
 from .alias import roots, sources, writes
 from .edit import bodies
 from .expressions import _named, _number, _Numbers, _Shown
@@ -38,7 +37,7 @@ class OfRows(NamedTuple):
 def formulas(program: Program) -> dict[str, OfRows]:
     """Return, for each axis of several ranks, the numbers of all values, and those that the new state follows from."""
     mesh = program.mesh
-    axes = [axis.name for axis in mesh.axes if axis.size > 1 and axis.name in BATCH] if mesh is not None else []
+    axes = [axis.name for axis in mesh.axes if axis.size > 1 and axis.name in ROWS] if mesh is not None else []
     if not axes or program.new_state is None:
         return {}
     graphs = [program.gm, *bodies(program.gm)]
@@ -49,7 +48,7 @@ def formulas(program: Program) -> dict[str, OfRows]:
         names[x] = _number("rows", "" if value is None else f"{list(value.shape)} {value.dtype}")
     found: dict[str, OfRows] = {}
     for axis in axes:
-        shown = _Formulas(program, sizes=axis in (DATA, REPLICATE), constants=axis not in SLICES)
+        shown = _Formulas(program, sizes=axis != EXPERT)
         texts = {node: shown(node) for gm in graphs for node in gm.graph.nodes}
         numbers: dict[Node, int] = {}
         _NumbersOfRows(program, axis, texts, numbers, reads).follow(program.gm, names)
@@ -58,22 +57,18 @@ def formulas(program: Program) -> dict[str, OfRows]:
 
 
 class _Formulas(_Shown):
-    """Writes what is not a tensor in a node, without places. `sizes`: whether whole numbers count; `constants`: whether
-    the values of those do that are not whole numbers, either.
-    """
+    """Writes what is not a tensor in a node, without places. `sizes`: whether whole numbers and constants count."""
 
-    def __init__(self, program: Program, *, sizes: bool, constants: bool) -> None:
+    def __init__(self, program: Program, *, sizes: bool) -> None:
         super().__init__(program)
-        self._sizes, self._constants = sizes, constants
+        self._sizes = sizes
 
     def _is_place(self, node: Node, name: str) -> bool:
         piece = node.target is operator.getitem and name == "1" and bool(sources(node))  # which one of a split
         return piece or name in _PLACES or super()._is_place(node, name)
 
     def _constant(self, node: Node) -> str:
-        value = operator.attrgetter(str(node.target))(node.graph.owning_module)
-        counts = self._sizes or (self._constants and isinstance(value, Tensor) and value.is_floating_point())
-        return super()._constant(node) if counts else "a constant"
+        return super()._constant(node) if self._sizes else "a constant"
 
     def _value(self, value: Any, order: Mapping[Node, int]) -> str:
         if not self._sizes and _are_sizes(value):
