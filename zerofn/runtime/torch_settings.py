@@ -32,13 +32,20 @@ _GETTERS: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("torch.backends.cudnn.enabled", lambda: _backends.cudnn.enabled),
     ("hooks of all modules", num_global_hooks),
 )
+
+
+def _precision(operations: Any) -> str:
+    """Return a precision; one that nobody has set is full precision."""
+    return "ieee" if operations.fp32_precision == "none" else str(operations.fp32_precision)
+
+
 # Those that kernels read: a capture does not depend on them, but ranks that compute the same need the same.
 _OF_KERNELS: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("torch.are_deterministic_algorithms_enabled()", torch.are_deterministic_algorithms_enabled),
     ("torch.backends.cudnn.deterministic", lambda: _backends.cudnn.deterministic),
-    ("torch.backends.cuda.matmul.fp32_precision", lambda: _cuda.matmul.fp32_precision),
-    ("torch.backends.cudnn.conv.fp32_precision", lambda: cast(Any, _backends.cudnn).conv.fp32_precision),
-    ("torch.backends.mkldnn.matmul.fp32_precision", lambda: cast(Any, _backends.mkldnn).matmul.fp32_precision),
+    ("torch.backends.cuda.matmul.fp32_precision", lambda: _precision(_cuda.matmul)),
+    ("torch.backends.cudnn.conv.fp32_precision", lambda: _precision(cast(Any, _backends.cudnn).conv)),
+    ("torch.backends.mkldnn.matmul.fp32_precision", lambda: _precision(cast(Any, _backends.mkldnn).matmul)),
     (
         "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
         lambda: _cuda.matmul.allow_bf16_reduced_precision_reduction,
