@@ -205,7 +205,7 @@ PROCESS_WIDE = {
     "zerofn.graph.edit._impure": FACT,
     "zerofn.tracing.shortcut._ways": FACT,
     "zerofn.random.mode._rules": FACT,
-    "zerofn.tree._of_fields": FACT,
+    "zerofn.tree._of_fields": IMPORT,
     "zerofn.tree._seen": FACT,
     "zerofn.sharding.spec._signatures": FACT,
     "zerofn.offload.disk.files._buffered": "warns once a folder",

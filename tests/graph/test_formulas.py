@@ -48,6 +48,8 @@ ACCEPTED = {
     "rolled": lambda p, x, r: outputs(p, x.roll(r, 0)).mean(),
     "rows of the outputs": lambda p, x, r: outputs(p, x)[2 * r : 2 * r + 2].square().mean(),
     "indices of its own": lambda p, x, r: outputs(p, x.index_select(0, (torch.arange(2) + 2) % (3 + r))).mean(),
+    "labels of its own": lambda p, x, r: F.cross_entropy(outputs(p, x), torch.arange(4) + r),
+    "a mask of its own": lambda p, x, r: (outputs(p, x) * (torch.arange(8) == torch.arange(4)[:, None] + r)).mean(),
     "noise of its own": lambda p, x, r: noisy(p, x, r),
 }
 

@@ -24,6 +24,7 @@ from .loop import body_of, given_to_body, run_loop
 from .program import Program, tensor_of
 
 ops = torch.ops.zerofn
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _PLACES = ("start", "end", "step", "index", "indices", "shifts", "key")
 
 
@@ -99,8 +100,11 @@ class _Reads:
         self._need(program.gm, [x for x in outputs[: program.num_new] if isinstance(x, Node)], set())
 
     def of(self, node: Node) -> list[Node]:
-        """Return the inputs of a node, but for what says which rows it takes, unless that follows from the state."""
-        places = [x for name, value in _named(node).items() if name in _PLACES for x in _nodes(value)]
+        """Return the inputs of a node, but for what says which rows it takes, unless that follows from the state.
+
+        Whole numbers do: a rank's places among all rows are the labels of a contrastive loss.
+        """
+        places = [x for name, value in _named(node).items() for x in _nodes(value) if name in _PLACES or _is_whole(x)]
         return [x for x in node.all_input_nodes if x not in places or x in self._of_state]
 
     def _spread(self, gm: GraphModule, given: set[Node]) -> None:
@@ -133,6 +137,11 @@ class _Reads:
         taken = {x.args[1] for x in loop.users if x in self.needed and x.target is operator.getitem}
         values = [x for k, x in enumerate(results) if k in taken and isinstance(x, Node)]
         self._need(body, values, set(given_to_body(loop)))
+
+
+def _is_whole(node: Node) -> bool:
+    value = tensor_of(node)
+    return value is not None and value.dtype in _WHOLE
 
 
 def _are_sizes(value: Any) -> bool:
