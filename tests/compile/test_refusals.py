@@ -211,6 +211,24 @@ def _another_optimizer(state, batch):
     return train_step_of(TWO)(state.replace(tx=optim.sgd(0.1, 0.9)), batch)
 
 
+def _yielding(state, batch):
+    yield step_with(loss_of(TWO))(state, batch)
+
+
+async def _async(state, batch):
+    yield step_with(loss_of(TWO))(state, batch)
+
+
+@pytest.mark.parametrize(
+    ("step", "kind"),
+    [(_yielding, "generator"), (_async, "async_generator"), (lambda s, b: map(torch.neg, [b["x"]]), "map")],
+    ids=["generator", "async", "map"],
+)
+def test_what_would_run_after_the_step_is_refused(step, kind):
+    with pytest.raises(zerofn.CaptureError, match=f"the step returns a {kind}, whose code runs when it is asked"):
+        zerofn.compile(step)(state_of(build(2), 3), batch_of())
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     ("step", "kind", "said"),

@@ -279,6 +279,7 @@ MISTAKES = {
         "write functional_call(model, zerofn.gather(state.params), ...)",
     ),
     "format": (steps(lambda state, batch, loss: f"{loss:.3f}"), "return it among the metrics and print it outside"),
+    "tensor": (steps(lambda state, batch, loss: torch.tensor([loss, loss])), "write torch.stack([x, y]) for torch"),
     "held": (
         steps(lambda state, batch, loss: state.params["0.weight"].norm()),
         "write zerofn.gather(params)['0.weight'].norm, or .local",

@@ -219,7 +219,13 @@ def _normalized_images(params, batch):
     return (x.view(-1)[: batch["y"].numel()] * batch["y"].reshape(-1)).mean()
 
 
-@pytest.mark.parametrize("loss_fn", [_linear_attention, _log_of_a_product, _normalized_images])
+def _normalized_rows(params, batch):
+    """Of a batch, whose gradient torch's kernel leaves out."""
+    scale, shift = params["q"][0], params["k"][0]
+    return F.batch_norm(batch["x"].transpose(1, 2), None, None, scale, shift, training=True).square().mean()
+
+
+@pytest.mark.parametrize("loss_fn", [_linear_attention, _log_of_a_product, _normalized_images, _normalized_rows])
 def test_a_compiled_step_reads_the_elements_that_plain_torch_reads(loss_fn):
     draw = torch.Generator().manual_seed(0)
     params = {name: torch.randn(8, 8, generator=draw) for name in "qkv"}

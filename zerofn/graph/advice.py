@@ -59,6 +59,12 @@ _INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
         "zerofn.eager_region, with dense tensors as its arguments and results",
     ),
     (
+        r"its data is not allocated yet",
+        RuntimeError,
+        "while a step is captured its tensors have no values, and something here reads them: write torch.stack([x, y]) "
+        "for torch.tensor([x, y])",
+    ),
+    (
         r"argument of type: <class 'torch.storage.UntypedStorage'>",
         RuntimeError,
         "a captured step cannot write to a tensor's storage: write to the tensor, x.copy_(y) or x[0] = y, or assign "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
 import torch
@@ -190,8 +190,14 @@ def _difference(a: Any, b: Any) -> str:
 
 
 def _check_values(out: Any) -> None:
-    """Raise for a result that is a number taken from a tensor: it would be a constant of the captured step."""
+    """Raise for a result that would be a constant of the captured step: a number taken from a tensor, an iterator."""
     for path, leaf in zip(*tree.flatten_with_path(out)[:2], strict=True):
+        if isinstance(leaf, Iterator | AsyncIterator | Coroutine):
+            raise CaptureError(
+                f"the step returns a {type(leaf).__name__}, whose code runs when it is asked for a value: after the "
+                "step. Return values: `return` instead of `yield`, `def` instead of `async def`, a list of what an "
+                "iterator gives."
+            )
         if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise CaptureError(
                 f"the step returns {tree.name_of(path)!r} as a number taken from a tensor (.item(), "

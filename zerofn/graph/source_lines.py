@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -12,7 +11,7 @@ from typing import Any
 from torch.fx import Node
 
 from .._torch_compat import OpOverload, TorchDispatchMode, current_trace
-from ..util.user_line import OURS, library_prefixes, of_python, user_line
+from ..util.user_line import OURS, at_line, library_prefixes, of_python, user_line
 from .edit import bodies
 
 
@@ -43,12 +42,7 @@ class Lines(TorchDispatchMode):
 
 def _here() -> str:
     line = user_line()
-    return "" if line is None else _shown(line.file, line.number)
-
-
-def _shown(file: str, number: int) -> str:
-    """Return ' at file:line (code)'."""
-    return f" at {file}:{number} ({linecache.getline(file, number).strip()})"
+    return "" if line is None else at_line(line.file, line.number)
 
 
 def line_behind(node: Node | None) -> str:
@@ -65,7 +59,7 @@ def where(error: BaseException) -> str:
     skipped = (OURS, *library_prefixes())
     rows = reversed(traceback.extract_tb(error.__traceback__))
     users = (x for x in rows if not x.filename.startswith(skipped) and not of_python(x.filename))
-    return next((_shown(x.filename, x.lineno or 0) for x in users), "")
+    return next((at_line(x.filename, x.lineno or 0) for x in users), "")
 
 
 def readable(trace: TracebackType | None) -> TracebackType | None:

@@ -7,7 +7,6 @@ forward: a `Trail` knows which layers have left this rank its part, and torch's 
 from __future__ import annotations
 
 import functools
-import linecache
 import re
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
@@ -15,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..util.user_line import OURS, library_prefixes
+from ..util.user_line import OURS, at_line, library_prefixes
 from .plan import Slice, key_of
 
 _SHAPES = (RuntimeError, ValueError, IndexError, AssertionError)  # by which code says that sizes are wrong
@@ -206,7 +205,7 @@ def _what(name: str, part: nn.Module, row: TracebackType, error: Exception) -> s
     """Return where something did not fit, and torch's words."""
     file, number = row.tb_frame.f_code.co_filename, row.tb_lineno
     theirs = file.startswith(library_prefixes())
-    where = "" if theirs else f" at {file}:{number} ({linecache.getline(file, number).strip()})"
+    where = "" if theirs else at_line(file, number)
     said = str(error).strip().splitlines() or [type(error).__name__]
     return f"{name or type(part).__name__} ({type(part).__name__}){where}: {said[0].rstrip('.')}."
 

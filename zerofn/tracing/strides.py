@@ -48,7 +48,7 @@ def real_strides(func: Any, args: Any, kwargs: Any, promised: Any) -> list[tuple
             continue
         if len(fake) == len(real) == len(results):
             return [
-                None if x is None or a == b else _in_order(tuple(x.shape), b)
+                None if x is None or b is None or a == b else _in_order(tuple(x.shape), b)
                 for x, a, b in zip(results, fake, real, strict=True)
             ]
     return [None] * len(results)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import linecache
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ _GENERATED = ("<frozen", "<eval_with_key", "<zerofn", "<string>", "<__")
 # Packages may be installed in several places: the environment's, the system's below it, the home folder's, or any
 # folder on the path.
 _INSTALLED = ("/site-packages/", "/dist-packages/")
+
+_MOST_OF_LINE = 100  # characters of it in a message
 
 
 class Line(NamedTuple):
@@ -71,6 +74,12 @@ def _installed_in(folder: str) -> frozenset[str]:
         with record.open(newline="", encoding="utf-8", errors="replace") as lines:
             found |= {row[0].partition("/")[0] for row in csv.reader(lines) if row}
     return frozenset(found)
+
+
+def at_line(file: str, number: int) -> str:
+    """Return ' at file:line (code)', of a long line the begin."""
+    code = linecache.getline(file, number).strip()
+    return f" at {file}:{number} ({code if len(code) <= _MOST_OF_LINE else f'{code[: _MOST_OF_LINE - 3]}...'})"
 
 
 def frames(frame: FrameType | None) -> Iterator[Line]:
