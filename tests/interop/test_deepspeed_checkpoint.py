@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 import zerofn
@@ -77,6 +79,24 @@ def test_moments_by_number_need_one_group(tmp_path):
 def test_other_ranks_and_stages(ranks, tmp_path, world):
     for name, stage in (("stage1-fp32", 1), ("stage3-bf16", 3), ("stage2-bf16", 0)):
         ranks(world, check, unpacked(name, tmp_path / name), name, stage)
+
+
+def without_it_on_one(path, of_torch):
+    there = path if dist.get_rank() == 0 else path / "elsewhere"
+    load = zerofn.load_dcp if of_torch else zerofn.load_deepspeed
+    with pytest.raises(zerofn.CheckpointError) as caught:
+        load(there, like=like(3))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("of_torch", [False, True])
+def test_a_checkpoint_that_one_rank_cannot_read_is_told_on_all(ranks, tmp_path, of_torch):
+    path = unpacked("stage1-fp32", tmp_path / "ck")
+    if of_torch:
+        with pytest.warns(UserWarning, match="single process"):
+            dcp.save({"model": dict(Tiny().named_parameters())}, checkpoint_id=path, no_dist=True)
+    here, there = ranks(2, without_it_on_one, path, of_torch)
+    assert "rank 1 failed: " in here and "elsewhere" in here and "elsewhere" in there
 
 
 def check_slices(path, name, stage):

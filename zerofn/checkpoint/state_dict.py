@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..comm.agreement import together
 from ..memory.turns import outside_steps
 from ..parallel.overlaps import Region
 from ..util.arguments import checked
@@ -36,7 +37,7 @@ class Readable(Protocol):
 @checked()
 @outside_steps(WHAT)
 def load_state_dict(
-    state_dict: Mapping[str, Tensor | Readable],
+    state_dict: Mapping[str, Tensor | Readable] | Callable[[], Mapping[str, Tensor | Readable]],
     like: Any,
     *,
     strict: bool = True,
@@ -46,14 +47,14 @@ def load_state_dict(
 
         params = load_state_dict(module.state_dict(), like=state.params)
 
-    Every rank must call it, with the same tensors. Values are tensors, or objects with `shape`, `dtype` and
+    Every rank must call it, with the same tensors, or with a function that returns them: what it raises on one rank,
+    such as for a file that is not there, all ranks raise. Values are tensors, or objects with `shape`, `dtype` and
     `read(start, into)`, which fills a 1-d tensor with elements from `start` on: of those a rank reads the intervals
     that it keeps and no more. `strict`, `rename` and errors are as in `load_safetensors`. `like` is not changed.
     """
-    names = "\n".join(sorted(state_dict))
-    return fill(
-        WHAT, lambda: _Named(state_dict, rename), f"a state dict of {len(state_dict)} tensors\n{names}", like, strict
-    )
+    found = state_dict if isinstance(state_dict, Mapping) else together(WHAT, state_dict)
+    names = "\n".join(sorted(found))
+    return fill(WHAT, lambda: _Named(found, rename), f"a state dict of {len(found)} tensors\n{names}", like, strict)
 
 
 class _Named(Source):

@@ -41,11 +41,13 @@ def with_moments(
     def filled(x: Any) -> Any:
         if not isinstance(x, zerofn.optim.AdamState):
             return x
-        mu, nu = (
-            zerofn.load_state_dict(find(tree, kind), like=tree)
-            for kind, tree in zip(MOMENTS, (x.mu, x.nu), strict=True)
-        )
-        counts.append(count(x.mu))
+
+        def second() -> Mapping[str, Any]:
+            counts.append(count(x.mu))
+            return find(x.nu, MOMENTS[1])
+
+        mu = zerofn.load_state_dict(lambda: find(x.mu, MOMENTS[0]), like=x.mu)
+        nu = zerofn.load_state_dict(second, like=x.nu)
         return x._replace(count=torch.full_like(x.count, counts[-1]), mu=mu, nu=nu)
 
     new = zerofn.tree_map(filled, opt_state, is_leaf=lambda x: isinstance(x, zerofn.optim.AdamState))

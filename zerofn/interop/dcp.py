@@ -6,6 +6,7 @@ import dataclasses
 import re
 import tempfile
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,11 @@ def load_dcp(path: str | Path, like: Any, *, only: str | None = None) -> Any:
     names = names_of(params_of("load_dcp", like))
     from .dcp_files import Saved  # which imports much of torch
 
-    saved = Saved(Path(path).expanduser())
-    params = zerofn.load_state_dict(saved.below(saved.prefix(names, ""), names, ""), like=like.params)
+    @cache
+    def saved() -> Saved:
+        return Saved(Path(path).expanduser())
+
+    params = zerofn.load_state_dict(lambda: saved().below(saved().prefix(names, ""), names, ""), like=like.params)
     if only == "params":
         return dataclasses.replace(like, params=params)
     if only is not None:
@@ -45,11 +49,11 @@ def load_dcp(path: str | Path, like: Any, *, only: str | None = None) -> Any:
 
     def find(tree: Any, kind: str) -> Mapping[str, Any]:
         learned = names_of(tree)
-        return saved.below(saved.prefix(learned, ".exp_avg"), learned, f".{kind}")
+        return saved().below(saved().prefix(learned, ".exp_avg"), learned, f".{kind}")
 
     def steps(tree: Any) -> int:
         learned = names_of(tree)
-        return saved.step(saved.prefix(learned, ".exp_avg"), learned[0])
+        return saved().step(saved().prefix(learned, ".exp_avg"), learned[0])
 
     opt_state, count = with_moments("load_dcp", path, like.opt_state, find, steps)
     return dataclasses.replace(like, params=params, opt_state=opt_state, step=torch.full_like(like.step, count))

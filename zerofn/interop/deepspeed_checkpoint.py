@@ -13,6 +13,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,13 @@ def load_deepspeed(path: str | Path, like: Any, *, tag: str | None = None, only:
     want to execute something when they are read; and where `like` has no `AdamState` for the moments.
     """
     names = set(names_of(params_of("load_deepspeed", like)))
-    saved = _Saved.at(_tag_folder(Path(path).expanduser(), tag))
-    params = zerofn.load_state_dict(saved.chosen(saved.params, names), like=like.params)
+
+    @cache
+    def opened() -> _Saved:
+        return _Saved.at(_tag_folder(Path(path).expanduser(), tag))
+
+    params = zerofn.load_state_dict(lambda: opened().chosen(opened().params, names), like=like.params)
+    saved = opened()
     if only == "params":
         return dataclasses.replace(like, params=params)
     if only is not None:
