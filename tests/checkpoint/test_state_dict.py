@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import zerofn
 from tests.support.same import assert_same_trees
@@ -37,7 +38,22 @@ def test_values_are_read_where_they_are_kept(stage, dtype):
 @pytest.mark.parametrize("world", [2, 3])
 def test_each_rank_reads_its_part(ranks, world):
     found = ranks(world, load, 3, torch.float32)
-    assert [sum(x[name] for x in found) for name in ("a.w", "a.b")] == [70, 5]
+    samples = {"a.w": 64, "a.b": 5}  # of every rank, to compare
+    assert [sum(x[name] for x in found) - world * samples[name] for name in ("a.w", "a.b")] == [70, 5]
+
+
+def drawn_by_each(stage):
+    like = zerofn.shard({"params": zerofn.tree_map(torch.zeros_like, PARAMS)}, stage=stage)["params"]
+    seeds = torch.Generator().manual_seed(dist.get_rank())
+    drawn = {**PARAMS, "a.w": torch.randn(7, 10, generator=seeds)}
+    with pytest.raises(
+        zerofn.CheckpointError, match="(?s)ranks have read other values.*'a.w' with .*64 of its elements"
+    ):
+        zerofn.load_state_dict(drawn, like=like)
+
+
+def test_a_model_that_each_rank_has_drawn_with_its_own_seed_is_refused(ranks):
+    ranks(2, drawn_by_each, 3)
 
 
 def test_a_modules_state_dict():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import tree
-from ..comm.agreement import together
+from ..comm.agreement import first_difference, rank_and_size, together
 from ..memory.turns import outside_steps
 from ..util.arguments import checked
 from ..util.errors import CheckpointError, printable
@@ -43,7 +43,7 @@ def load_safetensors(
         params = load_safetensors("bert/", like=state.params, rename=lambda name: name.removeprefix("bert."))
 
     Raises `CheckpointError` on every rank for files that are missing, damaged or pickled, a leaf without a tensor
-    or (with `strict`) a tensor without a leaf, and shapes that differ.
+    or (with `strict`) a tensor without a leaf, shapes that differ, and ranks whose files hold other values.
     """
     return fill(WHAT, lambda: Weights(_place(path), rename), str(path), like, strict)
 
@@ -55,7 +55,15 @@ def fill(what: str, opened: Callable[[], Source], words: str, like: Any, strict:
     """
     parts, treedef = together(what, lambda: take_apart(like, what))
     same_everywhere(what, words, parts)
-    values = together(what, lambda: _read(opened, words.partition("\n")[0], parts, strict))
+    path = words.partition("\n")[0]
+    values, samples = together(what, lambda: _read(opened, path, parts, strict))
+    if (found := first_difference(what, samples)) is not None:
+        rank, here, there = found
+        raise CheckpointError(
+            f"{what}: {path}: ranks have read other values, and each would keep a part of its own.\n  rank "
+            f"{rank_and_size()[0]}: {here}\n  rank {rank}: {there}\nGive all ranks the same: copies of one file, or a "
+            "model that all have drawn with one seed."
+        )
     with torch.no_grad():
         settle_all(values)
     return tree.unflatten(treedef, values)
@@ -67,14 +75,16 @@ def _place(path: str | os.PathLike[str]) -> Path:
     return place if is_remote(place) else Path(path).expanduser()
 
 
-def _read(opened: Callable[[], Source], path: str, parts: list[Part], strict: bool) -> list[Any]:
+def _read(opened: Callable[[], Source], path: str, parts: list[Part], strict: bool) -> tuple[list[Any], list[str]]:
+    """Return the values, and samples of what they were read from, unless there is but one such place."""
     weights = opened()
     try:
         absent = _match(weights, parts, path, strict)
         with torch.no_grad():
             filling = Filling(parts, absent)
             filling.check(weights, path)
-            return filling.fill(weights)
+            same = rank_and_size()[1] == 1 or is_remote(located(path))
+            return filling.fill(weights), [] if same else weights.samples()
     finally:
         weights.close()
 

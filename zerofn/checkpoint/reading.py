@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ..ops.same import checksum
 from ..parallel.overlaps import Region, Runs, overlap
 from .contents import LeafInfo
 from .tensor_file import BLOCK
 
+_FEW = 64  # elements
 _SPAN = 4 * BLOCK  # bytes that are read at a time for many short runs
 Read = Callable[[int, Tensor], None]  # fill a 1-d tensor with raveled elements from a place on, cast to its dtype
 
@@ -33,6 +36,16 @@ class Source:
         for there, read in self.places(name):
             for runs in overlap(shape, there, region, start, start + into.numel()):
                 _copy(read, runs, into)
+
+    def samples(self) -> list[str]:
+        """Return a line for each leaf, in which other values are told by a few of its elements."""
+        lines = []
+        for name, leaf in self.leaves.items():
+            few = torch.empty(min(math.prod(leaf.shape), _FEW), dtype=leaf.dtype)
+            if len(few):
+                self.read(name, (math.prod(leaf.shape) - len(few)) // 2, few)
+            lines.append(f"{name!r} with {checksum(few)}, the checksum of {len(few)} of its elements")
+        return lines
 
     def close(self) -> None:
         """Close all files."""
