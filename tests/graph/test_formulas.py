@@ -50,6 +50,7 @@ ACCEPTED = {
     "indices of its own": lambda p, x, r: outputs(p, x.index_select(0, (torch.arange(2) + 2) % (3 + r))).mean(),
     "labels of its own": lambda p, x, r: F.cross_entropy(outputs(p, x), torch.arange(4) + r),
     "a mask of its own": lambda p, x, r: (outputs(p, x) * (torch.arange(8) == torch.arange(4)[:, None] + r)).mean(),
+    "a region": lambda p, x, r: zerofn.eager_region(torch.square, like=torch.empty_like)(outputs(p, x)).mean(),
     "noise of its own": lambda p, x, r: noisy(p, x, r),
 }
 

@@ -30,7 +30,8 @@ from .program import Program, owners, tensor_of
 from .verify import _origin
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
-_NOT_COMPARED = ("group", "rank", "place", "own")  # arguments of transfers that say where this rank is
+# Arguments of transfers that say where this rank is, and of an eager region: which one it is in this process.
+_NOT_COMPARED = ("group", "rank", "place", "own", "number")
 
 
 def expressions(program: Program) -> dict[str, dict[Node, int]]:
