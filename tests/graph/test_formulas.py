@@ -28,13 +28,13 @@ def outputs(params, x, r=0, **flags):
 REFUSED = {
     "a dropout rate": (lambda p, x, r: outputs(p, x, p=0.25 * (1 + r)).mean(), "bernoulli"),
     "an activation": (lambda p, x, r: outputs(p, x, act=(torch.relu, torch.sigmoid)[r]).mean(), ("relu", "sigmoid")),
-    "a buffer": (lambda p, x, r: outputs(p, x, shift=torch.full((8,), 1.0 + r)).mean(), "a constant [8] float32"),
+    "a buffer": (lambda p, x, r: outputs(p, x, shift=torch.full((8,), 1.0 + r)).mean(), ("[8], 1.0", "[8], 2.0")),
     "train and eval": (lambda p, x, r: outputs(p, x, train=r == 0).mean(), ""),
     "a factor": (lambda p, x, r: outputs(p, x).mean() * (0.5 + r), ("(x, 0.5)", "(x, 1.5)")),
     "a whole factor": (lambda p, x, r: outputs(p, x).mean() / (2 + r), ("(x, 2)", "(x, 3)")),
     "a branch": (lambda p, x, r: outputs(p, x).abs().mean() if r else outputs(p, x).exp().mean(), ("exp", "abs")),
     "a sum, not a mean": (lambda p, x, r: outputs(p, x).sum() if r else outputs(p, x).mean(), ("mean", "sum")),
-    "a mean of the data": (lambda p, x, r: outputs(p, x - torch.full((8,), 0.5 + r)).mean(), "a constant [8] float32"),
+    "a mean of the data": (lambda p, x, r: outputs(p, x - torch.full((8,), 0.5 + r)).mean(), ("[8], 0.5", "[8], 1.5")),
     "a dtype": (lambda p, x, r: outputs(p, x).to((torch.float32, torch.bfloat16)[r]).float().mean(), "aten."),
     "a number of groups": (lambda p, x, r: outputs(p, x).view(-1, 2 + 2 * r).amax(1).mean(), "aten.view"),
 }
