@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -216,6 +216,21 @@ def test_a_dataclass_is_rebuilt_as_it_is_and_not_made_again():
     assert "twice" not in vars(again) and again.twice.sum() == 12
     slotted = Slotted(torch.ones(2))
     assert len(tree.leaves(slotted)) == 1 and not hasattr(tree.tree_map(lambda value: value, slotted), "y")
+
+
+class Wrapped(UserDict):
+    def __init__(self, name, items):
+        super().__init__(items)
+        self.name = name
+
+    def __getitem__(self, key):
+        return super().__getitem__(key) * 2
+
+
+def test_a_mapping_that_wraps_a_dict_is_rebuilt_as_it_is():
+    x = Wrapped("rows", {"x": torch.ones(2)})
+    again = tree.tree_map(lambda value: value + 1, x)
+    assert type(again) is Wrapped and again.name == "rows" and torch.equal(again["x"], torch.full((2,), 4.0))
 
 
 def test_a_dict_of_a_class_of_its_own_is_rebuilt_as_it_is():

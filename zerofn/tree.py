@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import sys
 import warnings
+from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -164,19 +165,25 @@ class _Constants:
 
 def _register_mapping(cls: Any) -> None:
     """Make a mapping a node. What is rebuilt has its entries and those of its attributes that are constants."""
-    plain = issubclass(cls, dict) and cls.__new__ is dict.__new__  # its own methods may do anything with entries
+    # Its own methods may do anything with entries.
+    plain = issubclass(cls, dict) and cls.__new__ is dict.__new__
+    wrapped = issubclass(cls, UserDict) and cls.__new__ is object.__new__
 
     def flatten(x: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:
-        given = tuple(dict.keys(x) if plain else x.keys())
+        items = x.data if wrapped else x
+        read = dict.__getitem__ if plain else type(items).__getitem__
+        given = tuple(dict.keys(x) if plain else items.keys())
         keys = tuple(sorted(given, key=lambda k: (type(k).__name__, k)))
-        return [dict.__getitem__(x, k) if plain else x[k] for k in keys], (_Keys(keys, given), _Constants(x)), keys
+        return [read(items, k) for k in keys], (_Keys(keys, given), _Constants(x)), keys
 
     def unflatten(aux: tuple[_Keys, _Constants], children: Iterable[Any]) -> Any:
         keys, attributes = aux
         items = keys.in_order(children)
-        x = dict.__new__(cls) if plain else cls(items)
+        x = cls.__new__(cls) if plain or wrapped else cls(items)
         if plain:
             dict.update(x, items)
+        elif wrapped:
+            x.data = items
         for name, value in attributes.values.items():
             object.__setattr__(x, name, value)
         return x

@@ -2,6 +2,7 @@
 
 import collections
 import pickle
+import types
 
 import pytest
 import torch
@@ -227,6 +228,16 @@ async def _async(state, batch):
 def test_what_would_run_after_the_step_is_refused(step, kind):
     with pytest.raises(zerofn.CaptureError, match=f"the step returns a {kind}, whose code runs when it is asked"):
         zerofn.compile(step)(state_of(build(2), 3), batch_of())
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [lambda x: {x}, lambda x: types.SimpleNamespace(loss=x), lambda x: str(x.sum())],
+    ids=["set", "namespace", "text"],
+)
+def test_a_tensor_inside_what_is_no_container_is_refused(returned):
+    with pytest.raises(zerofn.CaptureError, match="'loss' as a .* with a tensor in it, which has no value"):
+        zerofn.compile(lambda state, batch: {"loss": returned(batch["x"])})(state_of(build(2), 3), batch_of())
 
 
 @pytest.mark.parametrize("compiled", [False, True])

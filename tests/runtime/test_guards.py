@@ -428,6 +428,35 @@ CHANGES = {
         "class A(nn.Module):\n  def forward(self, x): return x\nclass B(A): pass\nm=B()\ndef step(s,x): return m(x)",
         "B.forward=lambda self, x: 3*x",
     ),
+    "an attribute that comes onto a class": (
+        "class A: pass\no=A()\ndef step(s,x): return x*getattr(o,'z',1.0)",
+        "A.z=3.0",
+    ),
+    "a class's attribute that some code did without": (
+        "class A: pass\ndef step(s,x): return x*(A.z if hasattr(A,'z') else 1.0)",
+        "A.z=3.0",
+    ),
+    "an attribute that comes onto a module's class": (
+        "class L(nn.Module):\n  def forward(self, x): return x*getattr(self,'scale',1.0)\nm=L()\ndef step(s,x): return m(x)",
+        "L.scale=3.0",
+    ),
+    "a method that comes between, behind super()": (
+        "class P(nn.Module):\n  def forward(self, x): return x*2\nclass Q(P): pass\nclass A(Q):\n"
+        "  def forward(self, x): return super().forward(x)\nm=A()\ndef step(s,x): return m(x)",
+        "Q.forward=lambda self, x: x*3",
+    ),
+    "a special method that comes onto a class": (
+        "class A: pass\no=A()\ndef step(s,x): return x*(1.0 if o else 3.0)",
+        "A.__bool__=lambda self: False",
+    ),
+    "a property over an attribute of an object": (
+        "class A: pass\no=A()\no.k=1.0\ndef step(s,x): return x*o.k",
+        "A.k=property(lambda self: 3.0)",
+    ),
+    "a __call__ that comes onto a module's class": (
+        "class A(nn.Identity): pass\nm=A()\ndef step(s,x): return m(x)",
+        "A.__call__=lambda self, x: 3*x",
+    ),
     "a forward that comes to shadow one of torch's": (
         "class B(nn.Identity): pass\nm=B()\ndef step(s,x): return m(x)",
         "B.forward=lambda self, x: 3*x",

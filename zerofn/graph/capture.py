@@ -155,6 +155,7 @@ def _split(out: Any, state: Any) -> tuple[Any, Any]:
     A training step returns a pair whose first item has the structure of the old state. A first item of the state's
     type but of another structure is a mistake, unless they share no names: a dict of metrics, for example.
     """
+    tree.orders(out)  # makes nodes of namedtuples with a __new__ of their own
     if not (isinstance(out, tuple) and len(out) == 2 and not hasattr(out, "_fields")):
         return None, out
     new, aux = out
@@ -192,6 +193,12 @@ def _difference(a: Any, b: Any) -> str:
 def _check_values(out: Any) -> None:
     """Raise for a result that would be a constant of the captured step: a number taken from a tensor, an iterator."""
     for path, leaf in zip(*tree.flatten_with_path(out)[:2], strict=True):
+        if isinstance(leaf, str) and "FakeTensor(" in leaf or _holds_tensors(leaf):
+            raise CaptureError(
+                f"the step returns {tree.name_of(path)!r} as a {type(leaf).__name__} with a tensor in it, which has no "
+                "value while the step is captured. Return tensors in dicts, lists, tuples or dataclasses, and write "
+                "texts of them outside."
+            )
         if isinstance(leaf, Iterator | AsyncIterator | Coroutine):
             raise CaptureError(
                 f"the step returns a {type(leaf).__name__}, whose code runs when it is asked for a value: after the "
@@ -203,6 +210,14 @@ def _check_values(out: Any) -> None:
                 f"the step returns {tree.name_of(path)!r} as a number taken from a tensor (.item(), "
                 f"float(...)){_line_of(leaf)}. Return the tensor, and read its value outside the step."
             )
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    """Whether an object that is no container has tensors in it."""
+    if isinstance(leaf, Tensor) or is_sharded(leaf):
+        return False
+    inside = leaf if isinstance(leaf, set | frozenset) else getattr(leaf, "__dict__", {}).values()
+    return any(isinstance(x, Tensor) for x in inside)
 
 
 def _line_of(number: Any) -> str:

@@ -6,7 +6,7 @@ are read in one way make one column, and Python's C code reads and compares all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain
 from operator import attrgetter, contains, is_, itemgetter
 from types import CellType, FunctionType
@@ -26,6 +26,7 @@ class Places:
     def __init__(self) -> None:
         self._columns: dict[tuple[Any, str], tuple[Callable[[Any], Any], list[Any], list[Any]]] = {}
         self._absent: tuple[list[Any], list[str]] = ([], [])  # dicts, and the key that each lacks
+        self._classes: set[type] = set()
         self._views: list[Any] = []
         self._sized: list[Any] = []
         self._tensors: list[Any] = []
@@ -56,15 +57,15 @@ class Places:
         self._absent[0].append(holder)
         self._absent[1].append(key)
 
-    def holders(self, kinds: Sequence[type], name: str) -> list[type]:
-        """Return the classes that hold an attribute. Note that those of the user's before the first one lack it: there
-        it would come before the one that is found.
+    def classes(self, kind: type) -> None:
+        """Note a class's bases, and how much those of the user's hold: what is new there may come before what is found
+        now.
         """
-        found = [kind for kind in kinds if name in kind.__dict__]
-        for kind in kinds[: kinds.index(found[0])] if found else ():
-            if of_user(kind):
-                self.absent(kind.__dict__, name)
-        return found
+        self.attribute(kind, "__mro__", kind.__mro__)
+        for x in kind.__mro__:
+            if of_user(x) and x not in self._classes:
+                self._classes.add(x)
+                self.length(x.__dict__)
 
     def contents(self, view: Any) -> None:
         """Note the entries of a list, or of the live view of a dict."""

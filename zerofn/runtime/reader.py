@@ -219,7 +219,7 @@ class Reader:
             self.places.length(own_attributes(value))  # one that is new may be asked for by functions that did without
         if of_user(kind):
             self.places.kind(value)
-            self.places.attribute(kind, "__mro__", kind.__mro__)
+            self.places.classes(kind)
         self._open.append((value, path, attributes_of(value)))
         parts = ("func", "args", "keywords") if isinstance(value, partial) else getattr(kind, "__match_args__", ())
         for name in (*special_methods(value), *parts):
@@ -263,8 +263,9 @@ class Reader:
             if name not in own:
                 self._given(value, full, name)
             return
-        for kind in self.places.holders(classes_of(value), name):
-            self._of_class(value, full, name, kind)
+        for kind in classes_of(value):
+            if name in kind.__dict__:
+                self._of_class(value, full, name, kind)
 
     def _of_class(self, value: Any, full: str, name: str, kind: type) -> None:
         found = kind.__dict__[name]
@@ -387,7 +388,8 @@ class Reader:
             users = [x for x in kind.__mro__ if of_user(x)]
             given = {name for x in kind.__mro__ if users for name, y in x.__dict__.items() if isinstance(y, property)}
             self._of_classes[kind] = given.union(*(x.__dict__ for x in users))
-            forward = self.places.holders(kind.__mro__, "forward")[0]
+            self.places.classes(kind)
+            forward = next(x for x in kind.__mro__ if "forward" in x.__dict__)
             found = forward.__dict__["forward"]
             self.places.item(forward.__dict__, "forward", found)
             self.facts.setdefault(f"class {forward.__qualname__}.forward", ("object", Same(found)))
