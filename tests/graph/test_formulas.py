@@ -35,6 +35,9 @@ REFUSED = {
     "a branch": (lambda p, x, r: outputs(p, x).abs().mean() if r else outputs(p, x).exp().mean(), ("exp", "abs")),
     "a sum, not a mean": (lambda p, x, r: outputs(p, x).sum() if r else outputs(p, x).mean(), ("mean", "sum")),
     "a mean of the data": (lambda p, x, r: outputs(p, x - torch.full((8,), 0.5 + r)).mean(), ("[8], 0.5", "[8], 1.5")),
+    "a whole constant": (lambda p, x, r: outputs(p, x).mean() * torch.tensor(1 + r), ""),
+    "a whole filled constant": (lambda p, x, r: outputs(p, x).mean() * torch.full((), 1 + r), ""),
+    "weights of whole numbers": (lambda p, x, r: (outputs(p, x) * torch.tensor([1] * 7 + [1 + r])).mean(), ""),
     "a dtype": (lambda p, x, r: outputs(p, x).to((torch.float32, torch.bfloat16)[r]).float().mean(), "aten."),
     "a number of groups": (lambda p, x, r: outputs(p, x).view(-1, 2 + 2 * r).amax(1).mean(), "aten.view"),
 }
@@ -50,9 +53,22 @@ ACCEPTED = {
     "indices of its own": lambda p, x, r: outputs(p, x.index_select(0, (torch.arange(2) + 2) % (3 + r))).mean(),
     "labels of its own": lambda p, x, r: F.cross_entropy(outputs(p, x), torch.arange(4) + r),
     "a mask of its own": lambda p, x, r: (outputs(p, x) * (torch.arange(8) == torch.arange(4)[:, None] + r)).mean(),
+    "a mask by a number": lambda p, x, r: (outputs(p, x).mean(1) * (torch.arange(4) % 2 == r)).mean(),
+    "chosen by a mask": lambda p, x, r: torch.where(torch.arange(4) // 2 == r, outputs(p, x).mean(1), 0.0).mean(),
+    "a part of the outputs": lambda p, x, r: outputs(p, x).chunk(2)[r].square().mean(),
+    "one of the outputs": lambda p, x, r: outputs(p, x).unbind()[r].square().mean(),
+    "a part of the rest of the outputs": lambda p, x, r: outputs(p, x)[2 * r :][:2].square().mean(),
+    "its own among those of others": lambda p, x, r: among(outputs(p, x), r).square().mean(),
+    "a diagonal": lambda p, x, r: outputs(p, x).diagonal(2 * r)[:2].square().mean(),
     "a region": lambda p, x, r: zerofn.eager_region(torch.square, like=torch.empty_like)(outputs(p, x)).mean(),
     "noise of its own": lambda p, x, r: noisy(p, x, r),
 }
+
+
+def among(own, r):
+    everyone = list(own.detach().sin().chunk(2))
+    everyone[r] = own[:2]
+    return torch.cat(everyone)
 
 
 def noisy(params, x, r):
@@ -104,6 +120,32 @@ def test_entries_of_a_batch_count_as_one():
         return outputs(p, batch[r]).mean()
 
     assert differences(its_entry, batches=((X, X + 1),) * 2) == ["", ""]
+
+
+HYBRID = {
+    "a number of its own": lambda p, x, r: outputs(p, x).square().sum() / (10 + r),
+    "a count of its own": lambda p, x, r: (outputs(p, x).square().sum(), 10 + r),
+    "noise of its own": ACCEPTED["noise of its own"],
+    "labels of its own": ACCEPTED["labels of its own"],
+}
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_shards_of_gradients_may_differ_along_replicate_until_they_are_summed(name):
+    steps = []
+    for rank in range(4):
+
+        def step(state, batch, rank=rank):
+            loss, grads = state.value_and_grad(lambda p, b: HYBRID[name](p, b, rank))(batch)
+            return state.apply_gradients(grads), loss
+
+        with fake_ranks(4, rank):
+            mesh = zerofn.Mesh.make(replicate=2, data=2)
+            state = zerofn.TrainState.create(params=dict(Net().named_parameters()), tx=optim.sgd(0.1))
+            steps.append((NumberedStep(captured(step, zerofn.shard(state, mesh=mesh), X)[0]), mesh))
+    for step, mesh in steps:
+        told = {axis: [steps[k][0].told()[axis] for k in mesh.along(axis)] for axis in ("data", "replicate")}
+        assert step.difference({axis: set.intersection(*each) for axis, each in told.items()}, {}) == ""
 
 
 def test_what_is_only_reported_may_differ():

@@ -13,6 +13,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from .. import tree
+from ..comm.mesh import BATCH
 from ..ops.registry import OnShard
 from ..sharding.held_alike import Held, held_alike
 from ..sharding.sharded import is_sharded
@@ -21,7 +22,7 @@ from .edit import bodies
 from .expressions import expressions, text_of
 from .formulas import formulas
 from .node_kinds import argument, traits
-from .own_values import Cause, Origins, own_values
+from .own_values import Cause, Origins, axes_of_transfer, own_values
 from .program import Program
 from .verify import _all_shards, _line, _names, ops
 
@@ -149,9 +150,19 @@ class _Differences:
                 if not traits(node).cuts and (node not in shards or traits(node).on_shard is not OnShard.KEEPS):
                     continue
                 read = self._own.read.get(node, {}).values()
-                origins = {x for each in read for x in each if x[0] in self._apart}
+                reduced = self._reduced(node)
+                origins = {x for each in read for x in each if x[0] in self._apart and x[1] not in reduced}
                 origins |= {(node, axis) for axis in self._apart.get(node, ()) if self._is_cause(node)}
                 yield from self._met(f"what meets the state{_line(node)}", origins)
+
+    def _reduced(self, node: Node) -> frozenset[str]:
+        """Return the axes along which a node makes a value equal, or, if it waits for a transfer, those that the next
+        one may: shards of gradients are summed along "replicate" after those along "data".
+        """
+        mesh, known = self._program.mesh, traits(node)
+        if node.target is ops.wait.default:
+            return frozenset(BATCH)
+        return axes_of_transfer(mesh, node) if mesh and (known.equal or known.collective == "scatter") else frozenset()
 
     def _replicated(self) -> Iterator[str]:
         outputs: Any = self._program.output.args[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.fx import GraphModule, Node
@@ -19,13 +19,15 @@ from torch.fx.node import map_arg
 from ..comm.mesh import EXPERT, ROWS
 from .alias import roots, sources, writes
 from .edit import bodies
-from .expressions import _named, _number, _Numbers, _Shown
+from .expressions import _name, _named, _number, _Numbers, _Shown
 from .loop import body_of, given_to_body, run_loop
 from .program import Program, tensor_of
 
-ops = torch.ops.zerofn
-_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_PLACES = ("start", "end", "step", "index", "indices", "shifts", "key")
+ops, aten = torch.ops.zerofn, torch.ops.aten
+_PLACES = (
+    *("start", "end", "step", "index", "indices", "shifts", "key", "offset", "storage_offset", "input_sizes"),
+    *("target", "targets"),  # of losses: whole numbers here, as the places of a rank's rows among those of all
+)
 
 
 class OfRows(NamedTuple):
@@ -87,6 +89,14 @@ class _NumbersOfRows(_Numbers):
     def _read(self, node: Node) -> Sequence[Node]:
         return self._reads.of(node)
 
+    def _result(self, node: Node, now: Any) -> int:
+        if self._reads.is_mask(node):
+            return _number("a mask")
+        if node.target in (aten.cat.default, aten.stack.default):  # a rank's part may stand anywhere among the others
+            parts, *rest = node.args
+            return _number(_name(node), len(cast(Any, parts)), rest, *sorted({now(x) for x in node.all_input_nodes}))
+        return super()._result(node, now)
+
 
 class _Reads:
     """What counts of the inputs of nodes. `needed`: the values that the new state follows from."""
@@ -94,27 +104,34 @@ class _Reads:
     def __init__(self, program: Program) -> None:
         batch = set(program.batch_placeholders)
         self._of_state: set[Node] = set()
-        self._spread(program.gm, {x for x in program.placeholders if x not in batch})
+        self._given: set[Node] = set()
+        self._spread(program.gm, {x for x in program.placeholders if x not in batch}, self._of_state)
+        self._spread(program.gm, set(program.placeholders), self._given)
         self.needed: set[Node] = set()
         outputs: Any = program.output.args[0]
         self._need(program.gm, [x for x in outputs[: program.num_new] if isinstance(x, Node)], set())
 
     def of(self, node: Node) -> list[Node]:
-        """Return the inputs of a node, but for what says which rows it takes, unless that follows from the state.
-
-        Whole numbers do: a rank's places among all rows are the labels of a contrastive loss.
-        """
-        places = [x for name, value in _named(node).items() for x in _nodes(value) if name in _PLACES or _is_whole(x)]
+        """Return the inputs of a node, but for what says which rows it takes, unless that follows from the state."""
+        if self.is_mask(node):
+            return []
+        named = [(name, x) for name, value in _named(node).items() for x in _nodes(value)]
+        places = [x for name, x in named if name in _PLACES and not _is_float(x)]
         return [x for x in node.all_input_nodes if x not in places or x in self._of_state]
 
-    def _spread(self, gm: GraphModule, given: set[Node]) -> None:
-        self._of_state |= given
+    def is_mask(self, node: Node) -> bool:
+        """Return whether a value says which rows a rank takes, and follows from no input: `arange(n) == rank`."""
+        return _dtype(node) is torch.bool and node.op == "call_function" and node not in self._given
+
+    def _spread(self, gm: GraphModule, given: set[Node], found: set[Node]) -> None:
+        """Add what follows from `given` to `found`."""
+        found |= given
         for node in gm.graph.nodes:
             if node.target is run_loop:
-                inside = {x for x, outer in given_to_body(node).items() if outer in self._of_state}
-                self._spread(body_of(node), inside)
-            if any(x in self._of_state for x in node.all_input_nodes):
-                self._of_state.update([node, *writes(node)])
+                inside = {x for x, outer in given_to_body(node).items() if outer in found}
+                self._spread(body_of(node), inside, found)
+            if any(x in found for x in node.all_input_nodes):
+                found.update([node, *writes(node)])
 
     def _need(self, gm: GraphModule, values: Sequence[Node], outside: set[Node]) -> None:
         """Add what these values of a graph follow from. `outside`: memory from outside, whose every write counts."""
@@ -139,9 +156,14 @@ class _Reads:
         self._need(body, values, set(given_to_body(loop)))
 
 
-def _is_whole(node: Node) -> bool:
+def _dtype(node: Node) -> torch.dtype | None:
     value = tensor_of(node)
-    return value is not None and value.dtype in _WHOLE
+    return None if value is None else value.dtype
+
+
+def _is_float(node: Node) -> bool:
+    dtype = _dtype(node)
+    return dtype is not None and dtype.is_floating_point
 
 
 def _are_sizes(value: Any) -> bool:
