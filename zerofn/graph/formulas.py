@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -23,7 +23,7 @@ from .expressions import _name, _named, _number, _Numbers, _Shown
 from .loop import body_of, given_to_body, run_loop
 from .program import Program, tensor_of
 
-ops, aten = torch.ops.zerofn, torch.ops.aten
+ops = torch.ops.zerofn
 _PLACES = (
     *("start", "end", "step", "index", "indices", "shifts", "key", "offset", "storage_offset", "input_sizes"),
     *("target", "targets"),  # of losses: whole numbers here, as the places of a rank's rows among those of all
@@ -92,9 +92,11 @@ class _NumbersOfRows(_Numbers):
     def _result(self, node: Node, now: Any) -> int:
         if self._reads.is_mask(node):
             return _number("a mask")
-        if node.target in (aten.cat.default, aten.stack.default):  # a rank's part may stand anywhere among the others
-            parts, *rest = node.args
-            return _number(_name(node), len(cast(Any, parts)), rest, *sorted({now(x) for x in node.all_input_nodes}))
+        given = _named(node)
+        if "tensors" in given:  # joined: a rank's part may stand anywhere among the others
+            rest = {name: value for name, value in given.items() if name != "tensors"}
+            inputs = {now(x) for x in node.all_input_nodes}
+            return _number(_name(node), len(given["tensors"]), rest, *sorted(inputs))
         return super()._result(node, now)
 
 
