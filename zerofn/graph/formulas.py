@@ -21,6 +21,7 @@ from .alias import roots, sources, writes
 from .edit import bodies
 from .expressions import _name, _named, _number, _Numbers, _Shown
 from .loop import body_of, given_to_body, run_loop
+from .node_kinds import is_ours
 from .program import Program, tensor_of
 
 ops = torch.ops.zerofn
@@ -93,7 +94,7 @@ class _NumbersOfRows(_Numbers):
         if self._reads.is_mask(node):
             return _number("a mask")
         given = _named(node)
-        if "tensors" in given:  # joined: a rank's part may stand anywhere among the others
+        if "tensors" in given and not is_ours(node):  # joined: a rank's part may stand anywhere among the others
             rest = {name: value for name, value in given.items() if name != "tensors"}
             inputs = {now(x) for x in node.all_input_nodes}
             return _number(_name(node), len(given["tensors"]), rest, *sorted(inputs))
