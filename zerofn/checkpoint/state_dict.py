@@ -50,8 +50,8 @@ def load_state_dict(
     Every rank must call it, with the same tensors, or with a function that returns them: what it raises on one rank,
     such as for a file that is not there, all ranks raise. Values are tensors, or objects with `shape`, `dtype` and
     `read(start, into)`, which fills a 1-d tensor with elements from `start` on: of those a rank reads the intervals
-    that it keeps, and a few elements for a comparison with other ranks. `strict`, `rename`
-    and errors are as in `load_safetensors`. `like` is not changed.
+    that it keeps, and a few elements for a comparison with other ranks. `strict`, `rename` and
+    errors are as in `load_safetensors`. `like` is not changed.
     """
     found = state_dict if isinstance(state_dict, Mapping) else together(WHAT, state_dict)
     names = "\n".join(sorted(found))

@@ -58,7 +58,7 @@ class NumberedStep:
         self.held: list[Held] = []
         if state is not None and program.new_state is not None and program.num_ranks > 1:
             paths, leaves, _ = tree.flatten_with_path(state, is_leaf=is_sharded)
-            self.held = held_alike([tree.name_of(x) for x in paths], leaves, lambda *_: True)
+            self.held = held_alike([tree.name_of(x) for x in paths], leaves)
         self._numbers = expressions(program) if program.new_state is not None else {}
         self._left_out = set(_for_shards_alone(program)) if self._numbers else set()
         own = own_values(program).results if self._numbers else {}

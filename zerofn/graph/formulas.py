@@ -108,6 +108,7 @@ class _Reads:
         batch = set(program.batch_placeholders)
         self._of_state: set[Node] = set()
         self._given: set[Node] = set()
+        self._found: dict[Node, list[Node]] = {}  # what `of` has returned: every axis asks again
         self._spread(program.gm, {x for x in program.placeholders if x not in batch}, self._of_state)
         self._spread(program.gm, set(program.placeholders), self._given)
         self.needed: set[Node] = set()
@@ -116,8 +117,11 @@ class _Reads:
 
     def of(self, node: Node) -> list[Node]:
         """Return the inputs of a node, but for what says which rows it takes, unless that follows from the state."""
-        if self.is_mask(node):
-            return []
+        if node not in self._found:
+            self._found[node] = [] if self.is_mask(node) else self._without_places(node)
+        return self._found[node]
+
+    def _without_places(self, node: Node) -> list[Node]:
         named = [(name, x) for name, value in _named(node).items() for x in _nodes(value)]
         places = [x for name, x in named if name in _PLACES and not _is_float(x)]
         return [x for x in node.all_input_nodes if x not in places or x in self._of_state]

@@ -56,7 +56,7 @@ def refuse_differences(what: str, step: NumberedStep, mesh: Mesh | None, again: 
     `again`: the same step, captured with the user's lines. All ranks must call it.
     """
     told = {_VALUES: step.told(), _ROWS: step.of_rows()}
-    lengths = {what: {axis: (len(x), _short(str(sorted(x)))) for axis, x in of.items()} for what, of in told.items()}
+    lengths = {kind: {axis: (len(x), _short(str(sorted(x)))) for axis, x in of.items()} for kind, of in told.items()}
     note = {
         "told": lengths,
         "expects": step.expects,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -39,14 +39,14 @@ class Unequal(NamedTuple):
     leaves: list[tuple[str, str, str]]
 
 
-def held_alike(names: Sequence[str], leaves: Sequence[Any], wanted: Callable[[Sharded, Leaf], bool]) -> list[Held]:
-    """Return what another rank holds, too: all of a tensor or number, and the parts of leaves of a `Sharded` that are
-    `wanted`. What is on a drive is left out.
+def held_alike(names: Sequence[str], leaves: Sequence[Any]) -> list[Held]:
+    """Return what another rank holds, too: all of a tensor or number, and parts of a `Sharded`'s leaves. What is on a
+    drive is left out.
     """
     found: list[Held] = []
     for name, x in zip(names, leaves, strict=True):
         if is_sharded(x):
-            found += _of_shards(name, x, wanted)
+            found += _of_shards(name, x)
         elif not (value := as_tensor(x) if isinstance(x, bool | int | float) else x).is_meta:
             found.append(Held(name, "", _told(value)))
     return found
@@ -85,10 +85,10 @@ def first_unequal(what: str, held: Sequence[Held], told: Sequence[Mapping[str, s
     return None
 
 
-def _of_shards(name: str, x: Sharded, wanted: Callable[[Sharded, Leaf], bool]) -> Iterator[Held]:
+def _of_shards(name: str, x: Sharded) -> Iterator[Held]:
     spec, fields = x.spec, tree.field_names(x.layout.treedef)
     for unit, stored in zip(x.layout.units, x.stored, strict=True):
-        leaves = [leaf for leaf in unit.leaves if wanted(x, leaf) and _num_holders(x, unit, leaf) > 1]
+        leaves = [leaf for leaf in unit.leaves if _num_holders(x, unit, leaf) > 1]
         if not leaves or stored.on_drives or any(part.is_meta for part in stored.tensors):
             continue
         values = stored.loaded()
