@@ -8,6 +8,7 @@ from tests.support.small_steps import batch_of, build, captured, fake_ranks, los
 from zerofn import optim, tree
 from zerofn.graph.between_ranks import NumberedStep
 from zerofn.graph.expressions import expressions
+from zerofn.graph.written import written
 
 MODULE = build(2)
 
@@ -105,4 +106,5 @@ def test_an_evaluation_and_one_rank_have_none():
     with fake_ranks(2):
         program = captured(lambda s, b: loss_of(MODULE)(zerofn.gather(s.params), b), state_of(MODULE, 3), batch_of())
         assert NumberedStep(program).told() == {}
-    assert expressions(captured(lambda s, b: s, state_of(MODULE, 3), batch_of())) == {}
+    program = captured(lambda s, b: s, state_of(MODULE, 3), batch_of())
+    assert expressions(program, written(program)) == {}

@@ -19,12 +19,13 @@ from ..sharding.held_alike import Held, held_alike
 from ..sharding.sharded import is_sharded
 from .alias import writes
 from .edit import bodies
-from .expressions import expressions, text_of
+from .expressions import expressions
 from .formulas import formulas
 from .node_kinds import argument, traits
 from .own_values import Cause, Origins, axes_of_transfer, own_values
 from .program import Program
 from .verify import _all_shards, _line, _names, ops
+from .written import text_of, written
 
 MEETS = "{what} must be the same on all ranks along {axis!r}, and differs{why}."
 EXPECTED = {
@@ -59,11 +60,12 @@ class NumberedStep:
         if state is not None and program.new_state is not None and program.num_ranks > 1:
             paths, leaves, _ = tree.flatten_with_path(state, is_leaf=is_sharded)
             self.held = held_alike([tree.name_of(x) for x in paths], leaves)
-        self._numbers = expressions(program) if program.new_state is not None else {}
+        nodes = written(program) if program.new_state is not None and program.num_ranks > 1 else {}
+        self._numbers = expressions(program, nodes) if nodes else {}
         self._left_out = set(_for_shards_alone(program)) if self._numbers else set()
         own = own_values(program).results if self._numbers else {}
         self._kept = {axis: self._compared(axis, own) for axis in self._numbers}
-        self._of_rows = formulas(program)
+        self._of_rows = formulas(program, nodes)
         graphs = [program.gm, *bodies(program.gm)] if self._numbers else []
         self.expects = any(x.target is ops.expect.default for gm in graphs for x in gm.graph.nodes)
 

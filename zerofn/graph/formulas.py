@@ -18,17 +18,18 @@ from torch.fx.node import map_arg
 
 from ..comm.mesh import EXPERT, ROWS
 from .alias import roots, sources, writes
-from .edit import bodies
-from .expressions import _name, _named, _number, _Numbers, _Shown
+from .expressions import Numbers, number
 from .loop import body_of, given_to_body, run_loop
 from .node_kinds import is_ours
 from .program import Program, tensor_of
+from .written import Given, Written
 
 ops = torch.ops.zerofn
 _PLACES = (
     *("start", "end", "step", "index", "indices", "shifts", "key", "offset", "storage_offset", "input_sizes"),
     *("target", "targets"),  # of losses: whole numbers here, as the places of a rank's rows among those of all
 )
+_JOINED = (*_PLACES, "tensors")  # of torch's operations: how many are joined is counted by `_Reads.joined`
 
 
 class OfRows(NamedTuple):
@@ -38,49 +39,46 @@ class OfRows(NamedTuple):
     compared: set[Node]
 
 
-def formulas(program: Program) -> dict[str, OfRows]:
-    """Return, for each axis of several ranks, the numbers of all values, and those that the new state follows from."""
+def formulas(program: Program, nodes: Mapping[Node, Written]) -> dict[str, OfRows]:
+    """Return, for each axis of several ranks, the numbers of all values, and those that the new state follows from.
+
+    `nodes`: what each node is, from `written`.
+    """
     mesh = program.mesh
     axes = [axis.name for axis in mesh.axes if axis.size > 1 and axis.name in ROWS] if mesh is not None else []
     if not axes or program.new_state is None:
         return {}
-    graphs = [program.gm, *bodies(program.gm)]
-    reads = _Reads(program)
-    names: dict[Node, int] = {x: _number("input", k) for k, x in enumerate(program.placeholders)}
+    reads = _Reads(program, nodes)
+    names: dict[Node, int] = {x: number("input", k) for k, x in enumerate(program.placeholders)}
     for x in program.batch_placeholders:
         value = tensor_of(x)
-        names[x] = _number("rows", "" if value is None else f"{list(value.shape)} {value.dtype}")
+        names[x] = number("rows", "" if value is None else f"{list(value.shape)} {value.dtype}")
     found: dict[str, OfRows] = {}
+    texts: dict[bool, dict[Node, str]] = {}  # by whether sizes count
     for axis in axes:
-        shown = _Formulas(program, sizes=axis != EXPERT)
-        texts = {node: shown(node) for gm in graphs for node in gm.graph.nodes}
+        sizes = axis != EXPERT
+        if sizes not in texts:
+            texts[sizes] = {node: _text(node, x, sizes) for node, x in nodes.items()}
         numbers: dict[Node, int] = {}
-        _NumbersOfRows(program, axis, texts, numbers, reads).follow(program.gm, names)
+        _NumbersOfRows(program, axis, texts[sizes], numbers, reads).follow(program.gm, names)
         found[axis] = OfRows(numbers, reads.needed)
     return found
 
 
-class _Formulas(_Shown):
-    """Writes what is not a tensor in a node, without places. `sizes`: whether whole numbers and constants count."""
-
-    def __init__(self, program: Program, *, sizes: bool) -> None:
-        super().__init__(program)
-        self._sizes = sizes
-
-    def _is_place(self, node: Node, name: str) -> bool:
-        piece = node.target is operator.getitem and name == "1" and bool(sources(node))  # which one of a split
-        return piece or name in _PLACES or super()._is_place(node, name)
-
-    def _constant(self, node: Node) -> str:
-        return super()._constant(node) if self._sizes else "a constant"
-
-    def _value(self, value: Any, order: Mapping[Node, int]) -> str:
-        if not self._sizes and _are_sizes(value):
-            return "sizes"
-        return super()._value(value, order)
+def _text(node: Node, what: Written, sizes: bool) -> str:
+    """Return a node as text, without places. `sizes`: whether whole numbers and constants count."""
+    if node.op == "get_attr" and not sizes:
+        return "a constant"
+    left_out: tuple[str, ...] = _PLACES if is_ours(node) else _JOINED
+    if node.target is operator.getitem and sources(node):
+        left_out = ("1",)  # which piece of a split
+    given = [x for x in what.given if x.name not in left_out]
+    if not sizes:
+        given = [Given(x.name, x.value, "sizes") if _are_sizes(x.value) else x for x in given]
+    return Written(what.name, given, what.shape).text()
 
 
-class _NumbersOfRows(_Numbers):
+class _NumbersOfRows(Numbers):
     def __init__(
         self, program: Program, axis: str, texts: Mapping[Node, str], found: dict[Node, int], reads: _Reads
     ) -> None:
@@ -92,19 +90,17 @@ class _NumbersOfRows(_Numbers):
 
     def _result(self, node: Node, now: Any) -> int:
         if self._reads.is_mask(node):
-            return _number("a mask")
-        given = _named(node)
-        if "tensors" in given and not is_ours(node):  # joined: a rank's part may stand anywhere among the others
-            rest = {name: value for name, value in given.items() if name != "tensors"}
-            inputs = {now(x) for x in node.all_input_nodes}
-            return _number(_name(node), len(given["tensors"]), rest, *sorted(inputs))
+            return number("a mask")
+        if parts := self._reads.joined(node):  # a rank's part may stand anywhere among the others
+            return number(self._texts[node], parts, *sorted({now(x) for x in node.all_input_nodes}))
         return super()._result(node, now)
 
 
 class _Reads:
     """What counts of the inputs of nodes. `needed`: the values that the new state follows from."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, nodes: Mapping[Node, Written]) -> None:
+        self._nodes = nodes
         batch = set(program.batch_placeholders)
         self._of_state: set[Node] = set()
         self._given: set[Node] = set()
@@ -122,9 +118,14 @@ class _Reads:
         return self._found[node]
 
     def _without_places(self, node: Node) -> list[Node]:
-        named = [(name, x) for name, value in _named(node).items() for x in _nodes(value)]
-        places = [x for name, x in named if name in _PLACES and not _is_float(x)]
+        given = [x.value for x in self._nodes[node].given if x.name in _PLACES]
+        places = [x for value in given for x in _nodes(value) if not _is_float(x)]
         return [x for x in node.all_input_nodes if x not in places or x in self._of_state]
+
+    def joined(self, node: Node) -> int:
+        """Return how many tensors a node joins: 0 if it does something else."""
+        joined = () if is_ours(node) else (len(x.value) for x in self._nodes[node].given if x.name == "tensors")
+        return next(iter(joined), 0)
 
     def is_mask(self, node: Node) -> bool:
         """Return whether a value says which rows a rank takes, and follows from no input: `arange(n) == rank`."""
@@ -137,7 +138,7 @@ class _Reads:
             if node.target is run_loop:
                 inside = {x for x, outer in given_to_body(node).items() if outer in found}
                 self._spread(body_of(node), inside, found)
-            if any(x in found for x in node.all_input_nodes):
+            if not found.isdisjoint(node.all_input_nodes):
                 found.update([node, *writes(node)])
 
     def _need(self, gm: GraphModule, values: Sequence[Node], outside: set[Node]) -> None:
