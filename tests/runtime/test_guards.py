@@ -3,6 +3,7 @@
 
 import functools
 import logging
+import sys
 import textwrap
 import types
 
@@ -25,7 +26,7 @@ X = torch.tensor([0.5, -1.0, 2.0, 3.0])
 
 def cell(code, **names):
     """A notebook's namespace in which this code was run."""
-    space = {"__name__": "__main__", "torch": torch, "nn": nn, "np": np, "functools": functools, **names}
+    space = {"__name__": "__main__", "torch": torch, "nn": nn, "np": np, "functools": functools, "X": X, **names}
     run(space, code)
     return types.SimpleNamespace(space=space, run=lambda more: run(space, more))
 
@@ -461,6 +462,115 @@ CHANGES = {
         "class B(nn.Identity): pass\nm=B()\ndef step(s,x): return m(x)",
         "B.forward=lambda self, x: 3*x",
     ),
+    "an attribute that comes into a module": (
+        "import sys,types as T\nM=T.ModuleType('mym6')\nM.y=2.0\ndef step(s,x): return x*getattr(M,'z',M.y)",
+        "M.z=3.0",
+    ),
+    "a module's __getattr__": (
+        "import sys,types as T\nM=T.ModuleType('mym7')\ndef step(s,x): return x*getattr(M,'z',1.0)",
+        "M.__getattr__=lambda name: 3.0",
+    ),
+    "a module that could not be imported": (
+        "import sys,types as T\ndef step(s,x):\n  try: import mym8\n  except ImportError: return x\n  return x*mym8.z",
+        "sys.modules['mym8']=T.ModuleType('mym8'); sys.modules['mym8'].z=3.0",
+    ),
+    "an attribute that comes onto a library's class": (
+        "import fractions\ndef step(s,x): return x*getattr(fractions.Fraction,'pace',1.0)",
+        "fractions.Fraction.pace=3.0",
+    ),
+    "an attribute of a class of torch's modules": (
+        "nn.Identity.pace=1.0\nm=nn.Identity()\ndef step(s,x): return m(x)*m.pace",
+        "nn.Identity.pace=3.0",
+    ),
+    "an attribute that comes onto a parameter": (
+        "m=nn.Linear(2,2)\ndef step(s,x): return x*getattr(m.weight,'pace',1.0)",
+        "m.weight.pace=3.0",
+    ),
+    "a slot that is filled": (
+        "class C: __slots__=('a',)\nc=C()\ndef step(s,x): return x*getattr(c,'a',1.0)",
+        "c.a=3.0",
+    ),
+    "a cell that is filled": (
+        "def make():\n  def f(x):\n    try: return x*v\n    except NameError: return x\n  def put():\n    nonlocal v\n    v=3.0\n"
+        "  if 0: v=1\n  return f,put\nf,put=make()\ndef step(s,x): return f(x)",
+        "put()",
+    ),
+    "a name of builtins": ("import builtins\nbuiltins.pace=1.0\ndef step(s,x): return x*pace", "builtins.pace=3.0"),
+    "another partial method": (
+        "class C:\n  def f(self,y): return y\n  g=functools.partialmethod(f,2.0)\nc=C()\ndef step(s,x): return x*c.g()",
+        "C.g=functools.partialmethod(C.f,3.0)",
+    ),
+    "an argument of a partial method": (
+        "class C:\n  a=[2.0]\n  def f(self,y): return y[0]\n  g=functools.partialmethod(f,a)\nc=C()\ndef step(s,x): return x*c.g()",
+        "C.a[0]=3.0",
+    ),
+    "an object that is a static method": (
+        "class K:\n  k=1.0\n  def __call__(self): return self.k\nk=K()\nclass C: g=staticmethod(k)\nc=C()\ndef step(s,x): return x*c.g()",
+        "k.k=3.0",
+    ),
+    "a method whose function is an object": (
+        "import types\nclass K:\n  k=1.0\n  def __call__(self,x): return x*self.k\nk=K()\nm=types.MethodType(k,X)\ndef step(s,x): return m()",
+        "k.k=3.0",
+    ),
+    "how an object is written": (
+        "class K:\n  name='sum'\n  def __str__(self): return self.name\nk=K()\ndef step(s,x): return getattr(x,f'{k}')()",
+        "k.name='mean'",
+    ),
+    "how an object is copied": (
+        "import copy\nclass K:\n  def __copy__(self): return k\nk=1.0\no=K()\ndef step(s,x): return x*copy.copy(o)",
+        "k=3.0",
+    ),
+    "what is registered with an abstract class": (
+        "import abc\nclass A(abc.ABC): pass\nclass B: pass\nb=B()\ndef step(s,x): return x*(3 if isinstance(b,A) else 1)",
+        "A.register(B)",
+    ),
+    "what is registered with a library's abstract class": (
+        "import collections.abc as cabc\nclass B: pass\ndef step(s,x): return x*(3 if issubclass(B,cabc.Mapping) else 1)",
+        "cabc.Mapping.register(B)",
+    ),
+    "what is registered with a class of a pattern": (
+        "import abc\nclass A(abc.ABC): pass\nclass B: pass\nb=B()\ndef step(s,x):\n  match b:\n    case A(): return x*3\n    case _: return x",
+        "A.register(B)",
+    ),
+    "what a protocol finds in an object": (
+        "from typing import Protocol, runtime_checkable\n@runtime_checkable\nclass P(Protocol):\n  q: int\nclass B: pass\nb=B()\n"
+        "def step(s,x): return x*(3 if isinstance(b,P) else 1)",
+        "b.q=1",
+    ),
+    "what a protocol finds in a class": (
+        "from typing import Protocol, runtime_checkable\n@runtime_checkable\nclass P(Protocol):\n  def q(self): ...\nclass B: pass\nb=B()\n"
+        "def step(s,x): return x*(3 if isinstance(b,P) else 1)",
+        "B.q=lambda self: 1",
+    ),
+    "how torch calls a module": (
+        "class A(nn.Identity): pass\nm=A()\ndef step(s,x): return m(x)",
+        "A._call_impl=lambda self, x: 3*x",
+    ),
+    "how torch calls all modules": (
+        "m=nn.Identity()\ndef step(s,x): return m(x)",
+        "nn.Module._call_impl=lambda self, x: 3*x",
+    ),
+    "a __call__ that comes onto a class of torch's": (
+        "m=nn.Identity()\ndef step(s,x): return m(x)",
+        "nn.Identity.__call__=lambda self, x: 3*x",
+    ),
+    "what a mock returns": (
+        "from unittest.mock import MagicMock\nm=MagicMock(return_value=1.0)\ndef step(s,x): return x*m()",
+        "m.return_value=3.0",
+    ),
+    "a list in lists": (
+        "inner=[1.0]\nouter=inner\nfor _ in range(2000): outer=[outer]\ndef at(x):\n  while type(x) is list: x=x[0]\n  return x\n"
+        "def step(s,x): return x*at(outer)",
+        "inner[0]=3.0",
+    ),
+    "an attribute of a class whose metaclass answers every name": (
+        "class M(type):\n  def __getattr__(cls,name): return 7\nclass C(metaclass=M): a=1.0\nc=C()\ndef step(s,x): return x*c.a",
+        "C.a=3.0",
+    ),
+    "an attribute behind a metaclass that answers every name": (
+        "class M(type):\n  def __getattribute__(cls,name): return 7\nclass C(metaclass=M): pass\nc=C()\nc.a=1.0\ndef step(s,x): return x*c.a",
+        "c.a=3.0",
+    ),
     "an attribute behind super()": (
         "class A: a=1.0\nclass B(A):\n  a=7.0\n  def f(self): return super().a\nc=B()\ndef step(s,x): return x*c.f()",
         "A.a=.5",
@@ -585,10 +695,13 @@ CHANGES = {
 
 @pytest.fixture(autouse=True)
 def torch_as_it_was():
-    sin = torch.sin
+    holders = (torch, nn.Module, nn.Identity)
+    before = [dict(vars(x)) for x in holders]
     yield
     nn.modules.module._global_forward_hooks.clear()
-    torch.sin = sin
+    for holder, was in zip(holders, before, strict=True):
+        for name in [name for name, x in vars(holder).items() if x is not was.get(name)]:
+            setattr(holder, name, was[name]) if name in was else delattr(holder, name)
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -753,6 +866,58 @@ def test_what_is_not_followed_is_told_once_and_followed_where_it_is_watched(capl
     watched = lambda space: [lambda: space["outer"]["inner"]["a"]]  # noqa: E731
     call, said = run_logged(code, ["pass", *change], caplog, watch=watched)
     assert captures(call) == 2 and "watch[0] 2.0 -> 3.0" in said[-1]
+
+
+HIDDEN = "\nhidden = np.frompyfunc(lambda k: z(), 1, 1)  # a function in C, whose object shows nothing\n"
+WATCHED = {
+    "a class's attribute": ("class A: z = 1.0\nobj = A()\ndef z(): return obj.z", "A.z = 3.0"),
+    "an attribute that comes onto a class": (
+        "class A: pass\nobj = A()\ndef z(): return getattr(obj, 'z', 1.0)",
+        "A.z = 3.0",
+    ),
+    "an attribute of a base": ("class B: z = 1.0\nclass A(B): pass\nobj = A()\ndef z(): return obj.z", "B.z = 3.0"),
+    "a method": ("class A:\n  def z(self): return 1.0\nobj = A()\ndef z(): return obj.z()", "A.z = lambda self: 3.0"),
+    "a property": ("class A:\n  z = property(lambda self: 1.0)\nobj = A()\ndef z(): return obj.z", "A.z = 3.0"),
+    "a list of a class": ("class A: z = [1.0]\nobj = A()\ndef z(): return obj.z[0]", "A.z[0] = 3.0"),
+    "a slot": ("class A: __slots__ = ('z',)\nobj = A()\nobj.z = 1.0\ndef z(): return obj.z", "obj.z = 3.0"),
+    "a class": ("class obj: z = 1.0\ndef z(): return obj.z", "obj.z = 3.0"),
+    "a module": ("import types\nobj = types.ModuleType('m')\nobj.z = 1.0\ndef z(): return obj.z", "obj.z = 3.0"),
+    "a class of modules": ("class A(nn.Module): z = 1.0\nobj = A()\ndef z(): return obj.z", "A.z = 3.0"),
+}
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_all_of_what_is_watched_is_followed(name, caplog):
+    first, change = WATCHED[name]
+    code = f"{first}{HIDDEN}def step(s, x): return x * hidden(1)"
+    call, _ = run_logged(code, ["pass", change], caplog, watch=lambda space: [space["obj"]])
+    assert captures(call) == 2
+
+
+def test_what_is_not_what_its_class_says_is_told_and_not_followed(caplog):
+    code = """
+    class Lie:
+        __class__ = property(lambda self: list)
+        a = 2.0
+    lie = Lie()
+    def step(s, x): return x * lie.a
+    """
+    call, said = run_logged(code, ["pass"], caplog)
+    assert captures(call) == 1 and any("global lie holds is frozen at capture" in x for x in said)
+
+
+def test_a_module_that_the_step_imports_first_is_followed(caplog, monkeypatch, tmp_path):
+    (tmp_path / "imported_by_a_step.py").write_text("a = 2.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "imported_by_a_step", raising=False)
+    code = "import sys\ndef step(s, x):\n  import imported_by_a_step\n  return x * imported_by_a_step.a"
+    notebook = cell(code)
+    call = zerofn.compile(notebook.space["step"])
+    with caplog.at_level(logging.INFO, "zerofn"):
+        assert torch.equal(call(STATE, X), 2 * X)
+        notebook.run("sys.modules['imported_by_a_step'].a = 3.0")
+        assert torch.equal(call(STATE, X), 3 * X)
+    assert "writes" not in caplog.text
 
 
 def test_a_watch_that_is_no_list_is_refused():

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..util.classes import of_class
 from ..util.patches import Patches
 from ..util.process import instead, the
 from ..util.user_line import OURS, library_prefixes, of_python
@@ -43,7 +44,7 @@ def is_moving(value: Any) -> bool:
     >>> is_moving(random.Random(0)), is_moving(iter([1])), is_moving([1])
     (True, True, False)
     """
-    return is_generator(value) or (hasattr(type(value), "__next__") and not isinstance(value, type))
+    return is_generator(value) or (of_class(type(value), "__next__") is not None and not isinstance(value, type))
 
 
 class _Watched:

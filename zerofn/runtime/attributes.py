@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import enum
 import threading
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 from torch import Tensor
 
 from ..sharding.sharded import is_sharded
+from ..util.classes import bases_of, held_by, is_dataclass, named
 from .contents import SUMMED
 from .facts import NOTHING, Same
 from .user_code import of_user
 
 _MAKE = {"__init__", "__new__", "__post_init__"}
-_NOT_CALLED_BY_STEPS = {
-    *("__del__", "__repr__", "__str__", "__dir__", "__sizeof__", "__init_subclass__", "__class_getitem__"),
-    "__set_name__",
-    *("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__copy__", "__deepcopy__"),
-}
 _WITH_VALUES = (str, bytes, float, complex, int)
-_KEEP_FUNCTIONS = ("fget", "__func__", "func", "dispatcher", "__wrapped__")
+_PARTS = ("fget", "__func__", "func", "args", "keywords", "dispatcher", "__wrapped__")
 
 
 def told_by_value(value: Any) -> tuple[str, Same, str] | None:
@@ -53,44 +49,50 @@ def own_attributes(value: Any) -> Mapping[str, Any]:
 def classes_of(value: Any) -> tuple[type[Any], ...]:
     """Where an object's attributes are looked for, in order. Those of a class are its own, then its metaclass's."""
     kind = type(value)
-    return value.__mro__ + kind.__mro__ if isinstance(value, type) else kind.__mro__
+    return bases_of(value) + bases_of(kind) if isinstance(value, type) else bases_of(kind)
 
 
 def attributes_of(value: Any) -> set[str]:
     """Return the names of an object's attributes, its own and its classes'."""
-    return {*own_attributes(value), *(name for kind in classes_of(value) for name in kind.__dict__)}
+    return {*own_attributes(value), *(name for kind in classes_of(value) for name in held_by(kind))}
+
+
+def _in_users(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what the user's classes give an object, or what a module has, by name."""
+    holders = [vars(value)] if isinstance(value, types.ModuleType) else map(held_by, filter(of_user, classes_of(value)))
+    return chain.from_iterable(holder.items() for holder in holders)
+
+
+def names_of(value: Any) -> set[str]:
+    """Return the names of the attributes that the user's classes give an object, or that a module has."""
+    return {name for name, _ in _in_users(value) if not name.startswith("__")}
 
 
 def special_methods(value: Any) -> set[str]:
     """Return the names of the special methods that a step may call of an object, or of what a class makes.
 
-    Of the user's classes alone. A dataclass's comparisons are generated: its fields are read anyway.
+    Of the user's classes alone, and of modules. A dataclass's comparisons are generated: its fields are read anyway.
     """
     found = {
         name
-        for kind in classes_of(value)
-        if of_user(kind)
-        for name, x in kind.__dict__.items()
-        if name.startswith("__") and name.endswith("__") and callable(x) and (name in _MAKE or not _is_generated(x))
+        for name, x in _in_users(value)
+        if name[:2] == name[-2:] == "__" and callable(x)
+        if name in _MAKE or getattr(getattr(x, "__code__", None), "co_filename", "") != "<string>"
     }
-    return found - _NOT_CALLED_BY_STEPS - (set() if isinstance(value, type) else _MAKE)
+    return found if isinstance(value, type) else found - _MAKE
 
 
-def functions_in(found: Any) -> list[types.FunctionType]:
-    """Return the functions that a class's attribute runs: a method itself, what a property or another of Python's
-    descriptors keeps.
+def parts_of(found: Any) -> dict[str, Any]:
+    """Return the functions that a class's attribute runs, and what it runs them with, by name: a method itself, what a
+    property, a partial or another of Python's descriptors keeps.
     """
     if isinstance(found, types.FunctionType):
-        return [found]
-    if of_user(type(found)):
-        return []
-    kept = [getattr(found, name, None) for name in _KEEP_FUNCTIONS]
-    return [*dict.fromkeys(x for x in kept if isinstance(x, types.FunctionType))]
-
-
-def _is_generated(method: Any) -> bool:
-    code = getattr(method, "__code__", None)
-    return code is not None and code.co_filename == "<string>"
+        return {"": found}
+    if of_user(type(found)) or isinstance(found, type | types.ModuleType):
+        return {}
+    names = attributes_of(found)
+    kept = {f".{name}": getattr(found, name) for name in _PARTS if name in names}
+    return kept if any(callable(x) for x in kept.values()) else {}
 
 
 def held(cell: Any) -> Any:
@@ -133,9 +135,8 @@ def shows(value: Any) -> Callable[[], Any] | None:
 
 def is_config(value: Any) -> bool:
     """Whether all fields of an object are read: a dataclass, a namespace, or what calls itself a config."""
-    kind = type(value)
-    if isinstance(value, types.SimpleNamespace | argparse.Namespace):
-        return True
     if is_sharded(value) or isinstance(value, type):
         return False
-    return dataclasses.is_dataclass(value) or "config" in kind.__name__.lower()
+    kind = type(value)
+    is_named = is_dataclass(kind) or "config" in named(kind).lower()
+    return is_named or isinstance(value, types.SimpleNamespace | argparse.Namespace)

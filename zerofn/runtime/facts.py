@@ -51,7 +51,7 @@ def plain(value: Any) -> Any:
         return None
     try:
         return kind, TOLD_BY[kind](value), repr(value)
-    except NotConstant:
+    except (NotConstant, RecursionError):  # tuples in tuples
         return None
 
 

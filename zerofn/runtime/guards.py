@@ -181,10 +181,13 @@ class Captures:
         with watching(before.reader.moving):
             entry, constants = make()
         after = self._read()
-        paths = [x for x in changed_paths(before.facts, after.facts) if not _is_loaded(x, before.facts)]
+        changed = changed_paths(before.facts, after.facts)
+        imported = [x for x in changed if x not in before.facts and _is_module(after.facts[x])]
+        paths = [x for x in without(dict.fromkeys(changed), imported) if not _is_loaded(x, before.facts)]
         if paths:
             unsure = before.reader.unsure | after.reader.unsure
             self._left_out.paths |= unsure.intersection(paths)
+            self._left_out.frozen([path for path in paths if path in unsure])
             self._left_out.written([path for path in paths if path not in unsure])
             after = self._read()
         self._left_out.frozen(after.reader.left)
@@ -216,11 +219,15 @@ class Captures:
         return _Reading({**facts_of(settings), **reader.facts}, settings, reader)
 
 
+def _is_module(token: Any) -> bool:
+    last = token[-1] if isinstance(token, tuple) else None
+    return isinstance(last, Same) and isinstance(last.value, ModuleType)
+
+
 def _is_loaded(path: str, before: Facts) -> bool:
     """Whether a path is new and of a library's module, which has loaded it when the step first named it."""
-    _, module = (*before.get(path.rpartition(".")[0], ()), None, None)[:2]
-    loads = isinstance(module, Same) and isinstance(module.value, ModuleType) and not of_user(module.value)
-    return loads and path not in before
+    token = before.get(path.rpartition(".")[0], (None,))
+    return path not in before and _is_module(token) and not of_user(token[-1].value)
 
 
 class StaleCapture(RuntimeError):

@@ -6,27 +6,30 @@ are read in one way make one column, and Python's C code reads and compares all 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import attrgetter, contains, is_, itemgetter
-from types import CellType, FunctionType
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..util.classes import bases_of, held_by
 from .contents import Contents
 from .facts import plain
-from .user_code import of_user
+
+_item, _attribute = functools.cache(itemgetter), functools.cache(attrgetter)
 
 
 class Places:
     """Places with the objects that they held when they were noted. `hold` says whether they still do."""
 
     def __init__(self) -> None:
-        self._columns: dict[tuple[Any, str], tuple[Callable[[Any], Any], list[Any], list[Any]]] = {}
+        self._columns: dict[Callable[[Any], Any], tuple[list[Any], list[Any]]] = {}  # way -> (holders, values)
         self._absent: tuple[list[Any], list[str]] = ([], [])  # dicts, and the key that each lacks
-        self._classes: set[type] = set()
+        self._classes: set[int] = set()
         self._views: list[Any] = []
         self._sized: list[Any] = []
         self._tensors: list[Any] = []
@@ -35,45 +38,34 @@ class Places:
 
     def item(self, holder: Any, key: str, value: Any) -> None:
         """Note `holder[key]`."""
-        self._note(itemgetter, holder, key, value)
+        self.given(_item(key), holder, value)
 
     def attribute(self, holder: Any, name: str, value: Any) -> None:
         """Note `holder.name`."""
-        self._note(attrgetter, holder, name, value)
+        self.given(_attribute(name), holder, value)
 
-    def kind(self, value: Any) -> None:
-        """Note a value's class."""
-        self._note(type, value, "", type(value))
-
-    def _note(self, way: Callable[[Any], Any], holder: Any, key: str, value: Any) -> None:
-        column = self._columns.get((way, key))
-        if column is None:
-            column = self._columns[way, key] = (way(key) if way is not type else type, [], [])
-        column[1].append(holder)
-        column[2].append(value)
+    def given(self, way: Callable[[Any], Any], holder: Any, value: Any) -> None:
+        """Note `way(holder)`."""
+        holders, values = self._columns.setdefault(way, ([], []))
+        holders.append(holder)
+        values.append(value)
 
     def absent(self, holder: Any, key: str) -> None:
         """Note that a dict lacks a key."""
         self._absent[0].append(holder)
         self._absent[1].append(key)
 
-    def classes(self, kind: type) -> None:
-        """Note a class's bases, and how much those of the user's hold: what is new there may come before what is found
-        now.
-        """
-        self.attribute(kind, "__mro__", kind.__mro__)
-        for x in kind.__mro__:
-            if of_user(x) and x not in self._classes:
-                self._classes.add(x)
-                self.length(x.__dict__)
+    def classes(self, kinds: Iterable[type]) -> None:
+        """Note classes' bases, and how much they hold: what is new there may come before what is found now."""
+        for kind in kinds:
+            if id(kind) not in self._classes:  # one of the user's may not be hashable
+                self._classes.add(id(kind))
+                self.given(bases_of, kind, bases_of(kind))
+                self.length(held_by(kind))
 
     def contents(self, view: Any) -> None:
         """Note the entries of a list, or of the live view of a dict."""
         self._views.append(view)
-
-    def cell(self, cell: CellType, value: Any) -> None:
-        """Note what a closure cell holds."""
-        self.attribute(cell, "cell_contents", value)
 
     def function(self, function: FunctionType) -> None:
         """Note a function's code and defaults."""
@@ -83,7 +75,7 @@ class Places:
     def module(self, module: nn.Module) -> None:
         """Note a module's class, the number of its attributes, its parameters, buffers and children."""
         attributes = module.__dict__
-        self.kind(module)
+        self.given(type, module, type(module))
         self.length(attributes)
         for name in ("_parameters", "_buffers", "_modules"):
             self._views.append(attributes[name].values())
@@ -102,7 +94,8 @@ class Places:
 
     def seal(self) -> None:
         """Read the places noted so far: later checks compare with now."""
-        ways, holders, values = zip(*self._columns.values(), strict=True) if self._columns else ((), (), ())
+        ways, columns = list(self._columns), self._columns.values()
+        holders, values = [x for x, _ in columns], [x for _, x in columns]
         were = list(chain.from_iterable(values))
         filled, empty = [x for x in self._views if len(x)], [x for x in self._views if not len(x)]
         held, sized = list(chain.from_iterable(filled)), [*filled, *self._sized]

@@ -13,13 +13,16 @@ What functions of libraries look up, and what lies deeper in their objects, is f
 
 from __future__ import annotations
 
+import abc
+import builtins
+import contextlib
 import dataclasses
 import inspect
 import operator
 import os
 import sys
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
@@ -29,13 +32,15 @@ import numpy as np
 from torch import Tensor, nn
 
 from ..graph.moving import is_generator, is_moving
+from ..util.classes import held_by, is_dataclass, named, of_class
 from .attributes import (
     attributes_of,
     classes_of,
-    functions_in,
     held,
     is_config,
+    names_of,
     own_attributes,
+    parts_of,
     referred,
     shown,
     shows,
@@ -51,6 +56,8 @@ MANY = 1024  # entries of a list or a dict beyond which only their number counts
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 _HOOKS = tuple(name for name in _OF_EVERY_MODULE if name.endswith("_hooks") and "state_dict" not in name)
 _GIVEN = (types.MemberDescriptorType, types.GetSetDescriptorType, property)
+_CONTAINERS = (list, tuple, set, frozenset, deque, dict, types.MappingProxyType)
+_CALLED = {"__call__", "_call_impl", "forward"}  # of modules, by torch
 _BUILT_IN = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 
 # How much of an object is read: all of it, what the user's lines name, or, as it was found in a library's object, no
@@ -73,11 +80,12 @@ class Reader:
         self.left: list[str] = []
         self._skip = frozenset(skip)
         self._seen: dict[tuple[int, bool], tuple[str, Any]] = {}  # (id, found) -> (path, the value, kept alive)
-        self._todo: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._todo: deque[Callable[[], None]] = deque()
         self._once: set[Any] = set()  # what must not be read twice
         self._names: set[str] = set()  # attributes that any of the functions reads
-        self._functions: dict[str, list[FunctionType]] = {}  # by name
+        self._functions: Counter[str] = Counter()  # how many have a name
         self._open: list[tuple[Any, str, set[str]]] = []  # objects, paths, and names that may be read of them
+        self._answering: list[type] = []  # classes that say themselves what is an instance
         self._of_classes: dict[type, set[str]] = {}
 
     def read(self, roots: Mapping[str, Any], watched: Mapping[str, Any] | None = None) -> Reader:
@@ -91,14 +99,17 @@ class Reader:
         num_open = -1
         while self._todo or num_open != len(self._open):
             while self._todo:
-                read, args = self._todo.popleft()
-                read(*args)
+                self._todo.popleft()()
             num_open = len(self._open)
             for value, path, names in self._open[:num_open]:
                 for name in sorted(self._names & names):
                     self._attribute(value, path, name)
-                if self._names & BY_STRING and of_user(type(value)) and self._first("whole", id(value)):
-                    self._later(self._whole, value, path, FOUND)
+                if self._names & BY_STRING and self._first("whole", id(value)):
+                    if isinstance(value, Tensor):
+                        self.places.length(own_attributes(value))
+                    elif of_user(type(value)):
+                        self._later(self._whole, value, path, FOUND)
+        self._answers()
         self.places.seal()
         return self
 
@@ -113,7 +124,11 @@ class Reader:
             before = self._seen.setdefault(key, (path, value))
             if known and before[0] == path and path in self.facts:  # what it depends on is noted, or will be
                 return
-            token = ("as", before[0]) if before[0] != path else self._token(value, path, how)
+            try:
+                token = ("as", before[0]) if before[0] != path else self._token(value, path, how)
+            except Exception:  # it is not what its class says
+                token = "object", Same(value)
+                self.left.append(path)
         if how != FOUND:
             self.unsure.discard(path)
         elif path not in self.facts:
@@ -126,85 +141,76 @@ class Reader:
         return not known
 
     def _later(self, read: Callable[..., None], *args: Any) -> None:
-        self._todo.append((read, args))
+        self._todo.append(partial(read, *args))
 
     def _token(self, value: Any, path: str, how: int) -> Any:
         """Return what tells a value from others, and see to it that its parts are read."""
         if isinstance(value, Tensor | np.ndarray | np.generic):
             return self._tensor(value, path)
-        if isinstance(value, FunctionType):
-            self._later(self._function, value, path)
-            return "function", value.__code__
         if isinstance(value, MethodType):
-            self._later(self._function, value.__func__, path, value.__self__)
-            return "method", getattr(value.__func__, "__code__", None)
+            self.visit(value.__self__, path)
+            value = value.__func__
+        if isinstance(value, FunctionType):
+            token = "function", value.__code__
+            self._later(self._function, value, path)
+            return token
         if isinstance(value, nn.Module):
-            self._later(self._module, value, path)
+            self._later(self._module, value, path, how)
             return "module", Same(type(value))
-        if isinstance(value, list | tuple | set | frozenset | deque | dict | types.MappingProxyType):
-            if of_user(type(value)):
-                self._by_name(value, path)
-            return self._container(value, path, how)
-        if by_value := told_by_value(value):
-            if of_user(type(value)):
-                self._by_name(value, path)
-            return by_value
-        return self._object(value, path, how)
+        by_value = told_by_value(value)
+        if by_value is None and not isinstance(value, _CONTAINERS):
+            return self._object(value, path, how)
+        if of_user(type(value)):
+            self._by_name(value, path, how)
+        return by_value or self._container(value, path, how)
 
     def _tensor(self, value: Any, path: str) -> Any:
+        holds = contents_of(value)
         if isinstance(value, np.generic):
-            return "tensor", value.dtype, contents_of(value)
+            return "tensor", value.dtype, holds
         if isinstance(value, np.ndarray) and value.nbytes > SUMMED:
             self.left.append(path)
         self.places.tensor(value)
         if isinstance(value, Tensor):
             self._open.append((value, path, {"requires_grad", *own_attributes(value)}))
-        return "tensor", Same(value), contents_of(value)
+        return "tensor", Same(value), holds
 
     def _container(self, value: Any, path: str, how: int) -> Any:
-        mutable = not isinstance(value, tuple | frozenset)
         kind = "of length", len(value), type(value).__name__
         if len(value) > MANY:
             self.places.length(value)
             self.left.append(f"{path}[...]")
             return kind
-        if isinstance(value, dict | types.MappingProxyType):
-            for key, x in value.items():
-                self.visit(x, f"{path}[{shown(key)}]", how)
-            self._members(value, path, how)
-            self.places.contents(value.values())
-            self.places.contents(value.keys())
-            return (*kind, tuple(map(shown, value)))
-        if mutable:
-            self.places.contents(value)
-        if isinstance(value, set | frozenset):
-            self._members(value, path, how)
+        keyed, unordered = isinstance(value, dict | types.MappingProxyType), isinstance(value, set | frozenset)
+        if not isinstance(value, tuple | frozenset):
+            self.places.contents(value.keys() if keyed else value)
+        if keyed or unordered:
+            for x in value:  # which of them an object is, is seen where it is met again
+                if plain(x) is None:
+                    self._later(self.visit, x, f"{path}: {shown(x)}", how)
+        if unordered:
             return (*kind, frozenset(plain(x) or Same(x) for x in value))
-        for k, x in enumerate(value):
-            self.visit(x, f"{path}[{k}]", how)
-        return kind
-
-    def _members(self, value: Any, path: str, how: int) -> None:
-        """Keys, and elements of sets: which of them an object is, is seen where it is met again."""
-        for x in value:
-            if plain(x) is None:
-                self.visit(x, f"{path}: {shown(x)}", how)
+        if keyed:
+            self.places.contents(value.values())
+        for key, x in value.items() if keyed else enumerate(value):
+            self._later(self.visit, x, f"{path}[{shown(key)}]", how)
+        return (*kind, tuple(map(shown, value))) if keyed else kind
 
     # --- objects ----------------------------------------------------------------------------------
 
     def _object(self, value: Any, path: str, how: int) -> Any:
         if isinstance(value, type | ModuleType):
-            self._by_name(value, path)
+            self._by_name(value, path, how)
             return "object", Same(value)
         users = of_user(type(value))
         if is_moving(value) and (how != FOUND or users or is_generator(value)):
             self.moving[path] = value
-            if not users:
+            if not users and not own_attributes(value):
                 return "object", Same(value)
         if how == FOUND and not (users or is_config(value) or isinstance(value, partial)):
             self.left.append(path)
             return "object", Same(value)
-        self._by_name(value, path)
+        self._by_name(value, path, how)
         if is_config(value):
             self._later(self._whole, value, path, how)
             return "config", Same(type(value))
@@ -212,17 +218,18 @@ class Reader:
             self._later(self._whole, value, path, ALL if how == ALL else FOUND)
         return "object", Same(type(value) if users or isinstance(value, partial) else value)
 
-    def _by_name(self, value: Any, path: str) -> None:
+    def _by_name(self, value: Any, path: str, how: int) -> None:
         """See to it that those attributes of an object are read whose names occur in functions."""
         kind = value if isinstance(value, type) else type(value)
-        if not isinstance(value, type | ModuleType):
+        self.places.given(type, value, type(value))
+        self.places.classes(classes_of(value))
+        if kind is not value:
             self.places.length(own_attributes(value))  # one that is new may be asked for by functions that did without
-        if of_user(kind):
-            self.places.kind(value)
-            self.places.classes(kind)
+        elif of_class(type(kind), "__instancecheck__") is not type.__instancecheck__ and not of_user(type(kind)):
+            self._answering.append(kind)
         self._open.append((value, path, attributes_of(value)))
-        parts = ("func", "args", "keywords") if isinstance(value, partial) else getattr(kind, "__match_args__", ())
-        for name in (*special_methods(value), *parts):
+        parts = ("func", "args", "keywords") if isinstance(value, partial) else of_class(kind, "__match_args__", ())
+        for name in (*special_methods(value), *parts, *(names_of(value) if how == ALL else ())):
             self._later(self._attribute, value, path, name)
 
     def _whole(self, value: Any, path: str, how: int) -> None:
@@ -230,7 +237,7 @@ class Reader:
         own = own_attributes(value)
         for name in list(own):
             self._item(own, name, f"{path}.{name}", how)
-        if dataclasses.is_dataclass(value):
+        if is_dataclass(type(value)):
             for x in dataclasses.fields(value):
                 self._attribute(value, path, x.name)  # a slot, or a default
         elif isinstance(value, operator.attrgetter | operator.methodcaller):
@@ -247,6 +254,16 @@ class Reader:
             self.places.item(holder, name, holder[name])
             self.visit(holder[name], path, how)
 
+    def _answers(self) -> None:
+        """What abstract classes and protocols say of objects. What is registered with one is seen, and that is all."""
+        if self._answering:
+            self.places.computed(abc.get_cache_token, abc.get_cache_token())
+        for kind in self._answering:
+            for value, path, _ in self._open:
+                ask = issubclass if isinstance(value, type) else isinstance
+                with contextlib.suppress(Exception):  # it cannot be asked
+                    self.facts[f"{path}: a {named(kind)}"] = plain(ask(value, kind))
+
     # --- attributes that functions read -----------------------------------------------------------
 
     def _attribute(self, value: Any, path: str, name: str) -> None:
@@ -259,79 +276,66 @@ class Reader:
             self._item(own, name, full)
         if name == "__dict__" and own:
             self.visit(own, full)
-        if isinstance(value, Tensor):
-            if name not in own:
-                self._given(value, full, name)
-            return
         for kind in classes_of(value):
-            if name in kind.__dict__:
+            if name in held_by(kind):
                 self._of_class(value, full, name, kind)
 
     def _of_class(self, value: Any, full: str, name: str, kind: type) -> None:
-        found = kind.__dict__[name]
-        path = f"class {kind.__qualname__}.{name}"
+        found = held_by(kind)[name]
+        path = f"class {named(kind)}.{name}"
         if path in self._skip:
             return
-        self.places.item(kind.__dict__, name, found)
-        if not isinstance(value, type) and name not in (own := own_attributes(value)):
-            self.places.absent(own, name)
-        functions = functions_in(found)
-        for f in functions:
-            self.facts[path] = ("function", f.__code__)
-            if of_user(kind):
-                self._later(self._function, f, full, kind if isinstance(found, classmethod) else value)
-        if isinstance(found, _GIVEN) and not (functions and of_user(kind)):
+        parts = parts_of(found)
+        if self._first("class", id(kind), name):
+            self.places.item(held_by(kind), name, found)
+            for part, x in parts.items():
+                if of_user(kind):
+                    self.visit(x, f"{path}{part}")
+                else:
+                    self.facts[f"{path}{part}"] = "object", Same(x)
+        if isinstance(found, _GIVEN) and not (parts and of_user(kind)):
             if not isinstance(value, type | ModuleType):
                 self._given(value, full, name)
-        elif not functions and not isinstance(found, _BUILT_IN):
+        elif not parts and not isinstance(found, _BUILT_IN):
             self.visit(found, path)
 
     def _given(self, value: Any, path: str, name: str) -> None:
         """What a library's property, a slot, or an attribute in C gives, if it gives the same when asked again."""
+        get = partial(getattr, value, name, NOTHING)
         try:
-            x, again = getattr(value, name), getattr(value, name)
+            x, again = get(), get()
         except Exception:  # of a property: it has no value now
             return
-        if x is again:
+        if x is again is not NOTHING:
             self.places.attribute(value, name, x)
-            self.visit(x, path)
-        elif plain(x) is not None:
-            self.places.computed(partial(getattr, value, name), x)
-            self.visit(x, path)
+        elif x is NOTHING or plain(x) is not None:
+            self.places.computed(get, x)
+        else:
+            return
+        self.visit(x, path)
 
     # --- functions --------------------------------------------------------------------------------
 
-    def _function(self, f: Any, path: str, owner: Any = None) -> None:
-        if owner is not None:
-            self.visit(owner, path.rpartition(".")[0] or path)
-        if not isinstance(f, FunctionType) or not self._first("function", id(f := unchecked(f))):
+    def _function(self, f: Any, path: str) -> None:
+        if not self._first("function", id(f := unchecked(f))):
             return
         self._seen.setdefault((id(f), False), (path, f))
-        name = self._name_of(f)
+        k = self._functions[f.__name__] = self._functions[f.__name__] + 1
+        name = f.__name__ if k == 1 else f"{f.__name__} ({k})"
         self.places.function(f)
         users = is_users(f.__code__.co_filename)
-        for k, x in enumerate((users and f.__defaults__) or ()):
-            self.visit(x, f"{name}: default {k}")
-        if users and f.__kwdefaults__:
+        if users:
+            self.visit(f.__defaults__, f"{name}: defaults")
             self.visit(f.__kwdefaults__, f"{name}: keyword defaults")
         self.places.length(f.__dict__)
         for attribute in list(f.__dict__):
             self._item(f.__dict__, attribute, f"{path}.{attribute}")
         for cell_name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
-            x = held(cell)
-            if x is not NOTHING and f"{name}: {cell_name}" not in self._skip:
-                self.places.cell(cell, x)
+            if f"{name}: {cell_name}" not in self._skip:
+                self.places.given(held, cell, x := held(cell))
                 self.visit(x, f"{name}: {cell_name}", NAMED if users else FOUND)
         if users:
             self._code(f)
-
-    def _name_of(self, f: FunctionType) -> str:
-        """A function's name, with a number if another one has it."""
-        same = self._functions.setdefault(f.__name__, [])
-        if not any(x is f for x in same):
-            same.append(f)
-        k = next(k for k, x in enumerate(same) if x is f)
-        return f"{f.__name__} ({k + 1})" if k else f.__name__
 
     def _code(self, f: FunctionType) -> None:
         found = reads_of(f.__code__)
@@ -342,32 +346,32 @@ class Reader:
             for module in (name, f"{f.__globals__.get('__package__')}.{name}"):
                 if module in sys.modules:
                     self.visit(sys.modules[module], f"module {module}")
+                else:
+                    self.places.absent(sys.modules, module)
         if "getenv" in found.attributes | found.globals:
             self.visit(os.environ, "os.environ")
 
     def _global(self, space: dict[str, Any], name: str) -> None:
-        if not self._first("global", id(space), name):
-            return
         home = space.get("__name__", "__main__")
         path = f"global {name}" if home == "__main__" else f"global {home}.{name}"
-        if path in self._skip:
+        if path in self._skip or not self._first("global", id(space), name):
             return
-        if name in space:
-            self._item(space, name, path)
-        else:
-            self.places.absent(space, name)
-            self.facts[path] = NOTHING
+        for holder in (space, vars(builtins)):
+            if name in holder:
+                return self._item(holder, name, path)
+            self.places.absent(holder, name)
+        self.facts[path] = NOTHING
 
     # --- modules ----------------------------------------------------------------------------------
 
-    def _module(self, module: nn.Module, path: str) -> None:
+    def _module(self, module: nn.Module, path: str, how: int) -> None:
         attributes = module.__dict__
         if not self._first("module", id(module)) or not isinstance(attributes.get("_modules"), dict):
             return  # read, or compiled by TorchScript
         self.places.module(module)
         for name in list(attributes):
             if name not in _OF_EVERY_MODULE:
-                self._item(attributes, name, f"{path}.{name}")
+                self._item(attributes, name, f"{path}.{name}", how)
         for kind in ("_parameters", "_buffers"):
             for name, x in attributes[kind].items():
                 if f"{path}.{name}" not in self._skip:
@@ -375,26 +379,20 @@ class Reader:
                     if isinstance(x, Tensor):
                         self._open.append((x, f"{path}.{name}", {"requires_grad", *own_attributes(x)}))
         for name, child in attributes["_modules"].items():
-            self.visit(child, f"{path}.{name}")
+            self.visit(child, f"{path}.{name}", how)
         for hooks in _HOOKS:
             if attributes.get(hooks):
                 self.visit(attributes[hooks], f"{path}.{hooks}")
-        self._class(module, path)
+        self._class(module, path, how)
 
-    def _class(self, module: nn.Module, path: str) -> None:
-        """What a module's classes hold: `forward`, and of the user's classes what functions name."""
+    def _class(self, module: nn.Module, path: str, how: int) -> None:
+        """What a module's classes hold: what torch calls, and of the user's classes what functions name."""
         kind = type(module)
         if kind not in self._of_classes:
-            users = [x for x in kind.__mro__ if of_user(x)]
-            given = {name for x in kind.__mro__ if users for name, y in x.__dict__.items() if isinstance(y, property)}
-            self._of_classes[kind] = given.union(*(x.__dict__ for x in users))
-            self.places.classes(kind)
-            forward = next(x for x in kind.__mro__ if "forward" in x.__dict__)
-            found = forward.__dict__["forward"]
-            self.places.item(forward.__dict__, "forward", found)
-            self.facts.setdefault(f"class {forward.__qualname__}.forward", ("object", Same(found)))
-        names = self._of_classes[kind]
-        if names:
-            self._open.append((module, path, names))
-            for name in names & ({"forward"} | special_methods(module)):
-                self._later(self._attribute, module, path, name)
+            self._of_classes[kind] = {name for x in classes_of(module) for name in held_by(x)}
+            self.places.classes(classes_of(module))
+            for name in _CALLED:
+                self._attribute(module, path, name)
+        self._open.append((module, path, self._of_classes[kind]))
+        for name in (*special_methods(module), *(names_of(module) if how == ALL else ())):
+            self._later(self._attribute, module, path, name)
