@@ -10,6 +10,7 @@ FAULTS = ["a rank is killed", "the disk is full", "a bit flips", "the job is kil
 
 
 @pytest.mark.parametrize("faults", [FAULTS[::4], pytest.param(FAULTS, marks=pytest.mark.whole)], ids=len)
+@pytest.mark.whole
 def test_a_run_with_faults_is_the_run_without(tmp_path, faults):
     result = chaos.run(tmp_path, faults, seed=3)
     assert result["different"] == [] and [x["fault"] for x in result["faults"]] == faults

@@ -62,6 +62,7 @@ def test_one_save_after_the_other(anywhere):
     is_there(anywhere, 9)
 
 
+@pytest.mark.part(anywhere=["memory", "objects"])
 def test_bits_that_differ_are_told(anywhere):
     zerofn.save(anywhere, train_state(7))
     for name in names_in(anywhere):

@@ -97,7 +97,15 @@ def come_back(folder, stage, hosts, lost, sizes=None):
 
 @pytest.mark.parametrize(
     "hosts, stage, lost",
-    [("aa", 3, ""), ("ab", 3, "a"), ("ab", 1, "b"), ("ab", 0, "a"), ("aab", 3, "b"), ("abc", 2, "b"), ("aabb", 3, "a")],
+    [
+        ("aa", 3, ""),
+        ("ab", 1, "b"),
+        ("ab", 0, "a"),
+        ("aab", 3, "b"),
+        pytest.param("ab", 3, "a", marks=pytest.mark.whole),
+        pytest.param("abc", 2, "b", marks=pytest.mark.whole),
+        pytest.param("aabb", 3, "a", marks=pytest.mark.whole),
+    ],
 )
 def test_a_machine_that_is_lost(ranks, tmp_path, hosts, stage, lost):
     ranks(len(hosts), come_back, tmp_path, stage, hosts, lost)
@@ -105,7 +113,11 @@ def test_a_machine_that_is_lost(ranks, tmp_path, hosts, stage, lost):
 
 @pytest.mark.parametrize(
     "hosts, sizes, lost",
-    [("ab", {"replicate": 2}, "b"), ("ab", {"replicate": 2}, "a"), ("aabb", {"replicate": 2, "data": 2}, "b")],
+    [
+        ("ab", {"replicate": 2}, "a"),
+        pytest.param("ab", {"replicate": 2}, "b", marks=pytest.mark.whole),
+        pytest.param("aabb", {"replicate": 2, "data": 2}, "b", marks=pytest.mark.whole),
+    ],
 )
 def test_a_machine_of_replicas_that_is_lost(ranks, tmp_path, hosts, sizes, lost):
     """Ranks with the same shards load what the first of them has written, on another machine."""
@@ -311,6 +323,7 @@ def undisturbed(folder):
         return trained(begun(folder, 3), 9)[9].params
 
 
+@pytest.mark.whole
 def test_a_rank_is_killed_under_torchrun(ranks, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -89,6 +89,7 @@ print("sum", collectives.all_reduce(torch.ones(1)).item(), flush=True)
 
 
 @pytest.mark.slow
+@pytest.mark.part(launcher=["srun"])
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
 def test_a_job_of_two_processes_is_one_training(launcher):
     port = free_port()

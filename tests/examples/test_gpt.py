@@ -39,7 +39,7 @@ def test_it_learns_shows_and_compares(alone):
     assert (folder / "runs/gpt/loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.part(stage=[1])
+@pytest.mark.whole
 @pytest.mark.parametrize("stage", [1, 3])
 def test_two_ranks_train_alike(alone, stage, tmp_path):
     if stage == 3:  # in two parts

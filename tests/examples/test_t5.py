@@ -67,6 +67,7 @@ def alone(tmp_path_factory):
     return run("t5.py", *TINY, "--dropout", 0, folder=tmp_path_factory.mktemp("alone"))
 
 
+@pytest.mark.whole
 def test_it_learns_and_translates(alone):
     before, after, _ = losses(alone)
     assert after < before - 0.5

@@ -104,6 +104,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.part(name=["stage 0", "clipped", "sgd", "accumulating", "epochs, whose last update is smaller"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_losses_of_transformers(tmp_path, name):
     more = CASES[name]
@@ -249,9 +250,10 @@ def test_callbacks_see_the_run_and_stop_it(tmp_path):
     assert [x[0] for x in Stops.seen] == [1, 2, 3] and {x[2] for x in Stops.seen} == {"LlamaForCausalLM"}
 
 
+@pytest.mark.part(precision=["fp16"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_learns(tmp_path, precision):
-    more = {"max_steps": 30, "learning_rate": 3e-3}
+    more = {"max_steps": 15, "learning_rate": 3e-3}
     mine, plain = ours(tmp_path, {precision: True, **more}), theirs(tmp_path, more)
     np.testing.assert_allclose(losses(mine), losses(plain), rtol=0.02)
 

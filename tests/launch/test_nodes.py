@@ -129,13 +129,17 @@ run_on({{"a": lasts, "b": lasts}}, over_ssh)
 def test_an_end_of_the_launcher_ends_every_machine(ssh, tmp_path, number):
     lasts = order(LASTS)
     lasts["command"].append(str(tmp_path / "pids"))
-    launcher = subprocess.Popen([sys.executable, "-c", PROGRAM.format(order=lasts)], stderr=subprocess.DEVNULL)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(order=lasts)],
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a job of the background has none
+    )
     end = time.monotonic() + 20
     while not (tmp_path / "pids").exists() or len((tmp_path / "pids").read_text().split()) < 2:
         assert time.monotonic() < end
         time.sleep(0.05)
     launcher.send_signal(number)
-    launcher.wait()
+    launcher.wait(20)
     while alive(tmp_path / "pids"):
         assert time.monotonic() < end
         time.sleep(0.05)

@@ -62,6 +62,7 @@ def test_lines_of_a_cell_are_shown():
     assert "raise ValueError('in a cell')" in error.value.__notes__[0]
 
 
+@pytest.mark.whole
 def test_an_error_whose_class_cannot_travel_is_a_sentence():
     class Odd(Exception):
         def __init__(self, a, b):
@@ -95,6 +96,7 @@ def test_nothing_is_left(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir()) and "RANK" not in os.environ
 
 
+@pytest.mark.whole
 def test_a_process_that_the_function_forks_leaves_no_result():
     def forks(way):
         child = os.fork()
@@ -129,6 +131,7 @@ def test_what_cannot_travel_is_a_sentence():
         zerofn.run(3)
 
 
+@pytest.mark.whole
 def test_in_a_rank_it_says_what_to_call():
     with pytest.raises(RuntimeError, match="this process is a rank already"):
         zerofn.run(lambda: zerofn.run(print), ranks=1)

@@ -87,6 +87,8 @@ def test_a_module_ends_with_the_process_that_started_it_and_not_with_its_thread(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("program", "number"), [(RUNS, 2), (POOL, 2)], ids=["zerofn.run", "%ranks"])
+@pytest.mark.parametrize(
+    ("program", "number"), [(RUNS, 2), pytest.param(POOL, 2, marks=pytest.mark.whole)], ids=["zerofn.run", "%ranks"]
+)
 def test_ranks_end_with_what_started_them(tmp_path, program, number):
     killed(program, tmp_path, number)

@@ -29,7 +29,7 @@ CASES = [
     ("mixtral", 4, {"expert": 2, "tensor": 2}, 3),
     pytest.param("deepseek_v3", 4, {"expert": 2, "tensor": 2}, 0, marks=whole),
     pytest.param("mixtral", 4, {"expert": 2, "context": 2}, 2, marks=whole),
-    ("mixtral, balanced", 4, {"data": 2, "expert": 2}, 3),
+    pytest.param("mixtral, balanced", 4, {"data": 2, "expert": 2}, 3, marks=pytest.mark.whole),
     pytest.param("mixtral, balanced", 2, {"data": 2, "expert": 1}, 0, marks=whole),
 ]
 

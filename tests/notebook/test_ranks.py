@@ -261,6 +261,7 @@ def test_a_rank_that_dies_is_told_and_a_restart_goes_on_from_the_last_save(two, 
     assert two.run(WEIGHTS).splitlines()[0] == saved
 
 
+@pytest.mark.whole
 def test_one_rank_that_fails_while_the_other_waits_ends_both(two, monkeypatch):
     monkeypatch.setattr(pool, "_GRACE", 1.0)
     two.run(TRAIN)

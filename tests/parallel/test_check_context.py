@@ -24,6 +24,7 @@ def made(name, **more):
 
 
 @pytest.mark.parametrize("name", ["RobertaForMaskedLM", "CamembertForTokenClassification", "XLMRobertaXLForMaskedLM"])
+@pytest.mark.part(method=["ring"])
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_models_that_count_positions_from_their_padding_are_taken(caplog, name, method):
     context(made(name), MESH, method=method)

@@ -28,10 +28,12 @@ CASES = [
     pytest.param("deepseek_v3", 2, {"replicate": 1, "context": 2}, 3, "ring", marks=pytest.mark.whole),
     pytest.param("gpt2", 3, {"context": 3}, 1, "ulysses", marks=pytest.mark.whole),
     pytest.param("llama", 2, {"data": 2, "context": 1}, 2, "ring", marks=pytest.mark.whole),
-    ("bert", 2, {"context": 2}, 3, "ulysses"),
+    pytest.param("bert", 2, {"context": 2}, 3, "ulysses", marks=pytest.mark.whole),
     ("roberta", 2, {"context": 2}, 3, "ring"),
     pytest.param("llama", 4, {"context": 2, "tensor": 2}, 3, "ring", marks=pytest.mark.whole),
-    ("llama, 2 key heads", 8, {"data": 2, "tensor": 2, "context": 2}, 3, "ulysses"),
+    pytest.param(
+        "llama, 2 key heads", 8, {"data": 2, "tensor": 2, "context": 2}, 3, "ulysses", marks=pytest.mark.whole
+    ),
 ]
 
 

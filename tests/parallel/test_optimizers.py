@@ -94,7 +94,7 @@ def trained(names, sizes, stage, captured):
     [
         (2, {"tensor": 2}, 3, True),
         pytest.param(3, {"tensor": 3}, 0, True, marks=pytest.mark.whole),
-        (4, {"data": 2, "tensor": 2}, 1, True),
+        pytest.param(4, {"data": 2, "tensor": 2}, 1, True, marks=pytest.mark.whole),
         pytest.param(4, {"tensor": 2, "data": 2}, 3, True, marks=pytest.mark.whole),
         pytest.param(4, {"data": 2, "tensor": 2}, 2, False, marks=pytest.mark.whole),
         pytest.param(4, {"tensor": 4}, 3, True, marks=pytest.mark.whole),

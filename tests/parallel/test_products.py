@@ -12,7 +12,7 @@ WHOLE = pytest.mark.whole
 MESHES = [({"tensor": 2}, "ulysses"), pytest.param({"context": 2}, "ring", marks=WHOLE)]
 IN_PARTS, RING = {"in_parts": True}, {"method": "ring"}
 WAYS = [
-    ({"tensor": 2}, IN_PARTS, ["remat"]),
+    pytest.param({"tensor": 2}, IN_PARTS, ["remat"], marks=pytest.mark.whole),
     pytest.param({"tensor": 2}, IN_PARTS, ["budget"], marks=WHOLE),
     ({"context": 2}, RING, ["remat", "drives"]),
     pytest.param({"tensor": 2}, {}, ["budget", "remat", "drives"], marks=WHOLE),

@@ -17,9 +17,9 @@ from zerofn.parallel import tensor
 CASES = [
     ("llama", {"tensor": 2}, 3, {}),
     pytest.param("llama, 2 key heads", {"tensor": 4}, 0, {}, marks=pytest.mark.whole),
-    ("qwen3", {"tensor": 3}, 1, {}),
+    pytest.param("qwen3", {"tensor": 3}, 1, {}, marks=pytest.mark.whole),
     ("gpt2", {"tensor": 2}, 2, {}),
-    ("mixtral", {"tensor": 2}, 3, {}),
+    pytest.param("mixtral", {"tensor": 2}, 3, {}, marks=pytest.mark.whole),
     pytest.param("bert", {"tensor": 2}, 3, {}, marks=pytest.mark.whole),
     pytest.param("qwen3_moe", {"data": 2, "tensor": 2}, 3, {}, marks=pytest.mark.whole),
     pytest.param("llama", {"context": 2, "tensor": 2}, 3, {"method": "ring"}, marks=pytest.mark.whole),

@@ -17,11 +17,11 @@ from zerofn.parallel.cuts import Cut
 
 CASES = [
     ("llama", 3, {"tensor": 3}, 0),
-    ("llama", 4, {"data": 2, "tensor": 2}, 1),
-    ("llama, 2 key heads", 4, {"tensor": 4}, 3),
+    pytest.param("llama", 4, {"data": 2, "tensor": 2}, 1, marks=pytest.mark.whole),
+    pytest.param("llama, 2 key heads", 4, {"tensor": 4}, 3, marks=pytest.mark.whole),
     ("llama, tied", 2, {"tensor": 2}, 3),
     pytest.param("qwen3", 4, {"replicate": 2, "tensor": 2}, 2, marks=pytest.mark.whole),
-    ("mixtral", 2, {"tensor": 2}, 3),
+    pytest.param("mixtral", 2, {"tensor": 2}, 3, marks=pytest.mark.whole),
     pytest.param("qwen3_moe", 3, {"data": 1, "tensor": 3}, 3, marks=pytest.mark.whole),
     ("deepseek_v3", 2, {"tensor": 2}, 0),
     ("deepseek_v2", 2, {"tensor": 2}, 3),  # whose attention is cut, by its own plan

@@ -82,7 +82,7 @@ def real(sizes, stage, precision, **options):
 @pytest.mark.parametrize(("num_ranks", "sizes", "runs"), [
     (2, {"tensor": 2}, [(0, None), (3, "bf16")]),
     (3, {"tensor": 3}, [(3, None)]),  # 16 columns: 6, 6 and 4
-    (4, {"data": 2, "tensor": 2}, [(1, "bf16"), (3, "fp16")]),
+    pytest.param(4, {"data": 2, "tensor": 2}, [(1, "bf16"), (3, "fp16")], marks=pytest.mark.whole),
     pytest.param(4, {"replicate": 2, "data": 2}, [(0, "bf16"), (3, None)], marks=pytest.mark.whole),
     pytest.param(4, {"data": 2, "tensor": 2}, [(0, None), (2, None)], marks=pytest.mark.whole),
     pytest.param(4, {"replicate": 2, "data": 2}, [(1, None), (2, "bf16")], marks=pytest.mark.whole),
@@ -123,6 +123,7 @@ def weighed(sizes, stage):
     return found.peak, step.lower(state, batch).memory().total
 
 
+@pytest.mark.part(num_ranks=[2])
 @pytest.mark.parametrize(("num_ranks", "sizes"), [(2, {"tensor": 2}), (4, {"data": 2, "tensor": 2})])
 def test_memory_is_what_was_planned(ranks, num_ranks, sizes):
     total = planned(sizes, 3)[0].plan.memory().total
@@ -159,6 +160,7 @@ def llama_on_ranks():
     return told(step.lower(state, IDS)), counted(mesh, step, state, IDS)
 
 
+@pytest.mark.whole
 def test_ranks_with_the_same_heads_send_along_the_tensor_axis_too(ranks):
     mesh = Mesh.planned({"tensor": 4})
     train_step, init, cuts = llama(mesh)
@@ -194,7 +196,7 @@ def in_parts_on_ranks(sizes, method):
 
 
 @pytest.mark.parametrize(("sizes", "method"), [
-    ({"data": 2, "context": 2}, "ulysses"),
+    pytest.param({"data": 2, "context": 2}, "ulysses", marks=pytest.mark.whole),
     ({"context": 2}, "ring"),
     pytest.param({"context": 3}, "ring", marks=pytest.mark.whole),
     pytest.param({"context": 2}, "ulysses", marks=pytest.mark.whole),
@@ -457,6 +459,7 @@ def test_slow_links_between_nodes_keep_gathers_within_one():
     assert outer[0]["sent along replicate"] < 0.5 * outer[1]["sent"]
 
 
+@pytest.mark.whole
 def test_shards_are_cut_over_replicas_where_they_do_not_fit_without():
     two_nodes = dataclasses.replace(HERE, nodes=2, network=1e6)
     sizes = {"replicate": 2, "data": 4}
@@ -506,6 +509,7 @@ def test_what_does_not_fit_says_what_is_missing():
     assert tight.best.needs.device == least
 
 
+@pytest.mark.whole
 def test_more_ranks_than_a_node_has_share_layers_only_where_nothing_fits_else():
     """Also where the drives and the host have nothing to give."""
     pair = dataclasses.replace(HERE, ranks=2, nodes=2, disk=0.0)
@@ -566,6 +570,7 @@ def test_a_batch_that_is_not_cut_is_told():
     assert any(x.startswith("context 2: a rank's rows are no parts of sequences") for x in found.left_out)
 
 
+@pytest.mark.whole
 def test_rows_of_one_batch_for_all_ranks_may_be_cut():
     """A rank has more rows where fewer ranks have rows of their own."""
 
@@ -591,6 +596,7 @@ def test_what_is_there_otherwise_is_planned():
         plan_step(step._replace(otherwise=None), mesh, HERE, HERE, Asked(3, None, None, None))
 
 
+@pytest.mark.whole
 def test_experts_are_shared_where_a_model_has_them():
     found = zerofn.plan(experts_on, init_experts, rows_of_experts(), mesh="auto", world=4, machine=HERE)
     grids = {row.config.grid for row in found}
@@ -608,6 +614,7 @@ def test_a_step_that_is_wrong_on_every_mesh_raises():
         auto(make=make, world=4)
 
 
+@pytest.mark.whole
 def test_where_nothing_fits_it_is_tried_beside_the_device():
     gpu = dataclasses.replace(KNOWN["A100"], ranks=2, nodes=1)
     options = {"precision": None, "remat": None}

@@ -100,6 +100,7 @@ def test_no_step_is_placed_on_a_machine_that_is_not_known():
         zerofn.compile(lambda state, batch: state, machine="H100-9")
 
 
+@pytest.mark.whole
 def test_gpus_without_bfloat16_are_planned_in_float16():
     for name in ("V100-16", "V100", "TitanRTX-2", "T4"):
         assert {row.config.precision for row in planned(machine=name, world=1, stage=3, precision="all")} == {
