@@ -2,7 +2,8 @@
 
 FX's own code looks up each operation through four attributes and passes through autograd's dispatch keys. Here each
 operation has a name of its own, bound to the dispatcher's function or, for ZeroFn's operations, to their
-implementation, and the function runs below autograd. `Executor.source` is the generated code.
+implementation, and the function runs below autograd, each operation in the grad mode in which the step called it.
+`Executor.source` is the generated code.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from torch.fx import GraphModule, Node
 from .._torch_compat import OpOverload, below_autograd, without_autocast
 from ..comm.meetings import meetings
 from ..graph.alias import writes
+from ..graph.loop import run_loop
 from ..graph.node_kinds import ASIDE
 from ..offload.host_worker import aside
 from ..ops.registry import aside_of, implementation_of
+from ..tracing.grad_mode import grad_mode
 
 _NODES = "<nodes>"  # a global of the generated code: line -> node. No variable can have this name
 
@@ -40,7 +43,7 @@ class Executor:
     def run(self, inputs: list[Any]) -> list[Any]:
         """Run the step, and return its outputs in the graph's order."""
         self.wrote = False
-        with below_autograd(), without_autocast():
+        with below_autograd(), without_autocast(), torch.no_grad():
             return self._run(inputs)
 
     def close(self) -> None:
@@ -86,7 +89,12 @@ def _generate(
     lines += [f"    {' = '.join(unused)} = None"] if unused else []
     rows = names[_NODES] = {}
     first_write = next((n for n in nodes if any(x.op == "placeholder" for x in writes(n))), None)
+    enabled = False
     for node in nodes:
+        wanted = False if node.op == "output" or node.target is run_loop else grad_mode(node)
+        if wanted is not None and wanted != enabled:
+            lines.append(f"    {bind(torch.set_grad_enabled, 'grad')}({wanted})")
+            enabled = wanted
         if node is first_write:
             lines.append(f"    {bind(begin_writing, 'begin_writing')}()")
         if tick is not None and node.op in ("call_function", "output"):

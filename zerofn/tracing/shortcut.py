@@ -40,6 +40,7 @@ from ..ops import ctc  # noqa: F401  (defines what it replaces)
 from ..ops.registry import ASKS_METADATA, ASKS_VALUES, LIFTS, REPLACED, SAME, VIEWS
 from ..util.nested import tensors_in
 from .fake_kernels import see_views_of_zeros
+from .grad_mode import noted_grad_mode, with_grad_mode
 from .strides import is_suspect, real_strides
 
 aten = torch.ops.aten
@@ -109,7 +110,8 @@ class Shortcut(TorchDispatchMode):
 
 def _long_way(func: Any, args: Any, kwargs: Any) -> Any:
     """Run the operation as torch does, and forget what was known of its arguments, which it may have written."""
-    out = func(*args, **kwargs)
+    with noted_grad_mode():
+        out = func(*args, **kwargs)
     for x in tensors_in((args, kwargs)):
         if type(x) is FakeTensor:
             x.__dict__.pop(KNOWN, None)
@@ -183,7 +185,7 @@ class _Call:
             return None
         node = new_node(self.tracer.graph, self.func, tuple(args), kwargs, _name_of(self.func))
         node.meta["val"] = val
-        return node
+        return with_grad_mode(node)
 
     def item(self, node: Node | None, k: int, val: Tensor) -> Node | None:
         """Add a node for one of several results."""
@@ -368,8 +370,7 @@ class _Ways(dict[Any, "_Way | None"]):
     """`ways[func]`, found once for each operation."""
 
     def __missing__(self, func: Any) -> _Way | None:
-        way = self[func] = _find_way(func)
-        return way
+        return self.setdefault(func, _find_way(func))
 
 
 _ways = _Ways()

@@ -89,6 +89,7 @@ class _Region:
         self.fn, self.like, self.static, self.at, self.treedef = fn, like, static, at, treedef
         self.out: Any = None
         self.kinds: list[tuple[Any, Any]] = []
+        self.grad_mode = torch.is_grad_enabled()
         self.autocasts = [
             (x, torch.get_autocast_dtype(x), torch.is_autocast_enabled(x))
             for x in _DEVICES
@@ -188,8 +189,8 @@ def _run_backward(
 
 
 def _forward(region: _Region, xs: list[Tensor], key: Tensor | None) -> list[Tensor]:
-    with above_autograd(), torch.no_grad():
-        out = region.run(xs, key)
+    with above_autograd(), torch.set_grad_enabled(region.grad_mode):  # which some kernels ask for
+        out = [x.detach() for x in region.run(xs, key)]
         places = {x.untyped_storage().data_ptr() for x in xs}
         return [x.clone() if x.untyped_storage().data_ptr() in places else x.contiguous() for x in out]
 
