@@ -59,6 +59,7 @@ def _is_program(item):
 
 
 def _is_among(item, mark):
-    """Whether a test's parameters are those that its marks of this name, such as `quick(name=[values])`, name."""
-    marks = item.iter_markers(mark)
-    return all(item.callspec.params[name] in values for mark in marks for name, values in mark.kwargs.items())
+    """Whether a test's parameters are those that one of its marks of this name, such as `quick(name=[values])`, names;
+    or it has no such mark."""
+    marks, params = list(item.iter_markers(mark)), getattr(item, "callspec", None) and item.callspec.params
+    return not marks or any(all(params[name] in values for name, values in x.kwargs.items()) for x in marks)

@@ -30,13 +30,13 @@ def everything_at_once(precision):
             )
 
 
-@pytest.mark.quick(precision=["fp16"])
-@pytest.mark.part(precision=[None, "fp16"])
+@pytest.mark.part(precision=["fp16"])
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
 def test_one_rank_captured_is_eager(precision):
     everything_at_once(precision)
 
 
+@pytest.mark.part(num_ranks=[3])
 @pytest.mark.parametrize(("num_ranks", "precision"), [(2, None), (3, "fp16")])
 def test_several_ranks_captured_are_eager(ranks, num_ranks, precision):
     ranks(num_ranks, everything_at_once, precision)
@@ -79,6 +79,7 @@ class Checkpointed(torch.nn.Module):
         return x
 
 
+@pytest.mark.part(n=[2])
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_model_that_recomputes_with_dropout(n):
     module = Checkpointed(False)
@@ -138,6 +139,7 @@ def gpt2_with_checkpointing():
     )  # gradients of tied weights are added in another order
 
 
+@pytest.mark.part(num_ranks=[2])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_gpt2_with_gradient_checkpointing_and_dropout(ranks, num_ranks):
     ranks(num_ranks, gpt2_with_checkpointing)

@@ -87,6 +87,8 @@ def holders(stage):
     assert state.params.shards[0].isfinite().all()
 
 
+@pytest.mark.part(size=[2], stage=[0, 3])
+@pytest.mark.part(size=[1], stage=[3])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_who_holds_the_same_pieces_hears_of_it(ranks, size, stage):
@@ -102,6 +104,8 @@ def test_another_step_is_told_too():
         zerofn.compile(lambda s, b: loss_of(module)(s.params, b))(state, batch_of())
 
 
+@pytest.mark.part(size=[2], stage=[0, 3])
+@pytest.mark.part(size=[1], stage=[3])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_average_that_starts_as_the_parameters_themselves(ranks, stage, size):

@@ -43,6 +43,7 @@ def evaluations(stage, precision):
     return [len(step._entries) for step in (of_state, of_params, of_pair, train)]
 
 
+@pytest.mark.part(stage=[1, 3])
 @pytest.mark.parametrize("stage", range(4))
 def test_evaluation_and_training_with_and_without_the_gathered_copy(ranks, stage):
     for precision in (None, "bf16"):

@@ -46,6 +46,7 @@ def three_steps(step, stage, folder):
     assert_same_trees(zerofn.unshard(state), zerofn.unshard(eager))
 
 
+@pytest.mark.part(stage=[1, 3])
 @pytest.mark.parametrize("step", [by_number, declared_late])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_number_that_differs_raises_on_all_ranks_and_changes_nothing(ranks, stage, step):
@@ -108,6 +109,8 @@ def constants(step, stage):
     return raised(step, state_of(MODULE, stage, extra=torch.zeros(())))
 
 
+@pytest.mark.part(stage=[3])
+@pytest.mark.part(stage=[0], step=[closed_over])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize(
     ("step", "told"),

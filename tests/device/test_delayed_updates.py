@@ -99,7 +99,10 @@ def after_steps(entry, tier, stage, folder, delayed):
 MOST = ("compiled evaluation", "another compiled step", "gather", "unshard", "save")
 
 
-@pytest.mark.part(tier=["optimizer"])
+@pytest.mark.part(
+    tier=["optimizer"],
+    entry=["compiled evaluation", "eager step", "same step", "unshard", "save", "tree_map", "a leaf", "learning rate"],
+)
 @pytest.mark.parametrize(
     ("entry", "tier"),
     [(entry, "optimizer") for entry in ENTRIES]
@@ -114,6 +117,8 @@ def on_ranks(entry, stage, folder):
     return [after_steps(entry, "optimizer", stage, folder / f"{d}", d) for d in (True, False)]
 
 
+@pytest.mark.part(stage=[1], entry=MOST[:2])
+@pytest.mark.part(entry=["gather"])
 @pytest.mark.parametrize(("entry", "stage"), [(MOST[0], 1), (MOST[0], 2), (MOST[1], 1), (MOST[2], 2), (MOST[3], 1)])
 def test_every_entry_waits_on_ranks(ranks, tmp_path, entry, stage):
     for late, plain in ranks(2, on_ranks, entry, stage, tmp_path):

@@ -72,7 +72,8 @@ def run(program, num_steps):
         step.run(list(state))
 
 
-@pytest.mark.part(tiers=[None, ALL_ON_HOST])
+@pytest.mark.part(tiers=[None], share=[0.0])
+@pytest.mark.part(tiers=[ALL_ON_HOST], share=[1.0])
 @pytest.mark.parametrize("tiers", [None, HOST, ALL_ON_HOST], ids=str)
 @pytest.mark.parametrize(
     ("precision", "tx", "on_nonfinite", "num_microbatches"),

@@ -70,6 +70,8 @@ CASES = {
 }
 
 
+@pytest.mark.part(microbatches=[1], inside=[True])
+@pytest.mark.part(run=[in_a_region])
 @pytest.mark.parametrize(("build", "run"), CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize(
     ("inside", "microbatches"), [(True, 1), (False, 1), (True, 2)], ids=["inside", "around", "accumulated"]

@@ -79,6 +79,9 @@ REFUSED = {
         "Write psum(x, 'tensor')",
     ),
 }
+# One of each way to differ: in numbers, lists, factories, operations, constants, drawn numbers and sums.
+SOME = ["a bound", "sizes of a split", "positions", "its part of two", "a list of indices", "how much is dropped"]
+SOME += ["another branch", "a slice and a sum without vary", "a sum of what is the same", "all_reduce for psum"]
 ACCEPTED = {
     "the same on all": lambda y, r, a: y.square().mean(),
     "each its rows, varied and summed": each_line,
@@ -122,6 +125,7 @@ def told(loss_of):
     return [step.difference(common, {}) for step in steps]
 
 
+@pytest.mark.part(name=SOME)
 @pytest.mark.parametrize("name", REFUSED)
 def test_arguments_that_are_no_tensors_may_not_differ(name):
     loss_of, named = REFUSED[name]
@@ -136,6 +140,7 @@ def test_a_rank_alone_sees_that_what_varies_is_not_summed():
         told(lambda y, r, a: vary(y, a)[r].square().mean())
 
 
+@pytest.mark.part(name=["each its rows, varied and summed", "a sum for each rank's use"])
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_what_is_the_same_or_summed_is_accepted(name):
     assert told(ACCEPTED[name]) == ["", ""]
@@ -169,6 +174,7 @@ def on_a_mesh(sizes, rank_along):
     return found, loss, {name: after[name] for name, _ in build().named_parameters()}
 
 
+@pytest.mark.part(axis=["tensor", "expert", "replicate"])
 @pytest.mark.parametrize(
     ("num_ranks", "sizes", "axis"),
     [

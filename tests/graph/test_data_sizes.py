@@ -65,6 +65,8 @@ def trained(loss_fn, compiled, stage=3, num_microbatches=1, **options):
     return zerofn.unshard(state.params), losses
 
 
+@pytest.mark.part(options=[{}])
+@pytest.mark.part(loss_fn=[of_nonzero])
 @pytest.mark.parametrize("options", [{}, {"remat": "full"}, {"remat": "auto"}, {"memory": 1 << 17}], ids=str)
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_captured_is_eager(loss_fn, options):
@@ -75,6 +77,8 @@ def on_ranks(loss_fn, stage, options):
     return trained(loss_fn, True, stage, **options), trained(loss_fn, False, stage)
 
 
+@pytest.mark.part(loss_fn=[masked], stage=[3])
+@pytest.mark.part(stage=[0, 1], loss_fn=[of_nonzero, of_unique])
 @pytest.mark.parametrize(
     ("loss_fn", "stage"), [(masked, 0), (masked, 3), (of_nonzero, 1), (of_nonzero, 2), (of_unique, 0), (of_unique, 3)]
 )

@@ -30,6 +30,8 @@ def scaled(factor):
     return lambda grads, state: tree.tree_map(lambda g: g * factor(state), grads)
 
 
+@pytest.mark.part(n=[2], stage=[3])
+@pytest.mark.part(n=[1], stage=[1])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize(

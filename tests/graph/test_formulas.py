@@ -95,6 +95,8 @@ def differences(loss_of, axis="data", batches=(X, X), more=lambda state, loss, r
     return [step.difference({}, common) for step in steps]
 
 
+@pytest.mark.part(axis=["replicate"])
+@pytest.mark.part(name=["a dropout rate", "a buffer", "train and eval", "a branch", "a whole constant"])
 @pytest.mark.parametrize(("axis", "name"), [("replicate", "a whole factor"), *(("data", name) for name in REFUSED)])
 def test_another_computation_of_the_own_rows_is_named_on_every_rank(name, axis):
     loss_of, words = REFUSED[name]
@@ -104,6 +106,17 @@ def test_another_computation_of_the_own_rows_is_named_on_every_rank(name, axis):
         assert f" at {__file__}:" in sentence or name == "train and eval"
 
 
+@pytest.mark.part(
+    name=[
+        "the same",
+        "one row",
+        "rows of a list",
+        "labels of its own",
+        "chosen by a mask",
+        "one of the outputs",
+        "noise of its own",
+    ]
+)
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_ranks_take_which_rows_they_want(name):
     assert differences(ACCEPTED[name]) == ["", ""]
@@ -130,6 +143,7 @@ HYBRID = {
 }
 
 
+@pytest.mark.part(name=["a count of its own", "noise of its own"])
 @pytest.mark.parametrize("name", HYBRID)
 def test_shards_of_gradients_may_differ_along_replicate_until_they_are_summed(name):
     steps = []

@@ -43,6 +43,7 @@ def batch_of(lengths):
     }
 
 
+@pytest.mark.part(kind=[nn.LSTM, nn.RNN])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

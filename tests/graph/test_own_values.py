@@ -69,6 +69,8 @@ ALLOWED = {
 each_stage = pytest.mark.parametrize("stage", [0, 2, 3])
 
 
+@pytest.mark.part(stage=[3])
+@pytest.mark.part(stage=[0], name=["in place", "a choice"])
 @each_stage
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_ranks_own_value_may_not_meet_a_shard(name, stage):
@@ -79,6 +81,9 @@ def test_a_ranks_own_value_may_not_meet_a_shard(name, stage):
     assert f" at {__file__}:" in message and "all_reduce(x)" in message and "zerofn.same(x)" in message
 
 
+@pytest.mark.part(world=[3], stage=[3])
+@pytest.mark.part(world=[2], stage=[2])
+@pytest.mark.part(world=[1], stage=[0])
 @each_stage
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", ALLOWED)
@@ -111,6 +116,8 @@ def test_its_own_weight_is_reduced_by_value_and_grad(n):
             assert program.warning == ""
 
 
+@pytest.mark.part(n=[2], stage=[3])
+@pytest.mark.part(n=[1], stage=[0])
 @each_stage
 @pytest.mark.parametrize("n", [1, 2])
 def test_aux_is_a_ranks_own(n, stage):

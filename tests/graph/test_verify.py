@@ -111,6 +111,8 @@ def table_step(num_microbatches):
     return torch.nn.Sequential(table), step
 
 
+@pytest.mark.part(world=[2], n=[1], precision=[None])
+@pytest.mark.part(precision=["bf16"], n=[2])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize(("world", "precision"), [(2, None), (2, "bf16"), (1, "bf16")])
 def test_writing_to_what_was_gathered_is_refused(world, precision, n):
@@ -353,7 +355,8 @@ def refused_and_let_through(state, bad, message, good):
         check_purity(captured(on_shards(f), state, batch_of()))
 
 
-@pytest.mark.quick(world=[2], stage=[1, 3])
+@pytest.mark.part(world=[2], stage=[3])
+@pytest.mark.part(world=[1], stage=[1])
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", range(4))
 def test_what_is_local_is_refused_on_pieces_at_every_stage(stage, world):
@@ -386,6 +389,8 @@ def test_a_sharded_batch_entry_is_cut_too():
     refused(local, state, batch, "this rank's shard of batch entry")
 
 
+@pytest.mark.part(n=[2], stage=[3])
+@pytest.mark.part(n=[1], stage=[0, 1])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("n", [1, 2])
 def test_gradients_are_pieces_too(stage, n):
@@ -423,6 +428,8 @@ def test_reductions_of_ours_are_let_through():
 # --- fingerprints -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.part(n=[2], stage=[3])
+@pytest.mark.part(n=[1], stage=[1])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("n", [1, 2])
 def test_ranks_have_one_fingerprint(stage, n):

@@ -37,7 +37,8 @@ def losses(name, stage):
     return found
 
 
-@pytest.mark.part(stage=[1, 3])
+@pytest.mark.part(stage=[3])
+@pytest.mark.part(stage=[1], name=["AdamW, clipped by default, accumulating"])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_same_losses(ranks, name, stage):

@@ -58,7 +58,8 @@ def mixed(gm):
     return found
 
 
-@pytest.mark.part(tiers=TIERS[::2])
+@pytest.mark.part(precision=["bf16", "fp16"], tiers=TIERS[2::4])
+@pytest.mark.part(precision=["bf16", "fp32"], tiers=TIERS[:7:6])
 @pytest.mark.quick(tiers=TIERS[:4:2])
 @pytest.mark.parametrize("tiers", TIERS, ids=str)
 @pytest.mark.parametrize(

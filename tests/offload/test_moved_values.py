@@ -68,14 +68,14 @@ def the_bits_of_memory(path, change, on_nonfinite, precision):
         assert_same_trees(run(Offload(path=path, **tiers)), expected, what)
 
 
-@pytest.mark.part(on_nonfinite=["skip"])
-@pytest.mark.quick(on_nonfinite=["ignore"], precision=["bf16"], change=[swapped])
+@pytest.mark.part(on_nonfinite=["skip"], change=[swapped, averaged, again])
 @pytest.mark.parametrize(("on_nonfinite", "precision"), [("skip", "bf16"), ("ignore", "bf16"), ("ignore", None)])
 @pytest.mark.parametrize("change", [kept, copied, swapped, averaged, again])
 def test_what_goes_to_another_place_has_the_bits_of_memory(tmp_path, change, on_nonfinite, precision):
     the_bits_of_memory(tmp_path, change, on_nonfinite, precision)
 
 
+@pytest.mark.part(change=[kept])
 @pytest.mark.parametrize("change", [kept, again])
 def test_on_two_ranks_too(ranks, tmp_path, change):
     ranks(2, the_bits_of_memory, tmp_path, change, "ignore", "bf16")

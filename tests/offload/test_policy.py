@@ -86,7 +86,8 @@ def every_tier(path, stage, precision, num_microbatches):
     assert_bits_of_memory(path, stage, tiers, precision, num_microbatches, NORMED)
 
 
-@pytest.mark.part(stage=[0, 3])
+@pytest.mark.part(stage=[3], precision=["bf16", "fp16"])
+@pytest.mark.part(stage=[0], precision=[None])
 @pytest.mark.quick(stage=[3], precision=["bf16"])
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
 @pytest.mark.parametrize("stage", range(4))
@@ -94,7 +95,7 @@ def test_one_rank_has_the_bits_of_memory(tmp_path, stage, precision):
     every_tier(tmp_path, stage, precision, 1)
 
 
-@pytest.mark.part(num_ranks=[2, 3], stage=[3])
+@pytest.mark.part(num_ranks=[3], stage=[3])
 @pytest.mark.parametrize(
     ("num_ranks", "stage", "precision", "num_microbatches"),
     [
@@ -113,8 +114,7 @@ def test_several_ranks_have_the_bits_of_memory(ranks, tmp_path, num_ranks, stage
     ranks(num_ranks, every_tier, tmp_path, stage, precision, num_microbatches)
 
 
-@pytest.mark.part(number=[0, 3])
-@pytest.mark.quick(number=[0])
+@pytest.mark.part(number=[0])
 @pytest.mark.parametrize("number", range(len(RULES)))
 def test_every_rule_has_the_bits_of_memory(tmp_path, number):
     """Each precision with each way to treat a gradient that is not finite, by turns."""
@@ -148,8 +148,7 @@ def drive_buffers(program):
     return [x.nbytes for x in program.buffers if x.device is None]
 
 
-@pytest.mark.part(world=[2])
-@pytest.mark.quick(tiers=TIERS[1:2], world=[2])
+@pytest.mark.part(tiers=TIERS[1:2], world=[2])
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("on_nonfinite", ["skip", "ignore"])
 @pytest.mark.parametrize("tiers", TIERS[:2])
@@ -354,6 +353,8 @@ def checkpoints(path, tiers):
         assert_same_trees(zerofn.unshard(state), zerofn.unshard(expected), f"{tiers}, way {k}")
 
 
+@pytest.mark.part(num_ranks=[1], tiers=TIERS[::2])
+@pytest.mark.part(num_ranks=[2], tiers=TIERS[1:2])
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_checkpoints_from_any_tier_to_any(ranks, tmp_path, num_ranks, tiers):

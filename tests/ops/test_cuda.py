@@ -56,8 +56,8 @@ def compiled(architecture):
     return result, log.value.decode(), codes[0].raw, codes[1].value.decode()
 
 
+@pytest.mark.part(architecture=[70])
 @pytest.mark.slow
-@pytest.mark.part(architecture=[70, 90, 120])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_kernels_compile_without_a_warning(architecture):
     result, log, cubin, ptx = compiled(architecture)

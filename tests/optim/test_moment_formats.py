@@ -42,6 +42,8 @@ def trained(name, moments, stage, num_steps=6, compiled=True, rows=12):
     return zerofn.unshard((state.params, state.opt_state))
 
 
+@pytest.mark.part(moments=["8bit"])
+@pytest.mark.part(name=["adamw"])
 @each_format
 @each_rule
 def test_captured_is_eager(name, moments):
@@ -84,6 +86,7 @@ def test_they_are_updated_where_they_lie(moments):
     assert not {*codec_operations(), torch.ops.aten.copy_.default} & set(targets)
 
 
+@pytest.mark.part(moments=["8bit", "fp8"])
 @each_format
 def test_training_goes_on_as_with_float32(moments):
     """The first 200 steps of a small regression: where float32's loss goes, theirs goes."""
@@ -140,6 +143,8 @@ def checkpointed(path, first, second):
     )
 
 
+@pytest.mark.part(second=["8bit"])
+@pytest.mark.part(first=["bf16", "fp8"])
 @pytest.mark.parametrize(
     ("first", "second", "error"),
     [
@@ -173,6 +178,7 @@ def loaded_at(path, moments, stage):
     return zerofn.unshard(state.opt_state)
 
 
+@pytest.mark.part(moments=["8bit"])
 @pytest.mark.parametrize("moments", ["8bit", "fp8"])
 def test_blocks_do_not_move_with_the_number_of_ranks(ranks, tmp_path, moments):
     saved = ranks(2, saved_at, tmp_path / "x", moments)[0]

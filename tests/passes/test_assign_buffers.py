@@ -53,6 +53,8 @@ def placed(graph):
             yield place, at, where[touched[node][-1]], node.meta["val"].nbytes
 
 
+@pytest.mark.part(stage=[0])
+@pytest.mark.part(stage=[2, 3], num_microbatches=[2])
 @pytest.mark.quick(stage=[3])
 @pytest.mark.parametrize(("stage", "num_microbatches"), [(0, 1), (1, 1), (2, 1), (2, 2), (3, 1), (3, 2)])
 def test_what_is_there_at_one_time_lies_apart(stage, num_microbatches):
@@ -79,6 +81,7 @@ def peak(program):
     return max(sum(live.values()) for _, live in moments(program.gm, resident(program).device))
 
 
+@pytest.mark.part(stage=[1, 3])
 @pytest.mark.quick(stage=[3])
 @pytest.mark.parametrize("stage", range(4))
 def test_the_peak_is_hardly_higher(stage):

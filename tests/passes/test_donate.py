@@ -37,6 +37,7 @@ def moved_sgd(module, lr=0.1):
     return step
 
 
+@pytest.mark.part(stage=[0, 3])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("make", [train_step_of, moved_sgd])
 def test_the_new_state_has_the_old_ones_memory(make, stage):
@@ -161,7 +162,7 @@ def results_on_donated_memory(make, precision, stages):
         assert_as_eager(make(module), make_state)
 
 
-@pytest.mark.part(precision=["bf16"])
+@pytest.mark.part(precision=["bf16"], make=[aux_gathers_late, same_value_twice])
 @pytest.mark.parametrize("make", [aux_is_state, aux_reads_late, aux_gathers_late, same_value_twice])
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_results_that_stand_on_donated_memory_keep_their_values(ranks, make, precision):

@@ -165,6 +165,8 @@ def num_back(plan):
     return sum(n.target is ops.bring.default and phase_of(n) == BACKWARD for gm in gms for n in gm.graph.nodes)
 
 
+@pytest.mark.part(num_microbatches=[2], drop=[False])
+@pytest.mark.part(num_microbatches=[1], drop=[True])
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_the_bits_are_the_same(monkeypatch, num_microbatches, drop):
@@ -177,7 +179,7 @@ def test_the_bits_are_the_same(monkeypatch, num_microbatches, drop):
     assert num_back(plan) == told[0] > 5 or drop and num_back(plan) > 2
 
 
-@pytest.mark.quick(name=["gpt2"])
+@pytest.mark.part(name=["gpt2"])
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_models(monkeypatch, name):
     """Whose backward passes read views of what was kept."""

@@ -57,6 +57,7 @@ def test_what_belongs_to_state_in_memory_stays():
     assert not read_again(graph_of(None))
 
 
+@pytest.mark.part(precision=["bf16"])
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_steps_have_the_bits_of_memory(tmp_path, precision):
     away = Offload(optimizer="nvme", path=tmp_path)

@@ -57,6 +57,8 @@ def same(a, b):
     return all(map(torch.equal, a, b))
 
 
+@pytest.mark.part(place=[first], n=[2])
+@pytest.mark.part(place=[last], n=[1])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("place", [first, last])
 def test_gelu_by_tanh(n, place):
@@ -325,6 +327,7 @@ ANYWHERE = [
 ]
 
 
+@pytest.mark.part(stage=[0, 3])
 @pytest.mark.parametrize(("stage", "n", "donating", "options"), ANYWHERE)
 def test_a_pass_that_changes_nothing_can_stand_anywhere(stage, n, donating, options, tmp_path):
     if tier := options.get("tier"):

@@ -41,7 +41,8 @@ def per_element(stage, num_microbatches, **options):
     return {name: total / sizes[name] for name, total in sent(program.gm).items()}
 
 
-@pytest.mark.quick(n=[1, 2], options=[{}])
+@pytest.mark.part(n=[2], options=[{}])
+@pytest.mark.part(n=[1], options=[{"precision": "bf16"}])
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}])
 def test_communicated_elements(n, options):
@@ -64,6 +65,8 @@ def test_frozen_units_are_gathered_and_never_scattered():
     assert sum(is_gather(n) and n.args[3] == "3" for n in program.gm.graph.nodes) == 2
 
 
+@pytest.mark.part(n=[2], stage=[3])
+@pytest.mark.part(n=[1], stage=[0, 1])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("n", [1, 2])
 def test_every_pass_leaves_a_sound_graph(stage, n):

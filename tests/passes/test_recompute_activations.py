@@ -45,12 +45,13 @@ def compared(stage, num_microbatches, precision):
     return kept(plain) / kept(full)
 
 
-@pytest.mark.quick(num_microbatches=[2])
+@pytest.mark.part(num_microbatches=[2])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_one_rank(num_microbatches):
     assert compared(3, num_microbatches, None) > 2  # of a linear layer, tanh and dropout not much is left out
 
 
+@pytest.mark.part(stage=[3])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_two_ranks(ranks, stage):
     assert min(ranks(2, compared, stage, 1, "bf16")) > 2
@@ -73,7 +74,7 @@ def one_step(name, remat):
     return [loss, *tree.leaves(zerofn.unshard(state.params))]
 
 
-@pytest.mark.quick(name=["gpt2"])
+@pytest.mark.part(name=["gpt2"])
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_models(name):
     """With dropout where the model has it."""

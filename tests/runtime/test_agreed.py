@@ -61,6 +61,8 @@ def expected(width):
     return {name: x.detach() for name, x in model.named_parameters()}
 
 
+@pytest.mark.part(num_ranks=[3])
+@pytest.mark.part(stage=[2])
 @pytest.mark.parametrize(
     ("num_ranks", "sizes", "stage", "options"),
     [
@@ -151,6 +153,7 @@ def other_numbers(stage, axis):
     return found
 
 
+@pytest.mark.part(stage=[1, 3])
 @pytest.mark.parametrize(("stage", "axis"), [(3, "data"), (0, "data"), (1, "replicate")])
 def test_numbers_values_and_settings_that_differ_are_told_on_all_ranks(ranks, stage, axis):
     here, there = ranks(2, other_numbers, stage, axis)

@@ -77,6 +77,8 @@ def test_backends_are_what_the_protocol_says():
     assert issubclass(InterpretedRunner, Runner) and issubclass(Executor, Runner)
 
 
+@pytest.mark.part(stage=[3], num_microbatches=[2])
+@pytest.mark.part(stage=[0, 1], num_microbatches=[1])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("stage", range(4))
 def test_another_backend_has_the_same_bits(stage, num_microbatches):

@@ -68,6 +68,7 @@ def load_on(path, stage, kept):
         assert_same_trees(zerofn.unshard(zerofn.load(path / name, like=like)), zerofn.unshard(whole))
 
 
+@pytest.mark.part(stage=[3])
 @pytest.mark.parametrize("there, here", [(2, 3), (3, 1), (1, 2)])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_other_ranks_cut_it_anew(ranks, tmp_path, there, here, stage):

@@ -25,6 +25,7 @@ def goes_on(stage, precision):
     assert_same_trees(ends[2], ends[0])
 
 
+@pytest.mark.part(num_ranks=[2])
 @pytest.mark.parametrize(
     ("num_ranks", "stage", "precision"), [(1, 3, "bf16"), (2, 1, None), (2, 3, "bf16"), (3, 0, None)]
 )

@@ -54,6 +54,7 @@ def wide(x, y=None):
     )
 
 
+@pytest.mark.part(size=[1, 3])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equal_plain_torch_at_every_stage_and_each_other_bit_for_bit(ranks, size):
     a, b = values(), values(3)
@@ -97,6 +98,7 @@ def nonfinite(stage, where, bad):
     )
 
 
+@pytest.mark.part(stage=[0, 3])
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_bad_element_is_seen_by_all_and_named(ranks, stage):
     for where in (("0.w", 0), ("1.w", 90_299), ("1.s", 0), ("z", 4)):
@@ -212,6 +214,7 @@ def derivatives(stage):
     return [*(zerofn.unshard(x) for x in (first, hvp, reverse)), {"along": along}]
 
 
+@pytest.mark.part(size=[1, 3])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_by_the_pieces_of_shards(ranks, size):
     p, q = weights(), tree.tree_map(torch.cos, weights())

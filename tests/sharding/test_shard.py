@@ -105,6 +105,9 @@ def round_trips(stage):
     return counts
 
 
+@pytest.mark.part(size=[3], stage=[3])
+@pytest.mark.part(size=[2], stage=[0, 1])
+@pytest.mark.part(size=[1], stage=[2])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_container_comes_back_bit_for_bit(ranks, size, stage):
@@ -234,6 +237,7 @@ def function_equals_value(stage):
         same(tree.leaves(unshard(found)), tree.leaves(init()))
 
 
+@pytest.mark.part(stage=[0, 3])
 @pytest.mark.parametrize("size, stage", [(1, 3), (2, 0), (2, 1), (2, 3), (3, 2)])
 def test_shard_of_a_function_is_shard_of_its_value(ranks, size, stage):
     ranks(size, function_equals_value, stage)

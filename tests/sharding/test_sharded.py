@@ -118,6 +118,9 @@ def derivatives(stage):
     return [unshard(t) for t in (grad, functional, hvp, forward, reverse, third)]
 
 
+@pytest.mark.part(size=[3], stage=[3])
+@pytest.mark.part(size=[2], stage=[0, 1])
+@pytest.mark.part(size=[1], stage=[2])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_and_hessian_vector_products(ranks, size, stage):

@@ -72,6 +72,8 @@ def halved(batch):
     return tree.tree_map(lambda x: x.bfloat16() if x.is_floating_point() else x, batch)
 
 
+@pytest.mark.part(stage=[3])
+@pytest.mark.part(stage=[0, 1], max_norm=[0.05])
 @pytest.mark.parametrize("max_norm", [None, 0.05])
 @pytest.mark.parametrize("stage", range(4))
 def test_training_has_the_bits_of_a_whole_master(stage, max_norm):

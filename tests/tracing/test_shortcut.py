@@ -180,6 +180,7 @@ def calls_of(run):
     return count
 
 
+@pytest.mark.part(stage=[3])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_work_of_a_capture_grows_as_the_leaves_do(stage):
     def capture_of(num_leaves):

@@ -100,6 +100,8 @@ def skip(stage, precision, name, poison):
     return counts, named, scales, loss.isfinite().item()
 
 
+@pytest.mark.part(stage=[3])
+@pytest.mark.part(stage=[0, 2], name=["adamw"])
 @pytest.mark.parametrize("name", list(TRANSFORMATIONS))
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_nonfinite_gradient_changes_nothing(ranks, stage, name):
@@ -462,6 +464,7 @@ def body(name):
     return name.startswith("body.")
 
 
+@pytest.mark.part(stage=[3])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("before, after", [(None, body), (body, None), (body, lambda name: not body(name))])
 def test_another_frozen_is_refused_with_the_way_out(stage, before, after):
