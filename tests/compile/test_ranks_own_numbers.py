@@ -152,6 +152,7 @@ def free(stage):
     assert torch.equal(loss, eager_loss) and aux == (1.0 + rank) * rank and size > 1
 
 
+@pytest.mark.part(size=[3])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_loss_and_aux_may_have_a_ranks_own_numbers(ranks, size):
     for stage in (0, 3):

@@ -63,6 +63,7 @@ def with_moments(build: Any) -> Any:
     return init
 
 
+@pytest.mark.part(name=["gpt2", "resnet", "mamba", "t5"])
 @pytest.mark.parametrize("name", list(tiny_models.BUILDERS))
 def test_transformers_model_with_moments(name: str) -> None:
     check(with_moments(tiny_models.BUILDERS[name]))

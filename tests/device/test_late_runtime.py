@@ -17,16 +17,16 @@ def both(folder, *cases):
         assert_same_trees(*found, f"{case}, rank {rank()}", equal_nan=True)
 
 
-@pytest.mark.part(case=CASES[::4])
+@pytest.mark.part(case=[*CASES[:21:4], CASES[30]])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_one_rank(tmp_path, case):
     both(tmp_path, case)
 
 
-@pytest.mark.part(num_ranks=[2])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_several_ranks(ranks, tmp_path, num_ranks):
-    ranks(num_ranks, both, tmp_path, *CASES[num_ranks::8])
+@pytest.mark.part(num_ranks=[2], cases=[CASES[10::16]])
+@pytest.mark.parametrize(("num_ranks", "cases"), [(2, CASES[2::16]), (2, CASES[10::16]), (3, CASES[3::8])], ids=str)
+def test_several_ranks(ranks, tmp_path, num_ranks, cases):
+    ranks(num_ranks, both, tmp_path, *cases)
 
 
 @pytest.mark.parametrize("defect", DEFECTS)

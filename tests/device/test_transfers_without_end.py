@@ -94,6 +94,7 @@ def test_ranks_end(ranks, works):
     assert "it broke" in broke and max(seconds, other) < 5.0
 
 
+@pytest.mark.part(works=[reduce])
 @pytest.mark.parametrize("works", [reduce, train])
 def test_a_shutdown_would_wait(ranks, works):
     """As it may for gloo, whose transfers end by themselves."""

@@ -45,7 +45,7 @@ def compare(num_microbatches, groups):
         torch.testing.assert_close(found[3][name], x, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.part(num_microbatches=[4])
+@pytest.mark.part(size=[2], num_microbatches=[4])
 @pytest.mark.parametrize("size, num_microbatches", [(1, 4), (2, 1), (2, 4)])
 def test_stages_that_reduce_as_often_give_the_same_bits(ranks, size, num_microbatches):
     alike = [(0, 1, 2, 3)] if size == 1 or num_microbatches == 1 else [(0, 1), (2, 3)]

@@ -62,7 +62,7 @@ def every_stage(sizes):
 
 
 MESHES = [
-    {"replicate": 2, "data": 1},
+    pytest.param({"replicate": 2, "data": 1}, marks=pytest.mark.whole),
     pytest.param({"replicate": 3}, marks=pytest.mark.whole),
     {"replicate": 2, "data": 2},
     {"data": 2, "tensor": 2},

@@ -19,6 +19,8 @@ def beside(state, batch):
     return state.apply_gradients(grads, on_nonfinite="ignore"), {"norms": norms}
 
 
+@pytest.mark.part(how=[zerofn.gather], precision=["bf16"])
+@pytest.mark.part(precision=["fp32"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("how", [lambda params: params, zerofn.gather])
 def test_a_batch_that_holds_the_parameters(how, precision):

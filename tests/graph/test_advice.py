@@ -82,6 +82,7 @@ def one_rank_fails(stage):
     return failure(lambda: step(state, labels(7 if dist.get_rank() == 1 else 2)))
 
 
+@pytest.mark.part(stage=[1])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_other_ranks_read_the_line_too(ranks, stage):
     found = ranks(2, one_rank_fails, stage)
@@ -104,6 +105,7 @@ def calls_after_failure(stage):
     return [first, *map(failure, calls)]
 
 
+@pytest.mark.part(stage=[3])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_after_a_failure_every_call_says_why_the_group_is_gone(ranks, stage):
     found = ranks(2, calls_after_failure, stage)

@@ -80,8 +80,8 @@ REFUSED = {
     ),
 }
 # One of each way to differ: in numbers, lists, factories, operations, constants, drawn numbers and sums.
-SOME = ["a bound", "sizes of a split", "positions", "its part of two", "a list of indices", "how much is dropped"]
-SOME += ["another branch", "a slice and a sum without vary", "a sum of what is the same", "all_reduce for psum"]
+SOME = ["a bound", "positions", "a list of indices", "how much is dropped", "another branch", "its part of two"]
+SOME += ["a slice and a sum without vary", "a sum of what is the same", "all_reduce for psum"]
 ACCEPTED = {
     "the same on all": lambda y, r, a: y.square().mean(),
     "each its rows, varied and summed": each_line,

@@ -45,6 +45,7 @@ def squared(logits, _):
     return logits.square().mean()
 
 
+@pytest.mark.part(num_microbatches=[1])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_a_loss_of_whole_logits_does_not_take_slices(num_microbatches):
     with pytest.raises(

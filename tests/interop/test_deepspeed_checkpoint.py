@@ -75,6 +75,7 @@ def test_moments_by_number_need_one_group(tmp_path):
     check(path, "stage0-fp32", 3, only="params")
 
 
+@pytest.mark.part(world=[3])
 @pytest.mark.parametrize("world", [2, 3])
 def test_other_ranks_and_stages(ranks, tmp_path, world):
     for name, stage in (("stage1-fp32", 1), ("stage3-bf16", 3), ("stage2-bf16", 0)):

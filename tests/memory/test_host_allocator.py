@@ -47,6 +47,7 @@ def test_malloc_keeps_what_was_freed():
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
 def test_malloc_gives_it_back_if_it_is_not_told():
     """What the test above would see if nothing had been said."""

@@ -76,6 +76,7 @@ def test_every_operation_has_its_tensors_in_one_place(tmp_path, monkeypatch, tie
         assert mixed(scheduled(tmp_path, tiers, precision, tx, on_nonfinite, share, monkeypatch).gm) == []
 
 
+@pytest.mark.part(num_layers=[2, 7])
 @pytest.mark.parametrize("num_layers", [2, 7, 20])
 def test_what_waits_on_the_host_for_its_update_is_counted(tmp_path, monkeypatch, num_layers):
     """Gradients and parameters, as many as queue for a thread that does nothing until it holds the next one back."""

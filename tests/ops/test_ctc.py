@@ -53,6 +53,8 @@ def batch_of(targets="rows", inputs=LENGTHS[0], lengths=LENGTHS[1]):
     return {"x": x, "y": TARGETS[targets], "inputs": inputs, "lengths": lengths}
 
 
+@pytest.mark.part(targets=["rows"], options=[{}])
+@pytest.mark.part(targets=["in one dim"], options=[{"reduction": "sum", "blank": 4, "zero_infinity": True}])
 @pytest.mark.parametrize("options", [{}, {"reduction": "sum", "blank": 4, "zero_infinity": True}], ids=str)
 @pytest.mark.parametrize("targets", TARGETS)
 def test_a_captured_loss_is_the_eager_one_with_other_lengths_in_every_batch(targets, options, caplog):

@@ -81,6 +81,9 @@ def test_what_is_not_finite_spoils_its_block(name):
     assert (decoded[:256] == 1).all() and (decoded[256:512] == torch.inf).all() and decoded[512:].isnan().all()
 
 
+@pytest.mark.part(value=[0.7001])
+@pytest.mark.part(value=[3e-6], name=["e5m2"])
+@pytest.mark.part(value=[1e-3], name=["e4m3"])
 @each_codec
 @pytest.mark.parametrize("value", [0.3, 0.7001, 0.99, 1e-3, 3e-6])
 def test_stochastic_rounding_is_unbiased(name, value):

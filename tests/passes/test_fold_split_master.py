@@ -22,6 +22,7 @@ def rounded(gm):
     return [n for n in roundings(gm) if n.all_input_nodes[0].target is ops.join.default]
 
 
+@pytest.mark.part(num_microbatches=[1])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_no_joined_number_is_rounded(num_microbatches):
     options = {"precision": "bf16", "num_microbatches": num_microbatches}

@@ -92,6 +92,7 @@ def moves(gm):
     return pairs
 
 
+@pytest.mark.part(num_microbatches=[2])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_what_is_away_takes_nothing(num_microbatches):
     plain, _ = planned(keep, num_microbatches)

@@ -35,6 +35,7 @@ def read_again(gm):
     return {rule: start.args[0] for rule, start in starts.items() if start and start.target is ops.fetch.default}
 
 
+@pytest.mark.part(tiers=[{"optimizer": "nvme", "params": "nvme"}])
 @pytest.mark.parametrize("tiers", [{"optimizer": "nvme"}, {"optimizer": "nvme", "params": "nvme"}])
 def test_all_but_the_first_updates_gradients_wait_on_the_drive(tmp_path, tiers):
     gm = graph_of(Offload(**tiers, path=tmp_path))

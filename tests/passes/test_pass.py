@@ -203,6 +203,19 @@ REFUSED = {
 EARLY = (sums_a_shard,)  # once the state is donated the step is no pure function any more
 
 
+@pytest.mark.part(
+    fn=[
+        returns_a_graph,
+        writes_to_the_batch,
+        calls_a_method,
+        takes_more,
+        reads_without_waiting,
+        returns_another_dtype,
+        adds_a_matrix_and_a_vector,
+        reads_nothing,
+        sums_a_shard,
+    ]
+)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
 def test_what_is_refused(fn):

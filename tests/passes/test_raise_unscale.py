@@ -45,6 +45,7 @@ def stays(precision):
     assert_same_trees(after, before, f"stage 3, {precision=}")
 
 
+@pytest.mark.part(precision=["fp16"])
 @pytest.mark.parametrize("precision", ["fp16", HALF])
 def test_results_stay(ranks, precision):
     ranks(2, stays, precision)

@@ -86,6 +86,7 @@ def stay():
     assert_results_stay(*SCHEDULE)
 
 
+@pytest.mark.part(size=[3])
 @pytest.mark.parametrize("size", [2, 3])
 def test_values_stay(ranks, size):
     ranks(size, stay)

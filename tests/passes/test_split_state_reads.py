@@ -49,6 +49,7 @@ def test_what_lies_in_memory_is_read_by_nobody():
     assert fetches(gm) == []
 
 
+@pytest.mark.part(num_microbatches=[2])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_steps_have_the_bits_of_memory(tmp_path, num_microbatches):
     away = Offload(params="nvme", path=tmp_path)

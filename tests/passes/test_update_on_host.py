@@ -59,6 +59,7 @@ def test_state_beside_the_model_is_left_alone():
     assert not any(n.meta.get(ASIDE) or n.target is ops.bring.default for n in gm.graph.nodes)
 
 
+@pytest.mark.part(tiers=[{"optimizer": "cpu", "params": "cpu"}])
 @pytest.mark.parametrize("tiers", [{"optimizer": "cpu"}, {"optimizer": "cpu", "params": "cpu"}])
 def test_every_share_has_the_bits_of_memory(monkeypatch, tiers):
     _, expected = trained(NUM_LAYERS, ROWS, TX, 3)

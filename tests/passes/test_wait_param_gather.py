@@ -117,7 +117,7 @@ def read_part(state, _):
     return state, zerofn.gather(state.params["3"])["3.weight"].sum()
 
 
-@pytest.mark.part(between=[evaluated, read, flattened])
+@pytest.mark.part(between=[evaluated, read])
 @pytest.mark.parametrize("between", [nothing, read, evaluated, flattened, read_part])
 def test_whoever_comes_first_waits(ranks, between):
     late = [ranks(2, losses, stage, between) for stage in (1, 2)]

@@ -12,6 +12,8 @@ from zerofn.runtime.executor import Executor
 aten = torch.ops.aten
 
 
+@pytest.mark.part(stage=[3], n=[2])
+@pytest.mark.part(stage=[0, 1], n=[1])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("stage", range(4))
 def test_results_are_those_of_the_module(stage, n):

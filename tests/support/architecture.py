@@ -7,6 +7,7 @@ python -m tests.support.architecture design.md  # writes it where design.md has 
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ PUBLIC = "__init__"  # what `import zerofn` gives: guests use nothing else, and 
 SHOWN = {PUBLIC: "zerofn"}
 
 
+@functools.cache
 def imports() -> dict[str, set[str]]:
     """Room -> the rooms that its files import, in the order of rooms; rooms that are not there yet are left out."""
     found: dict[str, set[str]] = {name: set() for name in ORDER if name in {room(module) for module in FILES}}

@@ -74,6 +74,8 @@ def on_ranks(stage):
     return trained(True, stage), trained(False, stage)
 
 
+@pytest.mark.part(stage=[0])
+@pytest.mark.part(size=[3])
 @pytest.mark.parametrize(("size", "stage"), [(2, 0), (2, 1), (2, 2), (2, 3), (3, 3)])
 def test_captured_is_eager_on_ranks(ranks, size, stage):
     for captured, eager in ranks(size, on_ranks, stage):

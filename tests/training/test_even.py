@@ -47,6 +47,8 @@ def plain(pad, lengths):
     return params
 
 
+@pytest.mark.part(lengths=[(3, 2)], pad=[None])
+@pytest.mark.part(lengths=[(2, 4, 3)], pad=["weight"])
 @pytest.mark.parametrize("pad", [None, "weight"])
 @pytest.mark.parametrize("lengths", [(3, 2), (2, 4, 3)])
 def test_ranks_take_the_same_number_of_steps(ranks, lengths, pad):

@@ -81,6 +81,9 @@ def global_batch(stage, n):
     return loss, unshard(grads)
 
 
+@pytest.mark.part(size=[3], stage=[3])
+@pytest.mark.part(size=[2], stage=[0, 1])
+@pytest.mark.part(size=[1], stage=[2])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_mean_over_the_global_batch(ranks, size, stage):

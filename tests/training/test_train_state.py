@@ -271,6 +271,7 @@ def with_whole_numbers(stage, compiled):
     return found
 
 
+@pytest.mark.part(compiled=[True])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_whole_numbers_among_the_parameters_ride_along(ranks, compiled):
     net = Net()

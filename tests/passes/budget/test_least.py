@@ -47,23 +47,27 @@ def least(lowered, budget):
     return int(re.findall(r"[\d,]{4,}", str(error.value))[-1].replace(",", ""))
 
 
-@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(
-    world=st.integers(1, 3),
-    num_blocks=st.integers(1, 5),
-    width=st.sampled_from([8, 24, 33]),
-    rows=st.sampled_from([6, 60, 600, 2400]),
-    one_unit=st.booleans(),
-    stage=st.integers(0, 3),
-    num_microbatches=st.integers(1, 2),
-)
-def test_what_is_named_works_and_a_page_less_does_not(world, **model):
-    with fake_ranks(world):
-        lowered = lowering(**model)
-        named = least(lowered, 10)
-        assert lowered(memory=named).memory().total <= named
-        assert least(lowered, named - PAGE) == named
-        assert least(lowered, named // 2) == named
+@pytest.mark.parametrize("num_models", [3, pytest.param(10, marks=pytest.mark.whole)])
+def test_what_is_named_works_and_a_page_less_does_not(num_models):
+    @settings(max_examples=num_models, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(
+        world=st.integers(1, 3),
+        num_blocks=st.integers(1, 5),
+        width=st.sampled_from([8, 24, 33]),
+        rows=st.sampled_from([6, 60, 600, 2400]),
+        one_unit=st.booleans(),
+        stage=st.integers(0, 3),
+        num_microbatches=st.integers(1, 2),
+    )
+    def it_does(world, **model):
+        with fake_ranks(world):
+            lowered = lowering(**model)
+            named = least(lowered, 10)
+            assert lowered(memory=named).memory().total <= named
+            assert least(lowered, named - PAGE) == named
+            assert least(lowered, named // 2) == named
+
+    it_does()
 
 
 @pytest.mark.part(world=[2], stage=[3])
