@@ -3,9 +3,10 @@
 import subprocess
 import sys
 from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -245,3 +246,120 @@ def test_a_namedtuple_that_computes_is_not_made_again():
     x = [Doubled(torch.ones(2), {"b": 1})]
     tree.orders(x)  # makes a node of it
     assert torch.equal(tree.tree_map(lambda value: value, x)[0].x, torch.full((2,), 2.0))
+
+
+class Shown(Mapping):
+    """Its items are computed from what it keeps, in whatever way."""
+
+    def __new__(cls, *args):
+        return super().__new__(cls)
+
+    def __init__(self, items, scale):
+        self.kept, self.scale = dict(items), scale
+
+    def __getitem__(self, key):
+        return self.kept[key] * self.scale
+
+    def __iter__(self):
+        return iter(self.kept)
+
+    def __len__(self):
+        return len(self.kept)
+
+
+class InSlots(Shown):
+    __slots__ = ("kept", "scale")
+
+
+class Bag(dict):
+    weights = None
+    __slots__ = ("bias", "__dict__")
+
+
+class Ordered(OrderedDict):
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value * 2)
+
+
+class Measured(namedtuple("Measured", "x y")):
+    def __new__(cls, x, y):
+        made = super().__new__(cls, x * 2, y)
+        made.mean, made.name = x.mean(), "rows"
+        return made
+
+
+T = TypeVar("T")
+
+
+@dataclass
+class Box(Generic[T]):
+    x: Any
+
+
+@pytest.mark.parametrize("kind", [Shown, InSlots])
+def test_a_mapping_of_ones_own_is_rebuilt_of_what_it_keeps(kind):
+    x = kind({"b": torch.ones(2), "a": torch.zeros(2)}, 3.0)
+    again = tree.unflatten(*reversed(tree.flatten(x)))
+    assert type(again) is kind and list(again) == ["b", "a"]
+    assert torch.equal(again["b"], torch.full((2,), 3.0)) and torch.equal(x["b"], again["b"])
+    assert [tree.name_of(p) for p in tree.flatten_with_path(x)[0]] == ["kept.a", "kept.b", "scale"]
+
+
+def test_a_dict_of_a_class_of_its_own_keeps_its_tensors_and_trees():
+    x = Bag(x=torch.ones(2))
+    x.weights, x.bias, x.more, x.name = torch.ones(2), torch.zeros(2), [{"y": torch.ones(2)}], "rows"
+    again = tree.tree_map(lambda value: value + 1, x)
+    assert again.name == "rows" and list(again) == ["x"]
+    for value, expected in ((again["x"], 2), (again.weights, 2), (again.bias, 1), (again.more[0]["y"], 2)):
+        assert torch.equal(value, torch.full((2,), float(expected)))
+    assert tree.orders(x) == tree.orders(again)
+
+
+def test_what_is_no_tree_is_left_out_unless_the_class_would_answer():
+    x = Bag(x=torch.ones(2))
+    x.me = [x]
+    with pytest.raises(TypeError, match=r"A tree has no end: 'me.0', a Bag, lies in itself"):
+        tree.flatten(x)
+    del x.me
+    x.record = [object()]
+    assert not hasattr(tree.tree_map(lambda value: value, x), "record")
+    x.weights = kept = object()
+    assert tree.leaves(x)[1:] == [kept]  # a leaf, which compile refuses by its name
+
+
+def test_the_order_of_an_ordered_dict_of_ones_own_is_kept():
+    x = Ordered(b=torch.ones(2), a=torch.ones(2))
+    x.move_to_end("b")
+    again = tree.tree_map(lambda value: value, x)
+    assert type(again) is Ordered and list(again) == ["a", "b"] and torch.equal(again["b"], torch.full((2,), 2.0))
+    assert tree.orders(x) == tree.orders(again) != tree.orders(Ordered(b=1, a=1))
+
+
+def test_a_namedtuple_keeps_its_attributes():
+    x = Measured(torch.ones(2), 1)
+    tree.orders(x)  # makes a node of it
+    again = tree.tree_map(lambda value: value, x)
+    assert torch.equal(again.x, torch.full((2,), 2.0)) and again.mean == 1 and again.name == "rows"
+    assert [tree.name_of(p) for p in tree.flatten_with_path(x)[0]] == ["x", "y", "mean"]
+
+
+def test_a_generic_dataclass_keeps_its_class():
+    x = Box[int](torch.ones(2))
+    again = tree.tree_map(lambda value: value + 1, x)
+    assert torch.equal(again.x, torch.full((2,), 2.0)) and again.__orig_class__ == Box[int]
+    assert tree.structure(x) == tree.structure(again) != tree.structure(Box[str](1))
+
+
+def test_a_tree_that_holds_itself_is_refused_by_the_place():
+    x = {"a": {"b": [1]}}
+    x["a"]["b"].append(x["a"])
+    for call in (tree.flatten, tree.orders, tree.structure, lambda x: tree.tree_map(str, x)):
+        with pytest.raises(
+            TypeError, match=r"A tree has no end: 'a.b.1', a dict, lies in itself. Leave that entry out"
+        ):
+            call(x)
+    deep = 1
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(TypeError, match=r"A tree has more than 200 levels"):
+        tree.flatten(deep)

@@ -3,17 +3,18 @@
 ZeroFn flattens every tree here, with optree, so that leaves have the same order on every rank: dict keys are sorted,
 while `torch.utils._pytree` keeps insertion order, which may differ between ranks. `None` is a node without leaves.
 Dataclasses, TensorDicts and mappings that are no dicts (`UserDict`, a tokenizer's `BatchEncoding`) become nodes when
-they are first seen. ZeroFn never imports tensordict, which takes longer
-to import than all of ZeroFn: who has a TensorDict has imported it.
+they are first seen, and so do named tuples that are more than their fields. What is rebuilt has the entries and the
+attributes that it had; no code of its class runs. ZeroFn never imports tensordict, which takes longer to import than
+all of ZeroFn: who has a TensorDict has imported it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import sys
 import warnings
-from collections import UserDict
+from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -22,11 +23,15 @@ import torch
 
 from ._torch_compat import register_torch_pytree_node, torch_pytree_nodes
 from .util.arguments import checked
-from .util.constants import constant_attributes
+from .util.classes import is_dataclass, made_by
+from .util.constants import is_constant
+from .util.kept_attributes import Constants, is_pythons, own_names, trees_and_constants
+from .util.mappings import base_of, is_tensordict, tensordict_of, tensordict_parts, ways_of
 
 NAMESPACE = "zerofn"
 PyTreeSpec = optree.PyTreeSpec
 Path = tuple[Any, ...]
+_DEEP = 200  # levels of a tree, of which Python has a limit
 
 
 def register_node(
@@ -62,21 +67,22 @@ _of_fields: set[type] = set()  # dataclasses of which no other attributes are ch
 def register_dataclass(cls: Any, static: tuple[str, ...] = ()) -> None:
     """Make a dataclass a node of ZeroFn's trees, whose children are its fields; those named in `static` are not."""
     _of_fields.add(cls)
-    _register_dataclass(cls, static)
+    _register_object(cls, static)
 
 
-def _register_dataclass(cls: Any, static: tuple[str, ...] = ()) -> None:
-    """Make a dataclass a node. What is rebuilt has the attributes that it had: neither `__init__` nor `__post_init__`
-    runs again.
+def _register_object(cls: Any, static: tuple[str, ...] = ()) -> None:
+    """Make a node of the attributes that an object of a class has. What is rebuilt has them, too: neither `__init__`
+    nor `__post_init__` nor `__new__` runs again.
     """
 
     def flatten(x: Any) -> tuple[list[Any], _Fields, tuple[str, ...]]:
         names = tuple([n for n in attributes_of(x) if n not in static])
-        return [getattr(x, n) for n in names], _Fields(names, tuple((n, getattr(x, n)) for n in static)), names
+        constants = (*static, *filter(is_pythons, getattr(x, "__dict__", ())))
+        return [getattr(x, n) for n in names], _Fields(names, tuple((n, getattr(x, n)) for n in constants)), names
 
     def unflatten(fields: _Fields, children: Iterable[Any]) -> Any:
         values = dict(zip(fields.names, children, strict=True)) | dict(fields.static)
-        if cls.__new__ is not object.__new__:  # a dict or a model's output as well, whose entries it makes
+        if made_by(cls) is not object.__new__:  # a dict or a model's output as well, whose entries it makes
             return cls(**{n: values[n] for n in _fields_of(cls)[0] if n in values})
         x = object.__new__(cls)
         for name, value in values.items():
@@ -88,115 +94,66 @@ def _register_dataclass(cls: Any, static: tuple[str, ...] = ()) -> None:
 
 @functools.cache
 def _fields_of(cls: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of a dataclass's fields that `__init__` takes, and of the others."""
-    fields = dataclasses.fields(cls)
+    """Return the names of a dataclass's fields that `__init__` takes, and of the others; no names of other classes."""
+    fields = dataclasses.fields(cls) if is_dataclass(cls) else ()
     return tuple(f.name for f in fields if f.init), tuple(f.name for f in fields if not f.init)
 
 
 def attributes_of(x: Any) -> list[str]:
-    """Return the names of a dataclass's attributes, in one order on all ranks: its fields, then what else has been set
-    on it, but for what a `functools.cached_property` can compute anew.
+    """Return the names of the attributes of a dataclass or of another object that is a node, in one order on all ranks:
+    its fields, then what else has been set on it, but for what a `functools.cached_property` can compute anew.
     """
     cls: Any = type(x)
     given, made = _fields_of(cls)
-    if cls in _of_fields or cls.__new__ is not object.__new__:
+    if cls in _of_fields or made_by(cls) is not object.__new__:
         return [*given]
-    more = [n for n in getattr(x, "__dict__", ()) if n not in given and n not in made]
-    more = sorted(n for n in more if not isinstance(getattr(cls, n, None), functools.cached_property))
+    more = [n for n in own_names(x) if n not in given and n not in made and not is_pythons(n)]
     return [n for n in (*given, *made, *more) if hasattr(x, n)]
 
 
-def _is_tensordict(cls: type) -> bool:
-    """Return whether a class is TensorDict's, without importing tensordict."""
-    base = getattr(sys.modules.get("tensordict"), "TensorDictBase", None)  # None while it is being imported
-    return base is not None and issubclass(cls, base)
+def _register_container(
+    cls: Any,
+    entries_of: Callable[[Any], tuple[Iterable[Any], Any, tuple[Any, ...]]],
+    make: Callable[[Any, list[Any]], Any],
+    entries_are: str = "",
+) -> None:
+    """Make a node of what has entries and attributes, of which one may hold the entries.
 
-
-@dataclasses.dataclass(frozen=True)
-class _Keys:
-    """The keys of a mapping, of which those of equal ones may be `given` in another order, as with dicts."""
-
-    sorted: tuple[Any, ...]
-    given: tuple[Any, ...] = dataclasses.field(compare=False)
-
-    def in_order(self, children: Iterable[Any]) -> dict[Any, Any]:
-        """The mapping's entries as they were given."""
-        items = dict(zip(self.sorted, children, strict=True))
-        return {k: items[k] for k in self.given}
-
-
-def _register_tensordict(cls: Any) -> None:
-    def flatten(x: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
-        keys = _Keys(tuple(sorted(x.keys())), tuple(x.keys()))
-        return [x.get(k) for k in keys.sorted], (keys, tuple(x.batch_size)), keys.sorted
-
-    _register(cls, flatten, _tensordict, path_entry_type=optree.GetItemEntry, namespace=NAMESPACE)
-
-
-def _tensordict(aux: tuple[_Keys, tuple[int, ...]], children: Iterable[Any]) -> Any:
-    """Rebuild a TensorDict, or a plain dict if a child is neither tensor nor TensorDict (such as a `Sharded`).
-
-    Leaves may have been cut or stacked: the batch size becomes their common leading shape.
+    `entries_of(x) -> (entries, what is remembered, their names)`, `make(what is remembered, entries) -> x`.
     """
-    keys, batch_size = aux
-    items = keys.in_order(children)
-    if not all(isinstance(v, torch.Tensor) or _is_tensordict(type(v)) for v in items.values()):
-        return items
-    shapes = [tuple(v.shape) for v in items.values()]
-    dims = len(batch_size)
-    while dims and len({s[:dims] if len(s) >= dims else None for s in shapes}) != 1:
-        dims -= 1
-    return sys.modules["tensordict"].TensorDict(items, batch_size=shapes[0][:dims] if shapes else batch_size)
-
-
-class _Constants:
-    """The attributes of a mapping that are constants."""
-
-    def __init__(self, x: Any) -> None:
-        self._keys = constant_attributes(x) if hasattr(x, "__dict__") else ()
-        self.values = {name: getattr(x, name) for name, _ in self._keys}
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Constants) and self._keys == other._keys
-
-    def __hash__(self) -> int:
-        return hash(self._keys)
-
-
-def _register_mapping(cls: Any) -> None:
-    """Make a mapping a node. What is rebuilt has its entries and those of its attributes that are constants."""
-    # Its own methods may do anything with entries.
-    plain = issubclass(cls, dict) and cls.__new__ is dict.__new__
-    wrapped = issubclass(cls, UserDict) and cls.__new__ is object.__new__
 
     def flatten(x: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:
-        items = x.data if wrapped else x
-        read = dict.__getitem__ if plain else type(items).__getitem__
-        given = tuple(dict.keys(x) if plain else items.keys())
-        keys = tuple(sorted(given, key=lambda k: (type(k).__name__, k)))
-        return [read(items, k) for k in keys], (_Keys(keys, given), _Constants(x)), keys
+        entries, remembered, names = entries_of(x)
+        trees, constants = trees_and_constants(x, [n for n in own_names(x) if n != entries_are], _is_tree)
+        return [*entries, *trees.values()], (remembered, len(names), tuple(trees), constants), (*names, *trees)
 
-    def unflatten(aux: tuple[_Keys, _Constants], children: Iterable[Any]) -> Any:
-        keys, attributes = aux
-        items = keys.in_order(children)
-        x = cls.__new__(cls) if plain or wrapped else cls(items)
-        if plain:
-            dict.update(x, items)
-        elif wrapped:
-            x.data = items
-        for name, value in attributes.values.items():
+    def unflatten(aux: tuple[Any, int, tuple[str, ...], Constants], children: Iterable[Any]) -> Any:
+        remembered, num_entries, names, constants = aux
+        children = list(children)
+        x = make(remembered, children[:num_entries])
+        for name, value in (*zip(names, children[num_entries:], strict=True), *constants.values.items()):
             object.__setattr__(x, name, value)
         return x
 
     _register(cls, flatten, unflatten, path_entry_type=optree.GetItemEntry, namespace=NAMESPACE)
 
 
+def _register_mapping(cls: Any) -> None:
+    """Make a mapping a node of its entries and attributes, or of attributes alone, one of which holds the entries."""
+    if (ways := ways_of(cls)) is not None:
+        _register_container(cls, *ways, "data" if issubclass(cls, UserDict) else "")
+    else:
+        _register_object(cls)
+
+
+def _register_tensordict(cls: Any) -> None:
+    _register(cls, tensordict_parts, tensordict_of, path_entry_type=optree.GetItemEntry, namespace=NAMESPACE)
+
+
 def _register_namedtuple(cls: Any) -> None:
     with warnings.catch_warnings():  # optree's, that it would be a node anyway
         warnings.simplefilter("ignore", UserWarning)
-        _register(
-            cls, lambda x: (tuple(x), None, None), lambda _, children: tuple.__new__(cls, children), namespace=NAMESPACE
-        )
+        _register_container(cls, lambda x: (x, None, cls._fields), lambda _, children: tuple.__new__(cls, children))
 
 
 def _register_node_of_torch(cls: Any) -> None:
@@ -226,21 +183,21 @@ class _Context:
         return hash(_Context)
 
 
+_is_node: Any = functools.partial(_register.get, namespace=NAMESPACE)
 _seen: set[type] = set()
 
 
-def _adopt(leaves: Iterable[Any]) -> bool:
-    """Register containers among `leaves` that can be nodes; return whether there were any."""
+def _adopt(kinds: Iterable[type]) -> bool:
+    """Make nodes of those classes of leaves that can be; return whether there were any."""
     found = False
-    for leaf in leaves:
-        cls = type(leaf)
-        if cls in _seen or isinstance(leaf, torch.Tensor):
+    for cls in kinds:
+        if cls in _seen or issubclass(cls, torch.Tensor) or _is_node(cls):  # as a leaf, by `is_leaf`
             continue
-        if _is_tensordict(cls):
+        if is_tensordict(cls):
             _register_tensordict(cls)
-        elif dataclasses.is_dataclass(cls):
-            _register_dataclass(cls)
-        elif isinstance(leaf, Mapping):
+        elif is_dataclass(cls):
+            _register_object(cls)
+        elif issubclass(cls, Mapping):
             _register_mapping(cls)
         elif cls in torch_pytree_nodes and not issubclass(cls, tuple):  # torch.Size is a value
             _register_node_of_torch(cls)
@@ -252,44 +209,100 @@ def _adopt(leaves: Iterable[Any]) -> bool:
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], PyTreeSpec]:
-    """`tree` -> (leaves, treedef)."""
-    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=NAMESPACE)
-    if _adopt(x for x in leaves if is_leaf is None or not is_leaf(x)):
+    """`tree` -> (leaves, treedef). Raises `TypeError` for one that holds itself."""
+    try:
+        leaves, treedef = optree.tree_flatten(tree, is_leaf=is_leaf, namespace=NAMESPACE)
+    except RecursionError:
+        raise _endless(tree) from None
+    if _adopt(set(map(type, leaves))):
         return flatten(tree, is_leaf)
     return leaves, treedef
 
 
 def orders(tree: Any) -> Any:
     """Return the orders in which the dicts of a tree have their keys, which `flatten` sorts: what runs through a dict
-    sees its order. None for a tree without dicts. Namedtuples with a `__new__` of their own become nodes that are
-    rebuilt without it.
+    sees its order. None for a tree without dicts. Called before `flatten`: named tuples that are more than their fields
+    become nodes of ZeroFn's when they are first seen here, since among `flatten`'s leaves they are not seen.
 
     >>> orders([{"b": 1, "a": (2, {"c": 3})}, 4]), orders([1, (2, 3)])
     (((('b', 'a'), (((('c',), ()),),)),), None)
     """
+    try:
+        return _orders(tree)
+    except RecursionError:
+        raise _endless(tree) from None
+
+
+def _orders(tree: Any) -> Any:
     kind: Any = type(tree)
-    holds = _holds(kind)
-    if holds is None:
+    look = _looks(kind)
+    if look is None:
         return None
-    if holds is Mapping:
-        keys = tuple([key if type(key) is str else (type(key), repr(key)) for key in tree.keys()])  # 1 is not True
-        return keys, tuple([found for x in tree.values() if (found := orders(x)) is not None])
-    inside = tree if holds is list else [getattr(tree, name) for name in attributes_of(tree)]
-    return tuple([found for x in inside if (found := orders(x)) is not None]) or None
+    keys, inside = look(tree)
+    found = tuple([order for x in inside if (order := _orders(x)) is not None])
+    if keys is None:
+        return found or None
+    return tuple([key if type(key) is str else (type(key), repr(key)) for key in keys]), found  # 1 is not True
 
 
 @functools.cache
-def _holds(kind: Any) -> Any:
-    """Return how a container of a class holds its entries: `Mapping`, `list`, or `object`, a dataclass's attributes.
-    None for what is no container.
+def _looks(kind: Any) -> Callable[[Any], tuple[Iterable[Any] | None, Iterable[Any]]] | None:
+    """Return a function that gives the keys of a container of a class, if it has any, and what it holds. None for what
+    is no container.
     """
-    if issubclass(kind, Mapping) or _is_tensordict(kind):
-        return Mapping
+    base: Any = base_of(kind)
+    if kind in (dict, OrderedDict, defaultdict):
+        return lambda x: (x.keys(), x.values())
+    if base is not None:
+        return lambda x: (base.keys(x), (*base.values(x), *_values_of(x, own_names(x))))
     if issubclass(kind, tuple | list):
-        if optree.is_namedtuple_class(kind) and kind.__new__.__code__.co_filename != "<string>":
+        named = optree.is_namedtuple_class(kind)
+        if named and (kind.__new__.__code__.co_filename != "<string>" or kind.__dictoffset__):
             _register_namedtuple(kind)
-        return list
-    return object if dataclasses.is_dataclass(kind) else None
+            return lambda x: (None, (*x, *_values_of(x, own_names(x))))
+        return lambda x: (None, x)
+    if is_dataclass(kind):
+        return lambda x: (None, _values_of(x, attributes_of(x)))
+    if is_tensordict(kind) or (issubclass(kind, Mapping) and made_by(kind) is not object.__new__):
+        return lambda x: (x.keys(), x.values())
+    return (lambda x: (None, _values_of(x, own_names(x)))) if issubclass(kind, Mapping) else None
+
+
+def _is_tree(value: Any) -> bool:
+    """Whether all that a value holds is tensors and constants, or what is a node or has a shape as they do."""
+    todo: list[Any] = [value]
+    known: dict[int, Any] = {}  # what holds itself has no end
+    while todo:
+        x = todo.pop()
+        kind: Any = type(x)
+        if id(x) in known:
+            continue
+        known[id(x)] = x
+        if (look := _looks(kind)) is not None:
+            todo += look(x)[1]
+        elif not (hasattr(x, "shape") or is_constant(x) or _is_node(kind) or kind in torch_pytree_nodes):
+            return False
+    return True
+
+
+def _values_of(x: Any, names: Iterable[str]) -> list[Any]:
+    return [getattr(x, name) for name in names]
+
+
+def _endless(tree: Any) -> TypeError:
+    """Return the error for a tree that `flatten` finds no end of."""
+    todo: list[tuple[Path, Any, tuple[int, ...]]] = [((), tree, ())]
+    while todo:
+        path, x, above = todo.pop()
+        place = f"{name_of(path)!r}" if path else "it"
+        if id(x) in above:
+            return TypeError(f"A tree has no end: {place}, a {type(x).__name__}, lies in itself. Leave that entry out.")
+        if len(above) > _DEEP:
+            return TypeError(f"A tree has more than {_DEEP} levels, one in another: {place[:80]}.... Make it flat.")
+        with contextlib.suppress(ValueError, RecursionError):  # a leaf
+            children, _, names, _ = optree.tree_flatten_one_level(x, namespace=NAMESPACE)
+            todo += [((*path, name), y, (*above, id(x))) for name, y in zip(names, children, strict=True)]
+    return TypeError("A tree has no end: an attribute of what lies in it is that itself. Leave it out.")
 
 
 def unflatten(treedef: PyTreeSpec, leaves: Iterable[Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from zerofn.util.classes import bases_of, held_by, is_dataclass, named, of_class
+from zerofn.util.classes import bases_of, held_by, is_dataclass, made_by, named, of_class
 
 
 class Answers(type):
@@ -42,3 +42,11 @@ def test_what_a_class_or_a_base_holds():
 def test_dataclasses():
     assert is_dataclass(Fields) and is_dataclass(More)
     assert not is_dataclass(Derived) and not is_dataclass(int)
+
+
+def test_what_makes_an_instance_whatever_new_its_class_has():
+    class Bag(dict):
+        def __new__(cls):
+            return 7
+
+    assert made_by(Bag) is dict.__new__ and made_by(Derived) is object.__new__

@@ -23,3 +23,13 @@ def of_class(kind: type, name: str, default: Any = None) -> Any:
 def is_dataclass(kind: type) -> bool:
     """Return whether a class is a dataclass, or is derived from one."""
     return of_class(kind, "__dataclass_fields__") is not None
+
+
+def made_by(kind: type) -> Any:
+    """Return the `__new__` in C that instances of a class come from, whatever `__new__` it has of its own.
+
+    >>> made_by(type("Bag", (dict,), {"__new__": lambda kind: None})) is dict.__new__
+    True
+    """
+    found = (held_by(x)["__new__"] for x in bases_of(kind) if "__new__" in held_by(x))
+    return next(x for x in found if not isinstance(x, staticmethod))
