@@ -73,7 +73,7 @@ def compile(
     The step is captured at its first call, and again for every new signature (structure, shapes, dtypes, ints and
     floats of the batch) and change to what it closes over (see `runtime/guards.py`), with one log line each. With
     `donate` the new state is written into the old one's memory, and using the old one afterwards raises
-    `RuntimeError`. A step that does not return a pair of such a state and more is an evaluation, and donates nothing.
+    `RuntimeError`. A step that returns no pair of such a state and more is an evaluation: it may make no `TrainState`.
     ZeroFn averages floating-point state that differs by rank, such as batch-norm statistics. A value of a rank's own
     may change a shard once it is reduced or declared equal (`zerofn.same`). Eagerly, nothing is averaged or checked.
 

@@ -1,6 +1,9 @@
 """What a person reads after a common mistake: where it is, and what to write instead."""
 
+import copy
+import json
 import logging
+import pickle
 import re
 
 import pytest
@@ -281,6 +284,22 @@ MISTAKES = {
         "write functional_call(model, zerofn.gather(state.params), ...)",
     ),
     "format": (steps(lambda state, batch, loss: f"{loss:.3f}"), "return it among the metrics and print it outside"),
+    "format of a number": (
+        steps(lambda state, batch, loss: f"{loss.item():.3f}"),
+        "a number taken from one, cannot be formatted, written or a key: return it among the metrics",
+    ),
+    "json": (steps(lambda state, batch, loss: json.dumps({"loss": loss})), "return it among the metrics and print"),
+    "key": (steps(lambda state, batch, loss: {batch["x"].long().sum().item(): 1}), "return it among the metrics"),
+    "round": (steps(lambda state, batch, loss: round(loss, 2)), "write x.round(decimals=n)"),
+    "pickle": (steps(lambda state, batch, loss: pickle.dumps(batch)), "cannot be pickled, shared or read from their"),
+    "shared": (steps(lambda state, batch, loss: batch["x"].share_memory_()), "cannot be pickled, shared or read"),
+    "storage": (steps(lambda state, batch, loss: batch["x"].untyped_storage().tolist()), "or read from their memory"),
+    "deepcopy": (steps(lambda state, batch, loss: copy.deepcopy(batch)), "Write x.clone() for a copy of a tensor"),
+    "range": (
+        steps(lambda state, batch, loss: torch.arange(loss).sum()),
+        "needs the value of a tensor, as torch.arange(x.sum()) does: take a size that is always the same and mask",
+    ),
+    "onednn": (steps(lambda state, batch, loss: batch["x"].to_mkldnn().to_dense()), "leave to_mkldnn() out"),
     "tensor": (steps(lambda state, batch, loss: torch.tensor([loss, loss])), "write torch.stack([x, y]) for torch"),
     "held": (
         steps(lambda state, batch, loss: state.params["0.weight"].norm()),
@@ -314,10 +333,37 @@ def test_a_mistake_in_an_eager_step_says_what_to_write(name):
     assert all(part in text for part in advice.split(".*")), text
 
 
+SPECIAL = {
+    "quantised": (lambda x: torch.ops.aten.quantize_per_tensor(x, 0.1, 0, torch.qint8), "give x.dequantize()"),
+    "onednn": (lambda x: x.to_mkldnn(), "give x.to_dense()"),
+    "meta": (lambda x: x.to("meta"), "a shape and no values"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize")
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_a_tensor_without_plain_values_is_refused_by_name(kind):
+    special, says = SPECIAL[kind]
+    x, step = special(torch.ones(2, 4)), zerofn.compile(lambda state, batch: batch["x"])
+    for args, name in ((({"w": torch.ones(2)}, {"x": x}), "batch entry 'x'"), (({"w": x}, BATCH), "state entry 'w'")):
+        with pytest.raises(TypeError, match=f"{name} .*{re.escape(says)}"):
+            step(*args)
+    with pytest.raises(TypeError, match=f"leaf 'params.w' .*{re.escape(says)}"):
+        zerofn.shard({"params": {"w": x}})
+
+
 @pytest.mark.parametrize("args", [lambda: (None, BATCH), lambda: (BATCH, make_state()), lambda: (3, BATCH)])
 def test_a_step_called_on_something_else_says_how_it_is_called(args):
     call = zerofn.compile(losing(loss_fn))
     assert "a step is called as step(state, batch), in this order" in failure(lambda: call(*args()))
+
+
+@pytest.mark.parametrize("state", [make_state, lambda: {"params": make_state().params}], ids=["state", "dict"])
+def test_an_evaluation_whose_arguments_are_swapped_says_so_with_the_line_of_the_call(state):
+    evaluate = zerofn.compile(lambda state, batch: batch)
+    text = failure(lambda: evaluate(BATCH, state()))
+    assert "the second argument, a" in text and "holds a state, and the first, a dict, holds none" in text
+    assert "called as step(state, batch), in this order" in text and "test_advice.py:" in text
 
 
 @pytest.mark.parametrize(

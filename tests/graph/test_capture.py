@@ -26,15 +26,31 @@ def test_an_evaluation_step_has_no_new_state():
     assert program.new_state is not None and program.num_new == program.num_state
 
 
-@pytest.mark.parametrize("shape", ["list", "triple", "state alone"])
-def test_what_is_no_pair_that_begins_with_a_state_is_an_evaluation(shape):
+@pytest.mark.parametrize("shape", ["list", "triple", "state alone", "dict", "the state last", "nested"])
+def test_a_new_state_is_the_first_of_two_results(shape):
     module = build()
 
     def step(state, batch):
         new, aux = update(module)(state, batch)
-        return {"list": [new, aux], "triple": (new, aux, aux), "state alone": new}[shape]
+        return {
+            "list": [new, aux],
+            "triple": (new, aux, aux),
+            "state alone": new,
+            "dict": {"state": new, "aux": aux},
+            "the state last": (aux, new),
+            "nested": ((new, aux), aux),
+        }[shape]
 
-    assert capture(step, state_of(module, 3), batch_of()).new_state is None
+    state = state_of(module, 3)
+    with pytest.raises(CaptureError, match=r"with a new TrainState.*write `return state, metrics`") as error:
+        capture(step, state, batch_of())
+    assert "test_capture.py:" in zerofn.util.errors.said(error.value)
+    assert capture(lambda s, b: {"kept": s, "sum": b["x"].sum()}, state, batch_of()).new_state is None
+
+
+def test_a_plain_container_that_is_no_pair_is_a_result():
+    state = {"w": torch.ones(2)}
+    assert capture(lambda s, b: {"w": 2 * s["w"]}, state, batch_of()).new_state is None
 
 
 def test_a_pair_of_results_is_no_state():

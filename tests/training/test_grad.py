@@ -499,6 +499,7 @@ def test_random_operations_need_a_key_and_differ_over_ranks_and_microbatches(ran
     "loss_fn, has_aux, words",
     [
         (lambda p: p["w"], False, r"scalar tensor or \(sum, weight\), got shape \(3,\); write loss.mean"),
+        (lambda p: (p["w"] * 1j).square().sum(), False, r"must return a real number, .*complex64; write loss\.real"),
         (lambda p: 1.0, False, "got float"),
         (lambda p: None, False, "got NoneType"),
         (lambda p: (p["w"].sum(), 1, 2), False, "got tuple"),

@@ -1,4 +1,4 @@
-"""Losses that train nothing are refused; metrics in the place of a weight are told."""
+"""Losses that train nothing, and what is no gradient, are refused; metrics in the place of a weight are told."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from torch.func import functional_call
 
 import zerofn
 from tests.support.small_steps import batch_of, build, loss_of, state_of, step_with
+from zerofn import optim
 
 MODULE = build(2)
 loss_fn = loss_of(MODULE)
@@ -71,3 +72,35 @@ def test_a_weight_that_is_computed_from_the_parameters_is_told(loss_fn, compiled
 @pytest.mark.parametrize("compiled", [False, True])
 def test_other_weights_are_not(weight, compiled):
     runs(step_with(lambda params, batch: (loss_fn(params, batch), weight(params, batch))), compiled)
+
+
+W, V = torch.ones(4), torch.ones(3)
+NO_GRADIENTS = {
+    "nothing": (None, "got None, which is no tree"),
+    "a number": (3, "got 3, which is no tree"),
+    "the loss": (torch.tensor(1.0), r"got one tensor of shape \(\)"),
+    "one missing": ({"w": W}, "there is no gradient of 'v'"),
+    "one of None": ({"w": W, "v": None}, "there is no gradient of 'v'"),
+    "one more": ({"w": W, "v": V, "u": V}, "a gradient of 'u', and no such parameter"),
+    "another shape": ({"w": W, "v": W}, r"'v' has shape \[4\], and the parameter \[3\]"),
+    "another tree": ([W, V], "there is no gradient of 'v', 'w'"),
+}
+
+
+@pytest.mark.parametrize("name", NO_GRADIENTS)
+def test_what_is_no_gradient_of_the_parameters_is_refused(name):
+    grads, says = NO_GRADIENTS[name]
+    state = zerofn.TrainState.create(params={"w": W, "v": V}, tx=optim.adamw(0.1))
+    with pytest.raises(TypeError, match=says):
+        state.apply_gradients(grads)
+
+
+def test_gradients_of_other_shards_and_whole_ones_are_no_gradients_of_shards():
+    state, other = (
+        zerofn.shard(zerofn.TrainState.create(params={name: W, "v": V}, tx=optim.adamw(0.1))) for name in ("w", "u")
+    )
+    with pytest.raises(TypeError, match="parameters with other names, shapes or shards"):
+        state.apply_gradients(other.params)
+    with pytest.raises(TypeError, match=r"write zerofn\.scatter\(grads, like=state\.params\)"):
+        state.apply_gradients({"w": W, "v": V})
+    state.apply_gradients(zerofn.scatter({"w": W, "v": V}, like=state.params))

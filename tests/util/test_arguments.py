@@ -153,3 +153,20 @@ def test_what_is_checked_is_found_in_its_wrapper():
         return a
 
     assert unchecked(checked()(plain)) is plain and unchecked(plain) is plain and unchecked(takes) is not takes
+
+
+@checked("x")
+def stretched(x: int, *, factor: float = 1.0, places: int = 2) -> float:
+    return round(x * factor, places)
+
+
+def test_a_misspelt_argument_gets_the_nearest_name_and_another_one_all_names():
+    assert stretched(2, factor=1.5) == 3.0
+    with pytest.raises(TypeError, match=r"stretched has no argument 'facter'\. Did you mean 'factor'\?"):
+        stretched(2, facter=1.5)
+    with pytest.raises(TypeError, match=r"no argument 'verbose'\. There are 'x', 'factor', 'places'\."):
+        stretched(2, verbose=True)
+
+
+def test_a_function_of_any_names_takes_them():
+    assert checked()(lambda x, **rest: rest)(1, more=2) == {"more": 2}

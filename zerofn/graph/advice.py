@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 from torch import Tensor
@@ -10,10 +11,34 @@ from torch import Tensor
 from .. import tree
 from .._torch_compat import FakeTensor
 from ..sharding.sharded import is_sharded
-from ..util.constants import PLAIN_TENSORS, is_constant
+from ..util.constants import PLAIN_TENSORS, is_constant, special_values
 from ..util.errors import note, said
+from ..util.user_line import at_line, frames, is_users
 
 _INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
+    (
+        r"Not available for 'meta' device type|Can't pickle local object 'WeakValueDictionary|_share_fd_",
+        RuntimeError,
+        "while a step is captured its tensors have no values, so they cannot be pickled, shared or read from their "
+        "memory: return them, and do so outside the step (zerofn.save writes a state)",
+    ),
+    (
+        r"OpaqueTensorImpl|MkldnnCPU|itensor_from_mkldnn",
+        RuntimeError,
+        "a captured step takes tensors in torch's own layout, which oneDNN's is not: leave to_mkldnn() out; torch "
+        "calls oneDNN's kernels by itself",
+    ),
+    (
+        r"FakeTensor doesn't define __round__",
+        TypeError,
+        "while a step is captured its tensors have no values for Python to round: write x.round(decimals=n)",
+    ),
+    (
+        r"INTERNAL ASSERT",
+        RuntimeError,
+        "torch cannot capture this call, most likely because it needs the value of a tensor, as torch.arange(x.sum()) "
+        "does: take a size that is always the same and mask, or keep the part that needs it inside zerofn.eager_region",
+    ),
     (
         r"device.*\bmeta\b|\bmeta\b.*device",
         RuntimeError,
@@ -88,10 +113,10 @@ _INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
         "part that does inside zerofn.eager_region",
     ),
     (
-        r"format string passed to FakeTensor",
+        r"format string passed to (FakeTensor|Sym)|(FakeTensor|Sym\w+) is not JSON serializable|unhashable type.*Sym",
         TypeError,
-        "while a step is captured its tensors have no values, so a tensor cannot be formatted: return it among the "
-        "metrics and print it outside the step",
+        "while a step is captured its tensors have no values, so a tensor, or a number taken from one, cannot be "
+        "formatted, written or a key: return it among the metrics and print it outside the step",
     ),
     (
         r"'LocalShard'|not LocalShard|got .*\bLocalShard\b",
@@ -164,6 +189,8 @@ def not_constant(name: str, what: str, value: Any) -> TypeError | None:
                 f"{place} is a nested tensor, whose shapes are no part of a capture. Pad it, by "
                 "torch.nested.to_padded_tensor, or pass its values and offsets as entries of the batch."
             )
+        if isinstance(x, Tensor) and (special := special_values(x)):
+            return TypeError(f"{place} {special}.")
         if type(x) in PLAIN_TENSORS or is_sharded(x) or is_constant(x):
             continue
         found = f"{place} is a {type(x).__name__}"
@@ -178,6 +205,22 @@ def not_constant(name: str, what: str, value: Any) -> TypeError | None:
             "close over a function or a module."
         )
     return None
+
+
+def swapped(name: str, state: Any, batch: Any) -> TypeError | None:
+    """Return the error if the batch is a state and the state is none, None otherwise."""
+    if _is_state(state) or not _is_state(batch):
+        return None
+    line = next((x for x in frames(sys._getframe()) if is_users(x.file)), None)
+    return TypeError(
+        f"{name}{'' if line is None else at_line(line.file, line.number)}: the second argument, a "
+        f"{type(batch).__name__}, holds a state, and the first, a {type(state).__name__}, holds none. A step is called "
+        "as step(state, batch), in this order."
+    )
+
+
+def _is_state(x: Any) -> bool:
+    return hasattr(type(x), "apply_gradients") or any(map(is_sharded, tree.leaves(x, is_leaf=is_sharded)))
 
 
 def _hidden_in(x: Tensor) -> str:

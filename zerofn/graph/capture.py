@@ -21,6 +21,7 @@ from ..util.constants import constant_attributes
 from ..util.errors import CaptureError as CaptureError
 from ..util.errors import note
 from ..util.patches import Patches, autocast_cache, uncollected
+from ..util.user_line import at_line
 from .advice import instead, note_dtypes
 from .assigned_data import OuterAssignment, assigned_data
 from .known_values import answer, values_looked_at
@@ -88,7 +89,7 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
     except Exception as error:
         log.debug("the step could not be captured", exc_info=True)
         note_dtypes(error, state, batch)
-        raise _readable(error, getattr(step, "__name__", "the step")) from None
+        raise _readable(error, step) from None
     return Program(
         gm, state_flat, batch_flat, outputs["state"], outputs["aux"], len(state_tensors), outputs["num_new"], spans
     )
@@ -157,6 +158,7 @@ def _split(out: Any, state: Any) -> tuple[Any, Any]:
     """
     tree.orders(out)  # makes nodes of namedtuples with a __new__ of their own
     if not (isinstance(out, tuple) and len(out) == 2 and not hasattr(out, "_fields")):
+        _refuse_new_state(out, state)
         return None, out
     new, aux = out
     here, there = tree.structure(state), tree.structure(new)
@@ -167,7 +169,25 @@ def _split(out: Any, state: Any) -> tuple[Any, Any]:
             f"the step returns a state of another structure than its argument: {_difference(state, new)}. "
             "Return the same structure (state.replace(...)), or return (metrics, outputs) from an evaluation step."
         )
+    _refuse_new_state(out, state)
     return None, out
+
+
+def _refuse_new_state(out: Any, state: Any) -> None:
+    """Raise for a new state that is not the first of two results: its step would be an evaluation."""
+    if type(state) in (dict, list, tuple) or isinstance(state, Tensor) or is_sharded(state):
+        return  # results may well have the structure of a plain container
+    old = {id(x) for x in tree.leaves(state)}
+    paths, found, _ = tree.flatten_with_path(out, is_leaf=lambda x: type(x) is type(state))
+    for path, x in zip(paths, found, strict=True):
+        if type(x) is type(state) and any(id(leaf) not in old for leaf in tree.leaves(x)):
+            place = f" at {tree.name_of(path)!r}" if path else ""
+            came = f"{len(out)} values" if type(out) is tuple and len(out) != 2 else f"a {type(out).__name__}"
+            raise CaptureError(
+                f"the step returns {came}, with a new {type(state).__name__}{place}. A training step returns two "
+                "values, the state first: write `return state, metrics`, and put all else into the metrics: "
+                '{"loss": loss, "more": more}.'
+            )
 
 
 def _names(x: Any) -> set[str]:
@@ -284,9 +304,10 @@ def _as_given(batch: Any, fakes: Any) -> None:
                 setattr(fake, name, getattr(x, name))
 
 
-def _readable(error: Exception, name: str) -> Exception:
+def _readable(error: Exception, step: Callable[[Any, Any], Any]) -> Exception:
     """Return the error to raise: with advice, the user's line, and a traceback of the user's frames."""
-    place = where(error)
+    name, code = getattr(step, "__name__", "the step"), getattr(step, "__code__", None)
+    place = where(error) or (at_line(code.co_filename, code.co_firstlineno) if code else "")
     advised = instead(error) or error
     if place not in str(advised):
         note(advised, f"in {name}{place}")
@@ -305,7 +326,8 @@ _unvalidated = Patches(lambda: [(torch.distributions.Distribution, "_validate_ar
 
 # What a library asks of data, by the end of its file's name: what to tell it instead.
 _ASKED_BY = {
-    "torch/nn/modules/transformer.py": "Pass is_causal=True or False (tgt_is_causal= of nn.Transformer) with the mask."
+    "/copy.py": "Write x.clone() for a copy of a tensor; containers are copies already.",
+    "torch/nn/modules/transformer.py": "Pass is_causal=True or False (tgt_is_causal= of nn.Transformer) with the mask.",
 }
 
 

@@ -13,7 +13,7 @@ from .. import tree
 from ..comm.present import axes_of
 from ..sharding.sharded import is_sharded, mesh_among
 from ..util.user_line import user_line
-from .advice import not_constant
+from .advice import not_constant, swapped
 from .capture import CaptureError, capture
 from .data_sizes import bound_sizes
 from .declare_same import share_batch
@@ -32,8 +32,9 @@ def captured(
     Raises `CaptureError`, which names the user's line. Warns, at one rank, of what more ranks refuse.
     """
     name = getattr(step, "__name__", "the step")
-    if (error := not_constant(name, "state", state) or not_constant(name, "batch", batch)) is not None:
-        raise error
+    wrong = swapped(name, state, batch) or not_constant(name, "state", state) or not_constant(name, "batch", batch)
+    if wrong is not None:
+        raise wrong
     mesh = mesh_among(tree.leaves((state, batch), is_leaf=is_sharded))
     try:
         with axes_of(mesh), noted_gradients() as seen:

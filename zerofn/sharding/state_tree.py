@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..util.constants import special_values
 from .layout import Layout, restrict
 from .precision import Precision
 from .sharded import is_sharded
@@ -95,6 +96,9 @@ def adapted(state: Any, precision: Precision) -> Any:
 
 def _tensor(name: str, x: Any) -> Tensor:
     if isinstance(x, Tensor):
+        special = special_values(x) or ("is sparse: give x.to_dense()" if x.is_sparse or x.is_sparse_csr else "")
+        if special:
+            raise TypeError(f"shard: leaf {name!r} {special}.")
         return x
     if isinstance(x, bool | int | float):
         return as_tensor(x)

@@ -226,6 +226,11 @@ class _Work:
                 f"value_and_grad: loss_fn must return a scalar tensor or (sum, weight), got {_kind(out)}; "
                 "write loss.mean(), or has_aux=True if the second value is not a weight."
             )
+        if total.is_complex():
+            raise ValueError(
+                f"value_and_grad: loss_fn must return a real number, got {_kind(total)} of {total.dtype}; write "
+                "loss.real, or loss.abs().square() of a complex error."
+            )
         if not isinstance(weight, Tensor | int | float | None) or isinstance(weight, Tensor) and weight.numel() != 1:
             raise TypeError(
                 f"value_and_grad: loss_fn returned (loss, {_kind(weight)}), and without has_aux the second "

@@ -1,13 +1,20 @@
-"""What a loss function returns by mistake: a loss that trains nothing, and a metric in the place of a weight."""
+"""What a loss function returns by mistake, a loss that trains nothing or a metric in the place of a weight, and what a
+step takes for gradients.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
+from .. import tree
 from .._torch_compat import bound_node, current_trace
+from ..sharding.sharded import is_sharded
+from ..util.arguments import told
+from ..util.errors import some
 
 
 def check_gradient(loss: Tensor, wanted: Sequence[Tensor]) -> None:
@@ -33,6 +40,47 @@ def warn_of_weight(weight: Tensor, wanted: Sequence[Tensor]) -> None:
             UserWarning,
             stacklevel=2,
         )
+
+
+def check_gradients(params: Any, grads: Any) -> None:
+    """Raise `TypeError` if these are not gradients of the parameters: a tree of the same names, shapes and shards."""
+    said = _difference(params, grads)
+    if said:
+        raise TypeError(
+            f"apply_gradients: {said}. Gradients have the names and shapes of state.params; write loss, grads = "
+            "state.value_and_grad(loss_fn)(batch), in this order."
+        )
+
+
+def _difference(params: Any, grads: Any) -> str:
+    """Return what gradients lack or have too much, "" if they fit."""
+    if grads is None or tree.structure(grads).is_leaf() and not tree.structure(params).is_leaf():
+        one = f"one tensor of shape {tuple(grads.shape)}" if isinstance(grads, Tensor) else told(grads)
+        return f"got {one}, which is no tree of gradients"
+    ours, theirs = (
+        {tree.name_of(path): x for path, x in zip(*tree.flatten_with_path(t, is_leaf=is_sharded)[:2], strict=True)}
+        for t in (params, grads)
+    )
+    if any(map(is_sharded, ours.values())) and not any(map(is_sharded, theirs.values())):
+        return (
+            f"got a {type(grads).__name__} of whole gradients, and the parameters are shards: of whole ones write "
+            "zerofn.scatter(grads, like=state.params)"
+        )
+    if ("" in ours) != ("" in theirs):
+        return f"got a {type(grads).__name__}, and the parameters are a {type(params).__name__}"
+    if missing := ours.keys() - theirs.keys():
+        return f"there is no gradient of {some(sorted(missing))}"
+    if new := theirs.keys() - ours.keys():
+        return f"there is a gradient of {some(sorted(new))}, and no such parameter"
+    for name, p in ours.items():
+        g, at = theirs[name], f" of {name!r}" if name else ""
+        if not (isinstance(g, Tensor) or is_sharded(g)):
+            return f"the gradient{at} is {told(g)}"
+        if tree.structure(p) != tree.structure(g):
+            return f"the gradient{at} is that of parameters with other names, shapes or shards"
+        if isinstance(g, Tensor) and g.shape != p.shape:
+            return f"the gradient{at} has shape {list(g.shape)}, and the parameter {list(p.shape)}"
+    return ""
 
 
 def _depends(x: Tensor, on: Sequence[Tensor]) -> bool:

@@ -24,6 +24,7 @@ from ..util.arguments import checked, told
 from ..util.html import table
 from .grad import ValueAndGrad, value_and_grad
 from .loss_scale import DynamicLossScale, StaticLossScale, check_loss_scale
+from .mistakes import check_gradients
 
 _ANEW = (
     "Lay the state out anew, with new moments: zerofn.shard(zerofn.TrainState.create(params=zerofn.unshard("
@@ -106,6 +107,7 @@ class TrainState:
         """Return the random key of this step, an int64 scalar: a function of `rng` and `step`."""
         return fold_in(self.rng, self.step)
 
+    @checked()
     def apply_gradients(self, grads: Any, *, on_nonfinite: str = "skip") -> TrainState:
         """Return the next state: one update of the parameters and the optimizer state, unless it is skipped.
 
@@ -113,16 +115,11 @@ class TrainState:
         rank is not finite, parameters and optimizer state stay unchanged, bit for bit, and `skipped` counts the
         step. So do the floating-point leaves of an `extra` that `replace` gives in the same step, before or after;
         its integers advance. A dynamic loss scale adjusts to this finite check. "ignore" always updates, without the
-        check. Raises `ValueError` for another word, `TypeError` if `grads` is no tree of gradients.
+        check. Raises `ValueError` for another word, `TypeError` if `grads` is no tree of gradients of the parameters.
         """
         if on_nonfinite not in ("skip", "ignore"):
             raise ValueError(f"apply_gradients: on_nonfinite must be 'skip' or 'ignore', got {on_nonfinite!r}.")
-        if isinstance(grads, Tensor) and not isinstance(self.params, Tensor):
-            raise TypeError(
-                "apply_gradients: got one tensor of shape "
-                f"{tuple(grads.shape)}, which is no tree of gradients; "
-                "write loss, grads = state.value_and_grad(loss_fn)(batch), in this order."
-            )
+        check_gradients(self.params, grads)
         _check_opt_state(self.tx, self.opt_state)
         params, grads = _learning(self.params, self.frozen), _learning(grads, self.frozen)
         finite = all_finite(grads) if on_nonfinite == "skip" else None

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from .errors import nearest
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -75,8 +77,8 @@ class _Kind(NamedTuple):
 
 
 def checked(*names: str) -> Callable[[F], F]:
-    """Wrap a function: raise `TypeError` for an argument that is not what its annotation says. `names`: of the
-    parameters to look at; all, if there are none.
+    """Wrap a function: raise `TypeError` for an argument that is not what its annotation says, or one too many.
+    `names`: of the parameters whose kind to look at; all, if there are none.
 
     >>> @checked()
     ... def double(x: int) -> int:
@@ -95,6 +97,8 @@ def checked(*names: str) -> Callable[[F], F]:
         single = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         kinds = {p.name: _kind_of(p.annotation, known) for p in single if not names or p.name in names}
         by_name = {name: kind for name, kind in kinds.items() if kind is not None}
+        known_names = [p.name for p in single if p.kind is not p.POSITIONAL_ONLY]
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         by_place = [(p.name, by_name.get(p.name)) for p in single if p.kind is not p.KEYWORD_ONLY]
 
         @functools.wraps(function)
@@ -105,11 +109,18 @@ def checked(*names: str) -> Callable[[F], F]:
             for name, value in kwargs.items():
                 if name in by_name:
                     _check(where, name, by_name[name], value)
+                elif not takes_any and name not in known_names:
+                    raise TypeError(f"{where} has no argument {name!r}. {_meant(name, known_names)}")
             return function(*args, **kwargs)
 
         return with_checks  # type: ignore[return-value]
 
     return wrap
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    near = nearest(name, known, cutoff=0.6)
+    return f"Did you mean {' or '.join(map(repr, near))}?" if near else f"There are {', '.join(map(repr, known))}."
 
 
 def unchecked(function: F) -> F:

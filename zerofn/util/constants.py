@@ -76,3 +76,21 @@ def is_constant(x: Any) -> bool:
 def constant_attributes(x: Any) -> tuple[tuple[str, Any], ...]:
     """Return (name, key) of the attributes that somebody has set on an object and that are constants."""
     return tuple((name, key_of(value)) for name, value in vars(x).items() if is_constant(value))
+
+
+def special_values(x: torch.Tensor) -> str:
+    """Return what is special about a tensor whose elements are not plainly in its memory, and what to give instead; ""
+    for others.
+
+    >>> special_values(torch.ones(2).to_mkldnn())
+    "lies in a layout of oneDNN's: give x.to_dense()"
+    """
+    if isinstance(x, FakeTensor):
+        return ""
+    if x.is_quantized:
+        return "is a quantised tensor: give x.dequantize(), or its integers, x.int_repr(), and its scale"
+    if x.is_mkldnn:
+        return "lies in a layout of oneDNN's: give x.to_dense()"
+    if x.is_meta:
+        return 'is on "meta", with a shape and no values: give a tensor on a device'
+    return ""
