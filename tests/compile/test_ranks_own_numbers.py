@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
 
 import zerofn
 from tests.support.same import assert_same_trees
@@ -103,6 +105,42 @@ def lacks_a_key():
 def test_a_batch_that_lacks_a_key_on_one_rank_is_told_by_the_key(ranks):
     for sentence in ranks(2, lacks_a_key):
         assert "rank 0: batch.mask: " in sentence and "rank 1: nothing of that name" in sentence
+
+
+def smoothed():
+    """Rank 0 smooths no labels, so what it computes otherwise comes from the loss alone."""
+
+    def loss_fn(params, batch):
+        labels = torch.zeros(len(batch["x"]), dtype=torch.int64)
+        logits = functional_call(MODULE, params, (batch["x"],))
+        return cross_entropy(logits, labels, label_smoothing=0.1 * dist.get_rank())
+
+    def step(state, batch):
+        loss, grads = state.value_and_grad(loss_fn)(batch)
+        return state.apply_gradients(grads), loss
+
+    return raised(step, state_of(MODULE, 3))
+
+
+def test_a_loss_that_differs_is_told_by_its_own_line(ranks):
+    for sentence in ranks(2, smoothed):
+        assert "label_smoothing=0.1" in sentence and "value_and_grad(loss_fn)" not in sentence
+
+
+def other_dtypes():
+    batch = {
+        **batch_of(dist.get_rank()),
+        "n": 1.0,
+        "mask": torch.ones(2, dtype=(torch.int32, torch.int64)[dist.get_rank()]),
+    }
+    with pytest.raises(RuntimeError, match="ranks differ") as caught:
+        zerofn.compile(by_number)(state_of(MODULE, 3), batch)
+    return said(caught.value)
+
+
+def test_a_batch_of_another_dtype_on_one_rank_is_told_so(ranks):
+    for sentence in ranks(2, other_dtypes):
+        assert "batch.mask: [2] int32" in sentence and "must have the same dtypes: write x.to(dtype)" in sentence
 
 
 def constants(step, stage):

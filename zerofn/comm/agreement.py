@@ -43,6 +43,7 @@ SILENCE = 20.0  # seconds without a sign of life until a rank is taken for froze
 FIRST_WORD = 10.0  # seconds until a rank that waits says for whom
 _LEFT = 1.0  # seconds until a rank that has ended is believed not to come
 _BY_ALL = "Every rank must call it, with the same structure, shapes and dtypes: not under `if zerofn.rank() == 0:`."
+_ONE_DTYPE = "Every rank's batch must have the same dtypes: write x.to(dtype) where the batch is made."
 _ONE_SHAPE = "Every rank's batch must have the same shapes: drop_last=True in the loader, or pad the last rows."
 _UNTIL_HEARD = 3.0  # seconds that rank 0 stays to tell why it failed
 _LATE = 1 / 32  # of a wait: how much later than it could a wait ends, up to 50 ms
@@ -252,7 +253,9 @@ def _unequal(what: str, one: tuple[int, str], other: tuple[int, str]) -> str:
             )
     for a, b in zip(here, there, strict=False):
         if a != b:
-            advice = f"\n{_ONE_SHAPE}" if a.startswith("batch") and b.startswith("batch") else ""
+            of_batch = a.startswith("batch") and b.startswith("batch")
+            shapes = [x.rpartition("]")[0] for x in (a, b)]  # of "batch.x: [3, 4] float32"
+            advice = f"\n{_ONE_DTYPE if shapes[0] and shapes[0] == shapes[1] else _ONE_SHAPE}" if of_batch else ""
             return f"{what}: ranks differ.\n  rank {own}: {a}\n  rank {rank}: {b}{advice}"
     shorter = min(len(here), len(there))
     longest, last = (own, here) if len(here) > len(there) else (rank, there)

@@ -23,6 +23,7 @@ from .expressions import expressions
 from .formulas import formulas
 from .node_kinds import argument, traits
 from .own_values import Cause, Origins, axes_of_transfer, own_values
+from .phase import BACKWARD, phase_of
 from .program import Program
 from .verify import _all_shards, _line, _names, ops
 from .written import text_of, written
@@ -40,6 +41,8 @@ OF_ROWS = (
     "ranks along {axis!r} must compute the same, each of its own part: this rank has {text}{line}, where others have "
     "something else."
 )
+# Of what is computed from the loss, the line is that of value_and_grad: what another rank says of the loss tells more.
+BEHIND_LOSS = "behind the loss, "
 ADVICE = (
     "Let all ranks compute the same, each of its own rows: give them the same numbers, flags, constants and branches, "
     "and put what belongs to a rank's rows into its batch. Where each should do a part of one thing, write "
@@ -91,11 +94,13 @@ class NumberedStep:
 
     def _otherwise(self, of_rows: Mapping[str, set[int]]) -> Iterator[str]:
         """Yield a sentence for each value of a rank's own rows that others compute otherwise, the first ones first."""
+        behind = {_line(x) for x in self._program.gm.graph.nodes if phase_of(x) == BACKWARD}
         for axis, known in of_rows.items():
             numbers, compared = self._of_rows[axis]
             for node in (x for x in numbers if x in compared and x not in self._left_out and _computes(x)):
                 if numbers[node] not in known:
-                    yield OF_ROWS.format(axis=axis, text=text_of(node), line=_line(node))
+                    told = OF_ROWS.format(axis=axis, text=text_of(node), line=_line(node))
+                    yield (BEHIND_LOSS if _line(node) in behind else "") + told
 
     def _compared(self, axis: str, own: Mapping[Node, Origins]) -> dict[Node, int]:
         return {

@@ -20,7 +20,7 @@ from ..comm.agreement import fingerprint as _short
 from ..comm.failures import backend_on, group_named
 from ..comm.meetings import meetings
 from ..comm.mesh import Axis, Mesh
-from ..graph.between_ranks import ADVICE, NumberedStep
+from ..graph.between_ranks import ADVICE, BEHIND_LOSS, NumberedStep
 from ..graph.capture import CaptureError
 from ..graph.fingerprint import between_slices, fingerprint
 from ..graph.program import Program
@@ -82,7 +82,9 @@ def refuse_differences(what: str, step: NumberedStep, mesh: Mesh | None, again: 
         found = step.difference(common[_VALUES], common[_ROWS])
         return found and (again().difference(common[_VALUES], common[_ROWS]) or found)
 
-    found = [f"  rank {rank}: {x}" for rank, x in enumerate(exchange_on(what, sentence)) if x]
+    sentences = exchange_on(what, sentence)
+    of_loss = [x for x in sentences if x and not x.startswith(BEHIND_LOSS)]
+    found = [f"  rank {rank}: {x}" for rank, x in enumerate(sentences) if x in of_loss or x and not of_loss]
     if found:
         raise CaptureError("\n".join([f"{what}: ranks differ.", *found[:_RANKS_TOLD], ADVICE]))
 
