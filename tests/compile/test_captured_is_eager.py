@@ -17,29 +17,31 @@ def microbatches(stage):
     return (1, 2) if stage == 3 or not dist.is_initialized() else (1 + stage % 2,)
 
 
-def everything_at_once(precision):
+def everything_at_once(precision, stage):
     module = build(2, dropout=0.2)
     batches = [masked_batch(k) for k in range(3)]
-    for stage in range(4):
-        for n in microbatches(stage):
-            assert_captured_is_eager(
-                masked_step(module, n),
-                lambda stage=stage: state_of(module, stage, TX, precision=precision),
-                batches,
-                f"{stage=}, {n=}, {precision=}",
-            )
+    for n in microbatches(stage):
+        assert_captured_is_eager(
+            masked_step(module, n),
+            lambda: state_of(module, stage, TX, precision=precision),
+            batches,
+            f"{stage=}, {n=}, {precision=}",
+        )
 
 
-@pytest.mark.part(precision=["fp16"])
+@pytest.mark.part(precision=["fp16"], stage=[2])
+@pytest.mark.part(precision=[None], stage=[0])
+@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
-def test_one_rank_captured_is_eager(precision):
-    everything_at_once(precision)
+def test_one_rank_captured_is_eager(precision, stage):
+    everything_at_once(precision, stage)
 
 
-@pytest.mark.part(num_ranks=[3])
+@pytest.mark.part(num_ranks=[3], stage=[1, 3])
+@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(("num_ranks", "precision"), [(2, None), (3, "fp16")])
-def test_several_ranks_captured_are_eager(ranks, num_ranks, precision):
-    ranks(num_ranks, everything_at_once, precision)
+def test_several_ranks_captured_are_eager(ranks, num_ranks, precision, stage):
+    ranks(num_ranks, everything_at_once, precision, stage)
 
 
 def skipped_steps(stage):

@@ -36,7 +36,6 @@ def fails_at_run_time(stage, late):
 
 
 @pytest.mark.part(stage=[3])
-@pytest.mark.part(stage=[1], late=[True])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_step_that_fails_on_one_rank_ends_on_all(ranks, stage, late):

@@ -64,7 +64,7 @@ def every_stage(sizes):
 MESHES = [
     pytest.param({"replicate": 2, "data": 1}, marks=pytest.mark.whole),
     pytest.param({"replicate": 3}, marks=pytest.mark.whole),
-    {"replicate": 2, "data": 2},
+    pytest.param({"replicate": 2, "data": 2}, marks=pytest.mark.whole),
     {"data": 2, "tensor": 2},
     pytest.param({"tensor": 2, "replicate": 2}, marks=pytest.mark.whole),
     pytest.param({"replicate": 2, "data": 2, "tensor": 2}, marks=pytest.mark.whole),

@@ -174,7 +174,7 @@ def on_a_mesh(sizes, rank_along):
     return found, loss, {name: after[name] for name, _ in build().named_parameters()}
 
 
-@pytest.mark.part(axis=["tensor", "expert", "replicate"])
+@pytest.mark.part(axis=["tensor", "replicate"])
 @pytest.mark.parametrize(
     ("num_ranks", "sizes", "axis"),
     [

@@ -43,7 +43,8 @@ def batch_of(lengths):
     }
 
 
-@pytest.mark.part(kind=[nn.LSTM, nn.RNN])
+@pytest.mark.part(options=[{"batch_first": True, "bidirectional": True, "num_layers": 2}])
+@pytest.mark.part(kind=[nn.RNN])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

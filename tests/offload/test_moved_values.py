@@ -68,7 +68,7 @@ def the_bits_of_memory(path, change, on_nonfinite, precision):
         assert_same_trees(run(Offload(path=path, **tiers)), expected, what)
 
 
-@pytest.mark.part(on_nonfinite=["skip"], change=[swapped, averaged, again])
+@pytest.mark.part(on_nonfinite=["skip"], change=[swapped, again])
 @pytest.mark.parametrize(("on_nonfinite", "precision"), [("skip", "bf16"), ("ignore", "bf16"), ("ignore", None)])
 @pytest.mark.parametrize("change", [kept, copied, swapped, averaged, again])
 def test_what_goes_to_another_place_has_the_bits_of_memory(tmp_path, change, on_nonfinite, precision):
@@ -81,6 +81,7 @@ def test_on_two_ranks_too(ranks, tmp_path, change):
     ranks(2, the_bits_of_memory, tmp_path, change, "ignore", "bf16")
 
 
+@pytest.mark.part(tiers=[{"optimizer": "cpu"}])
 @pytest.mark.parametrize("tiers", [{"optimizer": "cpu"}, {"params": "cpu"}])
 def test_what_the_step_reads_of_the_new_state_the_host_does_not_update_aside(monkeypatch, tiers):
     """The host stands for a device beside it, as in `test_policy`."""

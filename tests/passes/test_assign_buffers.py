@@ -54,7 +54,7 @@ def placed(graph):
 
 
 @pytest.mark.part(stage=[0])
-@pytest.mark.part(stage=[2, 3], num_microbatches=[2])
+@pytest.mark.part(stage=[3], num_microbatches=[2])
 @pytest.mark.quick(stage=[3])
 @pytest.mark.parametrize(("stage", "num_microbatches"), [(0, 1), (1, 1), (2, 1), (2, 2), (3, 1), (3, 2)])
 def test_what_is_there_at_one_time_lies_apart(stage, num_microbatches):
@@ -81,8 +81,7 @@ def peak(program):
     return max(sum(live.values()) for _, live in moments(program.gm, resident(program).device))
 
 
-@pytest.mark.part(stage=[1, 3])
-@pytest.mark.quick(stage=[3])
+@pytest.mark.part(stage=[3])
 @pytest.mark.parametrize("stage", range(4))
 def test_the_peak_is_hardly_higher(stage):
     """And what is reserved but not in use is told, at every moment."""

@@ -42,7 +42,6 @@ def per_element(stage, num_microbatches, **options):
 
 
 @pytest.mark.part(n=[2], options=[{}])
-@pytest.mark.part(n=[1], options=[{"precision": "bf16"}])
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}])
 def test_communicated_elements(n, options):

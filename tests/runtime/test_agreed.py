@@ -61,7 +61,7 @@ def expected(width):
     return {name: x.detach() for name, x in model.named_parameters()}
 
 
-@pytest.mark.part(num_ranks=[3])
+@pytest.mark.part(num_ranks=[3], stage=[3])
 @pytest.mark.part(stage=[2])
 @pytest.mark.parametrize(
     ("num_ranks", "sizes", "stage", "options"),

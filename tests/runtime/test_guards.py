@@ -704,6 +704,7 @@ def torch_as_it_was():
             setattr(holder, name, was[name]) if name in was else delattr(holder, name)
 
 
+@pytest.mark.part(name=list(CHANGES)[::3])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_seen(name, caplog):
     first, change = CHANGES[name]

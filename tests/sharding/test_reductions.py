@@ -214,7 +214,7 @@ def derivatives(stage):
     return [*(zerofn.unshard(x) for x in (first, hvp, reverse)), {"along": along}]
 
 
-@pytest.mark.part(size=[1, 3])
+@pytest.mark.part(size=[3])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_by_the_pieces_of_shards(ranks, size):
     p, q = weights(), tree.tree_map(torch.cos, weights())

@@ -159,6 +159,8 @@ def _named(infos):
     return [pytest.param(x, id=f"{x.name}.{x.variant_test_name}".rstrip(".")) for x in infos]
 
 
+@pytest.mark.part(reorder=[False])
+@pytest.mark.part(form=FORMS[:1])
 @pytest.mark.parametrize("info", _named(x for x in KNOWN if x.name in QUICK))
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("reorder", [False, True], ids=["as given", "then contiguous"])
