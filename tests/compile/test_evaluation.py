@@ -43,11 +43,12 @@ def evaluations(stage, precision):
     return [len(step._entries) for step in (of_state, of_params, of_pair, train)]
 
 
-@pytest.mark.part(stage=[1, 3])
+@pytest.mark.part(stage=[1], precision=["bf16"])
+@pytest.mark.part(stage=[3], precision=[None])
+@pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("stage", range(4))
-def test_evaluation_and_training_with_and_without_the_gathered_copy(ranks, stage):
-    for precision in (None, "bf16"):
-        assert ranks(2, evaluations, stage, precision) == [[1, 1, 1, 1]] * 2  # nothing is captured twice
+def test_evaluation_and_training_with_and_without_the_gathered_copy(ranks, stage, precision):
+    assert ranks(2, evaluations, stage, precision) == [[1, 1, 1, 1]] * 2  # nothing is captured twice
 
 
 def count_refills():

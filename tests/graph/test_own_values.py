@@ -70,7 +70,7 @@ each_stage = pytest.mark.parametrize("stage", [0, 2, 3])
 
 
 @pytest.mark.part(stage=[3])
-@pytest.mark.part(stage=[0], name=["in place", "a choice"])
+@pytest.mark.part(stage=[0], name=["in place"])
 @each_stage
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_ranks_own_value_may_not_meet_a_shard(name, stage):

@@ -260,7 +260,7 @@ def in_turn(with_budgets):
         zerofn.compile(train_step_of(module)),
     ]
     states = [state_of(module, 2), state_of(module, 3)]
-    for _ in range(3):
+    for _ in range(2):
         for k, step in enumerate(steps):
             states[k], aux = step(states[k], batch)
             losses.append(aux["loss"].item())

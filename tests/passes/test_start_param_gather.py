@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 import zerofn
@@ -56,8 +57,9 @@ def copies_after_steps(stage, precision):
     return zerofn.unshard(state.params)
 
 
-def test_the_copy_is_what_a_gather_would_give(ranks):
-    for precision in (None, "bf16"):
-        found = [ranks(2, copies_after_steps, stage, precision) for stage in (1, 2)]
-        full = [x for per_rank in found for x in per_rank]
-        assert all(same(list(x.values()), list(full[0].values())) for x in full)
+@pytest.mark.part(precision=["bf16"])
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_the_copy_is_what_a_gather_would_give(ranks, precision):
+    found = [ranks(2, copies_after_steps, stage, precision) for stage in (1, 2)]
+    full = [x for per_rank in found for x in per_rank]
+    assert all(same(list(x.values()), list(full[0].values())) for x in full)
