@@ -84,7 +84,7 @@ def test_activations_are_not_kept():
     x = torch.randn(8, 8, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         zerofn.remat(lambda x: x.sin().cos().tanh().exp())(x).sum().backward()
-    assert len(kept) <= 1
+    assert sum(kept) <= 64  # the input alone; before torch 2.13 something without elements, too
 
 
 def test_what_is_closed_over_and_differentiated_raises():

@@ -113,7 +113,7 @@ def _allocate_like(part: Part, scratch: Store | None) -> Sharded:
         devices = {p.device for p in like.stored}
         device = devices.pop() if devices else torch.device("cpu")
     else:  # it was donated, and its device is unknown
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     is_params = part.name.rpartition(".")[2] == "params"
     cached = like.full is not None or (is_params and spec.has_copies)
     return allocate(
