@@ -111,7 +111,7 @@ def losses_that_meet_the_state(axis):
 
         _, grads = state.value_and_grad(loss_fn)(batch)
         own = collectives.all_reduce(batch["x"].sum(), axis)
-        return state.apply_gradients(zerofn.tree_map(lambda g: g * own, grads))
+        return state.apply_gradients(zerofn.tree_map(lambda g: g * own, grads)), own
 
     state = zerofn.shard(
         lambda: zerofn.TrainState.create(params=dict(build().named_parameters()), tx=optim.sgd(0.1)), mesh=mesh

@@ -16,8 +16,8 @@ from .scale import scale, scale_by_learning_rate
 from .torch_optimizers import told
 
 
-@checked()
 @told
+@checked()
 def adafactor(
     learning_rate: ScalarOrSchedule | None = None,
     min_dim_size_to_factor: int = 128,

@@ -22,8 +22,8 @@ def _is_matrix(leaf: LeafInfo) -> bool:
     return leaf.ndim == 2
 
 
-@checked()
 @told
+@checked()
 def muon(
     learning_rate: ScalarOrSchedule,
     ns_coeffs: Coefficients | Sequence[Coefficients] = QUINTIC,

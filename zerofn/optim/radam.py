@@ -56,8 +56,8 @@ def scale_by_radam(
     return GradientTransformation(init_moments, update, "scale_by_radam", (*hyper, nesterov))
 
 
-@checked("nesterov")
 @told
+@checked("nesterov")
 def radam(
     learning_rate: ScalarOrSchedule,
     b1: float = 0.9,

@@ -12,8 +12,8 @@ from .torch_optimizers import told
 from .trace import trace
 
 
-@checked("eps_in_sqrt", "centered", "momentum", "nesterov", "bias_correction")
 @told
+@checked("eps_in_sqrt", "centered", "momentum", "nesterov", "bias_correction")
 def rmsprop(
     learning_rate: ScalarOrSchedule,
     decay: float = 0.9,

@@ -28,8 +28,8 @@ class SgdState(NamedTuple):
     trace: Any
 
 
-@checked("momentum", "nesterov")
 @told
+@checked("momentum", "nesterov")
 def sgd(
     learning_rate: ScalarOrSchedule,
     momentum: float | None = None,

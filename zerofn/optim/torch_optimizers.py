@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..util.arguments import meant
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 # torch's name -> (ours, torch's hyperparameter -> our argument); `betas` stands for b1 and b2.
@@ -72,17 +74,16 @@ def _counterpart(value: Any, ours: str, names: Mapping[str, str]) -> str:
 
 
 def told(function: F) -> F:
-    """Return one of our optimizers that, called with torch's names of arguments, says what they are called here."""
+    """Return one of our optimizers that, called with torch's or misspelt names, says what arguments are called here."""
     own = inspect.signature(function).parameters
     ours = {"lr": "learning_rate", "betas": "b1 and b2", "alpha": "decay", "momentum_decay": "b1"}
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         for name in kwargs:
-            if name not in own and name in ours:
-                raise TypeError(
-                    f"optim.{function.__name__} has no {name!r}; its arguments have optax's names: write {ours[name]}=."
-                )
+            if name not in own:
+                optax = f"Its arguments have optax's names: write {ours[name]}=." if name in ours else ""
+                raise TypeError(f"optim.{function.__name__} has no argument {name!r}. {optax or meant(name, own)}")
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]

@@ -110,7 +110,7 @@ def checked(*names: str) -> Callable[[F], F]:
                 if name in by_name:
                     _check(where, name, by_name[name], value)
                 elif not takes_any and name not in known_names:
-                    raise TypeError(f"{where} has no argument {name!r}. {_meant(name, known_names)}")
+                    raise TypeError(f"{where} has no argument {name!r}. {meant(name, known_names)}")
             return function(*args, **kwargs)
 
         return with_checks  # type: ignore[return-value]
@@ -118,7 +118,12 @@ def checked(*names: str) -> Callable[[F], F]:
     return wrap
 
 
-def _meant(name: str, known: Iterable[str]) -> str:
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return a sentence with the names that one may have meant.
+
+    >>> meant("stag", ["stage", "mesh"]), meant("lr", ["stage", "mesh"])
+    ("Did you mean 'stage'?", "There are 'stage', 'mesh'.")
+    """
     near = nearest(name, known, cutoff=0.6)
     return f"Did you mean {' or '.join(map(repr, near))}?" if near else f"There are {', '.join(map(repr, known))}."
 
