@@ -192,7 +192,7 @@ def meeting_the_state(stage):
     def run(number):
         def train_step(state, batch):
             _, grads = state.value_and_grad(loss_fn)(*batch)
-            return state.apply_gradients(zerofn.tree_map(lambda g: g * number(state.params, batch), grads))
+            return state.apply_gradients(zerofn.tree_map(lambda g: g * number(state.params, batch), grads)), None
 
         def init_state():
             return zerofn.TrainState.create(params=start(EXPERTS), tx=optim.sgd(0.1))

@@ -26,7 +26,6 @@ from .._torch_compat import (
     DataDependentError,
     DynamicShapeError,
     FakeTensor,
-    FakeTensorMode,
     TorchDispatchMode,
     is_composite,
     storage_key,
@@ -39,6 +38,7 @@ from ..tracing.shortcut import Shortcut
 from ..util.user_line import user_place
 from .call_log import Call, Region, Version, closure
 from .effects import ALLOCATE, FILL_LIKE, covers, is_random, mapped, overwrites, tensors, written_tensors
+from .one_thread import OneThreadsFakes
 from .rng_marks import Restore, SavedState, Watch
 
 aten = torch.ops.aten
@@ -57,7 +57,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.calls: list[Call] = []
         self.versions: list[Version] = []
-        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake_mode = OneThreadsFakes(allow_non_fake_inputs=True)
         self.watch = Watch()
         self._current: dict[int, int] = {}  # storage key -> its version now
         self._last_random: int | None = None
@@ -324,6 +324,7 @@ def recording() -> Iterator[Recorder]:
                 yield recorder
             for restore in recorder.watch.finish():
                 recorder.log_restore(restore)
+            recorder.fake_mode.check()
         finally:
             recorder.watch.reset()
             for module, name, function in originals:

@@ -24,7 +24,13 @@ from .._torch_compat import without_dispatch_modes
 # counters in the state's bytes, 8 bytes each: two words that say "a mark", then which generator and
 # which event.
 _MARK_BYTES = slice(24, 56)
+_WORDS = slice(24, 24 + 8 * 624)
 _MAGIC = (secrets.randbits(32), secrets.randbits(32))
+_ROUNDS = 1000  # of 624 numbers, in which a draw that was not logged is looked for
+_UNSEEN = (
+    "initialisation draws random numbers where its operations are not recorded, most likely in a thread of its own. "
+    "Draw in the thread that runs the function, or pass `shard` the finished state instead."
+)
 
 
 @dataclass(eq=False)
@@ -57,6 +63,7 @@ class _Watched:
     generator: torch.Generator
     number: int
     original: torch.Tensor
+    marked: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))  # the state with its mark
     # One list for each draw and restore so far: what has to be saved just before it.
     events: list[list[SavedState]] = field(default_factory=list)
 
@@ -112,8 +119,10 @@ class Watch:
         for watched in self._watched:
             state = watched.generator.get_state()
             mark = _read_mark(state)
-            if mark == (watched.number, len(watched.events)):
+            if torch.equal(state, watched.marked):
                 continue
+            if mark == (watched.number, len(watched.events)) or not mark and _follows(state, watched.marked):
+                raise RuntimeError(_UNSEEN)
             restores.append(self._restore(watched, mark or state))
         return restores
 
@@ -140,6 +149,7 @@ class Watch:
         words = np.array([*_MAGIC, watched.number, len(watched.events)], dtype=np.uint64)
         state[_MARK_BYTES] = words.view(np.uint8)
         watched.generator.set_state(torch.from_numpy(state))
+        watched.marked = watched.generator.get_state()
 
 
 class _RestoreNow(Restore):
@@ -155,3 +165,16 @@ def _read_mark(state: torch.Tensor) -> tuple[int, int] | None:
     """(generator number, event number) if `state` is a mark of this process."""
     words: Any = state.numpy()[_MARK_BYTES].copy().view(np.uint64)
     return (int(words[2]), int(words[3])) if (int(words[0]), int(words[1])) == _MAGIC else None
+
+
+def _follows(state: torch.Tensor, marked: torch.Tensor) -> bool:
+    """Return whether a generator comes from one state to the other by draws."""
+    scratch = torch.Generator()
+    if torch.equal(scratch.manual_seed(scratch.set_state(state).initial_seed()).get_state(), state):
+        return False  # just seeded
+    scratch.set_state(marked)
+    for _ in range(_ROUNDS):
+        torch.empty(624, dtype=torch.int32).random_(generator=scratch)
+        if torch.equal(scratch.get_state()[_WORDS], state[_WORDS]):
+            return True
+    return False
