@@ -34,6 +34,8 @@ def sources(node: Node) -> list[Node]:
     if not known[1]:
         return []
     args = node.args
+    if len(known[1]) == 1 and known[1][0][0] == 0 and args:  # nearly always
+        return [args[0]] if isinstance(args[0], Node) else []
     found = [args[i] if i < len(args) else node.kwargs.get(name) for i, name in known[1]]
     return [x for x in found if isinstance(x, Node)]
 
@@ -55,12 +57,12 @@ def is_view(node: Node) -> bool:
 
 def writes(node: Node) -> list[Node]:
     """Return the arguments that `node` writes to. A loop writes what its body writes."""
-    if node.target is run_loop:
-        return _written_by_loop(node)
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return []
     target = node.target
-    if id(target) in _pure:
+    if id(target) in _pure:  # nearly always
+        return []
+    if target is run_loop:
+        return _written_by_loop(node)
+    if node.op != "call_function" or not isinstance(target, OpOverload):
         return []
     if not may_write(target):
         _pure[id(target)] = target
@@ -81,9 +83,10 @@ def _written_by_loop(node: Node) -> list[Node]:
 def roots(graph: Graph) -> dict[Node, Node]:
     """Map every node to the node that made its memory."""
     found: dict[Node, Node] = {}
+    views = _views
     for node in graph.nodes:
-        known = _views.get(id(node.target))
-        source = None if known is not None and not known[1] else sources(node)
+        known = views.get(id(node.target))
+        source = sources(node) if known is None or known[1] else None
         found[node] = found[source[0]] if source else node
     return found
 
