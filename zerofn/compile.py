@@ -250,11 +250,11 @@ class CompiledStep:
             captures = self._captures.get(signature)
         except TypeError:  # no constant, not hashable, or of no shape
             raise no_leaf(self.__name__, state, batch) from None
-        if captures is None:
-            captures = Captures(self._step, state, self._left_out, self._options.watch)
-        entry = captures.find(lambda lines: self._again(state, batch, lines))
-        refill_copies(state_leaves, params_among(state_def) if entry is None else entry.program.full)
+        captures = captures or Captures(self._step, state, self._left_out, self._options.watch)
+        again = lambda lines: self._again(tree.unflatten(state_def, state_leaves), batch, lines)  # noqa: E731
+        entry = captures.find(again, lambda entry: refill_copies(state_leaves, entry.program.full))
         if entry is None:
+            refill_copies(state_leaves, params_among(state_def))
             state = tree.unflatten(state_def, state_leaves)
             try:
                 entry = captures.captured(lambda: self._compiled_by_all(state, batch, captures.why))

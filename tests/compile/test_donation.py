@@ -8,6 +8,7 @@ from tests.support.captured_steps import rank
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, loss_of, state_of, train_step_of
 from zerofn import optim, tree
+from zerofn.runtime import guards
 
 
 def test_a_donated_state_says_so():
@@ -55,7 +56,9 @@ def test_without_donation_the_old_state_can_be_used_again(stage):
     assert_same_trees(first, eager)
 
 
-def not_donating(stage):
+def not_donating(stage, check=0):
+    """With `check`, every call is compared with a capture made anew, of a state whose gathered copy is gone."""
+    guards.CHECK = check
     module = build(3)
     step, state = zerofn.compile(train_step_of(module), donate=False), state_of(module, stage)
     donating = zerofn.compile(train_step_of(module))
@@ -68,11 +71,12 @@ def not_donating(stage):
         state = new
         other, _ = donating(other, batch_of(rank(), seed=k))
     assert_same_trees(state, other, f"{stage=}")
+    guards.CHECK = 0
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_without_donation_on_several_ranks(ranks, stage):
-    ranks(2, not_donating, stage)
+@pytest.mark.parametrize(("stage", "check"), [(1, 0), (1, 1), (3, 0)])
+def test_without_donation_on_several_ranks(ranks, stage, check):
+    ranks(2, not_donating, stage, check)
 
 
 def holders(stage):

@@ -126,8 +126,13 @@ class Captures:
         """All of them."""
         return [x.entry for x in self._kept]
 
-    def find(self, again: Callable[[bool], Outline]) -> Entry | None:
-        """Return the capture for what the step depends on now; None if there is none. `why` then says what changed."""
+    def find(
+        self, again: Callable[[bool], Outline], prepare: Callable[[Entry], object] = lambda entry: None
+    ) -> Entry | None:
+        """Return the capture for what the step depends on now; None if there is none. `why` then says what changed.
+
+        `prepare`: called with what is found, before it is compared with another capture.
+        """
         if not self._kept or self._reading is None:
             self.why, self._reading = "", self._read()
             return None
@@ -140,6 +145,7 @@ class Captures:
             self.why = "a tensor that the step closes over was written to"
             return None
         self._num_found += 1
+        prepare(self._kept[0].entry)
         if CHECK and self._num_found % CHECK == 0:
             agree_on(f"ZEROFN_CHECK of {self._left_out.name}", lambda: self._check(again))
         return self._kept[0].entry
