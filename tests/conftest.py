@@ -61,5 +61,5 @@ def _is_program(item):
 def _is_among(item, mark):
     """Whether a test's parameters are those that one of its marks of this name, such as `quick(name=[values])`, names;
     or it has no such mark."""
-    marks, params = list(item.iter_markers(mark)), getattr(item, "callspec", None) and item.callspec.params
-    return not marks or any(all(params[name] in values for name, values in x.kwargs.items()) for x in marks)
+    named = [x.kwargs.items() for x in item.iter_markers(mark)]
+    return not named or any(all(item.callspec.params[name] in values for name, values in x) for x in named)

@@ -1,7 +1,6 @@
 """What makes a step be captured again, and what the log says of it."""
 
 import collections
-import collections.abc
 import dataclasses
 import gc
 import logging
@@ -17,6 +16,7 @@ from tensordict import TensorDict
 import zerofn
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import WIDTH, batch_of, build, state_of, train_step_of
+from tests.test_tree import Shown
 from zerofn import optim
 from zerofn.util.sizes import time_in_words
 
@@ -381,31 +381,17 @@ def test_a_step_sees_the_order_of_a_dict_as_it_is_given(make):
     assert len(step._entries) == 4
 
 
-class Scaled(collections.abc.Mapping):
-    def __init__(self, items, scale):
-        self.items_kept, self.scale = items, scale
-
-    def __getitem__(self, key):
-        return self.items_kept[key] * self.scale
-
-    def __iter__(self):
-        return iter(self.items_kept)
-
-    def __len__(self):
-        return len(self.items_kept)
-
-
 def test_what_a_mapping_computes_is_computed_once():
     def step(state, batch):
         return state["w"] * batch["x"] + batch.scale
 
     run, state = zerofn.compile(step), {"w": torch.ones(2)}
     for scale in (3.0, 5.0):
-        batch = Scaled({"x": torch.arange(2.0)}, scale)
+        batch = Shown({"x": torch.arange(2.0)}, scale)
         assert torch.equal(run(state, batch), step(state, batch))
     assert len(run._entries) == 2
-    batch.items_kept["loader"] = object()
-    with pytest.raises(TypeError, match="batch entry 'items_kept.loader' is a object"):
+    batch.kept["loader"] = object()
+    with pytest.raises(TypeError, match="batch entry 'kept.loader' is a object"):
         run(state, batch)
 
 

@@ -63,7 +63,7 @@ class _Watched:
     generator: torch.Generator
     number: int
     original: torch.Tensor
-    marked: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))  # the state with its mark
+    marked: torch.Tensor = field(init=False)  # the state with its last mark
     # One list for each draw and restore so far: what has to be saved just before it.
     events: list[list[SavedState]] = field(default_factory=list)
 
@@ -118,9 +118,9 @@ class Watch:
         restores = []
         for watched in self._watched:
             state = watched.generator.get_state()
-            mark = _read_mark(state)
             if torch.equal(state, watched.marked):
                 continue
+            mark = _read_mark(state)
             if mark == (watched.number, len(watched.events)) or not mark and _follows(state, watched.marked):
                 raise RuntimeError(_UNSEEN)
             restores.append(self._restore(watched, mark or state))

@@ -83,9 +83,8 @@ def _written_by_loop(node: Node) -> list[Node]:
 def roots(graph: Graph) -> dict[Node, Node]:
     """Map every node to the node that made its memory."""
     found: dict[Node, Node] = {}
-    views = _views
     for node in graph.nodes:
-        known = views.get(id(node.target))
+        known = _views.get(id(node.target))
         source = sources(node) if known is None or known[1] else None
         found[node] = found[source[0]] if source else node
     return found

@@ -68,7 +68,7 @@ class NumberedStep:
         self._left_out = set(_for_shards_alone(program)) if self._numbers else set()
         own = own_values(program).results if self._numbers else {}
         self._kept = {axis: self._compared(axis, own) for axis in self._numbers}
-        self._of_rows = formulas(program, nodes)
+        self._of_rows = formulas(program, nodes) if nodes else {}
         graphs = [program.gm, *bodies(program.gm)] if self._numbers else []
         self.expects = any(x.target is ops.expect.default for gm in graphs for x in gm.graph.nodes)
 

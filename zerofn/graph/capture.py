@@ -157,18 +157,16 @@ def _split(out: Any, state: Any) -> tuple[Any, Any]:
     type but of another structure is a mistake, unless they share no names: a dict of metrics, for example.
     """
     tree.orders(out)  # makes nodes of namedtuples with a __new__ of their own
-    if not (isinstance(out, tuple) and len(out) == 2 and not hasattr(out, "_fields")):
-        _refuse_new_state(out, state)
-        return None, out
-    new, aux = out
-    here, there = tree.structure(state), tree.structure(new)
-    if here == there:
-        return new, aux
-    if type(new) is type(state) and not isinstance(new, Tensor) and not is_sharded(new) and _shares_names(state, new):
-        raise CaptureError(
-            f"the step returns a state of another structure than its argument: {_difference(state, new)}. "
-            "Return the same structure (state.replace(...)), or return (metrics, outputs) from an evaluation step."
-        )
+    if isinstance(out, tuple) and len(out) == 2 and not hasattr(out, "_fields"):
+        new, aux = out
+        if tree.structure(state) == tree.structure(new):
+            return new, aux
+        plain = isinstance(new, Tensor) or is_sharded(new)
+        if type(new) is type(state) and not plain and _shares_names(state, new):
+            raise CaptureError(
+                f"the step returns a state of another structure than its argument: {_difference(state, new)}. "
+                "Return the same structure (state.replace(...)), or return (metrics, outputs) from an evaluation step."
+            )
     _refuse_new_state(out, state)
     return None, out
 

@@ -40,13 +40,14 @@ class OfRows(NamedTuple):
 
 
 def formulas(program: Program, nodes: Mapping[Node, Written]) -> dict[str, OfRows]:
-    """Return, for each axis of several ranks, the numbers of all values, and those that the new state follows from.
+    """Return, for each axis of several ranks, the numbers of all values of a training step, and those that its new
+    state follows from.
 
     `nodes`: what each node is, from `written`.
     """
     mesh = program.mesh
     axes = [axis.name for axis in mesh.axes if axis.size > 1 and axis.name in ROWS] if mesh is not None else []
-    if not axes or program.new_state is None:
+    if not axes:
         return {}
     reads = _Reads(program, nodes)
     names: dict[Node, int] = {x: number("input", k) for k, x in enumerate(program.placeholders)}

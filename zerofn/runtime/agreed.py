@@ -83,8 +83,9 @@ def refuse_differences(what: str, step: NumberedStep, mesh: Mesh | None, again: 
         return found and (again().difference(common[_VALUES], common[_ROWS]) or found)
 
     sentences = exchange_on(what, sentence)
-    of_loss = [x for x in sentences if x and not x.startswith(BEHIND_LOSS)]
-    found = [f"  rank {rank}: {x}" for rank, x in enumerate(sentences) if x in of_loss or x and not of_loss]
+    told_ranks = [(rank, x) for rank, x in enumerate(sentences) if x]
+    before_loss = [(rank, x) for rank, x in told_ranks if not x.startswith(BEHIND_LOSS)]
+    found = [f"  rank {rank}: {x}" for rank, x in before_loss or told_ranks]
     if found:
         raise CaptureError("\n".join([f"{what}: ranks differ.", *found[:_RANKS_TOLD], ADVICE]))
 

@@ -1,8 +1,7 @@
 """Whether an operation runs in grad mode.
 
 Some kernels still ask for that below autograd: oneDNN's LSTM rounds otherwise without it, and keeps nothing for its
-backward pass.
-So each node of a captured step knows the mode in which the step called its operation, and runs in it.
+backward pass. So each node of a captured step knows the mode in which the step called its operation, and runs in it.
 """
 
 from __future__ import annotations
