@@ -42,6 +42,7 @@ TESTED_BY = {
     "graph.program": "graph/test_capture.py",
     "graph.resident": "graph/test_liveness.py",
     "graph.source_lines": "graph/test_advice.py",
+    "integrations.groups": "integrations/test_lightning.py",
     "integrations.lightning.checkpoints": "integrations/test_lightning.py",
     "integrations.lightning.evaluation": "integrations/test_lightning.py",
     "integrations.lightning.optimizers": "integrations/test_lightning.py",

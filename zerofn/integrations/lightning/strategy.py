@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 import zerofn
 
+from ..groups import Groups, let_go
 from ..modules import buffers_to, forget_values, is_shape_only, with_values
 from . import checkpoints
 from .evaluation import Lender
-from .optimizers import Groups, clipping, let_go
+from .optimizers import clipping
 from .ranks import Ranks
 from .steps import Steps
 from .watched import computes, floats_to, unwatch, watch
@@ -180,7 +181,7 @@ class ZeroFnStrategy(Ranks):
             self._check(trainer, module)
             self.setup_optimizers(trainer)
             clip = clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
-            self._groups = Groups(self.optimizers[0], module, clip)
+            self._groups = Groups(self.optimizers[0], module, "configure_optimizers", clip)
         if fitting or self._of is not module:
             self._make_state(module)
             self._of = module

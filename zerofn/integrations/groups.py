@@ -1,4 +1,4 @@
-"""What `configure_optimizers` returns, as one transformation whose learning rates are set at every step."""
+"""A torch optimizer that a user makes, as one transformation whose learning rates are set at every step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 import zerofn
 from zerofn import optim
 
-from ..torch_optimizers import translated
+from .torch_optimizers import translated
 
 ScalarOrSchedule = float | optim.Schedule  # `inject_hyperparams` looks for this name
 
@@ -19,21 +19,22 @@ ScalarOrSchedule = float | optim.Schedule  # `inject_hyperparams` looks for this
 class Groups:
     """The groups of a torch optimizer, which keeps its learning rates and schedulers, and nothing else.
 
-    `tx`: their transformation. `learns(name)`: whether the optimizer has a parameter. Groups that differ in weight
-    decay alone, which some have and the others have not, share their moments.
+    `source`: the method that made it, for errors. `tx`: their transformation. `learns(name)`: whether the optimizer
+    has a parameter. Groups that differ in weight decay alone, which some have and the others have not, share their
+    moments.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module, clip: Any = None) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module, source: str, clip: Any = None) -> None:
+        self._optimizer, self._source = optimizer, source
         if not optimizer.param_groups:
-            raise ValueError("configure_optimizers returned no optimizer, so nothing would be trained.")
+            raise ValueError(f"{source} returned no optimizer, so nothing would be trained.")
         names = {id(p): name for name, p in module.named_parameters()}
         self._of: dict[str, int] = {}
         for k, group in enumerate(optimizer.param_groups):
             for p in group["params"]:
                 if id(p) not in names:
                     raise ValueError(
-                        f"configure_optimizers: group {k} has a tensor of shape {tuple(p.shape)} that is no parameter "
+                        f"{source}: group {k} has a tensor of shape {tuple(p.shape)} that is no parameter "
                         "of the module; make it an nn.Parameter of the module."
                     )
                 self._of[names[id(p)]] = k
@@ -92,7 +93,7 @@ class Groups:
             return opt_state
         if self._shared and len(set(rates)) > 1:
             raise ValueError(
-                "configure_optimizers: the groups began with one learning rate, so they share their moments, and now "
+                f"{self._source}: the groups began with one learning rate, so they share their moments, and now "
                 f"have {rates}. Give them rates that differ a little from the start."
             )
         self._said = rates
@@ -106,14 +107,6 @@ class Groups:
 
 def _is_injected(x: Any) -> bool:
     return isinstance(x, optim.InjectHyperparamsState)
-
-
-def clipping(value: float | None, algorithm: Any) -> Any:
-    """Return the transformation of `Trainer(gradient_clip_val=, gradient_clip_algorithm=)`."""
-    if not value:
-        return None
-    by_value = str(getattr(algorithm, "value", algorithm) or "norm") == "value"
-    return optim.clip(float(value)) if by_value else optim.clip_by_global_norm(float(value))
 
 
 def let_go(optimizer: torch.optim.Optimizer, placeholders: Mapping[int, nn.Parameter]) -> None:
