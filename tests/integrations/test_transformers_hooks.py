@@ -1,0 +1,111 @@
+"""Which methods of transformers' trainers and callbacks are called under ZeroFn: tables, held to transformers' own."""
+
+import inspect
+
+import pytest
+import transformers
+
+from tests.integrations.test_transformers import build, options, rows
+from zerofn.integrations import transformers as ours
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning"),
+]
+
+AS_OFTEN, SCRIPT = "called as often", "called by scripts, as it is"
+CAPTURED = "called where a step is captured, or runs op by op"
+TABLE = {
+    **dict.fromkeys(
+        """add_callback call_model_init create_accelerator_and_postprocess evaluate evaluation_loop floating_point_ops
+        get_batch_samples get_cp_size get_eval_dataloader get_sp_size get_test_dataloader get_total_train_batch_size
+        get_tp_size get_train_dataloader is_local_process_zero is_world_process_zero log num_examples predict
+        prediction_step remove_callback save_model set_initial_training_values store_flos train
+        training_step""".split(),
+        AS_OFTEN,
+    ),
+    **dict.fromkeys(
+        """create_model_card create_optimizer_and_scheduler end get_learning_rates get_num_trainable_parameters
+        get_optimizer_group hyperparameter_search init_hf_repo log_metrics metrics_format pop_callback push_to_hub
+        save_metrics save_state""".split(),
+        SCRIPT,
+    ),
+    "compute_loss": CAPTURED,
+    "load_generation_config": "called by Seq2SeqTrainer alone",
+    "autocast_smart_context_manager": "no effect because precision is the state's: bf16=True or fp16=True",
+    "compute_loss_context_manager": "no effect because precision is the state's: bf16=True or fp16=True",
+    "create_optimizer": "no effect because optim= is translated",
+    "create_scheduler": "no effect because lr_scheduler_type= becomes a schedule of the step",
+    "get_decay_parameter_names": "called for every state",
+    "get_optimizer_cls_and_kwargs": "called for every state",
+}
+PRIVATE = {  # the others are called as often
+    "_has_mixed_mesh_grads": "no effect because there are no DTensors",
+    "_issue_warnings_after_load": "no effect because values are read into shards",
+    "_load_optimizer_and_scheduler": "no effect because they are in the state",
+    "_load_scaler": "no effect because it is in the state",
+    "_prepare_context_parallel_inputs": "no effect because a mesh cuts sequences",
+    "_save": "no effect because save_model writes from shards",
+    "_wrap_model": "no effect because there is no wrapper",
+}
+
+
+def methods(kind):
+    """The names of a class's own methods and those of its bases."""
+    names = [name for name in dir(kind) if not name.startswith("__")]
+    return [name for name in names if inspect.isroutine(inspect.getattr_static(kind, name))]
+
+
+def counted(kind):
+    """Return (a subclass all of whose methods count their calls, the counts)."""
+    counts = {name: [] for name in methods(kind)}
+
+    def counting(name):
+        def method(self, *args, **kwargs):
+            counts[name].append(1)
+            return getattr(super(made, self), name)(*args, **kwargs)
+
+        return method
+
+    made = type(kind.__name__, (kind,), {name: counting(name) for name in counts})
+    return made, counts
+
+
+def run(library, folder):
+    """Train with evaluations, checkpoints and accumulation, predict, save, resume. Returns (counts, of callbacks)."""
+    trainer_kind, counts = counted(library.Trainer)
+    callback_kind, of_callbacks = counted(transformers.TrainerCallback)
+    more = {
+        "max_steps": 4, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
+        "save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True,
+    }  # fmt: skip
+    args = library.TrainingArguments(**options(folder, **more))
+    given = {"train_dataset": rows(40), "eval_dataset": rows(8), "callbacks": [callback_kind()]}
+    trainer = trainer_kind(model=build(), args=args, **given)
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    trainer.predict(rows(4))
+    trainer.save_model(str(folder / "last"))
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    return tuple({name: len(calls) for name, calls in x.items()} for x in (counts, of_callbacks))
+
+
+def test_every_method_has_a_line_in_the_table():
+    names = {x for kind in (transformers.Trainer, transformers.Seq2SeqTrainer) for x in methods(kind)}
+    assert not {name for name in names if not name.startswith("_")} ^ set(TABLE)
+    assert set(PRIVATE) <= names
+
+
+def test_methods_and_hooks_are_called_as_often(tmp_path):
+    theirs, of_theirs = run(transformers, tmp_path / "theirs")
+    mine, of_mine = run(ours, tmp_path / "ours")
+    assert of_mine == of_theirs and sum(of_theirs.values()) > 50
+    assert of_theirs.keys() == {name for name, n in of_theirs.items() if n} | {"on_push_begin"}
+    differs = {name for name, n in theirs.items() if mine[name] != n}
+    expected = {name for name, what in TABLE.items() if what.startswith(("no effect", "called for"))} | set(PRIVATE)
+    assert differs - {"compute_loss"} == expected
+    assert mine["compute_loss"] > 0
+    assert {name for name, what in TABLE.items() if what == SCRIPT} == {
+        name for name, n in theirs.items() if name in TABLE and not n and name != "call_model_init"
+    }
