@@ -111,10 +111,14 @@ class ZeroFnStrategy(Ranks):
                 f"{name}: manual optimization calls backward by itself, and there is no graph to do so; write such a "
                 "step as a function: zerofn.compile(train_step)."
             )
-        for hook in _ON_GRADIENTS:
-            if is_overridden(hook, module):
-                raise ValueError(f"{name}.{hook}: gradients exist inside the compiled step only; leave it out.")
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for owner in (module, *callbacks):
+            for hook in _ON_GRADIENTS:
+                if hasattr(owner, hook) and is_overridden(hook, owner):
+                    raise ValueError(
+                        f"{type(owner).__name__}.{hook}: gradients exist inside the compiled step only; leave it out."
+                    )
+        for callback in callbacks:
             if isinstance(callback, pl.callbacks.StochasticWeightAveraging):
                 raise ValueError("StochasticWeightAveraging averages whole modules; use zerofn.optim.ema instead.")
         if getattr(self, "_layer_sync", None) is not None:

@@ -1,0 +1,201 @@
+"""Every method of Lightning's classes: called as often as without ZeroFn, refused, or said why it is neither."""
+
+import inspect
+from collections import Counter
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
+from torch import nn
+
+from zerofn.integrations.lightning import ZeroFnStrategy
+
+from .test_lightning import pytestmark as pytestmark
+
+# Of each class: the methods that are called as often with ZeroFn, and of the others what becomes of an override.
+MODULE_CALLED = """
+configure_callbacks configure_optimizers lr_scheduler_step on_after_batch_transfer on_before_batch_transfer
+on_before_zero_grad on_fit_end on_fit_start on_load_checkpoint on_predict_batch_end on_predict_batch_start
+on_predict_end on_predict_epoch_end on_predict_epoch_start on_predict_model_eval on_predict_start on_save_checkpoint
+on_test_batch_end on_test_batch_start on_test_end on_test_epoch_end on_test_epoch_start on_test_model_eval
+on_test_model_train on_test_start on_train_batch_end on_train_batch_start on_train_end on_train_epoch_end
+on_train_epoch_start on_train_start on_validation_batch_end on_validation_batch_start on_validation_end
+on_validation_epoch_end on_validation_epoch_start on_validation_model_eval on_validation_model_train
+on_validation_model_zero_grad on_validation_start optimizer_step predict_dataloader predict_step prepare_data setup
+teardown test_dataloader test_step train_dataloader transfer_batch_to_device val_dataloader validation_step
+""".split()
+MODULE_OTHERS = {
+    **dict.fromkeys(
+        ("backward", "configure_gradient_clipping", "on_after_backward", "on_before_backward")
+        + ("on_before_optimizer_step", "optimizer_zero_grad"),
+        "refused: gradients exist inside the compiled step only",
+    ),
+    "clip_gradients": "called by an override of configure_gradient_clipping, which is refused",
+    "configure_model": "called once more: for the shapes of the parameters, and for their values",
+    "configure_sharded_model": "refused by Lightning, which has removed it",
+    **dict.fromkeys(
+        ("all_gather", "log", "log_dict", "training_step"),
+        "called when the step is captured: a compiled step calls nothing of Python",
+    ),
+    **dict.fromkeys(
+        ("lr_schedulers", "manual_backward", "optimizers", "print")
+        + ("toggle_optimizer", "toggled_optimizer", "untoggle_optimizer"),
+        "called by users; refused in training_step, which is captured",
+    ),
+    **dict.fromkeys(
+        ("freeze", "remove_ignored_hparams", "save_hyperparameters", "to_onnx", "to_tensorrt", "to_torchscript")
+        + ("unfreeze",),
+        "called by users",
+    ),
+}
+CALLBACK_CALLED = """
+load_state_dict on_before_zero_grad on_exception on_fit_end on_fit_start on_load_checkpoint on_predict_batch_end
+on_predict_batch_start on_predict_end on_predict_epoch_end on_predict_epoch_start on_predict_start
+on_sanity_check_end on_sanity_check_start on_save_checkpoint on_test_batch_end on_test_batch_start on_test_end
+on_test_epoch_end on_test_epoch_start on_test_start on_train_batch_end on_train_batch_start on_train_end
+on_train_epoch_end on_train_epoch_start on_train_start on_validation_batch_end on_validation_batch_start
+on_validation_end on_validation_epoch_end on_validation_epoch_start on_validation_start setup state_dict teardown
+""".split()
+CALLBACK_OTHERS = dict.fromkeys(
+    ("on_after_backward", "on_before_backward", "on_before_optimizer_step"),
+    "refused: gradients exist inside the compiled step only",
+)
+DATA_CALLED = """
+load_state_dict on_after_batch_transfer on_before_batch_transfer on_exception predict_dataloader prepare_data setup
+state_dict teardown test_dataloader train_dataloader transfer_batch_to_device val_dataloader
+""".split()
+DATA_OTHERS = dict.fromkeys(("remove_ignored_hparams", "save_hyperparameters"), "called by users")
+STRATEGY_CALLED = """
+backward barrier batch_to_device connect load_checkpoint load_model_state_dict load_optimizer_state_dict
+lightning_module_state_dict model_to_device on_exception on_predict_end on_predict_start
+on_test_end on_test_start on_train_batch_start on_train_end on_train_start on_validation_end on_validation_start
+optimizer_state optimizer_step post_training_step predict_step process_dataloader reduce_boolean_decision
+save_checkpoint setup setup_environment setup_optimizers teardown test_step training_step
+validation_step
+""".split()
+STRATEGY_OTHERS = {
+    **dict.fromkeys(("broadcast", "reduce"), "called more often: ZeroFn itself speaks to all ranks by them"),
+    **dict.fromkeys(("model_sharded_context", "tensor_init_context"), "called around configure_model"),
+    "all_gather": "called by users, and by metrics",
+    **dict.fromkeys(
+        ("block_backward_sync", "post_backward", "pre_backward", "setup_precision_plugin"),
+        "called by Lightning's own strategies: gradients exist inside the compiled step only",
+    ),
+    "remove_checkpoint": "called where ModelCheckpoint drops a checkpoint",
+}
+
+
+def methods(kind, *without):
+    """The names of the public methods that a class has, and those that are without them have not."""
+    theirs = {name for other in without for name in dir(other)}
+    names = (name for name in dir(kind) if not name.startswith("_") and name not in theirs)
+    return {name for name in names if inspect.isfunction(inspect.getattr_static(kind, name))}
+
+
+def counted(kind, names, calls):
+    """A subclass that overrides all of these methods and counts their calls."""
+
+    def counting(name):
+        def method(self, *args, **kwargs):
+            calls[name] += 1
+            return getattr(super(made, self), name)(*args, **kwargs)
+
+        return method
+
+    made = type("Counted", (kind,), {name: counting(name) for name in names})
+    return made
+
+
+class Remembers(pl.Callback):
+    def state_dict(self):
+        return {"a": 1}
+
+
+class RemembersData(BoringDataModule):
+    def state_dict(self):
+        return {"a": 1}
+
+
+class Classes:
+    """Counted classes, and how often the methods of each were called."""
+
+    def __init__(self, strategy, **given):
+        self.calls = {name: Counter() for name in ("module", "callback", "data", "strategy")}
+        self.module = counted(BoringModel, MODULE_CALLED, self.calls["module"])
+        self.callback = counted(Remembers, CALLBACK_CALLED, self.calls["callback"])
+        self.data = counted(RemembersData, DATA_CALLED, self.calls["data"])
+        self._strategy, self._given = counted(strategy, STRATEGY_CALLED, self.calls["strategy"]), given
+
+    def strategy(self):
+        return self._strategy(**self._given)
+
+
+def used(classes, folder):
+    """Everything that a Trainer does, on four batches."""
+
+    def trainer(**more):
+        given = {"max_epochs": 2, "limit_train_batches": 4, "limit_val_batches": 2, "limit_test_batches": 2}
+        given |= {"limit_predict_batches": 2, "logger": False, "enable_progress_bar": False}
+        given |= {"enable_model_summary": False, "default_root_dir": folder, "accelerator": "cpu", "devices": 1}
+        return pl.Trainer(strategy=classes.strategy(), **{"callbacks": [classes.callback()], **given, **more})
+
+    for make, *data in ((classes.module,), (BoringModel, classes.data())):
+        first, module = trainer(), make()
+        first.fit(module, *data)
+        first.validate(module, *data, verbose=False)
+        first.test(module, *data, verbose=False)
+        first.predict(module, *data)
+        last = first.checkpoint_callback.best_model_path
+        trainer(max_epochs=3).fit(make(), *data, ckpt_path=last)
+        with pytest.raises(KeyError):
+            trainer(callbacks=[classes.callback(), Fails()]).fit(make(), *data)
+
+
+class Fails(pl.Callback):
+    def on_train_batch_end(self, *_):
+        raise KeyError
+
+
+TABLES = {
+    "module": (methods(pl.LightningModule, nn.Module), MODULE_CALLED, MODULE_OTHERS),
+    "callback": (methods(pl.Callback), CALLBACK_CALLED, CALLBACK_OTHERS),
+    "data": (methods(pl.LightningDataModule), DATA_CALLED, DATA_OTHERS),
+    "strategy": (methods(ParallelStrategy), STRATEGY_CALLED, STRATEGY_OTHERS),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_table_has_every_method(name):
+    found, called, others = TABLES[name]
+    assert sorted(found) == sorted([*called, *others])
+
+
+def test_methods_are_called_as_often(tmp_path):
+    torch.manual_seed(0)
+    theirs, ours = Classes(SingleDeviceStrategy, device="cpu"), Classes(ZeroFnStrategy)
+    used(theirs, tmp_path / "theirs")
+    used(ours, tmp_path / "ours")
+    for name, (_, called, _) in TABLES.items():
+        assert {x: ours.calls[name][x] for x in called} == {x: theirs.calls[name][x] for x in called}, name
+        assert [x for x in called if not theirs.calls[name][x]] == []
+
+
+REFUSED = [
+    (name, x) for name in ("module", "callback") for x, why in TABLES[name][2].items() if why.startswith("refused: ")
+]
+
+
+@pytest.mark.parametrize("name, method", REFUSED)
+def test_what_cannot_be_called_is_refused(name, method):
+    kind = {"module": BoringModel, "callback": pl.Callback}[name]
+    overrides = type("Overrides", (kind,), {method: lambda *_: None})()
+    callbacks = [overrides] if name == "callback" else []
+    trainer = pl.Trainer(
+        strategy=ZeroFnStrategy(), accelerator="cpu", devices=1, max_epochs=1, logger=False, callbacks=callbacks,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=f"Overrides.{method}: gradients exist inside the compiled step only"):
+        trainer.fit(BoringModel() if callbacks else overrides)
+    assert trainer.global_step == 0
