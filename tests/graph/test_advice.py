@@ -6,6 +6,7 @@ import logging
 import pickle
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -283,12 +284,12 @@ MISTAKES = {
         steps(lambda state, batch, loss: loss_fn(state.params, batch)),
         "write functional_call(model, zerofn.gather(state.params), ...)",
     ),
-    "format": (steps(lambda state, batch, loss: f"{loss:.3f}"), "return it among the metrics and print it outside"),
-    "format of a number": (
-        steps(lambda state, batch, loss: f"{loss.item():.3f}"),
-        "a number taken from one, cannot be formatted, written or a key: return it among the metrics",
+    "numpy": (
+        steps(lambda state, batch, loss: np.round(loss.item(), 3)),
+        "a number taken from one, cannot be written, a key, or NumPy's: return it among the metrics",
     ),
-    "json": (steps(lambda state, batch, loss: json.dumps({"loss": loss})), "return it among the metrics and print"),
+    "json": (steps(lambda state, batch, loss: json.dumps({"loss": loss})), "return it among the metrics and read"),
+    "float": (steps(lambda state, batch, loss: [float(loss)]), "keep the value, return it in the metrics"),
     "key": (steps(lambda state, batch, loss: {batch["x"].long().sum().item(): 1}), "return it among the metrics"),
     "round": (steps(lambda state, batch, loss: round(loss, 2)), "write x.round(decimals=n)"),
     "pickle": (steps(lambda state, batch, loss: pickle.dumps(batch)), "cannot be pickled, shared or read from their"),

@@ -113,10 +113,10 @@ _INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
         "part that does inside zerofn.eager_region",
     ),
     (
-        r"format string passed to (FakeTensor|Sym)|(FakeTensor|Sym\w+) is not JSON serializable|unhashable type.*Sym",
+        r"FakeTensor is not JSON serializable|unhashable type.*Sym|loop of ufunc does not support.*of type Sym",
         TypeError,
         "while a step is captured its tensors have no values, so a tensor, or a number taken from one, cannot be "
-        "formatted, written or a key: return it among the metrics and print it outside the step",
+        "written, a key, or NumPy's: return it among the metrics and read it outside the step",
     ),
     (
         r"'LocalShard'|not LocalShard|got .*\bLocalShard\b",

@@ -338,5 +338,6 @@ def _data_dependent(error: BaseException) -> str:
     return (
         f"the step asks for the value of a tensor while it is captured{where(error)}. A captured step cannot "
         "branch on data: use torch.where, or compute the branch outside and pass it in the batch as a bool or an "
-        f"int; or keep the part that does inside zerofn.eager_region.{hint}"
+        "int; or keep the part that does inside zerofn.eager_region. To print, log or keep the value, return it in "
+        f"the metrics, and read it after the step.{hint}"
     )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 Replacement = tuple[Any, str, Callable[[Any], Any]]  # owner, name, the original -> its replacement
+_INHERITED = object()  # stands for what an owner has of a class above it
 
 
 class Patches:
@@ -32,7 +33,7 @@ class Patches:
                 return
             for owner, name, wrap in self._replacements():
                 original = getattr(owner, name)
-                self._originals.append((owner, name, original))
+                self._originals.append((owner, name, vars(owner).get(name, _INHERITED)))
                 setattr(owner, name, wrap(original))
 
     def __exit__(self, *_: object) -> None:
@@ -40,7 +41,11 @@ class Patches:
             self._num_inside -= 1
             if self._num_inside == 0:
                 while self._originals:
-                    setattr(*self._originals.pop())
+                    owner, name, original = self._originals.pop()
+                    if original is _INHERITED:
+                        delattr(owner, name)
+                    else:
+                        setattr(owner, name, original)
 
 
 @contextlib.contextmanager

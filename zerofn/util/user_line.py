@@ -13,8 +13,8 @@ from types import FrameType
 from typing import NamedTuple
 
 OURS = f"{Path(__file__).parent.parent}/"
-# torch calls the user's functions through these. Generated code has file names in angle brackets.
-_THROUGH = ("torch", "optree", "tensordict")
+# Users call these, and torch calls the user's functions through them. Generated code has file names in angle brackets.
+_THROUGH = ("torch", "numpy", "optree", "tensordict")
 _GENERATED = ("<frozen", "<eval_with_key", "<zerofn", "<string>", "<__")
 
 # Packages may be installed in several places: the environment's, the system's below it, the home folder's, or any
