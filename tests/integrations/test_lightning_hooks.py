@@ -4,11 +4,13 @@ import inspect
 from collections import Counter
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from zerofn.integrations.lightning import ZeroFnStrategy
 
@@ -199,3 +201,95 @@ def test_what_cannot_be_called_is_refused(name, method):
     with pytest.raises(ValueError, match=f"Overrides.{method}: gradients exist inside the compiled step only"):
         trainer.fit(BoringModel() if callbacks else overrides)
     assert trainer.global_step == 0
+
+
+class Line(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def training_step(self, batch, batch_idx):
+        return (self.net(batch[0]) - batch[1]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+class EverySecond(Line):  # both as Lightning's documentation has them
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        if (batch_idx + 1) % 2 == 0:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+class WarmUp(Line):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+        if self.trainer.global_step < 5:
+            scale = min(1.0, float(self.trainer.global_step + 1) / 5.0)
+            for group in optimizer.param_groups:
+                group["lr"] = scale * 0.05
+
+
+class ClosureFirst(Line):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer_closure()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (batch_idx + 1)
+        optimizer.step()
+
+
+class ZeroGradFirst(Line):
+    def on_before_zero_grad(self, optimizer):
+        optimizer.param_groups[0]["lr"] *= 0.9  # before the update
+
+
+def losses_of(make, strategy="auto", callbacks=(), **more):
+    """The losses of two epochs of six batches, and the learning rates at the end."""
+    torch.manual_seed(0)
+    module, kept = make(), Losses()
+    x = torch.randn(48, 3, generator=torch.Generator().manual_seed(0))
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, callbacks=[*callbacks, kept],
+        **{"max_epochs": 2, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+           "enable_model_summary": False, **more},
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(TensorDataset(x, x.sin().sum(1, keepdim=True)), 8))
+    return kept.found
+
+
+class Losses(pl.Callback):
+    def __init__(self):
+        self.found = []
+
+    def on_train_batch_end(self, trainer, module, outputs, *_):
+        self.found += [float(outputs["loss"]), *(group["lr"] for group in trainer.optimizers[0].param_groups)]
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("make", [EverySecond, WarmUp, ClosureFirst, ZeroGradFirst])
+def test_an_overridden_step_of_the_optimizer_is_lightnings(make, parts):
+    more = {"accumulate_grad_batches": parts}
+    theirs, ours = losses_of(make, **more), losses_of(make, ZeroFnStrategy(), **more)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert len(set(theirs[::2])) == 12
+
+
+class Twice(Line):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=lambda: (optimizer_closure(), optimizer_closure())[1])
+
+
+class NoClosure(Line):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "make, sentence",
+    [(Twice, "ran optimizer_closure twice"), (NoClosure, "optimizer.step.. was called where there are no gradients")],
+)
+def test_a_closure_runs_once_for_an_update(make, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        losses_of(make, ZeroFnStrategy())

@@ -1,4 +1,4 @@
-"""The compiled steps of a `LightningModule`: one that updates, and two that share an update's microbatches."""
+"""The compiled steps of a `LightningModule`: gradients, an update, and both in one."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class _TrainingStep(nn.Module):
 
 
 class Steps:
-    """`steps(state, args, kwargs, share, update=) -> (state, what training_step returned on this rank)`.
+    """The steps of a module: gradients alone, which add to those that are `sums`; an update by them; or both in one.
 
-    `share`: a microbatch's share of the update. Microbatches before an update's last one add their gradients to those
-    of the ones before.
+    `steps(state, args, kwargs, share, update) -> (state, what training_step returned on this rank)`. `share`: a
+    microbatch's share of the update.
     """
 
     def __init__(
@@ -41,28 +41,39 @@ class Steps:
         self._module, self._watch, self._options = module, watch, dict(options)
         self._part = _TrainingStep(module)
         self._dtype = computes(precision)
-        self._sums: Any = None  # gradients of an update's microbatches so far
+        self.sums: Any = None  # gradients since they were last set to zero; None: there are none
         self._whole = zerofn.compile(self._update, **self._options)
         self._first = zerofn.compile(self._add, **self._options)
         self._last = zerofn.compile(self._update_with_sums, **self._options)
+        self._alone = zerofn.compile(self._update_by_sums, **self._options)
 
     def __call__(
         self, state: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], share: float, update: bool
     ) -> tuple[Any, Any]:
         """Run the step that it is."""
         batch = self._batch(args, kwargs, share)
-        if update and self._sums is None:
+        if update and self.sums is None:
             state, aux = self._whole(state, batch)
         else:
-            if self._sums is None:
-                self._sums = zerofn.tree_map(torch.zeros_like, state.params)
+            if self.sums is None:
+                self.sums = zerofn.tree_map(torch.zeros_like, state.params)
             step = self._last if update else self._first
-            both, aux = step({"state": state, "sums": self._sums}, batch)
-            state, self._sums = both["state"], both["sums"]
-            if update:
-                self._sums = None
+            both, aux = step({"state": state, "sums": self.sums}, batch)
+            state, self.sums = both["state"], None if update else both["sums"]
         self._watch.replay(self._module, aux["logged"])
         return state, aux["out"]
+
+    def update(self, state: Any) -> Any:
+        """Return the state after an update by the gradients that are there."""
+        if self.sums is None:
+            raise ValueError(
+                f"{type(self._module).__name__}: optimizer.step() was called where there are no gradients: its closure "
+                "did not run, and none ran since the last update. Pass the closure: "
+                "optimizer.step(closure=optimizer_closure)."
+            )
+        both, _ = self._alone({"state": state, "sums": self.sums}, {})
+        self.sums = None
+        return both["state"]
 
     def _batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], share: float) -> dict[str, Any]:
         """Return the inputs of a step: numbers that change at every call are tensors, others lead to a capture."""
@@ -105,6 +116,10 @@ class Steps:
         grads, buffers, aux = self._gradients(state, batch)
         total = zerofn.tree_map(torch.add, both["sums"], grads)
         return {"state": state.apply_gradients(total).replace(extra=buffers), "sums": total}, aux
+
+    def _update_by_sums(self, both: dict[str, Any], batch: dict[str, Any]) -> tuple[Any, Any]:
+        state, sums = both["state"], both["sums"]
+        return {"state": state.apply_gradients(sums), "sums": sums}, {}
 
 
 def _loss_of(out: Any, module: LightningModule) -> Tensor:

@@ -83,7 +83,8 @@ class ZeroFnStrategy(Ranks):
         self._groups: Groups | None = None
         self._steps: Steps | None = None
         self._lender: Lender | None = None
-        self._updating = False
+        self._apart = False  # whether a hook runs between gradients and update, which are two programs then
+        self._update = ""  # in optimizer_step: "due", or "done" by the closure
 
     # ---- options
 
@@ -192,6 +193,7 @@ class ZeroFnStrategy(Ranks):
             self._lender = Lender(module)
         if fitting:
             options = {k: v for k, v in self._compile_options.items() if v is not None}
+            self._apart = any(is_overridden("on_before_zero_grad", x) for x in (module, *trainer.callbacks))  # type: ignore[attr-defined]
             self._steps = Steps(module, watch(module), self._precision, options)
 
     def _make_state(self, module: pl.LightningModule) -> None:
@@ -238,22 +240,38 @@ class ZeroFnStrategy(Ranks):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled step on a batch. Returns what the module's own returns, of this rank."""
         assert self._steps is not None and self._groups is not None and self.lightning_module is not None
-        state = dataclasses.replace(self.state, opt_state=self._groups.with_rates(self.state.opt_state))
-        share = 1.0 / self.lightning_module.trainer.accumulate_grad_batches
-        self.state, out = self._steps(state, args, kwargs, share, update=self._updating)
+        loop = self.lightning_module.trainer.fit_loop
+        parts = self.lightning_module.trainer.accumulate_grad_batches
+        if loop.epoch_loop.batch_idx % parts == 0:
+            self._steps.sums = None  # here Lightning's closure sets gradients to zero
+        if self._update == "done":
+            raise ValueError(
+                f"{type(self.lightning_module).__name__}: the closure of optimizer.step ran optimizer_closure twice, "
+                "which has updated the parameters the first time. Call it once."
+            )
+        update = self._update == "due" and not self._apart
+        self.state, out = self._steps(self._with_rates(), args, kwargs, 1.0 / parts, update)
+        self._update = "done" if update else self._update
         return out
+
+    def _with_rates(self) -> Any:
+        assert self._groups is not None
+        return dataclasses.replace(self.state, opt_state=self._groups.with_rates(self.state.opt_state))
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The compiled step has done it."""
         return closure_loss.detach()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Run the closure, whose compiled step updates the parameters."""
-        self._updating = True
+        """Run the closure, whose compiled step updates the parameters, or update them by gradients that are there."""
+        assert self._steps is not None
+        self._update = "due"
         try:
             found = closure()
+            if self._update == "due":
+                self.state = self._steps.update(self._with_rates())
         finally:
-            self._updating = False
+            self._update = ""
         optimizer.step()  # has no gradients, and tells schedulers that there was an update
         return found
 
