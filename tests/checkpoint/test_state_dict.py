@@ -77,3 +77,20 @@ def test_names_and_shapes_must_agree():
     assert_same_trees(renamed, {"w": torch.ones(3)})
     loose = zerofn.load_state_dict({"w": torch.ones(3), "x": torch.ones(1)}, like=like, strict=False)
     assert_same_trees(loose, {"w": torch.ones(3)})
+
+
+def in_place(stage):
+    params = zerofn.shard({"params": zerofn.tree_map(torch.zeros_like, PARAMS)}, stage=stage)["params"]
+    memory = [x.data_ptr() for x in params.parts]
+    after = zerofn.load_state_dict({"a.w": PARAMS["a.w"]}, like=params, strict=False, donate=True)
+    assert [x.data_ptr() for x in after.parts] == memory
+    assert_same_trees(zerofn.unshard(after), {**zerofn.tree_map(torch.zeros_like, PARAMS), "a.w": PARAMS["a.w"]})
+    assert_same_trees(zerofn.gather(after), zerofn.unshard(after))
+    with pytest.raises(RuntimeError, match=r"it was donated to zerofn.load_state_dict"):
+        zerofn.unshard(params)
+
+
+def test_values_are_written_into_a_donated_tree(ranks):
+    in_place(3)
+    for stage in (0, 1, 3):
+        ranks(2, in_place, stage)

@@ -343,6 +343,17 @@ def unshards_where_nobody_is():
     assert (unshard(state, rank=0)["params"] is not None) == (dist.get_rank() == 0)
 
 
+def unshards_a_unit():
+    params = {"a": torch.randn(300, 300), "b": {"c": torch.randn(300, 300)}}
+    found = unshard(shard({"params": dict(params)}), only="b.c".__eq__)["params"]
+    assert found["a"] is None and torch.equal(found["b"]["c"], params["b"]["c"])
+
+
+def test_a_unit_by_itself(ranks):
+    ranks(1, unshards_a_unit)
+    ranks(2, unshards_a_unit)
+
+
 def test_a_rank_that_is_not_there_is_refused_on_all(ranks):
     ranks(1, unshards_where_nobody_is)
     ranks(2, unshards_where_nobody_is)

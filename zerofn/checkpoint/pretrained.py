@@ -13,6 +13,7 @@ import torch
 from .. import tree
 from ..comm.agreement import first_difference, rank_and_size, together
 from ..memory.turns import outside_steps
+from ..sharding.sharded import is_sharded
 from ..util.arguments import checked
 from ..util.errors import CheckpointError, printable
 from .contents import Part, leaves_of, missing_leaf, take_apart
@@ -48,15 +49,15 @@ def load_safetensors(
     return fill(WHAT, lambda: Weights(_place(path), rename), str(path), like, strict)
 
 
-def fill(what: str, opened: Callable[[], Source], words: str, like: Any, strict: bool) -> Any:
-    """Return the leaves of a source, laid out as `like`. All ranks must call it.
+def fill(what: str, opened: Callable[[], Source], words: str, like: Any, strict: bool, donate: bool = False) -> Any:
+    """Return the leaves of a source, laid out as `like`, with `donate` in its memory. All ranks must call it.
 
     `words`: what it is, the same on all ranks; its first line names it in errors, which begin with `what`.
     """
     parts, treedef = together(what, lambda: take_apart(like, what))
     same_everywhere(what, words, parts)
     path = words.partition("\n")[0]
-    values, samples = together(what, lambda: _read(opened, path, parts, strict))
+    values, samples = together(what, lambda: _read(opened, path, parts, strict, donate))
     if (found := first_difference(what, samples)) is not None:
         rank, here, there = found
         raise CheckpointError(
@@ -66,6 +67,9 @@ def fill(what: str, opened: Callable[[], Source], words: str, like: Any, strict:
         )
     with torch.no_grad():
         settle_all(values)
+    for part in parts if donate else ():
+        if is_sharded(part.value):
+            part.value.donate(f"it was donated to {what}(..., donate=True); use what that returned.")
     return tree.unflatten(treedef, values)
 
 
@@ -75,13 +79,15 @@ def _place(path: str | os.PathLike[str]) -> Path:
     return place if is_remote(place) else Path(path).expanduser()
 
 
-def _read(opened: Callable[[], Source], path: str, parts: list[Part], strict: bool) -> tuple[list[Any], list[str]]:
+def _read(
+    opened: Callable[[], Source], path: str, parts: list[Part], strict: bool, donate: bool
+) -> tuple[list[Any], list[str]]:
     """Return the values, and samples of what they were read from, unless there is but one such place."""
     weights = opened()
     try:
         absent = _match(weights, parts, path, strict)
         with torch.no_grad():
-            filling = Filling(parts, absent)
+            filling = Filling(parts, absent, donate)
             filling.check(weights, path)
             same = rank_and_size()[1] == 1 or is_remote(located(path))
             return filling.fill(weights), [] if same else weights.samples()

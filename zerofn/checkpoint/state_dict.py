@@ -42,6 +42,7 @@ def load_state_dict(
     *,
     strict: bool = True,
     rename: Callable[[str], str | None] | None = None,
+    donate: bool = False,
 ) -> Any:
     """Return the tensors of a state dict, laid out as the tree `like` (`Sharded` or plain), in its dtypes.
 
@@ -51,11 +52,14 @@ def load_state_dict(
     such as for a file that is not there, all ranks raise. Values are tensors, or objects with `shape`, `dtype` and
     `read(start, into)`, which fills a 1-d tensor with elements from `start` on: of those a rank reads the intervals
     that it keeps, and a few elements for a comparison with other ranks. `strict`, `rename` and
-    errors are as in `load_safetensors`. `like` is not changed.
+    errors are as in `load_safetensors`.
+
+    `like` is not changed, unless `donate`: then values are written into its memory, and using it afterwards raises.
     """
     found = state_dict if isinstance(state_dict, Mapping) else together(WHAT, state_dict)
     names = "\n".join(sorted(found))
-    return fill(WHAT, lambda: _Named(found, rename), f"a state dict of {len(found)} tensors\n{names}", like, strict)
+    words = f"a state dict of {len(found)} tensors{', donated' if donate else ''}\n{names}"
+    return fill(WHAT, lambda: _Named(found, rename), words, like, strict, donate)
 
 
 class _Named(Source):

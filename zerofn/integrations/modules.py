@@ -2,37 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
-
 import torch
-from torch import Tensor, nn
-
-
-def replace_parameters(module: nn.Module, new: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
-    """Put `new(name, parameter)` in the place of every parameter; tied ones stay one object."""
-    made: dict[int, nn.Parameter] = {}
-    for prefix, part in module.named_modules():
-        for name, param in list(part.named_parameters(recurse=False)):
-            if id(param) not in made:
-                made[id(param)] = new(f"{prefix}.{name}" if prefix else name, param)
-                made[id(made[id(param)])] = made[id(param)]
-            setattr(part, name, made[id(param)])
-
-
-def forget_values(module: nn.Module) -> None:
-    """Leave a module the shapes of its parameters only."""
-    replace_parameters(module, lambda _, p: nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad))
-
-
-@contextlib.contextmanager
-def with_values(module: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, the module has these parameters, by name; afterwards their shapes only."""
-    replace_parameters(module, lambda name, p: nn.Parameter(params[name], requires_grad=False))
-    try:
-        yield
-    finally:
-        forget_values(module)
+from torch import nn
 
 
 def is_shape_only(module: nn.Module) -> bool:
@@ -45,3 +16,14 @@ def buffers_to(module: nn.Module, device: torch.device) -> None:
     for part in module.modules():
         for name, x in list(part.named_buffers(recurse=False)):
             part._buffers[name] = x.to(device)
+
+
+def places_of(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Return parameter name -> [(module, attribute)]: all places of a tied one."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    found: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
+    for part in module.modules():
+        for last, p in part._parameters.items():
+            if p is not None:
+                found[names[id(p)]].append((part, last))
+    return found

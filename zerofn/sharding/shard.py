@@ -35,7 +35,7 @@ from ..util.process import the
 from .allocate import Filler, allocate, equalize, scratch_for, settle
 from .first_rank import as_on_first, check_equal, lines_of_values, on_device, on_host, values_on_first
 from .gather_scatter import gather_leaves
-from .layout import Layout
+from .layout import Layout, Unit
 from .precision import Precision, resolve
 from .shard_plan import (
     ReplicatedPart,
@@ -283,14 +283,15 @@ def _check_offload(offload: Offload, cuts: list[ShardedPart], home: torch.device
     check_memory(offload, kept, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
-@checked("rank")
+@checked("rank", "only")
 @outside_steps("zerofn.unshard", capturable=True)
-def unshard(state: Any, rank: int | None = None) -> Any:
+def unshard(state: Any, rank: int | None = None, *, only: Callable[[str], bool] | None = None) -> Any:
     """Return the full state: a plain tree in place of every `Sharded`, in the stored dtype.
 
-    Every rank gets it; with `rank`, only that one, and the others get None in place of each `Sharded`. All ranks
-    must call it. At most one unit is held in addition to the result. Raises `ValueError`, on every rank and before
-    anything is sent, if `rank` does not exist.
+    Every rank gets it; with `rank`, only that one, and the others get None in place of each `Sharded`. `only`: a
+    predicate of leaf names; units without such a leaf are not gathered, and their leaves are None. All ranks must call
+    it. At most one unit is held in addition to the result. Raises `ValueError`, on every rank and before anything is
+    sent, if `rank` does not exist.
     """
     check_whole(state, "unshard")
     for x in tree.leaves(state, is_leaf=is_sharded):
@@ -301,7 +302,7 @@ def unshard(state: Any, rank: int | None = None) -> Any:
             )
 
     if current_trace() is None:  # transfers would wait in silence for a rank that does not come
-        agree_on("zerofn.unshard", lambda: (None, ""))
+        agree_on("zerofn.unshard", lambda: (None, "" if only is None else _units_with(state, only)))
 
     def full(x: Any) -> Any:
         if not is_sharded(x):
@@ -310,6 +311,8 @@ def unshard(state: Any, rank: int | None = None) -> Any:
         here = rank in (None, mesh.all.rank)
         leaves: list[Any] = [None] * len(x.layout.where)
         for i, unit in enumerate(x.layout.units):
+            if only is not None and not _has(unit, only):
+                continue
             spec = replace(x.spec, layout=_single(x.layout, i), precision=Precision())
             one = Sharded(spec, [x.stored[i].loaded()])
             for leaf, value in zip(unit.leaves, gather_leaves(one), strict=True):
@@ -319,6 +322,16 @@ def unshard(state: Any, rank: int | None = None) -> Any:
 
     with torch.no_grad():
         return tree.tree_map(full, state, is_leaf=is_sharded)
+
+
+def _has(unit: Unit, only: Callable[[str], bool]) -> bool:
+    return any(only(leaf.name) for leaf in unit.leaves)
+
+
+def _units_with(state: Any, only: Callable[[str], bool]) -> str:
+    """Return the names of the units to gather."""
+    cut = [x for x in tree.leaves(state, is_leaf=is_sharded) if is_sharded(x)]
+    return "units " + ", ".join(unit.name for x in cut for unit in x.layout.units if _has(unit, only))
 
 
 def _single(layout: Layout, index: int) -> Layout:

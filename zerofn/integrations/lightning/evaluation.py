@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import zerofn
 
+from ..modules import places_of
+
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -23,7 +25,7 @@ class Lender:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._places = _places(module)
+        self._places = places_of(module)
         self._blocks = _blocks(module)
         self._shapes = {name: getattr(owner, last) for name, owners in self._places.items() for owner, last in owners}
         self._open = contextlib.ExitStack()
@@ -88,17 +90,6 @@ class Lender:
             first.remove()
             last.remove()
             self._take_back(names)
-
-
-def _places(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Return parameter name -> [(module, attribute)]: all places of a tied one."""
-    names = {id(p): name for name, p in module.named_parameters()}
-    found: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
-    for part in module.modules():
-        for last, p in part._parameters.items():
-            if p is not None:
-                found[names[id(p)]].append((part, last))
-    return found
 
 
 def _blocks(module: nn.Module) -> dict[str, set[str]]:

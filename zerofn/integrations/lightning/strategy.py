@@ -20,7 +20,8 @@ from torch import Tensor, nn
 import zerofn
 
 from ..groups import Groups, let_go
-from ..modules import buffers_to, forget_values, is_shape_only, with_values
+from ..live import Live, parameters_of
+from ..modules import buffers_to, is_shape_only
 from . import checkpoints
 from .evaluation import Lender
 from .optimizers import clipping
@@ -77,7 +78,8 @@ class ZeroFnStrategy(Ranks):
         super().__init__(**kwargs)
         self._shard_options = {"stage": stage, "offload": offload}
         self._compile_options = {"memory": memory, "remat": remat, "machine": machine}
-        self.state: Any = None  # the TrainState
+        self._state: Any = None
+        self._live: Live | None = None
         self._build: Callable[[], pl.LightningModule] | None = None
         self._of: Any = None  # the module that the state is of
         self._groups: Groups | None = None
@@ -85,6 +87,19 @@ class ZeroFnStrategy(Ranks):
         self._lender: Lender | None = None
         self._apart = False  # whether a hook runs between gradients and update, which are two programs then
         self._update = ""  # in optimizer_step: "due", or "done" by the closure
+
+    @property
+    def state(self) -> Any:
+        """The `TrainState`, with what was written to the module."""
+        if self._live is not None:
+            self._live.settle()
+        return self._state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._state = state
+        if self._live is not None:
+            self._live.drop()
 
     # ---- options
 
@@ -213,19 +228,22 @@ class ZeroFnStrategy(Ranks):
         def create() -> Any:
             source = module if self._build is None else self._build()
             extra = {name: x.to(self.root_device) for name, x in module.named_buffers()}
-            params = dict(source.named_parameters())
+            params = parameters_of(source)
             return zerofn.TrainState.create(params=params, tx=tx, seed=seed, extra=extra or None, frozen=frozen)
 
         first = create() if self._build is None else create
         options = {"precision": self._precision, **{k: v for k, v in self._shard_options.items() if v is not None}}
+        self._live = None
         self.state = zerofn.shard(first, device=self.root_device, **options)
         del first
         self._build = None
         before = dict(module.named_parameters())
-        forget_values(module)
-        after = dict(module.named_parameters())
+        self._live = Live(module, lambda: self._state.params, self._take)
         for optimizer in self.optimizers:
-            let_go(optimizer, {id(p): after[name] for name, p in before.items()})
+            let_go(optimizer, {id(p): self._live.parameters[name] for name, p in before.items()})
+
+    def _take(self, params: Any) -> None:
+        self._state = dataclasses.replace(self._state, params=params)
 
     def _start_alike(self, module: nn.Module) -> None:
         """Give all ranks rank 0's values."""
@@ -250,7 +268,10 @@ class ZeroFnStrategy(Ranks):
                 "which has updated the parameters the first time. Call it once."
             )
         update = self._update == "due" and not self._apart
-        self.state, out = self._steps(self._with_rates(), args, kwargs, 1.0 / parts, update)
+        before = self._with_rates()
+        assert self._live is not None
+        with self._live.in_step():
+            self.state, out = self._steps(before, args, kwargs, 1.0 / parts, update)
         self._update = "done" if update else self._update
         return out
 
@@ -282,8 +303,8 @@ class ZeroFnStrategy(Ranks):
 
         All ranks must enter it. It takes the memory of the whole model.
         """
-        assert self.lightning_module is not None
-        return with_values(self.lightning_module, zerofn.unshard(self.state.params))
+        assert self._live is not None
+        return self._live.whole()
 
     def _open(self) -> None:
         assert self._lender is not None

@@ -15,8 +15,9 @@ from torch.func import functional_call
 
 import zerofn
 
+from ..live import Live, is_live, parameters_of
 from ..losses import LossesInFloat32
-from ..modules import buffers_to, forget_values, is_shape_only, with_values
+from ..modules import buffers_to, is_shape_only
 from ..torch_optimizers import translated
 from .arguments import Seq2SeqTrainingArguments, TrainingArguments
 from .modules import EvaluatedModule, LossModule, tensors_of
@@ -63,7 +64,8 @@ class Trainer(transformers.Trainer):
                 "Trainer: optimizers= are torch's and hold a model's tensors; name them by optim= and "
                 "lr_scheduler_type=."
             )
-        self.sharded: Any = None  # the TrainState
+        self._sharded: Any = None
+        self._live: Live | None = None
         self._step: Any = None
         self._micro: list[dict[str, Any]] = []
         self._norm: Tensor | None = None
@@ -92,7 +94,7 @@ class Trainer(transformers.Trainer):
         return zerofn.skeleton(lambda: super(Trainer, self).call_model_init(trial).train())
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if is_shape_only(model):
+        if is_shape_only(model) or is_live(model):
             buffers_to(model, device)
         else:
             super()._move_model_to_device(model, device)
@@ -105,11 +107,27 @@ class Trainer(transformers.Trainer):
 
     def _parameters(self) -> dict[str, Tensor]:
         if self.model_init is None:
-            return dict(self.model.named_parameters())
+            return dict(parameters_of(self.model))
         transformers.set_seed(self.args.seed)
         return dict(super().call_model_init().named_parameters())
 
     # ---- the state and the step
+
+    @property
+    def sharded(self) -> Any:
+        """The `TrainState`, with what was written to the model; None before there is one."""
+        if self._live is not None:
+            self._live.settle()
+        return self._sharded
+
+    @sharded.setter
+    def sharded(self, state: Any) -> None:
+        self._sharded = state
+        if self._live is not None:
+            self._live.drop()
+
+    def _take(self, params: Any) -> None:
+        self._sharded = dataclasses.replace(self._sharded, params=params)
 
     def _need_state(self) -> None:
         """Make a state to evaluate, or to save, before any training."""
@@ -121,6 +139,7 @@ class Trainer(transformers.Trainer):
         tx = self._optimizer(max_steps)
         if self.sharded is not None:
             self.sharded = dataclasses.replace(self.sharded, tx=tx)
+            self._give_values()
             return
 
         def create() -> Any:
@@ -132,7 +151,12 @@ class Trainer(transformers.Trainer):
             first = create
         self.sharded = zerofn.shard(first, device=self.args.device, **self.args.shard_options)
         del first
-        forget_values(self.model)
+        self._give_values()
+
+    def _give_values(self) -> None:
+        """Let the model have the state's parameters."""
+        if self._live is None or self._live.module is not self.model:
+            self._live = Live(self.model, lambda: self._sharded.params, self._take)
 
     def _optimizer(self, max_steps: int) -> Any:
         """Return the transformation that the arguments name, with the whole schedule as a table."""
@@ -235,7 +259,10 @@ class Trainer(transformers.Trainer):
         parts, stacked = stack(micro)
         items = None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).reshape(1).repeat(stacked)
         batch = {"parts": parts, "num_items": items, "stacked": stacked, "shares": int(shares)}
-        self.sharded, aux = self._step(self.sharded, batch)
+        before = self.sharded
+        assert self._live is not None
+        with self._live.in_step():
+            self.sharded, aux = self._step(before, batch)
         self._norm = aux.get("grad_norm")
         return aux["loss"].to(self.args.device)
 
@@ -268,7 +295,8 @@ class Trainer(transformers.Trainer):
         All ranks must enter it. It takes the memory of the whole model, in the dtype of the master.
         """
         self._need_state()
-        return with_values(self.model, zerofn.unshard(self.sharded.params))
+        assert self._live is not None
+        return self._live.whole()
 
     # ---- what is saved
 

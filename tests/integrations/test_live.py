@@ -1,0 +1,207 @@
+"""A module whose parameters are in shards, beside one that has its own."""
+
+import copy
+import dataclasses
+import io
+import logging
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import zerofn
+from zerofn import optim
+from zerofn.integrations.live import Live, LiveParameter, is_live, parameters_of
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(3, 7), nn.Linear(7, 7), nn.Linear(7, 7)
+        self.third.weight = self.second.weight
+        self.norm = nn.LayerNorm(7)
+
+    def forward(self, x):
+        return self.norm(self.third(torch.tanh(self.second(torch.tanh(self.first(x))))))
+
+
+class Owner:
+    """What a trainer is here: it has the state."""
+
+    def __init__(self, module, stage=3, precision=None):
+        params = parameters_of(module)
+        self.state = zerofn.shard(
+            zerofn.TrainState.create(params=params, tx=optim.sgd(0.1)), stage=stage, precision=precision
+        )
+        self.live = Live(module, lambda: self.state.params, self.take)
+
+    def take(self, params):
+        self.state = dataclasses.replace(self.state, params=params)
+
+
+def pair(stage=3, precision=None):
+    """A module whose parameters are in shards, its owner, and the same module as it was."""
+    torch.manual_seed(0)
+    module = Tied()
+    plain = copy.deepcopy(module)
+    return module, Owner(module, stage, precision), plain
+
+
+def assert_same(module, plain):
+    assert [n for n, _ in module.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    for (name, p), q in zip(module.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.detach(), q.detach()), name
+
+
+def written(module):
+    """Every way of writing that people use."""
+    nn.init.zeros_(module.norm.bias)
+    with torch.no_grad():
+        module.first.weight.mul_(2)
+        module.first.bias[0] = 7
+        torch._foreach_add_([module.second.bias, module.third.bias], 1.0)
+        for p in module.norm.parameters():
+            p.view(-1)[1:3].fill_(0.25)
+    module.second.weight.data.add_(1)
+    module.second.bias.data = torch.arange(7.0)
+    module.third.bias.detach().numpy()[1] = 3
+
+
+def there(stage, precision=None):
+    """What is read and written, on any number of ranks."""
+    module, owner, plain = pair(stage, precision)
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+    assert module.first.weight.shape == (7, 3) and module.first.weight.device.type == "cpu"
+    assert not owner.live._values  # nothing was gathered
+    assert torch.equal(module(x), plain(x))
+    module(x).sum().backward(), plain(x).sum().backward()
+    for p, q in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+    for m in (module, plain):
+        written(m)
+    assert_same(module, plain)
+    owner.live.settle()
+    assert_same(module, plain)
+    full = zerofn.unshard(owner.state.params)
+    assert all(torch.equal(full[name], p.detach()) for name, p in plain.named_parameters())
+    with owner.live.whole():
+        assert type(module.first.weight) is nn.Parameter
+        assert_same(module, plain)
+        module.first.weight.data.fill_(5)
+    assert (module.first.weight == 5).all() and (zerofn.unshard(owner.state.params)["first.weight"] == 5).all()
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_read_and_written(stage, precision):
+    there(stage, precision)
+
+
+def several(stages):
+    for stage in stages:
+        there(stage)
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("zerofn").addHandler(handler)
+    module, owner, _ = pair()
+    for _ in range(2):
+        assert module.first.weight.norm() > 0
+        owner.live.settle()
+    logging.getLogger("zerofn").removeHandler(handler)
+    return [m for m in messages if "outside of the step" in m]
+
+
+def test_what_is_read_and_written_on_ranks(ranks):
+    for said in ranks(2, several, (0, 1, 3)):
+        assert len(said) == 1 and said[0].startswith("Tied: 'first.weight' was used outside of the step. Its unit,")
+
+
+def test_a_parameter_stays_the_object_that_others_have():
+    module = Tied()
+    held, optimizer = list(module.parameters()), torch.optim.SGD(module.parameters(), 0.1)
+    owner = Owner(module)
+    assert all(a is b for a, b in zip(held, module.parameters(), strict=True))
+    assert all(isinstance(p, LiveParameter) for p in optimizer.param_groups[0]["params"])
+    assert module.third.weight is module.second.weight
+    with torch.no_grad():
+        held[0].zero_()
+    owner.live.settle()
+    assert not zerofn.unshard(owner.state.params)["first.weight"].any()
+
+
+def test_copies_and_files_are_plain():
+    module, _, plain = pair()
+    kept = copy.deepcopy(module)
+    assert not is_live(kept) and kept.third.weight is kept.second.weight
+    assert_same(kept, plain)
+    file = io.BytesIO()
+    torch.save([module.state_dict(), module], file)
+    file.seek(0)
+    state, opened = torch.load(file, weights_only=False)
+    assert not is_live(opened) and type(state["first.weight"]) is torch.Tensor
+    assert_same(opened, plain)
+    assert repr(module.norm.bias) == repr(plain.norm.bias) and module.norm.bias.tolist() == [0.0] * 7
+
+
+def test_a_state_dict_is_loaded():
+    module, owner, _ = pair()
+    other = Tied()
+    module.load_state_dict(other.state_dict())
+    owner.live.settle()
+    assert_same(module, other)
+
+
+def test_a_parameter_that_is_replaced_gives_its_value():
+    module, owner, _ = pair()
+    module.first.weight = mine = nn.Parameter(torch.ones(7, 3))
+    owner.live.settle()
+    assert module.first.weight is mine and isinstance(mine, LiveParameter)
+    assert (zerofn.unshard(owner.state.params)["first.weight"] == 1).all()
+    module.third.weight = nn.Parameter(torch.ones(7, 7))
+    with pytest.raises(ValueError, match="'second.weight' is one parameter at several places, and was replaced at one"):
+        owner.live.settle()
+
+
+def test_another_shape_or_dtype_is_refused():
+    module, owner, plain = pair()
+    module.double()
+    assert module.first.weight.dtype == torch.float64 and not is_live(module)
+    assert_same(module.float(), plain)
+    owner.live.settle()
+    assert is_live(module)
+    module.first.weight = nn.Parameter(torch.ones(3, 3))
+    with pytest.raises(ValueError, match=r"float32 of shape \(7, 3\) in the state, and there is .* \(3, 3\) in its"):
+        owner.live.settle()
+
+
+def test_another_owner_takes_the_values():
+    module, first, plain = pair()
+    with torch.no_grad():
+        module.first.weight.fill_(3), plain.first.weight.fill_(3)
+    second = Owner(module)
+    assert_same(module, plain)
+    with torch.no_grad():
+        module.first.bias.fill_(4)
+    second.live.settle()
+    first.live.settle()  # and takes the module back
+    assert (zerofn.unshard(first.state.params)["first.bias"] == 4).all()
+    assert module.first.weight._zerofn[0] is first.live
+
+
+def test_a_step_that_reads_past_what_it_is_given_is_refused():
+    module, owner, _ = pair()
+    with owner.live.in_step(), pytest.raises(RuntimeError, match="reads the parameter 'first.weight' past the ones"):
+        module.first.weight.sum()
+
+
+def test_a_parameter_that_is_referred_to_weakly_becomes_another_object():
+    module = Tied()
+    before = weakref.ref(module.first.weight)
+    owner = Owner(module)
+    assert before() is not module.first.weight and is_live(module)
+    with torch.no_grad():
+        module.first.weight.zero_()
+    owner.live.settle()
+    assert not zerofn.unshard(owner.state.params)["first.weight"].any()

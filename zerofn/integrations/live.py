@@ -1,0 +1,257 @@
+"""A module whose parameters are in shards: between steps they are read and written as if they were its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zerofn
+
+from .modules import places_of
+
+log = logging.getLogger("zerofn")
+
+
+class Live:
+    """Gives a module parameters whose values are a state's.
+
+        live = Live(module, lambda: self.state.params, self._take)
+        live.settle()                    # before a step: the state has what was written to the module
+        with live.in_step(): ...         # reading a parameter raises: the step is given them
+
+    `read() -> params`: the state's, with the module's names. `write(params)`: takes them after they were changed; they
+    are in the memory of the ones before, which raise from then on.
+
+    Every parameter keeps its identity, so optimizers, lists and other modules that have it see the same. Shape, dtype,
+    device and `requires_grad` need no communication. Any other use gathers the parameter's unit, on all ranks, and
+    holds it until `settle`. All ranks must use the same parameters. A parameter that was replaced by another tensor
+    gives its value to the state.
+    """
+
+    def __init__(self, module: nn.Module, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
+        self.module, self._read, self._write = module, read, write
+        self._values: dict[str, Tensor] = {}
+        self._in_step = False
+        self._told = False
+        self.device = read().device
+        self._places = places_of(module)
+        given = dict(module.named_parameters())
+        self._kinds = {name: (p.shape, p.dtype) for name, p in given.items()}
+        self.parameters = {name: _live(p, self, name) for name, p in given.items()}
+        self._put(self.parameters)
+
+    # ---- what the parameters ask for
+
+    def value_of(self, name: str) -> Tensor:
+        """Return a parameter's value, which is the same tensor until `settle`. All ranks must ask."""
+        if self._in_step:
+            raise RuntimeError(
+                f"{type(self.module).__name__}: the step reads the parameter {name!r} past the ones that it is given, "
+                "such as from a list that was made before; read it as an attribute of its module."
+            )
+        if name not in self._values:
+            with torch.no_grad(), torch.inference_mode(False):
+                found = zerofn.unshard(self._read(), only=name.__eq__)
+            self._values.update((k, x) for k, x in found.items() if x is not None and k not in self._values)
+            self._tell(name, [x for x in found.values() if x is not None])
+        return self._values[name]
+
+    def _tell(self, name: str, unit: list[Tensor]) -> None:
+        if self._told or zerofn.world_size() == 1:
+            return
+        self._told = True
+        here, whole = (sum(x.numel() * x.element_size() for x in xs) for xs in (unit, self.parameters.values()))
+        log.warning(
+            "%s: %r was used outside of the step. Its unit, %s of the module's %s, is gathered on every rank and held "
+            "until the next step.", type(self.module).__name__, name, _bytes(here), _bytes(whole),
+        )  # fmt: skip
+
+    # ---- what its owner does
+
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Inside, a step runs."""
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    def settle(self) -> None:
+        """Give the state what was written to the module, and let go of what was gathered. All ranks must call it."""
+        replaced = {name: x for name in self._places if not self._is_mine(x := self._found(name))}
+        written = {**self._values, **{name: self._checked(name, x) for name, x in replaced.items()}}
+        if written:
+            self._write(zerofn.load_state_dict(written, like=self._read(), strict=False, donate=True))
+            self._values.clear()
+        if replaced:
+            self.parameters.update((name, _live(x, self, name)) for name, x in replaced.items())
+            self._put(self.parameters)
+
+    def drop(self) -> None:
+        """Let go of what was gathered: the state has other values now."""
+        self._values.clear()
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, the module has plain parameters, on every rank; what is written to them goes to the state. All ranks
+        must enter it. It takes the memory of the whole module, in the dtype of the master.
+        """
+        self.settle()
+        with torch.no_grad(), torch.inference_mode(False):
+            self._values = dict(zerofn.unshard(self._read()))
+        flags = {name: p.requires_grad for name, p in self.parameters.items()}
+        self._put({name: nn.Parameter(x, requires_grad=flags[name]) for name, x in self._values.items()})
+        try:
+            yield
+        finally:
+            self._values = {name: self._checked(name, self._found(name)) for name in self._places}
+            self._put(self.parameters)
+            self.settle()
+
+    def _is_mine(self, p: Any) -> bool:
+        return isinstance(p, LiveParameter) and p._zerofn[0] is self
+
+    def _found(self, name: str) -> Any:
+        """Return what is in a parameter's place now."""
+        (owner, last), *tied = self._places[name]
+        found = owner._parameters.get(last)
+        if any(other._parameters.get(x) is not found for other, x in tied):
+            raise ValueError(
+                f"{type(self.module).__name__}: {name!r} is one parameter at several places, and was replaced at one "
+                "of them; write to it instead, or replace it at all of them."
+            )
+        return found
+
+    def _checked(self, name: str, new: Tensor | None) -> Tensor:
+        """Return the value of what has been put in a parameter's place."""
+        mine = self._kinds[name]
+        if new is None or (new.shape, new.dtype) != mine:
+            what = "nothing" if new is None else f"{new.dtype} of shape {tuple(new.shape)}"
+            raise ValueError(
+                f"{type(self.module).__name__}: the parameter {name!r} is {mine[1]} of shape {tuple(mine[0])} in the "
+                f"state, and there is {what} in its place. A state keeps shapes and dtypes: make another trainer for "
+                "another model."
+            )
+        return new.detach()
+
+    def _put(self, parameters: dict[str, nn.Parameter]) -> None:
+        for name, places in self._places.items():
+            for owner, last in places:
+                owner._parameters[last] = parameters[name]
+
+
+class LiveParameter(nn.Parameter):
+    """A parameter whose value is in a state's shards."""
+
+    _zerofn: tuple[Live, str]
+
+    @staticmethod
+    def __new__(cls, like: Tensor, live: Live, name: str) -> LiveParameter:
+        """Return one with the shape, dtype and device of another parameter."""
+        # What torch's pages on extending it give for tensors that wrap others; not private in spite of its name.
+        made: LiveParameter = cls._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=live.device, requires_grad=like.requires_grad
+        )
+        made._zerofn = live, name
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    @property
+    def value(self) -> Tensor:
+        """The tensor with its value."""
+        live, name = self._zerofn
+        return live.value_of(name)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Run an operation on the values. What it writes in place stays the parameter."""
+        lent: dict[int, Tensor] = {}
+
+        def value(x: Any) -> Any:
+            if not isinstance(x, LiveParameter):
+                return x
+            lent[id(x.value)] = x
+            return x.value
+
+        args, kwargs = zerofn.tree_map(value, (args, kwargs or {}))
+        return zerofn.tree_map(lambda x: lent.get(id(x), x), func(*args, **kwargs))
+
+    @property
+    def data(self) -> Tensor:
+        """The value, without a gradient."""
+        return self.value.detach()
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        if new is self:
+            return
+        if (new.shape, new.dtype, new.device) == (self.shape, self.dtype, self.device):
+            self.value.copy_(new)
+        else:  # as `module.half()` and `module.to(...)` do: a module of its own from now on
+            plain = nn.Parameter(new.detach(), requires_grad=self.requires_grad)
+            plain.grad = None if self.grad is None else self.grad.to(new)
+            torch.utils.swap_tensors(self, plain)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.plain())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.value.clone(), requires_grad=self.requires_grad)
+        found: nn.Parameter = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+    def plain(self) -> nn.Parameter:
+        """Return a plain parameter in the memory of its value."""
+        return nn.Parameter(self.value, requires_grad=self.requires_grad)
+
+
+def _live(p: nn.Parameter, live: Live, name: str) -> nn.Parameter:
+    """Make a parameter live, if possible the same object, which optimizers and lists have."""
+    p.grad = None
+    made = LiveParameter(p, live, name)
+    try:
+        torch.utils.swap_tensors(p, made)
+    except RuntimeError:  # something else holds its tensor: a graph, a weak reference
+        return made
+    return p
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a module's parameters by name, those that are live as plain ones. All ranks must call it."""
+    given = dict(module.named_parameters())
+    return {name: p.plain() if isinstance(p, LiveParameter) else p for name, p in given.items()}
+
+
+def is_live(module: nn.Module) -> bool:
+    """Whether a module's parameters are in a state's shards."""
+    return any(isinstance(p, LiveParameter) for p in module.parameters())
+
+
+def _bytes(n: int) -> str:
+    return f"{n / 2**20:,.1f} MiB"
+
+
+def _of_memory(name: str) -> Any:
+    """Return a method that asks for a tensor's memory, which a parameter without values asks of its value."""
+
+    def method(self: LiveParameter, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.data, name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+for _name in ("__array__", "__dlpack__", "data_ptr", "numpy", "storage", "tolist", "untyped_storage"):
+    setattr(LiveParameter, _name, _of_memory(_name))
