@@ -56,8 +56,8 @@ class ZeroFnStrategy(Ranks):
     module is built in `configure_model`, no rank ever holds all of it.
 
     Checkpoints are folders that load on any number of ranks; with `save_weights_only` they are Lightning's files.
-    Ranks start with rank 0's parameters. Afterwards the module has the shapes of its parameters; `whole_model()` lends
-    it their values.
+    Ranks start with rank 0's parameters. Outside of `training_step` the module has its parameters, which are gathered
+    where they are used: all ranks must use the same. `whole_model()` gathers all of them at once.
 
     Raises `ValueError` for manual optimization, several optimizers, hooks that see gradients, and options without an
     effect here; `zerofn.CaptureError` for a step that is no pure function.

@@ -37,8 +37,9 @@ class Trainer(transformers.Trainer):
 
         trainer = Trainer(model_init=build, args=TrainingArguments(..., stage=3), train_dataset=...)
 
-    The model keeps the shapes of its parameters; their values are in shards. With `model_init` no rank ever holds all
-    of them; a `model` with values is cut, and then lets go of them. The loss is `compute_loss`'s, the model's own or
+    The values of the model's parameters are in shards. With `model_init` no rank ever holds all of them; a `model` with
+    values is cut, and then lets go of them. Outside of the step parameters are gathered where they are used: all ranks
+    must use the same. The loss is `compute_loss`'s, the model's own or
     one that a subclass defines; the step is captured, so that it must not branch on what is in the batch. Optimizers
     and schedules are those that the arguments name, translated (AdamW, Adam, SGD, Adagrad, Adafactor, RMSprop).
     Batches whose rows differ in length are padded to the longest of all ranks, and from the second length on to
