@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from ..groups import Groups, let_go
 from ..live import Live, parameters_of
 from ..modules import buffers_to, is_shape_only
 from . import checkpoints
+from .configured import Configured
 from .evaluation import Lender
 from .optimizers import clipping
 from .ranks import Ranks
@@ -80,7 +80,7 @@ class ZeroFnStrategy(Ranks):
         self._compile_options = {"memory": memory, "remat": remat, "machine": machine}
         self._state: Any = None
         self._live: Live | None = None
-        self._build: Callable[[], pl.LightningModule] | None = None
+        self._configured: Configured | None = None
         self._of: Any = None  # the module that the state is of
         self._groups: Groups | None = None
         self._steps: Steps | None = None
@@ -151,34 +151,13 @@ class ZeroFnStrategy(Ranks):
         """Take a module; its `configure_model` will make shapes only."""
         if model is not self._of and is_shape_only(model):
             raise ValueError(
-                f"{type(model).__name__}: its parameters have no values; another Trainer has trained it. Load its "
-                "checkpoint into a new one."
+                f"{type(model).__name__}: its parameters have no values; build it without zerofn.skeleton, or in "
+                "configure_model."
             )
         super().connect(model)
         watch(model)
         if model is not self._of and is_overridden("configure_model", model):
-            self._take_configure_model(model)
-
-    def _take_configure_model(self, model: pl.LightningModule) -> None:
-        """Let `configure_model` build shapes, and remember how to build the values."""
-        before, configure = _contents(model), model.configure_model
-
-        def shapes() -> None:
-            del model.__dict__["configure_model"]
-            generators = self.broadcast(torch.get_rng_state())
-
-            def build() -> pl.LightningModule:
-                fresh: pl.LightningModule = copy.copy(model)
-                fresh.__dict__.update({k: copy.copy(v) for k, v in before.items()})
-                with torch.random.fork_rng(devices=()):
-                    torch.set_rng_state(generators)
-                    type(model).configure_model(fresh)
-                return fresh
-
-            self._build = build
-            zerofn.skeleton(lambda: configure() or model)
-
-        object.__setattr__(model, "configure_model", shapes)
+            self._configured = Configured(model, self.broadcast)
 
     def model_to_device(self) -> None:
         """Move the buffers; parameters are moved as shards."""
@@ -226,17 +205,17 @@ class ZeroFnStrategy(Ranks):
             self._start_alike(module)
 
         def create() -> Any:
-            source = module if self._build is None else self._build()
+            source = module if self._configured is None else self._configured.build()
             extra = {name: x.to(self.root_device) for name, x in module.named_buffers()}
             params = parameters_of(source)
             return zerofn.TrainState.create(params=params, tx=tx, seed=seed, extra=extra or None, frozen=frozen)
 
-        first = create() if self._build is None else create
+        first = create() if self._configured is None else create
         options = {"precision": self._precision, **{k: v for k, v in self._shard_options.items() if v is not None}}
         self._live = None
         self.state = zerofn.shard(first, device=self.root_device, **options)
         del first
-        self._build = None
+        self._configured = None
         before = dict(module.named_parameters())
         self._live = Live(module, lambda: self._state.params, self._take)
         for optimizer in self.optimizers:
@@ -405,8 +384,3 @@ class ZeroFnStrategy(Ranks):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-def _contents(module: nn.Module) -> dict[str, Any]:
-    """Return a module's attributes, to build it again from."""
-    return {k: copy.copy(v) if isinstance(v, dict) else v for k, v in module.__dict__.items()}
