@@ -44,6 +44,7 @@ TESTED_BY = {
     "graph.source_lines": "graph/test_advice.py",
     "integrations.groups": "integrations/test_lightning.py",
     "integrations.lightning.checkpoints": "integrations/test_lightning.py",
+    "integrations.lightning.configured": "integrations/test_lightning.py",
     "integrations.lightning.evaluation": "integrations/test_lightning.py",
     "integrations.lightning.optimizers": "integrations/test_lightning.py",
     "integrations.lightning.ranks": "integrations/test_lightning.py",
