@@ -187,7 +187,8 @@ class Captures:
         with watching(before.reader.moving):
             entry, constants = make()
         after = self._read()
-        changed = changed_paths(before.facts, after.facts)
+        self._left_out.paths |= after.reader.written
+        changed = changed_paths(*(without(x.facts, after.reader.written) for x in (before, after)))
         imported = [x for x in changed if x not in before.facts and _is_module(after.facts[x])]
         paths = [x for x in without(dict.fromkeys(changed), imported) if not _is_loaded(x, before.facts)]
         if paths:

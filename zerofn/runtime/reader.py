@@ -58,18 +58,17 @@ _HOOKS = tuple(name for name in _OF_EVERY_MODULE if name.endswith("_hooks") and 
 _GIVEN = (types.MemberDescriptorType, types.GetSetDescriptorType, property)
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict, types.MappingProxyType)
 _CALLED = {"__call__", "_call_impl", "forward"}  # of modules, by torch
+WRITTEN = "_zerofn_written"  # an attribute: the names of those that a step changes, and does not read
 _BUILT_IN = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 
-# How much of an object is read: all of it, what the user's lines name, or, as it was found in a library's object, no
-# more than which object it is.
+# How much of an object is read: all of it, what the user's lines name or, if a library's object has it, which it is.
 ALL, NAMED, FOUND = 2, 1, 0
 
 
 class Reader:
     """One reading: `facts`, and the `places` they are from. `skip`: paths left out.
-
     `unsure`: the paths of what was found in objects of libraries, which may not matter. `moving`: iterators and
-    generators of random numbers, by path. `left`: paths of what is not followed.
+    generators of random numbers, by path. `left`: what is not followed; `written`: what `WRITTEN` leaves out.
     """
 
     def __init__(self, skip: Iterable[str] = ()) -> None:
@@ -78,6 +77,7 @@ class Reader:
         self.unsure: set[str] = set()
         self.moving: dict[str, Any] = {}
         self.left: list[str] = []
+        self.written: set[str] = set()
         self._skip = frozenset(skip)
         self._seen: dict[tuple[int, bool], tuple[str, Any]] = {}  # (id, found) -> (path, the value, kept alive)
         self._todo: deque[Callable[[], None]] = deque()
@@ -250,7 +250,9 @@ class Reader:
 
     def _item(self, holder: Any, name: str, path: str, how: int = NAMED) -> None:
         """What a dict of attributes or globals holds."""
-        if path not in self._skip:
+        if name in (WRITTEN, *holder.get(WRITTEN, ())):
+            self.written.add(path)
+        elif path not in self._skip:
             self.places.item(holder, name, holder[name])
             self.visit(holder[name], path, how)
 

@@ -1,0 +1,101 @@
+"""What a captured step does to the object that it is a method of: done again after every run of the step.
+
+A trainer's `compute_loss` and a module's `training_step` run once, to be captured. What they append to lists, and
+assign or add to numbers and entries among the attributes of their host, is taken out of them: what a tensor's value
+goes into becomes a result of the step, and `Effects.replay` does the rest with it on the host, in order, after every
+run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .choices import reached, replaced, rewritten, stored_by
+from .later import Program
+from .recording import WRITTEN, Recording
+
+
+class Effects:
+    """The effects of a method of `host`, `method`, over all its captures.
+
+    `base`: the framework's class; what host's classes before it define is looked at. `replayed`: attributes of the
+    host, such as "log" and "logger", of which every call is made after the step in place of while it is captured.
+
+        with effects.recording() as recording:
+            loss = recording.plain(host.compute_loss(...))
+        aux = recording.results                     # results of the step, beside its others
+        ...
+        effects.replay(aux_of_a_run)
+    """
+
+    def __init__(self, host: Any, method: str, base: type, replayed: Sequence[str] = ()) -> None:
+        self.host, self.method, self.replayed = host, method, frozenset(replayed)
+        self._programs: dict[Any, tuple[str, Program]] = {}
+        vars(self)[WRITTEN] = frozenset(vars(self))  # no step is captured anew for what is kept here
+        kinds = type(host).__mro__
+        self.kinds = kinds[: kinds.index(base)]
+        methods = list(reached(self.kinds, method))
+        self.stored = frozenset(name for _, _, f in methods for name in stored_by(f.__code__))
+        self._methods = methods
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Recording]:
+        """Inside, the method runs to be captured, and the host stays as it is."""
+        recording = Recording(self.method, self.kinds, self.stored, self.replayed)
+        found = {(kind, name): rewritten(f, recording.choose, recording.called) for kind, name, f in self._methods}
+        back = replaced({key: f for key, f in found.items() if f is not None})
+        recording.watch(self.host, ())
+        try:
+            with recording.mode:
+                yield recording
+        finally:
+            recording.leave()
+            back()
+        self._keep(recording)
+        recording.check_kept()
+
+    def _keep(self, recording: Recording) -> None:
+        program, results, written = recording.program()
+        if not program.lines:
+            return
+        self.host.__dict__[WRITTEN] = self.host.__dict__.get(WRITTEN, frozenset()) | written
+        key = _key_of(program)
+        name, _ = self._programs.setdefault(key, (f"effects {len(self._programs)}", program))
+        recording.results[name] = results
+
+    def replay(self, results: Mapping[str, Sequence[Tensor]], rounds: int | None = None) -> None:
+        """Do to the host what the step that has run did. `rounds`: how many microbatches the results are stacks of."""
+        programs = dict(self._programs.values())
+        for name, found in results.items():
+            program = programs[name]
+            values = _with_numbers(found, program.numbers)
+            for k in range(1 if rounds is None else rounds):
+                program.run(self.host, values if rounds is None else [x[k] for x in values])
+
+
+def _with_numbers(found: Sequence[Tensor], numbers: Sequence[int]) -> list[Any]:
+    """Return results of a step, with numbers where only numbers are asked: one transfer from the device for a dtype."""
+    values: list[Any] = list(found)
+    for dtype in {found[k].dtype for k in numbers}:
+        these = [k for k in numbers if found[k].dtype is dtype]
+        for k, x in zip(these, torch.stack([found[k] for k in these]).tolist(), strict=True):
+            values[k] = x
+    return values
+
+
+def _key_of(x: Any) -> Any:
+    """Return what is equal for equal programs."""
+    if isinstance(x, list | tuple):
+        return (type(x), *map(_key_of, x))
+    if isinstance(x, dict):
+        return (dict, *((k, _key_of(v)) for k, v in x.items()))
+    try:
+        hash(x)
+    except TypeError:
+        return id(x), type(x)
+    return type(x), x
