@@ -368,3 +368,27 @@ def test_a_branch_on_data_is_told():
 
     with pytest.raises(zerofn.CaptureError):
         fitted(ZeroFnStrategy(), module=refused("Branches", body))
+
+
+class Swaps(pl.Callback):
+    """Sets weights for the validation, and the old ones behind it: as callbacks with averaged weights do."""
+
+    def on_validation_epoch_start(self, trainer, module):
+        self.kept = {name: x.clone() for name, x in module.state_dict().items() if x.is_floating_point()}
+        for p in module.parameters():
+            p.data.mul_(0.5)
+        module.net.batch_norm.running_mean.add_(1)
+
+    def on_validation_epoch_end(self, trainer, module):
+        module.load_state_dict(self.kept, strict=False)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_weights_of_another_kind_for_the_validation(tmp_path, precision):
+    found = []
+    for strategy in ("auto", ZeroFnStrategy(stage=3)):
+        trainer, kept, module = fitted(strategy, callbacks=[Swaps()], precision=precision, folder=tmp_path)
+        found.append((kept.losses, float(trainer.callback_metrics["val_loss"])))
+    tolerance = 1e-5 if precision == "32-true" else 0.1
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=tolerance)
+    assert found[1][1] == pytest.approx(found[0][1], rel=tolerance)

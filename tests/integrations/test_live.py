@@ -31,13 +31,13 @@ class Owner:
 
     def __init__(self, module, stage=3, precision=None):
         params = parameters_of(module)
-        self.state = zerofn.shard(
-            zerofn.TrainState.create(params=params, tx=optim.sgd(0.1)), stage=stage, precision=precision
-        )
-        self.live = Live(module, lambda: self.state.params, self.take)
+        extra = {name: x.clone() for name, x in module.named_buffers()} or None
+        first = zerofn.TrainState.create(params=params, tx=optim.sgd(0.1), extra=extra)
+        self.state = zerofn.shard(first, stage=stage, precision=precision)
+        self.live = Live(module, lambda: self.state, self.take)
 
-    def take(self, params):
-        self.state = dataclasses.replace(self.state, params=params)
+    def take(self, state):
+        self.state = state
 
 
 def pair(stage=3, precision=None):
@@ -205,3 +205,32 @@ def test_a_parameter_that_is_referred_to_weakly_becomes_another_object():
         module.first.weight.zero_()
     owner.live.settle()
     assert not zerofn.unshard(owner.state.params)["first.weight"].any()
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("mean", torch.zeros(3))
+
+
+def test_buffers_are_the_states():
+    module = Counting()
+    owner = Owner(module)
+    held, state = module.norm.running_mean, owner.state
+    module.norm.running_mean.add_(1)  # in place: the state's own memory
+    owner.live.settle()
+    assert owner.state is state and (state.extra["norm.running_mean"] == 1).all()
+    module.mean = torch.full((3,), 5.0)  # another tensor
+    module.norm.num_batches_tracked = module.norm.num_batches_tracked + 2
+    owner.live.settle()
+    assert (owner.state.extra["mean"] == 5).all() and owner.state.extra["norm.num_batches_tracked"] == 2
+    module.mean.mul_(2)
+    assert (owner.state.extra["mean"] == 10).all()
+    extra = {name: x + 3 for name, x in owner.state.extra.items()}
+    owner.state = dataclasses.replace(owner.state, extra=extra)  # as a step does
+    owner.live.renew()
+    assert held is module.norm.running_mean and (held == 4).all() and (module.mean == 13).all()
+    module.mean = None
+    with pytest.raises(ValueError, match="the buffer 'mean' is gone"):
+        owner.live.settle()

@@ -1,8 +1,9 @@
-"""A module whose parameters are in shards: between steps they are read and written as if they were its own."""
+"""A module whose values are a state's: between steps its parameters and buffers are read and written as its own."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,32 +19,36 @@ log = logging.getLogger("zerofn")
 
 
 class Live:
-    """Gives a module parameters whose values are a state's.
+    """Gives a module the parameters and buffers of a `TrainState`.
 
-        live = Live(module, lambda: self.state.params, self._take)
+        live = Live(module, lambda: self.state, self._take)
         live.settle()                    # before a step: the state has what was written to the module
         with live.in_step(): ...         # reading a parameter raises: the step is given them
+        live.renew()                     # after it: the module has what the state has now
 
-    `read() -> params`: the state's, with the module's names. `write(params)`: takes them after they were changed; they
-    are in the memory of the ones before, which raise from then on.
+    `read() -> state`: `state.params` has the parameters by the module's names, and `state.extra` the buffers, if any.
+    `take(state)`: takes a state that has what was written; its parameters are in the memory of those before, which
+    raise from then on.
 
     Every parameter keeps its identity, so optimizers, lists and other modules that have it see the same. Shape, dtype,
     device and `requires_grad` need no communication. Any other use gathers the parameter's unit, on all ranks, and
     holds it until `settle`. All ranks must use the same parameters. A parameter that was replaced by another tensor
-    gives its value to the state.
+    gives its value to the state. Buffers share the state's memory.
     """
 
-    def __init__(self, module: nn.Module, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
-        self.module, self._read, self._write = module, read, write
+    def __init__(self, module: nn.Module, read: Callable[[], Any], take: Callable[[Any], None]) -> None:
+        self.module, self._read, self._take = module, read, take
         self._values: dict[str, Tensor] = {}
         self._in_step = False
         self._told = False
-        self.device = read().device
+        self.device = read().params.device
         self._places = places_of(module)
+        self._buffers = {name: module.get_buffer(name) for name in read().extra or {}}
         given = dict(module.named_parameters())
         self._kinds = {name: (p.shape, p.dtype) for name, p in given.items()}
         self.parameters = {name: _live(p, self, name) for name, p in given.items()}
         self._put(self.parameters)
+        self.renew()
 
     # ---- what the parameters ask for
 
@@ -56,7 +61,7 @@ class Live:
             )
         if name not in self._values:
             with torch.no_grad(), torch.inference_mode(False):
-                found = zerofn.unshard(self._read(), only=name.__eq__)
+                found = zerofn.unshard(self._read().params, only=name.__eq__)
             self._values.update((k, x) for k, x in found.items() if x is not None and k not in self._values)
             self._tell(name, [x for x in found.values() if x is not None])
         return self._values[name]
@@ -87,15 +92,39 @@ class Live:
         replaced = {name: x for name in self._places if not self._is_mine(x := self._found(name))}
         written = {**self._values, **{name: self._checked(name, x) for name, x in replaced.items()}}
         if written:
-            self._write(zerofn.load_state_dict(written, like=self._read(), strict=False, donate=True))
+            state = self._read()
+            params = zerofn.load_state_dict(written, like=state.params, strict=False, donate=True)
+            self._take(dataclasses.replace(state, params=params))
             self._values.clear()
         if replaced:
             self.parameters.update((name, _live(x, self, name)) for name, x in replaced.items())
             self._put(self.parameters)
+        if assigned := self._assigned():
+            state = self._read()
+            self._take(dataclasses.replace(state, extra={**state.extra, **assigned}))
+            self.renew()
 
-    def drop(self) -> None:
-        """Let go of what was gathered: the state has other values now."""
+    def _assigned(self) -> dict[str, Tensor]:
+        """Return the buffers in whose place there is another tensor now."""
+        extra, found = self._read().extra or {}, {}
+        for name, mine in self._buffers.items():
+            new = self._owner_of(name)._buffers.get(name.rpartition(".")[2])
+            if new is None:
+                raise ValueError(f"{type(self.module).__name__}: the buffer {name!r} is gone; write to it instead.")
+            if new is not mine or new.data_ptr() != extra[name].data_ptr():
+                found[name] = new.detach().to(extra[name].device, copy=True)
+                self._buffers[name] = new
+        return found
+
+    def _owner_of(self, name: str) -> nn.Module:
+        return self.module.get_submodule(name.rpartition(".")[0])
+
+    def renew(self) -> None:
+        """Let go of what was gathered, and give the module the state's buffers: the state has other values now."""
         self._values.clear()
+        extra = self._read().extra or {}
+        for name, x in self._buffers.items():
+            x.data = extra[name]
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
@@ -104,7 +133,7 @@ class Live:
         """
         self.settle()
         with torch.no_grad(), torch.inference_mode(False):
-            self._values = dict(zerofn.unshard(self._read()))
+            self._values = dict(zerofn.unshard(self._read().params))
         flags = {name: p.requires_grad for name, p in self.parameters.items()}
         self._put({name: nn.Parameter(x, requires_grad=flags[name]) for name, x in self._values.items()})
         try:

@@ -11,73 +11,100 @@ from torch import Tensor, nn
 
 import zerofn
 
+from ..live import Live
 from ..modules import places_of
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class Lender:
-    """Lends a module its parameters, which are gathered.
+    """Lends a module its parameters, which are gathered, while a step of an evaluation runs.
 
     Units of blocks (what an `nn.ModuleList` holds, the outermost) are gathered when the block is called, and go after
-    it. All else is there from `open` to `close`. All ranks must run the same blocks.
+    it. All else is gathered once, and held until `close`. All ranks must run the same blocks.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, live: Live) -> None:
+        self._module, self._live = module, live
         self._places = places_of(module)
         self._blocks = _blocks(module)
-        self._shapes = {name: getattr(owner, last) for name, owners in self._places.items() for owner, last in owners}
-        self._open = contextlib.ExitStack()
-
-    def open(self, params: Any, extra: dict[str, Tensor] | None) -> None:
-        """Lend from these parameters, until `close`. `extra`: the module's buffers, which it has from now on."""
-        self.close()
-        for name, x in (extra or {}).items():
-            above, _, last = name.rpartition(".")
-            self._module.get_submodule(above)._buffers[last] = x
-        alone = params.spec.is_whole or params.spec.stage < 3
-        by_block: dict[str, set[str]] = {}
-        for unit in params.layout.units:
-            names = {leaf.name for leaf in unit.leaves}
-            block = "" if alone else self._block_of(names)
-            by_block.setdefault(block, set()).update(names)
-        for block, names in by_block.items():
-            if block:
-                self._open.enter_context(self._lent_when_called(block, params, names))
-            else:
-                self._open.callback(self._take_back, names)
-                self._lend(params, names)
+        self._params: Any = None  # those that were gathered
+        self._held: dict[str, Tensor] = {}
+        self._lent: dict[str, tuple[nn.Parameter, int]] = {}  # name -> (what is lent, its version then)
 
     def close(self) -> None:
-        """Leave the module the shapes of its parameters."""
-        self._open.close()
+        """Let go of what is held."""
+        self._params, self._held = None, {}
+
+    @contextlib.contextmanager
+    def lent(self, params: Any, dtype: torch.dtype | None) -> Iterator[None]:
+        """Inside, the module has these parameters. `dtype`: of floating-point buffers, None for their own."""
+        by_block = self._names_by_block(params)
+        outside = by_block.pop("", set())
+        if params is not self._params:
+            self._params, self._held = params, self._gathered(params, outside)
+        with contextlib.ExitStack() as stack:
+            for owner, last in _to_cast(self._module, dtype):
+                stack.enter_context(_in_dtype(owner._buffers, last, dtype))
+            stack.callback(self._take_back, outside)
+            self._put(self._held)
+            for block, names in by_block.items():
+                stack.enter_context(self._lent_when_called(block, params, names))
+            yield
+
+    def _names_by_block(self, params: Any) -> dict[str, set[str]]:
+        alone = params.spec.is_whole or params.spec.stage < 3
+        found: dict[str, set[str]] = {}
+        for unit in params.layout.units:
+            names = {leaf.name for leaf in unit.leaves}
+            found.setdefault("" if alone else self._block_of(names), set()).update(names)
+        return found
 
     def _block_of(self, names: set[str]) -> str:
         """Return the block that has all of these parameters, "" if none has."""
         owners = {path for name in names for path in self._blocks[name]}
         return owners.pop() if len(owners) == 1 else ""
 
-    def _lend(self, params: Any, names: set[str]) -> None:
+    @staticmethod
+    def _gathered(params: Any, names: set[str]) -> dict[str, Tensor]:
+        if not names:
+            return {}
         with torch.no_grad(), torch.inference_mode(False):
-            for name, x in zerofn.gather(params, only=names.__contains__).items():
-                if x is not None:
-                    self._put(name, nn.Parameter(x, requires_grad=False))
+            found = zerofn.gather(params, only=names.__contains__)
+        return {name: x for name, x in found.items() if x is not None}
+
+    def _put(self, values: dict[str, Tensor]) -> None:
+        with torch.inference_mode(False):
+            for name, x in values.items():
+                lent = nn.Parameter(x, requires_grad=False)
+                self._lent[name] = lent, lent._version
+                for owner, last in self._places[name]:
+                    owner._parameters[last] = lent
 
     def _take_back(self, names: set[str]) -> None:
-        for name in names:
-            self._put(name, self._shapes[name])
-
-    def _put(self, name: str, value: nn.Parameter) -> None:
-        for owner, last in self._places[name]:
-            owner._parameters[last] = value
+        """Give the module its own parameters back, with what was written to the lent ones."""
+        written = []
+        for name in names & self._lent.keys():
+            lent, version = self._lent.pop(name)
+            for owner, last in self._places[name]:
+                owner._parameters[last] = self._live.parameters[name]
+            if lent._version != version:
+                written.append((name, lent))
+        for name, lent in written:
+            mine = self._live.parameters[name]
+            if mine.dtype != lent.dtype:
+                raise ValueError(
+                    f"{type(self._module).__name__}: a step of an evaluation wrote to {name!r}, which it has in "
+                    f"{lent.dtype}, and which is {mine.dtype}; write to it in a hook, such as on_validation_epoch_end."
+                )
+            mine.data.copy_(lent)
 
     @contextlib.contextmanager
     def _lent_when_called(self, path: str, params: Any, names: set[str]) -> Iterator[None]:
         block = self._module.get_submodule(path)
 
         def before(*_: Any) -> None:
-            self._lend(params, names)
+            self._put(self._gathered(params, names))
 
         def after(*_: Any) -> None:
             self._take_back(names)
@@ -90,6 +117,32 @@ class Lender:
             first.remove()
             last.remove()
             self._take_back(names)
+
+
+def _to_cast(module: nn.Module, dtype: torch.dtype | None) -> list[tuple[nn.Module, str]]:
+    """Return (module, name) of the buffers that a step of an evaluation has in another dtype."""
+    return [
+        (part, last)
+        for part in (module.modules() if dtype is not None else ())
+        for last, x in part._buffers.items()
+        if x is not None and x.is_floating_point() and x.dtype != dtype
+    ]
+
+
+@contextlib.contextmanager
+def _in_dtype(buffers: dict[str, Tensor | None], name: str, dtype: Any) -> Iterator[None]:
+    """Inside, a buffer is of a dtype; what is written to it stays."""
+    mine = buffers[name]
+    assert mine is not None
+    lent = buffers[name] = mine.to(dtype)
+    before = lent._version
+    try:
+        yield
+    finally:
+        found = buffers[name]
+        if found is not None and (found is not lent or lent._version != before):
+            mine.copy_(found)
+        buffers[name] = mine
 
 
 def _blocks(module: nn.Module) -> dict[str, set[str]]:

@@ -99,7 +99,7 @@ class ZeroFnStrategy(Ranks):
     def state(self, state: Any) -> None:
         self._state = state
         if self._live is not None:
-            self._live.drop()
+            self._live.renew()
 
     # ---- options
 
@@ -184,7 +184,8 @@ class ZeroFnStrategy(Ranks):
         if fitting or self._of is not module:
             self._make_state(module)
             self._of = module
-            self._lender = Lender(module)
+            assert self._live is not None
+            self._lender = Lender(module, self._live)
         if fitting:
             options = {k: v for k, v in self._compile_options.items() if v is not None}
             self._apart = any(is_overridden("on_before_zero_grad", x) for x in (module, *trainer.callbacks))  # type: ignore[attr-defined]
@@ -217,12 +218,12 @@ class ZeroFnStrategy(Ranks):
         del first
         self._configured = None
         before = dict(module.named_parameters())
-        self._live = Live(module, lambda: self._state.params, self._take)
+        self._live = Live(module, lambda: self._state, self._take)
         for optimizer in self.optimizers:
             let_go(optimizer, {id(p): self._live.parameters[name] for name, p in before.items()})
 
-    def _take(self, params: Any) -> None:
-        self._state = dataclasses.replace(self._state, params=params)
+    def _take(self, state: Any) -> None:
+        self._state = state
 
     def _start_alike(self, module: nn.Module) -> None:
         """Give all ranks rank 0's values."""
@@ -285,23 +286,11 @@ class ZeroFnStrategy(Ranks):
         assert self._live is not None
         return self._live.whole()
 
-    def _open(self) -> None:
-        assert self._lender is not None
-        self._lender.open(self.state.params, floats_to(self.state.extra, computes(self._precision)))
-
-    def _close(self) -> None:
+    def on_validation_end(self) -> None:
+        """Let go of what was gathered."""
         assert self._lender is not None
         self._lender.close()
 
-    def on_validation_start(self) -> None:
-        """Lend the module its parameters."""
-        self._open()
-
-    def on_validation_end(self) -> None:
-        """Take them back."""
-        self._close()
-
-    on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -318,7 +307,10 @@ class ZeroFnStrategy(Ranks):
 
     def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         batch, *rest = args
-        return getattr(self.lightning_module, name)(floats_to(batch, computes(self._precision)), *rest, **kwargs)
+        dtype = computes(self._precision)
+        assert self._lender is not None
+        with self._lender.lent(self.state.params, dtype):
+            return getattr(self.lightning_module, name)(floats_to(batch, dtype), *rest, **kwargs)
 
     # ---- checkpoints
 

@@ -125,10 +125,10 @@ class Trainer(transformers.Trainer):
     def sharded(self, state: Any) -> None:
         self._sharded = state
         if self._live is not None:
-            self._live.drop()
+            self._live.renew()
 
-    def _take(self, params: Any) -> None:
-        self._sharded = dataclasses.replace(self._sharded, params=params)
+    def _take(self, state: Any) -> None:
+        self._sharded = state
 
     def _need_state(self) -> None:
         """Make a state to evaluate, or to save, before any training."""
@@ -157,7 +157,7 @@ class Trainer(transformers.Trainer):
     def _give_values(self) -> None:
         """Let the model have the state's parameters."""
         if self._live is None or self._live.module is not self.model:
-            self._live = Live(self.model, lambda: self._sharded.params, self._take)
+            self._live = Live(self.model, lambda: self._sharded, self._take)
 
     def _optimizer(self, max_steps: int) -> Any:
         """Return the transformation that the arguments name, with the whole schedule as a table."""
