@@ -108,6 +108,25 @@ def test_buffers_made_from_parameters() -> None:
     assert shapes.average is shapes.same
 
 
+def test_a_build_may_move_its_module() -> None:
+    """Parameters stay on "meta", with the dtype and the strides that the move gives them."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        made = nn.Sequential(nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4), nn.Linear(4, 4))
+        made.register_buffer("noise", torch.randn(3))
+        return made
+
+    for move in (
+        lambda m: m.to("cpu"), lambda m: m.cpu(), lambda m: m.to("cpu", torch.bfloat16),
+        lambda m: m.to("cpu", memory_format=torch.channels_last), lambda m: m.double().to(torch.device("cpu")),
+    ):  # fmt: skip
+        found, expected = skeleton(lambda move=move: move(build())), move(build())
+        for (name, x), y in zip(found.named_parameters(), expected.parameters(), strict=True):
+            assert (x.device.type, x.dtype, x.stride()) == ("meta", y.dtype, y.stride()), name
+        assert all(torch.equal(x, y) for x, y in zip(found.buffers(), expected.buffers(), strict=True))
+
+
 def test_buffers_go_to_the_device() -> None:
     def build() -> nn.Module:
         module = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))

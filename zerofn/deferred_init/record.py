@@ -39,6 +39,7 @@ from ..util.user_line import user_place
 from .call_log import Call, Region, Version, closure
 from .effects import ALLOCATE, FILL_LIKE, covers, is_random, mapped, overwrites, tensors, written_tensors
 from .one_thread import OneThreadsFakes
+from .quantised import quantised_refused, refuse_quantised
 from .rng_marks import Restore, SavedState, Watch
 
 aten = torch.ops.aten
@@ -260,6 +261,7 @@ def _is_fake(x: torch.Tensor) -> bool:
 
 
 def _require_plain(x: torch.Tensor) -> None:
+    refuse_quantised(type(x))
     own = (torch.Tensor.__torch_dispatch__, FakeTensor.__torch_dispatch__)
     if x.layout != torch.strided or type(x).__torch_dispatch__ not in own:
         raise RuntimeError(
@@ -320,7 +322,7 @@ def recording() -> Iterator[Recorder]:
             for owner, name, wrap in [(*CONVERT_MODULE, _moving), *((x, "__new__", _refusing_lazy) for x in _LAZY)]:
                 originals.append((owner, name, getattr(owner, name)))
                 setattr(owner, name, wrap(getattr(owner, name)))
-            with recorder.fake_mode, Shortcut(), recorder, _Conversions(recorder):
+            with recorder.fake_mode, Shortcut(), recorder, _Conversions(recorder), quantised_refused:
                 yield recorder
             for restore in recorder.watch.finish():
                 recorder.log_restore(restore)

@@ -30,6 +30,7 @@ from ..util.arguments import checked
 from ..util.user_line import user_place
 from .effects import is_random, tensors
 from .materialize import record
+from .quantised import quantised_refused, refuse_quantised
 
 log = logging.getLogger("zerofn")
 
@@ -46,8 +47,8 @@ def skeleton(build: Callable[[], nn.Module], *, device: torch.device | str | Non
     at a time. The generators are left as they are. `build` is called a second time if a buffer is computed from a
     parameter (a running copy of a weight, for example). For use with `torch.func.functional_call`.
 
-    Raises `TypeError` if `build()` returns no module, `RuntimeError` if a parameter is still lazy, or building
-    needs the value of a parameter.
+    Raises `TypeError` if `build()` returns no module or stores parameters quantised, `RuntimeError` if a parameter is
+    still lazy, or building needs the value of a parameter.
 
     >>> module = skeleton(lambda: nn.Linear(2, 3))
     >>> module.weight.shape, module.weight.device
@@ -121,6 +122,7 @@ class _Twins:
 
     def of(self, param: nn.Parameter) -> nn.Parameter:
         if param not in self._twins:
+            refuse_quantised(type(param))
             twin = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
             twin.__class__ = type(param)
             twin.__dict__.update(param.__dict__)
@@ -150,7 +152,7 @@ def _meta_parameters() -> Iterator[tuple[_Twins, _SkippedDraws]]:
             nn.Module.register_parameter = register_twin  # type: ignore[method-assign]
             for module, name, sampler in samplers:
                 setattr(module, name, draws.noting(sampler))
-            with draws, _AssignedData():
+            with draws, _AssignedData(), quantised_refused:
                 yield twins, draws
         finally:
             nn.Module.register_parameter = register  # type: ignore[method-assign]
@@ -246,17 +248,25 @@ def _draw(func: Any, args: Any, kwargs: Any) -> None:
     func(*args, **kwargs)
 
 
+_MOVES = (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda)
+
+
 class _AssignedData(TorchFunctionMode):
-    """`param.data = real` on a meta twin: torch refuses to change a tensor's device that way. And large memory that
-    nobody has written is on meta from the beginning: the experts of one layer may be more than a machine can promise.
+    """`param.data = real` and `param.to("cpu")` on a meta twin: torch refuses to change a tensor's device that way. And
+    large memory that nobody has written is on meta from the beginning: the experts of one layer may be more than a
+    machine can promise.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        setter, kwargs = torch.Tensor.data.__set__, kwargs or {}  # type: ignore[attr-defined]
+        setter, kwargs = torch.Tensor.data.__set__, dict(kwargs or {})  # type: ignore[attr-defined]
         if func == setter and args[0].is_meta and not args[1].is_meta:
             args = (args[0], args[1].detach().to("meta"))
+        if func in _MOVES and args[0].is_meta:
+            form = {"memory_format": kwargs.pop("memory_format")} if kwargs.get("memory_format") else {}
+            dtype = func(torch.empty(0, dtype=args[0].dtype), *args[1:], **kwargs).dtype
+            func, args, kwargs = torch.Tensor.to, (args[0], dtype), form
         if func is torch.empty and _is_large(args, kwargs):
             kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)

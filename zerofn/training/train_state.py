@@ -21,6 +21,7 @@ from ..sharding.reductions import all_finite
 from ..sharding.sharded import Sharded, is_sharded, trainable, with_trainable
 from ..sharding.state_tree import as_tensor
 from ..util.arguments import checked, told
+from ..util.constants import QUANTISED, stores_its_own_way
 from ..util.html import table
 from .grad import ValueAndGrad, value_and_grad
 from .loss_scale import DynamicLossScale, StaticLossScale, check_loss_scale
@@ -262,6 +263,8 @@ def _check_params(params: Any) -> None:
                 f"TrainState.create: params must be a tree of tensors, got a {type(x).__name__}{where}; "
                 "write params=dict(model.named_parameters())."
             )
+        if stores_its_own_way(type(x)):
+            raise TypeError(f"TrainState.create: {tree.name_of(path)!r} {QUANTISED.format(type(x).__name__)}.")
 
 
 def _check_choices(params: Any, tx: GradientTransformation, frozen: Callable[[str], bool] | None) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from .._torch_compat import FakeTensor
 
@@ -87,6 +88,8 @@ def special_values(x: torch.Tensor) -> str:
     """
     if isinstance(x, FakeTensor):
         return ""
+    if stores_its_own_way(type(x)):
+        return QUANTISED.format(type(x).__name__)
     if x.is_quantized:
         return "is a quantised tensor: give x.dequantize(), or its integers, x.int_repr(), and its scale"
     if x.is_mkldnn:
@@ -94,3 +97,18 @@ def special_values(x: torch.Tensor) -> str:
     if x.is_meta:
         return 'is on "meta", with a shape and no values: give a tensor on a device'
     return ""
+
+
+QUANTISED = (
+    "is a {}, a class of parameters that are stored quantised; shards are parts of plain tensors. Build the model "
+    "without quantisation (no quantization_config; nn.Linear): a frozen model in bfloat16 is cut over the ranks at "
+    "stage 3"
+)
+
+
+def stores_its_own_way(kind: type) -> bool:
+    """Whether a class of parameters says what becomes of its memory when it is moved, as bitsandbytes' do."""
+    if not issubclass(kind, nn.Parameter) or kind is nn.Parameter:
+        return False
+    above = set(nn.Parameter.__mro__)
+    return any(name in vars(k) for k in kind.__mro__ if k not in above for name in ("to", "cpu", "cuda"))
