@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,9 +28,11 @@ from .assigned_data import OuterAssignment, assigned_data
 from .known_values import answer, values_looked_at
 from .lengths import known_lengths
 from .moving import Moved, unmoved
+from .other_model import same_model
 from .prints import warned_prints
 from .program import Flat, Program, cached
 from .recurrent import recurrent
+from .settings import settings_behind
 from .source_lines import Lines, line_behind, readable, where
 
 log = logging.getLogger("zerofn")
@@ -85,7 +88,8 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
     inputs = [*state_tensors, *flat_copies, *batch_tensors]
     tracer = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)
     try:
-        gm = _trace(tracer, [_at_offset_zero(x.detach()) for x in inputs])
+        with same_model(any(map(_has_slices, tree.leaves(state, is_leaf=is_sharded)))):
+            gm = _trace(tracer, [_at_offset_zero(x.detach()) for x in inputs])
     except Exception as error:
         log.debug("the step could not be captured", exc_info=True)
         note_dtypes(error, state, batch)
@@ -93,6 +97,11 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
     return Program(
         gm, state_flat, batch_flat, outputs["state"], outputs["aux"], len(state_tensors), outputs["num_new"], spans
     )
+
+
+def _has_slices(leaf: Any) -> bool:
+    """Whether ranks hold slices of parameters, which `Mesh` axes such as "tensor" cut."""
+    return is_sharded(leaf) and any(x.cuts for x in leaf.spec.layout.leaves)
 
 
 def _at_offset_zero(x: Tensor) -> Tensor:
@@ -331,13 +340,18 @@ _ASKED_BY = {
 
 def _data_dependent(error: BaseException) -> str:
     at, hint = error.__traceback__, ""
+    rows: list[tuple[FrameType, int]] = []
     while at is not None:
         file = at.tb_frame.f_code.co_filename
         hint = next((f" {x}" for name, x in _ASKED_BY.items() if file.endswith(name)), hint)
+        rows.insert(0, (at.tb_frame, at.tb_lineno))
         at = at.tb_next
+    way_out = settings_behind(rows) or (
+        " Use torch.where, or compute the branch outside and pass it in the batch as a bool or an int; or keep the "
+        "part that does inside zerofn.eager_region. To print, log or keep the value, return it in the metrics, and "
+        f"read it after the step.{hint}"
+    )
     return (
-        f"the step asks for the value of a tensor while it is captured{where(error)}. A captured step cannot "
-        "branch on data: use torch.where, or compute the branch outside and pass it in the batch as a bool or an "
-        "int; or keep the part that does inside zerofn.eager_region. To print, log or keep the value, return it in "
-        f"the metrics, and read it after the step.{hint}"
+        f"the step asks for the value of a tensor while it is captured{where(error)}. A captured step cannot branch "
+        f"on data.{way_out}"
     )

@@ -24,6 +24,7 @@ from ..util.classes import of_class
 from ..util.patches import Patches
 from ..util.process import instead, the
 from ..util.user_line import OURS, library_prefixes, of_python
+from .settings import settings_behind
 
 _GLOBAL = {"Python's random": random.getstate.__self__, "numpy.random": np.random.get_state.__self__}  # type: ignore[attr-defined]
 _WAYS_OUT = "outside the step and pass it in the batch as a tensor"
@@ -73,11 +74,11 @@ def unmoved(traces: bool = False) -> Iterator[None]:
         return next((name for name, x in watched.items() if position_of(x) != before[name]), None)
 
     try:
-        with _values_for_once, _lines(moved) if traces else contextlib.nullcontext([""]) as lines:
+        with _values_for_once, _lines(moved) if traces else contextlib.nullcontext(["", ""]) as lines:
             yield
         name = moved()
         if name is not None:
-            raise Moved(_message(name, watched[name], lines[0]))
+            raise Moved(_message(name, watched[name], *lines))
     finally:
         for put in back:
             put()
@@ -124,11 +125,12 @@ def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     return lambda: bits.state, partial(setattr, bits, "state")
 
 
-def _message(name: str, value: Any, line: str) -> str:
+def _message(name: str, value: Any, line: str, settings: str) -> str:
     if is_generator(value):
+        draw = f"Draw {_WAYS_OUT}, or draw with torch under zerofn.random.randomness(state.rng_at())."
         return (
-            f"the step draws from {name}{line}: the drawn values would be constants of the captured step. Draw "
-            f"{_WAYS_OUT}, or draw with torch under zerofn.random.randomness(state.rng_at())."
+            f"the step draws from {name}{line}: the drawn values would be constants of the captured step."
+            f"{settings or f' {draw}'}"
         )
     return (
         f"the step takes the next value of {name}{line}, a {type(value).__name__}: it would be a constant of the "
@@ -180,16 +182,22 @@ _values_for_once = Patches(
 
 @contextlib.contextmanager
 def _lines(moved: Callable[[], str | None]) -> Iterator[list[str]]:
-    """Inside, find the user's line at which something moves: ' at file:line'. Slow: it looks at every line."""
-    found, last = [""], [""]
+    """Inside, find the user's line at which something moves: ' at file:line', and what a model's settings have to do
+    with it. Slow: it looks at every line.
+    """
+    found = ["", ""]
+    last: list[tuple[FrameType, int]] = []
+
+    def tell() -> None:
+        if last and not found[0] and moved() is not None:
+            found[:] = f" at {last[0][0].f_code.co_filename}:{last[0][1]}", settings_behind(last)
 
     def look(frame: FrameType, event: str, _: Any) -> Any:
         if _of_library(frame):
             return None
-        if not found[0] and last[0] and moved() is not None:
-            found[0] = last[0]
+        tell()
         if event in ("line", "call"):
-            last[0] = f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+            last[:] = _callers(frame)
         return look
 
     before = sys.gettrace()
@@ -198,5 +206,10 @@ def _lines(moved: Callable[[], str | None]) -> Iterator[list[str]]:
         yield found
     finally:
         sys.settrace(before)
-        if not found[0] and moved() is not None:
-            found[0] = last[0]
+        tell()
+
+
+def _callers(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+    while frame is not None:
+        yield frame, frame.f_lineno
+        frame = frame.f_back
