@@ -99,8 +99,6 @@ class Module(pl.LightningModule):
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
         if self.hparams.schedule == "two":
             return [optimizer], [schedulers.LambdaLR(optimizer, [lambda k: 1.0, lambda k: 1.0 / (k + 1)])]
-        if self.hparams.schedule == "cycle":
-            return [optimizer], [{"scheduler": schedulers.OneCycleLR(optimizer, 0.1, 20), "interval": "step"}]
         return optimizer
 
 
@@ -148,7 +146,7 @@ CASES = {
     "sgd": ({}, {"optimizer": "SGD", "options": {"momentum": 0.9, "nesterov": True}}),
     "adam": ({}, {"optimizer": "Adam"}),
     "adagrad": ({}, {"optimizer": "Adagrad", "options": {"initial_accumulator_value": 0.1}}),
-    "rmsprop": ({}, {"optimizer": "RMSprop", "options": {"centered": True, "lr": 1e-3, "eps": 1e-3}}),
+    "rmsprop": ({}, {"optimizer": "RMSprop", "options": {"centered": True, "momentum": 0.9, "lr": 1e-3, "eps": 1e-3}}),
     "two rates": ({}, {"schedule": "two", "second": {"lr": 0.01, "betas": (0.8, 0.9)}}),
 }
 
@@ -336,8 +334,6 @@ WRONG = {
         refused("Lbfgs", None, configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters())),
         "optimizer LBFGS: there is no translation",
     ),
-    "cycle": (lambda: Module(schedule="cycle"), "betas of group 0 has changed .* cycle_momentum=False"),
-    "groups": (lambda: Module(schedule="two"), "the groups began with one learning rate"),
 }
 
 

@@ -1,8 +1,8 @@
-"""A torch optimizer that a user makes, as one transformation whose learning rates are set at every step."""
+"""A torch optimizer that a user makes, as one transformation whose hyperparameters are set at every step."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -11,21 +11,40 @@ from torch import nn
 import zerofn
 from zerofn import optim
 
+from .carried import carried
+from .changing import can_change, changing, values_of
 from .torch_optimizers import translated
 
 ScalarOrSchedule = float | optim.Schedule  # `inject_hyperparams` looks for this name
 
 
 class Groups:
-    """The groups of a torch optimizer, which keeps its learning rates and schedulers, and nothing else.
+    """The groups of a torch optimizer, which keeps its hyperparameters and schedulers, and nothing else.
 
     `source`: the method that made it, for errors. `tx`: their transformation. `learns(name)`: whether the optimizer
     has a parameter. Groups that differ in weight decay alone, which some have and the others have not, share their
-    moments.
+    moments. `others_too`: gradients of parameters that the optimizer does not have count in `clip`'s norm.
+
+    `renewed(opt_state)` are the groups as the optimizer has them now. There a parameter that starts to be trained has
+    moments and a count of its own, as in torch; so parameters of one group are apart if their counts differ.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module, source: str, clip: Any = None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        module: nn.Module,
+        source: str,
+        clip: Any = None,
+        others_too: bool = False,
+        before: Groups | None = None,
+    ) -> None:
         self._optimizer, self._source = optimizer, source
+        self._made_of = (module, source, clip, others_too)
+        self._moments: dict[str, Any] = {}  # of parameters that were trained before: the state that has them
+        self._changing: set[str] = set()  # options that have changed
+        self._apart = False  # whether groups have changed that shared their moments
+        if before is not None:
+            self._moments, self._changing, self._apart = dict(before._moments), set(before._changing), before._apart
         if not optimizer.param_groups:
             raise ValueError(f"{source} returned no optimizer, so nothing would be trained.")
         names = {id(p): name for name, p in module.named_parameters()}
@@ -38,24 +57,41 @@ class Groups:
                         "of the module; make it an nn.Parameter of the module."
                     )
                 self._of[names[id(p)]] = k
+        self._trained = [name for name, p in module.named_parameters() if p.requires_grad and name in self._of]
+        self._seen = self._parameters()
         self._options = [self._of_group(group) for group in optimizer.param_groups]
         self._shared = self._can_share()
-        self._said: list[float] = []
-        name = type(optimizer).__name__
+        self._labels: dict[str, Hashable] = {name: self._label(name) for name in self._trained}
+        self._said: Any = None
+        kind = type(optimizer)
         if self._shared:
             decay = next((x["weight_decay"] for x in self._options if x.get("weight_decay")), None)
             options = {**self._options[0], **({} if decay is None else {"weight_decay": decay})}
-            tx = self._one(name, options, self._rates()[0], self._decays)
+            tx = self._one(kind, options, self._values(0), self._decays)
         else:
-            each: dict[Hashable, Any] = {
-                k: self._one(name, x, self._rates()[k], None) for k, x in enumerate(self._options)
-            }
-            tx = optim.multi_transform(each, lambda leaf: self._of.get(leaf.name, 0))
+            each = {x: self._one(kind, self._options[x[0]], self._values(x[0]), None) for x in self._used()}
+            first = next(iter(each))
+            tx = optim.multi_transform(each, lambda leaf: self._labels.get(leaf.name, first))
+        if others_too and any(p.requires_grad and not self.learns(name) for name, p in module.named_parameters()):
+            tx = optim.multi_transform({True: tx, False: optim.set_to_zero()}, lambda leaf: self.learns(leaf.name))
         self.tx = tx if clip is None else optim.chain(clip, tx)
 
     def learns(self, name: str) -> bool:
         """Whether the optimizer has the parameter of this name."""
         return name in self._of
+
+    def _label(self, name: str) -> Hashable:
+        """Return a label for parameters of one group with one count of updates; None if all share their moments."""
+        origins = list(dict.fromkeys(id(self._moments.get(x)) for x in self._trained))
+        return None if self._shared else (self._of[name], origins.index(id(self._moments.get(name))))
+
+    def _used(self) -> list[Any]:
+        if not self._labels:
+            raise ValueError(f"{self._source}: no parameter of the optimizer requires a gradient.")
+        return sorted(set(self._labels.values()))
+
+    def _parameters(self) -> list[list[tuple[int, bool]]]:
+        return [[(id(p), p.requires_grad) for p in group["params"]] for group in self._optimizer.param_groups]
 
     def _of_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return {k: group[k] for k in self._optimizer.defaults if k != "lr"}
@@ -63,50 +99,107 @@ class Groups:
     def _rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
+    def _values(self, k: int) -> dict[str, float]:
+        """Return the hyperparameters of a group, those that may change."""
+        group = self._optimizer.param_groups[k]
+        return values_of(group) if self._changing else {"learning_rate": float(group["lr"])}
+
     def _can_share(self) -> bool:
         decays = {x.get("weight_decay", 0.0) for x in self._options} - {0.0}
         others = [{k: v for k, v in x.items() if k != "weight_decay"} for x in self._options]
-        return len(decays) <= 1 and all(x == others[0] for x in others) and len(set(self._rates())) == 1
+        alike = len(decays) <= 1 and all(x == others[0] for x in others) and len(set(self._rates())) == 1
+        origins = {id(self._moments.get(name)) for name in self._trained}
+        return alike and len(origins) == 1 and not self._changing and not self._apart
 
     def _decays(self, leaf: optim.LeafInfo) -> bool:
         return bool(self._options[self._of.get(leaf.name, 0)].get("weight_decay"))
 
-    @staticmethod
-    def _one(name: str, options: Mapping[str, Any], rate: float, mask: Any) -> Any:
-        def make(learning_rate: ScalarOrSchedule) -> Any:
-            return translated(name, options, learning_rate, mask)
+    def _one(self, kind: type, options: Mapping[str, Any], values: Mapping[str, float], mask: Any) -> Any:
+        if self._changing:
+            return optim.inject_hyperparams(changing(kind.__name__, options))(**values)
 
-        return optim.inject_hyperparams(make)(rate)
+        def make(learning_rate: ScalarOrSchedule) -> Any:
+            return translated(kind.__name__, options, learning_rate, mask)
+
+        return optim.inject_hyperparams(make)(**values)
+
+    # ---- what changes while it trains
+
+    def has_changed(self) -> bool:
+        """Whether `renewed` is due: the optimizer has other parameters, others are trained, or options have changed
+        that were constants.
+        """
+        if self._parameters() != self._seen or self._changed():
+            return True
+        return self._shared and len(set(self._rates())) > 1
+
+    def _changed(self) -> set[str]:
+        found: set[str] = set()
+        for k, (group, before) in enumerate(zip(self._optimizer.param_groups, self._options, strict=True)):
+            for key, value in self._of_group(group).items():
+                if value == before[key] or key in self._changing:
+                    continue
+                if not can_change(type(self._optimizer).__name__, key):
+                    raise ValueError(
+                        f"optimizer {type(self._optimizer).__name__}: {key} of group {k} has changed from "
+                        f"{before[key]} to {value}; only learning rates, betas, momentum and weight decay may change "
+                        "while it trains."
+                    )
+                found.add(key)
+        return found
+
+    def renewed(self, opt_state: Any) -> Groups:
+        """Return the groups as the optimizer has them now. `with_moments` of them takes the moments of this state."""
+        found = self._by_label(opt_state)
+        self._moments |= {name: found[self._labels[name]].inner_state for name in self._trained}
+        same = [len(x) for x in self._seen] == [len(x) for x in self._parameters()]
+        self._changing |= self._changed() if same else set()
+        self._apart |= len(set(self._rates())) > 1
+        module, source, clip, others_too = self._made_of
+        return Groups(self._optimizer, module, source, clip, others_too, self)
+
+    def with_moments(self, opt_state: Any) -> Any:
+        """Return a state of `tx` with the moments of parameters that were trained before. All ranks must call it."""
+        names: dict[Any, list[str]] = {}
+        for name, label in self._labels.items():
+            names.setdefault(label, []).append(name)
+
+        def one(label: Any, x: Any) -> Any:
+            return x._replace(inner_state=carried(x.inner_state, names[label], self._moments.get))
+
+        new = self._map_labels(one, opt_state)
+        self._moments = {name: x for name, x in self._moments.items() if name not in self._labels}
+        return new
 
     def with_rates(self, opt_state: Any) -> Any:
-        """Return the transformation's state with the learning rates that the optimizer has now."""
-        for k, (group, before) in enumerate(zip(self._optimizer.param_groups, self._options, strict=True)):
-            changed = [key for key, value in self._of_group(group).items() if value != before[key]]
-            if changed:
-                raise ValueError(
-                    f"optimizer {type(self._optimizer).__name__}: {changed[0]} of group {k} has changed from "
-                    f"{before[changed[0]]} to {group[changed[0]]}; only learning rates may change while it trains. For "
-                    "OneCycleLR and CyclicLR write cycle_momentum=False."
-                )
-        rates = self._rates()
-        if rates == self._said:
+        """Return the transformation's state with the hyperparameters that the optimizer has now."""
+        said = [self._values(k) for k in range(len(self._optimizer.param_groups))]
+        if said == self._said:
             return opt_state
-        if self._shared and len(set(rates)) > 1:
-            raise ValueError(
-                f"{self._source}: the groups began with one learning rate, so they share their moments, and now "
-                f"have {rates}. Give them rates that differ a little from the start."
+        self._said = said
+        return self._map_labels(lambda x, state: state.with_hyperparams(**said[0 if x is None else x[0]]), opt_state)
+
+    def _by_label(self, opt_state: Any) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        self._map_labels(lambda label, x: found.setdefault(label, x), opt_state)
+        return found
+
+    def _map_labels(self, function: Callable[[Any, Any], Any], opt_state: Any) -> Any:
+        """Apply `function(label, its state)` to the states of all labels."""
+
+        def is_mine(x: Any) -> bool:
+            return isinstance(x, optim.InjectHyperparamsState) or (
+                isinstance(x, optim.MultiTransformState) and not {True, False}.issuperset(x.inner_states)
             )
-        self._said = rates
-        fresh = iter(rates)
 
         def one(x: Any) -> Any:
-            return x.with_hyperparams(learning_rate=next(fresh)) if _is_injected(x) else x
+            if isinstance(x, optim.InjectHyperparamsState):
+                return function(None, x)
+            if isinstance(x, optim.MultiTransformState):
+                return optim.MultiTransformState({label: function(label, y) for label, y in x.inner_states.items()})
+            return x
 
-        return zerofn.tree_map(one, opt_state, is_leaf=_is_injected)
-
-
-def _is_injected(x: Any) -> bool:
-    return isinstance(x, optim.InjectHyperparamsState)
+        return zerofn.tree_map(one, opt_state, is_leaf=is_mine)
 
 
 def let_go(optimizer: torch.optim.Optimizer, placeholders: Mapping[int, nn.Parameter]) -> None:

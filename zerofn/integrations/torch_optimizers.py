@@ -58,8 +58,10 @@ def _rmsprop(
     centered: bool = False,
     weight_decay: float = 0.0,
 ) -> Any:
-    own = optim.rmsprop(rate, alpha, eps, eps_in_sqrt=False, centered=centered, momentum=momentum or None)
-    return _with_l2(own, weight_decay, mask)
+    """torch's momentum sums directions without their learning rates; optax's, and `optim.rmsprop`'s, with them."""
+    scaled = (optim.scale_by_stddev if centered else optim.scale_by_rms)(alpha, eps, eps_in_sqrt=False)
+    traced = [optim.trace(momentum)] if momentum else []
+    return _with_l2(optim.chain(scaled, *traced, optim.scale_by_learning_rate(rate)), weight_decay, mask)
 
 
 def _adagrad(

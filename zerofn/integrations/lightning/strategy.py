@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 import zerofn
 
+from ..carried import relaid
 from ..groups import Groups, let_go
 from ..live import Live, parameters_of
 from ..modules import buffers_to, is_shape_only
 from . import checkpoints
+from .checks import check
 from .configured import Configured
 from .evaluation import Lender
 from .optimizers import clipping
@@ -31,14 +33,6 @@ from .watched import computes, floats_to, unwatch, watch
 
 _PRECISIONS = {"32-true": None, "bf16-mixed": "bf16", "16-mixed": "fp16"}
 _NOTHING = Precision()
-_ON_GRADIENTS = (
-    "backward",
-    "configure_gradient_clipping",
-    "on_after_backward",
-    "on_before_backward",
-    "on_before_optimizer_step",
-    "optimizer_zero_grad",
-)
 
 
 class ZeroFnStrategy(Ranks):
@@ -51,9 +45,9 @@ class ZeroFnStrategy(Ranks):
 
     `training_step` is captured, so it must not branch on what is in the batch. What it gives `self.log` is logged at
     every batch; `batch_idx` and `self.global_step` are tensors in it. The optimizer of `configure_optimizers` is
-    translated (AdamW, Adam, SGD, Adagrad, RMSprop) and keeps its learning rates, which any scheduler, callback or
-    hook may set. Validation, test and prediction run as plain PyTorch, block by block, and may do anything. Where the
-    module is built in `configure_model`, no rank ever holds all of it.
+    translated (AdamW, Adam, SGD, Adagrad, RMSprop) and keeps its learning rates, betas, momentum and weight decay,
+    which any scheduler, callback or hook may set. Validation, test and prediction run as plain PyTorch, block by
+    block, and may do anything. Where the module is built in `configure_model`, no rank ever holds all of it.
 
     Checkpoints are folders that load on any number of ranks; with `save_weights_only` they are Lightning's files.
     Ranks start with rank 0's parameters. Outside of `training_step` the module has its parameters, which are gathered
@@ -120,31 +114,6 @@ class ZeroFnStrategy(Ranks):
             raise ValueError(f"ZeroFnStrategy: precision={word!r} is not known; there are {', '.join(_PRECISIONS)}.")
         return _PRECISIONS[word]
 
-    def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        name = type(module).__name__
-        if not module.automatic_optimization:
-            raise ValueError(
-                f"{name}: manual optimization calls backward by itself, and there is no graph to do so; write such a "
-                "step as a function: zerofn.compile(train_step)."
-            )
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        for owner in (module, *callbacks):
-            for hook in _ON_GRADIENTS:
-                if hasattr(owner, hook) and is_overridden(hook, owner):
-                    raise ValueError(
-                        f"{type(owner).__name__}.{hook}: gradients exist inside the compiled step only; leave it out."
-                    )
-        for callback in callbacks:
-            if isinstance(callback, pl.callbacks.StochasticWeightAveraging):
-                raise ValueError("StochasticWeightAveraging averages whole modules; use zerofn.optim.ema instead.")
-        if getattr(self, "_layer_sync", None) is not None:
-            raise ValueError(
-                "Trainer(sync_batchnorm=True) has no effect with ZeroFn: statistics are averaged over ranks after "
-                "every step. Leave it out."
-            )
-        if torch.is_anomaly_enabled() or getattr(trainer, "_detect_anomaly", False):
-            raise ValueError("Trainer(detect_anomaly=True) has no effect on a compiled step. Leave it out.")
-
     # ---- the module and its state
 
     def connect(self, model: pl.LightningModule) -> None:
@@ -177,7 +146,7 @@ class ZeroFnStrategy(Ranks):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.model_to_device()
         if fitting:
-            self._check(trainer, module)
+            check(trainer, module)
             self.setup_optimizers(trainer)
             clip = clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
             self._groups = Groups(self.optimizers[0], module, "configure_optimizers", clip)
@@ -192,15 +161,10 @@ class ZeroFnStrategy(Ranks):
             self._steps = Steps(module, watch(module), self._precision, options)
 
     def _make_state(self, module: pl.LightningModule) -> None:
-        tx = self._groups.tx if self._groups is not None else zerofn.optim.identity()
-        learns = self._groups.learns if self._groups is not None else None
-        named = {name for name, p in module.named_parameters() if p.requires_grad}
-        odd = frozenset(name for name in named if learns is not None and not learns(name))
-        frozen = odd.__contains__ if odd else None
         if self._of is module:
-            made = zerofn.TrainState.create(params=self.state.params, tx=tx, extra=self.state.extra, frozen=frozen)
-            self.state = dataclasses.replace(made, step=self.state.step, rng=self.state.rng)
+            self._relay(None)
             return
+        tx, frozen = self._tx_and_frozen(module)
         seed = self.broadcast(torch.initial_seed() % 2**31)
         if not is_shape_only(module):
             self._start_alike(module)
@@ -212,15 +176,35 @@ class ZeroFnStrategy(Ranks):
             return zerofn.TrainState.create(params=params, tx=tx, seed=seed, extra=extra or None, frozen=frozen)
 
         first = create() if self._configured is None else create
-        options = {"precision": self._precision, **{k: v for k, v in self._shard_options.items() if v is not None}}
         self._live = None
-        self.state = zerofn.shard(first, device=self.root_device, **options)
+        self.state = zerofn.shard(first, **self._options())
         del first
         self._configured = None
         before = dict(module.named_parameters())
         self._live = Live(module, lambda: self._state, self._take)
         for optimizer in self.optimizers:
             let_go(optimizer, {id(p): self._live.parameters[name] for name, p in before.items()})
+
+    def _options(self) -> dict[str, Any]:
+        given = {k: v for k, v in self._shard_options.items() if v is not None}
+        return {"device": self.root_device, "precision": self._precision, **given}
+
+    def _tx_and_frozen(self, module: nn.Module) -> tuple[Any, Callable[[str], bool] | None]:
+        if self._groups is None:
+            return zerofn.optim.identity(), None
+        names = (name for name, p in module.named_parameters() if p.requires_grad)
+        others = frozenset(name for name in names if not self._groups.learns(name))
+        return self._groups.tx, others.__contains__ if others else None
+
+    def _relay(self, groups: Groups | None) -> None:
+        """Lay the state out anew, with the moments of other `groups` that there were."""
+        module = self.lightning_module
+        assert module is not None and self._groups is not None
+        before = self.state
+        if groups is not None:
+            self._groups = groups.renewed(before.opt_state)
+        made = relaid(before, module, *self._tx_and_frozen(module), **self._options())
+        self.state = dataclasses.replace(made, opt_state=self._groups.with_moments(made.opt_state))
 
     def _take(self, state: Any) -> None:
         self._state = state
@@ -256,7 +240,14 @@ class ZeroFnStrategy(Ranks):
         return out
 
     def _with_rates(self) -> Any:
-        assert self._groups is not None
+        assert self._groups is not None and self._steps is not None
+        if self._groups.has_changed():
+            if self._steps.sums is not None:
+                raise ValueError(
+                    f"{type(self.lightning_module).__name__}: other parameters are trained than before, and there are "
+                    "gradients of a part of an update; change requires_grad, or the optimizer, before its first batch."
+                )
+            self._relay(self._groups)
         return dataclasses.replace(self.state, opt_state=self._groups.with_rates(self.state.opt_state))
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,0 +1,43 @@
+"""What has no counterpart here is refused before training begins."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+_ON_GRADIENTS = (
+    "backward",
+    "configure_gradient_clipping",
+    "on_after_backward",
+    "on_before_backward",
+    "on_before_optimizer_step",
+    "optimizer_zero_grad",
+)
+
+
+def check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Raise `ValueError` for what a module, its callbacks or the trainer ask for, and would not get."""
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"{name}: manual optimization calls backward by itself, and there is no graph to do so; write such a "
+            "step as a function: zerofn.compile(train_step)."
+        )
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for owner in (module, *callbacks):
+        for hook in _ON_GRADIENTS:
+            if hasattr(owner, hook) and is_overridden(hook, owner):
+                raise ValueError(
+                    f"{type(owner).__name__}.{hook}: gradients exist inside the compiled step only; leave it out."
+                )
+    for callback in callbacks:
+        if isinstance(callback, pl.callbacks.StochasticWeightAveraging):
+            raise ValueError("StochasticWeightAveraging averages whole modules; use zerofn.optim.ema instead.")
+    if getattr(trainer.strategy, "_layer_sync", None) is not None:
+        raise ValueError(
+            "Trainer(sync_batchnorm=True) has no effect with ZeroFn: statistics are averaged over ranks after "
+            "every step. Leave it out."
+        )
+    if torch.is_anomaly_enabled() or getattr(trainer, "_detect_anomaly", False):
+        raise ValueError("Trainer(detect_anomaly=True) has no effect on a compiled step. Leave it out.")
