@@ -112,7 +112,9 @@ def schema_arguments(op: OpOverload) -> list:
 # (module, name) of what puts parameters into a module for a call, and of what runs one checkpointed segment: given
 # its function, it calls it again in the backward pass.
 LEND_PARAMETERS = (torch.nn.utils.stateless, "_reparametrize_module")
-CHECKPOINT_SEGMENT = (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator")
+_SEGMENT = "_checkpoint_without_reentrant_generator"  # torch 2.15 runs another one
+_SEGMENT += "_impl" * hasattr(torch.utils.checkpoint, f"{_SEGMENT}_impl")
+CHECKPOINT_SEGMENT = (torch.utils.checkpoint, _SEGMENT)
 CONVERT_MODULE = (torch.nn.Module, "_apply")  # converts or moves its parameters
 PACKING = torch._VF  # holds what packs padded sequences, and what pads them again
 TENSOR_TEXT = (torch._tensor_str, "_str")  # turns a tensor into text

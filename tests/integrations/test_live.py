@@ -88,6 +88,10 @@ def there(stage, precision=None):
     with owner.live.whole():
         assert type(module.first.weight) is nn.Parameter
         assert_same(module, plain)
+        module.first.weight.data.fill_(4)
+        owner.live.settle()
+        assert (zerofn.unshard(owner.state.params)["first.weight"] == 4).all()
+        assert type(module.first.weight) is nn.Parameter
         module.first.weight.data.fill_(5)
     assert (module.first.weight == 5).all() and (zerofn.unshard(owner.state.params)["first.weight"] == 5).all()
 
@@ -143,6 +147,17 @@ def test_copies_and_files_are_plain():
     assert not is_live(opened) and type(state["first.weight"]) is torch.Tensor
     assert_same(opened, plain)
     assert repr(module.norm.bias) == repr(plain.norm.bias) and module.norm.bias.tolist() == [0.0] * 7
+
+
+def test_a_parameter_has_the_dtype_of_the_state():
+    module = Tied().bfloat16()
+    before = module.first.weight.detach().clone()
+    owner = Owner(module, precision="bf16")  # its master has float32
+    assert module.first.weight.dtype == torch.float32 and torch.equal(module.first.weight, before.float())
+    with torch.no_grad():
+        module.first.weight.add_(1e-4)
+    owner.live.settle()
+    assert torch.equal(module.first.weight, before.float() + 1e-4)
 
 
 def test_a_state_dict_is_loaded():

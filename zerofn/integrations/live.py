@@ -39,16 +39,26 @@ class Live:
     def __init__(self, module: nn.Module, read: Callable[[], Any], take: Callable[[Any], None]) -> None:
         self.module, self._read, self._take = module, read, take
         self._values: dict[str, Tensor] = {}
-        self._in_step = False
-        self._told = False
-        self.device = read().params.device
+        self._in_step = self._is_whole = self._told = False
+        params = read().params
+        self.device = params.device
+        dtypes = {leaf.name: unit.dtype for unit in params.layout.units for leaf in unit.leaves}
+        given = dict(module.named_parameters())
+        self._kinds = {name: (p.shape, dtypes[name]) for name, p in given.items()}
         self._places = places_of(module)
         self._buffers = {name: module.get_buffer(name) for name in read().extra or {}}
-        given = dict(module.named_parameters())
-        self._kinds = {name: (p.shape, p.dtype) for name, p in given.items()}
+        self._owners = {name: _owner_of(module, name) for name in self._buffers}
         self.parameters = {name: _live(p, self, name) for name, p in given.items()}
         self._put(self.parameters)
         self.renew()
+
+    def kind_of(self, name: str) -> tuple[torch.Size, torch.dtype]:
+        """Return a parameter's (shape, dtype)."""
+        return self._kinds[name]
+
+    def lost(self) -> None:
+        """Look at the module: some of its parameters are live no longer, or another's."""
+        self._in_place = False
 
     # ---- what the parameters ask for
 
@@ -89,15 +99,21 @@ class Live:
 
     def settle(self) -> None:
         """Give the state what was written to the module, and let go of what was gathered. All ranks must call it."""
-        replaced = {name: x for name in self._places if not self._is_mine(x := self._found(name))}
-        written = {**self._values, **{name: self._checked(name, x) for name, x in replaced.items()}}
+        written = self._values
+        replaced: dict[str, Any] = {}
+        if self._is_whole:
+            written = {name: self._checked(name, self._found(name)) for name in self._places}
+        elif not (self._in_place and all(owner.get(last) is p for owner, last, p in self._seats)):
+            replaced = {name: x for name in self._places if not self._is_mine(x := self._found(name))}
+            written = {**written, **{name: self._checked(name, x) for name, x in replaced.items()}}
         if written:
             state = self._read()
             params = zerofn.load_state_dict(written, like=state.params, strict=False, donate=True)
             self._take(dataclasses.replace(state, params=params))
-            self._values.clear()
+            self._values = written if self._is_whole else {}
         if replaced:
             self.parameters.update((name, _live(x, self, name)) for name, x in replaced.items())
+        if replaced or not self._in_place:
             self._put(self.parameters)
         if assigned := self._assigned():
             state = self._read()
@@ -108,16 +124,14 @@ class Live:
         """Return the buffers in whose place there is another tensor now."""
         extra, found = self._read().extra or {}, {}
         for name, mine in self._buffers.items():
-            new = self._owner_of(name)._buffers.get(name.rpartition(".")[2])
+            buffers, last = self._owners[name]
+            new = buffers.get(last)
             if new is None:
                 raise ValueError(f"{type(self.module).__name__}: the buffer {name!r} is gone; write to it instead.")
             if new is not mine or new.data_ptr() != extra[name].data_ptr():
                 found[name] = new.detach().to(extra[name].device, copy=True)
                 self._buffers[name] = new
         return found
-
-    def _owner_of(self, name: str) -> nn.Module:
-        return self.module.get_submodule(name.rpartition(".")[0])
 
     def renew(self) -> None:
         """Let go of what was gathered, and give the module the state's buffers: the state has other values now."""
@@ -136,12 +150,14 @@ class Live:
             self._values = dict(zerofn.unshard(self._read().params))
         flags = {name: p.requires_grad for name, p in self.parameters.items()}
         self._put({name: nn.Parameter(x, requires_grad=flags[name]) for name, x in self._values.items()})
+        self._is_whole = True
         try:
             yield
-        finally:
-            self._values = {name: self._checked(name, self._found(name)) for name in self._places}
-            self._put(self.parameters)
             self.settle()
+            self._values = {}
+        finally:
+            self._is_whole = False
+            self._put(self.parameters)
 
     def _is_mine(self, p: Any) -> bool:
         return isinstance(p, LiveParameter) and p._zerofn[0] is self
@@ -170,9 +186,15 @@ class Live:
         return new.detach()
 
     def _put(self, parameters: dict[str, nn.Parameter]) -> None:
-        for name, places in self._places.items():
-            for owner, last in places:
-                owner._parameters[last] = parameters[name]
+        # A list that is compared in microseconds before every step.
+        self._seats = [
+            (owner._parameters, last, parameters[name])
+            for name, places in self._places.items()
+            for owner, last in places
+        ]
+        for owner, last, p in self._seats:
+            owner[last] = p
+        self._in_place = True
 
 
 class LiveParameter(nn.Parameter):
@@ -183,9 +205,10 @@ class LiveParameter(nn.Parameter):
     @staticmethod
     def __new__(cls, like: Tensor, live: Live, name: str) -> LiveParameter:
         """Return one with the shape, dtype and device of another parameter."""
+        shape, dtype = live.kind_of(name)
         # What torch's pages on extending it give for tensors that wrap others; not private in spite of its name.
         made: LiveParameter = cls._make_wrapper_subclass(
-            cls, like.shape, dtype=like.dtype, device=live.device, requires_grad=like.requires_grad
+            cls, shape, dtype=dtype, device=live.device, requires_grad=like.requires_grad
         )
         made._zerofn = live, name
         return made
@@ -227,6 +250,7 @@ class LiveParameter(nn.Parameter):
         else:  # as `module.half()` and `module.to(...)` do: a module of its own from now on
             plain = nn.Parameter(new.detach(), requires_grad=self.requires_grad)
             plain.grad = None if self.grad is None else self.grad.to(new)
+            self._zerofn[0].lost()
             torch.utils.swap_tensors(self, plain)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -249,6 +273,8 @@ class LiveParameter(nn.Parameter):
 def _live(p: nn.Parameter, live: Live, name: str) -> nn.Parameter:
     """Make a parameter live, if possible the same object, which optimizers and lists have."""
     p.grad = None
+    if isinstance(p, LiveParameter):
+        p._zerofn[0].lost()
     made = LiveParameter(p, live, name)
     try:
         torch.utils.swap_tensors(p, made)
@@ -266,6 +292,12 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
 def is_live(module: nn.Module) -> bool:
     """Whether a module's parameters are in a state's shards."""
     return any(isinstance(p, LiveParameter) for p in module.parameters())
+
+
+def _owner_of(module: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
+    """Return (the buffers among which one is, its name there)."""
+    above, _, last = name.rpartition(".")
+    return module.get_submodule(above)._buffers, last
 
 
 def _bytes(n: int) -> str:
