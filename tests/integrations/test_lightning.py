@@ -332,7 +332,7 @@ WRONG = {
     ),
     "lbfgs": (
         refused("Lbfgs", None, configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters())),
-        "optimizer LBFGS: there is no translation",
+        "LBFGS: there is no translation",
     ),
 }
 

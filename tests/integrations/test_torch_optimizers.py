@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 import zerofn
 from zerofn import optim
@@ -44,33 +45,33 @@ def test_it_is_torchs(name, options):
     groups = [{"params": [plain["w"]], "weight_decay": decay}, {"params": [plain["b"]], "weight_decay": 0.0}]
     kinds = {k: v for k, v in options.items() if k != "fused"}
     theirs = getattr(torch.optim, name)(groups, lr=0.05, **kinds)
-    tx = translated(name, options, 0.05, lambda leaf: leaf.name == "w")
+    tx = translated(getattr(torch.optim, name), options, 0.05, lambda leaf: leaf.name == "w")
     first = follow(theirs, plain, tx, first, atol=1e-7)
     assert zerofn.tree_map(torch.isfinite, first)["w"].all()
 
 
 def test_transformers_adafactor():
-    transformers = pytest.importorskip("transformers.optimization")
     draw = torch.Generator().manual_seed(0)
     first = {"w": torch.randn(5, 3, generator=draw), "b": torch.randn(3, generator=draw)}
     plain = {k: x.clone().requires_grad_() for k, x in first.items()}
     fixed = {"scale_parameter": False, "relative_step": False}
     groups = [{"params": [plain["w"]], "weight_decay": 0.1}, {"params": [plain["b"]], "weight_decay": 0.0}]
     theirs = transformers.Adafactor(groups, lr=0.05, **fixed)
-    tx = translated("Adafactor", {**fixed, "weight_decay": 0.1}, 0.05, lambda leaf: leaf.name == "w")
+    tx = translated(transformers.Adafactor, {**fixed, "weight_decay": 0.1}, 0.05, lambda leaf: leaf.name == "w")
     follow(theirs, plain, tx, first, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    "name, options, sentence",
+    "kind, options, sentence",
     [
-        ("LBFGS", {}, "optimizer LBFGS: there is no translation; there are AdamW"),
-        ("AdamW", {"amsgrad": True}, "amsgrad=True has no counterpart"),
-        ("Adafactor", {"scale_parameter": False}, "scale_parameter and relative_step must be False"),
-        ("SGD", {"dampening": 0.1}, "dampening=0.1 has no counterpart"),
-        ("SGD", {"betas": (0.1, 0.2)}, "'betas' has no counterpart; there are momentum"),
+        (torch.optim.LBFGS, {}, r"LBFGS: there is no translation. Of torch.optim, .* are AdamW \(betas, eps"),
+        (type("AdamW", (torch.optim.AdamW,), {}), {}, "test_torch_optimizers.AdamW: there is no translation"),
+        (torch.optim.AdamW, {"amsgrad": True}, "amsgrad=True has no counterpart"),
+        (transformers.Adafactor, {"scale_parameter": False}, "scale_parameter and relative_step must be False"),
+        (torch.optim.SGD, {"dampening": 0.1}, "dampening=0.1 has no counterpart"),
+        (torch.optim.SGD, {"betas": (0.1, 0.2)}, "has no counterpart; leave it out. There are momentum"),
     ],
 )
-def test_what_has_no_counterpart_is_a_sentence(name, options, sentence):
+def test_what_has_no_counterpart_is_a_sentence(kind, options, sentence):
     with pytest.raises(ValueError, match=sentence):
-        translated(name, options, 0.1)
+        translated(kind, options, 0.1)

@@ -328,8 +328,6 @@ def test_a_scheduler_of_deepspeeds(tmp_path, kind, expected):
     rates = [float(expected(k)) for k in range(STEPS)]
     shown = [x["learning_rate"] for x in mine.state.log_history if "loss" in x]
     np.testing.assert_allclose(shown, rates, rtol=1e-6)
-    schedule = mine._schedule(STEPS)
-    np.testing.assert_allclose([float(schedule(torch.tensor(k))) for k in range(STEPS)], rates, rtol=1e-6)
 
 
 def test_a_state_on_drives_trains_and_evaluates(tmp_path):
@@ -358,7 +356,6 @@ def test_other_words_for_the_same(tmp_path, given, stage, remat):
         ({"torch_compile": True}, "torch_compile has no effect"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size has no effect"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha has no effect"),
-        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "follows metrics"),
     ],
 )
 def test_what_has_no_counterpart_is_a_sentence(tmp_path, given, sentence):
@@ -373,10 +370,6 @@ def test_other_mistakes(tmp_path):
         transformers.Trainer(build(), TrainingArguments(**options(tmp_path)))
     with pytest.raises(ValueError, match="pass model_init"):
         Trainer(zerofn.skeleton(build), TrainingArguments(**options(tmp_path)), train_dataset=rows())
-    model = build()
-    adam = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match="optimizers= are torch's"):
-        Trainer(model, TrainingArguments(**options(tmp_path)), optimizers=(adam, None))
     (tmp_path / "checkpoint-1").mkdir()
     with pytest.raises(ValueError, match="has no folder 'zerofn'"):
         trainer = Trainer(build(), TrainingArguments(**options(tmp_path)), train_dataset=rows())

@@ -119,7 +119,7 @@ class Groups:
             return optim.inject_hyperparams(changing(kind.__name__, options))(**values)
 
         def make(learning_rate: ScalarOrSchedule) -> Any:
-            return translated(kind.__name__, options, learning_rate, mask)
+            return translated(kind, options, learning_rate, mask)
 
         return optim.inject_hyperparams(make)(**values)
 

@@ -140,6 +140,12 @@ class Live:
         for name, x in self._buffers.items():
             x.data = extra[name]
 
+    def part(self) -> None:
+        """Keep the values of now: the owner turns to another module."""
+        self.settle()
+        state = self._read()
+        self._read = lambda: state
+
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Inside, the module has plain parameters, on every rank; what is written to them goes to the state. All ranks

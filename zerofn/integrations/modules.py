@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def is_shape_only(module: nn.Module) -> bool:
@@ -27,3 +27,9 @@ def places_of(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
             if p is not None:
                 found[names[id(p)]].append((part, last))
     return found
+
+
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a checkpoint of the module has, such as batch norm's statistics, by name."""
+    saved = module.state_dict(keep_vars=True).keys()
+    return {name: x for name, x in module.named_buffers() if name in saved}

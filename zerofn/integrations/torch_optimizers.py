@@ -13,25 +13,30 @@ Mask = Callable[[Any], bool] | None
 _IGNORED = {"foreach", "fused", "capturable", "differentiable"}  # how, not what
 
 
-def translated(name: str, options: Mapping[str, Any], rate: Any, mask: Mask = None) -> Any:
-    """Return the transformation of the optimizer class called `name` with these options.
+def translated(kind: type, options: Mapping[str, Any], rate: Any, mask: Mask = None) -> Any:
+    """Return the transformation of a class of optimizers with these options.
 
     `rate`: the learning rate, a float or a schedule, in place of `lr`. `mask(leaf)`: which leaves `weight_decay` is
     for. Raises `ValueError` for a class or an option without a counterpart.
     """
-    known = _KNOWN.get(name)
+    name = kind.__name__
+    known = _KNOWN.get(name) if kind.__module__.startswith(("torch.optim.", "transformers.optimization")) else None
     if known is None:
-        raise ValueError(f"optimizer {name}: there is no translation; there are {', '.join(_KNOWN)}.")
+        there = ", ".join(f"{x} ({', '.join(names)})" for x, (_, names) in _KNOWN.items())
+        raise ValueError(
+            f"optimizer {kind.__module__}.{name}: there is no translation. Of torch.optim, and Adafactor of "
+            f"transformers, there are {there}."
+        )
     make, names = known
     given = {k: v for k, v in options.items() if k not in _IGNORED and k != "lr"}
-    for key in ("amsgrad", "maximize", "dampening", "lr_decay"):
-        if given.pop(key, 0):
-            raise ValueError(f"optimizer {name}: {key}={options[key]!r} has no counterpart; leave it out.")
     if given.pop("decoupled_weight_decay", False) and name == "Adam":
         make = _adamw
-    strange = [key for key in given if key not in names]
-    if strange:
-        raise ValueError(f"optimizer {name}: {strange[0]!r} has no counterpart; there are {', '.join(names)}.")
+    for key, value in given.items():
+        if key not in names and value:  # what is 0, False or None is off
+            raise ValueError(
+                f"optimizer {name}: {key}={value!r} has no counterpart; leave it out. There are {', '.join(names)}."
+            )
+    given = {k: v for k, v in given.items() if k in names}
     return make(rate, mask, **given)
 
 

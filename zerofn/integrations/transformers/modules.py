@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -12,17 +13,25 @@ from ..losses import LossesInFloat32
 
 
 class LossModule(nn.Module):
-    """A trainer's `compute_loss` as a module, so that `functional_call` gives the model its parameters inside."""
+    """A trainer's `compute_loss` as a module, so that `functional_call` gives the model its parameters inside.
 
-    def __init__(self, model: nn.Module, compute_loss: Callable[..., Tensor]) -> None:
+    `context`: makes a context in which it runs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compute_loss: Callable[..., Tensor],
+        context: Callable[[], contextlib.AbstractContextManager[Any]],
+    ) -> None:
         super().__init__()
         self.model = model
-        self._compute_loss = compute_loss
+        self._compute_loss, self._context = compute_loss, context
 
     def forward(self, inputs: dict[str, Any], num_items: Tensor | None) -> Tensor:
         """Return the loss of a batch."""
         items = None if num_items is None else num_items.reshape(())
-        with LossesInFloat32():
+        with self._context(), LossesInFloat32():
             return self._compute_loss(self.model, dict(inputs), num_items_in_batch=items)
 
 

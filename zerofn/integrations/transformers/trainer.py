@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,16 @@ from torch.func import functional_call
 
 import zerofn
 
+from ..carried import relaid
+from ..groups import let_go
 from ..live import Live, is_live, parameters_of
 from ..losses import LossesInFloat32
-from ..modules import buffers_to, is_shape_only
-from ..torch_optimizers import translated
+from ..modules import buffers_to, is_shape_only, saved_buffers
 from .arguments import Seq2SeqTrainingArguments, TrainingArguments
-from .modules import EvaluatedModule, LossModule, tensors_of
+from .modules import EvaluatedModule, tensors_of
+from .optimizers import Followed, groups_of, load_rates, own_optimizer, save_rates
 from .padding import Padding
+from .steps import check_training_step, compiled_step, stack
 
 STATE = "zerofn"  # the folder in a checkpoint that has the state
 _CONTRADICTS = {
@@ -39,16 +41,19 @@ class Trainer(transformers.Trainer):
 
     The values of the model's parameters are in shards. With `model_init` no rank ever holds all of them; a `model` with
     values is cut, and then lets go of them. Outside of the step parameters are gathered where they are used: all ranks
-    must use the same. The loss is `compute_loss`'s, the model's own or
-    one that a subclass defines; the step is captured, so that it must not branch on what is in the batch. Optimizers
-    and schedules are those that the arguments name, translated (AdamW, Adam, SGD, Adagrad, Adafactor, RMSprop).
-    Batches whose rows differ in length are padded to the longest of all ranks, and from the second length on to
-    multiples of 16. In half precision losses are computed in float32, as under autocast. Evaluation runs on shards,
-    too. `save_model` writes what `from_pretrained` opens; checkpoints have ZeroFn's state beside it, and resume on any
-    number of ranks.
+    must use the same. The loss is `compute_loss`'s, the model's own or one that a subclass defines; the step is
+    captured, so that it must not branch on what is in the batch. The optimizer is the one that the arguments name or a
+    subclass makes, translated (AdamW, Adam, SGD, Adagrad, Adafactor, RMSprop); every step reads its learning rates,
+    which any scheduler and callback may set. Batches whose rows differ in length are padded to the longest of all
+    ranks, and from the second length on to multiples of 16. In half precision losses are computed in float32, as under
+    autocast. Evaluation runs on shards, too. `save_model` writes what `from_pretrained` opens; checkpoints have
+    ZeroFn's state beside it, and resume on any number of ranks.
 
     Raises `ValueError` for options without an effect here, and those of `zerofn.shard` and `zerofn.compile`.
     """
+
+    optimizer: Any
+    lr_scheduler: Any
 
     def __init__(self, model: nn.Module | None = None, args: Any = None, **kwargs: Any) -> None:
         if args is None:
@@ -60,16 +65,14 @@ class Trainer(transformers.Trainer):
         for name, why in _CONTRADICTS.items():
             if getattr(args, name, None):
                 raise ValueError(f"TrainingArguments: {name} has no effect with ZeroFn: {why}. Leave it out.")
-        if any(x is not None for x in kwargs.get("optimizers") or ()):
-            raise ValueError(
-                "Trainer: optimizers= are torch's and hold a model's tensors; name them by optim= and "
-                "lr_scheduler_type=."
-            )
         self._sharded: Any = None
         self._live: Live | None = None
         self._step: Any = None
         self._micro: list[dict[str, Any]] = []
         self._norm: Tensor | None = None
+        self._groups: Any = None
+        self._optimizes: Any = None  # the torch optimizer that the state's moments are of
+        self._skipped = 0
         args.take()
         super().__init__(model, args, **kwargs)
         if is_shape_only(self.model) and self.model_init is None:
@@ -91,7 +94,10 @@ class Trainer(transformers.Trainer):
     # ---- the model
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """Return the model with the shapes of its parameters."""
+        """Return a model with the shapes of its parameters. Every run begins with one, and with a state of its own."""
+        if self._live is not None:
+            self._live.part()
+        self._sharded, self._live, self._trial = None, None, trial
         return zerofn.skeleton(lambda: super(Trainer, self).call_model_init(trial).train())
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -106,11 +112,14 @@ class Trainer(transformers.Trainer):
             return self._evaluated
         return model
 
-    def _parameters(self) -> dict[str, Tensor]:
+    def _parameters(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return (parameters, buffers) to begin with."""
         if self.model_init is None:
-            return dict(parameters_of(self.model))
-        transformers.set_seed(self.args.seed)
-        return dict(super().call_model_init().named_parameters())
+            model = self.model
+        else:
+            transformers.set_seed(self.args.seed)
+            model = super().call_model_init(self._trial)
+        return dict(parameters_of(model)), saved_buffers(model)
 
     # ---- the state and the step
 
@@ -133,122 +142,94 @@ class Trainer(transformers.Trainer):
     def _need_state(self) -> None:
         """Make a state to evaluate, or to save, before any training."""
         if self.sharded is None:
-            self._make_state(1)
+            self._make_state()
 
-    def _make_state(self, max_steps: int) -> None:
-        """Make the state if there is none; else give it the schedule of this run."""
-        tx = self._optimizer(max_steps)
+    def _make_state(self) -> None:
+        """Make the state if there is none; else give it the optimizer of this run."""
+        tx = zerofn.optim.identity() if self._groups is None else self._groups.tx
         if self.sharded is not None:
-            self.sharded = dataclasses.replace(self.sharded, tx=tx)
-            self._give_values()
+            self.sharded = relaid(self.sharded, self.model, tx, None, **self._shard_options())
             return
 
         def create() -> Any:
-            return zerofn.TrainState.create(params=self._parameters(), tx=tx, seed=self.args.seed)
+            params, extra = self._parameters()
+            return zerofn.TrainState.create(params=params, tx=tx, seed=self.args.seed, extra=extra or None)
 
         if self.model_init is None:
             first: Any = create()
         else:
             first = create
-        self.sharded = zerofn.shard(first, device=self.args.device, **self.args.shard_options)
+        self.sharded = zerofn.shard(first, **self._shard_options())
         del first
         self._give_values()
 
+    def _shard_options(self) -> dict[str, Any]:
+        return {"device": self.args.device, **self.args.shard_options}
+
+    def _with_rates(self) -> Any:
+        """Return the state with what the optimizer says now: rates and momentum, groups, and what requires gradients."""
+        if self._groups.has_changed():
+            state = self.sharded
+            self._groups = self._groups.renewed(state.opt_state)
+            new = relaid(state, self.model, self._groups.tx, None, **self._shard_options())
+            self.sharded = dataclasses.replace(new, opt_state=self._groups.with_moments(new.opt_state))
+        state = self.sharded
+        return dataclasses.replace(state, opt_state=self._groups.with_rates(state.opt_state))
+
     def _give_values(self) -> None:
-        """Let the model have the state's parameters."""
-        if self._live is None or self._live.module is not self.model:
-            self._live = Live(self.model, lambda: self._sharded, self._take)
+        """Let the model have the state's parameters, and the optimizer the model's."""
+        before = dict(self.model.named_parameters())
+        self._live = Live(self.model, lambda: self._sharded, self._take)
+        if self._optimizes is not None:
+            let_go(self._optimizes, {id(p): self._live.parameters[name] for name, p in before.items()})
 
-    def _optimizer(self, max_steps: int) -> Any:
-        """Return the transformation that the arguments name, with the whole schedule as a table."""
-        kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        decaying = set(self.get_decay_parameter_names(self.model))
-        options = {"weight_decay": self.args.weight_decay, **options}
-        tx = translated(kind.__name__, options, self._schedule(max_steps), lambda leaf: leaf.name in decaying)
-        norm = self.args.max_grad_norm
-        return zerofn.optim.chain(zerofn.optim.clip_by_global_norm(norm), tx) if norm and norm > 0 else tx
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Make the scheduler that the arguments name, or a DeepSpeed file."""
+        rates = self.args.schedule_of_deepspeed(num_training_steps)
+        if self.lr_scheduler is not None or rates is None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        optimizer = self.optimizer if optimizer is None else optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] = 1.0
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
 
-    def _schedule(self, max_steps: int) -> Callable[[Tensor], Tensor]:
-        """Return the learning rate of every update, as transformers' scheduler gives them one after the other."""
-        scheduler = self._new_scheduler(max_steps)
-        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(scheduler, "get_last_lr"):
-            raise ValueError(
-                f"TrainingArguments: lr_scheduler_type={self.args.lr_scheduler_type!r} follows metrics, and is not "
-                "known before the run; name one that follows steps."
-            )
-        rates = []
-        for _ in range(max_steps + 1):
-            rates.append(scheduler.get_last_lr()[0])
-            scheduler.optimizer.step()
-            scheduler.step()
-        table = torch.tensor(rates)
-        return lambda count: torch.take(table.to(count.device), count.clamp(max=max_steps))
-
-    def _new_scheduler(self, max_steps: int) -> Any:
-        theirs = self.args.schedule_of_deepspeed(max_steps)
-        if theirs is not None:
-            return torch.optim.lr_scheduler.LambdaLR(_Rates(1.0), theirs)
-        return transformers.get_scheduler(
-            self.args.lr_scheduler_type,
-            optimizer=_Rates(self.args.learning_rate),
-            num_warmup_steps=self.args.get_warmup_steps(max_steps),
-            num_training_steps=max_steps,
-            scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
-        )
-
-    def _follow_schedule(self, max_steps: int) -> None:
-        """Let callbacks and reports have an optimizer and a scheduler, which have learning rates and nothing else."""
-        self.lr_scheduler = self._new_scheduler(max_steps)
-        self.optimizer = self.lr_scheduler.optimizer
-
-    def _compiled_step(self) -> Any:
-        """Return the step over all microbatches of an update: `parts`, one after the other, each of which is `stacked`
-        of equal shape. `shares`: whether the losses of microbatches add up to the step's, or are averaged.
-        """
-        loss_module = LossModule(self.model, self.compute_loss)
-        clipped = bool(self.args.max_grad_norm and self.args.max_grad_norm > 0)
-
-        def loss_fn(params: dict[str, Tensor], inputs: dict[str, Any], num_items: Any, factor: float) -> Tensor:
-            named = {f"model.{name}": x for name, x in params.items()}
-            return functional_call(loss_module, named, (inputs, num_items)) * factor
-
-        def train_step(state: Any, batch: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
-            parts, num_items, stacked = batch["parts"], batch["num_items"], batch["stacked"]
-            factor = 1.0 if batch["shares"] else 1.0 / (stacked * len(parts))
-            found = []
-            for k, inputs in enumerate(parts):
-                key = zerofn.random.fold_in(state.rng_at(), k)
-                vg = zerofn.value_and_grad(loss_fn, scale=state.loss_scale, rng=key, frozen=state.frozen)
-                if stacked > 1:
-                    vg = zerofn.accumulate(vg, stacked)
-                found.append(vg(state.params, inputs, num_items, factor * stacked))
-            losses, grads = zip(*found, strict=True)
-            total = zerofn.tree_map(lambda *x: sum(x[1:], x[0]), *grads)
-            aux = {"loss": sum(losses[1:], losses[0])}
-            if clipped:
-                aux["grad_norm"] = zerofn.global_norm(total)
-            return state.apply_gradients(total), aux
-
-        return zerofn.compile(train_step, **self.args.compile_options)
+    def _follow_optimizer(self, max_steps: int) -> None:
+        """Make the optimizer and the scheduler as transformers does, and a state whose updates they say."""
+        if self._created_lr_scheduler:
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        made_by = "optimizers=" if self.optimizer is not None else f"{type(self).__name__}.create_optimizer"
+        self.create_optimizer()
+        optimizer = own_optimizer(self.optimizer)
+        if self.sharded is None or optimizer is not self._optimizes:
+            self._groups = groups_of(optimizer, self.model, made_by, self.args.max_grad_norm)
+            self._optimizes = optimizer
+            self._make_state()
+        if not isinstance(self.optimizer, Followed):
+            self.optimizer = Followed(optimizer)
+        self.optimizer = self.accelerator.prepare_optimizer(self.optimizer)
+        self.create_scheduler(num_training_steps=max_steps)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        self._make_state(max_steps)
+        check_training_step(self)
+        self._follow_optimizer(max_steps)
         if resume_from_checkpoint is not None:
             path = Path(resume_from_checkpoint) / STATE
             self.sharded = zerofn.load(path, like=self.sharded, donate=True)
-        self._follow_schedule(max_steps)
-        for _ in range(self.state.global_step):
-            self.optimizer.step()
-            self.lr_scheduler.step()
-        self._step, self._micro = self._compiled_step(), []
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+            self._load_scaler(resume_from_checkpoint)
+        self._step, self._micro = compiled_step(self), []
+        self._skipped = int(self.sharded.skipped)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
         return self.model, train_dataloader
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Take a microbatch; at an update's last one, run the step. Returns its loss, over all ranks and "
-        "microbatches."""
+        """Take a microbatch; at an update's last one, run the step. Returns its loss, over all ranks and
+        microbatches.
+        """
         model.train()
         self._micro.append(self._padding({k: v for k, v in self._prepare_inputs(inputs).items() if v is not None}))
         if not self.accelerator.sync_gradients:
@@ -260,10 +241,11 @@ class Trainer(transformers.Trainer):
         parts, stacked = stack(micro)
         items = None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).reshape(1).repeat(stacked)
         batch = {"parts": parts, "num_items": items, "stacked": stacked, "shares": int(shares)}
-        before = self.sharded
         assert self._live is not None
+        state = self._with_rates()
         with self._live.in_step():
-            self.sharded, aux = self._step(before, batch)
+            self.sharded, aux = self._step(state, batch)
+        self._note_update()
         self._norm = aux.get("grad_norm")
         return aux["loss"].to(self.args.device)
 
@@ -273,11 +255,12 @@ class Trainer(transformers.Trainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return self._norm
 
-    def _get_learning_rate(self) -> float:
-        """Return the rate of the last update; updates that fp16 skips do not count."""
-        if self.args.fp16 and self.sharded is not None:
-            return float(self.sharded.learning_rate)
-        return float(self.lr_scheduler.get_last_lr()[0])
+    def _note_update(self) -> None:
+        """Tell the optimizer, and under float16 whether the update was skipped, so that the scheduler waits, too."""
+        self.optimizer.updated = True
+        if self.args.fp16:
+            before, self._skipped = self._skipped, int(self.sharded.skipped)
+            self.optimizer.was_skipped = self._skipped > before
 
     # ---- evaluation
 
@@ -329,9 +312,19 @@ class Trainer(transformers.Trainer):
         torch.save(self.args, out / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """They are in the state, which `save_model` has saved."""
+        """Write rates; moments are in the state, which `save_model` has saved."""
+        if self.args.should_save:
+            save_rates(self.optimizer, self.lr_scheduler, output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Read rates; moments are in the state."""
+        if checkpoint is not None:
+            load_rates(self.optimizer, self.lr_scheduler, checkpoint)
 
     def _save_scaler(self, output_dir: str) -> None:
+        """It is in the state."""
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
         """It is in the state."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -350,24 +343,3 @@ class Trainer(transformers.Trainer):
             else zerofn.load_safetensors(best, like=self.sharded.params)
         )
         self.sharded = dataclasses.replace(self.sharded, params=params)
-
-
-class _Rates(torch.optim.SGD):
-    """An optimizer that has a learning rate and nothing to optimize."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__([torch.zeros(())], lr=rate)
-
-
-def stack(micro: list[dict[str, Any]]) -> tuple[tuple[dict[str, Any], ...], int]:
-    """Return (parts, stacked): microbatches of equal shapes as one part with all their rows, others one by one."""
-    if len(micro) > 1 and len({_shapes(x) for x in micro}) == 1 and _shapes(micro[0]) is not None:
-        return ({k: torch.cat([x[k] for x in micro]) for k in micro[0]},), len(micro)
-    return tuple(micro), 1
-
-
-def _shapes(inputs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Return what must be equal to be stacked; None for what has no rows."""
-    if not all(isinstance(x, Tensor) and x.dim() for x in inputs.values()):
-        return None
-    return tuple((k, tuple(x.shape), x.dtype) for k, x in sorted(inputs.items()))

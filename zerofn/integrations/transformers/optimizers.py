@@ -1,0 +1,104 @@
+"""The optimizer and the scheduler of a `Trainer`: torch's own objects, which say how parameters are updated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+
+import zerofn
+
+from ..groups import Groups
+
+RATES = "zerofn_rates.pt"  # in a checkpoint: what the optimizer's groups and the scheduler say
+
+
+class Followed(AcceleratedOptimizer):
+    """What the loop and callbacks have of a torch optimizer: its groups, which every step reads, and its hooks.
+
+    Its `step` comes after the captured one, which has updated the parameters.
+    """
+
+    _is_accelerate_prepared = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, device_placement=False)
+        self.was_skipped = False
+        self.updated = False
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step has updated nothing, as gradients of float16 had no room in it."""
+        return self.was_skipped
+
+    def step(self, closure: Any = None) -> None:
+        """Let the optimizer's hooks and schedulers know of an update."""
+        if not self.updated:
+            raise ValueError(
+                "Trainer.training_step: an update is due, and Trainer's own training_step was not called for its "
+                "batches. Call super().training_step(model, inputs, num_items_in_batch), which computes the loss by "
+                "compute_loss, and its gradients."
+            )
+        self.updated = False
+        self._refuse_gradients()
+        self.optimizer.step()
+
+    def _refuse_gradients(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    raise ValueError(
+                        f"Trainer: a parameter of shape {tuple(p.shape)} has a gradient that the step did not compute. "
+                        "Steps take gradients of compute_loss alone; add the term there."
+                    )
+
+
+def own_optimizer(optimizer: Any) -> Any:
+    """Return the torch optimizer itself."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def groups_of(optimizer: Any, model: nn.Module, source: str, max_norm: float | None) -> Groups:
+    """Return what an optimizer says of a model's parameters. `source`: what made it.
+
+    Raises `ValueError` for one that has no translation, or that has already been used.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"{source} left {type(optimizer).__name__} in self.optimizer, where a torch.optim.Optimizer was expected."
+        )
+    used = [x for x in optimizer.state.values() if float(x.get("step", 0)) > 0]
+    if used:
+        raise ValueError(
+            f"{source}: the optimizer has a state of {len(used)} parameters, which would be lost. Begin with a new "
+            "one; trainer.train(resume_from_checkpoint=...) goes on with a checkpoint's."
+        )
+    clip = zerofn.optim.clip_by_global_norm(max_norm) if max_norm and max_norm > 0 else None
+    groups = Groups(optimizer, model, source, clip, others_too=True)
+    optimizer.state.clear()  # Adagrad's begins with tensors of every parameter's size
+    return groups
+
+
+def save_rates(optimizer: Any, scheduler: Any, folder: str | Path) -> None:
+    """Write what the optimizer's groups and the scheduler say."""
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    torch.save({"groups": groups, "scheduler": scheduler.state_dict()}, Path(folder) / RATES)
+
+
+def load_rates(optimizer: Any, scheduler: Any, folder: str | Path) -> None:
+    """Read what `save_rates` has written. Raises `ValueError` where the groups are others."""
+    found = torch.load(Path(folder) / RATES, weights_only=True)
+    ours = len(optimizer.param_groups)
+    if len(found["groups"]) != ours:
+        raise ValueError(
+            f"Trainer: {folder} is of an optimizer of {len(found['groups'])} groups of parameters, and this one has "
+            f"{ours}. Make the groups that it had."
+        )
+    for group, theirs in zip(optimizer.param_groups, found["groups"], strict=True):
+        group.update(theirs)
+    scheduler.load_state_dict(found["scheduler"])
