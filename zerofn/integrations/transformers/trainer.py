@@ -167,7 +167,7 @@ class Trainer(transformers.Trainer):
         return {"device": self.args.device, **self.args.shard_options}
 
     def _with_rates(self) -> Any:
-        """Return the state with what the optimizer says now: rates and momentum, groups, and what requires gradients."""
+        """Return the state with what the optimizer says now: rates, momentum, groups, and what is trained."""
         if self._groups.has_changed():
             state = self.sharded
             self._groups = self._groups.renewed(state.opt_state)
