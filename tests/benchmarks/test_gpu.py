@@ -27,6 +27,7 @@ def test_every_part_runs_on_the_cpu(tmp_path):
     assert "published, not run" in done.stdout
 
 
+@pytest.mark.whole
 def test_the_decoder_with_grouped_heads_runs_on_the_cpu(tmp_path):
     command = [sys.executable, "-m", "benchmarks.gpu.attention", "--dry-run", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})

@@ -42,6 +42,7 @@ def test_on_this_machine(script, tmp_path):
         assert log.read_text() == f"rank {rank} of 2 sum 3.0 --lr 3 -- -x\n"
 
 
+@pytest.mark.whole
 def test_on_two_machines(ssh, script, tmp_path):  # noqa: F811
     (tmp_path / "hostfile").write_text("127.0.0.1 slots=2\n127.0.0.2 slots=1\n")
     done = run("-H", "hostfile", "--port", "29477", "train.py")

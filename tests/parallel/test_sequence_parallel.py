@@ -18,7 +18,7 @@ CASES = [
     ("llama", {"tensor": 2}, 3, {}),
     pytest.param("llama, 2 key heads", {"tensor": 4}, 0, {}, marks=pytest.mark.whole),
     pytest.param("qwen3", {"tensor": 3}, 1, {}, marks=pytest.mark.whole),
-    ("gpt2", {"tensor": 2}, 2, {}),
+    pytest.param("gpt2", {"tensor": 2}, 2, {}, marks=pytest.mark.whole),
     pytest.param("mixtral", {"tensor": 2}, 3, {}, marks=pytest.mark.whole),
     pytest.param("bert", {"tensor": 2}, 3, {}, marks=pytest.mark.whole),
     pytest.param("qwen3_moe", {"data": 2, "tensor": 2}, 3, {}, marks=pytest.mark.whole),
@@ -151,6 +151,7 @@ def asked_later():
         model(input_ids=ids)
 
 
+@pytest.mark.whole
 def test_outputs_of_layers_are_refused_when_they_are_asked_for(ranks):
     ranks(2, asked_later)
 

@@ -100,6 +100,7 @@ def adapted_at_budgets():
         assert_same_trees(found, expected)
 
 
+@pytest.mark.whole
 def test_loops_in_loops(ranks):
     ranks(2, adapted_at_budgets)
 
