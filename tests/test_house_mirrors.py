@@ -62,6 +62,7 @@ TESTED_BY = {
     "integrations.transformers.padding": "integrations/test_padding.py",
     "integrations.modules": "integrations/test_transformers.py",
     "integrations.transformers.arguments": "integrations/test_transformers.py",
+    "integrations.transformers.evaluation": "integrations/test_transformers_evaluation.py",
     "integrations.transformers.modules": "integrations/test_transformers.py",
     "integrations.transformers.optimizers": "integrations/test_transformers_optimizers.py",
     "integrations.transformers.seq2seq": "integrations/test_transformers.py",

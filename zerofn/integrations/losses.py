@@ -1,4 +1,4 @@
-"""Losses in float32 where a model computes in half precision, as under `torch.autocast`."""
+"""Losses, and statistics of batch norm, in float32 where a model computes in half precision, as under autocast."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOSSES = frozenset({
 
 
 class LossesInFloat32(TorchFunctionMode):
-    """Inside, torch's losses take bfloat16 and float16 as float32."""
+    """Inside, torch's losses take bfloat16 and float16 as float32, and batch norm its weights with its statistics."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -28,6 +28,11 @@ class LossesInFloat32(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in LOSSES:
             args, kwargs = [_float(x) for x in args], {k: _float(x) for k, x in kwargs.items()}
+        elif func is F.batch_norm:  # all but what it normalizes
+            args, kwargs = (
+                [*args[:1], *map(_float, args[1:])],
+                {k: _float(x) if k != "input" else x for k, x in kwargs.items()},
+            )
         return func(*args, **kwargs)
 
 

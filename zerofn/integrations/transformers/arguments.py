@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import transformers
 
 import zerofn
@@ -175,6 +176,12 @@ class _Ours(_Arguments):
             theirs = self._of_deepspeed[0]
             return {**theirs, "precision": theirs.get("precision") or precision}
         return {"stage": self.stage, "precision": precision, **({"offload": self.offload} if self.offload else {})}
+
+    @property
+    def computes_in(self) -> torch.dtype | None:
+        """The dtype in which a model computes, None for its own."""
+        precision = self.shard_options["precision"]
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, getattr(precision, "compute", None))
 
     @property
     def compile_options(self) -> dict[str, Any]:

@@ -1,13 +1,15 @@
-"""What stands in a model's place: in the captured step, and in transformers' evaluation loops."""
+"""What stands in a model's place in the captured step."""
 
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+import zerofn
 
 from ..losses import LossesInFloat32
 
@@ -35,37 +37,18 @@ class LossModule(nn.Module):
             return self._compute_loss(self.model, dict(inputs), num_items_in_batch=items)
 
 
-class EvaluatedModule(nn.Module):
-    """What evaluation loops call in the model's place. `step(inputs) -> outputs`: a compiled step.
+@contextlib.contextmanager
+def inputs_in(dtype: torch.dtype | None, model: nn.Module, labels: Sequence[str]) -> Iterator[None]:
+    """Inside, a model is called with floating-point inputs of this dtype, if one is given; labels stay as they are."""
 
-    `model` returns the model, whose mode this sets: a trainer with `model_init` makes another one for each run.
-    """
+    def cast(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
-    def __init__(self, model: Callable[[], nn.Module], step: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        super().__init__()
-        self._step, self._model = step, model
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        named = {k: v if k in labels else zerofn.tree_map(cast, v) for k, v in kwargs.items()}
+        return zerofn.tree_map(cast, args), named
 
-    def forward(self, **inputs: Any) -> dict[str, Any]:
-        """Return what the model returns, as a dict."""
-        return OrderedDict(self._step({k: v for k, v in inputs.items() if v is not None}))
-
-    def train(self, mode: bool = True) -> EvaluatedModule:
-        """Set the model's mode."""
-        self._model().train(mode)
-        return self
-
-    def _get_name(self) -> str:  # label smoothing asks for it
-        return self._model()._get_name()
-
-
-def tensors_of(outputs: Any) -> dict[str, Any]:
-    """Return the tensors among a model's outputs, and tuples of them; caches are left out."""
-    if isinstance(outputs, Tensor):
-        return {"logits": outputs}
-    if isinstance(outputs, tuple):
-        outputs = {f"output_{k}": x for k, x in enumerate(outputs)}
-    return {k: v for k, v in outputs.items() if _is_tensors(v)}
-
-
-def _is_tensors(x: Any) -> bool:
-    return isinstance(x, Tensor) or (isinstance(x, tuple) and bool(x) and all(map(_is_tensors, x)))
+    with contextlib.ExitStack() as until:
+        if dtype is not None:
+            until.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
+        yield

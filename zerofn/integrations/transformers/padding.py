@@ -16,6 +16,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import zerofn
 
+from .evaluation import mapped
+
 STEP = 16  # lengths but a run's first are multiples of this
 _SOURCE = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _KNOWN = (*_SOURCE, "decoder_input_ids", "decoder_attention_mask", "labels")
@@ -57,9 +59,9 @@ class Padding:
         missing = {name: n - x for name, n, x in zip(_KNOWN, longest, ours, strict=True) if x}
         return {name: self._padded(name, x, missing.get(name, 0)) for name, x in inputs.items()}
 
-    def cut(self, outputs: dict[str, Any], inputs: Mapping[str, Any], padded: Mapping[str, Any]) -> dict[str, Any]:
+    def cut(self, outputs: Any, inputs: Mapping[str, Any], padded: Mapping[str, Any]) -> Any:
         """Return a model's outputs for `padded` without what `inputs` did not have."""
-        return {name: self._cut(x, *_sides(name, inputs, padded)) for name, x in outputs.items()}
+        return mapped(lambda name, x: self._cut(x, *_sides(name, inputs, padded)), outputs)
 
     def _rounded(self, length: int) -> int:
         longer = -(-length // STEP) * STEP
@@ -73,9 +75,7 @@ class Padding:
             return x
         return F.pad(x, (missing, 0) if self._left else (0, missing), value=self._values[name])
 
-    def _cut(self, x: Any, before: int, after: int) -> Any:
-        if isinstance(x, tuple):
-            return tuple(self._cut(y, before, after) for y in x)
+    def _cut(self, x: Tensor, before: int, after: int) -> Tensor:
         if before == after or x.dim() < 2 or x.shape[1] != after:
             return x
         return x[:, after - before :] if self._left else x[:, :before]

@@ -18,7 +18,7 @@ def compiled_step(trainer: Any) -> Any:
     """Return the step over all microbatches of an update: `parts`, one after the other, each of which is `stacked` of
     equal shape. `shares`: whether the losses of microbatches add up to the step's, or are averaged.
     """
-    loss_module = LossModule(trainer.model, trainer.compute_loss, trainer.compute_loss_context_manager)
+    loss_module = LossModule(trainer.model, trainer.compute_loss, trainer.step_context)
     clipped = bool(trainer.args.max_grad_norm and trainer.args.max_grad_norm > 0)
 
     def train_step(state: Any, batch: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:

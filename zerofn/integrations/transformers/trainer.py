@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from ..live import Live, is_live, parameters_of
 from ..losses import LossesInFloat32
 from ..modules import buffers_to, is_shape_only, saved_buffers
 from .arguments import Seq2SeqTrainingArguments, TrainingArguments
-from .modules import EvaluatedModule, tensors_of
+from .evaluation import EvaluatedModel, tensors_of
+from .modules import inputs_in
 from .optimizers import Followed, groups_of, load_rates, own_optimizer, save_rates
 from .padding import Padding
 from .steps import check_training_step, compiled_step, stack
@@ -82,7 +85,7 @@ class Trainer(transformers.Trainer):
             )
         ignored = getattr(self.data_collator, "label_pad_token_id", -100)
         self._padding, self._evaluation_padding = (Padding(self.model, self._processor(), ignored) for _ in range(2))
-        self._evaluated = EvaluatedModule(lambda: self.model, self._evaluate_step)
+        self._evaluated = EvaluatedModel(lambda: self.model, self._evaluate_step)
         self._evaluation = zerofn.compile(self._outputs, **self._evaluation_options())
 
     def _processor(self) -> Any:
@@ -106,7 +109,7 @@ class Trainer(transformers.Trainer):
         else:
             super()._move_model_to_device(model, device)
 
-    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         if not training:
             self._need_state()
             return self._evaluated
@@ -264,14 +267,24 @@ class Trainer(transformers.Trainer):
 
     # ---- evaluation
 
-    def _outputs(self, params: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-        with torch.no_grad(), LossesInFloat32():
-            found = tensors_of(functional_call(self.model, zerofn.gather(params), (), dict(inputs)))
-            return zerofn.tree_map(lambda x: x.float() if x.is_floating_point() else x, found)
+    def _outputs(self, values: dict[str, Any], inputs: dict[str, Any]) -> Any:
+        named = {**zerofn.gather(values["params"]), **values["buffers"]}
+        with torch.no_grad(), self._in_precision(), LossesInFloat32():
+            return tensors_of(functional_call(self.model, named, (), dict(inputs)))
 
-    def _evaluate_step(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        padded = self._evaluation_padding(inputs)
-        return self._evaluation_padding.cut(self._evaluation(self.sharded.params, padded), inputs, padded)
+    def _in_precision(self) -> contextlib.AbstractContextManager[None]:
+        return inputs_in(self.args.computes_in, self.model, self.label_names)
+
+    @contextlib.contextmanager
+    def step_context(self) -> Iterator[None]:
+        """Make the context in which the compiled step computes losses."""
+        with self.compute_loss_context_manager(), self._in_precision():
+            yield
+
+    def _evaluate_step(self, inputs: dict[str, Any]) -> Any:
+        padded, state = self._evaluation_padding(inputs), self.sharded
+        values = {"params": state.params, "buffers": state.extra or {}}
+        return self._evaluation_padding.cut(self._evaluation(values, padded), inputs, padded)
 
     def whole_model(self) -> Any:
         """Return a context in which `self.model` has its parameters, on every rank: to generate, or to look at them.
@@ -290,9 +303,10 @@ class Trainer(transformers.Trainer):
         out = Path(output_dir or self.args.output_dir)
         whole = _internal_call and not self.args.save_only_model
         path = out / (STATE if whole else f"{STATE}-export")
-        zerofn.save(path, self.sharded if whole else {"params": self.sharded.params})
+        state = self.sharded
+        zerofn.save(path, state if whole else {"params": state.params, "extra": state.extra})
         if self.args.should_save:
-            zerofn.export(path, out, max_shard_size="5GB")
+            zerofn.export(path, out, part="", max_shard_size="5GB", rename=name_in_model)
             self._save_beside(out)
             if not whole:
                 shutil.rmtree(path)
@@ -337,9 +351,15 @@ class Trainer(transformers.Trainer):
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
-        params = (
-            zerofn.load(best / STATE, like=self.sharded, only="params").params
-            if (best / STATE).is_dir()
-            else zerofn.load_safetensors(best, like=self.sharded.params)
-        )
-        self.sharded = dataclasses.replace(self.sharded, params=params)
+        if (best / STATE).is_dir():
+            for part in ("params", "extra") if self.sharded.extra else ("params",):
+                self.sharded = zerofn.load(best / STATE, like=self.sharded, only=part)
+        else:
+            params = zerofn.load_safetensors(best, like=self.sharded.params)
+            self.sharded = dataclasses.replace(self.sharded, params=params)
+
+
+def name_in_model(path: str) -> str | None:
+    """Return the name of a state's leaf in the model's state dict, None for one that is not there."""
+    part, _, name = path.partition(".")
+    return name if part in ("params", "extra") else None

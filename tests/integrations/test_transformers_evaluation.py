@@ -1,0 +1,133 @@
+"""Evaluation: models, outputs and buffers are what transformers' Trainer has."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
+from transformers.models.clip.modeling_clip import CLIPOutput
+
+from tests.integrations.test_transformers import build, losses, options, rows
+from zerofn.integrations import transformers as ours
+from zerofn.integrations.transformers.evaluation import mapped, tensors_of
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning"),
+]
+
+
+def own_methods(kind):
+    """As transformers' documentation has them."""
+
+    class Mine(kind):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs)
+            logits = outputs.logits[:, :-1].flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, inputs["labels"][:, 1:].flatten())
+            return (loss, outputs) if return_outputs else loss
+
+        def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+            assert isinstance(model, transformers.PreTrainedModel) and model.config.vocab_size == 50
+            inputs = self._prepare_inputs(inputs)
+            with torch.no_grad():
+                outputs = model(inputs["input_ids"], labels=inputs["labels"], output_hidden_states=True)
+                other = self.model(inputs["input_ids"])
+                assert next(model.parameters()).shape == (50, 16)
+            assert type(outputs) is CausalLMOutputWithPast and len(outputs.hidden_states) == 3
+            return outputs.loss, (outputs.logits, other.logits), inputs["labels"]
+
+    return Mine, {}
+
+
+def loss_function(kind):
+    def loss(outputs, labels, num_items_in_batch=None):
+        kinds = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return kinds / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
+
+    return kind, {"compute_loss_func": loss}
+
+
+@pytest.mark.parametrize("case", [own_methods, loss_function])
+def test_outputs_are_the_models_own(tmp_path, case):
+    found = []
+    for library in (transformers, ours):
+        kind, given = case(library.Trainer)
+        args = library.TrainingArguments(**options(tmp_path, max_steps=2))
+        trainer = kind(model=build(), args=args, train_dataset=rows(), eval_dataset=rows(6), **given)
+        trainer.train()
+        predicted = trainer.predict(rows(6))
+        found.append((losses(trainer), trainer.evaluate()["eval_loss"], predicted.predictions))
+    for mine, plain in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_only_tensors_of_outputs_are_kept():
+    x = torch.ones(2, 3, dtype=torch.bfloat16)
+    given = CLIPOutput(loss=x.sum(), text_embeds=x, text_model_output=BaseModelOutput(last_hidden_state=x))
+    found = tensors_of(given)
+    assert type(found) is CLIPOutput and type(found.text_model_output) is BaseModelOutput
+    assert found.text_embeds.dtype == found.text_model_output.last_hidden_state.dtype == torch.float32
+    cached = CausalLMOutputWithPast(logits=x, past_key_values=transformers.DynamicCache(), attentions=(x, None))
+    assert list(tensors_of(cached)) == ["logits", "attentions"] and len(tensors_of(cached).attentions) == 1
+    assert type(tensors_of((x, [x], None))) is tuple and type(tensors_of({"a": x, "b": 3})) is dict
+    names = mapped(lambda name, v: torch.tensor(len(name)), found)
+    assert int(names.text_embeds) == len("text_embeds") and type(names.text_model_output) is BaseModelOutput
+
+
+def resnet():
+    torch.manual_seed(0)
+    shape = {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1], "layer_type": "basic", "num_labels": 3}
+    return transformers.ResNetForImageClassification(transformers.ResNetConfig(**shape))
+
+
+def pictures(count=24):
+    draw = torch.Generator().manual_seed(0)
+    return [{"pixel_values": torch.randn(3, 16, 16, generator=draw), "labels": k % 3} for k in range(count)]
+
+
+def trained(library, folder, **more):
+    given = {"gradient_accumulation_steps": 2, "max_steps": 6, "learning_rate": 1e-3, "save_strategy": "steps", **more}
+    given |= {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
+    given |= {"metric_for_best_model": "loss", "greater_is_better": True}  # the first is the best
+    args = library.TrainingArguments(**options(folder, **given))
+    trainer = library.Trainer(resnet(), args, train_dataset=pictures(), eval_dataset=pictures(6))
+    trainer.train()
+    return trainer
+
+
+def evaluated(trainer):
+    return [x["eval_loss"] for x in trainer.state.log_history if "eval_loss" in x]
+
+
+def test_batch_norm_is_transformers(tmp_path):
+    """Running statistics over microbatches, in evaluations, in the best model, and in what is saved."""
+    plain, mine = (trained(library, tmp_path / library.__name__) for library in (transformers, ours))
+    np.testing.assert_allclose(losses(mine), losses(plain), rtol=1e-6)
+    np.testing.assert_allclose(evaluated(mine), evaluated(plain), rtol=1e-6)
+    assert mine.state.best_global_step == plain.state.best_global_step == 2
+    mine.save_model(str(tmp_path / "saved"))
+    again = transformers.ResNetForImageClassification.from_pretrained(tmp_path / "saved")
+    for name, x in plain.model.state_dict().items():
+        torch.testing.assert_close(mine.model.state_dict()[name], x, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(again.state_dict()[name], mine.model.state_dict()[name], rtol=0, atol=0)
+    assert mine.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.whole
+def test_batch_norm_goes_on_from_a_checkpoint(tmp_path):
+    whole = trained(ours, tmp_path)
+    args = ours.TrainingArguments(**options(tmp_path / "again", gradient_accumulation_steps=2, max_steps=6,
+                                            learning_rate=1e-3))  # fmt: skip
+    again = ours.Trainer(resnet(), args, train_dataset=pictures(), eval_dataset=pictures(6))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert losses(again)[4:] == losses(whole)[4:]
+    assert again.evaluate()["eval_loss"] == evaluated(whole)[2]
+
+
+@pytest.mark.whole
+def test_batch_norm_in_half_precision(tmp_path):
+    plain, mine = (trained(library, tmp_path / library.__name__, bf16=True) for library in (transformers, ours))
+    np.testing.assert_allclose(losses(mine), losses(plain), rtol=0.02)
+    np.testing.assert_allclose(evaluated(mine), evaluated(plain), rtol=0.02)
