@@ -34,21 +34,19 @@ MODULE_OTHERS = {
         + ("on_before_optimizer_step", "optimizer_zero_grad"),
         "refused: gradients exist inside the compiled step only",
     ),
-    "clip_gradients": "called by an override of configure_gradient_clipping, which is refused",
     "configure_model": "called once more: for the shapes of the parameters, and for their values",
     "configure_sharded_model": "refused by Lightning, which has removed it",
     **dict.fromkeys(
-        ("all_gather", "log", "log_dict", "training_step"),
-        "called when the step is captured: a compiled step calls nothing of Python",
+        ("all_gather", "training_step"), "called when the step is captured: a compiled step calls nothing of Python"
     ),
+    **dict.fromkeys(("log", "log_dict", "print"), "called in training_step: when the step has run, with its values"),
     **dict.fromkeys(
-        ("lr_schedulers", "manual_backward", "optimizers", "print")
+        ("clip_gradients", "freeze", "lr_schedulers", "manual_backward", "optimizers", "unfreeze")
         + ("toggle_optimizer", "toggled_optimizer", "untoggle_optimizer"),
         "called by users; refused in training_step, which is captured",
     ),
     **dict.fromkeys(
-        ("freeze", "remove_ignored_hparams", "save_hyperparameters", "to_onnx", "to_tensorrt", "to_torchscript")
-        + ("unfreeze",),
+        ("remove_ignored_hparams", "save_hyperparameters", "to_onnx", "to_tensorrt", "to_torchscript"),
         "called by users",
     ),
 }

@@ -6,7 +6,7 @@ import functools
 import gc
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -111,8 +111,8 @@ class Recording:
                 value = self._now[id(x), name] = recorder(value, self, (*path, key))
             return value
         value = get()
-        if name in self._replayed and not path:
-            return _Calls(self, (*path, key))
+        if name in self._replayed and not path and value is not None:
+            return _Calls(self, (*path, key), lambda: value)
         if (kind_of(value) is not None) and name not in _OF_MODULES:
             value = self._now[id(x), name] = recorder(value, self, (*path, key))
         elif self._may_store(x, name):
@@ -122,6 +122,8 @@ class Recording:
         return value
 
     def _may_store(self, x: Any, name: str) -> bool:
+        if _is_of_module(x, name, None):
+            return False
         if not self._paths[id(x)]:
             return name in self._stored
         kind: Any = type(x)
@@ -189,6 +191,12 @@ class Recording:
         """Note a call of a method of what is at a path."""
         self._lines.append((None, Done(_call, (At(path), name, *args), dict(kwargs))))
 
+    def later(self, expression: Any, now: Callable[[], Any]) -> Later:
+        """Note what is called when the step has run, and return its value. `now`: see `Later`."""
+        found = self._slot(expression, now)
+        self._lines.append((None, found.expression))  # called even if nobody asks for its value
+        return found
+
     def assign(self, x: Any, name: str, value: Any) -> None:
         """Note an assignment."""
         path = self._paths[id(x)]
@@ -241,13 +249,29 @@ class Recording:
 
 
 class _Calls:
-    """An attribute of the host whose calls are made after the step."""
+    """An attribute of the host whose calls are made after the step. `value()`: what is there now."""
 
-    def __init__(self, recording: Recording, path: Path) -> None:
-        self._recording, self._path = recording, path
+    def __init__(self, recording: Recording, path: Path, value: Callable[[], Any]) -> None:
+        self._recording, self._path, self._value = recording, path, value
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for isinstance
+        return type(self._value())
 
     def __getattr__(self, name: str) -> _Calls:
-        return _Calls(self._recording, (*self._path, (True, name)))
+        return _Calls(self._recording, (*self._path, (True, name)), lambda: getattr(self._value(), name))
+
+    def __len__(self) -> int:
+        return len(self._value())
+
+    def __getitem__(self, key: Any) -> _Calls:
+        return _Calls(self._recording, (*self._path, (False, key)), lambda: self._value()[key])
+
+    def __iter__(self) -> Iterator[_Calls]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __bool__(self) -> bool:
+        return bool(self._value())
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self._recording.call(self._path[:-1], self._path[-1][1], args, kwargs)

@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 import zerofn
 
+from ..effects import Effects
 from ..losses import LossesInFloat32
 from .watched import Watch, as_batch, computes, floats_to
 
@@ -19,19 +20,24 @@ from .watched import Watch, as_batch, computes, floats_to
 class _TrainingStep(nn.Module):
     """A module's `training_step` as a forward, so that `functional_call` lends the module its parameters inside."""
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: LightningModule, watch: Watch, effects: Effects) -> None:
         super().__init__()
         self.module = module
+        self.watch, self.effects = watch, effects
 
-    def forward(self, args: Any, kwargs: Any) -> Any:
-        """Return what `training_step` returns."""
-        return self.module.training_step(*args, **kwargs)
+    def forward(self, batch: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Tensor]]:
+        """Return (what `training_step` returns, results for its effects, the module's buffers)."""
+        watch = self.watch
+        with self.effects.recording() as recording, watch.during(self.module, recording, batch["global_step"]):
+            numbers = [watch.number(k, x) for k, x in enumerate(batch["numbers"])]
+            out = recording.plain(self.module.training_step(batch["batch"], *numbers))
+        return out, recording.results, dict(self.module.named_buffers())
 
 
 class Steps:
     """The steps of a module: gradients alone, which add to those that are `sums`; an update by them; or both in one.
 
-    `steps(state, args, kwargs, share, update) -> (state, what training_step returned on this rank)`. `share`: a
+    `steps(state, args, share, update) -> (state, what training_step returned on this rank)`. `share`: a
     microbatch's share of the update.
     """
 
@@ -39,7 +45,8 @@ class Steps:
         self, module: LightningModule, watch: Watch, precision: str | None, options: Mapping[str, Any]
     ) -> None:
         self._module, self._watch, self._options = module, watch, dict(options)
-        self._part = _TrainingStep(module)
+        self._effects = Effects(module, "training_step", LightningModule, ["logger", "loggers", "print"])
+        self._part = _TrainingStep(module, watch, self._effects)
         self._dtype = computes(precision)
         self.sums: Any = None  # gradients since they were last set to zero; None: there are none
         self._whole = zerofn.compile(self._update, **self._options)
@@ -47,11 +54,9 @@ class Steps:
         self._last = zerofn.compile(self._update_with_sums, **self._options)
         self._alone = zerofn.compile(self._update_by_sums, **self._options)
 
-    def __call__(
-        self, state: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], share: float, update: bool
-    ) -> tuple[Any, Any]:
+    def __call__(self, state: Any, args: tuple[Any, ...], share: float, update: bool) -> tuple[Any, Any]:
         """Run the step that it is."""
-        batch = self._batch(args, kwargs, share)
+        batch = self._batch(args, share)
         if update and self.sums is None:
             state, aux = self._whole(state, batch)
         else:
@@ -60,7 +65,8 @@ class Steps:
             step = self._last if update else self._first
             both, aux = step({"state": state, "sums": self.sums}, batch)
             state, self.sums = both["state"], None if update else both["sums"]
-        self._watch.replay(self._module, aux["logged"])
+        self._watch.give(args[1:])
+        self._effects.replay(aux["effects"])
         return state, aux["out"]
 
     def update(self, state: Any) -> Any:
@@ -75,14 +81,14 @@ class Steps:
         self.sums = None
         return both["state"]
 
-    def _batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], share: float) -> dict[str, Any]:
+    def _batch(self, args: tuple[Any, ...], share: float) -> dict[str, Any]:
         """Return the inputs of a step: numbers that change at every call are tensors, others lead to a capture."""
-        watch, trainer = self._watch, self._module.trainer
+        trainer = self._module.trainer
         return {
-            "args": (*(floats_to(as_batch(x), self._dtype) for x in args[:1]), *map(torch.tensor, args[1:])),
-            "named": {k: torch.tensor(x) if isinstance(x, int) else as_batch(x) for k, x in kwargs.items()},
+            "batch": floats_to(as_batch(args[0]), self._dtype) if args else None,
+            "numbers": [torch.tensor(x) for x in args[1:]],
             "global_step": torch.tensor(trainer.global_step),
-            "epoch": trainer.current_epoch if watch.reads_epoch else 0,
+            "changed": self._watch.changed(trainer),
             "share": share,
         }
 
@@ -91,16 +97,17 @@ class Steps:
 
         def loss_fn(params: dict[str, Tensor], buffers: dict[str, Tensor]) -> tuple[Tensor, Any]:
             named = {f"module.{name}": x for name, x in (*params.items(), *buffers.items())}
-            with self._watch.recording(batch["global_step"]) as logged, LossesInFloat32():
-                out = functional_call(self._part, named, (batch["args"], batch["named"]))
+            with LossesInFloat32():
+                out, effects, found = functional_call(self._part, named, (batch,))
             loss = _loss_of(out, self._module)
-            return loss * batch["share"], {"out": _detached(out), "logged": logged}
+            assigned = {name: x.detach() for name, x in found.items() if x is not buffers.get(name, x)}
+            return loss * batch["share"], (_detached(out), effects, assigned)
 
         before = state.extra or {}
         buffers = {name: floats_to(x, self._dtype).clone() for name, x in before.items()}
-        (_, aux), grads = state.value_and_grad(loss_fn, has_aux=True)(buffers)
-        after = {name: x.to(before[name].dtype) for name, x in buffers.items()}
-        return grads, after or None, aux
+        (_, (out, effects, assigned)), grads = state.value_and_grad(loss_fn, has_aux=True)(buffers)
+        after = {name: x.to(before[name].dtype) for name, x in (buffers | assigned).items()}
+        return grads, after or None, {"out": out, "effects": effects}
 
     def _update(self, state: Any, batch: dict[str, Any]) -> tuple[Any, Any]:
         grads, buffers, aux = self._gradients(state, batch)

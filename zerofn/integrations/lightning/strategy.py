@@ -235,7 +235,7 @@ class ZeroFnStrategy(Ranks):
         before = self._with_rates()
         assert self._live is not None
         with self._live.in_step():
-            self.state, out = self._steps(before, args, kwargs, 1.0 / parts, update)
+            self.state, out = self._steps(before, (*args, *kwargs.values()), 1.0 / parts, update)
         self._update = "done" if update else self._update
         return out
 

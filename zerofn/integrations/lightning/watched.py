@@ -1,107 +1,210 @@
-"""A `LightningModule` while its training step is captured: what it logs is collected, what changes is an input."""
+"""A `LightningModule` while its training step is captured: what it logs is logged later, what changes is an input."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torchmetrics import Metric, MetricCollection
 
 import zerofn
+
+from ..later import Done, Later, refuse
+from ..recording import Recording
 
 _NOT_HERE = (
     "training_step calls self.{}(), and is captured: it would be called once, and not again. Do it in "
     "on_train_batch_start or on_train_batch_end, which run at every batch."
 )
+_REFUSED = (
+    "optimizers", "lr_schedulers", "manual_backward", "toggle_optimizer", "toggled_optimizer", "untoggle_optimizer",
+    "clip_gradients", "freeze", "unfreeze",
+)  # fmt: skip
+_OF_METRICS = ("compute", "forward", "reset", "update")
+_CONTAINERS = (
+    "callback_metrics", "logged_metrics", "progress_bar_metrics", "lr_scheduler_configs", "optimizers", "fit_loop",
+)  # fmt: skip
+_KINDS = (bool, int, float, str, type(None))
 
 
 class Watch:
-    """What a module's training step logs and reads. One for a module, as long as a strategy has it.
+    """What a module's training step reads and logs. One for a module, as long as a strategy has it.
 
-    `calls`: every (name, options) that `self.log` was called with; a captured step returns their values by number.
-    `reads_epoch`: whether the step has read the epoch, of which it is captured anew.
+    `reads`: what the step has read of the trainer, such as the epoch; it is captured anew when that changes.
     """
 
     def __init__(self) -> None:
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.reads_epoch = False
-        self._logged: dict[str, Tensor] | None = None
-        self._global_step: Tensor | None = None
+        self.reads: dict[str, Any] = {}
+        self._recording: Recording | None = None
+        self._step: Any = None
+        self._numbers: Sequence[int] = ()  # what the step that has run was given beside the batch
+        self._held: dict[int, _Held] = {}
 
     @property
-    def capturing(self) -> bool:
-        """Whether the training step runs now, to be captured."""
-        return self._logged is not None
+    def recording(self) -> Recording | None:
+        """That of the training step, while it runs to be captured."""
+        return self._recording
 
     @contextlib.contextmanager
-    def recording(self, global_step: Tensor) -> Iterator[dict[str, Tensor]]:
-        """Inside, the training step runs. Yields what it logs: number among `calls` -> value."""
-        self._logged, self._global_step = {}, global_step
+    def during(self, module: LightningModule, recording: Recording, global_step: Tensor) -> Iterator[None]:
+        """Inside, the training step runs. Metrics are called when the step has run."""
+        self._recording = recording
+        self._step = Later(Done(_step_of, (_Held(module),), {}), lambda: global_step)
+        metrics = [x for x in module.modules() if isinstance(x, Metric | MetricCollection)]
+        kinds = [type(x) for x in metrics]
+        _WATCHES.update((id(x), self) for x in metrics)
+        for x in metrics:
+            kind: Any = type(x)
+            x.__class__ = _later_class(kind)
         try:
-            yield self._logged
+            yield
         finally:
-            self._logged = self._global_step = None
+            for x, kind in zip(metrics, kinds, strict=True):
+                x.__class__ = kind
+                del _WATCHES[id(x)]
+            self._recording = self._step = None
 
-    def log(self, name: str, value: Any, options: dict[str, Any]) -> None:
-        """Take what `self.log` got."""
-        if isinstance(value, Mapping):
-            raise ValueError(f"self.log({name!r}, ...) got a dict; a captured step logs a tensor at a time.")
-        if not isinstance(value, Tensor):
+    def log(self, name: str, value: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+        """Log when the step has run."""
+        if not isinstance(value, Tensor | Later | Metric):
             kind = "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
             raise ValueError(
                 f"self.log({name!r}, ...) got {kind} in training_step, which is captured: it would stay what it was "
                 "then. Log a tensor that is computed from the batch, or log it in on_train_batch_end."
             )
-        call = (name, options)
-        if call not in self.calls:
-            self.calls.append(call)
-        assert self._logged is not None
-        self._logged[str(self.calls.index(call))] = value.detach()
+        self.call("log", name, value, *args, **options)
 
-    def replay(self, module: LightningModule, logged: Mapping[str, Tensor]) -> None:
-        """Log the values of a step that has run."""
-        for number in sorted(logged, key=int):
-            name, options = self.calls[int(number)]
-            module.log(name, logged[number], **options)
+    def call(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """Call a method of the module when the step has run."""
+        assert self._recording is not None
+        self._recording.call((), name, args, kwargs)
 
-    def step_now(self) -> Tensor:
+    def of_metric(self, metric: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Later:
+        """Call a method of a metric when the step has run. Returns what it will return."""
+        assert self._recording is not None
+        held = self._held.setdefault(id(metric), _Held(metric))
+        kind = type(metric).__name__
+
+        def now() -> Any:
+            refuse(
+                f"training_step computes with what the metric {kind} returns, and metrics are called when the compiled "
+                "step has run; use the function of torchmetrics.functional in its place."
+            )
+
+        return self._recording.later(Done(_method, (held, name, *args), kwargs), now)
+
+    # ---- what changes from batch to batch
+
+    def step_now(self) -> Any:
         """The number of the step, an input of the captured one."""
-        assert self._global_step is not None
-        return self._global_step
+        return self._step
+
+    def number(self, k: int, x: Tensor) -> Later:
+        """Return the k-th number that the step is given beside the batch. `x`: what stands for it."""
+        return Later(Done(self._number, (k,), {}), lambda: x)
+
+    def give(self, numbers: Sequence[int]) -> None:
+        """Take the numbers of a step that has run."""
+        self._numbers = numbers
+
+    def _number(self, k: int) -> int:
+        return self._numbers[k]
+
+    def read(self, trainer: Any, name: str) -> Any:
+        """Return an attribute of the trainer as the step reads it."""
+        if name in _CONTAINERS:
+            raise ValueError(
+                f"training_step reads self.trainer.{name}, and is captured: it would go on with what is there then. "
+                "Read it in on_train_batch_start or on_train_batch_end, or pass it in the batch."
+            )
+        value = getattr(trainer, name)
+        if type(value) in _KINDS:
+            self.reads.setdefault(name, value)
+        return value
+
+    def changed(self, trainer: Any) -> dict[str, Any]:
+        """Return what differs now from what the step has read first."""
+        now = {name: getattr(trainer, name) for name in self.reads}
+        return {name: x for name, x in now.items() if x != self.reads[name]}
+
+
+class _Held:
+    """An object in a program of effects, which compares objects by identity."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+def _step_of(held: _Held) -> int:
+    return int(held.x.global_step)
+
+
+def _method(held: _Held, name: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(held.x, name)(*args, **kwargs)
+
+
+_WATCHES: dict[int, Watch] = {}  # of the metrics whose module's step is captured, by id
+
+
+@functools.cache
+def _later_class(kind: Any) -> Any:
+    """Return a class whose objects are called later."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _WATCHES[id(self)].of_metric(self, "__call__", args, kwargs)
+
+    def __getattribute__(self: Any, name: str) -> Any:
+        if name in _OF_METRICS:
+            return functools.partial(_of_metric, self, name)
+        return kind.__getattribute__(self, name)
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), {**names, "__call__": __call__, "__getattribute__": __getattribute__})
+
+
+def _of_metric(metric: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    return _WATCHES[id(metric)].of_metric(metric, name, args, kwargs)
 
 
 class _Watched:
     """What a watched module does in another way while its training step is captured."""
 
-    _zerofn_watch: Watch
+    __zerofn_watch__: Watch
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if not self._zerofn_watch.capturing:
+        if self.__zerofn_watch__.recording is None:
             super().log(name, value, *args, **kwargs)  # type: ignore[misc]
-            return
-        if args:
-            raise ValueError(f"self.log({name!r}, ...): give its options by name.")
-        self._zerofn_watch.log(name, value, kwargs)
+        else:
+            self.__zerofn_watch__.log(name, value, args, kwargs)
+
+    def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
+        if self.__zerofn_watch__.recording is not None and isinstance(dictionary, Later | MetricCollection):
+            self.__zerofn_watch__.call("log_dict", dictionary, *args, **kwargs)
+        else:
+            super().log_dict(dictionary, *args, **kwargs)  # type: ignore[misc]
 
     @property
     def global_step(self) -> Any:
-        watch = self._zerofn_watch
-        return watch.step_now() if watch.capturing else super().global_step  # type: ignore[misc]
+        watch = self.__zerofn_watch__
+        return super().global_step if watch.recording is None else watch.step_now()  # type: ignore[misc]
 
     @property
     def current_epoch(self) -> int:
-        if self._zerofn_watch.capturing:
-            self._zerofn_watch.reads_epoch = True
         found = self.__dict__.get("_trainer")
-        return 0 if found is None else int(found.current_epoch)
+        if found is None:
+            return 0
+        watch = self.__zerofn_watch__
+        return int(found.current_epoch if watch.recording is None else watch.read(found, "current_epoch"))
 
     @property
     def trainer(self) -> Any:
         found = super().trainer  # type: ignore[misc]
-        return _WatchedTrainer(found, self) if self._zerofn_watch.capturing else found
+        return found if self.__zerofn_watch__.recording is None else _WatchedTrainer(found, self)
 
     @trainer.setter
     def trainer(self, trainer: Any) -> None:
@@ -110,46 +213,49 @@ class _Watched:
 
 def _refused(name: str) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._zerofn_watch.capturing:
+        if self.__zerofn_watch__.recording is not None:
             raise ValueError(f"{type(self).__name__}: {_NOT_HERE.format(name)}")
-        return getattr(super(self._zerofn_class, self), name)(*args, **kwargs)
+        return getattr(super(self.__zerofn_class__, self), name)(*args, **kwargs)
 
     return method
-
-
-_REFUSED = ("optimizers", "lr_schedulers", "manual_backward", "toggle_optimizer", "print")
 
 
 class _WatchedTrainer:
     """The trainer as a captured step sees it."""
 
     def __init__(self, trainer: Any, module: Any) -> None:
-        self._trainer, self._module = trainer, module
+        self.__dict__.update(_trainer=trainer, _module=module)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("global_step", "current_epoch"):
+        if name in ("global_step", "current_epoch", "logger", "loggers"):
             return getattr(self._module, name)
-        return getattr(self._trainer, name)
+        return self._module.__zerofn_watch__.read(self._trainer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise ValueError(
+            f"training_step sets self.trainer.{name}, and is captured: it would be set once. Set it in "
+            "on_train_batch_end, which runs at every batch."
+        )
 
 
 def watch(module: LightningModule) -> Watch:
     """Let a module be watched, until `unwatch`."""
-    found: Watch | None = module.__dict__.get("_zerofn_watch")
+    found: Watch | None = module.__dict__.get("__zerofn_watch__")
     if found is None:
         kind = type(module)
         refused = {name: _refused(name) for name in _REFUSED}
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
         made = type(kind.__name__, (_Watched, kind), {**names, **refused})
-        made._zerofn_class = made  # type: ignore[attr-defined]
+        made.__zerofn_class__ = made  # type: ignore[attr-defined]
         found = Watch()
-        object.__setattr__(module, "_zerofn_watch", found)
+        object.__setattr__(module, "__zerofn_watch__", found)
         module.__class__ = made
     return found
 
 
 def unwatch(module: LightningModule) -> None:
     """Give a module its own class back."""
-    if module.__dict__.pop("_zerofn_watch", None) is not None:
+    if module.__dict__.pop("__zerofn_watch__", None) is not None:
         module.__class__ = type(module).__mro__[2]
 
 
