@@ -96,6 +96,27 @@ def test_ranks_with_one_seed_go_on_as_one_process_does_and_hear_nothing(ranks):
     assert ranks(2, drawn_with_one_seed) == [[], []]
 
 
+def seeded_inside():
+    rank = dist.get_rank()
+
+    def build():
+        seed(3)
+        return of_all()
+
+    want = build().params
+    after = texts()
+    seed(rank)
+    with Messages() as found:
+        state = zerofn.shard(build)
+    assert_same_trees(zerofn.unshard(state.params), {k: x.detach() for k, x in want.items()})
+    assert texts() == after, "on all ranks, as in plain torch"
+    return found
+
+
+def test_a_build_that_seeds_itself_leaves_generators_where_it_would_and_nothing_is_told(ranks):
+    assert ranks(2, seeded_inside) == [[], []]
+
+
 def refused():
     rank = dist.get_rank()
     own, shared = torch.Generator().manual_seed(rank), torch.Generator().manual_seed(5)

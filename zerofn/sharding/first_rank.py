@@ -10,7 +10,8 @@ import json
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from ..comm.agreement import exchange, fingerprint, rank_and_size
 from ..comm.mesh import Mesh
 from ..ops.same import checksum
+from ..util.patches import Patches
 from .allocate import equalize
 
 log = logging.getLogger("zerofn")
@@ -57,7 +59,8 @@ def as_on_first(mesh: Mesh, generators: Sequence[Generator]) -> Iterator[None]:
     """Inside, the generators are in the states that they have on the mesh's first rank. All ranks must call it.
 
     Afterwards a generator that was in another state is in that one again. The others go on from where the code inside
-    has left them, as in one process. Logs, on the first rank, if the code drew from one that differs between ranks.
+    has left them, as in one process; so does one that the code has seeded, which is where it would be anyhow. Logs, on
+    the first rank, if the code drew from one that differs between ranks.
     """
     first, own = _first(mesh), {x.name: x.state() for x in generators}
     mine = json.dumps([first, {name: fingerprint(state) for name, state in own.items()}])
@@ -68,15 +71,33 @@ def as_on_first(mesh: Mesh, generators: Sequence[Generator]) -> Iterator[None]:
     replaced = [x for x in generators if states.get(x.name, own[x.name]) != own[x.name]]
     for x in replaced:
         x.restore(states[x.name])
+    seeded: set[str] = set()
     try:
-        yield
+        with _seeds_noted(seeded):
+            yield
+        replaced = [x for x in replaced if x.name not in seeded]
         if _is(first):
-            drawn_from = [x.name for x in generators if x.state() != own[x.name]]
+            drawn_from = [x.name for x in generators if x.state() != own[x.name] and x.name not in seeded]
             theirs = [(r, prints) for r, (f, prints) in enumerate(told) if f == first]
             _tell_of_draws(first, {n: [r for r, x in theirs if x.get(n) != told[first][1][n]] for n in drawn_from})
     finally:
         for x in replaced:
             x.restore(own[x.name])
+
+
+def _seeds_noted(names: set[str]) -> Patches:
+    """Return a context that notes which generators are seeded inside."""
+
+    def noting(name: str, seed: Callable[..., Any]) -> Callable[..., Any]:
+        def seeding(*args: Any, **kwargs: Any) -> Any:
+            names.add(name)
+            return seed(*args, **kwargs)
+
+        return seeding
+
+    places: list[tuple[str, Any, str]] = [("torch's", x, "manual_seed") for x in (torch, torch.random)]
+    places += [("Python's random", random, "seed"), ("numpy.random", np.random, "seed")]
+    return Patches(lambda: [(owner, seed, partial(noting, name)) for name, owner, seed in places])
 
 
 def check_equal(mesh: Mesh, lines: Sequence[str]) -> None:
