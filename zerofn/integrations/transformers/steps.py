@@ -19,7 +19,6 @@ def compiled_step(trainer: Any) -> Any:
     equal shape. `shares`: whether the losses of microbatches add up to the step's, or are averaged.
     """
     loss_module = LossModule(trainer.model, trainer.compute_loss, trainer.step_context)
-    clipped = bool(trainer.args.max_grad_norm and trainer.args.max_grad_norm > 0)
 
     def train_step(state: Any, batch: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
         parts, num_items, stacked = batch["parts"], batch["num_items"], batch["stacked"]
@@ -39,9 +38,7 @@ def compiled_step(trainer: Any) -> Any:
             found.append(vg(state.params, inputs, num_items, factor * stacked))
         losses, grads = zip(*found, strict=True)
         total = zerofn.tree_map(lambda *x: sum(x[1:], x[0]), *grads)
-        aux = {"loss": sum(losses[1:], losses[0])}
-        if clipped:
-            aux["grad_norm"] = zerofn.global_norm(total)
+        aux = {"loss": sum(losses[1:], losses[0]), "grad_norm": zerofn.global_norm(total)}
         return state.apply_gradients(total).replace(extra=buffers or None), aux
 
     return zerofn.compile(train_step, **trainer.args.compile_options)

@@ -249,7 +249,7 @@ class Trainer(transformers.Trainer):
         with self._live.in_step():
             self.sharded, aux = self._step(state, batch)
         self._note_update()
-        self._norm = aux.get("grad_norm")
+        self._norm = aux["grad_norm"]
         return aux["loss"].to(self.args.device)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor | None:
