@@ -13,6 +13,8 @@ import transformers
 
 import zerofn
 
+from .meshes import axes_of
+
 if TYPE_CHECKING:
     _Arguments = Any
 else:
@@ -31,8 +33,10 @@ class _Ours(_Arguments):
     )
     offload: str | None = field(default=None, metadata={"help": "cpu or nvme: where optimizer and parameters lie"})
     remat: str | None = field(default=None, metadata={"help": "full or auto: recompute activations"})
+    mesh: str | None = field(default=None, metadata={"help": "sizes of axes, such as data=2,tensor=2"})
 
     def __post_init__(self) -> None:
+        self.axes = axes_of(self.mesh)
         self._of_deepspeed: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._scheduler: dict[str, Any] = {}  # DeepSpeed's
         given, self.deepspeed = getattr(self, "deepspeed", None), None
@@ -204,10 +208,11 @@ def _autos(content: Mapping[str, Any], above: str = "") -> list[str]:
 
 @dataclass
 class TrainingArguments(_Ours, transformers.TrainingArguments):
-    """transformers' arguments, and `stage`, `memory`, `offload` and `remat`.
+    """transformers' arguments, and `stage`, `memory`, `offload`, `remat` and `mesh`.
 
     `deepspeed=` takes a DeepSpeed configuration, and `fsdp=` with `fsdp_config=` FSDP's words, as arguments of ZeroFn;
-    neither package is needed. `gradient_checkpointing` becomes `remat="full"`.
+    neither package is needed. `gradient_checkpointing` becomes `remat="full"`. `mesh="data=-1,tensor=2"` names axes of
+    `zerofn.Mesh.make`: data, replicate, expert and tensor.
     """
 
 

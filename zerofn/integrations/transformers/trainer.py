@@ -23,6 +23,7 @@ from ..losses import LossesInFloat32
 from ..modules import buffers_to, is_shape_only, saved_buffers
 from .arguments import Seq2SeqTrainingArguments, TrainingArguments
 from .evaluation import EvaluatedModel, tensors_of
+from .meshes import TrainerOnMesh
 from .modules import inputs_in
 from .optimizers import Followed, groups_of, load_rates, own_optimizer, save_rates
 from .padding import Padding
@@ -37,7 +38,7 @@ _CONTRADICTS = {
 }
 
 
-class Trainer(transformers.Trainer):
+class Trainer(TrainerOnMesh):
     """transformers' `Trainer`, whose training step is one of ZeroFn's.
 
         trainer = Trainer(model_init=build, args=TrainingArguments(..., stage=3), train_dataset=...)
@@ -77,12 +78,16 @@ class Trainer(transformers.Trainer):
         self._optimizes: Any = None  # the torch optimizer that the state's moments are of
         self._skipped = 0
         args.take()
+        args.device  # noqa: B018  (joins the ranks)
+        self.use_mesh(args.axes)
         super().__init__(model, args, **kwargs)
         if is_shape_only(self.model) and self.model_init is None:
             raise ValueError(
                 "Trainer: the model has no values, and nothing says which; pass model_init=lambda: ..., which "
                 "builds it."
             )
+        if self.model_init is None:
+            self.cut(self.model)
         ignored = getattr(self.data_collator, "label_pad_token_id", -100)
         self._padding, self._evaluation_padding = (Padding(self.model, self._processor(), ignored) for _ in range(2))
         self._evaluated = EvaluatedModel(lambda: self.model, self._evaluate_step)
@@ -101,7 +106,8 @@ class Trainer(transformers.Trainer):
         if self._live is not None:
             self._live.part()
         self._sharded, self._live, self._trial = None, None, trial
-        return zerofn.skeleton(lambda: super(Trainer, self).call_model_init(trial).train())
+        model = zerofn.skeleton(lambda: super(Trainer, self).call_model_init(trial).train())
+        return self.cut(model)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if is_shape_only(model) or is_live(model):
@@ -167,7 +173,7 @@ class Trainer(transformers.Trainer):
         self._give_values()
 
     def _shard_options(self) -> dict[str, Any]:
-        return {"device": self.args.device, **self.args.shard_options}
+        return {"device": self.args.device, **self.args.shard_options, **self.mesh_options()}
 
     def _with_rates(self) -> Any:
         """Return the state with what the optimizer says now: rates, momentum, groups, and what is trained."""
@@ -272,8 +278,10 @@ class Trainer(transformers.Trainer):
         with torch.no_grad(), self._in_precision(), LossesInFloat32():
             return tensors_of(functional_call(self.model, named, (), dict(inputs)))
 
-    def _in_precision(self) -> contextlib.AbstractContextManager[None]:
-        return inputs_in(self.args.computes_in, self.model, self.label_names)
+    @contextlib.contextmanager
+    def _in_precision(self) -> Iterator[None]:
+        with self.step_on_mesh(), inputs_in(self.args.computes_in, self.model, self.label_names):
+            yield
 
     @contextlib.contextmanager
     def step_context(self) -> Iterator[None]:
