@@ -51,7 +51,7 @@ TESTED_BY = {
     "integrations.changing": "integrations/test_lightning_changes.py",
     "integrations.groups": "integrations/test_lightning_changes.py",
     "integrations.lightning.checks": "integrations/test_lightning_hooks.py",
-    "integrations.lightning.checkpoints": "integrations/test_lightning.py",
+    "integrations.lightning.checkpoints": "integrations/test_lightning_models.py",
     "integrations.lightning.configured": "integrations/test_lightning.py",
     "integrations.lightning.evaluation": "integrations/test_lightning.py",
     "integrations.lightning.optimizers": "integrations/test_lightning.py",

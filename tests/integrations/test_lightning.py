@@ -206,7 +206,7 @@ def test_two_ranks_are_one_with_all_rows(tmp_path, stage):
 def test_a_checkpoint_goes_on_with_other_ranks(tmp_path):
     whole, kept, _ = fitted(max_epochs=4, options={"batch_norm": False})
     *_, path = zerofn.run(on_ranks, 3, tmp_path, ranks=2)
-    assert zerofn.verify(path) == []
+    assert zerofn.verify(f"{path}.zerofn") == []
     pl.seed_everything(99, verbose=False)
     again, more = trainer_of(ZeroFnStrategy(stage=1), max_epochs=4)
     again.fit(Module(batch_norm=False), loader(), loader(), ckpt_path=path)
@@ -225,7 +225,7 @@ def test_a_run_that_goes_on_has_the_same_bits(tmp_path):
     again.fit(Module(), loader(), loader(), ckpt_path=first.checkpoint_callback.best_model_path)
     assert more.losses == kept.losses[12:] and more.rates == kept.rates[12:]
     first.save_checkpoint(first.checkpoint_callback.best_model_path)  # over it
-    assert zerofn.verify(first.checkpoint_callback.best_model_path) == []
+    assert zerofn.verify(f"{first.checkpoint_callback.best_model_path}.zerofn") == []
 
 
 def test_weights_are_a_file_of_lightnings(tmp_path):

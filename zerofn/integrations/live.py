@@ -223,6 +223,11 @@ class LiveParameter(nn.Parameter):
         pass
 
     @property
+    def name(self) -> str:
+        """Its name in the module."""
+        return self._zerofn[1]
+
+    @property
     def value(self) -> Tensor:
         """The tensor with its value."""
         live, name = self._zerofn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ class ZeroFnStrategy(Ranks):
     which any scheduler, callback or hook may set. Validation, test and prediction run as plain PyTorch, block by
     block, and may do anything. Where the module is built in `configure_model`, no rank ever holds all of it.
 
-    Checkpoints are folders that load on any number of ranks; with `save_weights_only` they are Lightning's files.
+    A checkpoint is Lightning's file with the weights, and beside it a folder with the state, which loads on any number
+    of ranks; with `save_weights_only` it is the file alone.
     Ranks start with rank 0's parameters. Outside of `training_step` the module has its parameters, which are gathered
     where they are used: all ranks must use the same. `whole_model()` gathers all of them at once.
 
@@ -311,40 +313,65 @@ class ZeroFnStrategy(Ranks):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: parameters are saved as shards, by `save_checkpoint`."""
-        return {}
+        """The module's parameters and buffers. Hooks may read and replace them; none is gathered that nobody reads."""
+        assert self.lightning_module is not None
+        found: dict[str, Any] = self.lightning_module.state_dict(keep_vars=True)
+        return found
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a folder with the state on any number of ranks; or, of weights only, a file as Lightning's."""
+        """Write a file as Lightning's, with the weights, and beside it a folder with the state, which loads on any
+        number of ranks.
+        """
         if storage_options is not None:
             raise ValueError("ZeroFnStrategy: storage_options have no effect; pass a checkpoint_io= that takes them.")
+        path, params = Path(filepath), self.state.params
+        folder = checkpoints.beside(path)
+        weights = checkpoint
         if "optimizer_states" in checkpoint:
-            checkpoints.save(Path(filepath), self.state, checkpoint, self.checkpoint_io, self.is_global_zero)
-        else:
-            self._save_weights(checkpoint, filepath)
+            checkpoints.save(folder, self.state, checkpoint, self.checkpoint_io, self.is_global_zero)
+            trained = (
+                "callbacks",
+                "optimizer_states",
+                "lr_schedulers",
+            )  # what Lightning leaves out of a file of weights
+            weights = {k: v for k, v in checkpoint.items() if k not in trained}
+        elif self.is_global_zero and folder.is_dir():
+            shutil.rmtree(folder)
+        checkpoints.save_weights(path, weights, params, self.is_global_zero)
 
-    def _save_weights(self, checkpoint: dict[str, Any], filepath: Any) -> None:
-        whole = zerofn.unshard(self.state.params, rank=0)
-        if self.is_global_zero:
-            module = self.lightning_module
-            assert module is not None
-            checkpoint["state_dict"] = checkpoints.state_dict_of(module, whole, self.state.extra or {})
-            self.checkpoint_io.save_checkpoint(checkpoint, filepath)
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a file, and the folder beside it."""
+        folder = checkpoints.beside(filepath)
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero and folder.is_dir():
+            shutil.rmtree(folder)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read the state from a folder; return what Lightning keeps there. A file is read as Lightning does."""
-        path = Path(checkpoint_path)
-        if not path.is_dir():
+        """Read the state of the folder beside a file; return what Lightning keeps there. A file alone is read as
+        Lightning does.
+        """
+        folder = checkpoints.beside(checkpoint_path)
+        if not folder.is_dir():
             return super().load_checkpoint(checkpoint_path, weights_only)
         assert self.lightning_module is not None
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        self.state, found = checkpoints.load(path, self.state, self.checkpoint_io, weights_only, whole=fitting)
+        try:
+            self.state, found = checkpoints.load(folder, self.state, self.checkpoint_io, weights_only, whole=fitting)
+        except zerofn.CheckpointError as error:
+            if "opt_state" in str(error):
+                error.add_note(
+                    "The optimizer has other groups here than where it was saved, or other parameters are trained: "
+                    "make them so in __init__ or configure_optimizers. Where a hook had changed them, go on with the "
+                    f"weights alone: load_from_checkpoint({str(checkpoint_path)!r})."
+                )
+            raise
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Take the weights of a file; those of a folder are in the state."""
         tensors = checkpoint["state_dict"]
         if tensors:
+            strict = strict and not isinstance(tensors, checkpoints.Rest)
             self.state = checkpoints.with_state_dict(self.state, tensors, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
