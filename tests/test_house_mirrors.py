@@ -59,6 +59,8 @@ TESTED_BY = {
     "integrations.lightning.steps": "integrations/test_lightning.py",
     "integrations.lightning.strategy": "integrations/test_lightning.py",
     "integrations.lightning.watched": "integrations/test_lightning.py",
+    "integrations.transformers.adapters": "integrations/test_adapters.py",
+    "integrations.transformers.gathering": "integrations/test_trl.py",
     "integrations.transformers.padding": "integrations/test_padding.py",
     "integrations.modules": "integrations/test_transformers.py",
     "integrations.transformers.arguments": "integrations/test_transformers.py",

@@ -45,6 +45,25 @@ def test_sums_and_stacks(n):
     assert same(rows[:2], expected_rows) and rows[2] == ["name"] * n and static == "static"
 
 
+def test_a_round_may_choose_rows_by_its_data():
+    """How many rows there are is a round's own, and nothing outside has that size."""
+
+    def train_step(state, batch):
+        def body(index, slices):
+            (x,) = slices
+            chosen = (x * state["params"])[x > 0]
+            return [chosen.sum()], [chosen.square().sum()], None
+
+        sums, rows, _ = loop(body, 3, [batch])
+        return state, (sums[0], rows[0])
+
+    x, params = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)), torch.arange(1.0, 6.0)
+    _, (total, rows) = zerofn.compile(train_step)({"params": params}, x)
+    chosen = torch.where(x > 0, x * params, 0)
+    torch.testing.assert_close(total, chosen.sum())
+    torch.testing.assert_close(rows, chosen.square().sum(1))
+
+
 def stepped(n):
     def step(state, batch):
         sums, rows, _ = loop(lambda i, s: ([s[0] @ state["params"]], [s[0].amax(), i], None), n, [batch["x"]])

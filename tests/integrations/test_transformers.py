@@ -9,6 +9,7 @@ import transformers
 
 import zerofn
 from tests.support.same import assert_same_trees
+from zerofn.integrations.modules import call_with
 from zerofn.integrations.transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from zerofn.integrations.transformers.trainer import stack
 
@@ -382,3 +383,30 @@ def test_microbatches_are_stacked_where_they_can_be():
     assert stack([a])[1] == 1
     parts, stacked = stack([a, {"x": torch.zeros(2, 4), "y": torch.zeros(2)}])
     assert stacked == 1 and len(parts) == 2
+
+
+class Repeated(torch.nn.Module):
+    """Its layers are one module under several names, and its first and last weight are one."""
+
+    def __init__(self):
+        super().__init__()
+        layer = torch.nn.BatchNorm1d(4)
+        self.layers = torch.nn.ModuleList([layer, torch.nn.Linear(4, 4), layer])
+        self.last = torch.nn.Linear(4, 4, bias=False)
+        self.last.weight = self.layers[1].weight
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+def test_a_module_under_several_names_gets_values_and_its_own_back():
+    torch.manual_seed(0)
+    given, lent = Repeated(), Repeated()
+    values = {name: x.detach().clone() for name, x in (*given.named_parameters(), *given.named_buffers())}
+    before = {name: id(x) for name, x in lent.state_dict(keep_vars=True).items()}
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(call_with(lent, values, (x,)), given(x))
+    torch.testing.assert_close(values["layers.0.running_mean"], given.layers[0].running_mean)  # moved, as its own
+    assert {name: id(x) for name, x in lent.state_dict(keep_vars=True).items()} == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,15 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from .._torch_compat import TorchDispatchMode, bind_outputs, current_trace, outside_trace, proxies_of, trace_inner
+from .._torch_compat import (
+    TorchDispatchMode,
+    bind_outputs,
+    current_trace,
+    lower_modes,
+    outside_trace,
+    proxies_of,
+    trace_inner,
+)
 from ..util.nested import tensors_in, with_tensors
 from ..util.patches import autocast_cache
 
@@ -148,7 +157,7 @@ def _captured(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor]
         index = torch.zeros((), dtype=torch.int64)
         slices = [_empty_like(s[0]) for s in sequences]
         outside = _RecordReads([index, *slices])
-        with outside:
+        with outside, _own_sizes():
             terms, row, static = _detached(*body(index, slices))
         closed = [x for x in outside.found.values() if _is_traced(trace, x)]
         results = [t.clone() if n == 1 else t + t for t in terms]  # with the strides of the sums
@@ -165,6 +174,12 @@ def _captured(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor]
         gm = trace_inner(flat)(index, *slices, *map(_empty_like, closed))
         torch.clear_autocast_cache()
     return _node(trace, gm, n, sequences, closed, len(terms), results, row, static)
+
+
+def _own_sizes() -> contextlib.AbstractContextManager[None]:
+    """Inside, sizes that depend on data are of a run that is thrown away: no node of the trace has to make them."""
+    sizes = getattr(lower_modes()[0], "shape_env", None)
+    return contextlib.nullcontext() if sizes is None else sizes.ignore_fresh_unbacked_symbols()
 
 
 def _detached(terms: list[Tensor], row: list[Any], static: Any) -> tuple[list[Tensor], list[Any], Any]:

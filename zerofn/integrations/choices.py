@@ -10,12 +10,13 @@ import ast
 import dis
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
 _NUMBERS = {"float", "int", "round", "abs", "max", "min", "sum"}
 _MODULES = {"math", "np", "numpy", "statistics"}
+_OF_FRAMES = {"super", "locals", "vars", "dir", "eval", "exec"}  # ask the function that they stand in
 _OWN_SCOPE = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)  # mean something else in a lambda
 
 
@@ -28,7 +29,7 @@ class _Calls(ast.NodeTransformer):
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
         """A conditional expression."""
         self.generic_visit(node)
-        if any(isinstance(x, _OWN_SCOPE) for x in ast.walk(node)):
+        if any(isinstance(x, _OWN_SCOPE) or getattr(x, "id", "") in _OF_FRAMES for x in ast.walk(node)):
             return node
         return self._call("choose", [node.test, _later(node.body), _later(node.orelse)], [], node)
 
@@ -99,9 +100,9 @@ def _inner(definition: ast.FunctionDef, first: int, function: FunctionType, free
     return next(x for x in outside.co_consts if isinstance(x, CodeType) and x.co_name == definition.name)
 
 
-def reached(kinds: Sequence[type], start: str) -> Iterator[tuple[type, str, FunctionType]]:
+def reached(kinds: Sequence[type], start: str, without: Iterable[str]) -> Iterator[tuple[type, str, FunctionType]]:
     """Yield (class, name, method) of the methods that one names, and that those name, in some classes."""
-    todo, seen = [start], set()
+    todo, seen = [start], set(without)
     while todo:
         name = todo.pop()
         if name in seen:

@@ -39,13 +39,16 @@ class Effects:
         vars(self)[WRITTEN] = frozenset(vars(self))  # no step is captured anew for what is kept here
         kinds = type(host).__mro__
         self.kinds = kinds[: kinds.index(base)]
-        methods = list(reached(self.kinds, method))
+        methods = list(reached(self.kinds, method, self.replayed))
         self.stored = frozenset(name for _, _, f in methods for name in stored_by(f.__code__))
         self._methods = methods
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[Recording]:
+    def recording(self) -> Iterator[Any]:
         """Inside, the method runs to be captured, and the host stays as it is."""
+        if not self._methods:  # the framework's own, which does nothing to it
+            yield Unrecorded()
+            return
         recording = Recording(self.method, self.kinds, self.stored, self.replayed)
         found = {(kind, name): rewritten(f, recording.choose, recording.called) for kind, name, f in self._methods}
         back = replaced({key: f for key, f in found.items() if f is not None})
@@ -99,3 +102,14 @@ def _key_of(x: Any) -> Any:
     except TypeError:
         return id(x), type(x)
     return type(x), x
+
+
+class Unrecorded:
+    """A run of a method that is the framework's own."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, tuple[Tensor, ...]] = {}
+
+    def plain(self, out: Any) -> Any:
+        """Return what the method has returned."""
+        return out

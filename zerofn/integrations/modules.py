@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 
 def is_shape_only(module: nn.Module) -> bool:
@@ -33,3 +37,17 @@ def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that a checkpoint of the module has, such as batch norm's statistics, by name."""
     saved = module.state_dict(keep_vars=True).keys()
     return {name: x for name, x in module.named_buffers() if name in saved}
+
+
+def call_with(module: nn.Module, values: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Any = None) -> Any:
+    """Return `module(*args, **kwargs)` with these parameters and buffers, by the names that it lists.
+
+    As `functional_call`, which leaves the values in a module that is a part of another one under several names.
+    """
+    listed = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
+    named = {}
+    for prefix, part in module.named_modules():  # each once
+        for last, x in (*part._parameters.items(), *part._buffers.items()):
+            if x is not None and listed[id(x)] in values:
+                named[f"{prefix}.{last}" if prefix else last] = values[listed[id(x)]]
+    return functional_call(module, named, args, kwargs, tie_weights=False)

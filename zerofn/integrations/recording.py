@@ -78,8 +78,9 @@ class Recording:
         """Raise for a number that something else has kept than what is watched: it would have that of the capture."""
         self._lines.clear()
         self._now.clear()
-        if any(x() is not None for x, _ in self.mode.taken):
-            gc.collect()
+        for _ in range(2):  # a second one for what the first has freed the holders of
+            if any(x() is not None for x, _ in self.mode.taken):
+                gc.collect()
         for x, line in self.mode.taken:
             if x() is not None:
                 refuse(

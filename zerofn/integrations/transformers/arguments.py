@@ -24,7 +24,7 @@ _OF_FSDP = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0}
 
 
 @dataclass
-class _Ours(_Arguments):
+class OurArguments(_Arguments):
     """What ZeroFn adds."""
 
     stage: int = field(default=3, metadata={"help": "ZeRO's stage, 0 to 3"})
@@ -207,7 +207,7 @@ def _autos(content: Mapping[str, Any], above: str = "") -> list[str]:
 
 
 @dataclass
-class TrainingArguments(_Ours, transformers.TrainingArguments):
+class TrainingArguments(OurArguments, transformers.TrainingArguments):
     """transformers' arguments, and `stage`, `memory`, `offload`, `remat` and `mesh`.
 
     `deepspeed=` takes a DeepSpeed configuration, and `fsdp=` with `fsdp_config=` FSDP's words, as arguments of ZeroFn;
@@ -217,5 +217,5 @@ class TrainingArguments(_Ours, transformers.TrainingArguments):
 
 
 @dataclass
-class Seq2SeqTrainingArguments(_Ours, transformers.Seq2SeqTrainingArguments):
+class Seq2SeqTrainingArguments(OurArguments, transformers.Seq2SeqTrainingArguments):
     """The same for `Seq2SeqTrainer`."""

@@ -6,7 +6,7 @@ anew. What is added here is what collators add: it is masked, and counts in no l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,38 +25,42 @@ _KNOWN = (*_SOURCE, "decoder_input_ids", "decoder_attention_mask", "labels")
 
 class Padding:
     """`padding(inputs) -> inputs`, longer where other ranks' are. `processor`: the tokenizer, whose token and side for
-    padding are taken; `ignored`: the label that counts in no loss. All ranks must call it.
+    padding are taken; `ignored`: the label that counts in no loss; `masks`: other inputs that are 0 where nothing
+    counts. `added`: how many positions of a row the last call has added, summed over ranks. All ranks must call it.
     """
 
-    def __init__(self, model: Any, processor: Any, ignored: int) -> None:
+    def __init__(self, model: Any, processor: Any, ignored: int, masks: Sequence[str] = ()) -> None:
         config = getattr(model, "config", None)
         token = getattr(processor, "pad_token_id", None)
         token = token if token is not None else getattr(config, "pad_token_id", None)
         values = {"input_ids": token or 0, "decoder_input_ids": token or 0, "labels": ignored}
-        self._values = {name: values.get(name, 0) for name in _KNOWN}
+        self._values = {name: values.get(name, 0) for name in (*_KNOWN, *masks)}
+        self.added = 0
         self._left = getattr(processor, "padding_side", "right") == "left"
-        self._causal = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._causal = type(bare).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         self._most: int | None = getattr(config, "max_position_embeddings", None)
         self._first: tuple[int, ...] | None = None
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the inputs, padded. Raises `ValueError` where lengths differ and nothing masks what would be added."""
-        ours = [_length(inputs.get(name)) for name in _KNOWN]
+        ours = [_length(inputs.get(name)) for name in self._values]
         found = zerofn.collectives.all_gather(torch.tensor([ours], device=_device(inputs))).tolist()
         longest = tuple(map(max, zip(*found, strict=True)))
         self._first = self._first or longest
-        masked = self._is_masked(inputs)
+        masked, self.added = self._is_masked(inputs), 0
         if all(tuple(x) == longest for x in found) and (longest == self._first or not masked):
             return dict(inputs)
         if not masked:
-            name, lengths = _first_difference(found)
+            name, lengths = _first_difference(tuple(self._values), found)
             raise ValueError(
                 f"Trainer: rows of {name} are {lengths} long on the ranks, and "
                 "there is no attention_mask. Let the collator return one, or pad to one length (padding='max_length')."
             )
         if longest != self._first:
             longest = tuple(self._rounded(x) for x in longest)
-        missing = {name: n - x for name, n, x in zip(_KNOWN, longest, ours, strict=True) if x}
+        missing = {name: n - x for name, n, x in zip(self._values, longest, ours, strict=True) if x}
+        self.added = sum(longest[0] - x[0] for x in found)
         return {name: self._padded(name, x, missing.get(name, 0)) for name, x in inputs.items()}
 
     def cut(self, outputs: Any, inputs: Mapping[str, Any], padded: Mapping[str, Any]) -> Any:
@@ -76,9 +80,10 @@ class Padding:
         return F.pad(x, (missing, 0) if self._left else (0, missing), value=self._values[name])
 
     def _cut(self, x: Tensor, before: int, after: int) -> Tensor:
-        if before == after or x.dim() < 2 or x.shape[1] != after:
+        less = after - x.shape[1] if x.dim() > 1 else -1  # 1 for what is about next tokens
+        if before == after or less not in (0, 1):
             return x
-        return x[:, after - before :] if self._left else x[:, :before]
+        return x[:, after - before :] if self._left else x[:, : before - less]
 
 
 def _length(x: Any) -> int:
@@ -89,9 +94,9 @@ def _device(inputs: Mapping[str, Any]) -> torch.device | None:
     return next((x.device for x in inputs.values() if isinstance(x, Tensor)), None)
 
 
-def _first_difference(found: list[list[int]]) -> tuple[str, str]:
+def _first_difference(names: Sequence[str], found: list[list[int]]) -> tuple[str, str]:
     """Return (name, lengths in words) of what first differs between ranks."""
-    columns = zip(_KNOWN, zip(*found, strict=True), strict=True)
+    columns = zip(names, zip(*found, strict=True), strict=True)
     name, lengths = next(x for x in columns if len(set(x[1])) > 1)
     *some, last = map(str, lengths)
     return name, f"{', '.join(some)} and {last}"

@@ -7,38 +7,48 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 import zerofn
 
+from ..effects import Effects
+from ..modules import call_with
+from .gathering import gathered_in_step
 from .modules import LossModule
 
 
-def compiled_step(trainer: Any) -> Any:
+def compiled_step(trainer: Any, effects: Effects) -> Any:
     """Return the step over all microbatches of an update: `parts`, one after the other, each of which is `stacked` of
-    equal shape. `shares`: whether the losses of microbatches add up to the step's, or are averaged.
+    equal shape. `shares`: whether the losses of microbatches add up to the step's, or are averaged. `effects`: of the
+    trainer's `compute_loss`, whose results the step returns for each part.
     """
-    loss_module = LossModule(trainer.model, trainer.compute_loss, trainer.step_context)
 
-    def train_step(state: Any, batch: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        return trainer.compute_loss(*args, **kwargs)  # looked up where it runs: it is recorded there
+
+    loss_module = LossModule(trainer.model, compute_loss, trainer.step_context)
+
+    def train_step(state: Any, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         parts, num_items, stacked = batch["parts"], batch["num_items"], batch["stacked"]
         factor = 1.0 if batch["shares"] else 1.0 / (stacked * len(parts))
         buffers = {name: x.clone() for name, x in (state.extra or {}).items()}
 
-        def loss_fn(params: dict[str, Tensor], inputs: dict[str, Any], num_items: Any, factor: float) -> Tensor:
+        def loss_fn(params: dict[str, Tensor], inputs: dict[str, Any], num_items: Any, factor: float) -> Any:
             named = {f"model.{name}": x for name, x in (*params.items(), *buffers.items())}
-            return functional_call(loss_module, named, (inputs, num_items)) * factor
+            with effects.recording() as recording, gathered_in_step(trainer.accelerator):
+                loss = recording.plain(call_with(loss_module, named, (inputs, num_items)))
+            return loss * factor, recording.results
 
         found = []
         for k, inputs in enumerate(parts):
             key = zerofn.random.fold_in(state.rng_at(), k)
-            vg = zerofn.value_and_grad(loss_fn, scale=state.loss_scale, rng=key, frozen=state.frozen)
+            vg = zerofn.value_and_grad(loss_fn, True, scale=state.loss_scale, rng=key, frozen=state.frozen)
             if stacked > 1:
                 vg = zerofn.accumulate(vg, stacked)
             found.append(vg(state.params, inputs, num_items, factor * stacked))
-        losses, grads = zip(*found, strict=True)
+        values, grads = zip(*found, strict=True)
+        losses, results = zip(*values, strict=True)
         total = zerofn.tree_map(lambda *x: sum(x[1:], x[0]), *grads)
-        aux = {"loss": sum(losses[1:], losses[0]), "grad_norm": zerofn.global_norm(total)}
+        aux = {"loss": sum(losses[1:], losses[0]), "grad_norm": zerofn.global_norm(total), "effects": results}
         return state.apply_gradients(total).replace(extra=buffers or None), aux
 
     return zerofn.compile(train_step, **trainer.args.compile_options)

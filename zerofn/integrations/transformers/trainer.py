@@ -5,23 +5,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.func import functional_call
 
 import zerofn
 
 from ..carried import relaid
+from ..effects import Effects
 from ..groups import let_go
 from ..live import Live, is_live, parameters_of
 from ..losses import LossesInFloat32
-from ..modules import buffers_to, is_shape_only, saved_buffers
-from .arguments import Seq2SeqTrainingArguments, TrainingArguments
+from ..modules import buffers_to, call_with, is_shape_only, saved_buffers
+from .adapters import check_adapters, has_adapters, load_adapters, save_adapters
+from .arguments import OurArguments, TrainingArguments
 from .evaluation import EvaluatedModel, tensors_of
 from .meshes import TrainerOnMesh
 from .modules import inputs_in
@@ -59,10 +60,12 @@ class Trainer(TrainerOnMesh):
     optimizer: Any
     lr_scheduler: Any
 
+    _masks: Sequence[str] = ()  # inputs beside transformers' own that are 0 where nothing counts
+
     def __init__(self, model: nn.Module | None = None, args: Any = None, **kwargs: Any) -> None:
         if args is None:
             args = TrainingArguments(output_dir="tmp_trainer")
-        if not isinstance(args, TrainingArguments | Seq2SeqTrainingArguments):
+        if not isinstance(args, OurArguments):
             raise TypeError(
                 "Trainer: args is of transformers; import TrainingArguments from zerofn.integrations.transformers, too."
             )
@@ -80,7 +83,7 @@ class Trainer(TrainerOnMesh):
         args.take()
         args.device  # noqa: B018  (joins the ranks)
         self.use_mesh(args.axes)
-        super().__init__(model, args, **kwargs)
+        super().__init__(model=model, args=args, **kwargs)
         if is_shape_only(self.model) and self.model_init is None:
             raise ValueError(
                 "Trainer: the model has no values, and nothing says which; pass model_init=lambda: ..., which "
@@ -89,7 +92,9 @@ class Trainer(TrainerOnMesh):
         if self.model_init is None:
             self.cut(self.model)
         ignored = getattr(self.data_collator, "label_pad_token_id", -100)
-        self._padding, self._evaluation_padding = (Padding(self.model, self._processor(), ignored) for _ in range(2))
+        self._padding, self._evaluation_padding = (
+            Padding(self.model, self._processor(), ignored, self._masks) for _ in range(2)
+        )
         self._evaluated = EvaluatedModel(lambda: self.model, self._evaluate_step)
         self._evaluation = zerofn.compile(self._outputs, **self._evaluation_options())
 
@@ -222,13 +227,16 @@ class Trainer(TrainerOnMesh):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         check_training_step(self)
+        if has_adapters(self.model):
+            check_adapters(self.model)
         self._follow_optimizer(max_steps)
         if resume_from_checkpoint is not None:
             path = Path(resume_from_checkpoint) / STATE
             self.sharded = zerofn.load(path, like=self.sharded, donate=True)
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
             self._load_scaler(resume_from_checkpoint)
-        self._step, self._micro = compiled_step(self), []
+        self._effects = Effects(self, "compute_loss", transformers.Trainer, replayed=("log",))
+        self._step, self._micro = compiled_step(self, self._effects), []
         self._skipped = int(self.sharded.skipped)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
@@ -254,6 +262,8 @@ class Trainer(TrainerOnMesh):
         state = self._with_rates()
         with self._live.in_step():
             self.sharded, aux = self._step(state, batch)
+        for results in aux["effects"]:
+            self._effects.replay(results, stacked if stacked > 1 else None)
         self._note_update()
         self._norm = aux["grad_norm"]
         return aux["loss"].to(self.args.device)
@@ -276,7 +286,7 @@ class Trainer(TrainerOnMesh):
     def _outputs(self, values: dict[str, Any], inputs: dict[str, Any]) -> Any:
         named = {**zerofn.gather(values["params"]), **values["buffers"]}
         with torch.no_grad(), self._in_precision(), LossesInFloat32():
-            return tensors_of(functional_call(self.model, named, (), dict(inputs)))
+            return tensors_of(call_with(self.model, named, (), dict(inputs)))
 
     @contextlib.contextmanager
     def _in_precision(self) -> Iterator[None]:
@@ -306,18 +316,24 @@ class Trainer(TrainerOnMesh):
     # ---- what is saved
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write what `from_pretrained` opens: weights, configuration, tokenizer. All ranks must call it."""
+        """Write what `from_pretrained` opens: weights or, of PEFT's models, adapters; configuration, tokenizer. All
+        ranks must call it.
+        """
         self._need_state()
         out = Path(output_dir or self.args.output_dir)
-        whole = _internal_call and not self.args.save_only_model
+        whole, adapted = _internal_call and not self.args.save_only_model, has_adapters(self.model)
         path = out / (STATE if whole else f"{STATE}-export")
         state = self.sharded
-        zerofn.save(path, state if whole else {"params": state.params, "extra": state.extra})
+        if whole or not adapted:
+            zerofn.save(path, state if whole else {"params": state.params, "extra": state.extra})
+        if adapted:
+            save_adapters(self.model, out, self.args.should_save)
         if self.args.should_save:
-            zerofn.export(path, out, part="", max_shard_size="5GB", rename=name_in_model)
-            self._save_beside(out)
-            if not whole:
+            if not adapted:
+                zerofn.export(path, out, part="", max_shard_size="5GB", rename=name_in_model)
+            if not whole and not adapted:
                 shutil.rmtree(path)
+            self._save_beside(out)
         # No rank goes on, and perhaps opens the folder, before the first has written it.
         zerofn.collectives.all_reduce(torch.zeros((), device=self.args.device), zerofn.Mesh.of(None).all)
         if self.args.push_to_hub and not _internal_call:
@@ -362,6 +378,8 @@ class Trainer(TrainerOnMesh):
         if (best / STATE).is_dir():
             for part in ("params", "extra") if self.sharded.extra else ("params",):
                 self.sharded = zerofn.load(best / STATE, like=self.sharded, only=part)
+        elif has_adapters(self.model):
+            load_adapters(self.model, best)
         else:
             params = zerofn.load_safetensors(best, like=self.sharded.params)
             self.sharded = dataclasses.replace(self.sharded, params=params)
