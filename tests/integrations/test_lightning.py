@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.plugins import Precision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
@@ -345,8 +346,12 @@ def test_what_has_no_counterpart_is_a_sentence(name):
     [
         ({"precision": "64-true"}, "precision='64-true' is not known; there are 32-true, bf16-mixed, 16-mixed"),
         ({"sync_batchnorm": True}, "sync_batchnorm=True. has no effect"),
+        ({"plugins": type("Own", (Precision,), {})()}, "plugins=Own.*no method of it would be called"),
         ({"detect_anomaly": True}, "detect_anomaly=True. has no effect"),
-        ({"callbacks": [pl.callbacks.StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging averages whole"),
+        (
+            {"callbacks": [pl.callbacks.StochasticWeightAveraging(0.1)]},
+            "measures the batch norms of Module in an epoch",
+        ),
     ],
 )
 def test_options_without_an_effect(given, sentence):

@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -52,6 +52,26 @@ class Finetunes(Module):
 
     def configure_optimizers(self):
         return torch.optim.Adam(filter(lambda p: p.requires_grad, self.parameters()), lr=1e-2)
+
+
+class Averages(Module):
+    """Lightning's callback averages weights, and has the average in the module at the end."""
+
+    def configure_callbacks(self):
+        return [StochasticWeightAveraging(5e-3, swa_epoch_start=1)]
+
+
+class AveragesEarly(Module):
+    """A hook that sees the weights before their update, as many averages do."""
+
+    def __init__(self):
+        super().__init__()
+        for name, p in self.head.named_parameters():
+            self.register_buffer(f"mean_{name}", p.detach().clone())
+
+    def on_before_zero_grad(self, optimizer):
+        for name, p in self.head.named_parameters():
+            getattr(self, f"mean_{name}").lerp_(p.detach(), 0.1)
 
 
 class Cycles(Module):
@@ -117,10 +137,21 @@ def trained(make, strategy="auto", devices=1, **more):
     return losses.numpy(), {name: x.clone() for name, x in module.state_dict().items()}
 
 
-CHANGES = [Unfreezes, FreezesAgain, Finetunes, Cycles, CyclesOfAdam, CyclesOfSgd, CyclesOfRmsprop, Decays]
+CHANGES = [
+    Unfreezes,
+    FreezesAgain,
+    Finetunes,
+    Averages,
+    AveragesEarly,
+    Cycles,
+    CyclesOfAdam,
+    CyclesOfSgd,
+    CyclesOfRmsprop,
+    Decays,
+]
 
 
-@pytest.mark.part(make=[Unfreezes, Finetunes, Cycles, Decays])
+@pytest.mark.part(make=[Unfreezes, Finetunes, Averages, AveragesEarly, Cycles, Decays])
 @pytest.mark.parametrize("make", CHANGES, ids=lambda x: x.__name__)
 def test_it_is_lightnings(make):
     (theirs, wanted), (ours, found) = trained(make), trained(make, ZeroFnStrategy(stage=3))

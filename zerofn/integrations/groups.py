@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -90,8 +91,19 @@ class Groups:
             raise ValueError(f"{self._source}: no parameter of the optimizer requires a gradient.")
         return sorted(set(self._labels.values()))
 
-    def _parameters(self) -> list[list[tuple[int, bool]]]:
-        return [[(id(p), p.requires_grad) for p in group["params"]] for group in self._optimizer.param_groups]
+    def _parameters(self) -> list[tuple[list[nn.Parameter], list[bool]]]:
+        """Return the parameters of each group, and which of them are trained."""
+        return [(list(g["params"]), [p.requires_grad for p in g["params"]]) for g in self._optimizer.param_groups]
+
+    def _are_seen(self) -> bool:
+        """Whether groups have the parameters that they had, and the same are trained. Asked at every step."""
+        groups = self._optimizer.param_groups
+        return len(groups) == len(self._seen) and all(
+            len(group["params"]) == len(params)
+            and all(map(operator.is_, group["params"], params))
+            and [p.requires_grad for p in params] == flags
+            for group, (params, flags) in zip(groups, self._seen, strict=True)
+        )
 
     def _of_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return {k: group[k] for k in self._optimizer.defaults if k != "lr"}
@@ -129,7 +141,7 @@ class Groups:
         """Whether `renewed` is due: the optimizer has other parameters, others are trained, or options have changed
         that were constants.
         """
-        if self._parameters() != self._seen or self._changed():
+        if not self._are_seen() or self._changed():
             return True
         return self._shared and len(set(self._rates())) > 1
 
@@ -152,7 +164,7 @@ class Groups:
         """Return the groups as the optimizer has them now. `with_moments` of them takes the moments of this state."""
         found = self._by_label(opt_state)
         self._moments |= {name: found[self._labels[name]].inner_state for name in self._trained}
-        same = [len(x) for x in self._seen] == [len(x) for x in self._parameters()]
+        same = len(self._seen) == len(self._optimizer.param_groups)
         self._changing |= self._changed() if same else set()
         self._apart |= len(set(self._rates())) > 1
         module, source, clip, others_too = self._made_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 
 _ON_GRADIENTS = (
     "backward",
@@ -14,6 +15,7 @@ _ON_GRADIENTS = (
     "on_before_optimizer_step",
     "optimizer_zero_grad",
 )
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -24,6 +26,12 @@ def check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             f"{name}: manual optimization calls backward by itself, and there is no graph to do so; write such a "
             "step as a function: zerofn.compile(train_step)."
         )
+    plugin = getattr(trainer.strategy, "_precision_plugin", None)
+    if plugin is not None and not type(plugin).__module__.startswith("lightning."):
+        raise ValueError(
+            f"Trainer(plugins={type(plugin).__name__}()): the state has its precision, so no method of it would "
+            "be called. Write Trainer(precision=...) instead."
+        )
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for owner in (module, *callbacks):
         for hook in _ON_GRADIENTS:
@@ -32,8 +40,13 @@ def check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
                     f"{type(owner).__name__}.{hook}: gradients exist inside the compiled step only; leave it out."
                 )
     for callback in callbacks:
-        if isinstance(callback, pl.callbacks.StochasticWeightAveraging):
-            raise ValueError("StochasticWeightAveraging averages whole modules; use zerofn.optim.ema instead.")
+        if isinstance(callback, pl.callbacks.StochasticWeightAveraging) and any(
+            isinstance(part, _BATCH_NORMS) for part in module.modules()
+        ):
+            raise ValueError(
+                f"StochasticWeightAveraging measures the batch norms of {name} in an epoch without gradients, and a "
+                "compiled step has gradients; use EMAWeightAveraging, which averages them, too."
+            )
     if getattr(trainer.strategy, "_layer_sync", None) is not None:
         raise ValueError(
             "Trainer(sync_batchnorm=True) has no effect with ZeroFn: statistics are averaged over ranks after "
