@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.func import functional_call
 
 import zerofn
 
 from ..effects import Effects
 from ..losses import LossesInFloat32
+from ..modules import call_with
 from .watched import Watch, as_batch, computes, floats_to
 
 
 class _TrainingStep(nn.Module):
-    """A module's `training_step` as a forward, so that `functional_call` lends the module its parameters inside."""
+    """A module's `training_step` as a forward, so that `call_with` lends the module its parameters inside."""
 
     def __init__(self, module: LightningModule, watch: Watch, effects: Effects) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Steps:
         def loss_fn(params: dict[str, Tensor], buffers: dict[str, Tensor]) -> tuple[Tensor, Any]:
             named = {f"module.{name}": x for name, x in (*params.items(), *buffers.items())}
             with LossesInFloat32():
-                out, effects, found = functional_call(self._part, named, (batch,))
+                out, effects, found = call_with(self._part, named, (batch,))
             loss = _loss_of(out, self._module)
             assigned = {name: x.detach() for name, x in found.items() if x is not buffers.get(name, x)}
             return loss * batch["share"], (_detached(out), effects, assigned)
