@@ -244,6 +244,23 @@ def test_what_cannot_be_done_after_the_step_is_a_sentence_with_the_line():
         assert f"{__file__}:{method.__code__.co_firstlineno + 2}" in str(error.value)
 
 
+class Prints(Host):
+    def compute_loss(self, model, x):
+        loss = self.loss(model(x))
+        print(f"{loss.item():.3f} {float(loss)} {loss.item() + 1!r} {round(loss.item(), 2)}", "%.2f" % loss.item())  # noqa: UP031
+        return loss
+
+
+def test_a_text_of_a_number_says_that_there_is_none_and_is_told(caplog, capsys):
+    captured(Prints())
+    none = "<no value yet>"
+    assert capsys.readouterr().out.splitlines()[0] == f"{none} {none} {none} {none} nan"
+    told = [x for x in caplog.messages if "has no value yet" in x]
+    assert len(told) == 1 and told[0].startswith(f"{__file__}:{Prints.compute_loss.__code__.co_firstlineno + 2}: "), (
+        told
+    )
+
+
 class Gathers(Host):
     def compute_loss(self, model, x):
         loss = self.loss(model(x))

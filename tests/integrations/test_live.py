@@ -179,6 +179,23 @@ def test_a_parameter_that_is_replaced_gives_its_value():
         owner.live.settle()
 
 
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (nn.Linear(7, 7), "'first.weight' is (7, 3) in the first and (7, 7) in the second."),
+        (nn.Linear(3, 7, bias=False), "'first.bias' is (7,) in the first and not there in the second."),
+    ],
+)
+def test_a_state_of_another_model_is_refused(other, told):
+    module, owner, _ = pair()
+    changed = Tied()
+    changed.first = other
+    owner.state = zerofn.shard(zerofn.TrainState.create(params=dict(changed.named_parameters()), tx=optim.sgd(0.1)))
+    with pytest.raises(ValueError, match="gives two different ones") as e:
+        Live(Tied(), lambda: owner.state, owner.take)
+    assert told in str(e.value) and "copy.deepcopy(config)" in str(e.value)
+
+
 def test_another_shape_or_dtype_is_refused():
     module, owner, plain = pair()
     module.double()

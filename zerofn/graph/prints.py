@@ -18,7 +18,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,22 +32,23 @@ log = logging.getLogger("zerofn")
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # what .item() gives while a step is captured
 _UNKNOWN = "<no value yet>"
 _TEXT_OF = {"print", "str", "repr", "format", "ascii"}  # functions, and str's method, of which only text comes
+_ASKED = {"__float__", "__int__", "__str__", "__repr__", "__format__"}
 _PURE = {"abs", "float", "int", "round", "min", "max", *vars(math)}
 
 
 class _Told:
-    """The lines that were told, so that each is told once."""
+    """The lines that were told, so that each is told once: a step may be captured several times."""
 
-    def __init__(self) -> None:
-        self._lines: set[Line] = set()
+    _lines: ClassVar[set[Line]] = set()
 
     def tell(self, what: str, frame: FrameType | None) -> bool:
         """Warn of the user's line that makes text, unless it is torch or ZeroFn itself that does so; return whether
         it is the user's.
         """
-        if (maker := next(frames(frame), None)) is None or maker.file.startswith((OURS, *library_prefixes())):
+        passed = _outside_stand_ins(frame)
+        if (maker := next(frames(passed), None)) is None or maker.file.startswith((OURS, *library_prefixes())):
             return False
-        line = next((x for x in frames(frame) if is_users(x.file)), maker)
+        line = next((x for x in frames(passed) if is_users(x.file)), maker)
         if line not in self._lines:
             self._lines.add(line)
             log.warning(
@@ -97,14 +98,21 @@ def _as_json(told: _Told, default: Callable[..., Any]) -> Callable[..., Any]:
 def _number(told: _Told, unknown: Any, convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def number(x: Any) -> Any:
         try:
-            return convert(x)
+            return convert(x.detach() if isinstance(x, FakeTensor) else x)
         except data_dependent_errors():
-            asking = sys._getframe(1)
-            if _only_text_comes(asking) and told.tell(_what(x), asking):
+            asking = _outside_stand_ins(sys._getframe(1))
+            if asking is not None and _only_text_comes(asking) and told.tell(_what(x), asking):
                 return unknown
             raise
 
     return number
+
+
+def _outside_stand_ins(frame: FrameType | None) -> FrameType | None:
+    """Return the frame that asks one of our stand-ins for a number or a text, which the stand-in asks for in turn."""
+    while frame is not None and frame.f_code.co_filename.startswith(OURS) and frame.f_code.co_name in _ASKED:
+        frame = frame.f_back
+    return frame
 
 
 def _outside_torch(frame: FrameType | None) -> FrameType | None:

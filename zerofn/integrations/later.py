@@ -203,13 +203,16 @@ class Later:
         return self.now()[key]
 
     def __str__(self) -> str:
-        return str(self.now())
+        return format(self)
 
     def __repr__(self) -> str:
-        return repr(self.now())
+        return format(self)
 
     def __format__(self, how: str) -> str:
-        return format(self.now(), how)
+        traced = next((x.x for x in parts_of(self) if type(x) is Traced), None)
+        if traced is None:
+            return format(self.now(), how)
+        return format(traced, how or "g")  # a text that says that there is no value yet, with a warning
 
 
 def apply(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Later:

@@ -33,6 +33,26 @@ def places_of(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     return found
 
 
+def check_same_model(module: nn.Module, params: Any) -> None:
+    """Raise `ValueError` if a state has parameters of another model than the module, whose values it is to have."""
+    wanted = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    leaves = [leaf for unit in params.layout.units for leaf in unit.leaves]
+    given = {leaf.name: leaf.whole for leaf in leaves}
+    sliced = {leaf.name: leaf.shape for leaf in leaves}
+    differing = [
+        f"{name!r} is {wanted.get(name, 'not there')} in the first and {given.get(name, 'not there')} in the second"
+        for name in (wanted | given)
+        if wanted.get(name) not in (given.get(name), sliced.get(name))
+    ]
+    if differing:
+        raise ValueError(
+            f"{type(module).__name__}: the function that builds the model gives two different ones: "
+            f"{'; '.join(differing[:3])}{f'; and {len(differing) - 3} more' if len(differing) > 3 else ''}. It is "
+            "called once for the shapes and once for the values, so it may not change what it reads (pop an entry, "
+            "count). Let it begin with a copy: config = copy.deepcopy(config)."
+        )
+
+
 def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that a checkpoint of the module has, such as batch norm's statistics, by name."""
     saved = module.state_dict(keep_vars=True).keys()
