@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .choices import reached, replaced, rewritten, stored_by
+from .choices import names_in, reached, replaced, rewritten, stored_by
 from .later import Program
 from .recording import WRITTEN, Recording
 
@@ -42,6 +42,7 @@ class Effects:
         methods = list(reached(self.kinds, method, self.replayed))
         self.stored = frozenset(name for _, _, f in methods for name in stored_by(f.__code__))
         self._methods = methods
+        self._named = {x for _, _, f in reached(kinds, method, self.replayed) for x in names_in(f.__code__)}
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Any]:
@@ -49,6 +50,9 @@ class Effects:
         if not self._methods:  # the framework's own, which does nothing to it
             yield Unrecorded()
             return
+        if not isinstance(self.host, nn.Module):  # whose parts no line has to name
+            own = frozenset(vars(self.host)) - self._named  # a loop's counters, say
+            vars(self.host)[WRITTEN] = vars(self.host).get(WRITTEN, frozenset()) | own
         recording = Recording(self.method, self.kinds, self.stored, self.replayed)
         found = {(kind, name): rewritten(f, recording.choose, recording.called) for kind, name, f in self._methods}
         back = replaced({key: f for key, f in found.items() if f is not None})
