@@ -107,10 +107,13 @@ CASES = {
 
 @pytest.mark.part(name=["stage 0", "clipped", "sgd", "accumulating", "epochs, whose last update is smaller"])
 @pytest.mark.parametrize("name", CASES)
-def test_the_losses_of_transformers(tmp_path, name):
+def test_the_losses_of_transformers(tmp_path, name, caplog):
+    caplog.set_level("INFO", "zerofn")
     more = CASES[name]
     plain = theirs(tmp_path, {k: v for k, v in more.items() if k != "stage"})
     mine = ours(tmp_path, more)
+    captures = [x for x in caplog.messages if x.startswith("train_step: captured (")]
+    assert len(captures) == (2 if name.startswith("epochs") else 1), captures
     assert len(losses(mine)) == len(losses(plain)) >= 4
     names = ("loss", "learning_rate", "epoch")
     np.testing.assert_allclose(logged(mine, *names), logged(plain, *names), rtol=1e-6)

@@ -43,16 +43,21 @@ class Effects:
         self.stored = frozenset(name for _, _, f in methods for name in stored_by(f.__code__))
         self._methods = methods
         self._named = {x for _, _, f in reached(kinds, method, self.replayed) for x in names_in(f.__code__)}
+        self._leave_out()
+
+    def _leave_out(self) -> None:
+        """Let no step be captured anew for attributes that the method does not reach, such as a loop's counters."""
+        if not isinstance(self.host, nn.Module):  # whose parts no line has to name
+            own = frozenset(vars(self.host)) - self._named
+            vars(self.host)[WRITTEN] = vars(self.host).get(WRITTEN, frozenset()) | own
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Any]:
         """Inside, the method runs to be captured, and the host stays as it is."""
+        self._leave_out()
         if not self._methods:  # the framework's own, which does nothing to it
             yield Unrecorded()
             return
-        if not isinstance(self.host, nn.Module):  # whose parts no line has to name
-            own = frozenset(vars(self.host)) - self._named  # a loop's counters, say
-            vars(self.host)[WRITTEN] = vars(self.host).get(WRITTEN, frozenset()) | own
         recording = Recording(self.method, self.kinds, self.stored, self.replayed)
         found = {(kind, name): rewritten(f, recording.choose, recording.called) for kind, name, f in self._methods}
         back = replaced({key: f for key, f in found.items() if f is not None})

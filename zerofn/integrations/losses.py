@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,13 @@ LOSSES = frozenset({
 })  # fmt: skip
 
 
+NORMS = frozenset({F.group_norm, F.layer_norm, F.rms_norm})
+
+
 class LossesInFloat32(TorchFunctionMode):
-    """Inside, torch's losses take bfloat16 and float16 as float32, and batch norm its weights with its statistics."""
+    """Inside, torch's losses take bfloat16 and float16 as float32, batch norm takes its weights with its statistics,
+    and other norms take them in the dtype of what they normalize.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -33,7 +39,26 @@ class LossesInFloat32(TorchFunctionMode):
                 [*args[:1], *map(_float, args[1:])],
                 {k: _float(x) if k != "input" else x for k, x in kwargs.items()},
             )
+        elif func in NORMS:
+            dtype = (args[0] if args else kwargs["input"]).dtype
+            args, kwargs = [_to(x, dtype) for x in args], {k: _to(x, dtype) for k, x in kwargs.items()}
         return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def as_autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
+    """Inside, a model whose parameters are in half precision, `dtype`, computes as under `torch.autocast`; in its own
+    dtypes if it is None.
+    """
+    with contextlib.ExitStack() as stack:
+        if dtype is not None:
+            stack.enter_context(torch.autocast(device.type, dtype))
+            stack.enter_context(LossesInFloat32())
+        yield
+
+
+def _to(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def _float(x: Any) -> Any:

@@ -37,15 +37,13 @@ class Lender:
         self._params, self._held = None, {}
 
     @contextlib.contextmanager
-    def lent(self, params: Any, dtype: torch.dtype | None) -> Iterator[None]:
-        """Inside, the module has these parameters. `dtype`: of floating-point buffers, None for their own."""
+    def lent(self, params: Any) -> Iterator[None]:
+        """Inside, the module has these parameters."""
         by_block = self._names_by_block(params)
         outside = by_block.pop("", set())
         if params is not self._params:
             self._params, self._held = params, self._gathered(params, outside)
         with contextlib.ExitStack() as stack:
-            for owner, last in _to_cast(self._module, dtype):
-                stack.enter_context(_in_dtype(owner._buffers, last, dtype))
             stack.callback(self._take_back, outside)
             self._put(self._held)
             for block, names in by_block.items():
@@ -117,32 +115,6 @@ class Lender:
             first.remove()
             last.remove()
             self._take_back(names)
-
-
-def _to_cast(module: nn.Module, dtype: torch.dtype | None) -> list[tuple[nn.Module, str]]:
-    """Return (module, name) of the buffers that a step of an evaluation has in another dtype."""
-    return [
-        (part, last)
-        for part in (module.modules() if dtype is not None else ())
-        for last, x in part._buffers.items()
-        if x is not None and x.is_floating_point() and x.dtype != dtype
-    ]
-
-
-@contextlib.contextmanager
-def _in_dtype(buffers: dict[str, Tensor | None], name: str, dtype: Any) -> Iterator[None]:
-    """Inside, a buffer is of a dtype; what is written to it stays."""
-    mine = buffers[name]
-    assert mine is not None
-    lent = buffers[name] = mine.to(dtype)
-    before = lent._version
-    try:
-        yield
-    finally:
-        found = buffers[name]
-        if found is not None and (found is not lent or lent._version != before):
-            mine.copy_(found)
-        buffers[name] = mine
 
 
 def _blocks(module: nn.Module) -> dict[str, set[str]]:

@@ -105,6 +105,6 @@ class Ranks(ParallelStrategy):
         """tensor [...] on each rank -> [ranks, ...]; differentiable with `sync_grads`."""
         if not dist.is_initialized():
             return tensor
-        if group is not None:
+        if group not in (None, dist.group.WORLD):
             raise ValueError("ZeroFnStrategy: all_gather over a group has no counterpart; leave group out.")
         return zerofn.collectives.all_gather((tensor if sync_grads else tensor.detach())[None])

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import zerofn
 
 from ..effects import Effects
-from ..losses import LossesInFloat32
+from ..losses import as_autocast
 from ..modules import call_with
-from .watched import Watch, as_batch, computes, floats_to
+from .watched import Watch, as_batch, computes
 
 
 class _TrainingStep(nn.Module):
@@ -47,7 +47,7 @@ class Steps:
         self._module, self._watch, self._options = module, watch, dict(options)
         self._effects = Effects(module, "training_step", LightningModule, ["logger", "loggers", "print"])
         self._part = _TrainingStep(module, watch, self._effects)
-        self._dtype = computes(precision)
+        self._device, self._dtype = module.device, computes(precision)
         self.sums: Any = None  # gradients since they were last set to zero; None: there are none
         self._whole = zerofn.compile(self._update, **self._options)
         self._first = zerofn.compile(self._add, **self._options)
@@ -85,7 +85,7 @@ class Steps:
         """Return the inputs of a step: numbers that change at every call are tensors, others lead to a capture."""
         trainer = self._module.trainer
         return {
-            "batch": floats_to(as_batch(args[0]), self._dtype) if args else None,
+            "batch": as_batch(args[0]) if args else None,
             "numbers": [torch.tensor(x) for x in args[1:]],
             "global_step": torch.tensor(trainer.global_step),
             "changed": self._watch.changed(trainer),
@@ -97,14 +97,14 @@ class Steps:
 
         def loss_fn(params: dict[str, Tensor], buffers: dict[str, Tensor]) -> tuple[Tensor, Any]:
             named = {f"module.{name}": x for name, x in (*params.items(), *buffers.items())}
-            with LossesInFloat32():
+            with as_autocast(self._device, self._dtype):
                 out, effects, found = call_with(self._part, named, (batch,))
             loss = _loss_of(out, self._module)
             assigned = {name: x.detach() for name, x in found.items() if x is not buffers.get(name, x)}
             return loss * batch["share"], (_detached(out), effects, assigned)
 
         before = state.extra or {}
-        buffers = {name: floats_to(x, self._dtype).clone() for name, x in before.items()}
+        buffers = {name: x.clone() for name, x in before.items()}
         (_, (out, effects, assigned)), grads = state.value_and_grad(loss_fn, has_aux=True)(buffers)
         after = {name: x.to(before[name].dtype) for name, x in (buffers | assigned).items()}
         return grads, after or None, {"out": out, "effects": effects}

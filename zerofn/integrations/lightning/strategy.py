@@ -22,6 +22,7 @@ import zerofn
 from ..carried import relaid
 from ..groups import Groups, let_go
 from ..live import Live, parameters_of
+from ..losses import as_autocast
 from ..modules import buffers_to, is_shape_only
 from . import checkpoints
 from .checks import check
@@ -30,7 +31,7 @@ from .evaluation import Lender
 from .optimizers import clipping
 from .ranks import Ranks
 from .steps import Steps
-from .watched import computes, floats_to, unwatch, watch
+from .watched import computes, unwatch, watch
 
 _PRECISIONS = {"32-true": None, "bf16-mixed": "bf16", "16-mixed": "fp16"}
 _NOTHING = Precision()
@@ -300,10 +301,9 @@ class ZeroFnStrategy(Ranks):
 
     def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         batch, *rest = args
-        dtype = computes(self._precision)
         assert self._lender is not None
-        with self._lender.lent(self.state.params, dtype):
-            return getattr(self.lightning_module, name)(floats_to(batch, dtype), *rest, **kwargs)
+        with self._lender.lent(self.state.params), as_autocast(self.root_device, computes(self._precision)):
+            return getattr(self.lightning_module, name)(batch, *rest, **kwargs)
 
     # ---- checkpoints
 

@@ -12,8 +12,6 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-import zerofn
-
 from ..later import Done, Later, refuse
 from ..recording import Recording
 
@@ -273,10 +271,3 @@ def as_batch(x: Any) -> Any:
 def computes(precision: str | None) -> torch.dtype | None:
     """Return the dtype in which a module computes, None for its own."""
     return {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-
-
-def floats_to(x: Any, dtype: torch.dtype | None) -> Any:
-    """Return a tree whose floating-point tensors have a dtype, if one is given."""
-    if dtype is None:
-        return x
-    return zerofn.tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, x)
