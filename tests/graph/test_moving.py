@@ -99,6 +99,18 @@ def test_what_is_another_value_at_each_call_is_refused_with_its_line(name):
     assert f"at {__file__}:" in str(e.value) + "".join(getattr(e.value, "__notes__", []))
 
 
+def test_the_line_of_a_draw_is_the_one_that_goes_on_behind_a_call():
+    def doubled(x):
+        return 2 * x
+
+    def step(state, x):
+        return doubled(x) * random.random()
+
+    line = step.__code__.co_firstlineno + 1
+    with pytest.raises(zerofn.CaptureError, match=f"draws from Python's random at {__file__}:{line}:"):
+        zerofn.compile(step)(STATE, X)
+
+
 def test_a_refused_draw_leaves_the_generators_as_they_were():
     before = own.getstate(), of_numpy.bit_generator.state, random.getstate()
     for take in (lambda: own.random(), lambda: of_numpy.normal(), lambda: random.random()):

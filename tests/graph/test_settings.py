@@ -88,6 +88,25 @@ def test_the_setting_that_leads_to_a_draw_is_named(settings, told):
         assert failure(**settings | {name: {"False": False, "0.0": 0.0}[value]}) == ""
 
 
+def test_a_setting_of_none_is_the_cause_and_gets_its_default():
+    norm = nn.BatchNorm1d(4, momentum=None)
+
+    def step(state, batch):
+        buffers = {name: x.clone() for name, x in state.extra.items()}
+
+        def loss_fn(params, x):
+            return functional_call(norm, {**params, **buffers}, x).sum()
+
+        loss, grads = state.value_and_grad(loss_fn)(batch)
+        return state.apply_gradients(grads).replace(extra=buffers), loss
+
+    params, buffers = dict(norm.named_parameters()), dict(norm.named_buffers())
+    state = zerofn.TrainState.create(params=params, tx=optim.sgd(0.1), extra=buffers)
+    told = r"BatchNorm1d does so because of BatchNorm1d.momentum=None: build the model with momentum=0.1\."
+    with pytest.raises(zerofn.CaptureError, match=told):
+        zerofn.compile(step)(zerofn.shard(state), torch.randn(2, 4))
+
+
 def test_a_branch_that_is_the_models_own_is_no_setting():
     text = failure(threshold=3)
     assert "asks for the value of a tensor" in text and "because of" not in text

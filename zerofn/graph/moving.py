@@ -5,6 +5,7 @@ Python and NumPy, the next value of an iterator, a random identifier, torch's se
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import random
@@ -198,6 +199,8 @@ def _lines(moved: Callable[[], str | None]) -> Iterator[list[str]]:
         tell()
         if event in ("line", "call"):
             last[:] = _callers(frame)
+        elif event == "return":  # the caller goes on in its line
+            last[:] = itertools.dropwhile(lambda x: _of_library(x[0]), _callers(frame.f_back))
         return look
 
     before = sys.gettrace()

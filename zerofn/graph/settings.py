@@ -3,7 +3,7 @@
 Libraries' models have layers that are skipped at random, and masks that NumPy draws, which a captured step cannot
 have. Both can be switched off, and the source says by what: `if self.training and self.config.mask_time_prob > 0:`
 around the line, or a return before it. A switch is a part of such a condition that consists of one setting of the
-module, and that comes out otherwise when the setting is 0 or False (or True).
+module, and that comes out otherwise when the setting is 0 or False (or True), or, where it is None, its default.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import functools
 import inspect
 import linecache
+import warnings
 from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -50,7 +51,8 @@ def _switches(module: nn.Module, code: CodeType, line: int) -> list[_Switch]:
     if not any(_asks_for_training(test) for test, _ in conditions):
         return []
     found = (_switch(module, part, answer) for test, answer in conditions for part in _parts(test, answer))
-    return list(dict.fromkeys(x for x in found if x is not None))
+    switches = list(dict.fromkeys(x for x in found if x is not None))
+    return [x for x in switches if x.value is None] or switches  # None is no default: it was asked for
 
 
 @functools.lru_cache(maxsize=256)
@@ -114,13 +116,19 @@ def _switch(module: nn.Module, part: ast.expr, answer: bool) -> _Switch | None:
     if len(settings) != 1:
         return None
     (setting,) = settings
-    value = _value(setting, module)
-    if type(value) not in (bool, int, float):
+    value, name = _value(setting, module), _name(setting, module)
+    if value is None:
+        given = inspect.signature(type(module)).parameters.get(name.rpartition(".")[2])
+        off = None if given is None or given.default is given.empty else given.default
+    elif type(value) in (bool, int, float):
+        off = not value if isinstance(value, bool) else type(value)(0)
+    else:
         return None
-    off = not value if isinstance(value, bool) else type(value)(0)
+    if off is None:
+        return None
     replaced = _Replaced(setting, off).visit(ast.parse(ast.unparse(part), mode="eval").body)
     now = _value(replaced, module)
-    return None if now is None or bool(now) is answer else _Switch(_name(setting, module), value, off)
+    return None if now is None or bool(now) is answer else _Switch(name, value, off)
 
 
 def _settings(node: ast.AST) -> Iterator[ast.expr]:
@@ -145,7 +153,8 @@ def _value(node: ast.expr, module: nn.Module) -> Any:
     """Return the value of a condition or a setting; None if more than the module is needed for it."""
     names = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
     if names <= {"self", "getattr"}:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a value in a setting's place may read "0.1 is None"
             text = ast.fix_missing_locations(ast.Expression(node))
             return eval(compile(text, "<condition>", "eval"), {"getattr": getattr}, {"self": module})
     return None

@@ -338,7 +338,8 @@ def _constants(gm: GraphModule) -> list[Tensor]:
             raise CaptureError(
                 f"the step closes over a tensor of shape {tuple(value.shape)} that requires grad"
                 f"{_line(next(iter(node.users), node))}: it would be a constant of the captured step and never "
-                "trained. Pass it in state.params (functional_call(model, params, ...))."
+                "trained. Pass it in state.params (functional_call(model, params, ...)). If it is not to be trained, "
+                "as a teacher's, say so before: teacher.requires_grad_(False)."
             )
         if any(u.target is not aten.lift_fresh_copy.default for u in node.users):
             found.append(value)
