@@ -13,6 +13,7 @@ from torch import nn
 import zerofn
 from zerofn import optim
 from zerofn.integrations.live import Live, LiveParameter, is_live, parameters_of
+from zerofn.integrations.modules import call_with
 
 
 class Tied(nn.Module):
@@ -220,6 +221,46 @@ def test_another_owner_takes_the_values():
     first.live.settle()  # and takes the module back
     assert (zerofn.unshard(first.state.params)["first.bias"] == 4).all()
     assert module.first.weight._zerofn[0] is first.live
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_gradients_are_refused(kind):
+    module, _, plain = pair()
+    for found in (module, plain):
+        with pytest.raises(ValueError, match="Tied: the parameter 'first.weight' has a hook on its gradient"):
+            getattr(found.first.weight, kind)(lambda g: None)
+            Owner(found)
+
+
+WRITES = {
+    "in place": lambda p: p.mul_(0.9),
+    ".data": lambda p: setattr(p, "data", p.data * 0.9),
+    "requires_grad": lambda p: p.requires_grad_(not p.requires_grad),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_step_that_writes_to_a_parameter_is_refused(name):
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.teacher = nn.Linear(3, 1), nn.Linear(3, 1).requires_grad_(False)
+
+        def forward(self, x):
+            with torch.no_grad():
+                WRITES[name](self.teacher.weight)
+            return (self.first(x) - self.teacher(x)).square().mean()
+
+    module = Writes()
+    state = zerofn.shard(zerofn.TrainState.create(params=dict(module.named_parameters()), tx=optim.sgd(0.1)))
+
+    @zerofn.compile
+    def step(state, x):
+        loss, grads = state.value_and_grad(lambda params, x: call_with(module, params, (x,)))(x)
+        return state.apply_gradients(grads), loss
+
+    with pytest.raises(Exception, match="the step writes to the parameter 'teacher.weight', or sets its requires_grad"):
+        step(state, torch.ones(2, 3))
 
 
 def test_a_step_that_reads_past_what_it_is_given_is_refused():

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -277,6 +277,14 @@ class LiveParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain().__reduce_ex__(protocol)
 
+    def register_hook(self, hook: Any) -> Any:
+        """Refuse: no gradient of a parameter is outside of the step."""
+        _refuse_hook(*self._zerofn)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Refuse: no gradient of a parameter is outside of the step."""
+        _refuse_hook(*self._zerofn)
+
     def plain(self) -> nn.Parameter:
         """Return a plain parameter in the memory of its value."""
         return nn.Parameter(self.value, requires_grad=self.requires_grad)
@@ -285,6 +293,8 @@ class LiveParameter(nn.Parameter):
 def _live(p: nn.Parameter, live: Live, name: str) -> nn.Parameter:
     """Make a parameter live, if possible the same object, which optimizers and lists have."""
     p.grad = None
+    if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+        _refuse_hook(live, name)
     if isinstance(p, LiveParameter):
         p._zerofn[0].lost()
     made = LiveParameter(p, live, name)
@@ -299,6 +309,14 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return a module's parameters by name, those that are live as plain ones. All ranks must call it."""
     given = dict(module.named_parameters())
     return {name: p.plain() if isinstance(p, LiveParameter) else p for name, p in given.items()}
+
+
+def _refuse_hook(live: Live, name: str) -> NoReturn:
+    raise ValueError(
+        f"{type(live.module).__name__}: the parameter {name!r} has a hook on its gradient, which exists inside the "
+        "compiled step alone: the hook would not be called. To keep weights as they are, write them back in a hook or "
+        "a callback after the step."
+    )
 
 
 def is_live(module: nn.Module) -> bool:

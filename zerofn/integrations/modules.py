@@ -62,12 +62,27 @@ def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
 def call_with(module: nn.Module, values: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Any = None) -> Any:
     """Return `module(*args, **kwargs)` with these parameters and buffers, by the names that it lists.
 
-    As `functional_call`, which leaves the values in a module that is a part of another one under several names.
+    As `functional_call`, which leaves the values in a module that is a part of another one under several names. Raises
+    `ValueError` if a parameter is written to.
     """
+    lent = {name: (values[name], _mark(values[name])) for name, _ in module.named_parameters() if name in values}
     listed = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
     named = {}
     for prefix, part in module.named_modules():  # each once
         for last, x in (*part._parameters.items(), *part._buffers.items()):
             if x is not None and listed[id(x)] in values:
                 named[f"{prefix}.{last}" if prefix else last] = values[listed[id(x)]]
-    return functional_call(module, named, args, kwargs, tie_weights=False)
+    found = functional_call(module, named, args, kwargs, tie_weights=False)
+    for name, (x, before) in lent.items():
+        if _mark(x) != before:
+            raise ValueError(
+                f"the step writes to the parameter {name!r}, or sets its requires_grad. A step is given the state's "
+                "parameters, and the optimizer alone changes them. Do it between steps, in a hook or a callback, or "
+                "make it a buffer."
+            )
+    return found
+
+
+def _mark(x: Tensor) -> tuple[Any, ...]:
+    """Return what differs once a tensor was written to, or given other memory."""
+    return x._version, x.untyped_storage()._cdata, x.requires_grad
