@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch import nn
 
-from tests.integrations.test_transformers import build, logged, options, rows
+from tests.integrations.test_transformers import build, logged, losses, options, rows
 from zerofn.integrations import transformers as ours
 
 pytestmark = [
@@ -175,3 +176,40 @@ def test_what_cannot_count_is_refused(tmp_path, kind, sentence):
     trainer = kind(build(), ours.TrainingArguments(**options(tmp_path)), train_dataset=rows())
     with pytest.raises(ValueError, match=sentence):
         trainer.train()
+
+
+class Line(nn.Module):
+    """A layer."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        nn.init.normal_(self.layer.weight, generator=torch.Generator().manual_seed(seed))
+        nn.init.zeros_(self.layer.bias)
+
+    def forward(self, x, labels=None):
+        return {"loss": nn.functional.mse_loss(self.layer(x).squeeze(-1), labels)}
+
+
+def lines():
+    return [{"x": x, "labels": x.sum()} for x in torch.randn(16, 4, generator=torch.Generator().manual_seed(1))]
+
+
+def test_another_model_in_its_place_is_trained(tmp_path):
+    def run(library):
+        args = library.TrainingArguments(**options(tmp_path, max_steps=2, optim="sgd", learning_rate=0.1))
+        trainer = library.Trainer(Line(), args, train_dataset=lines(), eval_dataset=lines())
+        trainer.train()
+        trainer.model, first = Line(1), trainer.model
+        before = trainer.evaluate()["eval_loss"]
+        if library is ours:
+            with pytest.raises(ValueError, match=r"trainer.optimizer \(None lets a new one be made\): group 0 has"):
+                trainer.train()
+        trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler = trainer.model, None, None
+        trainer.train()
+        values = [x.detach().clone() for model in (first, trainer.model) for x in model.parameters()]
+        return [before, *losses(trainer)], values
+
+    (theirs, expected), (mine, values) = run(transformers), run(ours)
+    np.testing.assert_allclose(mine, theirs, rtol=1e-5)
+    torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)

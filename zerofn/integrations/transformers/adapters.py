@@ -1,10 +1,11 @@
-"""Adapters of PEFT's: what is saved is what `PeftModel.from_pretrained` opens."""
+"""Adapters of PEFT's, saved as `PeftModel.from_pretrained` opens them, and what is saved beside any weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
 
@@ -53,3 +54,15 @@ def load_adapters(model: Any, folder: Path) -> None:
         if beside.is_dir() or adapter in active:
             weights = load_peft_weights(str(beside if beside.is_dir() else folder), device="cpu")
             set_peft_model_state_dict(model, weights, adapter_name=adapter)
+
+
+def save_beside(model: nn.Module, processor: Any, args: Any, out: Path) -> None:
+    """Write what `from_pretrained` and transformers' trainers open beside weights."""
+    if isinstance(model, transformers.PreTrainedModel):
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(out)
+        if model.can_generate() and model.generation_config is not None:
+            model.generation_config.save_pretrained(out)
+    if processor is not None:
+        processor.save_pretrained(out)
+    torch.save(args, out / "training_args.bin")

@@ -21,7 +21,7 @@ from ..groups import let_go
 from ..live import Live, is_live, parameters_of
 from ..losses import LossesInFloat32
 from ..modules import buffers_to, call_with, is_shape_only, saved_buffers
-from .adapters import check_adapters, has_adapters, load_adapters, save_adapters
+from .adapters import check_adapters, has_adapters, load_adapters, save_adapters, save_beside
 from .arguments import OurArguments, TrainingArguments
 from .evaluation import EvaluatedModel, tensors_of
 from .meshes import TrainerOnMesh
@@ -84,12 +84,16 @@ class Trainer(TrainerOnMesh):
         args.device  # noqa: B018  (joins the ranks)
         self.use_mesh(args.axes)
         super().__init__(model=model, args=args, **kwargs)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Take the model that is there."""
         if is_shape_only(self.model) and self.model_init is None:
             raise ValueError(
                 "Trainer: the model has no values, and nothing says which; pass model_init=lambda: ..., which "
                 "builds it."
             )
-        if self.model_init is None:
+        if not is_shape_only(self.model):
             self.cut(self.model)
         ignored = getattr(self.data_collator, "label_pad_token_id", -100)
         self._padding, self._evaluation_padding = (
@@ -97,6 +101,13 @@ class Trainer(TrainerOnMesh):
         )
         self._evaluated = EvaluatedModel(lambda: self.model, self._evaluate_step)
         self._evaluation = zerofn.compile(self._outputs, **self._evaluation_options())
+
+    def _follow_model(self) -> None:
+        """Let go of a model in whose place another one was put."""
+        if self._live is not None and self._live.module is not self.model:
+            self._live.part()
+            self._sharded = self._live = self._optimizes = None
+            self._begin()
 
     def _processor(self) -> Any:
         return self.processing_class or getattr(self.data_collator, "tokenizer", None)
@@ -128,7 +139,7 @@ class Trainer(TrainerOnMesh):
 
     def _parameters(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return (parameters, buffers) to begin with."""
-        if self.model_init is None:
+        if not is_shape_only(self.model):
             model = self.model
         else:
             transformers.set_seed(self.args.seed)
@@ -155,6 +166,7 @@ class Trainer(TrainerOnMesh):
 
     def _need_state(self) -> None:
         """Make a state to evaluate, or to save, before any training."""
+        self._follow_model()
         if self.sharded is None:
             self._make_state()
 
@@ -169,7 +181,7 @@ class Trainer(TrainerOnMesh):
             params, extra = self._parameters()
             return zerofn.TrainState.create(params=params, tx=tx, seed=self.args.seed, extra=extra or None)
 
-        if self.model_init is None:
+        if not is_shape_only(self.model):
             first: Any = create()
         else:
             first = create
@@ -214,6 +226,8 @@ class Trainer(TrainerOnMesh):
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
         made_by = "optimizers=" if self.optimizer is not None else f"{type(self).__name__}.create_optimizer"
+        if isinstance(self.optimizer, Followed):
+            made_by = "trainer.optimizer (None lets a new one be made)"
         self.create_optimizer()
         optimizer = own_optimizer(self.optimizer)
         if self.sharded is None or optimizer is not self._optimizes:
@@ -226,6 +240,7 @@ class Trainer(TrainerOnMesh):
         self.create_scheduler(num_training_steps=max_steps)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        self._follow_model()
         check_training_step(self)
         if has_adapters(self.model):
             check_adapters(self.model)
@@ -333,21 +348,11 @@ class Trainer(TrainerOnMesh):
                 zerofn.export(path, out, part="", max_shard_size="5GB", rename=name_in_model)
             if not whole and not adapted:
                 shutil.rmtree(path)
-            self._save_beside(out)
+            save_beside(self.model, self._processor(), self.args, out)
         # No rank goes on, and perhaps opens the folder, before the first has written it.
         zerofn.collectives.all_reduce(torch.zeros((), device=self.args.device), zerofn.Mesh.of(None).all)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _save_beside(self, out: Path) -> None:
-        if isinstance(self.model, transformers.PreTrainedModel):
-            self.model.config.architectures = [type(self.model).__name__]
-            self.model.config.save_pretrained(out)
-            if self.model.can_generate() and self.model.generation_config is not None:
-                self.model.generation_config.save_pretrained(out)
-        if (processor := self._processor()) is not None:
-            processor.save_pretrained(out)
-        torch.save(self.args, out / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write rates; moments are in the state, which `save_model` has saved."""
