@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 import zerofn
 from zerofn.integrations.lightning import ZeroFnStrategy
 
+from .test_lightning import fitted
 from .test_lightning import pytestmark as pytestmark
 
 schedulers = torch.optim.lr_scheduler
@@ -193,3 +194,25 @@ class FreezesAll(Module):
 def test_nothing_to_train_is_told():
     with pytest.raises(ValueError, match="no parameter of the optimizer requires a gradient"):
         trained(FreezesAll, ZeroFnStrategy())
+
+
+def test_moments_of_torchs_optimizer_are_refused_where_they_are_asked_for():
+    class Asks(pl.Callback):
+        def __init__(self, does):
+            self.does = does
+
+        def on_train_epoch_end(self, trainer, module):
+            self.does(trainer, trainer.optimizers[0], module)
+
+    def replaces(trainer, optimizer, module):
+        trainer.strategy.optimizers = [torch.optim.SGD(module.parameters(), 0.1)]
+
+    asks = {
+        "optimizer.state: the moments are in shards": lambda t, o, m: o.state[next(m.parameters())],
+        "optimizer.state: the moments": lambda t, o, m: o.state.clear(),
+        "optimizer.state:": lambda t, o, m: o.load_state_dict({**o.state_dict(), "state": {0: {"step": 1}}}),
+        "the trainer has another optimizer than configure_optimizers made": replaces,
+    }
+    for words, does in asks.items():
+        with pytest.raises(ValueError, match=words):
+            fitted(ZeroFnStrategy(stage=3), callbacks=[Asks(does)])

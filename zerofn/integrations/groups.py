@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -40,6 +41,8 @@ class Groups:
         before: Groups | None = None,
     ) -> None:
         self._optimizer, self._source = optimizer, source
+        if not isinstance(optimizer.state, NoMoments):
+            _take_moments(optimizer, source)
         self._made_of = (module, source, clip, others_too)
         self._moments: dict[str, Any] = {}  # of parameters that were trained before: the state that has them
         self._changing: set[str] = set()  # options that have changed
@@ -76,6 +79,14 @@ class Groups:
         if others_too and any(p.requires_grad and not self.learns(name) for name, p in module.named_parameters()):
             tx = optim.multi_transform({True: tx, False: optim.set_to_zero()}, lambda leaf: self.learns(leaf.name))
         self.tx = tx if clip is None else optim.chain(clip, tx)
+
+    def check_of(self, optimizer: Any) -> None:
+        """Raise `ValueError` if these are not the groups of an optimizer."""
+        if optimizer is not self._optimizer:
+            raise ValueError(
+                f"the trainer has another optimizer than {self._source} made. Change the groups of that one, or begin "
+                "a new run."
+            )
 
     def learns(self, name: str) -> bool:
         """Whether the optimizer has the parameter of this name."""
@@ -212,6 +223,39 @@ class Groups:
             return x
 
         return zerofn.tree_map(one, opt_state, is_leaf=is_mine)
+
+
+class NoMoments(defaultdict[Any, Any]):
+    """`optimizer.state` of an optimizer whose moments are in a state's shards: empty, and it takes none."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise ValueError(
+            "optimizer.state: the moments are in shards, and the optimizer has none. They are in the opt_state of "
+            "trainer.sharded, or of trainer.strategy.state under Lightning. To begin with new ones, begin a new run."
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = _refuse
+
+
+def _take_moments(optimizer: torch.optim.Optimizer, source: str) -> None:
+    """Leave an optimizer no state. Raises `ValueError` if it has already been used."""
+    used = [x for x in optimizer.state.values() if float(x.get("step", 0)) > 0]
+    if used:
+        raise ValueError(
+            f"{source}: the optimizer has a state of {len(used)} parameters, which would be lost. Begin with a new "
+            "one; a checkpoint of the trainer goes on with its moments."
+        )
+    optimizer.state = NoMoments()  # Adagrad's began with tensors of every parameter's size
+
+    def before(_: Any, given: Mapping[str, Any]) -> None:
+        if given["state"]:
+            NoMoments._refuse(optimizer.state)  # type: ignore[arg-type]
+
+    def after(_: Any) -> None:
+        optimizer.state = NoMoments()
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(after)
 
 
 def let_go(optimizer: torch.optim.Optimizer, placeholders: Mapping[int, nn.Parameter]) -> None:

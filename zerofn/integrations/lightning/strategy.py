@@ -244,6 +244,7 @@ class ZeroFnStrategy(Ranks):
 
     def _with_rates(self) -> Any:
         assert self._groups is not None and self._steps is not None
+        self._groups.check_of(self.optimizers[0])
         if self._groups.has_changed():
             if self._steps.sums is not None:
                 raise ValueError(

@@ -72,16 +72,8 @@ def groups_of(optimizer: Any, model: nn.Module, source: str, max_norm: float | N
         raise ValueError(
             f"{source} left {type(optimizer).__name__} in self.optimizer, where a torch.optim.Optimizer was expected."
         )
-    used = [x for x in optimizer.state.values() if float(x.get("step", 0)) > 0]
-    if used:
-        raise ValueError(
-            f"{source}: the optimizer has a state of {len(used)} parameters, which would be lost. Begin with a new "
-            "one; trainer.train(resume_from_checkpoint=...) goes on with a checkpoint's."
-        )
     clip = zerofn.optim.clip_by_global_norm(max_norm) if max_norm and max_norm > 0 else None
-    groups = Groups(optimizer, model, source, clip, others_too=True)
-    optimizer.state.clear()  # Adagrad's begins with tensors of every parameter's size
-    return groups
+    return Groups(optimizer, model, source, clip, others_too=True)
 
 
 def save_rates(optimizer: Any, scheduler: Any, folder: str | Path) -> None:
