@@ -76,9 +76,9 @@ def call_with(module: nn.Module, values: Mapping[str, Tensor], args: tuple[Any, 
     for name, (x, before) in lent.items():
         if _mark(x) != before:
             raise ValueError(
-                f"the step writes to the parameter {name.removeprefix('module.')!r}, or sets its requires_grad. A step is given the state's "
-                "parameters, and the optimizer alone changes them. Do it between steps, in a hook or a callback, or "
-                "make it a buffer."
+                f"the step writes to the parameter {name.removeprefix('module.')!r}, or sets its requires_grad. A step "
+                "is given the state's parameters, and the optimizer alone changes them. Do it between steps, in a hook "
+                "or a callback, or make it a buffer."
             )
     return found
 
