@@ -304,6 +304,9 @@ def test_a_deepspeed_configuration(tmp_path):
     assert mine.sharded.params.spec.stage == 2
     plain = theirs(tmp_path, {"gradient_accumulation_steps": 2})
     np.testing.assert_allclose(losses(mine), losses(plain), rtol=1e-6)
+    bare = {"type": "AdamW", "params": {"lr": "auto"}}  # the rest is DeepSpeed's own
+    args = TrainingArguments(**options(tmp_path, deepspeed={**DEEPSPEED, "optimizer": bare}, adam_beta2=0.9))
+    assert (args.learning_rate, args.weight_decay, args.adam_beta2) == (1e-2, 0.0, 0.999)
     with pytest.raises(ValueError, match=r"says gradient_clipping=0.5, and the arguments say 1.0"):
         TrainingArguments(**options(tmp_path, deepspeed={**DEEPSPEED, "gradient_clipping": 0.5}))
     with pytest.raises(ValueError, match="says stage 2, and stage=1 is given"):

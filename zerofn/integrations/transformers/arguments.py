@@ -118,7 +118,7 @@ class OurArguments(_Arguments):
 
     def _take_optimizer(self, optimizer: Mapping[str, Any]) -> None:
         """Take the file's optimizer as arguments."""
-        kind, params = optimizer.get("type"), optimizer.get("params", {})
+        kind, params = optimizer.get("type"), dict(optimizer.get("params", {}))
         if kind is None:
             return
         if kind.lower() not in ("adam", "adamw"):
@@ -126,6 +126,9 @@ class OurArguments(_Arguments):
                 f"TrainingArguments: the DeepSpeed file's optimizer {kind} is not taken here; leave it out of the "
                 "file, and give optim=."
             )
+        # What the file does not say is DeepSpeed's default, and not the arguments'.
+        decay = 0.01 if params.get("torch_adam") and kind.lower() == "adamw" else 0.0
+        params = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": decay, **params}
         names = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
         for key, value in params.items():
             if value == "auto" or key in ("torch_adam", "adam_w_mode"):
