@@ -179,16 +179,19 @@ def test_what_cannot_count_is_refused(tmp_path, kind, sentence):
 
 
 class Line(nn.Module):
-    """A layer."""
+    """A layer, of inputs less a mean that moves: a buffer that `forward` assigns."""
 
     def __init__(self, seed=0):
         super().__init__()
         self.layer = nn.Linear(4, 1)
         nn.init.normal_(self.layer.weight, generator=torch.Generator().manual_seed(seed))
         nn.init.zeros_(self.layer.bias)
+        self.register_buffer("mean", torch.zeros(4))
 
     def forward(self, x, labels=None):
-        return {"loss": nn.functional.mse_loss(self.layer(x).squeeze(-1), labels)}
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0).detach()
+        return {"loss": nn.functional.mse_loss(self.layer(x - self.mean).squeeze(-1), labels)}
 
 
 def lines():
@@ -196,8 +199,11 @@ def lines():
 
 
 def test_another_model_in_its_place_is_trained(tmp_path):
+    """With its buffers, those that are assigned in every microbatch, too."""
+
     def run(library):
-        args = library.TrainingArguments(**options(tmp_path, max_steps=2, optim="sgd", learning_rate=0.1))
+        more = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1, "gradient_accumulation_steps": 2}
+        args = library.TrainingArguments(**options(tmp_path, **more))
         trainer = library.Trainer(Line(), args, train_dataset=lines(), eval_dataset=lines())
         trainer.train()
         trainer.model, first = Line(1), trainer.model
@@ -207,7 +213,7 @@ def test_another_model_in_its_place_is_trained(tmp_path):
                 trainer.train()
         trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler = trainer.model, None, None
         trainer.train()
-        values = [x.detach().clone() for model in (first, trainer.model) for x in model.parameters()]
+        values = [x.detach().clone() for model in (first, trainer.model) for x in model.state_dict().values()]
         return [before, *losses(trainer)], values
 
     (theirs, expected), (mine, values) = run(transformers), run(ours)

@@ -59,6 +59,22 @@ def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: x for name, x in module.named_buffers() if name in saved}
 
 
+def keep_assigned(found: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+    """Write to `buffers` what a call of a module has assigned to them: `found` are those that the module has after it.
+
+    Raises `ValueError` for one of another shape.
+    """
+    for name in found.keys() & buffers.keys():
+        x, before = found[name], buffers[name]
+        if x is not before:
+            if x.shape != before.shape:
+                raise ValueError(
+                    f"the buffer {name!r} of shape {tuple(before.shape)} is assigned one of shape {tuple(x.shape)}; a "
+                    "captured step keeps shapes: let the buffer have the last one from the begin."
+                )
+            before.copy_(x.detach())
+
+
 def call_with(module: nn.Module, values: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Any = None) -> Any:
     """Return `module(*args, **kwargs)` with these parameters and buffers, by the names that it lists.
 

@@ -30,11 +30,12 @@ class LossModule(nn.Module):
         self.model = model
         self._compute_loss, self._context = compute_loss, context
 
-    def forward(self, inputs: dict[str, Any], num_items: Tensor | None) -> Tensor:
-        """Return the loss of a batch."""
+    def forward(self, inputs: dict[str, Any], num_items: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return (the loss of a batch, the buffers that there are then)."""
         items = None if num_items is None else num_items.reshape(())
         with self._context(), LossesInFloat32():
-            return self._compute_loss(self.model, dict(inputs), num_items_in_batch=items)
+            loss = self._compute_loss(self.model, dict(inputs), num_items_in_batch=items)
+        return loss, dict(self.model.named_buffers())
 
 
 @contextlib.contextmanager

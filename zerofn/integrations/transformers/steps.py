@@ -11,7 +11,7 @@ from torch import Tensor
 import zerofn
 
 from ..effects import Effects
-from ..modules import call_with
+from ..modules import call_with, keep_assigned
 from .gathering import gathered_in_step
 from .modules import LossModule
 
@@ -35,7 +35,9 @@ def compiled_step(trainer: Any, effects: Effects) -> Any:
         def loss_fn(params: dict[str, Tensor], inputs: dict[str, Any], num_items: Any, factor: float) -> Any:
             named = {f"model.{name}": x for name, x in (*params.items(), *buffers.items())}
             with effects.recording() as recording, gathered_in_step(trainer.accelerator):
-                loss = recording.plain(call_with(loss_module, named, (inputs, num_items)))
+                out, found = call_with(loss_module, named, (inputs, num_items))
+                loss = recording.plain(out)
+            keep_assigned(found, buffers)
             return loss * factor, recording.results
 
         found = []
