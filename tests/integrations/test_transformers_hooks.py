@@ -41,9 +41,8 @@ PRIVATE = {  # the others are called as often
     "_has_mixed_mesh_grads": "no effect because there are no DTensors",
     "_issue_warnings_after_load": "no effect because values are read into shards",
     "_prepare_context_parallel_inputs": "no effect because a mesh cuts sequences",
-    "_save": "no effect because save_model writes from shards",
-    "_wrap_model": "no effect because there is no wrapper",
 }
+REFUSED = {"_save", "_wrap_model"}  # in a subclass: save_model writes from shards, and there is no wrapper
 
 
 def methods(kind):
@@ -54,7 +53,7 @@ def methods(kind):
 
 def counted(kind):
     """Return (a subclass all of whose methods count their calls, the counts)."""
-    counts = {name: [] for name in methods(kind)}
+    counts = {name: [] for name in methods(kind) if name not in REFUSED}
 
     def counting(name):
         def method(self, *args, **kwargs):
@@ -89,7 +88,7 @@ def run(library, folder):
 def test_every_method_has_a_line_in_the_table():
     names = {x for kind in (transformers.Trainer, transformers.Seq2SeqTrainer) for x in methods(kind)}
     assert not {name for name in names if not name.startswith("_")} ^ set(TABLE)
-    assert set(PRIVATE) <= names
+    assert set(PRIVATE) | REFUSED <= names
 
 
 def test_methods_and_hooks_are_called_as_often(tmp_path):

@@ -162,9 +162,40 @@ class UsedOptimizer(ours.Trainer):
         self.model.zero_grad()
 
 
+class Clip(ours.Trainer):
+    def _clip_grad_norm(self, model):
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+class Wrap(ours.Trainer):
+    def _wrap_model(self, model, training=True, dataloader=None):
+        return super()._wrap_model(model, training, dataloader)
+
+
+class Save(ours.Trainer):
+    def _save(self, output_dir=None, state_dict=None):
+        super()._save(output_dir, state_dict)
+
+
+class Scale(transformers.TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(0.1)
+
+
+class WithCallback(ours.Trainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, callbacks=[Scale()], **kwargs)
+
+
 @pytest.mark.parametrize(
     "kind, sentence",
     [
+        (Clip, r"Clip._clip_grad_norm \(line \d+ of .*py\) takes gradients.*max_grad_norm"),
+        (Wrap, r"Wrap._wrap_model \(line \d+ of .*py\) would never be called: give the model"),
+        (Save, r"Save._save \(line \d+ of .*py\) would never be called: override save_model"),
+        (WithCallback, r"Scale.on_pre_optimizer_step \(line \d+ of .*py\) takes gradients.*grad_norm"),
         (Backward, r"Backward.training_step calls backward \(line \d+ of .*py\): gradients exist inside the compiled"),
         (NoStep, "an update is due, and Trainer's own training_step was not called"),
         (OwnOptimizer, "test_transformers_optimizers.Own: there is no translation.*AdamW"),

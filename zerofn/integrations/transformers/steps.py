@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
@@ -56,18 +57,64 @@ def compiled_step(trainer: Any, effects: Effects) -> Any:
     return zerofn.compile(train_step, **trainer.args.compile_options)
 
 
-def check_training_step(trainer: Any) -> None:
-    """Raise `ValueError` for a `training_step` that takes gradients by itself."""
-    own = trainer.training_step
-    while own is not None:
-        code = getattr(own, "__code__", None)
-        if code is not None and _names(code, "backward"):
+_NEVER_CALLED = {
+    "_save": "override save_model, and call super().save_model(output_dir, _internal_call) in it",
+    "_wrap_model": "give the model as it is to be, Trainer(model=...)",
+}
+_OF_GRADIENTS = ("_clip_grad_norm", "_get_grad_norm")
+_GRADIENTS = ("grad", "clip_grad_norm_", "clip_grad_value_", "get_total_norm")
+_SEE_GRADIENTS = ("on_pre_optimizer_step", "on_optimizer_step")
+
+
+def check_overrides(trainer: Any) -> None:
+    """Raise `ValueError` for methods of a subclass, and of callbacks, that take gradients, or are never called."""
+    kind = type(trainer).__name__
+    for own in _wrapped(trainer.training_step):
+        if _names(own.__code__, "backward"):
             raise ValueError(
-                f"{type(trainer).__name__}.training_step calls backward (line {code.co_firstlineno} of "
-                f"{code.co_filename}): gradients exist inside the compiled step only. Put the loss into compute_loss; "
+                f"{kind}.training_step calls backward{_at(own)}: gradients exist inside the compiled "
+                "step only. Put the loss into compute_loss; "
                 "in training_step call super().training_step(model, inputs, num_items_in_batch), which returns it."
             )
-        own = getattr(own, "__wrapped__", None)
+    for name, instead in _NEVER_CALLED.items():
+        if (own := _override(trainer, name)) is not None:
+            raise ValueError(f"{kind}.{name}{_at(own)} would never be called: {instead}.")
+    for name in _OF_GRADIENTS:
+        own = _override(trainer, name)
+        if own is not None and (not _names(own.__code__, "super") or any(_names(own.__code__, x) for x in _GRADIENTS)):
+            raise ValueError(
+                f"{kind}.{name}{_at(own)} takes gradients, which exist inside the compiled step only. "
+                "TrainingArguments(max_grad_norm=...) clips them, and a callback may change it; "
+                f"super().{name} returns their norm."
+            )
+    for callback in trainer.callback_handler.callbacks:
+        for name in _SEE_GRADIENTS:
+            own = getattr(getattr(callback, name, None), "__func__", None)
+            if own is not None and any(_names(own.__code__, x) for x in _GRADIENTS):
+                raise ValueError(
+                    f"{type(callback).__name__}.{name}{_at(own)} takes gradients, which exist inside the compiled step "
+                    "only. Their norm is in the logs, as grad_norm; TrainingArguments(max_grad_norm=...) clips them."
+                )
+
+
+def _override(trainer: Any, name: str) -> Any:
+    """Return the method that a user's class has in place of one, None if there is none."""
+    own = getattr(trainer, name)
+    own = getattr(own, "__func__", own)
+    ours = getattr(own, "__module__", "").partition(".")[0] in ("zerofn", "transformers", "trl")
+    return None if ours or not hasattr(own, "__code__") else own
+
+
+def _wrapped(method: Any) -> Iterator[Any]:
+    """Yield a method, and those that it wraps, that have code."""
+    while method is not None:
+        if hasattr(method, "__code__"):
+            yield method
+        method = getattr(method, "__wrapped__", None)
+
+
+def _at(method: Any) -> str:
+    return f" (line {method.__code__.co_firstlineno} of {method.__code__.co_filename})"
 
 
 def _names(code: CodeType, name: str) -> bool:

@@ -28,7 +28,7 @@ from .meshes import TrainerOnMesh
 from .modules import inputs_in
 from .optimizers import Followed, groups_of, load_rates, own_optimizer, save_rates
 from .padding import Padding
-from .steps import check_training_step, compiled_step, stack
+from .steps import check_overrides, compiled_step, stack
 
 STATE = "zerofn"  # the folder in a checkpoint that has the state
 _CONTRADICTS = {
@@ -241,7 +241,7 @@ class Trainer(TrainerOnMesh):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         self._follow_model()
-        check_training_step(self)
+        check_overrides(self)
         if has_adapters(self.model):
             check_adapters(self.model)
         self._follow_optimizer(max_steps)
