@@ -229,13 +229,24 @@ def lines():
     return [{"x": x, "labels": x.sum()} for x in torch.randn(16, 4, generator=torch.Generator().manual_seed(1))]
 
 
+class Clips(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        args.max_grad_norm = {1: 0.01, 2: 0.0}[state.global_step]
+
+
 def test_another_model_in_its_place_is_trained(tmp_path):
-    """With its buffers, those that are assigned in every microbatch, too."""
+    """With its buffers, those that are assigned in every microbatch, too; and a callback may write what clips."""
 
     def run(library):
-        more = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1, "gradient_accumulation_steps": 2}
+        more = {
+            "max_steps": 2,
+            "optim": "sgd",
+            "lr_scheduler_type": "constant",
+            "learning_rate": 0.1,
+            "gradient_accumulation_steps": 2,
+        }
         args = library.TrainingArguments(**options(tmp_path, **more))
-        trainer = library.Trainer(Line(), args, train_dataset=lines(), eval_dataset=lines())
+        trainer = library.Trainer(Line(), args, train_dataset=lines(), eval_dataset=lines(), callbacks=[Clips()])
         trainer.train()
         trainer.model, first = Line(1), trainer.model
         before = trainer.evaluate()["eval_loss"]

@@ -63,8 +63,11 @@ def own_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def groups_of(optimizer: Any, model: nn.Module, source: str, max_norm: float | None) -> Groups:
-    """Return what an optimizer says of a model's parameters. `source`: what made it.
+def groups_of(
+    optimizer: Any, model: nn.Module, source: str, max_norm: float | None, before: Groups | None = None
+) -> Groups:
+    """Return what an optimizer says of a model's parameters. `source`: what made it. `before`: those whose moments are
+    taken over.
 
     Raises `ValueError` for one that has no translation, or that has already been used.
     """
@@ -73,7 +76,7 @@ def groups_of(optimizer: Any, model: nn.Module, source: str, max_norm: float | N
             f"{source} left {type(optimizer).__name__} in self.optimizer, where a torch.optim.Optimizer was expected."
         )
     clip = zerofn.optim.clip_by_global_norm(max_norm) if max_norm and max_norm > 0 else None
-    return Groups(optimizer, model, source, clip, others_too=True)
+    return Groups(optimizer, model, source, clip, others_too=True, before=before)
 
 
 def save_rates(optimizer: Any, scheduler: Any, folder: str | Path) -> None:

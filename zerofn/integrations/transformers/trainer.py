@@ -79,7 +79,7 @@ class Trainer(TrainerOnMesh):
         self._norm: Tensor | None = None
         self._groups: Any = None
         self._optimizes: Any = None  # the torch optimizer that the state's moments are of
-        self._skipped = 0
+        self._skipped, self._clips_at = 0, 0.0
         args.take()
         args.device  # noqa: B018  (joins the ranks)
         self.use_mesh(args.axes)
@@ -193,10 +193,13 @@ class Trainer(TrainerOnMesh):
         return {"device": self.args.device, **self.args.shard_options, **self.mesh_options()}
 
     def _with_rates(self) -> Any:
-        """Return the state with what the optimizer says now: rates, momentum, groups, and what is trained."""
-        if self._groups.has_changed():
+        """Return the state with what is said now: rates, momentum, groups, what is trained, and the norm that clips."""
+        before, self._clips_at = self._clips_at, self.args.max_grad_norm
+        if self._groups.has_changed() or before != self._clips_at:
             state = self.sharded
             self._groups = self._groups.renewed(state.opt_state)
+            if before != self._clips_at:
+                self._groups = groups_of(self._optimizes, self.model, "trainer.optimizer", self._clips_at, self._groups)
             new = relaid(state, self.model, self._groups.tx, None, **self._shard_options())
             self.sharded = dataclasses.replace(new, opt_state=self._groups.with_moments(new.opt_state))
         state = self.sharded
@@ -231,7 +234,8 @@ class Trainer(TrainerOnMesh):
         self.create_optimizer()
         optimizer = own_optimizer(self.optimizer)
         if self.sharded is None or optimizer is not self._optimizes:
-            self._groups = groups_of(optimizer, self.model, made_by, self.args.max_grad_norm)
+            self._clips_at = self.args.max_grad_norm
+            self._groups = groups_of(optimizer, self.model, made_by, self._clips_at)
             self._optimizes = optimizer
             self._make_state()
         if not isinstance(self.optimizer, Followed):
