@@ -416,3 +416,31 @@ def test_a_module_under_several_names_gets_values_and_its_own_back():
     torch.testing.assert_close(call_with(lent, values, (x,)), given(x))
     torch.testing.assert_close(values["layers.0.running_mean"], given.layers[0].running_mean)  # moved, as its own
     assert {name: id(x) for name, x in lent.state_dict(keep_vars=True).items()} == before
+
+
+@pytest.mark.parametrize("how", ["a property", "a function"])
+def test_what_a_callback_sets_on_the_trainer_is_followed(tmp_path, how):
+    def weight(trainer):
+        return trainer._weight
+
+    class Sets(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            self.trainer._weight = 1.0 + state.global_step
+
+    def found(kind, arguments):
+        class Weighted(kind):
+            factor = property(lambda self: self._weight)
+
+            def compute_loss(self, *args, **kwargs):
+                loss = super().compute_loss(*args, **kwargs)
+                return loss * (self.factor if how == "a property" else weight(self))
+
+        callback = Sets()
+        args = arguments(**options(tmp_path, max_steps=3))
+        callback.trainer = trainer = Weighted(build(), args, train_dataset=rows(), callbacks=[callback])
+        trainer.train()
+        return losses(trainer)
+
+    np.testing.assert_allclose(
+        found(Trainer, TrainingArguments), found(transformers.Trainer, transformers.TrainingArguments), rtol=1e-6
+    )

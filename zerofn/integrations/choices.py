@@ -115,6 +115,13 @@ def reached(kinds: Sequence[type], start: str, without: Iterable[str]) -> Iterat
                 todo += names_in(found.__code__)
 
 
+def codes_of(found: Any) -> Iterator[CodeType]:
+    """Yield the code that a class's attribute runs: of a method, a property, or what wraps one."""
+    for part in (found, *(getattr(found, name, None) for name in ("fget", "__func__", "func", "__wrapped__"))):
+        if isinstance(part, FunctionType):
+            yield part.__code__
+
+
 def stored_by(code: CodeType) -> set[str]:
     """Return the names of attributes that code assigns."""
     inner = [name for x in code.co_consts if isinstance(x, CodeType) for name in stored_by(x)]

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .choices import names_in, reached, replaced, rewritten, stored_by
+from .choices import codes_of, names_in, reached, replaced, rewritten, stored_by
 from .later import Program
-from .recording import WRITTEN, Recording
+from .recording import WRITTEN, Recording, is_of_no_library
 
 
 class Effects:
@@ -42,19 +42,28 @@ class Effects:
         methods = list(reached(self.kinds, method, self.replayed))
         self.stored = frozenset(name for _, _, f in methods for name in stored_by(f.__code__))
         self._methods = methods
-        self._named = {x for _, _, f in reached(kinds, method, self.replayed) for x in names_in(f.__code__)}
-        self._leave_out()
+        if not isinstance(host, nn.Module):  # whose mode a library's method sets, and a step follows
+            vars(host)[WRITTEN] = vars(host).get(WRITTEN, frozenset()) | self._bookkeeping()
 
-    def _leave_out(self) -> None:
-        """Let no step be captured anew for attributes that the method does not reach, such as a loop's counters."""
-        if not isinstance(self.host, nn.Module):  # whose parts no line has to name
-            own = frozenset(vars(self.host)) - self._named
-            vars(self.host)[WRITTEN] = vars(self.host).get(WRITTEN, frozenset()) | own
+    def _bookkeeping(self) -> frozenset[str]:
+        """Return the attributes that libraries' methods write as they go, such as a loop's counters, and that no
+        method of the user's names. No step is captured anew for them.
+        """
+        users = {kind for kind in self.kinds if is_of_no_library(kind.__module__)}
+        methods = [
+            (kind in users, name, code)
+            for kind in type(self.host).__mro__
+            for name, found in vars(kind).items()
+            for code in codes_of(found)
+        ]
+        named = {x for mine, _, code in methods if mine for x in names_in(code)}
+        return frozenset(
+            x for mine, name, code in methods if not mine and name != "__init__" for x in stored_by(code) - named
+        )
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Any]:
         """Inside, the method runs to be captured, and the host stays as it is."""
-        self._leave_out()
         if not self._methods:  # the framework's own, which does nothing to it
             yield Unrecorded()
             return

@@ -99,7 +99,7 @@ class Recording:
         ):
             return False
         roots = {k.__module__.partition(".")[0] for k in self._kinds}
-        return kind.__module__.partition(".")[0] in roots or _is_of_no_library(kind.__module__)
+        return kind.__module__.partition(".")[0] in roots or is_of_no_library(kind.__module__)
 
     # ---- what is read
 
@@ -293,11 +293,13 @@ def _is_of_numbers(function: Any) -> bool:
 
 
 @functools.cache
-def _is_of_no_library(module: str) -> bool:
+def is_of_no_library(module: str) -> bool:
+    """Whether a Python module, by name, is the user's."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if module == "__main__" or file is None:
         return module == "__main__"
-    return "site-packages" not in file and not file.startswith(sysconfig.get_paths()["stdlib"])
+    ours = module.partition(".")[0] == __name__.partition(".")[0]
+    return not ours and "site-packages" not in file and not file.startswith(sysconfig.get_paths()["stdlib"])
 
 
 @functools.cache
