@@ -9,22 +9,21 @@ import transformers
 from safetensors.torch import load_file
 
 import zerofn
+from tests.integrations.test_transformers import pytestmark as of_transformers
 from zerofn.integrations.transformers import Trainer, TrainingArguments
 
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning"),
+    *of_transformers,
     pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning"),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning"),
 ]
 
 
-def base():
+def base(width=32):
     torch.manual_seed(3)
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=48, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+            vocab_size=48, hidden_size=width, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
             num_key_value_heads=1, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=None,
         )
     )  # fmt: skip

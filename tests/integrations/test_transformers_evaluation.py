@@ -8,14 +8,9 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 from transformers.models.clip.modeling_clip import CLIPOutput
 
 from tests.integrations.test_transformers import build, losses, options, rows
+from tests.integrations.test_transformers import pytestmark as pytestmark
 from zerofn.integrations import transformers as ours
 from zerofn.integrations.transformers.evaluation import mapped, tensors_of
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning"),
-]
 
 
 def own_methods(kind):

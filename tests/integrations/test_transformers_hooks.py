@@ -2,17 +2,11 @@
 
 import inspect
 
-import pytest
 import transformers
 
 from tests.integrations.test_transformers import build, options, rows
+from tests.integrations.test_transformers import pytestmark as pytestmark
 from zerofn.integrations import transformers as ours
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning"),
-]
 
 AS_OFTEN, SCRIPT = "called as often", "called by scripts, as it is"
 CAPTURED = "called where a step is captured, or runs op by op"

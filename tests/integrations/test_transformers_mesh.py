@@ -7,14 +7,10 @@ import transformers
 
 import zerofn
 from tests.integrations.test_transformers import losses, options, rows
+from tests.integrations.test_transformers import pytestmark as pytestmark
 from zerofn.integrations.transformers import Trainer, TrainingArguments
 from zerofn.integrations.transformers.meshes import axes_of
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning"),
-]
 SHAPE = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 

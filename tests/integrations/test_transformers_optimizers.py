@@ -7,13 +7,8 @@ import transformers
 from torch import nn
 
 from tests.integrations.test_transformers import build, logged, losses, options, rows
+from tests.integrations.test_transformers import pytestmark as pytestmark
 from zerofn.integrations import transformers as ours
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning"),
-]
 
 
 def optimizer_and_scheduler(kind):

@@ -12,14 +12,11 @@ import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import zerofn
+from tests.integrations.test_adapters import base
+from tests.integrations.test_transformers import pytestmark as pytestmark
 from zerofn.integrations.transformers import TrainingArguments
 from zerofn.integrations.trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning"),
-]
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}> {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }} <eos>"
     "{% endgeneration %}{% else %}{{ m['content'] }} {% endif %}{% endfor %}"
@@ -36,13 +33,7 @@ def tokenizer():
 
 
 def build():
-    torch.manual_seed(3)
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=48, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=None,
-        )
-    )  # fmt: skip
+    return base(width=16)
 
 
 def lora():

@@ -252,7 +252,8 @@ class ZeroFnStrategy(Ranks):
                     "gradients of a part of an update; change requires_grad, or the optimizer, before its first batch."
                 )
             self._relay(self._groups)
-        return dataclasses.replace(self.state, opt_state=self._groups.with_rates(self.state.opt_state))
+        state = self.state
+        return dataclasses.replace(state, opt_state=self._groups.with_rates(state.opt_state))
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The compiled step has done it."""
