@@ -58,12 +58,38 @@ def test_outputs_are_the_models_own(tmp_path, case):
         torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6)
 
 
+def evaluated_in(library, folder, dtype, **more):
+    """Evaluate, and train afterwards."""
+    seen = []
+
+    def kept(logits, labels):
+        seen.append(logits.dtype)
+        return logits
+
+    args = library.TrainingArguments(**options(folder, max_steps=2, **more))
+    trainer = library.Trainer(build().to(dtype), args, train_dataset=rows(), eval_dataset=rows(6),
+                              compute_metrics=lambda found: {"size": float(abs(found.predictions).mean())},
+                              preprocess_logits_for_metrics=kept)  # fmt: skip
+    found = trainer.evaluate()
+    trainer.train()
+    return found["eval_loss"], found["eval_size"], losses(trainer), seen[0]
+
+
+def test_a_model_that_is_evaluated_in_half_precision(tmp_path):
+    """Cast for it, as `bf16_full_eval` says, or so from the begin."""
+    for dtype, more in ((torch.float32, {"bf16_full_eval": True}), (torch.bfloat16, {})):
+        mine, plain = (evaluated_in(library, tmp_path, dtype, **more) for library in (ours, transformers))
+        np.testing.assert_allclose(mine[:2], plain[:2], rtol=1e-5)
+        np.testing.assert_allclose(mine[2], plain[2], rtol=1e-3)  # transformers' model stays cast
+        assert mine[3] == plain[3] == torch.bfloat16
+
+
 def test_only_tensors_of_outputs_are_kept():
     x = torch.ones(2, 3, dtype=torch.bfloat16)
     given = CLIPOutput(loss=x.sum(), text_embeds=x, text_model_output=BaseModelOutput(last_hidden_state=x))
     found = tensors_of(given)
     assert type(found) is CLIPOutput and type(found.text_model_output) is BaseModelOutput
-    assert found.text_embeds.dtype == found.text_model_output.last_hidden_state.dtype == torch.float32
+    assert found.text_embeds is found.text_model_output.last_hidden_state is x
     cached = CausalLMOutputWithPast(logits=x, past_key_values=transformers.DynamicCache(), attentions=(x, None))
     assert list(tensors_of(cached)) == ["logits", "attentions"] and len(tensors_of(cached).attentions) == 1
     assert type(tensors_of((x, [x], None))) is tuple and type(tensors_of({"a": x, "b": 3})) is dict

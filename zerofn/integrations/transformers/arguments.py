@@ -191,6 +191,11 @@ class OurArguments(_Arguments):
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, getattr(precision, "compute", None))
 
     @property
+    def evaluates_in(self) -> torch.dtype | None:
+        """The dtype that a model is cast to where it is evaluated without being trained, None for its own."""
+        return torch.bfloat16 if self.bf16_full_eval else torch.float16 if self.fp16_full_eval else None
+
+    @property
     def compile_options(self) -> dict[str, Any]:
         """Arguments of `zerofn.compile`."""
         own = {"memory": self.memory, "remat": self.remat}

@@ -6,8 +6,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
+
+import zerofn
+
+from ..modules import call_with
 
 
 class EvaluatedModel:
@@ -38,6 +43,10 @@ class EvaluatedModel:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._zerofn_model(), name, value)
 
+    def to(self, *args: Any, **kwargs: Any) -> EvaluatedModel:
+        """Leave the model where it is: its values are in a state, and the step casts them for `bf16_full_eval`."""
+        return self
+
     def train(self, mode: bool = True) -> EvaluatedModel:
         """Set the model's mode."""
         self._zerofn_model().train(mode)
@@ -48,12 +57,24 @@ class EvaluatedModel:
         return self.train(False)
 
 
+def outputs_of(trainer: Any) -> Callable[[dict[str, Any], dict[str, Any]], Any]:
+    """Return `(values, inputs) -> outputs` of a trainer's model, a step to compile."""
+
+    def outputs(values: dict[str, Any], inputs: dict[str, Any]) -> Any:
+        named = {**zerofn.gather(values["params"]), **values["buffers"]}
+        dtype = trainer.args.evaluates_in
+        if dtype is not None and not trainer.is_in_train:
+            named = {name: x.to(dtype) if x.is_floating_point() else x for name, x in named.items()}
+        with torch.no_grad(), trainer.in_precision():
+            return tensors_of(call_with(trainer.model, named, (), dict(inputs)))
+
+    return outputs
+
+
 def tensors_of(x: Any) -> Any:
-    """Return a model's outputs with its tensors alone, half precision as float32; None for what has no tensors, such as
-    a cache.
-    """
+    """Return a model's outputs with its tensors alone; None for what has no tensors, such as a cache."""
     if isinstance(x, Tensor):
-        return x.float() if x.is_floating_point() else x
+        return x
     if isinstance(x, Mapping):
         found = {k: y for k, v in x.items() if (y := tensors_of(v)) is not None}
         return _like(x, found) if found else None

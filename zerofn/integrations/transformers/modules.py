@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import convert_to_fp32
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import zerofn
 
-from ..losses import LossesInFloat32
+from ..losses import as_autocast
 
 
 class LossModule(nn.Module):
@@ -33,23 +36,60 @@ class LossModule(nn.Module):
     def forward(self, inputs: dict[str, Any], num_items: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         """Return (the loss of a batch, the buffers that there are then)."""
         items = None if num_items is None else num_items.reshape(())
-        with self._context(), LossesInFloat32():
+        with self._context():
             loss = self._compute_loss(self.model, dict(inputs), num_items_in_batch=items)
         return loss, dict(self.model.named_buffers())
 
 
 @contextlib.contextmanager
-def inputs_in(dtype: torch.dtype | None, model: nn.Module, labels: Sequence[str]) -> Iterator[None]:
-    """Inside, a model is called with floating-point inputs of this dtype, if one is given; labels stay as they are."""
-
-    def cast(x: Any) -> Any:
-        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        named = {k: v if k in labels else zerofn.tree_map(cast, v) for k, v in kwargs.items()}
-        return zerofn.tree_map(cast, args), named
-
-    with contextlib.ExitStack() as until:
-        if dtype is not None:
-            until.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
+def calls_as_autocast(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
+    """Inside, calls of a model whose parameters are lent in half precision, `dtype`, are what accelerate makes of them:
+    they compute as under autocast and return float32. Whatever else reads the parameters has them in float32. Nothing
+    changes if `dtype` is None.
+    """
+    if dtype is None:
         yield
+        return
+    outside = _InFloat32(model)
+    own, forward = vars(model).get("forward"), model.forward
+
+    @functools.wraps(forward)
+    def as_autocasted(*args: Any, **kwargs: Any) -> Any:
+        with outside.left(), as_autocast(device, dtype):
+            return convert_to_fp32(forward(*args, **kwargs))
+
+    vars(model)["forward"] = as_autocasted
+    try:
+        with outside:
+            yield
+    finally:
+        del vars(model)["forward"]
+        if own is not None:
+            vars(model)["forward"] = own
+
+
+class _InFloat32(TorchFunctionMode):
+    """Inside, torch's functions take a module's parameters as float32."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._lent = {id(p): p for p in module.parameters()}
+        self._is_left = False
+
+    @contextlib.contextmanager
+    def left(self) -> Iterator[None]:
+        """Inside, they are what they are."""
+        before, self._is_left = self._is_left, True
+        try:
+            yield
+        finally:
+            self._is_left = before
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._is_left:
+            args, kwargs = zerofn.tree_map(self._float, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _float(self, x: Any) -> Any:
+        return x.float() if id(x) in self._lent and x.is_floating_point() else x

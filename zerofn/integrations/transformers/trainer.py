@@ -19,13 +19,12 @@ from ..carried import relaid
 from ..effects import Effects
 from ..groups import let_go
 from ..live import Live, is_live, parameters_of
-from ..losses import LossesInFloat32
-from ..modules import buffers_to, call_with, is_shape_only, saved_buffers
+from ..modules import buffers_to, is_shape_only, saved_buffers
 from .adapters import check_adapters, has_adapters, load_adapters, save_adapters, save_beside
 from .arguments import OurArguments, TrainingArguments
-from .evaluation import EvaluatedModel, tensors_of
+from .evaluation import EvaluatedModel, outputs_of
 from .meshes import TrainerOnMesh
-from .modules import inputs_in
+from .modules import calls_as_autocast
 from .optimizers import Followed, groups_of, load_rates, own_optimizer, save_rates
 from .padding import Padding
 from .steps import check_overrides, compiled_step, stack
@@ -50,9 +49,9 @@ class Trainer(TrainerOnMesh):
     captured, so that it must not branch on what is in the batch. The optimizer is the one that the arguments name or a
     subclass makes, translated (AdamW, Adam, SGD, Adagrad, Adafactor, RMSprop); every step reads its learning rates,
     which any scheduler and callback may set. Batches whose rows differ in length are padded to the longest of all
-    ranks, and from the second length on to multiples of 16. In half precision losses are computed in float32, as under
-    autocast. Evaluation runs on shards, too. `save_model` writes what `from_pretrained` opens; checkpoints have
-    ZeroFn's state beside it, and resume on any number of ranks.
+    ranks, and from the second length on to multiples of 16. In half precision the model computes as under autocast,
+    and returns float32. Evaluation runs on shards, too. `save_model` writes what `from_pretrained` opens; checkpoints
+    have ZeroFn's state beside it, and resume on any number of ranks.
 
     Raises `ValueError` for options without an effect here, and those of `zerofn.shard` and `zerofn.compile`.
     """
@@ -100,7 +99,7 @@ class Trainer(TrainerOnMesh):
             Padding(self.model, self._processor(), ignored, self._masks) for _ in range(2)
         )
         self._evaluated = EvaluatedModel(lambda: self.model, self._evaluate_step)
-        self._evaluation = zerofn.compile(self._outputs, **self._evaluation_options())
+        self._evaluation = zerofn.compile(outputs_of(self), **self._evaluation_options())
 
     def _follow_model(self) -> None:
         """Let go of a model in whose place another one was put."""
@@ -302,20 +301,16 @@ class Trainer(TrainerOnMesh):
 
     # ---- evaluation
 
-    def _outputs(self, values: dict[str, Any], inputs: dict[str, Any]) -> Any:
-        named = {**zerofn.gather(values["params"]), **values["buffers"]}
-        with torch.no_grad(), self._in_precision(), LossesInFloat32():
-            return tensors_of(call_with(self.model, named, (), dict(inputs)))
-
     @contextlib.contextmanager
-    def _in_precision(self) -> Iterator[None]:
-        with self.step_on_mesh(), inputs_in(self.args.computes_in, self.model, self.label_names):
+    def in_precision(self) -> Iterator[None]:
+        """Make the context in which compiled steps call the model."""
+        with self.step_on_mesh(), calls_as_autocast(self.model, self.args.device, self.args.computes_in):
             yield
 
     @contextlib.contextmanager
     def step_context(self) -> Iterator[None]:
         """Make the context in which the compiled step computes losses."""
-        with self.compute_loss_context_manager(), self._in_precision():
+        with self.compute_loss_context_manager(), self.in_precision():
             yield
 
     def _evaluate_step(self, inputs: dict[str, Any]) -> Any:
