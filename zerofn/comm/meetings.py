@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from ..memory.turns import refuse_while_capturing
 from ..util.process import the
-from .failures import Signs, abandon, apart, backend_on, explained, group_named, is_there, last_text, store_of_job
-from .pending import pending
+from .failures import Signs, abandon, apart, backend_on, group_named, is_there, last_text, store_of_job
+from .pending import Works, ended, pending
 from .watch import watch
 
 _BYTES = 160  # of a message: a digest and a name
@@ -42,10 +42,11 @@ class RanksOutOfStep(RuntimeError):
 class _Meeting(NamedTuple):
     number: int
     what: str
-    group: dist.ProcessGroup
+    rank: int  # of this process, in the job
+    before: int  # whose message `theirs` is
     mine: Tensor
     theirs: Tensor
-    works: Callable[[], Sequence[Any]]
+    works: Works
 
 
 class Meetings:
@@ -114,7 +115,7 @@ class Meetings:
             meeting = self._open.popleft()
             if not torch.equal(self._receive(meeting), meeting.mine):
                 message = _difference(meeting)
-                del meeting  # which refers to the group
+                meeting.works().clear()  # which keep the group's connections open
                 abandon(message)
                 raise RanksOutOfStep(message)
 
@@ -145,19 +146,20 @@ class Meetings:
         text = digest.ljust(_DIGEST, b"\0") + what.encode()[: _BYTES - _DIGEST].ljust(_BYTES - _DIGEST)
         mine, theirs = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.empty(_BYTES, dtype=torch.uint8)
         before, after, tag = (rank - 1) % size, (rank + 1) % size, 1 << 30 | number % (1 << 20)
+        ranks = dist.get_process_group_ranks(group)
 
         def transfers() -> list[Any]:
             return [host.recv([theirs], before, tag), host.send([mine], after, tag)]
 
-        self._open.append(_Meeting(number, what, group, mine, theirs, pending().post(transfers)))
+        works = pending().post(transfers)
+        self._open.append(_Meeting(number, what, ranks[rank], ranks[before], mine, theirs, works))
 
     def _receive(self, meeting: _Meeting) -> Tensor:
         try:
-            for work in meeting.works():
-                work.wait()
-        except RuntimeError as error:
+            ended(meeting.works)
+        except RuntimeError:
             self._open.clear()
-            raise explained(error) from error
+            raise
         return meeting.theirs
 
     def host_of(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -185,8 +187,7 @@ def _digest(what: str, detail: str) -> bytes:
 
 
 def _difference(meeting: _Meeting) -> str:
-    ranks, here = dist.get_process_group_ranks(meeting.group), meeting.group.rank()
-    rank, before = ranks[here], ranks[here - 1]
+    rank, before = meeting.rank, meeting.before
     mine, theirs = (
         bytes(x[_DIGEST:].tolist()).decode(errors="replace").strip() for x in (meeting.mine, meeting.theirs)
     )

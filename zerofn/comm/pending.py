@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch import Tensor
 from ..util.process import the
 from .failures import Signs, explained
 
-Works = Callable[[], Sequence[Any]]  # `dist.Work` and the like: what to wait for once everything was posted
+Works = Callable[[], list[Any]]  # `dist.Work` and the like: what to wait for once everything was posted
 LEAVING = timedelta(seconds=10)  # seconds, at most, for ranks that do not take what was sent to them
 
 
@@ -57,11 +57,7 @@ class PendingTransfers:
         transfer = self.transfers.pop(tensor.data_ptr(), None)
         if transfer is None:
             return False
-        try:
-            for work in transfer.works():
-                work.wait()
-        except RuntimeError as error:
-            raise explained(error) from error
+        ended(transfer.works)
         transfer.finish()
         return True
 
@@ -100,6 +96,22 @@ class PendingTransfers:
             for transfer in list(self.transfers.values()):
                 for work in transfer.works():
                     work.wait(LEAVING)
+
+
+def ended(works: Works) -> None:
+    """Wait for transfers. Raises `RuntimeError` if they cannot end, and lets go of them then: a transfer, and a frame
+    that failed to post one, keep the connections open that end what other ranks wait for.
+    """
+    begun: list[Any] = []
+    try:
+        begun = works()
+        for work in begun:
+            work.wait()
+    except RuntimeError as error:
+        work = None
+        begun.clear()
+        error.__traceback__ = None
+        raise explained(error) from error
 
 
 def _work(tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]) -> None:

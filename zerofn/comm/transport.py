@@ -74,7 +74,7 @@ def _point_to_point(group: str, sends: dict[int, Tensor], receives: dict[int, Te
     tag = meetings().next_tag(pg)
     _count(group, sum(t.nbytes for t in sends.values()))
     if not any(t.numel() for t in (*sends.values(), *receives.values())):
-        return tuple  # nothing to wait for: empty tensors all have one address
+        return list  # nothing to wait for: empty tensors all have one address
     # Each rank begins with its right neighbour, so that no rank is first for all.
     rank, size = pg.rank(), pg.size()
     peers = sorted(sends, key=lambda p: (p - rank) % size)

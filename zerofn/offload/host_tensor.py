@@ -59,7 +59,7 @@ def bring(x: Tensor, device: torch.device, *, offloaded: bool = False) -> Tensor
     accelerator = next((d for d in (x.device, device) if has_streams(d)), None)
     if accelerator is None:
         copies().settle(x)
-        return pending().start(x.to(device, copy=True), tuple, (x,))
+        return pending().start(x.to(device, copy=True), list, (x,))
     if device.type == "cpu" and x.dim() and not offloaded:
         worker().hold_back()
     out = like(x, accelerator) if device.type == "cpu" else torch.empty_like(x, device=device)
