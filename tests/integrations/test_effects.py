@@ -1,5 +1,6 @@
 """What a captured method does to its object, beside the same method called at every step."""
 
+import functools
 import logging
 import math
 from collections import Counter, defaultdict, deque
@@ -9,6 +10,7 @@ import torch
 from torch.func import functional_call
 
 import zerofn
+from zerofn.integrations.choices import named_by_users
 from zerofn.integrations.effects import Effects
 
 
@@ -278,3 +280,39 @@ def on_rank():
 def test_ranks_gather_inside(ranks):
     values, each = ranks(2, on_rank)[0]
     torch.testing.assert_close(torch.tensor(values), each.mean(0), rtol=1e-6, atol=0)
+
+
+class Helper:
+    def reads(self):
+        return self.of_helper
+
+    def __call__(self):
+        return self.of_call
+
+
+def reads(host):
+    return host.of_function
+
+
+def passed(host):
+    return host.of_partial
+
+
+class Reads(Base):
+    prop = property(lambda self: self.of_property)
+
+    def __init__(self):
+        super().__init__()
+        self.helper, self.partial = Helper(), functools.partial(passed, self)
+
+    def start(self):
+        return self.prop, reads(self), self.helper.reads(), self.partial(), getattr(self, "of_getattr"), self.direct  # noqa: B009
+
+    def not_run(self):
+        return self.of_another
+
+
+def test_names_are_found_wherever_a_method_leads():
+    named = named_by_users(Reads(), ["start"], lambda module: module == __name__)
+    ways = {"of_property", "of_function", "of_helper", "of_partial", "of_getattr", "of_call", "direct"}
+    assert ways <= named and "of_another" not in named

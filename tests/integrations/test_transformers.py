@@ -498,3 +498,32 @@ def test_what_a_callback_sets_on_the_trainer_is_followed(tmp_path, how):
     np.testing.assert_allclose(
         found(Trainer, TrainingArguments), found(transformers.Trainer, transformers.TrainingArguments), rtol=1e-6
     )
+
+
+def test_a_step_follows_the_loops_state_where_the_loss_reads_it_and_only_there(tmp_path, caplog):
+    caplog.set_level("INFO", "zerofn")
+    more = {"max_steps": 3, "lr_scheduler_type": "constant", "warmup_steps": 0}
+
+    def weight(trainer):
+        return 1.0 + trainer.state.global_step
+
+    def found(kind, arguments):
+        class Weighted(kind):
+            def compute_loss(self, *args, **kwargs):
+                return super().compute_loss(*args, **kwargs) * weight(self)
+
+        class Evaluates(kind):
+            def evaluate(self, *args, **kwargs):
+                return {"eval_step": self.state.global_step}
+
+        return [trained(x, arguments(**options(tmp_path, **more))) for x in (Weighted, Evaluates)]
+
+    def trained(kind, args):
+        caplog.clear()
+        trainer = kind(build(), args, train_dataset=rows())
+        trainer.train()
+        return losses(trainer)
+
+    mine = found(Trainer, TrainingArguments)
+    assert sum("train_step: captured (" in x for x in caplog.messages) == 1  # Evaluates's
+    np.testing.assert_allclose(mine, found(transformers.Trainer, transformers.TrainingArguments), rtol=1e-6)

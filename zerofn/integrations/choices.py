@@ -115,11 +115,55 @@ def reached(kinds: Sequence[type], start: str, without: Iterable[str]) -> Iterat
                 todo += names_in(found.__code__)
 
 
-def codes_of(found: Any) -> Iterator[CodeType]:
-    """Yield the code that a class's attribute runs: of a method, a property, or what wraps one."""
+def functions_of(found: Any) -> Iterator[FunctionType]:
+    """Yield the functions that an attribute runs: of a method, a property, a partial, or what wraps one."""
     for part in (found, *(getattr(found, name, None) for name in ("fget", "__func__", "func", "__wrapped__"))):
         if isinstance(part, FunctionType):
-            yield part.__code__
+            yield part
+
+
+def named_by_users(host: Any, starts: Iterable[str], is_users: Callable[[str], bool]) -> set[str]:
+    """Return the names of attributes and globals in the user's functions that methods of a host may run: methods and
+    properties that are named, of the host and of the user's objects that it has, special methods of those, and
+    functions that a function of the user's has in its globals or its closure. `is_users`: whether a Python module, by
+    name, is the user's.
+    """
+    hosts = type(host).__mro__
+    kinds, names, named = dict.fromkeys(hosts), set(starts), set[str]()
+    functions: dict[FunctionType, None] = {}
+
+    def meet(x: Any) -> None:
+        kinds.update((k, None) for k in (x if isinstance(x, type) else type(x)).__mro__ if is_users(k.__module__))
+
+    for x in list(vars(host).values()):
+        meet(x)
+    before, run = (0, 0, 0), 0
+    while before != (before := (len(kinds), len(names), len(functions))):
+        for space in (vars(host), *map(vars, kinds)):
+            functions.update((f, None) for name in names & space.keys() for f in functions_of(space[name]))
+        for kind in kinds.keys() - set(hosts):  # a step may make one of these, call it, or compare it
+            functions.update((f, None) for name, x in vars(kind).items() if name[:2] == "__" for f in functions_of(x))
+        for f in list(functions)[run:]:
+            found = {*names_in(f.__code__), *(_texts(f.__code__) if "getattr" in f.__code__.co_names else ())}
+            names |= found
+            if is_users(f.__module__):
+                named |= found
+                for x in (*map(f.__globals__.get, found), *map(_held, f.__closure__ or ())):
+                    meet(x)
+                    functions.update((g, None) for g in functions_of(x) if is_users(g.__module__))
+            run += 1
+    return named
+
+
+def _texts(code: CodeType) -> Iterator[str]:
+    return (x for x in code.co_consts if isinstance(x, str))
+
+
+def _held(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
 
 
 def stored_by(code: CodeType) -> set[str]:

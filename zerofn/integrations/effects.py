@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .choices import codes_of, names_in, reached, replaced, rewritten, stored_by
+from .choices import functions_of, named_by_users, reached, replaced, rewritten, stored_by
 from .later import Program
 from .recording import WRITTEN, Recording, is_of_no_library
 
@@ -25,6 +25,7 @@ class Effects:
 
     `base`: the framework's class; what host's classes before it define is looked at. `replayed`: attributes of the
     host, such as "log" and "logger", of which every call is made after the step in place of while it is captured.
+    `around`: other methods that a captured step calls.
 
         with effects.recording() as recording:
             loss = recording.plain(host.compute_loss(...))
@@ -33,7 +34,9 @@ class Effects:
         effects.replay(aux_of_a_run)
     """
 
-    def __init__(self, host: Any, method: str, base: type, replayed: Sequence[str] = ()) -> None:
+    def __init__(
+        self, host: Any, method: str, base: type, replayed: Sequence[str] = (), around: Sequence[str] = ()
+    ) -> None:
         self.host, self.method, self.replayed = host, method, frozenset(replayed)
         self._programs: dict[Any, tuple[str, Program]] = {}
         vars(self)[WRITTEN] = frozenset(vars(self))  # no step is captured anew for what is kept here
@@ -43,23 +46,21 @@ class Effects:
         self.stored = frozenset(name for _, _, f in methods for name in stored_by(f.__code__))
         self._methods = methods
         if not isinstance(host, nn.Module):  # whose mode a library's method sets, and a step follows
-            vars(host)[WRITTEN] = vars(host).get(WRITTEN, frozenset()) | self._bookkeeping()
+            vars(host)[WRITTEN] = vars(host).get(WRITTEN, frozenset()) | self._bookkeeping((method, *around))
 
-    def _bookkeeping(self) -> frozenset[str]:
+    def _bookkeeping(self, starts: Sequence[str]) -> frozenset[str]:
         """Return the attributes that libraries' methods write as they go, such as a loop's counters, and that no
-        method of the user's names. No step is captured anew for them.
+        function of the user's names that the step may run. No step is captured anew for them.
         """
-        users = {kind for kind in self.kinds if is_of_no_library(kind.__module__)}
+        named = named_by_users(self.host, starts, is_of_no_library)
         methods = [
-            (kind in users, name, code)
+            (name, f)
             for kind in type(self.host).__mro__
+            if not is_of_no_library(kind.__module__)
             for name, found in vars(kind).items()
-            for code in codes_of(found)
+            for f in functions_of(found)
         ]
-        named = {x for mine, _, code in methods if mine for x in names_in(code)}
-        return frozenset(
-            x for mine, name, code in methods if not mine and name != "__init__" for x in stored_by(code) - named
-        )
+        return frozenset(x for name, f in methods if name != "__init__" for x in stored_by(f.__code__) - named)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Any]:

@@ -253,7 +253,7 @@ class Trainer(TrainerOnMesh):
             self.sharded = zerofn.load(path, like=self.sharded, donate=True)
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
             self._load_scaler(resume_from_checkpoint)
-        self._effects = Effects(self, "compute_loss", transformers.Trainer, replayed=("log",))
+        self._effects = Effects(self, "compute_loss", transformers.Trainer, ("log",), around=("step_context",))
         self._step, self._micro = compiled_step(self, self._effects), []
         self._skipped = int(self.sharded.skipped)
         for name in ("model", "optimizer", "lr_scheduler"):
