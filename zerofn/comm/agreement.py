@@ -44,7 +44,7 @@ FIRST_WORD = 10.0  # seconds until a rank that waits says for whom
 _LEFT = 1.0  # seconds until a rank that has ended is believed not to come
 _BY_ALL = "Every rank must call it, with the same structure, shapes and dtypes: not under `if zerofn.rank() == 0:`."
 _ONE_DTYPE = "Every rank's batch must have the same dtypes: write x.to(dtype) where the batch is made."
-_ONE_SHAPE = "Every rank's batch must have the same shapes: drop_last=True in the loader, or pad the last rows."
+_ONE_SHAPE = "Every rank's batch must have the same shapes: drop_last=True in the loader, rows padded to one length."
 _UNTIL_HEARD = 3.0  # seconds that rank 0 stays to tell why it failed
 _LATE = 1 / 32  # of a wait: how much later than it could a wait ends, up to 50 ms
 _RAISED = "\1"  # begins the text of a rank that failed
