@@ -1,5 +1,7 @@
 """Evaluation: models, outputs and buffers are what transformers' Trainer has."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -152,3 +154,73 @@ def test_batch_norm_in_half_precision(tmp_path):
     plain, mine = (trained(library, tmp_path / library.__name__, bf16=True) for library in (transformers, ours))
     np.testing.assert_allclose(losses(mine), losses(plain), rtol=0.02)
     np.testing.assert_allclose(evaluated(mine), evaluated(plain), rtol=0.02)
+
+
+class Router(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.places = torch.nn.Linear(4, 3), None
+        self.probabilities, self.calls, self.used, self.stats = [], 0, torch.zeros(3), {}
+
+    def forward(self, x):
+        if self.places is None:  # a cache, which is read and written
+            self.places = torch.arange(3.0).cos()
+        p = (self.layer(x) + self.places).softmax(-1)
+        self.probabilities.append(p.detach())
+        self.calls += 1
+        self.used = 0.9 * self.used + 0.1 * p.detach().mean(0)
+        self.stats["rows"] = self.stats.get("rows", 0) + len(x)
+        self.balance = p.mean(0).square().sum()
+        return p
+
+
+class Routed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), Router())
+
+    def forward(self, x, labels=None):
+        p = self.layers(x)
+        self.last, self.highest = p.detach(), p.max().item()
+        return {"loss": torch.nn.functional.cross_entropy(p, labels), "logits": p}
+
+
+def kept(library, folder, parts):
+    """Return what a callback finds of a model after every step and evaluation, and the losses."""
+    found = []
+
+    class Looks(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            router = model.layers[1]
+            assert type(router) is Router and not model.last.requires_grad
+            found.append(
+                [model.last, model.highest, router.calls, router.stats, router.used, len(router.probabilities)]
+            )
+            found[-1] = copy.deepcopy([*found[-1], router.probabilities[-1], router.balance.detach()])
+
+        on_evaluate = on_step_end
+
+    class Balances(library.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs)
+            loss = outputs["loss"] + 0.1 * model.layers[1].balance
+            return (loss, outputs) if return_outputs else loss
+
+    torch.manual_seed(0)
+    draw = torch.Generator().manual_seed(1)
+    data = [{"x": torch.randn(4, generator=draw), "labels": k % 3} for k in range(24)]
+    args = options(folder, max_steps=3, gradient_accumulation_steps=parts, eval_strategy="steps", eval_steps=2)
+    trainer = Balances(Routed(), library.TrainingArguments(**args), train_dataset=data, eval_dataset=data[:8],
+                       callbacks=[Looks()])  # fmt: skip
+    trainer.train()
+    return found, losses(trainer)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_a_models_parts_keep_is_there_between_steps(tmp_path, parts, caplog):
+    caplog.set_level("INFO", "zerofn")
+    mine, plain = (kept(library, tmp_path, parts) for library in (ours, transformers))
+    assert len(mine[0]) == 5
+    torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6)
+    captures = [x for x in caplog.messages if x.startswith("train_step: captured (")]
+    assert len(captures) == 2 and "places" in captures[1], "the cache is a constant of the second one"

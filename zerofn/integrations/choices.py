@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import ast
 import dis
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CellType, CodeType, FunctionType
 from typing import Any
+
+from .recorders import CHANGES
 
 _NUMBERS = {"float", "int", "round", "abs", "max", "min", "sum"}
 _MODULES = {"math", "np", "numpy", "statistics"}
@@ -100,9 +103,11 @@ def _inner(definition: ast.FunctionDef, first: int, function: FunctionType, free
     return next(x for x in outside.co_consts if isinstance(x, CodeType) and x.co_name == definition.name)
 
 
-def reached(kinds: Sequence[type], start: str, without: Iterable[str]) -> Iterator[tuple[type, str, FunctionType]]:
-    """Yield (class, name, method) of the methods that one names, and that those name, in some classes."""
-    todo, seen = [start], set(without)
+def reached(
+    kinds: Sequence[type], starts: Iterable[str], without: Iterable[str] = ()
+) -> Iterator[tuple[type, str, FunctionType]]:
+    """Yield (class, name, method) of some methods, and those that they name, in some classes."""
+    todo, seen = list(starts), set(without)
     while todo:
         name = todo.pop()
         if name in seen:
@@ -117,7 +122,7 @@ def reached(kinds: Sequence[type], start: str, without: Iterable[str]) -> Iterat
 
 def functions_of(found: Any) -> Iterator[FunctionType]:
     """Yield the functions that an attribute runs: of a method, a property, a partial, or what wraps one."""
-    for part in (found, *(getattr(found, name, None) for name in ("fget", "__func__", "func", "__wrapped__"))):
+    for part in (found, *(getattr(found, name, None) for name in ("fget", "fset", "__func__", "func", "__wrapped__"))):
         if isinstance(part, FunctionType):
             yield part
 
@@ -166,10 +171,19 @@ def _held(cell: CellType) -> Any:
         return None
 
 
-def stored_by(code: CodeType) -> set[str]:
+@functools.lru_cache(2**14)
+def stored_by(code: CodeType) -> frozenset[str]:
     """Return the names of attributes that code assigns."""
     inner = [name for x in code.co_consts if isinstance(x, CodeType) for name in stored_by(x)]
-    return {*inner, *(str(x.argval) for x in dis.get_instructions(code) if x.opname in ("STORE_ATTR", "DELETE_ATTR"))}
+    own = (str(x.argval) for x in dis.get_instructions(code) if x.opname in ("STORE_ATTR", "DELETE_ATTR"))
+    return frozenset({*inner, *own})
+
+
+def may_change(code: CodeType) -> bool:
+    """Whether code assigns attributes or entries, or calls what changes containers."""
+    return any(x.opname in ("STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR") for x in dis.get_instructions(code)) or bool(
+        CHANGES & set(names_in(code))
+    )
 
 
 def names_in(code: CodeType) -> list[str]:

@@ -3,28 +3,31 @@
 A trainer's `compute_loss` and a module's `training_step` run once, to be captured. What they append to lists, and
 assign or add to numbers and entries among the attributes of their host, is taken out of them: what a tensor's value
 goes into becomes a result of the step, and `Effects.replay` does the rest with it on the host, in order, after every
-run.
+run. So is what the `forward` of a user's modules does to them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .choices import functions_of, named_by_users, reached, replaced, rewritten, stored_by
+from .choices import functions_of, may_change, named_by_users, reached, replaced, rewritten, stored_by
 from .later import Program
 from .recording import WRITTEN, Recording, is_of_no_library
 
 
 class Effects:
-    """The effects of a method of `host`, `method`, over all its captures.
+    """The effects of a method of `host`, `method`, over all its captures, and those of modules that it calls.
 
     `base`: the framework's class; what host's classes before it define is looked at. `replayed`: attributes of the
     host, such as "log" and "logger", of which every call is made after the step in place of while it is captured.
+    `model`: the host's attribute that is a module; None for a host that is one. With its own class as `base`, the host
+    is not looked at: an evaluation calls the model alone.
     `around`: other methods that a captured step calls.
 
         with effects.recording() as recording:
@@ -35,17 +38,32 @@ class Effects:
     """
 
     def __init__(
-        self, host: Any, method: str, base: type, replayed: Sequence[str] = (), around: Sequence[str] = ()
+        self,
+        host: Any,
+        method: str,
+        base: type,
+        replayed: Sequence[str] = (),
+        model: str | None = None,
+        around: Sequence[str] = (),
     ) -> None:
         self.host, self.method, self.replayed = host, method, frozenset(replayed)
         self._programs: dict[Any, tuple[str, Program]] = {}
         vars(self)[WRITTEN] = frozenset(vars(self))  # no step is captured anew for what is kept here
         kinds = type(host).__mro__
         self.kinds = kinds[: kinds.index(base)]
-        methods = list(reached(self.kinds, method, self.replayed))
-        self.stored = frozenset(name for _, _, f in methods for name in stored_by(f.__code__))
-        self._methods = methods
-        if not isinstance(host, nn.Module):  # whose mode a library's method sets, and a step follows
+        starts = (method, "forward") if isinstance(host, nn.Module) else (method,)
+        methods = list(reached(self.kinds, starts, self.replayed))
+        self.stored = _stored(methods)
+        module = host if model is None else getattr(host, model)
+        self._parts: list[tuple[str, nn.Module, frozenset[str]]] = []
+        for name, part in module.named_modules() if isinstance(module, nn.Module) else ():
+            kind: Any = type(part)
+            own = _methods_of(kind) if part is not host else ()
+            if own:
+                self._parts.append((".".join(x for x in (model, name) if x), part, _stored(own)))
+                methods += own
+        self._methods = list(dict.fromkeys(methods))
+        if self.kinds and not isinstance(host, nn.Module):  # whose mode a library's method sets, and a step follows
             vars(host)[WRITTEN] = vars(host).get(WRITTEN, frozenset()) | self._bookkeeping((method, *around))
 
     def _bookkeeping(self, starts: Sequence[str]) -> frozenset[str]:
@@ -68,10 +86,13 @@ class Effects:
         if not self._methods:  # the framework's own, which does nothing to it
             yield Unrecorded()
             return
-        recording = Recording(self.method, self.kinds, self.stored, self.replayed)
+        recording = Recording(self.method, self.kinds, self.replayed)
         found = {(kind, name): rewritten(f, recording.choose, recording.called) for kind, name, f in self._methods}
         back = replaced({key: f for key, f in found.items() if f is not None})
-        recording.watch(self.host, ())
+        if self.kinds:
+            recording.watch(self.host, (), self.stored)
+        for name, part, stored in self._parts:
+            recording.watch(part, tuple((True, x) for x in name.split(".")), stored)
         try:
             with recording.mode:
                 yield recording
@@ -82,10 +103,11 @@ class Effects:
         recording.check_kept()
 
     def _keep(self, recording: Recording) -> None:
-        program, results, written = recording.program()
+        program, results = recording.program()
         if not program.lines:
             return
-        self.host.__dict__[WRITTEN] = self.host.__dict__.get(WRITTEN, frozenset()) | written
+        for x, names in recording.written():
+            vars(x)[WRITTEN] = vars(x).get(WRITTEN, frozenset()) | names
         key = _key_of(program)
         name, _ = self._programs.setdefault(key, (f"effects {len(self._programs)}", program))
         recording.results[name] = results
@@ -98,6 +120,20 @@ class Effects:
             values = _with_numbers(found, program.numbers)
             for k in range(1 if rounds is None else rounds):
                 program.run(self.host, values if rounds is None else [x[k] for x in values])
+
+
+def _stored(methods: Iterable[tuple[type, str, Any]]) -> frozenset[str]:
+    return frozenset(name for _, _, f in methods for name in stored_by(f.__code__))
+
+
+@functools.cache
+def _methods_of(kind: Any) -> tuple[tuple[type, str, Any], ...]:
+    """Return (class, name, method) of those that the `forward` of a user's module names, if any of them may change it;
+    none for a library's.
+    """
+    users = [x for x in kind.__mro__ if is_of_no_library(x.__module__)]
+    found = tuple(reached(users, ["forward"]))
+    return found if any(may_change(f.__code__) for _, _, f in found) else ()
 
 
 def _with_numbers(found: Sequence[Tensor], numbers: Sequence[int]) -> list[Any]:

@@ -24,6 +24,7 @@ _WRITES: dict[Any, str] = {
     Counter: "__setitem__ __delitem__ pop popitem clear update setdefault subtract __ior__ __iadd__ __isub__",
     OrderedDict: "__setitem__ __delitem__ pop popitem clear update setdefault move_to_end __ior__",
 }
+CHANGES = frozenset(" ".join(_WRITES.values()).split())  # methods that change a container
 _READS = {
     "__len__", "__iter__", "__contains__", "__eq__", "__ne__", "__add__", "__reversed__", "index", "count", "copy",
     "keys", "values", "items", "most_common", "total", "elements", "__or__", "__and__", "__sub__",

@@ -40,31 +40,37 @@ WRITTEN = "_zerofn_written"  # an attribute: the names of those whose changes be
 class Recording:
     """One run of a method. `results`: tensors that the step must return, for `Effects.replay`.
 
-    `kinds`: classes whose methods it reaches; `stored`: the attributes that those assign. `replayed`: see `Effects`.
+    `kinds`: classes whose methods it reaches. `replayed`: see `Effects`.
     """
 
-    def __init__(self, method: str, kinds: Sequence[type], stored: frozenset[str], replayed: frozenset[str]) -> None:
+    def __init__(self, method: str, kinds: Sequence[type], replayed: frozenset[str]) -> None:
         self.results: dict[str, tuple[Tensor, ...]] = {}
         self.mode = Asks()
-        self._method, self._kinds, self._stored, self._replayed = method, kinds, stored, replayed
+        self._method, self._kinds, self._replayed = method, kinds, replayed
+        self._stored: dict[int, frozenset[str]] = {}  # attributes that the methods of what is watched assign, by id
         self._lines: list[tuple[int | None, Any]] = []
         self._slots = 0
         self._read: dict[Path, set[Any]] = {}
         self._written: dict[Path, set[Any]] = {}
         self._paths: dict[int, Path] = {}  # of objects that are watched, by id
         self._objects: list[tuple[Any, type]] = []  # and what their classes were
+        self._owners: dict[Path, Any] = {}  # the host, and modules
+        self._followed: set[tuple[Path, str]] = set()  # attributes of modules whose changes lead to other captures
         self._now: dict[tuple[int, str], Any] = {}  # attributes that were written, or containers that stand for others
 
     # ---- the classes of objects
 
-    def watch(self, x: Any, path: Path) -> None:
-        """Follow an object's attributes."""
+    def watch(self, x: Any, path: Path, stored: frozenset[str] | None = None) -> None:
+        """Follow an object's attributes. `stored`: those that the step may assign; None: all that its class does."""
         kind: Any = type(x)
         try:
             x.__class__ = _watched_class(kind)
         except TypeError:  # written in C, or with slots
             return
         self._paths[id(x)] = path
+        if stored is not None:
+            self._owners[path] = x
+        self._stored[id(x)] = _stored_by_class(kind) if stored is None else stored
         self._objects.append((x, kind))
         _RECORDINGS[id(x)] = self
 
@@ -123,12 +129,7 @@ class Recording:
         return value
 
     def _may_store(self, x: Any, name: str) -> bool:
-        if _is_of_module(x, name, None):
-            return False
-        if not self._paths[id(x)]:
-            return name in self._stored
-        kind: Any = type(x)
-        return name in _stored_by_class(kind)
+        return not _is_of_module(x, name, None) and name in self._stored[id(x)]
 
     def entry(self, path: Path, key: Any, value: Any, put: Callable[[Any], None]) -> Any:
         """Return a container's entry as the method reads it."""
@@ -181,6 +182,10 @@ class Recording:
             self._refuse(path, ALL if ALL in others else key)
 
     def _refuse(self, path: Path, key: Any) -> None:
+        """Raise for what the host reads and changes; of a module's, such as a cache, changes lead to other captures."""
+        if (place := self._place(path, key))[0]:
+            self._followed.add(place)
+            return
         what = text_of(path if key is ALL else (*path, key))
         refuse(
             f"{self._method} reads {what} and changes it. It runs once, to be captured, and would go on with "
@@ -243,10 +248,21 @@ class Recording:
             return taken_from(out)
         return mapped(self.plain, out)
 
-    def program(self) -> tuple[Program, tuple[Tensor, ...], frozenset[str]]:
-        """Return (what to do after each run, the results that takes, the attributes of the host that it changes)."""
-        written = frozenset((path[0] if path else key)[1] for path, keys in self._written.items() for key in keys)
-        return (*lowered(self._lines, lambda x: At(known_of(x).path) if is_recorder(x) else x), written)
+    def program(self) -> tuple[Program, tuple[Tensor, ...]]:
+        """Return (what to do after each run, the results that takes)."""
+        return lowered(self._lines, lambda x: At(known_of(x).path) if is_recorder(x) else x)
+
+    def written(self) -> Iterator[tuple[Any, frozenset[str]]]:
+        """Yield (the host or a module, those of its attributes that the step changes and does not go on with)."""
+        places = {self._place(path, key) for path, keys in self._written.items() for key in keys} - self._followed
+        for owner, x in self._owners.items():
+            yield x, frozenset(name for at, name in places if at == owner)
+
+    def _place(self, path: Path, key: Any) -> tuple[Path, str]:
+        """Return (where the host or module is that has what is at a path, by which attribute)."""
+        whole = path if key is ALL else (*path, key)
+        owner = max((x for x in self._owners if x == whole[: len(x)] and x != whole), key=len)
+        return owner, whole[len(owner)][1]
 
 
 class _Calls:
@@ -337,6 +353,8 @@ def _is_of_module(x: Any, name: str, value: Any) -> bool:
     """Whether an attribute is a parameter, a buffer or a part of a module, which are the state's."""
     if not isinstance(x, nn.Module):
         return False
-    return isinstance(value, nn.Module | nn.Parameter) or any(
-        name in vars(x)[of] for of in ("_parameters", "_buffers", "_modules")
+    return (
+        name == "training"
+        or isinstance(value, nn.Module | nn.Parameter)
+        or any(name in vars(x)[of] for of in ("_parameters", "_buffers", "_modules"))
     )

@@ -12,6 +12,7 @@ from transformers.utils import ModelOutput
 
 import zerofn
 
+from ..effects import Effects
 from ..modules import call_with
 
 
@@ -57,29 +58,37 @@ class EvaluatedModel:
         return self.train(False)
 
 
-def outputs_of(trainer: Any) -> Callable[[dict[str, Any], dict[str, Any]], Any]:
-    """Return `(values, inputs) -> outputs` of a trainer's model, a step to compile."""
+def outputs_of(trainer: Any, effects: Effects) -> Callable[[dict[str, Any], dict[str, Any]], Any]:
+    """Return `(values, inputs) -> (outputs, results)` of a trainer's model, a step to compile. `effects`: those of the
+    model, whose results they are.
+    """
 
     def outputs(values: dict[str, Any], inputs: dict[str, Any]) -> Any:
-        named = {**zerofn.gather(values["params"]), **values["buffers"]}
+        # They ask for gradients, and get none: what is computed with them is the step's, not left to be done after it.
+        params = {name: x.detach().requires_grad_() for name, x in zerofn.gather(values["params"]).items()}
+        named = {**params, **values["buffers"]}
         dtype = trainer.args.evaluates_in
         if dtype is not None and not trainer.is_in_train:
             named = {name: x.to(dtype) if x.is_floating_point() else x for name, x in named.items()}
-        with torch.no_grad(), trainer.in_precision():
-            return tensors_of(call_with(trainer.model, named, (), dict(inputs)))
+        with torch.no_grad(), effects.recording() as recording, trainer.in_precision():
+            found = tensors_of(call_with(trainer.model, named, (), dict(inputs)), recording.plain)
+        return found, recording.results
 
     return outputs
 
 
-def tensors_of(x: Any) -> Any:
-    """Return a model's outputs with its tensors alone; None for what has no tensors, such as a cache."""
+def tensors_of(x: Any, plain: Callable[[Any], Any] = lambda x: x) -> Any:
+    """Return a model's outputs with its tensors alone, those that `plain` makes of them; None for what has no tensors,
+    such as a cache.
+    """
+    x = plain(x)
     if isinstance(x, Tensor):
         return x
     if isinstance(x, Mapping):
-        found = {k: y for k, v in x.items() if (y := tensors_of(v)) is not None}
+        found = {k: y for k, v in x.items() if (y := tensors_of(v, plain)) is not None}
         return _like(x, found) if found else None
     if isinstance(x, tuple | list):
-        kept = [y for v in x if (y := tensors_of(v)) is not None]
+        kept = [y for v in x if (y := tensors_of(v, plain)) is not None]
         return type(x)(kept) if kept and type(x) in (tuple, list) else tuple(kept) or None
     return None
 

@@ -99,7 +99,8 @@ class Trainer(TrainerOnMesh):
             Padding(self.model, self._processor(), ignored, self._masks) for _ in range(2)
         )
         self._evaluated = EvaluatedModel(lambda: self.model, self._evaluate_step)
-        self._evaluation = zerofn.compile(outputs_of(self), **self._evaluation_options())
+        self._kept = Effects(self, "forward", type(self), model="model")
+        self._evaluation = zerofn.compile(outputs_of(self, self._kept), **self._evaluation_options())
 
     def _follow_model(self) -> None:
         """Let go of a model in whose place another one was put."""
@@ -253,7 +254,7 @@ class Trainer(TrainerOnMesh):
             self.sharded = zerofn.load(path, like=self.sharded, donate=True)
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
             self._load_scaler(resume_from_checkpoint)
-        self._effects = Effects(self, "compute_loss", transformers.Trainer, ("log",), around=("step_context",))
+        self._effects = Effects(self, "compute_loss", transformers.Trainer, ("log",), "model", ("step_context",))
         self._step, self._micro = compiled_step(self, self._effects), []
         self._skipped = int(self.sharded.skipped)
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -316,7 +317,9 @@ class Trainer(TrainerOnMesh):
     def _evaluate_step(self, inputs: dict[str, Any]) -> Any:
         padded, state = self._evaluation_padding(inputs), self.sharded
         values = {"params": state.params, "buffers": state.extra or {}}
-        return self._evaluation_padding.cut(self._evaluation(values, padded), inputs, padded)
+        found, results = self._evaluation(values, padded)
+        self._kept.replay(results)
+        return self._evaluation_padding.cut(found, inputs, padded)
 
     def whole_model(self) -> Any:
         """Return a context in which `self.model` has its parameters, on every rank: to generate, or to look at them.
