@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _get_default_store as default_sto
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 # Fake tensors: shape, dtype and device, no data. What they raise for `.item()` and `nonzero()`.
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentError
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicShapeError
 from torch._subclasses.fake_impls import register_op_impl as register_fake

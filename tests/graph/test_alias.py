@@ -4,7 +4,7 @@ import torch
 import zerofn
 from tests.support.small_steps import WIDTH, aten, batch_of, build, captured, fake_ranks, loss_of, ops, state_of
 from zerofn.graph.alias import is_view, last_uses, positions, roots, writes, written_before
-from zerofn.graph.loop import run_loop
+from zerofn.graph.nested import repeat
 
 PLAIN = {"params": torch.ones(2)}
 
@@ -97,5 +97,5 @@ def test_a_loop_writes_to_the_rows_it_is_given():
 
     graph = captured(step, state_of(module, 3), batch_of()).gm.graph
     root = roots(graph)
-    written = [root[x] for x in writes(only(graph, run_loop))]
+    written = [root[x] for x in writes(only(graph, repeat))]
     assert [x.target for x in written] == [aten.clone.default] * 2 and len(set(written)) == 2

@@ -18,8 +18,8 @@ from tests.support.small_steps import (
 )
 from zerofn import tree
 from zerofn.graph.alias import writes
-from zerofn.graph.edit import loops
 from zerofn.graph.loop import loop
+from zerofn.graph.nested import calls, graphs_of
 
 aten = torch.ops.aten
 
@@ -76,8 +76,9 @@ def stepped(n):
 def test_captured_it_is_one_node_whatever_the_number_of_rounds(n):
     state, batch = {"params": torch.randn(16)}, {"x": torch.randn(n, 3, 16)}
     program = captured(stepped(n), state, batch)
-    ((node, body),) = loops(program.gm)
-    assert node.args[1] == n and node.args[4] == 1
+    ((_, call),) = calls(program.gm)
+    assert call.rounds == n and call.num_sums == 1
+    body = call.body
     assert sum(x.target is aten.mv.default for x in body.graph.nodes) == 1
     assert all(x.target is not aten.mv.default for x in program.gm.graph.nodes)
     assert_same_trees(results(program, state, batch), tree.leaves(stepped(n)(state, batch)))
@@ -100,7 +101,7 @@ def carrying(state, batch):
 def test_what_the_body_writes_is_carried_in_order():
     state, batch = {"params": torch.ones(2), "total": torch.randn(16)}, {"x": torch.randn(3, 16)}
     program = captured(carrying, state, batch)
-    ((node, _),) = loops(program.gm)
+    ((node, _),) = calls(program.gm)
     assert len(writes(node)) == 1
     assert_same_trees(results(program, state, batch), tree.leaves(carrying(state, batch)))
     call = zerofn.compile(carrying)
@@ -116,7 +117,7 @@ def test_two_loops_have_two_bodies():
 
     state, batch = {"params": torch.randn(16)}, {"x": torch.randn(2, 16)}
     program = captured(step, state, batch)
-    assert len(loops(program.gm)) == 2
+    assert len(list(calls(program.gm))) == 2
     assert_same_trees(results(program, state, batch), step(state, batch))
 
 
@@ -124,8 +125,8 @@ def test_gathers_stay_inside_the_body():
     module = build()
     with fake_ranks(2):
         program = captured(train_step_of(module, 4), state_of(module, 3), batch_of())
-    ((_, body),) = loops(program.gm)
-    targets = [str(n.target) for n in body.graph.nodes]
+    ((_, call),) = calls(program.gm)
+    targets = [str(n.target) for n in call.body.graph.nodes]
     assert any("all_gather" in t for t in targets) and any("reduce_scatter" in t for t in targets)
 
 
@@ -134,7 +135,7 @@ def test_the_number_of_nodes_does_not_depend_on_the_number_of_rounds():
     sizes = set()
     for n in (2, 4):
         program = captured(train_step_of(module, n), state_of(module, 3), batch_of())
-        sizes.add((len(program.gm.graph.nodes), len(loops(program.gm)[0][1].graph.nodes)))
+        sizes.add(tuple(len(gm.graph.nodes) for gm in graphs_of(program.gm)))
     assert len(sizes) == 1
 
 

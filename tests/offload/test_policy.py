@@ -15,7 +15,7 @@ from tests.support.same import assert_same_trees
 from tests.support.small_steps import apart, batch_of, build, fake_ranks, loss_of, scheduled, state_of, train_step_of
 from zerofn import Offload, optim, tree
 from zerofn.cost import host_share
-from zerofn.graph.edit import loops
+from zerofn.graph.nested import graphs_of
 from zerofn.graph.node_kinds import codec_operations, is_fetch
 from zerofn.offload.disk import DiskError, pages
 from zerofn.ops import cpu
@@ -170,7 +170,7 @@ def test_rounds_of_a_loop_read_for_themselves(tmp_path):
         with fake_ranks(1):
             state = state_of(build(n), 3, NORMED, precision="bf16", offload=Offload(params="nvme", path=tmp_path))
             program = scheduled(step_of(build(n), 2), state, half(batch_of(), "bf16"), donating=True)
-        ((_, body),) = loops(program.gm)
+        _, body = graphs_of(program.gm)
         reads = [x for x in body.graph.nodes if is_fetch(x)]
         assert n < len(reads) <= 2 * n and all(len(x.args[3]) == 2 for x in reads)
         sizes.append(drive_buffers(program))

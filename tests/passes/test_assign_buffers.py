@@ -24,8 +24,8 @@ from tests.support.small_steps import (
 from zerofn import optim, passes, tree
 from zerofn.graph.alias import positions, roots, touches
 from zerofn.graph.capture import capture
-from zerofn.graph.edit import loops
 from zerofn.graph.liveness import moments
+from zerofn.graph.nested import graphs_of
 from zerofn.graph.node_kinds import is_gather, is_scatter
 from zerofn.graph.resident import resident
 from zerofn.memory import arena as arenas
@@ -62,7 +62,7 @@ def test_what_is_there_at_one_time_lies_apart(stage, num_microbatches):
     with fake_ranks(2):
         state = state_of(module, stage, NORMED, precision="bf16")
         program = scheduled(train_step_of(module, num_microbatches), state, batch_of(rows=256), donating=True)
-    graphs = [program.gm.graph, *(body.graph for _, body in loops(program.gm))]
+    graphs = [gm.graph for gm in graphs_of(program.gm)]
     assert program.buffers
     for graph in graphs:
         found = list(placed(graph))

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, captured, gathers, lowered, results, state_of, train_step_of
-from zerofn.graph.edit import bodies
+from zerofn.graph.nested import graphs_of
 from zerofn.passes.canonicalize import canonicalize
 from zerofn.passes.fold_split_master import fold_split_master
 
@@ -14,7 +14,7 @@ ops = torch.ops.zerofn
 
 
 def roundings(gm):
-    return [n for each in (gm, *bodies(gm)) for n in each.graph.nodes if n.target is ops.high.default]
+    return [n for each in graphs_of(gm) for n in each.graph.nodes if n.target is ops.high.default]
 
 
 def rounded(gm):

@@ -23,7 +23,7 @@ from zerofn.cost.op_cost import DOWN, UP
 from zerofn.dry_run.fake_machine import FakeMachine
 from zerofn.graph.alias import positions, roots, touches
 from zerofn.graph.captured import captured
-from zerofn.graph.edit import loops
+from zerofn.graph.nested import graphs_of
 from zerofn.graph.node_kinds import wait_of
 from zerofn.graph.phase import BACKWARD, phase_of
 from zerofn.graph.segments import Segments
@@ -110,7 +110,7 @@ def test_what_is_away_takes_nothing(num_microbatches):
 def test_on_the_host_is_counted_what_is_there_at_once():
     """A step that goes forward and back twice has the host's memory twice."""
     two = planned(all_away, 2)[0]
-    ((_, body),) = loops(two.graph)
+    body = graphs_of(two.graph)[1]
     assert len(moves(body)) * ACTIVATION == two.memory().host
     first, *_ = moves(body)
     last = touches(body.graph, roots(body.graph))[first[0]][-1]
@@ -162,7 +162,7 @@ def offload_all(monkeypatch, drop=False):
 
 
 def num_back(plan):
-    gms = [plan.graph, *(body for _, body in loops(plan.graph))]
+    gms = graphs_of(plan.graph)
     return sum(n.target is ops.bring.default and phase_of(n) == BACKWARD for gm in gms for n in gm.graph.nodes)
 
 

@@ -8,7 +8,7 @@ import torch
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, captured, fake_ranks, ops, scheduled, state_of, train_step_of
 from zerofn.graph.capture import capture
-from zerofn.graph.edit import loops
+from zerofn.graph.nested import calls, graphs_of
 from zerofn.graph.node_kinds import is_gather, is_scatter
 from zerofn.passes import run, standard
 
@@ -25,8 +25,8 @@ def sent(gm, times=1):
             total[node.args[3]] += times * node.args[0].meta["val"].numel()
         elif node.target is ops.all_gather_into_.default:
             total[node.args[4]] += times * node.args[0].meta["val"].numel()
-    for node, body in loops(gm):
-        total += sent(body, times * node.args[1])
+    for _, call in calls(gm):
+        total += sent(call.body, times * call.rounds)
     return total
 
 
@@ -74,9 +74,8 @@ def test_every_pass_leaves_a_sound_graph(stage, n):
         program = captured(train_step_of(module, n), state_of(module, stage, precision="bf16"), batch_of())
         for each in standard(donating=True):
             assert not any(each(program))
-            program.gm.graph.lint()
-            for _, body in loops(program.gm):
-                body.graph.lint()
+            for gm in graphs_of(program.gm):
+                gm.graph.lint()
             compile(program.gm.code, "graph", "exec")
 
 
@@ -97,7 +96,7 @@ def test_the_graph_after_each_pass_is_written_down(tmp_path, monkeypatch):
         f"train_step.{k:02}.{name}.rank0.py" for k, name in enumerate(names)
     ]
     first, last = ((folder / f"train_step.{k:02}.{names[k]}.rank0.py").read_text() for k in (0, len(names) - 1))
-    assert "run_loop" in first and "zerofn.as_shard" in first and "addmm" in first  # the loop's body as well
+    assert "repeat" in first and "zerofn.as_shard" in first and "addmm" in first  # the loop's body as well
     assert "adamw_" in last and len(last) < len(first)
     assert set(program.timings) == set(names[1:]) and all(t >= 0 for t in program.timings.values())
 

@@ -23,7 +23,7 @@ from tests.support.small_steps import (
 from zerofn import tree
 from zerofn.cost import simulator
 from zerofn.graph.alias import positions, roots, writes
-from zerofn.graph.edit import loops
+from zerofn.graph.nested import graphs_of
 from zerofn.graph.node_kinds import UPDATE, is_fetch, is_gather, wait_of
 from zerofn.passes.budget.decision import Choice, choose
 from zerofn.passes.prefetch import Bound, early, prefetch, sources_in
@@ -185,7 +185,7 @@ def test_what_is_written_before_it_is_gathered_is_gathered_after():
 
 def test_inside_a_loop_as_well():
     gm = lowered(num_microbatches=2)
-    ((_, body),) = loops(gm)
+    _, body = graphs_of(gm)
     with fake_ranks(2):
         for each in SCHEDULE:
             each(SimpleNamespace(gm=body))

@@ -10,8 +10,8 @@ from tests.support import tiny_models
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, loss_of, state_of, trained
 from zerofn import optim, tree
-from zerofn.graph.edit import loops
 from zerofn.graph.liveness import AGAIN
+from zerofn.graph.nested import graphs_of
 
 LAYERS, ROWS = 10, 64
 
@@ -136,7 +136,7 @@ def test_a_deep_model_keeps_little(model, times):
 
 def test_what_is_computed_again_is_marked_and_nothing_else_is_added():
     plan, _ = with_remat("full", num_microbatches=2)
-    ((_, body),) = loops(plan.graph)
+    _, body = graphs_of(plan.graph)
     again = [n for n in body.graph.nodes if n.meta.get(AGAIN)]
     assert again and all(n.meta["phase"] == "backward" for n in again)
     assert not any(n.meta.get(AGAIN) for n in plan.graph.graph.nodes)

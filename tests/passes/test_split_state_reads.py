@@ -7,7 +7,7 @@ from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, captured, fake_ranks, state_of, train_step_of, trained
 from zerofn import Offload, optim
 from zerofn.graph.alias import positions
-from zerofn.graph.edit import loops
+from zerofn.graph.nested import graphs_of
 from zerofn.graph.node_kinds import UPDATE, is_fetch, wait_of
 from zerofn.passes.split_state_reads import split_state_reads
 
@@ -39,7 +39,7 @@ def test_each_unit_is_read_once_to_compute_and_once_to_update(tmp_path):
 
 def test_a_loop_reads_in_each_of_its_rounds(tmp_path):
     gm = graph_of(tmp_path, split_state_reads, num_microbatches=2)
-    ((_, body),) = loops(gm)
+    _, body = graphs_of(gm)
     assert len(fetches(body)) == 4 and all(n.meta.get(UPDATE) for n in fetches(gm))
 
 

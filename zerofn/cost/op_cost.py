@@ -14,7 +14,7 @@ from ..comm.mesh import Mesh
 from ..dry_run.fake_machine import is_host
 from ..graph.alias import is_view
 from ..graph.liveness import complete_values, tensors_of, values_of
-from ..graph.loop import LoopCall, body_of, run_loop
+from ..graph.nested import call_of
 from ..graph.node_kinds import argument, arguments, traits
 from ..graph.program import tensor_of
 from ..ops.registry import Lane, argument_places, base_name
@@ -120,7 +120,7 @@ def transfers(gm: GraphModule, mesh: Mesh | None = None, times: int = 1) -> Iter
     """Return all transfers of a scheduled graph, in order, and how often each happens. `mesh`: whose axes they name."""
     complete_values(gm.graph)
     for node in gm.graph.nodes:
-        if node.target is run_loop:
-            yield from transfers(body_of(node), mesh, times * LoopCall.of(node).num_rounds)
+        if call := call_of(node):
+            yield from transfers(call.body, mesh, times * call.rounds)
         elif (found := moved(node)) is not None:
             yield found._replace(axis=axis_of(node, mesh)), times

@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from .._torch_compat import OpOverload, below_autograd, tree_leaves, tree_map
 from ..graph.alias import roots
 from ..graph.liveness import complete_values, tensors_of, values_of
-from ..graph.loop import body_of, run_loop
+from ..graph.nested import call_of, is_nested
 from ..graph.node_kinds import is_ours, traits
 from ..runtime.executor import callable_of
 from ..tracing.invented import takes_any_values
@@ -34,7 +34,7 @@ _known: dict[Hashable, float] = {}
 
 
 def measured(gms: Iterable[GraphModule], machine: Machine) -> Cost:
-    """Return the seconds of nodes of these graphs and of their loops' bodies. Those that touch more than `LARGE` bytes,
+    """Return the seconds of nodes of these graphs and of the bodies in them. Those that touch more than `LARGE` bytes,
     and those that invented values might not suit, have them by the rates of `machine`.
 
     What was measured before is not run again. Call it on all ranks of a machine at once: they share caches and
@@ -58,8 +58,8 @@ def _measure(gm: GraphModule, otherwise: Cost, found: dict[Node, float]) -> None
     touches: dict[Node, list[_Touch]] = defaultdict(list)  # by memory
     for node in gm.graph.nodes:
         nbytes = touched_bytes(node)
-        if node.target is run_loop:
-            _measure(body_of(node), otherwise, found)
+        if call := call_of(node):
+            _measure(call.body, otherwise, found)
         elif _counts(node) and (nbytes > LARGE or not _may_run(node)):
             found[node] = otherwise(node)
         elif _counts(node):
@@ -113,7 +113,8 @@ def _counts(node: Node) -> bool:
     """Return whether a node takes time on the processor."""
     return (
         node.op == "call_function"
-        and node.target not in (operator.getitem, run_loop)
+        and node.target is not operator.getitem
+        and not is_nested(node)
         and not traits(node).free
         and moved(node) is None
     )

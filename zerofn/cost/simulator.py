@@ -24,9 +24,8 @@ from torch.fx import GraphModule, Node
 from ..comm.mesh import Mesh
 from ..dry_run.fake_machine import is_host
 from ..graph.alias import roots, writes
-from ..graph.edit import loops
 from ..graph.liveness import complete_values, tensors_of
-from ..graph.loop import LoopCall, body_of, run_loop
+from ..graph.nested import call_of, calls
 from ..graph.node_kinds import ASIDE, argument, reduces
 from ..util.sizes import time_in_words
 from .links import SENT, Links
@@ -86,9 +85,9 @@ class Lanes:
         if node.op != "call_function":
             return
         self.starts.append((node, self.free[COMPUTE]))
-        if node.target is run_loop:
-            for _ in range(LoopCall.of(node).num_rounds):
-                self.run(body_of(node))
+        if call := call_of(node):
+            for _ in range(call.rounds):
+                self.run(call.body)
             return
         if node.target is ops.wait.default:
             self._wait(node, root[node.all_input_nodes[0]])
@@ -237,15 +236,16 @@ def roofline(machine: Machine) -> Cost:
 
 
 def note_machine(gm: GraphModule, machine: Machine | None, world: int, mesh: Mesh | None = None) -> None:
-    """Note, for passes, the machine, the number of ranks and their mesh that will run a graph and its loops. `machine`:
-    None for a typical one of its kind.
+    """Note, for passes, the machine, the number of ranks and their mesh that will run a graph and the bodies in it.
+
+    `machine`: None for a typical one of its kind.
     """
     if machine is None:
         inputs = [x for n in gm.graph.nodes if n.op == "placeholder" for x in tensors_of(n.meta.get("val")) if x.dim()]
         machine = usual(accelerated=not all(is_host(x.device) for x in inputs))
     gm.meta[_KEY] = machine, world, mesh
-    for _, body in loops(gm):
-        note_machine(body, machine, world, mesh)
+    for _, call in calls(gm):
+        note_machine(call.body, machine, world, mesh)
 
 
 def lanes_of(gm: GraphModule) -> Lanes:

@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from .._torch_compat import OpOverload, aliased_arguments
 from ..ops.registry import UNDECLARED_VIEWS, may_write, traits_of, written_arguments
-from .loop import body_of, given_to_body, run_loop
+from .nested import call_of, foreign_graphs, is_nested, is_unknown
 
 # Both caches are keyed by id, because hashing an operation is a slow call in Python. Their values hold the operation,
 # so that no other object gets its id.
@@ -56,14 +56,17 @@ def is_view(node: Node) -> bool:
 
 
 def writes(node: Node) -> list[Node]:
-    """Return the arguments that `node` writes to. A loop writes what its body writes."""
+    """Return the arguments that `node` writes to. A node that runs a body writes what the body writes; of
+    an operation that tells nothing, all of its inputs count as written."""
     target = node.target
     if id(target) in _pure:  # nearly always
         return []
-    if target is run_loop:
-        return _written_by_loop(node)
-    if node.op != "call_function" or not isinstance(target, OpOverload):
+    if is_nested(node):
+        return _written_inside(node)
+    if node.op != "call_function" or target is operator.getitem:
         return []
+    if not isinstance(target, OpOverload):
+        return _written_by_foreign(node)
     if not may_write(target):
         _pure[id(target)] = target
         return []
@@ -72,12 +75,22 @@ def writes(node: Node) -> list[Node]:
     return [x for each in several for x in each if isinstance(x, Node)]
 
 
-def _written_by_loop(node: Node) -> list[Node]:
-    if "writes" not in node.meta:  # by position, because the loop's arguments may change
-        written = written_memory(roots(body_of(node).graph))
-        node.meta["writes"] = [i for i, x in enumerate(given_to_body(node)) if x in written]
-    given = [*node.args[2], *node.args[3]]  # type: ignore[misc]
+def _written_inside(node: Node) -> list[Node]:
+    call = call_of(node)
+    assert call is not None
+    if "writes" not in node.meta:  # by position, because the node's arguments may change
+        written = written_memory(roots(call.body.graph))
+        node.meta["writes"] = [i for i, x in enumerate(call.given) if x in written]
+    given = list(call.given.values())
     return [given[i] for i in node.meta["writes"]]
+
+
+def _written_by_foreign(node: Node) -> list[Node]:
+    """All inputs of an operation without a schema, unless it is known to write to none."""
+    bodies = [written_memory(roots(gm.graph)) for gm in foreign_graphs(node)]
+    if not is_unknown(node) and not any(map(is_given, set().union(*bodies))):
+        return []
+    return [x for x in node.all_input_nodes if isinstance(x.meta.get("val"), torch.Tensor)]
 
 
 def roots(graph: Graph) -> dict[Node, Node]:

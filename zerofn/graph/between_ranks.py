@@ -18,9 +18,9 @@ from ..ops.registry import OnShard
 from ..sharding.held_alike import Held, held_alike
 from ..sharding.sharded import is_sharded
 from .alias import writes
-from .edit import bodies
 from .expressions import expressions
 from .formulas import formulas
+from .nested import graphs_of
 from .node_kinds import argument, traits
 from .own_values import Cause, Origins, axes_of_transfer, own_values
 from .phase import BACKWARD, phase_of
@@ -69,7 +69,7 @@ class NumberedStep:
         own = own_values(program).results if self._numbers else {}
         self._kept = {axis: self._compared(axis, own) for axis in self._numbers}
         self._of_rows = formulas(program, nodes) if nodes else {}
-        graphs = [program.gm, *bodies(program.gm)] if self._numbers else []
+        graphs = graphs_of(program.gm) if self._numbers else []
         self.expects = any(x.target is ops.expect.default for gm in graphs for x in gm.graph.nodes)
 
     def told(self) -> dict[str, set[int]]:
@@ -114,7 +114,7 @@ def _for_shards_alone(program: Program) -> Iterator[Node]:
     """Yield values of which only this rank's shard is kept: a rule of whole leaves runs on those that are partly here,
     so that other ranks compute others.
     """
-    for gm in (program.gm, *bodies(program.gm)):
+    for gm in graphs_of(program.gm):
         found: set[Node] = set()
         for node in reversed(gm.graph.nodes):
             if traits(node).cuts or (all(user in found for user in node.users) and _only_computes(node)):
@@ -137,7 +137,7 @@ class _Differences:
         self._program, self._apart = program, apart
         self._own = own_values(program, apart=apart)
         self._names = _names(program)
-        self._graphs: list[Graph] = [program.gm.graph, *(gm.graph for gm in bodies(program.gm))]
+        self._graphs: list[Graph] = [gm.graph for gm in graphs_of(program.gm)]
         self._causes = [x for graph in self._graphs for x in graph.nodes if self._is_cause(x)]
 
     def found(self) -> Iterator[str]:

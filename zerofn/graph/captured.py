@@ -54,10 +54,16 @@ def captured(
             where = ("zerofn", 0) if line is None else (line.file, line.number)
             warnings.warn_explicit(f"{name}: {again.warning}", UserWarning, *where)
         return program, constants
-    except CaptureError:
+    except CaptureError as error:
         if traces:
             raise
-    return captured(step, state, batch, traces=True)  # once more, so that the error names the user's line
+        unplaced = error
+    try:
+        return captured(step, state, batch, traces=True)  # once more, so that the error names the user's line
+    except CaptureError:
+        raise
+    except Exception:  # functions that torch.compile runs cannot be watched
+        raise unplaced from None
 
 
 def dry_result(step: Callable[[Any, Any], Any], state: Any, batch: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.fx import Node
 from .._torch_compat import expression_of, tensor_in_mode
 from ..util.nested import with_tensors
 from .capture import CaptureError
-from .edit import bodies
+from .nested import graphs_of
 from .node_kinds import traits
 from .program import Program
 from .source_lines import line_behind
@@ -29,7 +29,7 @@ def bound_sizes(program: Program) -> None:
     transfer or an output of the step has such a size, or if it has no such bound.
     """
     bounds: dict[Any, int] = {}
-    for gm in (program.gm, *bodies(program.gm)):
+    for gm in graphs_of(program.gm):
         for node in gm.graph.nodes:
             value = node.meta.get("val")
             if value is None or node.op == "output":

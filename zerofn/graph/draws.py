@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import Node
 
 from ..ops.registry import argument_places
-from .edit import bodies
+from .nested import graphs_of
 from .node_kinds import argument, is_ours
 from .phase import FORWARD, phase_of
 from .program import Program
@@ -21,7 +21,7 @@ def warn_of_equal_draws(program: Program, name: str) -> None:
 
     A backward pass that computes a segment again draws the same numbers again, which is right.
     """
-    for gm in (program.gm, *bodies(program.gm)):
+    for gm in graphs_of(program.gm):
         seen: set[Any] = set()
         for node in gm.graph.nodes:
             if phase_of(node) != FORWARD or not is_ours(node) or "position" not in argument_places(node.target):

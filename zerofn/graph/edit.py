@@ -11,26 +11,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import LazyGraphModule, OpOverload
 from .alias import is_view, positions, roots, writes, written_before, written_memory
-from .loop import LoopCall, body_of, run_loop
+from .nested import calls
 from .node_kinds import argument, casts, decodes, fetched, is_fetch, is_gather, lies_at, start_of, stores
 
 ops = torch.ops.zerofn
 _impure: dict[OpOverload, bool] = {}
-
-
-def loops(gm: GraphModule) -> list[tuple[Node, GraphModule]]:
-    """Return (node, body) of every loop."""
-    return [(n, body_of(n)) for n in gm.graph.nodes if n.target is run_loop]
-
-
-def bodies(gm: GraphModule) -> list[GraphModule]:
-    """Return the bodies of all loops, nested ones included, each once: a recomputed loop shares its body."""
-    return list(dict.fromkeys(each for _, body in loops(gm) for each in (body, *bodies(body))))
-
-
-def give_to_loop(loop: Node, old: Node, new: Node) -> None:
-    """Replace the value `old` by `new` in the inputs that a loop passes to its body."""
-    loop.args = tuple([new if x is old else x for x in a] if isinstance(a, list | tuple) else a for a in loop.args)
 
 
 def weight_chain(graph: Graph) -> list[Node]:
@@ -155,9 +140,9 @@ def _is_impure(node: Node) -> bool:
 
 
 def copied(gm: GraphModule) -> GraphModule:
-    """Return a copy of a graph with its loops' bodies. Constants are the same tensors."""
+    """Return a copy of a graph with its bodies. Constants are the same tensors."""
     new = LazyGraphModule(gm, copy.deepcopy(gm.graph))
     new.meta.update(gm.meta)
-    for node, body in loops(new):
-        setattr(new, str(LoopCall.of(node).body.target), copied(body))
+    for _, call in calls(new):
+        setattr(new, call.name, copied(call.body))
     return new

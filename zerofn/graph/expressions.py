@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..ops.registry import OnShard
 from .alias import roots, writes
-from .loop import LoopCall, body_of, given_to_body, run_loop
+from .nested import Call, call_of
 from .node_kinds import traits
 from .own_values import axes_of_transfer
 from .program import Program
@@ -28,7 +28,7 @@ ops = torch.ops.zerofn
 
 
 def expressions(program: Program, nodes: Mapping[Node, Written]) -> dict[str, dict[Node, int]]:
-    """Return, for each axis of several ranks, the number of each value; see above. Loops' bodies are included.
+    """Return, for each axis of several ranks, the number of each value; see above. Bodies are included.
 
     `nodes`: what each node is, from `written`.
     """
@@ -55,7 +55,7 @@ class Numbers:
         graph: Graph = gm.graph
         memory = roots(graph)
         written: dict[Node, int] = {}
-        results: dict[Node, list[int]] = {}  # of loops
+        results: dict[Node, list[int]] = {}  # of bodies
         found = self._found
 
         def now(x: Node) -> int:
@@ -64,13 +64,13 @@ class Numbers:
         for node in graph.nodes:
             if node.op == "placeholder":
                 found[node] = given.get(node, 0)
-            elif node.target is run_loop:
-                found[node], results[node] = self._loop(node, now, memory, written)
+            elif call := call_of(node):
+                found[node], results[node] = self._inside(call, now, memory, written)
             elif node.target is operator.getitem and node.args[0] in results:
                 found[node] = results[node.args[0]][node.args[1]]
             elif node.op != "output":
                 found[node] = self._result(node, now)
-            for x in writes(node) if node.target is not run_loop else ():
+            for x in writes(node) if node not in results else ():
                 written[memory[x]] = number(written.get(memory[x], 0), found[node])
         return written
 
@@ -89,19 +89,16 @@ class Numbers:
         """Return the inputs that count for a node's number."""
         return node.all_input_nodes
 
-    def _loop(
-        self, loop: Node, now: Any, memory: Mapping[Node, Node], written: dict[Node, int]
+    def _inside(
+        self, call: Call, now: Any, memory: Mapping[Node, Node], written: dict[Node, int]
     ) -> tuple[int, list[int]]:
-        call, body = LoopCall.of(loop), body_of(loop)
-        inputs = given_to_body(loop)
-        inside = self.follow(body, {x: number("given", now(outer)) for x, outer in inputs.items()})
-        for x, outer in inputs.items():
+        inside = self.follow(call.body, {x: number("given", now(outer)) for x, outer in call.given.items()})
+        for x, outer in call.given.items():
             if x in inside:
                 written[memory[outer]] = number("loop", written.get(memory[outer], 0), inside[x])
-        outputs = next(iter(reversed(body.graph.nodes))).args[0]
         results = [
-            number("loop", call.num_rounds, k < call.num_sums, self._found[x] if isinstance(x, Node) else 0)
-            for k, x in enumerate(outputs)
+            number("loop", call.rounds, k < call.num_sums, self._found[x] if isinstance(x, Node) else 0)
+            for k, x in enumerate(call.results)
         ]
         return number(*results), results
 

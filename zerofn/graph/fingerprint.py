@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .._torch_compat import OpOverload, schema_arguments
-from .loop import LoopCall, body_of, run_loop
+from .nested import call_of
 from .node_kinds import argument, is_gather, is_start
 from .program import Program, tensor_of
 from .verify import _names, _names_inside, _op, _origin
@@ -41,9 +41,9 @@ def _transfers(gm: GraphModule, names: dict[Node, str], groups: dict[Any, int], 
         if is_start(node):
             if argument(node, "group") not in without:
                 lines.append(_transfer(node, names, groups))
-        elif node.target is run_loop:
-            inside = _transfers(body_of(node), _names_inside(node, names), groups, without)
-            lines.append(f"{LoopCall.of(node).num_rounds} times: {inside}")
+        elif call := call_of(node):
+            inside = _transfers(call.body, _names_inside(call, names), groups, without)
+            lines.append(f"{call.rounds} times: {inside}")
     return "\n".join(lines)
 
 

@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from ..comm.mesh import EXPERT, ROWS
 from .alias import roots, sources, writes
 from .expressions import Numbers, number
-from .loop import body_of, given_to_body, run_loop
+from .nested import Call, call_of
 from .node_kinds import is_ours
 from .program import Program, tensor_of
 from .written import Given, Written
@@ -136,9 +136,8 @@ class _Reads:
         """Add what follows from `given` to `found`."""
         found |= given
         for node in gm.graph.nodes:
-            if node.target is run_loop:
-                inside = {x for x, outer in given_to_body(node).items() if outer in found}
-                self._spread(body_of(node), inside, found)
+            if call := call_of(node):
+                self._spread(call.body, {x for x, outer in call.given.items() if outer in found}, found)
             if not found.isdisjoint(node.all_input_nodes):
                 found.update([node, *writes(node)])
 
@@ -152,17 +151,15 @@ class _Reads:
                 continue
             self.needed.add(node)
             read = self.of(node)
-            if node.target is run_loop:
-                self._need_in_body(node)
+            if call := call_of(node):
+                self._need_in_body(node, call)
             self.needed.update(read)
             wanted |= {memory[x] for x in read}
 
-    def _need_in_body(self, loop: Node) -> None:
-        body = body_of(loop)
-        results = next(iter(reversed(body.graph.nodes))).args[0]
-        taken = {x.args[1] for x in loop.users if x in self.needed and x.target is operator.getitem}
-        values = [x for k, x in enumerate(results) if k in taken and isinstance(x, Node)]
-        self._need(body, values, set(given_to_body(loop)))
+    def _need_in_body(self, node: Node, call: Call) -> None:
+        taken = {x.args[1] for x in node.users if x in self.needed and x.target is operator.getitem}
+        values = [x for k, x in enumerate(call.results) if k in taken and isinstance(x, Node)]
+        self._need(call.body, values, set(call.given))
 
 
 def _dtype(node: Node) -> torch.dtype | None:

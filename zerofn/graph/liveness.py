@@ -15,7 +15,7 @@ from .._torch_compat import FakeTensorMode, dense_parts, tree_leaves
 from ..dry_run.fake_machine import is_host
 from ..ops.ravel import ops
 from .alias import is_given, is_lent, positions, roots, touches
-from .loop import LoopCall, body_of, run_loop
+from .nested import Call, call_of, is_nested, is_result
 from .node_kinds import argument, casts, decodes, is_fetch, is_gather, makes_bucket, reduces, traits, wait_of
 from .phase import BACKWARD, FORWARD, phase_of
 
@@ -54,7 +54,7 @@ class Moment(NamedTuple):
 def moments(gm: GraphModule, base: Live) -> Iterator[Moment]:
     """Yield what is alive while each node runs, in the order of execution. `base`: bytes that are always alive.
 
-    A loop yields the moments of its body once, in a round after the first.
+    A node that runs a body yields the body's moments once, in a round after the first.
     """
     born: dict[int, list[Block]] = defaultdict(list)
     dying: dict[int, list[Block]] = defaultdict(list)
@@ -63,29 +63,29 @@ def moments(gm: GraphModule, base: Live) -> Iterator[Moment]:
         dying[block.dies].append(block)
     live = {kind: base.get(kind, 0) for kind in KINDS}
     for k, node in enumerate(gm.graph.nodes):
-        before = dict(live) if node.target is run_loop else live
+        call = call_of(node)
+        before = dict(live) if call else live
         for block in born[k]:
             live[block.kind] += block.nbytes
             live["reserved"] -= block.nbytes * block.placed
-        if node.target is run_loop:
-            yield from _loop_moments(node, before, live)
+        if call:
+            yield from _moments_inside(node, call, before, live)
         yield Moment(node, dict(live))
         for block in dying[k]:
             live[block.kind] -= block.nbytes
             live["reserved"] += block.nbytes * block.placed
 
 
-def _loop_moments(loop: Node, before: Live, after: Live) -> Iterator[Moment]:
-    """Yield the moments of a loop's round: its body beside the sums and stacks of earlier rounds, then the addition.
+def _moments_inside(node: Node, call: Call, before: Live, after: Live) -> Iterator[Moment]:
+    """Yield the moments of a body's round: beside the sums and stacks of earlier rounds, then the addition.
 
     The largest addition is in the second round, which makes new memory for each sum, one after the other.
     """
-    _, n, _, _, num_sums = LoopCall.of(loop)
-    yield from moments(body_of(loop), after if n > 1 else before)
-    sums = [x.nbytes for x in tensors_of(loop.meta["val"])[:num_sums]]
+    yield from moments(call.body, after if call.rounds > 1 else before)
+    sums = [x.nbytes for x in tensors_of(node.meta["val"])[: call.num_sums]]
     if sums:
-        terms = sum(sums) + max(sums) if n > 1 else max(sums)
-        yield Moment(loop, {**after, "gradients": after["gradients"] + terms})
+        terms = sum(sums) + max(sums) if call.rounds > 1 else max(sums)
+        yield Moment(node, {**after, "gradients": after["gradients"] + terms})
 
 
 def blocks(graph: Graph) -> list[Block]:
@@ -114,7 +114,7 @@ def _kind(node: Node, touched: list[Node], root: dict[Node, Node]) -> str:
         return "gradients" if reduces(sources[0]) else "gathered"
     if (casts(node) or decodes(node)) and not phase_of(node) and all(is_given(x) or is_fetch(x) for x in sources):
         return "gathered"
-    if _makes_gradient(node) or node.target is operator.getitem and node.args[0].target is run_loop:  # type: ignore[union-attr]
+    if _makes_gradient(node) or is_result(node):
         return "gradients"
     if is_fetch(node) or node.target is ops.bring.default and not node.meta.get(AGAIN):
         return "staging"
@@ -131,7 +131,7 @@ def _makes_gradient(node: Node) -> bool:
 
 
 def _takes_gradients(node: Node) -> bool:
-    return _makes_gradient(node) or traits(node).fills_bucket or node.target is run_loop
+    return _makes_gradient(node) or traits(node).fills_bucket or is_nested(node)
 
 
 def _on_host(node: Node) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from .._torch_compat import (
     TorchDispatchMode,
@@ -21,6 +21,7 @@ from .._torch_compat import (
 )
 from ..util.nested import tensors_in, with_tensors
 from ..util.patches import autocast_cache
+from .nested import fold, repeat, stack_of
 
 # body(index, slices) -> (terms to sum, rows to stack, static). `static` is not a tensor; it is the same in every round.
 Body = Callable[[Tensor, list[Tensor]], tuple[list[Tensor], list[Any], Any]]
@@ -30,7 +31,7 @@ def loop(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor], lis
     """Call `body(index, slices)` for each of the `n` rows of `sequences`; return (sums, stacks, static) of all rounds.
 
     `index` is an int64 scalar tensor. A round sees what earlier rounds wrote to tensors that the body closes over.
-    Under capture the loop is one node, `run_loop`.
+    Under capture the loop is one node, `repeat`.
     """
     if current_trace() is not None:
         return _captured(body, n, sequences)
@@ -41,77 +42,14 @@ def loop(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor], lis
         terms, row, static = body(index, list(slices))
         return list(terms), list(row)
 
-    sums, rows = _fold(once, n, sequences)
+    sums, rows = fold(once, n, sequences)
     return sums, rows, static
-
-
-def run_loop(
-    body: Callable[..., Sequence[Any]], n: int, sequences: Sequence[Tensor], closed: Sequence[Tensor], num_sums: int
-) -> list[Any]:
-    """Run a loop's node: call `body(index, *slices, *closed)` for each of `n` rounds.
-
-    Return the sums of the body's first `num_sums` outputs, then the stacks of the others, all in new memory.
-    `closed`: the tensors that the body closes over.
-    """
-
-    def once(index: Tensor, *slices: Tensor) -> tuple[list[Tensor], list[Any]]:
-        out = list(body(index, *slices, *closed))
-        return out[:num_sums], out[num_sums:]
-
-    sums, rows = _fold(once, n, sequences)
-    return [*sums, *rows]
-
-
-def _fold(
-    once: Callable[..., tuple[list[Tensor], list[Any]]], n: int, sequences: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Any]]:
-    """Return the sums and stacks of `n` rounds, in new memory.
-
-    It never writes to a round's tensors: they may be the caller's batch, the same tensor twice, an expanded scalar
-    or, for rows, a buffer that the next round overwrites.
-    """
-    sums: list[Tensor] = []
-    rows: list[Any] = []
-    for i in range(n):
-        terms, row = once(torch.tensor(i), *(s[i] for s in sequences))
-        _add(sums, terms, i, n)
-        _store(rows, row, i, n)
-        del terms, row  # otherwise they stay alive while the next round runs
-    return sums, rows
-
-
-def _add(sums: list[Tensor], terms: list[Tensor], i: int, n: int) -> None:
-    """Add round i's terms to the sums.
-
-    Round 0 stores its terms themselves, and round 1 allocates the sums: a copy of round 0's terms would be one more
-    pass over memory. With a single round there is no addition, so its terms are cloned.
-    """
-    if i == 0:
-        sums += [t.clone() for t in terms] if n == 1 else terms
-        return
-    for k, term in enumerate(terms):
-        sums[k] = sums[k] + term if i == 1 else sums[k].add_(term)
-
-
-def _store(rows: list[Any], row: list[Any], i: int, n: int) -> None:
-    """Copy round i's rows into the stacks. Values that are not tensors go into lists."""
-    if i == 0:
-        rows += [_stack_of(x, n) if isinstance(x, Tensor) else [None] * n for x in row]
-    for stack, x in zip(rows, row, strict=True):
-        if isinstance(x, Tensor) and x.shape != stack.shape[1:]:  # a copy would broadcast it
-            raise ValueError(
-                f"accumulate: an aux leaf has shape {tuple(x.shape)} in microbatch {i}, but shape "
-                f"{tuple(stack.shape[1:])} in earlier ones; it must have one shape, because microbatches are stacked."
-            )
-        stack[i] = x.detach() if isinstance(x, Tensor) else x
-
-
-def _stack_of(x: Tensor, n: int) -> Tensor:
-    return x.new_empty((n, *x.shape))
 
 
 class _RecordReads(TorchDispatchMode):
     """Records in `found` the tensors from outside: those that operations read, neither `inputs` nor made inside."""
+
+    supports_higher_order_operators = True  # `torch.cond` and the like come through `__torch_dispatch__`, too
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
@@ -131,6 +69,8 @@ class _RecordReads(TorchDispatchMode):
 
 class _ReplaceTensors(TorchDispatchMode):
     """Replaces the tensors that the body closes over by the body's own inputs. `pairs`: id -> input."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, pairs: dict[int, Tensor]) -> None:
         super().__init__()
@@ -161,7 +101,7 @@ def _captured(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor]
             terms, row, static = _detached(*body(index, slices))
         closed = [x for x in outside.found.values() if _is_traced(trace, x)]
         results = [t.clone() if n == 1 else t + t for t in terms]  # with the strides of the sums
-        results += [_stack_of(x, n) for x in row if isinstance(x, Tensor)]
+        results += [stack_of(x, n) for x in row if isinstance(x, Tensor)]
         num_slices = len(slices)
 
         def flat(index: Tensor, *rest: Tensor) -> list[Any]:
@@ -216,39 +156,7 @@ def _node(
     trace.tracer.root.register_module(name, gm)
     where = trace.tracer.create_proxy("get_attr", name, (), {})
     args = (where, n, proxies_of(trace, list(sequences)), proxies_of(trace, closed), num_sums)
-    out = trace.tracer.create_proxy("call_function", run_loop, args, {}, name="run_loop")
+    out = trace.tracer.create_proxy("call_function", repeat, args, {}, name="repeat")
     values = list(bind_outputs(results, out, constant=None, tracer=trace.tracer))
     stacks = iter(values[num_sums:])
     return values[:num_sums], [next(stacks) if isinstance(x, Tensor) else [x] * n for x in row], static
-
-
-class LoopCall(NamedTuple):
-    """The arguments of a loop's node: see `run_loop`."""
-
-    body: Node
-    num_rounds: int
-    sequences: list[Node]
-    closed: list[Node]
-    num_sums: int
-
-    @staticmethod
-    def of(node: Node) -> LoopCall:
-        """Return the arguments of a loop's node."""
-        return LoopCall(*node.args)  # type: ignore[arg-type]
-
-    @property
-    def given(self) -> list[Node]:
-        """The body's inputs after the index: sequences, which it gets row by row, then closed-over tensors."""
-        return [*self.sequences, *self.closed]
-
-
-def body_of(node: Node) -> GraphModule:
-    """Return the graph that a loop's node repeats."""
-    module = node.graph.owning_module
-    return module.get_submodule(str(LoopCall.of(node).body.target))  # type: ignore[union-attr,return-value]
-
-
-def given_to_body(node: Node) -> dict[Node, Node]:
-    """Map each input of a loop's body, except the index, to the value that the loop passes, whole or row by row."""
-    inputs = [x for x in body_of(node).graph.nodes if x.op == "placeholder"]
-    return dict(zip(inputs[1:], LoopCall.of(node).given, strict=True))

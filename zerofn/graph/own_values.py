@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from ..comm.mesh import BATCH, BETWEEN, EXPERT, TENSOR, Mesh
 from ..ops.registry import OnShard
 from .alias import sources, writes
-from .loop import body_of, given_to_body, run_loop
+from .nested import Call, call_of
 from .node_kinds import argument, traits
 from .program import Program, owners
 
@@ -47,7 +47,7 @@ Cause = Node | str | SliceOf
 
 class OwnValues(NamedTuple):
     """`results`: value -> its origins, at the end. `read`: node -> the inputs that were a rank's own when it read them,
-    with their origins. Both leave out what is the same everywhere, and include the bodies of loops.
+    with their origins. Both leave out what is the same everywhere, and include bodies.
     """
 
     results: dict[Node, Origins]
@@ -99,7 +99,7 @@ class _Follower:
         """Add a graph's values. Return the origins of its memory at the end, which includes what was written."""
         memory, viewed = self._memory(graph)
         origins = dict(given)  # of memory, by the node that made it
-        of_loops: dict[Node, list[Origins]] = {}
+        of_bodies: dict[Node, list[Origins]] = {}
 
         def of(x: Node) -> Origins:
             at: Node | None = memory[x]
@@ -112,11 +112,11 @@ class _Follower:
             read = {x: mine for x in node.all_input_nodes if (mine := of(x))}
             if read:
                 self._found.read[node] = read
-            if node.target is run_loop:
-                of_loops[node] = self._through(node, origins, memory, of)
+            if call := call_of(node):
+                of_bodies[node] = self._through(call, origins, memory, of)
                 continue
-            if node.target is operator.getitem and node.args[0] in of_loops:
-                mine = of_loops[node.args[0]][node.args[1]]
+            if node.target is operator.getitem and node.args[0] in of_bodies:
+                mine = of_bodies[node.args[0]][node.args[1]]
             else:
                 mine = self._of_result(node, _NONE.union(*read.values()))
                 if node in self._apart:
@@ -182,19 +182,17 @@ class _Follower:
         return axes_of_transfer(self._mesh, node)
 
     def _through(
-        self, loop: Node, origins: dict[Node, Origins], memory: dict[Node, Node], of: Callable[[Node], Origins]
+        self, call: Call, origins: dict[Node, Origins], memory: dict[Node, Node], of: Callable[[Node], Origins]
     ) -> list[Origins]:
-        """Return the origins of a loop's results, and add those of what it writes to `origins`."""
-        inputs, graph = given_to_body(loop), body_of(loop).graph
-        inside = {x: of(outer) for x, outer in inputs.items()}
+        """Return the origins of a body's results, and add those of what it writes to `origins`."""
+        inside = {x: of(outer) for x, outer in call.given.items()}
         while True:  # the next round reads what a round writes
-            after = self.follow(graph, inside)
-            grown = {x: after.get(x, _NONE) for x in inputs}
+            after = self.follow(call.body.graph, inside)
+            grown = {x: after.get(x, _NONE) for x in call.given}
             if grown == inside:
                 break
             inside = grown
-        for x, outer in inputs.items():
+        for x, outer in call.given.items():
             if inside[x]:
                 origins[memory[outer]] = origins.get(memory[outer], _NONE) | inside[x]
-        results = next(iter(reversed(graph.nodes))).args[0]
-        return [self._found.results.get(x, _NONE) for x in results]
+        return [self._found.results.get(x, _NONE) for x in call.results]

@@ -16,9 +16,8 @@ from ..dry_run.fake_machine import is_host
 from ..offload.host_worker import BEHIND
 from ..util.sizes import pages
 from .alias import roots, touches
-from .edit import bodies
 from .liveness import KINDS, Live, memory_bytes, tensors_of
-from .loop import body_of, run_loop
+from .nested import call_of, graphs_of
 from .node_kinds import ASIDE, argument
 from .program import Cut, Program, tensor_of
 
@@ -85,7 +84,7 @@ def constants(gm: GraphModule) -> dict[int, int]:
     """Return the bytes of tensors that the step closes over, such as another model's parameters, by storage."""
     values = [
         operator.attrgetter(str(node.target))(each)
-        for each in (gm, *bodies(gm))
+        for each in graphs_of(gm)
         for node in each.graph.nodes
         if node.op == "get_attr"
     ]
@@ -104,8 +103,8 @@ def offloaded(gm: GraphModule) -> int:
             change[touched[node][-1]] -= memory_bytes(node.meta["val"])
     now = most = 0
     for node in nodes:
-        if node.target is run_loop:
-            most = max(most, now + offloaded(body_of(node)))
+        if call := call_of(node):
+            most = max(most, now + offloaded(call.body))
         now += change[node]
         most = max(most, now)
     return most

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from .._torch_compat import OpOverload, TorchDispatchMode, current_trace
 from ..util.user_line import OURS, at_line, library_prefixes, of_python, user_line
-from .edit import bodies
+from .nested import graphs_of
 
 
 class Lines(TorchDispatchMode):
@@ -90,9 +90,9 @@ def place_of(node: Node, program: Any, traced: Callable[[], Any]) -> str:
     """
     what = str(node.target).removesuffix(".default") if isinstance(node.target, OpOverload) else node.name
     with contextlib.suppress(Exception):
-        graphs = [program.gm, *bodies(program.gm)]
+        graphs = graphs_of(program.gm)
         again = traced().gm
         k = next(k for k, gm in enumerate(graphs) if gm.graph is node.graph)
-        same = [again, *bodies(again)][k]
+        same = graphs_of(again)[k]
         return what + next((n.meta.get("line", "") for n in same.graph.nodes if n.name == node.name), "")
     return what

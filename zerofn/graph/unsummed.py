@@ -17,7 +17,7 @@ from ..parallel.plan import key_of
 from ..parallel.varied import BETWEEN_SLICES
 from ..sharding.gather_scatter import GRADIENT_OF
 from ..util.errors import some
-from .edit import bodies
+from .nested import graphs_of
 from .node_kinds import argument
 from .own_values import OwnValues, SliceOf
 from .program import Program
@@ -49,7 +49,7 @@ def unsummed(program: Program, own: OwnValues) -> str:
 
 def _expected(program: Program, own: OwnValues) -> Iterator[tuple[str, frozenset[str]]]:
     """Yield what is expected of a value along "tensor", and the slices that it depends on without a sum."""
-    for gm in (program.gm, *bodies(program.gm)):
+    for gm in graphs_of(program.gm):
         for node in gm.graph.nodes:
             if node.target is ops.expect.default and argument(node, "axis") == TENSOR:
                 yield argument(node, "what"), _slices(own, node)
@@ -63,7 +63,7 @@ def _slices(own: OwnValues, node: Node) -> frozenset[str]:
 
 def _picks_labels(program: Program, own: OwnValues) -> bool:
     """Return whether a slice of logits meets labels: an entry of the vocabulary is looked for in this rank's part."""
-    nodes = (node for gm in (program.gm, *bodies(program.gm)) for node in gm.graph.nodes)
+    nodes = (node for gm in graphs_of(program.gm) for node in gm.graph.nodes)
     return any(str(node.target).startswith("aten.nll_loss") and _slices(own, node) for node in nodes)
 
 

@@ -16,8 +16,7 @@ from ..ops.registry import OVER_DIMS, RESHAPES, OnShard
 from .alias import sources, writes
 from .capture import CaptureError
 from .declare_same import declare_same
-from .edit import bodies
-from .loop import body_of, given_to_body, run_loop
+from .nested import Call, call_of, foreign_graphs, graphs_of, is_result, is_unknown
 from .node_kinds import argument, arguments, is_gather, is_ours, traits
 from .own_values import Cause, OwnValues, SliceOf, own_values
 from .program import Program, owners, tensor_of
@@ -39,9 +38,10 @@ def check_purity(program: Program) -> list[Tensor]:
     names = _names(program)
     _check_writes(program.gm, names)
     _check_meetings(program, _all_shards(program, names), names)
-    graphs = [program.gm, *bodies(program.gm)]
+    graphs = graphs_of(program.gm)
     for gm in graphs:
         _check_draws(gm)
+        _check_foreign(gm)
     return [constant for gm in graphs for constant in _constants(gm)]
 
 
@@ -69,16 +69,14 @@ def _names(program: Program) -> dict[Node, str]:
     return out
 
 
-def _names_inside(loop: Node, names: dict[Node, str]) -> dict[Node, str]:
-    """Return the names of the inputs of a loop's body. `names`: those of the nodes around the loop."""
-    found = {
-        x: _origin(value) if value.target is ops.join.default else value for x, value in given_to_body(loop).items()
-    }
+def _names_inside(call: Call, names: dict[Node, str]) -> dict[Node, str]:
+    """Return the names of a body's inputs. `names`: those of the nodes around it."""
+    found = {x: _origin(value) if value.target is ops.join.default else value for x, value in call.given.items()}
     return {x: names[value] for x, value in found.items() if value in names}
 
 
 def _check_writes(gm: GraphModule, names: dict[Node, str]) -> None:
-    """Raise at the first write to memory that is not the step's own, also in the body of a loop."""
+    """Raise at the first write to memory that is not the step's own, also in a body."""
     owner = dict(names)  # view of an input, a constant or a gathered unit -> that memory's name
     for node in gm.graph.nodes:
         source = sources(node)
@@ -89,8 +87,8 @@ def _check_writes(gm: GraphModule, names: dict[Node, str]) -> None:
             owner[node] = f"what it gathered of {names.get(_origin(node), 'the state')}"
         elif source and source[0] in owner and node.target is not ops.as_shard.default:  # stage 0 gathers gradients
             owner[node] = owner[source[0]]
-        if node.target is run_loop:
-            _check_writes(body_of(node), _names_inside(node, owner))
+        if call := call_of(node):
+            _check_writes(call.body, _names_inside(call, owner))
         else:
             for written in writes(node):
                 _check_write(node, owner.get(written))
@@ -191,10 +189,10 @@ def _check_shards(gm: GraphModule, shards: set[Node], names: dict[Node, str], si
         if node.op != "call_function":
             continue
         used = [x for x in node.all_input_nodes if x in shards]
-        if node.target is run_loop:
-            node.meta["shards"], inside = _check_body(node, shards, names, sizes)
+        if call := call_of(node):
+            node.meta["shards"], inside = _check_body(call, shards, names, sizes)
             shards |= inside
-        elif node.target is operator.getitem and node.args[0].target is run_loop:
+        elif is_result(node):
             shards.update([node] if node.args[1] in node.args[0].meta["shards"] else [])
         elif _makes_shard(node):
             shards.add(node)
@@ -225,13 +223,11 @@ def _is_even(node: Node, even: set[Node]) -> bool:
     return traits(node).even or (preserves and all(x in even for x in node.all_input_nodes))
 
 
-def _check_body(node: Node, shards: set[Node], names: dict[Node, str], sizes: set[int]) -> tuple[set[int], set[Node]]:
-    """Check a loop's body, and return the positions of its outputs that are shards, and all its shards."""
-    body = body_of(node)
-    inside = {x for x, value in given_to_body(node).items() if value in shards}
-    found = _check_shards(body, inside, _names_inside(node, names), sizes)
-    output = next(iter(reversed(body.graph.nodes)))
-    return {i for i, x in enumerate(output.args[0]) if x in found}, found
+def _check_body(call: Call, shards: set[Node], names: dict[Node, str], sizes: set[int]) -> tuple[set[int], set[Node]]:
+    """Check a body, and return the positions of its results that are shards, and all its shards."""
+    inside = {x for x, value in call.given.items() if value in shards}
+    found = _check_shards(call.body, inside, _names_inside(call, names), sizes)
+    return {i for i, x in enumerate(call.results) if x in found}, found
 
 
 def _stays_shard(
@@ -305,6 +301,30 @@ def _check_draws(gm: GraphModule) -> None:
                 "state.value_and_grad, or under zerofn.random.randomness(state.rng_at()). To evaluate, use "
                 "a module in eval(), which has no dropout."
             )
+
+
+def _check_foreign(gm: GraphModule) -> None:
+    """Raise for what no schema describes, and for graphs of other operations that do more than compute."""
+    for node in gm.graph.nodes:
+        if is_unknown(node):
+            raise CaptureError(
+                f"{_op(node)}{_line(node)} has no schema that says what it writes to. Wrap it in "
+                "torch.library.custom_op, or keep it inside zerofn.eager_region."
+            )
+        for each in foreign_graphs(node):
+            _check_draws(each)
+            _check_foreign(each)
+            for inner in each.graph.nodes:
+                if inner.op == "get_attr" and isinstance(getattr(each, str(inner.target)), Tensor):
+                    raise CaptureError(
+                        f"a function that is given to {_op(node)}{_line(node)} reads a tensor from around it. Pass the "
+                        "tensor to it, with the others that it is called with."
+                    )
+                if traits(inner).collective:
+                    raise CaptureError(
+                        f"{_op(inner)} communicates inside {_op(node)}{_line(node)}: ranks that take another branch "
+                        "would wait for each other. Communicate outside of it."
+                    )
 
 
 def _draws(node: Node) -> bool:

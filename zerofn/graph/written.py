@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from .._torch_compat import FakeTensor, OpOverload
 from ..ops.registry import OnShard, argument_places
 from ..ops.same import digest
 from ..sharding.layout import Unit
-from .edit import bodies
-from .loop import given_to_body, run_loop
+from .nested import call_of, graphs_of, is_nested
 from .node_kinds import argument, is_gather, is_ours, traits
 from .program import Program, owners, tensor_of
 from .verify import _origin
@@ -46,9 +46,9 @@ class Written(NamedTuple):
 
 
 def written(program: Program) -> dict[Node, Written]:
-    """Return what each node of a step is, with loops' bodies."""
+    """Return what each node of a step and of the bodies in it is."""
     write = _Writer(program)
-    return {node: write(node) for gm in (program.gm, *bodies(program.gm)) for node in gm.graph.nodes}
+    return {node: write(node) for gm in graphs_of(program.gm) for node in gm.graph.nodes}
 
 
 def text_of(node: Node) -> str:
@@ -102,7 +102,7 @@ class _Writer:
         it lies there depends on the slices before it.
         """
         first = node.all_input_nodes[0] if node.all_input_nodes else None
-        for x, outer in given_to_body(node).items() if node.target is run_loop else ():
+        for x, outer in call.given.items() if (call := call_of(node)) else ():
             for known in (self._flat, self._shards):
                 known.update({x: known[outer]} if outer in known else {})
         if is_gather(node):
@@ -143,6 +143,8 @@ def _named(node: Node) -> dict[str, Any]:
 
 def _constant(node: Node) -> str:
     value = operator.attrgetter(str(node.target))(node.graph.owning_module)
+    if isinstance(value, GraphModule) and not any(map(is_nested, node.users)):
+        return f"a graph ({hashlib.blake2b(value.code.encode(), digest_size=8).hexdigest()})"
     if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
         return "a constant"
     kind = f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"

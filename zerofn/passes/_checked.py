@@ -12,9 +12,9 @@ from torch.fx import Graph, GraphModule, Node
 from .._torch_compat import OpOverload
 from ..graph.alias import is_given, roots, written_memory
 from ..graph.capture import CaptureError
-from ..graph.edit import bodies, clean
+from ..graph.edit import clean
 from ..graph.liveness import complete_values, tensors_of
-from ..graph.loop import run_loop
+from ..graph.nested import graphs_of, is_nested
 from ..graph.node_kinds import is_fetch, is_gather, is_start
 from ..graph.phase import continue_phases
 from ..graph.program import Program, alike, tensor_of
@@ -65,7 +65,7 @@ class _Facts:
     """What a pass must not change."""
 
     def __init__(self, program: Program) -> None:
-        self.graphs = {gm: _GraphFacts(gm.graph) for gm in (program.gm, *bodies(program.gm))}
+        self.graphs = {gm: _GraphFacts(gm.graph) for gm in graphs_of(program.gm)}
         self.gm = program.gm
         self.pure = _impurity(program) is None
 
@@ -91,10 +91,10 @@ def _impurity(program: Program) -> CaptureError | None:
 def _check(program: Program, before: _Facts) -> None:
     if program.gm is not before.gm:  # the decisions about memory are in its metadata
         raise _Unsound("it put another module in the place of program.gm; change program.gm.graph in place")
-    for gm in (program.gm, *bodies(program.gm)):
+    for gm in graphs_of(program.gm):
         _check_nodes(gm, before.graphs.get(gm))
         _complete(gm, before.graphs.get(gm))
-    for gm in (program.gm, *bodies(program.gm)):
+    for gm in graphs_of(program.gm):
         was, now = before.graphs.get(gm), _GraphFacts(gm.graph)
         if was is not None:
             _check_signature(was, now)
@@ -133,7 +133,7 @@ def _check_attribute(gm: GraphModule, node: Node) -> None:
 
 def _check_target(node: Node) -> None:
     """Accept overloads only: their schema tells other passes what they read and write."""
-    if not isinstance(node.target, OpOverload) and node.target not in (operator.getitem, run_loop):
+    if not isinstance(node.target, OpOverload) and node.target is not operator.getitem and not is_nested(node):
         packet = isinstance(node.target, type(torch.ops.aten.add))
         name = f"{node.target}.default" if packet else getattr(node.target, "__name__", node.target)
         raise _Unsound(
@@ -145,7 +145,7 @@ def _check_target(node: Node) -> None:
 def _complete(gm: GraphModule, before: _GraphFacts | None) -> None:
     """Give new nodes the metadata that other passes read: the shape of their value, and their phase."""
     for node in gm.graph.nodes:
-        if node.target is run_loop:
+        if is_nested(node):
             node.meta.pop("writes", None)  # of its body, which the pass may have replaced
     clean(gm)
     known = before.calls if before is not None else {}

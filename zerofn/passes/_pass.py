@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ..graph.edit import bodies
+from ..graph.nested import graphs_of
 from ..graph.program import Program
 from ..util.arguments import check_fields
 
@@ -42,7 +42,7 @@ class Pass:
         """Apply the pass to every graph in its scope, and return what `fn` returned each time, which should be None."""
         returned = [self.fn(program)]  # type: ignore[func-returns-value]
         if self.scope == "body":
-            returned += [self.fn(program.inside(body)) for body in bodies(program.gm)]  # type: ignore[func-returns-value]
+            returned += [self.fn(program.inside(body)) for body in graphs_of(program.gm)[1:]]  # type: ignore[func-returns-value]
         return returned
 
 

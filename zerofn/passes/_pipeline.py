@@ -11,7 +11,8 @@ from typing import Any
 
 from ..cost.machine import Machine
 from ..cost.simulator import note_machine
-from ..graph.edit import copied, loops
+from ..graph.edit import copied
+from ..graph.nested import calls
 from ..graph.program import Program
 from ..util.patches import uncollected
 from ._checked import apply_checked
@@ -111,7 +112,7 @@ def _dump(program: Program, number: int, name: str) -> None:
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     rank = os.environ.get("RANK", "0")
-    bodies = "".join(f"\n\n# {node.args[0]}{body.code}" for node, body in loops(program.gm))
+    bodies = "".join(f"\n\n# {call.name}{call.body.code}" for _, call in calls(program.gm))
     target = path / f"{program.name}.{number:02}.{name}.rank{rank}.py"
     fresh = target.with_name(f"{target.name}.{secrets.token_hex(6)}")
     with open(fresh, "x") as file:

@@ -15,9 +15,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import positions, roots, touches
 from ..graph.buffers import add_buffer
-from ..graph.edit import bodies, clean, made_by
+from ..graph.edit import clean, made_by
 from ..graph.liveness import memory_bytes, moments
-from ..graph.loop import body_of, run_loop
+from ..graph.nested import call_of, graphs_of
 from ..graph.node_kinds import is_batched, is_gather, is_scatter, makes_bucket, reduces
 from ..graph.program import Program, tensor_of
 from ..graph.resident import resident
@@ -36,7 +36,7 @@ def assign_buffers(program: Program) -> None:
     are needed, so no node may move afterwards.
     """
     gm = program.gm
-    graphs = [gm, *bodies(gm)]
+    graphs = graphs_of(gm)
     found = [list(_spans(each.graph)) for each in graphs]
     sizes = sorted({span.nbytes for spans in found for span in spans}, reverse=True)
     if not sizes:
@@ -86,12 +86,12 @@ class _Weights:
 def _places(
     gm: GraphModule, number: dict[GraphModule, int], outside: tuple[tuple[int, int], ...] = ()
 ) -> Iterator[tuple[Node, tuple[tuple[int, int], ...]]]:
-    """Map every node to (number of its graph, position there), followed by the places of the loops around it."""
+    """Map every node to (number of its graph, position there), then the places of the nodes that run it."""
     for at, node in enumerate(gm.graph.nodes):
         here = (*outside, (number[gm], at)) if gm in number else outside
         yield node, here
-        if node.target is run_loop:
-            yield from _places(body_of(node), number, here)
+        if call := call_of(node):
+            yield from _places(call.body, number, here)
 
 
 def _alive(spans: list[Span], size: int) -> list[int]:

@@ -7,7 +7,8 @@ from torch.fx import Graph, Node
 
 from ..graph.alias import positions, roots, touches, written_before
 from ..graph.buffers import add_buffer
-from ..graph.edit import bodies, clean
+from ..graph.edit import clean
+from ..graph.nested import graphs_of
 from ..graph.node_kinds import UPDATE, is_fetch, is_scatter, makes_bucket, wait_of
 from ..graph.program import Program
 from ..util.sizes import pages
@@ -24,7 +25,7 @@ def schedule_state_reads(program: Program) -> None:
     allocated once. `split_state_reads` has marked the reads for updates, and `raise_updates` has ordered the updates.
     """
     gm = program.gm
-    for each in (gm, *bodies(gm)):
+    for each in graphs_of(gm):
         _place(each.graph, program)
         clean(each)
 

@@ -7,8 +7,8 @@ from typing import cast
 from torch.fx import Graph, Node
 
 from ..graph.alias import positions
-from ..graph.edit import clean, give_to_loop, loops
-from ..graph.loop import given_to_body
+from ..graph.edit import clean
+from ..graph.nested import calls, give
 from ..graph.node_kinds import UPDATE, decodes, fetched, in_place_of, is_fetch, lies_at, start_of, stores, wait_of
 from ..graph.program import Program
 
@@ -16,15 +16,15 @@ from ..graph.program import Program
 def split_state_reads(program: Program) -> None:
     """Read state on a drive once for the computation, and again for its update.
 
-    The shard need not stay in memory in between. A loop's body reads its inputs in every round. Reads for updates are
+    The shard need not stay in memory in between. A body reads its inputs in every round. Reads for updates are
     marked `UPDATE`: `donate`, `raise_updates` and `schedule_state_reads` rely on the mark.
     """
     gm = program.gm
-    for loop, body in loops(gm):
-        for inside, given in given_to_body(loop).items():
+    for node, call in calls(gm):
+        for inside, given in call.given.items():
             if fetched(given):
-                _read_inside(loop, body.graph, inside, given)
-        clean(body)
+                _read_inside(node, call.body.graph, inside, given)
+        clean(call.body)
     clean(gm)
     where = positions(gm.graph)
     for start in list(filter(is_fetch, gm.graph.nodes)):
@@ -48,11 +48,11 @@ def _read_again(start: Node, wait: Node, users: list[Node], where: dict[Node, in
     return again
 
 
-def _read_inside(loop: Node, body: Graph, inside: Node, held: Node) -> None:
-    """Move a read from before a loop into its body: the loop passes the handle instead of the value."""
+def _read_inside(node: Node, body: Graph, inside: Node, held: Node) -> None:
+    """Move a read from before a node into its body: the node passes the handle instead of the value."""
     start = cast(Node, start_of(held))
     handle = lies_at(start)
-    give_to_loop(loop, held, handle)
+    give(node, held, handle)
     readers, value = list(inside.users), inside.meta["val"]
     inside.meta["val"] = handle.meta["val"]
     last = [x for x in body.nodes if x.op == "placeholder"][-1]

@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from ..graph.buffers import DriveSpec
-from ..graph.edit import bodies
+from ..graph.nested import graphs_of
 from ..graph.node_kinds import argument, is_ours, set_argument
 from ..graph.program import Program
 from ..memory.arena import arena_for, reserve
@@ -55,7 +55,7 @@ class Buffers:
         """
         handles = [int(handle_of(region)) for region in self.regions]
         if self.arenas or handles:
-            for each in (gm, *bodies(gm)):
+            for each in graphs_of(gm):
                 _substitute(each, [arena.number for arena in self.arenas], handles)
 
     def reserve(self, exactly: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..comm.agreement import agree_on
 from ..comm.meetings import digest_of
-from ..graph.edit import bodies
+from ..graph.nested import graphs_of
 from ..graph.node_kinds import argument, is_ours
 from ..graph.program import Program, tensor_of
 from ..graph.resident import resident
@@ -83,7 +83,7 @@ def _hold(program: Program) -> None:
 
 
 def _groups(program: Program) -> list[str]:
-    nodes = (n for gm in (program.gm, *bodies(program.gm)) for n in gm.graph.nodes)
+    nodes = (n for gm in graphs_of(program.gm) for n in gm.graph.nodes)
     return list(
         dict.fromkeys(argument(n, "group") for n in nodes if is_ours(n) and "group" in argument_places(n.target))
     )

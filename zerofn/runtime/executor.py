@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from .._torch_compat import OpOverload, below_autograd, without_autocast
 from ..comm.meetings import meetings
 from ..graph.alias import writes
-from ..graph.loop import run_loop
+from ..graph.nested import is_nested
 from ..graph.node_kinds import ASIDE
 from ..offload.host_worker import aside
 from ..ops.registry import aside_of, implementation_of
@@ -91,7 +91,7 @@ def _generate(
     first_write = next((n for n in nodes if any(x.op == "placeholder" for x in writes(n))), None)
     enabled = False
     for node in nodes:
-        wanted = False if node.op == "output" or node.target is run_loop else grad_mode(node)
+        wanted = False if node.op == "output" or is_nested(node) else grad_mode(node)
         if wanted is not None and wanted != enabled:
             lines.append(f"    {bind(torch.set_grad_enabled, 'grad')}({wanted})")
             enabled = wanted

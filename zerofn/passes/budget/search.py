@@ -17,8 +17,9 @@ from ...cost.op_cost import UP, Moved, moved
 from ...cost.simulator import Timeline, lanes_of, simulated
 from ...dry_run.fake_machine import is_host
 from ...graph.alias import positions
-from ...graph.edit import bodies, copied, weight_chain
+from ...graph.edit import copied, weight_chain
 from ...graph.liveness import Live, memory_bytes, moments
+from ...graph.nested import graphs_of
 from ...graph.node_kinds import is_source, wait_of
 from ...graph.phase import FORWARD, phase_of
 from ...graph.program import Program, tensor_of
@@ -265,7 +266,7 @@ class _Search:
 
 def graphs(gm: GraphModule) -> list[GraphModule]:
     """Return the bodies of all loops, then the step."""
-    return [*bodies(gm), gm]
+    return [*graphs_of(gm)[1:], gm]
 
 
 def _choice(drops: list[Drop]) -> Choice:

@@ -1,0 +1,169 @@
+"""Operations that run graphs of their own, *bodies*: how often they do, and with which values.
+
+A captured loop over microbatches is one node, `repeat`. What an analysis asks of a node is asked of its body through
+`call_of`, so that it holds for every operation in `_NESTED`. Of the graphs that other operations run it asks only
+whether they write, draw or communicate.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from .._torch_compat import HigherOrderOperator, OpOverload
+
+
+def repeat(
+    body: Callable[..., Sequence[Any]], n: int, sequences: Sequence[Tensor], closed: Sequence[Tensor], num_sums: int
+) -> list[Any]:
+    """Call `body(index, *slices, *closed)` for each of `n` rounds.
+
+    Return the sums of the body's first `num_sums` outputs, then the stacks of the others, all in new memory.
+    `closed`: the tensors that the body closes over.
+    """
+
+    def once(index: Tensor, *slices: Tensor) -> tuple[list[Tensor], list[Any]]:
+        out = list(body(index, *slices, *closed))
+        return out[:num_sums], out[num_sums:]
+
+    sums, rows = fold(once, n, sequences)
+    return [*sums, *rows]
+
+
+def fold(
+    once: Callable[..., tuple[list[Tensor], list[Any]]], n: int, sequences: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Any]]:
+    """Return the sums and stacks of `n` rounds, in new memory.
+
+    It never writes to a round's tensors: they may be the caller's batch, the same tensor twice, an expanded scalar
+    or, for rows, a buffer that the next round overwrites.
+    """
+    sums: list[Tensor] = []
+    rows: list[Any] = []
+    for i in range(n):
+        terms, row = once(torch.tensor(i), *(s[i] for s in sequences))
+        _add(sums, terms, i, n)
+        _store(rows, row, i, n)
+        del terms, row  # otherwise they stay alive while the next round runs
+    return sums, rows
+
+
+def _add(sums: list[Tensor], terms: list[Tensor], i: int, n: int) -> None:
+    """Add round i's terms to the sums.
+
+    Round 0 stores its terms themselves, and round 1 allocates the sums: a copy of round 0's terms would be one more
+    pass over memory. With a single round there is no addition, so its terms are cloned.
+    """
+    if i == 0:
+        sums += [t.clone() for t in terms] if n == 1 else terms
+        return
+    for k, term in enumerate(terms):
+        sums[k] = sums[k] + term if i == 1 else sums[k].add_(term)
+
+
+def _store(rows: list[Any], row: list[Any], i: int, n: int) -> None:
+    """Copy round i's rows into the stacks. Values that are not tensors go into lists."""
+    if i == 0:
+        rows += [stack_of(x, n) if isinstance(x, Tensor) else [None] * n for x in row]
+    for stack, x in zip(rows, row, strict=True):
+        if isinstance(x, Tensor) and x.shape != stack.shape[1:]:  # a copy would broadcast it
+            raise ValueError(
+                f"accumulate: an aux leaf has shape {tuple(x.shape)} in microbatch {i}, but shape "
+                f"{tuple(stack.shape[1:])} in earlier ones; it must have one shape, because microbatches are stacked."
+            )
+        stack[i] = x.detach() if isinstance(x, Tensor) else x
+
+
+def stack_of(x: Tensor, n: int) -> Tensor:
+    """Return new memory for the rows `x` of `n` rounds."""
+    return x.new_empty((n, *x.shape))
+
+
+class Call(NamedTuple):
+    """The body that a node runs. `name`: where the module around it has it. `given`: the body's inputs, except a
+    round's index, and the values that the node passes for them, whole or row by row. The node's results are the sums
+    over `rounds` of the body's first `num_sums` results, then stacks of the others.
+    """
+
+    name: str
+    body: GraphModule
+    rounds: int
+    given: dict[Node, Node]
+    num_sums: int
+
+    @property
+    def results(self) -> Sequence[Any]:
+        """What the body returns, in order."""
+        return next(iter(reversed(self.body.graph.nodes))).args[0]
+
+
+def _call_of_repeat(node: Node) -> Call:
+    where, rounds, sequences, closed, num_sums = node.args
+    name = str(where.target)  # type: ignore[union-attr]
+    body = node.graph.owning_module.get_submodule(name)  # type: ignore[union-attr]
+    inputs = [x for x in body.graph.nodes if x.op == "placeholder"]  # type: ignore[union-attr]
+    given = dict(zip(inputs[1:], [*sequences, *closed], strict=True))  # type: ignore[misc]
+    return Call(name, body, rounds, given, num_sums)  # type: ignore[arg-type]
+
+
+_WRITES_NOTHING = ("print", "out_dtype")  # higher-order operations without a graph
+_OF_SIZES = ("_operator", "math", "torch")  # modules of the functions of numbers that a graph may call
+_NESTED: dict[Any, Callable[[Node], Call]] = {repeat: _call_of_repeat}
+_IDS = frozenset(map(id, _NESTED))  # to hash an operation is a slow call in Python
+
+
+def is_nested(node: Node) -> bool:
+    """Return whether a node runs a body."""
+    return id(node.target) in _IDS
+
+
+def call_of(node: Node) -> Call | None:
+    """Return the body that a node runs, and how; None for one without."""
+    return _NESTED[node.target](node) if is_nested(node) else None
+
+
+def calls(gm: GraphModule) -> Iterator[tuple[Node, Call]]:
+    """Yield the nodes of a graph that run a body."""
+    for node in gm.graph.nodes:
+        if is_nested(node):
+            yield node, _NESTED[node.target](node)
+
+
+def graphs_of(gm: GraphModule) -> list[GraphModule]:
+    """Return a graph and the bodies in it, nested ones included, each once: a recomputed loop shares its body."""
+    return list(dict.fromkeys([gm, *(each for _, call in calls(gm) for each in graphs_of(call.body))]))
+
+
+def is_result(node: Node) -> bool:
+    """Return whether a node is one of the results of a node that runs a body."""
+    return node.target is operator.getitem and is_nested(node.args[0])  # type: ignore[arg-type]
+
+
+def foreign_graphs(node: Node) -> list[GraphModule]:
+    """Return the graphs that an operation of torch's or of another library runs, such as the branches of
+    `torch.cond`. How often it runs them, and on what, only the operation knows.
+    """
+    if not isinstance(node.target, HigherOrderOperator):
+        return []
+    owner = node.graph.owning_module
+    given = [operator.attrgetter(str(x.target))(owner) for x in node.all_input_nodes if x.op == "get_attr"]
+    return [x for x in given if isinstance(x, GraphModule)]
+
+
+def is_unknown(node: Node) -> bool:
+    """Return whether nothing says what an operation does to its inputs: neither a schema nor a graph."""
+    if node.op != "call_function" or isinstance(node.target, OpOverload) or is_nested(node):
+        return False
+    if isinstance(node.target, HigherOrderOperator):
+        return node.target.name() not in _WRITES_NOTHING and not foreign_graphs(node)
+    return getattr(node.target, "__module__", "") not in _OF_SIZES
+
+
+def give(node: Node, old: Node, new: Node) -> None:
+    """Replace the value `old` by `new` in what a node passes to its body."""
+    node.args = tuple([new if x is old else x for x in a] if isinstance(a, list | tuple) else a for a in node.args)
