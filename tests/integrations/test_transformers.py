@@ -324,6 +324,44 @@ def test_in_half_precision_losses_are_float32(tmp_path):
     assert not torch.equal(found, found.bfloat16().float())
 
 
+class Shaken(torch.nn.Module):
+    """The mean of the noise that NEFTune adds to embeddings, and of what is added to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(50, 16)
+        torch.nn.init.zeros_(self.embed.weight)
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def forward(self, input_ids, labels):
+        found = self.embed(input_ids)
+        return {"loss": found.abs().mean() + self.embed.weight.sum(), "logits": found}
+
+
+def test_neftune_shakes_embeddings_while_they_are_trained(tmp_path):
+    mine = ours(tmp_path, {"neftune_noise_alpha": 5.0, "learning_rate": 0.0}, model=Shaken(), eval_dataset=rows(4))
+    expected = 5.0 / (8 * 16) ** 0.5 / 2  # of a uniform distribution
+    assert len(set(losses(mine))) == STEPS and losses(mine) == pytest.approx([expected] * STEPS, rel=0.15)
+    assert mine.evaluate()["eval_loss"] == 0.0
+
+
+def test_skipped_updates_are_in_the_logs(tmp_path):
+    data = [{"input_ids": x["input_ids"], "labels": x["labels"].float()} for x in rows(20)]
+    data[5]["labels"][0] = float("nan")
+
+    class Mine(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            found = model(inputs["input_ids"]).logits.mean(-1)
+            return torch.nn.functional.mse_loss(found, inputs["labels"])
+
+    args = TrainingArguments(**options(tmp_path, max_steps=4, train_sampling_strategy="sequential"))
+    trainer = Mine(build(), args, train_dataset=data)
+    trainer.train()
+    assert [x.get("skipped_updates") for x in trainer.state.log_history] == [None, 1, 1, 1, None]
+
+
 def ragged_on_ranks(folder, rank_rows, steps):
     args = TrainingArguments(**options(folder, per_device_train_batch_size=rank_rows, max_steps=steps, stage=3,
                                        per_device_eval_batch_size=rank_rows))  # fmt: skip
@@ -415,7 +453,6 @@ def test_other_words_for_the_same(tmp_path, given, stage, remat):
     [
         ({"torch_compile": True}, "torch_compile has no effect"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size has no effect"),
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha has no effect"),
     ],
 )
 def test_what_has_no_counterpart_is_a_sentence(tmp_path, given, sentence):

@@ -99,6 +99,19 @@ def test_only_tensors_of_outputs_are_kept():
     assert int(names.text_embeds) == len("text_embeds") and type(names.text_model_output) is BaseModelOutput
 
 
+def test_empty_outputs_of_a_model_stay(tmp_path):
+    """GPT-2 has cross attentions, of no layer."""
+    given = {"vocab_size": 50, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8, "bos_token_id": 0}
+    config = transformers.GPT2Config(**given, eos_token_id=0, output_attentions=True, attn_implementation="eager")
+    found = []
+    for library in (transformers, ours):
+        torch.manual_seed(0)
+        trainer = library.Trainer(transformers.GPT2LMHeadModel(config), library.TrainingArguments(**options(tmp_path)))
+        found.append(trainer.predict(rows(4), ignore_keys=["past_key_values"]).predictions)
+    assert [len(x) for x in found] == [3, 3] and found[0][2] == found[1][2] == ()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
 def resnet():
     torch.manual_seed(0)
     shape = {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1], "layer_type": "basic", "num_labels": 3}

@@ -15,9 +15,12 @@ Key = tuple[type | None, str]  # of a tree of moments, or a count: the state tha
 Find = Callable[[str], Any]  # a parameter's name -> the state from which its moments come, None: it has none
 
 
-def relaid(state: Any, module: nn.Module, tx: Any, frozen: Callable[[str], bool] | None, **options: Any) -> Any:
-    """Return a state with the parameters and counters of another, and with new moments, for `tx`. All ranks must call
-    it.
+def relaid(
+    state: Any, module: nn.Module, tx: Any, frozen: Callable[[str], bool] | None = None,
+    moments: Callable[[Any], Any] = lambda new: new, **options: Any,
+) -> Any:  # fmt: skip
+    """Return a state with the parameters and counters of another, and with new moments, for `tx`, or what `moments`
+    makes of these. All ranks must call it.
 
     The parameters of `module`, which have the state's names, say by `requires_grad` which are trained. `options`: of
     `zerofn.shard`. At most one unit is gathered at a time; both states are there at the end.
@@ -35,7 +38,7 @@ def relaid(state: Any, module: nn.Module, tx: Any, frozen: Callable[[str], bool]
     params = copied(state.params, new.params, list(given))
     return dataclasses.replace(
         new, params=params, step=state.step, skipped=state.skipped, rng=state.rng, loss_scale=state.loss_scale,
-        extra=state.extra,
+        extra=state.extra, opt_state=moments(new.opt_state),
     )  # fmt: skip
 
 

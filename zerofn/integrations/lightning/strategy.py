@@ -206,8 +206,8 @@ class ZeroFnStrategy(Ranks):
         before = self.state
         if groups is not None:
             self._groups = groups.renewed(before.opt_state)
-        made = relaid(before, module, *self._tx_and_frozen(module), **self._options())
-        self.state = dataclasses.replace(made, opt_state=self._groups.with_moments(made.opt_state))
+        moments = self._groups.with_moments
+        self.state = relaid(before, module, *self._tx_and_frozen(module), moments, **self._options())
 
     def _take(self, state: Any) -> None:
         self._state = state

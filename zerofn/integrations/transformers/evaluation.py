@@ -89,7 +89,9 @@ def tensors_of(x: Any, plain: Callable[[Any], Any] = lambda x: x) -> Any:
         return _like(x, found) if found else None
     if isinstance(x, tuple | list):
         kept = [y for v in x if (y := tensors_of(v, plain)) is not None]
-        return type(x)(kept) if kept and type(x) in (tuple, list) else tuple(kept) or None
+        if not kept and len(x):
+            return None
+        return type(x)(kept) if type(x) in (tuple, list) else tuple(kept)
     return None
 
 

@@ -33,7 +33,6 @@ STATE = "zerofn"  # the folder in a checkpoint that has the state
 _CONTRADICTS = {
     "torch_compile": "the step is captured and scheduled by zerofn.compile",
     "auto_find_batch_size": "zerofn.plan says what fits before anything runs",
-    "neftune_noise_alpha": "its hook draws outside the step's key; add the noise in the model",
     "use_liger_kernel": "its kernels take gradients by themselves",
 }
 
@@ -174,17 +173,14 @@ class Trainer(TrainerOnMesh):
         """Make the state if there is none; else give it the optimizer of this run."""
         tx = zerofn.optim.identity() if self._groups is None else self._groups.tx
         if self.sharded is not None:
-            self.sharded = relaid(self.sharded, self.model, tx, None, **self._shard_options())
+            self.sharded = relaid(self.sharded, self.model, tx, **self._shard_options())
             return
 
         def create() -> Any:
             params, extra = self._parameters()
             return zerofn.TrainState.create(params=params, tx=tx, seed=self.args.seed, extra=extra or None)
 
-        if not is_shape_only(self.model):
-            first: Any = create()
-        else:
-            first = create
+        first: Any = create if is_shape_only(self.model) else create()
         self.sharded = zerofn.shard(first, **self._shard_options())
         del first
         self._give_values()
@@ -200,8 +196,8 @@ class Trainer(TrainerOnMesh):
             self._groups = self._groups.renewed(state.opt_state)
             if before != self._clips_at:
                 self._groups = groups_of(self._optimizes, self.model, "trainer.optimizer", self._clips_at, self._groups)
-            new = relaid(state, self.model, self._groups.tx, None, **self._shard_options())
-            self.sharded = dataclasses.replace(new, opt_state=self._groups.with_moments(new.opt_state))
+            moments = self._groups.with_moments
+            self.sharded = relaid(state, self.model, self._groups.tx, moments=moments, **self._shard_options())
         state = self.sharded
         return dataclasses.replace(state, opt_state=self._groups.with_rates(state.opt_state))
 
@@ -297,8 +293,14 @@ class Trainer(TrainerOnMesh):
         """Tell the optimizer, and under float16 whether the update was skipped, so that the scheduler waits, too."""
         self.optimizer.updated = True
         if self.args.fp16:
-            before, self._skipped = self._skipped, int(self.sharded.skipped)
+            before, self._skipped = self._skipped, int(self._sharded.skipped)
             self.optimizer.was_skipped = self._skipped > before
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as transformers does. Once updates were skipped, training logs say how many, as `skipped_updates`."""
+        if "grad_norm" in logs and (skipped := int(self._sharded.skipped)):
+            logs = {**logs, "skipped_updates": skipped}
+        super().log(logs, start_time)
 
     # ---- evaluation
 
