@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from . import passes, tree
-from .comm.agreement import agree_on, exchange
+from .comm.agreement import agree_on, rank_and_size
 from .comm.failures import abandon
 from .comm.meetings import RanksOutOfStep, meetings
 from .comm.pending import pending
@@ -27,28 +28,30 @@ from .memory.turns import StepTurn, is_inside_step, outside_steps
 from .offload.host_worker import worker
 from .ops.same import RanksDiffer
 from .passes import Pass
-from .passes.budget.decision import Choice, as_text, from_text, names_of
-from .passes.budget.search import graphs
+from .passes.budget.decision import Choice
+from .passes.budget.shared import Decisions, orders_of, shared
 from .planning.plan import Plan
 from .planning.profile import Profile, profiled
-from .runtime.agreed import agree_among_slices, agreed_inputs, agreed_text, refuse_differences
+from .runtime.agreed import agree_among_slices, agreed_inputs, agreed_text, only_sums, refuse_differences
+from .runtime.agreed_steps import AgreedStep, AgreedSteps, Reading, first_change
 from .runtime.backend import Backend, backend_of
 from .runtime.capture_log import CaptureLog, told_of, while_capturing
 from .runtime.entry import Call, Entry
 from .runtime.equal_batches import compare_batches
 from .runtime.errors import explain
 from .runtime.executor import Executor
-from .runtime.guards import Captures, LeftOut
+from .runtime.guards import Captures, Checks, LeftOut
 from .runtime.hooks import before_step
 from .runtime.inputs import Inputs, collect, params_among, refill_copies, resolved, seen_of, signature_of
 from .runtime.interrupts import whole_steps
+from .runtime.options import Options
 from .runtime.outputs import returned
 from .runtime.repeatable import repeatable
 from .sharding.allocate import keep_halves
 from .sharding.sharded import is_sharded, mesh_among
 from .sharding.state_tree import as_tensor
 from .util.arguments import checked
-from .util.errors import note, said
+from .util.errors import again, note, said
 from .util.patches import uncollected
 from .util.sizes import num_bytes
 
@@ -111,40 +114,8 @@ def compile(
     if an added pass leaves a graph that is not sound. At once: `ValueError` for unknown or contradicting options.
     """
     budget, where = None if memory is None else num_bytes(memory), None if machine is None else machine_of(machine)
-    options = _Options(donate, budget, remat, where, backend_of(backend), passes, deterministic, watch)
+    options = Options(donate, budget, remat, where, backend_of(backend), passes, deterministic, watch)
     return CompiledStep(train_step, options.checked())
-
-
-class _Options(NamedTuple):
-    """The arguments of `compile`. `memory`: bytes."""
-
-    donate: bool
-    memory: int | None
-    remat: str | None
-    machine: Machine | None
-    backend: Backend
-    passes: Callable[[list[Pass]], list[Pass]] | None
-    deterministic: bool
-    watch: Sequence[Any]
-
-    def checked(self) -> _Options:
-        """Return these options. Raises for those that are unknown or contradict each other."""
-        if self.remat not in (None, "full", "auto"):
-            raise ValueError(f"compile: remat={self.remat!r} is not known; there are 'full', 'auto' and None.")
-        if self.remat is not None and self.memory is not None:
-            raise ValueError(
-                f"compile(memory={self.memory!r}) decides what is computed again; leave remat={self.remat!r} out."
-            )
-        if self.passes is not None and not callable(self.passes):
-            raise TypeError(f"compile: passes={self.passes!r} is no function; give one that takes the list of passes.")
-        if isinstance(self.watch, str) or not isinstance(self.watch, Sequence):
-            raise TypeError(f"compile: watch={self.watch!r} is no list; write watch=[settings, lambda: rate()].")
-        return self
-
-    @property
-    def chooses(self) -> bool:
-        """Whether a search decides what stays in memory."""
-        return self.memory is not None or self.remat is not None
 
 
 class _Captured(NamedTuple):
@@ -158,15 +129,20 @@ class _Captured(NamedTuple):
     began: float
 
 
+_Make = Callable[[], tuple[_Captured, str]]
+_Made = tuple[Entry, Sequence[Tensor]]  # what will run, and what it closes over
+
+
 class CompiledStep:
     """A compiled step. `timings`: seconds of its last capture and passes, and its number of nodes. `state`: the newest
     state that it has returned, for the case that Ctrl-C ends the function that had it; write None to free it.
     """
 
-    def __init__(self, train_step: Callable[[Any, Any], Any], options: _Options) -> None:
+    def __init__(self, train_step: Callable[[Any, Any], Any], options: Options) -> None:
         self._step, self._options = train_step, options
         self.__wrapped__ = train_step  # a step that calls this one is guarded by what its function reads
         self._captures: dict[Any, Captures] = {}  # by signature; the longest unused first
+        self._agreed_steps, self._checks = AgreedSteps(), Checks()
         self._last: Captures | None = None
         self.timings: dict[str, Any] = {}
         self.state: Any = None
@@ -252,21 +228,26 @@ class CompiledStep:
             raise no_leaf(self.__name__, state, batch) from None
         captures = captures or Captures(self._step, state, self._left_out, self._options.watch)
         again = lambda lines: self._again(tree.unflatten(state_def, state_leaves), batch, lines)  # noqa: E731
-        entry = captures.find(again, lambda entry: refill_copies(state_leaves, entry.program.full))
+        entry = found = captures.find(again, lambda entry: refill_copies(state_leaves, entry.program.full))
         if entry is None:
             refill_copies(state_leaves, params_among(state_def))
             state = tree.unflatten(state_def, state_leaves)
+            of_state = state_def, leaves[0], orders[0]
             try:
-                entry = captures.captured(lambda: self._compiled_by_all(state, batch, captures.why))
+                entry = captures.captured(lambda: self._made(captures.reading(of_state), state, batch, captures.why))
             except Exception as error:
                 if captures.why:
                     note(error, f"This rank captures again, because {captures.why}: change it on every rank alike.")
                 raise
+            if entry.step is not None:
+                self._agreed_steps.add(entry.step, captures.reading(of_state))
             self._captures[signature] = captures
             self._forget_old()
         elif captures is not self._last:
             self._captures[signature] = self._captures.pop(signature)  # the last used is the last
         self._last = captures
+        if self._checks.due():
+            captures.check(again if found else None)
         return Call(entry, state_leaves, state_def, batch_leaves)
 
     def _again(self, state: Any, batch: Any, lines: bool) -> Outline:
@@ -281,33 +262,51 @@ class CompiledStep:
             for entry in self._captures.pop(next(iter(self._captures))).entries:
                 entry.close()
 
-    def _compiled_by_all(self, state: Any, batch: Any, why: str) -> tuple[Entry, Sequence[Tensor]]:
-        """Return (what will run, what it closes over), captured and scheduled on all ranks or on none.
-
-        If one fails, the others raise its message. `why`: what changed outside the arguments since the last capture.
-        """
-        found = self._agreed(state, batch, why)
-        if found[0].program.new_state is not None:
-            mesh = mesh_among(tree.leaves(state, is_leaf=is_sharded))
-            compare_batches(self.__name__, batch, mesh)
-        return found
-
     @while_capturing
-    def _agreed(self, state: Any, batch: Any, why: str) -> tuple[Entry, Sequence[Tensor]]:
+    def _made(self, reading: Reading, state: Any, batch: Any, why: str) -> _Made:
+        """Capture on this rank alone if that may be, or on all. `why`: what changed outside the arguments since."""
+        make: _Make = lambda: self._captured(state, batch)  # noqa: E731
+        because = why
+        known = list(self._agreed_steps.of(reading, self._left_out.paths)) if rank_and_size()[1] > 1 else []
+        if known:
+            try:
+                found = make()
+                known = known if only_sums(found[0].program.mesh) else []
+                apart = [x.difference(found[1], found[0].numbered) for x in known]
+                if "" in apart:
+                    alone, because = self._alone(found[0], known[apart.index("")], why)
+                    if alone is not None:
+                        return alone
+                else:
+                    make, because = lambda: found, "; ".join(apart[:1])
+            except Exception as error:  # perhaps of all ranks, and others hear of it
+                make = functools.partial(again, error)
+        return self._agreed(make, state, batch, why, because)
+
+    def _alone(self, mine: _Captured, agreed: AgreedStep, why: str) -> tuple[_Made | None, str]:
+        """Schedule a capture as the others have scheduled theirs. Return None, and why, if its transfers differ."""
+        mine.pipeline.prepare(mine.program, self._options.machine)
+        if not agreed.first.fits(mine.program):
+            return None, "its operations are other ones"
+        (entry, constants), text = self._scheduled(mine, agreed.first, why)
+        entry.alone, entry.step = True, None
+        differs = first_change(agreed.text, text)
+        return (None, differs) if differs else ((entry, constants), "")
+
+    def _agreed(self, make: _Make, state: Any, batch: Any, why: str, because: str) -> _Made:
+        """Capture and schedule on all ranks or on none; if one fails, the others raise its message."""
         what = f"zerofn.compile({self.__name__})"
-        mine = agree_on(what, lambda: self._captured(state, batch))
+        mine = agree_on(what, make, because and f"all ranks must capture it anew, because {because}")
         again = lambda: NumberedStep(captured(self._step, state, batch, traces=True)[0])  # noqa: E731  (with lines)
-        refuse_differences(what, mine.numbered, mine.program.mesh, again)
-        if not self._options.chooses:
-            found = agree_on(what, lambda: self._scheduled(mine, self._prepared(mine), why))
-        else:
-            own = agree_on(what, lambda: (self._prepared(mine), ""))
-            texts = exchange(what, f"{names_of(graphs(mine.program.gm))} {as_text(own)}")
-            names, first = zip(*(text.split(" ", 1) for text in texts), strict=True)
-            # ranks may differ by a few bytes: all use the first rank's choices, if its names mean the same to all
-            choices = from_text(first[0]) if len(set(names)) == 1 else own
-            found = agree_on(what, lambda: self._scheduled(mine, choices, why))
-        agree_among_slices(what, found[0].program)
+        differ = refuse_differences(what, mine.numbered, mine.program.mesh, again)
+        prepare, first = functools.partial(self._prepared, mine), None
+        if self._options.chooses or differ:
+            order = functools.partial(mine.pipeline.orders, mine.program) if differ else None
+            first = shared(what, mine.program, prepare, order)
+        found = agree_on(what, lambda: self._scheduled(mine, first or Decisions(prepare()), why))
+        agree_among_slices(what, mine.program)
+        if mine.program.new_state is not None:
+            compare_batches(self.__name__, batch, mesh_among(tree.leaves(state, is_leaf=is_sharded)))
         return found
 
     @uncollected()
@@ -338,17 +337,18 @@ class CompiledStep:
         return self._options.donate and program.new_state is not None
 
     @uncollected()
-    def _scheduled(
-        self, captured: _Captured, choices: Sequence[Choice], why: str
-    ) -> tuple[tuple[Entry, Sequence[Tensor]], str]:
-        """Return ((what will run, what it closes over), what must be the same on all ranks)."""
+    def _scheduled(self, captured: _Captured, first: Decisions, why: str) -> tuple[_Made, str]:
+        """Return (what was made, what must be the same on all ranks)."""
         program, donating = captured.program, self._donates(captured.program)
-        captured.pipeline.finish(program, choices=choices, budget=self._options.memory)
+        captured.pipeline.finish(program, choices=first.choices, budget=self._options.memory, orders=first.orders)
         took = dict(program.timings)
         self.timings = {"capture": took.pop("capture"), "passes": took, "nodes": len(program.gm.graph.nodes)}
         self._log.report(program, captured.constants, time.perf_counter() - captured.began, donating, why)
         text = agreed_text(program, captured.inputs)
-        return (Entry(program, donating, self._options.backend, text), captured.constants), text
+        entry = Entry(program, donating, self._options.backend, text)
+        orders = orders_of(program)
+        entry.step = AgreedStep(captured.inputs, text, captured.numbered.told(), first._replace(orders=orders))
+        return (entry, captured.constants), text
 
     def _run(self, call: Call, inputs: Inputs, batch: Any) -> list[Any]:
         entry = call.entry

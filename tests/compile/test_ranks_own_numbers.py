@@ -140,7 +140,7 @@ def other_dtypes():
 
 def test_a_batch_of_another_dtype_on_one_rank_is_told_so(ranks):
     for sentence in ranks(2, other_dtypes):
-        assert "batch.mask: [2] int32" in sentence and "must have the same dtypes: write x.to(dtype)" in sentence
+        assert "batch.mask: [*] int32" in sentence and "must have the same dtypes: write x.to(dtype)" in sentence
 
 
 def constants(step, stage):

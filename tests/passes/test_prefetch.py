@@ -25,7 +25,7 @@ from zerofn.cost import simulator
 from zerofn.graph.alias import positions, roots, writes
 from zerofn.graph.nested import graphs_of
 from zerofn.graph.node_kinds import UPDATE, is_fetch, is_gather, wait_of
-from zerofn.passes.budget.decision import Choice, choose
+from zerofn.passes.budget.decision import Choice, choose, order_of, set_order
 from zerofn.passes.prefetch import Bound, early, prefetch, sources_in
 
 ops = torch.ops.zerofn
@@ -46,6 +46,23 @@ def test_gathers_start_ahead(precision):
 def test_two_units_at_most_beside_the_one_in_use():
     for num_layers in (6, 12):
         assert num_alive(lowered(*SCHEDULE, num_layers=num_layers)) == 3
+
+
+def test_transfers_start_in_the_order_that_another_rank_has():
+    """Ranks whose batches have other sizes would start gathers at other places among their reduce-scatters."""
+
+    def order(choice, wanted=None):
+        gm = lowered(*SCHEDULE[: SCHEDULE.index(prefetch)], num_layers=6)
+        choose(gm, choice)
+        if wanted is not None:
+            set_order(gm, wanted)
+        scheduled(gm)
+        return order_of(gm)
+
+    late = Choice(starts=frozenset())
+    assert order(Choice()) != order(late)
+    assert order(Choice(), order(late)) == order(late)
+    assert order(late, order(Choice())) == order(Choice())
 
 
 # --- by time -----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -87,8 +88,9 @@ def exchange(what: str, text: str) -> list[str]:
     return [other[len(what) + 1 :] for other in theirs]
 
 
-def agree_on(what: str, make: Callable[[], tuple[T, str]]) -> T:
-    """Return the value of `make() -> (value, text)` once every rank has come here with the same text.
+def agree_on(what: str, make: Callable[[], tuple[T, str]], because: str = "") -> T:
+    """Return the value of `make() -> (value, text)` once every rank has come here with the same text. `because`: why
+    this rank comes here, for ranks that do something else.
 
     If `make` raises on some ranks, they raise that, and the others `RuntimeError` with its message. No rank is left
     waiting, and every rank can go on with its old state.
@@ -98,7 +100,12 @@ def agree_on(what: str, make: Callable[[], tuple[T, str]]) -> T:
         value, text = make()
     except Exception as caught:
         error, text = caught, f"{_RAISED}{said(caught)}"
-    theirs = _round(what, text)
+    try:
+        theirs = _round(what, text, because if error is None else "")
+    except RuntimeError as ended:  # such as that others do something else, perhaps because of this rank's error
+        if error is not None:
+            raise error from ended
+        raise
     if error is not None:
         raise error
     for r, other in enumerate(theirs):
@@ -114,7 +121,7 @@ def exchange_on(what: str, make: Callable[[], str]) -> list[str]:
     return exchange(what, agree_on(what, lambda: (make(), "")))
 
 
-def _round(what: str, text: str) -> list[str]:
+def _round(what: str, text: str, because: str = "") -> list[str]:
     """Exchange one text with every rank; return all, by rank: `what`, a zero byte, `text`."""
     refuse_while_capturing(what)
     mine = f"{what}\0{text}"
@@ -124,7 +131,7 @@ def _round(what: str, text: str) -> list[str]:
     tell_others(_until_heard)
     heartbeat().start()
     try:
-        return _meet(store, what, text, mine)
+        return _meet(store, what, text, f"{what}\0{because}" if because else mine)
     except dist.DistError as error:
         raise RuntimeError(
             f"{what}: stopped, because the job's store is gone, and with it rank 0, which holds it, or the launcher. "
@@ -150,14 +157,14 @@ class _Rounds:
         return numbers[channel]
 
 
-def _meet(store: SignedStore, what: str, text: str, mine: str) -> list[str]:
+def _meet(store: SignedStore, what: str, text: str, last: str) -> list[str]:
     _raise_published(what)  # the others may have given up on this rank
     rank, size, channel = dist.get_rank(), dist.get_world_size(), channel_now()
     number = the(_Rounds).next(store, channel)
     keys = [f"zerofn/agree{channel}/{number}/{r}" for r in range(size)]
-    store.set(keys[rank], mine)
+    store.set(keys[rank], f"{what}\0{text}")
     if not channel:  # what a thread beside the program does is in step with nothing else
-        store.set(f"{LAST_TEXT}{rank}", mine[:PART])
+        store.set(f"{LAST_TEXT}{rank}", last[:PART])
         meetings().begin_round(what)
     try:
         theirs = [_await(store, key, r, what, text) for r, key in enumerate(keys)]
@@ -256,6 +263,8 @@ def _unequal(what: str, one: tuple[int, str], other: tuple[int, str]) -> str:
             of_batch = a.startswith("batch") and b.startswith("batch")
             shapes = [x.rpartition("]")[0] for x in (a, b)]  # of "batch.x: [3, 4] float32"
             advice = f"\n{_ONE_DTYPE if shapes[0] and shapes[0] == shapes[1] else _ONE_SHAPE}" if of_batch else ""
+            if a.startswith("zerofn::") and re.sub(r"\d+", "", a) == re.sub(r"\d+", "", b):  # transfers
+                advice = f"\n{_ONE_SHAPE}"
             return f"{what}: ranks differ.\n  rank {own}: {a}\n  rank {rank}: {b}{advice}"
     shorter = min(len(here), len(there))
     longest, last = (own, here) if len(here) > len(there) else (rank, there)

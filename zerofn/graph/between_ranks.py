@@ -52,13 +52,13 @@ ADVICE = (
 
 class NumberedStep:
     """A captured step, with the numbers of its values. It is used before passes change the graph. `expects`: whether
-    something is to hold of its values that transfers along an axis rely on. `given`: what is not a tensor in the batch.
-    `held`: what other ranks hold, too, of the `state` that the step trains.
+    something is to hold of its values that transfers along an axis rely on. `given`: the batch's shapes,
+    dtypes and numbers. `held`: what other ranks hold, too, of the `state` that the step trains.
     """
 
     def __init__(self, program: Program, state: Any = None) -> None:
         self._program = program
-        self.given = sorted(program.batch.baked.items())
+        self.given = sorted((k, x) for k, x in program.describe().items() if k.startswith("batch"))
         self.held: list[Held] = []
         if state is not None and program.new_state is not None and program.num_ranks > 1:
             paths, leaves, _ = tree.flatten_with_path(state, is_leaf=is_sharded)

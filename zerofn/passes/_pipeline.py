@@ -18,8 +18,8 @@ from ..util.patches import uncollected
 from ._checked import apply_checked
 from ._pass import Pass
 from .assign_buffers import MORE, assign_buffers
-from .budget.decision import Choice, choose
-from .budget.search import graphs, recomputed, within
+from .budget.decision import Choice, choose, order_of, set_order
+from .budget.search import attempted, graphs, recomputed, within
 from .offload_activations import offload_activations
 from .prefetch import prefetch
 from .read_local_shards import read_local_shards
@@ -77,9 +77,22 @@ class Pipeline:
         program.timings["choices"] = time.perf_counter() - start
         return choices
 
-    def finish(self, program: Program, *, choices: Sequence[Choice] = (), budget: int | None = None) -> None:
+    def orders(self, program: Program, choices: Sequence[Choice]) -> list[list[int]]:
+        """Return, for each graph of a prepared program, the order in which its transfers would start."""
+        tried = attempted(program, choices)
+        self._apply(tried, [each for each in self.passes[self._num_prepare :] if each.fn not in NOT_SEARCHED])
+        return [order_of(gm) or [] for gm in graphs(tried.gm)]
+
+    def finish(
+        self,
+        program: Program,
+        *,
+        choices: Sequence[Choice] = (),
+        budget: int | None = None,
+        orders: Sequence[list[int]] = (),
+    ) -> None:
         """Apply the remaining passes with the decisions in `choices`. `budget`: bytes that the step, with its
-        static buffers, must not exceed.
+        static buffers, must not exceed. `orders`: of transfers, for each graph, as another rank has them.
         """
         program.budget = budget
         # Choices use the names that nodes have in a copy. A graph never reuses names of deleted nodes; its copy does.
@@ -87,6 +100,8 @@ class Pipeline:
             program.gm = copied(program.gm)
         for gm, choice in zip(graphs(program.gm), choices, strict=False):
             choose(gm, choice)
+        for gm, order in zip(graphs(program.gm), orders, strict=False):
+            set_order(gm, order)
         self._apply(program, self.passes[self._num_prepare :], self._num_prepare + 1)
 
     def _apply(self, program: Program, passes: Sequence[Pass], first: int | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,9 +15,9 @@ from ..cost.simulator import COMPUTE, lanes_of
 from ..graph.alias import last_uses, positions, roots, written_before
 from ..graph.edit import clean
 from ..graph.liveness import complete_values, memory_bytes
-from ..graph.node_kinds import casts, decodes, fetched, is_fetch, is_source, wait_of
+from ..graph.node_kinds import casts, decodes, fetched, is_fetch, is_source, is_start, wait_of
 from ..graph.program import Program
-from .budget.decision import choice_of
+from .budget.decision import choice_of, order_of, set_order
 from .reshard import ALIVE
 
 UNDER_WAY = 2  # transfers on a link: one that runs, and one that follows without a gap
@@ -30,15 +30,20 @@ def prefetch(program: Program) -> None:
     consecutive units are in memory. Starts that the memory search has chosen replace this rule. A gather's input on a
     drive or the host is read earlier, as soon as that link is free.
 
-    A gather never moves above its inputs or the gather ahead of it, so the order of transfers is the same on every
-    rank. `sink_gathers` and `reshard` have left each gather at its first use, which is its latest position.
+    A gather never moves above its inputs or the gather ahead of it. Where ranks' batches have other sizes, runs
+    differ, and all take one rank's order of transfers, `order_of`. `sink_gathers` and `reshard` have left each gather
+    at its first use, which is its latest position.
     """
     gm = program.gm
-    names, sources = choice_of(gm).starts, sources_in(gm.graph)
+    names, sources, order = choice_of(gm).starts, sources_in(gm.graph), order_of(gm)
     if names is not None:
-        _move(gm.graph, sources, _chosen(gm.graph, names))
-    elif sources:
-        _move(gm.graph, sources, early(gm, sources, few_alive(gm, sources)).starts)
+        starts = _chosen(gm.graph, names)
+    else:
+        starts = early(gm, sources, few_alive(gm, sources)).starts if sources else {}
+    if order is not None:
+        starts = _ordered(gm.graph, sources, starts, order)
+    _move(gm.graph, sources, starts)
+    set_order(gm, _order(gm.graph, sources))
     clean(gm)
 
 
@@ -188,6 +193,29 @@ def _move(graph: Graph, sources: Sequence[Source], starts: dict[Node, int]) -> N
         moves += [(at, node) for node in x.chain] if at < x.at else []
     for at, node in sorted(moves, key=lambda x: x[0]):
         nodes[at].prepend(node)
+
+
+def _order(graph: Graph, sources: Sequence[Source]) -> list[int]:
+    """Return how many other transfers start before each source."""
+    ours, found, others = {x.start for x in sources}, [], 0
+    for node in graph.nodes:
+        if node in ours:
+            found.append(others)
+        others += is_start(node) and node not in ours
+    return found
+
+
+def _ordered(
+    graph: Graph, sources: Sequence[Source], starts: Mapping[Node, int], order: Sequence[int]
+) -> dict[Node, int]:
+    """Return `starts` with each source behind as many other transfers as `order` says."""
+    ours, found = {x.start for x in sources}, dict(starts)
+    others = [k for k, node in enumerate(graph.nodes) if is_start(node) and node not in ours]
+    for x, n in zip(sources, order, strict=False):
+        first = others[n - 1] + 1 if 0 < n <= len(others) else 0
+        last = others[n] if n < len(others) else x.at
+        found[x.start] = max(first, min(found.get(x.start, x.at), last))
+    return found
 
 
 def _chosen(graph: Graph, names: frozenset[tuple[str, str]]) -> dict[Node, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..comm.agreement import agree_among, exchange, exchange_on
 from ..comm.agreement import fingerprint as _short
 from ..comm.failures import backend_on, group_named
 from ..comm.meetings import meetings
-from ..comm.mesh import Axis, Mesh
+from ..comm.mesh import DATA, REPLICATE, Axis, Mesh
 from ..graph.between_ranks import ADVICE, BEHIND_LOSS, NumberedStep
 from ..graph.capture import CaptureError
 from ..graph.fingerprint import between_slices, fingerprint
@@ -31,6 +32,11 @@ from .torch_settings import settings_of_all
 
 _VALUES, _ROWS = "values", "rows"
 _RANKS_TOLD = 4  # whose sentences an error has, at most
+
+
+def only_sums(mesh: Mesh | None) -> bool:
+    """Whether ranks have rows of their own and nothing else, so that sizes of their batches may differ."""
+    return mesh is None or all(axis.size == 1 or axis.name in (REPLICATE, DATA) for axis in mesh.axes)
 
 
 def agreed_inputs(program: Program, machine: Any, deterministic: bool) -> str:
@@ -50,8 +56,9 @@ def agreed_text(program: Program, inputs: str) -> str:
     return "\n".join([inputs, between_slices(program) if _slices(program) else fingerprint(program)])
 
 
-def refuse_differences(what: str, step: NumberedStep, mesh: Mesh | None, again: Callable[[], NumberedStep]) -> None:
+def refuse_differences(what: str, step: NumberedStep, mesh: Mesh | None, again: Callable[[], NumberedStep]) -> bool:
     """Raise `CaptureError` on every rank if values that ranks compute in different ways would make them go apart.
+    Return whether their batches have other sizes or numbers.
 
     `again`: the same step, captured with the user's lines. All ranks must call it.
     """
@@ -66,13 +73,13 @@ def refuse_differences(what: str, step: NumberedStep, mesh: Mesh | None, again: 
     notes = exchange(what, json.dumps(note))
     known = [json.loads(note) for note in notes]
     if mesh is None or (len(set(notes)) == 1 and not step.expects):
-        return
+        return False
     _refuse_other_values(what, step.held, [x["held"] for x in known])
     common: dict[str, dict[str, set[int]]] = {_VALUES: {}, _ROWS: {}}
     for kind, axis, numbers in ((kind, axis, x) for kind, of in told.items() for axis, x in of.items()):
         ranks = [known[rank] for rank in mesh.along(axis)]
         if kind == _ROWS and any(x["given"] != ranks[0]["given"] for x in ranks):
-            continue  # a graph does not tell which of its numbers are those of the batch
+            continue  # a graph does not tell which of its numbers are those, or sizes, of the batch
         theirs = [x["told"][kind][axis] for x in ranks]
         if any(x != theirs[0] for x in theirs):
             rows = _of_all(sorted(numbers), max(length for length, _ in theirs), mesh.axis(axis), what)
@@ -88,6 +95,7 @@ def refuse_differences(what: str, step: NumberedStep, mesh: Mesh | None, again: 
     found = [f"  rank {rank}: {x}" for rank, x in before_loss or told_ranks]
     if found:
         raise CaptureError("\n".join([f"{what}: ranks differ.", *found[:_RANKS_TOLD], ADVICE]))
+    return len({x["given"] for x in known}) > 1
 
 
 def _refuse_other_values(what: str, held: Sequence[Held], told: Sequence[Mapping[str, str]]) -> None:
@@ -131,7 +139,8 @@ def _slices(program: Program) -> list[str]:
 def _inputs(program: Program, *, shards: bool) -> dict[str, str]:
     """Return the shapes and dtypes of the state, with or without its shards, and of the batch.
 
-    A number in the batch may differ from rank to rank, unless it meets the state: see `refuse_differences`.
+    A number in the batch may differ from rank to rank, unless it meets the state: see `refuse_differences`. So may
+    sizes, where ranks only sum gradients, as along "data".
     """
     cut = {
         f"state.{name}"
@@ -139,7 +148,10 @@ def _inputs(program: Program, *, shards: bool) -> dict[str, str]:
         if spec is not None
     }
     baked = {f"batch.{name}" for name in program.batch.baked}
-    return {k: v for k, v in program.describe().items() if k not in baked and (shards or k not in cut)}
+    found = {k: v for k, v in program.describe().items() if k not in baked and (shards or k not in cut)}
+    if not only_sums(program.mesh):
+        return found
+    return {k: re.sub(r"\d+(?=[^\[\]]*\])", "*", v) if k.startswith("batch") else v for k, v in found.items()}
 
 
 def _optimizers(program: Program) -> dict[str, str]:

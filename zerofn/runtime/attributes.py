@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import enum
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
 from itertools import chain
@@ -18,7 +19,7 @@ from torch import Tensor
 from ..sharding.sharded import is_sharded
 from ..util.classes import bases_of, held_by, is_dataclass, named
 from .contents import SUMMED
-from .facts import NOTHING, Same
+from .facts import NOTHING, Same, plain
 from .user_code import of_user
 
 _MAKE = {"__init__", "__new__", "__post_init__"}
@@ -44,6 +45,12 @@ def own_attributes(value: Any) -> Mapping[str, Any]:
         return cast(Mapping[str, Any], object.__getattribute__(value, "__dict__"))
     except AttributeError:
         return {}
+
+
+def plain_attributes(value: Any) -> list[str]:
+    """Return the names of a library's object's own attributes that are plain: below the others is half of Python."""
+    own = {} if isinstance(value, type | types.ModuleType) else own_attributes(value)
+    return [name for name, x in own.items() if plain(x) is not None]
 
 
 def classes_of(value: Any) -> tuple[type[Any], ...]:
@@ -123,14 +130,26 @@ def shows(value: Any) -> Callable[[], Any] | None:
     if isinstance(value, ContextVar):
         return partial(value.get, NOTHING)
     for name in ("__self__", "mapping", "obj"):  # of methods in C, views of dicts, memoryviews
-        if (x := getattr(value, name, None)) is not None and not isinstance(x, types.ModuleType):
-            return partial(getattr, value, name)
+        with contextlib.suppress(Exception):  # what a `__getattr__` of a library raises for any name
+            if (x := getattr(value, name, None)) is not None and not isinstance(x, types.ModuleType):
+                return partial(getattr, value, name)
     if isinstance(value, Mapping) and not is_sharded(value):
         return lambda: tuple(value.items())
     try:
         return partial(bytes, value) if memoryview(value).nbytes <= SUMMED else None
     except TypeError:  # it shows no memory
         return None
+
+
+def answers(kinds: Iterable[type], opened: Iterable[tuple[Any, str, Any]]) -> dict[str, Any]:
+    """Return what abstract classes and protocols say of objects: of those, what is registered with one."""
+    found = {}
+    for kind in kinds:
+        for value, path, _ in opened:
+            ask = issubclass if isinstance(value, type) else isinstance
+            with contextlib.suppress(Exception):  # it cannot be asked
+                found[f"{path}: a {named(kind)}"] = plain(ask(value, kind))
+    return found
 
 
 def is_config(value: Any) -> bool:

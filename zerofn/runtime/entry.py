@@ -6,6 +6,7 @@ import weakref
 from typing import Any, NamedTuple
 
 from ..comm.agreement import agree_on
+from ..comm.failures import abandon
 from ..comm.meetings import digest_of
 from ..graph.nested import graphs_of
 from ..graph.node_kinds import argument, is_ours
@@ -14,6 +15,8 @@ from ..graph.resident import resident
 from ..memory.device_allocator import hold
 from ..ops.registry import argument_places
 from ..tree import PyTreeSpec
+from ..util.errors import said
+from .agreed_steps import AgreedStep
 from .backend import Backend, Runner
 from .buffers import Buffers
 
@@ -22,7 +25,7 @@ class Entry:
     """A scheduled program and, once `bind` was called, its buffers and its runner.
 
     `agreed`: the text that all ranks agreed on at its capture; `digest` is of it. `groups`: the names of the process
-    groups in which it communicates.
+    groups in which it communicates. `step`: what ranks have agreed on, or None if this rank has captured it `alone`.
     """
 
     buffers: Buffers
@@ -31,16 +34,23 @@ class Entry:
     def __init__(self, program: Program, donating: bool, backend: Backend, agreed: str) -> None:
         self.program, self.donating, self.backend, self._agreed = program, donating, backend, agreed
         self.digest, self.groups = digest_of(agreed), _groups(program)
-        self._bound = False
+        self._bound = self.alone = False
+        self.step: AgreedStep | None = None
 
     def bind(self) -> None:
         """Allocate the buffers and let the backend make the runner, at the first call. All ranks must call it.
 
         If it fails on one rank, all ranks raise that rank's message, and the next call tries again.
         """
-        if not self._bound:
+        if self.alone and not self._bound:
+            try:
+                self._bind()
+            except Exception as error:  # the others wait in their steps
+                abandon(f"zerofn.compile({self.program.name}) failed: {said(error)}")
+                raise
+        elif not self._bound:
             agree_on(f"zerofn.compile({self.program.name})", self._bind)
-            self._bound = True
+        self._bound = True
 
     def _bind(self) -> tuple[None, str]:
         if not hasattr(self, "buffers"):

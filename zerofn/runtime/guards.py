@@ -8,7 +8,7 @@ What was found in an object of a library's may not matter: a counter beside the 
 else has changed, the step is captured once more on this rank alone. If that is the same graph, what has changed is
 not looked at again, and the log says so.
 
-All ranks must change what is read alike: one that captures again alone waits for the others.
+All ranks must change what is read alike: one that captures again for that waits for the others.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ..graph.moving import watching
 from ..graph.same_graph import Outline, difference
 from ..sharding.sharded import is_sharded
 from ..training.train_state import TrainState
+from .agreed_steps import Reading
 from .contents import Contents
 from .entry import Entry
 from .facts import Facts, Same, changed_paths, told, without
@@ -102,6 +103,18 @@ class LeftOut:
             log.log(level, f"%s: {text}", self.name, some(new))
 
 
+class Checks:
+    """Counts the calls of a step, which are as many on all ranks, where a capture may be of one rank alone."""
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+
+    def due(self) -> bool:
+        """Whether ZEROFN_CHECK is for this call."""
+        self._num_calls += 1
+        return bool(CHECK) and self._num_calls > 1 and (self._num_calls - 1) % CHECK == 0
+
+
 class Captures:
     """The captures of one signature, the last used first.
 
@@ -118,7 +131,6 @@ class Captures:
         self._kept: list[_Kept] = []
         self._reading: _Reading | None = None
         self._num_left_out = 0  # paths that were left out of the reading
-        self._num_found = 0  # calls for which there was a capture
         self.why = ""
 
     @property
@@ -144,10 +156,7 @@ class Captures:
             self._kept.pop(0).entry.close()
             self.why = "a tensor that the step closes over was written to"
             return None
-        self._num_found += 1
         prepare(self._kept[0].entry)
-        if CHECK and self._num_found % CHECK == 0:
-            agree_on(f"ZEROFN_CHECK of {self._left_out.name}", lambda: self._check(again))
         return self._kept[0].entry
 
     def _find_again(self, again: Callable[[bool], Outline]) -> None:
@@ -206,15 +215,28 @@ class Captures:
         del self._kept[KEPT:]
         return entry
 
-    def _check(self, again: Callable[[bool], Outline]) -> tuple[None, str]:
-        """Raise `StaleCapture` if a capture made now is another graph than the one in use."""
-        if self._differs(again):
-            raise StaleCapture(
-                f"{self._left_out.name} has changed since it was captured, by something that is not looked at: "
-                f"{self._differs(again, lines=True)}. Pass what changes in the batch, keep it in the state, or name it "
-                "in zerofn.compile(watch=[...])."
-            )
-        return None, ""
+    def check(self, again: Callable[[bool], Outline] | None) -> None:
+        """Raise `StaleCapture` if a capture made now is another graph than the one in use. All ranks must call it,
+        with None where it was captured just now.
+        """
+
+        def check() -> tuple[None, str]:
+            if again is not None and self._differs(again):
+                raise StaleCapture(
+                    f"{self._left_out.name} has changed since it was captured, by something that is not looked at: "
+                    f"{self._differs(again, lines=True)}. Pass what changes in the batch, keep it in the state, or "
+                    "name it in zerofn.compile(watch=[...])."
+                )
+            return None, ""
+
+        agree_on(f"ZEROFN_CHECK of {self._left_out.name}", check)
+
+    def reading(self, state: Any) -> Reading:
+        """Return what the step depends on now, given the signature of its state, with what the last capture read."""
+        assert self._reading is not None
+        now = self._reading
+        constants = self._kept[0].constants if self._kept else None
+        return Reading(state, now.facts, frozenset(now.reader.unsure), constants)
 
     def drop(self, entry: Entry) -> None:
         """Forget a capture."""

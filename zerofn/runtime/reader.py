@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import abc
 import builtins
-import contextlib
 import dataclasses
 import inspect
 import operator
@@ -34,6 +33,7 @@ from torch import Tensor, nn
 from ..graph.moving import is_generator, is_moving
 from ..util.classes import held_by, is_dataclass, named, of_class
 from .attributes import (
+    answers,
     attributes_of,
     classes_of,
     held,
@@ -41,6 +41,7 @@ from .attributes import (
     names_of,
     own_attributes,
     parts_of,
+    plain_attributes,
     referred,
     shown,
     shows,
@@ -109,7 +110,9 @@ class Reader:
                         self.places.length(own_attributes(value))
                     elif of_user(type(value)):
                         self._later(self._whole, value, path, FOUND)
-        self._answers()
+        if self._answering:
+            self.places.computed(abc.get_cache_token, abc.get_cache_token())
+            self.facts.update(answers(self._answering, self._open))
         self.places.seal()
         return self
 
@@ -256,16 +259,6 @@ class Reader:
             self.places.item(holder, name, holder[name])
             self.visit(holder[name], path, how)
 
-    def _answers(self) -> None:
-        """What abstract classes and protocols say of objects. What is registered with one is seen, and that is all."""
-        if self._answering:
-            self.places.computed(abc.get_cache_token, abc.get_cache_token())
-        for kind in self._answering:
-            for value, path, _ in self._open:
-                ask = issubclass if isinstance(value, type) else isinstance
-                with contextlib.suppress(Exception):  # it cannot be asked
-                    self.facts[f"{path}: a {named(kind)}"] = plain(ask(value, kind))
-
     # --- attributes that functions read -----------------------------------------------------------
 
     def _attribute(self, value: Any, path: str, name: str) -> None:
@@ -276,8 +269,12 @@ class Reader:
         own = own_attributes(value)
         if name in own and not isinstance(value, type):
             self._item(own, name, full)
-        if name == "__dict__" and own:
-            self.visit(own, full)
+        if name == "__dict__":
+            if of_user(value if isinstance(value, type | ModuleType) else type(value)):
+                return self.visit(own, full)
+            for key in plain_attributes(value):
+                self._item(own, key, f"{path}.{key}", FOUND)
+            return
         for kind in classes_of(value):
             if name in held_by(kind):
                 self._of_class(value, full, name, kind)
@@ -335,7 +332,10 @@ class Reader:
         for cell_name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
             if f"{name}: {cell_name}" not in self._skip:
                 self.places.given(held, cell, x := held(cell))
-                self.visit(x, f"{name}: {cell_name}", NAMED if users else FOUND)
+                if cell_name == "__class__":  # of `super()`, which makes no instance
+                    self._open.append((x, f"{name}: {cell_name}", attributes_of(x)))
+                else:
+                    self.visit(x, f"{name}: {cell_name}", NAMED if users else FOUND)
         if users:
             self._code(f)
 

@@ -6,7 +6,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
 from types import CellType
-from typing import Any
+from typing import Any, NoReturn
 
 _EMPTY = CellType()  # compares equal whatever the notes hold
 
@@ -28,6 +28,11 @@ def said(error: BaseException) -> str:
     "KeyError: 'w'"
     """
     return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+
+
+def again(error: Exception) -> NoReturn:
+    """Raise an error that was caught before."""
+    raise error
 
 
 def nearest(word: object, known: Iterable[object], most: int = 2, cutoff: float = 0.7) -> list[str]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch.fx import GraphModule
 
-_KEY = "choice"  # a key of a graph module's metadata
+_KEY, _ORDER = "choice", "order"  # keys of a graph module's metadata
 
 
 class Choice(NamedTuple):
@@ -34,6 +34,16 @@ def choice_of(gm: GraphModule) -> Choice:
 def choose(gm: GraphModule, choice: Choice) -> None:
     """Attach decisions to a graph."""
     gm.meta[_KEY] = choice
+
+
+def order_of(gm: GraphModule) -> list[int] | None:
+    """Return, for each gather of a graph, how many other transfers start before it; None if nothing says so."""
+    return gm.meta.get(_ORDER)
+
+
+def set_order(gm: GraphModule, order: list[int]) -> None:
+    """Attach the order of transfers to a graph."""
+    gm.meta[_ORDER] = order
 
 
 def as_text(choices: list[Choice]) -> str:

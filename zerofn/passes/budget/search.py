@@ -167,16 +167,7 @@ class _Search:
         return self._attempts[tuple(choices)]
 
     def _scheduled(self, choices: list[Choice]) -> _Attempt:
-        tried = replace(
-            self._program,
-            gm=copied(self._program.gm),
-            kept=[],
-            buffers=[],
-            drive_space=[],
-            timings=dict(self._program.timings),
-        )
-        for gm, choice in zip(graphs(tried.gm), choices, strict=True):
-            choose(gm, choice)
+        tried = attempted(self._program, choices)
         self._schedule(tried)
         most: dict[Node, int] = defaultdict(int)
         for node, live in moments(tried.gm, resident(tried).device):
@@ -262,6 +253,16 @@ class _Search:
         if other is None:
             return first.choices
         return min(first, self.ahead(other, budget), key=lambda x: x.run.seconds).choices
+
+
+def attempted(program: Program, choices: Sequence[Choice]) -> Program:
+    """Return a copy of a prepared program with one decision for each graph."""
+    copy = copied(program.gm)
+    timings = dict(program.timings)
+    tried = replace(program, gm=copy, kept=[], buffers=[], drive_space=[], timings=timings)
+    for gm, choice in zip(graphs(tried.gm), choices, strict=False):
+        choose(gm, choice)
+    return tried
 
 
 def graphs(gm: GraphModule) -> list[GraphModule]:

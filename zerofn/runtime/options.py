@@ -1,0 +1,40 @@
+"""The options of a compiled step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from .backend import Backend
+
+
+class Options(NamedTuple):
+    """The arguments of `compile`. `memory`: bytes; `machine`: the cost model, or None."""
+
+    donate: bool
+    memory: int | None
+    remat: str | None
+    machine: Any
+    backend: Backend
+    passes: Callable[[list[Any]], list[Any]] | None
+    deterministic: bool
+    watch: Sequence[Any]
+
+    def checked(self) -> Options:
+        """Return these options. Raises for those that are unknown or contradict each other."""
+        if self.remat not in (None, "full", "auto"):
+            raise ValueError(f"compile: remat={self.remat!r} is not known; there are 'full', 'auto' and None.")
+        if self.remat is not None and self.memory is not None:
+            raise ValueError(
+                f"compile(memory={self.memory!r}) decides what is computed again; leave remat={self.remat!r} out."
+            )
+        if self.passes is not None and not callable(self.passes):
+            raise TypeError(f"compile: passes={self.passes!r} is no function; give one that takes the list of passes.")
+        if isinstance(self.watch, str) or not isinstance(self.watch, Sequence):
+            raise TypeError(f"compile: watch={self.watch!r} is no list; write watch=[settings, lambda: rate()].")
+        return self
+
+    @property
+    def chooses(self) -> bool:
+        """Whether a search decides what stays in memory."""
+        return self.memory is not None or self.remat is not None
