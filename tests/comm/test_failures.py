@@ -157,3 +157,20 @@ def test_one_process_has_no_store():
         assert failures.published_failure() is None
         failures.abandon("nor this")
         assert the(Signs).taken_down is None
+
+
+def test_an_error_of_torchs_own_transfer_says_which_rank_failed(monkeypatch):
+    """Such as of a barrier: only ZeroFn's transfers are explained where they fail."""
+    shown = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(error))
+    monkeypatch.setattr(failures, "is_rank", lambda: True)
+    monkeypatch.setattr(failures, "published_failure", lambda store=None: "rank 1: KeyError: 'a row'")
+    monkeypatch.setattr(failures, "abandon", lambda message: None)
+    monkeypatch.setattr(failures, "publish_failure", lambda message: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    failures.tell_others.__wrapped__(lambda: None)
+    mine, gone = ValueError("of this rank"), RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+    sys.excepthook(ValueError, mine, None)
+    sys.excepthook(RuntimeError, gone, None)
+    assert shown[:2] == [mine, gone] and len(shown) == 3
+    assert str(shown[2]) == "stopped, because another rank failed. rank 1: KeyError: 'a row'"

@@ -372,9 +372,24 @@ def ragged_on_ranks(folder, rank_rows, steps):
     return losses(trainer), found.metrics["test_loss"], found.predictions
 
 
-def test_ranks_whose_rows_differ_in_length(tmp_path):
+class OwnRate(transformers.TrainerCallback):
+    def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
+        if zerofn.rank() == 1:
+            optimizer.param_groups[0]["lr"] = 0.5
+
+
+def on_ranks(folder):
+    found = ragged_on_ranks(folder, 2, 3)
+    trainer = Trainer(build(), TrainingArguments(**options(folder)), train_dataset=rows(), callbacks=[OwnRate()])
+    with pytest.raises(ValueError, match=r"rank 1's are others than rank 0's. Rank \d has the learning rates"):
+        trainer.train()
+    return found
+
+
+def test_ranks_whose_rows_differ_in_length_or_rates(tmp_path):
+    """Rows are padded; rates of a rank's own are an error on all."""
     given = {"train_dataset": rows(48, odd=True), "data_collator": padded}
-    mine, loss, logits = zerofn.run(ragged_on_ranks, tmp_path, 2, 3, ranks=2)
+    mine, loss, logits = zerofn.run(on_ranks, tmp_path, ranks=2)
     np.testing.assert_allclose(mine, losses(theirs(tmp_path, {"max_steps": 3}, **given)), rtol=1e-6)
     alone = ragged_on_ranks(tmp_path, 2, 3)
     assert logits.shape == alone[2].shape and np.isfinite(loss)

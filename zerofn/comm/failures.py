@@ -225,10 +225,14 @@ def explained(error: BaseException) -> BaseException:
     return error
 
 
+def _is_of_transfer(error: BaseException) -> bool:
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
 @functools.cache
 def tell_others(until_heard: Callable[[], None]) -> None:
-    """From now on, leave a message for the other ranks when any error ends this process. `until_heard` waits for them
-    on rank 0, which may hold the store.
+    """From now on, leave a message for the other ranks when any error ends this process, and say what they left where
+    a transfer of torch's own has failed. `until_heard` waits for them on rank 0, which may hold the store.
     """
     before = sys.excepthook
 
@@ -236,6 +240,8 @@ def tell_others(until_heard: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError, dist.DistStoreError):  # the store may be gone
             publish_failure(said(error))
         before(kind, error, trace)
+        if _is_of_transfer(error) and (told := explained(error)) is not error:  # torch's own, such as a barrier
+            before(type(told), told, None)
         with contextlib.suppress(RuntimeError, dist.DistStoreError):
             if is_rank() and dist.get_rank() == 0:
                 until_heard()

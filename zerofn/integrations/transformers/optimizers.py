@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import zerofn
 
 from ..groups import Groups
 
+_NUMBERS = ("lr", "betas", "momentum", "weight_decay")
 RATES = "zerofn_rates.pt"  # in a checkpoint: what the optimizer's groups and the scheduler say
 
 
@@ -77,6 +80,24 @@ def groups_of(
         )
     clip = zerofn.optim.clip_by_global_norm(max_norm) if max_norm and max_norm > 0 else None
     return Groups(optimizer, model, source, clip, others_too=True, before=before)
+
+
+def number_of(optimizer: Any, max_norm: float | None) -> int:
+    """Return a number of what an optimizer's groups say, and of the norm that clips: other ranks' must be the same."""
+    said = [tuple((k, v) for k, v in group.items() if k in _NUMBERS) for group in optimizer.param_groups]
+    return zlib.crc32(repr((said, max_norm)).encode())
+
+
+def check_alike(numbers: Sequence[int], optimizer: Any, max_norm: float | None) -> None:
+    """Raise `ValueError` unless all ranks have the same number."""
+    others = [rank for rank, x in enumerate(numbers) if x != numbers[0]]
+    if others:
+        rates = ", ".join(f"{group['lr']:g}" for group in optimizer.param_groups)
+        raise ValueError(
+            f"Trainer: the optimizer's groups, or max_grad_norm, are not the same on all ranks: rank {others[0]}'s are "
+            f"others than rank 0's. Rank {zerofn.rank()} has the learning rates {rates} and max_grad_norm={max_norm}. "
+            "Each rank updates its shards by what it has: let the callback or scheduler write the same on every rank."
+        )
 
 
 def save_rates(optimizer: Any, scheduler: Any, folder: str | Path) -> None:

@@ -26,7 +26,8 @@ _KNOWN = (*_SOURCE, "decoder_input_ids", "decoder_attention_mask", "labels")
 class Padding:
     """`padding(inputs) -> inputs`, longer where other ranks' are. `processor`: the tokenizer, whose token and side for
     padding are taken; `ignored`: the label that counts in no loss; `masks`: other inputs that are 0 where nothing
-    counts. `added`: how many positions of a row the last call has added, summed over ranks. All ranks must call it.
+    counts. `added`: how many positions of a row the last call has added, summed over ranks; `said`: the numbers that it
+    was given on the ranks. All ranks must call it.
     """
 
     def __init__(self, model: Any, processor: Any, ignored: int, masks: Sequence[str] = ()) -> None:
@@ -36,16 +37,18 @@ class Padding:
         values = {"input_ids": token or 0, "decoder_input_ids": token or 0, "labels": ignored}
         self._values = {name: values.get(name, 0) for name in (*_KNOWN, *masks)}
         self.added = 0
+        self.said: list[int] = []
         self._left = getattr(processor, "padding_side", "right") == "left"
         bare = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._causal = type(bare).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         self._most: int | None = getattr(config, "max_position_embeddings", None)
         self._first: tuple[int, ...] | None = None
 
-    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, inputs: Mapping[str, Any], said: int = 0) -> dict[str, Any]:
         """Return the inputs, padded. Raises `ValueError` where lengths differ and nothing masks what would be added."""
         ours = [_length(inputs.get(name)) for name in self._values]
-        found = zerofn.collectives.all_gather(torch.tensor([ours], device=_device(inputs))).tolist()
+        found = zerofn.collectives.all_gather(torch.tensor([[*ours, said]], device=_device(inputs))).tolist()
+        self.said = [x.pop() for x in found]
         longest = tuple(map(max, zip(*found, strict=True)))
         self._first = self._first or longest
         masked, self.added = self._is_masked(inputs), 0

@@ -25,7 +25,7 @@ from .arguments import OurArguments, TrainingArguments
 from .evaluation import EvaluatedModel, outputs_of
 from .meshes import TrainerOnMesh
 from .modules import calls_as_autocast
-from .optimizers import Followed, groups_of, load_rates, own_optimizer, save_rates
+from .optimizers import Followed, check_alike, groups_of, load_rates, number_of, own_optimizer, save_rates
 from .padding import Padding
 from .steps import check_overrides, compiled_step, stack
 
@@ -259,11 +259,11 @@ class Trainer(TrainerOnMesh):
         return self.model, train_dataloader
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Take a microbatch; at an update's last one, run the step. Returns its loss, over all ranks and
-        microbatches.
-        """
+        """Take a microbatch; at an update's last one, run the step. Returns its loss, of all ranks and microbatches."""
         model.train()
-        self._micro.append(self._padding({k: v for k, v in self._prepare_inputs(inputs).items() if v is not None}))
+        given = {k: v for k, v in self._prepare_inputs(inputs).items() if v is not None}
+        self._micro.append(self._padding(given, number_of(self.optimizer, self.args.max_grad_norm)))
+        check_alike(self._padding.said, self.optimizer, self.args.max_grad_norm)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         micro, self._micro = self._micro, []
