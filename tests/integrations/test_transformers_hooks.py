@@ -2,9 +2,12 @@
 
 import inspect
 
+import pytest
+import torch
 import transformers
 
-from tests.integrations.test_transformers import build, options, rows
+import zerofn
+from tests.integrations.test_transformers import build, options, rows, t5_config
 from tests.integrations.test_transformers import pytestmark as pytestmark
 from zerofn.integrations import transformers as ours
 
@@ -27,7 +30,7 @@ TABLE = {
         SCRIPT,
     ),
     "compute_loss": CAPTURED,
-    "load_generation_config": "called by Seq2SeqTrainer alone",
+    "load_generation_config": "called by Seq2SeqTrainer alone, as often",
     "autocast_smart_context_manager": CAPTURED,
     "compute_loss_context_manager": CAPTURED,
 }
@@ -60,17 +63,22 @@ def counted(kind):
     return made, counts
 
 
-def run(library, folder):
+def run(library, folder, name="Trainer"):
     """Train with evaluations, checkpoints and accumulation, predict, save, resume. Returns (counts, of callbacks)."""
-    trainer_kind, counts = counted(library.Trainer)
+    trainer_kind, counts = counted(getattr(library, name))
     callback_kind, of_callbacks = counted(transformers.TrainerCallback)
+    generates = name == "Seq2SeqTrainer"
+    generation = transformers.GenerationConfig(max_length=6, num_beams=2, decoder_start_token_id=0, pad_token_id=0)
     more = {
         "max_steps": 4, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
         "save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True,
+        **({"predict_with_generate": True, "generation_config": generation} if generates else {}),
+        **({"ddp_backend": "gloo"} if zerofn.world_size() > 1 else {}),
     }  # fmt: skip
-    args = library.TrainingArguments(**options(folder, **more))
+    arguments = library.Seq2SeqTrainingArguments if generates else library.TrainingArguments
     given = {"train_dataset": rows(40), "eval_dataset": rows(8), "callbacks": [callback_kind()]}
-    trainer = trainer_kind(model=build(), args=args, **given)
+    model = build_t5() if generates else build()
+    trainer = trainer_kind(model=model, args=arguments(**options(folder, **more)), **given)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
     trainer.predict(rows(4))
@@ -79,15 +87,35 @@ def run(library, folder):
     return tuple({name: len(calls) for name, calls in x.items()} for x in (counts, of_callbacks))
 
 
+def build_t5():
+    torch.manual_seed(3)
+    return transformers.T5ForConditionalGeneration(t5_config(50))
+
+
+def both(folder, name):
+    return [run(library, folder / library.__name__, name) for library in (transformers, ours)]
+
+
 def test_every_method_has_a_line_in_the_table():
     names = {x for kind in (transformers.Trainer, transformers.Seq2SeqTrainer) for x in methods(kind)}
     assert not {name for name in names if not name.startswith("_")} ^ set(TABLE)
     assert set(PRIVATE) | REFUSED <= names
 
 
-def test_methods_and_hooks_are_called_as_often(tmp_path):
-    theirs, of_theirs = run(transformers, tmp_path / "theirs")
-    mine, of_mine = run(ours, tmp_path / "ours")
+@pytest.mark.part(name=["Trainer"])
+@pytest.mark.parametrize("name", ["Trainer", "Seq2SeqTrainer"])
+def test_methods_and_hooks_are_called_as_often(tmp_path, name):
+    check(*both(tmp_path, name))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", ["Trainer", "Seq2SeqTrainer"])
+def test_methods_and_hooks_are_called_as_often_on_ranks(tmp_path, name):
+    check(*zerofn.run(both, tmp_path, name, ranks=2))
+
+
+def check(plain, moved):
+    (theirs, of_theirs), (mine, of_mine) = plain, moved
     assert of_mine == of_theirs and sum(of_theirs.values()) > 50
     assert of_theirs.keys() == {name for name, n in of_theirs.items() if n} | {"on_push_begin"}
     differs = {name for name, n in theirs.items() if mine[name] != n}
