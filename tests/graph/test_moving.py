@@ -1,5 +1,6 @@
 """What a step draws or takes from outside at each call is refused: it would be a constant of the captured step."""
 
+import io
 import itertools
 import os
 import random
@@ -9,6 +10,7 @@ import uuid
 import numpy as np
 import pytest
 import torch
+import tqdm
 
 import zerofn
 from zerofn.graph.moving import is_moving, position_of, unmoved, watching
@@ -164,6 +166,31 @@ def test_the_position_of_a_file():
         before = position_of(x)
         next(x)
         assert position_of(x) != before
+
+
+class Output(io.TextIOBase):
+    """As a notebook's: it can be written, has no position, and counts what it was given."""
+
+    def __init__(self):
+        self.texts = []
+
+    def write(self, text):
+        self.texts = [*self.texts, text]
+        return len(text)
+
+
+@pytest.mark.parametrize("make", [lambda path: open(path, "w"), lambda path: Output()], ids=["a log", "an output"])
+def test_a_step_may_write_to_a_stream_that_it_cannot_read(make, tmp_path):
+    with make(tmp_path / "log") as stream:
+        bar = tqdm.tqdm(range(2), file=stream)
+
+        def step(state, batch):
+            print("a line", file=stream)
+            bar.set_postfix(mean=batch.mean().item())
+            return state, batch.mean()
+
+        _, mean = zerofn.compile(step)({"a": torch.ones(2)}, torch.ones(2))
+    assert mean == 1
 
 
 def test_only_what_moved_inside_is_told():

@@ -5,6 +5,7 @@ Python and NumPy, the next value of an iterator, a random identifier, torch's se
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import os
 import pickle
@@ -41,11 +42,14 @@ class Moved(RuntimeError):
 
 
 def is_moving(value: Any) -> bool:
-    """Whether reading a value changes it: a generator of random numbers, an iterator.
+    """Whether reading a value changes it: a generator of random numbers, an iterator. A stream that is only written,
+    such as a log or a notebook's output, gives a step nothing.
 
     >>> is_moving(random.Random(0)), is_moving(iter([1])), is_moving([1])
     (True, True, False)
     """
+    if isinstance(value, io.IOBase):
+        return not value.closed and value.readable()
     return is_generator(value) or (of_class(type(value), "__next__") is not None and not isinstance(value, type))
 
 
