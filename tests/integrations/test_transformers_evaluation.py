@@ -229,6 +229,7 @@ def kept(library, folder, parts):
     return found, losses(trainer)
 
 
+@pytest.mark.part(parts=[2])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_what_a_models_parts_keep_is_there_between_steps(tmp_path, parts, caplog):
     caplog.set_level("INFO", "zerofn")
