@@ -1,5 +1,6 @@
 """Lightning's Trainer with ZeroFn's strategy, beside its own on one process."""
 
+import copy
 import os
 
 import lightning.pytorch as pl
@@ -365,6 +366,36 @@ def test_what_has_no_counterpart_is_a_sentence(name):
 def test_options_without_an_effect(given, sentence):
     with pytest.raises(ValueError, match=sentence):
         fitted(ZeroFnStrategy(), **given)
+
+
+class Taught(Module):
+    """A teacher that Lightning does not know, as it is in none of the module's lists."""
+
+    def __init__(self):
+        super().__init__()
+        self.__dict__["teacher"] = copy.deepcopy(self.net).requires_grad_(False).eval()
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            wanted = self.teacher(batch[0])
+        found = super().training_step(batch, batch_idx)
+        return {**found, "loss": found["loss"] + (self(batch[0]) - wanted).square().mean()}
+
+
+def test_a_teacher_outside_of_the_modules_lists_is_a_constant():
+    (*_, plain), (*_, ours) = (fitted(strategy, module=Taught, max_epochs=1) for strategy in ("auto", ZeroFnStrategy()))
+    for name, x in plain.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], x, rtol=1e-5, atol=1e-6)
+
+
+def test_a_lazy_layer_is_told_before_anything():
+    class Lazy(Module):
+        def __init__(self):
+            super().__init__()
+            self.net.head = nn.LazyLinear(CLASSES)
+
+    with pytest.raises(ValueError, match=r"Lazy: 'net.head.weight' has no shape.*self\(example\)"):
+        fitted(ZeroFnStrategy(), module=Lazy)
 
 
 def test_a_branch_on_data_is_told():

@@ -26,6 +26,13 @@ def check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             f"{name}: manual optimization calls backward by itself, and there is no graph to do so; write such a "
             "step as a function: zerofn.compile(train_step)."
         )
+    for path, p in module.named_parameters():
+        if nn.parameter.is_lazy(p):
+            raise ValueError(
+                f"{name}: {path!r} has no shape before the first batch, and the state is made of shapes. Run the "
+                "module once in __init__ or configure_model, as in torch.no_grad(): self(example), or give the layer "
+                "its number of inputs."
+            )
     plugin = getattr(trainer.strategy, "_precision_plugin", None)
     if plugin is not None and not type(plugin).__module__.startswith("lightning."):
         raise ValueError(
