@@ -216,6 +216,7 @@ def test_entries_of_files_without_a_mirror_name_files():
 
 # What the search over budgets shares with a pass, so that it chooses by the numbers by which the pass then acts.
 SHARED_WITH_THE_SEARCH = {
+    "hoist_gathers": {"hoistable"},
     "offload_activations": {"Stay", "stays"},
     "prefetch": {"Source", "sources_in", "Bound", "Run", "early", "few_alive"},
     "reshard": {"uses_of_gathers", "num_others"},

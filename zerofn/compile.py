@@ -300,7 +300,7 @@ class CompiledStep:
         again = lambda: NumberedStep(captured(self._step, state, batch, traces=True)[0])  # noqa: E731  (with lines)
         differ = refuse_differences(what, mine.numbered, mine.program.mesh, again)
         prepare, first = functools.partial(self._prepared, mine), None
-        if self._options.chooses or differ:
+        if differ or mine.pipeline.chooses(mine.program, **self._options.search):
             order = functools.partial(mine.pipeline.orders, mine.program) if differ else None
             first = shared(what, mine.program, prepare, order)
         found = agree_on(what, lambda: self._scheduled(mine, first or Decisions(prepare()), why))
@@ -329,9 +329,7 @@ class CompiledStep:
     def _prepared(self, captured: _Captured) -> list[Choice]:
         """Run the passes that stand before any decision about memory, and return this rank's decisions."""
         captured.pipeline.prepare(captured.program, self._options.machine)
-        if not self._options.chooses:
-            return []
-        return captured.pipeline.decide(captured.program, memory=self._options.memory, remat=self._options.remat)
+        return captured.pipeline.decide(captured.program, **self._options.search)
 
     def _donates(self, program: Program) -> bool:
         return self._options.donate and program.new_state is not None

@@ -193,11 +193,11 @@ def lowered(
         return captured(step, state_of(module, stage, **options), batch_of(), *schedule).gm
 
 
-def assert_results_stay(*schedule: Callable[[Program], None]) -> None:
+def assert_results_stay(*schedule: Callable[[Program], None], num_microbatches: int = 1) -> None:
     """On a real rank: the everyday step at stage 3 has the same bits after some passes."""
     module = build(6)
     state, batch = state_of(module, 3), batch_of(dist.get_rank())
-    step = train_step_of(module)
+    step = train_step_of(module, num_microbatches)
     before = results(captured(step, state, batch), state, batch)
     assert_same_trees(results(captured(step, state, batch, *schedule), state, batch), before, "stage 3")
 

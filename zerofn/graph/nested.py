@@ -86,15 +86,22 @@ def stack_of(x: Tensor, n: int) -> Tensor:
 
 class Call(NamedTuple):
     """The body that a node runs. `name`: where the module around it has it. `given`: the body's inputs, except a
-    round's index, and the values that the node passes for them, whole or row by row. The node's results are the sums
-    over `rounds` of the body's first `num_sums` results, then stacks of the others.
+    round's index, and the values that the node passes for them: of the first `num_cut` a row in each round, the others
+    whole. The node's results are the sums over `rounds` of the body's first `num_sums` results, then stacks of the
+    others.
     """
 
     name: str
     body: GraphModule
     rounds: int
     given: dict[Node, Node]
+    num_cut: int
     num_sums: int
+
+    @property
+    def whole(self) -> Sequence[Node]:
+        """The inputs that are the same in every round, unless the body writes to them."""
+        return list(self.given)[self.num_cut :]
 
     @property
     def results(self) -> Sequence[Any]:
@@ -108,7 +115,7 @@ def _call_of_repeat(node: Node) -> Call:
     body = node.graph.owning_module.get_submodule(name)  # type: ignore[union-attr]
     inputs = [x for x in body.graph.nodes if x.op == "placeholder"]  # type: ignore[union-attr]
     given = dict(zip(inputs[1:], [*sequences, *closed], strict=True))  # type: ignore[misc]
-    return Call(name, body, rounds, given, num_sums)  # type: ignore[arg-type]
+    return Call(name, body, rounds, given, len(sequences), num_sums)  # type: ignore[arg-type]
 
 
 _WRITES_NOTHING = ("print", "out_dtype")  # higher-order operations without a graph
@@ -167,3 +174,13 @@ def is_unknown(node: Node) -> bool:
 def give(node: Node, old: Node, new: Node) -> None:
     """Replace the value `old` by `new` in what a node passes to its body."""
     node.args = tuple([new if x is old else x for x in a] if isinstance(a, list | tuple) else a for a in node.args)
+
+
+def pass_in(node: Node, call: Call, value: Node) -> Node:
+    """Pass one more value whole to a node's body, and return the body's input for it."""
+    with call.body.graph.inserting_after([*call.given][-1]):
+        inside = call.body.graph.placeholder(value.name)
+    inside.meta["val"] = value.meta["val"]
+    where, rounds, sequences, closed, num_sums = node.args
+    node.args = (where, rounds, sequences, [*closed, value], num_sums)  # type: ignore[misc]
+    return inside

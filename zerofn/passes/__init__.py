@@ -15,6 +15,7 @@ from .functionalize import functionalize
 from .fuse_norms import fuse_norms
 from .gradients_as_bucket_views import gradients_as_bucket_views
 from .hide_sums import hide_sums
+from .hoist_gathers import hoist_gathers
 from .offload_activations import offload_activations
 from .offload_gradients import offload_gradients
 from .prefetch import prefetch
@@ -59,6 +60,7 @@ def standard(donating: bool) -> list[Pass]:
         Pass(split_state_reads, "body"),
         Pass(sink_gathers, "body"),
         # decide what is saved for the backward pass, and when transfers start
+        Pass(hoist_gathers),
         Pass(recompute_activations, "body"),
         Pass(offload_activations, "body"),
         Pass(reshard, "body"),

@@ -19,14 +19,16 @@ from ._checked import apply_checked
 from ._pass import Pass
 from .assign_buffers import MORE, assign_buffers
 from .budget.decision import Choice, choose, order_of, set_order
-from .budget.search import attempted, graphs, recomputed, within
+from .budget.hoists import of_bodies
+from .budget.search import attempted, beside, graphs, recomputed, within
+from .hoist_gathers import hoist_gathers
 from .offload_activations import offload_activations
 from .prefetch import prefetch
 from .read_local_shards import read_local_shards
 from .recompute_activations import recompute_activations
 from .reshard import reshard
 
-CARRY_OUT_CHOICES = (recompute_activations, offload_activations, reshard, prefetch)
+CARRY_OUT_CHOICES = (hoist_gathers, recompute_activations, offload_activations, reshard, prefetch)
 # The search skips these. The result of `read_local_shards` differs by rank, and decisions must not. `assign_buffers`
 # runs once, in the room that the search leaves for static buffers.
 NOT_SEARCHED = (read_local_shards, assign_buffers)
@@ -58,22 +60,32 @@ class Pipeline:
         _dump(program, 0, "capture")
         self._apply(program, self.passes[: self._num_prepare], 1)
 
+    def chooses(self, program: Program, *, memory: int | None, remat: str | None) -> bool:
+        """Return whether there is something to decide about memory."""
+        hoists = any(each.fn is hoist_gathers for each in self.passes) and any(of_bodies(program.gm).values())
+        return memory is not None or remat is not None or hoists
+
     def decide(self, program: Program, *, memory: int | None, remat: str | None) -> list[Choice]:
-        """Return the decisions about memory for the graphs of a prepared program; see `budget`.
+        """Return the decisions about memory for the graphs of a prepared program, [] if there is nothing to decide; see
+        `budget`.
 
         Ranks may differ by a few bytes and so decide differently: use the decisions of one rank on all. Raises
         `MemoryError` if no schedule fits into `memory` bytes.
         """
+        if not self.chooses(program, memory=memory, remat=remat):
+            return []
         start = time.perf_counter()
         passes = [each for each in self.passes[self._num_prepare :] if each.fn not in NOT_SEARCHED]
 
         def schedule(tried: Program) -> None:
             self._apply(tried, passes)
 
-        if remat:
+        if remat is not None:
             choices = recomputed(program, remat, schedule)
+        elif memory is not None:
+            choices = within(program, memory, schedule, MORE)  # room for static buffers
         else:
-            choices = within(program, memory or 0, schedule, MORE)  # room for static buffers
+            choices = beside(program, schedule)
         program.timings["choices"] = time.perf_counter() - start
         return choices
 

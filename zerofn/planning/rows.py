@@ -296,8 +296,6 @@ class RowPlanner:
         return Row(config, needs, lacking(needs, m, self.ranks_of_node), plan, found.tokens, found.unit)
 
     def _choices(self, pipeline: passes.Pipeline, program: Program, remat: str | None) -> Sequence[Choice]:
-        if remat is None:
-            return ()
         return pipeline.decide(program, memory=self._budget(remat), remat=None if remat == BUDGET else remat)
 
     def _budget(self, remat: str | None) -> int | None:

@@ -35,6 +35,6 @@ class Options(NamedTuple):
         return self
 
     @property
-    def chooses(self) -> bool:
-        """Whether a search decides what stays in memory."""
-        return self.memory is not None or self.remat is not None
+    def search(self) -> dict[str, Any]:
+        """What the search for a schedule is told."""
+        return {"memory": self.memory, "remat": self.remat}

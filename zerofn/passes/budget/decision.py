@@ -17,13 +17,15 @@ class Choice(NamedTuple):
 
     `dropped`: activations that the backward pass recomputes. `cuts`: (gather, the last use before the unit is
     dropped and gathered again). `starts`: (gather, the node before which it starts); other gathers start at their
-    first use. `offloaded`: activations that wait in host memory. None leaves `cuts` or `starts` to the passes.
+    first use. `offloaded`: activations that wait in host memory. `hoisted`: gathers of a loop's body that come once,
+    before it. None leaves `cuts` or `starts` to the passes.
     """
 
     dropped: frozenset[str] = frozenset()
     cuts: frozenset[tuple[str, str]] | None = None
     starts: frozenset[tuple[str, str]] | None = None
     offloaded: frozenset[str] = frozenset()
+    hoisted: frozenset[str] = frozenset()
 
 
 def choice_of(gm: GraphModule) -> Choice:
@@ -54,8 +56,8 @@ def as_text(choices: list[Choice]) -> str:
 def from_text(text: str) -> list[Choice]:
     """Return the decisions that `as_text` wrote."""
     return [
-        Choice(frozenset(dropped), _pairs(cuts), _pairs(starts), frozenset(offloaded))
-        for dropped, cuts, starts, offloaded in json.loads(text)
+        Choice(frozenset(dropped), _pairs(cuts), _pairs(starts), frozenset(offloaded), frozenset(hoisted))
+        for dropped, cuts, starts, offloaded, hoisted in json.loads(text)
     ]
 
 

@@ -30,6 +30,7 @@ from ..prefetch import Bound, Run, Source, early, few_alive, sources_in
 from ..reshard import num_others, uses_of_gathers
 from .decision import Choice, choose
 from .eviction import Drop, cheapest
+from .hoists import fitting, of_bodies
 
 log = logging.getLogger("zerofn")
 TRIES = 8  # schedules to try before giving up
@@ -56,15 +57,15 @@ def within(program: Program, budget: int, schedule: Schedule, room: float) -> li
     ways: list[_Attempt] = []
     for limit in (int(budget / (1 + room)), budget):
         if whole.peak <= limit:
-            return search.ahead(whole, limit).choices
+            return search.ahead(search.hoisted(whole, limit), limit).choices
         drops = drops or [list(_drops(gm, _positions_in(gm.graph, x.gm.graph))) for gm, x in search.pairs(whole)]
         found = search.fit(whole, drops, limit, _choice)
         if found is not None:
             return search.soonest(found, whole, drops, limit)
         ways = ways or search.ways(whole, drops)
-        fitting = [search.ahead(x, limit) for x in ways if x.peak <= limit]
-        if fitting:
-            return min(fitting, key=lambda x: x.run.seconds).choices
+        fast = [search.ahead(search.hoisted(x, limit), limit) for x in ways if x.peak <= limit]
+        if fast:
+            return min(fast, key=lambda x: x.run.seconds).choices
     least = search.least([whole, *ways], lambda limit: search.fit(whole, drops, limit, _choice), room)
     if least.peak <= budget:
         return least.choices
@@ -102,6 +103,15 @@ def recomputed(program: Program, how: str, schedule: Schedule) -> list[Choice]:
     ]
     found = search.fit(whole, drops, whole.peak // 2, lambda taken: _choice(taken)._replace(cuts=None, starts=None))
     return found.choices if found is not None else full
+
+
+def beside(program: Program, schedule: Schedule) -> list[Choice]:
+    """Return decisions that take no more memory than none: units that fit beside everything else stay gathered through
+    all microbatches. `schedule` must be the same on all ranks.
+    """
+    search = _Search(program, schedule, lambda live: sum(live.values()))
+    plain = search.attempt([Choice() for _ in search.graphs])
+    return search.hoisted(plain, plain.peak).choices
 
 
 class OverBudget(MemoryError):
@@ -158,6 +168,7 @@ class _Search:
     def __init__(self, program: Program, schedule: Schedule, weigh: Callable[[Live], int]) -> None:
         self._program, self._schedule, self._weigh = program, schedule, weigh
         self.graphs = graphs(program.gm)
+        self._hoists = of_bodies(program.gm)
         self._attempts: dict[tuple[Choice, ...], _Attempt] = {}
 
     def attempt(self, choices: list[Choice]) -> _Attempt:
@@ -240,11 +251,33 @@ class _Search:
             limit -= less
         return found
 
+    def hoisted(self, found: _Attempt, limit: int) -> _Attempt:
+        """Return the attempt with as many units gathered once for all microbatches as `limit` allows."""
+        if not any(self._hoists.values()):
+            return found
+        aim = limit
+        for _ in range(TRIES):
+            names = [fitting(x.gm, x.level, self._hoists.get(gm, ()), aim) for gm, x in self.pairs(found)]
+            if not any(names):
+                break
+            choices = [x._replace(hoisted=frozenset(each)) for x, each in zip(found.choices, names, strict=True)]
+            tried = self.attempt(choices)
+            if tried.peak <= limit:
+                return tried
+            aim -= tried.peak - limit
+        return found
+
     def soonest(self, found: _Attempt, whole: _Attempt, drops: list[list[Drop]], budget: int) -> list[Choice]:
-        """Return the faster of two attempts: this one with early gathers, or one that drops more to make room for
-        two units ahead.
+        """Return the fastest of these attempts: this one, with units gathered once for all microbatches where there is
+        room; one that drops more to make room for all of them; each with early gathers; and one that drops more to make
+        room for two units ahead.
         """
         first = self.ahead(found, budget)
+        if any(self._hoists.values()):
+            more = sum(memory_bytes(x.meta["val"]) for gathers in self._hoists.values() for x in gathers)
+            roomy = self.fit(whole, drops, budget - more, _choice)
+            ways = [self.ahead(self.hoisted(x, budget), budget) for x in (found, roomy) if x is not None]
+            first = min(*ways, first, key=lambda x: x.run.seconds)
         sizes = sorted(x.nbytes for gm in self.graphs for x in sources_in(gm.graph))
         longer = [x.early(budget).seconds / x.early(math.inf).seconds for x in found.graphs]
         if not sizes or max(longer) <= 1 + SHORT:
