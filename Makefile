@@ -5,8 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PEERS ?= .venv-peers
 RANKS ?= 2
-# One more than the cores of a small machine: tests often wait for ranks and programs.
-JOBS ?= 3
+# Two more than the cores of a small machine: tests often wait for ranks and programs.
+JOBS ?= 4
 # Of the 20,000 modules that are installed few are ever imported: those are compiled then, and not all of them here.
 PIP = bin/python -m pip install --disable-pip-version-check --quiet --no-compile
 KERNELS := CMakeLists.txt $(wildcard ops/csrc/*)
