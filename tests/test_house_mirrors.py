@@ -66,6 +66,7 @@ TESTED_BY = {
     "integrations.transformers.arguments": "integrations/test_transformers.py",
     "integrations.transformers.evaluation": "integrations/test_transformers_evaluation.py",
     "integrations.transformers.meshes": "integrations/test_transformers_mesh.py",
+    "integrations.transformers.names": "integrations/test_names.py",
     "integrations.transformers.modules": "integrations/test_transformers.py",
     "integrations.transformers.optimizers": "integrations/test_transformers_optimizers.py",
     "integrations.transformers.seq2seq": "integrations/test_transformers.py",

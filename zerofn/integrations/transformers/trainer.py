@@ -25,6 +25,7 @@ from .arguments import OurArguments, TrainingArguments
 from .evaluation import EvaluatedModel, outputs_of
 from .meshes import TrainerOnMesh
 from .modules import calls_as_autocast
+from .names import exported, loaded
 from .optimizers import Followed, check_alike, groups_of, load_rates, number_of, own_optimizer, save_rates
 from .padding import Padding
 from .steps import check_overrides, compiled_step, stack
@@ -349,7 +350,7 @@ class Trainer(TrainerOnMesh):
             save_adapters(self.model, out, self.args.should_save)
         if self.args.should_save:
             if not adapted:
-                zerofn.export(path, out, part="", max_shard_size="5GB", rename=name_in_model)
+                zerofn.export(path, out, part="", max_shard_size="5GB", rename=exported(self.model))
             if not whole and not adapted:
                 shutil.rmtree(path)
             save_beside(self.model, self._processor(), self.args, out)
@@ -390,11 +391,5 @@ class Trainer(TrainerOnMesh):
         elif has_adapters(self.model):
             load_adapters(self.model, best)
         else:
-            params = zerofn.load_safetensors(best, like=self.sharded.params)
+            params = zerofn.load_safetensors(best, like=self.sharded.params, rename=loaded(self.model))
             self.sharded = dataclasses.replace(self.sharded, params=params)
-
-
-def name_in_model(path: str) -> str | None:
-    """Return the name of a state's leaf in the model's state dict, None for one that is not there."""
-    part, _, name = path.partition(".")
-    return name if part in ("params", "extra") else None
