@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
-from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import zerofn
 from zerofn.integrations.lightning import ZeroFnStrategy
 
 from .test_lightning import pytestmark as pytestmark
@@ -138,7 +139,8 @@ def used(classes, folder):
     def trainer(**more):
         given = {"max_epochs": 2, "limit_train_batches": 4, "limit_val_batches": 2, "limit_test_batches": 2}
         given |= {"limit_predict_batches": 2, "logger": False, "enable_progress_bar": False}
-        given |= {"enable_model_summary": False, "default_root_dir": folder, "accelerator": "cpu", "devices": 1}
+        given |= {"enable_model_summary": False, "default_root_dir": folder, "accelerator": "cpu"}
+        given |= {"devices": zerofn.world_size()}
         return pl.Trainer(strategy=classes.strategy(), **{"callbacks": [classes.callback()], **given, **more})
 
     for make, *data in ((classes.module,), (BoringModel, classes.data())):
@@ -172,14 +174,32 @@ def test_the_table_has_every_method(name):
     assert sorted(found) == sorted([*called, *others])
 
 
-def test_methods_are_called_as_often(tmp_path):
+def both(folder):
+    """How often methods are called: (by Lightning's own strategy, by ZeroFn's)."""
     torch.manual_seed(0)
-    theirs, ours = Classes(SingleDeviceStrategy, device="cpu"), Classes(ZeroFnStrategy)
-    used(theirs, tmp_path / "theirs")
-    used(ours, tmp_path / "ours")
+    alone = zerofn.world_size() == 1
+    theirs = Classes(SingleDeviceStrategy, device="cpu") if alone else Classes(DDPStrategy)
+    ours = Classes(ZeroFnStrategy)
+    for name, classes in (("theirs", theirs), ("ours", ours)):
+        used(classes, folder / name)
+    return theirs.calls, ours.calls
+
+
+def check(folder):
+    theirs, ours = both(folder)
     for name, (_, called, _) in TABLES.items():
-        assert {x: ours.calls[name][x] for x in called} == {x: theirs.calls[name][x] for x in called}, name
-        assert [x for x in called if not theirs.calls[name][x]] == []
+        assert {x: ours[name][x] for x in called} == {x: theirs[name][x] for x in called}, name
+        assert zerofn.rank() > 0 or [x for x in called if not theirs[name][x]] == []  # prepare_data is rank 0's
+
+
+def test_methods_are_called_as_often(tmp_path):
+    check(tmp_path)
+
+
+@pytest.mark.whole
+def test_methods_are_called_as_often_on_ranks(tmp_path):
+    """As by DDP, on each rank."""
+    zerofn.run(check, tmp_path, ranks=2)
 
 
 REFUSED = [
