@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .comm.failures import abort
     from .comm.mesh import Mesh
     from .comm.present import rank, world_size
+    from .comm.reasons import because
     from .compile import compile
     from .cost.calibrate import this_machine
     from .cost.machine import Machine
@@ -80,6 +81,7 @@ _WHERE = {
     "Sharded": "sharding.sharded",
     "TrainState": "training.train_state",
     "abort": "comm.failures",
+    "because": "comm.reasons",
     "abstract": "sharding.abstract",
     "compile": "compile",
     "copy": "sharding.copying",
@@ -105,6 +107,7 @@ __all__ = [
     "abstract",
     "accumulate",
     "all_finite",
+    "because",
     "collectives",
     "compile",
     "copy",

@@ -4,14 +4,18 @@ import copy
 import dataclasses
 import io
 import logging
+import time
 import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zerofn
 from zerofn import optim
+from zerofn.comm import agreement
+from zerofn.comm.failures import explained
 from zerofn.integrations.live import Live, LiveParameter, is_live, parameters_of
 from zerofn.integrations.modules import call_with
 
@@ -307,3 +311,29 @@ def test_buffers_are_the_states():
     module.mean = None
     with pytest.raises(ValueError, match="the buffer 'mean' is gone"):
         owner.live.settle()
+
+
+def alone(elsewhere):
+    agreement.ELSEWHERE = 2.0
+    module, owner, _ = pair()
+    owner.live.settle()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        if zerofn.rank() == 0:
+            module.first.weight.norm()
+        elif elsewhere == "torch":
+            dist.barrier()
+        else:
+            zerofn.save("nowhere", owner.state)
+    assert time.monotonic() - start < 15
+    return str(explained(caught.value))
+
+
+@pytest.mark.part(elsewhere=["torch"])
+@pytest.mark.parametrize("elsewhere", ["torch", "zerofn"])
+def test_a_rank_that_uses_a_parameter_alone_tells_all_where_and_what_to_write(ranks, elsewhere):
+    for text in ranks(2, alone, elsewhere, expect_errors=True):
+        assert f"{__file__}:" in text and "(module.first.weight.norm())" in text
+        assert "'first.weight' of Tied" in text and "with trainer.strategy.whole_model():" in text
+        assert elsewhere == "zerofn" or "Rank 1 has waited in torch.distributed.barrier at" in text
+    ranks.stop()

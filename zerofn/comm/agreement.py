@@ -19,6 +19,7 @@ from .._torch_compat import default_group
 from ..memory.turns import refuse_while_capturing
 from ..util.errors import CheckpointError, said
 from ..util.process import the
+from ..util.user_line import at_line, user_line
 from .failures import (
     LAST_TEXT,
     Signs,
@@ -35,12 +36,14 @@ from .failures import (
 )
 from .heartbeat import PATIENCE, Sign, channel_now, heartbeat, wait_until_heard
 from .meetings import meetings
+from .reasons import reason
 from .signed_store import PART, SignedStore
 
 log = logging.getLogger("zerofn")
 
 
 SILENCE = 20.0  # seconds without a sign of life until a rank is taken for frozen or gone; PATIENCE if that is less
+ELSEWHERE = 15.0  # seconds until ranks that wait in a transfer are taken for waiting for this one
 FIRST_WORD = 10.0  # seconds until a rank that waits says for whom
 _LEFT = 1.0  # seconds until a rank that has ended is believed not to come
 _BY_ALL = "Every rank must call it, with the same structure, shapes and dtypes: not under `if zerofn.rank() == 0:`."
@@ -130,6 +133,7 @@ def _round(what: str, text: str, because: str = "") -> list[str]:
         return [mine]
     tell_others(_until_heard)
     heartbeat().start()
+    because = because or reason()
     try:
         return _meet(store, what, text, f"{what}\0{because}" if because else mine)
     except dist.DistError as error:
@@ -167,7 +171,7 @@ def _meet(store: SignedStore, what: str, text: str, last: str) -> list[str]:
         store.set(f"{LAST_TEXT}{rank}", last[:PART])
         meetings().begin_round(what)
     try:
-        theirs = [_await(store, key, r, what, text) for r, key in enumerate(keys)]
+        theirs = [_await(store, keys, r, what, text) for r in range(size)]
     except KeyboardInterrupt:  # others may come to this round, or never have: ranks are out of step
         _leave(f"{what}: rank {rank} was interrupted while it waited for the other ranks.")
         raise
@@ -177,8 +181,8 @@ def _meet(store: SignedStore, what: str, text: str, last: str) -> list[str]:
     return theirs
 
 
-def _await(store: SignedStore, key: str, rank: int, what: str, text: str) -> str:
-    start, word = time.monotonic(), FIRST_WORD
+def _await(store: SignedStore, keys: list[str], rank: int, what: str, text: str) -> str:
+    start, word, key = time.monotonic(), FIRST_WORD, keys[rank]
     idle = start  # when it was last known to work at what takes long
     sign = Sign(store, rank)
     while (found := _arrives(store, key, 0.5)) is None:
@@ -187,13 +191,17 @@ def _await(store: SignedStore, key: str, rank: int, what: str, text: str) -> str
         now, silence = time.monotonic(), min(SILENCE, PATIENCE)
         idle = now if sign.doing else idle
         if sign.left and now - start > _LEFT and store.get(key) is None:
-            _give_up(f"{what}: rank {rank} has ended, and not called it. {_BY_ALL}")
+            _give_up(f"{what}: rank {rank} has ended, and not called it. {reason() or _BY_ALL}")
         if sign.silent > silence:
             _give_up(f"{what}: {sign.give_up(silence)}{f' It was at {sign.doing}.' if sign.doing else ''}")
+        if now - start > ELSEWHERE and (places := _elsewhere(store, keys)):
+            line = None if reason() else user_line()
+            at = at_line(line.file, line.number) if line else ""
+            _give_up(f"{what}{at}: not all ranks call it. {places}{reason() or _BY_ALL}")
         if now - idle > PATIENCE:
             seen, here = last_text(store, rank), f"{what}: {text}"
             _give_up(
-                f"{what}: rank {rank} did not come within {PATIENCE:g} s. {_BY_ALL} If it was only late, "
+                f"{what}: rank {rank} did not come within {PATIENCE:g} s. {reason() or _BY_ALL} If it was only late, "
                 "preparing data, say: have ranks meet in "
                 "torch.distributed.barrier() before, or set ZEROFN_PATIENCE to more seconds.\n"
                 f"  here: {apart(here, seen)}\n  rank {rank} last had: {apart(seen, here)}"
@@ -205,6 +213,14 @@ def _await(store: SignedStore, key: str, rank: int, what: str, text: str) -> str
             log.warning("%s: waited %.0f s for rank %d%s.", what, now - start, rank, doing)
             word *= 2
     return found
+
+
+def _elsewhere(store: SignedStore, keys: list[str]) -> str:
+    """Return where the ranks are that have not come, if all of them wait for others in a transfer; otherwise ""."""
+    found = {rank: Sign(store, rank).waits for rank, key in enumerate(keys) if store.get(key) is None}
+    if any(x.seconds < ELSEWHERE for x in found.values()):
+        return ""
+    return "".join(f"Rank {rank} has waited in {x.where} for {x.seconds:.0f} s. " for rank, x in found.items())
 
 
 def _give_up(message: str) -> None:
@@ -242,8 +258,19 @@ def _arrives(store: SignedStore, key: str, seconds: float) -> str | None:
 def _difference(what: str, text: str, rank: int, other: str) -> str:
     other_what, _, other_text = other.partition("\0")
     if other_what != what:
-        return f"{what}: rank {rank} is at another point of the program, {other_what!r}. Ranks must do the same."
+        why = [reason(), *_reason_of(rank, other_what, other_text)]
+        return " ".join([
+            f"{what}: rank {rank} is at another point of the program, {other_what!r}. Ranks must do the same.",
+            *filter(None, why),
+        ])  # fmt: skip
     return _unequal(what, (dist.get_rank(), text), (rank, other_text))
+
+
+def _reason_of(rank: int, what: str, text: str) -> list[str]:
+    """Return why another rank has come to a round, if it told more than the text to agree on."""
+    store = store_of_job()
+    told, _, seen = ("", "", "") if store is None else last_text(store, rank).partition(": ")
+    return [seen] if told == what and seen != text[: len(seen)] else []
 
 
 def _unequal(what: str, one: tuple[int, str], other: tuple[int, str]) -> str:

@@ -30,6 +30,7 @@ from ..util.other_processes import this_process
 from ..util.process import the
 from .failures import GIVEN_UP, Signs, backend_on, kill_given_up, publish_failure, published_failure, store_of_job
 from .signed_store import SignedStore
+from .waiting import Wait, Waiting
 
 
 def _patience(text: str) -> float:
@@ -76,6 +77,7 @@ class Heartbeat:
         self._group: weakref.ref[dist.ProcessGroup] | None = None  # a group with references keeps its connections
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._waits, self._waiting = Wait(0.0, ""), Waiting()
         self._beats, self._last = 0, 0.0  # `_last`: when the store has answered last
         self._beating = threading.Lock()
 
@@ -138,7 +140,8 @@ class Heartbeat:
             if self._store is not None and dist.is_initialized():
                 self._beats += 1
                 doing = {channel: what[-1] for channel, what in self._doing.items()}
-                self._store.set(f"{_ALIVE}{dist.get_rank()}", json.dumps([self._beats, doing, this_process()]))
+                said = [self._beats, doing, this_process(), self._waits]
+                self._store.set(f"{_ALIVE}{dist.get_rank()}", json.dumps(said))
 
     def _go_on(self, over: threading.Event) -> None:
         store = self._store
@@ -147,6 +150,7 @@ class Heartbeat:
         rank, size = dist.get_rank(), dist.get_world_size()
         after, waits = Sign(store, (rank + 1) % size), 0.0
         while not over.wait(SECONDS) and self._is_of_this_job():
+            self._waits = self._waiting.look()
             self.beat()
             with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone, or the group
                 after.look()
@@ -211,6 +215,11 @@ class Sign:
             self._store.set(GIVEN_UP, json.dumps(json.loads(self._text)[2] if self._text else {}))
         silent = f"rank {self.rank} gave no sign of life for {seconds:g} s."
         return f"{silent} It is frozen, was killed, or its machine is gone."
+
+    @property
+    def waits(self) -> Wait:
+        """What its program waited for when it gave this sign."""
+        return Wait(*json.loads(self._text)[3]) if self._text else Wait(0.0, "")
 
     @property
     def doing(self) -> str:

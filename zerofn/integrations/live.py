@@ -71,11 +71,19 @@ class Live:
                 "such as from a list that was made before; read it as an attribute of its module."
             )
         if name not in self._values:
-            with torch.no_grad(), torch.inference_mode(False):
+            with torch.no_grad(), torch.inference_mode(False), zerofn.because(self._alone(name)):
                 found = zerofn.unshard(self._read().params, only=name.__eq__)
             self._values.update((k, x) for k, x in found.items() if x is not None and k not in self._values)
             self._tell(name, [x for x in found.values() if x is not None])
         return self._values[name]
+
+    def _alone(self, name: str) -> str:
+        return (
+            f"the parameter {name!r} of {type(self.module).__name__} is read or written outside of the step, which all "
+            "ranks must do together. To read or save it on one, write `if trainer.is_global_zero:` inside of "
+            "`with trainer.strategy.whole_model():`, which every rank enters; in transformers' Trainer, "
+            "`if trainer.is_world_process_zero():` inside of `with trainer.whole_model():`. Write to it on every rank."
+        )
 
     def _tell(self, name: str, unit: list[Tensor]) -> None:
         if self._told or zerofn.world_size() == 1:
@@ -109,7 +117,8 @@ class Live:
             written = {**written, **{name: self._checked(name, x) for name, x in replaced.items()}}
         if written:
             state = self._read()
-            params = zerofn.load_state_dict(written, like=state.params, strict=False, donate=True)
+            with zerofn.because(self._alone(next(iter(replaced or written)))):
+                params = zerofn.load_state_dict(written, like=state.params, strict=False, donate=True)
             self._take(dataclasses.replace(state, params=params))
             self._values = written if self._is_whole else {}
         if replaced:

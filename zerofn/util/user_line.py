@@ -89,10 +89,10 @@ def frames(frame: FrameType | None) -> Iterator[Line]:
         frame = frame.f_back
 
 
-def user_line() -> Line | None:
-    """Return the line that the user's code is at; None if all frames belong to libraries."""
+def user_line(frame: FrameType | None = None) -> Line | None:
+    """Return the user's line among those of a frame, or this one, and its callers; None if all are of libraries."""
     skipped = (OURS, *library_prefixes())
-    return next((x for x in frames(sys._getframe(1)) if not x.file.startswith(skipped)), None)
+    return next((x for x in frames(frame or sys._getframe(1)) if not x.file.startswith(skipped)), None)
 
 
 def user_place() -> str:

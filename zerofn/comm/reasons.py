@@ -1,0 +1,47 @@
+"""Why this rank does what all ranks must do: told to all when others do something else."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from ..util.arguments import checked
+from ..util.process import the
+from ..util.user_line import at_line, user_line
+
+
+class Reasons(threading.local):
+    """Of each thread, from the outermost call to the innermost."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+
+@checked()
+def because(text: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which errors say `text`, and this line, if not all ranks make the calls that are in it.
+
+        with zerofn.because("The report reads the weights: write it on every rank."):
+            params = zerofn.unshard(state.params)
+
+    For libraries, whose users do not see that they make a call which all ranks must make together. All ranks' errors
+    have the text. The innermost one counts.
+    """
+    line = user_line()
+    return _inside(f"A{at_line(line.file, line.number)[2:]}: {text}" if line else text)
+
+
+@contextlib.contextmanager
+def _inside(text: str) -> Iterator[None]:
+    texts = the(Reasons).texts
+    texts.append(text)
+    try:
+        yield
+    finally:
+        texts.pop()
+
+
+def reason() -> str:
+    """Return the text of `because` that this thread is in, with its line; "" without one."""
+    return next(reversed(the(Reasons).texts), "")
