@@ -357,10 +357,6 @@ def test_what_has_no_counterpart_is_a_sentence(name):
         ({"sync_batchnorm": True}, "sync_batchnorm=True. has no effect"),
         ({"plugins": type("Own", (Precision,), {})()}, "plugins=Own.*no method of it would be called"),
         ({"detect_anomaly": True}, "detect_anomaly=True. has no effect"),
-        (
-            {"callbacks": [pl.callbacks.StochasticWeightAveraging(0.1)]},
-            "measures the batch norms of Module in an epoch",
-        ),
     ],
 )
 def test_options_without_an_effect(given, sentence):

@@ -56,7 +56,15 @@ class Finetunes(Module):
 
 
 class Averages(Module):
-    """Lightning's callback averages weights, and has the average in the module at the end."""
+    """Lightning's callback averages weights, has the average in the module at the end, and measures its batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone[0] = nn.Linear(6, 8, bias=False)  # a bias has no gradient but rounding
+        self.backbone[1] = nn.Sequential(nn.BatchNorm1d(8), nn.Tanh())
+
+    def on_train_epoch_start(self):
+        self.zero_grad()  # Lightning ends the measuring epoch with an update by gradients that are left
 
     def configure_callbacks(self):
         return [StochasticWeightAveraging(5e-3, swa_epoch_start=1)]
@@ -174,6 +182,34 @@ def test_two_ranks_are_one(stage):
         theirs, wanted = trained(make)
         np.testing.assert_allclose(losses, theirs, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(params, wanted, rtol=1e-5, atol=1e-6)
+
+
+class OwnSizes(Module):
+    def train_dataloader(self):
+        """The ranks' batches have 4, 5, 6 and 6, 5, 4 rows."""
+        sizes = (4, 5, 6) if zerofn.rank() == 0 else (6, 5, 4)
+        x = torch.randn(15, 6, generator=torch.Generator().manual_seed(zerofn.rank()))
+        return DataLoader([(a, a.sum(1, keepdim=True)) for a in x.split(sizes)], batch_size=None)
+
+
+def of_own_sizes():
+    found = []
+    for strategy in ("ddp", ZeroFnStrategy(stage=3)):
+        torch.manual_seed(0)
+        module, kept = OwnSizes(), Kept()
+        pl.Trainer(
+            strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, logger=False, callbacks=[kept],
+            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+            use_distributed_sampler=False,
+        ).fit(module)  # fmt: skip
+        found.append({"losses": torch.tensor(kept.losses), **{k: x.clone() for k, x in module.state_dict().items()}})
+    theirs, ours = found
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.whole
+def test_ranks_may_have_batches_of_other_sizes():
+    zerofn.run(of_own_sizes, ranks=2)
 
 
 class ChangesEps(Module):

@@ -19,6 +19,7 @@ from ...interop.adam import with_moments as place
 from ..live import LiveParameter
 
 _MARK = "zerofn: a parameter of the state"
+_OF_TRAINING = ("callbacks", "optimizer_states", "lr_schedulers")  # what Lightning leaves out of a file of weights
 
 
 class Rest(dict[str, Any]):
@@ -68,7 +69,7 @@ def save_weights(path: Path, kept: dict[str, Any], params: Any, writes: bool) ->
         return torch.empty(x.shape, dtype=x.dtype)
 
     made = path.with_name(f"{path.name}.part")
-    filled = _mapped(kept, empty)
+    filled = _mapped({k: v for k, v in kept.items() if k not in _OF_TRAINING}, empty)
     found: Any = None
     if writes:
         path.parent.mkdir(parents=True, exist_ok=True)

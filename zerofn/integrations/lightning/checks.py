@@ -15,7 +15,6 @@ _ON_GRADIENTS = (
     "on_before_optimizer_step",
     "optimizer_zero_grad",
 )
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -46,14 +45,6 @@ def check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
                 raise ValueError(
                     f"{type(owner).__name__}.{hook}: gradients exist inside the compiled step only; leave it out."
                 )
-    for callback in callbacks:
-        if isinstance(callback, pl.callbacks.StochasticWeightAveraging) and any(
-            isinstance(part, _BATCH_NORMS) for part in module.modules()
-        ):
-            raise ValueError(
-                f"StochasticWeightAveraging measures the batch norms of {name} in an epoch without gradients, and a "
-                "compiled step has gradients; use EMAWeightAveraging, which averages them, too."
-            )
     if getattr(trainer.strategy, "_layer_sync", None) is not None:
         raise ValueError(
             "Trainer(sync_batchnorm=True) has no effect with ZeroFn: statistics are averaged over ranks after "

@@ -226,6 +226,9 @@ class ZeroFnStrategy(Ranks):
         """Run the compiled step on a batch. Returns what the module's own returns, of this rank."""
         assert self._steps is not None and self._groups is not None and self.lightning_module is not None
         loop = self.lightning_module.trainer.fit_loop
+        if loop._skip_backward:  # set by a callback that measures batch norms, after the last update
+            self._update = self._update and "done"
+            return self._evaluate("training_step", args, kwargs)
         parts = self.lightning_module.trainer.accumulate_grad_batches
         if loop.epoch_loop.batch_idx % parts == 0:
             self._steps.sums = None  # here Lightning's closure sets gradients to zero
@@ -328,18 +331,11 @@ class ZeroFnStrategy(Ranks):
             raise ValueError("ZeroFnStrategy: storage_options have no effect; pass a checkpoint_io= that takes them.")
         path, params = Path(filepath), self.state.params
         folder = checkpoints.beside(path)
-        weights = checkpoint
         if "optimizer_states" in checkpoint:
             checkpoints.save(folder, self.state, checkpoint, self.checkpoint_io, self.is_global_zero)
-            trained = (
-                "callbacks",
-                "optimizer_states",
-                "lr_schedulers",
-            )  # what Lightning leaves out of a file of weights
-            weights = {k: v for k, v in checkpoint.items() if k not in trained}
         elif self.is_global_zero and folder.is_dir():
             shutil.rmtree(folder)
-        checkpoints.save_weights(path, weights, params, self.is_global_zero)
+        checkpoints.save_weights(path, checkpoint, params, self.is_global_zero)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a file, and the folder beside it."""
