@@ -173,14 +173,6 @@ def test_any_mapping_is_a_batch(kind, num_microbatches):
     assert set(seen) == {kind, dict}
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
-def test_a_loss_under_torch_compile_is_captured_as_it_was_written():
-    module = build(2)
-    loss_fn = loss_of(module)
-    _, loss = zerofn.compile(step_with(torch.compile(loss_fn)))(state_of(module, 3), batch_of())
-    assert torch.equal(loss, loss_fn(dict(module.named_parameters()), batch_of()).detach())
-
-
 TWO = build(2)
 
 

@@ -24,6 +24,7 @@ from ..util.errors import note
 from ..util.patches import Patches, autocast_cache, uncollected
 from ..util.user_line import at_line
 from .advice import instead, note_dtypes
+from .as_written import as_written
 from .assigned_data import OuterAssignment, assigned_data
 from .known_values import answer, values_looked_at
 from .lengths import known_lengths
@@ -126,6 +127,7 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
     with torch.no_grad(), lazy_code(True), quiet_fakes(), uncollected(), contextlib.ExitStack() as stack:
         for each in patched:
             stack.enter_context(each)
+        stack.enter_context(as_written())
         try:
             return tracer(*inputs)
         except CaptureError:

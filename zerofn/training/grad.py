@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from .._torch_compat import current_trace
 from ..collectives.maps import heard_transfers, sum_over
 from ..comm.mesh import BATCH, BETWEEN, SLICES, TENSOR, Axis, Mesh
 from ..comm.present import axes_of
@@ -201,8 +200,6 @@ class _Work:
 
     def _loss(self, params: Any, args: Sequence[Any], wanted: Sequence[Tensor]) -> _Loss:
         loss_fn = self.vg.loss_fn
-        if current_trace() is not None:  # a capture takes the operations themselves, which torch.compile hides
-            loss_fn = getattr(loss_fn, "_torchdynamo_orig_callable", loss_fn)
         try:
             out = loss_fn(params, *args)
         except Exception as error:
