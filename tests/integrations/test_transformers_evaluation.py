@@ -9,6 +9,7 @@ import transformers
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 from transformers.models.clip.modeling_clip import CLIPOutput
 
+import zerofn
 from tests.integrations.test_transformers import build, losses, options, rows
 from tests.integrations.test_transformers import pytestmark as pytestmark
 from zerofn.integrations import transformers as ours
@@ -238,3 +239,39 @@ def test_what_a_models_parts_keep_is_there_between_steps(tmp_path, parts, caplog
     torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6)
     captures = [x for x in caplog.messages if x.startswith("train_step: captured (")]
     assert len(captures) == 2 and "places" in captures[1], "the cache is a constant of the second one"
+
+
+class Queue(torch.nn.Module):
+    """A memory bank that is written in turns, at a number that the module counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.at = torch.nn.Linear(4, 3), 0
+        self.register_buffer("bank", torch.zeros(6, 3))
+
+    def forward(self, x, labels=None):
+        logits = self.layer(x) + self.bank.mean(0)
+        if self.training:
+            self.bank[self.at : self.at + 2] = logits[:2].detach()
+            self.bank.mul_(1 + 0.01 * self.at)
+            self.at = (self.at + 2) % 6
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def queued(library, folder, parts=1):
+    torch.manual_seed(0)
+    draw = torch.Generator().manual_seed(1)
+    data = [{"x": torch.randn(4, generator=draw), "labels": k % 3} for k in range(24)]
+    args = library.TrainingArguments(**options(folder, max_steps=5, gradient_accumulation_steps=parts))
+    trainer = library.Trainer(Queue(), args, train_dataset=data)
+    trainer.train()
+    return losses(trainer), trainer.model.bank, trainer.model.at
+
+
+def test_a_buffer_is_written_where_a_number_of_the_modules_says(tmp_path):
+    torch.testing.assert_close(*(queued(library, tmp_path) for library in (ours, transformers)), rtol=1e-6, atol=1e-6)
+
+
+def test_a_number_that_microbatches_read_and_change_is_a_sentence(tmp_path):
+    with pytest.raises(zerofn.CaptureError, match="reads self.model.at and changes it. It is captured once for the 2"):
+        queued(ours, tmp_path, parts=2)

@@ -43,7 +43,7 @@ log = logging.getLogger("zerofn")
 
 
 SILENCE = 20.0  # seconds without a sign of life until a rank is taken for frozen or gone; PATIENCE if that is less
-ELSEWHERE = 15.0  # seconds until ranks that wait in a transfer are taken for waiting for this one
+ELSEWHERE = 25.0  # seconds until ranks that wait in a transfer are taken for waiting for this one
 FIRST_WORD = 10.0  # seconds until a rank that waits says for whom
 _LEFT = 1.0  # seconds until a rank that has ended is believed not to come
 _BY_ALL = "Every rank must call it, with the same structure, shapes and dtypes: not under `if zerofn.rank() == 0:`."

@@ -81,12 +81,12 @@ class Effects:
         return frozenset(x for name, f in methods if name != "__init__" for x in stored_by(f.__code__) - named)
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[Any]:
-        """Inside, the method runs to be captured, and the host stays as it is."""
+    def recording(self, rounds: int = 1) -> Iterator[Any]:
+        """Inside, the method runs to be captured, and the host stays as it is. `rounds`: how often in a step."""
         if not self._methods:  # the framework's own, which does nothing to it
             yield Unrecorded()
             return
-        recording = Recording(self.method, self.kinds, self.replayed)
+        recording = Recording(self.method, self.kinds, self.replayed, rounds)
         found = {(kind, name): rewritten(f, recording.choose, recording.called) for kind, name, f in self._methods}
         back = replaced({key: f for key, f in found.items() if f is not None})
         if self.kinds:

@@ -13,6 +13,10 @@ from torch import Tensor
 
 import zerofn
 
+_IN_PLACE = frozenset(
+    f"__i{x}__" for x in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()
+)
+
 
 class Traced:
     """A tensor of the step, which becomes one of its results."""
@@ -273,14 +277,23 @@ def combined(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     """Return what a function makes of arguments of which some are known later.
 
     Numbers of the step's alone remain numbers. A tensor of the step's own goes on in the step, unless the host's values
-    take part, and no gradient does: `self.total + loss.detach()` is added when the step has run.
+    take part, and no gradient does: `self.total + loss.detach()` is added when the step has run. What is written into a
+    tensor of the step's own, such as a buffer, is written in the step.
     """
     leaves = list(parts_of([*args, *kwargs.values()]))
     values = [x for x in leaves if isinstance(x, Tensor)]
     reads_host = any(type(x) in (Slot, At) for x in leaves)
-    if any(x.requires_grad for x in values) or (values and not reads_host):
+    written = isinstance(args[0] if args else None, Tensor) and _writes(function, kwargs)
+    if written or any(x.requires_grad for x in values) or (values and not reads_host):
         return function(*map(now_of, args), **{k: now_of(v) for k, v in kwargs.items()})
     return apply(function, *args, **kwargs)
+
+
+def _writes(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function of torch's writes to its first argument, or to `out`."""
+    name = getattr(function, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__") or name == "__setitem__"
+    return in_place or kwargs.get("out") is not None or name in _IN_PLACE
 
 
 def taken_from(x: Later) -> Any:

@@ -40,13 +40,14 @@ WRITTEN = "_zerofn_written"  # an attribute: the names of those whose changes be
 class Recording:
     """One run of a method. `results`: tensors that the step must return, for `Effects.replay`.
 
-    `kinds`: classes whose methods it reaches. `replayed`: see `Effects`.
+    `kinds`: classes whose methods it reaches. `replayed`: see `Effects`. `rounds`: how often the method runs in a step.
     """
 
-    def __init__(self, method: str, kinds: Sequence[type], replayed: frozenset[str]) -> None:
+    def __init__(self, method: str, kinds: Sequence[type], replayed: frozenset[str], rounds: int = 1) -> None:
         self.results: dict[str, tuple[Tensor, ...]] = {}
         self.mode = Asks()
-        self._method, self._kinds, self._replayed = method, kinds, replayed
+        self._method, self._kinds, self._replayed, self._rounds = method, kinds, replayed, rounds
+        self._missing: set[tuple[Path, str]] = set()  # attributes of modules that were None
         self._stored: dict[int, frozenset[str]] = {}  # attributes that the methods of what is watched assign, by id
         self._lines: list[tuple[int | None, Any]] = []
         self._slots = 0
@@ -158,6 +159,8 @@ class Recording:
         return Later(Slot(self._slots - 1), now)
 
     def _concrete(self, path: Path, key: Any, value: Any) -> Any:
+        if value is None:
+            self._missing.add(self._place(path, key))
         self.read(path, key)
         return value
 
@@ -182,11 +185,19 @@ class Recording:
             self._refuse(path, ALL if ALL in others else key)
 
     def _refuse(self, path: Path, key: Any) -> None:
-        """Raise for what the host reads and changes; of a module's, such as a cache, changes lead to other captures."""
-        if (place := self._place(path, key))[0]:
+        """Raise for what the host reads and changes. Changes of a module's lead to other captures, but between the
+        microbatches of one step there is none: only a cache that is filled may change there.
+        """
+        if (place := self._place(path, key))[0] and (self._rounds == 1 or place in self._missing):
             self._followed.add(place)
             return
         what = text_of(path if key is ALL else (*path, key))
+        if place[0]:
+            refuse(
+                f"{self._method} reads {what} and changes it. It is captured once for the {self._rounds} microbatches "
+                "of a step: all of them would go on with what the first has read. Change it in a callback, keep it as "
+                "a tensor in a buffer, or leave out the accumulation."
+            )
         refuse(
             f"{self._method} reads {what} and changes it. It runs once, to be captured, and would go on with "
             "what it has read then; what it appends, assigns and adds is done at every step. Read it in a callback, or "

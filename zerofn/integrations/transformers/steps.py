@@ -35,7 +35,7 @@ def compiled_step(trainer: Any, effects: Effects) -> Any:
 
         def loss_fn(params: dict[str, Tensor], inputs: dict[str, Any], num_items: Any, factor: float) -> Any:
             named = {f"model.{name}": x for name, x in (*params.items(), *buffers.items())}
-            with effects.recording() as recording, gathered_in_step(trainer.accelerator):
+            with effects.recording(stacked * len(parts)) as recording, gathered_in_step(trainer.accelerator):
                 out, found = call_with(loss_module, named, (inputs, num_items))
                 loss = recording.plain(out)
             keep_assigned(found, buffers)
