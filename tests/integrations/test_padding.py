@@ -26,6 +26,21 @@ def test_the_first_length_stays_and_others_are_rounded_up():
     assert padding(batch(16))["input_ids"].shape == (2, 16) and padding(first)["labels"].shape == (2, 3)
 
 
+def kind_of(inputs):
+    padding = Padding(MODEL, None, -100)
+    padding(inputs)
+    return padding.kind
+
+
+def test_batches_of_one_kind_have_equal_shapes_once_they_are_padded():
+    first = kind_of(batch(5))
+    assert kind_of(batch(9, target=4)) == first and len(first) == 1
+    boxes = torch.zeros(3, 4)
+    others = [{k: x[:1] for k, x in batch(5).items() if k != "x"}, batch(5) | {"boxes": boxes}]
+    others += [batch(5) | {"boxes": boxes[:2]}, batch(5) | {"labels": torch.ones(2, 3, dtype=torch.int32)}]
+    assert len({first, *map(kind_of, others)}) == 5
+
+
 def test_no_row_gets_longer_than_the_model_takes():
     padding = Padding(SimpleNamespace(config=SimpleNamespace(pad_token_id=0, max_position_embeddings=20)), None, -100)
     padding(batch(5))

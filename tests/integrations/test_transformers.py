@@ -495,6 +495,8 @@ def test_microbatches_are_stacked_where_they_can_be():
     assert stack([a])[1] == 1
     parts, stacked = stack([a, {"x": torch.zeros(2, 4), "y": torch.zeros(2)}])
     assert stacked == 1 and len(parts) == 2
+    assert stack([a, b], [(1, 2), (1, 2)])[1] == 2
+    assert stack([a, b], [(1, 2), (1, 3)])[1] == 1, "on another rank they have other shapes"
 
 
 class Repeated(torch.nn.Module):

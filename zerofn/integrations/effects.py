@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .choices import functions_of, may_change, named_by_users, reached, replaced, rewritten, stored_by
 from .later import Program
-from .recording import WRITTEN, Recording, is_of_no_library
+from .recording import FOLLOWED, WRITTEN, Recording, is_of_no_library
 
 
 class Effects:
@@ -106,8 +106,10 @@ class Effects:
         program, results = recording.program()
         if not program.lines:
             return
-        for x, names in recording.written():
-            vars(x)[WRITTEN] = vars(x).get(WRITTEN, frozenset()) | names
+        for x, changed, followed in recording.written():
+            if followed := vars(x).get(FOLLOWED, frozenset()) | followed:
+                vars(x)[FOLLOWED] = followed
+            vars(x)[WRITTEN] = (vars(x).get(WRITTEN, frozenset()) | changed) - followed
         key = _key_of(program)
         name, _ = self._programs.setdefault(key, (f"effects {len(self._programs)}", program))
         recording.results[name] = results

@@ -34,7 +34,8 @@ from .later import (
 from .recorders import ALL, Path, is_recorder, kind_of, known_of, recorder
 
 _OF_MODULES = frozenset(vars(nn.Module()))
-WRITTEN = "_zerofn_written"  # an attribute: the names of those whose changes between steps lead to no other capture
+# Attributes: the names of those whose changes between steps lead to no other capture, and of those whose changes do.
+WRITTEN, FOLLOWED = "_zerofn_written", "_zerofn_followed"
 
 
 class Recording:
@@ -263,11 +264,14 @@ class Recording:
         """Return (what to do after each run, the results that takes)."""
         return lowered(self._lines, lambda x: At(known_of(x).path) if is_recorder(x) else x)
 
-    def written(self) -> Iterator[tuple[Any, frozenset[str]]]:
-        """Yield (the host or a module, those of its attributes that the step changes and does not go on with)."""
+    def written(self) -> Iterator[tuple[Any, frozenset[str], frozenset[str]]]:
+        """Yield (the host or a module, those of its attributes that the step changes and does not go on with, and those
+        that it reads, too).
+        """
         places = {self._place(path, key) for path, keys in self._written.items() for key in keys} - self._followed
         for owner, x in self._owners.items():
-            yield x, frozenset(name for at, name in places if at == owner)
+            changed, followed = (frozenset(name for at, name in y if at == owner) for y in (places, self._followed))
+            yield x, changed, followed
 
     def _place(self, path: Path, key: Any) -> tuple[Path, str]:
         """Return (where the host or module is that has what is at a path, by which attribute)."""
@@ -345,7 +349,7 @@ def _watched_class(kind: Any) -> Any:
     def __getattribute__(self: Any, name: str) -> Any:
         get = functools.partial(kind.__getattribute__, self, name)
         recording = _RECORDINGS.get(id(self))
-        if recording is None or name.startswith("__") or name == WRITTEN:
+        if recording is None or name.startswith("__") or name in (WRITTEN, FOLLOWED):
             return get()
         return recording.attribute(self, name, get)
 

@@ -59,7 +59,7 @@ _HOOKS = tuple(name for name in _OF_EVERY_MODULE if name.endswith("_hooks") and 
 _GIVEN = (types.MemberDescriptorType, types.GetSetDescriptorType, property)
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict, types.MappingProxyType)
 _CALLED = {"__call__", "_call_impl", "forward"}  # of modules, by torch
-WRITTEN = "_zerofn_written"  # an attribute: the names of those that a step changes, and does not read
+WRITTEN, FOLLOWED = "_zerofn_written", "_zerofn_followed"  # what a step changes alone, and what it reads and changes
 _BUILT_IN = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 
 # How much of an object is read: all of it, what the user's lines name or, if a library's object has it, which it is.
@@ -253,11 +253,11 @@ class Reader:
 
     def _item(self, holder: Any, name: str, path: str, how: int = NAMED) -> None:
         """What a dict of attributes or globals holds."""
-        if name in (WRITTEN, *holder.get(WRITTEN, ())):
+        if name in (WRITTEN, FOLLOWED, *holder.get(WRITTEN, ())):
             self.written.add(path)
         elif path not in self._skip:
-            self.places.item(holder, name, holder[name])
-            self.visit(holder[name], path, how)
+            self.places.item(holder, name, x := holder[name])
+            self.visit(x, path, NAMED if name in holder.get(FOLLOWED, ()) else how)
 
     # --- attributes that functions read -----------------------------------------------------------
 

@@ -6,6 +6,7 @@ anew. What is added here is what collators add: it is masked, and counts in no l
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,8 +27,8 @@ _KNOWN = (*_SOURCE, "decoder_input_ids", "decoder_attention_mask", "labels")
 class Padding:
     """`padding(inputs) -> inputs`, longer where other ranks' are. `processor`: the tokenizer, whose token and side for
     padding are taken; `ignored`: the label that counts in no loss; `masks`: other inputs that are 0 where nothing
-    counts. `added`: how many positions of a row the last call has added, summed over ranks; `said`: the numbers that it
-    was given on the ranks. All ranks must call it.
+    counts. Of the last call, `added`: how many positions of a row it has added, summed over ranks; `said`: the numbers
+    that it was given on the ranks; `kind`: a number of each rank's shapes but for lengths. All ranks must call it.
     """
 
     def __init__(self, model: Any, processor: Any, ignored: int, masks: Sequence[str] = ()) -> None:
@@ -38,6 +39,7 @@ class Padding:
         self._values = {name: values.get(name, 0) for name in (*_KNOWN, *masks)}
         self.added = 0
         self.said: list[int] = []
+        self.kind: tuple[int, ...] = ()
         self._left = getattr(processor, "padding_side", "right") == "left"
         bare = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._causal = type(bare).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
@@ -47,7 +49,9 @@ class Padding:
     def __call__(self, inputs: Mapping[str, Any], said: int = 0) -> dict[str, Any]:
         """Return the inputs, padded. Raises `ValueError` where lengths differ and nothing masks what would be added."""
         ours = [_length(inputs.get(name)) for name in self._values]
-        found = zerofn.collectives.all_gather(torch.tensor([[*ours, said]], device=_device(inputs))).tolist()
+        mine = torch.tensor([[*ours, said, self._kind(inputs)]], device=_device(inputs))
+        found = zerofn.collectives.all_gather(mine).tolist()
+        self.kind = tuple(x.pop() for x in found)
         self.said = [x.pop() for x in found]
         longest = tuple(map(max, zip(*found, strict=True)))
         self._first = self._first or longest
@@ -69,6 +73,15 @@ class Padding:
     def cut(self, outputs: Any, inputs: Mapping[str, Any], padded: Mapping[str, Any]) -> Any:
         """Return a model's outputs for `padded` without what `inputs` did not have."""
         return mapped(lambda name, x: self._cut(x, *_sides(name, inputs, padded)), outputs)
+
+    def _kind(self, inputs: Mapping[str, Any]) -> int:
+        """Return a number of the shapes of inputs, without the lengths that are made equal."""
+        shapes = [
+            (name, x.dtype, tuple(x.shape)[: 1 if name in self._values and x.dim() == 2 else None])
+            for name, x in sorted(inputs.items())
+            if isinstance(x, Tensor)
+        ]
+        return zlib.crc32(repr(shapes).encode())
 
     def _rounded(self, length: int) -> int:
         longer = -(-length // STEP) * STEP

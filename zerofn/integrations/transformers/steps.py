@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -121,9 +121,13 @@ def _names(code: CodeType, name: str) -> bool:
     return name in code.co_names or any(_names(x, name) for x in code.co_consts if isinstance(x, CodeType))
 
 
-def stack(micro: list[dict[str, Any]]) -> tuple[tuple[dict[str, Any], ...], int]:
-    """Return (parts, stacked): microbatches of equal shapes as one part with all their rows, others one by one."""
-    if len(micro) > 1 and len({_shapes(x) for x in micro}) == 1 and _shapes(micro[0]) is not None:
+def stack(micro: Sequence[dict[str, Any]], kinds: Sequence[Any] = ()) -> tuple[tuple[dict[str, Any], ...], int]:
+    """Return (parts, stacked): microbatches of equal shapes as one part with all their rows, others one by one.
+
+    `kinds`: of each, what tells whether other ranks, which must do the same, have equal shapes, too.
+    """
+    equal = len({_shapes(x) for x in micro}) == 1 and len(set(kinds)) <= 1
+    if len(micro) > 1 and equal and _shapes(micro[0]) is not None:
         return ({k: torch.cat([x[k] for x in micro]) for k in micro[0]},), len(micro)
     return tuple(micro), 1
 

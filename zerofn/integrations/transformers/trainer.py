@@ -74,7 +74,7 @@ class Trainer(TrainerOnMesh):
         self._sharded: Any = None
         self._live: Live | None = None
         self._step: Any = None
-        self._micro: list[dict[str, Any]] = []
+        self._micro: list[tuple[dict[str, Any], tuple[int, ...]]] = []
         self._norm: Tensor | None = None
         self._groups: Any = None
         self._optimizes: Any = None  # the torch optimizer that the state's moments are of
@@ -263,15 +263,16 @@ class Trainer(TrainerOnMesh):
         """Take a microbatch; at an update's last one, run the step. Returns its loss, of all ranks and microbatches."""
         model.train()
         given = {k: v for k, v in self._prepare_inputs(inputs).items() if v is not None}
-        self._micro.append(self._padding(given, number_of(self.optimizer, self.args.max_grad_norm)))
+        padded = self._padding(given, number_of(self.optimizer, self.args.max_grad_norm))
+        self._micro.append((padded, self._padding.kind))
         check_alike(self._padding.said, self.optimizer, self.args.max_grad_norm)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        micro, self._micro = self._micro, []
+        (micro, kinds), self._micro = zip(*self._micro, strict=True), []
         own = getattr(self, "loss_is_scaled_for_ga", None)
         adds_up = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         shares = own if own is not None else adds_up or self.compute_loss_func is not None
-        parts, stacked = stack(micro)
+        parts, stacked = stack(micro, kinds)
         items = None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).reshape(1).repeat(stacked)
         batch = {"parts": parts, "num_items": items, "stacked": stacked, "shares": int(shares)}
         assert self._live is not None
