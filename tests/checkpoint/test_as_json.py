@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zerofn.checkpoint import CheckpointError, as_json
@@ -16,6 +16,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(VALUES)
 def test_what_comes_back(value):
     assert as_json.loads(as_json.dumps(value, "state"), "it") == value
