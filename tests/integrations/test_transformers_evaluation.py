@@ -258,12 +258,26 @@ class Queue(torch.nn.Module):
         return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def queued(library, folder, parts=1):
+class Kept(Queue):
+    """The same in a plain attribute."""
+
+    def __init__(self):
+        super().__init__()
+        del self.bank
+        self.bank = torch.zeros(6, 3)
+
+    def forward(self, x, labels=None):
+        found = super().forward(x, labels)
+        self.bank = self.bank.clone()
+        return found
+
+
+def queued(library, folder, parts=1, model=Queue):
     torch.manual_seed(0)
     draw = torch.Generator().manual_seed(1)
     data = [{"x": torch.randn(4, generator=draw), "labels": k % 3} for k in range(24)]
     args = library.TrainingArguments(**options(folder, max_steps=5, gradient_accumulation_steps=parts))
-    trainer = library.Trainer(Queue(), args, train_dataset=data)
+    trainer = library.Trainer(model(), args, train_dataset=data)
     trainer.train()
     return losses(trainer), trainer.model.bank, trainer.model.at
 
@@ -275,3 +289,10 @@ def test_a_buffer_is_written_where_a_number_of_the_modules_says(tmp_path):
 def test_a_number_that_microbatches_read_and_change_is_a_sentence(tmp_path):
     with pytest.raises(zerofn.CaptureError, match="reads self.model.at and changes it. It is captured once for the 2"):
         queued(ours, tmp_path, parts=2)
+
+
+def test_a_tensor_in_an_attribute_that_is_written_in_place_is_a_sentence(tmp_path):
+    with pytest.raises(
+        zerofn.CaptureError, match="writes into a tensor that is kept in an attribute. Make it a buffer"
+    ):
+        queued(ours, tmp_path, model=Kept)

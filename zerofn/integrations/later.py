@@ -206,6 +206,12 @@ class Later:
     def __getitem__(self, key: Any) -> Any:
         return self.now()[key]
 
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        refuse(
+            "the step writes into a tensor that is kept in an attribute. Make it a buffer, which may be written so: "
+            "self.register_buffer(name, tensor). Or assign a new tensor to the attribute."
+        )
+
     def __str__(self) -> str:
         return format(self)
 
