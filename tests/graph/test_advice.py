@@ -432,24 +432,3 @@ def test_a_shape_that_changes_is_warned_of_once(caplog):
         state, _ = call(state, {"x": torch.ones(rows, 4)})
     (warned,) = [r.getMessage() for r in caplog.records if r.name == "zerofn" and r.levelno == logging.WARNING]
     assert "batch.x [7, 4] float32 -> [8, 4] float32" in warned and "pad to a few shapes" in warned
-
-
-# --- ranks that differ -----------------------------------------------------------------------------------------------
-
-
-def last_batch_unequal():
-    module, train_step = picking()
-    step, state = zerofn.compile(train_step), state_of(module, 3)
-    batch = labels()
-    state, _ = step(state, batch)
-    short = {k: v[:3] for k, v in batch.items()} if dist.get_rank() == 0 else batch
-    return failure(lambda: step(state, short))
-
-
-def test_a_batch_of_another_shape_on_one_rank_shows_what_differs_and_no_more(ranks):
-    found = ranks(2, last_batch_unequal, timeout=60)
-    ranks.stop()
-    text = found[0]
-    assert "ranks are out of step" in text and "rank 1 does 'the step train_step'" in text
-    assert "batch.x: [3, 4] float32" in text and "batch.x: [4, 4] float32" in text
-    assert "params" not in text and len(text.splitlines()) < 10
