@@ -101,6 +101,7 @@ def with_ample_memory(path):
     return counted("1GB")
 
 
+@pytest.mark.part(size=[2])
 @pytest.mark.parametrize("size", [2, 3])
 def test_with_ample_memory_bits_are_those_without_it_and_fewer_bytes_are_sent(ranks, tmp_path, size):
     ranks(size, results_stay)
