@@ -7,6 +7,7 @@ whether they write, draw or communicate.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -113,7 +114,8 @@ def _call_of_repeat(node: Node) -> Call:
     where, rounds, sequences, closed, num_sums = node.args
     name = str(where.target)  # type: ignore[union-attr]
     body = node.graph.owning_module.get_submodule(name)  # type: ignore[union-attr]
-    inputs = [x for x in body.graph.nodes if x.op == "placeholder"]  # type: ignore[union-attr]
+    # They come first, and `writes` asks at every pass: the rest of a large body is not looked at.
+    inputs = list(itertools.takewhile(lambda x: x.op == "placeholder", body.graph.nodes))  # type: ignore[union-attr,arg-type]
     given = dict(zip(inputs[1:], [*sequences, *closed], strict=True))  # type: ignore[misc]
     return Call(name, body, rounds, given, len(sequences), num_sums)  # type: ignore[arg-type]
 
