@@ -29,7 +29,8 @@ PUBLIC = {
     "LeafInfo LionState LookaheadState MaskedState MultiTransformState MuonState ParamsEmaState "
     "ScaleByRStdDevState ScaleByRmsState ScaleByRssState ScaleByScheduleState Schedule SgdState TraceState",
     random: "fold_in key randomness",
-    collectives: "all_gather all_reduce all_to_all mean permute psum reduce_scatter same vary Linear LinearMap",
+    collectives: "all_gather all_reduce all_to_all broadcast mean permute psum reduce_scatter same vary Linear "
+    "LinearMap",
     moe: "combine cuts dispatch dropped experts gumbel jitter layer load_balance_loss own residual route z_loss Aux "
     "Routing",
     parallel: "attention context cross_entropy split_sequence tensor tiled_loss Slice",

@@ -38,6 +38,8 @@ def cases(size):
         "all_reduce of a scalar": ((), c.all_reduce, lambda xs: [sum(xs)] * size),
         "all_to_all": ((size, 2, 3), c.all_to_all, lambda xs: list(np.stack(xs).swapaxes(0, 1))),
         "permute": ((2, 3), lambda x: c.permute(x, turn), lambda xs: [xs[turn[r]] for r in range(size)]),
+        "broadcast": ((5, 3), c.broadcast, lambda xs: [xs[0]] * size),
+        "broadcast of a scalar": ((), lambda x: c.broadcast(x, source=size - 1), lambda xs: [xs[-1]] * size),
     }
 
 
@@ -131,13 +133,14 @@ def plain_loss(name, size):
         "reduce_scatter": lambda xs: list(sum(xs).chunk(size)),
         "all_to_all": lambda xs: list(torch.stack(xs).transpose(0, 1)),
         "permute": lambda xs: [xs[s] for s in rotation(size)],
+        "broadcast": lambda xs: [xs[0]] * size,
     }[name]
     return lambda *xs: sum(y.pow(3).sum() for y in gathered([x.sin() for x in xs]))
 
 
 @pytest.mark.parametrize("size", (1, 2, 3))
 def test_higher_orders_and_capture(ranks, size):
-    names = ["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "permute"]
+    names = ["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "permute", "broadcast"]
     everything = ranks(size, each, higher_orders, names)
     for name in names:
         found = [results[name] for results in everything]
@@ -177,6 +180,7 @@ def refuse():
         "at least one dim": lambda: c.all_gather(torch.zeros(())),
         "one row per rank": lambda: c.all_to_all(torch.zeros(size + 1, 2)),
         "each of the 2 ranks": lambda: c.permute(torch.zeros(1), [0, 0]),
+        "from 0 to 1, got 2": lambda: c.broadcast(torch.zeros(1), source=2),
         "no axis 'expert'": lambda: c.all_reduce(torch.zeros(1), "expert"),
     }
     for words, call in bad.items():
@@ -200,6 +204,7 @@ def empties():
         "reduce": c.all_reduce(torch.zeros(0, 2)),
         "exchange": c.all_to_all(torch.zeros(size, 0, 2)),
         "permute": c.permute(torch.zeros(2, 0), rotation(size)),
+        "broadcast": c.broadcast(torch.zeros(2, 0)),
     }
     (gradient,) = torch.autograd.grad(c.all_gather(x := torch.zeros(3, 0, requires_grad=True)).sum(), x)
     return {k: tuple(v.shape) for k, v in found.items()}, tuple(gradient.shape)
@@ -216,6 +221,7 @@ def test_tensors_without_elements_keep_their_dims(ranks, size):
             "reduce": (0, 2),
             "exchange": (size, 0, 2),
             "permute": (2, 0),
+            "broadcast": (2, 0),
         }
         assert gradient == (3, 0)
 
@@ -227,6 +233,8 @@ def odd_tensors():
     ints = c.all_reduce(torch.arange(3) * (rank + 1))
     halves = c.all_gather(torch.full((2,), rank, dtype=torch.bfloat16))
     turned = c.permute(strided, rotation(size))
+    assert torch.equal(c.broadcast(torch.arange(3) > rank), torch.arange(3) > 0)
+    assert torch.equal(c.broadcast(torch.tensor([-0.0, float("nan"), rank])).isnan(), torch.arange(3) == 1)
     return empty.shape, c.all_reduce(strided), ints, halves, turned - (rotation(size)[rank] - rank) - strided
 
 

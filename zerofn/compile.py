@@ -58,7 +58,7 @@ from .util.sizes import num_bytes
 KEPT = 128  # signatures of a step, each about 1 MB: those used last
 
 
-@checked("train_step", "donate", "deterministic")
+@checked("train_step", "donate", "deterministic", "broadcast_buffers")
 def compile(
     train_step: Callable[[Any, Any], Any],
     *,
@@ -69,6 +69,7 @@ def compile(
     backend: str | Backend = "eager",
     passes: Callable[[list[Pass]], list[Pass]] | None = None,
     deterministic: bool = False,
+    broadcast_buffers: bool = False,
     watch: Sequence[Any] = (),
 ) -> CompiledStep:
     """Return a callable `(state, batch) -> (state, aux)` that runs `train_step`, captured and scheduled.
@@ -77,8 +78,9 @@ def compile(
     floats of the batch) and change to what it closes over (see `runtime/guards.py`), with one log line each. With
     `donate` the new state is written into the old one's memory, and using the old one afterwards raises
     `RuntimeError`. A step that returns no pair of such a state and more is an evaluation: it may make no `TrainState`.
-    ZeroFn averages floating-point state that differs by rank, such as batch-norm statistics. A value of a rank's own
-    may change a shard once it is reduced or declared equal (`zerofn.same`). Eagerly, nothing is averaged or checked.
+    State that is not sharded, and that each rank computes from its own rows, such as batch-norm statistics, is averaged
+    over ranks if it is floating-point; with `broadcast_buffers` it is rank 0's, of any dtype, as under DDP. A value of
+    a rank's own may change a shard once it is reduced or declared equal (`zerofn.same`). Eagerly, ranks do not meet.
 
     `memory`: bytes of the device that a step may take on a rank, or a text such as "24GiB". It includes the state,
     but not the workspace that operations allocate while they run. To stay below it, ZeroFn drops gathered units and
@@ -114,8 +116,8 @@ def compile(
     if an added pass leaves a graph that is not sound. At once: `ValueError` for unknown or contradicting options.
     """
     budget, where = None if memory is None else num_bytes(memory), None if machine is None else machine_of(machine)
-    options = Options(donate, budget, remat, where, backend_of(backend), passes, deterministic, watch)
-    return CompiledStep(train_step, options.checked())
+    given = (backend_of(backend), passes, deterministic, broadcast_buffers, watch)
+    return CompiledStep(train_step, Options(donate, budget, remat, where, *given).checked())
 
 
 class _Captured(NamedTuple):
@@ -316,13 +318,13 @@ class CompiledStep:
         pending().wait_for_all()  # perhaps of another state that nobody will use again
         with self._arithmetic(tree.leaves(state, is_leaf=is_sharded)):
             program, constants = captured(self._step, state, batch)
-        program.name = self.__name__
+        program.name, program.broadcasts = self.__name__, self._options.broadcast_buffers
         numbered = NumberedStep(program, None if self._captures else state)
         program.timings["capture"] = time.perf_counter() - began
         if any(x.device.type == "cpu" and x.dim() for x in map(tensor_of, program.placeholders) if x is not None):
             keep_freed_memory()
         pipeline = passes.pipeline(self._donates(program), self._options.passes)
-        inputs = agreed_inputs(program, self._options.machine, self._options.deterministic)
+        inputs = agreed_inputs(program, self._options)
         return _Captured(program, constants, numbered, inputs, pipeline, began), inputs
 
     @uncollected()

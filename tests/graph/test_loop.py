@@ -162,6 +162,27 @@ def test_batch_norms_running_values_go_from_microbatch_to_microbatch():
         assert torch.equal(state.extra[name], value) and torch.equal(eager.extra[name], value)
 
 
+@pytest.mark.parametrize("used", [False, True])
+def test_what_a_microbatch_leaves_outside_has_no_value(used):
+    """Not returned, and not computed with: it would be a tensor that stands in for one."""
+    module = build()
+
+    def step(state, batch):
+        kept = []
+
+        def loss_fn(params, batch):
+            y = torch.func.functional_call(module, params, (batch["x"],))
+            kept.append(y.detach().mean())
+            return y.square().mean()
+
+        loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), 2)(batch)
+        return state.apply_gradients(grads), {"loss": loss, "kept": loss + kept[-1] if used else kept}
+
+    where = r"at .*test_loop.py:\d+" if used else r"as its result 'kept.0'"
+    with pytest.raises(zerofn.CaptureError, match=rf"{where} .*that a microbatch of `accumulate`.*has_aux=True"):
+        zerofn.compile(step)(state_of(module, 3), batch_of(rows=8))
+
+
 def test_gradients_are_those_of_the_whole_batch():
     module = build(dtype=torch.float64)
     batch = batch_of(rows=8, dtype=torch.float64)

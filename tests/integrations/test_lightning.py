@@ -354,7 +354,7 @@ def test_what_has_no_counterpart_is_a_sentence(name):
     "given, sentence",
     [
         ({"precision": "64-true"}, "precision='64-true' is not known; there are 32-true, bf16-mixed, 16-mixed"),
-        ({"sync_batchnorm": True}, "sync_batchnorm=True. has no effect"),
+        ({"sync_batchnorm": True}, "sync_batchnorm=True. is not there"),
         ({"plugins": type("Own", (Precision,), {})()}, "plugins=Own.*no method of it would be called"),
         ({"detect_anomaly": True}, "detect_anomaly=True. has no effect"),
     ],

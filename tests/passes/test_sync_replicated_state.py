@@ -89,7 +89,7 @@ class Normed(torch.nn.Module):
         return self.body(x)
 
 
-def buffers_after_three_steps(stage, num_microbatches=1):
+def buffers_after_three_steps(stage, num_microbatches=1, **options):
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     module = Normed()
     buffers = {k: v.clone() for k, v in module.named_buffers()}
@@ -106,7 +106,7 @@ def buffers_after_three_steps(stage, num_microbatches=1):
 
     tx = zerofn.optim.sgd(0.0)  # the parameters stay, so that running values have a closed form
     state = state_of(module, stage, tx, extra=buffers)
-    run = zerofn.compile(step)
+    run = zerofn.compile(step, **options)
     for k in range(3):
         state, _ = run(state, batch_of(rank, seed=k))
     expected = []
@@ -132,6 +132,48 @@ def means(stage, num_microbatches):
 def test_batch_norms_running_values_are_means_over_ranks(ranks, stage, num_microbatches):
     first, second = ranks(2, means, stage, num_microbatches)
     assert all(torch.equal(first[k], second[k]) for k in first)
+
+
+def of_the_first(stage, num_microbatches):
+    ours, per_rank = buffers_after_three_steps(stage, num_microbatches, broadcast_buffers=True)
+    torch.testing.assert_close(ours, per_rank[0], rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(per_rank[0]["body.1.running_mean"], per_rank[1]["body.1.running_mean"])
+    return ours
+
+
+@pytest.mark.parametrize(("size", "stage", "num_microbatches"), [(2, 0, 1), (3, 3, 2)])
+def test_with_broadcast_buffers_they_are_the_first_ranks(ranks, size, stage, num_microbatches):
+    first, *others = ranks(size, of_the_first, stage, num_microbatches)
+    assert all(torch.equal(first[k], other[k]) for k in first for other in others)
+
+
+def kinds_of_the_first():
+    def step(state, batch):
+        seen = {"rows": batch["x"][:3, 0] > 0, "place": state["seen"]["place"] + batch["x"].gt(0).sum(), "calls": 1}
+        return {**state, "seen": {**seen, "half": batch["x"].bfloat16().sum(0)}}, None
+
+    seen = {"rows": torch.zeros(3, dtype=torch.bool), "place": torch.tensor(0), "half": torch.zeros(WIDTH).bfloat16()}
+    state = zerofn.shard({"params": {"w": torch.ones(3)}, "seen": {**seen, "calls": 0}})
+    state, _ = zerofn.compile(step, broadcast_buffers=True)(state, batch_of(torch.distributed.get_rank()))
+    return state["seen"]
+
+
+def test_every_dtype_may_be_the_first_ranks(ranks):
+    x = batch_of(0)["x"]
+    for found in ranks(3, kinds_of_the_first):
+        assert torch.equal(found["rows"], x[:3, 0] > 0) and found["place"] == (x > 0).sum() and found["calls"] == 1
+        assert torch.equal(found["half"], x.bfloat16().sum(0))
+
+
+def differing():
+    rank = torch.distributed.get_rank()
+    step = zerofn.compile(lambda state, x: ({**state, "mean": x.mean()}, None), broadcast_buffers=rank == 0)
+    with pytest.raises(RuntimeError, match="broadcast_buffers"):
+        step(zerofn.shard({"params": {"w": torch.ones(2)}, "mean": torch.zeros(())}), torch.ones(2))
+
+
+def test_ranks_must_agree_on_it(ranks):
+    ranks(2, differing)
 
 
 def test_a_count_over_microbatches_of_what_a_batch_holds_has_no_mean():

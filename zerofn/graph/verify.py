@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from .._torch_compat import OpOverload
+from .._torch_compat import FakeTensor, OpOverload
 from ..comm.mesh import TENSOR
 from ..ops.registry import OVER_DIMS, RESHAPES, OnShard
 from .alias import sources, writes
@@ -42,7 +42,7 @@ def check_purity(program: Program) -> list[Tensor]:
     for gm in graphs:
         _check_draws(gm)
         _check_foreign(gm)
-    return [constant for gm in graphs for constant in _constants(gm)]
+    return [constant for gm in graphs for constant in _constants(program, gm)]
 
 
 def _all_shards(program: Program, names: dict[Node, str]) -> set[Node]:
@@ -345,8 +345,8 @@ def _origin(node: Node) -> Node:
     return node
 
 
-def _constants(gm: GraphModule) -> list[Tensor]:
-    """Return the tensors that a graph closes over. Raises `CaptureError` for one that requires grad."""
+def _constants(program: Program, gm: GraphModule) -> list[Tensor]:
+    """Return the tensors that a graph closes over. Raises `CaptureError` for one that learns, or has no value."""
     found = []
     for node in gm.graph.nodes:
         if node.op != "get_attr":
@@ -354,6 +354,13 @@ def _constants(gm: GraphModule) -> list[Tensor]:
         value = operator.attrgetter(str(node.target))(gm)
         if not isinstance(value, Tensor):
             continue
+        if isinstance(value, FakeTensor):
+            raise CaptureError(
+                f"the step uses a tensor of shape {tuple(value.shape)}{_use(program, node)} that a "
+                "microbatch of `accumulate`, or an earlier capture, has left in a variable, a list or an attribute. A "
+                "microbatch returns what it computes: `return loss, more` and has_aux=True. What the next microbatch "
+                "goes on with is written in place, into a clone made in the step: buffers[name].copy_(new)."
+            )
         if value.requires_grad:
             raise CaptureError(
                 f"the step closes over a tensor of shape {tuple(value.shape)} that requires grad"
@@ -364,6 +371,18 @@ def _constants(gm: GraphModule) -> list[Tensor]:
         if any(u.target is not aten.lift_fresh_copy.default for u in node.users):
             found.append(value)
     return found
+
+
+def _use(program: Program, constant: Node) -> str:
+    """Return where a constant is used: the user's line, or the name of the result that it is."""
+    last = constant
+    while program.output not in last.users and last.users:
+        last = next(iter(last.users))
+        if line := _line(last):
+            return line
+    outputs: Any = program.output.args[0]
+    names = [*(program.new_state.names if program.new_state is not None else ()), *program.aux.names]
+    return f" as its result {names[outputs.index(last)]!r}" if last in outputs else ""
 
 
 def _op(node: Node) -> str:

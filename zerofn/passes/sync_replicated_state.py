@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from ..graph.capture import CaptureError
 from ..graph.edit import clean
@@ -14,11 +14,11 @@ ops, aten = torch.ops.zerofn, torch.ops.aten
 
 
 def sync_replicated_state(program: Program) -> None:
-    """Average over ranks every replicated state tensor that depends on a rank's own batch or random key, such as
-    batch-norm statistics.
+    """Make every replicated state tensor that depends on a rank's own batch or random key, such as batch-norm
+    statistics, the mean over ranks, or with `Program.broadcasts` the first rank's.
 
-    There is one transfer for each dtype. The pass runs before `donate`, while the graph still returns every new value.
-    Raises `CaptureError` for dtypes that are not floating-point: they have no mean.
+    It is done in one flat buffer for each dtype. The pass runs before `donate`, while the graph still returns every
+    new value. Raises `CaptureError` for the mean of what is not floating-point.
     """
     gm = program.gm
     if program.mesh is None or program.mesh.batch.size == 1 or program.new_state is None:
@@ -30,40 +30,62 @@ def sync_replicated_state(program: Program) -> None:
         if spec is None and value in own:
             groups.setdefault(tensor_of(value).dtype, []).append(j)  # type: ignore[union-attr]
     for dtype, members in groups.items():
-        if not dtype.is_floating_point:
+        if not dtype.is_floating_point and not program.broadcasts:
             raise CaptureError(
                 f"state entry {program.state.names[members[0]]!r} ({dtype}) is replicated, but its new value depends "
-                "on this rank's batch or random key. Keep it out of the state, or reduce it with "
-                "zerofn.collectives.all_reduce."
+                "on this rank's batch or random key, and only floating-point numbers are averaged over ranks. Keep it "
+                "out of the state, reduce it with zerofn.collectives.all_reduce, or take rank 0's: "
+                "zerofn.compile(train_step, broadcast_buffers=True)."
             )
-        for j, mean in zip(members, _means(gm.graph, program, [outputs[j] for j in members], dtype), strict=True):
-            outputs[j] = mean
+        synced = _Sync(program, [outputs[j] for j in members], dtype).parts()
+        for j, value in zip(members, synced, strict=True):
+            outputs[j] = value
     program.output.args = (outputs,)
     clean(gm)
 
 
-def _means(graph: Graph, program: Program, values: list[Node], dtype: torch.dtype) -> list[Node]:
-    """Return the means over ranks of `values`, computed in one flat buffer."""
-    shapes = [tensor_of(v).shape for v in values]  # type: ignore[union-attr]
-    offsets = [sum(s.numel() for s in shapes[:k]) for k in range(len(shapes))]
-    total = sum(s.numel() for s in shapes)
-    assert program.mesh is not None
-    axis = program.mesh.batch
-    like = tensor_of(values[0])
-    assert like is not None
+class _Sync:
+    """Writes what makes values of one dtype the same on all ranks."""
 
-    def call(target: object, *args: object, shape: tuple[int, ...]) -> Node:
-        node = graph.call_function(target, args)  # type: ignore[arg-type]
-        node.meta["val"] = like.new_empty(shape)
+    def __init__(self, program: Program, values: list[Node], dtype: torch.dtype) -> None:
+        assert program.mesh is not None
+        self._program, self._values, self._dtype, self._axis = program, values, dtype, program.mesh.batch
+        self._shapes = [tensor_of(v).shape for v in values]  # type: ignore[union-attr]
+
+    def parts(self) -> list[Node]:
+        """Return the values as all ranks have them."""
+        sizes = [shape.numel() for shape in self._shapes]
+        offsets = [sum(sizes[:k]) for k in range(len(sizes))]
+        with self._program.gm.graph.inserting_before(self._program.output):
+            flat = (self._first if self._program.broadcasts else self._mean)(offsets, sum(sizes))
+            return [
+                self._call(ops.part.default, flat, offset, list(shape), shape=tuple(shape))
+                for offset, shape in zip(offsets, self._shapes, strict=True)
+            ]
+
+    def _mean(self, offsets: list[int], total: int) -> Node:
+        n = self._axis.size
+        flat = self._call(ops.ravel.default, self._values, offsets, total, self._dtype, shape=(total,))
+        rows = self._gathered(flat, total)
+        rows = self._call(aten.view.default, rows, [n, total], shape=(n, total))
+        return self._call(aten.mean.dim, rows, [0], shape=(total,))
+
+    def _first(self, offsets: list[int], total: int) -> Node:
+        """Rank r gets part r of the first rank's, and all ranks all parts: large queues come with twice their bytes."""
+        n = self._axis.size
+        part = -(-total // n)
+        flat = self._call(ops.ravel.default, self._values, offsets, n * part, self._dtype, shape=(n * part,))
+        rows = self._call(aten.view.default, flat, [n, part], shape=(n, part))
+        rows = self._call(ops.exchange.default, rows, n, self._axis.group, shape=(n, part))
+        rows = self._call(ops.wait.default, rows, shape=(n, part))
+        return self._gathered(self._call(aten.select.int, rows, 0, 0, shape=(part,)), part)
+
+    def _gathered(self, x: Node, size: int) -> Node:
+        whole = (self._axis.size * size,)
+        full = self._call(ops.all_gather.default, x, self._axis.size, self._axis.group, "", shape=whole)
+        return self._call(ops.wait.default, full, shape=whole)
+
+    def _call(self, target: object, *args: object, shape: tuple[int, ...]) -> Node:
+        node = self._program.gm.graph.call_function(target, args)  # type: ignore[arg-type]
+        node.meta["val"] = tensor_of(self._values[0]).new_empty(shape)  # type: ignore[union-attr]
         return node
-
-    with graph.inserting_before(program.output):
-        flat = call(ops.ravel.default, values, offsets, total, dtype, shape=(total,))
-        rows = call(ops.all_gather.default, flat, axis.size, axis.group, "", shape=(axis.size * total,))
-        rows = call(ops.wait.default, rows, shape=(axis.size * total,))
-        rows = call(aten.view.default, rows, [axis.size, total], shape=(axis.size, total))
-        mean = call(aten.mean.dim, rows, [0], shape=(total,))
-        return [
-            call(ops.part.default, mean, offset, list(shape), shape=tuple(shape))
-            for offset, shape in zip(offsets, shapes, strict=True)
-        ]

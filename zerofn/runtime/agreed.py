@@ -28,6 +28,7 @@ from ..graph.program import Program
 from ..graph.same_graph import without_addresses
 from ..optim.base import GradientTransformation
 from ..sharding.held_alike import Held, digests, first_unequal
+from .options import Options
 from .torch_settings import settings_of_all
 
 _VALUES, _ROWS = "values", "rows"
@@ -39,15 +40,10 @@ def only_sums(mesh: Mesh | None) -> bool:
     return mesh is None or all(axis.size == 1 or axis.name in (REPLICATE, DATA) for axis in mesh.axes)
 
 
-def agreed_inputs(program: Program, machine: Any, deterministic: bool) -> str:
-    """Return what must be the same on all ranks of a step that is not scheduled yet. `machine`: for which it will be, a
-    dataclass or None.
-    """
+def agreed_inputs(program: Program, options: Options) -> str:
+    """Return what must be the same on all ranks of a step that is not scheduled yet."""
     inputs = _inputs(program, shards=not _slices(program))
-    known: dict[str, Any] = {**inputs, **_optimizers(program), "machine": machine, "deterministic": deterministic}
-    known.update(settings_of_all())
-    if machine is not None:  # whose repr is rounded
-        known["machine in full"] = dataclasses.asdict(machine)
+    known: dict[str, Any] = {**inputs, **_optimizers(program), **options.agreed(), **settings_of_all()}
     return "\n".join(f"{k}: {v}" for k, v in known.items())
 
 

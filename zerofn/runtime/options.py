@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ class Options(NamedTuple):
     backend: Backend
     passes: Callable[[list[Any]], list[Any]] | None
     deterministic: bool
+    broadcast_buffers: bool
     watch: Sequence[Any]
 
     def checked(self) -> Options:
@@ -33,6 +35,13 @@ class Options(NamedTuple):
         if isinstance(self.watch, str) or not isinstance(self.watch, Sequence):
             raise TypeError(f"compile: watch={self.watch!r} is no list; write watch=[settings, lambda: rate()].")
         return self
+
+    def agreed(self) -> dict[str, Any]:
+        """Return what must be the same on all ranks, by name."""
+        known = {"machine": self.machine, "deterministic": self.deterministic}
+        if self.machine is not None:  # whose repr is rounded
+            known["machine in full"] = dataclasses.asdict(self.machine)
+        return {**known, "broadcast_buffers": self.broadcast_buffers}
 
     @property
     def search(self) -> dict[str, Any]:

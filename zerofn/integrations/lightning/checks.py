@@ -47,8 +47,8 @@ def check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
                 )
     if getattr(trainer.strategy, "_layer_sync", None) is not None:
         raise ValueError(
-            "Trainer(sync_batchnorm=True) has no effect with ZeroFn: statistics are averaged over ranks after "
-            "every step. Leave it out."
+            "Trainer(sync_batchnorm=True) is not there with ZeroFn: each rank's batch norm computes with the mean and "
+            "variance of its own rows, and all ranks keep the running ones of rank 0. Leave it out."
         )
     if torch.is_anomaly_enabled() or getattr(trainer, "_detect_anomaly", False):
         raise ValueError("Trainer(detect_anomaly=True) has no effect on a compiled step. Leave it out.")

@@ -44,7 +44,7 @@ class Steps:
     def __init__(
         self, module: LightningModule, watch: Watch, precision: str | None, options: Mapping[str, Any]
     ) -> None:
-        self._module, self._watch, self._options = module, watch, dict(options)
+        self._module, self._watch, self._options = module, watch, {**options, "broadcast_buffers": True}
         self._effects = Effects(module, "training_step", LightningModule, ["logger", "loggers", "print"])
         self._part = _TrainingStep(module, watch, self._effects)
         self._device, self._dtype = module.device, computes(precision)

@@ -54,7 +54,7 @@ def compiled_step(trainer: Any, effects: Effects) -> Any:
         aux = {"loss": sum(losses[1:], losses[0]), "grad_norm": zerofn.global_norm(total), "effects": results}
         return state.apply_gradients(total).replace(extra=buffers or None), aux
 
-    return zerofn.compile(train_step, **trainer.args.compile_options)
+    return zerofn.compile(train_step, broadcast_buffers=True, **trainer.args.compile_options)
 
 
 _NEVER_CALLED = {

@@ -1,0 +1,97 @@
+"""Buffers that a step writes, on two ranks with rows of their own: rank 0's, as torch's DDP has them."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils.data import DataLoader
+
+import zerofn
+from zerofn.integrations import transformers as ours
+from zerofn.integrations.lightning import ZeroFnStrategy
+
+from .test_lightning import pytestmark as pytestmark
+
+
+class Net(nn.Module):
+    """Batch norm's statistics, a queue of features with its place, which the loss reads, a codebook, and flags."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.norm = nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8)
+        self.register_buffer("queue", torch.ones(6, 8))
+        self.register_buffer("place", torch.zeros((), dtype=torch.long))
+        self.register_buffer("codes", torch.eye(8)[:3].clone())
+        self.register_buffer("seen", torch.zeros(8, dtype=torch.bool))
+        self.register_buffer("scale", torch.tensor(2.0))  # which no step writes
+
+    def forward(self, x, labels=None):
+        y = self.norm(self.layer(x))
+        loss = (y @ self.queue.T.clone()).logsumexp(1).mean() - self.scale * y[:, 0].mean()
+        with torch.no_grad():
+            at = (self.place + torch.arange(len(y))) % 6
+            self.queue[at] = y.detach()
+            self.place.add_(len(y)).remainder_(6)
+            nearest = torch.cdist(y, self.codes).argmin(1)
+            one_hot = nn.functional.one_hot(nearest, 3).to(y.dtype)
+            self.codes = 0.9 * self.codes + 0.1 * one_hot.T @ y
+            self.seen |= (y > 0.5).any(0)
+        return {"loss": loss}
+
+
+def rows(count=24):
+    x = torch.randn(count, 4, generator=torch.Generator().manual_seed(1))
+    return [{"x": row, "labels": 0} for row in x]
+
+
+def by_trainer(library, folder):
+    args = library.TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4,
+        learning_rate=1e-2, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, ddp_backend="gloo",
+    )  # fmt: skip
+    trainer = library.Trainer(Net(), args, train_dataset=rows())
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    return dict(trainer.model.state_dict())
+
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, batch):
+        return self.net(batch["x"])["loss"]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-2)  # which makes nothing of rounding
+
+
+def by_lightning(strategy):
+    module = Module()
+    pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False,
+    ).fit(module, DataLoader(rows(), batch_size=2))  # fmt: skip
+    return dict(module.state_dict())
+
+
+def on_ranks(folder):
+    return {
+        "transformers": [by_trainer(x, folder) for x in (transformers, ours)],
+        "Lightning": [by_lightning(x) for x in ("ddp", ZeroFnStrategy(stage=3))],
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return zerofn.run(on_ranks, tmp_path_factory.mktemp("buffers"), ranks=2)  # rank 0's, which DDP's ranks go on with
+
+
+@pytest.mark.parametrize("case", ["transformers", "Lightning"])
+def test_ranks_have_the_buffers_of_the_first(found, case):
+    theirs, mine = found[case]
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert any(x.any() for name, x in mine.items() if name.endswith("seen"))
