@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers import BertConfig, BertModel
 
-from tests.support.runs_of_examples import module, run
+from tests.support.runs_of_examples import module, run, run_here
 
 SMALL = [
     *("--steps", 6, "--batch", 16, "--length", 16, "--per-module", 15),
@@ -42,10 +42,7 @@ def by_transformers(finetune):
     return 100 * right.item(), F.cross_entropy(logits, batch["y"]).item()
 
 
-@pytest.mark.part(num_ranks=[0])
-@pytest.mark.parametrize("num_ranks, stage", [(0, 3), (2, 2)])
-def test_it_starts_from_the_pretrained_weights_and_learns(by_transformers, num_ranks, stage, tmp_path):
-    printed = run("finetune.py", *SMALL, "--stage", stage, folder=tmp_path, num_ranks=num_ranks)
+def check(printed, by_transformers):
     (accuracy, loss), (_, loss_after) = figures(printed)
     assert accuracy == pytest.approx(by_transformers[0], abs=0.06)  # one digit is printed
     assert loss == pytest.approx(by_transformers[1], abs=0.0011)
@@ -53,6 +50,15 @@ def test_it_starts_from_the_pretrained_weights_and_learns(by_transformers, num_r
     frozen = re.findall(r"^ *(bert\.\S+) .* frozen$", printed, re.MULTILINE)
     assert "bert.encoder.layer.2" in frozen and "bert.encoder.layer.3" not in frozen
     assert "learning rates body" in printed
+
+
+def test_it_starts_from_the_pretrained_weights_and_learns(by_transformers, tmp_path):
+    check(run_here("finetune.py", *SMALL, folder=tmp_path), by_transformers)
+
+
+@pytest.mark.whole
+def test_on_two_ranks(by_transformers, tmp_path):
+    check(run("finetune.py", *SMALL, "--stage", 2, folder=tmp_path, num_ranks=2), by_transformers)
 
 
 def test_docstrings_do_not_name_their_module(finetune):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.runs_of_examples import module, run
+from tests.support.runs_of_examples import module, run, run_here
 
 TINY = [
     *("--layers", 2, "--heads", 2, "--width", 32, "--context", 16, "--vocab", 300, "--megabytes", 0.2),
@@ -26,7 +26,7 @@ def losses(folder):
 def alone(tmp_path_factory):
     """(what it printed, its folder): one process."""
     folder = tmp_path_factory.mktemp("alone")
-    return run("gpt.py", *TINY, folder=folder), folder
+    return run_here("gpt.py", *TINY, folder=folder), folder
 
 
 def test_it_learns_shows_and_compares(alone):
