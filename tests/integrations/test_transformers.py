@@ -1,10 +1,12 @@
 """transformers' Trainer with ZeroFn's step, beside transformers' own on one process."""
 
 import json
+import os
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 import zerofn
@@ -379,6 +381,8 @@ class OwnRate(transformers.TrainerCallback):
 
 
 def on_ranks(folder):
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as under torchrun, where Trainer makes the process group
+    dist.destroy_process_group()
     found = ragged_on_ranks(folder, 2, 3)
     trainer = Trainer(build(), TrainingArguments(**options(folder)), train_dataset=rows(), callbacks=[OwnRate()])
     with pytest.raises(ValueError, match=r"rank 1's are others than rank 0's. Rank \d has the learning rates"):
@@ -386,10 +390,12 @@ def on_ranks(folder):
     return found
 
 
-def test_ranks_whose_rows_differ_in_length_or_rates(tmp_path):
+def test_ranks_whose_rows_differ_in_length_or_rates(ranks, tmp_path):
     """Rows are padded; rates of a rank's own are an error on all."""
     given = {"train_dataset": rows(48, odd=True), "data_collator": padded}
-    mine, loss, logits = zerofn.run(on_ranks, tmp_path, ranks=2)
+    ranks.stop()
+    mine, loss, logits = ranks(2, on_ranks, tmp_path)[0]
+    ranks.stop()  # others get a group of the fixture's
     np.testing.assert_allclose(mine, losses(theirs(tmp_path, {"max_steps": 3}, **given)), rtol=1e-6)
     alone = ragged_on_ranks(tmp_path, 2, 3)
     assert logits.shape == alone[2].shape and np.isfinite(loss)
