@@ -1,5 +1,7 @@
 """Which stages give each other's bits with several microbatches: those that reduce as often."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,8 @@ from torch.func import functional_call
 import zerofn
 from tests.support.same import assert_same_trees
 from zerofn import optim
+from zerofn.comm.transport import SentBytes
+from zerofn.util.process import the
 
 
 def model():
@@ -19,18 +23,23 @@ def rows(rank):
     return torch.randn(8, 24, generator=torch.Generator().manual_seed(rank))
 
 
-def trained(stage, num_microbatches):
+def started(stage, num_microbatches, reduce=None, tx=None):
+    """(state, compiled step)"""
     net = model()
 
     def loss_fn(params, x):
         return functional_call(net, params, (x,)).square().mean()
 
     def step(state, x):
-        loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), num_microbatches)(x)
+        loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), num_microbatches, reduce=reduce)(x)
         return state.apply_gradients(grads), loss
 
-    init = lambda: zerofn.TrainState.create(params=dict(model().named_parameters()), tx=optim.adamw(1e-2))  # noqa: E731
-    state, run = zerofn.shard(init, stage=stage), zerofn.compile(step)
+    init = lambda: zerofn.TrainState.create(params=dict(model().named_parameters()), tx=tx or optim.adamw(1e-2))  # noqa: E731
+    return zerofn.shard(init, stage=stage), zerofn.compile(step)
+
+
+def trained(*args):
+    state, run = started(*args)
     for _ in range(3):
         state, _ = run(state, rows(zerofn.rank()))
     return zerofn.unshard(state.params)
@@ -50,3 +59,66 @@ def compare(num_microbatches, groups):
 def test_stages_that_reduce_as_often_give_the_same_bits(ranks, size, num_microbatches):
     alike = [(0, 1, 2, 3)] if size == 1 or num_microbatches == 1 else [(0, 1), (2, 3)]
     ranks(size, compare, num_microbatches, alike)
+
+
+def plain(size, num_microbatches, reduce):
+    """The same in torch alone, with sums in the order in which ranks and microbatches are to be summed."""
+    net = model()
+    update = torch.optim.SGD(net.parameters(), lr=1e-2)
+    for _ in range(3):
+        found = [[_gradients(net, x, size) for x in rows(r).chunk(num_microbatches)] for r in range(size)]
+        if reduce == "step":
+            sums = [[functools.reduce(torch.add, x) for x in zip(*mine, strict=True)] for mine in found]
+            sums = [functools.reduce(torch.add, x) for x in zip(*sums, strict=True)]
+        else:
+            each = [[functools.reduce(torch.add, x) for x in zip(*ms, strict=True)] for ms in zip(*found, strict=True)]
+            sums = [functools.reduce(torch.add, x) for x in zip(*each, strict=True)]
+        for p, g in zip(net.parameters(), sums, strict=True):
+            p.grad = g
+        update.step()
+    return dict(net.named_parameters())
+
+
+def _gradients(net, x, size):
+    loss = net(x).square().mean()
+    return torch.autograd.grad(loss, list(net.parameters()), torch.tensor(1.0 / (size * (8 // len(x)))))
+
+
+def with_reduce(reduce):
+    want = plain(zerofn.world_size(), 4, reduce)
+    for stage in range(4):
+        found = trained(stage, 4, reduce, optim.sgd(1e-2))
+        assert_same_trees(found, {k: x.detach() for k, x in want.items()}, f"stage {stage}")
+
+
+def sent(reduce):
+    """Bytes of a step at stage 3, planned and sent."""
+    state, run = started(3, 4, reduce)
+    plan, before = run.lower(state, rows(zerofn.rank())), the(SentBytes).by_group.total()
+    run(state, rows(zerofn.rank()))
+    assert the(SentBytes).by_group.total() - before == plan.sent
+    return plan.sent
+
+
+def reduced_less_often():
+    often, once = sent("microbatch"), sent("step")
+    units = 2 * 2048  # elements of the two layers, padded, of which a rank sends half
+    assert often == sent(None) == once + (4 - 1) * units // 2 * 4
+    return often
+
+
+def test_gradients_that_are_reduced_once_are_sent_once(ranks):
+    assert len(set(ranks(2, reduced_less_often))) == 1
+
+
+@pytest.mark.parametrize("reduce", ["Step", 1, True])
+def test_another_reduce_is_refused(reduce):
+    with pytest.raises(ValueError, match="accumulate: reduce must be 'step', 'microbatch' or None"):
+        zerofn.accumulate(zerofn.value_and_grad(torch.sum), 2, reduce=reduce)
+
+
+@pytest.mark.part(size=[3], reduce=["step"])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("reduce", ["step", "microbatch"])
+def test_with_reduce_all_stages_give_the_bits_of_plain_sums_in_that_order(ranks, size, reduce):
+    ranks(size, with_reduce, reduce)

@@ -80,7 +80,7 @@ def value_and_grad(
 
 @dataclass(frozen=True)
 class ValueAndGrad:
-    """The result of `value_and_grad`. `accumulate` sets `num_microbatches`."""
+    """The result of `value_and_grad`. `accumulate` sets `num_microbatches` and `reduces`."""
 
     loss_fn: Callable[..., Any]
     has_aux: bool
@@ -88,10 +88,11 @@ class ValueAndGrad:
     rng: Tensor | None
     frozen: Callable[[str], bool] | None = None
     num_microbatches: int = 1
+    reduces: str | None = None
 
-    def with_microbatches(self, n: int) -> ValueAndGrad:
+    def with_microbatches(self, n: int, reduce: str | None) -> ValueAndGrad:
         """Return the same function with `n` times as many microbatches; see `accumulate`."""
-        return replace(self, num_microbatches=n * self.num_microbatches)
+        return replace(self, num_microbatches=n * self.num_microbatches, reduces=reduce or self.reduces)
 
     def __call__(self, params: Any, *args: Any) -> tuple[Any, Any]:
         """Return (loss, grads), or ((loss, aux), grads) with `has_aux`."""
@@ -113,7 +114,7 @@ class ValueAndGrad:
         return ((value, aux) if self.has_aux else value), grads
 
 
-def accumulate(vg: Any, n: int) -> Any:
+def accumulate(vg: Any, n: int, *, reduce: str | None = None) -> Any:
     """Return `vg` over `n` microbatches, one after the other: a large batch in the memory of a small one.
 
     `vg`: what `value_and_grad` returned. Every tensor leaf of the arguments after `params` is cut along dim 0 into
@@ -121,8 +122,12 @@ def accumulate(vg: Any, n: int) -> Any:
     Each microbatch sees what the one before wrote to buffers. A `vg` that accumulates over `m` then accumulates
     over `m * n`. Capture records one microbatch and loops over it; nothing is unrolled.
 
-    Raises `TypeError` for another `vg`, and `ValueError` for an `n` that is no positive integer or a leaf that
-    cannot be cut.
+    `reduce`: when gradients are summed over ranks. "microbatch": in each one, so that a rank keeps shards of the sums.
+    "step": once, behind the last, which sends 1/n of the bytes, and keeps whole gradients, in the reduce dtype. None:
+    "step" at stages 0 and 1, "microbatch" at 2 and 3. For either one, all stages give the same bits.
+
+    Raises `TypeError` for another `vg`, and `ValueError` for an `n` that is no positive integer, another `reduce` or a
+    leaf that cannot be cut.
 
     >>> f = accumulate(value_and_grad(lambda w, x: (w * x).mean()), 2)
     >>> f(torch.tensor(2.0), torch.tensor([1.0, 2.0, 3.0, 4.0]))
@@ -132,7 +137,9 @@ def accumulate(vg: Any, n: int) -> Any:
         raise TypeError(f"accumulate: vg must be what value_and_grad returned, got {type(vg).__name__}.")
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ValueError(f"accumulate: n must be a positive integer, got {n!r}.")
-    return vg.with_microbatches(n)
+    if reduce not in (None, "step", "microbatch"):
+        raise ValueError(f"accumulate: reduce must be 'step', 'microbatch' or None, got {reduce!r}.")
+    return vg.with_microbatches(n, reduce)
 
 
 @dataclass(frozen=True)
@@ -274,7 +281,8 @@ class _Work:
 
     def _late(self) -> bool:
         """Return whether gradients accumulate unsharded and are reduced once a step, as at stages 0 and 1."""
-        return all(x.spec.stage <= 1 for x in self.nodes if is_sharded(x))
+        late = all(x.spec.stage <= 1 for x in self.nodes if is_sharded(x))
+        return late if self.vg.reduces is None else self.vg.reduces == "step"
 
     def loop(self, args: Sequence[Any]) -> tuple[tuple[Tensor, Tensor | None], Any, list[Tensor]]:
         """Run all microbatches; return ((sum of losses, sum of weights), stacked aux, sums of gradients).
@@ -388,6 +396,5 @@ def _cut(x: Tensor, n: int) -> Tensor:
             f"accumulate: a batch leaf of shape {tuple(x.shape)} cannot be cut along dim 0 into {n} "
             "equal parts; drop or pad a smaller last batch, and pass tensors without a batch dim by closure."
         )
-    return (
-        x.view(n, x.shape[0] // n, *x.shape[1:]) if x.is_contiguous() else x.reshape(n, x.shape[0] // n, *x.shape[1:])
-    )
+    shape = (n, x.shape[0] // n, *x.shape[1:])
+    return x.view(shape) if x.is_contiguous() else x.reshape(shape)

@@ -237,9 +237,9 @@ class _AtState:
     def __call__(self, *args: Any) -> tuple[Any, Any]:
         return self.vg(self.state.params, *args)
 
-    def with_microbatches(self, n: int) -> _AtState:
+    def with_microbatches(self, n: int, reduce: str | None) -> _AtState:
         """Return the same function over `n` times as many microbatches."""
-        return _AtState(self.state, self.vg.with_microbatches(n))
+        return _AtState(self.state, self.vg.with_microbatches(n, reduce))
 
 
 @dataclass(frozen=True)
