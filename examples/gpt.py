@@ -171,7 +171,7 @@ def make_steps(args):
     def train_step(state, batch):
         loss, grads = state.value_and_grad(partial(loss_of, model))(batch)
         seen = state.extra["num_sequences"] + args.batch  # where the loader stands
-        state = state.apply_gradients(grads).replace(extra={"num_sequences": seen})
+        state = state.apply_gradients(grads, extra={"num_sequences": seen})
         return state, {"loss": loss}
 
     def evaluate(params, batch):

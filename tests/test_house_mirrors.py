@@ -172,6 +172,7 @@ TESTED_BY = {
     "sharding.gather_scatter": "sharding/test_sharded.py",
     "sharding.state_tree": "sharding/test_shard.py",
     "sharding.whole_leaves": "optim/test_whole_leaves.py",
+    "training.extra": "training/test_train_state.py",
     "training.checkpoint_params": "random/test_draws.py",
     "util.other_processes": "checkpoint/test_owner.py",
     "util.errors": "graph/test_advice.py",

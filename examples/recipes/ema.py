@@ -30,9 +30,11 @@ def main(steps=100, rows=32):
 
     def train_step(state, batch):
         loss, grads = state.value_and_grad(loss_fn)(batch)
-        state = state.apply_gradients(grads)
-        average = zerofn.tree_map(lambda a, p: torch.lerp(a, p, 0.02), state.extra, state.params)
-        return state.replace(extra=average), {"loss": loss}
+
+        def average(params):
+            return zerofn.tree_map(lambda a, p: torch.lerp(a, p, 0.02), state.extra, params)
+
+        return state.apply_gradients(grads, extra=average), {"loss": loss}
 
     def accuracy(params, batch):
         """The share of right answers in all ranks' batches."""

@@ -35,7 +35,7 @@ def main(steps=300, rows=64):
         usual = state.extra["usual"]
         (_, reward), grads = state.value_and_grad(loss_fn, has_aux=True)(batch, usual)
         # Each rank's own reward goes into replicated state, which is averaged over ranks.
-        new = state.apply_gradients(grads).replace(extra={"usual": torch.lerp(usual, reward, 0.1)})
+        new = state.apply_gradients(grads, extra={"usual": torch.lerp(usual, reward, 0.1)})
         return new, {"reward": zerofn.collectives.mean(reward)}
 
     state = zerofn.shard(init_state)

@@ -1,5 +1,7 @@
 """A state that was given to a step: who else holds it hears of it, and donate=False keeps it."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -123,7 +125,7 @@ def shared_memory(stage):
     def step(state, batch):
         average = tree.tree_map(lambda a, p: 0.9 * a + 0.1 * p, state.extra, state.params)
         state, aux = inner(state, batch)
-        return state.replace(extra=average), aux
+        return dataclasses.replace(state, extra=average), aux
 
     def make():
         state = state_of(module, stage)

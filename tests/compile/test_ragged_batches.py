@@ -1,5 +1,6 @@
 """Batches of another shape, on all ranks or on one."""
 
+import dataclasses
 import re
 import time
 
@@ -78,7 +79,7 @@ def test_ranks_with_other_sizes_train_as_ddp_does(ranks, name):
 def by_rows(state, batch):
     """An update by the number of rows, which is not the same on all ranks."""
     new, aux = train_step_of(MODULE)(state, batch)
-    return new.replace(extra={"seen": new.extra["seen"] + batch["x"].shape[0]}), aux
+    return dataclasses.replace(new, extra={"seen": new.extra["seen"] + batch["x"].shape[0]}), aux
 
 
 def of_others(state, batch):

@@ -73,7 +73,7 @@ def closed_over(state, batch):
 
 def in_extra(state, batch):
     loss, grads = state.value_and_grad(loss_of(MODULE))(batch)
-    return state.apply_gradients(grads).replace(extra=state.extra * 0.9 + 0.1 * dist.get_rank()), loss
+    return state.apply_gradients(grads, extra=state.extra * 0.9 + 0.1 * dist.get_rank()), loss
 
 
 def from_batch(state, batch):
@@ -205,7 +205,7 @@ def averaged(stage):
 
     def step(state, batch):
         (loss, drawn), grads = state.value_and_grad(loss_fn, has_aux=True)(batch)
-        return state.apply_gradients(grads).replace(extra=state.extra * 0.5 + drawn), drawn
+        return state.apply_gradients(grads, extra=state.extra * 0.5 + drawn), drawn
 
     state, drawn = zerofn.compile(step)(state_of(MODULE, stage, extra=torch.ones(3)), batch_of(dist.get_rank()))
     return state.extra, drawn

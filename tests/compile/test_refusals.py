@@ -1,6 +1,7 @@
 """Steps that are refused: on every rank, in a sentence, and the state is what it was."""
 
 import collections
+import dataclasses
 import pickle
 import types
 
@@ -42,7 +43,7 @@ def impure(module):
 
     def returns_another_structure(state, batch):
         new, aux = inner(state, batch)
-        return new.replace(extra={"seen": new.step}), aux
+        return dataclasses.replace(new, extra={"seen": new.step}), aux
 
     def adds_up_a_shard(state, batch):
         new, aux = inner(state, batch)

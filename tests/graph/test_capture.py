@@ -1,3 +1,4 @@
+import dataclasses
 import logging
 import random
 
@@ -135,7 +136,7 @@ def test_another_structure_is_named():
 
     def grown(state, batch):
         new, aux = update(module)(state, batch)
-        return new.replace(extra={"more": aux["loss"]}), aux
+        return dataclasses.replace(new, extra={"more": aux["loss"]}), aux
 
     with pytest.raises(CaptureError, match=r"'extra\.more' is new\. Return the same structure"):
         capture(grown, state, batch_of())

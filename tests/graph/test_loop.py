@@ -150,7 +150,7 @@ def test_batch_norms_running_values_go_from_microbatch_to_microbatch():
             return torch.func.functional_call(module, (params, inside), (batch["x"],)).square().mean()
 
         loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), 2)(batch)
-        return state.apply_gradients(grads).replace(extra=inside), loss
+        return state.apply_gradients(grads, extra=inside), loss
 
     batch = batch_of(rows=8)
     state, _ = zerofn.compile(step)(state_of(module, 3, extra=buffers), batch)

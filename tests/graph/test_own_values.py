@@ -1,5 +1,7 @@
 """Which values of a step differ from rank to rank, and where they may not go."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ def step_with(change, extra=None):
     def step(state, batch):
         loss, grads = state.value_and_grad(loss_of(MODULE))(batch)
         new = state.apply_gradients(change(grads, state, batch))
-        return (new if extra is None else new.replace(extra=extra(state, batch))), loss
+        return (new if extra is None else dataclasses.replace(new, extra=extra(state, batch))), loss
 
     return step
 

@@ -98,7 +98,7 @@ def test_a_setting_of_none_is_the_cause_and_gets_its_default():
             return functional_call(norm, {**params, **buffers}, x).sum()
 
         loss, grads = state.value_and_grad(loss_fn)(batch)
-        return state.apply_gradients(grads).replace(extra=buffers), loss
+        return state.apply_gradients(grads, extra=buffers), loss
 
     params, buffers = dict(norm.named_parameters()), dict(norm.named_buffers())
     state = zerofn.TrainState.create(params=params, tx=optim.sgd(0.1), extra=buffers)

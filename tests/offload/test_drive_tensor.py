@@ -1,6 +1,7 @@
 """Old values that are asked for late, returned or kept: what is on a drive has the bits of what lies in memory."""
 
 import contextlib
+import dataclasses
 import threading
 
 import pytest
@@ -111,7 +112,7 @@ def test_an_entry_that_becomes_another(tmp_path, tiers, on_nonfinite, kept):
         new = state.apply_gradients(grads, on_nonfinite=on_nonfinite)
         if kept == "swapped":
             return state.replace(params=state.extra, extra=state.params), {}
-        return new.replace(extra=(state if kept == "old" else new).params), {}
+        return dataclasses.replace(new, extra=(state if kept == "old" else new).params), {}
 
     same_as_in_memory(tmp_path, tiers, step, lambda **options: with_extra(module, **options))
 
@@ -131,7 +132,7 @@ def test_a_loop_over_microbatches_with_running_values(tmp_path, stage, on_nonfin
     def step(state, batch):
         (_, values), grads = zerofn.accumulate(state.value_and_grad(loss_fn, has_aux=True), 2)(batch)
         new = {name: x[-1] if x.is_floating_point() else state.extra[name] for name, x in values.items()}
-        return state.apply_gradients(grads, on_nonfinite=on_nonfinite).replace(extra=new), {}
+        return state.apply_gradients(grads, on_nonfinite=on_nonfinite, extra=new), {}
 
     with fake_ranks(2):
         plain = zerofn.TrainState.create(params=params, tx=optim.adamw(1e-2), extra=running)

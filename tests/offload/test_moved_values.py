@@ -1,5 +1,6 @@
 """Steps that put a value where another lay, or read an old one again, when the state lies on drives."""
 
+import dataclasses
 import os
 import time
 from functools import partial
@@ -21,19 +22,19 @@ TIERS = [{"optimizer": "nvme"}, {"params": "nvme"}, {"optimizer": "nvme", "param
 
 
 def kept(state, new, batch):
-    return new.replace(extra=state.params), {}
+    return dataclasses.replace(new, extra=state.params), {}
 
 
 def copied(state, new, batch):
-    return new.replace(extra=new.params), {}
+    return dataclasses.replace(new, extra=new.params), {}
 
 
 def swapped(state, new, batch):
-    return new.replace(params=state.extra, extra=new.params), {}
+    return dataclasses.replace(new, params=state.extra, extra=new.params), {}
 
 
 def averaged(state, new, batch):
-    return new.replace(extra=tree.tree_map(lambda p, q: (p + q) / 2, state.params, new.params)), {}
+    return dataclasses.replace(new, extra=tree.tree_map(lambda p, q: (p + q) / 2, state.params, new.params)), {}
 
 
 def again(state, new, batch):

@@ -190,7 +190,7 @@ def of_parts(finish):
             return out, NOTES.pop()
 
         (_, mean), grads = state.value_and_grad(loss, has_aux=True)(batch)
-        return state.apply_gradients(grads).replace(extra={"mean": finish(mean)}), None
+        return state.apply_gradients(grads, extra={"mean": finish(mean)}), None
 
     return zerofn.compile(train_step)(zerofn.shard(init_state, mesh=mesh, cuts=cuts), torch.ones(1, 4, 6).double())
 

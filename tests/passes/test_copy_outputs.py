@@ -1,3 +1,5 @@
+import dataclasses
+
 import torch
 
 import zerofn
@@ -27,7 +29,7 @@ def test_a_state_that_was_kept_is_not_written_with_the_next():
 
     def touch(state, batch):
         new, aux = train_step_of(module)(state, batch)
-        return new.replace(extra={"kept": state.extra["kept"] + 1}), aux
+        return dataclasses.replace(new, extra={"kept": state.extra["kept"] + 1}), aux
 
     kept, _ = zerofn.compile(train_step_of(module), donate=False)(state, batch_of())
     before = [x.clone() for x in tree.leaves(state)]

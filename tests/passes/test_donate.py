@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -79,7 +81,7 @@ def test_two_entries_that_change_places(stage):
 
     def swap(state, batch):
         new, aux = train_step_of(module)(state, batch)
-        return new.replace(params=new.extra, extra=new.params), aux
+        return dataclasses.replace(new, params=new.extra, extra=new.params), aux
 
     def make_state():
         return state_of(module, stage, extra={k: 2 * p.detach() for k, p in module.named_parameters()})
@@ -146,7 +148,7 @@ def aux_gathers_late(module):
 def same_value_twice(module):
     def step(state, batch):
         new, aux = train_step_of(module)(state, batch)
-        return new.replace(extra=new.params), {**aux, "step": new.step}
+        return dataclasses.replace(new, extra=new.params), {**aux, "step": new.step}
 
     return step
 
@@ -176,7 +178,8 @@ def test_an_average_of_the_parameters(stage):
 
     def step(state, batch):
         new, aux = train_step_of(module)(state, batch)
-        return new.replace(extra=tree.tree_map(lambda a, b: 0.9 * a + 0.1 * b, state.extra, new.params)), aux
+        average = tree.tree_map(lambda a, b: 0.9 * a + 0.1 * b, state.extra, new.params)
+        return dataclasses.replace(new, extra=average), aux
 
     assert_as_eager(step, lambda: state_of(module, stage, extra={k: p.detach() for k, p in module.named_parameters()}))
 
@@ -186,7 +189,7 @@ def test_an_entry_that_grows_is_returned_anew():
 
     def step(state, batch):
         new, aux = train_step_of(module)(state, batch)
-        return new.replace(extra=torch.cat([state.extra, batch["x"][:, 0]])), aux
+        return dataclasses.replace(new, extra=torch.cat([state.extra, batch["x"][:, 0]])), aux
 
     run, state = zerofn.compile(step), state_of(module, 3, extra=torch.zeros(16))
     for k in range(1, 3):

@@ -107,7 +107,7 @@ def test_no_write_into_state_is_touched():
             return functional_call(module, {**params, **buffers}, (x,)).square().mean(), buffers
 
         (loss, buffers), grads = state.value_and_grad(loss_fn, has_aux=True)(batch)
-        return state.apply_gradients(grads).replace(extra=buffers), loss
+        return state.apply_gradients(grads, extra=buffers), loss
 
     state = zerofn.shard(
         zerofn.TrainState.create(

@@ -17,7 +17,7 @@ def step_with(extra_of):
 
     def step(state, batch):
         loss, grads = state.value_and_grad(loss_fn)(batch)
-        return state.apply_gradients(grads).replace(extra=extra_of(state, batch, loss)), loss
+        return state.apply_gradients(grads, extra=extra_of(state, batch, loss)), loss
 
     return module, step
 
@@ -102,7 +102,7 @@ def buffers_after_three_steps(stage, num_microbatches=1, **options):
 
         vg = state.value_and_grad(loss_fn)
         loss, grads = (zerofn.accumulate(vg, num_microbatches) if num_microbatches > 1 else vg)(batch)
-        return state.apply_gradients(grads).replace(extra=inside), loss
+        return state.apply_gradients(grads, extra=inside), loss
 
     tx = zerofn.optim.sgd(0.0)  # the parameters stay, so that running values have a closed form
     state = state_of(module, stage, tx, extra=buffers)

@@ -95,7 +95,7 @@ def sharded(
 
     def train_step(state: Any, b: Any) -> Any:
         (loss, extra), grads = state.value_and_grad(loss_fn, has_aux=True)(b, state.extra)
-        return state.apply_gradients(grads).replace(extra=extra), {"loss": loss}
+        return state.apply_gradients(grads, extra=extra), {"loss": loss}
 
     state = zerofn.shard(init(), stage=stage, unit=unit_of)
     step = zerofn.compile(train_step) if compiled else train_step

@@ -1,6 +1,7 @@
 """TrainState: steps, skipped steps, loss scales and frozen parameters, against plain torch and GradScaler."""
 
 import dataclasses
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -324,9 +325,13 @@ def moving_average(stage):
     assert state.extra["ema"].shards[0].numel() == state.extra["ema"].layout.units[0].size // size
     for i in range(3):
         _, grads = state.value_and_grad(loss_fn)(*batch(i, dist.get_rank()))
-        state = state.apply_gradients(grads)
-        ema = tree.tree_map(lambda a, p: a.lerp(p, 0.25), state.extra["ema"], state.params)
-        state = state.replace(extra=state.extra | {"ema": ema, "seen": state.extra["seen"] + 6})
+        old = state.extra
+
+        def extra(params, old=old):
+            ema = tree.tree_map(lambda a, p: a.lerp(p, 0.25), old["ema"], params)
+            return old | {"ema": ema, "seen": old["seen"] + 6}
+
+        state = state.apply_gradients(grads, extra=extra)
     loss = zerofn.value_and_grad(loss_fn)(state.extra["ema"], *batch(9))[0]
     return unshard(state.extra), loss
 
@@ -349,17 +354,27 @@ def test_a_moving_average_in_extra(ranks, stage):
 
 
 def _with_statistics(order, on_nonfinite):
-    """A step that replaces `extra` by an average, a count and the inputs' mean, before or after the update."""
+    """A step that replaces `extra` by an average, a count and the inputs' mean, before, after or with the update."""
 
     def step(state, batch):
         (loss, mean), grads = state.value_and_grad(lambda p, x, y: (loss_fn(p, x, y), x.mean(0)), True)(*batch)
         kept, seen = state.extra["average"].lerp(loss, 0.5), state.extra["seen"] + len(batch[0])
         extra = {"average": kept, "seen": seen, "mean": mean, "ema": state.extra["ema"]}
+        with_ema = lambda params: {  # noqa: E731
+            **extra,
+            "ema": tree.tree_map(lambda a, p: a.lerp(p, 0.5), extra["ema"], params),
+        }
+        if order == "with":
+            return state.apply_gradients(grads, extra=with_ema, on_nonfinite=on_nonfinite), loss
         if order == "before":
-            return state.replace(extra=extra).apply_gradients(grads, on_nonfinite=on_nonfinite), loss
-        state = state.apply_gradients(grads, on_nonfinite=on_nonfinite)
-        extra["ema"] = tree.tree_map(lambda a, p: a.lerp(p, 0.5), state.extra["ema"], state.params)
-        return state.replace(extra=extra), loss
+            state = state.replace(extra=extra)
+        checks = on_nonfinite == "skip"
+        warned = pytest.warns(DeprecationWarning, match="apply_gradients.grads, extra=new") if checks else nullcontext()
+        with warned as found:
+            state = state.apply_gradients(grads, on_nonfinite=on_nonfinite)
+            state = state if order == "before" else state.replace(extra=with_ema(state.params))
+        assert not checks or found[0].filename == __file__
+        return state, loss
 
     return step
 
@@ -377,7 +392,7 @@ def statistics_over_a_skipped_step(stage, order, compiled, on_nonfinite):
     return found
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("order", ["before", "after", "with"])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("stage", [None, 0, 3])
 def test_a_skipped_step_keeps_the_statistics_in_extra(ranks, stage, compiled, order):
@@ -392,14 +407,14 @@ def test_a_skipped_step_keeps_the_statistics_in_extra(ranks, stage, compiled, or
 
 def test_without_a_check_extra_is_what_the_step_says():
     for compiled in (False, True):
-        _, second, _ = statistics_over_a_skipped_step(None, "before", compiled, "ignore")
+        _, second, _ = statistics_over_a_skipped_step(None, "with", compiled, "ignore")
         assert not second["mean"].isfinite().any() and not second["average"].isfinite()
 
 
 def test_extra_may_change_its_structure_in_a_skipped_step():
     state = TrainState.create(params=params(), tx=optim.sgd(0.1), extra={"a": torch.zeros(2), "b": torch.zeros(3)})
-    bad = state.apply_gradients(tree.tree_map(lambda p: p * torch.nan, state.params))
-    bad = bad.replace(extra={"a": torch.ones(2), "b": torch.ones(4), "c": torch.ones(())})
+    grads = tree.tree_map(lambda p: p * torch.nan, state.params)
+    bad = state.apply_gradients(grads, extra={"a": torch.ones(2), "b": torch.ones(4), "c": torch.ones(())})
     assert bad.extra["a"].tolist() == [0, 0] and bad.extra["b"].tolist() == [1] * 4 and bad.extra["c"] == 1
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..optim.base import GradientTransformation, masks, step, unless_skipped
+from ..optim.base import GradientTransformation, masks, step
 from ..optim.leaf_runs import leaf_info
 from ..optim.torch_optimizers import advice, is_torchs
 from ..random import fold_in
@@ -23,6 +23,7 @@ from ..sharding.state_tree import as_tensor
 from ..util.arguments import checked, told
 from ..util.constants import QUANTISED, stores_its_own_way
 from ..util.html import table
+from .extra import SAME, Update, warn_of_replace
 from .grad import ValueAndGrad, value_and_grad
 from .loss_scale import DynamicLossScale, StaticLossScale, check_loss_scale
 from .mistakes import check_gradients
@@ -101,7 +102,7 @@ class TrainState:
         It takes the state's parameters, loss scale, random key of this step and `frozen`.
         """
         _check_frozen(self.params, self.frozen)
-        object.__setattr__(self, "_update", _Update(self.extra))
+        object.__setattr__(self, "_update", Update(self.extra))
         return _AtState(self, value_and_grad(loss_fn, has_aux, self.loss_scale, self.rng_at(), self.frozen))
 
     def rng_at(self) -> Tensor:
@@ -109,14 +110,15 @@ class TrainState:
         return fold_in(self.rng, self.step)
 
     @checked()
-    def apply_gradients(self, grads: Any, *, on_nonfinite: str = "skip") -> TrainState:
+    def apply_gradients(self, grads: Any, *, extra: Any = SAME, on_nonfinite: str = "skip") -> TrainState:
         """Return the next state: one update of the parameters and the optimizer state, unless it is skipped.
 
-        `grads`: unscaled, as `value_and_grad` returns them. If `on_nonfinite` is "skip" and a gradient on any
-        rank is not finite, parameters and optimizer state stay unchanged, bit for bit, and `skipped` counts the
-        step. So do the floating-point leaves of an `extra` that `replace` gives in the same step, before or after;
-        its integers advance. A dynamic loss scale adjusts to this finite check. "ignore" always updates, without the
-        check. Raises `ValueError` for another word, `TypeError` if `grads` is no tree of gradients of the parameters.
+        `grads`: unscaled, as `value_and_grad` returns them. `extra`: what `state.extra` becomes, or a function of the
+        new parameters that returns it; by default it stays. If `on_nonfinite` is "skip" and a gradient on any rank is
+        not finite, parameters, optimizer state and the floating-point leaves of `extra` stay unchanged, bit for bit,
+        and `skipped` counts the step; integers in `extra` advance. A dynamic loss scale adjusts to this finite check.
+        "ignore" always updates, without the check. Raises `ValueError` for another word, `TypeError` if `grads` is no
+        tree of gradients of the parameters.
         """
         if on_nonfinite not in ("skip", "ignore"):
             raise ValueError(f"apply_gradients: on_nonfinite must be 'skip' or 'ignore', got {on_nonfinite!r}.")
@@ -137,14 +139,19 @@ class TrainState:
             opt_state=opt_state,
             loss_scale=scale,
         )
-        began: _Update | None = getattr(self, "_update", None)
-        before = self.extra if began is None or began.finite is not None else began.extra
-        return new._after(_Update(before, finite))
+        began: Update | None = getattr(self, "_update", None)
+        replaced = began is not None and began.finite is None and began.before is not self.extra
+        if replaced:
+            warn_of_replace()
+        update = Update(began.before if replaced and began is not None else self.extra, finite)
+        if extra is not SAME:
+            new = dataclasses.replace(new, extra=extra(new.params) if callable(extra) else extra)
+        return new._after(update)
 
     def replace(self, **changes: Any) -> TrainState:
         """Return a copy with some fields changed.
 
-        In a step that `apply_gradients` skips, floating-point leaves of `extra` keep their old values.
+        For `extra` in a step with an update, see `apply_gradients(extra=)`.
 
         Raises `ValueError` if the parameters are sharded, and `frozen` and they disagree about which are trained, or
         the moments of a new `tx` are stored in another format than it asks for: `shard` decides both.
@@ -160,10 +167,12 @@ class TrainState:
             _check_frozen(new.params, new.frozen)
         if new.tx != self.tx:
             _check_formats(new.opt_state)
-        update: _Update | None = getattr(self, "_update", None)
+        update: Update | None = getattr(self, "_update", None)
+        if update is not None and update.finite is not None and "extra" in changes:
+            warn_of_replace()
         return new if update is None else new._after(update)
 
-    def _after(self, update: _Update) -> TrainState:
+    def _after(self, update: Update) -> TrainState:
         new = dataclasses.replace(self, extra=update.select(self.extra))
         object.__setattr__(new, "_update", update)
         return new
@@ -197,34 +206,6 @@ class TrainState:
 
 
 tree.register_dataclass(TrainState, static=("tx", "frozen"))
-
-
-@dataclass(frozen=True)
-class _Update:
-    """What a step knows of `extra`, kept beside a state's fields and lost where a state is flattened, as every compiled
-    step does at its start and end. `extra`: at its start. `finite`: None before the update, and without a check.
-    """
-
-    extra: Any
-    finite: Tensor | None = None
-
-    def select(self, new: Any) -> Any:
-        """Return a new `extra`, with the old floating-point leaves if the update is skipped.
-
-        A leaf that was not there, or had another shape or dtype, is new.
-        """
-        if self.finite is None or new is self.extra:
-            return new
-        old = dict(zip(*tree.flatten_with_path(self.extra)[:2], strict=True))
-        paths, leaves, treedef = tree.flatten_with_path(new)
-
-        def one(x: Any, before: Any) -> Any:
-            same = isinstance(x, Tensor) and isinstance(before, Tensor) and x is not before
-            if not same or (x.shape, x.dtype) != (before.shape, before.dtype) or not _is_inexact(x):
-                return x
-            return unless_skipped(self.finite, x, before)
-
-        return tree.unflatten(treedef, [one(x, old.get(p)) for p, x in zip(paths, leaves, strict=True)])
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ class Steps:
 
     def _update(self, state: Any, batch: dict[str, Any]) -> tuple[Any, Any]:
         grads, buffers, aux = self._gradients(state, batch)
-        return state.apply_gradients(grads).replace(extra=buffers), aux
+        return state.apply_gradients(grads, extra=buffers), aux
 
     def _add(self, both: dict[str, Any], batch: dict[str, Any]) -> tuple[Any, Any]:
         state = both["state"]
@@ -122,7 +122,7 @@ class Steps:
         state = both["state"]
         grads, buffers, aux = self._gradients(state, batch)
         total = zerofn.tree_map(torch.add, both["sums"], grads)
-        return {"state": state.apply_gradients(total).replace(extra=buffers), "sums": total}, aux
+        return {"state": state.apply_gradients(total, extra=buffers), "sums": total}, aux
 
     def _update_by_sums(self, both: dict[str, Any], batch: dict[str, Any]) -> tuple[Any, Any]:
         state, sums = both["state"], both["sums"]

@@ -52,7 +52,7 @@ def compiled_step(trainer: Any, effects: Effects) -> Any:
         losses, results = zip(*values, strict=True)
         total = zerofn.tree_map(lambda *x: sum(x[1:], x[0]), *grads)
         aux = {"loss": sum(losses[1:], losses[0]), "grad_norm": zerofn.global_norm(total), "effects": results}
-        return state.apply_gradients(total).replace(extra=buffers or None), aux
+        return state.apply_gradients(total, extra=buffers or None), aux
 
     return zerofn.compile(train_step, broadcast_buffers=True, **trainer.args.compile_options)
 
