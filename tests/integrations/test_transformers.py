@@ -14,7 +14,7 @@ import zerofn.integrations.transformers
 from tests.support.same import assert_same_trees
 from zerofn.integrations.modules import call_with
 from zerofn.integrations.transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
-from zerofn.integrations.transformers.trainer import stack
+from zerofn.integrations.transformers.steps import Microbatch, stack
 
 STEPS = 5
 pytestmark = [
@@ -495,14 +495,69 @@ def test_other_mistakes(tmp_path):
 
 
 def test_microbatches_are_stacked_where_they_can_be():
-    a, b = ({"x": torch.full((2, 3), float(k)), "y": torch.zeros(2)} for k in range(2))
-    parts, stacked = stack([a, b])
-    assert stacked == 2 and len(parts) == 1 and parts[0]["x"].shape == (4, 3)
-    assert stack([a])[1] == 1
-    parts, stacked = stack([a, {"x": torch.zeros(2, 4), "y": torch.zeros(2)}])
-    assert stacked == 1 and len(parts) == 2
-    assert stack([a, b], [(1, 2), (1, 2)])[1] == 2
-    assert stack([a, b], [(1, 2), (1, 3)])[1] == 1, "on another rank they have other shapes"
+    def micro(k, width=3, items=True, kind=(1, 2)):
+        inputs = {"x": torch.full((2, width), float(k)), "y": torch.zeros(2)}
+        return Microbatch(inputs, torch.tensor([k + 5]) if items else None, torch.tensor([1.0 / (k + 1)]), kind)
+
+    ((inputs, items, weights),), stacked = stack([micro(0), micro(1)])
+    assert stacked == 2 and inputs["x"].shape == (4, 3) and items.tolist() == [5, 6] and weights.tolist() == [1.0, 0.5]
+    assert stack([micro(0)])[1] == 1
+    parts, stacked = stack([micro(0), micro(1, width=4)])
+    assert stacked == 1 and len(parts) == 2 and parts[1][1].tolist() == [6]
+    assert stack([micro(0), micro(1, items=False)])[1] == 1
+    assert stack([micro(0), micro(1, kind=(1, 3))])[1] == 1, "on another rank they have other shapes"
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows without a length."""
+
+    def __init__(self, given):
+        self.given = given
+
+    def __iter__(self):
+        return iter(self.given)
+
+
+def of_means(kind):
+    """A trainer whose model takes no number of items: means of microbatches are averaged."""
+
+    class Means(kind):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.model_accepts_loss_kwargs = False
+
+    return Means
+
+
+def short_groups(folder, case, rank_rows=4):
+    """On every rank: (loss, norm) of each update of both trainers. An epoch has 5 microbatches, an update 3."""
+    given = options(folder, max_steps=4, optim="sgd", gradient_accumulation_steps=3, max_grad_norm=1e9,
+                    per_device_train_batch_size=rank_rows, average_tokens_across_devices=case != "tokens of a rank")  # fmt: skip
+    data, found = [{name: x[:6] for name, x in row.items()} for row in rows(20, odd=True)], []
+    for kind, arguments in ((transformers.Trainer, transformers.TrainingArguments), (Trainer, TrainingArguments)):
+        made = (of_means(kind) if case == "means" else kind)(
+            build(), arguments(**given), train_dataset=Stream(data)
+        )
+        made.train()
+        found.append(logged(made, "loss", "grad_norm"))
+    return found
+
+
+@pytest.mark.parametrize("case", ["tokens", "means"])
+def test_a_short_last_group_of_a_stream_is_added_to_the_next_epochs_first(tmp_path, case):
+    plain, mine = short_groups(tmp_path, case)
+    assert plain[1][0] > 1.5 * plain[0][0], "of 5 microbatches: the sum of two groups' losses"
+    np.testing.assert_allclose(mine, plain, rtol=1e-5)
+
+
+def short_groups_on_ranks(folder):
+    return [short_groups(folder, case, 2) for case in ("tokens", "tokens of a rank")]
+
+
+def test_short_groups_on_two_ranks(tmp_path):
+    for plain, mine in zerofn.run(short_groups_on_ranks, tmp_path, ranks=2):
+        assert plain[1][0] > 1.5 * plain[0][0]
+        np.testing.assert_allclose(mine, plain, rtol=1e-5)
 
 
 class Repeated(torch.nn.Module):

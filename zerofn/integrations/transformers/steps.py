@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ from .modules import LossModule
 
 def compiled_step(trainer: Any, effects: Effects) -> Any:
     """Return the step over all microbatches of an update: `parts`, one after the other, each of which is `stacked` of
-    equal shape. `shares`: whether the losses of microbatches add up to the step's, or are averaged. `effects`: of the
-    trainer's `compute_loss`, whose results the step returns for each part.
+    equal shape. Each part is (inputs, numbers of items or None, weights): the step's loss is the sum of the losses of
+    microbatches, each times its weight. `effects`: of the trainer's `compute_loss`, whose results the step returns for
+    each part.
     """
 
     def compute_loss(*args: Any, **kwargs: Any) -> Any:
@@ -29,25 +30,25 @@ def compiled_step(trainer: Any, effects: Effects) -> Any:
     loss_module = LossModule(trainer.model, compute_loss, trainer.step_context)
 
     def train_step(state: Any, batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        parts, num_items, stacked = batch["parts"], batch["num_items"], batch["stacked"]
-        factor = 1.0 if batch["shares"] else 1.0 / (stacked * len(parts))
+        parts, stacked = batch["parts"], batch["stacked"]
         buffers = {name: x.clone() for name, x in (state.extra or {}).items()}
 
-        def loss_fn(params: dict[str, Tensor], inputs: dict[str, Any], num_items: Any, factor: float) -> Any:
+        def loss_fn(params: dict[str, Tensor], inputs: dict[str, Any], num_items: Any, weight: Tensor) -> Any:
             named = {f"model.{name}": x for name, x in (*params.items(), *buffers.items())}
             with effects.recording(stacked * len(parts)) as recording, gathered_in_step(trainer.accelerator):
                 out, found = call_with(loss_module, named, (inputs, num_items))
                 loss = recording.plain(out)
             keep_assigned(found, buffers)
-            return loss * factor, recording.results
+            return (loss * weight.reshape(())).to(loss.dtype), recording.results
 
         found = []
-        for k, inputs in enumerate(parts):
+        for k, (inputs, num_items, weights) in enumerate(parts):
             key = zerofn.random.fold_in(state.rng_at(), k)
             vg = zerofn.value_and_grad(loss_fn, True, scale=state.loss_scale, rng=key, frozen=state.frozen)
             if stacked > 1:
                 vg = zerofn.accumulate(vg, stacked)
-            found.append(vg(state.params, inputs, num_items, factor * stacked))
+            # `accumulate` averages over the part.
+            found.append(vg(state.params, inputs, num_items, weights * stacked))
         values, grads = zip(*found, strict=True)
         losses, results = zip(*values, strict=True)
         total = zerofn.tree_map(lambda *x: sum(x[1:], x[0]), *grads)
@@ -121,15 +122,42 @@ def _names(code: CodeType, name: str) -> bool:
     return name in code.co_names or any(_names(x, name) for x in code.co_consts if isinstance(x, CodeType))
 
 
-def stack(micro: Sequence[dict[str, Any]], kinds: Sequence[Any] = ()) -> tuple[tuple[dict[str, Any], ...], int]:
-    """Return (parts, stacked): microbatches of equal shapes as one part with all their rows, others one by one.
-
-    `kinds`: of each, what tells whether other ranks, which must do the same, have equal shapes, too.
+class Microbatch(NamedTuple):
+    """What `training_step` is given. `items`: `num_items_in_batch`, of shape (1,). `weight`: what its loss is multiplied
+    by in the sum over an update, of shape (1,). `kind`: what tells whether other ranks, which must do the same, have
+    equal shapes, too.
     """
-    equal = len({_shapes(x) for x in micro}) == 1 and len(set(kinds)) <= 1
-    if len(micro) > 1 and equal and _shapes(micro[0]) is not None:
-        return ({k: torch.cat([x[k] for x in micro]) for k in micro[0]},), len(micro)
-    return tuple(micro), 1
+
+    inputs: dict[str, Any]
+    items: Tensor | None
+    weight: Tensor
+    kind: Any = None
+
+
+def microbatch_of(trainer: Any, inputs: dict[str, Any], num_items: Any, kind: Any) -> Microbatch:
+    """Return a microbatch with the weight that transformers gives it: 1 if its loss is a share of the group's, else one
+    over the size of the group that the loop has fetched. An update may have those of two groups: the last group of a
+    dataset without a length may be short, and is added to the next epoch's first.
+    """
+    own = getattr(trainer, "loss_is_scaled_for_ga", None)
+    adds_up = trainer.model_accepts_loss_kwargs and num_items is not None
+    is_scaled = own if own is not None else adds_up or trainer.compute_loss_func is not None
+    weight = 1.0 if is_scaled else 1.0 / trainer.current_gradient_accumulation_steps
+    device = trainer.args.device
+    items = None if num_items is None else torch.as_tensor(num_items, device=device).reshape(1)
+    return Microbatch(inputs, items, torch.tensor([weight], dtype=torch.float64, device=device), kind)
+
+
+def stack(micro: Sequence[Microbatch]) -> tuple[tuple[Any, ...], int]:
+    """Return (parts, stacked), see `compiled_step`: microbatches of equal shapes as one part with all their rows, others
+    one by one.
+    """
+    shapes = {_shapes(x.inputs) for x in micro}
+    if len(micro) == 1 or len(shapes) > 1 or None in shapes or len({(x.kind, x.items is None) for x in micro}) > 1:
+        return tuple(x[:3] for x in micro), 1
+    inputs = {k: torch.cat([x.inputs[k] for x in micro]) for k in micro[0].inputs}
+    items = None if micro[0].items is None else torch.cat([x.items for x in micro])
+    return ((inputs, items, torch.cat([x.weight for x in micro])),), len(micro)
 
 
 def _shapes(inputs: dict[str, Any]) -> tuple[Any, ...] | None:

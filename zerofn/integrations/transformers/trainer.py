@@ -28,7 +28,7 @@ from .modules import calls_as_autocast
 from .names import exported, loaded
 from .optimizers import Followed, check_alike, groups_of, load_rates, number_of, own_optimizer, save_rates
 from .padding import Padding
-from .steps import check_overrides, compiled_step, stack
+from .steps import Microbatch, check_overrides, compiled_step, microbatch_of, stack
 
 STATE = "zerofn"  # the folder in a checkpoint that has the state
 _CONTRADICTS = {
@@ -74,7 +74,7 @@ class Trainer(TrainerOnMesh):
         self._sharded: Any = None
         self._live: Live | None = None
         self._step: Any = None
-        self._micro: list[tuple[dict[str, Any], tuple[int, ...]]] = []
+        self._micro: list[Microbatch] = []
         self._norm: Tensor | None = None
         self._groups: Any = None
         self._optimizes: Any = None  # the torch optimizer that the state's moments are of
@@ -264,17 +264,13 @@ class Trainer(TrainerOnMesh):
         model.train()
         given = {k: v for k, v in self._prepare_inputs(inputs).items() if v is not None}
         padded = self._padding(given, number_of(self.optimizer, self.args.max_grad_norm))
-        self._micro.append((padded, self._padding.kind))
+        self._micro.append(microbatch_of(self, padded, num_items_in_batch, self._padding.kind))
         check_alike(self._padding.said, self.optimizer, self.args.max_grad_norm)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        (micro, kinds), self._micro = zip(*self._micro, strict=True), []
-        own = getattr(self, "loss_is_scaled_for_ga", None)
-        adds_up = self.model_accepts_loss_kwargs and num_items_in_batch is not None
-        shares = own if own is not None else adds_up or self.compute_loss_func is not None
-        parts, stacked = stack(micro, kinds)
-        items = None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).reshape(1).repeat(stacked)
-        batch = {"parts": parts, "num_items": items, "stacked": stacked, "shares": int(shares)}
+        micro, self._micro = self._micro, []
+        parts, stacked = stack(micro)
+        batch = {"parts": parts, "stacked": stacked}
         assert self._live is not None
         state = self._with_rates()
         with self._live.in_step():
