@@ -225,6 +225,41 @@ def test_frozen_and_unused_parameters(ranks, stage):
         assert len(strides) == 2 and set(strides.values()) == {(0,)}, "no memory for what is frozen"
 
 
+def test_what_a_module_is_lent_is_a_parameter():
+    def build():
+        return torch.nn.Linear(3, 2)
+
+    model = zerofn.skeleton(build)
+
+    class Penalised(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = model
+
+        def forward(self, x):
+            own = [p for p in self.net._parameters.values() if isinstance(p, torch.nn.Parameter)]
+            return self.net(x).mean() + self.net.get_parameter("weight").square().sum() + sum(p.sum() for p in own)
+
+    part, plain, x = Penalised(), build(), torch.randn(4, 3)
+    state = shard(lambda: zerofn.TrainState.create(params=dict(plain.named_parameters()), tx=optim.sgd(0.1)))
+
+    def loss_fn(params):
+        return torch.func.functional_call(part, {f"net.{name}": p for name, p in params.items()}, (x,))
+
+    @zerofn.compile
+    def train_step(state, batch):
+        loss, grads = state.value_and_grad(loss_fn)()
+        return state.apply_gradients(grads), loss
+
+    state, loss = train_step(state, {})
+    expected = plain(x).mean() + plain.weight.square().sum() + plain.weight.sum() + plain.bias.sum()
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    after = unshard(state.params)
+    torch.testing.assert_close(after["weight"], plain.weight.detach() - 0.1 * plain.weight.grad)
+    torch.testing.assert_close(after["bias"], plain.bias.detach() - 0.1 * plain.bias.grad)
+
+
 def test_plain_leaves_that_do_not_learn():
     p = {"w": torch.ones(3), "kept": torch.ones(3), "ids": torch.arange(2), "on": torch.tensor(True)}
     seen = {}

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .later import Done, Later, Traced, combined, has_later, is_traced, number_of
+from .later import Done, Later, Traced, combined, has_later, is_traced, number_of, refuse
 from .recorders import is_recorder
 
 
@@ -29,6 +29,12 @@ class Asks(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _ASKS and is_traced(args[0]) and not self._asking:
             return self._asked(func, *args, **kwargs)
+        if func is Tensor.data_ptr and is_traced(args[0]):
+            refuse(
+                "the step asks for the address of a tensor, which has none while the step is captured. To find tied "
+                "parameters, compare id(p), or list named_parameters(), which has them once. A kernel that takes "
+                "addresses can be a part of the step as an operation of torch.library.custom_op."
+            )
         for x in args:
             if is_recorder(x):
                 iter(x)  # torch reads it without a word

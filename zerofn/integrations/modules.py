@@ -82,6 +82,8 @@ def call_with(module: nn.Module, values: Mapping[str, Tensor], args: tuple[Any, 
     `ValueError` if a parameter is written to.
     """
     lent = {name: (values[name], _mark(values[name])) for name, _ in module.named_parameters() if name in values}
+    for x, _ in lent.values():
+        x._is_param = True  # for `isinstance(x, nn.Parameter)`, and `get_parameter`, which asks it
     listed = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
     named = {}
     for prefix, part in module.named_modules():  # each once

@@ -371,5 +371,6 @@ def _is_of_module(x: Any, name: str, value: Any) -> bool:
     return (
         name == "training"
         or isinstance(value, nn.Module | nn.Parameter)
+        and not is_traced(value)  # a parameter that the step is lent, and may keep
         or any(name in vars(x)[of] for of in ("_parameters", "_buffers", "_modules"))
     )

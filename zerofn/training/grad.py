@@ -360,6 +360,7 @@ def _trainable(name: str, node: Any, frozen: Callable[[str], bool] | None) -> li
 
 def _leaf(x: Tensor, learns: bool) -> Tensor:
     x = x.data  # unlike `detach`, with its own count of writes: leaves of a unit lie in one buffer
+    x._is_param = True  # for `isinstance(x, nn.Parameter)`, such as in `get_parameter` of a module that it is lent to
     return x.requires_grad_() if learns else x
 
 
