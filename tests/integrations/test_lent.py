@@ -1,4 +1,4 @@
-"""What a loss asks of the parameters that the step lends to a model: penalties on them, as research code writes them."""
+"""What research code asks of the parameters that the step lends to a model: penalties on them, and writes."""
 
 import lightning.pytorch as pl
 import numpy as np
@@ -91,6 +91,131 @@ def of_lightning(folder, **strategy):
 def test_penalties_on_parameters_in_a_training_step(tmp_path):
     mine = of_lightning(tmp_path, strategy=ZeroFnStrategy(stage=3))
     torch.testing.assert_close(mine, of_lightning(tmp_path), rtol=1e-5, atol=0)
+
+
+class Moco(nn.Module):
+    """A key encoder that follows another one in `forward`, and a queue of its outputs."""
+
+    def __init__(self, learns):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.k.requires_grad_(learns)
+        self.register_buffer("queue", torch.randn(8, 4))
+        self.register_buffer("at", torch.zeros(1, dtype=torch.long))
+
+    def follow(self):
+        for q, k in zip(self.q.parameters(), self.k.parameters(), strict=True):
+            k.data = k.data * 0.9 + q.data * 0.1
+
+    def enqueue(self, keys):
+        at = int(self.at)
+        self.queue[at : at + len(keys)] = keys
+        self.at[0] = (at + len(keys)) % 8
+
+    def forward(self, x, y):
+        with torch.no_grad():
+            self.follow()
+        return self.loss_of(x, y)
+
+    def loss_of(self, x, y):
+        q, negatives = self.q(x), self.queue.clone()
+        with torch.no_grad():
+            keys = self.k(x)
+            self.enqueue(keys)
+        return {"loss": (q @ negatives.T).logsumexp(1).mean() - (q * keys).sum(1).mean() + (q.sum(1) - y).mean()}
+
+
+class Foreach(Moco):
+    def follow(self):
+        torch._foreach_lerp_(list(self.k.parameters()), list(self.q.parameters()), 0.1)
+
+
+class Copied(Moco):
+    def follow(self):
+        for q, k in zip(self.q.parameters(), self.k.parameters(), strict=True):
+            k.data[:].copy_(k.data * 0.9 + q.detach() * 0.1)
+
+
+class OursOfMoco(Moco):
+    """With what the errors say to write instead."""
+
+    def forward(self, x, y):
+        return self.loss_of(x, y)
+
+    def enqueue(self, keys):
+        self.queue[(self.at + torch.arange(len(keys))) % 8] = keys
+        self.at[0] = (self.at[0] + len(keys)) % 8
+
+
+class Follows(transformers.TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        with torch.no_grad():
+            model.follow()
+
+
+class FollowsOfLightning(pl.Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        with torch.no_grad():
+            module.net.follow()
+
+
+def moco_losses(folder, library, net, callbacks=()):
+    args = library.TrainingArguments(str(folder), max_steps=4, per_device_train_batch_size=2, optim="sgd",
+                                     learning_rate=0.05, logging_steps=1, report_to=[], use_cpu=True,
+                                     save_strategy="no", disable_tqdm=True)  # fmt: skip
+    trainer = library.Trainer(net, args, train_dataset=rows(), callbacks=list(callbacks))
+    trainer.train()
+    return [x["loss"] for x in trainer.state.log_history if "loss" in x]
+
+
+def lightning_losses(folder, net, *callbacks, **strategy):
+    module = Module()
+    module.net, module.get_parameter = net, lambda name: torch.zeros(())
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=4, logger=False, enable_checkpointing=False,
+                         enable_progress_bar=False, default_root_dir=folder, callbacks=[*callbacks],
+                         **strategy)  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(rows(), batch_size=2))
+    return torch.stack(module.losses).tolist()
+
+
+def test_a_key_encoder_and_a_queue_as_the_errors_say(tmp_path):
+    plain = moco_losses(tmp_path, transformers, Moco(False))
+    np.testing.assert_allclose(moco_losses(tmp_path, Ours, OursOfMoco(False), [Follows()]), plain, rtol=1e-5)
+    plain = lightning_losses(tmp_path, Moco(False))
+    mine = lightning_losses(tmp_path, OursOfMoco(False), FollowsOfLightning(), strategy=ZeroFnStrategy())
+    np.testing.assert_allclose(mine, plain, rtol=1e-5)
+
+
+def raised(run):
+    """What it raises, with its notes."""
+    with pytest.raises((ValueError, zerofn.CaptureError)) as error:
+        run()
+    return "\n".join([str(error.value), *error.value.__notes__])
+
+
+@pytest.mark.parametrize("kind, learns", [(Moco, False), (Foreach, False), (Copied, False), (Copied, True)])
+def test_a_write_to_a_parameter_is_a_sentence_with_its_line(tmp_path, kind, learns):
+    words = raised(lambda: moco_losses(tmp_path, Ours, kind(learns)))
+    assert "writes to the parameter 'k.weight'" in words and "on_step_begin" in words
+    line = {Moco: "k.data = k.data", Foreach: "torch._foreach_lerp_", Copied: "k.data[:].copy_"}[kind]
+    assert line in words, words
+    if kind is Moco:
+        words = raised(lambda: lightning_losses(tmp_path, kind(learns), strategy=ZeroFnStrategy()))
+        assert "writes to the parameter 'net.k.weight'" in words and line in words
+
+
+class Cuts(OursOfMoco):
+    enqueue = Moco.enqueue
+
+
+def test_a_cut_at_a_number_of_a_buffer_is_a_sentence_with_its_line(tmp_path):
+    for run in (
+        lambda: moco_losses(tmp_path, Ours, Cuts(False)),
+        lambda: lightning_losses(tmp_path, Cuts(False), strategy=ZeroFnStrategy()),
+    ):
+        words = raised(run)
+        assert "Index with a tensor" in words and "self.queue[at : at + len(keys)] = keys" in words
 
 
 class Addresses(Trainer):

@@ -531,13 +531,12 @@ def of_means(kind):
 
 def short_groups(folder, case, rank_rows=4):
     """On every rank: (loss, norm) of each update of both trainers. An epoch has 5 microbatches, an update 3."""
-    given = options(folder, max_steps=4, optim="sgd", gradient_accumulation_steps=3, max_grad_norm=1e9,
-                    per_device_train_batch_size=rank_rows, average_tokens_across_devices=case != "tokens of a rank")  # fmt: skip
+    more = {"max_steps": 4, "optim": "sgd", "gradient_accumulation_steps": 3, "max_grad_norm": 1e9}
+    more |= {"per_device_train_batch_size": rank_rows, "average_tokens_across_devices": case != "tokens of a rank"}
+    given = options(folder, **more)
     data, found = [{name: x[:6] for name, x in row.items()} for row in rows(20, odd=True)], []
     for kind, arguments in ((transformers.Trainer, transformers.TrainingArguments), (Trainer, TrainingArguments)):
-        made = (of_means(kind) if case == "means" else kind)(
-            build(), arguments(**given), train_dataset=Stream(data)
-        )
+        made = (of_means(kind) if case == "means" else kind)(build(), arguments(**given), train_dataset=Stream(data))
         made.train()
         found.append(logged(made, "loss", "grad_norm"))
     return found

@@ -234,6 +234,11 @@ def apply(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Later:
 
 def now_of(x: Any) -> Any:
     """Return a value with what stands in the captured step for what is known later, in containers, too."""
+    if type(x) is slice and any(type(part) is Traced for part in parts_of(x)):
+        refuse(
+            "the step cuts at a number that it takes from a tensor, which has no value while the step is captured. "
+            "Index with a tensor: `i = (self.at + torch.arange(n)) % size` and `self.queue[i] = x`."
+        )
     return x.now() if isinstance(x, Later) else mapped(now_of, x)
 
 
@@ -289,13 +294,13 @@ def combined(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     leaves = list(parts_of([*args, *kwargs.values()]))
     values = [x for x in leaves if isinstance(x, Tensor)]
     reads_host = any(type(x) in (Slot, At) for x in leaves)
-    written = isinstance(args[0] if args else None, Tensor) and _writes(function, kwargs)
+    written = isinstance(args[0] if args else None, Tensor) and writes(function, kwargs)
     if written or any(x.requires_grad for x in values) or (values and not reads_host):
         return function(*map(now_of, args), **{k: now_of(v) for k, v in kwargs.items()})
     return apply(function, *args, **kwargs)
 
 
-def _writes(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+def writes(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a function of torch's writes to its first argument, or to `out`."""
     name = getattr(function, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__") or name == "__setitem__"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+from .later import writes
 
 
 def is_shape_only(module: nn.Module) -> bool:
@@ -90,15 +93,43 @@ def call_with(module: nn.Module, values: Mapping[str, Tensor], args: tuple[Any, 
         for last, x in (*part._parameters.items(), *part._buffers.items()):
             if x is not None and listed[id(x)] in values:
                 named[f"{prefix}.{last}" if prefix else last] = values[listed[id(x)]]
-    found = functional_call(module, named, args, kwargs, tie_weights=False)
+    with _Unwritten({name: x for name, (x, _) in lent.items()}):
+        found = functional_call(module, named, args, kwargs, tie_weights=False)
     for name, (x, before) in lent.items():
         if _mark(x) != before:
-            raise ValueError(
-                f"the step writes to the parameter {name.removeprefix('module.')!r}, or sets its requires_grad. A step "
-                "is given the state's parameters, and the optimizer alone changes them. Do it between steps, in a hook "
-                "or a callback, or make it a buffer."
-            )
+            _refuse_write(name)
     return found
+
+
+def _refuse_write(name: str) -> NoReturn:
+    raise ValueError(
+        f"the step writes to the parameter {name.removeprefix('module.').removeprefix('model.')!r}, or sets its "
+        "requires_grad. In the step the optimizer alone changes parameters. Move what is written to on_step_begin of a "
+        "TrainerCallback (transformers), or to on_train_batch_start (Lightning): there the same lines do the same. Or "
+        "make it a buffer."
+    )
+
+
+class _Unwritten(TorchFunctionMode):
+    """Inside, to write to lent tensors, by name, or to parts of them, is an error at the line that does."""
+
+    def __init__(self, lent: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._places: dict[int, list[tuple[int, str]]] = {}  # by memory: the leaves of a unit lie in one
+        for name, x in lent.items():
+            self._places.setdefault(x.untyped_storage()._cdata, []).append((int(x.storage_offset()), name))
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func == Tensor.data.__set__ or (writes(func, kwargs) and func is not Tensor.requires_grad_):  # type: ignore[attr-defined]
+            first = args[0] if args else None
+            for x in (*(first if isinstance(first, list | tuple) else [first]), kwargs.get("out")):
+                found = self._places.get(x.untyped_storage()._cdata) if isinstance(x, Tensor) else None
+                if found is not None:
+                    _refuse_write(max(place for place in found if place[0] <= x.storage_offset())[1])
+        return func(*args, **kwargs)
 
 
 def _mark(x: Tensor) -> tuple[Any, ...]:

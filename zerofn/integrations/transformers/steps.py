@@ -123,9 +123,8 @@ def _names(code: CodeType, name: str) -> bool:
 
 
 class Microbatch(NamedTuple):
-    """What `training_step` is given. `items`: `num_items_in_batch`, of shape (1,). `weight`: what its loss is multiplied
-    by in the sum over an update, of shape (1,). `kind`: what tells whether other ranks, which must do the same, have
-    equal shapes, too.
+    """What `training_step` is given. `items`: `num_items_in_batch`, of shape (1,). `weight`: of its loss in the sum
+    over an update, of shape (1,). `kind`: tells whether other ranks, which must do the same, have equal shapes, too.
     """
 
     inputs: dict[str, Any]
@@ -149,14 +148,14 @@ def microbatch_of(trainer: Any, inputs: dict[str, Any], num_items: Any, kind: An
 
 
 def stack(micro: Sequence[Microbatch]) -> tuple[tuple[Any, ...], int]:
-    """Return (parts, stacked), see `compiled_step`: microbatches of equal shapes as one part with all their rows, others
-    one by one.
+    """Return (parts, stacked) of `compiled_step`: microbatches of equal shapes are one part, with all their rows;
+    others are parts of their own.
     """
     shapes = {_shapes(x.inputs) for x in micro}
     if len(micro) == 1 or len(shapes) > 1 or None in shapes or len({(x.kind, x.items is None) for x in micro}) > 1:
         return tuple(x[:3] for x in micro), 1
     inputs = {k: torch.cat([x.inputs[k] for x in micro]) for k in micro[0].inputs}
-    items = None if micro[0].items is None else torch.cat([x.items for x in micro])
+    items = None if micro[0].items is None else torch.cat([x.items for x in micro if x.items is not None])
     return ((inputs, items, torch.cat([x.weight for x in micro])),), len(micro)
 
 
