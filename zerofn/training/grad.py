@@ -330,10 +330,8 @@ class _Work:
             if not is_sharded(x):
                 out.append(next(found) if learns[0] else _no_gradient(x))
                 continue
-            shards = [
-                next(found) if u.trainable else _no_gradient(p) for u, p in zip(x.layout.units, x.stored, strict=True)
-            ]
-            out.append(Sharded(x.spec, shards))
+            units = zip(x.layout.units, x.stored, strict=True)
+            out.append(Sharded(x.spec, [next(found) if u.trainable else _no_gradient(p) for u, p in units]))
         return total, tree.unflatten(self.treedef, out)
 
 
